@@ -1,5 +1,5 @@
-//! Compiles the contracts to Rust without a protoc on the machine, and writes down the shape of every message: which of
-//! its fields allocate, and how much. `src/wire.rs` reads that before it decodes.
+//! Compiles the contracts to Rust without an installed protoc, and generates the shape of every message: which of its fields
+//! allocate, and how much. `src/wire.rs` uses the shapes before it decodes.
 
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, FieldDescriptorProto, FileDescriptorSet};
@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The shapes of all messages, as Rust.
+/// Returns the shapes of all messages as Rust code.
 fn shapes(descriptors: &FileDescriptorSet) -> Result<String, Box<dyn std::error::Error>> {
     let mut text = String::new();
     for file in &descriptors.file {
@@ -55,7 +55,7 @@ fn shapes(descriptors: &FileDescriptorSet) -> Result<String, Box<dyn std::error:
     Ok(text)
 }
 
-/// The shape of a message and of those in it. `scope` is the full name of what it is in, `module` its place in Rust.
+/// Appends the shape of a message and of its nested messages. `scope` is the full name of its parent, `module` the Rust path.
 fn shape(text: &mut String, scope: &str, module: &str, message: &DescriptorProto) -> std::fmt::Result {
     let name = format!("{scope}.{}", message.name());
     let path = format!("{module}::{}", upper_camel(message.name()));
@@ -88,12 +88,12 @@ fn field_kind(field: &FieldDescriptorProto) -> String {
     }
 }
 
-/// The name of a message's static.
+/// Returns the name of a message's static.
 fn constant(name: &str) -> String {
     name.trim_start_matches('.').replace('.', "_").to_ascii_uppercase()
 }
 
-/// The words of a name, as prost separates them.
+/// Splits a name into words as prost does.
 fn words(name: &str) -> Vec<String> {
     let characters: Vec<char> = name.chars().collect();
     let (mut words, mut lower) = (vec![String::new()], false);

@@ -1,48 +1,49 @@
-//! Bounds what a message takes before it is decoded. Every RPC of this crate uses [`Codec`], which `build.rs` names to the code
-//! generator, and framed messages go through [`decode`]; `cargo xtask rules` forbids any other decoder.
+//! Bounds the memory of a message before it is decoded. Every RPC of this crate uses [`Codec`], which `build.rs` passes to the
+//! code generator, and framed messages go through [`decode`]; `cargo xtask rules` forbids any other decoder.
 //!
-//! A message is scanned once over its bytes, without an allocation, and the memory that its decoded form will take is added up:
-//! an empty element of a list has two bytes on the wire and can have some hundred in memory.
+//! A message is scanned once without an allocation, and the memory of its decoded form is added up: an empty element of a list
+//! has two bytes on the wire and can have several hundred in memory.
 
 use prost::Message;
 use std::marker::PhantomData;
 use tonic::Status;
 use tonic::codec::{DecodeBuf, EncodeBuf};
 
-/// The longest message between the daemon, a pod process and its agent, in bytes.
+/// The maximum length in bytes of a message between the daemon, a pod process and its agent.
 pub const MESSAGE: usize = 1 << 20;
-/// The longest answer to ExecSync, which has both streams of a command, and the longest request for a container, which has the
-/// user data of a machine.
+/// The maximum length of an ExecSync response, which has both streams of a command, and of a request to create a container, which
+/// has the user data of a VM.
 pub const LARGE: usize = 40 << 20;
-/// The longest request for a command.
+/// The maximum length of a request to run a command.
 const COMMAND: usize = 4 << 20;
-/// The longest message between the daemon and its clients: the picture of a machine's screen.
+/// The maximum length of a message between the daemon and its clients; the largest is a screenshot of a VM.
 const CLIENT: usize = 80 << 20;
-/// What a message may take in memory beyond its own length, in bytes.
+/// The maximum memory in bytes that a message may take beyond its own length.
 pub const MEMORY: usize = 8 << 20;
-/// The same of messages between the daemon and its clients, all of them root's: they list all pods of the node.
+/// The same for messages between the daemon and its clients, which are all root: they list all pods of the node.
 const CLIENT_MEMORY: usize = 256 << 20;
-/// Messages inside each other. Those of this crate have at most 10.
+/// The maximum nesting depth of messages. Those of this crate have at most 10.
 const DEPTH: usize = 32;
-/// What an entry of a map takes beside its texts, at most: a hash map may be less than half full.
+/// The maximum memory of a map entry in addition to its strings: a hash map may be less than half full.
 const MAP_ENTRY: usize = 128;
-/// What a text takes beside its bytes: its place in a list that may be half empty, and the allocator's own.
+/// The maximum memory of a string in addition to its bytes: its element in a list that may be half empty, and the allocator's
+/// overhead.
 const TEXT: usize = 64;
-/// What a number in a list takes at most, in a list that may be half empty.
+/// The maximum memory of a number in a list that may be half empty.
 const NUMBER: usize = 16;
 
-/// What is known of a message's fields before it is decoded.
+/// The fields of a message as the scan needs them.
 #[derive(Debug)]
 pub struct Shape {
     /// The full name of the message.
     pub name: &'static str,
-    /// Bytes of its Rust type.
+    /// The size of the Rust type in bytes.
     pub size: usize,
-    /// Its fields by number, ascending.
+    /// The fields by number, ascending.
     pub fields: &'static [(u32, Field)],
 }
 
-/// What a field takes in memory.
+/// The memory of a field.
 #[derive(Debug)]
 pub enum Field {
     /// A number in the message itself.
@@ -57,47 +58,47 @@ pub enum Field {
 
 /// A message of this crate.
 pub trait Shaped {
-    /// Its shape.
+    /// Returns the message's shape.
     fn shape() -> &'static Shape;
 }
 
-/// Why a message is not decoded.
+/// Reasons that a message is not decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
-    /// More bytes than messages of this type may have.
+    /// The message exceeds the maximum length of its type.
     #[error("{name} has {length} bytes; at most {limit} are allowed")]
     TooLong {
         /// The message.
         name: &'static str,
-        /// Its length.
+        /// The message's length in bytes.
         length: usize,
-        /// The limit.
+        /// The limit in bytes.
         limit: usize,
     },
-    /// Too many elements for its length.
+    /// The message has too many elements for its length.
     #[error("{name} of {length} bytes would take more than {limit} bytes of memory; it has too many elements")]
     TooLarge {
         /// The message.
         name: &'static str,
-        /// Its length.
+        /// The message's length in bytes.
         length: usize,
-        /// The limit.
+        /// The limit in bytes.
         limit: usize,
     },
-    /// The bytes are no message.
+    /// The bytes are not a valid message.
     #[error("{name} is damaged: {why}")]
     Damaged {
         /// The message.
         name: &'static str,
-        /// The rule that they break.
+        /// The rule that they violate.
         why: &'static str,
     },
-    /// The bytes are another message.
+    /// The bytes do not match the message type.
     #[error("cannot decode {name}")]
     Decode {
         /// The message.
         name: &'static str,
-        /// Why.
+        /// The reason.
         source: prost::DecodeError,
     },
 }
@@ -115,16 +116,16 @@ impl From<WireError> for Status {
     }
 }
 
-/// What a scan found.
+/// The result of a scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// An upper bound of the bytes of memory that the decoded message takes.
+    /// An upper bound of the memory of the decoded message in bytes.
     pub memory: usize,
-    /// Fields that were looked at.
+    /// The number of fields that were visited.
     pub steps: usize,
 }
 
-/// The longest message of this name, and what it may take beyond that.
+/// Returns the maximum length of a message of this name, and the maximum memory beyond that.
 fn limits(name: &str) -> (usize, usize) {
     match name {
         "nacelle.pod.v1.ExecSyncResponse" => (LARGE, MEMORY),
@@ -139,14 +140,14 @@ fn limits(name: &str) -> (usize, usize) {
     }
 }
 
-/// Scans a message, without decoding it, and ends as soon as it is known to take more than `limit` bytes of memory. The number of
+/// Scans a message without decoding it, and fails as soon as it is known to take more than `limit` bytes of memory. The number of
 /// steps is at most the number of bytes.
 pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, WireError> {
     let name = shape.name;
     let damaged = |why| WireError::Damaged { name, why };
     let mut reader = Reader { bytes, at: 0 };
     let mut cost = Cost { memory: shape.size, steps: 0 };
-    // The message that is being read, where it ends, the number of the field before, and those around it.
+    // The current message, its end, the number of the previous field, and the enclosing messages.
     let (mut shape, mut end, mut before) = (shape, bytes.len(), 0);
     let mut around = Vec::with_capacity(DEPTH);
     loop {
@@ -179,7 +180,7 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, W
                 match field {
                     Some(Field::Message(child)) => inner = Some(*child),
                     Some(Field::Text) => cost.memory = cost.memory.saturating_add(TEXT).saturating_add(length),
-                    // Packed: each number has a byte or more.
+                    // Packed: each number takes at least one byte.
                     Some(Field::Scalars) => cost.memory = cost.memory.saturating_add(length.saturating_mul(NUMBER)),
                     Some(Field::Scalar) | None => {}
                 }
@@ -194,7 +195,7 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, W
         let field_end = field_end.ok_or_else(|| damaged("a field ends after its message"))?;
         match inner {
             Some(child) => {
-                // A list has room for four elements at first, then doubles it when it is full.
+                // A list starts with a capacity of four elements, and doubles it when it is full.
                 let room = if number == before { 2 } else { 4 };
                 cost.memory = cost.memory.saturating_add(room * child.size);
                 if around.len() == DEPTH {
@@ -211,7 +212,7 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, W
     }
 }
 
-/// Decodes a message, if it is not longer than messages of its type may be, and does not take more memory than it may.
+/// Decodes a message, unless it exceeds the length or the memory limit of its type.
 pub fn decode<M: Message + Shaped + Default>(bytes: &[u8]) -> Result<M, WireError> {
     check::<M>(bytes)?;
     M::decode(bytes).map_err(|source| WireError::Decode { name: M::shape().name, source })
@@ -246,7 +247,7 @@ impl Reader<'_> {
     }
 }
 
-/// The codec of every RPC: prost's, after [`scan`].
+/// The codec of every RPC: prost's codec after [`scan`].
 #[derive(Debug, Clone)]
 pub struct Codec<T, U>(PhantomData<(T, U)>);
 
@@ -275,7 +276,7 @@ where
     }
 }
 
-/// Writes messages.
+/// Encodes messages.
 #[derive(Debug, Clone)]
 pub struct Encoder<T>(PhantomData<T>);
 
@@ -284,12 +285,12 @@ impl<T: Message> tonic::codec::Encoder for Encoder<T> {
     type Error = Status;
 
     fn encode(&mut self, item: T, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        // The buffer grows as it is needed.
+        // The buffer grows as needed.
         item.encode(buffer).map_err(|error| Status::internal(error.to_string()))
     }
 }
 
-/// Reads messages that are not too large.
+/// Decodes messages within the limits.
 #[derive(Debug, Clone)]
 pub struct Decoder<U>(PhantomData<U>);
 
@@ -299,7 +300,7 @@ impl<U: Message + Shaped + Default> tonic::codec::Decoder for Decoder<U> {
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
         use prost::bytes::Buf;
-        // The bytes of one message, which tonic has in one piece: no copy.
+        // The bytes of one message, which tonic has in one piece, so this does not copy.
         let bytes = buffer.copy_to_bytes(buffer.remaining());
         Ok(Some(decode(&bytes)?))
     }

@@ -1,4 +1,5 @@
-//! Checks that calls which the client cancels before the server has seen them do not end the connection that they share with others.
+//! Checks that calls which the client cancels before the server has handled them do not end the connection that they share with
+//! others.
 
 use hyper_util::rt::TokioIo;
 use nacelle_proto::node::node_client::NodeClient;
@@ -22,7 +23,7 @@ impl Node for Answers {
 async fn cancelled_calls_do_not_end_the_connection() {
     let (near, far) = tokio::io::duplex(1 << 20);
     let mut near = Some(near);
-    // There is one connection, and never another: a call after its end fails.
+    // There is only one connection: after its end a call fails.
     let connector = tower::service_fn(move |_: Uri| {
         let near = near.take();
         async move { near.map(TokioIo::new).ok_or_else(|| io::Error::other("the connection has ended")) }
@@ -33,7 +34,7 @@ async fn cancelled_calls_do_not_end_the_connection() {
         let mut client = client.clone();
         async move { client.load_images(LoadImagesRequest::default()).await }
     };
-    // The server is busy elsewhere while the calls are sent and cancelled. HTTP/2 clients begin with at most 100.
+    // The server is blocked while the calls are sent and cancelled. An HTTP/2 client starts with at most 100 concurrent calls.
     let calls: Vec<_> = (0..90).map(|_| tokio::spawn(call())).collect();
     for _ in 0..1000 {
         tokio::task::yield_now().await;
@@ -44,7 +45,7 @@ async fn cancelled_calls_do_not_end_the_connection() {
     }
     let server = nacelle_proto::server::builder().add_service(NodeServer::new(Answers));
     let incoming = tokio_stream::once(Ok::<DuplexStream, io::Error>(far));
-    // A second connection is never offered; the server goes on with the first.
+    // The listener never yields a second connection; the server continues with the first.
     tokio::spawn(async move { server.serve_with_incoming(incoming).await });
     for call in calls {
         assert!(call.await.expect_err("it was cancelled").is_cancelled());

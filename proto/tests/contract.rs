@@ -1,11 +1,11 @@
-//! Owns: the promise that no name and no number of CRI v1 moves by accident.
+//! Checks that no name and no number of CRI v1 changes by accident.
 
 use prost::Message;
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet};
 use std::fmt::Write;
 
-/// One fact a line, sorted: `rpc`, `enum` and `field` with everything that is seen on the wire.
+/// Returns one fact a line, sorted: `rpc`, `enum` and `field` with everything that is visible on the wire.
 fn facts(file: &FileDescriptorProto) -> String {
     let mut lines = Vec::new();
     for service in &file.service {

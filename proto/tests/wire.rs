@@ -1,5 +1,5 @@
-//! What messages cost that a peer chose: the memory that decoding takes in a process of its own, and the steps of the scan, both
-//! against the size of the message.
+//! Measures the cost of hostile messages: the memory that decoding takes in a process of its own, and the steps of the scan, both
+//! compared with the size of the message.
 
 use nacelle_proto::wire::{self, LARGE, MEMORY, MESSAGE, Shape, Shaped, WireError, scan};
 use nacelle_proto::{agent, common, pod};
@@ -7,14 +7,14 @@ use proptest::prelude::*;
 use prost::Message;
 use std::process::Command;
 
-/// A field of this number with these bytes.
+/// Returns a field of this number with these bytes.
 fn field(number: u8, content: &[u8]) -> Vec<u8> {
     let mut bytes = vec![number << 3 | 2];
     prost::encoding::encode_varint(content.len() as u64, &mut bytes);
     [bytes, content.to_vec()].concat()
 }
 
-/// Messages of a peer that wants memory, of about this many bytes each.
+/// Returns messages of about `size` bytes that maximize memory.
 fn hostile(name: &str, size: usize) -> Vec<u8> {
     let fill = |piece: &[u8]| piece.repeat(size / piece.len());
     match name {
@@ -37,14 +37,14 @@ const INPUTS: [&str; 6] = [
     "one long text",
 ];
 
-/// The most memory that this process has had, in bytes.
+/// Returns the peak memory of this process in bytes.
 fn peak() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() << 10
 }
 
-/// Not a test of its own: what the process of `the_memory_of_a_message_follows_its_size` runs.
+/// Not a test of its own: the child process of `the_memory_of_a_message_follows_its_size`.
 #[test]
 fn decode_in_a_process() {
     let Ok(input) = std::env::var("WIRE_INPUT") else { return };
@@ -66,7 +66,7 @@ fn the_memory_of_a_message_follows_its_size() {
             let said = text.split("peak ").nth(1).unwrap_or_else(|| panic!("{text}"));
             let peak: usize = said.split_whitespace().next().unwrap().parse().unwrap();
             println!("{name}, {size} bytes: {said}");
-            // The pages of the decoder itself are in it.
+            // The peak includes the pages of the decoder itself.
             assert!(peak <= size + MEMORY + (2 << 20), "{name}, {size} bytes: {said}");
         }
     }
@@ -92,7 +92,7 @@ fn a_message_of_empty_elements_is_refused_before_it_is_decoded() {
     let refused = wire::decode::<pod::PodState>(&empty(20 << 20)).unwrap_err();
     assert!(matches!(refused, WireError::TooLong { limit: MESSAGE, .. }), "{refused}");
     assert_eq!(tonic::Status::from(refused).code(), tonic::Code::ResourceExhausted);
-    // The one answer that is long.
+    // The only long response.
     let full = pod::ExecSyncResponse { stdout: vec![7; 16 << 20], stderr: vec![8; 16 << 20], exit_code: 1 };
     let bytes = full.encode_to_vec();
     assert!(bytes.len() < LARGE && wire::decode::<pod::ExecSyncResponse>(&bytes).unwrap() == full);
@@ -135,7 +135,7 @@ fn what_a_pod_and_a_machine_need_is_decoded() {
 
 #[test]
 fn messages_inside_each_other_end() {
-    // A shape that holds itself, as none of ours does.
+    // A shape that contains itself, as none of ours does.
     static ENDLESS: Shape = Shape { name: "endless", size: 8, fields: &[(1, wire::Field::Message(&ENDLESS))] };
     let mut bytes = Vec::new();
     for _ in 0..100 {
@@ -156,7 +156,7 @@ fn the_first_element_of_a_list_takes_the_room_of_four() {
 fn entries_of_maps_count() {
     let entry = field(1, b"");
     let of = |count: usize| field(2, &entry).repeat(count);
-    // Whatever message has a map: its entries have no size of their own in Rust.
+    // The shape of any message with a map: its entries have no size of their own in Rust.
     static MAP: Shape = Shape { name: "map", size: 8, fields: &[(2, wire::Field::Message(&ENTRY))] };
     static ENTRY: Shape = Shape { name: "entry", size: 128, fields: &[(1, wire::Field::Text)] };
     let cost = |count| scan(&MAP, &of(count), usize::MAX).unwrap().memory;
@@ -173,7 +173,7 @@ proptest! {
             prop_assert!(cost.steps <= bytes.len());
         }
         if pod::PodState::decode(bytes.as_slice()).is_ok() {
-            // Groups, which are older than these contracts, are the one thing that prost passes over.
+            // Groups, which are older than these contracts, are the only thing that prost skips.
             let group = matches!(cost, Err(WireError::Damaged { why: "it has a group or an unknown type", .. }));
             prop_assert!(cost.is_ok() || group, "{:?}", cost);
         }

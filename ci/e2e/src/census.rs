@@ -1,4 +1,4 @@
-//! Owns: counting what a node holds: processes, mounts, links, namespaces, control groups, files.
+//! Counts the resources of a node: processes, mounts, links, namespaces, cgroups, files.
 
 use crate::node::Netns;
 use crate::run::run;
@@ -6,13 +6,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What was there at one moment.
+/// The resources at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Census(BTreeSet<String>);
 
 impl Census {
-    /// Looks at the processes and mounts that name `folder`, at the links in the node's network namespace, at
-    /// the leases, and at the files in `run` and `netns`.
+    /// Collects the processes and mounts that name `folder`, the links in the node's network namespace, the leases, and the files
+    /// in `run` and `netns`.
     pub fn take(folder: &Path, netns: &Netns) -> Self {
         let mut all = BTreeSet::new();
         for (pid, line) in processes(&folder.join("run")) {
@@ -35,13 +35,13 @@ impl Census {
         Self(all)
     }
 
-    /// What is here and was not in `before`.
+    /// Returns the resources that are not in `before`.
     pub fn beyond(&self, before: &Self) -> Vec<String> {
         self.0.difference(&before.0).cloned().collect()
     }
 }
 
-/// The processes whose command line names `folder`: (pid, command line).
+/// Returns the processes whose command line names `folder`: (PID, command line).
 pub fn processes(folder: &Path) -> Vec<(i32, String)> {
     let wanted = folder.display().to_string();
     let pids = fs::read_dir("/proc").expect("/proc is mounted").flatten();
@@ -55,7 +55,7 @@ pub fn processes(folder: &Path) -> Vec<(i32, String)> {
         .collect()
 }
 
-/// The mount points below `folder`, in the order in which they were made.
+/// Returns the mount points below `folder`, in the order of their creation.
 pub fn mounts(folder: &Path) -> Vec<String> {
     let wanted = format!("{}/", folder.display());
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -63,25 +63,25 @@ pub fn mounts(folder: &Path) -> Vec<String> {
     points.filter(|point| point.starts_with(&wanted)).map(str::to_owned).collect()
 }
 
-/// The control group in which the pods of a node's folder have theirs.
+/// Returns the name of the parent cgroup of the pods of a node.
 pub fn cgroup_parent(folder: &Path) -> String {
     format!("/{}", folder.file_name().unwrap_or_default().to_string_lossy())
 }
 
-/// That control group, in every tree that has it.
+/// Returns the paths of that cgroup in every hierarchy that has it.
 fn cgroup_parents(folder: &Path) -> Vec<PathBuf> {
     let (root, parent) = (Path::new("/sys/fs/cgroup"), cgroup_parent(folder));
     let trees = fs::read_dir(root).into_iter().flatten().flatten().map(|tree| tree.path()).chain([root.to_owned()]);
     trees.map(|tree| tree.join(parent.trim_start_matches('/'))).filter(|group| group.is_dir()).collect()
 }
 
-/// The control groups of a node's pods.
+/// Returns the cgroups of a node's pods.
 pub fn cgroups(folder: &Path) -> Vec<PathBuf> {
     let groups = cgroup_parents(folder).into_iter().flat_map(|parent| fs::read_dir(parent).into_iter().flatten());
     groups.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
 }
 
-/// Removes the control group of a node's pods; it is empty.
+/// Removes the parent cgroup of a node's pods, which is empty.
 pub fn remove_cgroup_parent(folder: &Path) {
     for group in cgroup_parents(folder) {
         if let Err(error) = fs::remove_dir(&group) {
@@ -90,7 +90,7 @@ pub fn remove_cgroup_parent(folder: &Path) {
     }
 }
 
-/// The log files of pod processes and machines below a node's run folder.
+/// Returns the log files of pod processes and VMs below a node's run directory.
 pub fn pod_logs(folder: &Path) -> Vec<PathBuf> {
     let mut all = BTreeSet::new();
     files(&folder.join("run"), &mut all);
@@ -100,8 +100,7 @@ pub fn pod_logs(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Leases of addresses, and everything else that is a file: but not the lock and the "last reserved" marks that
-/// host-local keeps.
+/// Collects leases of addresses and all other files, except the lock and the "last reserved" marks of host-local.
 fn files(folder: &Path, all: &mut BTreeSet<String>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();

@@ -1,7 +1,7 @@
-//! Owns: archives in the format "newc" of cpio, of which initial file systems are made (the kernel's
-//! Documentation/driver-api/early-userspace/buffer-format.rst). The kernel takes several, one after the other.
+//! Writes archives in the "newc" format of cpio, for initial file systems (the kernel's
+//! Documentation/driver-api/early-userspace/buffer-format.rst). The kernel accepts several concatenated archives.
 
-/// Files with their contents and modes.
+/// Returns an archive of files with their contents and modes.
 pub fn archive(files: &[(&str, &[u8], u32)]) -> Vec<u8> {
     let mut archive = Vec::new();
     let files = files.iter().map(|(name, content, mode)| (*name, *content, mode | 0o100_000));

@@ -1,4 +1,4 @@
-//! Speaks CRI without crictl, for tests that have several requests under way or set fields that crictl does not know.
+//! Implements a CRI client without crictl, for tests with concurrent requests or with fields that crictl does not know.
 
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;

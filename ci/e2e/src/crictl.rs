@@ -1,4 +1,4 @@
-//! Owns: the real crictl as a test speaks it: pods and containers described by JSON, answers as JSON.
+//! Runs the real crictl for tests: pods and containers are described by JSON, and answers are parsed as JSON.
 
 use crate::node::Netns;
 use crate::run::{Output, eventually, feed, run};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// crictl against one daemon.
+/// A crictl for one daemon.
 pub struct Crictl {
     folder: PathBuf,
     socket: PathBuf,
@@ -24,7 +24,7 @@ fn next() -> u32 {
 }
 
 impl Crictl {
-    /// crictl for the runtime behind `socket`; its files go to `folder`.
+    /// Returns a crictl for the runtime at `socket`; its files go to `folder`.
     pub fn new(folder: &Path, netns: &Netns, socket: &Path) -> Self {
         Self { folder: folder.to_owned(), socket: socket.to_owned(), netns: netns.clone() }
     }
@@ -37,17 +37,17 @@ impl Crictl {
         command
     }
 
-    /// Runs crictl, however it ends.
+    /// Runs crictl and returns output and exit code.
     pub fn try_call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
         run(&mut self.command(arguments))
     }
 
-    /// Runs crictl with this standard input, however it ends.
+    /// Runs crictl with this standard input and returns output and exit code.
     pub fn feed<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>, input: &[u8]) -> Output {
         feed(&mut self.command(arguments), input)
     }
 
-    /// Runs crictl in a terminal of 77 columns and 33 rows, in which nobody types.
+    /// Runs crictl in a terminal of 77 columns and 33 rows without input.
     pub fn in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
         let command = self.command(arguments);
         let words = [command.get_program()].into_iter().chain(command.get_args());
@@ -56,33 +56,33 @@ impl Crictl {
         run(Command::new("script").args(["-qec", &line, "/dev/null"]))
     }
 
-    /// Runs crictl and returns what it printed.
+    /// Runs crictl and returns its output.
     ///
     /// # Panics
-    /// When it fails.
+    /// If it fails.
     #[track_caller]
     pub fn call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> String {
         self.try_call(arguments).ok()
     }
 
-    /// Runs crictl and reads what it printed as JSON.
+    /// Runs crictl and parses its output as JSON.
     ///
     /// # Panics
-    /// When it fails or prints something else.
+    /// If it fails or prints something else.
     #[track_caller]
     pub fn json<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Value {
         let text = self.call(arguments);
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// Starts crictl and does not wait for it. What it complains of is in [`complaints`](Self::complaints).
+    /// Starts crictl and does not wait for it. Its errors are in [`complaints`](Self::complaints).
     pub fn spawn<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
         let mut command = self.command(arguments);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(self.complaints_file());
         command.spawn().expect("crictl can be started")
     }
 
-    /// The same for a crictl that goes on printing; returns also the file to which it prints.
+    /// Like `spawn`, for a crictl that keeps printing; also returns the file with its output.
     pub fn spawn_printing<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> (Child, PathBuf) {
         let path = self.folder.join(format!("crictl-{}.out", next()));
         let output = fs::File::create(&path).expect("the node's folder is writable");
@@ -96,12 +96,12 @@ impl Crictl {
         file.expect("the node's folder is writable")
     }
 
-    /// What all the crictls said that were started and not waited for.
+    /// Returns the errors of all crictls that were started and not waited for.
     pub fn complaints(&self) -> String {
         fs::read_to_string(self.folder.join(COMPLAINTS)).unwrap_or_default()
     }
 
-    /// Writes a document for crictl to read; returns its path.
+    /// Writes a document as crictl's input; returns its path.
     pub fn file(&self, what: &str, document: &Value) -> String {
         let path = self.folder.join(format!("{what}-{}.json", next()));
         fs::write(&path, document.to_string()).expect("the node's folder is writable");
@@ -111,16 +111,16 @@ impl Crictl {
     /// Runs a pod.
     ///
     /// # Panics
-    /// When it does not become ready.
+    /// If it does not become ready.
     #[track_caller]
     pub fn run_pod(&self, pod: Pod) -> RunningPod<'_> {
         self.run_pod_of("", pod)
     }
 
-    /// Runs a pod of this handler; empty: the default one.
+    /// Runs a pod of this handler; empty means the default one.
     ///
     /// # Panics
-    /// When it does not become ready.
+    /// If it does not become ready.
     #[track_caller]
     pub fn run_pod_of(&self, handler: &str, pod: Pod) -> RunningPod<'_> {
         let file = self.file("pod", &pod.0);
@@ -130,7 +130,7 @@ impl Crictl {
 }
 
 impl Crictl {
-    /// A pod that runs already, for instance since before the daemon.
+    /// Returns the handle of a pod that already runs, for instance since before the daemon.
     pub fn pod(&self, id: &str, pod: Pod) -> RunningPod<'_> {
         RunningPod { crictl: self, id: id.to_owned(), file: self.file("pod", &pod.0), config: pod.0 }
     }
@@ -140,7 +140,7 @@ impl Crictl {
 pub struct Pod(pub Value);
 
 impl Pod {
-    /// A pod of this name; `logs` is the folder for its logs.
+    /// Returns a pod of this name; `logs` is the directory of its logs.
     pub fn new(name: &str, logs: &Path) -> Self {
         let folder = logs.join(format!("{name}-{}", next()));
         fs::create_dir_all(&folder).expect("the node's folder is writable");
@@ -163,12 +163,12 @@ impl Pod {
 pub struct Container(pub Value);
 
 impl Container {
-    /// A container of this name from this image, running `sh -c script`.
+    /// Returns a container of this name and image that runs `sh -c script`.
     pub fn sh(name: &str, image: &str, script: &str) -> Self {
         Self::new(name, image, &["/bin/sh", "-c", script])
     }
 
-    /// A container with this command; an empty one means the image's.
+    /// Returns a container with this command; an empty one means the image's.
     pub fn new(name: &str, image: &str, command: &[&str]) -> Self {
         Self(json!({
             "metadata": {"name": name, "attempt": 0}, "image": {"image": image}, "command": command,
@@ -183,26 +183,26 @@ impl Container {
     }
 }
 
-/// A pod that runs.
+/// A running pod.
 pub struct RunningPod<'a> {
     crictl: &'a Crictl,
-    /// Its id.
+    /// The pod's id.
     pub id: String,
-    /// The file with its configuration.
+    /// The file with the pod's configuration.
     pub file: String,
     config: Value,
 }
 
 impl<'a> RunningPod<'a> {
-    /// What `crictl inspectp` says.
+    /// Returns the output of `crictl inspectp`.
     pub fn inspect(&self) -> Value {
         self.crictl.json(["inspectp", "-o", "json", &self.id])
     }
 
-    /// Its first address.
+    /// Returns the pod's first address.
     ///
     /// # Panics
-    /// When it has none.
+    /// If it has none.
     pub fn ip(&self) -> String {
         self.inspect()["status"]["network"]["ip"].as_str().expect("the pod has an address").to_owned()
     }
@@ -231,7 +231,7 @@ impl<'a> RunningPod<'a> {
         container
     }
 
-    /// Stops the pod and removes it.
+    /// Stops and removes the pod.
     #[track_caller]
     pub fn remove(self) {
         self.crictl.call(["stopp", &self.id]);
@@ -239,22 +239,22 @@ impl<'a> RunningPod<'a> {
     }
 }
 
-/// A container in a pod that runs.
+/// A container in a running pod.
 pub struct RunningContainer<'a> {
     crictl: &'a Crictl,
-    /// Its id.
+    /// The container's id.
     pub id: String,
-    /// Its log file.
+    /// The container's log file.
     pub log: PathBuf,
 }
 
 impl RunningContainer<'_> {
-    /// `status` of what `crictl inspect` says.
+    /// Returns `status` of `crictl inspect`.
     pub fn status(&self) -> Value {
         self.crictl.json(["inspect", "-o", "json", &self.id])["status"].take()
     }
 
-    /// Waits until it has exited; returns its status.
+    /// Waits until the container has exited; returns its status.
     #[track_caller]
     pub fn exited(&self) -> Value {
         eventually("the container has exited", || {
@@ -263,7 +263,7 @@ impl RunningContainer<'_> {
         })
     }
 
-    /// What it has written so far, without the log format's columns.
+    /// Returns the container's output so far, without the columns of the log format.
     pub fn output(&self) -> String {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         let mut output = String::new();
@@ -278,13 +278,13 @@ impl RunningContainer<'_> {
         output
     }
 
-    /// Waits until its output contains `text`; returns the output.
+    /// Waits until the output contains `text`; returns the output.
     #[track_caller]
     pub fn says(&self, text: &str) -> String {
         eventually(&format!("the container says {text:?}"), || Some(self.output()).filter(|all| all.contains(text)))
     }
 
-    /// Runs `sh -c script` in it.
+    /// Runs `sh -c script` in the container.
     pub fn exec(&self, script: &str) -> Output {
         self.crictl.try_call(["exec", "--sync", &self.id, "/bin/sh", "-c", script])
     }

@@ -1,4 +1,4 @@
-//! Owns: making small images: OCI layouts of a static busybox with whatever files and configuration a test asks for.
+//! Builds small images: OCI layouts of a static busybox with the files and the configuration that a test needs.
 
 use flate2::{Compression, write::GzEncoder};
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Debian's static busybox, from the package `busybox-static`.
 const BUSYBOX: &str = "/bin/busybox";
 
-/// An image to be made. It starts as busybox with root, nobody and `app` (uid 1000, gid 1000, also in group 2000).
+/// An image to be built. It starts as busybox with root, nobody and `app` (uid 1000, gid 1000, also in group 2000).
 pub struct Image {
     config: Value,
     layers: Vec<Vec<u8>>,
@@ -23,7 +23,7 @@ impl Default for Image {
 }
 
 impl Image {
-    /// Busybox, with `/bin/sh` as its command.
+    /// Returns busybox with `/bin/sh` as its command.
     pub fn busybox() -> Self {
         let mut layer = Layer::new();
         let busybox = fs::read(BUSYBOX).expect("busybox-static is installed");
@@ -97,7 +97,7 @@ impl Image {
         digest
     }
 
-    /// Like [`write`](Self::write), into a new folder below `parent`; returns the folder.
+    /// Like [`write`](Self::write), into a new directory below `parent`; returns the directory.
     pub fn layout(&self, parent: &Path, name: &str) -> PathBuf {
         let folder = parent.join(format!("layout-{}", name.replace(['/', ':'], "-")));
         self.write(&folder);
@@ -132,17 +132,17 @@ impl Layer {
         .expect("a Vec takes everything");
     }
 
-    /// A folder.
+    /// Adds a directory.
     pub fn folder(&mut self, path: &str, mode: u32) {
         self.append(&format!("{path}/"), tar::EntryType::Directory, mode, None, &[]);
     }
 
-    /// A regular file.
+    /// Adds a regular file.
     pub fn file(&mut self, path: &str, bytes: &[u8], mode: u32) {
         self.append(path, tar::EntryType::Regular, mode, None, bytes);
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     pub fn symlink(&mut self, path: &str, target: &str) {
         self.append(path, tar::EntryType::Symlink, 0o777, Some(target), &[]);
     }

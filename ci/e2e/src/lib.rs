@@ -1,9 +1,8 @@
-//! Owns: the harness of the end-to-end tests: a node of one's own (network namespace, CNI configuration,
-//! registry, daemon) in which the real crictl runs pods in real machines, and a census that finds what is left.
+//! Provides the harness of the end-to-end tests: a node of its own for each test (network namespace, CNI configuration, registry,
+//! daemon) on which the real crictl runs pods in real VMs, and a census that finds leaked resources.
 //!
-//! The parts come from the environment, as `ci/test` sets it: `NACELLE_BIN`, `NACELLE_KERNEL`,
-//! `NACELLE_INITRD`, `CRICTL`, `NACELLE_FSX`, `NACELLE_PJDFSTEST`; `NACELLE_TEST_ENGINE` is the engine of the pods (`qemu`
-//! without it).
+//! The parts come from the environment, as `ci/test` sets it: `NACELLE_BIN`, `NACELLE_KERNEL`, `NACELLE_INITRD`, `CRICTL`,
+//! `NACELLE_FSX`, `NACELLE_PJDFSTEST`; `NACELLE_TEST_ENGINE` is the engine of the pods (`qemu` if unset).
 
 pub mod census;
 pub mod cpio;
@@ -25,10 +24,10 @@ pub use run::{Output, eventually};
 
 use std::path::PathBuf;
 
-/// A part that `ci/test` must have provided.
+/// Returns the path of a part that `ci/test` must have provided.
 ///
 /// # Panics
-/// When the variable is not set: then the tests were not started by `ci/test`.
+/// If the variable is not set, because the tests were not started by `ci/test`.
 pub fn part(variable: &str) -> PathBuf {
     match std::env::var_os(variable) {
         Some(path) => path.into(),

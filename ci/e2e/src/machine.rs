@@ -1,5 +1,5 @@
-//! Owns: what tests of machine pods share: a node that allows them, their annotations, and a disk of one sector that boots and says
-//! what happens to it.
+//! Provides helpers for tests of machine pods: a node that allows them, their annotations, and a disk of one sector that boots
+//! and reports its state on the console.
 
 use crate::node::handler;
 use crate::{Container, Image, Node, Options, Pod};
@@ -35,22 +35,22 @@ fn key(name: &str) -> String {
     format!("vm.nacelle.dev/{name}")
 }
 
-/// A node whose handler `vm` allows machine pods.
+/// Returns a node whose handler `vm` allows machine pods.
 pub fn node() -> Node {
     node_with(Options::default())
 }
 
-/// The same, with what else is to be otherwise.
+/// Like `node`, with further options.
 pub fn node_with(options: Options) -> Node {
     let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
     let extra = options.extra.clone() + &handler("vm", &format!("allowed_annotations = {allowed:?}\n"));
     Node::with(Options { extra, ..options })
 }
 
-/// A disk of 1 MiB that boots.
+/// Returns a disk of 1 MiB that boots.
 ///
 /// # Panics
-/// Never: its words are hexadecimal.
+/// Never: the constant is hexadecimal.
 pub fn boot_disk() -> Vec<u8> {
     let hex: String = BOOT.split_whitespace().collect();
     let mut disk = hex::decode(hex).expect("it is hexadecimal");
@@ -60,24 +60,24 @@ pub fn boot_disk() -> Vec<u8> {
     disk
 }
 
-/// An image with that disk.
+/// Returns an image with that disk.
 pub fn boot_image(node: &Node) -> String {
     let disk = boot_disk();
     node.image(&Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)), "boot:1")
 }
 
-/// Debian, as `ci/disk-image` makes it.
+/// The parts of Debian that `ci/disk-image` builds.
 pub struct Debian {
     folder: PathBuf,
 }
 
 impl Debian {
-    /// The folder that the environment names; none: no machine of Debian can run.
+    /// Returns the directory that the environment names; `None` if Debian cannot run here.
     pub fn found() -> Option<Debian> {
         std::env::var_os("NACELLE_DISK_IMAGE").map(|folder| Debian { folder: folder.into() })
     }
 
-    /// One of its files: `disk.qcow2`, `vmlinuz`, `initrd.img`.
+    /// Returns one of its files: `disk.qcow2`, `vmlinuz`, `initrd.img`.
     ///
     /// # Panics
     /// If it is missing.
@@ -85,7 +85,7 @@ impl Debian {
         std::fs::read(self.folder.join(name)).expect("ci/disk-image has made it")
     }
 
-    /// An image with its disk, its kernel at `/boot/vmlinuz` and its initial file system at `/boot/initrd.img`.
+    /// Returns an image with its disk, its kernel at `/boot/vmlinuz` and its initial file system at `/boot/initrd.img`.
     ///
     /// # Panics
     /// If a part is missing.
@@ -98,23 +98,23 @@ impl Debian {
         node.image(&image, "debian:1")
     }
 
-    /// What its kernel is told.
+    /// Returns its kernel parameters.
     ///
     /// # Panics
-    /// If it is no text.
+    /// If they are not text.
     pub fn command_line(&self) -> String {
         String::from_utf8(self.part("cmdline")).expect("it is text").trim().to_owned()
     }
 }
 
-/// A pod with annotations of machines.
+/// Returns a pod with annotations of machine pods.
 pub fn annotated(node: &Node, name: &str, annotations: &[(&str, &str)]) -> Pod {
     let all: serde_json::Map<String, Value> =
         annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
     Pod::new(name, &node.folder().join("logs")).set("annotations", Value::Object(all))
 }
 
-/// The container of a machine pod.
+/// Returns the container of a machine pod.
 pub fn container(image: &str, attempt: u32) -> Container {
     Container::new("machine", image, &[])
         .set("metadata", json!({"name": "machine", "attempt": attempt}))

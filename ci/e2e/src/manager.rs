@@ -1,4 +1,4 @@
-//! Owns: a service manager for one daemon, as systemd would be: it holds the daemon's socket and hears what it says of itself.
+//! Simulates a service manager like systemd for one daemon: it holds the daemon's socket and receives its notifications.
 
 use std::ffi::OsString;
 use std::fs;
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Becomes the program, with the standard input as descriptor 3 and the variables that say so.
+/// Executes the program with the standard input as descriptor 3 and the variables of socket activation.
 const HAND_OVER: &str = r#"exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1 WATCHDOG_PID=$$; exec "$@""#;
 
-/// Holds the socket and the other end of NOTIFY_SOCKET.
+/// Holds the socket, and the receiving end of NOTIFY_SOCKET.
 pub struct Manager {
     socket: UnixListener,
     notify: UnixDatagram,
@@ -20,20 +20,20 @@ pub struct Manager {
 }
 
 impl Manager {
-    /// Listens in this folder of a node; wants to hear from the daemon within `watchdog`.
+    /// Listens in this directory of a node. Requires a notification from the daemon within `watchdog`.
     ///
     /// # Panics
-    /// When the folder is not writable.
+    /// If the directory is not writable.
     pub fn new(folder: &Path, watchdog: Duration) -> Self {
         let (socket, path) = (folder.join("nacelle.sock"), folder.join("notify.sock"));
-        // As a manager does that is started anew.
+        // Like a manager that was restarted.
         let _ = fs::remove_file(&socket);
         let socket = UnixListener::bind(socket).expect("the node's folder is writable");
         let notify = UnixDatagram::bind(&path).expect("the node's folder is writable");
         Self { socket, notify, path, watchdog }
     }
 
-    /// The program and its arguments as the manager starts them, without nsenter.
+    /// Returns the program and its arguments as the manager starts them, without nsenter.
     pub fn wrap(&self, netns: impl FnOnce(&str) -> Command, words: &[OsString]) -> Command {
         let mut command = netns("sh");
         command.args(["-c", HAND_OVER, "sh"]).args(words);
@@ -43,10 +43,10 @@ impl Manager {
         command
     }
 
-    /// The next thing that the daemon says; none if it says nothing for so long.
+    /// Returns the next notification of the daemon, or `None` after `within`.
     ///
     /// # Panics
-    /// When the socket fails.
+    /// If the socket fails.
     pub fn hears(&self, within: Duration) -> Option<String> {
         self.notify.set_read_timeout(Some(within)).expect("a time-out of more than nothing");
         let mut text = [0; 4096];
@@ -54,10 +54,10 @@ impl Manager {
         Some(String::from_utf8_lossy(&text[..length]).into_owned())
     }
 
-    /// Waits until the daemon says this.
+    /// Waits until the daemon sends this notification.
     ///
     /// # Panics
-    /// When it does not.
+    /// If it does not.
     #[track_caller]
     pub fn hears_of(&self, wanted: &str) -> String {
         let (mut all, end) = (Vec::new(), Instant::now() + crate::run::LIMIT);
@@ -72,7 +72,7 @@ impl Manager {
         panic!("the daemon did not say {wanted}, but {all:?}");
     }
 
-    /// Forgets what was said until now.
+    /// Discards the notifications so far.
     pub fn forgets(&self) {
         while self.hears(Duration::from_millis(1)).is_some() {}
     }

@@ -1,6 +1,5 @@
-//! Owns: a node of a test's own: folders, a network namespace with a CNI configuration, a daemon that can be
-//! killed and started again. Dropping it takes everything down and, unless the test panics already, fails the
-//! test if something is left.
+//! Provides a node for a test: directories, a network namespace with a CNI configuration, a daemon that can be killed and started
+//! again. Dropping it removes everything and, unless the test panics already, fails the test if something is leaked.
 
 use crate::census::Census;
 use crate::crictl::Crictl;
@@ -17,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use tonic::transport::{Channel, Endpoint};
 
-/// A named network namespace; it goes with its last handle.
+/// A named network namespace, removed with its last handle.
 #[derive(Clone)]
 pub struct Netns(Arc<Owned>);
 
@@ -37,7 +36,7 @@ impl Netns {
         netns
     }
 
-    /// A command that will run in this namespace (and in the machine's mount namespace).
+    /// Returns a command that will run in this network namespace (and in the test machine's mount namespace).
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/run/netns/{}", self.0.0)).arg("--").arg(program);
@@ -45,17 +44,17 @@ impl Netns {
     }
 }
 
-/// What a test may want to have otherwise before the daemon starts.
+/// The settings of a node that a test can change before the daemon starts.
 pub struct Options {
     /// Lines at the end of the daemon's configuration file.
     pub extra: String,
-    /// The registry beside the daemon, on port 5000.
+    /// The kind of the registry next to the daemon, on port 5000.
     pub registry: Kind,
-    /// The daemon's data lie on a file system of this many MiB of its own.
+    /// The size in MiB of a file system for the daemon's data, if they have one of their own.
     pub disk_mib: Option<u32>,
-    /// Pods have an IPv6 address too; Debian's plugins then wait one to two seconds for duplicate address detection.
+    /// Whether pods also have an IPv6 address; Debian's plugins then wait one to two seconds for duplicate address detection.
     pub ipv6: bool,
-    /// Names of interfaces that pods have beside the first, as Multus makes them: the n-th on a bridge of its own, 10.88.n.0/24.
+    /// The names of further interfaces of pods, as Multus creates them: the n-th on a bridge of its own, 10.88.n.0/24.
     pub further: Vec<String>,
 }
 
@@ -82,12 +81,12 @@ pub struct Node {
 }
 
 impl Node {
-    /// A node as kubelet would find it.
+    /// Returns a node as kubelet would find it.
     pub fn new() -> Self {
         Self::with(Options::default())
     }
 
-    /// A node that differs as `options` say.
+    /// Returns a node with these options.
     pub fn with(options: Options) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("e2e-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -133,7 +132,7 @@ impl Node {
         self.answers();
     }
 
-    /// The same by a service manager.
+    /// Like `start`, by a service manager.
     pub fn start_by(&mut self, manager: &Manager) {
         self.daemon = Some(self.spawn_by(manager));
         self.answers();
@@ -144,7 +143,7 @@ impl Node {
         self.spawn(manager.wrap(|program| self.netns.command(program), &self.words()))
     }
 
-    /// The daemon's command line.
+    /// Returns the daemon's command line.
     fn words(&self) -> [OsString; 4] {
         let config = self.folder.join("config.toml");
         [crate::part("NACELLE_BIN").into(), "serve".into(), "--config".into(), config.into()]
@@ -164,7 +163,7 @@ impl Node {
         });
     }
 
-    /// Tells the daemon to end, waits for that, and returns whether it ended in order.
+    /// Sends the daemon SIGTERM, waits for its end, and returns whether it exited cleanly.
     pub fn end(&mut self) -> bool {
         call("kill", ["-TERM", &self.daemon_pid().to_string()]).ok();
         let daemon = self.daemon.take();
@@ -179,7 +178,7 @@ impl Node {
         }
     }
 
-    /// A new connection to the daemon, for CRI without crictl; made in a tokio runtime.
+    /// Returns a new connection to the daemon, for CRI without crictl. Must be called in a tokio runtime.
     pub fn channel(&self) -> Channel {
         let socket = self.folder.join("nacelle.sock");
         Endpoint::from_static("http://nacelle").connect_with_connector_lazy(tower::service_fn(move |_| {
@@ -188,28 +187,27 @@ impl Node {
         }))
     }
 
-    /// The process id of the daemon. nsenter has become the daemon by exec.
+    /// Returns the PID of the daemon. nsenter has become the daemon by exec.
     pub fn daemon_pid(&self) -> u32 {
         self.daemon.as_ref().map_or(0, Child::id)
     }
 
-    /// What the daemon has logged.
+    /// Returns the daemon's log.
     pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("daemon.log")).unwrap_or_default()
     }
 
-    /// The node's folder: `root`, `run`, `cni`, `netns`, `logs`.
+    /// Returns the node's directory, with `root`, `run`, `cni`, `netns`, `logs`.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// What is on the node now that was not there before the daemon started.
+    /// Returns the resources on the node that did not exist before the daemon started.
     pub fn left(&self) -> Vec<String> {
         Census::take(&self.folder, &self.netns).beyond(&self.before)
     }
 
-    /// The ids of the processes that are the machines of pods: those of QEMU, with our own VMM the pod processes, without
-    /// guests the agents.
+    /// Returns the PIDs of the VMs of pods: the QEMU processes, with our own VMM the pod processes, without guests the agents.
     pub fn machines(&self) -> Vec<i32> {
         self.processes(match engine().as_str() {
             "qemu" => "qemu",
@@ -218,7 +216,7 @@ impl Node {
         })
     }
 
-    /// The ids of the processes whose command line names this node's run folder and `word`.
+    /// Returns the PIDs of the processes whose command line names this node's run directory and `word`.
     pub fn processes(&self, word: &str) -> Vec<i32> {
         crate::census::processes(&self.folder.join("run"))
             .into_iter()
@@ -286,22 +284,23 @@ impl Drop for Node {
     }
 }
 
-/// The engine of all pods: `NACELLE_TEST_ENGINE`, or QEMU, which runs everywhere.
+/// Returns the engine of all pods: `NACELLE_TEST_ENGINE`, or QEMU, which runs everywhere.
 pub fn engine() -> String {
     std::env::var("NACELLE_TEST_ENGINE").unwrap_or_else(|_| "qemu".to_owned())
 }
 
-/// Whether containers can be limited: a guest always can; without one the node must leave its controllers to cgroup v2.
+/// Returns whether containers can have limits: a guest always supports them; without a guest the node must delegate its
+/// controllers to cgroup v2.
 pub fn limits() -> bool {
     let here = || fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default().contains("memory");
     engine() != "host" || here()
 }
 
-/// Debian's plugins, and one that calls them for several interfaces.
+/// Debian's plugins, and one that delegates to them for several interfaces.
 const PLUGINS: [&str; 3] =
     ["/opt/cni/bin", "/usr/lib/cni", concat!(env!("CARGO_MANIFEST_DIR"), "/../../shim/net/tests/plugins")];
 
-/// Debian's plugins, with hostPort.
+/// Writes the configuration of Debian's plugins, with hostPort.
 fn cni(folder: &Path, options: &Options) -> String {
     let data = folder.join("leases");
     let mut ranges = vec![json!([{"subnet": "10.88.0.0/24"}])];
@@ -319,10 +318,10 @@ fn cni(folder: &Path, options: &Options) -> String {
     json!({"cniVersion": "1.0.0", "name": "e2e", "plugins": [bridge, portmap]}).to_string()
 }
 
-/// What a test's machines have where it says nothing else.
+/// The default VM settings of tests.
 pub const SMALL: &str = "memory_mib = 128\nscratch_mib = 512\n";
 
-/// The configuration of a handler with the engine that is tested; `more` are further lines.
+/// Returns the configuration of a handler with the engine under test; `more` are further lines.
 pub fn handler(name: &str, more: &str) -> String {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
     format!("[handlers.{name}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\n{more}\n", engine())

@@ -1,4 +1,4 @@
-//! Owns: a real registry (Debian's `docker-registry`) in the node's network namespace.
+//! Runs a real registry (Debian's `docker-registry`) in the node's network namespace.
 
 use crate::image::Image;
 use crate::node::Netns;
@@ -7,19 +7,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
-/// The user and the password of a registry that asks for them.
+/// The user and the password of a registry that requires them.
 pub const LOGIN: (&str, &str) = ("pilot", "cloud-9");
 
-/// How a registry is reached.
+/// The kind of a registry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Plain http, open to all.
+    /// Plain http without authentication.
     Http,
     /// https with a certificate of a CA of our own, and a password ([`LOGIN`]).
     HttpsWithPassword,
 }
 
-/// A running registry; it ends when this is dropped.
+/// A running registry; dropping it ends it.
 pub struct Registry {
     kind: Kind,
     port: u16,
@@ -29,7 +29,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Starts one on `127.0.0.1:port` of the node; its data lie below `folder`.
+    /// Starts a registry on `127.0.0.1:port` of the node; its data are below `folder`.
     pub fn start(netns: &Netns, folder: &Path, kind: Kind, port: u16) -> Self {
         let folder = folder.join(format!("registry-{port}"));
         fs::create_dir_all(folder.join("data")).expect("the node's folder is writable");
@@ -72,22 +72,22 @@ impl Registry {
         format!("{scheme}://127.0.0.1:{}{path}", self.port)
     }
 
-    /// "127.0.0.1:5000".
+    /// Returns host and port, "127.0.0.1:5000".
     pub fn host(&self) -> String {
         format!("127.0.0.1:{}", self.port)
     }
 
-    /// The file with the certificate of the CA that signed for this registry.
+    /// Returns the file with the CA certificate of this registry.
     pub fn ca(&self) -> PathBuf {
         self.folder.join("ca.crt")
     }
 
-    /// Where the registry keeps its blobs, for a test that spoils one.
+    /// Returns the directory of the registry's blobs, for a test that corrupts one.
     pub fn data(&self) -> PathBuf {
         self.folder.join("data")
     }
 
-    /// Pushes an image as `name:tag`; returns its whole reference.
+    /// Pushes an image as `name:tag`; returns its complete reference.
     pub fn push(&self, image: &Image, name: &str) -> String {
         let layout = image.layout(&self.folder, name);
         let reference = format!("{}/{name}", self.host());
@@ -105,13 +105,13 @@ impl Registry {
 
 impl Drop for Registry {
     fn drop(&mut self) {
-        // A registry that has ended already is what we want.
+        // It may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// A CA and a certificate for 127.0.0.1, with openssl.
+/// Creates a CA and a certificate for 127.0.0.1 with openssl.
 fn certificate(folder: &Path) {
     let openssl = |arguments: &[&str]| {
         run(std::process::Command::new("openssl").current_dir(folder).args(arguments)).ok();

@@ -1,39 +1,39 @@
-//! Owns: running a command to its end, and waiting for a condition.
+//! Runs commands to their end, and polls for conditions.
 
 use std::ffi::OsStr;
 use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the tests wait for anything: far more than it takes, because emulated machines on a busy node are slow.
+/// The time limit of all waits of the tests: far more than needed, because emulated VMs on a busy node are slow.
 pub const LIMIT: Duration = Duration::from_secs(600);
 
-/// What a command printed, and how it ended.
+/// The output and the exit code of a command.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// The exit code; -1 when a signal ended it.
+    /// The exit code; -1 if a signal ended the command.
     pub code: i32,
-    /// Standard output, lossy, without the last line end.
+    /// The standard output, lossy, without the last line end.
     pub stdout: String,
-    /// Standard error, lossy, without the last line end.
+    /// The standard error, lossy, without the last line end.
     pub stderr: String,
 }
 
 impl Output {
-    /// The standard output of a command that succeeded.
+    /// Returns the standard output of a command that succeeded.
     ///
     /// # Panics
-    /// When it failed, with all it printed.
+    /// If it failed, with all of its output.
     #[track_caller]
     pub fn ok(self) -> String {
         assert!(self.code == 0, "exit code {}: {}{}", self.code, self.stdout, self.stderr);
         self.stdout
     }
 
-    /// The error text of a command that failed.
+    /// Returns the error text of a command that failed.
     ///
     /// # Panics
-    /// When it succeeded.
+    /// If it succeeded.
     #[track_caller]
     pub fn err(self) -> String {
         assert!(self.code != 0, "it should have failed and printed: {}", self.stdout);
@@ -44,22 +44,22 @@ impl Output {
 /// Runs a command with empty standard input.
 ///
 /// # Panics
-/// When it cannot be started.
+/// If it cannot be started.
 pub fn run(command: &mut Command) -> Output {
     feed(command, b"")
 }
 
-/// Runs a command with this standard input; it need not read it.
+/// Runs a command with this standard input, which it need not read.
 ///
 /// # Panics
-/// When it cannot be started.
+/// If it cannot be started.
 pub fn feed(command: &mut Command, input: &[u8]) -> Output {
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = child.unwrap_or_else(|error| panic!("cannot start {:?}: {error}", command.get_program()));
     let stdin = child.stdin.take();
     let output = std::thread::scope(|scope| {
         scope.spawn(move || {
-            // It may end before it has read all.
+            // The command may end before it has read all of its input.
             let _ = stdin.expect("the input is a pipe").write_all(input);
         });
         child.wait_with_output().expect("a child can be waited for")
@@ -73,19 +73,19 @@ pub fn call<S: AsRef<OsStr>>(program: impl AsRef<OsStr>, arguments: impl IntoIte
     run(Command::new(program).args(arguments))
 }
 
-/// Waits for an answer to what crictl cannot ask.
+/// Blocks on a request that crictl cannot make.
 ///
 /// # Panics
-/// When no runtime can be made.
+/// If no runtime can be made.
 pub fn ask<T>(question: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     runtime.expect("threads can be started").block_on(question)
 }
 
-/// Asks `question` until it has an answer.
+/// Polls `question` until it returns a value.
 ///
 /// # Panics
-/// After [`LIMIT`] without one, with what was waited for.
+/// After [`LIMIT`] without one, with `what`.
 #[track_caller]
 pub fn eventually<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + LIMIT;

@@ -1,5 +1,5 @@
-//! Owns: block devices of the node in containers: who may read and write them, what the node sees of it, how long they are
-//! held, and what is refused.
+//! Tests block devices of the node in containers: which containers can read and write them, the effects on the node, how long
+//! they are held, and what is rejected.
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::run::call;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A loop device over a sparse file. Dropping it lets go of it.
+/// A loop device over a sparse file. Dropping it detaches it.
 struct Disk {
     file: PathBuf,
     device: String,
@@ -27,12 +27,12 @@ impl Disk {
         Disk { file, device }
     }
 
-    /// What the node has attached to the file.
+    /// Returns the loop devices of the file.
     fn devices(&self) -> String {
         call("losetup", ["--associated".as_ref(), self.file.as_os_str()]).ok()
     }
 
-    /// What is there, as the node sees it.
+    /// Returns the first bytes of the device on the node.
     fn begins(&self, count: usize) -> String {
         call("head", ["-c", &count.to_string(), &self.device]).ok()
     }
@@ -57,7 +57,7 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
     let disk = Disk::new(node.folder(), "disk.raw", 16);
     call("chown", ["3:6", &disk.device]).ok();
     call("chmod", ["640", &disk.device]).ok();
-    // As kubelet has it: a link to the device.
+    // Kubelet passes a link to the device.
     let link = node.folder().join("the-disk");
     std::os::unix::fs::symlink(&disk.device, &link).unwrap();
     let with = |name: &str, devices: Value| Container::sh(name, &image, "sleep 600").set("devices", devices);
@@ -74,12 +74,12 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
         writer.exec("echo written by the pod | dd of=/dev/disks/data conv=notrunc,fsync").ok();
         assert_eq!(disk.begins(18), "written by the pod");
         assert_eq!(reader.exec("head -c 18 /dev/data").ok(), "written by the pod");
-        // Who did not ask for it does not have it by its number either.
+        // A container that did not request the device cannot open it by its number either.
         let number = reader.exec("stat -c '%t %T' /dev/data").ok();
         let mknod = "set -- $(printf '%d %d' 0x${0% *} 0x${0#* }); mknod /disk b $1 $2 && head -c 1 /disk";
         let denied = node.crictl.try_call(["exec", "--sync", &plain.id, "sh", "-c", mknod, &number]);
         assert!(denied.code != 0 && denied.stderr.contains("not permitted"), "{denied:?}");
-        // Of all that is not needed any more the node's disk is told.
+        // Discards in the guest reach the node's disk.
         let blocks = || std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&disk.file).unwrap());
         let before = blocks();
         writer.exec("dd if=/dev/urandom of=/dev/disks/data bs=1M seek=4 count=4 conv=notrunc,fsync").ok();
@@ -89,7 +89,7 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
         pod.id.clone()
     };
 
-    // The daemon has no part in it.
+    // The daemon is not involved.
     node.kill();
     node.start();
     let containers = node.crictl.json(["ps", "-o", "json"]);
@@ -100,11 +100,11 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
     let run = |id: &str, script: &str| node.crictl.call(["exec", "--sync", id, "sh", "-c", script]);
     run(&id("writer"), "echo after the daemon | dd of=/dev/disks/data conv=notrunc");
     node.crictl.call(["rm", "--force", &id("writer")]);
-    // Nobody has flushed it; the end of its last user in the guest that could write did.
+    // No process flushed the data; closing the last writable descriptor in the guest did.
     node.crictl.call(["rm", "--force", &id("reader")]);
     eventually("the node sees what was written", || (disk.begins(16) == "after the daemon").then_some(()));
 
-    // A disk that grows does so in the container.
+    // A grown disk grows in the container.
     let pod = node.crictl.pod(&pod_id, Pod::new("blocks", node.folder()));
     let again = pod.start(with("again", json!([device(&link, "/dev/data", "mrw")])));
     assert_eq!(again.exec("head -c 16 /dev/data").ok(), "after the daemon");
@@ -116,7 +116,7 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
     });
     again.exec("echo at the end | dd of=/dev/data bs=1M seek=23 conv=notrunc,fsync").ok();
     call("losetup", ["--detach", &disk.device]).ok();
-    // A machine holds it open; without one it is only named.
+    // A VM holds the device open; without a guest it is only named.
     let held = engine() != "host";
     assert_eq!(disk.devices().contains(&disk.device), held, "as long as a container has it");
     pod.remove();
@@ -139,7 +139,7 @@ fn a_file_system_on_a_block_device_is_mounted_in_a_container() {
     let sleep = Container::sh("c", &image, "sleep 600").set("devices", devices);
     let container = pod.start(sleep.set("linux", security));
     container.exec("mkdir /mnt && mount -t ext4 /dev/xvda /mnt && echo kept >/mnt/file && umount /mnt").ok();
-    // All that it may does not make a read-only device another.
+    // Even a privileged container cannot write to a read-only device.
     assert_ne!(container.exec("echo x | dd of=/dev/xvdb conv=notrunc").code, 0);
     pod.remove();
     let mnt = node.folder().join("mnt");

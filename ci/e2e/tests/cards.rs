@@ -1,4 +1,5 @@
-//! Owns: pods with several networks: a CNI plugin makes further interfaces, as Multus does, and guests get those that are asked for.
+//! Tests pods with several networks: a CNI plugin creates further interfaces, as Multus does, and guests get those that are
+//! requested.
 
 use nacelle_e2e::machine::{Debian, annotated, boot_image, container, node_with};
 use nacelle_e2e::{Container, Image, Node, Options, Pod, eventually};
@@ -18,12 +19,12 @@ fn asking(mut pod: Pod, networks: &str) -> Pod {
     pod
 }
 
-/// How many further interfaces the guest of containers has room for.
+/// Returns the maximum number of further interfaces of a container pod's guest.
 fn room() -> usize {
     if nacelle_e2e::node::engine() == "qemu" { 1 } else { 8 }
 }
 
-/// The hardware addresses of the cards of the machine that runs, in their order.
+/// Returns the hardware addresses of the running VM's cards, in their order.
 fn macs(node: &Node) -> Vec<String> {
     let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
     let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -netdev ")).expect("the machine runs");
@@ -47,7 +48,7 @@ fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
         assert_eq!(addresses["additionalIps"], json!([]), "the cluster knows the first interface's alone");
         macs
     };
-    // The second interface is net1, or what the pod's annotation says.
+    // The second interface is net1, or that of the pod's annotation.
     let first = run(named());
     assert!(first.len() == 2 && first[0] != first[1], "{first:?}");
     assert_eq!(run(named()), first);
@@ -56,7 +57,7 @@ fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
     assert_eq!(run(asking(named(), "other/x@lan, lan-conf@net1")), first);
 
     for (networks, code, words) in [
-        // CNI has made none.
+        // CNI has not created one.
         ("lan-conf@net7", "FailedPrecondition", "no interface net7"),
         ("other/lan-conf", "InvalidArgument", "spec.networks[1].multus.networkName"),
         ("lan-conf@eth0", "InvalidArgument", NETWORKS),
@@ -77,7 +78,7 @@ fn the_guest_of_containers_has_the_networks_that_its_annotation_asks_for() {
     let many = vec!["a"; room() + 1].join(",");
     let refused = node.crictl.try_call(["runp", &node.crictl.file("pod", &several(&many).0)]).err();
     assert!(refused.contains("Unimplemented") && refused.contains(NETWORKS), "{refused}");
-    // What nobody makes is missing, and nothing else.
+    // Only the interface that no plugin creates is missing.
     node.crictl.run_pod(several("a@net7")).remove();
     let (networks, expected) = match room() {
         1 => ("a@lan", vec!["lan"]),
@@ -120,7 +121,7 @@ fn debian_speaks_on_all_its_cards() {
         ("kernel-args", &line),
         ("spec", &spec),
         ("cloud-init", "#cloud-config\n"),
-        // The addresses of both are asked for.
+        // The guest requests both addresses by DHCP.
         ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}, eth1: {dhcp4: true}}}"),
     ];
     let pod = node.crictl.run_pod_of("vm", annotated(&node, "debian", &machine));

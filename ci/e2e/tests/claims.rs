@@ -1,5 +1,5 @@
-//! Owns: disks of machine pods that are the node's: claims (block devices and files), files of the node, what kubelet writes; who may
-//! have them at a time, what is kept, what is refused, and what is left when all around them is killed.
+//! Tests disks of machine pods that belong to the node: claims (block devices and files), files of the node, volumes that kubelet
+//! writes; their locks, what persists, what is rejected, and the state after all processes around them were killed.
 
 use nacelle_e2e::machine::{annotated, boot_disk, boot_image, container, node};
 use nacelle_e2e::run::call;
@@ -11,7 +11,7 @@ use std::io::{Cursor, Read};
 use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-/// A loop device over a disk that boots. Dropping it lets go of it.
+/// A loop device over a bootable disk. Dropping it detaches it.
 struct Block {
     file: PathBuf,
     device: String,
@@ -25,7 +25,7 @@ impl Block {
         Block { file, device }
     }
 
-    /// How often it has booted, as the node sees it.
+    /// Returns how often the disk has booted, as seen on the node.
     fn boots(&self) -> u8 {
         call("sync", [&self.device]).ok();
         fs::read(&self.device).expect("root reads it")[512]
@@ -76,7 +76,7 @@ fn a_block_claim_is_one_machines_and_keeps_what_it_wrote() {
     }
     node.crictl.call(["stop", "--timeout", "60", &running.id]);
     assert_eq!(running.exited()["exitCode"], 0);
-    // The same container again, and another pod's: what was written stays.
+    // After a restart of the container, and in another pod, the written data are still there.
     let again = first.start(on_device(&image, 1, &block.device, "rw"));
     again.says("boot 2\n");
     node.crictl.call(["stop", "--timeout", "0", &again.id]);
@@ -87,7 +87,7 @@ fn a_block_claim_is_one_machines_and_keeps_what_it_wrote() {
     second.remove();
     assert_eq!(block.boots(), 3);
 
-    // Those who only read share it, and change nothing.
+    // Readers share it, and change nothing.
     let read = "root=claim:system,boot=1,readonly";
     let readers = ["left", "right"].map(|name| node.crictl.run_pod_of("vm", pod(&node, name, read)));
     let running = readers.each_ref().map(|pod| pod.start(on_device(&image, 0, &block.device, "r")));
@@ -113,7 +113,7 @@ fn a_file_claim_survives_the_death_of_all_that_had_it() {
         first.start(on_mount(&image, 0, &[("root", &folder, false)])).says("boot 1\n");
         first.id.clone()
     };
-    // The keeper is told of QEMU, too, but not of its disks.
+    // The keeper's command line also names QEMU, but not its disks.
     assert_eq!(node.processes("-blockdev").len(), 1, "one machine");
     let pods = node.processes("nacelle-pod ");
     assert_eq!(pods.len(), 1, "one pod");
@@ -127,7 +127,7 @@ fn a_file_claim_survives_the_death_of_all_that_had_it() {
     let second = node.crictl.run_pod_of("vm", pod(&node, "second", disks));
     let running = second.start(on_mount(&image, 0, &[("root", &folder, false)]));
     running.says("boot 2\n");
-    // The next daemon finds the machine with its disk.
+    // The next daemon finds the VM with its disk.
     let third = pod(&node, "third", disks);
     let (id, running) = (second.id.clone(), running.id.clone());
     let second = Pod(pod(&node, "second", disks).0);
@@ -201,7 +201,7 @@ fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
         let told = pod.try_create(container).err();
         assert!(told.contains(words) || told.contains(&words.replace('"', "\\\"")), "{words:?} in {told}");
     }
-    // As a file system of the node's would hold it.
+    // As a mounted file system of the node would hold the device.
     let held = File::options().read(true).custom_flags(nix::fcntl::OFlag::O_EXCL.bits()).open(&block.device);
     let told = pod.try_create(on_device(&image, 0, &block.device, "rw")).err();
     assert!(told.contains("FailedPrecondition") && told.contains("in use on the node"), "{told}");
@@ -249,7 +249,7 @@ fn a_claim_that_is_shareable_is_written_by_several_machines_and_by_no_other() {
     {
         assert!(told.contains(words), "{words} in {told}");
     }
-    // The other writes to it at the same time, and each finds what the other wrote.
+    // A second VM writes at the same time, and each reads the other's data.
     let second = node.crictl.run_pod_of("vm", pod("second", true));
     second.start(on_device(0)).says("boot 2\n");
     assert_eq!(running.status()["state"], "CONTAINER_RUNNING");
@@ -263,7 +263,7 @@ fn a_claim_that_is_shareable_is_written_by_several_machines_and_by_no_other() {
     [third, fourth].into_iter().for_each(nacelle_e2e::crictl::RunningPod::remove);
 }
 
-/// A folder as kubelet makes it of a ConfigMap or a Secret.
+/// Returns a directory as kubelet makes it of a ConfigMap or a Secret.
 fn projected(node: &Node, name: &str, files: &[(&str, &str)]) -> PathBuf {
     let folder = node.folder().join(name);
     let inner = folder.join("..2026_11_23_05_00_00.1");
@@ -276,7 +276,7 @@ fn projected(node: &Node, name: &str, files: &[(&str, &str)]) -> PathBuf {
     folder
 }
 
-/// The file systems in memory that a machine has as disks, by their labels: their files.
+/// Returns the in-memory file systems that are disks of a VM, by their labels, with their files.
 fn disks_in_memory(qemu: i32) -> BTreeMap<String, BTreeMap<String, String>> {
     let all = fs::read_dir(format!("/proc/{qemu}/fd")).expect("it runs").flatten();
     let ours = all.filter(|entry| {
@@ -366,7 +366,7 @@ fn what_kubelet_writes_is_on_disks_in_memory() {
         ("cfgdata", of(&[("labels", "app=web")])),
     ];
     assert_eq!(disks, expected.map(|(label, files)| (label.to_owned(), files)).into());
-    // What is secret is on no disk of the node but where it came from.
+    // The secret is on no disk of the node but in its source.
     let found = call("grep", ["-rl".as_ref(), "s3cr3t".as_ref(), node.folder().as_os_str()]).stdout;
     let found: Vec<_> =
         found.lines().filter(|path| ![&secret, &user].iter().any(|from| Path::new(path).starts_with(from))).collect();

@@ -1,5 +1,5 @@
-//! Containers that share a PID namespace and try to leave their root through processes of ours: by the working directory of an
-//! exec or of another container, with every kind of link that leads to a process's root.
+//! Tests containers that share a PID namespace and try to leave their root through our processes: by the working directory of an
+//! exec or of another container, with every kind of link to a process's root.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::node::engine;
@@ -7,14 +7,14 @@ use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::{Value, json};
 use std::process::Child;
 
-/// Stops the first process that is a container in the making, and says its number.
+/// Stops the first process that is a container being created, and prints its PID.
 const HUNT: &str = "while :; do for p in /proc/[0-9]*; do read -r c <$p/comm && case $c in youki*) \
                     kill -STOP ${p#/proc/} && echo caught ${p#/proc/} && exec sleep 6000;; esac; done 2>/dev/null; done";
-/// Says ESCAPED where the agent's files are at the working directory or above it.
+/// Prints ESCAPED if the agent's files are in the working directory or above it.
 const PROBE: &str =
     "d=.; for i in 1 2 3 4 5 6 7 8; do [ -e $d/run/nacelle ] && echo ESCAPED; d=$d/..; done; echo looked";
 
-/// How the containers of a pod come into one PID namespace.
+/// How the containers of a pod share a PID namespace.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sharing {
     Pod,
@@ -30,10 +30,10 @@ fn pid(mode: i32, target: &str) -> Value {
 
 struct Scene<'a> {
     pod: RunningPod<'a>,
-    /// Its execs work in /tmp/w, which is what the attacker makes it.
+    /// Its execs work in /tmp/w, which the attacker controls.
     victim: RunningContainer<'a>,
     attacker: RunningContainer<'a>,
-    /// The victim's process as the attacker sees it.
+    /// The victim's process in the attacker's namespace.
     seen: String,
     linux: Value,
 }
@@ -57,7 +57,7 @@ impl<'a> Scene<'a> {
         Scene { pod, victim, attacker, seen, linux }
     }
 
-    /// Has the attacker make /tmp/w of the victim what this script makes of $w.
+    /// Makes the attacker run a script that replaces the victim's /tmp/w ($w).
     fn make(&self, script: &str) {
         let script = format!("w={}/root/tmp/w; {script}", self.seen);
         self.attacker.exec(&script).ok();
@@ -68,7 +68,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// A third container is being made; returns the number of its process, which the attacker has stopped.
+/// Creates a third container; returns the PID of its process, which the attacker has stopped.
 fn bait<'a>(node: &'a Node, scene: &Scene<'a>, image: &str) -> (RunningContainer<'a>, Child, String) {
     let bait = scene.pod.create(Container::sh("bait", image, "sleep 6002").set("linux", scene.linux.clone()));
     let start = node.crictl.spawn(["start", &bait.id]);
@@ -83,21 +83,21 @@ fn no_exec_leaves_the_container(sharing: Sharing) {
     let image = node.image(&Image::busybox(), "busybox:1");
     let scene = Scene::new(&node, &image, sharing);
     let (bait, mut start, number) = bait(&node, &scene, &image);
-    // The stopped process is killed after a minute, in which an emulated machine does less.
+    // The stopped process is killed after a minute, in which an emulated VM achieves less.
     let fast = engine() == "host";
     let stays = |what: &str| {
         let said = scene.victim.exec(PROBE);
         assert!(!said.stdout.contains("ESCAPED"), "{what}: {}{}", said.stdout, said.stderr);
         said
     };
-    // What the process's root is is no secret kept by luck: it cannot be looked at from the container itself.
+    // The process's root is not reachable from the container itself either.
     for name in ["root", "cwd", "fd/0", "fd/3", "mem", "exe"] {
         let script =
             format!("ls /proc/{number}/{name}/ || head -c 1 /proc/{number}/{name} || readlink /proc/{number}/{name}");
         let said = scene.attacker.exec(&script);
         assert!(said.code != 0 && said.stdout.is_empty(), "{name}: {}", said.stdout);
     }
-    // A kernel may show the environment to who has CAP_SYS_ADMIN (docs/contributor/security.md): there is nothing in it.
+    // A kernel may show the environment to a process with CAP_SYS_ADMIN (docs/contributor/security.md): it is empty.
     let said = scene.attacker.exec(&format!("tr -d '\\0' </proc/{number}/environ"));
     assert_eq!(said.stdout, "", "environ: {}", said.stderr);
     for to in ["root", "cwd", "root/tmp", "task/$n/root"]
@@ -115,7 +115,7 @@ fn no_exec_leaves_the_container(sharing: Sharing) {
         scene.link(&format!("/proc/{number}/fd/{fd}"));
         assert_ne!(stays(&format!("fd {fd}")).code, 0);
     }
-    // A procfs of the victim's own making, mounted elsewhere.
+    // A procfs that the victim itself mounted elsewhere.
     scene.link("/tmp");
     for mount in ["mount --bind /proc /mnt", "mount -t proc proc /mnt"] {
         let mounted = scene.victim.exec(&format!("mkdir -p /mnt && {mount} && ls -d /mnt/{number}"));
@@ -125,7 +125,7 @@ fn no_exec_leaves_the_container(sharing: Sharing) {
         scene.link("/tmp");
         scene.victim.exec("umount /mnt").ok();
     }
-    // The directory and the link change places while execs look for it.
+    // The directory and the link swap places while execs resolve the path.
     let race = "rm -rf $w; mkdir $w; ln -s /proc/NUMBER/root $w.l; (while :; do mv $w $w.d; mv $w.l $w; mv $w $w.l; \
                 mv $w.d $w; done) >/dev/null 2>&1 & echo racing";
     scene.make(&race.replace("NUMBER", &number));
@@ -135,7 +135,7 @@ fn no_exec_leaves_the_container(sharing: Sharing) {
         inside += u32::from(stays("a race").stdout.contains("looked"));
     }
     println!("{inside} of {execs} execs found the directory");
-    // The bait fails or is made; nothing hangs, and the pod works on.
+    // The creation fails or succeeds; nothing hangs, and the pod keeps working.
     scene.attacker.exec(&format!("kill -KILL {number}")).ok();
     let ended = eventually("the start of the stopped container ends", || start.try_wait().expect("it is our child"));
     assert!(!ended.success());
@@ -192,7 +192,7 @@ fn a_container_that_may_trace_sees_no_other_in_the_making() {
         other.says("made");
         assert_eq!(other.exec("echo well").ok(), "well");
     }
-    // It runs on.
+    // The container keeps running.
     assert_eq!(spy.exec("echo alive").ok(), "alive");
     assert!(!spy.output().contains("ESCAPED"), "{}", spy.output());
     pod.remove();

@@ -1,4 +1,4 @@
-//! Owns: what the README promises: crictl runs a pod, and the pod is a machine.
+//! Tests the promise of the README: crictl runs a pod, and the pod is a VM.
 
 use nacelle_e2e::{Container, Image, Node, Pod, eventually, run};
 use serde_json::{Value, json};
@@ -17,11 +17,11 @@ fn a_pod_with_two_containers_is_one_machine() {
     let said = first.says("-");
     let lines: Vec<_> = said.lines().collect();
     let host = run::call("uname", ["-r"]).ok();
-    // Without a guest it is the node's kernel that all containers run on.
+    // Without a guest, containers run on the node's kernel.
     let guest = nacelle_e2e::node::engine() != "host";
     assert_eq!(lines[0] != host, guest, "whose kernel the container sees");
     assert_eq!(lines[1], "nacelle-guest");
-    // Output and errors come by different ways: which is first in the log is not said.
+    // Output and errors use different streams, so their order in the log is undefined.
     assert!(second.output().lines().any(|line| line == lines[2]), "both containers run on one kernel: {lines:?}");
     assert_eq!(lines[2] != fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim(), guest);
 
@@ -117,7 +117,7 @@ fn the_other_commands_of_crictl_answer() {
     assert!(text().contains("two"), "it ends with the container, having said all: {}", text());
 }
 
-/// The flight recorder: what took how long, and what the guest printed, is told by inspectp and drawn by `nacelle pods`.
+/// The flight recorder: inspectp contains the durations and the guest's output, and `nacelle pods` draws them.
 #[test]
 fn how_a_pod_came_up_is_told_and_drawn() {
     let node = Node::new();

@@ -1,5 +1,5 @@
-//! Owns: emptyDir volumes on kubelet's disk that are disks of machines, with the test in kubelet's place: their limits, who sees
-//! them, what becomes of them when a sandbox ends or dies, and what is refused.
+//! Tests emptyDir volumes on kubelet's disk that are disks of VMs, with the test in place of kubelet: their limits, which
+//! containers see them, their content after a sandbox ends or dies, and what is rejected.
 
 use nacelle_e2e::node::{Options, SMALL, engine, handler};
 use nacelle_e2e::run::call;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
 const FILE: &str = "nacelle-volume.ext4";
 
-/// A node with the handlers "disks", whose emptyDirs have 32 MiB where a pod does not say it, and "shares".
+/// Returns a node with the handlers "disks", whose emptyDirs default to 32 MiB, and "shares".
 fn node() -> Node {
     let allowed = format!("{SMALL}allowed_annotations = [{LIMITS:?}]\n");
     let disks = handler("disks", &format!("{allowed}empty_dir = \"disk\"\nempty_dir_mib = 32\n"));
@@ -20,7 +20,7 @@ fn node() -> Node {
     Node::with(Options { extra, ..Options::default() })
 }
 
-/// kubelet's folder of a pod.
+/// Kubelet's directory of a pod.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -28,7 +28,7 @@ impl Folder {
         Folder(node.folder().join("kubelet/pods").join(uid))
     }
 
-    /// A volume as kubelet makes it, for the pod's group.
+    /// Creates a volume as kubelet does, for the pod's group.
     fn volume(&self, name: &str) -> PathBuf {
         let folder = self.0.join("volumes/kubernetes.io~empty-dir").join(name);
         fs::create_dir_all(&folder).expect("the node's folder is writable");
@@ -37,7 +37,7 @@ impl Folder {
         folder
     }
 
-    /// A part of one, as kubelet mounts it for a `subPath`.
+    /// Mounts a part of a volume as kubelet does for a `subPath`.
     fn part(&self, volume: &Path, part: &str, number: u32) -> Mounted {
         let at = self.0.join("volume-subpaths").join(volume.file_name().unwrap()).join(format!("c/{number}"));
         for folder in [&volume.join(part), &at] {
@@ -53,7 +53,7 @@ struct Mounted(PathBuf);
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Not lazily: a machine that holds it makes this fail, and the test.
+        // Not lazily: if a VM holds it, this and the test fail.
         let done = call("umount", [&self.0]);
         assert!(std::thread::panicking() || done.code == 0, "{done:?}");
     }
@@ -63,12 +63,12 @@ fn mount(host: &Path, at: &str) -> Value {
     json!({"host_path": host, "container_path": at})
 }
 
-/// What kubelet would measure, in KiB.
+/// Returns kubelet's measurement of a volume in KiB.
 fn taken(volume: &Path) -> u64 {
     fs::metadata(volume.join(FILE)).map_or(0, |file| file.blocks() / 2) + 4
 }
 
-/// The same pod's next sandbox.
+/// Returns the next sandbox of the same pod.
 fn next(pod: &Pod, attempt: u32) -> Pod {
     let mut next = Pod(pod.0.clone());
     next.0["metadata"]["attempt"] = json!(attempt);
@@ -96,7 +96,7 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
         let two = pod.start(with("two", json!([mount(&volume, "/same"), mount(&part.0, "/part")])));
         let far = neighbour.start(with("far", json!([mount(&neighbours, "/cache")])));
 
-        // Nothing is in it but the part that kubelet has made; it is as kubelet has it, and one for all.
+        // It contains only the part that kubelet has created, has kubelet's mode, and is the same for all containers.
         assert_eq!(one.exec("stat -c '%a %g' /cache; ls -A /cache").ok(), "2777 2000\ndeep");
         one.exec("echo word >/cache/file && mkdir -p /cache/deep/part && echo in it >/cache/deep/part/file").ok();
         assert_eq!(two.exec("cat /same/file /part/file; stat -c %g /same/file").ok(), "word\nin it\n2000");
@@ -105,7 +105,7 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
         assert!(!volume.join("file").exists(), "the node sees a file with a disk");
         assert_eq!(fs::metadata(volume.join(FILE)).unwrap().mode() & 0o777, 0o600);
 
-        // The limit, which hurts nobody else, and which kubelet does not see exceeded.
+        // The limit affects no other volume, and kubelet does not see it exceeded.
         let full = one.exec("dd if=/dev/zero of=/cache/much bs=1M count=32");
         assert!(full.code != 0 && full.stderr.contains("No space left"), "{full:?}");
         for (who, script) in [(&one, "/other/x"), (&far, "/cache/x"), (&one, "/x")] {
@@ -114,12 +114,12 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
         let room = taken(&volume);
         assert!((8 << 10..=16 << 10).contains(&room), "{room} KiB");
         assert_eq!(one.exec("df -m /other | tail -1 | awk '{print ($2 > 20 && $2 < 32)}'").ok(), "1");
-        // What is deleted is the node's again.
+        // Deleted data are released on the node.
         one.exec("rm /cache/much && sync").ok();
         eventually("the room is given back", || (taken(&volume) < 3 << 10).then_some(()));
         assert_eq!(two.exec("cat /same/file").ok(), "word");
 
-        // A part that a container has made a way out of is none; and the volume can be read-only for one.
+        // A part that a container has replaced by a link is rejected; and the volume can be read-only for one container.
         one.exec("rm -rf /cache/trap && ln -s / /cache/trap").ok();
         let refused = pod.try_create(with("trapped", json!([mount(&trap.0, "/trap")]))).err();
         assert!(refused.contains("FailedPrecondition") && refused.contains("leads out"), "{refused}");
@@ -131,7 +131,7 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
         (pod.id.clone(), one.id.clone())
     };
 
-    // The daemon has no part in it; and no second machine has it.
+    // The daemon is not involved; and no second VM gets the disk.
     node.kill();
     node.start();
     let pod = node.crictl.pod(&pod_id, next(&asked, 0));
@@ -142,12 +142,12 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
     let refused = second.try_create(with("c", json!([mount(&volume, "/cache")]))).err();
     assert!(refused.contains("FailedPrecondition") && refused.contains("another of its sandboxes"), "{refused}");
 
-    // A sandbox that is stopped leaves all that was written to the next one, also if that is of another handler by now.
+    // A stopped sandbox leaves all written data to the next one, even of another handler.
     one.exec("echo of the first >/cache/first").ok();
     pod.remove();
     let sleeper = second.start(with("c", json!([mount(&volume, "/cache")])));
     assert_eq!(sleeper.exec("cat /cache/file /cache/first").ok(), "word\nof the first");
-    // One that dies leaves what was on the disk by then.
+    // A sandbox that dies leaves the data that were synced.
     sleeper.exec("echo kept >/cache/second && sync && echo lost, perhaps >/cache/third").ok();
     for pid in node.processes("nacelle-pod ") {
         call("kill", ["-9", &pid.to_string()]);
@@ -184,7 +184,7 @@ fn a_node_that_is_full_fails_the_volume_and_nothing_else() {
     assert!(failed.code != 0 && failed.stderr.contains("Input/output error"), "{failed:?}");
     assert_eq!(container.exec("echo word >/file && sync && cat /file").ok(), "word");
     pod.remove();
-    // What was whole before is so for the next machine, with room or without.
+    // Synced data are intact for the next VM, whether the node has free space or not.
     let pod = node.crictl.run_pod_of("disks", next(&asked, 1));
     assert_eq!(pod.start(with()).exec("cat /cache/first").ok(), "word");
     pod.remove();
@@ -213,7 +213,7 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
 
     let pod = node.crictl.run_pod_of("disks", Pod::new("refusing", node.folder()));
     let with = |name: &str, mount: Value| Container::sh(name, &image, "sleep 600").set("mounts", json!([mount]));
-    // What has files on the node is shared with it, also when they are gone.
+    // A volume with files on the node is shared, even after they are removed.
     let filled = folder.volume("filled");
     fs::write(filled.join("file"), "of the node").unwrap();
     let one = pod.start(with("one", mount(&filled, "/cache")));
@@ -227,7 +227,7 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
 
     let on_disk = folder.volume("on-disk");
     if !guest {
-        // A machine's disk is nothing for pods without one.
+        // Pods without a guest cannot use a VM's disk.
         pod.start(with("plain", mount(&on_disk, "/cache"))).exec("echo word >/cache/word").ok();
         assert_eq!(fs::read_to_string(on_disk.join("word")).unwrap(), "word\n");
         fs::write(on_disk.join(FILE), "").unwrap();
@@ -241,7 +241,7 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
     };
     let told = json!({"host_path": on_disk, "container_path": "/cache", "propagation": 1});
     refused("told", told, "Unimplemented", "propagation");
-    // What is no file system, or leads elsewhere, is no volume; the machine and its other volumes go on.
+    // A damaged file system or a link is not a volume; the VM and its other volumes continue.
     for name in ["damaged", "astray"] {
         folder.volume(name);
     }
@@ -250,7 +250,7 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
     std::os::unix::fs::symlink("/dev/zero", folder.volume("astray").join(FILE)).unwrap();
     let answer = pod.try_create(with("astray", mount(&folder.volume("astray"), "/cache"))).err();
     assert!(answer.contains(FILE), "{answer}");
-    // One that is made anew can be had.
+    // A volume that is created anew can be used.
     fs::remove_file(folder.volume("damaged").join(FILE)).unwrap();
     let fresh = pod.start(with("fresh", mount(&folder.volume("damaged"), "/cache")));
     fresh.exec("echo word >/cache/word").ok();

@@ -1,4 +1,4 @@
-//! Owns: what subscribers of events are told of real machines: crictl and a client of CRI's own side by side.
+//! Tests the events of real pods: crictl and a CRI client subscribe at the same time.
 
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use nacelle_proto::cri;
@@ -6,13 +6,13 @@ use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::Value;
 use std::fs;
 
-/// What crictl has printed so far: one JSON document after the other.
+/// Returns crictl's output so far: one JSON document after the other.
 fn printed(path: &std::path::Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     serde_json::Deserializer::from_str(&text).into_iter().map_while(Result::ok).collect()
 }
 
-/// The kinds of the events of this id, in their order.
+/// Returns the kinds of the events of this id, in their order.
 fn kinds(events: &[Value], id: &str) -> Vec<String> {
     let of = events.iter().filter(|event| event["containerId"] == id);
     of.map(|event| event["containerEventType"].as_str().unwrap_or_default().to_owned()).collect()
@@ -29,7 +29,7 @@ fn crictl_and_others_are_told_of_a_life() {
         client.get_container_events(cri::GetEventsRequest {}).await.unwrap().into_inner()
     });
     let life = ["CREATED", "STARTED", "STOPPED", "DELETED"].map(|kind| format!("CONTAINER_{kind}_EVENT"));
-    // crictl does not say when it has subscribed: a pod that it was not told of goes, and another one comes.
+    // crictl does not report when it has subscribed: pods are created and removed until it prints one.
     let pod = eventually("crictl is told of a pod", || {
         let pod = node.crictl.run_pod(Pod::new("told", node.folder()));
         if kinds(&printed(&file), &pod.id) == life[..2] {
@@ -60,7 +60,7 @@ fn crictl_and_others_are_told_of_a_life() {
     assert_eq!(ended["containersStatuses"][0]["exitCode"], 3);
     assert_eq!(ended["podSandboxStatus"]["metadata"]["name"], "told");
 
-    // The other subscriber was told the same.
+    // The other subscriber received the same events.
     let mut same = Vec::new();
     runtime.block_on(async {
         while same.last() != Some(&(pod_id.clone(), 3)) {

@@ -1,5 +1,5 @@
-//! Runs many commands and container starts at once in one pod and allows no error: `NACELLE_TEST_EXECS` commands (200 without
-//! it) by `NACELLE_TEST_CLIENTS` clients (8 without it). Each client replaces its container after every 50 commands.
+//! Runs many commands and container starts concurrently in one pod and allows no error: `NACELLE_TEST_EXECS` commands (200
+//! by default) by `NACELLE_TEST_CLIENTS` clients (8 by default). Each client replaces its container after every 50 commands.
 //!
 //! `NACELLE_TEST_EXECS=100000 NACELLE_TEST_ENGINE=host cargo test -p nacelle-e2e --test execs -- --nocapture` is the long run.
 
@@ -12,21 +12,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
-/// Commands that a client runs in one container.
+/// The number of commands that a client runs in one container.
 const PER_CONTAINER: u64 = 50;
 
-/// The value of an environment variable that is a number.
+/// Returns the value of a numeric environment variable.
 fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{variable} is no number")))
 }
 
-/// One client: it has a container at a time, in the pod that all clients share.
+/// A client with one container at a time, in the pod that all clients share.
 struct Client {
     cri: Cri,
     number: u64,
     pod: CriPod,
     image: String,
-    /// Commands that are still to be run by any client.
+    /// The number of commands that are still to be run by any client.
     left: Arc<AtomicU64>,
     errors: Vec<String>,
     execs: u64,
@@ -57,7 +57,7 @@ impl Client {
         self.errors.push(text);
     }
 
-    /// Takes a command off the number that is left.
+    /// Takes one command from the remaining number.
     fn take(&self) -> Option<u64> {
         self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).ok()
     }

@@ -1,6 +1,6 @@
-//! Owns: whether the file systems that containers see are file systems: fsx and pjdfstest on the root file system, on a
-//! folder of the node, on a block device of the node and on a folder in the guest's memory. `ci/lib.sh` (need_fs_tests) builds both; docs/contributor/volumes.md has
-//! what they said.
+//! Tests the file systems of containers with fsx and pjdfstest: the root file system, a directory of the node, a block device of
+//! the node and a directory in the guest's memory. `ci/lib.sh` (need_fs_tests) builds both; docs/contributor/volumes.md has the
+//! results.
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::run::call;
@@ -11,16 +11,17 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
-/// Operations of fsx on a file, and which tests of pjdfstest run (their names; empty: all). Fewer where a request for a file
-/// takes milliseconds, as in the emulated node: the guest's kernel and `nacelle-fs` are the same under both engines.
+/// Returns the number of fsx operations on a file, and the pjdfstest tests to run (their names; empty for all). There are fewer
+/// where a file request takes milliseconds, as in the emulated node: the guest's kernel and `nacelle-fs` are the same under both
+/// engines.
 fn share() -> (u32, &'static str) {
     if engine() == "kvm" { (300, "open rename") } else { (3000, "") }
 }
 
-/// Where the suites run.
+/// The directories of the suites.
 const PLACES: [&str; 4] = ["/own", "/shared", "/block", "/dev/shm"];
 
-/// All that a file on Linux can do; `invalidate` needs nothing but msync.
+/// All file operations of Linux; `invalidate` needs only msync.
 const FSX: &str = "flen = 262144\n[opsize]\nmax = 65536\n[weights]\nclose_open = 1.0\ninvalidate = 1.0\nmapread = 5.0\n\
     mapwrite = 5.0\nread = 5.0\nwrite = 5.0\ntruncate = 3.0\nfsync = 0.5\nfdatasync = 0.5\nposix_fallocate = 1.0\n\
     punch_hole = 1.0\nsendfile = 2.0\nposix_fadvise = 1.0\ncopy_file_range = 2.0\n";
@@ -28,18 +29,18 @@ const FSX: &str = "flen = 262144\n[opsize]\nmax = 65536\n[weights]\nclose_open =
 const PJDFSTEST: &str = "[features]\nposix_fallocate = {}\nrename_ctime = {}\nutime_now = {}\nutimensat = {}\n\
     [settings]\nnaptime = 0.02\nallow_remount = false\n[dummy_auth]\nentries = [[\"nobody\", \"nobody\"], [\"app\", \"app\"]]\n";
 
-/// What fails where, and is known to.
+/// Returns whether a failure is known.
 fn known(place: &str, test: &str) -> bool {
-    // The suite makes devices 0:0, which are an overlay's whiteouts: no file system of containers shows them.
+    // The suite makes devices 0:0, which are an overlay's whiteouts: the file systems of containers do not show them.
     let whiteout = place == "/own" && test.ends_with("::char");
-    // Devices cannot be made on a folder of the node from within a machine (docs/contributor/devices/fs.md).
+    // A VM cannot create devices on a directory of the node (docs/contributor/devices/fs.md).
     let device = place == "/shared" && engine() != "host" && (test.ends_with("::block") || test.ends_with("::char"));
-    // The suite runs a copy of `sleep` under another name, at which busybox ends at once; below is the same without it.
+    // The suite runs a copy of `sleep` under another name, at which busybox exits at once; the same check without it is below.
     let busybox = test.ends_with("::etxtbsy");
     whiteout || device || busybox
 }
 
-/// A loop device, as losetup named it.
+/// A loop device, by its name from losetup.
 struct Loop(String);
 
 impl Drop for Loop {
@@ -67,7 +68,7 @@ fn they_do_what_posix_says() {
     call("truncate", ["--size=64M".as_ref(), disk.as_os_str()]).ok();
     call("mkfs.ext4", ["-q".as_ref(), disk.as_os_str()]).ok();
     let disk = Loop(call("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok());
-    // All of its rights: a third of the tests is about what root may do.
+    // Privileged, because a third of the tests is about root's rights.
     let pod = Pod::new("files", node.folder());
     let pod = node.crictl.run_pod(pod.set("linux", json!({"security_context": {"privileged": true}})));
     let container = pod.start(
@@ -89,7 +90,7 @@ fn they_do_what_posix_says() {
                 wrong.push(format!("fsx {place}, seed {seed}: {said:?}"));
             }
         }
-        // No program runs from /dev/shm.
+        // Programs cannot run from /dev/shm.
         let busy = container.exec(&format!(
             "cp /bin/busybox {place}/; {place}/busybox sleep 5 >/dev/null 2>&1 & sleep 1; echo >>{place}/busybox"
         ));
@@ -123,7 +124,7 @@ fn what_is_removed_from_a_root_is_free_at_once_and_soon_the_nodes() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let pod = node.crictl.run_pod(Pod::new("removing", node.folder()));
     let one = pod.start(Container::sh("one", &image, "sleep 600"));
-    // The disk has no name any more: who has it open knows it.
+    // The disk's file is unlinked; the process that has it open leads to it.
     let open = |pid| fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().map(|file| file.path());
     let is_disk =
         |path: &PathBuf| fs::read_link(path).is_ok_and(|file| file.to_string_lossy().contains(".ext4 (deleted)"));
@@ -135,8 +136,8 @@ fn what_is_removed_from_a_root_is_free_at_once_and_soon_the_nodes() {
     one.exec("rm -r /much /many").ok();
     eventually("the room is given back", || (taken() < before + (1 << 10)).then_some(()));
 
-    // What the disk is forgetting is as free as the rest, also where there is hardly any other room. Half a gigabyte takes minutes
-    // where the node is emulated.
+    // Space that the disk is releasing counts as free, even if there is hardly any other. Half a GiB takes minutes where the node
+    // is emulated.
     if engine() != "kvm" {
         let round = |pause: &str| {
             format!(

@@ -1,4 +1,4 @@
-//! Owns: images from a real registry, through crictl.
+//! Tests images from a real registry, through crictl.
 
 use nacelle_e2e::node::Options;
 use nacelle_e2e::registry::{Kind, LOGIN};
@@ -83,7 +83,7 @@ fn a_full_disk_fails_the_pull_and_nothing_else() {
     assert!(refused.contains("ResourceExhausted") && refused.contains("No space left"), "{refused}");
     let listed = node.crictl.json(["images", "-o", "json"])["images"].clone();
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
-    // What the failed pull took is given back: there is room for another small one.
+    // The failed pull released its space: another small image fits.
     let again = node.image(&Image::busybox().layer(|layer| layer.file("more", &[7; 1 << 20], 0o644)), "more:1");
     node.crictl.call(["inspecti", &again]);
     node.crictl.call(["inspecti", &small]);
@@ -110,7 +110,7 @@ fn an_archive_is_loaded_without_a_registry() {
     pod.remove();
 }
 
-/// The largest file below a folder.
+/// Returns the largest file below a directory.
 fn largest(folder: &Path) -> PathBuf {
     fn all(folder: &Path, files: &mut Vec<(u64, PathBuf)>) {
         for entry in fs::read_dir(folder).expect("the folder is readable").flatten() {

@@ -1,5 +1,5 @@
-//! Owns: machine pods with more than one image: disks and kernels in image volumes of the container; what is kept over them, and what
-//! happens when one is another.
+//! Tests machine pods with more than one image: disks and kernels in image volumes of the container, the overlays that are kept,
+//! and what happens when an image changes.
 
 use nacelle_e2e::machine::{Debian, annotated, boot_disk, boot_image, container, node};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
@@ -10,7 +10,7 @@ fn with_volume(image: &str, name: &str, of: &str) -> Container {
     container(image, 0).set("mounts", json!([mount]))
 }
 
-/// An image without a disk.
+/// Returns an image without a disk.
 fn plain(node: &Node) -> String {
     node.image(&Image::busybox(), "plain:1")
 }
@@ -33,7 +33,7 @@ fn a_disk_lies_in_an_image_volume_and_is_kept_until_that_is_another() {
         (with_volume(&image, "else", &plain), "no disk in this image volume"),
         (with_volume(&image, "more", &plain), "no disk in this image volume"),
         (sub_path, "image_sub_path"),
-        // The image of the discs has none.
+        // This image has no disk.
         (with_volume(&plain, "root", &image), "disk drivers: the image has no"),
     ] {
         let told = pod.try_create(container).err();

@@ -1,4 +1,4 @@
-//! Owns: what the process of a pod has and has not, on a node with a real machine, and what is left when it dies.
+//! Tests the sandbox of the pod process on a node with a real VM, and leaks after it dies.
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
@@ -8,13 +8,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The fields of a status file of /proc.
+/// Returns the fields of a status file of /proc.
 fn status(path: &Path) -> BTreeMap<String, String> {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
 }
 
-/// The process of the only pod.
+/// Returns the /proc directory of the only pod process.
 fn process(node: &Node) -> PathBuf {
     let pids = node.processes("nacelle-pod ");
     assert_eq!(pids.len(), 1);
@@ -32,7 +32,7 @@ fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
     let mut threads = 0;
     for task in fs::read_dir(process.join("task")).expect("it runs").flatten() {
         let status = status(&task.path().join("status"));
-        // One that has ended meanwhile has no status.
+        // A process that has ended meanwhile has no status.
         let Some(name) = status.get("Name") else { continue };
         assert_eq!((status["NoNewPrivs"].as_str(), status["Seccomp"].as_str()), ("1", "2"), "{name}");
         for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
@@ -41,7 +41,7 @@ fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
         threads += 1;
     }
     assert!(threads > 4, "{threads}");
-    // The daemon's store, other pods and the node are not there.
+    // The daemon's store, other pods and the node are invisible.
     let root = process.join("root");
     let folder = |name: &str| root.join(node.folder().strip_prefix("/").expect("absolute")).join(name);
     assert!(folder("root/images").is_dir());
@@ -70,7 +70,7 @@ fn a_process_that_its_filter_kills_is_reported_as_such_and_leaves_nothing() {
     container.says("up");
     let process = process(&node);
     let pid = process.file_name().and_then(|pid| pid.to_str()?.parse().ok()).expect("a number");
-    // As the kernel does it at a system call that is not on the list.
+    // Like the kernel at a system call that is not allowed.
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGSYS).expect("it runs");
     eventually("the container has ended", || {
         let status = &node.crictl.json(["inspect", &container.id])["status"];
@@ -81,10 +81,10 @@ fn a_process_that_its_filter_kills_is_reported_as_such_and_leaves_nothing() {
         })
     });
     assert!(!process.exists());
-    // The node's census, when it is dropped, finds what is left: processes, taps, mounts, control groups, files.
+    // The node's census on drop finds leaks: processes, taps, mounts, cgroups, files.
 }
 
-/// A control group of the node that may use a hundredth of a CPU, in the tree that counts CPUs, as kubelet makes one for a pod.
+/// A cgroup of the node with a limit of 0.01 CPU, in the hierarchy of the CPU controller, as kubelet makes one for a pod.
 struct SmallGroup(PathBuf);
 
 impl SmallGroup {
@@ -132,10 +132,10 @@ fn a_vm_boots_beside_a_control_group_whose_cpu_quota_would_throttle_it() {
     let linux = json!({"cgroup_parent": format!("/{name}"), "resources": resources});
     let (pod, took) = timed(Pod::new("small", node.folder()).set("linux", linux));
     println!("without a quota: {usual:?}, with one: {took:?}");
-    // With a hundredth of a CPU a boot takes about a hundred times as long. Other work on the node makes less of a difference than ten.
+    // With 0.01 CPU a boot takes about a hundred times as long. Other work on the node slows it down by less than ten times.
     assert!(took < usual * 10, "{took:?} instead of {usual:?}");
     assert!(node.log().contains("CPU: 10 of 1000 thousandths"), "the log says why");
-    // The guest's kernel keeps the container to its limit.
+    // The guest's kernel enforces the container's limit.
     let limited = Container::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources}));
     let container = pod.start(limited);
     assert_eq!(container.exec("cat /sys/fs/cgroup/cpu.max").ok(), "1000 100000");

@@ -1,5 +1,5 @@
-//! Owns: machine pods: a pod whose container is a machine with a disk of its own, driven by crictl. Most of them boot a disk of one
-//! sector, which says what happens to it; one boots Debian.
+//! Tests machine pods with crictl: pods whose container is a VM with a disk of its own. Most of them boot a disk of one sector,
+//! which reports its state on the console; one boots Debian.
 
 use nacelle_e2e::machine::{Debian, annotated, boot_disk, boot_image, container, node};
 use nacelle_e2e::run::Output;
@@ -19,7 +19,7 @@ fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
     let pod = node.crictl.run_pod_of("vm", machine(&node, &image));
     let first = pod.start(container(&image, 0).set("stdin", json!(true)));
     first.says("boot 1\n");
-    // What is typed goes to its console; "r" restarts it: the same machine, with what it wrote.
+    // Input goes to the VM's console; "r" resets it: the same VM, with what it wrote.
     let attached = node.crictl.feed(["attach", "-i", &first.id], b"hellor");
     assert_eq!(attached.code, 0, "{attached:?}");
     first.says("hello");
@@ -42,7 +42,7 @@ fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
     assert_eq!(picture.code, 0, "{}", picture.stderr);
     assert!(picture.stdout.contains("PNG"), "a picture");
     assert!(vm("fly").err().contains("power-button"));
-    // There is nobody in it who could.
+    // There is no guest agent that could do it.
     for refused in [first.exec("true").err(), vm("guest-ping").err()] {
         assert!(refused.contains("the guest agent"), "{refused}");
     }
@@ -52,7 +52,7 @@ fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
     assert_eq!((&ended["exitCode"], &ended["reason"]), (&json!(0), &json!("Completed")), "{ended}");
     first.says("pressed\n");
 
-    // The next container is the next machine: its own disk is as the image has it.
+    // The next container is a new VM: its own disk is as in the image.
     let second = pod.start(container(&image, 1));
     second.says("boot 1\n");
     let both = pod.try_create(container(&image, 2));
@@ -122,15 +122,15 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
     pod.remove();
 }
 
-/// A run of the machine `db`.
+/// Returns a pod that is a run of the VM `db`.
 fn named(node: &Node, image: &str, more: &[(&str, &str)]) -> Pod {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     let all = [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db")];
-    // The last one counts.
+    // The last value of an annotation counts.
     annotated(node, "db", &[&all[..], more].concat())
 }
 
-/// What QEMU was told of the machine's identity.
+/// Returns the identity arguments of QEMU.
 fn identity(node: &Node) -> Vec<String> {
     let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
     let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -uuid ")).expect("the machine runs");
@@ -154,11 +154,11 @@ fn a_machine_with_a_name_outlives_its_pods() {
     let machine = first.start(container(&image, 0).set("stdin", json!(true)));
     machine.says("boot 1\n");
     let known = identity(&node);
-    // One run at a time, and whoever asks is told who has it.
+    // A VM has one run at a time, and the error names the pod that has it.
     let second = node.crictl.file("pod", &named(&node, &image, &[]).0);
     let refused = node.crictl.try_call(["runp", "--runtime", "vm", &second]).err();
     assert!(refused.contains("FailedPrecondition") && refused.contains(&first.id), "{refused}");
-    // It switches itself off, and runs again: that is its strategy.
+    // The VM powers itself off, and runs again by its run strategy.
     node.crictl.feed(["attach", "-i", &machine.id], b"q");
     machine.says("boot 2\n");
     assert_eq!((machine.status()["state"].clone(), identity(&node)), (json!("CONTAINER_RUNNING"), known.clone()));
@@ -170,7 +170,7 @@ fn a_machine_with_a_name_outlives_its_pods() {
         next.id.clone()
     };
     assert_eq!(identity(&node), known);
-    // Its processes die, and the daemon with them.
+    // Its processes are killed, and the daemon with them.
     node.kill();
     for process in node.processes("") {
         nacelle_e2e::run::call("kill", ["-9", &process.to_string()]);
@@ -181,7 +181,7 @@ fn a_machine_with_a_name_outlives_its_pods() {
     let machine = last.start(container(&image, 0));
     machine.says("boot 4\n");
     assert_eq!(identity(&node), known);
-    // Another image is another disk, and the same machine.
+    // Another image means another disk of the same VM.
     last.remove();
     let other = node.image(
         &Image::busybox().layer(|layer| layer.file("disk/boot.img", &boot_disk(), 0o440)).config("Env", json!(["A=b"])),
@@ -222,7 +222,7 @@ fn a_machine_is_off_and_on_as_it_is_told() {
     says("boot 1");
     vm(&node, "start").ok();
     becomes(&node, "Running");
-    // Also by a daemon that was not there when it began.
+    // Also by a daemon that was started after the request.
     node.kill();
     node.start();
     eventually("the pod is found", || (vm(&node, "status").code == 0).then_some(()));
@@ -238,7 +238,7 @@ fn a_machine_is_off_and_on_as_it_is_told() {
     says("boot 3");
     vm(&node, "power-off").ok();
     becomes(&node, "Stopped");
-    // What is off has nothing to wait for.
+    // A stopped VM ends without waiting.
     node.crictl.call(["stop", "--timeout", "60", &id]);
     let state = || node.crictl.json(["inspect", "-o", "json", &id])["status"].clone();
     let ended = eventually("it has ended", || Some(state()).filter(|status| status["state"] == "CONTAINER_EXITED"));
@@ -260,11 +260,11 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     let boots = |output: &str| output.matches("boot ").count();
     for round in 0..20_u64 {
         let [pid] = running()[..] else { panic!("it runs once: {:?}", running()) };
-        // At another moment each time, from before the firmware to after the disk was written.
+        // At a different moment each time, from before the firmware to after the disk was written.
         std::thread::sleep(std::time::Duration::from_millis(round * 37 % 400));
         nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]).ok();
         eventually("it runs again", || {
-            // It would wait longer each time.
+            // The back-off would grow each time.
             let started = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "start"]);
             let running = running();
             (started.code == 0 && !running.is_empty() && running != [pid]).then_some(())
@@ -272,9 +272,9 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     }
     let before = boots(&machine.output());
     eventually("it has booted", || (boots(&machine.output()) > before).then_some(()));
-    // What was not flushed may be lost; nothing else is: each boot has found a count that one before has written.
+    // Data that were not flushed may be lost, but nothing else: each boot has found a count that an earlier one has written.
     let output = machine.output();
-    // A line may have been cut.
+    // A line may have been truncated.
     let counts: Vec<u8> = output.lines().filter_map(|line| line.rsplit_once("boot ")?.1.bytes().next()).collect();
     assert!(counts.iter().all(|count| (b'1'..=b'1' + 21).contains(count)), "{counts:?}");
     node.crictl.call(["stop", "--timeout", "60", &machine.id]);
@@ -282,7 +282,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     if let Ok(mut disks) = fs::read_dir(node.folder().join("root/machines")) {
         let disk = disks.next().expect("it keeps its disk").expect("it can be read").path().join("root.qcow2");
         let check = std::process::Command::new("qemu-img").arg("check").arg(&disk).output();
-        // Without the program nothing is known; 3: it has clusters that nobody needs.
+        // Without the program the check is skipped; 3 means leaked clusters.
         let code = check.map_or(Some(0), |check| check.status.code());
         assert!(matches!(code, Some(0 | 3)), "{code:?}");
     }
@@ -331,7 +331,7 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     db.says("boot 4\n");
     of("reset", "db").ok();
     db.says("boot 5\n");
-    // Five boots are on its disk, and what it is about to do in its memory.
+    // The disk has counted five boots, and the memory holds the running program.
     of("snapshot", "db").err();
     let snap = |verb: &str, name: &str| vm(&[verb, "db", name, "--namespace", "e2e"]);
     snap("snapshot", "five").ok();
@@ -354,14 +354,14 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     let picture = node.folder().join("screen.png");
     vm(&["screenshot", "db", "--namespace", "e2e", "--output", &picture.display().to_string()]).ok();
     assert!(fs::read(&picture).expect("it is there").starts_with(b"\x89PNG"));
-    // Only one that outlives its pods can be off.
+    // Only a VM that outlives its pods can be stopped.
     assert!(of("stop", "machine").err().contains("name the machine"));
     assert!(of("guest-info", "db").err().contains("the guest agent"));
     assert!(of("delete", "db").err().contains(&one.id), "it is held");
     one.remove();
     assert_eq!((&describe("db")["phase"], &describe("db")["uuid"]), (&json!("Stopped"), &known["uuid"]));
     assert!(of("start", "db").err().contains("has no pod"));
-    // Another machine, with the same on its disk.
+    // Another VM with the same disk content.
     let copy = |to: &str| vm(&["clone", "db", to, "--namespace", "e2e"]);
     copy("twin").ok();
     assert!(copy("twin").err().contains("AlreadyExists"));
@@ -384,13 +384,13 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     other.remove();
 }
 
-/// How Debian is started.
+/// How Debian is booted.
 #[derive(Clone, Copy, PartialEq)]
 enum Start {
     Bios,
-    /// With its signatures checked.
+    /// By UEFI, with secure boot.
     Uefi,
-    /// By its kernel, without looking for it on the disk.
+    /// By its kernel directly, without a boot loader.
     Kernel,
 }
 
@@ -409,8 +409,7 @@ fn debian_boots_by_its_kernel() {
     debian(Start::Kernel);
 }
 
-/// Debian from `ci/disk-image`: cloud-init, the guest agent, ssh.
-/// A disk that comes and goes while the guest runs, where the board has places for one.
+/// Hot-plugs and unplugs a disk while the guest runs, where the board has slots for one.
 fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str) -> Output) {
     let vm = |verb: &str, what: &str| node.crictl.try_call(["exec", "--sync", machine, "@vm", verb, what]);
     let added = vm("add-volume", "extra=64Mi");
@@ -430,16 +429,16 @@ fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str
     }
 }
 
-/// As one says it for systems that count ticks.
+/// The clock settings for systems that count ticks.
 const CLOCK: &str = "domain: {features: {apic: {}}, clock: {utc: {}, timer: {hpet: {present: false}, pit: {tickPolicy: delay}, \
                      rtc: {tickPolicy: catchup}, kvm: {present: false}}}}";
 
-/// A key by one secret for a user who is there and one who is not, and a password by another.
+/// A secret with a key for a user that exists and one that does not, and a secret with a password for another.
 const CREDENTIALS: &str = "accessCredentials: [{sshPublicKey: {source: {secret: {secretName: keys}}, propagationMethod: {qemuGuestAgent: \
                            {users: [debian, stranger]}}}}, {userPassword: {source: {secret: {secretName: words}}, \
                            propagationMethod: {qemuGuestAgent: {}}}}]";
 
-/// The guest agent lets in whom the secrets name, and whom they name later.
+/// The guest agent installs the credentials of the secrets, and their later changes.
 fn let_in(node: &Node, machine: &str, exec: impl Fn(&str) -> Output) {
     let mine = "/home/debian/.ssh/authorized_keys";
     let has = |key: &str| exec(&format!("grep -q {key} {mine}")).code == 0;
@@ -453,6 +452,7 @@ fn let_in(node: &Node, machine: &str, exec: impl Fn(&str) -> Output) {
     assert!(exec(&format!("grep -vc @e2e {mine}")).ok().trim() != "0", "cloud-init's is");
 }
 
+/// Boots Debian from `ci/disk-image`, and tests cloud-init, the guest agent and ssh in it.
 fn debian(start: Start) {
     let Some(debian) = Debian::found() else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
@@ -479,7 +479,7 @@ fn debian(start: Start) {
             ("initrd", "/boot/initrd.img"),
             ("kernel-args", &line),
             ("spec", CREDENTIALS),
-            // What else cloud-init would tell it, it asks for.
+            // The network configuration that cloud-init would provide comes from DHCP.
             ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}}}"),
         ],
     };
@@ -512,7 +512,7 @@ fn debian(start: Start) {
     if start == Start::Kernel {
         let_in(&node, &machine.id, |script| exec(script));
     }
-    // It checked who has signed what it started: the variable's attributes, and 1.
+    // Secure boot was active: the variable's attributes, and 1.
     let signed = "od -An -tu1 /sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
     let signed = exec(&format!("test ! -d /sys/firmware/efi || {signed}")).ok();
     assert_eq!(signed.split_whitespace().last(), (start == Start::Uefi).then_some("1"));
@@ -521,7 +521,7 @@ fn debian(start: Start) {
     assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");
     let clocks = exec("cat /sys/devices/system/clocksource/clocksource0/available_clocksource").ok();
     assert_eq!(clocks.contains("hpet"), start == Start::Uefi, "{clocks}");
-    // In the order of the specification, and by its number.
+    // In the order of the specification, and by its serial number.
     assert_eq!(exec("basename $(readlink /dev/disk/by-id/virtio-data)").ok().trim(), "vdb");
     let words = ["-i", &ssh.display().to_string(), "-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"];
     let target = format!("debian@{}", pod.ip());
@@ -537,7 +537,7 @@ fn debian(start: Start) {
     let memory = stats["stats"][0]["memory"]["workingSetBytes"]["value"].as_str().unwrap_or_default().to_owned();
     let memory: u64 = memory.parse().expect("a number");
     assert!(memory > 64 << 20 && memory < 768 << 20, "{stats}");
-    // Disks and memory are as they were when the snapshot was taken; once for each board.
+    // Disks and memory are as at the time of the snapshot; tested once for each board.
     if start != Start::Uefi {
         let vm = |words: &[&str]| node.crictl.try_call([&["exec", "--sync", &machine.id, "@vm"], words].concat());
         exec("echo before >/run/memory; sync").ok();

@@ -1,5 +1,5 @@
-//! Owns: the daemon under a service manager: it is ready when it answers, keeps saying that it works, and a client does not
-//! notice that it is restarted.
+//! Tests the daemon under a service manager: it is ready when it answers, sends watchdog notifications, and a restart is
+//! invisible to clients.
 
 use nacelle_e2e::{Container, Image, Manager, Node, Pod, eventually};
 use std::os::unix::net::UnixStream;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 const WATCHDOG: Duration = Duration::from_secs(4);
 
-/// The words after "NAME=" in what the daemon said.
+/// Returns the value after "NAME=" in a notification.
 fn value<'a>(said: &'a str, name: &str) -> &'a str {
     said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).unwrap_or_default()
 }
@@ -33,7 +33,7 @@ fn a_restart_under_a_service_manager_is_a_pause() {
         assert!(!variables.contains("NOTIFY_SOCKET") && !variables.contains("LISTEN_"), "{variables}");
     }
 
-    // Killed: who comes while there is no daemon waits for the next one.
+    // After a kill, clients that connect while there is no daemon wait for the next one.
     let machines = node.machines();
     node.kill();
     let mut call = node.crictl.spawn(["exec", "--sync", &id, "true"]);
@@ -45,7 +45,7 @@ fn a_restart_under_a_service_manager_is_a_pause() {
     assert!(call.wait().unwrap().success(), "{}", node.crictl.complaints());
     assert_eq!(node.machines(), machines);
 
-    // One that stands still is silent, and says so as soon as it goes on.
+    // A stopped daemon is silent, and sends notifications as soon as it continues.
     manager.hears_of("WATCHDOG=1");
     let signal = |name: &str| nacelle_e2e::run::call("kill", [name, &node.daemon_pid().to_string()]).ok();
     signal("-STOP");
@@ -54,7 +54,7 @@ fn a_restart_under_a_service_manager_is_a_pause() {
     signal("-CONT");
     manager.hears_of("WATCHDOG=1");
 
-    // Told to end it says so, and leaves the socket to the one whose it is.
+    // On SIGTERM it sends a notification, and leaves the socket to the manager, which owns it.
     assert!(node.end());
     manager.hears_of("STOPPING=1");
     UnixStream::connect(node.folder().join("nacelle.sock")).unwrap();

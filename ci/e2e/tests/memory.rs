@@ -1,4 +1,5 @@
-//! Owns: emptyDir volumes of medium Memory and HugePages, and limits of huge pages, with the test in kubelet's place: in a machine they are its own memory.
+//! Tests emptyDir volumes of medium Memory and HugePages, and limits of huge pages, with the test in place of kubelet: in a VM
+//! they use its own memory.
 
 use nacelle_e2e::crictl::RunningPod;
 use nacelle_e2e::node::{Options, engine, handler};
@@ -11,11 +12,11 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-/// A mount in kubelet's folder of a pod. Dropping it takes it away.
+/// A mount in kubelet's directory of a pod. Dropping it unmounts it.
 struct Mounted(PathBuf);
 
 impl Mounted {
-    /// As kubelet makes it: the medium's file system over the volume's folder, for the pod's group.
+    /// Creates a volume as kubelet does: the medium's file system over the volume's directory, for the pod's group.
     fn new(node: &Node, name: &str, kind: &str, options: &str) -> Mounted {
         let folder = Mounted::pod(node).join("volumes/kubernetes.io~empty-dir").join(name);
         fs::create_dir_all(&folder).expect("the node's folder is writable");
@@ -25,7 +26,7 @@ impl Mounted {
         Mounted(folder)
     }
 
-    /// A part of this volume, as kubelet mounts it for a `subPath`.
+    /// Mounts a part of this volume as kubelet does for a `subPath`.
     fn part(&self, node: &Node, part: &str, number: u32) -> Mounted {
         let name = self.0.file_name().unwrap();
         let at = Mounted::pod(node).join("volume-subpaths").join(name).join(format!("c/{number}"));
@@ -43,7 +44,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Not lazily: a machine that holds it makes this fail, and the test.
+        // Not lazily: if a VM holds it, this and the test fail.
         let done = call("umount", [&self.0]);
         assert!(std::thread::panicking() || done.code == 0, "{done:?}");
     }
@@ -53,7 +54,7 @@ fn mount(host: &Path, at: &str) -> Value {
     json!({"host_path": host, "container_path": at})
 }
 
-/// What is said of a container that cannot be: what only the guest can tell may be the answer to the start.
+/// Returns the error of an invalid container, at its creation, or at its start if only the guest can detect it.
 fn refused(node: &Node, pod: &RunningPod, container: Container) -> String {
     let made = pod.try_create(container);
     if made.code == 0 { node.crictl.try_call(["start", made.stdout.trim()]).err() } else { made.err() }
@@ -84,7 +85,7 @@ fn an_empty_dir_in_memory_is_memory_of_the_machine() {
         assert_eq!(room, "4096");
 
         if guest {
-            // Read-only for one; and a part that a container has made a way out of is none.
+            // Read-only for one container; and a part that a container has replaced by a link is rejected.
             let read = json!([{"host_path": volume.0, "container_path": "/cache", "readonly": true}]);
             let reader = pod.start(with("reader", read));
             assert_eq!(reader.exec("cat /cache/file").ok(), "word");
@@ -93,7 +94,7 @@ fn an_empty_dir_in_memory_is_memory_of_the_machine() {
             let answer = refused(&node, &pod, with("trapped", json!([mount(&again.0, "/trap")])));
             assert!(answer.contains("FailedPrecondition") && answer.contains("leads out"), "{answer}");
         }
-        // A container that is made again finds what was there.
+        // A container that is created again finds the earlier content.
         node.crictl.call(["rm", "--force", &one.id]);
         let one =
             pod.start(Container::sh("one", &image, "sleep 600").set("mounts", json!([mount(&volume.0, "/cache")])));
@@ -123,7 +124,7 @@ fn what_a_machine_would_not_see_is_refused() {
     pod.remove();
 }
 
-/// kubelet's word of what a container may have, which crictl cannot say of huge pages.
+/// Updates the huge page limit of a container as kubelet does, which crictl cannot.
 fn give(node: &Node, container: &str, mib: u64) -> Result<(), tonic::Status> {
     let limit = cri::HugepageLimit { page_size: "2MB".into(), limit: mib << 20 };
     let linux = cri::LinuxContainerResources { hugepage_limits: vec![limit], ..Default::default() };
@@ -147,7 +148,7 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
     {
         let pod = node.crictl.run_pod(Pod::new("huge", node.folder()));
         let asked = |name: &str, size: &str, mib: u64| {
-            // As kubelet does, which names the sizes that a container has none of.
+            // Kubelet also names the sizes that a container has none of.
             let limits = json!([{"page_size": size, "limit": mib << 20}, {"page_size": "1GB", "limit": 0}]);
             let container = Container::sh(name, &image, "sleep 600");
             let container = container.set("linux", json!({"resources": {"hugepage_limits": limits}}));
@@ -162,7 +163,7 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
         one.exec("fallocate -l 8M /huge/file").ok();
         assert_eq!(one.exec("cat /sys/fs/cgroup/hugetlb.2MB.current").ok(), (8 << 20).to_string());
         assert_ne!(one.exec("fallocate -l 2M /huge/more").code, 0);
-        // The others' are not theirs.
+        // A container cannot use the pages of others.
         two.exec("fallocate -l 4M /huge/two").ok();
         give(&node, &one.id, 12).unwrap();
         assert_eq!(pages(), "8");
@@ -182,7 +183,7 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
         assert_eq!(pages(), "8");
         assert!(!volume.0.join("file").exists(), "the node's has no part in it");
 
-        // Who has none takes nobody's.
+        // A container without a limit gets no pages.
         let zero = pod.start(asked("zero", "2MB", 0));
         assert_ne!(zero.exec("rm /huge/more && fallocate -l 2M /huge/zero").code, 0);
         assert_eq!(zero.exec("cat /sys/fs/cgroup/hugetlb.2MB.max").ok(), "0");
@@ -191,7 +192,7 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
         two.exec("rm /huge/two").ok();
         node.crictl.call(["rm", "--force", &two.id]);
         assert_eq!(pages(), "6");
-        // One that has ended keeps none from the next.
+        // An ended container holds no pages.
         let three = pod.start(asked("three", "2MB", 4));
         node.crictl.call(["stop", "--timeout", "0", &three.id]);
         let four = pod.start(asked("four", "2MB", 2));

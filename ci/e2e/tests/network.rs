@@ -1,4 +1,4 @@
-//! Owns: pods on a network made by Debian's CNI plugins.
+//! Tests pods on a network of Debian's CNI plugins.
 
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::json;
@@ -42,7 +42,7 @@ fn pods_reach_each_other_and_the_node() {
     });
     assert_eq!(web.status()["state"], "CONTAINER_RUNNING");
 
-    // A megabyte each way: the checksums and sizes that offloads could spoil.
+    // A megabyte in each direction: with checksums and sizes that offloads could corrupt.
     let digest = "dd if=/dev/zero bs=1024 count=1024 2>/dev/null | md5sum | cut -c1-32";
     // Its input stays open: busybox's nc would close its side at once, and the sender's would then stop in the middle.
     let receiver = "sleep 1000 | nc -l -p 9000 | md5sum | cut -c1-32";
@@ -89,7 +89,7 @@ fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
     std::fs::write(folder.join("broken"), "").unwrap();
     let pod = node.crictl.run_pod(Pod::new("owing", &folder));
     pod.remove();
-    // All that the node had of it is gone; only the plugins are asked again.
+    // Everything on the node is gone; only the plugins are called again.
     eventually("nothing is left", || node.left().is_empty().then_some(()));
     let check = |node: &Node| {
         let config = folder.join("config.toml").display().to_string();
@@ -100,7 +100,7 @@ fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
         assert!(said.contains("its CNI DEL from network \"own\" has failed"), "{said}");
     }
     assert!(node.log().contains("the CNI DEL of the pod is owed"), "{}", node.log());
-    // The next daemon starts all the same, and knows of it.
+    // The next daemon starts all the same, and knows the pending DEL.
     node.kill();
     node.start();
     eventually("the plugin is asked again", || check(&node)[1].contains(" times, goes on)").then_some(()));
@@ -140,7 +140,7 @@ fn permanent_neighbours_and_host_routes_reach_the_guest() {
     if nacelle_e2e::node::engine() == "host" {
         assert_eq!(mtu, "65535");
     } else {
-        // The largest that a tap has, and the log has both numbers.
+        // The largest MTU of a tap; the log has both numbers.
         assert_eq!(mtu, "65521");
         let log = node.log();
         let warned = log.lines().any(|line| line.contains("mtu=65535") && line.contains("guest_mtu=65521"));

@@ -1,5 +1,5 @@
-//! Owns: PCI devices of the node that machine pods have to themselves, by VFIO: a network card of the test node, behind its IOMMU, with
-//! which a machine sends and gets. `ci/node` gives a node both with NODE_IOMMU=1.
+//! Tests PCI devices of the node that are passed through to machine pods by VFIO: a network card of the test node, behind its
+//! IOMMU, with which a VM sends and receives. `ci/node` gives a node both with NODE_IOMMU=1.
 
 use nacelle_e2e::crictl::RunningPod;
 use nacelle_e2e::machine::{Debian, annotated, container, node_with};
@@ -13,30 +13,30 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::thread::{JoinHandle, spawn};
 
-/// Addresses of the node's two cards, which are on one wire: the one that it keeps, and the one for machines.
+/// The hardware addresses of the node's two cards, which are on one wire: the one that the node keeps, and the one for VMs.
 const NEAR: &str = "52:54:00:6e:63:01";
 const FAR: &str = "52:54:00:6e:63:02";
-/// The node's address on the wire, and a machine's.
+/// The node's address on the wire, and a VM's.
 const NODE: &str = "10.77.0.1";
 const MACHINE: &str = "10.77.0.2";
-/// Bytes that go each way.
+/// The number of bytes in each direction.
 const LENGTH: usize = 4 << 20;
 
-/// The network interface with this address.
+/// Returns the network interface with this hardware address.
 fn interface(mac: &str) -> Option<PathBuf> {
     let all = fs::read_dir("/sys/class/net").expect("it is there");
     let mut all = all.map(|entry| entry.expect("it is readable").path());
     all.find(|path| fs::read_to_string(path.join("address")).is_ok_and(|text| text.trim() == mac))
 }
 
-/// The card for machines: where it is, and its group.
+/// The card for VMs: its address, and its IOMMU group.
 struct Card {
     device: PathBuf,
     group: String,
 }
 
 impl Card {
-    /// None: this is another node. Its driver is the node's own at first, as on every node.
+    /// Returns `None` on another node. The card has the node's own driver at first, as on every node.
     fn found() -> Option<Card> {
         let device = match interface(FAR) {
             Some(interface) => {
@@ -57,7 +57,7 @@ impl Card {
         format!("/dev/vfio/{}", self.group)
     }
 
-    /// As who sets a node up does it: docs/contributor/devices/pci.md.
+    /// Binds the card to a driver as an administrator does: docs/contributor/devices/pci.md.
     fn bind(&self, driver: &str) {
         let address = self.device.file_name().expect("it has one").to_str().expect("it is text");
         if driver == "vfio-pci" {
@@ -71,7 +71,7 @@ impl Card {
     }
 }
 
-/// The first process in the guest: it loads Debian's drivers, and says a line for each thing that went well.
+/// The first process in the guest: it loads Debian's drivers, and prints a line for each successful step.
 const FIRST: &str = r#"#!/busybox sh
 for kind in devtmpfs:dev proc:proc sysfs:sys; do /busybox mount -t ${kind%:*} none /${kind#*:}; done
 while [ -z "$name" ]; do
@@ -96,7 +96,7 @@ fn spec(board: &str) -> String {
     json!({ "domain": { "machine": { "type": board } } }).to_string()
 }
 
-/// A machine that starts its kernel, and has a disk for snapshots.
+/// Returns a VM with a direct kernel boot and a disk for snapshots.
 fn machine(node: &Node, name: &str, image: &str, board: &str) -> Pod {
     let parts = [("kernel-image", image), ("kernel", "/boot/vmlinuz"), ("initrd", "/boot/first.img")];
     let line = ("kernel-args", "rdinit=/first console=ttyS0 quiet net.ifnames=0 mitigations=off");
@@ -122,7 +122,7 @@ fn with(container: Container, devices: &[&str]) -> Container {
     container.set("devices", devices.iter().map(device).collect())
 }
 
-/// What the machine says, over the wire, and what it has heard.
+/// Sends `sent` to the VM over the wire, and returns the bytes that the VM sends.
 fn wire(sent: Vec<u8>) -> JoinHandle<Vec<u8>> {
     let [gives, takes] = [7701, 7702].map(|port| TcpListener::bind((NODE, port)).expect("the card has its address"));
     spawn(move || {
@@ -161,7 +161,7 @@ fn a_machine_has_a_network_card_of_the_node() {
     let image = image(&node, &debian);
     let pod = node.crictl.run_pod_of("vm", machine(&node, "card", &image, "q35"));
 
-    // As long as it is the node's, and what is none.
+    // While the node's own driver is bound, and for a device that is none.
     card.bind("virtio-pci");
     let asked_as = |attempt, path: &str| with(container(&image, attempt), &["/dev/vfio/vfio", path]);
     let asked = |path: &str| asked_as(0, path);
@@ -181,13 +181,13 @@ fn a_machine_has_a_network_card_of_the_node() {
         machine.says(&format!("got {}", hex::encode(Sha256::digest(&sent))));
         assert!(heard.join().expect("all went over the wire") == sent, "what came back is what was sent");
         locked(&node);
-        // What its state is, the card alone knows.
+        // The state of the card cannot be saved.
         let kept = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "snapshot", "one"]).err();
         assert!(kept.contains("VFIO"), "{kept}");
-        // A second machine is refused, and the first one keeps what it has.
+        // A second VM is rejected, and the first one keeps the card.
         refused(&pod, asked_as(7, &card.node()), "there is one already");
         assert!(placed(&node, &pod.id, &card.group), "QEMU finds it when it starts again");
-        // Nobody else has it meanwhile.
+        // No other process can open the group meanwhile.
         let taken = fs::File::open(card.node()).expect_err("a group has one holder");
         assert_eq!(taken.raw_os_error(), Some(16), "{taken}");
         node.crictl.call(["stop", "--timeout", "0", &machine.id]);
@@ -196,7 +196,7 @@ fn a_machine_has_a_network_card_of_the_node() {
     }
     pod.remove();
 
-    // Who cannot have it.
+    // Pods that cannot have the card.
     let pod = node.crictl.run_pod_of("vm", machine(&node, "microvm", &image, "microvm"));
     refused(&pod, asked(&card.node()), "microvm has no PCI");
     pod.remove();
@@ -206,7 +206,7 @@ fn a_machine_has_a_network_card_of_the_node() {
     card.bind("virtio-pci");
 }
 
-/// Whether the machine's processes find the group.
+/// Returns whether the VM's processes see the group.
 fn placed(node: &Node, pod: &str, group: &str) -> bool {
     let pods = fs::read_dir(node.folder().join("run/pods")).expect("the daemon's folder is there");
     let folders = pods.map(|entry| entry.expect("it is readable").path());
@@ -215,7 +215,7 @@ fn placed(node: &Node, pod: &str, group: &str) -> bool {
     of_pod.any(|folder| folder.join("vfio").join(group).exists())
 }
 
-/// The card reaches the machine's memory and no more: what is locked of it is bounded.
+/// The card can access only the VM's memory: the locked memory is bounded.
 fn locked(node: &Node) {
     let limits: Vec<String> = node
         .processes("qemu")

@@ -1,12 +1,11 @@
-//! Owns: machine pods whose processors have some of the node to themselves: QEMU's threads stay where they were put, whatever happens to
-//! machine and daemon.
+//! Tests machine pods with dedicated CPUs: QEMU's threads keep their affinity, whatever happens to VM and daemon.
 
 use nacelle_e2e::machine::{annotated, boot_image, container, node};
 use nacelle_e2e::{Container, Node, eventually};
 use serde_json::json;
 use std::fs;
 
-/// Where the threads of QEMU may run, as the kernel says: each list, and how many have it.
+/// Returns the affinities of QEMU's threads: each CPU list, and the number of threads that have it.
 fn allowed(node: &Node) -> Vec<String> {
     let machines = node.processes("-blockdev");
     let [machine] = machines.as_slice() else { return Vec::new() };
@@ -61,7 +60,7 @@ fn processors_of_a_machine_stay_on_those_of_the_node_that_are_theirs() {
         machine.says("boot 1\n");
         (pod.id.clone(), machine.id.clone())
     };
-    // The thread that runs the processor has the first, the others both.
+    // The vCPU thread has the first CPU, the others both.
     let stays = |node: &Node, when: &str| {
         let found = eventually(when, || {
             let found = allowed(node);
@@ -92,7 +91,7 @@ fn processors_of_a_machine_stay_on_those_of_the_node_that_are_theirs() {
         (now.len() == 1 && now != before).then_some(())
     });
     stays(&node, "in the next QEMU");
-    // kubelet's CPU manager has others for it.
+    // An update as by kubelet's CPU manager.
     node.crictl.call(["update", "--cpuset-cpus", "1", &id]);
     let moved = |node: &Node, when: &str| {
         eventually(when, || {

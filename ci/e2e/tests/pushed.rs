@@ -1,5 +1,5 @@
-//! Owns: volumes that kubelet writes for its pods (configMap, secret and the like), with the test in kubelet's place: a
-//! machine has copies of them, which change when they change, at once and as a whole.
+//! Tests volumes that kubelet writes for its pods (configMap, secret and the like), with the test in place of kubelet: a VM has
+//! copies of them, which are updated quickly and atomically.
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
@@ -10,7 +10,7 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// A volume in kubelet's folder of a pod.
+/// A volume in kubelet's directory of a pod.
 struct Volume(PathBuf);
 
 impl Volume {
@@ -21,7 +21,7 @@ impl Volume {
         Volume(folder)
     }
 
-    /// Gives it these files in kubelet's way: a new folder, one rename, then the links that people see.
+    /// Writes these files as kubelet does: a new directory, one rename, then the visible links.
     fn write(&self, stamp: &str, files: &[(String, String)]) {
         let ours = "the volume is ours";
         let old = fs::read_link(self.0.join("..data")).ok();
@@ -60,7 +60,7 @@ fn files(files: &[(&str, &str)]) -> Vec<(String, String)> {
     files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
 }
 
-/// Says what is new in /conf, and whether it ever sees files of two states together.
+/// Prints changes in /conf, and whether it ever sees files of two states together.
 const WATCH: &str = r#"
 while :; do
     sleep 0.02
@@ -73,7 +73,7 @@ while :; do
 done 2>/dev/null
 "#;
 
-/// How long it takes until the container says so.
+/// Returns how long it takes until the container prints this.
 fn seen(log: &Path, words: &str) -> Duration {
     let begin = Instant::now();
     eventually(words, || fs::read_to_string(log).is_ok_and(|text| text.contains(words)).then(|| begin.elapsed()))
@@ -129,7 +129,7 @@ fn changes_reach_containers_at_once_and_whole_with_or_without_a_daemon() {
     assert_eq!(exec(&node, &id, "ls -A /conf"), "..6\n..data\na\nb\nnew");
     assert_eq!(exec(&node, &second, "cat /mine/b /mine/new"), "state-6came");
     assert_eq!(exec(&node, &id, "cat /etc/part"), "a part");
-    // Nobody but the pod's own processes has a part in it.
+    // Only the pod's own processes are involved.
     node.kill();
     conf.write("..7", &files(&[("a", "alone"), ("b", "alone")]));
     seen(&log, "now alone\n");
@@ -184,7 +184,7 @@ fn ten_thousand_files_are_a_volume_and_odd_ones_are_refused() {
                 "fifo" => drop(node.run("mkfifo", &[&file.display().to_string()]).ok()),
                 _ => drop(node.run("truncate", &["--size=1T", &file.display().to_string()]).ok()),
             }
-            // Said when it is created or, if that was answered before the guest had it, when it is started.
+            // The error comes from the creation or, if that was answered before the guest had the volume, from the start.
             let config = Container::sh(name, &image, "true").set("mounts", json!([odd.at("/odd")]));
             let created = pod.try_create(config);
             let refused = match created.code {

@@ -1,4 +1,4 @@
-//! Owns: killing what can be killed, and finding everything again.
+//! Tests recovery after any process was killed.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
@@ -31,7 +31,7 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     assert_eq!(node.crictl.call(["exec", "--sync", &alive, "echo", "still here"]), "still here");
     assert_eq!(node.machines(), machines);
 
-    // What ends while no daemon runs is known to the next one.
+    // The next daemon knows what ended while no daemon ran.
     node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 $(cat /pid)) >/dev/null 2>&1 &"]);
     node.kill();
     eventually("the container has ended without a daemon", || {
@@ -44,7 +44,7 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     assert_eq!(all["containers"].as_array().map(Vec::len), Some(2));
 }
 
-/// The text of the record of this container's pod.
+/// Returns the text of the record of this container's pod.
 fn find(folder: &std::path::Path, name: &str, word: &str) -> Option<String> {
     for entry in std::fs::read_dir(folder).ok()?.flatten() {
         let path = entry.path();
@@ -62,10 +62,10 @@ fn find(folder: &std::path::Path, name: &str, word: &str) -> Option<String> {
     None
 }
 
-/// Kills the daemon some time after `arguments` were given to crictl, and starts it again.
+/// Kills the daemon some time after crictl was started with `arguments`, and starts it again.
 fn killed_during(node: &mut Node, arguments: &[&str], after: Duration) {
     let mut call = node.crictl.spawn(arguments);
-    // The offset at which the daemon is killed is what this test varies; nothing is waited for.
+    // This test varies the time of the kill; it is not a wait for anything.
     std::thread::sleep(after);
     node.kill();
     call.wait().expect("crictl is our child");
@@ -81,7 +81,7 @@ fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
         let pod = Pod::new("cut", node.folder());
         let file = node.crictl.file("pod", &pod.0);
         killed_during(&mut node, &["runp", &file], after);
-        // kubelet asks again with the same name; the answer is a pod, or that the half-made one must go first.
+        // kubelet retries with the same name; the answer is a pod, or that the unfinished one must be removed first.
         let pods = node.crictl.call(["pods", "-q"]);
         for id in pods.lines() {
             node.crictl.call(["rmp", "--force", id]);
@@ -109,7 +109,7 @@ fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
         node.crictl.call(["stop", "--timeout", "60", &containers]);
         assert_eq!(state_of(&node, &containers), "CONTAINER_EXITED");
         killed_during(&mut node, &["rm", &containers], after);
-        // crictl asks for the status first, so one that is gone already is its error; what counts is the list.
+        // crictl requests the status first, so it fails for a container that is gone already; only the list counts.
         node.crictl.try_call(["rm", "--force", &containers]);
         assert_eq!(node.crictl.call(["ps", "-aq"]), "");
         killed_during(&mut node, &["stopp", &id], after);
@@ -146,7 +146,7 @@ fn pod_with_sleeper<'a>(node: &'a Node, image: &str, name: &str) -> (RunningPod<
 fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    // Both are one process with our own VMM.
+    // With our own VMM both are one process.
     let victims: [fn(&Node) -> Vec<i32>; 2] = [Node::machines, |node| node.processes("nacelle-pod ")];
     for processes in victims {
         let (other, neighbour) = pod_with_sleeper(&node, &image, "other");
@@ -170,7 +170,7 @@ fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
     }
 }
 
-/// One request over a connection of its own: which one, `number` says.
+/// Makes one request over a connection of its own; `number` selects it.
 async fn ask(number: u32, channel: Channel, container_id: String) -> Result<(), tonic::Status> {
     let mut client = RuntimeServiceClient::new(channel);
     match number % 3 {
@@ -190,7 +190,7 @@ fn a_hundred_requests_at_once_are_answered() {
     let (pod, container) = pod_with_sleeper(&node, &image, "busy");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        // Not with crictl: a hundred of those keep a slow node so busy that they give up connecting.
+        // Not with crictl: a hundred of those load a slow node so much that they time out.
         let mut calls = tokio::task::JoinSet::new();
         for number in 0..100 {
             calls.spawn(ask(number, node.channel(), container.id.clone()));
@@ -203,14 +203,14 @@ fn a_hundred_requests_at_once_are_answered() {
     pod.remove();
 }
 
-/// The processes of the node whose command line has this word.
+/// Returns the processes of the node whose command line has this word.
 fn with_word(word: &str) -> Vec<String> {
     let processes = std::fs::read_dir("/proc").expect("/proc is mounted").flatten();
     let line = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("cmdline")).ok();
     processes.filter_map(line).filter(|line| line.contains(word)).collect()
 }
 
-/// Removes what lies below the node's run directory, as a tmpfs that is mounted anew has lost it.
+/// Removes everything below the node's run directory, as if its tmpfs was lost.
 fn lose_run(node: &Node) {
     for entry in std::fs::read_dir(node.folder().join("run")).expect("the run directory").flatten() {
         nacelle_e2e::run::call("rm", ["-rf", &entry.path().display().to_string()]);
@@ -231,7 +231,7 @@ fn what_runs_is_ended_if_run_is_lost_while_there_is_no_daemon() {
     node.kill();
     lose_run(&node);
     node.start();
-    // The daemon serves when its pods are in order.
+    // The daemon serves only after recovery.
     assert_eq!(node.processes(""), Vec::<i32>::new(), "processes of a pod that is said to be lost run on");
     assert_eq!(with_word("604857"), Vec::<String>::new(), "a container of a pod that is said to be lost runs on");
     assert_eq!(status_of(&node, &container)["state"], "CONTAINER_EXITED");
@@ -247,7 +247,7 @@ fn a_pod_whose_run_directory_is_lost_says_so_at_once_and_can_be_removed() {
     let (pod, container) = pod_with_sleeper(&node, &image, "lost");
     lose_run(&node);
     let begun = std::time::Instant::now();
-    // The agent is reached through sockets there; the devices of a machine have theirs open.
+    // Without a guest, the agent's sockets are in that directory; a VM's devices have theirs open.
     if nacelle_e2e::node::engine() == "host" {
         let refused = container.exec("true").err();
         assert!(refused.contains("run directory"), "{refused}");

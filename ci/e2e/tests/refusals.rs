@@ -1,4 +1,4 @@
-//! Owns: what is refused: the right code, a message that says what to do, and nothing changed.
+//! Tests rejected requests: the right code, a message that says what to do, and no side effects.
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::run::call;
@@ -16,7 +16,7 @@ fn pods_that_cannot_be_are_refused_before_anything_exists() {
         for word in words {
             assert!(answer.contains(word), "{word:?}: {answer}");
         }
-        // The folder of its logs is the test's own.
+        // The directory of its logs is the test's own.
         assert_eq!(node.left(), Vec::<String>::new(), "{answer}");
     };
     let pod = |name: &str| Pod::new(name, node.folder());

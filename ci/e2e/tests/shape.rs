@@ -1,5 +1,5 @@
-//! Owns: pods of containers whose machine is shaped by annotations, as containers see it: processors, memory, the kernel and its words;
-//! and what is refused before anything exists.
+//! Tests container pods whose VM is configured by annotations, as containers see it: vCPUs, memory, the kernel and its
+//! parameters; and requests that are rejected without side effects.
 
 use nacelle_e2e::node::{Options, SMALL, engine, handler};
 use nacelle_e2e::{Container, Image, Node, Pod};
@@ -44,7 +44,7 @@ fn a_machine_has_the_shape_that_its_pod_asks_for() {
         assert!(info.contains("shape"), "{info}");
         pod.id.clone()
     };
-    // A daemon that finds the pod shows the same.
+    // A restarted daemon shows the same.
     node.kill();
     node.start();
     let pod = node.crictl.pod(&id, again);
@@ -53,7 +53,7 @@ fn a_machine_has_the_shape_that_its_pod_asks_for() {
     pod.remove();
 }
 
-/// The node's kernel for guests under another release: that of it with its last digit changed, wherever it stands.
+/// Returns the node's guest kernel with another release: the last digit is changed in all of its occurrences.
 fn other_kernel() -> (Vec<u8>, String) {
     let mut kernel = std::fs::read(nacelle_e2e::part("NACELLE_KERNEL")).expect("the kernel is there");
     let banner = b"Linux version ";
@@ -82,7 +82,7 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
         layer.file("boot/readme", b"this is no kernel\n", 0o644);
         layer.symlink("boot/passwd", "/etc/passwd");
     });
-    // Nobody pulls it before the pod is made.
+    // The image is not pulled before the pod is created.
     let from = node.registry.push(&with_kernel, "kernels:1");
     let refused = |annotations: &[(&str, &str)]| {
         let file = node.crictl.file("pod", &pod(&node, annotations).0);
@@ -121,7 +121,7 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
     };
     let id = {
         let pod = node.crictl.run_pod_of("shaped", asked);
-        // The machine has its kernel: the image may go.
+        // The VM has loaded its kernel: the image may be removed.
         node.crictl.call(["rmi", &from]);
         check(&pod, "one");
         pod.id.clone()
@@ -134,14 +134,14 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
     });
     check(&found, "two");
     found.remove();
-    // Others have the node's.
+    // Other pods have the node's kernel.
     let plain = node.crictl.run_pod_of("shaped", pod(&node, &[("cpus", "1")]));
     let container = plain.start(Container::sh("main", &image, "sleep 1000"));
     assert_ne!(container.exec("uname -r").ok().trim(), release);
     plain.remove();
 }
 
-/// The threads that run the machine's processors, and where they may run; and where all its other threads may.
+/// Returns the affinities of the vCPU threads, and those of all other threads.
 fn threads(node: &Node) -> (BTreeMap<String, String>, BTreeSet<String>) {
     let (mut vcpus, mut others) = (BTreeMap::new(), BTreeSet::new());
     for process in node.machines() {
@@ -174,7 +174,7 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
     };
     let asked = pod(&node, &[("cpus", "2"), ("cpu-pinning", "true")]);
     let again = Pod(asked.0.clone());
-    // Emulated processors have one thread together, which runs on both.
+    // Emulated vCPUs share one thread, which runs on both.
     let check = |node: &Node, when: &str| {
         nacelle_e2e::eventually(when, || {
             let (vcpus, others) = threads(node);

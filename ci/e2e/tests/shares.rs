@@ -1,5 +1,6 @@
-//! Owns: file systems of machine pods: folders of the node that a guest with a system of its own (Debian) mounts by virtio-fs: what it
-//! sees and may do there, through restarts of guest, QEMU and container, and when the process that has the files is killed.
+//! Tests file systems of machine pods: directories of the node that a guest with a system of its own (Debian) mounts by
+//! virtio-fs: what it sees and may do, through restarts of guest, QEMU and container, and after the file-server process is
+//! killed.
 
 use nacelle_e2e::machine::{Debian, annotated, boot_image, container, node};
 use nacelle_e2e::run::call;
@@ -9,7 +10,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// The folders of a machine: what kubelet writes of a ConfigMap, and a claim.
+/// The directories of a VM: a ConfigMap's, which kubelet writes, and a claim.
 struct Folders {
     settings: PathBuf,
     data: PathBuf,
@@ -28,7 +29,7 @@ impl Folders {
         folders
     }
 
-    /// As kubelet does it: all is written beside, and then seen at once.
+    /// Writes as kubelet does: into a new directory, which is then swapped in.
     fn say(&self, text: &str) {
         let inner = self.settings.join(format!("..{text}"));
         fs::create_dir(&inner).expect("the folder is there");
@@ -67,7 +68,7 @@ fn filesystems(board: &str, root: &str) -> Value {
     })
 }
 
-/// What mounts the folders in the guest.
+/// Mounts the directories in the guest.
 const MOUNT: &str = "mkdir -p /s /d && mount -t virtiofs settings /s && mount -t virtiofs data /d";
 
 #[test]
@@ -109,27 +110,27 @@ fn debian(board: &str) {
     assert_eq!(fs::metadata(folders.data.join("large")).expect("the guest has written it").len(), 8 << 20);
     fs::write(folders.data.join("of-node"), "node").expect("the folder is there");
     eventually("the guest sees what the node writes", || (first.exec("cat /d/of-node").stdout == "node").then_some(()));
-    // What leads out of the folder leads nowhere in the guest, and devices of the node are none.
+    // Links out of the directory lead nowhere in the guest, and devices of the node are inaccessible.
     assert_eq!(first.exec("cat /d/up").code, 1);
     assert_eq!(first.exec("mknod /d/null c 1 3").code, 1);
     let vm = |words: &[&str]| node.crictl.try_call([&["exec", "--sync", &first.id, "@vm"], words].concat());
     let told = vm(&["snapshot", "now"]).err();
     assert!(told.contains("file systems"), "{told}");
-    // Its kernel starts anew, in the same QEMU; then QEMU does.
+    // First the guest reboots in the same QEMU; then QEMU is restarted.
     vm(&["reset"]).ok();
     eventually("the guest starts anew", || (first.exec("test ! -e /s/greeting").code == 0).then_some(()));
     assert_eq!(first.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
     vm(&["power-off"]).ok();
     eventually("the machine starts anew", || (first.exec("test ! -e /s/greeting").code == 0).then_some(()));
     assert_eq!(first.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
-    // The next container has its own view of the same folders.
+    // The next container has a new view of the same directories.
     node.crictl.call(["stop", "--timeout", "0", &first.id]);
     first.exited();
     let second = pod.start(folders.container(&image, 1));
     node.crictl.call(["rm", &first.id]);
     eventually("the guest agent answers", || (second.exec("true").code == 0).then_some(()));
     assert_eq!(second.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
-    // Without the process that has the files, the guest is told of errors, and goes on.
+    // Without the file-server process the guest gets errors, and continues.
     let of_files = node.processes("nacelle-fs");
     let [of_files] = of_files.as_slice() else { panic!("one process has them: {of_files:?}") };
     call("kill", ["-9", &of_files.to_string()]).ok();
@@ -172,7 +173,7 @@ fn folders_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that
         pod.id.clone()
     };
     assert_eq!(node.processes("nacelle-fs").len(), 1);
-    // The keeper dies: the machine, and whoever had its files.
+    // The keeper dies: the VM and its file-server process end.
     let keepers = node.processes("nacelle-keeper");
     let [keeper] = keepers.as_slice() else { panic!("one keeper: {keepers:?}") };
     call("kill", ["-9", &keeper.to_string()]).ok();
@@ -181,7 +182,7 @@ fn folders_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that
     gone("nacelle-fs");
     drop(pod);
     node.crictl.call(["rmp", "--force", &id]);
-    // All die.
+    // All processes die.
     let id = {
         let pod = node.crictl.run_pod_of("vm", machine(&node, &spec));
         pod.start(folders.container(&image, 0)).says("boot 2\n");

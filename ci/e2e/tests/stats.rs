@@ -1,4 +1,4 @@
-//! Owns: what `crictl stats` and `statsp` say of real machines: figures that follow what containers do.
+//! Tests `crictl stats` and `statsp` with real VMs: the figures follow what containers do.
 
 use nacelle_e2e::census::cgroups;
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
@@ -9,12 +9,12 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// A number in crictl's JSON, where 64 bits are text; 0 if it is absent.
+/// Returns a number in crictl's JSON, where 64-bit numbers are strings; 0 if it is absent.
 fn number(value: &Value) -> u64 {
     value.as_str().and_then(|text| text.parse().ok()).or(value.as_u64()).unwrap_or(0)
 }
 
-/// What `crictl stats` says of a container.
+/// Returns the `crictl stats` of a container.
 #[track_caller]
 fn stats(node: &Node, container: &RunningContainer) -> Value {
     let mut all = node.crictl.json(["stats", "--all", "--id", &container.id, "-o", "json"]);
@@ -23,7 +23,7 @@ fn stats(node: &Node, container: &RunningContainer) -> Value {
     all["stats"][0].take()
 }
 
-/// What `crictl statsp` says of a pod, once its machine answers.
+/// Returns the `crictl statsp` of a pod, once its VM answers.
 #[track_caller]
 fn pod_stats(node: &Node, pod: &RunningPod) -> Value {
     eventually("the pod has figures", || {
@@ -46,7 +46,7 @@ fn figures_follow_what_containers_do() {
     let idle = pod.start(Container::sh("idle", &image, "sleep 6000"));
     let busy = pod.start(Container::sh("busy", &image, "while :; do :; done"));
 
-    // Processor: what works has used more than before, and a rate; and more than what sleeps.
+    // CPU: a busy container has used more than before, and a rate; and more than an idle one.
     let first = eventually("a busy container has figures", || Some(stats(&node, &busy)).filter(|s| cpu(s) > 0));
     let second = eventually("its usage grows, and has a rate", || {
         let now = stats(&node, &busy);
@@ -56,13 +56,13 @@ fn figures_follow_what_containers_do() {
     eventually("one that works uses more than one that sleeps", || {
         (cpu(&stats(&node, &busy)) > cpu(&stats(&node, &idle))).then_some(())
     });
-    // It has waited for a processor, or not: the figures are there.
+    // The pressure figures exist, whatever their values.
     assert!(second["cpu"]["psi"]["Some"].is_object() && second["io"]["psi"]["Some"].is_object(), "{second}");
     node.crictl.call(["stop", "--timeout", "0", &busy.id]);
     let stopped = stats(&node, &busy);
     assert!(stopped["cpu"].is_null() && stopped["memory"].is_null(), "{stopped}");
 
-    // Memory: what lies in a tmpfs is the container's.
+    // Memory: a file in a tmpfs counts for the container.
     let before = stats(&node, &idle);
     idle.exec("dd if=/dev/zero of=/dev/shm/blob bs=1M count=16").ok();
     let after = eventually("16 MiB are in use", || {
@@ -75,7 +75,7 @@ fn figures_follow_what_containers_do() {
     assert!(memory(&after, "pageFaults") > 0 && memory(&after, "rssBytes") > 0, "{after}");
     assert!(after["memory"]["availableBytes"].is_null(), "without a limit: {after}");
 
-    // Disk: what is written to the root.
+    // Disk: a file in the root counts.
     let layer = |stats: &Value, name: &str| number(&stats["writableLayer"][name]["value"]);
     let before =
         eventually("its root is measured", || Some(stats(&node, &idle)).filter(|stats| layer(stats, "inodesUsed") > 0));
@@ -108,7 +108,7 @@ fn figures_follow_what_containers_do() {
     });
     assert!(accounts["machine"]["cpuNanos"].as_u64().is_some_and(|nanos| nanos > 0), "{accounts}");
 
-    // What people see.
+    // The tables for users.
     eventually("the tables have what runs", || {
         let containers = node.crictl.try_call(["stats", "--seconds", "2"]).stdout;
         let pods = node.crictl.try_call(["statsp", "--seconds", "2"]).stdout;
@@ -150,7 +150,7 @@ fn limits_filters_and_processes() {
     pod.remove();
 }
 
-/// Metrics of a list in crictl's JSON: by name, their labels and values.
+/// Returns the metrics of a name in crictl's JSON: their labels and values.
 fn metrics(list: &Value, name: &str) -> Vec<(Vec<String>, u64)> {
     let found = list.as_array().into_iter().flatten().filter(|metric| metric["name"] == name);
     let labels = |metric: &Value| serde_json::from_value(metric["labelValues"].clone()).unwrap_or_default();
@@ -184,7 +184,7 @@ fn metrics_of_a_container() {
             .cloned()
             .collect();
         let missing = |name: &Value| !list.iter().any(|metric| metric["name"] == *name);
-        // Whether a container has used a disk by now is the page cache's business.
+        // Whether a container has used a disk by now depends on the page cache.
         let may_miss = |name: &Value| {
             let name = name.as_str().unwrap_or_default();
             ["container_blkio_", "container_fs_reads_", "container_fs_writes_"]
@@ -223,12 +223,12 @@ fn metrics_of_a_container() {
     pod.remove();
 }
 
-/// By how much one figure is away from the other, in thousandths of that.
+/// Returns the deviation of one figure from the other in thousandths.
 fn off(one: &Value, other: &Value) -> u64 {
     number(one).abs_diff(number(other)) * 1000 / number(other).max(1)
 }
 
-/// Whether the node's kernel counts the memory of groups: cgroup v1 does, v2 where it is left this controller.
+/// Returns whether the node's kernel counts the memory of cgroups: v1 does, v2 if the controller is delegated.
 fn counted() -> bool {
     let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers");
     let counted = controllers.is_ok_and(|all| all.contains("memory")) || Path::new("/sys/fs/cgroup/memory").exists();
@@ -294,7 +294,7 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
     let hungry = pod.start(Container::sh("hungry", &image, "sleep 6000"));
     let used = |group: &Path, now: &str| fs::read_to_string(group.join(now)).ok()?.trim().parse::<u64>().ok();
     let limit = |group: &Path, now: &str, most: &str| -> Option<()> {
-        // What the guest does not use goes back to the node for a while.
+        // Memory that the guest does not use returns to the node over time.
         let (mut least, mut since) = (used(group, now)?, Instant::now());
         eventually("the machine has what it uses", || {
             let used = used(group, now)?;
@@ -303,7 +303,7 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
             }
             (since.elapsed() > Duration::from_secs(10)).then_some(())
         });
-        // The kernel refuses what is less than it has by now.
+        // The kernel rejects a limit below the current usage.
         eventually("it is limited", || fs::write(group.join(most), (used(group, now)? + (4 << 20)).to_string()).ok());
         Some(())
     };
@@ -311,7 +311,7 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
     let groups = cgroups(node.folder());
     let limited = groups.iter().flat_map(|group| files.iter().filter_map(|(now, most)| limit(group, now, most)));
     assert_eq!(limited.count(), 1, "the pod has one group that counts memory: {groups:?}");
-    // Its answer may be lost with the machine.
+    // The answer may be lost with the VM.
     let _ = hungry.exec("dd if=/dev/urandom of=/dev/shm/blob bs=1M count=48");
     let ended = eventually("its end is known", || {
         let mut known = node.crictl.json(["inspect", "-o", "json", &hungry.id]);

@@ -1,4 +1,4 @@
-//! Stops containers several times, and while the pod process or the machine dies.
+//! Stops containers several times, and while the pod process or the VM dies.
 
 use nacelle_e2e::cri::container_config;
 use nacelle_e2e::{Cri, CriPod, Image, Node, eventually};
@@ -10,12 +10,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 
-/// Seconds that a stop gives that is overtaken by a shorter one.
+/// The grace period in seconds of a stop that is overtaken by a shorter one.
 const OVERTAKEN: i64 = 600;
-/// A stop that took less than so many seconds has not waited for [`OVERTAKEN`], however slow the node is.
+/// A stop that took less than this many seconds has not waited for [`OVERTAKEN`], however slow the node is.
 const LIMIT: f64 = OVERTAKEN as f64 / 2.0;
 
-/// Prints a line for each SIGTERM and does not end by it.
+/// Prints a line for each SIGTERM and does not exit.
 const STUBBORN: &str = "trap 'echo term' TERM; echo ready; while true; do sleep 0.1; done";
 
 /// A pod with one container.
@@ -44,7 +44,7 @@ impl Running {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// How often it got its stop signal.
+    /// Returns how often the container got its stop signal.
     fn signals(&self) -> usize {
         self.log().matches(" term").count()
     }
@@ -70,7 +70,7 @@ async fn pause(milliseconds: u64) {
     tokio::time::sleep(Duration::from_millis(milliseconds)).await;
 }
 
-/// The seconds since then, as a number.
+/// Returns the seconds since then.
 fn seconds(since: Instant) -> f64 {
     since.elapsed().as_secs_f64()
 }
@@ -91,7 +91,7 @@ fn a_stop_signal_is_sent_once_and_the_shortest_time_counts() {
         for stop in stops {
             stop.await.expect("no panic").expect("it is stopped");
         }
-        // The fourth began after 0.6 s and gave 5 s.
+        // The fourth stop began after 0.6 s with a grace period of 5 s.
         assert!((5.0..LIMIT).contains(&seconds(start)), "{} s", seconds(start));
         assert_eq!(running.signals(), 1, "{}", running.log());
         running.stop(&node, 5).await.expect("no panic").expect("it has been stopped");
@@ -109,7 +109,7 @@ fn a_stop_signal_is_sent_once_and_the_shortest_time_counts() {
         assert_eq!(running.signals(), 1, "{}", running.log());
         running.remove(&node).await;
     });
-    // A daemon that comes back is asked again, as by kubelet.
+    // After a restart of the daemon the stop is repeated, as kubelet does.
     let running = runtime.block_on(async {
         let running = Running::start(&node, &image, "restart").await;
         let first = running.stop(&node, OVERTAKEN);
@@ -128,7 +128,7 @@ fn a_stop_signal_is_sent_once_and_the_shortest_time_counts() {
         assert_eq!(running.signals(), 1, "{}", running.log());
         running.remove(&node).await;
 
-        // The pod's own stop joins the container's, and the other way round.
+        // The stop of the pod joins that of the container, and vice versa.
         let running = Running::start(&node, &image, "pod").await;
         let stop = running.stop(&node, 600);
         while running.signals() == 0 {
@@ -149,7 +149,7 @@ fn a_stop_signal_is_sent_once_and_the_shortest_time_counts() {
     });
 }
 
-/// What may be asked for while the pod goes down.
+/// Requests while the pod is being stopped.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
     StopContainer,
@@ -177,7 +177,7 @@ fn what_has_died_is_stopped_and_removed_without_an_error() {
     runtime().block_on(async {
         for process in [true, false] {
             for verb in [Verb::StopContainer, Verb::RemoveContainer, Verb::StopPod, Verb::RemovePod] {
-                // Milliseconds from the request to the death, or the other way round.
+                // Milliseconds from the request to the kill, or from the kill to the request.
                 for (before, after) in [(400, 0), (5, 0), (0, 0), (0, 20)] {
                     let name = format!("{verb:?}-{process}-{before}-{after}").to_lowercase();
                     let running = Running::start(&node, &image, &name).await;
@@ -185,7 +185,7 @@ fn what_has_died_is_stopped_and_removed_without_an_error() {
                     assert!(!victims.is_empty(), "{name}");
                     let die = || {
                         for pid in &victims {
-                            // One of several may have taken the others along.
+                            // One process may have ended with another.
                             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
                         }
                     };
@@ -202,7 +202,7 @@ fn what_has_died_is_stopped_and_removed_without_an_error() {
                     let answer = tokio::time::timeout(Duration::from_secs(50), asked).await;
                     let answer = answer.unwrap_or_else(|_late| panic!("{name}: no answer")).expect("no panic");
                     answer.unwrap_or_else(|error| panic!("{name}: {:?}: {}", error.code(), error.message()));
-                    // Each verb once more, in the order in which kubelet asks.
+                    // Each request once more, in kubelet's order.
                     for verb in [Verb::StopContainer, Verb::RemoveContainer, Verb::StopPod, Verb::RemovePod] {
                         let answer = ask(Cri::new(node.channel()), running.clone(), verb).await;
                         answer.unwrap_or_else(|error| panic!("{name}: then {verb:?}: {}", error.message()));

@@ -1,11 +1,11 @@
-//! Owns: what clients see of exec, attach and port-forward through the streaming server: the real crictl, real machines.
+//! Tests exec, attach and port-forward through the streaming server with the real crictl and real VMs.
 
 use nacelle_e2e::run::feed;
 use nacelle_e2e::{Container, Image, Node, Pod, eventually};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-/// Ends when the terminal has the size that crictl's has, or after some minutes.
+/// Ends when the terminal has the size of crictl's, or after some minutes.
 const WAIT_FOR_SIZE: &str =
     "i=0; while [ \"$(stty size)\" != \"33 77\" ] && [ $i -lt 900 ]; do i=$((i+1)); sleep 0.1; done; stty size; ";
 
@@ -21,13 +21,13 @@ fn commands_have_streams_codes_and_terminals() {
         node.crictl.feed(all, input)
     };
     let said = exec("", "echo out; echo err >&2", b"");
-    // crictl has warnings of its own.
+    // crictl prints warnings of its own.
     assert_eq!((said.code, &*said.stdout, said.stderr.lines().last()), (0, "out", Some("err")), "{said:?}");
     assert!(exec("", "exit 5", b"").err().contains("exit code 5"));
     let missing = node.crictl.feed(["exec", &container.id, "/no/such/program"], b"").err();
     assert!(missing.contains("/no/such/program"), "{missing}");
 
-    // Its input comes, and ends.
+    // The input arrives, and ends.
     assert_eq!(exec("-i", "wc -c; echo done", b"some input").ok(), "10\ndone");
     let much: Vec<u8> = (0..3_000_000_u32).map(|n| b'a' + u8::try_from(n % 26).unwrap_or(0)).collect();
     let back = exec("-i", "cat", &much).ok();
@@ -35,7 +35,7 @@ fn commands_have_streams_codes_and_terminals() {
     let web = ["--transport", "websocket"].into_iter().chain(["-i", &*container.id, "/bin/sh", "-c", "wc -c; exit 6"]);
     let web = node.crictl.feed(["exec"].into_iter().chain(web), b"over a websocket");
     assert!(web.stdout == "16" && web.stderr.contains("exit code 6"), "{web:?}");
-    // A command that does not read its input ends all the same.
+    // A command that does not read its input still ends.
     assert_eq!(exec("-i", "echo early", &much).ok(), "early");
 
     let script = format!("{WAIT_FOR_SIZE} tty; exit 3");
@@ -73,7 +73,7 @@ fn a_container_is_attached_to() {
     let script = "while read line; do echo got $line; done; echo over; exit 4";
     let once = Container::sh("once", &image, script).set("stdin", json!(true)).set("stdin_once", json!(true));
     let once = pod.start(once);
-    // Its input ends with whoever is attached, and with it the container: all of its output is heard.
+    // The input ends with the client, and with it the container: all of its output arrives.
     assert_eq!(node.crictl.feed(["attach", "-i", &once.id], b"a\nb\n").ok(), "got a\ngot b\nover");
     assert_eq!(once.exited()["exitCode"], 4);
     assert_eq!(once.output(), "got a\ngot b\nover\n");
@@ -110,7 +110,7 @@ fn ports_are_forwarded() {
         let [first, second, third] = &ports;
         let mut client = node.crictl.spawn(["port-forward", "--transport", transport, &pod.id, first, second, third]);
         eventually("the pod's bytes come whole", || (speak(down, b"").stdout == numbers.trim_end()).then_some(()));
-        // The end of our bytes is heard, and the answer comes after it.
+        // The end of our bytes arrives, and the answer comes after it.
         let answer = eventually("the pod answers", || {
             Some(speak(up, numbers.as_bytes()).stdout).filter(|answer| !answer.is_empty())
         });

@@ -1,5 +1,5 @@
-//! Owns: machines that outlive their pods on their way through a registry: one that no pod holds, one that runs, with its memory; what is
-//! refused, and what is left of what is interrupted.
+//! Tests the transfer of persistent VMs through a registry: a stopped one without a pod, a running one with its memory; what is
+//! rejected, and what is left after interruptions.
 
 use nacelle_e2e::machine::{annotated, boot_image, container, node};
 use nacelle_e2e::registry::{Kind, LOGIN, Registry};
@@ -10,13 +10,13 @@ use std::fs;
 use std::io::Write;
 use std::process::{Child, Command, Stdio};
 
-/// A run of a machine.
+/// Returns a pod that is a run of a VM.
 fn named(node: &Node, image: &str, name: &str) -> Pod {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     annotated(node, name, &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks), ("name", name)])
 }
 
-/// The words of `nacelle vm` for this node.
+/// Returns the arguments of `nacelle vm` for this node.
 fn words(node: &Node, words: &[&str]) -> Vec<String> {
     let config = node.folder().join("config.toml").display().to_string();
     let all = [&["vm"], words, &["--namespace", "e2e", "--config", &config]].concat();
@@ -31,7 +31,7 @@ fn describe(node: &Node, name: &str) -> Value {
     serde_json::from_str(&vm(node, &["describe", name]).ok()).expect("it is JSON")
 }
 
-/// How many folders there are of machines and of what is done with them.
+/// Returns the number of directories of VMs and of operations on them.
 fn folders(node: &Node) -> usize {
     fs::read_dir(node.folder().join("root/machines")).expect("it is there").count()
 }
@@ -43,7 +43,7 @@ fn a_machine_moves_through_a_registry() {
     let reference = format!("{}/machines/db:1", node.registry.host());
     let (known, unplugged) = {
         let first = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
-        // Its pod has it, and it does not run.
+        // A pod holds the VM, and it does not run.
         let refused = vm(&node, &["export", "db", &reference]).err();
         first.start(container(&image, 0)).says("boot 1\n");
         first.remove();
@@ -53,7 +53,7 @@ fn a_machine_moves_through_a_registry() {
     let digest = |told: &str| told.split_whitespace().last().unwrap_or_default().to_owned();
     let first = digest(&vm(&node, &["export", "db", &reference]).ok());
     assert!(first.starts_with("sha256:"), "{first}");
-    // The daemon is killed meanwhile, or just before or after that.
+    // The daemon is killed during the export, or just before or after it.
     let mut child = spawn(&node, &["export", "db", &reference]);
     node.kill();
     child.wait().expect("it is ours");
@@ -78,7 +78,7 @@ fn a_machine_moves_through_a_registry() {
         assert!(told.contains(words), "{words} in {told}");
     }
 
-    // To a node that knows neither it nor its image.
+    // To a node that has neither the VM nor its image.
     vm(&node, &["delete", "db"]).ok();
     node.crictl.call(["rmi", &image]);
     let refused = vm(&node, &["import", &reference, "db"]).err();
@@ -94,7 +94,7 @@ fn a_machine_moves_through_a_registry() {
     assert_eq!((&moved["uuid"], &moved["mac"]), (&known["uuid"], &known["mac"]));
     vm(&node, &["import", &reference, "twin", "--new-identity"]).ok();
     assert_ne!(describe(&node, "twin")["uuid"], known["uuid"]);
-    // Its image stays with it.
+    // The image stays with the VM.
     node.crictl.call(["rmi", &image]);
     node.crictl.call(["pull", &image]);
     for name in ["db", "twin"] {
@@ -146,13 +146,13 @@ fn spawn(node: &Node, told: &[&str]) -> Child {
     command.spawn().expect("it can be started")
 }
 
-/// What QEMU says it does.
+/// Returns QEMU's state of the VM.
 fn state(node: &Node, machine: &str) -> String {
     let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
     serde_json::from_str::<Value>(&told).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
 }
 
-/// The byte of the guest's memory in which the disk's program counts how often it has booted.
+/// Returns the byte of the guest's memory in which the program on the disk counts its boots.
 fn count_in_memory(node: &Node) -> u8 {
     const COUNT: u64 = 0x8000;
     let file = node.folder().join("memory");
@@ -199,17 +199,17 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     running(&node, &id);
     nothing(&node);
     let known = describe(&node, "db");
-    // It goes on: what is typed comes back, and its disk is its own.
+    // The VM continues: input is echoed, and it has its own disk.
     node.crictl.feed(["attach", "-i", &id], b"hellor");
     says(&log, "hello", 1);
     says(&log, "boot 3", 1);
-    // One that stands still does so afterwards.
+    // A paused VM stays paused.
     vm(&node, &["pause", "db"]).ok();
     let layout = format!("oci:{}:db", node.folder().join("layout").display());
     vm(&node, &["export", "db", &layout]).ok();
     assert_eq!(state(&node, &id), "paused");
     vm(&node, &["unpause", "db"]).ok();
-    // The daemon is killed meanwhile.
+    // The daemon is killed during the export.
     let mut child = spawn(&node, &["export", "db", &reference.replace(":live", ":killed")]);
     eventually("it is under way", || {
         (state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
@@ -219,7 +219,7 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     node.start();
     running(&node, &id);
     nothing(&node);
-    // Whoever asked is gone.
+    // The client disconnects.
     let mut child = spawn(&node, &["export", "db", &reference.replace(":live", ":gone")]);
     eventually("it is under way", || {
         (state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
@@ -236,14 +236,14 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     assert_eq!(describe(&node, "db")["uuid"], known["uuid"]);
     let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
     let machine = pod.start(container(&image, 0));
-    // Its disk is as it was at that moment.
+    // Its disk is as at that moment.
     machine.says("boot 3\n");
     assert_eq!(count_in_memory(&node), 3);
     vm(&node, &["restore", "db", &snapshot]).ok();
     assert_eq!(count_in_memory(&node), 2, "its memory is as it was at that moment");
     vm(&node, &["reset", "db"]).ok();
     says(&machine.log, "boot 3", 2);
-    // And so it goes on from node to node.
+    // The VM continues from node to node.
     vm(&node, &["delete-snapshot", "db", &snapshot]).ok();
     vm(&node, &["export", "db", &reference]).ok();
     pod.remove();

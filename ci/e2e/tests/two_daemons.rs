@@ -1,4 +1,4 @@
-//! A second daemon on a node: it starts only if it shares nothing with the first one, and otherwise changes nothing.
+//! Tests a second daemon on a node: it starts only if it shares nothing with the first one, and otherwise changes nothing.
 
 use nacelle_e2e::run::run;
 use nacelle_e2e::{Container, Image, Node, Pod, part};
@@ -7,8 +7,8 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-/// Starts a second daemon, with directories of its own but for those that `shared` names ("socket", "run", "netns"), and
-/// returns the error with which it ends.
+/// Starts a second daemon, with directories of its own except those that `shared` names ("socket", "run", "netns"), and returns
+/// the error with which it ends.
 fn second(node: &Node, shared: &[(&str, &Path)]) -> String {
     let own = node.folder().join("second");
     let path = |name: &str| {
@@ -25,7 +25,7 @@ fn second(node: &Node, shared: &[(&str, &Path)]) -> String {
     );
     let config = node.folder().join("second.toml");
     fs::write(&config, text).unwrap();
-    // One that starts all the same is ended by timeout(1), with another code.
+    // A daemon that starts all the same is ended by timeout(1), with another exit code.
     let mut command = node.netns.command("timeout");
     let ended =
         run(command.args(["--signal=TERM", "40"]).arg(part("NACELLE_BIN")).args(["serve", "--config"]).arg(config));
@@ -74,13 +74,13 @@ fn a_second_daemon_takes_nothing_from_the_first() {
     assert!(error.contains("a regular file has that name"), "{error}");
     assert_eq!(fs::read(&file).unwrap(), b"precious");
 
-    // At its end the daemon removes its own socket, and not what has come in its place.
+    // At its end the daemon removes only its own socket, not one that has replaced it.
     fs::remove_file(&socket).unwrap();
     let listener = UnixListener::bind(&socket).unwrap();
     assert!(node.end());
     UnixStream::connect(&socket).unwrap();
     drop(listener);
-    // It is stale now: the next daemon takes its place.
+    // The socket is stale now: the next daemon replaces it.
     node.start();
     works(&node);
     assert!(node.end());

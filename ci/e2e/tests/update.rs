@@ -1,4 +1,4 @@
-//! Owns: limits that change while a container runs, as its guest has them.
+//! Tests changes of limits while a container runs, as seen in the guest.
 
 use nacelle_e2e::node::{Options, SMALL, engine, handler};
 use nacelle_e2e::run::ask;
@@ -32,7 +32,7 @@ fn limits_change_both_ways_before_and_after_the_start() {
     node.crictl.call(["update", "--memory", &(24 << 20).to_string(), &container.id]);
     assert_eq!(values(container.exec(read).ok()), ["25165824", "80000 100000", "100"]);
 
-    // Less than it uses is refused, and so changes nothing else.
+    // A limit below the usage is rejected, and the other limits stay unchanged.
     let refused = node.crictl.try_call(["update", "--memory", "4096", "--cpu-quota", "1000", &container.id]).err();
     assert!(refused.contains("are in use"), "{refused}");
     assert_eq!(values(container.exec(read).ok()), ["25165824", "80000 100000", "100"]);
@@ -41,7 +41,7 @@ fn limits_change_both_ways_before_and_after_the_start() {
     pod.remove();
 }
 
-/// The processors on which the threads of these processes, and of what they have started, may run.
+/// Returns the CPUs on which the threads of these processes and of their descendants may run.
 fn allowed(pids: Vec<i32>) -> BTreeSet<String> {
     let (mut pids, mut lists, mut at) = (pids, BTreeSet::new(), 0);
     while let Some(pid) = pids.get(at).copied() {
@@ -51,7 +51,7 @@ fn allowed(pids: Vec<i32>) -> BTreeSet<String> {
             pids.extend(read("children").split_whitespace().filter_map(|pid| pid.parse::<i32>().ok()));
             let status = read("status");
             let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-            // Threads of the kernel's that belong to the process keep their own.
+            // Kernel threads that belong to the process keep their own.
             let name = read("comm");
             lists.extend(
                 list.filter(|_| !name.starts_with("iou-") && !name.starts_with("kvm-"))
@@ -77,7 +77,7 @@ fn processors_of_the_node_are_kept_to() {
     let container = pod.start(Container::sh("c", &image, "sleep 600").set("linux", resources));
     assert_eq!(container.status()["resources"]["linux"]["cpusetCpus"], json!(first));
     if engine() == "host" {
-        // Where the node has no such controller the container runs without, as it does with other limits.
+        // If the node lacks the controller, the container runs without the limit, as with others.
         match container.exec("cat /sys/fs/cgroup/cpuset.cpus") {
             said if said.code == 0 => assert_eq!(said.ok(), first),
             _ => println!("skipped: no cpuset controller of cgroup v2"),
@@ -86,7 +86,7 @@ fn processors_of_the_node_are_kept_to() {
     }
     let machine = || allowed(node.processes("nacelle-pod "));
     assert_eq!(machine(), BTreeSet::from([first.clone()]));
-    // Another that may run anywhere shares the machine.
+    // A container without CPU pinning shares the VM.
     let other = pod.start(Container::sh("d", &image, "sleep 600"));
     assert_eq!(machine(), BTreeSet::from([first.clone()]));
     node.crictl.call(["rm", "-f", &container.id]);
@@ -96,7 +96,7 @@ fn processors_of_the_node_are_kept_to() {
     pod.remove();
 }
 
-/// kubelet's word of what a pod may have, which crictl cannot say.
+/// Updates the resources of a pod as kubelet does, which crictl cannot.
 fn resize(node: &Node, pod: &str, cpu_quota: i64) -> Result<(), tonic::Status> {
     give(node, pod, cri::LinuxContainerResources { cpu_period: 100_000, cpu_quota, ..Default::default() })
 }
@@ -132,7 +132,7 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
             resize(&node, &pod.id, quota).unwrap();
             size(vcpus);
         }
-        // What runs later sees it, too.
+        // Containers that start later see the new size too.
         let later = pod.start(Container::sh("later", &image, "echo it has $(nproc); sleep 1000"));
         later.says("it has 2");
         let refused = resize(&node, &pod.id, 300_001).unwrap_err();
@@ -152,7 +152,7 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
     pod.remove();
 }
 
-/// Memory of the node that a machine takes, in MiB: what QEMU's file of it has, or the pod process for itself.
+/// Returns the node's memory that a VM takes in MiB: of QEMU's memory file, or of the pod process.
 fn taken(node: &Node) -> u64 {
     let of_file = |pid: i32| {
         let open = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
@@ -176,7 +176,7 @@ fn taken(node: &Node) -> u64 {
     bytes >> 20
 }
 
-/// A container that has so much memory, until it ends.
+/// Returns a container that holds this much memory until it ends.
 fn hog(image: &str, mib: u32) -> Container {
     let text = format!(
         "dd if=/dev/zero bs={mib}M count=1 | (dd bs=1 count=1 of=/dev/null; echo it is there; exec sleep 1000)"
@@ -205,7 +205,7 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
         let total = || container.exec("awk '/MemTotal/ {print $2}' /proc/meminfo").ok().trim().parse::<u64>().unwrap();
         let born = total();
         assert!((100 << 10..192 << 10).contains(&born), "{born} KiB of the 192 MiB that it was born with");
-        // Of those 64 MiB are for containers.
+        // 64 MiB of them are for containers.
         let size = |mib: u64| {
             assert_eq!(total(), born + ((mib - 64) << 10), "{mib} MiB for containers");
             let machine = pod.inspect()["info"]["machine"].clone();
@@ -224,7 +224,7 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
         assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
         assert!(refused.message().contains("603979776 bytes") && refused.message().contains("605028352"), "{refused}");
         size(64);
-        // What is in use stays, and with it all the rest.
+        // Memory in use stays, and with it all the rest.
         resize(&node, &pod.id, 576).unwrap();
         let hog = pod.start(hog(&image, 350));
         hog.says("it is there");
@@ -234,7 +234,7 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
         assert!(refused.message().contains("are not in use"), "{refused}");
         size(576);
         assert_eq!(pod.inspect()["info"]["resources"], before);
-        // What it does without is the node's again at once.
+        // Released memory returns to the node at once.
         node.crictl.call(["rm", "--force", &hog.id]);
         resize(&node, &pod.id, 64).unwrap();
         size(64);
@@ -273,7 +273,7 @@ fn memory_that_was_needed_once_goes_back_to_the_node() {
     node.crictl.call(["rm", "--force", &hog.id]);
     let ended = Instant::now();
     eventually("nine tenths of 1 GiB are the node's again", || (full - taken(&node).min(full) > 921).then_some(()));
-    // How long that takes depends on what else the node does.
+    // The duration depends on other work on the node.
     println!("of {full} MiB {} are left {:?} after the end", taken(&node), ended.elapsed());
     pod.remove();
 }

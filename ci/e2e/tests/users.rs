@@ -1,4 +1,4 @@
-//! Owns: pods with a user namespace: who their containers are inside, whose files they see, and what is refused.
+//! Tests pods with a user namespace: the users inside of their containers, the visible owners of files, and what is rejected.
 
 use nacelle_e2e::census::{cgroup_parent, cgroups};
 use nacelle_e2e::crictl::RunningPod;
@@ -14,21 +14,22 @@ fn mapping(first: u32) -> Value {
     json!([{"container_id": 0, "host_id": first, "length": 65_536}])
 }
 
-/// `linux` of a pod or container whose user namespace has these numbers outside.
+/// Returns `linux` of a pod or container whose user namespace is mapped to these ids.
 fn linux(first: u32, own_pid: bool) -> Value {
     let users = json!({"mode": 0, "uids": mapping(first), "gids": mapping(first)});
     json!({
         "security_context": {
             "namespace_options": {"userns_options": users, "pid": i32::from(own_pid)},
             "capabilities": {"add_capabilities": ["NET_ADMIN", "SYS_ADMIN"]},
-            // As kubelet has them.
+            // The values of kubelet.
             "masked_paths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/sys/firmware"],
             "readonly_paths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
         },
     })
 }
 
-/// Volumes of the node, with its owners and with those of the user namespace. All of them on a tmpfs, which can do that.
+/// Tests volumes of the node, with its owners and with those of the user namespace. All are on a tmpfs, which supports id-mapped
+/// mounts.
 fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
@@ -50,7 +51,7 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     for (name, of) in [("written", (0, 0)), ("given", (5, 6)), ("deep/er", (0, 0))] {
         assert_eq!(owner(name), of, "{name}");
     }
-    // What kubelet writes for the pod: a copy, in a machine.
+    // A volume that kubelet writes for the pod: a copy, in a VM.
     let conf = folder.path().join("pods/u/volumes/kubernetes.io~configmap/conf");
     fs::create_dir_all(conf.join("..1")).expect("it is ours");
     fs::write(conf.join("..1/key"), "value").expect("it is ours");
@@ -100,7 +101,7 @@ fn users_inside_are_others_outside() {
     assert_eq!(said("cat /proc/sys/kernel/shm_rmid_forced /proc/sys/net/ipv4/ip_unprivileged_port_start"), "1\n5");
     assert!(said("grep -c . /proc/mounts && ls /dev/mqueue /sys/class/net").contains("eth0"));
     if engine() == "host" {
-        // The network is CNI's; but who they are is seen from the node.
+        // CNI owns the network; the users of the processes are visible on the node.
         let groups = cgroups(node.folder()).into_iter().map(|group| group.join("pod").join(&one.id));
         let pids: String = groups.filter_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok()).collect();
         let owned = |pid: &str| {
@@ -115,7 +116,7 @@ fn users_inside_are_others_outside() {
     let terminal = node.crictl.in_terminal(["exec", "-it", &one.id, "/bin/sh", "-c", "tty; echo x >/dev/tty"]).ok();
     assert!(terminal.contains("/dev/pts/0"), "{terminal}");
 
-    // Somebody else, in a PID namespace of its own, below a folder that the agent makes, at a terminal.
+    // Another user, in a PID namespace of its own, in a working directory that the agent creates, with a terminal.
     let mut asked = linux(OUTSIDE, true);
     asked["security_context"]["run_as_user"] = json!({"value": 1000});
     asked["security_context"]["run_as_group"] = json!({"value": 1000});
@@ -127,7 +128,7 @@ fn users_inside_are_others_outside() {
     let lines = two.output();
     assert_eq!(lines.split_whitespace().take(2).collect::<Vec<_>>(), ["1000", "0"], "{lines}");
     assert_eq!(two.exec("id -u; cat /mine 2>/dev/null || echo no").ok(), "1000\nno");
-    // In the PID namespace of that one, as a container for debugging is.
+    // In that container's PID namespace, like a debug container.
     let mut asked = linux(OUTSIDE, false);
     let options = &mut asked["security_context"]["namespace_options"];
     (options["pid"], options["target_id"]) = (json!(3), json!(two.id));

@@ -1,5 +1,5 @@
-//! Owns: verbs of machines that move a lot, or that nobody calls: dumps of memory, the power as annotations have it,
-//! disks that are added.
+//! Tests verbs of VMs that transfer much data, and effects without a verb: memory dumps, the power state from annotations, added
+//! disks.
 
 use nacelle_e2e::machine::{annotated, boot_image, container, node};
 use nacelle_e2e::run::{Output, call};
@@ -12,7 +12,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// A run of the machine `db`.
+/// Returns a pod that is a run of the VM `db`.
 fn named(node: &Node, image: &str, strategy: &str) -> Pod {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     let annotations =
@@ -20,7 +20,7 @@ fn named(node: &Node, image: &str, strategy: &str) -> Pod {
     annotated(node, "db", &annotations)
 }
 
-/// The words of `nacelle vm` for this node.
+/// Returns the arguments of `nacelle vm` for this node.
 fn words<'a>(words: &[&'a str], config: &'a str) -> Vec<&'a str> {
     [&["vm"], words, &["--namespace", "e2e", "--config", config]].concat()
 }
@@ -30,13 +30,13 @@ fn vm(node: &Node, told: &[&str]) -> Output {
     call(nacelle_e2e::part("NACELLE_BIN"), words(told, &config))
 }
 
-/// What QEMU says it does.
+/// Returns QEMU's state of the VM.
 fn state(node: &Node, machine: &str) -> String {
     let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
     serde_json::from_str::<Value>(&told).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Begins a dump that nobody reads.
+/// Starts a dump whose output is not read.
 fn stalled(node: &Node, machine: &str) -> Child {
     let config = node.folder().join("config.toml").display().to_string();
     let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
@@ -85,7 +85,7 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     assert!(unknown.contains("kdump-zlib"), "{unknown}");
     running(&node);
 
-    // A reader who takes nothing, and then is gone.
+    // A client reads nothing, and then disconnects.
     let mut reader = stalled(&node, &id);
     let second = vm(&node, &["memory-dump", "db", "--output", &output]).err();
     assert!(second.contains("dump"), "{second}");
@@ -108,13 +108,13 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     node.crictl.call(["rmp", "--force", &pod]);
 }
 
-/// What the machine says of itself.
+/// Returns the phase of the VM from its status verb.
 fn phase(node: &Node, machine: &str) -> String {
     let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
     serde_json::from_str::<Value>(&told).unwrap_or_default()["phase"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Writes the annotations of a pod as kubelet does: a new folder, and a link that is swapped.
+/// Writes the annotations of a pod as kubelet does: a new directory, and a link that is swapped.
 fn annotate(folder: &Path, power: &str) {
     let count = fs::read_dir(folder).expect("it is there").count();
     let name = format!("..2026_11_23_{count}");
@@ -153,7 +153,8 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     annotate(&folder, "paused");
     becomes(&node, "Paused");
 
-    // What is no word changes nothing. Whoever says so has looked, so what somebody has done with a verb stays.
+    // An invalid value changes nothing: the state that a verb has set stays. The test waits for the logged error, so the value
+    // has been processed.
     vm(&node, &["unpause", "db"]).ok();
     let says_in_log = |node: &Node, text: &str, times: usize| {
         eventually(text, || (node.log().matches(text).count() >= times).then_some(()));
@@ -161,7 +162,7 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     annotate(&folder, "sideways");
     says_in_log(&node, "the annotation is \"sideways\"", 1);
     assert_eq!(phase(&node, &id), "Running");
-    // So it is when the daemon is another: a word is told once.
+    // The same after a restart of the daemon: a value takes effect once.
     annotate(&folder, "paused");
     let follows = "power=\"paused\"";
     let before = node.log().matches(follows).count();
@@ -169,7 +170,7 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     node.start();
     says_in_log(&node, follows, before + 1);
     assert_eq!(phase(&node, &id), "Running");
-    // A word that comes while there is no daemon is told by the next one.
+    // A value that is set while there is no daemon is applied by the next one.
     node.kill();
     annotate(&folder, "off");
     node.start();
@@ -184,7 +185,7 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
     let node = node();
     let image = boot_image(&node);
     let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
-    // Nobody can type to its container.
+    // The container has no stdin.
     let machine = pod.start(container(&image, 0));
     machine.says("boot 1\n");
     let config = node.folder().join("config.toml").display().to_string();
@@ -198,7 +199,7 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
     let mut heard = [0; 5];
     console.stdout.as_mut().expect("it is a pipe").read_exact(&mut heard).expect("it prints");
     assert_eq!(&heard, b"hello", "the guest repeats what is typed");
-    // The end of what is typed is not the end of what is printed.
+    // The end of the input is not the end of the output.
     drop(console.stdin.take());
     vm(&node, &["restart", "db"]).ok();
     let mut said = String::new();
@@ -222,13 +223,13 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
     vm(&node, &["stop", "db"]).ok();
     eventually("it is off", || (phase(&node, &machine.id) == "Stopped").then_some(()));
     assert!(!vm(&node, &["vnc", "db"]).err().is_empty(), "there is no screen");
-    // The console stays, and ends with the machine's process.
+    // The console stays, and ends with the VM's process.
     assert!(console.try_wait().expect("it is ours").is_none());
     pod.remove();
     assert!(console.wait().expect("it is ours").code().is_some());
 }
 
-/// Disks that were added, by their names.
+/// Returns the names of the added disks.
 fn volumes(node: &Node) -> Vec<String> {
     let told: Value = serde_json::from_str(&vm(node, &["volumes", "db"]).ok()).expect("it is JSON");
     told.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
@@ -268,11 +269,11 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
     assert!(kept.contains("in snapshots"), "{kept}");
     vm(&node, &["restore", "db", "with"]).ok();
     vm(&node, &["delete-snapshot", "db", "with"]).ok();
-    // This guest knows nothing of disks that come and go.
+    // This guest does not support hot-unplug.
     let held = vm(&node, &["remove-volume", "db", "extra"]).err();
     assert!(held.contains("letting go of disk extra"), "{held}");
     assert_eq!(volumes(&node), ["extra"]);
-    // It is there after a restart of the machine, and of the daemon.
+    // The disk is there after a restart of the VM, and of the daemon.
     node.kill();
     node.start();
     vm(&node, &["restart", "db"]).ok();

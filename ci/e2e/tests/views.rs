@@ -1,5 +1,5 @@
-//! One volume in several containers of a pod: a directory, a part of it and its parent are one file system for all of them, as on one
-//! kernel, also where one of them may not write, and in a user namespace. Engine `host` is the reference.
+//! Tests one volume in several containers of a pod: a directory, a part of it and its parent are one file system for all of them,
+//! as on one kernel, also where one of them cannot write, and in a user namespace. Engine `host` is the reference.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::image::Layer;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 const PROBE: &str = env!("CARGO_BIN_EXE_nacelle-volume-probe");
 const OUTSIDE: u32 = 196_608;
 
-/// Adds a program with the libraries that it is linked to.
+/// Adds a program with its shared libraries.
 fn program(layer: &mut Layer, path: &str, name: &str) {
     layer.file(name, &fs::read(path).expect("cargo built it"), 0o755);
     let linked = call("ldd", [path]).ok();
@@ -45,7 +45,7 @@ impl Volume {
     }
 }
 
-/// A container, and where it sees the part.
+/// A container, and the path of the part in it.
 struct Seer<'a> {
     container: RunningContainer<'a>,
     part: &'static str,
@@ -63,7 +63,7 @@ impl<'a> Seer<'a> {
         self.container.exec(&format!("cd {} && {script}", self.part)).ok()
     }
 
-    /// The other one does with the directory what this one waits for.
+    /// Runs the probe: this container holds, the other one meets.
     fn meets(&self, other: &Seer, read_only: &str) {
         let hold = format!("/bin/probe hold {} {read_only} </dev/null >/tmp/held 2>&1 &", self.part);
         self.container.exec(&format!("rm -f /tmp/held; {hold}")).ok();
@@ -79,7 +79,7 @@ impl<'a> Seer<'a> {
     }
 }
 
-/// What one writes, makes and renames is what the other one sees at once.
+/// Checks that writes, new files and renames of one container are visible to the other at once.
 fn are_one(one: &Seer, other: &Seer) {
     for round in 0..5 {
         one.exec("echo -n one >torn");
@@ -101,7 +101,7 @@ fn three(node: &Node, volume: &Volume, pod: Pod, linux: &Value, mount: &Value) {
     let container = |name: &str| Container::sh(name, &image, "sleep 600").set("linux", linux.clone());
     let mut readonly = mount.clone();
     readonly["readonly"] = json!(true);
-    // Those that may not write come first: who writes changes what was read-only in the machine until then.
+    // Read-only containers come first: a later writable mount changes the mount in the VM, which was read-only until then.
     let read = Seer::new(&pod, container("read"), &volume.whole, &readonly, "/v/part");
     assert_eq!(read.container.exec("cat /v/file").ok(), "one");
     let a = Seer::new(&pod, container("a"), &volume.whole, mount, "/v/part");
@@ -118,7 +118,7 @@ fn three(node: &Node, volume: &Volume, pod: Pod, linux: &Value, mount: &Value) {
     b.meets(&read, "ro");
     let refused = read.container.exec("echo x >/v/file").err();
     assert!(refused.contains("Read-only file system"), "{refused}");
-    // One that is made anew, without those that were there before.
+    // A new container without the earlier ones.
     for gone in [a, c] {
         node.crictl.call(["rm", "--force", &gone.container.id]);
     }
@@ -140,7 +140,7 @@ fn a_volume_a_part_of_it_and_its_parent_are_one_file_system() {
 #[test]
 fn they_are_one_file_system_in_a_user_namespace() {
     let node = Node::new();
-    // A file system whose mounts can be mapped.
+    // A file system that supports id-mapped mounts.
     let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
     let volume = Volume::new(folder.path());
     let mapping = json!([{"container_id": 0, "host_id": OUTSIDE, "length": 65_536}]);
@@ -162,7 +162,7 @@ fn what_no_container_may_write_the_node_refuses_and_a_file_can_be_a_volume() {
     let file = Seer::new(&pod, container("file"), &volume.whole.join("file"), &json!({}), "/");
     assert_eq!(file.exec("cat /v"), "one");
     assert_eq!(read.container.exec("cat /v/whole/file").ok(), "one");
-    // What one of them may write, the others see.
+    // A write through one mount is visible through the others.
     file.exec("echo -n twotwo >/v");
     assert_eq!(read.container.exec("cat /v/whole/file").ok(), "twotwo");
     for path in ["/v/whole/file", "/v/whole/new"] {

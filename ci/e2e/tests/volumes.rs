@@ -1,4 +1,4 @@
-//! Owns: image volumes: images that containers see beside their own, and what is refused; and volumes of the node.
+//! Tests image volumes, in which containers see further images, and volumes of the node; and what is rejected.
 
 use nacelle_e2e::cri::container_config;
 use nacelle_e2e::node::{Options, engine};
@@ -11,7 +11,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-/// An image with something to look at.
+/// Returns an image with some files.
 fn data() -> Image {
     Image::busybox().layer(|layer| {
         layer.folder("conf", 0o755);
@@ -27,7 +27,7 @@ fn mount(at: &str, image: &str, sub_path: &str) -> Value {
     json!({"container_path": at, "image": {"image": image}, "image_sub_path": sub_path, "readonly": true})
 }
 
-/// What ContainerStatus says of the mounts; crictl's own types may know less of them than ours.
+/// Returns the mounts in ContainerStatus; crictl's own types may lack fields of ours.
 fn mounts_of(node: &Node, container_id: &str) -> Vec<cri::Mount> {
     ask(async {
         let request = cri::ContainerStatusRequest { container_id: container_id.to_owned(), verbose: false };
@@ -36,7 +36,7 @@ fn mounts_of(node: &Node, container_id: &str) -> Vec<cri::Mount> {
     })
 }
 
-/// Makes a container with these mounts, of which crictl's own types may know less than ours; or why there is none.
+/// Creates a container with these mounts, or returns the error. crictl's own types may lack fields of ours.
 fn create_with(node: &Node, pod: &str, image: &str, mounts: Vec<cri::Mount>) -> Result<String, String> {
     let container = container_config("c", image, &["sleep", "600"]);
     let config = cri::ContainerConfig { log_path: String::new(), mounts, ..container };
@@ -65,10 +65,10 @@ fn images_are_seen_beside_the_containers_own_and_stay_while_they_are() {
     let (one_id, two_id) = {
         let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
         let mounts = json!([
-            // Below the next one, and before it: they are mounted in the order of their depth.
+            // Below the next mount, and listed before it: they are mounted in the order of their depth.
             mount("/mnt/all/conf/deep", &volume, "bin"),
             mount("/mnt/all", &volume, ""),
-            // Over a folder that is there, with a link in the sub-path.
+            // Over an existing directory, with a link in the sub-path.
             mount("/var", &volume, "current"),
             mount("/self", &image, ""),
         ]);
@@ -101,7 +101,7 @@ fn images_are_seen_beside_the_containers_own_and_stay_while_they_are() {
     let spec = var.image.as_ref().expect("it is an image's");
     assert_eq!((spec.image.as_str(), spec.image_ref.as_str()), (volume.as_str(), volume_id.as_str()));
 
-    // Removed while containers see it: it is gone from the list and goes on being seen, past a new daemon too.
+    // The image is removed while containers see it: it leaves the list but stays visible, also after a restart of the daemon.
     let before = used(&node);
     node.crictl.call(["rmi", &volume]);
     node.kill();
@@ -144,19 +144,19 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
         (with("host_path", json!("/etc")), "InvalidArgument", "host_path"),
     ];
     for (mount, code, words) in rows {
-        // A good one first: what was placed for it is given back.
+        // A valid mount first: its placement must be cleaned up.
         let mounts = json!([self::mount("/good", &volume, "conf"), mount]);
         let refused = pod.try_create(Container::sh("one", &image, "true").set("mounts", mounts)).err();
         assert!(refused.contains(code) && refused.contains(words), "{code}, {words}: {refused}");
     }
     assert_eq!(node.crictl.call(["ps", "-aq"]), "");
-    // Whatever was refused is in nobody's way.
+    // Rejected requests leave nothing that blocks a later one.
     let mounts = json!([mount("/good", &volume, "conf")]);
     pod.start(Container::sh("one", &image, "cat /good/app").set("mounts", mounts)).says("of the volume");
     pod.remove();
 }
 
-/// What the node changes is seen at once.
+/// Options with which changes on the node are visible at once.
 fn asking_each_time() -> Options {
     Options { extra: "[sandbox]\nvolume_cache_seconds = 0\n".to_owned(), ..Options::default() }
 }
@@ -180,7 +180,7 @@ fn what_the_node_changes_is_seen_soon() {
     });
     fs::remove_file(folder.join("one")).expect("it is ours");
     nacelle_e2e::eventually("it is gone", || (container.exec("ls /all").ok() == "two").then_some(()));
-    // What the container changes itself it sees at once, and so does the node.
+    // A container's own changes are visible to it and to the node at once.
     container.exec("mv /all/two /all/three && echo more >>/all/three && rm /all/three && echo x >/all/four").ok();
     assert_eq!(container.exec("ls /all").ok(), "four");
     assert_eq!(fs::read_to_string(folder.join("four")).expect("it is there"), "x\n");
@@ -213,17 +213,17 @@ fn folders_and_files_of_the_node_are_volumes() {
     for written in ["/ro/from-pod", "/ro/new", "/etc/one"] {
         assert_ne!(container.exec(&format!("echo over >{written}")).code, 0, "{written} is read-only");
     }
-    // What the node changes is seen at once.
+    // A change on the node is visible at once.
     write(&file, "changed");
     assert_eq!(container.exec("cat /rw/from-node /etc/one").ok(), "changedchanged");
     container.exec("dd if=/dev/zero of=/rw/big bs=1M count=3 2>/dev/null && sync").ok();
     assert_eq!(fs::metadata(folder.join("big")).expect("the pod has written").len(), 3 << 20);
     assert_eq!(container.exec("dd if=/ro/big bs=1M 2>/dev/null | wc -c").ok(), (3 << 20).to_string());
-    // Nothing but the volumes is there.
+    // Only the volumes are there.
     for out in ["/rw/../secret", "/rw/link"] {
         assert_ne!(container.exec(&format!("cat {out}")).code, 0, "{out}");
     }
-    // As other runtimes have it, a folder that is not there is made. Two containers have a volume of their own each.
+    // As in other runtimes, a missing directory is created. Two containers have separate volumes.
     let none = folder.join("none");
     let mounts = json!([of_node(&none, "/none", false), of_node(&folder, "/all", false)]);
     let later = pod.start(Container::sh("d", &image, "sleep 600").set("mounts", mounts));
@@ -232,7 +232,7 @@ fn folders_and_files_of_the_node_are_volumes() {
     node.crictl.call(["rm", "-f", &later.id]);
     assert_eq!(container.exec("ls /rw/none").ok(), "made");
     if let Some(share) = node.processes("nacelle-fs ").first() {
-        // The node has lost it: the pod is told of errors, and goes on, and goes away.
+        // The file-server process is killed: the pod gets errors, continues, and can be removed.
         call("kill", ["-9", &share.to_string()]).ok();
         let error = container.exec("cat /rw/from-node").err();
         assert!(error.contains("I/O error") || error.contains("Input/output error"), "{error}");
@@ -245,7 +245,7 @@ fn folders_and_files_of_the_node_are_volumes() {
     assert_eq!(node.left(), Vec::<String>::new());
 }
 
-/// The open files of a process by this name; those that only stand for a name are none.
+/// Returns the number of open files of a process with this name, without O_PATH descriptors.
 fn open_files(pid: i32, name: &str) -> usize {
     const O_PATH: u32 = 0o10_000_000;
     let all = fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives").flatten();
@@ -279,9 +279,9 @@ fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
     assert!(ahead.lines().any(|kib| kib == "496"), "{ahead}");
     fs::write(folder.join("go"), "").expect("the node's folder is writable");
     container.says("closed");
-    // Nobody waits for that.
+    // The guest's close() does not wait for this.
     nacelle_e2e::eventually("it is closed here, too", || (open_files(share, "held") == 0).then_some(()));
-    // Its queues are answered where they lie: in the memory of a guest of QEMU, else in some that is there for nothing else.
+    // The process accesses the virtqueues directly: in the memory of a QEMU guest, or else in a shared memory file for them.
     let maps = fs::read_to_string(format!("/proc/{share}/maps")).expect("it lives");
     let address = |text: &str| u64::from_str_radix(text, 16).expect("an address");
     let guests =
@@ -320,7 +320,7 @@ fn what_is_there_already_is_opened_and_not_made() {
     let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
     let sleeps = Container::sh("c", &image, "sleep 600").set("mounts", mounts).set("linux", user);
     let container = pod.start(sleeps);
-    // The shell opens with O_CREAT, and with O_EXCL too after `set -C`.
+    // The shell opens with O_CREAT, and also with O_EXCL after `set -C`.
     for (script, why) in [
         ("echo x >>/all/secret", "Permission denied"),
         ("echo x >/all/closed/new", "Permission denied"),
@@ -343,12 +343,12 @@ fn what_is_there_already_is_opened_and_not_made() {
     );
     assert_eq!((text("made"), text("target")), ("x\n".to_owned(), "y\n".to_owned()));
     assert_eq!(fs::metadata(folder.join("target")).expect("it was made").uid(), 1000);
-    // What was not there a moment ago, and what is there again.
+    // A file that did not exist a moment ago, and one that exists again.
     container.exec("test ! -e /all/later").ok();
     write("later", 0o666);
     container.exec("echo more >>/all/later && rm /all/later && echo last >>/all/later").ok();
     assert_eq!(text("later"), "last\n");
-    // Who may do what follows the node, also while files are made.
+    // The permissions follow the node, also while files are created.
     container.exec("echo 1 >/all/one").ok();
     mode(&folder, 0o755);
     assert!(container.exec("echo 2 >/all/two").err().contains("Permission denied"));
@@ -366,7 +366,7 @@ fn mount_options_take_away() {
     fs::write(&script, "#!/bin/sh\necho runs\n").expect("the node's folder is writable");
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("it is ours");
     fs::write(&read, "some").expect("the node's folder is writable");
-    // Read last before it was written: the next time that counts would be noted.
+    // The last read precedes the last write: the next read would update the access time.
     let long_ago = fs::FileTimes::new().set_accessed(SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30));
     let set = fs::File::options().write(true).open(&read).and_then(|file| file.set_times(long_ago));
     set.expect("it is ours");

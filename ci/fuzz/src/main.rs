@@ -1,4 +1,4 @@
-//! Owns: the entry point of libFuzzer: runs the harness that FUZZ_TARGET names.
+//! Provides the entry point of libFuzzer, which runs the harness that FUZZ_TARGET names.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! Disk loops over a block device or file: sequential reads and writes of 1 MiB, random reads of 4 KiB by several threads.
+//! Implements disk loops over a block device or file: sequential reads and writes of 1 MiB, random reads of 4 KiB by several
+//! threads.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -6,12 +7,12 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What one sequential request moves.
+/// The size of a sequential request in bytes.
 const LARGE: usize = 1 << 20;
-/// What one random request moves.
+/// The size of a random request in bytes.
 const SMALL: usize = 4096;
 
-/// A buffer that begins where requests past the page cache must begin.
+/// A buffer with the alignment that direct I/O requires.
 struct Buffer {
     bytes: Vec<u8>,
     start: usize,
@@ -30,7 +31,7 @@ impl Buffer {
     }
 }
 
-/// A device or file for one loop. `direct`: past the page cache.
+/// Opens a device or file for one loop. `direct` bypasses the page cache.
 fn open(path: &Path, write: bool, direct: bool) -> io::Result<(File, u64)> {
     let flags = if direct { libc::O_DIRECT } else { 0 };
     let mut file = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path)?;
@@ -41,13 +42,13 @@ fn open(path: &Path, write: bool, direct: bool) -> io::Result<(File, u64)> {
     Ok((file, length))
 }
 
-/// Reads from begin to end, again and again, for that long; bytes a second.
+/// Reads repeatedly from begin to end for `time`; returns bytes per second.
 pub fn read(path: &Path, direct: bool, time: Duration) -> io::Result<f64> {
     let (file, length) = open(path, false, direct)?;
     sequential(length, time, |buffer, at| file.read_exact_at(buffer, at))
 }
 
-/// Writes from begin to end, again and again, for that long, and flushes; bytes a second, the flush included.
+/// Writes repeatedly from begin to end for `time`, and flushes; returns bytes per second including the flush.
 pub fn write(path: &Path, direct: bool, time: Duration) -> io::Result<f64> {
     let (file, length) = open(path, true, direct)?;
     let start = Instant::now();
@@ -71,13 +72,13 @@ fn sequential(length: u64, time: Duration, mut one: impl FnMut(&mut [u8], u64) -
     }
 }
 
-/// Reads blocks of 4 KiB at random places with so many threads for that long; reads a second.
+/// Reads blocks of 4 KiB at random offsets with this number of threads for `time`; returns reads per second.
 pub fn random_reads(path: &Path, direct: bool, threads: u32, time: Duration) -> io::Result<f64> {
     let start = Instant::now();
     let one = |seed: u64| -> io::Result<u64> {
         let (file, length) = open(path, false, direct)?;
         let (mut buffer, mut done, mut state) = (Buffer::new(SMALL), 0, 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
-        // At least one, however late the thread begins.
+        // At least one read, however late the thread begins.
         loop {
             state ^= state << 13;
             state ^= state >> 7;

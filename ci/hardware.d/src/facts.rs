@@ -1,4 +1,4 @@
-//! What the host is: the facts without which figures say nothing.
+//! Collects the facts about the host that are needed to interpret the figures.
 
 use crate::report::{Line, object};
 use nacelle_engine::KvmVerdict;
@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// The first line of a report.
+/// Returns the first line of a report.
 pub fn host(version: &str, verdict: &KvmVerdict, disk: &Path) -> Line {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let of_cpu = |name: &str| cpuinfo.lines().find_map(|line| line.strip_prefix(name)?.split_once(':'));
@@ -39,25 +39,25 @@ pub fn host(version: &str, verdict: &KvmVerdict, disk: &Path) -> Line {
     Line { name: "host".to_owned(), facts: object(facts), ..Line::default() }
 }
 
-/// The content of a small file, or nothing.
+/// Returns the content of a small file, or an empty string.
 fn text(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
-/// The setting in use, of a file like `always [madvise] never`; nothing where there is none.
+/// Returns the selected setting of a file like `always [madvise] never`; empty if there is none.
 pub fn chosen(setting: &str) -> String {
     let word = setting.split_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
     word.unwrap_or_default().to_owned()
 }
 
-/// A line of /proc/meminfo, in KiB; 0 where there is none.
+/// Returns a value of /proc/meminfo in KiB; 0 if it is missing.
 pub fn meminfo(name: &str) -> u64 {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
 }
 
-/// The names of usual file systems, by their numbers (statfs(2)); of others, the number.
+/// Returns the names of usual file systems by their numbers (statfs(2)); the number of others.
 fn file_system(kind: libc::c_long) -> String {
     match kind {
         0xef53 => "ext4".to_owned(),
@@ -69,7 +69,7 @@ fn file_system(kind: libc::c_long) -> String {
     }
 }
 
-/// The version of a peer, if it is installed.
+/// Returns the version of a peer, if it is installed.
 fn peer(program: &str) -> Value {
     let output = Command::new(program).arg("--version").output();
     output

@@ -1,5 +1,5 @@
-//! Gives a network interface an IPv4 address and sets it up, with two rtnetlink messages (rtnetlink(7)): the guest has no `ip`, and the
-//! host may have none either.
+//! Sets an IPv4 address of a network interface and sets it up, with two rtnetlink messages (rtnetlink(7)): the guest has no `ip`,
+//! and the host may have none either.
 
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
@@ -8,7 +8,7 @@ use std::io;
 use std::net::Ipv4Addr;
 use std::os::fd::OwnedFd;
 
-/// RTM_NEWLINK, which changes one that is there.
+/// RTM_NEWLINK, which changes an existing interface.
 const NEW_LINK: u16 = 16;
 /// RTM_NEWADDR.
 const NEW_ADDRESS: u16 = 20;
@@ -63,7 +63,7 @@ fn call(socket: &OwnedFd, kind: u16, flags: u16, body: &[u8]) -> io::Result<()> 
     outcome(&answer[..count])
 }
 
-/// What an acknowledgement says.
+/// Returns the result in an acknowledgement.
 fn outcome(answer: &[u8]) -> io::Result<()> {
     let odd = || io::Error::other("rtnetlink answered with something else than an acknowledgement");
     let kind = answer.get(4..6).and_then(|bytes| bytes.try_into().ok()).map(u16::from_ne_bytes);

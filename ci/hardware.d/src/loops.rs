@@ -1,11 +1,12 @@
-//! Memory loops: first touch of fresh memory, a pointer chase, and streaming. All are single-threaded and allocate what they use.
+//! Implements memory loops: first touch of fresh memory, a pointer chase, and streaming. All are single-threaded and allocate the
+//! memory that they use.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Bytes of a page that a processor maps at the least.
+/// The size of the smallest page in bytes.
 const PAGE: usize = 4096;
-/// Loads of the chase between two looks at the clock.
+/// The loads of the chase between two reads of the clock.
 const BATCH: u32 = 4096;
 
 /// A cache line, so that each step of the chase loads another one.
@@ -15,10 +16,10 @@ struct Line {
     next: usize,
 }
 
-/// Writes one byte to each page of `mib` MiB of memory that was allocated just now; nanoseconds a page.
+/// Writes one byte to each page of `mib` MiB of newly allocated memory; returns nanoseconds per page.
 pub fn touch(mib: usize) -> f64 {
     let bytes = mib << 20;
-    // The allocator takes so much from the kernel anew, and zeros from there are not written.
+    // The allocator gets this much from the kernel as fresh zero pages, which are not written.
     let mut memory = vec![0u8; bytes];
     let start = Instant::now();
     for at in (0..bytes).step_by(PAGE) {
@@ -29,7 +30,7 @@ pub fn touch(mib: usize) -> f64 {
     took.as_nanos() as f64 / (bytes / PAGE).max(1) as f64
 }
 
-/// Follows pointers through `mib` MiB in random order for that long; nanoseconds a load.
+/// Follows pointers through `mib` MiB in random order for `time`; returns nanoseconds per load.
 pub fn chase(mib: usize, time: Duration) -> f64 {
     let lines = cycle((mib << 20) / size_of::<Line>());
     let (mut at, mut loads) = (0, 0u64);
@@ -47,7 +48,7 @@ pub fn chase(mib: usize, time: Duration) -> f64 {
     }
 }
 
-/// Lines of which each names the next one, in one random cycle through all (Sattolo's algorithm).
+/// Returns lines each of which contains the index of the next one, in one random cycle through all (Sattolo's algorithm).
 fn cycle(count: usize) -> Vec<Line> {
     let mut lines: Vec<Line> = (0..count.max(1)).map(|next| Line { next }).collect();
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
@@ -62,7 +63,7 @@ fn cycle(count: usize) -> Vec<Line> {
     lines
 }
 
-/// Reads `mib` MiB from begin to end again and again for that long, then writes them so; bytes a second of each.
+/// Reads `mib` MiB repeatedly from begin to end for `time`, then writes them likewise; returns bytes per second of each.
 pub fn stream(mib: usize, time: Duration) -> (f64, f64) {
     let mut words = vec![1u64; (mib << 20) / size_of::<u64>()];
     let bytes = size_of_val(words.as_slice()) as f64;
@@ -77,7 +78,7 @@ pub fn stream(mib: usize, time: Duration) -> (f64, f64) {
     (read, written)
 }
 
-/// Bytes a second of a pass over so many bytes, repeated for at least that long.
+/// Returns the bytes per second of a pass over this many bytes, repeated for at least `time`.
 fn rate(time: Duration, bytes: f64, mut pass: impl FnMut()) -> f64 {
     let (start, mut passes) = (Instant::now(), 0.0);
     loop {

@@ -1,8 +1,8 @@
-//! `nacelle-hardware`: measures Nacelle on a machine whose KVM runs guests on hardware. `ci/hardware` packs it with what it needs.
+//! `nacelle-hardware` measures Nacelle on a machine whose KVM runs guests on hardware. `ci/hardware` packs it with its parts.
 //!
-//! It looks at KVM first and ends at once, with exit code 3, where guests do not run on hardware. Then it runs section after section, and
-//! writes one JSON object a line to standard output. What it changes on the host it takes back, also after a signal and at the end of its
-//! time.
+//! It checks KVM first and exits at once, with exit code 3, if guests do not run on hardware. Then it runs section after section,
+//! and writes one JSON object a line to standard output. It reverts all changes on the host, also after a signal and at the end
+//! of its time.
 
 mod facts;
 mod memory;
@@ -27,13 +27,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// A section has failed, or the time was over.
+/// A section failed, or the time limit was reached.
 const FAILED: u8 = 1;
 /// Nothing was started: an argument, the user, the bundle or the work directory is wrong.
 const USAGE: u8 = 2;
 /// KVM does not run guests on hardware here.
 const NO_HARDWARE: u8 = 3;
-/// A signal has ended it.
+/// The program was ended by a signal.
 const INTERRUPTED: u8 = 130;
 
 const HELP: &str = "\
@@ -76,7 +76,7 @@ fn main() -> ExitCode {
     code
 }
 
-/// What a run is asked for.
+/// The options of a run.
 #[derive(Debug, Default, PartialEq)]
 struct Options {
     quick: bool,
@@ -105,7 +105,7 @@ impl Options {
     }
 }
 
-/// Why nothing is measured, or nothing: KVM runs guests on hardware.
+/// Returns the reason that nothing is measured; `None` if KVM runs guests on hardware.
 fn refusal(verdict: &KvmVerdict) -> Option<String> {
     match verdict {
         KvmVerdict::Hardware { .. } => None,
@@ -147,7 +147,8 @@ fn run(options: &Options) -> anyhow::Result<ExitCode> {
             continue;
         }
         eprintln!("nacelle-hardware: {name}, at {} s", begun.elapsed().as_secs());
-        // A quick run shows that everything works, also on a slow machine: it has few samples and no hurry.
+        // A quick run only checks that everything works, also on a slow machine: it takes few samples and has a generous time
+        // limit.
         let own = Instant::now() + Duration::from_secs(if options.quick { 10 * seconds } else { seconds });
         let until = if options.quick { own } else { own.min(end) };
         if let Err(error) = section(&world, &mut report, until) {
@@ -160,7 +161,7 @@ fn run(options: &Options) -> anyhow::Result<ExitCode> {
     Ok(if failed { ExitCode::from(FAILED) } else { ExitCode::SUCCESS })
 }
 
-/// What sections need, and the directories that are removed after them.
+/// The input of the sections, and the directories that are removed after them.
 struct Prepared {
     world: World,
     /// The version of the bundle.
@@ -169,7 +170,7 @@ struct Prepared {
     run: Work,
 }
 
-/// Does what comes before the first section. What fails here is for the user to change, and the program ends with [`USAGE`].
+/// Prepares the first section. An error here is for the user to fix, and the program exits with [`USAGE`].
 fn prepare(options: &Options) -> anyhow::Result<Prepared> {
     if !nix::unistd::geteuid().is_root() {
         bail!("measuring needs root, for network namespaces, control groups and huge pages");
@@ -177,7 +178,7 @@ fn prepare(options: &Options) -> anyhow::Result<Prepared> {
     let parts = Parts::find()?;
     watch(if options.quick { None } else { Some(sections::LIMIT) })?;
     let disk = work_directory(options.work.as_deref().unwrap_or(&parts.directory))?;
-    // Sockets have paths of at most 108 bytes.
+    // Paths of sockets are limited to 108 bytes.
     let run = Work::new(&PathBuf::from(format!("/tmp/nacelle-hardware-{}", std::process::id())))
         .context("cannot use /tmp for the sockets of pods; make it a writable directory")?;
     let scratch = disk.path.join("scratch");
@@ -201,7 +202,7 @@ fn prepare(options: &Options) -> anyhow::Result<Prepared> {
     Ok(Prepared { world, version: parts.version, disk, run })
 }
 
-/// The directory of this run, below a directory on the disk that is measured.
+/// Creates the directory of this run, below a directory on the disk that is measured.
 fn work_directory(disk: &Path) -> anyhow::Result<Work> {
     let directory = disk.canonicalize().map_err(anyhow::Error::from);
     let made = directory.and_then(|directory| Work::new(&directory.join(format!("work-{}", std::process::id()))));
@@ -210,11 +211,11 @@ fn work_directory(disk: &Path) -> anyhow::Result<Work> {
     })
 }
 
-/// Waits for signals, and for the end of the time, if there is one: then takes back what is to be taken back and ends the program.
+/// Waits for signals, and for the end of the time limit, if there is one: then reverts all changes and ends the program.
 fn watch(limit: Option<Duration>) -> anyhow::Result<()> {
     let mut signals = SigSet::empty();
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().for_each(|signal| signals.add(signal));
-    // Before any other thread is there, so that none takes them.
+    // Before any other thread exists, so that none receives them.
     signals.thread_block().context("cannot block signals")?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         if signals.wait().is_ok() {
@@ -231,7 +232,7 @@ fn watch(limit: Option<Duration>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What lies beside this program in the bundle.
+/// The files of the bundle next to this program.
 struct Parts {
     directory: PathBuf,
     version: String,
@@ -285,7 +286,7 @@ impl Work {
     }
 }
 
-/// The templates of scratch disks, beside which pods make theirs.
+/// Copies the templates of scratch disks to the directory where pods create theirs.
 fn copy_templates(from: &Path, to: &Path) -> anyhow::Result<()> {
     fs::create_dir(to).with_context(|| format!("cannot make {}", to.display()))?;
     for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {

@@ -1,26 +1,26 @@
-//! What processes have in memory, as their host's kernel counts it (proc_pid_smaps(5)).
+//! Reads the memory of processes as the host's kernel counts it (proc_pid_smaps(5)).
 
 use anyhow::Context;
 use std::collections::BTreeSet;
 use std::fs;
 
-/// A mapping of /proc/PID/smaps: its fields in KiB.
+/// A mapping of /proc/PID/smaps, with its fields in KiB.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Mapping {
-    /// The file, or nothing.
+    /// The file, or empty.
     pub name: String,
     fields: Vec<(String, u64)>,
 }
 
 impl Mapping {
-    /// A field in MiB; 0 where the kernel has no such field.
+    /// Returns a field in MiB; 0 if the kernel does not have it.
     pub fn mib(&self, name: &str) -> f64 {
         let field = self.fields.iter().find(|(field, _)| field == name);
         field.map_or(0.0, |(_, kib)| *kib as f64 / 1024.0)
     }
 }
 
-/// All mappings of a process.
+/// Returns all mappings of a process.
 pub fn mappings(pid: u32) -> anyhow::Result<Vec<Mapping>> {
     let path = format!("/proc/{pid}/smaps");
     Ok(parse(&fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?))
@@ -36,14 +36,14 @@ fn parse(smaps: &str) -> Vec<Mapping> {
                 mapping.fields.push((field.to_owned(), kib));
             }
         } else {
-            // Permissions, offset, device and inode come before the name.
+            // Permissions, offset, device and inode precede the name.
             all.push(Mapping { name: words.skip(4).collect::<Vec<_>>().join(" "), fields: Vec::new() });
         }
     }
     all
 }
 
-/// The mapping that is the guest's memory: the largest one of which something is there.
+/// Returns the mapping of the guest's memory: the largest one with resident pages.
 pub fn of_guest(mappings: &[Mapping]) -> Option<&Mapping> {
     let resident =
         |mapping: &Mapping| mapping.mib("Rss") + mapping.mib("Shared_Hugetlb") + mapping.mib("Private_Hugetlb");
@@ -51,7 +51,8 @@ pub fn of_guest(mappings: &[Mapping]) -> Option<&Mapping> {
     there.max_by(|one, other| one.mib("Size").total_cmp(&other.mib("Size")))
 }
 
-/// Resident MiB of a process that has a guest, without the guest's memory and without what a device shares with the guest.
+/// Returns the resident MiB of a process with a guest, without the guest's memory and without the memory that a device shares
+/// with the guest.
 pub fn beside_guest(mappings: &[Mapping]) -> f64 {
     let guest = of_guest(mappings).map_or(0.0, |guest| guest.mib("Rss"));
     let others = mappings.iter().filter(|mapping| !mapping.name.contains("memfd:nacelle-guest"));
@@ -60,13 +61,13 @@ pub fn beside_guest(mappings: &[Mapping]) -> f64 {
     if shared { all } else { all - guest }
 }
 
-/// Proportional MiB of a process, or 0 of one that has ended.
+/// Returns the proportional MiB of a process; 0 if it has ended.
 pub fn proportional(pid: u32) -> f64 {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
     parse(&rollup).iter().map(|mapping| mapping.mib("Pss")).sum()
 }
 
-/// A process and all that descend from it.
+/// Returns a process and all its descendants.
 pub fn with_descendants(root: u32) -> BTreeSet<u32> {
     let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -87,7 +88,7 @@ pub fn with_descendants(root: u32) -> BTreeSet<u32> {
     }
 }
 
-/// The parent, of /proc/PID/stat; the command's name before it may hold anything.
+/// Returns the parent from /proc/PID/stat; the command's name before it may contain any characters.
 fn parent(stat: &str) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }

@@ -1,4 +1,4 @@
-//! The page for docs: the lines of a run as Markdown.
+//! Renders the lines of a run as Markdown for the documentation.
 
 use crate::report::Line;
 use anyhow::{Context, bail};
@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 use std::fmt::Write;
 use std::io::BufRead;
 
-/// Reads lines and returns the page. Lines that are no figures of this program are errors: a page must not leave something out unseen.
+/// Reads lines and returns the page. A line that is not a figure of this program is an error, so that the page does not silently
+/// omit anything.
 pub fn page(input: impl BufRead) -> anyhow::Result<String> {
     let mut lines = Vec::new();
     for (number, line) in input.lines().enumerate() {
@@ -60,17 +61,17 @@ fn configuration(config: &Map<String, Value>) -> String {
     words.join(", ")
 }
 
-/// A value without the quotes of JSON.
+/// Formats a value without the quotes of JSON.
 fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// Text that does not end its cell.
+/// Escapes a text for a table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
 
-/// A figure with three digits that count.
+/// Formats a figure with three significant digits.
 fn figure(value: f64) -> String {
     if value == 0.0 {
         return "0".to_owned();

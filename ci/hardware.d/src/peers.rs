@@ -1,5 +1,5 @@
-//! The peers of a boot, where they are installed: QEMU's microvm and Firecracker, with the same kernel and the same init, from the start of
-//! the process to the mark on the serial console.
+//! Boots the peers that are installed, QEMU's microvm and Firecracker, with the same kernel and the same init, and measures from
+//! the start of the process to the mark on the serial console.
 
 use crate::memory::{beside_guest, mappings};
 use crate::undo;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// Memory of each machine.
+/// The memory of each VM in MiB.
 pub const MEMORY_MIB: u32 = 128;
 
 /// Another VMM.
@@ -26,13 +26,13 @@ pub enum Peer {
 }
 
 impl Peer {
-    /// Those that are in `PATH`.
+    /// Returns the peers in `PATH`.
     pub fn installed() -> Vec<Peer> {
         let found = |peer: &Peer| in_path(peer.program(), std::env::var_os("PATH").unwrap_or_default()).is_some();
         [Peer::Qemu, Peer::Firecracker].into_iter().filter(found).collect()
     }
 
-    /// The name in figures.
+    /// Returns the name in the figures.
     pub fn name(self) -> &'static str {
         match self {
             Peer::Qemu => "qemu microvm",
@@ -72,7 +72,8 @@ impl Peer {
         })
     }
 
-    /// One boot: milliseconds from the start of the process to the mark, and its resident MiB beside the guest's memory then.
+    /// Boots once; returns the milliseconds from the start of the process to the mark, and the process's resident MiB without the
+    /// guest's memory at that time.
     pub fn boot(self, kernel: &Path, initrd: &Path, directory: &Path, limit: Instant) -> anyhow::Result<(f64, f64)> {
         let arguments = self.arguments(kernel, initrd, directory)?;
         let started = now();
@@ -97,7 +98,7 @@ impl Peer {
     }
 }
 
-/// Kernel parameters, with the way of the machine to be reset.
+/// Returns the kernel parameters, with the VM's reset method.
 fn parameters(reset: &str) -> String {
     format!("{} reboot={reset}", PARAMETERS.join(" "))
 }

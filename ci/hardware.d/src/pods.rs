@@ -1,4 +1,5 @@
-//! Whole pods, without a daemon and without a network: the real pod process with its jail, machine and agent, and a container in it.
+//! Runs whole pods without a daemon and without a network: the real pod process with its jail, VM and agent, and a container in
+//! it.
 
 use crate::undo::{self, Guard};
 use anyhow::Context;
@@ -12,46 +13,46 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Memory of a pod's guest.
+/// The memory of a pod's guest in MiB.
 pub const MEMORY_MIB: u32 = 128;
-/// The size of the scratch disk. The bundle has a template of it, so that the host needs no mkfs.
+/// The size of the scratch disk in MiB. The bundle has a template of it, so that the host needs no mkfs.
 pub const SCRATCH_MIB: u64 = 1024;
 /// The name of the container.
 const CONTAINER: &str = "container";
 
-/// What pods are made of.
+/// The parts of pods.
 #[derive(Clone, Debug)]
 pub struct Pods {
-    /// The program of pod processes.
+    /// The path of the pod process's program.
     pub program: PathBuf,
     pub kernel: PathBuf,
     /// The initramfs with the agent.
     pub initrd: PathBuf,
     /// An EROFS file system with a shell.
     pub image: PathBuf,
-    /// Where templates of scratch disks and the disks are: on a real file system.
+    /// The directory of the scratch disks and their templates, on a disk file system.
     pub scratch: PathBuf,
-    /// Where pods have their directories, with a short path.
+    /// The parent of the pods' directories, with a short path.
     pub run: PathBuf,
 }
 
 /// A pod that is ready. Dropping it kills it.
 pub struct Pod {
     pub client: PodClient,
-    /// From the start of the process to a guest that is configured, in milliseconds.
+    /// The milliseconds from the start of the process to a configured guest.
     pub ready: f64,
     _end: Guard,
 }
 
 impl Pod {
-    /// Its process.
+    /// Returns the PID of the pod process.
     pub fn pid(&self) -> u32 {
         self.client.identity().pid.unsigned_abs()
     }
 }
 
 impl Pods {
-    /// Starts one and waits until its guest is configured.
+    /// Starts a pod and waits until its guest is configured.
     pub async fn start(&self) -> anyhow::Result<Pod> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -71,7 +72,7 @@ impl Pods {
         Ok(Pod { client, ready, _end: end })
     }
 
-    /// Makes a container in a pod and starts it; it sleeps.
+    /// Creates and starts a container that sleeps.
     pub async fn start_container(&self, pod: &Pod) -> anyhow::Result<()> {
         let length = fs::metadata(&self.image).with_context(|| format!("no image {}", self.image.display()))?.len();
         let path = self.image.to_str().context("the path of the image is not UTF-8")?.to_owned();
@@ -120,7 +121,7 @@ impl Pods {
     }
 }
 
-/// Runs a command in the pod's container to its end; milliseconds from the request to the answer.
+/// Runs a command in the pod's container to its end; returns the milliseconds from the request to the answer.
 pub async fn exec(pod: &Pod, command: &str) -> anyhow::Result<f64> {
     let begun = Instant::now();
     let limit = Some(Duration::from_secs(60));
@@ -130,10 +131,10 @@ pub async fn exec(pod: &Pod, command: &str) -> anyhow::Result<f64> {
     Ok(took.as_secs_f64() * 1e3)
 }
 
-/// Ends what there is of a pod, from any thread.
+/// Removes everything of a pod. May be called from any thread.
 fn remove(dir: &Path) {
     let place = dir.to_owned();
-    // The caller may be a thread of a runtime, and those may not wait for another one.
+    // The caller may be a thread of a runtime, which must not block on another one.
     let cleaned = std::thread::spawn(move || -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(client::clean_up(&place, None))?;
@@ -145,7 +146,7 @@ fn remove(dir: &Path) {
     }
 }
 
-/// The ends of a pod's logs.
+/// Returns the ends of a pod's logs.
 fn tail(dir: &Path) -> String {
     let end = |text: Vec<u8>| String::from_utf8_lossy(&text[text.len().saturating_sub(1024)..]).into_owned();
     let log = fs::read(dir.join(client::LOG_FILE)).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The figures as JSON, one object a line: what sections write and what `page` reads.
+//! Defines the figures as JSON, one object a line: the output of the sections and the input of `page`.
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -6,40 +6,40 @@ use serde_json::{Map, Value};
 use std::io::Write;
 use std::time::Instant;
 
-/// One line. Which of the optional fields are there says what it is: samples, one value, something left out, an error, or the host.
+/// One line. The optional fields determine its kind: samples, one value, something skipped, an error, or the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Line {
-    /// What was measured, or the section that failed; `host` on the first line.
+    /// The name of the figure, or of the section that failed; `host` on the first line.
     pub name: String,
     /// The unit of the figures.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub unit: String,
-    /// The one figure, where there is only one.
+    /// The value of a single figure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub value: Option<f64>,
-    /// Of `n` samples.
+    /// The median of `n` samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub median: Option<f64>,
-    /// Nine in ten samples are at most this.
+    /// The 90th percentile of the samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub p90: Option<f64>,
-    /// How many samples there are.
+    /// The number of samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub n: Option<usize>,
-    /// The section's time was over before all samples were taken.
+    /// Whether the section's time ended before all samples were taken.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cut: bool,
-    /// In which configuration.
+    /// The configuration that was measured.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub config: Map<String, Value>,
-    /// Why it was not measured: this machine has no means to.
+    /// The reason that it was not measured: this machine does not support it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
-    /// Why it could not be measured.
+    /// The reason that the measurement failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// What the host is.
+    /// The facts about the host.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub facts: Map<String, Value>,
 }
@@ -48,17 +48,17 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Samples of one figure.
+/// The samples of one figure.
 #[derive(Clone, Debug, Default)]
 pub struct Samples {
-    /// In the order in which they were taken.
+    /// The values in the order in which they were taken.
     pub values: Vec<f64>,
-    /// There should be more.
+    /// Whether samples are missing because the time ended.
     pub cut: bool,
 }
 
 impl Samples {
-    /// The middle one, or the mean of the two in the middle.
+    /// Returns the median; the mean of the two middle values for an even number.
     pub fn median(&self) -> Option<f64> {
         let sorted = self.sorted();
         let (half, odd) = (sorted.len() / 2, sorted.len() % 2 == 1);
@@ -66,7 +66,7 @@ impl Samples {
         Some(if odd { upper } else { (sorted[half - 1] + upper) / 2.0 })
     }
 
-    /// The smallest one than which at most a tenth are larger.
+    /// Returns the smallest value that at most a tenth of the values exceed.
     pub fn p90(&self) -> Option<f64> {
         let sorted = self.sorted();
         let rank = (sorted.len() * 9).div_ceil(10);
@@ -80,8 +80,8 @@ impl Samples {
     }
 }
 
-/// Takes rounds of samples until there are `count` rounds or the time is over; at least one round. Each round is one sample of each kind,
-/// so that what changes on the host changes all of them. Rounds before the first counted one (`warm_up`) are thrown away.
+/// Takes rounds of samples until there are `count` rounds or the time is over; at least one round. Each round is one sample of
+/// each kind, so that changes of the host affect all of them. Rounds before the first counted one (`warm_up`) are discarded.
 pub fn rounds(
     until: Instant,
     warm_up: usize,
@@ -105,26 +105,26 @@ pub fn rounds(
     Ok(all)
 }
 
-/// Writes lines, and remembers whether one was an error.
+/// Writes lines, and records whether one was an error.
 pub struct Report<W> {
     out: W,
-    /// A section has failed.
+    /// Whether a section has failed.
     pub failed: bool,
 }
 
 impl<W: Write> Report<W> {
-    /// A report that goes to `out`.
+    /// Returns a report that is written to `out`.
     pub fn new(out: W) -> Report<W> {
         Report { out, failed: false }
     }
 
-    /// One line, at once.
+    /// Writes one line and flushes.
     pub fn line(&mut self, line: &Line) -> anyhow::Result<()> {
         let text = serde_json::to_string(line).context("cannot write a figure as JSON")?;
         writeln!(self.out, "{text}").and_then(|()| self.out.flush()).context("cannot write to the output")
     }
 
-    /// Median and 90th percentile of samples.
+    /// Writes median and 90th percentile of samples.
     pub fn samples(&mut self, name: &str, unit: &str, config: Value, samples: &Samples) -> anyhow::Result<()> {
         self.line(&Line {
             name: name.to_owned(),
@@ -138,25 +138,25 @@ impl<W: Write> Report<W> {
         })
     }
 
-    /// A figure of which there is one.
+    /// Writes a single figure.
     pub fn value(&mut self, name: &str, unit: &str, config: Value, value: f64) -> anyhow::Result<()> {
         let (name, unit) = (name.to_owned(), unit.to_owned());
         self.line(&Line { name, unit, value: Some(value), config: object(config), ..Line::default() })
     }
 
-    /// Something that this machine cannot do.
+    /// Writes that this machine does not support something.
     pub fn skipped(&mut self, name: &str, config: Value, why: String) -> anyhow::Result<()> {
         self.line(&Line { name: name.to_owned(), config: object(config), skipped: Some(why), ..Line::default() })
     }
 
-    /// Something that failed.
+    /// Writes an error.
     pub fn error(&mut self, name: &str, error: &anyhow::Error) -> anyhow::Result<()> {
         self.failed = true;
         self.line(&Line { name: name.to_owned(), error: Some(format!("{error:#}")), ..Line::default() })
     }
 }
 
-/// The fields of an object; of another value, none.
+/// Returns the fields of an object; none for another value.
 pub fn object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(map) => map,

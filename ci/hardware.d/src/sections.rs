@@ -1,4 +1,4 @@
-//! What is measured, section by section. Each has a time of its own; one that fails does not keep the others from running.
+//! Runs the measurements, section by section. Each has a time limit of its own; one that fails does not prevent the others.
 
 mod loops;
 mod machines;
@@ -10,35 +10,35 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// What sections share.
+/// The common input of the sections.
 pub struct World {
     pub pods: Pods,
     /// The initramfs with the measuring guest.
     pub guest: PathBuf,
     /// A directory on the disk that is measured.
     pub disk: PathBuf,
-    /// Few and short samples: enough to see that everything works.
+    /// Take few and short samples: enough to check that everything works.
     pub quick: bool,
     pub runtime: tokio::runtime::Runtime,
 }
 
 impl World {
-    /// So many samples, or few.
+    /// Returns the number of samples: `full`, or few in a quick run.
     fn count(&self, full: usize) -> usize {
         if self.quick { full.min(2) } else { full }
     }
 
-    /// For how long a loop runs, in milliseconds.
+    /// Returns the duration of a loop in milliseconds.
     fn loop_ms(&self, full: u64) -> u64 {
         if self.quick { full.min(200) } else { full }
     }
 
-    /// For one step of a machine.
+    /// Returns the deadline of one step of a VM.
     fn step(&self) -> Instant {
         Instant::now() + Duration::from_secs(if self.quick { 120 } else { 30 })
     }
 
-    /// An empty directory.
+    /// Creates an empty directory.
     fn directory(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.disk.join(name);
         std::fs::create_dir_all(&path)?;
@@ -46,10 +46,10 @@ impl World {
     }
 }
 
-/// A section: its figures go to the report, and it ends soon after `until`.
+/// A section: it writes its figures to the report, and ends soon after `until`.
 pub type Section<W> = fn(&World, &mut Report<W>, Instant) -> anyhow::Result<()>;
 
-/// Name, seconds, and how it is measured. Together they take less than eight minutes.
+/// Returns the name, the time limit in seconds and the function of each section. Together they take less than eight minutes.
 pub fn all<W: Write>() -> [(&'static str, u64, Section<W>); 8] {
     [
         ("boot", 75, machines::boot),
@@ -63,7 +63,7 @@ pub fn all<W: Write>() -> [(&'static str, u64, Section<W>); 8] {
     ]
 }
 
-/// The time for all of it.
+/// The time limit of all sections.
 pub const LIMIT: Duration = Duration::from_secs(8 * 60);
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Settings of the host that a section needs for its time: pages in the hugetlb pool, transparent huge pages for shared memory. Each is
-//! set back afterwards.
+//! Changes settings of the host for the duration of a section: pages in the hugetlb pool, transparent huge pages for shared
+//! memory. Each is reset afterwards.
 
 use crate::facts::chosen;
 use crate::undo::{self, Guard};
@@ -7,11 +7,11 @@ use anyhow::{Context, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The pool of pages of 2 MiB.
+/// The pool of 2 MiB pages.
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// So many more pages of 2 MiB in the pool, until the guard is dropped.
+/// Adds this many 2 MiB pages to the pool, until the guard is dropped.
 pub fn enlarge_pool(pages: u64) -> anyhow::Result<Guard> {
     enlarge(Path::new(POOL), pages)
 }
@@ -33,7 +33,8 @@ fn enlarge(pool: &Path, pages: u64) -> anyhow::Result<Guard> {
     Ok(guard)
 }
 
-/// Transparent huge pages for memory that asks for them, where they are switched off: for anonymous and for shared memory.
+/// Enables transparent huge pages for memory that asks for them (madvise), where they are disabled: for anonymous and for shared
+/// memory.
 pub fn allow_transparent() -> Vec<anyhow::Result<Guard>> {
     [("enabled", "madvise"), ("shmem_enabled", "advise")]
         .into_iter()
@@ -41,7 +42,7 @@ pub fn allow_transparent() -> Vec<anyhow::Result<Guard>> {
         .collect()
 }
 
-/// Nothing, where the setting is not `never`.
+/// Returns `None` if the setting is not `never`.
 fn allow(path: &Path, wanted: &str) -> Option<anyhow::Result<Guard>> {
     let setting = fs::read_to_string(path).ok()?;
     (chosen(&setting) == "never").then(|| set(path.to_owned(), "never".to_owned(), wanted))

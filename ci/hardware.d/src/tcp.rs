@@ -1,13 +1,13 @@
-//! TCP loops: one end sends for a time, the other one counts what arrives until the end of the connection.
+//! Implements TCP loops: one end sends for a time, the other one counts what arrives until the end of the connection.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddrV4, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// What one system call moves.
+/// The size of one system call in bytes.
 const CHUNK: usize = 128 << 10;
 
-/// Connects, trying again until `patience` is over, and sends for `time`; bytes a second.
+/// Connects, with retries until `patience` is over, and sends for `time`; returns bytes per second.
 pub fn send(to: SocketAddrV4, time: Duration, patience: Duration) -> io::Result<f64> {
     let give_up = Instant::now() + patience;
     let mut stream = loop {
@@ -27,7 +27,7 @@ pub fn send(to: SocketAddrV4, time: Duration, patience: Duration) -> io::Result<
     Ok(bytes / start.elapsed().as_secs_f64())
 }
 
-/// Takes one connection and reads it to its end; bytes a second.
+/// Accepts one connection and reads it to its end; returns bytes per second.
 pub fn receive(listener: &TcpListener, patience: Duration) -> io::Result<f64> {
     let (mut stream, _peer) = listener.accept()?;
     stream.set_read_timeout(Some(patience))?;

@@ -1,8 +1,9 @@
-//! What must be taken back however the program ends: child processes, pods, settings of the host, the work directory.
+//! Reverts everything that must not outlive the program, however it ends: child processes, pods, settings of the host, the work
+//! directory.
 //!
-//! A [`Guard`] runs its step when it is dropped. [`end`] runs the steps that are left, newest first, and ends the program; the threads that
-//! wait for signals and for the end of the time call it. Once it has begun, a thread that starts or registers anything waits for the exit,
-//! so that nothing new outlives the program.
+//! A [`Guard`] runs its step when it is dropped. [`end`] runs the remaining steps, newest first, and ends the program; the
+//! threads that wait for signals and for the end of the time limit call it. Once it has begun, a thread that starts or registers
+//! anything waits for the exit, so that nothing new outlives the program.
 
 use std::io;
 use std::process::{Child, ChildStdin, ChildStdout, Command};
@@ -13,22 +14,22 @@ type Step = Box<dyn FnOnce() + Send>;
 struct Steps {
     next: u64,
     steps: Vec<(u64, Step)>,
-    /// Steps that were taken off the list and have not returned yet.
+    /// The steps that were removed from the list and have not returned yet.
     running: usize,
-    /// [`Registry::all`] has begun.
+    /// Whether [`Registry::all`] has begun.
     ending: bool,
 }
 
-/// Steps that wait; the program has one list of them.
+/// The pending steps; the program has one list of them.
 struct Registry {
     list: Mutex<Steps>,
-    /// A step has returned.
+    /// Notified when a step has returned.
     returned: Condvar,
 }
 
 static PROGRAM: Registry = Registry::new();
 
-/// Takes one thing back when it is dropped.
+/// Runs one step when it is dropped.
 #[must_use]
 #[derive(Debug)]
 pub struct Guard {
@@ -36,12 +37,12 @@ pub struct Guard {
     number: u64,
 }
 
-/// A child process. It is killed and reaped when this is dropped, or at the end of the program; nothing else waits for it, so its pid
-/// is not used again before that.
+/// A child process. It is killed and reaped when this is dropped, or at the end of the program; nothing else waits for it, so its
+/// PID is not reused before that.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
-    /// The pipes that the command asked for.
+    /// The pipes that the command requested.
     pub stdin: Option<ChildStdin>,
     pub stdout: Option<ChildStdout>,
     _end: Guard,
@@ -53,24 +54,24 @@ impl Process {
     }
 }
 
-/// Has `step` run when the guard is dropped, or at the end of the program.
+/// Registers `step` to run when the guard is dropped, or at the end of the program.
 pub fn later(step: impl FnOnce() + Send + 'static) -> Guard {
     PROGRAM.later(step)
 }
 
-/// Starts a child process and registers its end in one step.
+/// Starts a child process and registers its end atomically.
 pub fn spawn(command: &mut Command) -> io::Result<Process> {
     PROGRAM.spawn(command)
 }
 
-/// Takes back all that is left and ends the program with this exit code.
+/// Runs all remaining steps and ends the program with this exit code.
 pub fn end(code: u8) -> ! {
     PROGRAM.all();
     std::process::exit(code.into())
 }
 
-/// Returns at once, unless [`end`] has begun on another thread: then it waits for the exit. `main` calls it last, because returning would
-/// cut the steps of that thread short.
+/// Returns at once, unless [`end`] has begun on another thread: then it waits for the exit. `main` calls it last, because
+/// returning would interrupt the steps of that thread.
 pub fn wait_if_ending() {
     PROGRAM.wait_if_ending();
 }
@@ -82,7 +83,7 @@ fn wait_for_exit() -> ! {
 }
 
 fn kill(mut child: Child) {
-    // One that has ended already is what is wanted.
+    // It may have ended already.
     let _ = child.kill();
     let _ = child.wait();
 }
@@ -111,7 +112,7 @@ impl Registry {
 
     fn later(&'static self, step: impl FnOnce() + Send + 'static) -> Guard {
         let guard = self.add(&mut self.lock(), Box::new(step));
-        // At the end the step runs, and the caller does not get to make what it registered the step for.
+        // At the end of the program the step runs, and the caller must not create what it registered the step for.
         self.wait_if_ending();
         guard
     }
@@ -136,7 +137,7 @@ impl Registry {
         }
     }
 
-    /// Runs a step that was counted as running. The list is not locked: a step may take other things back.
+    /// Runs a step that was counted as running. The list is not locked: a step may drop other guards.
     fn run(&self, step: Step) {
         step();
         self.lock().running -= 1;
@@ -181,7 +182,7 @@ mod tests {
     use std::sync::{Arc, mpsc};
     use std::time::Duration;
 
-    // Each test has a list of its own: other tests use that of the program.
+    // Each test has a list of its own, because other tests use that of the program.
 
     #[test]
     fn each_step_runs_once_and_the_newest_first() {

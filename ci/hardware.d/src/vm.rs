@@ -1,7 +1,8 @@
-//! One machine under measurement, as a process of its own: Nacelle's VMM with the memory that is asked for (this program once more, as
+//! Runs one VM under measurement in a process of its own: Nacelle's VMM with the requested memory backing (this program again, as
 //! `nacelle-hardware --machine DESCRIPTION`).
 //!
-//! The child prints one line when its guest has said hello, then answers each line of its input with a line, and ends with its input.
+//! The child prints one line when its guest has sent hello, then answers each line of its input with a line, and ends with its
+//! input.
 
 use crate::undo::{self, Process};
 use anyhow::{Context, anyhow, bail};
@@ -33,25 +34,25 @@ use std::time::{Duration, Instant};
 
 /// The first argument of the child.
 pub const MACHINE: &str = "--machine";
-/// Before a directory: the command that pauses and saves the machine; the answer is how many milliseconds that took.
+/// The command `save DIRECTORY`: pauses and saves the VM; the answer is the duration in milliseconds.
 pub const SAVE: &str = "save ";
-/// Before a number: the command that has the guest answer so often; the answer is how many milliseconds each took.
+/// The command `echo COUNT`: makes the guest answer this often; the answer is the milliseconds of each.
 pub const ECHO: &str = "echo ";
-/// Before milliseconds: the guest sends to the host for that long; bytes a second.
+/// The command `tcp-send MILLISECONDS`: the guest sends to the host for that long; the answer is bytes per second.
 pub const SEND: &str = "tcp-send ";
-/// Before milliseconds: the host sends to the guest for that long; bytes a second.
+/// The command `tcp-receive MILLISECONDS`: the host sends to the guest for that long; the answer is bytes per second.
 pub const RECEIVE: &str = "tcp-receive ";
 
-/// The kernel parameters of every machine here: those of engine `kvm`.
+/// The kernel parameters of every VM here: those of engine `kvm`.
 pub const PARAMETERS: [&str; 4] = ["console=ttyS0", "quiet", "panic=-1", "noreplace-smp"];
-/// For one step of the child: more than any takes. The parent has limits of its own.
+/// The time limit of one step of the child: more than any takes. The parent has limits of its own.
 const PATIENCE: Duration = Duration::from_secs(120);
 const HOST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
 const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 2);
 const PREFIX: u8 = 24;
 const TAP: &str = "tap0";
 
-/// What lies under the guest's memory.
+/// The backing of the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Under {
     /// Anonymous memory.
@@ -60,12 +61,12 @@ pub enum Under {
     /// A memfd, mapped shared.
     #[serde(rename = "memfd")]
     Memfd,
-    /// A file whose pages are in memory, mapped privately: as that of a snapshot.
+    /// A file with resident pages, mapped privately, like that of a snapshot.
     #[serde(rename = "private file")]
     File,
 }
 
-/// The pages that are asked for there.
+/// The pages of the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pages {
     /// 4 KiB only.
@@ -74,12 +75,12 @@ pub enum Pages {
     /// Transparent huge pages.
     #[serde(rename = "2 MiB transparent")]
     Transparent,
-    /// Of the hugetlb pool.
+    /// Pages of the hugetlb pool.
     #[serde(rename = "2 MiB hugetlb")]
     Hugetlb,
 }
 
-/// A machine.
+/// The description of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Description {
     pub kernel: PathBuf,
@@ -87,51 +88,51 @@ pub struct Description {
     pub memory_mib: u32,
     pub under: Under,
     pub pages: Pages,
-    /// A raw file that is the disk `/dev/vda`, writable.
+    /// A raw, writable file for the disk `/dev/vda`.
     pub disk: Option<PathBuf>,
-    /// An interface `eth0`, with a tap in a network namespace of the machine's process.
+    /// An interface `eth0`, with a tap in a network namespace of the VM's process.
     pub network: bool,
-    /// Restore the machine that was saved to this directory instead of booting.
+    /// The directory of a saved VM that is restored instead of booting.
     pub from: Option<PathBuf>,
-    /// An empty directory of the machine's own.
+    /// An empty directory of the VM's own.
     pub directory: PathBuf,
 }
 
-/// When what happened (CLOCK_MONOTONIC, nanoseconds).
+/// The times of events (CLOCK_MONOTONIC, nanoseconds).
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Times {
-    /// The processors may run.
+    /// The vCPUs may run.
     pub running: u64,
     /// The guest's init has printed its mark, if it prints one.
     pub mark: Option<u64>,
-    /// The guest has said hello over vsock.
+    /// The guest has sent hello over vsock.
     pub hello: u64,
 }
 
-/// CLOCK_MONOTONIC in nanoseconds.
+/// Returns CLOCK_MONOTONIC in nanoseconds.
 pub fn now() -> u64 {
-    // Linux has this clock always; without it every difference would be 0.
+    // Linux always has this clock; without it every difference would be 0.
     clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |time| Duration::from(time).as_nanos() as u64)
 }
 
-/// Milliseconds between two of these times.
+/// Returns the milliseconds between two of these times.
 pub fn ms(from: u64, to: u64) -> f64 {
     to.saturating_sub(from) as f64 / 1e6
 }
 
-/// A running machine. Dropping it kills it.
+/// A running VM. Dropping it kills it.
 pub struct Machine {
     process: Process,
     commands: ChildStdin,
     answers: BufReader<ChildStdout>,
     /// When the process was started.
     pub started: u64,
-    /// What it said of its start.
+    /// The times of its start.
     pub times: Times,
 }
 
 impl Machine {
-    /// Starts one and waits for its hello, no longer than `limit`.
+    /// Starts a VM and waits for its hello, until `limit`.
     pub fn start(description: &Description, limit: Instant) -> anyhow::Result<Machine> {
         let argument = serde_json::to_string(description)?;
         let program = std::env::current_exe().context("cannot find the path of this program")?;
@@ -147,19 +148,19 @@ impl Machine {
         Ok(machine)
     }
 
-    /// The process.
+    /// Returns the PID of the process.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// Sends a command and returns the numbers of the answer, which comes no later than `limit`.
+    /// Sends a command and returns the numbers of the answer, which must arrive by `limit`.
     pub fn ask(&mut self, command: &str, limit: Instant) -> anyhow::Result<Vec<f64>> {
         writeln!(self.commands, "{command}").context("the machine has ended")?;
         let line = self.line(limit)?;
         numbers(&line).with_context(|| format!("the machine cannot {command}"))
     }
 
-    /// As [`ask`](Machine::ask), of a command whose answer is one number.
+    /// Like [`ask`](Machine::ask), for a command whose answer is one number.
     pub fn ask_one(&mut self, command: &str, limit: Instant) -> anyhow::Result<f64> {
         let numbers = self.ask(command, limit)?;
         numbers.first().copied().with_context(|| format!("the answer to {command:?} has no number"))
@@ -181,7 +182,7 @@ impl Machine {
     }
 }
 
-/// The numbers of an answer: `ok` and numbers.
+/// Parses an answer: `ok` and numbers.
 fn numbers(line: &str) -> anyhow::Result<Vec<f64>> {
     let rest = line.strip_prefix("ok").ok_or_else(|| anyhow!("{line}"))?;
     rest.split_whitespace()
@@ -189,7 +190,7 @@ fn numbers(line: &str) -> anyhow::Result<Vec<f64>> {
         .collect()
 }
 
-/// The child.
+/// Runs the child.
 pub fn serve(argument: &str) -> anyhow::Result<()> {
     let description: Description = serde_json::from_str(argument).context("no description of a machine")?;
     let mut namespaces = CloneFlags::CLONE_NEWNS;
@@ -280,7 +281,8 @@ fn config(description: &Description) -> Config {
     }
 }
 
-/// The file of memory that is mapped privately, all of whose pages are there: on a tmpfs of this process with such pages, or of the pool.
+/// Returns the file of privately mapped memory, with all pages resident: on a tmpfs of this process with such pages, or of the
+/// hugetlb pool.
 fn file(description: &Description) -> anyhow::Result<Option<File>> {
     if description.under != Under::File || description.from.is_some() {
         return Ok(None);
@@ -297,7 +299,7 @@ fn file(description: &Description) -> anyhow::Result<Option<File>> {
             let huge = if pages == Pages::Small { "huge=never" } else { "huge=always" };
             let plain = pages == Pages::Small;
             let mounted = mount(Some("memory"), &description.directory, Some("tmpfs"), MsFlags::empty(), Some(huge));
-            // A kernel without huge pages does not know the word.
+            // A kernel without huge pages does not know the option.
             let mounted = match mounted {
                 Err(_) if plain => {
                     mount(Some("memory"), &description.directory, Some("tmpfs"), MsFlags::empty(), nothing)
@@ -320,7 +322,7 @@ fn file(description: &Description) -> anyhow::Result<Option<File>> {
     Ok(Some(file))
 }
 
-/// The guest's interface, whose tap has an address in this process's network namespace.
+/// Creates the guest's interface, whose tap has an address in this process's network namespace.
 fn interface() -> anyhow::Result<Box<dyn nacelle_vmm::Device>> {
     let here = NetNs::open(Path::new("/proc/thread-self/ns/net"))?;
     let tap = tap::create(&here, TAP)?;
@@ -329,7 +331,7 @@ fn interface() -> anyhow::Result<Box<dyn nacelle_vmm::Device>> {
     Ok(Net::new(NetConfig { taps: vec![tap.fd], mac: [2, 0, 0, 0, 0, 1], mtu: 1500, vhost })?.device())
 }
 
-/// What the guest has printed, and when it printed the mark.
+/// The guest's console output, and when it printed the mark.
 #[derive(Default)]
 struct Console {
     said: Vec<u8>,
@@ -338,7 +340,7 @@ struct Console {
 
 impl Console {
     fn push(&mut self, bytes: &[u8]) {
-        /// Enough to say why a guest has ended.
+        /// The maximum output that is kept, in bytes: enough to see why a guest has ended.
         const MOST: usize = 64 << 10;
         self.said.extend_from_slice(bytes);
         if self.mark.is_none() && self.said.windows(MARK.len()).any(|window| window == MARK.as_bytes()) {

@@ -1,4 +1,4 @@
-//! The program ends at once, with a code and a sentence of its own, where KVM does not run guests on hardware.
+//! Tests that the program exits at once, with an exit code and a message of its own, if KVM does not run guests on hardware.
 
 use nacelle_engine::{KvmVerdict, probe};
 use std::process::{Command, Stdio};
@@ -16,6 +16,6 @@ fn without_hardware_nothing_is_measured() {
     assert!(errors.contains("nothing is measured on this machine: "), "{errors}");
     assert_eq!(errors.lines().count(), 1, "{errors}");
     assert!(output.stdout.is_empty(), "no figures");
-    // The probe gives up after two seconds.
+    // The probe times out after two seconds.
     assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
 }

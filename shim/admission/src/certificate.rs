@@ -1,5 +1,5 @@
-//! Owns: the server's certificate and key: read again while it serves, so that a new one needs no restart.
-//! Threads: a task that looks at the files; whoever accepts a client takes what is newest.
+//! Provides the server's certificate and key, and reads them again while the server runs, so that a renewal needs no restart. One
+//! task watches the files; each accepted client uses the newest certificate.
 
 use super::AdmissionError;
 use nacelle_base::Chain;
@@ -10,17 +10,17 @@ use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::AbortOnDropHandle;
 
-/// How often the files are looked at.
+/// The interval at which the files are read.
 const EVERY: Duration = Duration::from_secs(5);
 
-/// What speaks TLS, with the newest certificate.
+/// A TLS acceptor with the newest certificate.
 pub(super) struct Certificate {
     newest: watch::Receiver<TlsAcceptor>,
     _task: AbortOnDropHandle<()>,
 }
 
 impl Certificate {
-    /// Reads the files for the first time.
+    /// Reads the files for the first time, and starts the task that watches them.
     pub async fn of(files: Tls) -> Result<Certificate, AdmissionError> {
         let pem = read(&files).await?;
         let (sender, newest) = watch::channel(pem.acceptor()?);
@@ -28,7 +28,7 @@ impl Certificate {
         Ok(Certificate { newest, _task: AbortOnDropHandle::new(task) })
     }
 
-    /// The newest.
+    /// Returns the acceptor with the newest certificate.
     pub fn acceptor(&self) -> TlsAcceptor {
         self.newest.borrow().clone()
     }
@@ -39,7 +39,7 @@ async fn read(files: &Tls) -> Result<Pem, AdmissionError> {
     Ok(run_blocking("read the TLS certificate", move || files.read()).await??)
 }
 
-/// What is in the files, and speaks TLS with it, if it is not this.
+/// Reads the files; returns their contents and an acceptor for them if they differ from `known`.
 async fn changed(files: &Tls, known: &Pem) -> Result<Option<(Pem, TlsAcceptor)>, AdmissionError> {
     let pem = read(files).await?;
     if pem == *known {
@@ -49,7 +49,8 @@ async fn changed(files: &Tls, known: &Pem) -> Result<Option<(Pem, TlsAcceptor)>,
     Ok(Some((pem, acceptor)))
 }
 
-/// Takes over what is new in the files. Half of a change, a key that does not go with the certificate, is no change yet.
+/// Applies changes of the files. A half-finished change, whose key does not match the certificate, is ignored until it is
+/// complete.
 async fn follow(files: Tls, mut pem: Pem, newest: watch::Sender<TlsAcceptor>) {
     let mut told = String::new();
     loop {

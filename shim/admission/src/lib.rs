@@ -1,8 +1,9 @@
-//! Owns: the admission server of a cluster: the API server asks it whether pods and machines are right before they are stored,
-//! and it answers with the code that stands behind RunPodSandbox. docs/reference/vm-admission.md (Admission) is the map.
-//! May use: `vmi`, `stream` (its TLS), what this version honours. Needs no node, no daemon and no API server of its own.
+//! The admission webhook server of a cluster. The API server asks it whether pods and machines are valid before they are stored,
+//! and it applies the same checks as RunPodSandbox. docs/reference/vm-admission.md (Admission) has an overview. It uses `vmi`,
+//! `stream` (for TLS) and the list of fields that this version supports; it needs neither a node, nor a daemon, nor access to the
+//! API server.
 //!
-//! A review goes text -> `review` -> `verdict` -> `review` -> text; `server` does the talking.
+//! A review passes through text -> `review` -> `verdict` -> `review` -> text; `server` is the transport.
 
 mod certificate;
 pub mod manifests;

@@ -1,5 +1,5 @@
-//! Owns: the manifests with which a cluster runs the server and asks it: those of docs/examples/admission, with what is different
-//! in each cluster. Pure.
+//! Generates the manifests that run the server in a cluster and register it: those of docs/examples/admission, with the values of
+//! the cluster. Pure.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -9,18 +9,18 @@ use serde_json::{Value, json};
 const SERVER: &str = include_str!("../../../docs/examples/admission/server.yaml");
 const WEBHOOKS: &str = include_str!("../../../docs/examples/admission/webhooks.yaml");
 
-/// What is different in each cluster.
+/// The values that differ between clusters.
 #[derive(Clone, Debug)]
 pub struct Cluster {
-    /// Where the server runs.
+    /// The namespace of the server.
     pub namespace: String,
-    /// The image with the program.
+    /// The image with the binary.
     pub image: String,
-    /// PEM: the authority that has signed the server's certificate.
+    /// The CA certificate of the server's certificate, as PEM.
     pub authority: Vec<u8>,
 }
 
-/// The manifests as YAML.
+/// Returns the manifests as YAML.
 pub fn manifests(cluster: &Cluster) -> Result<String, Causes> {
     let mut documents = read::all(SERVER, "server.yaml")?;
     documents.extend(read::all(WEBHOOKS, "webhooks.yaml")?);
@@ -77,7 +77,7 @@ mod tests {
             assert_eq!(webhook["clientConfig"]["service"]["namespace"], "other");
             assert_eq!(webhook["sideEffects"], "None");
         }
-        // The mode is a number: 0440.
+        // JSON has no octal numbers: this is 0440.
         assert_eq!(documents[4]["spec"]["template"]["spec"]["volumes"][0]["secret"]["defaultMode"], 288);
     }
 }

@@ -1,5 +1,5 @@
-//! Owns: AdmissionReview of admission.k8s.io/v1, as far as it is needed here: a request is read and checked, an answer is
-//! written. Pure.
+//! Reads the request and writes the response of an AdmissionReview of admission.k8s.io/v1, with the fields that the server needs.
+//! Pure; requests are untrusted.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -7,83 +7,83 @@ use nacelle_base::{Classify, Kind, json};
 use nacelle_vmi::{Cause, Causes};
 use serde_json::{Value, json};
 
-/// What is understood.
+/// The supported API version.
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
-/// Values and keys of a review. What people write and clusters add to it has a few thousand.
+/// The largest number of values and keys in a review. Realistic objects have a few thousand.
 const MAX_VALUES: usize = 400_000;
-/// Kubernetes' are 36 long.
+/// The longest UID in bytes; those of Kubernetes have 36.
 const MAX_UID: usize = 256;
-/// About how many bytes of causes the message has; `details` has them all.
+/// The approximate size in bytes of the causes in the message; `details` has all of them.
 const MAX_MESSAGE: usize = 4000;
-/// Kubernetes cuts longer ones, and throws away what is over 4096 bytes together.
+/// The longest warning in bytes: Kubernetes truncates longer ones, and drops all beyond 4096 bytes in total.
 const MAX_WARNING: usize = 256;
 const MAX_WARNINGS: usize = 12;
-/// How much of a word of a stranger is told.
+/// The number of bytes of an untrusted word that an error shows.
 const MAX_TOLD: usize = 100;
 
-/// What the API server asks.
+/// A request of the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Review {
-    /// The question's.
+    /// The request's UID.
     pub uid: String,
-    /// Of the object; empty for the core group.
+    /// The object's API group; empty for the core group.
     pub group: String,
-    /// Of the object.
+    /// The object's API version.
     pub version: String,
-    /// Of the object.
+    /// The object's kind.
     pub kind: String,
-    /// The object's; empty if the API server chooses one later.
+    /// The object's name; empty if the API server generates it later.
     pub name: String,
-    /// The object's; empty if it has none.
+    /// The object's namespace; empty if it has none.
     pub namespace: String,
     /// `CREATE`, `UPDATE`, `DELETE` or `CONNECT`.
     pub operation: String,
-    /// Which part of the object is written; empty: all of it.
+    /// The subresource that is written; empty for the object itself.
     pub subresource: String,
-    /// The object as it shall be; null: there is none.
+    /// The new object; null if there is none.
     pub object: Value,
-    /// The object as it is; null: there is none.
+    /// The old object; null if there is none.
     pub old: Value,
 }
 
-/// What is answered.
+/// The response to a review.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
-    /// It may be.
+    /// The object is allowed.
     Allowed {
-        /// What a person should know.
+        /// Warnings for the user.
         warnings: Vec<String>,
     },
-    /// It may be, changed so: a JSON patch.
+    /// The object is allowed with this JSON patch.
     Patched(Value),
-    /// It may not be.
+    /// The object is rejected.
     Denied(Causes),
 }
 
-/// Why a text is no review.
+/// Why a text is not a review.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
-    /// It cannot be read.
+    /// The text is not JSON.
     #[error("the body is no JSON that is read here")]
     Json {
-        /// Why.
+        /// The cause.
         source: serde_json::Error,
     },
-    /// It is something else.
+    /// The text is another kind of object.
     #[error("the body is {kind:?} of {api_version:?}, and {KIND} of {API_VERSION} is expected")]
     Other {
-        /// Its `apiVersion`.
+        /// The object's `apiVersion`.
         api_version: String,
-        /// Its `kind`.
+        /// The object's `kind`.
         kind: String,
     },
-    /// A field is missing, or is no such thing.
+    /// A field is missing or has an invalid value.
     #[error("{field} must be {wanted}")]
     Field {
-        /// Its path.
+        /// The field's path.
         field: &'static str,
-        /// What it must be.
+        /// The expected value.
         wanted: &'static str,
     },
 }
@@ -95,7 +95,7 @@ impl Classify for ReviewError {
 }
 
 impl Review {
-    /// Reads a request.
+    /// Parses a request.
     pub fn read(body: &[u8]) -> Result<Review, ReviewError> {
         let mut whole: Value = json::read_most(body, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
         let word = |field: &str| whole.get(field).and_then(Value::as_str).map_or_else(String::new, cut);
@@ -144,19 +144,19 @@ impl Review {
         })
     }
 
-    /// `apiVersion` of the object.
+    /// Returns the `apiVersion` of the object.
     pub fn api_version(&self) -> String {
         if self.group.is_empty() { self.version.clone() } else { format!("{}/{}", self.group, self.version) }
     }
 
-    /// The object's name; without one, what its name will begin with.
+    /// Returns the object's name, or the prefix of its name if that is generated.
     pub fn who(&self) -> &str {
         let said = |field| self.object.pointer(field).and_then(Value::as_str).filter(|name| !name.is_empty());
         let named = Some(self.name.as_str()).filter(|name| !name.is_empty());
         named.or_else(|| said("/metadata/name")).or_else(|| said("/metadata/generateName")).unwrap_or_default()
     }
 
-    /// The answer's text.
+    /// Returns the text of the response.
     pub fn answer(&self, answer: &Answer) -> Vec<u8> {
         let mut response = json!({ "uid": self.uid, "allowed": !matches!(answer, Answer::Denied(_)) });
         match answer {
@@ -174,7 +174,7 @@ impl Review {
         json!({ "apiVersion": API_VERSION, "kind": KIND, "response": response }).to_string().into_bytes()
     }
 
-    /// What `kubectl` shows of an object that is wrong: as the API server says it of its own rules.
+    /// Returns the status that `kubectl` shows for an invalid object, in the form of the API server's own validation errors.
     fn status(&self, causes: &Causes) -> Value {
         let one = |cause: &Cause| json!({ "reason": cause.reason, "message": cause.detail(), "field": cause.field });
         let (kind, name) = (&self.kind, self.who());

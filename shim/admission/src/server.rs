@@ -1,5 +1,5 @@
-//! Owns: the HTTPS server: connections, requests, their bounds, and its end. What is answered is `verdict`'s.
-//! Threads: a task for each client; a review is read and judged where blocking is allowed.
+//! The HTTPS server: accepts connections, bounds requests, and shuts down. `verdict` decides the responses. Each client has a
+//! task; reviews are parsed and judged on the blocking pool.
 
 use super::certificate::Certificate;
 use super::review::{Answer, Review, ReviewError};
@@ -26,55 +26,55 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
-/// Connections at once. An API server keeps a few.
+/// The largest number of open connections. An API server keeps a few.
 const CONNECTIONS: usize = 128;
-/// Reviews in memory at once.
+/// The largest number of reviews in memory.
 const REVIEWS: usize = 16;
-/// The API server takes no larger request itself.
+/// The largest body in bytes, the same limit as the API server's own.
 const MAX_BODY: usize = 3 << 20;
-/// Of larger ones no more is read: who sends more finds the connection closed.
+/// The number of bytes that are read of a larger body; then the connection is closed.
 const MOST: usize = 2 * MAX_BODY;
-/// All headers of a request.
+/// The largest size of all headers of a request in bytes.
 const MAX_HEADERS: usize = 64 << 10;
-/// For a client to begin to speak TLS.
+/// Time limit for the TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// For the headers of the next request, after which an idle client is gone.
+/// Time limit for the headers of the next request, after which an idle connection is closed.
 const HEADERS: Duration = Duration::from_secs(60);
-/// For the body. No API server waits longer for an answer than 30 seconds.
+/// Time limit for the body. API servers wait for a response for at most 30 seconds.
 const BODY: Duration = Duration::from_secs(10);
-/// For reviews that are under way at the end.
+/// Time for reviews in progress at the shutdown.
 const END: Duration = Duration::from_secs(10);
-/// What is told to who speaks no TLS.
+/// The response to a client that does not use TLS.
 const PLAIN: &[u8] =
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: 26\r\nConnection: close\r\n\r\n\
                        this server speaks https.\n";
 
-/// How the server is reached, and what it asks.
+/// The options of the server.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where it listens; port 0: any free one.
+    /// The address to listen on; port 0 selects any free port.
     pub listen: SocketAddr,
     /// Certificate and key.
     pub tls: Tls,
-    /// What is asked of objects.
+    /// The checks of objects.
     pub policy: Policy,
 }
 
-/// Why there is no server.
+/// Why the server cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
-    /// Certificate or key.
+    /// Certificate or key cannot be used.
     #[error("cannot speak TLS to the API server")]
     Tls(#[from] TlsError),
-    /// The address.
+    /// The address is not available.
     #[error("cannot listen for reviews on {address}")]
     Listen {
-        /// As it was said.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Work on a thread of the runtime did not finish.
+    /// A task of the runtime did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
 }
@@ -89,7 +89,7 @@ impl Classify for AdmissionError {
     }
 }
 
-/// The server before it serves.
+/// A server that listens and does not serve yet.
 pub struct Server {
     listener: TcpListener,
     address: SocketAddr,
@@ -97,7 +97,7 @@ pub struct Server {
     shared: Arc<Shared>,
 }
 
-/// What all clients share.
+/// The state that all clients share.
 struct Shared {
     policy: Arc<Policy>,
     reviews: Arc<Semaphore>,
@@ -117,12 +117,12 @@ impl Server {
         Ok(Server { listener, address, certificate, shared: Arc::new(shared) })
     }
 
-    /// Where it listens.
+    /// Returns the address of the listener.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves until `end`; reviews that are under way are answered.
+    /// Serves until `end`; reviews in progress are completed.
     pub async fn serve(self, end: impl Future<Output = ()>) {
         let Server { listener, certificate, shared, .. } = self;
         let places = Arc::new(Semaphore::new(CONNECTIONS));
@@ -152,7 +152,7 @@ impl Server {
                 }
             }
         }
-        // New ones go elsewhere, those that are there are told.
+        // New clients are refused, and connected ones are notified.
         drop(listener);
         shared.ending.cancel();
         let all = async { while clients.join_next().await.is_some() {} };
@@ -167,7 +167,7 @@ impl Shared {
         let handshake = async {
             let mut first = [0];
             let read = connection.peek(&mut first).await?;
-            // A handshake begins with 22, a request with a letter.
+            // A TLS handshake begins with byte 22, an HTTP request with a letter.
             if read == 1 && first[0].is_ascii_uppercase() {
                 plain(connection).await?;
                 return Ok(None);
@@ -246,7 +246,7 @@ impl Shared {
             return Err(Refused::TooLarge);
         }
         let begun = Instant::now();
-        // Whoever waits for a place waits no longer than for a body.
+        // The wait for a permit is limited like the wait for a body.
         let place = tokio::time::timeout(BODY, Arc::clone(&self.reviews).acquire_owned()).await;
         let Ok(Ok(place)) = place else { return Err(Refused::Busy) };
         let body = tokio::time::timeout(BODY, whole(request.into_body())).await.unwrap_or(Err(Refused::Late))?;
@@ -266,8 +266,8 @@ impl Shared {
     }
 }
 
-/// A request's body. Of one that is too large, the rest is read too, up to [`MOST`], and thrown away: an answer beside
-/// unread bytes may be lost.
+/// Reads a request's body. The rest of a body that is too large is read up to [`MOST`] and discarded: with unread bytes in the
+/// socket the response may be lost.
 async fn whole(mut body: Incoming) -> Result<Vec<u8>, Refused> {
     let (mut read, mut length) = (Vec::new(), 0);
     while length <= MOST
@@ -280,7 +280,7 @@ async fn whole(mut body: Incoming) -> Result<Vec<u8>, Refused> {
     if length > MAX_BODY { Err(Refused::TooLarge) } else { Ok(read) }
 }
 
-/// One line for each review. What strangers wrote is quoted.
+/// Logs one line for each review. Untrusted texts are quoted.
 fn log(path: &str, review: &Review, answer: &Answer, took: Duration) {
     let (verdict, said) = match answer {
         Answer::Allowed { warnings } => ("allowed", warnings.join("; ")),
@@ -301,7 +301,7 @@ fn log(path: &str, review: &Review, answer: &Answer, took: Duration) {
     );
 }
 
-/// Why a request is not answered with a review.
+/// Why a request gets no review as its response.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error("the content type is {kind:?}, and application/json is expected")]
@@ -346,7 +346,8 @@ fn not_so(method: &'static str) -> Response<Full<Bytes>> {
     response
 }
 
-/// Tells a client that speaks no TLS so, and lets it finish: an answer beside unread bytes may be lost.
+/// Sends [`PLAIN`] to a client that does not use TLS, and reads the rest of its request: with unread bytes in the socket the
+/// response may be lost.
 async fn plain(mut connection: TcpStream) -> io::Result<()> {
     const MOST: u64 = 64 << 10;
     connection.write_all(PLAIN).await?;

@@ -1,4 +1,4 @@
-//! Owns: the proof of what is answered to reviews.
+//! Tests the responses to reviews.
 
 use super::Policy;
 use super::review::{Answer, Review};
@@ -8,7 +8,7 @@ use nacelle_vmi::{Causes, read};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// A review of an object: of its own kind, or of a pod.
+/// Returns a review of an object, which is a pod unless it has a kind.
 fn review(operation: &str, object: Value, old: Value) -> Review {
     let some = |text: &Value, or: &str| text.as_str().unwrap_or(or).to_owned();
     let api_version = some(&object["apiVersion"], "v1");
@@ -211,7 +211,7 @@ fn with_catalogue() -> Policy {
     policy
 }
 
-/// Does what a patch of annotations says.
+/// Applies a patch of annotations.
 fn patched(object: &Value, patch: &Value) -> Value {
     let mut object = object.clone();
     for step in patch.as_array().unwrap() {
@@ -251,11 +251,11 @@ fn names_of_the_catalogue_are_written_out_for_nodes() {
     assert_eq!(told["response"]["patchType"], "JSONPatch");
     let sent = STANDARD.decode(told["response"]["patch"].as_str().unwrap()).unwrap();
     assert_eq!(serde_json::from_slice::<Value>(&sent).unwrap(), patch);
-    // Said again, nothing is left to say; and a server without that catalogue finds it right.
+    // A second application changes nothing, and a server without this catalogue accepts the result.
     let again = review("CREATE", patched(&object, &patch), Value::Null);
     assert_eq!(policy.mutate(&again), allowed());
     assert_eq!(Policy::default().validate(&again), allowed());
-    // Pods that are there, templates and what is wrong stay as they are.
+    // Existing pods, templates and invalid objects are not changed.
     assert_eq!(policy.mutate(&Review { operation: "UPDATE".into(), ..asked.clone() }), allowed());
     assert_eq!(policy.mutate(&Review { kind: "Deployment".into(), group: "apps".into(), ..asked }), allowed());
     let wrong = pod(json!({ "vm.nacelle.dev/instancetype": "ours", "vm.nacelle.dev/cpus": "2" }));
@@ -319,7 +319,7 @@ fn what_is_no_review_is_named() {
     }
 }
 
-/// Any JSON, of words that mean something here.
+/// Arbitrary JSON, from words with a meaning in this crate.
 fn anything() -> impl Strategy<Value = Value> {
     let word = prop::sample::select(vec![
         "apiVersion",

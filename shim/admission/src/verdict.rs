@@ -1,4 +1,4 @@
-//! Owns: what is answered to a review: the rules are those of `nacelle_vmi`; here is only which object is asked about what. Pure.
+//! Decides the response to a review. `nacelle_vmi` has the rules; this module selects which of them apply to which object. Pure.
 
 use super::review::{Answer, Review};
 use nacelle_machines::honoured::{not_known, not_run};
@@ -10,19 +10,19 @@ use nacelle_vmi::preset::Catalogue;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What is asked of objects, beside what is right everywhere.
+/// The configurable checks of objects.
 #[derive(Clone, Debug, Default)]
 pub struct Policy {
-    /// What pods can name.
+    /// The instance types, preferences and presets that pods can name.
     pub catalogue: Catalogue,
-    /// The RuntimeClasses whose pods are looked at, "" for pods that name none; empty: all pods.
+    /// The RuntimeClasses whose pods are checked, "" for pods without one; empty for all pods.
     pub runtime_classes: BTreeSet<String>,
-    /// Machine pods get their defaults written into their document.
+    /// The defaults of machine pods are written into their documents.
     pub defaults: bool,
 }
 
 impl Policy {
-    /// Whether an object is right.
+    /// Returns whether an object is valid.
     pub fn validate(&self, review: &Review) -> Answer {
         let allowed = |warnings| Answer::Allowed { warnings };
         let Some(object) = self.looked_at(review) else { return allowed(Vec::new()) };
@@ -31,17 +31,17 @@ impl Policy {
             if review.operation == "UPDATE"
                 && (is_going(&review.object) || said(&object) == said(&typed(review, &review.old)))
             {
-                // What is wrong already must still be labelled, scaled and taken away.
+                // It must remain possible to label, scale and delete an object that was invalid before.
                 return allowed(vec![format!("it was wrong before, and is not run: {first}")]);
             }
             return Answer::Denied(verdict.causes);
         }
-        // Nodes run pods, and no records.
+        // Nodes run pods, and no machine records.
         let pods = verdict.admitted.filter(|_| !manifest::is_machine(&review.kind));
         allowed(pods.map_or_else(Vec::new, |admitted| warnings(review, &object, &admitted)))
     }
 
-    /// What a new pod has to say beside what it says.
+    /// Returns the annotations that are added to a new pod.
     pub fn mutate(&self, review: &Review) -> Answer {
         let unchanged = Answer::Allowed { warnings: Vec::new() };
         if review.kind != "Pod" || review.operation != "CREATE" {
@@ -49,14 +49,14 @@ impl Policy {
         }
         let Some(object) = self.looked_at(review) else { return unchanged };
         let (annotations, wrong) = manifest::annotations(&object);
-        // One that is wrong is left as it is: it is refused when all have changed what they change.
+        // An invalid pod is not changed: the validating webhook rejects it after all mutations.
         match complete(&annotations, &self.catalogue, self.defaults) {
             Ok(Some(complete)) if wrong.is_empty() => Answer::Patched(patch(&annotations, &complete)),
             _ => unchanged,
         }
     }
 
-    /// The object, if it is one that somebody here has something to say of.
+    /// Returns the object, if this server checks it.
     fn looked_at(&self, review: &Review) -> Option<Value> {
         let whole = review.subresource.is_empty() && ["CREATE", "UPDATE"].contains(&review.operation.as_str());
         if !whole || review.object.is_null() || !manifest::is_known(&review.api_version(), &review.kind) {
@@ -70,7 +70,7 @@ impl Policy {
     }
 }
 
-/// What is right, and yet not what somebody may think.
+/// Returns warnings about valid settings that may surprise the user.
 fn warnings(review: &Review, object: &Value, admitted: &Admitted) -> Vec<String> {
     let told = not_known(admitted).into_iter().chain(not_run(admitted));
     let mut warnings: Vec<String> = told.map(|not_run| not_run.to_string()).collect();
@@ -80,7 +80,7 @@ fn warnings(review: &Review, object: &Value, admitted: &Admitted) -> Vec<String>
     warnings
 }
 
-/// The object with its kind, and without what a cluster adds to it.
+/// Returns the object with its kind, and without the fields that a cluster adds.
 fn typed(review: &Review, object: &Value) -> Value {
     let mut object = manifest::bare(object);
     if object.is_object() {
@@ -94,7 +94,7 @@ fn is_going(object: &Value) -> bool {
     object.pointer("/metadata/deletionTimestamp").is_some_and(|time| !time.is_null())
 }
 
-/// What an object says of machines.
+/// Returns the parts of an object that are about VMs.
 fn said(object: &Value) -> Value {
     if manifest::is_machine(object["kind"].as_str().unwrap_or_default()) {
         return json!([object["metadata"]["annotations"], object["spec"]]);
@@ -104,7 +104,7 @@ fn said(object: &Value) -> Value {
     json!(annotations)
 }
 
-/// The way from some annotations to others.
+/// Returns the JSON patch between two sets of annotations.
 fn patch(from: &BTreeMap<String, String>, to: &BTreeMap<String, String>) -> Value {
     let path = |key: &str| format!("/metadata/annotations/{}", key.replace('~', "~0").replace('/', "~1"));
     let gone = from.keys().filter(|key| !to.contains_key(*key));

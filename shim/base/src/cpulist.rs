@@ -1,14 +1,15 @@
-//! Owns: lists of processors and of memory nodes, as cpuset(7) writes them: "0-3,7". They come from callers: bounded.
+//! Parses lists of CPUs and of NUMA nodes in the list format of cpuset(7): "0-3,7". The lists come from clients, so their
+//! length and the numbers in them are bounded.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use std::collections::BTreeSet;
 
-/// The first number that is too large for a processor.
+/// The first number that is too large for a CPU.
 const END: u32 = 1024;
-/// Longer lists say something twice.
+/// The maximum length of a list in bytes. A longer list must repeat some numbers.
 const MAX_LENGTH: usize = 8192;
 
-/// The numbers of a list; none if it is not one. An empty list has no numbers.
+/// Returns the numbers of a list, or `None` if the text is not a list. An empty text is a list without numbers.
 pub fn numbers(list: &str) -> Option<BTreeSet<u32>> {
     let mut all = BTreeSet::new();
     if list.is_empty() {

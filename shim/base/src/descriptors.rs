@@ -1,5 +1,5 @@
-//! Sends and receives file descriptors with the bytes of Unix sockets (unix(7), `SCM_RIGHTS`). A received descriptor is closed on
-//! exec, and by whatever drops it.
+//! Sends and receives file descriptors with the bytes of Unix sockets (unix(7), `SCM_RIGHTS`). A received descriptor is an
+//! `OwnedFd` with close-on-exec set.
 
 use crate::retry::retry_interrupted;
 use rustix::net::{
@@ -10,16 +10,17 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
-/// The most descriptors that one call receives.
+/// The maximum number of descriptors that one call receives.
 pub const MAX_DESCRIPTORS: usize = 32;
 
-/// Receives bytes, and the descriptors that come with them; returns the number of bytes. The error is `InvalidData` if there are more
-/// descriptors than [`MAX_DESCRIPTORS`], or than this process may have: then all are closed.
+/// Receives bytes and the descriptors that come with them; returns the number of bytes. Fails with `InvalidData` if there
+/// are more descriptors than [`MAX_DESCRIPTORS`], or more than this process may have open; then all received descriptors
+/// are closed.
 pub fn receive_with_descriptors(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     receive(socket, bytes, RecvFlags::empty())
 }
 
-/// As [`receive_with_descriptors`], but never waits: the error is `WouldBlock` if no byte is there.
+/// Like [`receive_with_descriptors`], but never blocks: fails with `WouldBlock` if no byte is available.
 pub fn try_receive_with_descriptors(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     receive(socket, bytes, RecvFlags::DONTWAIT)
 }
@@ -37,14 +38,14 @@ fn receive(socket: impl AsFd, bytes: &mut [u8], flags: RecvFlags) -> io::Result<
         }
         Ok::<_, rustix::io::Errno>((received.bytes, received.flags))
     })?;
-    // The kernel counts the room in whole words, which may fit one more.
+    // The kernel rounds the buffer size up to whole words, so one more descriptor may fit.
     if returned.contains(ReturnFlags::CTRUNC) || descriptors.len() > MAX_DESCRIPTORS {
         return Err(io::ErrorKind::InvalidData.into());
     }
     Ok((count, descriptors))
 }
 
-/// Receives the descriptor that comes with the next byte of a socket; the error is `InvalidData` if there is not exactly one.
+/// Receives the descriptor that comes with the next byte of a socket. Fails with `InvalidData` if there is not exactly one.
 pub fn receive_descriptor(socket: impl AsFd) -> io::Result<OwnedFd> {
     let (_, mut descriptors) = receive_with_descriptors(socket, &mut [0])?;
     let only = descriptors.pop().filter(|_| descriptors.is_empty());
@@ -91,7 +92,7 @@ mod tests {
             assert_eq!(sent.unwrap(), 3);
             _near
         };
-        // The other end notices when the last descriptor of its peer is closed.
+        // A read at the other end returns when the last descriptor of its peer is closed.
         let is_closed = |near: &UnixStream| {
             near.set_nonblocking(true).unwrap();
             matches!(io::Read::read(&mut &*near, &mut [0]), Ok(0))

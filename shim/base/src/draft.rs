@@ -1,8 +1,9 @@
-//! Drafts: files that are written beside their later name and renamed when they are whole. A draft is locked (flock) by the
-//! process that writes it, so that `sweep` can tell what a killed process left from what a living one still writes.
+//! Writes files under a temporary name (drafts) and renames them when they are complete. A draft is locked with flock by
+//! the process that writes it, so that `sweep` can distinguish the leaked drafts of a killed process from those that are
+//! still being written.
 //!
-//! The writer locks a new draft and then makes sure that its name still leads to it; the sweeper removes a draft only while
-//! it holds its lock. So a draft is never removed under its writer.
+//! The writer locks a new draft and then checks that its name still refers to it. The sweeper removes a draft only while it
+//! holds the draft's lock. So a draft is never removed while its writer uses it.
 
 use crate::files::{FileError, at, remove_if_there};
 use crate::retry::retry_interrupted;
@@ -15,17 +16,17 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How many names are tried: those in use belong to killed processes that had the same id.
+/// The maximum number of names that are tried. A name that is in use belongs to a killed process that had the same pid.
 const ATTEMPTS: u32 = 10_000;
-/// How many directories below its root a sweep visits.
+/// How many levels of directories below its root a sweep visits.
 const DEPTH: u32 = 3;
 
-/// A file that disappears unless it is [kept](Draft::keep).
+/// A file that is removed on drop unless it is [kept](Draft::keep).
 #[derive(Debug)]
 pub struct Draft {
     target: PathBuf,
     path: PathBuf,
-    /// Open for reading and writing, empty at first, with mode 0600.
+    /// The file, open for reading and writing, created empty with mode 0600.
     pub file: File,
     kept: bool,
 }
@@ -44,10 +45,10 @@ impl Draft {
             };
             match file.try_lock() {
                 Ok(()) => {}
-                // A sweep was faster, and removes it.
+                // A concurrent sweep holds the lock, and removes this draft.
                 Err(fs::TryLockError::WouldBlock) => continue,
                 Err(fs::TryLockError::Error(error)) => {
-                    // The error that matters is the first one.
+                    // The caller needs the first error, not this one.
                     let _ = remove_if_there(&path);
                     return Err(at("lock", &path)(error));
                 }
@@ -60,13 +61,13 @@ impl Draft {
         Err(at("create a draft of", target)(io::ErrorKind::AlreadyExists.into()))
     }
 
-    /// The draft's own name, for a program that writes it.
+    /// Returns the draft's temporary path, for a program that writes the file by name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the file to the disk and gives it its name, in the place of a file that has it. After a crash the name leads to
-    /// the old or the new content.
+    /// Syncs the file and renames it to its target, replacing an existing file. After a crash the target has the old or the
+    /// new content.
     pub fn keep(mut self) -> Result<(), FileError> {
         let kept = self.file.sync_all().and_then(|()| fs::rename(&self.path, &self.target));
         self.kept = kept.is_ok();
@@ -77,7 +78,7 @@ impl Draft {
         .map_err(at("write", &self.target))
     }
 
-    /// Whether the draft's name leads to its file.
+    /// Returns whether the draft's name still refers to its file.
     fn is_named(&self) -> bool {
         match (self.file.metadata(), fs::symlink_metadata(&self.path)) {
             (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),
@@ -88,7 +89,7 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // What stays is removed by the next sweep.
+        // A file that cannot be removed is removed by the next sweep.
         if !self.kept
             && let Err(error) = remove_if_there(&self.path)
         {
@@ -97,7 +98,7 @@ impl Drop for Draft {
     }
 }
 
-/// Whether a file of this name is a draft: `NAME.tmp.PID.NUMBER`.
+/// Returns whether a file of this name is a draft: `NAME.tmp.PID.NUMBER`.
 fn is_draft(name: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let mut parts = name.rsplitn(4, '.');
@@ -105,10 +106,10 @@ fn is_draft(name: &str) -> bool {
     count.is_some_and(number) && pid.is_some_and(number) && mark == Some("tmp") && rest.is_some()
 }
 
-/// Removes the drafts in `root` and in the directories below it that no living process writes. Goes on after a failure and
-/// returns the first one. Blocks.
+/// Removes the drafts in `root` and in the directories below it that no running process writes. Continues after a failure
+/// and returns the first one. Blocks.
 pub fn sweep(root: &Path) -> Result<(), FileError> {
-    // `paths.root` itself may be a link.
+    // `paths.root` itself may be a symbolic link.
     match retry_interrupted(|| {
         rustix::fs::open(root, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
     }) {
@@ -118,8 +119,8 @@ pub fn sweep(root: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Sweeps an open directory. Processes in a jail write in some of these directories: no link of theirs is followed, and what they have
-/// put in the place of a draft is left alone.
+/// Sweeps an open directory. Jailed processes write in some of these directories, so the sweep follows no symbolic link,
+/// and leaves alone any entry with a draft's name that is not a regular file.
 fn sweep_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileError> {
     let mut first = Ok(());
     for entry in Dir::read_from(directory).map_err(|error| at("read", path)(error.into()))? {
@@ -137,7 +138,7 @@ fn sweep_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileE
             && let Ok(file) = open(flags).map(File::from)
             && file.try_lock().is_ok()
         {
-            // The lock is held until it is removed.
+            // The lock is held until the draft is removed.
             tracing::info!(path = %path.join(&*text).display(), "the draft of a killed process is removed");
             match unlinkat(directory, name, AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
@@ -169,7 +170,7 @@ mod tests {
             fs::write(directory.path().join(name), "half").unwrap();
             fs::write(below.join(name), "half").unwrap();
         }
-        // What a jailed process may put there leads nowhere and keeps nothing.
+        // An entry that a jailed process creates there must not lead the sweep elsewhere, nor keep it from removing other drafts.
         let outside = tempfile::tempdir().unwrap();
         fs::write(outside.path().join("a.tmp.7.0"), "kept").unwrap();
         std::os::unix::fs::symlink(outside.path(), directory.path().join("linked")).unwrap();

@@ -1,31 +1,31 @@
-//! Owns: the kinds of failure, and the way an error and its causes are printed on one line.
+//! Defines the kinds of failure ([`Kind`], [`Classify`]) and prints an error with its causes on one line ([`Chain`]).
 
 use std::error::Error;
 use std::fmt;
 
-/// What a failure means to the caller. Each error type maps itself to one of these; the gRPC codes are
-/// chosen from them at the edges, and nobody reads an error's text to decide.
+/// What a failure means to the caller. Each error type maps itself to one of these. The servers choose gRPC codes by the
+/// kind; no code parses an error's text to decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// The thing named does not exist.
+    /// The object that the request names does not exist.
     NotFound,
-    /// The request is wrong in itself; asking again does not help.
+    /// The request is invalid; a retry does not help.
     Invalid,
-    /// A thing of that name exists already.
+    /// An object of that name exists already.
     AlreadyExists,
-    /// The request is right, but not in the present state.
+    /// The request is valid, but not allowed in the present state.
     Conflict,
     /// A limit is reached: disk, memory, slots, connections.
     Exhausted,
-    /// A part needed for this is not there at the moment; asking again may help.
+    /// A component that the request needs is unavailable at the moment; a retry may help.
     Unavailable,
-    /// The time allowed is over.
+    /// The deadline has passed.
     Timeout,
-    /// Nacelle does not do this.
+    /// Nacelle does not implement this.
     Unsupported,
-    /// The credentials given do not allow this.
+    /// The given credentials do not permit this.
     Denied,
-    /// Anything else: a defect of Nacelle or of the node.
+    /// Any other failure: a BUG of Nacelle or a fault of the node.
     Internal,
 }
 
@@ -44,8 +44,8 @@ impl Kind {
         Kind::Internal,
     ];
 
-    /// The gRPC status code (the number of `google.rpc.Code`) of this kind. A number, because this crate
-    /// does not know gRPC; `tonic::Code::from_i32` takes it.
+    /// Returns the gRPC status code (the number of `google.rpc.Code`) of this kind. It is a number because this crate does
+    /// not depend on gRPC; `tonic::Code::from_i32` takes it.
     pub const fn grpc_code(self) -> i32 {
         match self {
             Kind::Invalid => 3,
@@ -61,7 +61,7 @@ impl Kind {
         }
     }
 
-    /// The kind of a gRPC status code; codes that we never send are `Internal`.
+    /// Returns the kind of a gRPC status code; codes that Nacelle never sends become `Internal`.
     pub fn from_grpc_code(code: i32) -> Kind {
         Kind::ALL.into_iter().find(|kind| kind.grpc_code() == code).unwrap_or(Kind::Internal)
     }
@@ -81,9 +81,9 @@ impl From<std::io::ErrorKind> for Kind {
     }
 }
 
-/// An error that knows what it means to the caller.
+/// Implemented by errors that know what they mean to the caller.
 pub trait Classify {
-    /// The kind of this failure.
+    /// Returns the kind of this failure.
     fn kind(&self) -> Kind;
 }
 

@@ -1,4 +1,5 @@
-//! Writes a file whole or not at all, and removes files and trees, which a jailed process or a container may have filled.
+//! Writes files atomically, and removes files and directory trees. A jailed process or a container may have filled a tree,
+//! so its removal follows no symbolic link and uses bounded stack and descriptors.
 
 use crate::draft::Draft;
 use crate::retry::retry_interrupted;
@@ -16,9 +17,9 @@ use std::path::{Path, PathBuf};
 pub struct FileError {
     /// The operation: "write", "read", "create".
     pub what: &'static str,
-    /// The file or folder.
+    /// The path of the file or directory.
     pub path: PathBuf,
-    /// Why.
+    /// The I/O error.
     pub source: io::Error,
 }
 
@@ -31,21 +32,20 @@ impl crate::Classify for FileError {
     }
 }
 
-/// Adds the operation and the path to an I/O error: `.map_err(at("read", path))`.
+/// Returns a function that adds the operation and the path to an I/O error: `.map_err(at("read", path))`.
 pub fn at(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError {
     let path = path.to_owned();
     move |source| FileError { what, path, source }
 }
 
-/// Replaces `path` by a file of mode 0600 with these bytes, durably: after a crash the file has its old or
-/// its new content.
+/// Replaces `path` with a file of mode 0600 with these bytes, durably: after a crash the file has its old or its new content.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     let mut draft = Draft::of(path).map_err(|error| at("write", path)(error.source))?;
     draft.file.write_all(bytes).map_err(at("write", path))?;
     draft.keep()
 }
 
-/// Removes a file; one that is not there is no failure.
+/// Removes a file; succeeds if it does not exist.
 pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -53,8 +53,8 @@ pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes a directory and what is in it; one that is not there is no failure. No link is followed, and neither stack nor open
-/// files grow with the depth of the tree, which a jailed process or a container may have made.
+/// Removes a directory with its contents; succeeds if it does not exist. Follows no symbolic link. Neither the stack nor
+/// the number of open files grows with the depth of the tree, which a jailed process or a container may have created.
 pub fn remove_tree_if_there(path: &Path) -> Result<(), FileError> {
     remove_tree(path).map_err(at("remove", path))
 }
@@ -64,19 +64,19 @@ const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::
 fn remove_tree(path: &Path) -> io::Result<()> {
     let top = match retry_interrupted(|| openat(CWD, path, DIRECTORY, Mode::empty())) {
         Err(Errno::NOENT) => return Ok(()),
-        // Something else has its name: that goes.
+        // The name belongs to something that is not a directory, which is removed.
         Err(Errno::NOTDIR | Errno::LOOP) => return Ok(unlinkat(CWD, path, AtFlags::empty())?),
         other => other?,
     };
     let mut moved = 0_u64;
-    // What lies deeper is moved up, so that everything is removed from one directory, which is read until it is empty.
+    // Deeper directories are moved up, so that everything is removed from one directory, which is read until it is empty.
     while remove_entries(&top, |name| {
         let inner = retry_interrupted(|| openat(&top, name, DIRECTORY, Mode::empty()))?;
         remove_entries(&inner, |name| {
             loop {
                 moved += 1;
                 match renameat(&inner, name, &top, format!(".{moved}")) {
-                    // Another entry has this name; an empty directory would have been replaced.
+                    // Another entry has this name; rename would have replaced an empty directory.
                     Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR) => {}
                     other => return Ok(other?),
                 }
@@ -93,7 +93,8 @@ fn remove_tree(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes what can be removed at once, and does this with directories that are not empty. False: there was nothing.
+/// Removes the entries that one call can remove, and calls `not_empty` for directories that are not empty. Returns false if
+/// the directory was empty.
 fn remove_entries(dir: &OwnedFd, mut not_empty: impl FnMut(&CStr) -> io::Result<()>) -> io::Result<bool> {
     let mut any = false;
     for entry in Dir::read_from(dir)? {
@@ -156,12 +157,12 @@ mod tests {
         fs::create_dir(&kept).unwrap();
         fs::write(kept.join("file"), "").unwrap();
         std::os::unix::fs::symlink(&kept, tree.join("link")).unwrap();
-        // Names that the removal itself uses.
+        // The names that the removal itself uses for moved directories.
         for name in [".1/full", ".2", ".4/a/b"] {
             fs::create_dir_all(tree.join(name)).unwrap();
         }
         fs::write(tree.join(".3"), "").unwrap();
-        // Deeper than a path can be long, than files can be open, and than a stack of 2 MiB lets a call per level be.
+        // The tree is deeper than a path can be long, than files can be open, and than a recursion on a stack of 2 MiB allows.
         let mut here = openat(CWD, &tree, DIRECTORY, Mode::empty()).unwrap();
         for _ in 0..20_000 {
             rustix::fs::mkdirat(&here, "d", Mode::from_raw_mode(0o700)).unwrap();
@@ -171,7 +172,7 @@ mod tests {
         drop(here);
         remove_tree_if_there(&tree).unwrap();
         assert!(fs::symlink_metadata(&tree).is_err() && kept.join("file").exists());
-        // A link in the place of a tree goes, and not what it leads to.
+        // If the path is a symbolic link, the link is removed and its target stays.
         std::os::unix::fs::symlink(&kept, &tree).unwrap();
         remove_tree_if_there(&tree).unwrap();
         assert!(fs::symlink_metadata(&tree).is_err() && kept.join("file").exists());

@@ -1,14 +1,14 @@
-//! Owns: the ids of pods and containers: 64 lower-case hexadecimal digits, as CRI's tools expect.
+//! Defines the ids of pods and containers: 64 lower-case hexadecimal digits, as the tools of CRI expect.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Why a text is no id.
+/// The text is not an id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not an id: 64 characters from 0-9a-f are expected")]
 pub struct IdError {
-    /// The text that was given, cut after 80 characters.
+    /// The text, cut after 80 characters.
     pub text: String,
 }
 
@@ -20,17 +20,17 @@ macro_rules! id {
         pub struct $name(String);
 
         impl $name {
-            /// The 64 digits.
+            /// Returns the 64 digits.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
 
-            /// The first 13 digits, as crictl prints them.
+            /// Returns the first 13 digits, as crictl prints them.
             pub fn short(&self) -> &str {
                 self.0.get(..13).unwrap_or(&self.0)
             }
 
-            /// The id made of 32 random bytes.
+            /// Returns the id with these 32 bytes, which should be random.
             pub fn from_bytes(bytes: [u8; 32]) -> Self {
                 Self(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
             }

@@ -1,6 +1,7 @@
-//! Opens, reads and removes what lies in a directory that a jailed process can write to. Every name in it may be a link, a FIFO, a
-//! device, a directory or a file of any size: nothing here follows a link, waits for a writer, or reads past a bound.
-//! `ci/jailed.txt` lists the files that may reach such directories through this module only.
+//! Opens, reads and removes files in directories that a jailed process can write to. Every name in such a directory may be
+//! a symbolic link, a FIFO, a device, a directory or a file of any size: nothing here follows a link, waits for a writer,
+//! or reads more than a bounded number of bytes. `ci/jailed.txt` lists the source files that may reach such directories
+//! through this module only.
 
 use crate::files::{FileError, at};
 use crate::retry::{retry_interrupted, retry_transient};
@@ -11,20 +12,21 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// The most entries of such a directory that are looked at.
+/// The maximum number of entries of such a directory that are read.
 const MAX_ENTRIES: usize = 16_384;
 
-/// The name of a file in a directory that a jailed process writes. It is a type of its own so that it cannot be joined to a path.
+/// The name of a file in a directory that a jailed process writes. It is a separate type so that it cannot be joined to a
+/// path by mistake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JailedFile(&'static str);
 
 impl JailedFile {
-    /// A file of this name.
+    /// Returns the file of this name.
     pub const fn new(name: &'static str) -> JailedFile {
         JailedFile(name)
     }
 
-    /// The path of the file, for the process that is in the jail itself.
+    /// Returns the path of the file, for use inside the jail itself.
     pub fn in_jail(self, dir: &Path) -> PathBuf {
         dir.join(self.0)
     }
@@ -36,34 +38,35 @@ impl AsRef<str> for JailedFile {
     }
 }
 
-/// A directory that a jailed process writes. The directories above it must be writable for no such process.
+/// A directory that a jailed process writes. No such process may be able to write to the directories above it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JailedDir(PathBuf);
 
-/// A socket that was found without following a link. Its path leads to the very inode while this lives.
+/// A socket that was found without following a symbolic link. Its path refers to that very inode as long as this value exists.
 #[derive(Debug)]
 pub struct JailedSocket(OwnedFd);
 
 impl JailedSocket {
-    /// A path to connect to, for the calling process only.
+    /// Returns a path to connect to, valid for the calling process only.
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
     }
 }
 
 impl JailedDir {
-    /// Of this path; nothing is opened yet.
+    /// Returns the directory of this path; opens nothing yet.
     pub fn new(path: impl Into<PathBuf>) -> JailedDir {
         JailedDir(path.into())
     }
 
-    /// Opens a regular file for reading; none if there is none of this name. Anything else is an error.
+    /// Opens a regular file for reading; returns `None` if there is no entry of this name. An entry of another type is an error.
     pub fn open(&self, name: impl AsRef<str>) -> Result<Option<File>, FileError> {
         let name = name.as_ref();
         self.find(|dir| regular(dir, name)).map_err(at("open", &self.0.join(name)))
     }
 
-    /// Reads a regular file of at most `most` bytes; none if there is none of this name. A larger one is an error, before a byte is read.
+    /// Reads a regular file of at most `most` bytes; returns `None` if there is no entry of this name. A larger file is an
+    /// error, and nothing of it is read.
     pub fn read(&self, name: impl AsRef<str>, most: u64) -> Result<Option<Vec<u8>>, FileError> {
         let name = name.as_ref();
         let Some(file) = self.open(name)? else { return Ok(None) };
@@ -73,14 +76,14 @@ impl JailedDir {
                 return Err(invalid(format!("it has {length} bytes, and {most} are allowed")));
             }
             let mut bytes = Vec::new();
-            // It may grow meanwhile.
+            // The file may grow while it is read.
             file.take(most).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
         Ok(Some(read().map_err(at("read", &self.0.join(name)))?))
     }
 
-    /// Reads the last `most` bytes of a regular file of any size; none if there is none of this name.
+    /// Reads the last `most` bytes of a regular file of any size; returns `None` if there is no entry of this name.
     pub fn tail(&self, name: impl AsRef<str>, most: u64) -> Result<Option<Vec<u8>>, FileError> {
         let name = name.as_ref();
         let Some(mut file) = self.open(name)? else { return Ok(None) };
@@ -94,14 +97,14 @@ impl JailedDir {
         Ok(Some(read().map_err(at("read", &self.0.join(name)))?))
     }
 
-    /// Whether something has this name, whatever it is.
+    /// Returns whether there is an entry of this name, of any type.
     pub fn has(&self, name: impl AsRef<str>) -> Result<bool, FileError> {
         let name = name.as_ref();
         let found = self.find(|dir| absent_is_none(statat(dir, plain(name)?, AtFlags::SYMLINK_NOFOLLOW)));
         Ok(found.map_err(at("look at", &self.0.join(name)))?.is_some())
     }
 
-    /// The names of the regular files, in their order; names that are no UTF-8 are left out. More than 16,384 entries are an error.
+    /// Returns the sorted names of the regular files, without names that are not UTF-8. Fails if there are more than 16,384 entries.
     pub fn files(&self) -> Result<Vec<String>, FileError> {
         let names = self.entries(FileType::RegularFile).map_err(at("read", &self.0))?;
         let mut names: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
@@ -109,7 +112,7 @@ impl JailedDir {
         Ok(names)
     }
 
-    /// Finds a socket; none if there is none of this name. Anything else is an error.
+    /// Finds a socket; returns `None` if there is no entry of this name. An entry of another type is an error.
     pub fn socket(&self, name: impl AsRef<str>) -> Result<Option<JailedSocket>, FileError> {
         let name = name.as_ref();
         let found = self.find(|dir| {
@@ -122,14 +125,14 @@ impl JailedDir {
         found.map_err(at("connect to", &self.0.join(name)))
     }
 
-    /// Removes a name that is no directory; one that is not there is no failure.
+    /// Removes an entry that is not a directory; succeeds if it does not exist.
     pub fn remove(&self, name: impl AsRef<str>) -> Result<(), FileError> {
         let name = name.as_ref();
         let removed = self.find(|dir| absent_is_none(unlinkat(dir, plain(name)?, AtFlags::empty())));
         removed.map(drop).map_err(at("remove", &self.0.join(name)))
     }
 
-    /// Removes the sockets.
+    /// Removes all sockets.
     pub fn remove_sockets(&self) -> Result<(), FileError> {
         for name in self.entries(FileType::Socket).map_err(at("read", &self.0))? {
             let removed = self.find(|dir| absent_is_none(unlinkat(dir, name.as_c_str(), AtFlags::empty())));
@@ -138,7 +141,7 @@ impl JailedDir {
         Ok(())
     }
 
-    /// Does something with the open directory; none if there is none.
+    /// Calls `work` with the open directory; returns `None` if the directory does not exist.
     fn find<T>(&self, work: impl FnOnce(&OwnedFd) -> io::Result<Option<T>>) -> io::Result<Option<T>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let opened = retry_interrupted(|| openat(rustix::fs::CWD, &self.0, flags, Mode::empty()));
@@ -171,13 +174,13 @@ impl JailedDir {
     }
 }
 
-/// Opens a name in this directory, and nothing that it leads to; none if it is not there.
+/// Opens an entry of this directory without following links; returns `None` if it does not exist.
 fn beneath(dir: impl AsFd, name: &str, flags: OFlags) -> io::Result<Option<OwnedFd>> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     let name = plain(name)?;
     let opened = retry_transient(|| openat2(&dir, name, flags | OFlags::CLOEXEC, Mode::empty(), resolve));
     match absent_is_none(opened) {
-        // openat2(2): a link, where none may be.
+        // openat2(2) found a symbolic link, which is not allowed here.
         Err(error) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
             Err(invalid("it is a symbolic link".to_owned()))
         }
@@ -186,13 +189,13 @@ fn beneath(dir: impl AsFd, name: &str, flags: OFlags) -> io::Result<Option<Owned
 }
 
 fn regular(dir: &OwnedFd, name: &str) -> io::Result<Option<File>> {
-    // Looked at before it is opened: to open a device or a FIFO is to do something to it.
+    // The type is checked before the entry is opened, because opening a device or a FIFO has side effects.
     let Some(found) = beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
     expect_regular(kind(&found)?)?;
     let Some(opened) = beneath(dir, name, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)? else {
         return Ok(None);
     };
-    // The name may lead elsewhere by now.
+    // The name may refer to another entry by now.
     expect_regular(kind(&opened)?)?;
     Ok(Some(opened.into()))
 }
@@ -220,7 +223,7 @@ fn named(kind: FileType) -> &'static str {
     }
 }
 
-/// A name, not a path.
+/// Checks that the text is a plain name and not a path.
 fn plain(name: &str) -> io::Result<&str> {
     match name {
         "" | "." | ".." => Err(io::ErrorKind::InvalidInput.into()),
@@ -250,7 +253,7 @@ mod tests {
         crate::Chain(&outcome.unwrap_err()).to_string()
     }
 
-    /// One entry of each kind that a process could make, named after its kind.
+    /// Creates one entry of each type that a process could create, named after its type.
     fn hostile() -> (tempfile::TempDir, JailedDir) {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("jail");

@@ -1,12 +1,12 @@
-//! Reads JSON of which the number of values is bounded before any of it is decoded: two bytes of text can be a value of a hundred bytes
-//! in memory. How deep values lie in each other is bounded by serde_json (128). The caller bounds the length of the text.
+//! Reads JSON whose number of values is bounded before any of it is decoded, because two bytes of text can become a value
+//! of a hundred bytes in memory. serde_json bounds the nesting depth (128); the caller must bound the length of the text.
 //!
 //! `cargo xtask rules` forbids other readers of JSON outside the files that `ci/decoders.txt` lists with a reason.
 
 use serde::de::{DeserializeOwned, Error as _};
 
-/// Values of a document that has no larger bound of its own. Manifests of images, results of CNI plugins and specifications have a few
-/// thousand.
+/// The bound for documents that have no larger bound of their own. Image manifests, results of CNI plugins and OCI
+/// specifications have a few thousand values.
 pub const VALUES: usize = 100_000;
 
 /// Decodes a text of at most [`VALUES`] values.
@@ -14,7 +14,7 @@ pub fn read<T: DeserializeOwned>(text: &[u8]) -> Result<T, serde_json::Error> {
     read_most(text, VALUES)
 }
 
-/// Decodes a text of at most so many values.
+/// Decodes a text of at most `most` values.
 pub fn read_most<T: DeserializeOwned>(text: &[u8], most: usize) -> Result<T, serde_json::Error> {
     if count(text) > most {
         return Err(serde_json::Error::custom(format_args!("there are more than {most} values")));
@@ -22,7 +22,8 @@ pub fn read_most<T: DeserializeOwned>(text: &[u8], most: usize) -> Result<T, ser
     serde_json::from_slice(text)
 }
 
-/// At least as many values and keys as the text has, in one pass without an allocation. Of a text that is no JSON it is any number.
+/// Counts values and keys of the text in one pass without allocation; never less than the text has. For text that is not
+/// JSON the result is arbitrary.
 pub fn count(text: &[u8]) -> usize {
     let (mut count, mut quoted, mut escaped) = (1, false, false);
     for &byte in text {
@@ -43,7 +44,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
-    /// Values and keys in a document.
+    /// Counts the values and keys of a document.
     fn values(value: &Value) -> usize {
         match value {
             Value::Array(items) => 1 + items.iter().map(values).sum::<usize>(),

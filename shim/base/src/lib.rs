@@ -1,5 +1,5 @@
-//! Owns: the nouns and small tools that every crate of Nacelle shares.
-//! May use: nothing of ours. Knows no CRI, no engine, no guest.
+//! Provides the basic types and helpers that every crate of Nacelle shares. It depends on no other crate of Nacelle, and
+//! knows neither CRI nor engines nor guests.
 
 #[cfg(feature = "testing")]
 pub mod corpus;

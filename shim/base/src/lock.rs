@@ -1,5 +1,6 @@
-//! Locks on paths: what only one process of the node may use at a time, such as a directory in which a daemon removes
-//! whatever it does not know. The kernel releases a lock when its holder ends, however that happens; the lock file stays.
+//! Locks paths of the node that only one process may use at a time, such as a directory in which a daemon removes
+//! everything that it does not know. The kernel releases a lock when its holder ends, however that happens; the lock file
+//! stays.
 
 use crate::files::{FileError, at};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -8,21 +9,21 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Between two attempts to take a lock that another process holds.
+/// The pause between two attempts to take a lock that another process holds.
 const PAUSE: Duration = Duration::from_millis(20);
-/// The longest text in a lock file that is read: a process id.
+/// The maximum number of bytes that are read from a lock file: a process id.
 const PID_BYTES: u64 = 20;
 
-/// Why a lock could not be taken.
+/// A lock cannot be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// The lock file.
+    /// The lock file cannot be opened, locked or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Another process holds it.
+    /// Another process holds the lock.
     #[error("process {pid} holds the lock {path}", path = path.display())]
     Held {
-        /// The lock file.
+        /// The path of the lock file.
         path: PathBuf,
         /// The process id that the holder wrote into it, or "unknown".
         pid: String,
@@ -45,8 +46,8 @@ pub struct PathLock {
 }
 
 impl PathLock {
-    /// Takes the lock of this file, which is created with mode 0600 if it is missing; its directory must exist. Waits for at
-    /// most `patience`: a process that was killed may hold a lock for a moment longer. Blocks.
+    /// Takes the lock of this file, which is created with mode 0600 if it is missing; its directory must exist. Waits for
+    /// at most `patience`, because a process that was killed may hold a lock for a moment longer. Blocks.
     pub fn take(path: &Path, patience: Duration) -> Result<PathLock, LockError> {
         let deadline = Instant::now() + patience;
         let mut options = OpenOptions::new();
@@ -69,14 +70,15 @@ impl PathLock {
         Ok(PathLock { _file: file })
     }
 
-    /// The lock file beside a path that is not this process's own directory: `/run/netns` has `/run/.netns.nacelle-lock`.
+    /// Returns the path of the lock file for a path whose directory this process does not own: `/run/netns` has
+    /// `/run/.netns.nacelle-lock`.
     pub fn beside(path: &Path) -> PathBuf {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         path.with_file_name(format!(".{name}.nacelle-lock"))
     }
 }
 
-/// The process id in a lock file.
+/// Reads the process id in a lock file.
 fn holder(file: &File) -> String {
     let mut text = String::new();
     let read = file.take(PID_BYTES).read_to_string(&mut text);

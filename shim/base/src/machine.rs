@@ -1,9 +1,10 @@
-//! Owns: what a machine is made of, as plain data that pod, engine and devices share.
+//! Defines the components of a VM as plain data that pod, engine and devices share: engine, CPU topology and model, memory
+//! pages, console, image disks.
 
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Which engine gives a pod its kernel.
+/// The engine that runs a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
@@ -25,47 +26,47 @@ impl std::fmt::Display for EngineKind {
     }
 }
 
-/// How the processors of a machine are arranged.
+/// The CPU topology of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
-    /// Sockets, 1 or more.
+    /// The number of sockets, 1 or more.
     pub sockets: u32,
-    /// Cores of a socket, 1 or more.
+    /// The number of cores in a socket, 1 or more.
     pub cores: u32,
-    /// Threads of a core: 1 or 2.
+    /// The number of threads in a core: 1 or 2.
     pub threads: u32,
 }
 
 impl Topology {
-    /// So many cores in one socket.
+    /// Returns a topology of one socket with so many cores.
     pub fn flat(cores: u32) -> Topology {
         Topology { sockets: 1, cores, threads: 1 }
     }
 
-    /// How many virtual processors that is.
+    /// Returns the number of vCPUs.
     pub fn count(&self) -> u32 {
         self.sockets.saturating_mul(self.cores).saturating_mul(self.threads)
     }
 }
 
-/// What a machine's processors are to the guest.
+/// The CPU model that the guest sees.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CpuModel {
-    /// A model that QEMU knows; none: all that the accelerator can.
+    /// The name of a QEMU CPU model; `None` for all features that the accelerator supports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Abilities, in QEMU's words, that are there or are not, beside the model's.
+    /// CPU features by QEMU's names, added to the model (true) or removed from it (false).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub features: Vec<(String, bool)>,
-    /// Without one of them there is no machine.
+    /// The start fails if a feature is missing.
     #[serde(default)]
     pub strict: bool,
 }
 
 impl CpuModel {
-    /// The first name that is none: letters, digits, `-`, `_` and `.` make one.
+    /// Returns the first invalid name: a name has only letters, digits, `-`, `_` and `.`.
     pub fn wrong(&self) -> Option<&str> {
         let names = self.name.iter().chain(self.features.iter().map(|(name, _)| name));
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
@@ -73,48 +74,48 @@ impl CpuModel {
     }
 }
 
-/// What lies under a machine's memory on the node.
+/// The page size that backs a VM's memory on the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryPages {
-    /// Usual pages, large ones where the node has transparent huge pages; taken when the guest touches them.
+    /// Normal pages, or transparent huge pages where the node has them; allocated when the guest touches them.
     #[default]
     Transparent,
-    /// Pages of 2 MiB of the node's pool (hugetlb), all of them taken when the machine starts.
+    /// Pages of 2 MiB of the node's pool (hugetlb), all allocated when the VM starts.
     Hugetlb,
 }
 
-/// What a guest prints on.
+/// The kind of the guest's console device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ConsoleKind {
-    /// The serial port: from the kernel's first word to its last, a byte at a time.
+    /// The serial port, from the first message of the kernel to the last; slow, because each byte is an exit.
     #[default]
     Serial,
-    /// A virtio console as soon as the kernel has found it, the serial port until then: for guests that print much.
+    /// The serial port until the kernel has found the virtio console, then that: for guests that print much.
     Virtio,
 }
 
-/// A piece of a file: bytes `offset..offset + length` of `path`. Offset and length are multiples of 512.
+/// An extent of a file: bytes `offset..offset + length` of `path`. Offset and length are multiples of 512.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {
-    /// The file or block device.
+    /// The path of a file or block device.
     pub path: PathBuf,
-    /// Bytes from the start of the file.
+    /// The offset in bytes from the start of the file.
     pub offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length: u64,
 }
 
-/// One read-only image: the pieces that lie one after the other on its block device.
+/// One read-only image: extents that lie one after the other on its block device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageDisk {
-    /// The pieces, in order.
+    /// The extents, in order.
     pub extents: Vec<Extent>,
 }
 
 impl ImageDisk {
-    /// The bytes of all pieces together.
+    /// Returns the total length of the extents in bytes.
     pub fn length(&self) -> u64 {
         self.extents.iter().map(|extent| extent.length).sum()
     }

@@ -1,4 +1,4 @@
-//! Owns: mounts by descriptor (Linux 5.12 and newer): copies that lie nowhere yet, their ways, and putting them at a place.
+//! Manipulates mounts by descriptor (Linux 5.12 and newer): copies mount trees, changes their attributes, and attaches them to a path.
 #![allow(unsafe_code)] // reason: mount_setattr has no safe wrapper in rustix, nix or std.
 
 use rustix::fs::CWD;
@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-/// The files of a container's proc that may be mounted over: those that programs such as lxcfs show in place of the kernel's.
+/// The files of a container's /proc that may be mount targets: those that programs such as lxcfs replace.
 const PLACES_IN_PROC: [&str; 10] = [
     "/proc/cpuinfo",
     "/proc/diskstats",
@@ -21,33 +21,33 @@ const PLACES_IN_PROC: [&str; 10] = [
     "/proc/uptime",
 ];
 
-/// Whether a path of a container is one of the few in its proc that may be mounted over. All others are refused: who could cover
-/// them could take away what masks and protects the rest.
+/// Returns whether a path of a container is one of the few mount targets in its /proc. All others must be rejected: a mount
+/// over them could remove the masks and protections of the rest.
 pub fn is_place_in_proc(path: &Path) -> bool {
     PLACES_IN_PROC.iter().any(|place| path == Path::new(place))
 }
 
-/// What is changed of a mount (mount_setattr(2)).
+/// The changes of a mount (mount_setattr(2)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Change<'a> {
-    /// `MOUNT_ATTR_*` that it gets, without `MOUNT_ATTR_IDMAP`.
+    /// The `MOUNT_ATTR_*` flags to set, without `MOUNT_ATTR_IDMAP`.
     pub attributes: u64,
-    /// `MOUNT_ATTR_*` that it loses before.
+    /// The `MOUNT_ATTR_*` flags to clear.
     pub without: u64,
-    /// `MS_PRIVATE`, `MS_SLAVE` or `MS_SHARED`; 0: as it was.
+    /// The propagation: `MS_PRIVATE`, `MS_SLAVE` or `MS_SHARED`; 0 leaves it unchanged.
     pub propagation: u64,
-    /// The owners of files are shown as numbers of this user namespace; for mounts that lie nowhere yet only.
+    /// The user namespace of an idmapped mount; only for mounts that are not attached yet.
     pub users: Option<BorrowedFd<'a>>,
 }
 
-/// A copy of what is mounted at a path, or with `deep` also of what is mounted below, that is nowhere yet.
+/// Copies the mount at a path, or with `deep` the tree of mounts; the copy is not attached yet.
 pub fn copy(path: &Path, deep: bool) -> io::Result<OwnedFd> {
     let mut flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     flags.set(OpenTreeFlags::AT_RECURSIVE, deep);
     Ok(open_tree(CWD, path, flags)?)
 }
 
-/// Changes a mount, or with `deep` also all below.
+/// Changes a mount, or with `deep` a tree of mounts.
 pub fn change(mount: impl AsFd, deep: bool, change: &Change) -> io::Result<()> {
     let (mapped, users) = match change.users {
         Some(users) => (libc::MOUNT_ATTR_IDMAP, users.as_raw_fd().unsigned_abs().into()),
@@ -61,18 +61,18 @@ pub fn change(mount: impl AsFd, deep: bool, change: &Change) -> io::Result<()> {
     };
     let flags = libc::AT_EMPTY_PATH | if deep { libc::AT_RECURSIVE } else { 0 };
     let (number, empty, size) = (mount.as_fd().as_raw_fd(), c"".as_ptr(), size_of::<libc::mount_attr>());
-    // SAFETY: both descriptors are open; the kernel reads the empty string and `attributes`, whose true size it is told,
-    // and both live until the call returns.
+    // SAFETY: both descriptors are open; the kernel reads the empty string and `attributes`, whose true size is passed, and
+    // both live until the call returns.
     let done = unsafe { libc::syscall(libc::SYS_mount_setattr, number, empty, flags, &raw const attributes, size) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Puts a mount that is nowhere yet at its place.
+/// Attaches a mount to a path.
 pub fn place(mount: impl AsFd, at: &Path) -> io::Result<()> {
     Ok(move_mount(mount, "", CWD, at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
 }
 
-/// The same on an open directory or file, which no path leads to any more.
+/// Attaches a mount to an open directory or file, which no path needs to lead to.
 pub fn place_on(mount: impl AsFd, at: impl AsFd) -> io::Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
     Ok(move_mount(mount, "", at, "", flags)?)

@@ -1,4 +1,4 @@
-//! Owns: the network of a pod as the guest shall have it: plain data, no netlink, no CNI.
+//! Defines the network of a pod as the guest must configure it: plain data, without netlink and CNI.
 
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
@@ -7,10 +7,10 @@ use std::net::IpAddr;
 /// An Ethernet address.
 pub type Mac = [u8; 6];
 
-/// One interface of the pod, as the CNI result and the interface in the netns say it.
+/// One interface of the pod, as the CNI result and the interface in the network namespace describe it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interface {
-    /// Its name in netns and guest: "eth0".
+    /// The interface's name in the network namespace and in the guest: "eth0".
     pub name: String,
     /// The MAC that peers have learned and that the guest must use.
     pub mac: Mac,
@@ -18,37 +18,37 @@ pub struct Interface {
     pub mtu: u32,
     /// Addresses with their prefix length.
     pub addresses: Vec<IpNet>,
-    /// Permanent entries of its neighbour table (ARP, neighbour discovery).
+    /// Permanent entries of the interface's neighbour table (ARP, neighbour discovery).
     pub neighbours: Vec<Neighbour>,
 }
 
-/// A neighbour whose Ethernet address is not to be asked for.
+/// A neighbour whose Ethernet address the guest must not resolve by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Neighbour {
-    /// Its address.
+    /// The IP address.
     pub ip: IpAddr,
-    /// Its Ethernet address.
+    /// The Ethernet address.
     pub mac: Mac,
 }
 
 /// One route of the pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
-    /// The network that is reached.
+    /// The destination network.
     pub destination: IpNet,
-    /// The router, or none for a network on the link.
+    /// The router; `None` for a network on the link.
     pub gateway: Option<IpAddr>,
-    /// The interface, by its name.
+    /// The name of the interface.
     pub interface: String,
     /// The metric (priority), if one was set.
     pub metric: Option<u32>,
     /// The preferred source address, if one was set.
     pub source: Option<IpAddr>,
-    /// The MTU of what goes this way, if one was set.
+    /// The MTU of the route, if one was set.
     pub mtu: Option<u32>,
 }
 
-/// What the guest's network shall be.
+/// The network that the guest must configure.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodNetwork {
     /// The interfaces, the default one first.
@@ -58,8 +58,8 @@ pub struct PodNetwork {
 }
 
 impl PodNetwork {
-    /// The pod's addresses: those of the default interface, IPv4 before IPv6 as CNI gave them. The others are of networks of which
-    /// the cluster knows nothing.
+    /// Returns the pod's addresses: those of the default interface, IPv4 before IPv6 as in the CNI result. The cluster does
+    /// not know the networks of the other interfaces.
     pub fn ips(&self) -> impl Iterator<Item = IpAddr> + '_ {
         self.interfaces.first().into_iter().flat_map(|interface| interface.addresses.iter().map(|net| net.addr()))
     }

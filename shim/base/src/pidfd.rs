@@ -1,26 +1,26 @@
-//! Opens pidfds and sends signals through them: unlike a pid, a pidfd never names another process later.
+//! Opens pidfds and sends signals through them. Unlike a pid, a pidfd never refers to another process later.
 #![allow(unsafe_code)] // reason: pidfd_send_signal has no safe wrapper that takes real-time signals.
 
 use rustix::process::{Pid, PidfdFlags};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-/// Opens a pidfd of the process that has this pid now. The error is ESRCH if there is none, or if the number is that of a thread
-/// which leads no process: the process that had it is gone.
+/// Opens a pidfd of the process that has this pid now. Fails with ESRCH if there is none, or if the number is that of a
+/// thread that leads no process, because then the process that had it is gone.
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     let pid = Some(pid)
         .filter(|pid| *pid > 0)
         .and_then(Pid::from_raw)
         .ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
     rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| match errno.raw_os_error() {
-        // pidfd_open(2): EINVAL (since Linux 6.15 ENOENT) for what leads no thread group, which a process that is being reaped
-        // does not either.
+        // pidfd_open(2) fails with EINVAL (since Linux 6.15 ENOENT) for a thread that leads no thread group; this includes
+        // a process that is being reaped.
         libc::EINVAL | libc::ENOENT => io::Error::from_raw_os_error(libc::ESRCH),
         number => io::Error::from_raw_os_error(number),
     })
 }
 
-/// Sends a signal to the process of a pidfd. The error is ESRCH if it has ended and was reaped.
+/// Sends a signal to the process of a pidfd. Fails with ESRCH if the process has ended and was reaped.
 pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
     let (pidfd, info) = (pidfd.as_fd(), std::ptr::null::<libc::siginfo_t>());
     // SAFETY: `pidfd` is open until the call returns; a null siginfo is allowed and means "as kill(2)".

@@ -1,104 +1,105 @@
-//! Owns: what the programs that take part in pushed volumes agree on: how much is pushed and where the guest has it, and the
-//! words between the pod process, which asks, and the process that has the files (`nacelle-fs`), which reads them. Pure.
+//! Defines the protocol of copied-in volumes: limits, paths in the guest, and the messages between the pod process, which
+//! sends requests, and the file-server process (`nacelle-fs`), which reads the files. It performs no I/O.
 
-/// Where the agent keeps pushed volumes; each is `FOLDER/NAME`.
+/// The directory in which the agent keeps copied-in volumes; each is `FOLDER/NAME`.
 pub const FOLDER: &str = "/run/nacelle/pushed";
-/// The link that names the folder with a volume's present files, and by whose change all of them change at once.
+/// The symbolic link to the directory with a volume's present files. Replacing the link changes all of them atomically.
 pub const DATA: &str = "..data";
-/// The most files, folders and links of a volume.
+/// The maximum number of files, directories and links of a volume.
 pub const MAX_ENTRIES: usize = 65_536;
-/// The most bytes of all its files.
+/// The maximum total size of the files of a volume in bytes.
 pub const MAX_BYTES: u64 = 32 << 20;
-/// The longest path in it.
+/// The maximum length of a path in a volume, in bytes.
 pub const MAX_PATH: usize = 4096;
-/// The most folders in one another.
+/// The maximum nesting depth of directories.
 pub const MAX_DEPTH: usize = 64;
-/// A part of a volume is ended when it has so many bytes; it has at most twice as many.
+/// A part of a volume ends when it has at least so many bytes; it has at most twice as many.
 pub const PART: usize = 128 << 10;
-/// The longest word. Each stands behind its length, as little-endian 32 bits.
+/// The maximum length of a message in bytes. Each message follows its length, as a little-endian u32.
 pub const MAX_WORD: usize = 512 << 10;
 
-/// What the pod process asks. Answers come in the order of the questions.
+/// A request of the pod process. Replies come in the order of the requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// The volume at this place (`CONTAINER/n`) gets this number; if it is `live`, its changes are told.
+    /// Opens the volume at this place (`CONTAINER/n`) under this number; changes of a `live` volume are reported.
     Open {
-        /// Its number.
+        /// The volume's number.
         id: u32,
-        /// It has a [`DATA`] link, which is followed and watched; otherwise it is read as it is.
+        /// The volume has a [`DATA`] link, which is followed and watched; otherwise the directory is read as it is.
         live: bool,
-        /// Below the folder in which the daemon mounts what is pushed.
+        /// The path below the directory in which the daemon mounts copied-in volumes.
         place: String,
     },
-    /// The first part of the volume as it is now; if not `afresh`, without the folder that was read to its end before.
+    /// Reads the first part of the volume's present content; unless `afresh`, without the [`DATA`] directory if it was read
+    /// completely before.
     Begin {
-        /// Its number.
+        /// The volume's number.
         id: u32,
-        /// All of it.
+        /// The whole volume is read.
         afresh: bool,
     },
-    /// The next part.
+    /// Reads the next part.
     Next {
-        /// Its number.
+        /// The volume's number.
         id: u32,
     },
-    /// Forget it.
+    /// Closes the volume.
     Close {
-        /// Its number.
+        /// The volume's number.
         id: u32,
     },
 }
 
-/// What `nacelle-fs` says.
+/// A message of `nacelle-fs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// The answer to Open and Close.
+    /// The reply to Open and Close.
     Done {
         /// The volume's number.
         id: u32,
     },
-    /// The answer to Begin and Next.
+    /// The reply to Begin and Next.
     Part {
         /// The volume's number.
         id: u32,
-        /// The volume is whole.
+        /// This part completes the volume.
         last: bool,
         /// An encoded `agent.v1.Tree`.
         tree: Vec<u8>,
     },
-    /// Why there is no other answer.
+    /// The reply to a request that failed.
     Failed {
         /// The volume's number.
         id: u32,
-        /// What it means.
+        /// The kind of the failure.
         why: Why,
-        /// For people.
+        /// The error message.
         text: String,
     },
-    /// No answer: the volume is not what it was at the last Begin. Told once until the next.
+    /// A notification, not a reply: the volume has changed since the last Begin. Sent once until the next Begin.
     Changed {
-        /// Its number.
+        /// The volume's number.
         id: u32,
     },
 }
 
-/// Why a volume is not read.
+/// The reason why a volume cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// It changed meanwhile: begin anew.
+    /// The volume changed while it was read; the pod process must begin again.
     Changed,
-    /// There is more of it than is pushed.
+    /// The volume exceeds a limit.
     TooMuch,
-    /// There is something in it that is not pushed.
+    /// The volume contains an entry of a type that is not copied.
     Odd,
-    /// It is not there.
+    /// The volume does not exist.
     Missing,
     /// Reading failed.
     Failed,
 }
 
 impl Why {
-    /// All of them; a word has the place in this list.
+    /// All reasons; a message contains the index in this list.
     pub const ALL: [Why; 5] = [Why::Changed, Why::TooMuch, Why::Odd, Why::Missing, Why::Failed];
 }
 
@@ -106,7 +107,7 @@ fn word(kind: u8, id: u32, flag: u8, rest: &[u8]) -> Vec<u8> {
     [&[kind], id.to_le_bytes().as_slice(), &[flag], rest].concat()
 }
 
-/// Kind, number, flag, and the rest of a word.
+/// Splits a message into kind, number, flag and payload.
 fn parts(word: &[u8]) -> Option<(u8, u32, u8, &[u8])> {
     let (kind, rest) = word.split_first()?;
     let (id, rest) = rest.split_at_checked(4)?;
@@ -115,7 +116,7 @@ fn parts(word: &[u8]) -> Option<(u8, u32, u8, &[u8])> {
 }
 
 impl Ask {
-    /// As a word.
+    /// Encodes the request as a message.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Ask::Open { id, live, place } => word(1, *id, u8::from(*live), place.as_bytes()),
@@ -125,7 +126,7 @@ impl Ask {
         }
     }
 
-    /// Of a word, if it is one.
+    /// Decodes a message; returns `None` if it is not a request.
     pub fn decode(bytes: &[u8]) -> Option<Ask> {
         Some(match parts(bytes)? {
             (1, id, live @ 0..=1, place) => {
@@ -140,7 +141,7 @@ impl Ask {
 }
 
 impl Told {
-    /// As a word.
+    /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Told::Done { id } => word(1, *id, 0, &[]),
@@ -153,7 +154,7 @@ impl Told {
         }
     }
 
-    /// Of a word, if it is one.
+    /// Decodes a message; returns `None` if it is invalid.
     pub fn decode(bytes: &[u8]) -> Option<Told> {
         Some(match parts(bytes)? {
             (1, id, 0, []) => Told::Done { id },

@@ -1,11 +1,11 @@
-//! Owns: random bytes of the kernel. By the system call itself: libraries that look for it at run time do not find it
-//! in a static program (nacelle-pod), and a jailed process has no /dev/random.
+//! Returns random bytes of the kernel by the system call itself: libraries that look up getrandom(3) at run time do not
+//! find it in a static program (nacelle-pod), and a jailed process has no /dev/random.
 
 use crate::retry::retry_interrupted;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 
-/// Fills `bytes`. Linux gives everybody random bytes once it has booted.
+/// Fills `bytes` with random bytes. The call does not block once the node has booted.
 pub fn fill(mut bytes: &mut [u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         let got = retry_interrupted(|| getrandom(&mut *bytes, GetRandomFlags::empty()))?;

@@ -72,7 +72,7 @@ pub fn poll(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usi
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         match nix::poll::poll(fds, left.map_or(PollTimeout::NONE, round_up)) {
-            // The longest time that poll(2) takes may be shorter than what is left.
+            // The maximum timeout of poll(2) may be shorter than the time that is left.
             Ok(0) if left.is_some_and(|left| !left.is_zero()) => {}
             Err(Errno::EINTR) => {}
             result => return Ok(usize::try_from(result?).unwrap_or_default()),
@@ -80,13 +80,13 @@ pub fn poll(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usi
     }
 }
 
-/// A time in the unit of poll(2), milliseconds, rounded up so that a wait does not end before its deadline.
+/// Converts a time to milliseconds, the unit of poll(2), rounded up so that a wait does not end before its deadline.
 fn round_up(left: Duration) -> PollTimeout {
     let milliseconds = left.as_nanos().div_ceil(1_000_000);
     PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX)
 }
 
-/// The error of a call on a socket with `SO_RCVTIMEO` or `SO_SNDTIMEO`: `TimedOut` instead of EAGAIN when the time is over.
+/// Converts the error of a call on a socket with `SO_RCVTIMEO` or `SO_SNDTIMEO`: `TimedOut` instead of EAGAIN when the time is over.
 pub fn timed_out(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }
@@ -99,12 +99,12 @@ pub struct Timed<'a> {
 }
 
 impl<'a> Timed<'a> {
-    /// A socket for so long from now on.
+    /// Returns the socket with a deadline `limit` from now.
     pub fn new(socket: &'a impl AsFd, limit: Duration) -> Timed<'a> {
         Timed { socket: socket.as_fd(), deadline: Instant::now() + limit }
     }
 
-    /// Makes a call that does not wait (`MSG_DONTWAIT`) as soon as the socket is ready for it.
+    /// Makes a non-blocking call (`MSG_DONTWAIT`) as soon as the socket is ready for it.
     pub fn when_ready<T>(&self, ready: PollFlags, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
         loop {
             match retry_interrupted(&mut call) {

@@ -1,86 +1,88 @@
-//! Owns: what the three programs that take part in volumes of the node agree on: the guest's agent mounts the share, the
-//! device in the pod process passes requests on, the process beside it (`nacelle-fs`) answers them. Pure.
+//! Defines the protocol of volumes of the node, which three programs implement: the guest's agent mounts the virtio-fs
+//! share, the device in the pod process forwards requests, and the file-server process (`nacelle-fs`) answers them. It
+//! performs no I/O.
 
-/// The tag by which the guest knows the share.
+/// The virtio-fs tag of the share.
 pub const TAG: &str = "nacelle";
-/// Where the agent mounts it; each volume is `FOLDER/CONTAINER/NUMBER` in it.
+/// The mount point of the share in the guest; each volume is `FOLDER/CONTAINER/NUMBER` in it.
 pub const FOLDER: &str = "/run/nacelle/volumes";
-/// The queues of the device, and the streams to the process that answers: requests of high priority, and the others.
+/// The number of queues of the device, and of streams to the file-server process: one for high-priority requests and one
+/// for all others.
 pub const QUEUES: usize = 2;
-/// The descriptors of a queue. Linux makes no request that does not fit into one: less than half a MiB of data.
+/// The number of descriptors of a queue. Linux makes no request that does not fit into one: less than half a MiB of data.
 pub const QUEUE_SIZE: u16 = 128;
-/// What the guest reads ahead of a program that reads on and on, in KiB: the largest request that Linux makes on such a queue (but
-/// for four descriptors one for each page).
+/// The guest's read-ahead in KiB: the largest request that Linux makes on such a queue, which has one descriptor for each
+/// page and four for headers.
 pub const READ_AHEAD_KIB: u32 = (QUEUE_SIZE as u32 - 4) * 4;
-/// The most bytes of a request, and of an answer.
+/// The maximum length of a request, and of a reply, in bytes.
 pub const MAX_MESSAGE: usize = (1 << 20) + (64 << 10);
-/// Before each request on a stream: its bytes, and the bytes of the largest answer, both as little-endian 32 bits. Before
-/// each answer stand its bytes, in the same way; a request that has no answer gets an empty one.
+/// The length of the header of a request on a stream: the length of the request and the maximum length of the reply, both
+/// as little-endian u32. A reply follows its length in the same form; a request without a reply gets an empty one.
 pub const HEADER: usize = 8;
-/// The bytes before each answer.
+/// The length of the header of a reply.
 pub const ANSWER_HEADER: usize = 4;
 
-/// In the place of a request's bytes: the queue is lent. The bytes that follow (as many as the second number says) are a
-/// [`Lent`], and with the first of them come the descriptors: its kick, its call, and one for each region of memory. From
-/// then on requests are answered where they lie, and the stream is still until the queue is taken back.
+/// In place of a request's length: shares a virtqueue. As many bytes as the second number says follow and are a [`Lent`];
+/// with the first of them come the descriptors: kick, call, and one for each memory region. From then on requests are
+/// served in guest memory, and the stream is idle until the virtqueue is returned.
 pub const LEND: u32 = u32::MAX;
-/// In the place of a request's bytes: the queue is taken back. The answer to it is the next index of the available ring, in
-/// the place of an answer's bytes; all requests before it are answered.
+/// In place of a request's length: ends the sharing of the virtqueue. The reply, in place of a reply's length, is the next
+/// index of the available ring; all requests before it are completed.
 pub const RETURN: u32 = u32::MAX - 1;
-/// In the place of a request's bytes, on the first stream of a share that shows a part of the volumes: which part it shows from
-/// now on, as if nobody had asked for anything before. The bytes that follow (as many as the second number says) are its
-/// [`part`]. The answer, in the place of an answer's bytes, is 0 or the number of an error (errno(3)).
+/// In place of a request's length, on the first stream of a share that serves a part of the volumes: selects the part and
+/// resets the state of the share. As many bytes as the second number says follow and are the part's name ([`part`]). The
+/// reply, in place of a reply's length, is 0 or an error number (errno(3)).
 pub const SHOW: u32 = u32::MAX - 2;
-/// The most bytes of a part's name.
+/// The maximum length of a part's name in bytes.
 pub const MAX_PART: usize = 256;
 
-/// How the n-th volume of a container is called.
+/// Returns the name of the n-th volume of a container.
 pub fn part(container: &str, number: usize) -> String {
     format!("{container}/{number}")
 }
 
-/// The most regions of memory.
+/// The maximum number of memory regions.
 pub const MAX_REGIONS: usize = 16;
-/// The most bytes of a [`Lent`].
+/// The maximum length of an encoded [`Lent`] in bytes.
 pub const MAX_LENT: usize = (HEAD + EACH * MAX_REGIONS) * NUMBER;
 
 const NUMBER: usize = size_of::<u64>();
-/// The numbers before the regions, and of each region.
+/// The number of u64 values before the regions, and of each region.
 const HEAD: usize = 6;
 const EACH: usize = 3;
 
-/// A queue, and the guest memory in which it and its requests lie.
+/// A shared virtqueue, and the guest memory in which it and its requests lie.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lent {
-    /// The number of its descriptors.
+    /// The number of descriptors of the virtqueue.
     pub size: u16,
-    /// Whether driver and device have agreed on `VIRTIO_RING_F_EVENT_IDX`.
+    /// Driver and device have negotiated `VIRTIO_RING_F_EVENT_IDX`.
     pub event_idx: bool,
     /// The next index of the available ring.
     pub next_avail: u16,
-    /// Where the guest has the table of descriptors.
+    /// The guest address of the descriptor table.
     pub descriptors: u64,
-    /// The available ring.
+    /// The guest address of the available ring.
     pub available: u64,
-    /// The used ring, which says itself how far it is filled.
+    /// The guest address of the used ring, which contains its own index.
     pub used: u64,
-    /// The guest's memory.
+    /// The regions of guest memory.
     pub regions: Vec<Region>,
 }
 
-/// A part of the guest's memory, which is a part of a file.
+/// A region of guest memory, which is a range of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Where the guest has it.
+    /// The guest address of the region.
     pub address: u64,
-    /// Its bytes.
+    /// The length in bytes.
     pub length: u64,
-    /// Where it begins in the file.
+    /// The offset in the file.
     pub offset: u64,
 }
 
 impl Lent {
-    /// As it is sent.
+    /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         let Lent { size, event_idx, next_avail, descriptors, available, used, ref regions } = *self;
         let head = [size.into(), event_idx.into(), next_avail.into(), descriptors, available, used];
@@ -88,7 +90,7 @@ impl Lent {
         head.into_iter().chain(regions).flat_map(u64::to_le_bytes).collect()
     }
 
-    /// None: it makes no sense.
+    /// Decodes the message; returns `None` if it is invalid.
     pub fn decode(bytes: &[u8]) -> Option<Lent> {
         let (numbers, rest) = bytes.as_chunks::<NUMBER>();
         let mut numbers = numbers.iter().map(|number| u64::from_le_bytes(*number));

@@ -1,38 +1,38 @@
-//! Owns: what took how long, step by step: the flight recorder of a pod's and a container's start.
+//! Records the duration of each step of a pod's and a container's start.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// The most steps that are kept of one thing.
+/// The maximum number of steps of one timeline.
 pub const MAX_STEPS: usize = 64;
 
 /// One step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
-    /// "network namespace", "kernel", ...
+    /// The name of the step: "network namespace", "kernel".
     pub what: String,
-    /// When it began, in nanoseconds since 1970.
+    /// The beginning in nanoseconds since 1970.
     pub at: i64,
-    /// How long it took.
+    /// The duration in microseconds.
     pub micros: u64,
-    /// It came to no good end.
+    /// The step failed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub failed: bool,
 }
 
-/// Steps as they end; clones write to the same.
+/// A list of completed steps; clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Timeline(Arc<Mutex<Vec<Step>>>);
 
 impl Timeline {
-    /// One that goes on after these steps.
+    /// Returns a timeline that begins with these steps.
     pub fn after(steps: Vec<Step>) -> Timeline {
         Timeline(Arc::new(Mutex::new(steps)))
     }
 
-    /// Does this, and keeps how long it took. Dropped before its end, it has failed.
+    /// Awaits the future and records its duration. The step counts as failed if this future is dropped before its end.
     pub async fn measure<T, E>(&self, what: &'static str, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let mut running = self.begin(what);
         let done = work.await;
@@ -40,19 +40,19 @@ impl Timeline {
         done
     }
 
-    /// A step that ends when this is dropped; well, if `done` was said.
+    /// Begins a step that ends when the returned value is dropped, successfully if `done` was called.
     pub fn begin(&self, what: &'static str) -> Running {
         Running { timeline: self.clone(), what, at: now(), since: Instant::now(), failed: true }
     }
 
-    /// Adds steps that somebody else has measured; those beyond `MAX_STEPS` are left out.
+    /// Adds measured steps; those beyond `MAX_STEPS` are dropped.
     pub fn add(&self, steps: impl IntoIterator<Item = Step>) {
         let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let room = MAX_STEPS.saturating_sub(own.len());
         own.extend(steps.into_iter().take(room));
     }
 
-    /// The steps, in the order of their beginnings.
+    /// Returns the steps in the order of their beginnings.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         steps.sort_by_key(|step| step.at);
@@ -60,7 +60,7 @@ impl Timeline {
     }
 }
 
-/// On one line: "network namespace 1.2 ms, machine 30.4 ms (failed)".
+/// Prints the steps on one line: "network namespace 1.2 ms, machine 30.4 ms (failed)".
 impl fmt::Display for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (n, step) in self.steps().iter().enumerate() {
@@ -72,7 +72,7 @@ impl fmt::Display for Timeline {
     }
 }
 
-/// Microseconds as people read them: "1.2 ms".
+/// Microseconds, printed as milliseconds: "1.2 ms".
 pub struct Millis(pub u64);
 
 impl fmt::Display for Millis {
@@ -81,7 +81,7 @@ impl fmt::Display for Millis {
     }
 }
 
-/// A step that goes on.
+/// A step in progress.
 pub struct Running {
     timeline: Timeline,
     what: &'static str,
@@ -91,7 +91,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// It ends well, now.
+    /// Ends the step successfully.
     pub fn done(mut self) {
         self.failed = false;
     }
@@ -105,7 +105,7 @@ impl Drop for Running {
     }
 }
 
-/// Nanoseconds since 1970.
+/// Returns the current time in nanoseconds since 1970.
 pub fn now() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)

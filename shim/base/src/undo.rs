@@ -1,31 +1,31 @@
-//! Owns: the list of what must be given back. Whoever takes something registers how to give it back
-//! before the next step; `unwind` runs the list newest first and never stops at a failure.
+//! Collects the actions that release resources. A caller registers, directly after each acquisition, how to release the
+//! resource; `unwind` runs the actions in reverse order and continues after failures.
 
 use std::error::Error;
 
 type Step = Box<dyn FnOnce() -> Result<(), Box<dyn Error + Send + Sync>> + Send>;
 
-/// What could not be given back: its name and the error with its causes on one line.
+/// A resource that could not be released, with the error and its causes on one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Left {
-    /// The name under which it was registered.
+    /// The name under which the resource was registered.
     pub what: &'static str,
-    /// Why it is still there.
+    /// The error and its causes.
     pub why: String,
 }
 
-/// Steps to undo, newest last. Dropping it without `unwind` or `keep` unwinds it too, with a line in the
-/// log for each step that fails: a panic or an early return leaks nothing.
+/// The release actions, newest last. Dropping the stack without `unwind` or `keep` also unwinds it, and logs each action
+/// that fails, so that a panic or an early return leaks nothing.
 #[derive(Default)]
 pub struct UndoStack(Vec<(&'static str, Step)>);
 
 impl UndoStack {
-    /// An empty list.
+    /// Returns an empty stack.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Registers how to give `what` back.
+    /// Registers the action that releases `what`.
     pub fn push<E>(&mut self, what: &'static str, step: impl FnOnce() -> Result<(), E> + Send + 'static)
     where
         E: Into<Box<dyn Error + Send + Sync>>,
@@ -33,12 +33,12 @@ impl UndoStack {
         self.0.push((what, Box::new(move || step().map_err(Into::into))));
     }
 
-    /// Success: everything taken is kept.
+    /// Keeps all resources: discards the actions.
     pub fn keep(mut self) {
         self.0.clear();
     }
 
-    /// Gives everything back, newest first; returns what could not be.
+    /// Releases all resources in reverse order; returns those that could not be released.
     #[must_use = "what could not be undone must be recorded"]
     pub fn unwind(mut self) -> Vec<Left> {
         self.run()

@@ -1,6 +1,5 @@
-//! Owns: specifications of the Container Device Interface, 0.3.0 to 1.1.0: finding the device of a name in folders of
-//! the node, and what a container that asks for it gets.
-//! Threads: `find` blocks, on files that others have written.
+//! Reads specifications of the Container Device Interface, versions 0.3.0 to 1.1.0: finds a device by its name in directories of
+//! the node, and returns the edits for a container that requests it. `find` blocks on files that other programs have written.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use nacelle_base::json;
@@ -13,14 +12,14 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes of one file.
+/// The largest file in bytes.
 const MAX_FILE: u64 = 1 << 20;
-/// Files that are read of one folder.
+/// The largest number of files that are read from one directory.
 const MAX_FILES: usize = 256;
-/// Names that one container may ask for.
+/// The largest number of names that one container may request.
 const MAX_NAMES: usize = 64;
 
-/// Why a device cannot be had.
+/// Why a CDI device is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
     #[error("{name:?} is no name of a CDI device: VENDOR/CLASS=NAME is one")]
@@ -54,27 +53,27 @@ fn skipped(unread: &[String]) -> String {
     if unread.is_empty() { String::new() } else { format!(" ({})", unread.join("; ")) }
 }
 
-/// What a container gets with its devices.
+/// The changes that CDI devices make to a container.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Edits {
-    /// Names and values.
+    /// Environment variables: names and values.
     pub env: Vec<(String, String)>,
-    /// Host path, container path and permissions.
+    /// Host path, container path and permissions of each device.
     pub devices: Vec<(String, String, String)>,
-    /// Folders and files of the node.
+    /// Directories and files of the node.
     pub mounts: Vec<Mount>,
-    /// Groups of its processes.
+    /// Additional groups of the container's processes.
     pub groups: Vec<u32>,
 }
 
-/// A folder or file of the node.
+/// A directory or file of the node that is mounted.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// On the node.
+    /// The path on the node.
     pub host_path: String,
-    /// In the container.
+    /// The path in the container.
     pub container_path: String,
-    /// "ro", "nosuid" and their like.
+    /// Mount options: "ro", "nosuid" and others.
     pub options: Vec<String>,
 }
 
@@ -104,7 +103,7 @@ struct ContainerEdits {
     mounts: Vec<SpecMount>,
     #[serde(rename = "additionalGids")]
     additional_gids: Vec<u32>,
-    /// Whatever else there is: nothing is passed over in silence.
+    /// Unknown fields, which are rejected: no edit is ignored silently.
     #[serde(flatten)]
     others: serde_json::Map<String, Value>,
 }
@@ -133,7 +132,7 @@ struct SpecMount {
     kind: String,
 }
 
-/// What a container gets that asks for these devices. Folders that come later go before.
+/// Returns the edits for a container that requests these devices. Later directories take precedence.
 pub fn find(names: &[String], folders: &[PathBuf]) -> Result<Edits, CdiError> {
     if names.len() > MAX_NAMES {
         return Err(CdiError::TooMany { count: names.len() });
@@ -158,7 +157,7 @@ pub fn find(names: &[String], folders: &[PathBuf]) -> Result<Edits, CdiError> {
     Ok(edits)
 }
 
-/// The one device of this name in a folder.
+/// Returns the only device of this name in a directory.
 fn one<'a>(
     specs: &'a [(PathBuf, Spec)],
     name: &str,
@@ -176,7 +175,7 @@ fn one<'a>(
     }
 }
 
-/// Kind and name of a device.
+/// Splits a device's name into kind and name.
 fn parts(name: &str) -> Result<(&str, &str), CdiError> {
     let word = |text: &str, further: &str| {
         let known = |c: char| c.is_ascii_alphanumeric() || further.contains(c);
@@ -192,7 +191,7 @@ fn parts(name: &str) -> Result<(&str, &str), CdiError> {
     split().ok_or_else(|| CdiError::Name { name: name.chars().take(200).collect() })
 }
 
-/// The specifications of a folder, in the order of their names; what is none is left out, and said.
+/// Returns the specifications in a directory, sorted by file name. Invalid files are skipped and added to `unread`.
 fn specs(folder: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
     let mut paths: Vec<PathBuf> =
         fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
@@ -219,7 +218,7 @@ fn specs(folder: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
 }
 
 fn read(path: &Path) -> io::Result<Spec> {
-    // What is no file would block.
+    // Opening a pipe would block without this flag.
     let file = File::options().read(true).custom_flags(nix::fcntl::OFlag::O_NONBLOCK.bits()).open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::other("no regular file"));
@@ -244,7 +243,7 @@ fn add(edits: &mut Edits, asked: &ContainerEdits, name: &str, path: &Path) -> Re
         edits.env.push((key.to_owned(), value.to_owned()));
     }
     for node in &asked.device_nodes {
-        // Type and numbers are those of the node's; so are these.
+        // Type and numbers come from the node's device, and so do these fields.
         for (field, value) in [("fileMode", &node.file_mode), ("uid", &node.uid), ("gid", &node.gid)] {
             if value.as_ref().is_some_and(|value| !empty(value)) {
                 let what = format!("deviceNodes.{field}");
@@ -260,7 +259,7 @@ fn add(edits: &mut Edits, asked: &ContainerEdits, name: &str, path: &Path) -> Re
             let what = format!("a mount of type {}", mount.kind.chars().take(40).collect::<String>());
             return Err(CdiError::Unsupported { name: name.to_owned(), path: path.to_owned(), what });
         }
-        // What every volume is.
+        // Options that every volume has.
         let usual = ["bind", "rbind", "private", "rprivate", "rw"];
         edits.mounts.push(Mount {
             host_path: mount.host_path.clone(),

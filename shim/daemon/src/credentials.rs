@@ -1,6 +1,6 @@
-//! Owns: keys and passwords of the guests of machine pods, as the secrets of their pods have them now (docs/user/vm/cloud-init-and-credentials.md, "Keys and passwords while
-//! it runs"): the keeper is told, by a verb, when they change and when the machine runs anew.
-//! Threads: the files are read where blocking is allowed.
+//! Passes SSH keys and passwords from the secrets of machine pods to their guests (docs/user/vm/cloud-init-and-credentials.md,
+//! "Keys and passwords while it runs"). The keeper gets them by a verb when they change and when the machine starts anew. The
+//! files are read on the blocking pool.
 
 use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{LifecycleError, Node, View};
@@ -13,14 +13,14 @@ use nacelle_model::record::ContainerRecord;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The longest wait before a guest that refused, or where nobody answered, is asked again.
+/// The longest pause before the next attempt, after the guest rejected the credentials or did not respond.
 const LONGEST: Duration = Duration::from_secs(30);
-/// A keeper that was told is told again: the machine may run anew, or be as it was.
+/// Time after which unchanged credentials are sent again: the machine may have restarted, or returned to an earlier state.
 const REMIND: Duration = Duration::from_secs(15);
-/// For a verb.
+/// Time limit of a verb.
 const VERB: Duration = Duration::from_secs(60);
 
-/// Why a guest does not have what the secrets have.
+/// Why a guest does not have the credentials of the secrets.
 #[derive(Debug, thiserror::Error)]
 enum CredentialError {
     #[error("the secrets cannot be read")]
@@ -37,7 +37,7 @@ enum CredentialError {
     Task(#[from] TaskError),
 }
 
-/// The secrets of a machine whose guest agent is to let somebody in.
+/// The secrets of a machine whose guest agent is to set credentials.
 pub(crate) enum Secrets {}
 
 impl Follow for Secrets {
@@ -83,7 +83,7 @@ async fn keep(node: Node, view: Arc<View>, container: ContainerRecord) {
     }
 }
 
-/// Tells the keeper what the secrets have, if that is something else than it was told, or it was told long ago.
+/// Sends the credentials of the secrets to the keeper, if they have changed or were sent long ago.
 async fn tell(
     node: &Node,
     view: &Arc<View>,

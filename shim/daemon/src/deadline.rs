@@ -1,6 +1,6 @@
-//! Owns: the end of requests whose callers give them a time (`grpc-timeout`): DEADLINE_EXCEEDED. The library's own word for it
-//! is CANCELLED, and reaches a caller on a busy node before that caller's own clock does.
-//! Threads: none; a clock for each request that has a limit.
+//! Ends requests with DEADLINE_EXCEEDED at the time limit of their callers (`grpc-timeout`). The library itself would use
+//! CANCELLED, and on a busy node that reaches the caller before its own clock expires. Each request with a limit has a timer, and
+//! no thread.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,14 +11,14 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
-/// The header (gRPC over HTTP/2: `Timeout`).
+/// The header of the time limit (gRPC over HTTP/2: `Timeout`).
 const HEADER: &str = "grpc-timeout";
 
-/// Ends requests in time.
+/// The layer that limits the time of requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadlines;
 
-/// A service whose requests end in time.
+/// A service with a time limit for its requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Limited<S>(S);
 
@@ -45,7 +45,7 @@ where
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let limit = request.headers().get(HEADER).and_then(|text| limit(text.to_str().ok()?));
-        // The library's own clock for the request starts after this one, and so is never before it.
+        // The library's own timer for the request starts after this one, and therefore never expires before it.
         let Some(over) = limit.map(tokio::time::sleep) else { return Box::pin(self.0.call(request)) };
         let answer = self.0.call(request);
         Box::pin(async move {
@@ -58,7 +58,7 @@ where
     }
 }
 
-/// At most eight digits and a unit; none: it is not that.
+/// Parses a time limit: at most eight digits and a unit; otherwise `None`.
 fn limit(text: &str) -> Option<Duration> {
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     let number: u64 = number.parse().ok().filter(|_| number.len() <= 8)?;

@@ -1,5 +1,5 @@
-//! Owns: who follows the machines of a node: one task for each that is to be followed, for as long as its container runs.
-//! Threads: a task for each such machine, and the one that looks for them.
+//! Runs a task for each machine of the node that a follower wants, for as long as the machine's container runs. One more task
+//! looks for new machines.
 
 use crate::lifecycle::{Node, View};
 use nacelle_base::ContainerId;
@@ -10,19 +10,19 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Between two looks.
+/// Pause between two looks for new machines.
 pub(crate) const LOOK: Duration = Duration::from_secs(1);
 
-/// What is to be followed.
+/// A kind of follower.
 pub(crate) trait Follow: Send + Sync + 'static {
-    /// Whether the machine of this pod, which this container is, has something to follow.
+    /// Returns whether this pod's machine, which is this container, is to be followed.
     fn wanted(view: &View, container: &ContainerRecord) -> bool;
 
-    /// Follows it until it does not run any more ([`runs`]).
+    /// Follows the machine until it no longer runs ([`runs`]).
     fn follow(node: Node, view: Arc<View>, container: ContainerRecord) -> impl Future<Output = ()> + Send;
 }
 
-/// Follows all machines of a node, for ever.
+/// Follows all machines of a node, forever.
 pub(crate) async fn all<F: Follow>(node: Node) {
     let mut followed: HashMap<ContainerId, AbortOnDropHandle<()>> = HashMap::new();
     loop {
@@ -38,13 +38,13 @@ pub(crate) async fn all<F: Follow>(node: Node) {
     }
 }
 
-/// Whether a container is a machine that runs and is to be followed.
+/// Returns whether a container is a running machine that is to be followed.
 pub(crate) fn runs<F: Follow>(node: &Node, id: &ContainerId) -> bool {
     let found = node.container(id.as_str());
     found.is_ok_and(|(_, view)| running::<F>(&view).is_some_and(|container| container.id == *id))
 }
 
-/// The machine that a pod is, if it runs and is to be followed.
+/// Returns the pod's machine, if it runs and is to be followed.
 fn running<F: Follow>(view: &View) -> Option<&ContainerRecord> {
     view.pod.config.machine.as_ref()?;
     let container = view.containers.values().find(|container| container.state == ContainerState::Running)?;

@@ -1,4 +1,4 @@
-//! Connections to the daemon's socket, with what clients of gRPC's C core send made acceptable ([`AuthorityFilter`]).
+//! Wraps connections to the daemon's socket so that clients of gRPC's C core are accepted ([`AuthorityFilter`]).
 
 use nacelle_stream::AuthorityFilter;
 use std::io;
@@ -7,22 +7,22 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
-/// Bytes that are read at once.
+/// The number of bytes in one read.
 const CHUNK: usize = 16 << 10;
 
-/// A connection whose client may be one of gRPC's C core.
+/// A connection whose client may use gRPC's C core.
 #[derive(Debug)]
 pub struct GrpcConnection<T> {
     io: T,
     filter: AuthorityFilter,
-    /// What has passed and was not read yet: from `read` on.
+    /// Filtered data; the part from `read` on has not been read yet.
     passed: Vec<u8>,
     read: usize,
     ended: bool,
 }
 
 impl<T> GrpcConnection<T> {
-    /// Filters what the client of this connection sends.
+    /// Filters the data of this connection's client.
     pub fn new(io: T) -> GrpcConnection<T> {
         GrpcConnection { io, filter: AuthorityFilter::new(), passed: Vec::new(), read: 0, ended: false }
     }

@@ -1,13 +1,13 @@
-//! Owns: whether the node's pool of huge pages has enough for one more machine.
+//! Checks that the node's pool of huge pages is large enough for one more VM.
 
 use nacelle_base::{Classify, Kind};
 use std::path::Path;
 
-/// The node's pools, in sysfs.
+/// The directory of the node's pools in sysfs.
 const POOLS: &str = "/sys/kernel/mm/hugepages";
-/// The size of the usual pages, in MiB.
+/// The size of the default huge pages in MiB.
 pub const PAGE_MIB: u64 = 2;
-/// And of the largest.
+/// The size of the largest huge pages in MiB.
 pub const LARGEST_MIB: u64 = 1024;
 
 /// The pool is too small.
@@ -17,13 +17,13 @@ pub const LARGEST_MIB: u64 = 1024;
      larger number to {POOLS}/hugepages-{}kB/nr_hugepages, or set memory_pages of its handler to \"transparent\"", page * 1024
 )]
 pub struct TooFew {
-    /// The machine's memory.
+    /// The VM's memory in MiB.
     pub mib: u64,
-    /// The size of a page, in MiB.
+    /// The page size in MiB.
     pub page: u64,
-    /// The pages that it takes.
+    /// The number of pages that the VM takes.
     pub needed: u64,
-    /// The pages that it could have.
+    /// The number of pages that are available.
     pub free: u64,
 }
 
@@ -33,7 +33,8 @@ impl Classify for TooFew {
     }
 }
 
-/// Whether a machine with so much memory in pages of this size could start now. Others may be quicker: its start says so then.
+/// Checks that a VM with this much memory in pages of this size could start now. Another VM may take the pages first; the start
+/// reports that.
 pub fn check(mib: u64, page: u64) -> Result<(), TooFew> {
     check_in(&Path::new(POOLS).join(format!("hugepages-{}kB", page * 1024)), mib, page)
 }
@@ -43,8 +44,8 @@ fn check_in(pool: &Path, mib: u64, page: u64) -> Result<(), TooFew> {
     if needed <= free { Ok(()) } else { Err(TooFew { mib, page, needed, free }) }
 }
 
-/// Pages that are promised to nobody, with those that Linux may make beyond the pool. A node that does not know of
-/// huge pages has none.
+/// Returns the number of unreserved pages, including those that Linux may allocate beyond the pool; 0 on a node without huge
+/// pages.
 fn free(pool: &Path) -> u64 {
     let read = |name: &str| {
         let text = std::fs::read_to_string(pool.join(name)).unwrap_or_default();

@@ -1,6 +1,6 @@
-//! Owns: the daemon of a node: CRI on a unix socket, pods and containers, their records, and the commands of the
-//! program. docs/contributor/architecture.md is the map.
-//! May use: `proto`, `base`, `engine` (its probe), `image`, `net`, `stream`, `pod` (specification and client), `keeper` (document), `vmi`.
+//! The daemon of a node: serves CRI on a unix socket, runs pods and containers, keeps their records, and implements the commands
+//! of the binary. docs/contributor/architecture.md gives an overview. It uses `proto`, `base`, `engine` (its probe), `image`,
+//! `net`, `stream`, `pod` (specification and client), `keeper` (document) and `vmi`.
 
 pub mod accounting;
 mod cdi;

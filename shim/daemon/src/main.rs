@@ -1,4 +1,4 @@
-//! Owns: the start of the program.
+//! The binary `nacelle`.
 
 fn main() -> std::process::ExitCode {
     nacelle_daemon::cli::run()

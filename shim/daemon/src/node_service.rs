@@ -1,4 +1,4 @@
-//! Owns: what the commands of the node ask of the daemon beyond CRI.
+//! Implements the service with which the node's commands ask the daemon for what CRI does not cover.
 
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::Node;

@@ -1,7 +1,6 @@
-//! Owns: the power of machines as the annotations of their pods have it now: `vm.nacelle.dev/power` in a file of the downward API that
-//! kubelet keeps up to date (docs/user/vm/lifecycle.md, "Power by annotation"). A machine is told when the word changes, and not again: what somebody
-//! does with a verb afterwards stays.
-//! Threads: the files are read where blocking is allowed.
+//! Applies the annotation `vm.nacelle.dev/power` to machines, as it is now in a file of the downward API that kubelet keeps up to
+//! date (docs/user/vm/lifecycle.md, "Power by annotation"). A verb is sent only when the annotation changes, so a later verb of a
+//! user stays in effect. The files are read on the blocking pool.
 
 use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{Node, View};
@@ -21,36 +20,36 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The longest wait before a machine that refused is told again.
+/// The longest pause before a verb that a machine rejected is sent again.
 const LONGEST: Duration = Duration::from_secs(60);
-/// For a verb.
+/// Time limit of a verb.
 const VERB: Duration = Duration::from_secs(60);
-/// What a machine was told last, in the folder of its pod: what outlives the daemon.
+/// The name of the file with the last applied value, in the directory of the pod: it survives the daemon.
 const TOLD: &str = "power.json";
-/// The largest such file.
+/// The largest such file in bytes.
 const TOLD_BYTES: u64 = 4 << 10;
 
-/// What a container's machine was told last.
+/// The last applied value of a container's machine.
 #[derive(Serialize, Deserialize)]
 struct Told {
     container: String,
     power: Power,
 }
 
-/// What is next for a machine to be as it shall.
+/// The next step towards the wanted state of a machine.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// It is.
+    /// The machine is in the wanted state.
     Done,
-    /// This verb, and it is.
+    /// This verb leads to the wanted state.
     Last(&'static str),
-    /// This verb, and then it is looked at again.
+    /// This verb, after which the state is checked again.
     First(&'static str),
-    /// It is on its way to somewhere.
+    /// The machine is changing its state.
     Wait,
 }
 
-/// What is next for one that is in this phase. One that runs, but is on its way to be off, runs again by `start`.
+/// Returns the next step for a machine in this phase. A running machine that is being stopped runs again after `start`.
 fn step(wanted: Power, phase: &str) -> Step {
     match (wanted, phase) {
         (_, "Succeeded") | (Power::Off, "Stopped") | (Power::Paused, "Paused") => Step::Done,
@@ -63,7 +62,7 @@ fn step(wanted: Power, phase: &str) -> Step {
     }
 }
 
-/// Why a machine is not as its annotation says.
+/// Why the annotation could not be applied.
 #[derive(Debug, thiserror::Error)]
 enum PowerError {
     #[error("the annotations of the pod cannot be read")]
@@ -84,7 +83,7 @@ enum PowerError {
     Task(#[from] TaskError),
 }
 
-/// The annotation of a pod that has it in a file.
+/// The power annotation of a pod that has it in a file.
 pub(crate) enum Annotation {}
 
 impl Follow for Annotation {
@@ -99,16 +98,16 @@ impl Follow for Annotation {
     }
 }
 
-/// Who follows one.
+/// Follows the annotation of one machine.
 struct Follower {
     node: Node,
-    /// The pod's and the container's.
+    /// The ids of pod and container.
     ids: (String, ContainerId),
     mount: NodeVolume,
     handler: String,
-    /// Where it is kept what the machine was told.
+    /// The file with the last applied value.
     file: PathBuf,
-    /// What the pod said when it was made.
+    /// The annotation's value at the creation of the pod.
     first: Power,
 }
 
@@ -155,7 +154,7 @@ impl Follower {
         follow::runs::<Annotation>(&self.node, &self.ids.1)
     }
 
-    /// What it was told before this daemon started.
+    /// Returns the value that an earlier daemon has applied.
     async fn last(&self) -> Option<Power> {
         let file = self.file.clone();
         let read = move || {
@@ -167,7 +166,7 @@ impl Follower {
         (told.container == self.ids.1.as_str()).then_some(told.power)
     }
 
-    /// Looks at the annotation, and tells the machine if it is another than it was told. What it is told now.
+    /// Reads the annotation and applies it if it differs from the last applied value. Returns the value that is applied now.
     async fn look(&self, told: Power) -> Result<Power, PowerError> {
         let mount = self.mount.clone();
         let Some(found) = run_blocking("read the power annotation of a pod", move || {
@@ -188,7 +187,7 @@ impl Follower {
         match step(wanted, &self.phase().await?) {
             Step::Done => {}
             Step::Last(verb) => drop(self.ask(verb).await?),
-            // The next look goes on.
+            // The next look continues.
             Step::First(verb) => return self.ask(verb).await.map(|_| told),
             Step::Wait => return Ok(told),
         }

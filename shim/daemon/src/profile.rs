@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The largest profile in bytes. Real ones have a few tens of KiB, and the record of each container keeps its own copy.
 const MAX_FILE: u64 = 256 << 10;
 
-/// A seccomp profile of the node cannot be used.
+/// Why a seccomp profile of the node cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum ProfileFileError {

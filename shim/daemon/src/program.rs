@@ -1,5 +1,5 @@
-//! Owns: what both programs, `nacelle` and `nacelle-pod`, do when they start: the log and the limit on open files; and
-//! how the one finds the other.
+//! Implements what the binaries `nacelle`, `nacelle-pod` and `nacelle-keeper` do at their start, log and limit on open files, and
+//! finds the paths of the other binaries.
 
 use clap::ValueEnum;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! Owns: the daemon as a whole: opening its stores, bringing the node in order, serving on the socket until it is
-//! told to end. Pods do not notice its end.
+//! Runs the daemon: opens its stores, recovers the node's pods, and serves on the socket until it is asked to stop. Pods continue
+//! to run after its end.
 
 use crate::config::Config;
 use crate::cri::Cri;
@@ -34,76 +34,76 @@ use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::task::AbortOnDropHandle;
 
-/// The largest answer is an ExecSync with both streams full.
+/// The largest message in bytes: the response to ExecSync with both streams full.
 const MESSAGE_LIMIT: usize = 40 << 20;
-/// For requests that are under way when the daemon is told to end; what they asked for goes on without it.
+/// Time for requests in progress when the daemon stops; their work continues without it.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
-/// For locks that a daemon holds which is about to end.
+/// Time to wait for the locks of a daemon that is about to end.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
-/// Between two looks at CNI DELs that are owed.
+/// Pause between two attempts to settle owed CNI DELs.
 const DEBTS_PAUSE: Duration = Duration::from_secs(5);
 
-/// What a daemon is made of.
+/// The parts of a daemon.
 pub struct Setup {
     /// The configuration.
     pub config: Config,
-    /// What runs machines.
+    /// The engines.
     pub engine: EngineChoice,
-    /// Pod processes.
+    /// The pod processes.
     pub pods: Arc<dyn Pods>,
-    /// Networks.
+    /// The networks.
     pub networks: Arc<dyn Networks>,
-    /// Sees each commit of the state store.
+    /// Observes each commit of the state store.
     pub observer: Option<Observer>,
-    /// What happens, for those who want to be told.
+    /// The events of pods and containers.
     pub events: Events,
 }
 
 /// Why the daemon cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// A file or folder.
+    /// A file operation failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The state store.
+    /// The state store cannot be opened.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The image store.
+    /// The image store cannot be opened.
     #[error(transparent)]
     Images(#[from] ImageError),
-    /// The streaming server.
+    /// The streaming server cannot start.
     #[error(transparent)]
     Streaming(#[from] nacelle_stream::ServerError),
-    /// The socket.
+    /// The socket is not available.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// Another daemon uses a directory in which each daemon removes what it does not know.
+    /// Another daemon uses a directory in which each daemon removes unknown files.
     #[error(
         "cannot use {setting} = {path:?}: another daemon uses that directory, and each would remove what belongs to the other; stop that \
          one, or set {setting} to another path"
     )]
     Shared {
-        /// The setting that names it: "paths.run".
+        /// The setting of the directory: "paths.run".
         setting: &'static str,
         /// The directory.
         path: PathBuf,
-        /// Which daemon.
+        /// The other daemon.
         source: LockError,
     },
-    /// What the service manager hands over.
+    /// The socket or the settings of the service manager are invalid.
     #[error(transparent)]
     Supervision(#[from] SupervisionError),
-    /// The server.
+    /// The server failed.
     #[error("cannot serve on {socket}")]
     Serve {
         /// The socket.
         socket: String,
-        /// Why.
+        /// The cause.
         source: tonic::transport::Error,
     },
-    /// Work on a thread of the runtime did not finish.
+    /// A task of the runtime did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
 }
@@ -124,7 +124,7 @@ impl Classify for ServeError {
     }
 }
 
-/// Opens the stores and takes over what is on the node.
+/// Opens the stores and recovers the node's pods.
 pub async fn open(setup: Setup) -> Result<Node, ServeError> {
     let Setup { config, engine, pods, networks, observer, events } = setup;
     let with = config.clone();
@@ -134,12 +134,12 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
             let mut make = std::fs::DirBuilder::new();
             make.recursive(true).mode(0o700).create(folder).map_err(at("create", folder))?;
         }
-        // The state store first: it keeps a second daemon out.
+        // The state store first: its lock keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;
         let locks = lock_directories(&with)?;
-        // Nothing writes there now but processes that hold the locks of their drafts.
+        // At this point only processes that hold the locks of their drafts write there.
         if let Err(error) = draft::sweep(&paths.root) {
-            // Jailed processes write in some of the directories: what they leave must not keep the daemon from serving.
+            // Jailed processes write in some of the directories: their files must not prevent the daemon from serving.
             tracing::warn!(error = %Chain(&error), "not all drafts of killed processes are removed");
         }
         let images = open_images(&with)?;
@@ -152,8 +152,8 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
     Ok(Node::recover(parts, contents).await)
 }
 
-/// Keeps other daemons out of the directories in which this one removes what it does not know. That of the state store needs
-/// no lock here: the store has its own.
+/// Locks the directories in which this daemon removes unknown files. The directory of the state store needs no lock here: the
+/// store has its own.
 fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
     let (run, netns) = (&config.paths.run, &config.network.netns_dir);
     let held = |setting, path: &Path| {
@@ -161,7 +161,7 @@ fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
         move |source| ServeError::Shared { setting, path, source }
     };
     let of_run = PathLock::take(&run.join("lock"), LOCK_LIMIT).map_err(held("paths.run", run))?;
-    // Other programs have namespaces there, too, and would show the lock file as one.
+    // Other programs have namespaces in this directory too, and would list the lock file as one.
     std::fs::create_dir_all(netns).map_err(at("create", netns))?;
     let beside = PathLock::beside(&netns.canonicalize().map_err(at("find", netns))?);
     let of_netns = PathLock::take(&beside, LOCK_LIMIT).map_err(held("network.netns_dir", netns))?;
@@ -171,13 +171,13 @@ fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
 /// The right to serve.
 #[derive(Debug)]
 pub enum Claim {
-    /// On the socket that the service manager holds open.
+    /// On the listening socket of the service manager.
     Handed(std::os::unix::net::UnixListener),
-    /// On the path that the configuration names.
+    /// On the path in the configuration.
     Own(SocketClaim),
 }
 
-/// Takes the right to serve; before anything of the node is touched, so that a daemon that cannot serve changes nothing.
+/// Acquires the right to serve, before anything on the node is touched, so that a daemon that cannot serve changes nothing.
 pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Claim, ServeError> {
     let path = config.paths.socket.clone();
     if let Some(listener) = supervisor.take_listener(&path)? {
@@ -187,7 +187,7 @@ pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Claim
     Ok(Claim::Own(claimed??))
 }
 
-/// Tries CNI DELs that are owed again, for as long as the daemon serves.
+/// Repeats owed CNI DELs for as long as the daemon serves.
 async fn settle_debts(node: Node) {
     loop {
         tokio::time::sleep(DEBTS_PAUSE).await;
@@ -196,7 +196,7 @@ async fn settle_debts(node: Node) {
     }
 }
 
-/// Opens the image store; a daemon that was killed, or a command, may hold it for a moment longer.
+/// Opens the image store. A killed daemon or a command may hold its lock for a moment longer.
 fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
     let deadline = Instant::now() + LOCK_LIMIT;
     loop {
@@ -207,7 +207,7 @@ fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
     }
 }
 
-/// Serves the node until `end`, and tells whoever started the daemon.
+/// Serves the node until `end`, and reports the state to the service manager.
 pub async fn serve(
     node: Node,
     supervisor: Supervisor,
@@ -217,14 +217,14 @@ pub async fn serve(
     let socket = node.parts().config.paths.socket.clone();
     let (streams, streaming) = nacelle_stream::Server::bind(&node.parts().config.streaming_options()).await?;
     let (listener, own) = match claim {
-        // A socket of the manager's stays when the daemon ends: clients wait there for the next one.
+        // The service manager's socket stays after the daemon's end: clients wait on it for the next daemon.
         Claim::Handed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
         Claim::Own(claim) => claim.listen().map(|(listener, own)| (listener, Some(own)))?,
     };
     tracing::info!(socket = %socket.display(), handed_over = own.is_none(), "serving CRI v1");
     let (ending, ended) = tokio::sync::oneshot::channel();
     let guests = Arc::new(Guests::new(node.clone()));
-    // Streams end with the daemon; the pods do not notice.
+    // Streams end with the daemon; the pods are not affected.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
     let _power = AbortOnDropHandle::new(tokio::spawn(follow::all::<power::Annotation>(node.clone())));
     let _credentials = AbortOnDropHandle::new(tokio::spawn(follow::all::<credentials::Secrets>(node.clone())));
@@ -249,7 +249,7 @@ pub async fn serve(
             end.await;
             drop(watch);
             supervisor.stopping();
-            // Subscribers would keep their connections, and with them this server, for ever.
+            // Otherwise subscribers would keep their connections open, and with them this server, forever.
             events_of.parts().events.close();
             let _ = ending.send(());
         });

@@ -1,6 +1,6 @@
-//! Owns: the names and numbers of signals on Linux, x86_64.
+//! Maps names of signals to their numbers on Linux, x86_64.
 
-/// Names without "SIG", and numbers; the first name of a number is the one it is called by.
+/// Names without "SIG", and numbers; the first name of a number is the canonical one.
 const NAMES: [(&str, u32); 37] = [
     ("HUP", 1),
     ("INT", 2),
@@ -42,7 +42,7 @@ const NAMES: [(&str, u32); 37] = [
 ];
 const LAST: u32 = 64;
 
-/// The number of "SIGTERM", "TERM", "15", "SIGRTMIN+3", "RTMAX-1".
+/// Returns the number of a signal: "SIGTERM", "TERM", "15", "SIGRTMIN+3", "RTMAX-1".
 pub fn number(text: &str) -> Option<u32> {
     if let Ok(number) = text.parse::<u32>() {
         return (1..=LAST).contains(&number).then_some(number);

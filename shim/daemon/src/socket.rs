@@ -1,9 +1,9 @@
-//! The daemon's socket: the right to its path, listening there, and its removal. Nothing but the stale socket of a process
-//! that has ended is ever replaced or removed.
+//! Manages the daemon's socket: the right to its path, listening on it, and its removal. Only the stale socket of a process that
+//! has ended is ever replaced or removed.
 //!
-//! A lock file beside the socket keeps daemons of Nacelle apart: whoever holds it is the only one that looks at the path,
-//! listens there and removes the socket. Other programs do not know the lock. A socket therefore gets its name by a hard
-//! link, which fails if the name exists, and is removed only if the name still leads to the same inode.
+//! A lock file beside the socket keeps daemons of Nacelle apart: only the holder of the lock examines the path, listens on it and
+//! removes the socket. Other programs do not know the lock. A socket therefore gets its name by a hard link, which fails if the
+//! name exists, and is removed only if the name still leads to the same inode.
 
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::lock::{LockError, PathLock};
@@ -20,24 +20,24 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::net::UnixListener;
 
-/// How many clients may wait to be accepted.
+/// The backlog of the listener: the largest number of clients that wait to be accepted.
 const QUEUE: i32 = 1024;
 
 /// Why the daemon cannot serve on its socket's path.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// A file.
+    /// A file operation failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Another daemon of Nacelle serves there, or is about to.
+    /// Another daemon of Nacelle serves on this path, or is about to.
     #[error("cannot serve on {path}: another daemon uses it; stop that one, or set paths.socket to another path", path = path.display())]
     InUse {
         /// The socket's path.
         path: PathBuf,
-        /// Which.
+        /// The other daemon.
         source: LockError,
     },
-    /// Another program listens there.
+    /// Another program listens on this path.
     #[error(
         "cannot serve on {path}: another program listens there; stop that one, or set paths.socket to another path",
         path = path.display()
@@ -46,7 +46,7 @@ pub enum SocketError {
         /// The socket's path.
         path: PathBuf,
     },
-    /// Something else has the name.
+    /// The path exists and is not a stale socket.
     #[error(
         "cannot serve on {path}: a {kind} has that name; move it away, or set paths.socket to another path",
         path = path.display()
@@ -54,7 +54,7 @@ pub enum SocketError {
     NoSocket {
         /// The path.
         path: PathBuf,
-        /// What it is: "regular file".
+        /// The kind of file: "regular file".
         kind: &'static str,
     },
 }
@@ -75,16 +75,16 @@ pub struct SocketClaim {
     lock: PathLock,
 }
 
-/// A socket that listens, and may be removed.
+/// A listening socket that this process may remove.
 #[derive(Debug)]
 pub struct OwnSocket {
     path: PathBuf,
-    /// Keeps the inode's number from being given to another file.
+    /// Keeps the inode open, so that its number is not given to another file.
     inode: File,
     _lock: PathLock,
 }
 
-/// What has the socket's name.
+/// The file at the socket's path.
 enum Standing {
     Nothing,
     /// A socket on which no process listens any more: its device and inode.
@@ -92,8 +92,8 @@ enum Standing {
 }
 
 impl SocketClaim {
-    /// Takes the lock and looks at what has the name; changes nothing else. Waits for at most `patience` for a daemon that
-    /// ends. Blocks.
+    /// Takes the lock and examines the path, and changes nothing else. Waits for at most `patience` for a daemon that is
+    /// stopping. Blocks.
     pub fn take(path: &Path, patience: Duration) -> Result<SocketClaim, SocketError> {
         let directory = path.parent().unwrap_or(Path::new("/"));
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(at("create", directory))?;
@@ -103,12 +103,12 @@ impl SocketClaim {
         Ok(SocketClaim { path: path.to_owned(), lock })
     }
 
-    /// Listens; only root may connect, from the socket's first moment on. Blocks for a few file operations.
+    /// Listens. Only root may connect, from the socket's first moment on. Blocks for a few file operations.
     pub fn listen(self) -> Result<(UnixListener, OwnSocket), SocketError> {
         let SocketClaim { path, lock } = self;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let new = path.with_file_name(format!(".{name}.n"));
-        // Of a daemon that was killed between the next lines.
+        // Left over from a daemon that was killed between the next lines.
         if let Standing::Stale(..) = look(&new)? {
             remove_if_there(&new)?;
         }
@@ -121,8 +121,8 @@ impl SocketClaim {
     }
 }
 
-/// A socket that listens and has mode 0600 as soon as its name is there: the name gets the mode of the socket itself (unix(7)), and
-/// nothing a moment later could take back a connection that was made before.
+/// Creates a listening socket whose file has mode 0600 as soon as it exists: the file gets the mode of the socket itself
+/// (unix(7)). A chmod afterwards could not revoke a connection that was made before it.
 fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let server = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -132,12 +132,12 @@ fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     UnixListener::from_std(server.into())
 }
 
-/// Gives the socket `new` its name; opens it, so that it can be told from any other later.
+/// Links the socket `new` to its final path and opens it, so that it can be identified later.
 fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
     let inode = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(new);
     let inode = inode.map_err(at("open", new))?;
     if let Standing::Stale(device, number) = look(path)? {
-        // Looked at again right before: a program that does not know the lock may have taken the name meanwhile.
+        // Checked again right before the link: a program that does not know the lock may have taken the path meanwhile.
         let now = fs::symlink_metadata(path).map_err(at("look at", path))?;
         if (now.dev(), now.ino()) == (device, number) {
             remove_if_there(path)?;
@@ -154,7 +154,7 @@ fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
 }
 
 impl OwnSocket {
-    /// Removes the socket, unless its name leads to another file by now. Blocks for a few file operations.
+    /// Removes the socket, unless its path leads to another file by now. Blocks for a few file operations.
     pub fn remove(self) -> Result<(), FileError> {
         let own = self.inode.metadata().map_err(at("look at", &self.path))?;
         match fs::symlink_metadata(&self.path) {
@@ -170,7 +170,7 @@ impl OwnSocket {
     }
 }
 
-/// What has this name; an error if it may not be replaced.
+/// Returns what exists at the path, or an error if it may not be replaced.
 fn look(path: &Path) -> Result<Standing, SocketError> {
     let found = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Standing::Nothing),
@@ -189,13 +189,13 @@ fn look(path: &Path) -> Result<Standing, SocketError> {
     match attempt(path) {
         Err(Errno::ECONNREFUSED) => Ok(Standing::Stale(found.dev(), found.ino())),
         Err(Errno::ENOENT) => Ok(Standing::Nothing),
-        // EAGAIN: its queue is full. EPROTOTYPE: it is a socket of another type, which a process has open.
+        // EAGAIN: the listener's queue is full. EPROTOTYPE: a process has a socket of another type open.
         Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Err(SocketError::Answers { path: path.to_owned() }),
         Err(errno) => Err(at("connect to", path)(errno.into()).into()),
     }
 }
 
-/// Connects without waiting for a place in the listener's queue.
+/// Connects without waiting for a free place in the listener's queue.
 fn attempt(path: &Path) -> Result<(), Errno> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -224,7 +224,7 @@ mod tests {
         let (listener, own) = claim(&path).unwrap().listen().unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
-        // A second daemon.
+        // The claim of a second daemon.
         let error = claim(&path).unwrap_err();
         assert!(matches!(error, SocketError::InUse { .. }), "{error}");
         drop(listener);

@@ -1,4 +1,4 @@
-//! Owns: what the streaming server asks of the node: finds the container or pod, asks its process, opens the streams.
+//! Connects the streaming server with the node: finds the container or pod, calls its process, and opens the streams.
 
 use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
 use common::Stream;
@@ -8,7 +8,7 @@ use nacelle_stream::{Attach, Exec, Process, Size};
 use std::time::Duration;
 use tokio::net::UnixStream;
 
-/// The node behind the streaming server.
+/// The node as the streaming server uses it.
 pub struct Guests {
     node: Node,
 }
@@ -31,7 +31,7 @@ impl Streams<'_> {
         ask("open a stream", self.limit, self.client.open_stream(open)).await.map(Some)
     }
 
-    /// Stdin, stdout and stderr, as far as they are wanted.
+    /// Opens those of stdin, stdout and stderr that are requested.
     async fn open_all(&self, [stdin, stdout, stderr]: [bool; 3]) -> Result<[Option<UnixStream>; 3], LifecycleError> {
         let all = tokio::try_join!(
             self.open(Stream::Stdin, stdin),
@@ -43,19 +43,19 @@ impl Streams<'_> {
 }
 
 impl Guests {
-    /// For this node.
+    /// Creates the adapter for this node.
     pub fn new(node: Node) -> Guests {
         Guests { node }
     }
 
-    /// The console of the machine in a container: what is typed, and what is printed. Whatever the container says of its own
-    /// standard input: a machine's console has a keyboard.
+    /// Opens the console of the machine in a container, as input and output. The container's own setting of standard input does
+    /// not matter: a machine's console always has a keyboard.
     pub(crate) async fn console(&self, container: &str) -> Result<(UnixStream, UnixStream), LifecycleError> {
         let running = self.node.running(container)?;
         let streams = Streams { client: &running.client, id: running.id.as_str(), exec_id: "", limit: self.limit() };
         match streams.open_all([true, true, false]).await? {
             [Some(input), Some(output), _] => Ok((input, output)),
-            // What was wanted is there, or was an error.
+            // Unreachable: a requested stream is open, or its error was returned.
             _ => Err(LifecycleError::NotRunning { id: running.id.to_string() }),
         }
     }
@@ -76,7 +76,7 @@ impl nacelle_stream::Guests for Guests {
         let running = ask(step, self.limit(), client.exec(request)).await?;
         let exec_id = running.exec_id.clone();
         let streams = Streams { client: &client, id, exec_id: &exec_id, limit: self.limit() };
-        // Output that nobody wants is read all the same: the command must not wait for a reader.
+        // Output that the client does not request is read all the same, so that the command does not block on a full pipe.
         let [stdin, stdout, stderr] = streams.open_all([exec.stdin, true, !exec.tty]).await?;
         let end = Box::pin(async move {
             let code = running.end().await.map_err(at(step))?;

@@ -1,6 +1,6 @@
-//! Owns: what the daemon and the service manager that started it (systemd, or whoever speaks its protocol) tell each other:
-//! the socket that is handed over, and that the daemon is ready, works, and ends.
-//! May use: the daemon's own socket, as a client. Without a manager all of it does nothing.
+//! Implements the protocol between the daemon and the service manager that started it (systemd or a compatible one): takes the
+//! passed socket, and reports that the daemon is ready, works, and stops. As a health check it is a client of the daemon's own
+//! socket. Without a service manager it does nothing.
 
 use crate::lifecycle::Node;
 use crate::sys;
@@ -21,53 +21,54 @@ use std::time::Duration;
 use tokio::time::{sleep, timeout};
 use tonic::transport::{Endpoint, Uri};
 
-/// Who is to be told.
+/// The variable with the manager's notification socket.
 const NOTIFY: &str = "NOTIFY_SOCKET";
-/// Microseconds within which it wants to hear that the daemon works, and from whom.
+/// The variables with the watchdog interval in microseconds, and the process to which it applies.
 const WATCHDOG: [&str; 2] = ["WATCHDOG_USEC", "WATCHDOG_PID"];
-/// How many descriptors are handed over, and to whom. Their names are of no use to one that takes a single socket.
+/// The variables with the number of passed descriptors and the process that they are for. Their names do not matter, because the
+/// daemon takes a single socket.
 const LISTEN: [&str; 3] = ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"];
-/// The first descriptor that is handed over.
+/// The first passed descriptor.
 const FIRST: i32 = 3;
 
-/// Between two looks at a daemon whose manager has no watchdog: its status text shall not be old.
+/// Pause between two health checks if the manager has no watchdog: the status text must not become stale.
 const LOOK: Duration = Duration::from_secs(30);
-/// Between two looks if the last one failed.
+/// Pause after a failed health check.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
 
-/// What a manager hands over or wants, and it cannot be.
+/// Why the settings of the service manager cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisionError {
-    /// A variable of the environment has no such value.
+    /// A variable of the environment is invalid.
     #[error("{name} is {value:?}: {rule}")]
     Variable {
-        /// Its name.
+        /// The variable's name.
         name: &'static str,
-        /// Its value.
+        /// The value.
         value: OsString,
-        /// What is allowed.
+        /// The rule.
         rule: &'static str,
     },
-    /// There is no socket that can be read from or written to.
+    /// The socket of the manager cannot be used.
     #[error("cannot {what}")]
     Io {
-        /// What was attempted.
+        /// The failed operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The descriptor is something else.
+    /// The passed descriptor is not a listening unix socket.
     #[error("descriptor {FIRST}, which the service manager hands over, is no unix socket that listens")]
     NoListener,
-    /// It is another socket.
+    /// The passed socket has another path than the configured one.
     #[error(
         "the service manager hands over {}, and paths.socket is {}: make them the same",
         handed.display(), wanted.display()
     )]
     OtherSocket {
-        /// The one that is handed over.
+        /// The path of the passed socket.
         handed: PathBuf,
-        /// The one that the configuration names.
+        /// The path in the configuration.
         wanted: PathBuf,
     },
 }
@@ -85,7 +86,7 @@ fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> SupervisionError {
     move |source| SupervisionError::Io { what, source }
 }
 
-/// The one who started this daemon, as far as it wants to be told something.
+/// The service manager of this daemon; without one, all notifications are dropped.
 #[derive(Default)]
 pub struct Supervisor {
     notify: Option<(UnixDatagram, SocketAddr)>,
@@ -93,7 +94,7 @@ pub struct Supervisor {
     handed: Option<UnixListener>,
 }
 
-/// What the environment says.
+/// The manager's settings in the environment.
 #[derive(Debug, Default)]
 struct Wishes {
     notify: Option<SocketAddr>,
@@ -127,7 +128,7 @@ impl Wishes {
             }
             wishes.watchdog = ours(WATCHDOG[1])?.then_some(Duration::from_micros(micros));
         }
-        // Without a pid they are somebody else's, who did not clear his environment.
+        // Without a pid the variables were meant for another process, which did not remove them from the environment.
         if variable(LISTEN[1]).is_some() && ours(LISTEN[1])? {
             wishes.handed = match number(LISTEN[0])? {
                 None | Some(0) => false,
@@ -142,8 +143,8 @@ impl Wishes {
 }
 
 impl Supervisor {
-    /// Takes what the environment says and the descriptor that comes with it, and keeps both from the programs that are
-    /// started from now on. To be called once, while there is one thread only and nothing else was opened.
+    /// Reads and removes the variables of the environment, and takes the passed descriptor, so that programs started from now on
+    /// inherit neither. Must be called once, while the process has a single thread and has opened nothing else.
     pub(crate) fn of_environment() -> Result<Supervisor, SupervisionError> {
         let wishes = Wishes::read(|name| std::env::var_os(name), std::process::id())?;
         sys::forget_variables(&[&[NOTIFY], &WATCHDOG[..], &LISTEN[..]].concat());
@@ -158,7 +159,7 @@ impl Supervisor {
         Ok(Supervisor { notify, watchdog: wishes.watchdog, handed })
     }
 
-    /// The socket that the manager holds open, if it does: it must be the one that the configuration names.
+    /// Returns the manager's listening socket, if there is one. It must be the one in the configuration.
     pub(crate) fn take_listener(&mut self, wanted: &Path) -> Result<Option<UnixListener>, SupervisionError> {
         let Some(listener) = self.handed.take() else { return Ok(None) };
         let name = listener.local_addr().map_err(io_error("read the name of the socket that is handed over"))?;
@@ -170,17 +171,17 @@ impl Supervisor {
         Ok(Some(listener))
     }
 
-    /// A daemon on its way tells what it does.
+    /// Reports what the starting daemon does.
     pub(crate) fn status(&self, text: &str) {
         self.tell(&format!("STATUS={text}"));
     }
 
-    /// The daemon ends.
+    /// Reports that the daemon is stopping.
     pub(crate) fn stopping(&self) {
         self.tell("STOPPING=1\nSTATUS=ending; pods run on");
     }
 
-    /// Whether it arrived. Never waits: a manager that does not read must not hold up the daemon.
+    /// Returns whether the notification was sent. Never waits: a manager that does not read must not block the daemon.
     fn tell(&self, text: &str) -> bool {
         let Some((socket, address)) = &self.notify else { return true };
         match socket.send_to_addr(text.as_bytes(), address) {
@@ -192,8 +193,8 @@ impl Supervisor {
         }
     }
 
-    /// Tells the manager that the daemon is ready as soon as it answers on its own socket, and then again and again that it
-    /// still does. Runs until it is dropped.
+    /// Reports that the daemon is ready as soon as it responds on its own socket, and repeats this while it does. Runs until it
+    /// is dropped.
     pub(crate) async fn watch(&self, socket: &Path, node: &Node) {
         if self.notify.is_none() {
             return;
@@ -201,7 +202,7 @@ impl Supervisor {
         let pause = self.watchdog.map_or(LOOK, |limit| limit / 2);
         let mut first = "READY=1";
         loop {
-            // Half of a pause for an answer: then even one that comes late comes in time.
+            // A response may take half of a pause, so that even a late one reaches the manager in time.
             let told = match timeout(pause / 2, ask(socket)).await {
                 Ok(Ok(())) => self.tell(&format!("{first}\nSTATUS=serving CRI; pods: {}", node.views().len())),
                 Ok(Err(status)) => {
@@ -223,14 +224,14 @@ impl Supervisor {
     }
 }
 
-/// What any client would have to go through: the socket, a connection, the server's threads.
+/// Sends a request like any client, through the socket, a connection and the server's threads.
 async fn ask(socket: &Path) -> Result<(), tonic::Status> {
     let path = socket.to_owned();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move { Ok::<_, io::Error>(TokioIo::new(connect_unix(&path).await?)) }
     });
-    // The address is never looked at: the connector knows where to go.
+    // The connector ignores this address: it knows the path of the socket.
     let channel = Endpoint::from_static("http://nacelle").connect_with_connector_lazy(connector);
     RuntimeServiceClient::new(channel).version(VersionRequest::default()).await.map(drop)
 }
@@ -241,13 +242,13 @@ fn sender() -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// The descriptor, if it is what it should be.
+/// Returns the descriptor as a listener, if it is one.
 fn listener(descriptor: OwnedFd) -> Result<UnixListener, SupervisionError> {
     if getsockopt(&descriptor, sockopt::AcceptConn) != Ok(true) {
         return Err(SupervisionError::NoListener);
     }
     let listener = UnixListener::from(descriptor);
-    // Of another family it has no such name.
+    // A socket of another family has no such address.
     listener.local_addr().map_err(|source| {
         tracing::debug!(error = %Chain(&source), "the socket that is handed over");
         SupervisionError::NoListener

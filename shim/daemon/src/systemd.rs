@@ -1,10 +1,9 @@
-//! Owns: what the node's systemd is asked for: a scope for each pod, in the slice that kubelet has made for it.
+//! Asks the node's systemd for a scope for each pod, in the slice that kubelet has created for it. D-Bus is all that it uses.
 //!
-//! systemd gives the groups that it knows the controllers that it thinks are needed below them, and takes the others away whenever
-//! it looks again. Of a group that somebody else makes in a slice it knows nothing: kubelet's slices lose controllers, and kubelet
-//! takes a slice without its controllers for one that is gone, kills the pod, and makes it anew. A scope with `Delegate=` keeps
-//! them (systemd's "Control Group APIs and Delegation").
-//! May use: D-Bus, nothing else of the daemon.
+//! systemd enables the controllers in its cgroups that it considers necessary, and disables the others whenever it checks. It
+//! does not know a cgroup that another process creates in a slice: kubelet's slices would lose controllers, and kubelet takes a
+//! slice without its controllers for a missing one, kills the pod and creates it again. A scope with `Delegate=` keeps them
+//! (systemd's "Control Group APIs and Delegation").
 
 use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, Kind, PodId};
@@ -15,44 +14,44 @@ use tokio::time::{sleep, timeout};
 use zbus::connection::Builder;
 use zbus::{Connection, Variant};
 
-/// Is there where systemd is the first process (sd_booted(3)).
+/// Exists if systemd is the first process (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
-/// Where the system's bus is.
+/// The socket of the system bus.
 const BUS: &str = "/run/dbus/system_bus_socket";
 const NAME: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
-/// The processors that the node may ever have.
+/// The CPUs that the node may ever have.
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
-/// For all that systemd does for one pod.
+/// Time limit for all requests to systemd for one pod.
 const LIMIT: Duration = Duration::from_secs(20);
-/// Between two looks at whether it has done it.
+/// Pause between two checks of a job's result.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Whether systemd is the node's first process.
+/// Returns whether systemd is the node's first process.
 pub(crate) fn runs() -> bool {
     Path::new(BOOTED).is_dir()
 }
 
-/// Whether somebody answers on the system's bus. Blocks.
+/// Returns whether the system bus accepts connections. Blocks.
 pub(crate) fn has_bus() -> bool {
     retry_interrupted(|| std::os::unix::net::UnixStream::connect(BUS)).is_ok()
 }
 
-/// systemd does not give a pod its scope.
+/// Why a pod does not get its scope.
 #[derive(Debug, thiserror::Error)]
 pub enum ScopeError {
-    /// Nobody answers on the bus.
+    /// The system bus does not accept connections.
     #[error(
         "there is no system bus, over which sandbox.cgroup_driver = \"systemd\" asks for control groups: install dbus, or set it to \"cgroupfs\""
     )]
     Connect(#[source] Box<zbus::Error>),
-    /// It refuses.
+    /// systemd rejected the request.
     #[error("systemd refuses {unit}")]
     Refused {
         /// The scope.
         unit: String,
-        /// What it says.
+        /// The error of systemd.
         source: Box<zbus::Error>,
     },
     /// The process ended meanwhile.
@@ -60,12 +59,12 @@ pub enum ScopeError {
     Ended {
         /// The scope.
         unit: String,
-        /// The process.
+        /// The process id.
         pid: u32,
-        /// Why its group cannot be read.
+        /// Why the process's cgroup cannot be read.
         source: io::Error,
     },
-    /// It takes too long.
+    /// systemd did not finish within the time limit.
     #[error("systemd did not answer for {unit} within {LIMIT:?}")]
     TooSlow {
         /// The scope.
@@ -83,19 +82,19 @@ impl Classify for ScopeError {
     }
 }
 
-/// The name, without ".slice", of the slice that a path leads to, if it leads to one.
+/// Returns the name, without ".slice", of the slice at a path; `None` if the path is not a slice.
 pub(crate) fn slice_of(path: &str) -> Option<&str> {
     path.trim_end_matches('/').rsplit('/').next()?.strip_suffix(".slice").filter(|name| !name.is_empty())
 }
 
-/// The group of a pod's scope in a slice (its name without ".slice"). "a-b.slice" lies in "a.slice".
+/// Returns the cgroup of a pod's scope in a slice (its name without ".slice"). "a-b.slice" lies in "a.slice".
 pub(crate) fn scope_in(slice: &str, id: &PodId) -> PathBuf {
     let ends = slice.match_indices('-').map(|(end, _)| end).chain([slice.len()]);
     let slices = ends.filter_map(|end| slice.get(..end)).map(|slice| format!("{slice}.slice"));
     slices.collect::<PathBuf>().join(format!("nacelle-{id}.scope"))
 }
 
-/// The processors of a list as the kernel writes it ("0-3,8"), as a mask, the lowest eight first.
+/// Converts a CPU list in the kernel's format ("0-3,8") into a bit mask, the lowest eight CPUs in the first byte.
 fn mask(list: &str) -> Vec<u8> {
     let mut mask = Vec::new();
     for range in list.trim().split(',') {
@@ -112,7 +111,7 @@ fn mask(list: &str) -> Vec<u8> {
     mask
 }
 
-/// Over the system's bus, as kubelet does; systemd's own socket is for its own programs.
+/// Connects to the system bus, as kubelet does; systemd's private socket is reserved for its own programs.
 async fn connect() -> Result<Connection, ScopeError> {
     Builder::system().build().await.map_err(|error| ScopeError::Connect(Box::new(error)))
 }
@@ -120,25 +119,25 @@ async fn connect() -> Result<Connection, ScopeError> {
 /// A pod's scope.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Scope {
-    /// Its group.
+    /// The scope's cgroup.
     pub group: PathBuf,
     unit: String,
     slice: String,
 }
 
 impl Scope {
-    /// The scope whose group this is, if it is one's.
+    /// Returns the scope of this cgroup, if it is a scope's.
     pub fn of(group: &Path) -> Option<Scope> {
         let name = |path: &Path, end| path.file_name()?.to_str().filter(|name| name.ends_with(end)).map(str::to_owned);
         Some(Scope { group: group.to_owned(), unit: name(group, ".scope")?, slice: name(group.parent()?, ".slice")? })
     }
 
-    /// Has systemd start it with this process in it. It ends with its last process.
+    /// Makes systemd start the scope with this process. It ends with its last process.
     pub async fn start(&self, pid: u32) -> Result<(), ScopeError> {
         self.within_limit(async { self.start_over(&connect().await?, pid, Path::new("/proc")).await }).await
     }
 
-    /// Has systemd keep the slice's controllers, although it knows of nobody in it.
+    /// Makes systemd keep the slice's controllers, although it knows no unit in it.
     pub async fn keep_slice(&self) -> Result<(), ScopeError> {
         let possible = std::fs::read_to_string(POSSIBLE).unwrap_or_default();
         self.within_limit(async { self.keep_slice_over(&connect().await?, &possible).await }).await
@@ -148,7 +147,7 @@ impl Scope {
         timeout(LIMIT, work).await.map_err(|_elapsed| ScopeError::TooSlow { unit: self.unit.clone() })?
     }
 
-    /// cpu is kept by what kubelet sets.
+    /// Keeps the other controllers; cpu is kept by kubelet's own settings.
     async fn keep_slice_over(&self, connection: &Connection, possible: &str) -> Result<(), ScopeError> {
         let properties = [
             ("AllowedCPUs", Variant::from(mask(possible))),
@@ -167,11 +166,11 @@ impl Scope {
             ("Description", Variant::from("A pod of Nacelle")),
             ("Slice", Variant::from(self.slice.as_str())),
             ("PIDs", Variant::from(vec![pid])),
-            // What is below it is the pod's, and all controllers are wanted there.
+            // The pod owns the cgroups below the scope, and all controllers are needed there.
             ("Delegate", Variant::from(true)),
-            // A node that goes down ends its pods last.
+            // At a shutdown of the node, pods are stopped last.
             ("DefaultDependencies", Variant::from(false)),
-            // One that failed leaves nothing that would have to be reset.
+            // A failed scope leaves nothing that would need a reset.
             ("CollectMode", Variant::from("inactive-or-failed")),
             // kubelet limits the slice.
             ("TasksMax", Variant::from(u64::MAX)),
@@ -180,7 +179,7 @@ impl Scope {
         let body = (self.unit.as_str(), "fail", &properties[..], &none[..]);
         let asked = connection.call_method(Some(NAME), OBJECT, Some(MANAGER), "StartTransientUnit", &body).await;
         asked.map_err(|source| ScopeError::Refused { unit: self.unit.clone(), source: Box::new(source) })?;
-        // It has been queued.
+        // The job has only been queued.
         loop {
             let groups = std::fs::read_to_string(proc.join(format!("{pid}/cgroup")));
             let ended = |source| ScopeError::Ended { unit: self.unit.clone(), pid, source };
@@ -222,7 +221,7 @@ mod tests {
 
     type Properties = Vec<(String, OwnedVariant)>;
 
-    /// What systemd does, as far as it is asked.
+    /// A systemd with the methods that this module calls.
     struct Manager {
         proc: PathBuf,
         seen: Arc<Mutex<Vec<String>>>,

@@ -1,5 +1,5 @@
-//! Owns: what the commands of machines ask of the daemon (proto/vm/v1): which machines there are, and their verbs.
-//! A machine is asked as `exec -- @vm VERB` asks it: its keeper has the verbs.
+//! Implements the service of the `nacelle vm` commands (proto/vm/v1): lists machines and runs their verbs. The keeper implements
+//! the verbs; the daemon runs them like `exec -- @vm VERB`.
 
 mod dump;
 mod transfer;
@@ -27,20 +27,20 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use ways::Way;
 
-/// For a verb that takes no work.
+/// Time limit of a verb without lasting work.
 const VERB: Duration = Duration::from_secs(60);
-/// From the end of a pod process to the end of its containers being known.
+/// Time from the end of a pod process until the end of its containers is known.
 const ENDS: Duration = Duration::from_secs(10);
-/// For all memory of a machine to be written to a disk.
+/// Time limit for writing all memory of a machine to a disk.
 const SNAPSHOT: Duration = Duration::from_secs(1800);
-/// For a machine to say how it is, where many are asked.
+/// Time limit for a machine's status, where many machines are asked.
 const LOOK: Duration = Duration::from_secs(5);
-/// Between two looks of one who watches.
+/// Pause between two checks of a watch.
 const WATCH: Duration = Duration::from_secs(1);
-/// What a machine says that does not answer.
+/// The phase of a machine that does not respond.
 const UNKNOWN: &str = "Unknown";
 
-/// What goes to a caller piece by piece.
+/// A stream of data to the client.
 type Pieces = Pin<Box<dyn Stream<Item = Result<vm::Piece, Status>> + Send>>;
 
 /// The service on one node.
@@ -54,7 +54,7 @@ impl VmService {
         VmService { node }
     }
 
-    /// The pod that has a machine, and the machine's container, if it runs.
+    /// Returns the pod that holds a machine, and the machine's container if it runs.
     fn find(&self, machine: &vm::MachineRef) -> Result<(Arc<View>, Option<ContainerRecord>), Status> {
         let id = vms::id(&machine.namespace, &machine.name);
         let wanted = Some((machine.namespace.as_str(), machine.name.as_str()));
@@ -72,7 +72,7 @@ impl VmService {
         }
     }
 
-    /// The container that is the machine and runs.
+    /// Returns the machine's running container.
     fn find_running(&self, machine: &vm::MachineRef) -> Result<ContainerRecord, Status> {
         let id = vms::id(&machine.namespace, &machine.name);
         self.find(machine)?.1.ok_or_else(|| refuse(Kind::Conflict, &format!("machine {id} does not run")))
@@ -96,7 +96,7 @@ impl VmService {
         self.verb(request.into_inner(), &[verb], VERB).await.map(|_| Response::new(vm::Empty {}))
     }
 
-    /// A verb after which the machine is off. If its pod process ends before it answers, so has the machine.
+    /// Runs a verb that powers the machine off. If its pod process ends before the response, the machine has stopped too.
     async fn off(&self, request: Request<vm::MachineRef>, verb: &'static str) -> Result<Response<vm::Empty>, Status> {
         let container = self.find_running(&request.into_inner())?;
         match self.ask(&container, &[verb], VERB).await {
@@ -133,7 +133,7 @@ impl VmService {
         Ok(Response::new(Box::pin(ReceiverStream::new(told))))
     }
 
-    /// All machines of a namespace; empty: of all.
+    /// Lists the machines of a namespace (empty: all namespaces).
     async fn list(&self, namespace: &str) -> Vec<vm::Machine> {
         let mut asked = JoinSet::new();
         let mut machines = Vec::new();
@@ -142,7 +142,7 @@ impl VmService {
             if !namespace.is_empty() && machine.namespace != namespace {
                 continue;
             }
-            // Of one that outlives its pods, the pod that has it counts.
+            // For a persistent VM the pod that holds it counts.
             if machine.outlives_pods && machine.pod_id.is_empty() {
                 continue;
             }
@@ -173,7 +173,7 @@ impl VmService {
     }
 }
 
-/// Namespace and name of a pod's machine.
+/// Returns namespace and name of a pod's machine.
 fn named(pod: &PodConfig) -> Option<(&str, &str)> {
     pod.machine.as_ref()?;
     match &pod.vm {
@@ -182,12 +182,12 @@ fn named(pod: &PodConfig) -> Option<(&str, &str)> {
     }
 }
 
-/// The container that is the machine, if it runs.
+/// Returns the machine's container, if it runs.
 fn running(view: &View) -> Option<&ContainerRecord> {
     view.containers.values().find(|container| container.state == nacelle_model::state::ContainerState::Running)
 }
 
-/// What is known of the machine of a pod without asking it.
+/// Returns what is known of a pod's machine without a request to it.
 fn of_pod(view: &View) -> Option<vm::Machine> {
     let config = &view.pod.config;
     let (namespace, name) = named(config)?;
@@ -243,7 +243,8 @@ fn word(strategy: RunStrategy) -> &'static str {
     }
 }
 
-/// What a machine says of itself; none: it does not answer. Its keeper is a process of the pod's: its words are cut.
+/// Adds a machine's own status; `None` means that it did not respond. The keeper is a process of the pod and untrusted: its texts
+/// are truncated.
 fn look(machine: &mut vm::Machine, told: Option<&[u8]>) {
     let told: Value = told.and_then(|text| json::read(text).ok()).unwrap_or_default();
     let yes = |key: &str| told.get(key).and_then(Value::as_bool).unwrap_or_default();
@@ -253,14 +254,14 @@ fn look(machine: &mut vm::Machine, told: Option<&[u8]>) {
     machine.software_emulation = yes("softwareEmulation");
 }
 
-/// A name as Kubernetes has them.
+/// Returns whether this is a name by Kubernetes' rules.
 fn is_label(word: &str) -> bool {
     let alphanumeric = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
     let ends = word.bytes().next().is_some_and(alphanumeric) && word.bytes().next_back().is_some_and(alphanumeric);
     ends && word.len() <= 63 && word.bytes().all(|b| alphanumeric(b) || b == b'-')
 }
 
-/// Whether a machine can be called so.
+/// Checks a machine's name.
 fn check_name(to: &vm::MachineRef) -> Result<(), Status> {
     for (field, word) in [("to.namespace", &to.namespace), ("to.name", &to.name)] {
         if !is_label(word) {
@@ -271,7 +272,7 @@ fn check_name(to: &vm::MachineRef) -> Result<(), Status> {
     Ok(())
 }
 
-/// Snapshots as a keeper tells of them; what is none is left out.
+/// Parses a keeper's list of snapshots; invalid entries are left out.
 fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
     let told: Value = json::read(told).unwrap_or_default();
     let one = |entry: &Value| {
@@ -284,7 +285,7 @@ fn snapshots(told: &[u8]) -> Vec<vm::SnapshotInfo> {
     told.as_array().into_iter().flatten().take(1000).filter_map(one).collect()
 }
 
-/// Disks as a keeper tells of them; what is none is left out.
+/// Parses a keeper's list of disks; invalid entries are left out.
 fn volumes(told: &[u8]) -> Vec<vm::Volume> {
     let told: Value = json::read(told).unwrap_or_default();
     let one = |entry: &Value| {
@@ -448,7 +449,7 @@ impl vm::machines_server::Machines for VmService {
     async fn delete(&self, request: Request<vm::MachineRef>) -> Result<Response<vm::Empty>, Status> {
         let vm::MachineRef { namespace, name } = request.into_inner();
         match self.node.forget_vm(&vms::id(&namespace, &name)).await {
-            // One that is gone is deleted.
+            // A machine that does not exist counts as deleted.
             Err(error) if nacelle_base::Classify::kind(&error) == Kind::NotFound => {}
             other => other.map_err(status)?,
         }

@@ -1,5 +1,5 @@
-//! Owns: `nacelle admission` as an API server meets it: the program itself, over TLS, with a certificate that openssl makes and curl
-//! checks.
+//! Tests the binary `nacelle admission` as an API server uses it: over TLS, with a certificate that openssl creates and curl
+//! verifies.
 
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,10 +9,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// For everything that takes a moment, on machines that do much else.
+/// Time limit for everything that takes a moment, generous for busy machines.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The program, serving.
+/// The running server.
 struct Serving {
     child: Child,
     address: String,
@@ -22,7 +22,7 @@ struct Serving {
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        // One that has ended already is what we want.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -33,7 +33,7 @@ fn openssl(folder: &Path, arguments: &[&str]) {
     assert!(made.status.success(), "{arguments:?}: {made:?}");
 }
 
-/// An authority, if there is none, and a certificate of its for 127.0.0.1.
+/// Creates a CA, unless it exists, and a certificate of it for 127.0.0.1.
 fn certificate(folder: &Path, serial: &str) {
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
     if !folder.join("ca.crt").exists() {
@@ -50,7 +50,7 @@ fn certificate(folder: &Path, serial: &str) {
     }
 }
 
-/// None where there are no tools for it.
+/// Starts the server; `None` if openssl or curl is missing.
 fn serve(more: &[&str]) -> Option<Serving> {
     for tool in ["openssl", "curl"] {
         if Command::new(tool).arg("--version").output().is_err() {
@@ -78,7 +78,7 @@ fn serve(more: &[&str]) -> Option<Serving> {
 }
 
 impl Serving {
-    /// Waits until so many lines of the log have the text, and returns the last.
+    /// Waits until this number of log lines contain the text, and returns the last one.
     fn logged(&self, text: &str, times: usize) -> String {
         let begun = Instant::now();
         loop {
@@ -92,7 +92,7 @@ impl Serving {
         }
     }
 
-    /// Asks with curl, which trusts the authority only: status and body.
+    /// Sends a request with curl, which trusts only the CA; returns status and body.
     fn ask(&self, scheme: &str, path: &str, arguments: &[&str], body: Option<&[u8]>) -> (u16, String) {
         let mut curl = Command::new("curl");
         curl.args([
@@ -115,7 +115,7 @@ impl Serving {
             curl.args(["--data-binary", "@-", "--header", "Expect:"]);
         }
         let mut curl = curl.spawn().unwrap();
-        // A server may refuse before all is read.
+        // A server may reject a request before it has read all of it.
         let _ = curl.stdin.take().unwrap().write_all(body.unwrap_or_default());
         let output = curl.wait_with_output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
@@ -128,7 +128,7 @@ impl Serving {
         self.ask("https", path, &["--header", "Content-Type: application/json"], Some(body))
     }
 
-    /// Asks about an object: the response.
+    /// Sends a review of an object, and returns the response.
     fn review(&self, path: &str, operation: &str, object: &Value, old: &Value) -> Value {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         let api_version = text(&object["apiVersion"]);
@@ -180,7 +180,7 @@ fn pod(name: &str, annotations: Value) -> Value {
         "spec": { "runtimeClassName": "nacelle", "containers": [ { "name": "main", "image": "debian" } ] } })
 }
 
-/// The pod of docs/reference/vm-commands.md.
+/// Returns the pod of docs/reference/vm-commands.md.
 fn wrong() -> Value {
     let spec = "domain:\n  cpu: { cores: 0 }\n  memory: { guest: 1Gi }\n  devices: { disks: [ { name: root, disk: { bus: floppy } }, { name: root } ] }\n\
                 volumes: [ { name: root, containerDisk: { image: debian } } ]\n";
@@ -235,7 +235,7 @@ fn objects_are_allowed_and_denied() {
     ] {
         assert!(line.contains(part), "{line}");
     }
-    // Who was right may not become wrong; who was wrong may be labelled.
+    // A valid object may not become invalid; an invalid one may get labels.
     assert_eq!(server.review("/validate", "UPDATE", &wrong(), &good), denied("wrong", "Pod", ""));
     let warned = server.review("/validate", "UPDATE", &wrong(), &wrong());
     assert_eq!((&warned["allowed"], warned["warnings"].as_array().map(Vec::len)), (&json!(true), Some(1)));
@@ -275,7 +275,7 @@ fn pods_get_what_they_name() {
     for path in ["/mutate", "/validate"] {
         assert_eq!(server.review(path, "CREATE", &made, &Value::Null), allowed);
     }
-    // Another RuntimeClass is somebody else's.
+    // A pod of another RuntimeClass is not checked.
     let mut other = wrong();
     assert_eq!(server.review("/validate", "CREATE", &other, &Value::Null)["allowed"], false);
     other["spec"]["runtimeClassName"] = json!("gvisor");
@@ -306,7 +306,7 @@ fn what_is_no_review_is_refused() {
         server.post("/mutate", br#"{"apiVersion": "admission.k8s.io/v1beta1", "kind": "AdmissionReview"}"#);
     let told = "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\", and AdmissionReview of admission.k8s.io/v1 is expected\n";
     assert_eq!((status, text.as_str()), (400, told));
-    // As much as may be, and one more; with a length that is said, and without.
+    // A body of the largest size, and one byte more; with and without a content length.
     let mut large = br#"{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview"}"#.to_vec();
     large.resize(3 << 20, b' ');
     assert_eq!(server.post("/validate", &large), (400, "request must be an object\n".to_owned()));
@@ -315,16 +315,16 @@ fn what_is_no_review_is_refused() {
     assert_eq!(server.post("/validate", &large), too_large);
     let chunked = ["--header", "Content-Type: application/json", "--header", "Transfer-Encoding: chunked"];
     assert_eq!(server.ask("https", "/validate", &chunked, Some(&large)), too_large);
-    // Not TLS, and nothing at all.
+    // Plain HTTP, and bytes that are neither.
     assert_eq!(server.ask("http", "/healthz", &[], None), (400, "this server speaks https.\n".to_owned()));
     let mut garbage = TcpStream::connect(&server.address).unwrap();
     garbage.write_all(&[0x16, 0xff, 0xff, 0, 0, 0]).unwrap();
     garbage.shutdown(std::net::Shutdown::Write).unwrap();
     let mut rest = Vec::new();
-    // It may be reset, too.
+    // The connection may also be reset.
     let _ = garbage.read_to_end(&mut rest);
     drop(TcpStream::connect(&server.address).unwrap());
-    // Who only connects does not keep others away, nor the end.
+    // Clients that only connect block neither other clients nor the shutdown.
     let _silent: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&server.address).unwrap()).collect();
     assert_eq!(server.review("/validate", "CREATE", &wrong(), &Value::Null)["allowed"], false);
     assert!(server.end().success());
@@ -342,7 +342,7 @@ fn a_new_certificate_needs_no_restart() {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     };
     assert_eq!(serial(), "serial=03E9");
-    // Half of a change: the key is not the certificate's.
+    // A half-finished change: the key does not match the certificate.
     let key = server.folder.path().join("tls.key");
     let right = std::fs::read(&key).unwrap();
     std::fs::copy(server.folder.path().join("ca.key"), &key).unwrap();
@@ -359,7 +359,7 @@ fn a_new_certificate_needs_no_restart() {
 fn a_review_that_is_under_way_is_answered_at_the_end() {
     let Some(server) = serve(&[]) else { return };
     let Serving { address, folder, .. } = &server;
-    // A body whose second half comes after the signal.
+    // The second half of the body follows after the signal.
     let body = json!({ "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {
         "uid": "late", "operation": "CREATE", "kind": { "group": "", "version": "v1", "kind": "Pod" }, "object": wrong() } });
     let body = body.to_string();
@@ -379,7 +379,7 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
     );
     stdin.write_all(head.as_bytes()).unwrap();
     stdin.flush().unwrap();
-    // The request is there when another one, which came later, is answered.
+    // When a later request has been answered, the server has received the first one.
     assert_eq!(server.ask("https", "/healthz", &[], None).0, 200);
     std::thread::sleep(Duration::from_millis(500));
     let pid = nix::unistd::Pid::from_raw(server.child.id().try_into().unwrap());

@@ -7,16 +7,16 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-/// All that a client of grpcio sends that asks for the Version of CRI; its authority is `run%2Fnacelle-rec%2Fnacelle.sock`.
+/// All bytes that a grpcio client sends to request CRI's Version; its authority is `run%2Fnacelle-rec%2Fnacelle.sock`.
 const GRPCIO: &[u8] = include_bytes!("../../stream/tests/corpus/authority/grpcio");
 
-/// The kinds of frames of HTTP/2 that the answer is made of, and that would refuse it.
+/// The HTTP/2 frame types of a response, and of a rejection.
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const GOAWAY: u8 = 7;
 
-/// The next frame: its kind, its stream and its bytes.
+/// Returns the next frame: its type, its stream and its payload.
 async fn frame(connection: &mut UnixStream) -> (u8, u32, Vec<u8>) {
     let mut head = [0; 9];
     connection.read_exact(&mut head).await.unwrap();
@@ -33,7 +33,8 @@ fn a_client_of_grpcs_c_core_is_answered() {
     for piece in [GRPCIO.len(), 1, 7] {
         world.run(async {
             let mut connection = UnixStream::connect(world.config().paths.socket).await.unwrap();
-            // Without its acknowledgement of settings, which may come before them here, and its last frame, in which it gives up waiting.
+            // Without the acknowledgement of the settings, which may arrive earlier here, and without the last frame, which
+            // cancels the request.
             let asked = [&GRPCIO[..82], &GRPCIO[91..400]].concat();
             for bytes in asked.chunks(piece) {
                 connection.write_all(bytes).await.unwrap();
@@ -52,7 +53,7 @@ fn a_client_of_grpcs_c_core_is_answered() {
                     assert!(bytes.windows(7).any(|window| window == b"nacelle"), "{bytes:?}");
                 }
             }
-            // Headers, the answer, and its status in trailers.
+            // The headers, the message, and its status in trailers.
             assert!(kinds.contains(&DATA), "{kinds:?}");
         });
     }

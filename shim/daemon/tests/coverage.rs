@@ -1,5 +1,5 @@
-//! Owns: that docs/reference/cri-coverage.md names every RPC of CRI and every field that a request can hold, and no other; and
-//! that RPCs that are "not yet" say so.
+//! Tests that docs/reference/cri-coverage.md lists exactly the RPCs of CRI and the fields of their requests, and that RPCs that
+//! are "not yet" return that error.
 
 use prost::Message;
 use prost_types::field_descriptor_proto::Type;
@@ -13,7 +13,7 @@ fn cri() -> FileDescriptorProto {
     set.file.into_iter().find(|file| file.package() == "runtime.v1").unwrap()
 }
 
-/// The rows of a table that begin with a name of this shape.
+/// Returns the rows of a table whose first cell has this form.
 fn rows(is_field: bool) -> BTreeMap<String, String> {
     let rows = PAGE.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
     let rows = rows.filter(|(name, _)| name.contains('.') == is_field);
@@ -25,7 +25,7 @@ fn rows(is_field: bool) -> BTreeMap<String, String> {
     table
 }
 
-/// Every field that can be reached from a message.
+/// Collects every field that is reachable from a message.
 fn fields(
     messages: &BTreeMap<String, DescriptorProto>,
     from: &str,
@@ -79,7 +79,7 @@ fn the_page_names_every_rpc_and_whether_it_works() {
     assert_eq!(all.len(), 43);
     let page = rows(false);
     assert_eq!(all, page.keys().cloned().collect());
-    // The server refuses by `not_yet("Name")`, and by nothing else.
+    // The server rejects RPCs by `not_yet("Name")` only.
     let server = include_str!("../src/cri/mod.rs");
     for (rpc, verdict) in page {
         let refused = server.contains(&format!("not_yet(\"{rpc}\")"));

@@ -1,4 +1,4 @@
-//! Owns: what subscribers of GetContainerEvents are told: order, statuses, times, what happens by itself, restarts.
+//! Tests the events of GetContainerEvents: their order, statuses and times, unrequested ends, and restarts of the daemon.
 
 mod common;
 
@@ -15,7 +15,7 @@ const DELETED: i32 = 3;
 
 type Told = cri::ContainerEventResponse;
 
-/// One who is told.
+/// A subscriber.
 struct Subscriber {
     stream: Streaming<Told>,
     last: i64,
@@ -27,7 +27,7 @@ impl Subscriber {
         Subscriber { stream, last: 0 }
     }
 
-    /// The next event, which is later than all before.
+    /// Returns the next event, which must be later than all earlier ones.
     async fn try_next(&mut self) -> Result<Told, Status> {
         let event = self.stream.message().await?.expect("an error tells why it ends");
         assert!(event.created_at > self.last, "{event:?}");
@@ -35,7 +35,7 @@ impl Subscriber {
         Ok(event)
     }
 
-    /// The next event, which is of this kind and of this pod or container.
+    /// Returns the next event, which must be of this kind and this pod or container.
     #[track_caller]
     fn expect<'a>(&'a mut self, kind: i32, id: &'a str) -> impl Future<Output = Told> + 'a {
         let caller = std::panic::Location::caller();
@@ -51,7 +51,7 @@ fn pod_state(event: &Told) -> cri::PodSandboxState {
     event.pod_sandbox_status.as_ref().unwrap().state()
 }
 
-/// The state and the exit code of a container in an event.
+/// Returns the state and the exit code of a container in an event.
 fn state(event: &Told, id: &str) -> Option<(cri::ContainerState, i32)> {
     let found = event.containers_statuses.iter().find(|status| status.id == id);
     found.map(|status| (status.state(), status.exit_code))
@@ -71,7 +71,7 @@ fn a_life_is_told_in_order_with_all_statuses_to_everybody() {
         daemon.start(&a).await.unwrap();
         let b = daemon.create(&pod, "b").await.unwrap();
         daemon.start(&b).await.unwrap();
-        // One ends by itself, one is asked to.
+        // One container ends by itself, and one is stopped.
         world.pods.only().exit(&a, 5);
         for subscriber in [&mut first, &mut second] {
             let told = subscriber.expect(CREATED, &pod).await;
@@ -92,7 +92,7 @@ fn a_life_is_told_in_order_with_all_statuses_to_everybody() {
             assert_eq!(state(&event, &a), Some((ContainerExited, 5)));
             assert_eq!(state(&event, &b), Some((ContainerRunning, 0)));
         }
-        // A status that is asked for now is newer than what was told.
+        // A status that is requested now is newer than the event.
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.clone(), verbose: false };
         let status = daemon.cri.pod_sandbox_status(request).await.unwrap().into_inner();
         assert!(status.timestamp >= first.last);
@@ -105,7 +105,7 @@ fn a_life_is_told_in_order_with_all_statuses_to_everybody() {
         for subscriber in [&mut first, &mut second] {
             let event = subscriber.expect(DELETED, &a).await;
             assert_eq!((state(&event, &a), state(&event, &b)), (None, Some((ContainerRunning, 0))));
-            // What is in the pod stops before the pod.
+            // The containers of a pod stop before the pod.
             let event = subscriber.expect(STOPPED, &b).await;
             assert_eq!((state(&event, &b), pod_state(&event)), (Some((ContainerExited, 137)), SandboxNotready));
             subscriber.expect(STOPPED, &pod).await;
@@ -138,16 +138,16 @@ fn what_was_undone_is_not_told() {
         subscriber.expect(CREATED, &pod).await;
         subscriber.expect(STARTED, &pod).await;
         subscriber.expect(CREATED, &id).await;
-        // It never ran, and never will.
+        // This container never ran, and never will.
         let event = subscriber.expect(STOPPED, &id).await;
         assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 128)));
-        // Nor will one of which the guest said too late that it cannot make it.
+        // The same holds for a container whose creation fails late in the guest.
         world.script.fail_named("create", 1);
         let id = daemon.create(&pod, "e").await.unwrap();
         subscriber.expect(CREATED, &id).await;
         let event = subscriber.expect(STOPPED, &id).await;
         assert_eq!(state(&event, &id), Some((cri::ContainerState::ContainerExited, 128)));
-        // Removed while it runs: it ends first.
+        // A running container ends before its removal.
         let id = daemon.create(&pod, "d").await.unwrap();
         daemon.start(&id).await.unwrap();
         daemon.remove(&id).await.unwrap();
@@ -195,7 +195,7 @@ fn what_happened_without_a_daemon_is_told_to_the_first_who_asks_the_next_one() {
         let [runs, ends, cut] = ids.try_into().unwrap();
         (pod, runs, ends, cut, subscriber)
     });
-    // One is being made and one being removed when the daemon dies.
+    // When the daemon dies, one container is being created and one removed.
     world.script.hang_at("remove");
     let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
     let id = cut.clone();
@@ -230,7 +230,7 @@ fn what_happened_without_a_daemon_is_told_to_the_first_who_asks_the_next_one() {
         assert_eq!((of(&ends), of(&cut)), (vec![STOPPED], vec![STOPPED, DELETED]), "{told:?}");
         assert_eq!(state(&told[2], &ends), Some((cri::ContainerState::ContainerExited, 9)));
         assert_eq!(state(&told[2], &runs), Some((cri::ContainerState::ContainerRunning, 0)));
-        // Who comes later is told what happens from then on.
+        // A later subscriber gets the events from then on.
         let mut second = Subscriber::new(&mut daemon).await;
         world.pods.only().exit(&runs, 4);
         for subscriber in [&mut first, &mut second] {
@@ -248,7 +248,7 @@ fn one_that_does_not_read_is_ended_with_the_reason_and_the_others_miss_nothing()
         let mut slow = Subscriber::new(&mut daemon).await;
         let mut good = Subscriber::new(&mut daemon).await;
         drop(Subscriber::new(&mut daemon).await);
-        // Large events: soon neither the connection nor the ring holds any more of them.
+        // Large events soon fill the connection and the ring.
         let mut config = pod_config("a");
         config.annotations.insert("large".into(), "x".repeat(1_000_000));
         let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: String::new() };
@@ -277,7 +277,7 @@ fn one_that_does_not_read_is_ended_with_the_reason_and_the_others_miss_nothing()
         };
         assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
         assert!(error.message().contains("missed") && read < 42, "{read} read: {error}");
-        // It comes again and is told what is new.
+        // The client subscribes again and gets new events.
         let mut again = Subscriber::new(&mut daemon).await;
         daemon.remove_pod(&pod).await.unwrap();
         for subscriber in [&mut again, &mut good] {

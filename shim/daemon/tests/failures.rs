@@ -1,5 +1,5 @@
-//! Owns: what fails on the way: each step of a start, of the undoing, of a container; pod processes that lie, hang
-//! and die; callers that go away.
+//! Tests failures: of each step of a start, of a cleanup and of a container's creation; pod processes that send false reports,
+//! hang and die; clients that disconnect.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn a_start_that_fails_at_any_step_leaves_nothing() {
                 assert!(error.message().contains("scripted"), "step {step}: {error}");
                 let pods = world.run(daemon.pods());
                 if let Some(pod) = pods.first() {
-                    // The undoing failed, which is what the step was: it is told, and asked again it succeeds.
+                    // The failing step belongs to the cleanup: the error is reported, and the next attempt succeeds.
                     world.run(daemon.remove_pod(&pod.id)).unwrap();
                 }
                 assert_eq!(world.left(), Vec::<String>::new(), "step {step}");
@@ -87,7 +87,7 @@ fn what_cannot_be_given_back_after_a_failed_start_is_kept_for_the_next_daemon_to
         while !world.script.seen("configure") {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
-        // Stopped while it boots: the start gives up, and giving back fails once.
+        // Stopped during the boot: the start is cancelled, and the cleanup fails once.
         let id = {
             let folder = world.pods.alive().pop().unwrap();
             folder.file_name().unwrap().to_str().unwrap().to_owned()
@@ -210,7 +210,7 @@ fn a_container_counts_as_created_while_the_guest_makes_it() {
         daemon.stop(&id).await.unwrap();
         (id, daemon.create(&pod, "removed").await.unwrap())
     });
-    // What is asked of it meanwhile waits for the guest.
+    // Requests for the container wait for the guest meanwhile.
     let other = || common::Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
     let (mut starter, mut changer, mut remover) = (other(), other(), other());
     let (started, changed) = (id.clone(), id.clone());
@@ -302,7 +302,7 @@ fn a_pod_process_may_answer_with_anything() {
         assert_eq!((done.stdout.len(), done.exit_code), (16 << 20, i32::MIN));
         *fake.exec.lock().unwrap() = Some(Err(Status::unknown("first line\nsecond line")));
         let error = daemon.exec(&id, &["x"]).await.unwrap_err();
-        // Pod processes do not answer so; a connection that ends does.
+        // No pod process responds like this, but a closed connection does.
         assert_eq!(error.code(), Code::Unavailable);
         assert!(error.message().contains("first line second line"), "{error}");
         daemon.remove_pod(&pod).await.unwrap();
@@ -320,7 +320,7 @@ fn an_end_is_never_before_its_start() {
         let created_at = daemon.status(&id).await.unwrap().created_at;
         (pod, id, created_at)
     });
-    // By the pod's clock it was over before the answer to its start arrived here.
+    // By the pod's clock the container ended before the response to its start arrived here.
     world.pods.only().change(|record| {
         let container = &mut record.containers[0];
         container.phase = nacelle_pod::record::ContainerPhase::Exited;
@@ -353,7 +353,7 @@ fn lies() -> impl Strategy<Value = pod::PodState> {
             supplemental_groups: vec![],
         },
     );
-    // Phase Stopped ends the pod; what lies about containers is asked here.
+    // Phase Stopped would end the pod; this test is about false reports of containers.
     let phase = prop_oneof![Just(0), Just(1), Just(2), Just(3), Just(77)];
     (phase, ".{0,40}", proptest::collection::vec(container, 0..4), ".{0,40}").prop_map(
         |(phase, failure, containers, kernel_release)| pod::PodState { phase, failure, containers, kernel_release },

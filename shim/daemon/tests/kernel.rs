@@ -1,5 +1,5 @@
-//! Owns: kernels that pods bring for their machines: where they come from, that they are in the pod's folder while the machine starts and
-//! not afterwards, and what is refused before anything runs.
+//! Tests kernels that pods bring for their VMs: their source, their presence in the pod's directory during the VM's start and not
+//! afterwards, and the requests that are rejected before anything runs.
 
 mod common;
 
@@ -35,7 +35,7 @@ fn a_kernel_is_in_the_folder_of_its_pod_until_the_machine_has_it() {
     };
     let expected = serde_json::json!({ "image": image::NAME, "path": KERNEL });
     assert_eq!(shown(&mut daemon), expected);
-    // The image may go, and the daemon too.
+    // Neither the image nor the daemon is needed any more.
     let image = cri::ImageSpec { image: image::NAME.into(), ..Default::default() };
     world.run(daemon.images.remove_image(cri::RemoveImageRequest { image: Some(image) })).unwrap();
     daemon.kill();
@@ -49,7 +49,7 @@ fn a_kernel_is_in_the_folder_of_its_pod_until_the_machine_has_it() {
 fn what_is_no_kernel_is_told_with_its_place_before_anything_runs() {
     let world = World::new();
     let mut daemon = world.daemon();
-    // Nobody listens there.
+    // No process listens on this port.
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let nowhere = format!("{free}/none:1");
     let id = "0123456789abcdef".repeat(4);
@@ -86,7 +86,7 @@ fn what_is_no_kernel_is_told_with_its_place_before_anything_runs() {
 fn a_pod_that_is_stopped_does_not_wait_for_its_kernels_image() {
     let world = World::new();
     let mut daemon = world.daemon();
-    // A registry that takes connections and says nothing.
+    // A registry that accepts connections and never responds.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let name = format!("{}/silent:1", silent.local_addr().unwrap());
     let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };

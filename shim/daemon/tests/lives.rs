@@ -1,4 +1,4 @@
-//! Owns: whole lives of pods and containers over CRI, on scripted pod processes.
+//! Tests whole life cycles of pods and containers over CRI, on simulated pod processes.
 
 mod common;
 
@@ -51,7 +51,7 @@ fn a_pod_and_its_container_from_birth_to_end_with_every_verb_twice() {
         daemon.stop(&id).await.unwrap();
         assert_eq!(daemon.status(&id).await.unwrap_err().code(), Code::NotFound);
 
-        // A running container goes with its pod.
+        // A running container is removed with its pod.
         let id = daemon.create(&pod, "d").await.unwrap();
         daemon.start(&id).await.unwrap();
         daemon.stop_pod(&pod).await.unwrap();

@@ -1,4 +1,4 @@
-//! Owns: a daemon that is killed at every moment at which it has stored something, and the next one on that node.
+//! Tests recovery: a daemon is killed before and after each of its commits, and the next one takes over the node.
 
 mod common;
 
@@ -29,7 +29,7 @@ fn running_pods_do_not_notice_and_nothing_is_forgotten() {
     let before = world.run(daemon.pod_status(&pod)).unwrap();
     let alive = world.pods.alive();
     daemon.kill();
-    // What ends while no daemon looks is known to the next one.
+    // The next daemon learns of a container that ended while no daemon ran.
     world.pods.only().exit(&ended, 9);
     let mut daemon = world.daemon();
     assert_eq!(world.pods.alive(), alive);
@@ -94,7 +94,8 @@ fn a_pod_whose_run_directory_is_lost_is_ended_before_it_is_said_to_be() {
         assert_eq!(daemon.status(&container).await.unwrap().exit_code, 255);
         daemon.remove_pod(&pod).await.unwrap();
     });
-    // Lost while the daemon runs, with the directory around it: the next pod has a place all the same.
+    // The process is lost while the daemon runs, together with the directory around its own: the next pod gets a directory all
+    // the same.
     std::fs::remove_dir_all(folder.parent().unwrap()).unwrap();
     world.run(async {
         let next = daemon.run_pod("b").await.unwrap();
@@ -153,7 +154,7 @@ fn what_was_half_made_or_half_removed_does_not_outlive_its_machine() {
         let mut daemon = world.daemon();
         world.run(async {
             let states: Vec<_> = daemon.containers().await.iter().map(cri::Container::state).collect();
-            // Whoever asked for it may know it.
+            // A client may know the id.
             let known = if verb == "create" { vec![cri::ContainerState::ContainerExited] } else { vec![] };
             assert_eq!(states, known, "{verb}");
             if verb == "remove" {
@@ -181,7 +182,7 @@ fn what_belongs_to_no_record_is_removed() {
     assert!(world.run(daemon.pods()).is_empty());
 }
 
-/// A life in which every verb is used. Ends early when the daemon does.
+/// Runs a life cycle with every operation. Ends early when the daemon does.
 async fn live(daemon: &mut Daemon) -> Result<(), tonic::Status> {
     let pod = daemon.run_pod("a").await?;
     let a = daemon.create(&pod, "a").await?;
@@ -194,7 +195,7 @@ async fn live(daemon: &mut Daemon) -> Result<(), tonic::Status> {
     daemon.remove_pod(&pod).await
 }
 
-/// Kills the daemon at this commit; true if the life was over before it came.
+/// Kills the daemon at this commit; returns `true` if the life cycle ended before it.
 fn killed_at(commit: u64, after: bool) -> bool {
     let world = World::new();
     let cut = Arc::new(AtomicBool::new(false));
@@ -238,11 +239,11 @@ fn killed_at(commit: u64, after: bool) -> bool {
         (pods, ready)
     });
     if let Some(containers) = containers {
-        // Those that it still made are made again.
+        // Containers that the guest was still creating are created again.
         world.eventually("the guest has the containers that the daemon knows", || known() == containers);
     }
     world.run(async {
-        // The same life again, by somebody who does not know how far the last one came.
+        // The same life cycle again, by a client that does not know how far the last one came.
         for pod in pods {
             daemon.stop_pod(&pod.id).await.unwrap();
             daemon.remove_pod(&pod.id).await.unwrap();

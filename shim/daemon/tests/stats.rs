@@ -1,4 +1,4 @@
-//! Owns: what CRI says that pods and containers use, on scripted pod processes.
+//! Tests CRI's statistics of pods and containers, on simulated pod processes.
 
 mod common;
 
@@ -74,7 +74,7 @@ fn figures_of_a_pod_and_its_containers() {
         assert_eq!(container(&mut daemon, &created).await.unwrap_err().code(), Code::FailedPrecondition);
         assert_eq!(container(&mut daemon, "ffff").await.unwrap_err().code(), Code::NotFound);
 
-        // In a list, what does not run has its disk only.
+        // In a list, a stopped container has only its disk.
         let all = list(&mut daemon, cri::ContainerStatsFilter::default()).await;
         assert_eq!(all.len(), 2);
         for stats in &all {
@@ -120,7 +120,7 @@ fn figures_of_a_pod_and_its_containers() {
     });
 }
 
-/// The labels and the value of the only metric of this name.
+/// Returns the labels and the value of the only metric of this name.
 fn metric<'a>(metrics: &'a [cri::Metric], name: &str) -> (&'a [String], u64) {
     let mut found = metrics.iter().filter(|metric| metric.name == name);
     let metric = found.next().unwrap_or_else(|| panic!("no {name}"));
@@ -185,7 +185,7 @@ fn a_pod_that_hangs_costs_nobody_the_others() {
         let all = list(&mut daemon, cri::ContainerStatsFilter::default()).await;
         let known: Vec<_> = all.iter().filter(|stats| stats.cpu.is_some()).map(id).collect();
         assert_eq!((all.len(), known), (2, vec![&*containers[0]]));
-        // One that was not asked for is not waited for.
+        // A pod outside of the filter is not waited for.
         let only = cri::PodSandboxStatsFilter { id: good.clone(), ..Default::default() };
         let request = cri::ListPodSandboxStatsRequest { filter: Some(only) };
         assert_eq!(daemon.cri.list_pod_sandbox_stats(request).await.unwrap().into_inner().stats.len(), 1);

@@ -1,5 +1,5 @@
-//! Owns: what Exec, Attach and PortForward answer over CRI, on scripted pod processes. What is behind
-//! their URLs is tested where it is written, and with crictl in ci/e2e.
+//! Tests the responses to Exec, Attach and PortForward over CRI, on simulated pod processes. The streams behind their URLs are
+//! tested in `nacelle-stream`, and with crictl in ci/e2e.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Owns: machines out of artifacts and back into them, through an OCI layout: what comes is checked, what goes is the same, and nothing is left
-//! of what fails.
+//! Tests import and export of persistent VMs through an OCI layout: imports are checked, an export equals its import, and a
+//! failure leaves nothing.
 
 mod common;
 
@@ -22,14 +22,14 @@ const UUID: &str = "01020304-0506-4708-890a-0b0c0d0e0f10";
 
 type Client = MachinesClient<Channel>;
 
-/// A disk in qcow2 of 1 MiB, with a word in it.
+/// Returns a qcow2 disk of 1 MiB that contains a word.
 fn disk(word: &str) -> Vec<u8> {
     let mut disk = nacelle_keeper::qcow2::empty(1 << 20);
     disk.extend(word.as_bytes());
     disk
 }
 
-/// A stranger who makes artifacts.
+/// Creates untrusted artifacts.
 struct Stranger {
     folder: PathBuf,
     store: Store,
@@ -56,7 +56,7 @@ impl Stranger {
         pack(fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
     }
 
-    /// An artifact with this document, whose files are these.
+    /// Publishes an artifact with this document and these files.
     async fn publish(
         &self,
         tag: &str,
@@ -111,7 +111,7 @@ async fn export(daemon: &Client, from: &str, to: &str) -> Result<vm::Transfer, S
     last(daemon.clone().export(request).await?.into_inner()).await
 }
 
-/// The folders of machines, with the names of their files.
+/// Returns the directories of the VMs, with the names of their files.
 fn kept(world: &World) -> Vec<Vec<String>> {
     let names = |path: &Path| {
         let entries = fs::read_dir(path).unwrap();
@@ -144,7 +144,7 @@ fn a_machine_comes_out_of_an_artifact_and_goes_into_one() {
         assert_eq!((made.uuid.as_str(), made.mac.as_str(), made.name.as_str()), (UUID, "02:00:00:00:00:01", "db"));
         assert_eq!(done.snapshots, ["before"]);
         assert_eq!(kept(&world), [["disk0.image", "disk0.qcow2", "disk1.qcow2"]]);
-        // Twice is not what was asked for; as another machine it is.
+        // A second import with the same identity is rejected; one with a new identity succeeds.
         assert_eq!(import(&client, &from, "db", false).await.unwrap_err().code(), Code::AlreadyExists);
         let same = import(&client, &from, "db2", false).await.unwrap_err();
         assert!(same.code() == Code::FailedPrecondition && same.message().contains("default/db "), "{same}");
@@ -161,7 +161,7 @@ fn a_machine_comes_out_of_an_artifact_and_goes_into_one() {
         assert_eq!(export(&client, "db", "oci:here").await.unwrap_err().code(), Code::InvalidArgument);
         assert_eq!(kept(&world).len(), 2);
     });
-    // The same on the next node, which is this one with another daemon.
+    // The same on another node, which is this one with another daemon.
     daemon.kill();
     let _daemon = world.daemon();
     let client = world.machines();
@@ -240,7 +240,7 @@ fn what_a_stranger_made_is_checked_and_leaves_nothing() {
         for (name, code) in [("Db", InvalidArgument), ("", InvalidArgument)] {
             assert_eq!(import(&client, &other, name, false).await.unwrap_err().code(), code);
         }
-        // Nobody listens there.
+        // No process listens on this port.
         let error = import(&client, "127.0.0.1:1/a:1", "db", false).await.unwrap_err();
         assert_eq!(error.code(), Code::Unavailable, "{error}");
         assert!(kept(&world).is_empty());

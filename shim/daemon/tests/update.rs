@@ -1,4 +1,5 @@
-//! Owns: what UpdateContainerResources and UpdatePodSandboxResources change, refuse and remember, on scripted pod processes.
+//! Tests which changes UpdateContainerResources and UpdatePodSandboxResources make, reject and record, on simulated pod
+//! processes.
 
 mod common;
 
@@ -49,13 +50,13 @@ fn limits_change_before_and_after_the_start_and_are_remembered() {
         assert_eq!((now.cpu_quota, now.cpu_period, now.memory_limit_in_bytes), (5_000, 20_000, 1 << 20));
         assert_eq!(now.oom_score_adj, 9);
 
-        // What the guest refuses changes nothing.
+        // A change that the guest rejects has no effect.
         world.script.conflict("update", 1);
         let error = update(&mut daemon, &id, cri::LinuxContainerResources { memory_limit_in_bytes: 1, ..none() }).await;
         let error = error.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
         assert_eq!(limits(&mut daemon, &id).await, now);
-        // What cannot be honoured is refused by name.
+        // Unsupported changes are rejected by name.
         for (wrong, code, word) in [
             (
                 cri::LinuxContainerResources { cpuset_cpus: "0-".into(), ..none() },
@@ -69,7 +70,7 @@ fn limits_change_before_and_after_the_start_and_are_remembered() {
         }
         assert_eq!(update(&mut daemon, "0123", none()).await.unwrap_err().code(), Code::NotFound);
         assert!(written(&world).is_empty());
-        // Several at once are taken one after the other, and none is lost.
+        // Concurrent changes are applied one after the other, and none is lost.
         let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
         let (quota, period) = tokio::join!(
             update(&mut daemon, &id, cri::LinuxContainerResources { cpu_quota: 7_000, ..none() }),
@@ -120,7 +121,7 @@ fn a_machine_runs_where_its_containers_may() {
         let error = create("three", "1023").await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
         assert!(error.message().contains("cpuset_cpus is \"1023\""), "{error}");
-        // The guest is told nothing of it.
+        // The guest gets no CPU list.
         for made in world.pods.only().made.lock().unwrap().iter() {
             assert!(!String::from_utf8_lossy(&made.oci_spec).contains("cpus\":"), "{}", made.id);
         }
@@ -129,7 +130,7 @@ fn a_machine_runs_where_its_containers_may() {
         assert_eq!(written(&world), [" None"]);
         assert_eq!(limits(&mut daemon, &one).await.cpuset_cpus, last);
 
-        // A change that is refused changes nothing. Each further request comes after what the last one left to do.
+        // A rejected change has no effect. Each further request waits for the work that the last one has left.
         world.script.conflict("update", 1);
         assert!(update(&mut daemon, &one, on(&first)).await.is_err());
         update(&mut daemon, &other, shares()).await.unwrap();
@@ -157,7 +158,7 @@ fn a_machine_runs_where_its_containers_may() {
     world.pods.confined.lock().unwrap().clear();
     let mut daemon = world.daemon();
     world.run(async {
-        // Whether the last daemon came to it is not known.
+        // It is unknown whether the last daemon applied this change.
         update(&mut daemon, &other, shares()).await.unwrap();
         assert_eq!(told(), set(&[&first]));
     });
@@ -208,10 +209,10 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
         let one = create("one", "0").await.unwrap();
         let before = count();
         update(&mut daemon, &both, on("1")).await.unwrap();
-        // Together they still have both.
+        // Together the containers still have both CPUs.
         few(update(&mut daemon, &one, on("1")).await.unwrap_err());
         assert_eq!((count(), limits(&mut daemon, &one).await.cpuset_cpus.as_str()), (before, "0"), "nothing happened");
-        // One that goes takes its processor with it: the machine runs on the others, none of which is one's own.
+        // A removed container takes its CPU with it: the VM runs on the others, without pinning.
         daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: one }).await.unwrap();
         let shares = cri::LinuxContainerResources { cpu_shares: 5, ..Default::default() };
         update(&mut daemon, &anywhere, shares).await.unwrap();
@@ -261,7 +262,7 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
         assert!(memory > 1 << 20 && vcpus >= 1, "{machine}");
         assert!(said(&mut daemon, &pod).await["resources"].is_null());
         update_pod(&mut daemon, &pod[..12], memory, vcpus * 100_000).await.unwrap();
-        // What is not said stays, and what cannot be changes nothing.
+        // Unset limits stay, and an impossible change has no effect.
         update_pod(&mut daemon, &pod, 0, 50_000).await.unwrap();
         let before = said(&mut daemon, &pod).await["resources"].clone();
         assert_eq!(
@@ -291,7 +292,7 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
 
 #[test]
 fn what_kubelet_reads_from_an_unlimited_control_group_is_no_limit() {
-    // memory.limit_in_bytes of cgroup v1, and what kubelet makes of memory.max of v2; cpu.cfs_quota_us is -1 in both.
+    // memory.limit_in_bytes of cgroup v1, and kubelet's value for memory.max of v2; cpu.cfs_quota_us is -1 in both.
     for unlimited in [9_223_372_036_854_771_712, -1] {
         let world = World::new();
         let mut daemon = world.daemon();
@@ -319,7 +320,7 @@ fn what_kubelet_reads_from_an_unlimited_control_group_is_no_limit() {
             assert_eq!(written(&world), ["memory.max=1048576 None", "memory.max=max None"]);
             assert_eq!(limits(&mut daemon, &id).await.memory_limit_in_bytes, -1);
 
-            // A pod that comes so is as one that comes without a limit.
+            // A pod created with this value is like a pod without a limit.
             let mut config = pod_config("b");
             config.linux.get_or_insert_default().resources = Some(limit(unlimited));
             let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: String::new() };
@@ -345,7 +346,7 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
             update_pod(&mut daemon, &pod, 0, quota).await.unwrap();
             assert_eq!((told(), size(&mut daemon).await), (vec![vcpus], (vcpus.into(), 4)));
         }
-        // Beyond the bound, and what the guest refuses, changes nothing.
+        // A change beyond the bound, or one that the guest rejects, has no effect.
         let before = said(&mut daemon, &pod).await["resources"].clone();
         let error = update_pod(&mut daemon, &pod, 0, 400_001).await.unwrap_err();
         assert!(error.code() == Code::FailedPrecondition && error.message().contains("4 CPUs"), "{error}");
@@ -354,7 +355,7 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
         let error = update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
         assert_eq!((said(&mut daemon, &pod).await["resources"].clone(), size(&mut daemon).await), (before, (2, 4)));
-        // Several at once are taken one after the other.
+        // Concurrent changes are applied one after the other.
         let mut other = Daemon { runtime: None, cri: daemon.cri.clone(), images: daemon.images.clone() };
         let (one, two) =
             tokio::join!(update_pod(&mut daemon, &pod, 0, 300_000), update_pod(&mut other, &pod, 0, 400_000),);
@@ -370,7 +371,7 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
     world.run(async {
         assert_eq!(said(&mut daemon, &pod).await["machine"]["vcpus"], 3);
         told();
-        // What a daemon believes is said again: the answer to the last one may have been lost.
+        // The size that the daemon has recorded is requested again: the response to the last request may have been lost.
         update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap();
         assert_eq!(told(), [3]);
     });
@@ -391,10 +392,10 @@ fn a_machine_gets_the_memory_that_its_pod_may_use() {
         assert_eq!(size(&mut daemon).await, (256, 1024));
         for (mib, now) in [(257, 384), (1024, 1024), (500, 512), (1, 256), (600, 640), (0, 640)] {
             update_pod(&mut daemon, &pod, mib << 20, 0).await.unwrap();
-            // That of the processors comes first, and is not changed.
+            // The vCPUs are resized first, and their number does not change.
             assert_eq!((told(), size(&mut daemon).await), (vec![now - 256], (now, 1024)), "{mib}");
         }
-        // Beyond the bound, and what the guest refuses, changes nothing.
+        // A change beyond the bound, or one that the guest rejects, has no effect.
         let before = said(&mut daemon, &pod).await["resources"].clone();
         let error = update_pod(&mut daemon, &pod, (1 << 30) + 1, 0).await.unwrap_err();
         assert!(error.code() == Code::FailedPrecondition && error.message().contains("1073741824 bytes"), "{error}");
@@ -435,7 +436,7 @@ fn a_machine_gets_the_memory_that_its_containers_may_use_where_nobody_speaks_of_
             made.push(daemon.create_from(&pod, config).await.unwrap());
         }
         let size = async |daemon: &mut Daemon| said(daemon, &pod).await["machine"]["memory"].as_u64().unwrap() >> 20;
-        // What fits stays as it is, what does not makes the machine grow, and nothing here makes it shrink.
+        // A limit that fits has no effect, a larger one grows the VM, and none of these shrinks it.
         for (mib, now, asked) in
             [(156, 256, vec![]), (157, 384, vec![128]), (50, 384, vec![]), (1 << 20, 1024, vec![768])]
         {
@@ -444,7 +445,7 @@ fn a_machine_gets_the_memory_that_its_containers_may_use_where_nobody_speaks_of_
         }
         update_pod(&mut daemon, &pod, 300 << 20, 0).await.unwrap();
         assert_eq!((told(), size(&mut daemon).await), (vec![128], 384));
-        // What is said of the pod counts.
+        // The limits of the pod take precedence.
         update(&mut daemon, &made[0], memory(2000)).await.unwrap();
         assert_eq!((told(), size(&mut daemon).await), (vec![], 384));
         assert_eq!(said(&mut daemon, &pod).await["resources"]["containers"]["memory_limit"], 300 << 20);

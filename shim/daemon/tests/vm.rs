@@ -1,4 +1,4 @@
-//! Owns: `nacelle vm` as a person calls it: what it prints, and its exit code.
+//! Tests `nacelle vm` as a user calls it: its output and its exit code.
 
 use serde_json::Value;
 use std::io::Write;
@@ -44,7 +44,7 @@ fn vm(arguments: &[&str], input: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nacelle"));
     command.arg("vm").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
-    // It may not read it.
+    // The process may end without reading its input.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     child.wait_with_output().unwrap()
 }

@@ -1,6 +1,5 @@
-//! Owns: a machine that is a process of this node which speaks as the agent of a guest does (agent.proto), over sockets that
-//! it was started with.
-//! Threads: per machine the warden (`process`).
+//! Implements a machine that is a process of this node which speaks the agent's protocol (agent.proto) over sockets that it
+//! inherits. Each machine has a warden thread (`process`).
 
 use nacelle_base::retry::retry_interrupted;
 use std::io;
@@ -16,16 +15,16 @@ use crate::machine::{BOOT_PORT, GuestLink, Incoming, Machine, MachineExit, Machi
 use crate::process::{Process, Warden};
 use crate::{EngineError, LinkError, Slot, ended};
 
-/// The agent's ports that have a socket in the machine's folder, and its name.
+/// The agent's ports that have a socket in the run directory, and the socket's name.
 const SOCKETS: [(u32, &str); 2] = [(1025, "agent.sock"), (1026, "agent-streams.sock")];
 
-/// Our ends of what the process is started with.
+/// This process's ends of the sockets.
 pub(crate) struct Ends {
     boot: UnixStream,
     sockets: Sockets,
 }
 
-/// Its own ends: handshake, service, streams.
+/// The agent's ends: handshake, service, streams.
 pub(crate) struct Theirs {
     boot: UnixStream,
     rpc: UnixListener,
@@ -33,7 +32,7 @@ pub(crate) struct Theirs {
 }
 
 impl Ends {
-    /// In this folder. They listen when this returns: nobody is too early.
+    /// Creates the sockets in this directory. They listen when this returns, so that no connection comes too early.
     pub fn make(run_dir: &Path) -> Result<(Ends, Theirs), EngineError> {
         let (boot, their_boot) =
             UnixStream::pair().map_err(|source| EngineError::Resources { what: "the agent's socket", source })?;
@@ -45,13 +44,13 @@ impl Ends {
 }
 
 impl Theirs {
-    /// The descriptors that it inherits, in the order in which it is told of them.
+    /// Returns the descriptors that the agent inherits, in the order of its arguments.
     pub fn numbers(&self) -> [RawFd; 3] {
         [self.boot.as_raw_fd(), self.rpc.as_raw_fd(), self.streams.as_raw_fd()]
     }
 }
 
-/// The sockets in the machine's folder; they go with this.
+/// The sockets in the run directory; removed on drop.
 struct Sockets(PathBuf);
 
 impl Sockets {
@@ -75,7 +74,7 @@ impl Drop for Sockets {
     }
 }
 
-/// The way to the process.
+/// The link to the process.
 struct Link {
     boot: Mutex<Option<UnixStream>>,
     process: Arc<Process>,
@@ -96,7 +95,7 @@ impl GuestLink for Link {
                 living()?;
                 Err(refused)
             }
-            // It was there before the process was started: nobody will make it again.
+            // The socket was created before the process was started, and is not created again.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 living()?;
                 Err(LinkError::Lost { path })
@@ -105,7 +104,7 @@ impl GuestLink for Link {
         }
     }
 
-    /// There is nothing but the one connection that the process was started with.
+    /// Only the boot port can be listened on, once: it is the connection that the process inherited.
     fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
         let boot = self.boot.lock().unwrap_or_else(PoisonError::into_inner).take();
         match boot.filter(|_| port == BOOT_PORT) {
@@ -123,7 +122,7 @@ impl Incoming for Boot {
     }
 }
 
-/// The machine.
+/// The machine that is the agent's process.
 pub(crate) struct AgentMachine {
     process: Arc<Process>,
     warden: Option<Warden>,
@@ -131,7 +130,7 @@ pub(crate) struct AgentMachine {
 }
 
 impl AgentMachine {
-    /// Of a process that was started with the other ends of these.
+    /// Creates the machine of a process that inherited the other ends of these sockets.
     pub fn new(process: Arc<Process>, warden: Warden, ends: Ends) -> AgentMachine {
         let Ends { boot, sockets } = ends;
         let link = Arc::new(Link { boot: Mutex::new(Some(boot)), process: Arc::clone(&process), sockets });

@@ -1,5 +1,5 @@
-//! Owns: what the guest prints: the newest part of it in memory, and in a file that stays small.
-//! The bytes come from the guest: they are never trusted to be text, nor to end.
+//! Keeps the output of the guest's console: the newest part in memory, and more in a file of bounded size. The bytes come
+//! from the guest, so they may be anything and of any length.
 
 use nacelle_base::files::FileError;
 use nacelle_base::jailed::{JailedDir, JailedFile};
@@ -9,16 +9,16 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// The guest kernel's own words for its end. The first ones of that line ("Kernel panic - ") may be mixed with what a
-/// program was printing: a kernel that panics does not wait for the lock of the port.
+/// The text that the guest kernel prints when it panics. The beginning of that line ("Kernel panic - ") may be mixed with
+/// the output of a program, because a panicking kernel does not wait for the lock of the port.
 pub(crate) const PANIC: &str = "not syncing: ";
-/// What is kept in memory and told with the machine's end, in bytes.
+/// The number of bytes that are kept in memory and reported with the machine's end.
 pub(crate) const TAIL: usize = 8 << 10;
-/// The largest size of the file, in bytes.
+/// The maximum size of the file in bytes.
 pub(crate) const MAX_LOG: u64 = 1 << 20;
 
-/// The kernel parameters that say where the console is. A virtio console is found late and cannot be printed on before:
-/// until then the kernel's words go to the serial port, which has no driver then.
+/// Returns the kernel parameters that select the console. A virtio console is found late; until then the kernel prints on
+/// the serial port by its early console.
 pub(crate) fn parameters(kind: ConsoleKind) -> &'static [&'static str] {
     match kind {
         ConsoleKind::Serial => &["console=ttyS0"],
@@ -26,7 +26,7 @@ pub(crate) fn parameters(kind: ConsoleKind) -> &'static [&'static str] {
     }
 }
 
-/// The console of one machine.
+/// The console of one VM.
 pub(crate) struct Console {
     log: File,
     written: u64,
@@ -35,19 +35,19 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Opens the log anew: what an earlier run has left is cut off.
+    /// Opens the log file and truncates it.
     pub fn open(path: &Path) -> io::Result<Console> {
         let log = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
         Ok(Console { log, written: 0, tail: Vec::with_capacity(2 * TAIL), broken: false })
     }
 
-    /// Takes what the guest has printed.
+    /// Appends output of the guest.
     pub fn push(&mut self, bytes: &[u8]) {
         self.tail.extend_from_slice(last(bytes, TAIL));
         if self.tail.len() >= 2 * TAIL {
             self.tail.drain(..self.tail.len() - TAIL);
         }
-        // A full disk must not end the machine: from then on only the tail is kept.
+        // A full disk must not end the VM: from then on only the tail in memory is kept.
         if !self.broken
             && let Err(error) = self.log_bytes(bytes)
         {
@@ -81,12 +81,12 @@ impl Console {
         Ok(())
     }
 
-    /// The newest lines, whole ones, made printable.
+    /// Returns the newest complete lines, without control characters.
     pub fn tail(&self) -> String {
         printable_tail(&self.tail, TAIL)
     }
 
-    /// Whether the newest output has these words in it.
+    /// Returns whether the newest output contains these words.
     pub fn says(&self, words: &str) -> bool {
         self.tail.windows(words.len()).any(|window| window == words.as_bytes())
     }
@@ -96,15 +96,15 @@ fn last(bytes: &[u8], count: usize) -> &[u8] {
     bytes.get(bytes.len().saturating_sub(count)..).unwrap_or_default()
 }
 
-/// The newest lines of a console's log, at most `limit` bytes, made printable; none if there is no log. The process that writes it may
-/// have put anything in its place.
+/// Returns the newest lines of a console's log, at most `limit` bytes, without control characters; `None` if there is no
+/// log. The process that writes the file is not trusted.
 pub fn log_tail(dir: &JailedDir, log: JailedFile, limit: usize) -> Result<Option<String>, FileError> {
-    // One more than is shown tells that there is more.
+    // One byte more than the limit shows that the text was cut.
     let bytes = dir.tail(log, limit as u64 + 1)?;
     Ok(bytes.map(|bytes| printable_tail(&bytes, limit)))
 }
 
-/// The last `limit` bytes as text without control characters, from the start of a line if it is not all.
+/// Returns the last `limit` bytes as text without control characters, beginning with a whole line if the text was cut.
 pub(crate) fn printable_tail(bytes: &[u8], limit: usize) -> String {
     let newest = last(bytes, limit);
     let whole = match newest.iter().position(|byte| *byte == b'\n') {

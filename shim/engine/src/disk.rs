@@ -1,4 +1,4 @@
-//! Owns: a slot for each disk of a spec.
+//! Creates the slot of each disk of a VM's specification.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -8,7 +8,7 @@ use nacelle_base::machine::{Extent, ImageDisk};
 
 use crate::{DiskSpec, EngineError, Slot};
 
-/// The slot of a disk as it is when the machine starts.
+/// Creates the slot of a disk in its initial state.
 pub(crate) fn make_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
     let failed = |source| EngineError::Disk { serial: disk.serial().to_owned(), source };
     let (path, read_only, serial) = match disk {
@@ -28,7 +28,7 @@ pub(crate) fn make_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
     Ok(slot)
 }
 
-/// The length of a file or block device.
+/// Returns the length of a file or block device in bytes.
 fn length(path: &Path) -> io::Result<u64> {
     File::open(path)?.seek(SeekFrom::End(0))
 }

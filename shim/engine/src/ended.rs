@@ -1,5 +1,5 @@
-//! Owns: the one moment in which a machine ends, waiting for it, and bringing it about.
-//! Threads: any; the lock is held for a look only.
+//! Records the end of a machine once, wakes the threads that wait for it, and kills a machine that does not end in time.
+//! Any thread may call it; the lock is held only to read or record the end.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -10,10 +10,10 @@ use nacelle_base::Chain;
 use crate::EngineError;
 use crate::machine::{MachineExit, MachineStatus, Stop};
 
-/// How long the end of a killed machine may take: it, or its devices, may sit in a write to a slow disk.
+/// The limit for a killed machine to end; it, or its devices, may be in a write to a slow disk.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 
-/// Set once; the first one to set it decides.
+/// The end of a machine. The first call that sets it counts.
 #[derive(Default)]
 pub(crate) struct Ended {
     exit: Mutex<Option<MachineExit>>,
@@ -21,20 +21,20 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// How the machine has ended, if it has.
+    /// Returns how the machine has ended, or `None` while it runs.
     pub fn get(&self) -> Option<MachineExit> {
         self.exit.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Notes the end, unless it is noted already.
+    /// Records the end, unless one is recorded already.
     pub fn set(&self, exit: MachineExit) {
         self.exit.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(exit);
         self.changed.notify_all();
     }
 
-    /// Waits for the end; `None` after `timeout`.
+    /// Waits for the end; returns `None` after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Option<MachineExit> {
-        // A time beyond what the clock can hold means a day at a time: nobody waits for longer.
+        // The timeout is cut to a day, because the deadline might overflow.
         let until = Instant::now() + timeout.min(Duration::from_secs(86_400));
         let mut exit = self.exit.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -46,7 +46,7 @@ impl Ended {
         }
     }
 
-    /// How the machine is, if it is `paused` or not as long as it has not ended.
+    /// Returns the status of the machine; `paused` counts while it has not ended.
     pub fn status(&self, paused: bool) -> MachineStatus {
         match self.get() {
             Some(exit) => MachineStatus::Exited(exit),
@@ -55,7 +55,7 @@ impl Ended {
         }
     }
 
-    /// Kills the machine, which is in process `pid`, unless it ends within its grace, and waits for its end.
+    /// Waits for a graceful end if `how` allows one, then kills the machine, which is process `pid`, and waits for its end.
     pub fn stop(
         &self,
         how: Stop,
@@ -72,7 +72,7 @@ impl Ended {
     }
 }
 
-/// The end of dropping a machine: it was `killed`, and its warden has cleared up.
+/// Completes the drop of a machine: logs a failed kill, and joins the warden, which has released the resources.
 pub(crate) fn dropped(killed: Result<MachineExit, EngineError>, warden: Option<JoinHandle<()>>) {
     if let Err(error) = killed {
         tracing::error!("a machine is left behind: {}", Chain(&error));

@@ -1,4 +1,4 @@
-//! Owns: what can go wrong with a machine.
+//! Defines the errors of engines and machines.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,115 +11,115 @@ use nacelle_vmm::vhost_user::ServeError;
 
 use crate::qemu::QmpError;
 
-/// What can go wrong between us and the guest's ports. `Stopped` says that the machine has ended.
+/// An error of a connection between host and guest. `Stopped` means that the machine has ended.
 pub use nacelle_vmm::vsock::VsockError as LinkError;
 
 /// A machine could not be started, stopped or paused.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// A file, folder or socket of the machine.
+    /// A file, directory or socket of the machine cannot be used.
     #[error("cannot {what} {path}", path = path.display())]
     File {
         /// The operation: "open", "listen on".
         what: &'static str,
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// A disk could not be made.
+    /// A disk could not be created.
     #[error("cannot make disk {serial}")]
     Disk {
-        /// Its serial number.
+        /// The serial number of the disk.
         serial: String,
-        /// Why not.
+        /// The cause.
         source: BlockError,
     },
-    /// The vsock device could not be made.
+    /// The vsock device could not be created.
     #[error("cannot make the vsock device of guest {cid}")]
     Vsock {
         /// The guest's context id.
         cid: u32,
-        /// Why not.
+        /// The cause.
         source: LinkError,
     },
-    /// A network interface could not be made.
+    /// A network interface could not be created.
     #[error("cannot make network interface {index}")]
     Nic {
-        /// Its number.
+        /// The index of the interface.
         index: usize,
-        /// Why not.
+        /// The cause.
         source: NetError,
     },
     /// A device could not be served to the engine's process.
     #[error("cannot serve device {device}")]
     Serve {
-        /// Its name.
+        /// The name of the device.
         device: String,
-        /// Why not.
+        /// The cause.
         source: ServeError,
     },
-    /// A thread, pipe or socket pair could not be made.
+    /// A thread, pipe or socket pair could not be created.
     #[error("cannot make {what}")]
     Resources {
-        /// What.
+        /// The name of the resource.
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
     /// The engine's program could not be started.
     #[error("cannot start {program}", program = program.display())]
     Spawn {
-        /// The program.
+        /// The path of the program.
         program: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// Our own VMM cannot do something with the machine.
+    /// Nacelle's own VMM could not perform an operation on the VM.
     #[error("cannot {what} the machine")]
     Machine {
-        /// The verb: "make", "pause".
+        /// The operation: "make", "pause".
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: nacelle_vmm::machine::Error,
     },
-    /// A snapshot is not one, or cannot be made.
+    /// A snapshot is invalid, or cannot be written.
     #[error("cannot {what} the snapshot")]
     Snapshot {
-        /// "read", "write".
+        /// The operation: "read", "write".
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: nacelle_vmm::snapshot::SnapshotError,
     },
-    /// The engine refused or did not answer.
+    /// The engine's process rejected a command or did not reply.
     #[error("the machine does not {what}")]
     Control {
-        /// The verb: "pause".
+        /// The command: "pause".
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: QmpError,
     },
-    /// The node's kernel does not take memory back.
+    /// The node's kernel could not release the memory.
     #[error("cannot give memory of the machine back to the node")]
     GiveBack {
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// The machine has ended: this cannot be done with it any more.
+    /// The machine has ended, so the operation is impossible.
     #[error("cannot {what} a machine that has ended")]
     Ended {
-        /// The verb.
+        /// The operation.
         what: &'static str,
     },
-    /// The machine was killed and is still there.
+    /// The machine was killed and has not ended.
     #[error("the machine's process {pid} is still there {limit:?} after it was killed")]
     NotEnding {
-        /// The process.
+        /// The pid of the process.
         pid: u32,
-        /// How long we waited.
+        /// The limit of the wait.
         limit: Duration,
     },
-    /// The fake engine was told to fail.
+    /// The fake engine was scripted to fail.
     #[error("the script of the fake engine says that it cannot start")]
     Scripted,
 }
@@ -128,7 +128,7 @@ impl Classify for EngineError {
     fn kind(&self) -> Kind {
         match self {
             EngineError::File { source, .. } => match source.kind().into() {
-                // The name is ours or the node's: what is missing is not what the caller of the CRI named.
+                // The name is the engine's or the node's: a missing file is not the object that the client of the CRI named.
                 Kind::NotFound | Kind::AlreadyExists => Kind::Internal,
                 kind => kind,
             },

@@ -1,6 +1,7 @@
-//! Owns: an engine without a virtual machine: the guest is a function in this process.
-//! For tests of what lies above engines; it keeps the same contract as the real ones, and can be told to fail.
-//! Threads: one per machine for the guest, one more for a scripted death.
+//! Implements an engine without a VM for tests of the layers above: the guest is a function in this process. It keeps the
+//! same contract as the real engines, and can be scripted to fail.
+//!
+//! Each machine has a thread for the guest, and one more for a scripted death.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::unix::net::UnixStream;
@@ -16,21 +17,21 @@ use crate::machine::{
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
-/// What a fake engine does other than work.
+/// The failures of a fake engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Script {
     /// `start` fails.
     pub fail_start: bool,
-    /// The machine dies by itself after this time.
+    /// The machine dies after this time.
     pub die_after: Option<Duration>,
-    /// The guest refuses all connections of the host, whatever it listens on.
+    /// The guest refuses all connections of the host.
     pub refuse_connections: bool,
 }
 
-/// The guest: called on a thread of its own when a machine starts. The machine ends in the way that it returns; when
-/// the machine is ended from outside, the calls on `Guest` fail with `LinkError::Stopped` and its streams end.
+/// The guest, called on its own thread when a machine starts. Its return value is the machine's end. When the machine is
+/// ended from outside, calls on `Guest` fail with `LinkError::Stopped` and its streams end.
 pub trait FakeGuest: Send + Sync + 'static {
-    /// Boots and lives.
+    /// Runs the guest until its end.
     fn run(&self, guest: Guest) -> ExitKind;
 }
 
@@ -47,28 +48,28 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// An engine all of whose machines run `guest`.
+    /// Creates an engine whose machines all run `guest`.
     pub fn new(guest: impl FakeGuest) -> Fake {
         Fake { guest: Arc::new(guest), script: Script::default() }
     }
 
-    /// The same engine with failures.
+    /// Returns the same engine with failures.
     pub fn with_script(self, script: Script) -> Fake {
         Fake { script, ..self }
     }
 }
 
-/// The inside of a fake machine: what its guest sees. Clones are handles to the same guest.
+/// The guest's view of a fake machine. Clones are handles to the same guest.
 #[derive(Clone)]
 pub struct Guest {
     world: Arc<World>,
-    /// Virtual processors that it was given.
+    /// The number of vCPUs.
     pub vcpus: u8,
-    /// Memory that it was given, in MiB.
+    /// The memory in MiB.
     pub memory_mib: u32,
-    /// The kernel parameters of the spec.
+    /// The kernel parameters of the specification.
     pub cmdline: Vec<String>,
-    /// Its disks from the outside: a fake guest reads no virtio, but knows what was placed.
+    /// The slots of the disks: a fake guest does not speak virtio, but sees what was placed.
     pub disks: Vec<Slot>,
 }
 
@@ -82,13 +83,13 @@ enum Side {
 struct Net {
     listeners: HashMap<(Side, u32), VecDeque<UnixStream>>,
     guest_ends: Vec<Weak<UnixStream>>,
-    /// The boot port is open, and nobody listens there yet.
+    /// The boot port is open, and the host does not listen there yet.
     boot_is_early: bool,
     paused: bool,
     ended: bool,
 }
 
-/// What both sides share.
+/// The state that host and guest share.
 struct World {
     net: Mutex<Net>,
     changed: Condvar,
@@ -149,7 +150,7 @@ impl World {
         }
     }
 
-    /// Keeps an eye on the guest's end of a connection: it ends with the machine.
+    /// Registers the guest's end of a connection, which is closed when the machine ends.
     fn guest_end(&self, stream: UnixStream) -> Arc<UnixStream> {
         let stream = Arc::new(stream);
         let mut net = self.net();
@@ -175,13 +176,13 @@ impl World {
 }
 
 fn sever(stream: &UnixStream) {
-    // One that the guest has closed already is as severed as can be.
+    // The guest may have closed the stream already.
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }
 
 impl Guest {
-    /// Connects to the host's `port`. A fake guest's streams are shared, so that they can end with the machine:
-    /// `&UnixStream` reads and writes.
+    /// Connects to the host's `port`. The stream is shared, so that it can be closed when the machine ends; `&UnixStream`
+    /// reads and writes.
     pub fn connect(&self, port: u32) -> Result<Arc<UnixStream>, LinkError> {
         self.world.connect(Side::Host, port).map(|stream| self.world.guest_end(stream))
     }
@@ -191,7 +192,7 @@ impl Guest {
         self.world.listen(Side::Guest, port)
     }
 
-    /// The host's next connection to a port that was opened; waits as long as the machine lives.
+    /// Accepts the host's next connection to an open port; waits until the machine ends.
     pub fn accept(&self, port: u32) -> Result<Arc<UnixStream>, LinkError> {
         loop {
             match self.world.accept(Side::Guest, port, Duration::MAX) {
@@ -252,7 +253,7 @@ impl Engine for Fake {
         };
         let guest = Arc::clone(&self.guest);
         let thread = |source| EngineError::Resources { what: "a thread for a fake guest", source };
-        // Made before the guest runs: if the second thread cannot be made, dropping it ends the first.
+        // The machine exists before the guest runs: if the second thread cannot be created, dropping it ends the first.
         let machine = FakeMachine { world, disks };
         thread::Builder::new()
             .name("fake-guest".into())

@@ -1,6 +1,6 @@
-//! Owns: the engine of machine pods: a keeper (nacelle-keeper), which has the machine in a QEMU of its own and speaks as an
-//! agent does. The machine is made when the pod's container is, not when this starts.
-//! Threads: per machine the warden (`process`).
+//! Implements the engine of machine pods: it starts a keeper (nacelle-keeper), which runs the machine in a QEMU process of
+//! its own and speaks the agent's protocol. The machine is created with the pod's container, not when this engine starts.
+//! Each keeper has a warden thread (`process`).
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -11,19 +11,19 @@ use crate::machine::{Engine, Machine};
 use crate::process::Process;
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits};
 
-/// The most network interfaces of a pod.
+/// The maximum number of network interfaces of a pod.
 const MAX_NICS: usize = 16;
 
-/// The engine.
+/// The engine of machine pods.
 #[derive(Clone, Debug)]
 pub struct Keeper {
-    /// The keeper's program, absolute.
+    /// The absolute path of the keeper's program.
     pub program: PathBuf,
-    /// QEMU's, absolute.
+    /// The absolute path of the QEMU program.
     pub qemu: PathBuf,
-    /// What that runs guests with.
+    /// The accelerator of QEMU.
     pub accelerator: Accelerator,
-    /// A folder of the node for disks; it is there.
+    /// An existing directory of the node for disks.
     pub scratch: PathBuf,
 }
 
@@ -36,7 +36,7 @@ impl Engine for Keeper {
         Limits { vcpus: crate::spec::MAX_VCPUS, devices: MAX_NICS, cpu_models: false }
     }
 
-    /// Of the spec the network interfaces count, the shares, the folder and the console's file.
+    /// Uses only the network interfaces, the shares, the run directory and the console's file of the specification.
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
         let log = spec.console_log;

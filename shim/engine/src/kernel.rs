@@ -1,11 +1,11 @@
-//! Owns: which kernels a machine of an engine starts, as far as their files tell before there is one.
+//! Checks by a kernel's file headers whether an engine can start it.
 
 use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::machine::KernelError;
 use std::fs::File;
 
-/// Refuses a file that no machine of this engine with this memory starts. Reads headers only.
+/// Rejects a file that no VM of this engine with this memory can start. Reads headers only.
 pub fn check_kernel(file: &File, memory_mib: u32, engine: EngineKind) -> Result<(), KernelError> {
-    // QEMU enters ELF images by PVH alone.
+    // QEMU starts ELF images only by PVH.
     nacelle_vmm::machine::check_kernel(file, memory_mib, engine == EngineKind::Qemu)
 }

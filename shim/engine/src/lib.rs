@@ -1,12 +1,14 @@
-//! Owns: what gives a pod its kernel: the engine trait, checked machine specs, the probe of KVM, QEMU, a fake.
-//! May use: `base`, `vmm`. Knows nothing of pods, images, CNI or agents.
-//! Threads: everything here blocks and is to be called off the async runtime (`spawn_blocking`). A `Machine` and its
-//! `GuestLink` may be shared and used from any number of threads at once; no call holds a lock while it waits for the
-//! guest, so `status` and `stop` answer while another thread waits.
+//! Runs the VM of a pod: the engine trait and its implementations (KVM, QEMU, keeper, host, fake), checked VM
+//! specifications, and the probe of KVM. It knows no pods, images, CNI or agents. Inside Nacelle the crate depends on
+//! `base`, `jail`, `vmm`.
 //!
-//! In short: `MachineSpec { .. }.check(&engine.limits())?` is the only way to a [`CheckedSpec`]; `engine.start(spec)?`
-//! returns as soon as the guest's processors can run (not when it is ready); `machine.link()` talks to it over vsock;
-//! `machine.disks()` are the slots in the order of the spec; dropping the machine kills it and leaves nothing behind.
+//! Everything here blocks and must not be called on the async runtime (use `spawn_blocking`). Any number of threads may use
+//! a `Machine` and its `GuestLink` at once; no call holds a lock while it waits for the guest, so `status` and `stop`
+//! return while another thread waits.
+//!
+//! `MachineSpec { .. }.check(&engine.limits())?` is the only way to create a [`CheckedSpec`]; `engine.start(spec)?` returns
+//! as soon as the vCPUs can run (not when the guest is ready); `machine.link()` connects to the guest over vsock;
+//! `machine.disks()` are the slots in the order of the specification; dropping the machine kills it and leaks nothing.
 
 mod agent;
 mod console;

@@ -1,5 +1,5 @@
-//! Owns: the guest link over our vsock device, and its end with the machine.
-//! Threads: any; the device has its own.
+//! Implements the guest link over Nacelle's vsock device, and fails its calls after the VM has ended. Any thread may call
+//! it; the device has threads of its own.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,20 +11,20 @@ use nacelle_vmm::vsock::{Listener, Vsock};
 use crate::LinkError;
 use crate::machine::{BOOT_PORT, GuestLink, Incoming};
 
-/// How often somebody who waits for the guest looks whether the machine is still there. The device itself does not
-/// know: to it, a driver has gone and another one may come.
+/// The interval at which a thread that waits for the guest checks whether the VM still runs. The device does not know: a
+/// driver may disconnect and another one connect.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// The link of one machine.
+/// The link of one VM.
 pub(crate) struct Link {
     vsock: Vsock,
-    /// The boot port, until somebody listens there.
+    /// The boot port, until the host listens there.
     boot: Mutex<Option<Listener>>,
     ended: Arc<AtomicBool>,
 }
 
 impl Link {
-    /// Made before the guest runs, so that it finds the boot port open however soon it calls.
+    /// Creates the link before the guest runs, so that the boot port is open however early the guest connects.
     pub fn new(vsock: Vsock) -> Result<Link, LinkError> {
         let boot = Mutex::new(Some(vsock.listen(BOOT_PORT)?));
         Ok(Link { vsock, boot, ended: Arc::default() })
@@ -34,11 +34,11 @@ impl Link {
         self.boot.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The machine has ended: whoever waits is told so.
+    /// Marks the VM as ended; waiting calls fail with `Stopped`.
     pub fn end(&self) {
         self.ended.store(true, Ordering::SeqCst);
-        // Requests that came between the front end's end and this line would wait for a guest that never comes. An
-        // error means that the device has gone, and they with it.
+        // Requests that came between the end of the front end and this line would wait for a guest that never comes. An
+        // error means that the device is gone, and the requests with it.
         let _ = self.vsock.reset_transport();
     }
 
@@ -78,7 +78,7 @@ impl Incoming for Port {
     fn accept(&self, timeout: Duration) -> Result<UnixStream, LinkError> {
         let until = Instant::now() + timeout.min(Duration::from_secs(86_400));
         loop {
-            // In this order: what the guest sent before its end is still handed out.
+            // The flag is read before accept, so that connections that the guest made before its end are still returned.
             let ended = self.ended.load(Ordering::SeqCst);
             let left = until.saturating_duration_since(Instant::now());
             match self.listener.accept(if ended { Duration::ZERO } else { left.min(LOOK) }) {

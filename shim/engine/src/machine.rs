@@ -1,5 +1,5 @@
-//! Owns: the traits that every engine implements, and the plain types that they speak of.
-//! Threads: see `lib.rs`; all calls block at most as long as their timeout says.
+//! Defines the traits that every engine implements, and their plain types. All calls block at most as long as their
+//! timeout; `lib.rs` describes the use by threads.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -8,170 +8,170 @@ use std::time::Duration;
 
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
-/// The host's vsock port on which a guest reports when it has booted. It is open before the guest runs, so that the
-/// guest cannot be too early.
+/// The host's vsock port to which a guest connects when it has booted. The port is open before the guest runs, so that no
+/// connection comes too early.
 pub const BOOT_PORT: u32 = 1024;
 
-/// A way to start machines.
+/// An engine, which starts machines.
 pub trait Engine: Send + Sync {
-    /// Which engine this is (for the fake: the one that it stands for).
+    /// Returns the kind of the engine (for the fake: the kind that it stands for).
     fn kind(&self) -> EngineKind;
 
-    /// What one machine of this engine can have; `MachineSpec::check` takes it.
+    /// Returns the limits of one machine of this engine, for `MachineSpec::check`.
     fn limits(&self) -> Limits;
 
-    /// Starts a machine and returns when its first processor may run. The guest is not ready then: whoever wants to
-    /// know listens on the machine's link. If it fails, nothing is left behind.
+    /// Starts a machine and returns when its first vCPU may run. The guest is not ready then; it connects to the boot port
+    /// when it is. A failed start leaks nothing.
     ///
-    /// The host's [`BOOT_PORT`] is open from the start: a guest that calls there waits for `link().listen(BOOT_PORT)`.
+    /// The host's [`BOOT_PORT`] is open from the start: the connection of a guest waits for `link().listen(BOOT_PORT)`.
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError>;
 
-    /// The power to start machines from snapshots, if this engine has it.
+    /// Returns the interface to restore machines from snapshots, if the engine supports it.
     fn as_restorer(&self) -> Option<&dyn Restorer> {
         None
     }
 }
 
-/// An engine that can start a machine where another one was saved.
+/// An engine that can restore a saved machine.
 pub trait Restorer {
-    /// Makes the machine that was saved to the folder `from` (see [`Snapshottable::save`]), with disks, interfaces and
-    /// a console of its own. The `spec` must have as many processors, as much memory, and disks and interfaces of the
-    /// same kinds in the same order as the machine saved; its kernel, initrd and parameters are not used: the guest
-    /// runs already. The folder must stay as it is as long as the machine lives; any number of machines may come from
-    /// one.
+    /// Restores the machine that was saved to the directory `from` (see [`Snapshottable::save`]), with disks, interfaces
+    /// and a console of its own. The `spec` must have the same number of vCPUs, the same memory, and disks and interfaces
+    /// of the same kinds in the same order as the saved machine; its kernel, initrd and parameters are not used, because
+    /// the guest runs already. The directory must stay unchanged as long as the machine lives; any number of machines may
+    /// be restored from one.
     ///
-    /// The machine stands still: [`Pausable::resume`] lets it run, after whatever images its disks had were placed
-    /// again. Its guest then finds its connections reset and its listening ports open, its clock where it stood, and
-    /// random numbers that every other machine of this snapshot has too: whoever restores gives it time and entropy
-    /// before anything else.
+    /// The machine is paused: [`Pausable::resume`] runs it, after the images of its disks were placed again. Its guest then
+    /// finds its connections reset and its listening ports open, its clock at the time of the snapshot, and the same random
+    /// numbers as every other machine of this snapshot: the caller must set its time and add entropy before anything else.
     fn restore(&self, spec: CheckedSpec, from: &Path) -> Result<Box<dyn Machine>, EngineError>;
 }
 
-/// One running guest. Dropping it kills the guest, waits for its end and removes what the engine made.
+/// A running guest. Dropping it kills the guest, waits for its end and removes what the engine created.
 pub trait Machine: Send + Sync {
-    /// How it is, now.
+    /// Returns the present status.
     fn status(&self) -> MachineStatus;
 
-    /// Waits until the machine has ended; `None` after `timeout`. Once it has ended, always the same answer.
+    /// Waits until the machine has ended; returns `None` after `timeout`. After the end it always returns the same value.
     fn wait(&self, timeout: Duration) -> Option<MachineExit>;
 
-    /// Ends the machine and waits for that. A machine that has ended already is a success with the same answer.
-    /// An error says that it could not be ended; it may be tried again.
+    /// Ends the machine and waits for the end. If the machine has ended already, returns how it ended. After an error the
+    /// call may be repeated.
     fn stop(&self, how: Stop) -> Result<MachineExit, EngineError>;
 
-    /// The way to talk to the guest. Outlives the machine; its calls then fail with `LinkError::Stopped`.
+    /// Returns the link to the guest. It outlives the machine; its calls then fail with `LinkError::Stopped`.
     fn link(&self) -> Arc<dyn GuestLink>;
 
-    /// The disks, in the order of the spec.
+    /// Returns the disks, in the order of the specification.
     fn disks(&self) -> &[Slot];
 
-    /// The power to stand still, if this engine has it.
+    /// Returns the interface to pause the machine, if the engine supports it.
     fn as_pausable(&self) -> Option<&dyn Pausable> {
         None
     }
 
-    /// The power to do without memory again that it was given from its reserve, if it has one.
+    /// Returns the interface to release memory of the reserve, if the machine has one.
     fn as_reserve(&self) -> Option<&dyn Reserve> {
         None
     }
 
-    /// The power to be saved, if this engine has it.
+    /// Returns the interface to save the machine, if the engine supports it.
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
         None
     }
 }
 
-/// A machine that can be saved, to be started again by its engine's [`Restorer`].
+/// A machine that can be saved, and restored by its engine's [`Restorer`].
 pub trait Snapshottable {
-    /// Writes memory and state to the folder `to`, which must not exist, or be empty; the disks' contents are the
-    /// caller's to keep. The machine must be paused, and stays so; afterwards it may go on. A folder that is there
-    /// afterwards is whole.
+    /// Writes memory and state to the directory `to`, which must be empty or missing; the caller must keep the disks'
+    /// contents. The machine must be paused, and stays so; afterwards it may be resumed. A snapshot directory that exists
+    /// afterwards is complete.
     fn save(&self, to: &Path) -> Result<(), EngineError>;
 }
 
-/// A machine with memory in reserve (`MachineSpec::reserve_mib`), which its guest's kernel adds and puts out of use while it runs.
+/// A machine with a memory reserve (`MachineSpec::reserve_mib`), which its guest's kernel adds and removes while it runs.
 pub trait Reserve {
-    /// Gives the node back what lies beyond the first `used_mib` of it. The guest has put that out of use: what it had there is lost.
+    /// Releases the memory beyond the first `used_mib` of the reserve. The guest has removed that memory: its content is lost.
     fn give_back(&self, used_mib: u32) -> Result<(), EngineError>;
 }
 
-/// A machine that can stand still. Both calls may be repeated.
+/// A machine that can be paused. Both calls may be repeated.
 pub trait Pausable {
-    /// Stops the processors; memory, disks and connections stay.
+    /// Stops the vCPUs; memory, disks and connections stay.
     fn pause(&self) -> Result<(), EngineError>;
 
-    /// Lets the processors run again.
+    /// Resumes the vCPUs.
     fn resume(&self) -> Result<(), EngineError>;
 }
 
-/// Connections between the node and the guest: vsock inside, unix streams outside. Bytes flow with back-pressure in
-/// both directions; a half that is shut down on one side reads as the end on the other. The streams are ordinary
-/// blocking ones; `set_nonblocking(true)` makes them fit for tokio.
+/// Connections between the node and the guest: vsock in the guest, Unix streams on the node. Both directions have
+/// back-pressure; shutting one half down on one side is the end of the stream on the other. The streams are blocking;
+/// `set_nonblocking(true)` prepares them for tokio.
 pub trait GuestLink: Send + Sync {
-    /// Connects to a port on which the guest listens. While the guest answers that nobody listens there, the error is
-    /// `LinkError::Refused` at once: whoever waits for a service to come up asks again.
+    /// Connects to a port on which the guest listens. If the guest has no listener there, fails at once with
+    /// `LinkError::Refused`; a caller that waits for a service must retry.
     fn connect(&self, port: u32, timeout: Duration) -> Result<UnixStream, LinkError>;
 
-    /// Takes the guest's connections to the host (CID 2) at `port`, until the result is dropped. A guest that connects
-    /// to a port without a listener is refused.
+    /// Accepts the guest's connections to the host (CID 2) at `port`, until the result is dropped. Connections to a port
+    /// without a listener are refused.
     fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError>;
 }
 
 /// The guest's connections to one port of the host.
 pub trait Incoming: Send {
-    /// The next connection; `LinkError::Timeout` if none comes in time, `LinkError::Stopped` if the machine has ended.
+    /// Returns the next connection. Fails with `LinkError::Timeout` if none comes in time, with `LinkError::Stopped` if the
+    /// machine has ended.
     fn accept(&self, timeout: Duration) -> Result<UnixStream, LinkError>;
 }
 
-/// How a machine is.
+/// The status of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineStatus {
-    /// Its processors run (or boot).
+    /// The vCPUs run; the guest may still be booting.
     Running,
-    /// It stands still after `Pausable::pause`.
+    /// The machine is paused (`Pausable::pause`).
     Paused,
-    /// It has ended.
+    /// The machine has ended.
     Exited(MachineExit),
 }
 
-/// How a machine is to be ended.
+/// How a machine must be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// At once.
+    /// The machine is killed at once.
     Kill,
-    /// The guest has been asked to power off (by whoever talks to its agent: a microvm has no power button); give it
-    /// this long, then kill it.
+    /// The guest was requested to power off through its agent, because a microvm has no power button; the machine is killed
+    /// after `grace`.
     Shutdown {
-        /// The time allowed.
+        /// The time until the machine is killed.
         grace: Duration,
     },
 }
 
-/// How a machine has ended.
+/// The end of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MachineExit {
-    /// In which way.
+    /// The kind of the end.
     pub how: ExitKind,
-    /// The last lines of the guest's console, at most 8 KiB; made printable.
+    /// The last lines of the guest's console, at most 8 KiB, without control characters.
     pub console_tail: String,
 }
 
-/// The ways in which a machine ends.
+/// The kinds of a machine's end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExitKind {
-    /// The guest powered off or rebooted (a machine reboots by being started again).
+    /// The guest powered off or rebooted; a reboot ends the machine too.
     Shutdown,
-    /// We killed it: `Stop::Kill`, or the grace period was over.
+    /// The machine was killed: by `Stop::Kill`, or after the grace period.
     Killed,
-    /// The guest kernel panicked; the console tail says why.
+    /// The guest kernel panicked; the console's tail contains the reason.
     Panicked,
-    /// The machine was lost: the engine's process ended by itself, or the engine could not run it any longer.
+    /// The machine was lost: the engine's process ended by itself, or the engine could not run the machine any longer.
     Died {
         /// The exit code of the process, if it had one.
         code: Option<i32>,
         /// The signal that killed it, if one did.
         signal: Option<i32>,
-        /// The last lines that the process wrote about itself, or what the engine has to say.
+        /// The last lines of the process's messages, or an explanation of the engine.
         message: String,
     },
 }

@@ -1,6 +1,6 @@
-//! Owns: what the node's KVM is worth, and the engine and accelerator that follow from it.
-//! /dev/kvm may be there and interpret the guest kernel instruction by instruction: only running a guest tells.
-//! Threads: the probe runs on a thread of its own, which is left alone if KVM does not come back.
+//! Determines whether the node's KVM runs guests on hardware, and chooses engine and accelerator. /dev/kvm may exist and
+//! interpret the guest kernel instruction by instruction, so only a test run of a guest is conclusive. The probe runs on a
+//! thread of its own, which is abandoned if KVM does not return.
 
 use std::fmt;
 use std::sync::mpsc;
@@ -11,45 +11,45 @@ use nacelle_base::Chain;
 use nacelle_base::machine::EngineKind;
 use nacelle_vmm::machine::tiny::{TinyError, TinyGuest};
 
-/// A processor needs well under a millisecond for the probe's guest, an interpreter forty-five. The best of several
-/// runs is compared, so a busy node looks slower for a while but no interpreter looks faster than it is.
+/// The limit for hardware. A CPU needs well under a millisecond for the probe's guest, an interpreter 45 ms. The best of
+/// several runs counts, so that a busy node may look slow for a while, but no interpreter looks fast.
 const HARDWARE_LIMIT: Duration = Duration::from_millis(15);
-/// A run like this needs no second one.
+/// A run of at most this time is not repeated.
 const CLEARLY_HARDWARE: Duration = Duration::from_millis(2);
 const RUNS: usize = 5;
-/// For all of the probe. KVM modules have been seen that never return.
+/// The limit for the whole probe. There are KVM modules that never return.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// What /dev/kvm is worth.
+/// The result of the probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvmVerdict {
-    /// There is no /dev/kvm.
+    /// /dev/kvm does not exist.
     Absent,
-    /// There is one, and this process may not open it.
+    /// This process may not open /dev/kvm.
     NoPermission,
-    /// It runs a guest kernel on the node's processors.
+    /// KVM runs a guest kernel on the node's CPUs.
     Hardware {
         /// The best time of the probe's guest.
         took: Duration,
     },
-    /// It interprets the guest kernel: slower than QEMU does.
+    /// KVM interprets the guest kernel: it is slower than QEMU's emulation.
     Interpreted {
-        /// The best time of the probe's guest, or how long we waited for it.
+        /// The best time of the probe's guest, or the time until the probe was abandoned.
         took: Duration,
     },
-    /// It does not run a guest at all.
+    /// KVM does not run a guest.
     Broken {
-        /// What failed, in one line.
+        /// The failure, on one line.
         why: String,
     },
 }
 
-/// How QEMU runs the guest's processors.
+/// What executes the vCPUs under QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accelerator {
-    /// On the node's processors.
+    /// The node's CPUs, through KVM.
     Kvm,
-    /// In software, by translation.
+    /// QEMU's binary translation (TCG).
     Tcg,
 }
 
@@ -62,7 +62,7 @@ impl fmt::Display for Accelerator {
     }
 }
 
-/// The verdict and what follows from it, in one sentence.
+/// Prints the result and its consequence in one sentence.
 impl fmt::Display for KvmVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -89,11 +89,11 @@ impl fmt::Display for KvmVerdict {
     }
 }
 
-/// Finds out what /dev/kvm is worth; takes at most two seconds.
+/// Probes /dev/kvm; takes at most two seconds.
 pub fn probe() -> KvmVerdict {
     let (tell, told) = mpsc::channel();
     let guest = move || {
-        // Who asked may be gone: then nobody wants to know.
+        // The caller may have abandoned the probe.
         let _ = tell.send(best_time());
     };
     if let Err(error) = thread::Builder::new().name("kvm-probe".into()).spawn(guest) {
@@ -130,7 +130,7 @@ fn judge(result: Result<Duration, TinyError>) -> KvmVerdict {
     }
 }
 
-/// The engine for pods whose handler names none.
+/// Returns the engine for pods whose handler names none.
 pub fn fitting(verdict: &KvmVerdict) -> EngineKind {
     match choose(verdict) {
         Accelerator::Kvm => EngineKind::Kvm,
@@ -138,7 +138,7 @@ pub fn fitting(verdict: &KvmVerdict) -> EngineKind {
     }
 }
 
-/// The accelerator for QEMU.
+/// Returns the accelerator for QEMU.
 pub fn choose(verdict: &KvmVerdict) -> Accelerator {
     match verdict {
         KvmVerdict::Hardware { .. } => Accelerator::Kvm,
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn this_node_gets_a_verdict() {
         let verdict = probe();
-        // A node may have the file and nothing behind it, or be too busy to find out in time.
+        // The file may exist without a working KVM, or the node may be too busy to finish the probe in time.
         let there = std::path::Path::new("/dev/kvm").exists();
         let late = KvmVerdict::Interpreted { took: DEADLINE };
         assert!(there || verdict == KvmVerdict::Absent || verdict == late, "{verdict}");

@@ -1,7 +1,8 @@
-//! Owns: the process that a machine lives in: what it inherits, what it prints, its end.
-//! Threads: one per process, the warden. It starts QEMU, and QEMU is killed when that thread dies
-//! (`PR_SET_PDEATHSIG` goes by thread), so it lives exactly as long as QEMU. An agent without a guest was started by the
-//! first thread, which lives as long as this process: its warden only watches.
+//! Manages the process in which a machine lives: inherited descriptors, output, end.
+//!
+//! Each process has a warden thread. It starts QEMU, and QEMU is killed when that thread ends (`PR_SET_PDEATHSIG` refers to
+//! the thread), so the warden lives exactly as long as QEMU. An agent without a guest was started by the first thread,
+//! which lives as long as this process; its warden only watches.
 #![allow(unsafe_code)] // reason: `pre_exec` and three system calls in it that no safe wrapper offers.
 
 use nacelle_base::retry::{self, retry_interrupted};
@@ -24,13 +25,13 @@ use crate::console::{Console, PANIC, printable_tail};
 use crate::ended::Ended;
 use crate::{EngineError, ExitKind, MachineExit};
 
-/// What is kept of QEMU's messages, in bytes.
+/// The number of bytes of QEMU's messages that are kept.
 const MESSAGES: usize = 4 << 10;
 
-/// A running or ended process.
+/// A process that runs or has ended.
 pub(crate) struct Process {
     pid: Pid,
-    /// Not yet reaped: while this lock is held and true, the pid is its own.
+    /// True until the process is reaped: while this lock is held and true, the pid is not reused.
     alive: Mutex<bool>,
     killed: AtomicBool,
     pub ended: Ended,
@@ -40,8 +41,8 @@ pub(crate) struct Process {
 pub(crate) type Warden = JoinHandle<()>;
 
 impl Process {
-    /// Starts QEMU. Returns when it runs (it has not looked at its arguments then). `at_end` is called on the
-    /// warden's thread before the end is known to others.
+    /// Starts QEMU and returns when it runs, before it has parsed its arguments. The warden thread calls `at_end` before it
+    /// records the end.
     pub fn start(
         program: &Path,
         args: Vec<String>,
@@ -53,15 +54,15 @@ impl Process {
         command.args(args).env_clear().current_dir("/").process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let parent = std::process::id();
-        // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, close_range, fcntl.
-        // The closure allocates nothing and owns its list of descriptors.
+        // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, close_range, fcntl. The
+        // closure allocates nothing and owns its list of descriptors.
         unsafe { command.pre_exec(move || in_child(parent, &inherited)) };
         let (tell, told) = mpsc::sync_channel(1);
         let warden = nacelle_jail::spawn(ThreadKind::Warden, Builder::new().name("qemu-warden".into()), move || {
             let mut child = match command.spawn() {
                 Ok(child) => child,
                 Err(error) => {
-                    // Nobody hears it if the caller has gone: it has not.
+                    // The caller waits for this message, so the channel is open.
                     let _ = tell.send(Err(error));
                     return;
                 }
@@ -102,7 +103,7 @@ impl Process {
         }
     }
 
-    /// Until its end.
+    /// Watches the process until its end.
     fn watch(&self, child: &mut Child, console: Console, at_end: impl FnOnce()) {
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         let (console, messages) = listen(console, stdout, stderr);
@@ -111,12 +112,12 @@ impl Process {
         self.ended.set(self.exit(status, &console, &messages));
     }
 
-    /// The process id; it may have been given to another process once this one has ended.
+    /// Returns the pid. After the end it may belong to another process.
     pub fn pid(&self) -> u32 {
         self.pid.as_raw().cast_unsigned()
     }
 
-    /// Sends SIGKILL, unless it has ended.
+    /// Sends SIGKILL, unless the process has ended.
     pub fn kill(&self) {
         let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         if *alive {
@@ -128,7 +129,7 @@ impl Process {
     }
 
     fn reap(&self, child: &mut Child) -> io::Result<ExitStatus> {
-        // Waits without reaping, so that `kill` cannot hit a stranger with the same pid.
+        // Waits without reaping, so that `kill` cannot hit another process with the same pid.
         let ended = retry_interrupted(|| waitid(Id::Pid(self.pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT));
         if let Err(error) = ended {
             tracing::error!(pid = self.pid(), %error, "cannot wait for a machine");
@@ -154,21 +155,21 @@ impl Process {
     }
 }
 
-/// What the child does between fork and exec.
+/// Prepares the child between fork and exec.
 fn in_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
-    // SAFETY: prctl with these arguments touches no memory of ours.
+    // SAFETY: prctl with these arguments touches no memory of this process.
     if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } == -1 {
         return Err(io::Error::last_os_error());
     }
-    // The parent may have died before that.
+    // The parent may have died before the prctl.
     if std::os::unix::process::parent_id() != parent {
         return Err(io::ErrorKind::BrokenPipe.into());
     }
-    // SAFETY: marks descriptors as close-on-exec and touches no memory. On a kernel without it (before 5.11) the
-    // descriptors that we opened are so marked all the same.
+    // SAFETY: marks descriptors as close-on-exec and touches no memory. Kernels before 5.11 do not support it; there the
+    // descriptors that this process opened are so marked all the same.
     unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
     for fd in inherited {
-        // SAFETY: F_SETFD on a descriptor that the parent holds open for us; touches no memory.
+        // SAFETY: F_SETFD on a descriptor that the parent holds open for the child; touches no memory.
         if unsafe { libc::fcntl(*fd, libc::F_SETFD, 0) } == -1 {
             return Err(io::Error::last_os_error());
         }
@@ -176,7 +177,7 @@ fn in_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads what it and its guest print until both pipes end, that is until it does.
+/// Reads the output of the process and its guest until both pipes end, which is when the process ends.
 fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStderr>) -> (Console, Vec<u8>) {
     let (mut out, mut err, mut messages) = (out, err, Vec::new());
     let mut buffer = [0; 4096];
@@ -211,7 +212,7 @@ fn ready(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> io::Result<[bo
     Ok(fds.map(|fd| fd.is_some() && answers.next().unwrap_or(false)))
 }
 
-/// Reads once; `false` at the end.
+/// Reads once; returns false at the end.
 fn read_some(from: &mut Option<impl Read>, buffer: &mut [u8], take: impl FnOnce(&[u8])) -> bool {
     match from.as_mut().map(|from| from.read(buffer)) {
         Some(Ok(count)) if count > 0 => {

@@ -1,5 +1,5 @@
-//! Owns: another program with a machine in it, for whoever knows how to speak with that: its start, its messages, its end.
-//! Threads: the program's warden (`process`).
+//! Runs another program that contains a machine, for callers that speak its protocol: start, output, end. Each program has
+//! a warden thread (`process`).
 
 use crate::console::Console;
 use crate::process::{Process, Warden};
@@ -9,15 +9,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A program that runs, or has ended. It ends when this is dropped, or its process ends.
+/// A program that runs or has ended. It is killed when this value is dropped, or when this process ends.
 pub struct Program {
     process: Arc<Process>,
     warden: Option<Warden>,
 }
 
 impl Program {
-    /// Starts a program (an absolute path), which inherits these descriptors beside its standard streams and has no environment.
-    /// What it prints goes to the file `log`, which stays small. Returns when it runs; it has not looked at its arguments then.
+    /// Starts a program (an absolute path) without environment, which inherits these descriptors besides its standard
+    /// streams. Its output goes to the file `log`, whose size is bounded. Returns when the program runs, before it has
+    /// parsed its arguments.
     pub fn start(program: &Path, args: Vec<String>, inherited: Vec<RawFd>, log: &Path) -> Result<Program, EngineError> {
         let failed = |source| EngineError::File { what: "open", path: log.to_owned(), source };
         let console = Console::open(log).map_err(failed)?;
@@ -25,17 +26,17 @@ impl Program {
         Ok(Program { process, warden: Some(warden) })
     }
 
-    /// Its process id; another process may have it once this one has ended.
+    /// Returns the pid. After the end it may belong to another process.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// Kills it, unless it has ended. Does not wait for the end.
+    /// Kills the program, unless it has ended. Does not wait for the end.
     pub fn kill(&self) {
         self.process.kill();
     }
 
-    /// Waits until it has ended; `None` after `timeout`.
+    /// Waits until the program has ended; returns `None` after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Option<MachineExit> {
         self.process.ended.wait(timeout)
     }

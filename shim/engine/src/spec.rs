@@ -1,5 +1,4 @@
-//! Owns: the description of a machine, and the check that is the only door to starting one.
-//! Pure: looks at no file and no device.
+//! Defines the specification of a VM, and the check that is required before an engine starts it. It accesses no file and no device.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -14,75 +13,76 @@ use nacelle_vmm::machine::BLOCK_MIB;
 
 /// The smallest memory in which the guest kernel and the agent start, in MiB.
 pub const MIN_MEMORY_MIB: u32 = 64;
-/// The size of a page of the node's pool (`MemoryPages::Hugetlb`), in MiB.
+/// The size of a page of the node's hugetlb pool (`MemoryPages::Hugetlb`), in MiB.
 pub const HUGE_PAGE_MIB: u32 = 2;
-/// The most virtual processors a machine may have.
+/// The maximum number of vCPUs of a VM.
 pub const MAX_VCPUS: u8 = 64;
-/// The most threads of a core.
+/// The maximum number of threads of a core.
 const MAX_THREADS: u32 = 2;
-/// The context ids below this one are reserved by vsock.
+/// The smallest context id of a guest; vsock reserves the smaller ones.
 pub const MIN_GUEST_CID: u32 = 3;
-/// The longest serial number of a disk, in bytes (virtio-blk has 20).
+/// The maximum length of a disk's serial number, in bytes (20 in virtio-blk).
 pub const MAX_SERIAL: usize = 20;
-/// The longest kernel command line together, in bytes; what the engine adds for itself is not counted.
+/// The maximum length of the kernel command line in bytes, without the parameters that the engine adds.
 pub const MAX_CMDLINE: usize = 1024;
 
-/// What a machine shall be. Plain data; `check` makes it startable.
+/// The specification of a VM: plain data that `check` validates.
 #[derive(Debug)]
 pub struct MachineSpec {
-    /// Virtual processors, 1 to 64.
+    /// The number of vCPUs, 1 to 64.
     pub vcpus: u8,
-    /// How they are arranged; none: as cores of one socket.
+    /// The topology of the vCPUs; `None` for cores of one socket.
     pub topology: Option<Topology>,
-    /// What they are to the guest; none: all that the accelerator can. Engines `kvm` and `host` refuse one.
+    /// The CPU model; `None` for all features that the accelerator supports. Engines `kvm` and `host` reject a model.
     pub cpu_model: Option<CpuModel>,
-    /// Guest memory in MiB, 64 or more.
+    /// The memory of the guest in MiB, 64 or more.
     pub memory_mib: u32,
-    /// Memory beside it, in MiB, that the guest's kernel is not told of and may add while it runs ([`reserve`](nacelle_vmm::machine::reserve)
-    /// says where it lies): a multiple of 128; none in huge pages. The node gives it when it is touched.
+    /// The memory reserve in MiB, which the guest's kernel does not see at boot and may add while it runs
+    /// ([`reserve`](nacelle_vmm::machine::reserve) returns its address ranges): a multiple of 128; 0 with huge pages. The
+    /// node allocates it when it is touched.
     pub reserve_mib: u32,
-    /// What lies under it.
+    /// The page size that backs the memory.
     pub memory_pages: MemoryPages,
     /// The guest kernel: an uncompressed ELF `vmlinux` with the PVH note.
     pub kernel: PathBuf,
     /// The initramfs (cpio, compressed or not).
     pub initrd: PathBuf,
-    /// Kernel parameters beside the engine's own, one word each.
+    /// Kernel parameters besides the engine's own, each without white space.
     pub cmdline: Vec<String>,
     /// The disks: `disks[n]` is `/dev/vda` plus n in the guest, and `Machine::disks()[n]`.
     pub disks: Vec<DiskSpec>,
     /// The network interfaces: `nics[n]` is `eth`n in the guest.
     pub nics: Vec<NicSpec>,
-    /// A folder of mode 0700 that exists and belongs to this machine: sockets. The engine removes what it made.
+    /// An existing directory of mode 0700 for this machine's sockets. The engine removes what it creates there.
     pub run_dir: PathBuf,
-    /// What the guest prints on. A virtio console takes a device's place.
+    /// The kind of the console. A virtio console counts as a device.
     pub console: ConsoleKind,
-    /// Where its output goes: a file that never grows beyond 1 MiB (it keeps the newest half).
+    /// The file for the console's output. It never grows beyond 1 MiB: then its older half is removed.
     pub console_log: PathBuf,
-    /// The guest's vsock context id, 3 or more. The device is in our process: two machines may have the same one.
+    /// The guest's vsock context id, 3 or more. The device belongs to this process, so two machines may have the same.
     pub guest_cid: u32,
-    /// Where requests for files of the node are answered (`nacelle_base::share`); none: the machine has no such device.
+    /// The channels to the file-server process (`nacelle_base::share`), one pair for each share; empty for no share.
     pub shares: Vec<[UnixStream; QUEUES]>,
 }
 
-/// One disk of a machine.
+/// A disk of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiskSpec {
-    /// Read-only, empty at the start; images are placed on its slot while the guest runs.
+    /// A read-only disk, empty at first; images are placed on its slot while the guest runs.
     Growing {
         /// The serial number that the guest sees (`/sys/block/*/serial`): 1 to 20 bytes of printable ASCII.
         serial: String,
     },
-    /// Empty at the start; volumes that may be written are placed on its slot while the guest runs.
+    /// A disk that is empty at first; writable volumes are placed on its slot while the guest runs.
     Volumes {
         /// The serial number, as for `Growing`.
         serial: String,
     },
-    /// A file or block device as a whole.
+    /// A disk that is a whole file or block device.
     File {
-        /// The file or block device; its length must be a multiple of 512 bytes.
+        /// The path of the file or block device, whose length must be a multiple of 512 bytes.
         path: PathBuf,
-        /// Writes are refused.
+        /// The guest cannot write to the disk.
         read_only: bool,
         /// The serial number, as for `Growing`.
         serial: String,
@@ -90,168 +90,167 @@ pub enum DiskSpec {
 }
 
 impl DiskSpec {
-    /// The serial number that the guest sees.
+    /// Returns the serial number that the guest sees.
     pub fn serial(&self) -> &str {
         let (DiskSpec::Growing { serial } | DiskSpec::Volumes { serial } | DiskSpec::File { serial, .. }) = self;
         serial
     }
 }
 
-/// One network interface of a machine.
+/// A network interface of a VM.
 #[derive(Debug)]
 pub struct NicSpec {
     /// An open tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`.
     pub tap: OwnedFd,
-    /// Further queues of the same tap, all with `IFF_MULTI_QUEUE` then; at most 7. An engine that serves one closes
-    /// these.
+    /// Further queues of the same tap, at most 7; then all have `IFF_MULTI_QUEUE`. An engine that serves only one queue closes them.
     pub more_queues: Vec<OwnedFd>,
-    /// A packet socket with what the guest asks of DHCP servers (`nacelle_net::tap::dhcp_questions`), for the engine that answers it.
+    /// A packet socket that receives the guest's DHCP requests (`nacelle_net::tap::dhcp_questions`), for the engine that answers them.
     pub dhcp: Option<OwnedFd>,
-    /// The MAC that the guest uses.
+    /// The MAC address that the guest uses.
     pub mac: Mac,
     /// The MTU in bytes, 68 to 65535.
     pub mtu: u32,
 }
 
-/// What an engine can give to one machine.
+/// The limits of an engine for one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Virtual processors.
+    /// The maximum number of vCPUs.
     pub vcpus: u8,
-    /// Disks and network interfaces together.
+    /// The maximum number of disks and network interfaces together.
     pub devices: usize,
-    /// Processors of a model that is named.
+    /// The engine supports named CPU models.
     pub cpu_models: bool,
 }
 
-/// A machine that cannot be, and the rule that it breaks.
+/// A specification is invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
-    /// No or too many processors.
+    /// There are no vCPUs or too many.
     #[error("a machine with {got} vCPUs: this engine gives 1 to {max}")]
     Vcpus {
-        /// Asked for.
+        /// The requested number.
         got: u8,
-        /// The most that this engine gives.
+        /// The maximum of this engine.
         max: u8,
     },
-    /// Sockets, cores and threads that are not the processors.
+    /// The topology does not match the number of vCPUs.
     #[error(
         "{} sockets of {} cores of {} threads: they must make the machine's {vcpus} vCPUs, of at most 2 threads a core", .topology.sockets,
         .topology.cores, .topology.threads
     )]
     Topology {
-        /// Asked for.
+        /// The requested topology.
         topology: Topology,
-        /// Asked for, too.
+        /// The requested number of vCPUs.
         vcpus: u8,
     },
-    /// A processor that this engine does not make, or a name that is none.
+    /// The engine does not support the CPU model, or a name is invalid.
     #[error("processors like {got:?}: {rule}")]
     CpuModel {
-        /// Asked for.
+        /// The requested model.
         got: CpuModel,
-        /// What is possible.
+        /// The rule that it violates.
         rule: &'static str,
     },
-    /// Too little memory.
+    /// The memory is too small.
     #[error("a machine with {got_mib} MiB of memory: the guest needs {min_mib} or more")]
     Memory {
-        /// Asked for.
+        /// The requested memory.
         got_mib: u32,
-        /// The least.
+        /// The minimum.
         min_mib: u32,
     },
-    /// Memory that huge pages do not fill.
+    /// The memory is not a multiple of the huge page size.
     #[error("{got_mib} MiB of memory in huge pages: it must be a multiple of {step_mib} MiB")]
     HugePages {
-        /// Asked for.
+        /// The requested memory.
         got_mib: u32,
         /// The size of a page.
         step_mib: u32,
     },
-    /// A reserve that the guest's kernel could not add, or that would be taken at once.
+    /// The memory reserve is not a multiple of the hot-plug block size, or is not allowed with huge pages.
     #[error("{got_mib} MiB of memory in reserve: it must be a multiple of {step_mib} MiB, and not in huge pages")]
     Reserve {
-        /// Asked for.
+        /// The requested reserve.
         got_mib: u32,
-        /// What a kernel adds at a time.
+        /// The size of a hot-plug block.
         step_mib: u32,
     },
-    /// More devices than the engine has places.
+    /// The VM has too many devices.
     #[error("{disks} disks and {nics} network interfaces: this engine has room for {max} devices")]
     Devices {
-        /// Disks asked for.
+        /// The number of disks.
         disks: usize,
-        /// Network interfaces asked for.
+        /// The number of network interfaces.
         nics: usize,
-        /// The most, together.
+        /// The maximum of both together.
         max: usize,
     },
-    /// A path that is not absolute, or that the engine cannot hand on.
+    /// A path is relative, is not UTF-8, or contains a NUL byte.
     #[error("{what} {path:?} is not an absolute path in UTF-8")]
     Path {
-        /// Which one: "kernel", "initrd", "disk", "run_dir", "console_log".
+        /// The field: "kernel", "initrd", "disk", "run_dir", "console_log".
         what: &'static str,
         /// The path.
         path: PathBuf,
     },
-    /// A run directory whose sockets would have names longer than Linux allows.
+    /// The sockets in the run directory would have names longer than Linux allows.
     #[error("run_dir {path:?} has {got} bytes: at most {max}, so that sockets in it can have names")]
     RunDirTooLong {
-        /// The folder.
+        /// The run directory.
         path: PathBuf,
-        /// Its length in bytes.
+        /// The length of its path in bytes.
         got: usize,
-        /// The longest.
+        /// The maximum.
         max: usize,
     },
-    /// A kernel parameter with white space, quotes or control characters in it, or an empty one.
+    /// A kernel parameter is empty, or contains white space, quotes or control characters.
     #[error("kernel parameter {word:?}: one word of printable ASCII without quotes")]
     CmdlineWord {
         /// The parameter.
         word: String,
     },
-    /// Too many kernel parameters.
+    /// The kernel command line is too long.
     #[error("kernel parameters of {got} bytes: at most {max}")]
     CmdlineTooLong {
-        /// Bytes asked for, with one space between two words.
+        /// The length in bytes, with one space between two parameters.
         got: usize,
-        /// The most.
+        /// The maximum.
         max: usize,
     },
-    /// A serial number that virtio-blk cannot carry, or one that another disk has.
+    /// A serial number is invalid for virtio-blk, or is not unique.
     #[error("disk serial {serial:?}: 1 to {max} bytes of printable ASCII, each used once")]
     Serial {
         /// The serial number.
         serial: String,
-        /// The longest.
+        /// The maximum length.
         max: usize,
     },
-    /// One MAC address twice, or one that is no station's address.
+    /// A MAC address is not unique, or is not a unicast address.
     #[error("MAC {}: it must be a station's address, and used once", hex(.mac))]
     Mac {
         /// The address.
         mac: Mac,
     },
-    /// An MTU that Ethernet under IP cannot have.
+    /// The MTU is not possible for IP over Ethernet.
     #[error("an MTU of {got} bytes: {min} to {max}")]
     Mtu {
-        /// Asked for.
+        /// The requested MTU.
         got: u32,
-        /// The least.
+        /// The minimum.
         min: u32,
-        /// The most.
+        /// The maximum.
         max: u32,
     },
-    /// A reserved context id.
+    /// The context id is reserved.
     #[error("guest CID {got}: {min} to {max}")]
     GuestCid {
-        /// Asked for.
+        /// The requested id.
         got: u32,
-        /// The least.
+        /// The minimum.
         min: u32,
-        /// The most.
+        /// The maximum.
         max: u32,
     },
 }
@@ -265,17 +264,18 @@ impl Classify for SpecError {
     }
 }
 
-/// A machine that can be: what an engine takes.
+/// A validated specification, which engines accept.
 #[derive(Debug)]
 pub struct CheckedSpec(MachineSpec);
 
 const MTU: std::ops::RangeInclusive<u32> = 68..=65535;
 const MAX_GUEST_CID: u32 = u32::MAX - 1;
-/// `sun_path` has 108 bytes with the closing zero; 20 of them are left for names in the folder.
+/// The maximum length of the run directory's path: `sun_path` has 108 bytes with the final zero, 20 of which are reserved
+/// for the names of sockets.
 const MAX_RUN_DIR: usize = 107 - 20;
 
 impl MachineSpec {
-    /// The only door to a machine: checks everything that can be known without touching the node.
+    /// Validates everything that can be checked without access to the node.
     pub fn check(self, limits: &Limits) -> Result<CheckedSpec, SpecError> {
         let max = limits.vcpus.min(MAX_VCPUS);
         if !(1..=max).contains(&self.vcpus) {
@@ -387,7 +387,7 @@ impl CheckedSpec {
     }
 }
 
-/// A MAC as people write it.
+/// Formats a MAC address as hexadecimal bytes with colons.
 pub(crate) fn hex(mac: &Mac) -> String {
     let [a, b, c, d, e, f] = mac;
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")

@@ -1,4 +1,4 @@
-//! Owns: the fake engine under the contract, and its scripted failures.
+//! Runs the contract tests on the fake engine, and tests its scripted failures.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use nacelle_engine::{Engine, EngineError, ExitKind, LinkError, MachineSpec, Stop
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// The guest of the contract suite, without a kernel.
+/// Implements the guest of the contract tests without a kernel.
 fn contract_guest(guest: Guest) -> ExitKind {
     if guest.listen(1025).is_err() {
         return ExitKind::Killed;
@@ -69,7 +69,7 @@ fn serve(guest: &Guest, stream: &UnixStream) -> Option<()> {
 }
 
 struct FakeWorld {
-    /// The guests that live: the fake's way to have an accident.
+    /// The running guests, so that the test can lose a machine.
     guests: Arc<Mutex<Vec<Guest>>>,
 }
 

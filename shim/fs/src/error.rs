@@ -1,68 +1,68 @@
-//! Owns: why volumes of the node cannot be shared.
+//! Defines the errors of sharing volumes of the node.
 
 use nacelle_base::{Classify, Kind};
 use nacelle_jail::JailError;
 use std::io;
 use std::path::PathBuf;
 
-/// What failed.
+/// Volumes of the node cannot be shared.
 #[derive(Debug, thiserror::Error)]
 pub enum ShareError {
-    /// A step of the process that has the volumes.
+    /// A step in the life of the file-server process failed.
     #[error("the process for the volumes of the node cannot {what}")]
     Step {
-        /// "be started", "leave the node's files".
+        /// The step, in the passive voice or as an infinitive: "be started", "leave the node's files".
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Its rights could not be given up.
+    /// The process could not enter its jail.
     #[error("the process for the volumes of the node cannot be shut in")]
     Jail {
-        /// Why.
+        /// The cause.
         #[from]
         source: JailError,
     },
-    /// It ended, or said nothing.
+    /// The process ended, or did not become ready in time.
     #[error("the process for the volumes of the node did not start; the pod's log has its reason")]
     Silent {
-        /// What reading of it gave.
+        /// The error of reading from the process.
         source: io::Error,
     },
-    /// A volume is not there, or could not be mounted.
+    /// A volume does not exist, or could not be mounted.
     #[error("cannot {what} the volume {}", path.display())]
     Volume {
-        /// "open", "mount", "make a place for".
+        /// The step: "open", "mount", "make a place for".
         what: &'static str,
-        /// Of the node.
+        /// The path on the node.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// It lies on a mount that tells nobody of what is mounted below it.
+    /// The volume lies on a mount that does not propagate mounts below it.
     #[error("the volume {} lies on the mount {}, which is not {needed}", path.display(), at.display())]
     NotShared {
-        /// Of the node.
+        /// The path on the node.
         path: PathBuf,
-        /// Where that is mounted.
+        /// The mount point of that mount.
         at: PathBuf,
-        /// "shared".
+        /// The required propagation: "shared".
         needed: &'static str,
     },
-    /// Its file system cannot show other owners than it has, or there can be no user namespace that says which.
+    /// The file system does not support idmapped mounts, or the user namespace could not be created.
     #[error("cannot map the owners of the volume {}", path.display())]
     Owners {
-        /// Of the node.
+        /// The path on the node.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Volumes could not be taken back.
+    /// Volumes could not be unmounted.
     #[error("cannot take back the volumes of container {container}")]
     Detach {
-        /// Whose they are.
+        /// The id of their container.
         container: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -75,7 +75,7 @@ impl Classify for ShareError {
                 _ => Kind::Internal,
             },
             ShareError::NotShared { .. } => Kind::Conflict,
-            // What mount_setattr(2) says of a file system without mapped mounts.
+            // mount_setattr(2) fails with EINVAL for a file system without idmapped mounts.
             ShareError::Owners { source, .. } if source.kind() == io::ErrorKind::InvalidInput => Kind::Unsupported,
             _ => Kind::Internal,
         }

@@ -1,6 +1,9 @@
-//! Owns: the process beside a pod process that has the pod's volumes of the node and answers the guest's requests for
-//! files (`nacelle-fs`), and the daemon's hand, which puts volumes into that process's mount namespace and takes them out.
-//! May use: `base`, `jail`, `proto` (the pieces of a pushed volume), virtiofsd. Knows no pod and no engine. docs/contributor/devices/fs.md is the map.
+//! Implements the file-server process beside a pod process (`nacelle-fs`), which holds the pod's volumes of the node and
+//! answers the guest's file requests, and the daemon's side, which mounts volumes into that process's mount namespace and
+//! unmounts them. It knows no pods and no engines.
+//!
+//! docs/contributor/devices/fs.md describes the whole. Inside Nacelle the crate depends on `base`, `jail` and `proto` (for
+//! the parts of a copied-in volume); the file system itself is virtiofsd's.
 
 mod error;
 mod mounts;

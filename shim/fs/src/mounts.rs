@@ -1,7 +1,7 @@
-//! Reads the mount table of this process: by which mounts a file can be reached, with which flags, and whether closing a file has
-//! anything to do on the node. A file system that keeps its files on another machine writes back what is left, and returns errors,
-//! when a file is closed (`flush` of Linux's `file_operations`); one on the node's own disk or memory does nothing, and a guest
-//! need not ask for it. The table is read anew only after the kernel has reported a change of it.
+//! Reads the mount table of this process: through which mounts a file can be reached, with which flags, and whether closing
+//! a file has any effect on the node. A network file system writes back data and returns errors when a file is closed
+//! (`flush` of Linux's `file_operations`); one on the node's own disk or memory does nothing, so that the guest need not
+//! send a request. The table is read again only after the kernel has reported a change of it.
 
 use nacelle_base::retry::{self, retry_interrupted};
 use nix::fcntl::{OFlag, openat};
@@ -14,48 +14,48 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// Those of Linux 6.12 that are known to do nothing when a file is closed.
+/// The file systems of Linux 6.12 that do nothing when a file is closed.
 const NOTHING_TO_DO: [&str; 6] = ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"];
-/// A longer table is not read: some 64k mounts.
+/// The maximum size of the table in bytes: some 64k mounts.
 const MAX_TABLE: u64 = 16 << 20;
 
-/// The identifier of a mount, as `statx` and the mount table have it.
+/// The identifier of a mount, as statx(2) and the mount table contain it.
 pub(crate) type MountId = u64;
 
-/// What a mount allows and shows.
+/// The flags of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MountFlags {
     pub writable: bool,
-    /// Reading changes the times of files.
+    /// Reading a file updates its access time.
     pub access_times: bool,
-    /// The owners of files are mapped (an idmapped mount).
+    /// The mount is idmapped.
     pub mapped: bool,
 }
 
-/// The mounts that this process sees from its root, as they were when the table was read.
+/// The mounts that this process sees below its root, at the time when the table was read.
 #[derive(Debug, Default)]
 pub(crate) struct MountTable {
-    /// Differs from that of any other table of this process.
+    /// A number that no other table of this process has.
     pub generation: u64,
     mounts: HashMap<MountId, MountFlags>,
-    /// The mounts below which, at any depth of directories, another one is mounted.
+    /// The mounts that have another mount below them, at any depth of directories.
     parents: Vec<MountId>,
-    /// Whether closing a file does nothing on all of them.
+    /// Closing a file does nothing on all mounts.
     spared: bool,
 }
 
 impl MountTable {
-    /// The flags of a mount, or `None` if it is not mounted any more.
+    /// Returns the flags of a mount, or `None` if it is not mounted any more.
     pub fn flags(&self, mount: MountId) -> Option<MountFlags> {
         self.mounts.get(&mount).copied()
     }
 
-    /// Whether something is mounted below this mount.
+    /// Returns whether something is mounted below this mount.
     pub fn is_parent(&self, mount: MountId) -> bool {
         self.parents.binary_search(&mount).is_ok()
     }
 
-    /// A table of these mounts.
+    /// Returns a table of these mounts.
     #[cfg(test)]
     pub fn of(mounts: &[(MountId, MountFlags)]) -> MountTable {
         MountTable { mounts: mounts.iter().copied().collect(), ..MountTable::default() }
@@ -64,7 +64,7 @@ impl MountTable {
     fn parse(table: &[u8], generation: u64) -> MountTable {
         let mut found = MountTable { generation, spared: true, ..MountTable::default() };
         for line in table.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
-            // proc_pid_mountinfo(5). Fields that may be missing end with a dash; the type of the file system comes next.
+            // The optional fields of proc_pid_mountinfo(5) end with a dash; the type of the file system follows.
             let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
             let number = |at: usize| std::str::from_utf8(fields.get(at)?).ok()?.parse::<MountId>().ok();
             let kind = fields.iter().skip(6).skip_while(|field| **field != b"-").nth(1);
@@ -82,9 +82,9 @@ impl MountTable {
     }
 }
 
-/// The mount table and its changes.
+/// The mount table, which is read again after changes.
 pub(crate) struct Mounts {
-    /// `mountinfo`, which reports changes to those who poll it.
+    /// `mountinfo`, which signals changes to poll(2).
     file: File,
     table: Mutex<Known>,
 }
@@ -92,19 +92,19 @@ pub(crate) struct Mounts {
 #[derive(Default)]
 struct Known {
     table: Option<Arc<MountTable>>,
-    /// A change could not be read; the kernel does not report it again.
+    /// A change was signalled and could not be read; the kernel does not signal it again.
     missed: bool,
 }
 
 impl Mounts {
-    /// From now on, and from this root. `own_fds` is this process's `/proc/self/fd`.
+    /// Opens the mount table of this process with its present root. `own_fds` is this process's `/proc/self/fd`.
     pub fn new(own_fds: impl AsFd) -> io::Result<Mounts> {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
         let file = retry_interrupted(|| openat(&own_fds, "../mountinfo", flags, Mode::empty()))?.into();
         Ok(Mounts { file, table: Mutex::default() })
     }
 
-    /// The table as it is now. If it cannot be read it is the last one, or one without mounts, and is read anew the next time.
+    /// Returns the present table. If it cannot be read, returns the last one, or an empty one, and reads it again at the next call.
     pub fn table(&self) -> Arc<MountTable> {
         let mut known = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         let mut changed = [PollFd::new(self.file.as_fd(), PollFlags::POLLPRI)];
@@ -126,7 +126,7 @@ impl Mounts {
         }
     }
 
-    /// Whether closing a file does nothing on all mounts.
+    /// Returns whether closing a file does nothing on all mounts.
     pub fn need_no_flush(&self) -> bool {
         self.table().spared
     }

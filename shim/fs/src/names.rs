@@ -1,19 +1,18 @@
-//! Owns: the names in a guest's requests. A name is one of the folder that the request is about; one that leads elsewhere
-//! is refused before anybody looks at files. Linux sends no such names.
+//! Checks the names in a guest's requests. A name must be an entry of the directory that the request is about; a request
+//! with any other name is rejected before a file is accessed. Linux sends no such names.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 /// `struct fuse_in_header`.
 const IN_HEADER: usize = 40;
 
-/// Whether all names in a request stay in their folder. Requests without names, and what is no request, do.
+/// Returns whether all names in a request are plain names. Requests without names, and invalid requests, pass.
 pub(crate) fn stay(request: &[u8]) -> bool {
     let Some(opcode) = request.get(4..8).and_then(|bytes| bytes.try_into().ok()).map(u32::from_le_bytes) else {
         return true;
     };
-    // What stands before the names, and how many there are (linux/fuse.h). The name of a file that has none (TMPFILE) is
-    // not looked at by anybody.
+    // The offset of the names, and how many there are (linux/fuse.h). The name in a TMPFILE request is never used.
     let (before, count) = match opcode {
-        1 | 6 | 10 | 11 => (0, 1), // LOOKUP, SYMLINK (what it leads to follows), UNLINK, RMDIR
+        1 | 6 | 10 | 11 => (0, 1), // LOOKUP, SYMLINK (the target follows), UNLINK, RMDIR
         9 | 13 => (8, 1),          // MKDIR, LINK
         8 | 35 => (16, 1),         // MKNOD, CREATE
         12 => (8, 2),              // RENAME
@@ -52,7 +51,7 @@ mod tests {
                 assert!(stay(&request(opcode, before, format!("{name}\0b\0").as_bytes())), "{opcode} {name}");
             }
         }
-        // What a link says is its own affair: it is followed in the guest.
+        // The target of a symbolic link may be any text: the guest follows it.
         assert!(stay(&request(6, 0, b"link\0../../etc\0")));
     }
 

@@ -1,6 +1,6 @@
-//! Owns: what the process with the volumes answers the pod process: volumes to be pushed, read part by part, and the news
-//! that one has changed. Between two parts the guest's requests for files get their turn.
-//! Threads: the one of the process. It waits for nobody: an answer is asked for before it is written.
+//! Serves the pod process's requests for copied-in volumes in the file-server process: reads volumes part by part, and
+//! reports that one has changed. Between two parts the guest's file requests are served. It runs on the process's only
+//! thread and must not block: it reads only what has arrived.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::tree::{TreeError, Walk};
@@ -20,28 +20,28 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// More volumes than any pod has.
+/// The maximum number of open volumes, more than any pod has.
 const MAX_VOLUMES: usize = 4096;
-/// From the first sign of a change to its news: whoever changes a volume does several things at once.
+/// The delay from the first event of a change to its report, because a change consists of several steps.
 const SETTLE: Duration = Duration::from_millis(20);
-/// Room for news of the kernel: some dozens.
+/// The buffer size for inotify events in bytes: some dozens of events.
 const NEWS: usize = 4096;
 
 struct Volume {
     root: OwnedFd,
     live: bool,
-    /// The kernel's number of the watch.
+    /// The inotify watch descriptor.
     watch: Option<i32>,
     walk: Option<Walk>,
-    /// The folder that was read to its end.
+    /// The name of the data directory that was read completely.
     read: Option<Vec<u8>>,
-    /// When its change is to be told.
+    /// The time at which its change must be reported.
     due: Option<Instant>,
-    /// It was told.
+    /// The change was reported.
     told: bool,
 }
 
-/// The volumes that are pushed.
+/// The open copied-in volumes.
 pub(crate) struct Pusher {
     stream: UnixStream,
     places: OwnedFd,
@@ -50,28 +50,28 @@ pub(crate) struct Pusher {
 }
 
 impl Pusher {
-    /// Answers on this stream; volumes are mounted below the folder `places`.
+    /// Serves requests on this stream; volumes are mounted below the directory `places`.
     pub fn new(stream: UnixStream, places: OwnedFd) -> io::Result<Pusher> {
         let watcher = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         Ok(Pusher { stream, places, watcher, volumes: BTreeMap::new() })
     }
 
-    /// Where the pod process asks.
+    /// Returns the stream on which the pod process sends requests.
     pub fn stream(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
 
-    /// Where the kernel tells of changes.
+    /// Returns the inotify descriptor.
     pub fn watcher(&self) -> BorrowedFd<'_> {
         self.watcher.as_fd()
     }
 
-    /// When [`Pusher::tell`] has something to tell.
+    /// Returns the earliest time at which [`Pusher::tell`] has something to report.
     pub fn due(&self) -> Option<Instant> {
         self.volumes.values().filter_map(|volume| volume.due).min()
     }
 
-    /// Tells of the changes that are due.
+    /// Reports the changes that are due.
     pub fn tell(&mut self) -> io::Result<()> {
         let now = Instant::now();
         for (id, volume) in &mut self.volumes {
@@ -84,7 +84,7 @@ impl Pusher {
         Ok(())
     }
 
-    /// Hears of changes.
+    /// Reads the inotify events.
     pub fn hear(&mut self) -> io::Result<()> {
         let mut room = [MaybeUninit::uninit(); NEWS];
         let mut news = Reader::new(&self.watcher, &mut room);
@@ -96,7 +96,7 @@ impl Pusher {
                 Err(error) => return Err(error.into()),
             };
             let lost = event.events().contains(ReadFlags::QUEUE_OVERFLOW);
-            // Folders beside the link are written before it leads to them, and taken away later.
+            // Directories beside the link are written before the link refers to them, and removed later.
             let other = event.file_name().is_none_or(|name| {
                 let name = name.to_bytes();
                 name.starts_with(b"..") && name != DATA.as_bytes()
@@ -112,7 +112,7 @@ impl Pusher {
         }
     }
 
-    /// Answers one question.
+    /// Reads one request and replies.
     pub fn answer(&mut self) -> io::Result<()> {
         let mut length = [0; 4];
         self.stream.read_exact(&mut length)?;
@@ -161,7 +161,7 @@ impl Pusher {
         Ok(())
     }
 
-    /// Watches a folder, which has no name here: as the working directory, for as long as that takes.
+    /// Watches a directory that has no path here, by making it the working directory for the call.
     fn watch(&self, root: &OwnedFd) -> io::Result<i32> {
         let what = WatchFlags::CREATE
             | WatchFlags::DELETE
@@ -178,7 +178,7 @@ impl Pusher {
     fn close(&mut self, id: u32) {
         let Some(volume) = self.volumes.remove(&id) else { return };
         let Some(watch) = volume.watch else { return };
-        // The same folder has the same watch.
+        // Several volumes of the same directory share one watch.
         if self.volumes.values().all(|other| other.watch != Some(watch))
             && let Err(error) = inotify::remove_watch(&self.watcher, watch)
         {
@@ -186,7 +186,7 @@ impl Pusher {
         }
     }
 
-    /// A part of a volume: the first, if it begins.
+    /// Returns a part of a volume, with `begin` the first one.
     fn part(&mut self, id: u32, begin: Option<bool>) -> Told {
         let missing = || Told::Failed { id, why: Why::Missing, text: "it is not open".into() };
         let Some(volume) = self.volumes.get_mut(&id) else { return missing() };
@@ -203,7 +203,7 @@ impl Pusher {
 
 fn read(volume: &mut Volume, begin: Option<bool>) -> Result<Option<(Vec<u8>, bool)>, TreeError> {
     if let Some(afresh) = begin {
-        // What happens from here on is news.
+        // Changes from here on are reported.
         (volume.due, volume.told) = (None, false);
         let known = volume.read.take().filter(|_| !afresh);
         volume.walk = Some(Walk::begin(volume.root.as_fd(), volume.live, known.as_deref())?);

@@ -1,5 +1,6 @@
-//! Owns: a queue of the guest that is lent to this process: requests are found, answered and given back where they lie, in
-//! the guest's memory, in their order. The guest may change all of that at any time; what it breaks is its own.
+//! Serves a virtqueue that the device in the pod process shares with this process: requests are read, answered and
+//! completed in place in guest memory, in their order. The guest may change its memory at any time; that may break only its
+//! own requests.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::server::{Answered, Memory, Piece, Region, SIZE, Server};
@@ -17,17 +18,17 @@ use virtio_queue_of_virtiofsd::desc::split::Descriptor;
 use virtio_queue_of_virtiofsd::{DescriptorChain, Error, Queue, QueueOwnedT, QueueT};
 use vm_memory_of_virtiofsd::{FileOffset, GuestAddress, GuestMemory, MmapRegion};
 
-/// Requests that are answered before others have their turn.
+/// The number of requests that are served before other queues get a turn.
 const BATCH: usize = 32;
-/// The most pieces of a request and its answer; Linux has fewer than the queue has descriptors.
+/// The maximum number of buffers of a request; Linux uses fewer than the virtqueue has descriptors.
 const MAX_PIECES: usize = SIZE as usize - 2;
 
-/// A queue that is served here.
+/// A shared virtqueue.
 pub(crate) struct Served {
     queue: Queue,
     /// The guest's memory.
     guest: Memory,
-    /// The same, and this process's own behind it.
+    /// The guest's memory, and this process's own memory behind it.
     all: Memory,
     kick: OwnedFd,
     call: OwnedFd,
@@ -42,7 +43,7 @@ struct Buffers {
 }
 
 impl Served {
-    /// The queue that these descriptors are of: its kick, its call, and the files of its memory.
+    /// Sets up the virtqueue with these descriptors: its kick, its call, and the files of the guest's memory.
     pub fn new(lent: &Lent, fds: Vec<OwnedFd>, own: Arc<Region>) -> io::Result<Served> {
         let mut fds = VecDeque::from(fds);
         let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
@@ -74,12 +75,12 @@ impl Served {
         Ok(Served { queue, guest, all, kick, call, broken: false })
     }
 
-    /// The next index of the available ring: all requests before it are answered.
+    /// Returns the next index of the available ring: all requests before it are completed.
     pub fn next_avail(&self) -> u16 {
         self.queue.next_avail()
     }
 
-    /// Takes note of a kick.
+    /// Reads the kick eventfd.
     pub fn kicked(&mut self) {
         match retry_interrupted(|| nix::unistd::read(&self.kick, &mut [0; 8])) {
             Ok(1..) | Err(Errno::EAGAIN) => {}
@@ -87,7 +88,7 @@ impl Served {
         }
     }
 
-    /// Answers requests for a while. `true`: there are more; if not, the guest kicks when there are.
+    /// Serves up to [`BATCH`] requests. Returns true if there are more; otherwise the guest's next request kicks.
     pub fn serve(&mut self, server: &mut Server) -> bool {
         match self.try_serve(server) {
             Ok(more) => more,
@@ -120,7 +121,7 @@ impl Served {
                 }
             };
             self.queue.add_used(&self.guest, head, answered.bytes)?;
-            // What nobody waits for is told with what comes next.
+            // The completion of a request without a waiter is signalled together with the next one.
             untold = !answered.awaited;
             if answered.awaited {
                 self.tell()?;
@@ -132,7 +133,7 @@ impl Served {
         Ok(true)
     }
 
-    /// Tells the guest of what was given back, if it wants to know.
+    /// Interrupts the guest after completions, unless it has disabled that.
     fn tell(&mut self) -> Result<(), Error> {
         if !self.queue.needs_notification(&self.guest)? {
             return Ok(());
@@ -144,14 +145,14 @@ impl Served {
         Ok(())
     }
 
-    /// The queue is served no more.
+    /// Stops serving the virtqueue.
     fn breaks(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.broken, true) {
             tracing::warn!("the guest broke its queue for files: {why}");
         }
     }
 
-    /// Whether the queue is served no more because the guest broke it.
+    /// Returns whether the virtqueue is no longer served because the guest broke it.
     pub fn is_broken(&self) -> bool {
         self.broken
     }
@@ -163,8 +164,8 @@ impl AsFd for Served {
     }
 }
 
-/// Maps a part of the guest's memory. Only a file that cannot shrink is taken: a touch beyond its end would kill this
-/// process.
+/// Maps a region of guest memory. Accepts only files that are sealed against shrinking, because an access beyond the end of
+/// the file would kill this process.
 fn map(region: &nacelle_base::share::Region, fd: OwnedFd) -> io::Result<Region> {
     let nacelle_base::share::Region { address, length, offset } = *region;
     let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no guest memory");
@@ -179,7 +180,7 @@ fn map(region: &nacelle_base::share::Region, fd: OwnedFd) -> io::Result<Region> 
     Region::new(mapped, GuestAddress(address)).ok_or_else(bad)
 }
 
-/// The buffers of a chain, checked: it ends, is in order and lies in guest memory.
+/// Returns the buffers of a descriptor chain, after checking that the chain ends, is in order and lies in guest memory.
 fn collect(guest: &Memory, chain: DescriptorChain<&Memory>) -> Option<Buffers> {
     let mut buffers = Buffers::default();
     let mut last: Option<Descriptor> = None;

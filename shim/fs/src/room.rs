@@ -1,6 +1,5 @@
-//! Owns: the process `nacelle-fs`: made of the pod process before that gives up its rights, shut in with nothing but the
-//! place for volumes, answering until the pod process ends.
-//! Threads: one.
+//! Implements the file-server process `nacelle-fs`: the pod process forks it before it drops its rights; it enters a root
+//! that contains only the volumes, and answers requests until the pod process ends. It has only one thread.
 
 use crate::error::ShareError;
 use crate::mounts::Mounts;
@@ -32,33 +31,33 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Where the volumes are mounted: the share's root, which cannot be written.
+/// The mount point of the volumes: the share's root, which is read-only.
 pub(crate) const SHOWN: &str = "/shown";
-/// The same folder, where places for them are made.
+/// The same directory, writable: mount points for volumes are created here.
 pub(crate) const PLACES: &str = "/places";
-/// Where the daemon mounts volumes that are pushed: out of the guest's reach.
+/// The mount point of copied-in volumes, which the guest cannot reach.
 pub(crate) const PUSHED: &str = "/pushed";
-/// What it may take to be ready: it makes five mounts.
+/// The limit for the process to become ready: it makes five mounts.
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// What it says then.
+/// The byte that it sends when it is ready.
 const READY: u8 = b'!';
-/// What it keeps of root's rights, as far as files are concerned: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID (to
-/// act as the user in the guest), SETFCAP. Not MKNOD: no devices; not DAC_READ_SEARCH: no files by handle.
+/// The capabilities that it keeps, all for files: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID (to act as the
+/// guest's user), SETFCAP. Without MKNOD it cannot create devices, without DAC_READ_SEARCH it cannot open files by handle.
 const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 31;
 
-/// The pod process's end.
+/// The pod process's handle on the file-server process.
 #[derive(Debug)]
 pub struct Share {
     process: Pid,
     ways: Ways,
 }
 
-/// What guests see of the volumes.
+/// How a pod's volumes are divided into shares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shown {
-    /// One share with all of them.
+    /// One share contains all volumes.
     All,
-    /// So many shares, each with a part of them, of which the process is told which (`nacelle_base::share::SHOW`).
+    /// So many shares, each of one volume, which is selected later (`nacelle_base::share::SHOW`).
     Parts(usize),
 }
 
@@ -71,22 +70,22 @@ impl Shown {
     }
 }
 
-/// The ways to the process.
+/// The channels to the file-server process.
 #[derive(Debug)]
 pub struct Ways {
-    /// Of each share one for each queue of its device: the guest's requests for files.
+    /// For each share one stream per queue of its device: the guest's file requests.
     pub files: Vec<[UnixStream; QUEUES]>,
-    /// The pod process's questions about volumes that are pushed (`nacelle_base::push`).
+    /// The requests of the pod process for copied-in volumes (`nacelle_base::push`).
     pub pushed: UnixStream,
 }
 
 impl Share {
-    /// The process that has the volumes. It ends with the one that has made it.
+    /// Returns the pid of the file-server process. It ends with the pod process.
     pub fn process(&self) -> Pid {
         self.process
     }
 
-    /// Waits until it is ready; then the ways to it.
+    /// Waits until the process is ready; returns the channels to it.
     pub fn ready(self) -> Result<Ways, ShareError> {
         let silent = |source| ShareError::Silent { source };
         let mut word = [0];
@@ -99,9 +98,9 @@ impl Share {
     }
 }
 
-/// Starts the process. `scaffold` is a folder over which it makes its root, in a mount namespace of its own. There must be
-/// one thread only, and nothing open that is not for it. `cache` is how long the guest may believe what it was told of a
-/// name or a file's attributes.
+/// Starts the file-server process. It builds its root over the directory `scaffold`, in its own mount namespace. The caller
+/// must have one thread only, and no open descriptors that the process must not inherit. `cache` is how long the guest may
+/// cache names and attributes.
 pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration, shown: Shown) -> Result<Share, ShareError> {
     let failed = |source| ShareError::Step { what: "be started", source };
     let pair = || UnixStream::pair().map_err(failed);
@@ -116,7 +115,7 @@ pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration, shown: Shown) -> R
     match sys::fork().map_err(failed)? {
         Some(process) => Ok(Share { process, ways: Ways { files, pushed } }),
         None => {
-            // It hears of their end.
+            // The child must see the end of these streams when the parent closes them.
             drop((files, pushed));
             match live(parent, scaffold, seccomp, cache, shown, Ways { files: its_files, pushed: its_pushed }) {
                 Ok(()) => sys::exit(0),
@@ -129,7 +128,7 @@ pub fn start(scaffold: &Path, seccomp: Mode, cache: Duration, shown: Shown) -> R
     }
 }
 
-/// The life of the process.
+/// Runs the file-server process to its end.
 fn live(
     parent: Pid,
     scaffold: &Path,
@@ -141,7 +140,8 @@ fn live(
     let Ways { files: streams, pushed } = ways;
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let bound = "be bound to the pod process";
-    // Until it acts as another user for the first time; afterwards it hears of the end by its streams.
+    // The kernel clears this signal when the process first acts as another user; from then on it notices the parent's end
+    // by its streams.
     prctl::set_pdeathsig(Signal::SIGKILL).map_err(step(bound))?;
     prctl::set_name(c"nacelle-fs").map_err(step(bound))?;
     if let Err(error) = be_named() {
@@ -150,7 +150,7 @@ fn live(
     if getppid() != parent {
         return Ok(());
     }
-    // Modes are as the guest says.
+    // The modes of files are as the guest requests.
     umask(FileMode::empty());
     let fds = retry_interrupted(|| open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()))
         .map_err(step("find its files"))?;
@@ -173,26 +173,26 @@ fn live(
     let first = shares.first_mut().and_then(|share| share.ways.first_mut());
     first.map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
     match answer_all(&mut shares, &mut pusher, &maker) {
-        // The pod process has ended, or wants no more.
+        // The pod process has ended, or closed the streams.
         Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe) => Ok(()),
         other => other.map_err(serve),
     }
 }
 
-/// Changes the name of the program in the command line that others see: it is a copy of the pod process's.
+/// Changes the program's name in /proc/self/cmdline, which is a copy of the pod process's.
 fn be_named() -> io::Result<()> {
     const NAMES: [&[u8]; 2] = [b"nacelle-pod", b"nacelle-fs\0"];
     let line = fs::read("/proc/self/cmdline")?;
     let Some(at) = line.windows(NAMES[0].len()).position(|name| name == NAMES[0]) else { return Ok(()) };
-    // Field 48 (proc(5)); the command's name may hold spaces and brackets, so fields count from the last one.
+    // Field 48 of proc(5); the command's name may contain spaces and parentheses, so fields are counted from the last one.
     let stat = fs::read_to_string("/proc/self/stat")?;
     let start = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(45)?.parse::<u64>().ok());
     let start = start.ok_or(io::ErrorKind::InvalidData)?;
     File::options().write(true).open("/proc/self/mem")?.write_all_at(NAMES[1], start + at as u64)
 }
 
-/// A root with nothing but the place for volumes, and the same place where it can be written; then a root in that. What
-/// stays open is the place for volumes that are pushed.
+/// Builds a root that contains only the mount points of volumes, read-only and writable, and changes to the read-only one.
+/// Returns the directory of copied-in volumes, which stays open.
 fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     let none = None::<&str>;
     let mode = FileMode::from_bits_truncate(0o755);
@@ -207,7 +207,7 @@ fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     }
     mount(Some(places), shown, none, MsFlags::MS_BIND, none)?;
     mount(none, shown, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY, none)?;
-    // The old root lands on the new one, and is taken off.
+    // The old root is now stacked on the new one, and is unmounted.
     pivot_root(".", ".")?;
     umount2(".", MntFlags::MNT_DETACH)?;
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
@@ -217,25 +217,25 @@ fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     Ok(pushed)
 }
 
-/// The way of one of the guest's queues.
+/// The channel of one of the guest's queues.
 struct Way {
     stream: UnixStream,
-    /// The queue, if it is lent to this process: then requests come by it, and not by the stream.
+    /// The virtqueue, if it is shared with this process: then requests come by it, and not by the stream.
     lent: Option<Served>,
 }
 
 /// One share.
 struct Guest {
-    /// None: nobody has said yet what it shows.
+    /// `None` until the pod process has selected the volume of the share.
     server: Option<Server>,
     ways: [Way; QUEUES],
 }
 
-/// What servers are made of.
+/// The parameters of new servers.
 struct Maker {
-    /// This process's own descriptors.
+    /// This process's `/proc/self/fd`.
     fds: File,
-    /// How many each may have open.
+    /// The maximum number of open files of each server.
     files: u64,
     cache: Duration,
     mounts: Arc<Mounts>,
@@ -246,7 +246,7 @@ impl Maker {
         Server::new(root, self.fds.try_clone()?, self.files, self.cache, self.mounts.clone())
     }
 
-    /// One that shows a part: a volume of a container, which is a folder.
+    /// Creates the server of a part: one volume of a container, which must be a directory.
     fn part(&self, name: &str) -> io::Result<Server> {
         let plain = |name: &str| !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']);
         if !name.split_once('/').is_some_and(|(container, number)| plain(container) && plain(number)) {
@@ -260,10 +260,10 @@ impl Maker {
     }
 }
 
-/// Answers requests, those of high priority first and the pod process's last, until a stream ends.
+/// Serves requests until a stream ends: those of the high-priority queues first, the pod process's last.
 fn answer_all(shares: &mut [Guest], pusher: &mut Pusher, maker: &Maker) -> io::Result<()> {
     loop {
-        // What is more than a queue's share of the time.
+        // A virtqueue has more requests than its share of a round.
         let mut more = false;
         for Guest { server, ways } in shares.iter_mut() {
             let Some(server) = server else { continue };
@@ -274,7 +274,7 @@ fn answer_all(shares: &mut [Guest], pusher: &mut Pusher, maker: &Maker) -> io::R
         let [asked, news] = [pusher.stream(), pusher.watcher()];
         let ways = || shares.iter().flat_map(|share| &share.ways);
         let streams = ways().map(|way| way.stream.as_fd());
-        // A queue that the guest broke would be ready for ever.
+        // A virtqueue that the guest broke would stay readable forever.
         let kicks: Vec<_> =
             ways().map(|way| way.lent.as_ref().filter(|lent| !lent.is_broken()).map(AsFd::as_fd)).collect();
         let fds = [asked, news].into_iter().chain(streams).chain(kicks.iter().flatten().copied());
@@ -342,7 +342,7 @@ fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
     server.answer(&mut way.stream, length as usize, room)
 }
 
-/// What is lent, in so many bytes, and the descriptors that come with them.
+/// Receives an encoded [`Lent`] of this length and the descriptors that come with it.
 fn lent(stream: &mut UnixStream, length: usize) -> io::Result<(Lent, Vec<OwnedFd>)> {
     let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
     if length > MAX_LENT {

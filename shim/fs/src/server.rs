@@ -1,5 +1,6 @@
-//! Owns: answering the requests of a guest with virtiofsd's file system. It wants descriptors in guest memory: they are laid
-//! into memory of this process, which is a part of the guest's as far as it knows, and so is what is looked at of a request.
+//! Answers the FUSE requests of a guest with virtiofsd's file system. virtiofsd requires descriptors in guest memory, so
+//! this process builds them in its own memory, which it presents as a part of the guest's. The checked beginning of each
+//! request is copied there too, so that the guest cannot change it after the check.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::mounts::Mounts;
@@ -25,52 +26,52 @@ use vm_memory_of_virtiofsd::{
     ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile,
 };
 
-/// Memory as virtiofsd sees it.
+/// Guest memory in virtiofsd's type.
 pub(crate) type Memory = GuestMemoryMmap<Bitmap>;
-/// A region of it.
+/// A region of guest memory.
 pub(crate) type Region = GuestRegionMmap<Bitmap>;
 
-/// Where this process's own memory lies, behind all that a guest can have: a table of descriptors, and rings for it; then a
-/// request, then an answer.
+/// The guest address of this process's own memory, above all addresses that a guest can have: descriptor table and rings,
+/// then a request, then a reply.
 pub(crate) const OWN: u64 = 1 << 60;
 const DESCRIPTORS: u64 = OWN;
 const AVAILABLE: u64 = OWN + 0x2000;
 const USED: u64 = OWN + 0x3000;
 const REQUEST: u64 = OWN + 0x5000;
-/// Before it there is room for what stands before an answer on a stream.
+/// There is space before it for the header of a reply on a stream.
 const ANSWER: u64 = REQUEST + MAX_MESSAGE as u64 + 0x10;
 const BYTES: usize = 0x5000 + 2 * MAX_MESSAGE + 0x10;
-/// The number of descriptors: the most pieces of a request and its answer.
+/// The number of descriptors: the maximum number of buffers of a request.
 pub(crate) const SIZE: u16 = 512;
 /// `VIRTQ_DESC_F_NEXT`, `VIRTQ_DESC_F_WRITE`.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
-/// Descriptors that are not for the guest's files.
+/// The number of descriptors that are reserved for other purposes than the guest's files.
 const OWN_FILES: u64 = 64;
-/// `struct fuse_out_header`, and where a request has its number and what it asks for.
+/// The length of `struct fuse_out_header`, and the offsets of a request's unique number and opcode.
 const OUT_HEADER: usize = 16;
 const UNIQUE: std::ops::Range<usize> = 8..16;
 const OPCODE: std::ops::Range<usize> = 4..8;
-/// `FUSE_WRITE`, and what stands before its data: `struct fuse_in_header`, `struct fuse_write_in`.
+/// `FUSE_WRITE`, and the length of what precedes its data: `struct fuse_in_header`, `struct fuse_write_in`.
 const FUSE_WRITE: [u8; 4] = 16u32.to_le_bytes();
 const WRITE_HEAD: usize = 40 + 40;
-/// `FUSE_INIT`, and where it has both halves of its flags; that of our guest's kernel (guest/kernel/0009-fuse-device-submounts.patch),
-/// which mounts volumes that are no directories, too.
+/// `FUSE_INIT`, the offset of both halves of its flags, and the flag of Nacelle's guest kernel
+/// (guest/kernel/0009-fuse-device-submounts.patch), which mounts volumes that are not directories too.
 const FUSE_INIT: [u8; 4] = 26u32.to_le_bytes();
 const INIT_FLAGS: std::ops::Range<usize> = 52..60;
 const DEVICE_SUBMOUNTS: u64 = 1 << 62;
-/// `FUSE_OPEN` and `FUSE_CREATE`, and where they have the file's flags.
+/// `FUSE_OPEN` and `FUSE_CREATE`, and the offset of the open flags in both.
 const FUSE_OPEN: [u8; 4] = 14u32.to_le_bytes();
 const FUSE_CREATE: [u8; 4] = 35u32.to_le_bytes();
 const OPEN_FLAGS: std::ops::Range<usize> = 40..44;
-/// `struct fuse_entry_out`, which an answer to `FUSE_CREATE` has before `struct fuse_open_out`; of that the bytes, and where it
-/// has `FOPEN_NOFLUSH`.
+/// The length of `struct fuse_entry_out`, which precedes `struct fuse_open_out` in a reply to `FUSE_CREATE`; of the latter
+/// the length, the offset of the flags, and `FOPEN_NOFLUSH`.
 const ENTRY: u32 = 40 + 88;
 const OPENED: u32 = 16;
 const FLAGS_AT: u32 = 8;
 const NO_FLUSH: u32 = 1 << 5;
 
-/// The files below a folder, as a guest asks for them.
+/// The FUSE server of the files below a directory.
 pub(crate) struct Server {
     fuse: Fuse<Views>,
     own: Arc<Region>,
@@ -78,32 +79,32 @@ pub(crate) struct Server {
     queue: Queue,
     asked: u16,
     mounts: Arc<Mounts>,
-    /// Whether the guest's kernel mounts volumes that are no directories, too.
+    /// The guest's kernel mounts volumes that are not directories too.
     mounts_files: Arc<AtomicBool>,
-    /// What is looked at of a request before virtiofsd sees it; kept, to have the room.
+    /// The copied beginning of a request; kept between requests to reuse its capacity.
     head: Vec<u8>,
 }
 
-/// `FUSE_FORGET`, `FUSE_RELEASE`, `FUSE_RELEASEDIR`, `FUSE_BATCH_FORGET`: nobody in our guests waits for their end. (In one with
-/// another kernel whoever closes a file does, then for the request behind it, too, if one is there already.)
+/// `FUSE_FORGET`, `FUSE_RELEASE`, `FUSE_RELEASEDIR`, `FUSE_BATCH_FORGET`: in Nacelle's guests close() no longer waits for
+/// their reply. (With another kernel it does wait, and then also for the next request if that has arrived already.)
 const UNAWAITED: [[u8; 4]; 4] = [2u32.to_le_bytes(), 18u32.to_le_bytes(), 29u32.to_le_bytes(), 42u32.to_le_bytes()];
 
-/// What became of a request.
+/// The result of a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Answered {
-    /// The bytes of the answer.
+    /// The length of the reply in bytes.
     pub bytes: u32,
-    /// Whether somebody in the guest may wait for it.
+    /// A process in the guest may wait for the reply.
     pub awaited: bool,
 }
 
-/// A part of memory: where, and how many bytes.
+/// A buffer: address and length in bytes.
 pub(crate) type Piece = (u64, u32);
 
 impl Server {
-    /// A server of the folder `root`. `own_fds` is this process's `/proc/self/fd`, `files` how many it may have open,
-    /// `cache` how long the guest may believe what it was told of names and attributes: somebody on the node may change
-    /// any file at any time. `mounts` are this process's.
+    /// Creates a server of the directory `root`. `own_fds` is this process's `/proc/self/fd`, `files` the maximum number of
+    /// open files, `cache` how long the guest may cache names and attributes: any process on the node may change any file
+    /// at any time. `mounts` are this process's mounts.
     pub fn new(root: &str, own_fds: File, files: u64, cache: Duration, mounts: Arc<Mounts>) -> io::Result<Server> {
         let config = Config {
             root_dir: root.to_owned(),
@@ -112,7 +113,7 @@ impl Server {
             attr_timeout: cache,
             cache_policy: CachePolicy::Auto,
             xattr: true,
-            // Without it Linux asks for an attribute before each write.
+            // Without this flag Linux requests an attribute before each write.
             killpriv_v2: true,
             announce_submounts: true,
             readdirplus: true,
@@ -135,18 +136,19 @@ impl Server {
         Ok(Server { fuse, own, memory, queue, asked: 0, mounts, mounts_files, head: Vec::new() })
     }
 
-    /// This process's own memory, to be a part of the memory of a guest whose requests are answered where they lie.
+    /// Returns this process's own memory, which must be added to the memory of a guest whose requests are served in place.
     pub fn own(&self) -> Arc<Region> {
         self.own.clone()
     }
 
-    /// Takes a request of `length` bytes, at most [`MAX_MESSAGE`], from a stream, and puts its answer there: its bytes, at most
-    /// `room`, as 32 bits, and then the answer; some have none. Only what is looked at of a request is copied once more.
+    /// Reads a request of `length` bytes, at most [`MAX_MESSAGE`], from a stream, and writes the reply: its length as 32
+    /// bits, at most `room`, then the reply; some requests have none. Only the checked beginning of the request is copied
+    /// once more.
     pub fn answer(&mut self, stream: &mut UnixStream, length: usize, room: usize) -> io::Result<()> {
         let room = u32::try_from(room.min(MAX_MESSAGE)).unwrap_or(0);
         let memory = self.memory.clone();
         stream.read_exact_volatile(&mut self.place(REQUEST, length)?).map_err(stream_error)?;
-        // An answer that an earlier one left there is none.
+        // Clears the header of the previous reply.
         memory.write_slice(&[0; OUT_HEADER], GuestAddress(ANSWER)).map_err(bad)?;
         let request = [(REQUEST, u32::try_from(length).unwrap_or(0))]; // all of it was read, so it is not longer than REQUEST
         let writable = [(ANSWER, room)];
@@ -166,12 +168,13 @@ impl Server {
         stream.write_all_volatile(&self.place(at, ANSWER_HEADER + written as usize)?).map_err(stream_error)
     }
 
-    /// A part of this process's own memory.
+    /// Returns a slice of this process's own memory.
     fn place(&self, at: u64, length: usize) -> io::Result<VolatileSlice<'_, BS<'_, Bitmap>>> {
         self.own.get_slice(MemoryRegionAddress(at - OWN), length).map_err(bad)
     }
 
-    /// Answers a request that lies in `memory`, with [`own`](Server::own). All the pieces are the guest's, who may change what is in them at any time: what is looked at is copied before; data of files are not.
+    /// Answers a request that lies in `memory`, which includes [`own`](Server::own). The buffers are the guest's, which may
+    /// change them at any time: whatever is checked is copied first; file data is not.
     pub fn answer_there(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> Answered {
         let mut head = std::mem::take(&mut self.head);
         let bytes = match lay(memory, readable, &mut head) {
@@ -191,14 +194,14 @@ impl Server {
         Answered { bytes, awaited }
     }
 
-    /// What is kept between two requests is what small ones need.
+    /// Keeps the buffer between requests only at a size that small requests need.
     fn keep(&mut self, mut head: Vec<u8>) {
         head.clear();
         head.shrink_to(64 << 10);
         self.head = head;
     }
 
-    /// Has a request answered whose beginning, `head`, was looked at and can be changed by nobody.
+    /// Passes a request to virtiofsd whose beginning, `head`, was checked and copied, so that the guest cannot change it.
     fn ask(&mut self, memory: &Memory, head: &[u8], readable: &[Piece], writable: &[Piece]) -> u32 {
         let error = if names::stay(head) {
             if head.get(OPCODE).is_some_and(|opcode| opcode == FUSE_INIT) {
@@ -231,8 +234,8 @@ impl Server {
         Ok(u32::try_from(written).unwrap_or(u32::MAX).min(room))
     }
 
-    /// Linux need not ask when a file is closed that was opened to be read, since nothing was written by it, nor where the node
-    /// has nothing to do then.
+    /// Sets `FOPEN_NOFLUSH`, so that Linux sends no request when the file is closed: for files that were opened read-only,
+    /// since nothing was written, and where closing does nothing on the node.
     fn spare_flush(&self, memory: &Memory, head: &[u8], writable: &[Piece], written: u32) {
         let before = match head.get(OPCODE) {
             Some(opcode) if opcode == FUSE_OPEN => OUT_HEADER as u32,
@@ -247,7 +250,7 @@ impl Server {
         let (flags_at, mut before) = (u64::from(before + FLAGS_AT), 0);
         for (address, length) in writable {
             let end = before + u64::from(*length);
-            // Where they lie in two pieces they stay as they are.
+            // Flags that are split over two buffers stay unchanged.
             if before <= flags_at && flags_at + size_of::<u32>() as u64 <= end {
                 let at = GuestAddress(address.saturating_add(flags_at - before));
                 let flags = memory.read_obj::<u32>(at).map(u32::from_le);
@@ -257,7 +260,7 @@ impl Server {
         }
     }
 
-    /// The answer that is an error, if there is room for one.
+    /// Writes an error reply, if the buffers have space for it.
     fn refuse(&mut self, memory: &Memory, head: &[u8], writable: &[Piece], error: i32) -> io::Result<u32> {
         let mut writer = Writer::new(memory, self.chain(memory, &[], writable)?).map_err(bad)?;
         let Some(unique) = head.get(UNIQUE).filter(|_| writer.available_bytes() >= OUT_HEADER) else { return Ok(0) };
@@ -266,7 +269,7 @@ impl Server {
         Ok(OUT_HEADER as u32)
     }
 
-    /// Lays a chain of descriptors, as virtiofsd wants it.
+    /// Builds a descriptor chain in the form that virtiofsd requires.
     fn chain<'m>(
         &mut self,
         memory: &'m Memory,
@@ -290,7 +293,7 @@ impl Server {
     }
 }
 
-/// What a stream said, and not what memory says of that.
+/// Returns the stream's own error without the wrapper of vm-memory.
 fn stream_error(error: VolatileMemoryError) -> io::Error {
     match error {
         VolatileMemoryError::IOError(error) => error,
@@ -302,7 +305,7 @@ fn bad(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error 
     io::Error::other(error)
 }
 
-/// Copies a request into `head` and from there to where requests lie, but for the data of a write; returns where these are.
+/// Copies a request into `head` and from there into own memory, except for the data of a write; returns the buffers of that data.
 fn lay(memory: &Memory, pieces: &[Piece], head: &mut Vec<u8>) -> io::Result<Vec<Piece>> {
     head.clear();
     let mut rest = Vec::new();

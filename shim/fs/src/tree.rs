@@ -1,6 +1,6 @@
-//! Owns: reading a volume of the node to be pushed: in what order, how much at most, and that nothing outside of it is
-//! read. The tree is not believed: it may have links that lead out, pipes, devices, endless files, and change at any time.
-//! May use: descriptors below the volume's root. Pure but for reading.
+//! Reads a volume of the node to copy it into the guest: in a fixed order, within limits, and nothing outside of the
+//! volume. The tree is not trusted: it may contain links that lead out of it, FIFOs, devices and endless files, and may
+//! change at any time. The module only reads, below the descriptor of the volume's root.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
 use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, PART, Why};
@@ -18,10 +18,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 
-/// What an entry costs beside path and data: more than its numbers take.
+/// The size of an encoded entry besides path and data, in bytes; an upper bound.
 const ENTRY: usize = 48;
 
-/// Why a volume is not read.
+/// A volume cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TreeError {
     #[error("it changed while it was read")]
@@ -39,7 +39,7 @@ pub(crate) enum TreeError {
 }
 
 impl TreeError {
-    /// What it means to whoever asked.
+    /// Returns the reason that is sent to the pod process.
     pub(crate) fn why(&self) -> Why {
         match self {
             TreeError::Changed => Why::Changed,
@@ -50,14 +50,14 @@ impl TreeError {
     }
 }
 
-/// A folder of which entries are still to be read.
+/// A directory with entries that are still to be read.
 struct Level {
     folder: OwnedFd,
     path: Vec<u8>,
     names: VecDeque<Vec<u8>>,
 }
 
-/// A file of which bytes are still to be read.
+/// A file with bytes that are still to be read.
 struct Open {
     file: File,
     entry: TreeEntry,
@@ -67,7 +67,7 @@ struct Open {
 /// A volume that is being read.
 pub(crate) struct Walk {
     root: OwnedFd,
-    /// Where its [`DATA`] leads, if that is followed.
+    /// The target of [`DATA`], if it is followed.
     data: Option<Vec<u8>>,
     ready: VecDeque<TreeEntry>,
     levels: Vec<Level>,
@@ -89,7 +89,7 @@ fn below(folder: &[u8], name: &[u8]) -> Vec<u8> {
     if folder.is_empty() { name.to_vec() } else { [folder, b"/", name].concat() }
 }
 
-/// Opens what a name in a folder is, for reading; never what a link leads to, nor what is mounted there.
+/// Opens an entry of a directory for reading; follows no symbolic link and crosses no mount point.
 fn open(folder: impl AsFd, name: &[u8], more: OFlags) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | more;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
@@ -100,7 +100,7 @@ fn link(folder: impl AsFd, name: &[u8]) -> Result<Vec<u8>, Errno> {
     readlinkat(folder, OsStr::from_bytes(name), Vec::new()).map(std::ffi::CString::into_bytes)
 }
 
-/// The names in a folder, in order, at most so many.
+/// Returns the sorted names in a directory; fails with `None` if there are more than `most`.
 fn list(folder: BorrowedFd, most: usize) -> Result<VecDeque<Vec<u8>>, Option<Errno>> {
     let mut names = Vec::new();
     for entry in Dir::read_from(folder).map_err(Some)? {
@@ -118,13 +118,13 @@ fn list(folder: BorrowedFd, most: usize) -> Result<VecDeque<Vec<u8>>, Option<Err
     Ok(names.into())
 }
 
-/// Whether this is the name of a folder beside the link [`DATA`] that it may lead to.
+/// Returns whether this is a name of a directory beside the link [`DATA`] that the link may refer to.
 pub(crate) fn is_data_folder(name: &[u8]) -> bool {
     name.starts_with(b"..") && name.len() > 2 && name != DATA.as_bytes() && !name.contains(&b'/')
 }
 
 impl Walk {
-    /// Begins with the volume. If it is `live` its [`DATA`] is followed, and the folder `known` is not read again.
+    /// Begins to read the volume. If it is `live`, its [`DATA`] link is followed, and the directory `known` is not read again.
     pub fn begin(volume: BorrowedFd, live: bool, known: Option<&[u8]>) -> Result<Walk, TreeError> {
         let root = volume.try_clone_to_owned();
         let root = root.map_err(|source| TreeError::Read { what: "keep", path: shown(&[]), source })?;
@@ -146,7 +146,7 @@ impl Walk {
         Ok(walk)
     }
 
-    /// The name of the folder that the volume's files are in.
+    /// Returns the name of the directory that contains the volume's files.
     pub fn data(&self) -> Option<&[u8]> {
         self.data.as_deref()
     }
@@ -155,7 +155,7 @@ impl Walk {
         self.root.try_clone().map_err(|source| TreeError::Read { what: "keep", path: shown(&[]), source })
     }
 
-    /// The volume itself, its links, and the folder that they lead to.
+    /// Reads the volume's root, its links, and opens the directory that they refer to.
     fn begin_live(&mut self, stat: &Stat, known: Option<&[u8]>) -> Result<(), TreeError> {
         let data = match link(&self.root, DATA.as_bytes()) {
             Ok(data) if is_data_folder(&data) => data,
@@ -231,7 +231,7 @@ impl Walk {
         if path.len() > MAX_PATH {
             return Err(TreeError::Deep { path: shown(&path) });
         }
-        // What it says; what it has is counted when it is read.
+        // The size in the metadata; the bytes that are read are counted later.
         if u64::try_from(stat.st_size).unwrap_or(0).saturating_add(self.bytes) > MAX_BYTES {
             return Err(TreeError::Large);
         }
@@ -239,7 +239,7 @@ impl Walk {
         Ok(())
     }
 
-    /// The next part, and whether it is the last.
+    /// Returns the next part, and whether it is the last.
     pub fn part(&mut self) -> Result<(Vec<TreeEntry>, bool), TreeError> {
         let (mut part, mut size) = (Vec::new(), 0);
         while size < PART {
@@ -253,7 +253,8 @@ impl Walk {
         Ok((part, false))
     }
 
-    /// Whether what was read is what the volume is: kubelet removes a folder only when the link leads to another one.
+    /// Checks that the [`DATA`] link still refers to the directory that was read: kubelet removes a directory only after it
+    /// has changed the link.
     fn settled(&self) -> Result<(), TreeError> {
         match &self.data {
             Some(data) if link(&self.root, DATA.as_bytes()).ok().as_ref() != Some(data) => Err(TreeError::Changed),
@@ -278,7 +279,7 @@ impl Walk {
         }
     }
 
-    /// One name in the innermost folder.
+    /// Reads one entry of the innermost directory.
     fn visit(&mut self, name: &[u8]) -> Result<(), TreeError> {
         let Some(level) = self.levels.last() else { return Ok(()) };
         let path = below(&level.path, name);
@@ -295,7 +296,7 @@ impl Walk {
             }
             FileType::RegularFile => {
                 let file = opened(OFlags::empty())?;
-                // What was looked at may not be what was opened.
+                // The opened file may be another one than the entry that was checked.
                 let stat = fstat(&file).map_err(failed("look at", &path))?;
                 if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
                     return Err(TreeError::Changed);
@@ -306,7 +307,7 @@ impl Walk {
         }
     }
 
-    /// The next bytes of the file that is open.
+    /// Reads the next bytes of the open file.
     fn read(&mut self) -> Result<TreeEntry, TreeError> {
         let Some(open) = &mut self.file else { return Err(TreeError::Changed) };
         let mut data = vec![0; PART];
@@ -339,7 +340,7 @@ impl Walk {
     }
 }
 
-/// Nothing there means that it was taken away while it was read.
+/// Returns `Changed` for errors that mean that the entry was removed or replaced while the volume was read.
 fn gone_or(what: &'static str, path: &[u8]) -> impl FnOnce(Errno) -> TreeError {
     let path = path.to_vec();
     move |error| match error {

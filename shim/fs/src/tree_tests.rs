@@ -1,4 +1,4 @@
-//! Owns: the tests of reading a volume: what is read, in what order, and what is not.
+//! Tests reading a volume: what is read, in what order, and what is rejected.
 
 use super::*;
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ fn opened(path: &Path) -> OwnedFd {
     File::open(path).unwrap().into()
 }
 
-/// All of a volume, with the bytes of each file in one piece.
+/// Reads a whole volume, with the bytes of each file joined.
 fn whole(path: &Path, live: bool, known: Option<&[u8]>) -> Result<Vec<TreeEntry>, TreeError> {
     let mut walk = Walk::begin(opened(path).as_fd(), live, known)?;
     let mut all: Vec<TreeEntry> = Vec::new();
@@ -38,7 +38,7 @@ fn paths(entries: &[TreeEntry]) -> Vec<String> {
     entries.iter().map(|entry| shown(&entry.path)).collect()
 }
 
-/// As kubelet writes: `..one` is what is seen.
+/// Creates a volume as kubelet writes it, with `..one` as the present directory.
 fn written() -> tempfile::TempDir {
     let volume = tempfile::tempdir().unwrap();
     let data = volume.path().join("..one");
@@ -49,7 +49,7 @@ fn written() -> tempfile::TempDir {
     symlink("..one", volume.path().join(DATA)).unwrap();
     symlink("..data/key", volume.path().join("key")).unwrap();
     symlink("..data/deep", volume.path().join("deep")).unwrap();
-    // What kubelet has not taken away yet, or has just begun.
+    // A directory that kubelet has not removed yet, or has just begun to write.
     fs::create_dir(volume.path().join("..two")).unwrap();
     fs::write(volume.path().join("..two/other"), "").unwrap();
     symlink("..two", volume.path().join("..data_tmp")).unwrap();
@@ -77,7 +77,7 @@ fn a_volume_of_kubelet_is_its_links_and_the_folder_behind_them() {
     assert_eq!(of("..one/deep/er/key").data.len(), PART * 2);
     assert_eq!(of("key").data, b"..data/key");
     assert_eq!(of("..data").data, b"..one");
-    // What is known already is not read again.
+    // A directory that is known already is not read again.
     assert_eq!(paths(&whole(volume.path(), true, Some(b"..one")).unwrap()), expected[..4]);
     assert_eq!(whole(volume.path(), true, Some(b"..two")).unwrap().len(), expected.len());
 }
@@ -96,7 +96,7 @@ fn a_change_while_it_is_read_is_noticed() {
     };
     assert!(matches!(end, Err(TreeError::Changed)), "{end:?}");
     assert_eq!(end.unwrap_err().why(), Why::Changed);
-    // Also if all of it was still there.
+    // The same if all of the files still existed.
     let volume = written();
     let mut walk = Walk::begin(opened(volume.path()).as_fd(), true, Some(b"..one")).unwrap();
     fs::rename(volume.path().join("..data_tmp"), volume.path().join(DATA)).unwrap();
@@ -129,7 +129,7 @@ fn links_are_read_and_never_followed() {
     let out = entries.iter().find(|entry| entry.path == b"..one/out").unwrap();
     assert_eq!(out.data, secret.path().as_os_str().as_bytes());
     assert!(!entries.iter().any(|entry| entry.data == b"not for pods" || shown(&entry.path).contains("secret")));
-    // The folder behind the link is itself no link.
+    // The target of the link must not be a link itself.
     fs::remove_dir_all(&data).unwrap();
     symlink(secret.path(), &data).unwrap();
     assert!(whole(volume.path(), true, None).is_err());
@@ -173,7 +173,7 @@ fn there_is_a_limit_to_everything() {
     let error = whole(volume.path(), true, None).unwrap_err();
     assert!(matches!(error, TreeError::Deep { .. }), "{error:?}");
     fs::remove_dir_all(data.join("d")).unwrap();
-    // The same file many times over.
+    // The same file many times.
     for n in 0..MAX_ENTRIES {
         fs::hard_link(data.join("key"), data.join(format!("{n}")))
             .or_else(|_most_links| fs::write(data.join(format!("{n}")), ""))
@@ -192,7 +192,7 @@ proptest! {
         let mut expected = std::collections::BTreeMap::new();
         for (path, size) in sizes {
             let path = volume.path().join(&path);
-            // A name may be a folder already, or lie in a file.
+            // A name may be a directory already, or lie below a file.
             if fs::create_dir_all(path.parent().unwrap()).is_ok() && !path.is_dir() {
                 let bytes: Vec<u8> = (0..size).map(|n| (n % 251) as u8).collect();
                 fs::write(&path, &bytes).unwrap();

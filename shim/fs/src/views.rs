@@ -28,18 +28,18 @@ use virtiofsd::passthrough::PassthroughFs;
 use virtiofsd::passthrough::credentials::{UnixCredentials, UnixCredentialsGuard};
 use virtiofsd::soft_idmap::{HostGid, HostUid, Id};
 
-/// The share's root, for the guest and for virtiofsd.
+/// The inode of the share's root, for the guest and for virtiofsd.
 const ROOT: u64 = 1;
-/// The device of the share's root.
+/// The device number of the share's root.
 const OWN_DEVICE: u16 = 0;
-/// A node's number has its device above these bits.
+/// A node's number contains its device above these bits.
 const DEVICE_SHIFT: u32 = 48;
-/// Directories above a node among which a better view is looked for.
+/// The maximum number of directories above a node that are searched for a better view.
 const MAX_DEPTH: usize = 256;
 
-/// An inode of virtiofsd.
+/// An inode number of virtiofsd.
 type Inner = u64;
-/// An inode of the guest.
+/// An inode number of the guest.
 type NodeId = u64;
 
 /// virtiofsd's file system, with one inode for each file.
@@ -49,7 +49,7 @@ pub(crate) struct Views {
     /// This process's `/proc/self/fd`.
     own_fds: File,
     mounts: Arc<Mounts>,
-    /// Whether the guest's kernel mounts volumes that are no directories, too.
+    /// The guest's kernel mounts volumes that are not directories too.
     mounts_files: Arc<AtomicBool>,
     state: Mutex<State>,
 }
@@ -59,11 +59,11 @@ struct State {
     nodes: HashMap<NodeId, Node>,
     by_key: HashMap<(u16, u64), NodeId>,
     by_inner: HashMap<Inner, NodeId>,
-    /// Open files: what they are open of.
+    /// The node and the inode of each open file, by handle.
     handles: HashMap<u64, (NodeId, Inner)>,
     devices: HashMap<(u64, bool), Device>,
     last: NodeId,
-    /// Changes with each view that is found of a node that has one already.
+    /// A counter that changes with each further view that is found for a node.
     changes: u64,
 }
 
@@ -76,13 +76,13 @@ struct Device {
 struct Node {
     device: (u64, bool),
     key: (u16, u64),
-    /// How many times the guest has looked it up.
+    /// The number of lookups of the guest that it has not forgotten.
     lookups: u64,
-    /// At least one. The first is the best, of those known when the others were last looked for.
+    /// One view or more. The first was the best one when the others were last searched.
     views: Vec<View>,
-    /// A directory through which it was found last, and its name there; not across mounts.
+    /// The directory in which the file was found last, and its name there; `None` across mounts.
     parent: Option<(NodeId, CString)>,
-    /// The mount table and the changes at which its views were last looked for.
+    /// The generation of the mount table and the value of `changes` when views were last searched.
     looked: (u64, u64),
 }
 
@@ -92,11 +92,11 @@ struct View {
     inner: Inner,
     mount: MountId,
     flags: MountFlags,
-    /// How many open files it has.
+    /// The number of open files.
     open: usize,
 }
 
-/// The better of two views comes later.
+/// The rank of a view; the greatest is the best.
 type Rank = (bool, bool, bool);
 
 impl View {
@@ -107,7 +107,7 @@ impl View {
     }
 }
 
-/// What a name in a directory is.
+/// The result of a lookup in a directory.
 struct Found {
     entry: Entry,
     device: (u64, bool),
@@ -116,14 +116,14 @@ struct Found {
     boundary: Boundary,
 }
 
-/// The boundary between a directory and what a name in it is.
+/// The boundary between a directory and one of its entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Boundary {
-    /// Both are on the mount through which the directory was seen, and on one device.
+    /// Both are on the mount through which the directory was reached, and on one device.
     None,
-    /// On one mount, but on different devices, as a subvolume of Btrfs.
+    /// Both are on one mount, but on different devices, as at a subvolume of Btrfs.
     Device,
-    /// On different mounts.
+    /// Both are on different mounts.
     Mount,
 }
 
@@ -138,7 +138,7 @@ impl Boundary {
 }
 
 impl Views {
-    /// `root` is the directory that `inner` shows.
+    /// Wraps virtiofsd's file system; `root` is the path of its root directory.
     pub fn new(
         inner: PassthroughFs,
         root: CString,
@@ -153,13 +153,15 @@ impl Views {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The descriptor that this process gets next. virtiofsd keeps one of each new inode: the first one that it opens.
+    /// Returns the number of the descriptor that this process opens next. virtiofsd keeps one descriptor of each new inode:
+    /// the first that it opens.
     fn next_fd(&self) -> io::Result<String> {
         Ok(rustix::io::dup(&self.own_fds)?.as_raw_fd().to_string())
     }
 
-    /// Says what an entry is that virtiofsd found in a directory that is seen through `from`. If its inode is new to this process, it
-    /// has the descriptor `fd`. The reference that virtiofsd counted for the entry stays with the caller if the inode is new.
+    /// Determines device, mount and flags of an entry that virtiofsd found in a directory that is reached through `from`.
+    /// If the inode is new to this process, `fd` is its descriptor. The caller keeps the reference that virtiofsd counted
+    /// for the entry if the inode is new.
     fn identify(
         &self,
         ctx: Context,
@@ -197,7 +199,7 @@ impl Views {
         self.identify(ctx, state, (from, device), entry, &fd)
     }
 
-    /// The view of a node through a mount, if it has one or one is found by way of the directories above it.
+    /// Returns the view of a node through a mount, if it has one or one is found through the directories above it.
     fn reach(&self, ctx: Context, state: &mut State, table: &MountTable, node: NodeId, mount: MountId) -> Option<View> {
         let chain = state.chain(node);
         let through = |state: &State, id| state.nodes.get(&id)?.views.iter().find(|view| view.mount == mount).copied();
@@ -219,14 +221,15 @@ impl Views {
         Some(view)
     }
 
-    /// Forgets what virtiofsd has found and no node has.
+    /// Drops the reference to an inode of virtiofsd that belongs to no node.
     fn drop_unknown(&self, ctx: Context, state: &State, inner: Inner) {
         if !state.by_inner.contains_key(&inner) {
             self.inner.forget(ctx, inner, 1);
         }
     }
 
-    /// The best view of a node, by the mount table as it is now. Asking for that is a system call: once for each request.
+    /// Returns the best view of a node by the present mount table. Reading the table is a system call, so callers do it
+    /// once for each request.
     fn best(&self, ctx: Context, state: &mut State, table: &MountTable, node: NodeId) -> io::Result<View> {
         let known = state.nodes.get(&node).ok_or_else(ebadf)?;
         if known.looked != (table.generation, state.changes) {
@@ -240,7 +243,7 @@ impl Views {
             let known = state.nodes.get_mut(&node).ok_or_else(ebadf)?;
             known.views.sort_by_key(|view| Reverse(view.rank(table)));
             known.looked = (table.generation, changes);
-            // Those of mounts that are gone would keep them.
+            // Views through mounts that are gone would keep those mounts alive.
             let live = known.views.first().is_some_and(|view| table.flags(view.mount).is_some());
             let gone = |view: &View| live && view.open == 0 && table.flags(view.mount).is_none();
             let (old, views) = known.views.iter().partition(|view| gone(view));
@@ -258,12 +261,12 @@ impl Views {
         }
     }
 
-    /// virtiofsd's inode by which a request about a node is answered.
+    /// Returns virtiofsd's inode by which a request about a node is answered.
     fn through(&self, ctx: Context, node: NodeId) -> io::Result<Inner> {
         Ok(self.best(ctx, &mut self.state(), &self.mounts.table(), node)?.inner)
     }
 
-    /// The same where the request names an open file: that of the open file.
+    /// As `through`; if the request names an open file, returns the inode of that file.
     fn through_handle(&self, ctx: Context, node: NodeId, handle: Option<u64>) -> io::Result<Inner> {
         match handle {
             Some(handle) => self.state().opened(node, handle),
@@ -271,7 +274,7 @@ impl Views {
         }
     }
 
-    /// The views of two nodes through the same mount, as rename and link need them, if there is one that has both.
+    /// Returns the views of two nodes through the same mount, which rename and link need, if both have one.
     fn through_one(&self, ctx: Context, one: NodeId, other: NodeId) -> io::Result<(View, View)> {
         let mut state = self.state();
         let table = self.mounts.table();
@@ -294,7 +297,7 @@ impl Views {
         Ok((first, second))
     }
 
-    /// The guest gets an entry that was found in a directory.
+    /// Gives the guest a node for an entry that was found in a directory.
     fn admit(&self, state: &mut State, parent: NodeId, name: &CStr, found: &Found) -> io::Result<Entry> {
         let mut attr = found.entry.attr;
         let directory = attr.mode & libc::S_IFMT == libc::S_IFDIR;
@@ -314,7 +317,7 @@ impl Views {
         Ok(Entry { inode: id, attr, ..found.entry })
     }
 
-    /// The guest gets an entry that was made in a directory just now.
+    /// Gives the guest a node for an entry that was just created in a directory.
     fn admit_made(
         &self,
         ctx: Context,
@@ -335,7 +338,7 @@ impl Views {
         Ok((entry?, inner))
     }
 
-    /// After a rename: where the file is found from now on.
+    /// Updates the parent of a file after a rename.
     fn renamed(&self, ctx: Context, parent: NodeId, from: View, name: &CStr) {
         let mut state = self.state();
         let Ok(found) = self.look(ctx, &state, parent, from, name) else { return };
@@ -378,28 +381,28 @@ impl State {
         Some((node, *node.views.iter().find(|view| view.inner == inner)?))
     }
 
-    /// A node and the directories above it, as they were found last, up to where a mount begins.
+    /// Returns a node and the directories above it, as they were found last, up to the root of a mount.
     fn chain(&self, node: NodeId) -> Vec<NodeId> {
         let above = |id: &NodeId| Some(self.nodes.get(id)?.parent.as_ref()?.0);
         std::iter::successors(Some(node), above).take(MAX_DEPTH).collect()
     }
 
-    /// All views of a node and of the directories above it.
+    /// Returns all views of a node and of the directories above it.
     fn views_above(&self, node: NodeId) -> impl Iterator<Item = &View> {
         self.chain(node).into_iter().filter_map(|id| self.nodes.get(&id)).flat_map(|node| &node.views)
     }
 
-    /// Those of the directories only.
+    /// Returns the views of the directories only.
     fn mounts_above(&self, node: NodeId) -> impl Iterator<Item = &View> {
         self.chain(node).into_iter().skip(1).filter_map(|id| self.nodes.get(&id)).flat_map(|node| &node.views)
     }
 
-    /// The key of what was found, if its device has a number.
+    /// Returns the key of what was found, if its device has a number.
     fn key_of(&self, found: &Found) -> Option<(u16, u64)> {
         Some((self.devices.get(&found.device)?.number, found.entry.attr.ino))
     }
 
-    /// Adds the view by which a node was found, if it is a new one.
+    /// Adds the view by which a node was found, unless it is known.
     fn add_view(&mut self, id: NodeId, found: &Found) -> Option<View> {
         let inner = found.entry.inode;
         let node = self.nodes.get_mut(&id)?;
@@ -413,7 +416,7 @@ impl State {
         Some(view)
     }
 
-    /// The node of what was found. `None`: there are no more numbers for devices.
+    /// Returns the node of what was found; `None` if all device numbers are in use.
     fn admit(&mut self, found: &Found) -> Option<NodeId> {
         let number = self.device(found.device)?;
         let key = (number, found.entry.attr.ino);
@@ -439,7 +442,7 @@ impl State {
         self.nodes.insert(id, Node { device, key, lookups: 0, views: vec![view], parent: None, looked: (0, 0) });
     }
 
-    /// The number of a device: its own, or the lowest that is free.
+    /// Returns the number of a device: its own, or the lowest free one.
     fn device(&self, device: (u64, bool)) -> Option<u16> {
         if let Some(known) = self.devices.get(&device) {
             return Some(known.number);
@@ -450,7 +453,7 @@ impl State {
         free.map_or_else(|| u16::try_from(taken.len()).ok(), |(number, _)| Some(number))
     }
 
-    /// Removes a node; what is left are its views.
+    /// Removes a node; returns its views, which the caller must forget.
     fn remove(&mut self, id: NodeId) -> Vec<View> {
         let Some(node) = self.nodes.remove(&id) else { return Vec::new() };
         self.by_key.remove(&node.key);
@@ -487,9 +490,9 @@ impl State {
     }
 }
 
-/// Acts as the calling process of the guest until the guard is dropped, where a view's owners are mapped: there the node makes names
-/// only for users that the mapping has (EOVERFLOW), and virtiofsd renames and links as the node's root. The guest's kernel has checked
-/// the permissions, so the capabilities that root has for it are kept.
+/// Acts as the calling process of the guest until the guard is dropped, if the view is idmapped: there the node creates
+/// names only for users that the mapping contains (EOVERFLOW otherwise), while virtiofsd renames and links as the node's
+/// root. The guest's kernel has checked the permissions, so root's capabilities are kept.
 fn as_caller(ctx: Context, view: View) -> io::Result<Option<UnixCredentialsGuard>> {
     if !view.flags.mapped {
         return Ok(None);
@@ -506,7 +509,7 @@ fn ebadf() -> io::Error {
     io::Error::from_raw_os_error(libc::EBADF)
 }
 
-/// The device, the inode number and the mount of an open file.
+/// Returns the device, the inode number and the mount of an open file.
 fn status(own_fds: &File, fd: &str) -> Option<Statx> {
     complete(statx(own_fds, fd, AtFlags::empty(), StatxFlags::BASIC_STATS | StatxFlags::MNT_ID))
 }
@@ -543,7 +546,7 @@ impl FileSystem for Views {
         let table = self.mounts.table();
         let best = self.best(ctx, &mut state, &table, parent)?;
         let mut found = vec![self.look(ctx, &state, parent, best, name)];
-        // What is mounted there in the view of one container is seen by all of them.
+        // A mount in the view of one container is visible to all of them.
         let mut others: Vec<_> = state.views_above(parent).map(|view| view.mount).collect();
         others.retain(|mount| *mount != best.mount && table.is_parent(*mount) && table.flags(*mount).is_some());
         others.sort_unstable();
@@ -708,7 +711,7 @@ impl FileSystem for Views {
         let inode = made.inode;
         let admitted = self.admit_made(ctx, (parent, view), name, made, &fd);
         if let (Err(_), Some(handle)) = (&admitted, handle) {
-            // The guest does not get its number.
+            // The guest does not get the number of this open file.
             let _ = self.inner.release(ctx, inode, 0, handle, false, false, None);
         }
         let (entry, inner) = admitted?;
@@ -928,7 +931,7 @@ mod tests {
         let table = MountTable::of(&[(2, MountFlags { writable: false, ..PLAIN }), (3, PLAIN)]);
         let view = |mount, writable| View { inner: mount, mount, flags: MountFlags { writable, ..PLAIN }, open: 0 };
         let gone = view(4, true).rank(&table);
-        // What a mount allows now counts, not what it did when the file was found.
+        // The present flags of a mount count, not those at the time of the lookup.
         let (read, write) = (view(2, true).rank(&table), view(3, false).rank(&table));
         assert!(gone < read && read < write);
     }

@@ -1,6 +1,7 @@
-//! Owns: the daemon's hand: mounting volumes of the node in the process that has them, and taking them back. The process
-//! itself mounts nothing, and the pod process has no say.
-//! Threads: each call enters the other mount namespace on a thread of its own, which ends with it. They block.
+//! Implements the daemon's side: mounts volumes of the node into the file-server process, and unmounts them. The process
+//! itself mounts nothing, and the pod process has no influence.
+//!
+//! Each call enters the other mount namespace on a short-lived thread of its own. The calls block.
 
 use crate::error::ShareError;
 use crate::room::{PLACES, PUSHED, SHOWN};
@@ -15,66 +16,66 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Which process has a pod's volumes.
+/// The process that holds a pod's volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taker {
-    /// The one that answers a guest: the n-th volume of a container is `CONTAINER/n` below the share's root.
+    /// The file-server process: the guest finds the n-th volume of a container at `CONTAINER/n` below the share's root.
     Share,
-    /// The same, for volumes that the pod process pushes: the n-th of a container is at the place `CONTAINER/n`, and nowhere
-    /// for the guest. What is read stays read when they are taken back.
+    /// The file-server process, for copied-in volumes: the n-th of a container is at the place `CONTAINER/n`, which the
+    /// guest cannot reach. Copies that were made stay when the volumes are unmounted.
     Pushed,
-    /// The agent of a pod without a guest, which finds them where a guest does: in `nacelle_base::share::FOLDER`.
+    /// The agent of a pod without a guest, which finds the volumes at the same path as in a guest: `nacelle_base::share::FOLDER`.
     Agent,
 }
 
-/// One folder or file of the node.
+/// One directory or file of the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Volume {
-    /// Its path, without links.
+    /// The path, without symbolic links.
     pub path: PathBuf,
-    /// Whether the pod may write to it.
+    /// The write access of the pod.
     pub access: VolumeAccess,
-    /// What becomes of later mounts below it.
+    /// The propagation of later mounts below the volume.
     pub propagation: Propagation,
-    /// Reading the volume itself changes no times of it.
+    /// Reading files of the volume itself does not update their access times.
     pub no_access_times: bool,
-    /// Its owners are others there than on the node; those of what is mounted below it are not.
+    /// The mapping of file owners; it does not apply to mounts below the volume.
     pub owners: Option<Owners>,
 }
 
-/// Whether a pod may write to a volume.
+/// The write access of a pod to a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeAccess {
-    /// To the volume and to what is mounted below it.
+    /// The volume and all mounts below it are writable.
     ReadWrite,
-    /// To what is mounted below it only.
+    /// Only mounts below the volume are writable.
     ReadOnly,
-    /// To nothing in it (mount_setattr(2) with `AT_RECURSIVE`).
+    /// Nothing is writable (mount_setattr(2) with `AT_RECURSIVE`).
     RecursiveReadOnly,
 }
 
-/// Who sees what is mounted below a volume later.
+/// The propagation of mounts that are made below a volume later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Propagation {
-    /// Whoever has mounted it.
+    /// No mount is propagated.
     Private,
-    /// Of the node's mounts also the volume.
+    /// Mounts of the node are propagated to the volume.
     FromNode,
-    /// Both, whoever has mounted it.
+    /// Mounts are propagated in both directions.
     BothWays,
 }
 
-/// Owners are shown shifted: the files of the node's users 0 to `count` - 1 are those of `first` to `first + count - 1`.
+/// The mapping of file owners: files of the users 0 to `count` - 1 of the node appear as files of `first` to `first + count - 1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owners {
-    /// `first` and `count` of users.
+    /// `first` and `count` of user ids.
     pub users: (u32, u32),
-    /// And of groups.
+    /// `first` and `count` of group ids.
     pub groups: (u32, u32),
 }
 
 impl Taker {
-    /// Where the volumes are seen, and where places for them are made.
+    /// Returns the directory in which the volumes are mounted, and the one in which mount points are created.
     fn folders(self) -> (&'static Path, &'static Path) {
         let (shown, places) = match self {
             Taker::Share => (SHOWN, PLACES),
@@ -84,7 +85,8 @@ impl Taker {
         (Path::new(shown), Path::new(places))
     }
 
-    /// A device's number means another device in a guest.
+    /// Returns the mount attributes of all volumes. Device nodes are disabled where there is a guest, because a device
+    /// number means another device there.
     fn attributes(self) -> u64 {
         match self {
             Taker::Share => libc::MOUNT_ATTR_NODEV,
@@ -94,7 +96,7 @@ impl Taker {
     }
 }
 
-/// Mounts the volumes of a container in the process behind this handle. If one cannot be mounted, none is.
+/// Mounts the volumes of a container in the process of this pidfd: all, or none.
 pub fn attach(process: BorrowedFd, taker: Taker, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
     let trees = volumes.iter().map(|volume| copy(volume, taker)).collect::<Result<Vec<_>, _>>()?;
     let done = inside(process, || {
@@ -103,7 +105,7 @@ pub fn attach(process: BorrowedFd, taker: Taker, container: &str, volumes: &[Vol
             let place = Path::new(container).join(number.to_string());
             done = place_tree(taker, tree.as_fd(), *folder, &place).map_err(failed("mount", &volume.path));
             if done.is_err() {
-                // The error that came first is the one that matters.
+                // The caller needs the first error.
                 let _ = take_back(taker, container);
                 break;
             }
@@ -113,8 +115,8 @@ pub fn attach(process: BorrowedFd, taker: Taker, container: &str, volumes: &[Vol
     done.map_err(|source| ShareError::Step { what: "be entered", source })?
 }
 
-/// Takes the volumes of a container back; one that has none is no failure. What the guest has open stays open for it, and
-/// what containers have mounted on the node stays there.
+/// Unmounts the volumes of a container; succeeds if it has none. Files that the guest has open stay open for it, and mounts
+/// that containers have propagated to the node stay there.
 pub fn detach(process: BorrowedFd, taker: Taker, container: &str) -> Result<(), ShareError> {
     let taken = inside(process, || take_back(taker, container)).and_then(|taken| taken);
     taken.map_err(|source| ShareError::Detach { container: container.to_owned(), source })
@@ -125,7 +127,7 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ShareErr
     move |source| ShareError::Volume { what, path, source }
 }
 
-/// A copy of a volume's mounts, and whether it is a folder.
+/// Copies a volume's mounts; also returns whether the volume is a directory.
 fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
     check(volume)?;
     let tree = mounts::copy(&volume.path, true).map_err(failed("open", &volume.path))?;
@@ -160,7 +162,7 @@ fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
     Ok((tree, folder))
 }
 
-/// Refuses a volume whose mounts nobody tells the pod, or that the pod cannot tell anybody.
+/// Rejects a volume that requires propagation if its mount does not propagate.
 fn check(volume: &Volume) -> Result<(), ShareError> {
     if volume.propagation == Propagation::Private {
         return Ok(());
@@ -173,7 +175,8 @@ fn check(volume: &Volume) -> Result<(), ShareError> {
     if good { Ok(()) } else { Err(ShareError::NotShared { path: volume.path.clone(), at, needed }) }
 }
 
-/// Where the mount that a path lies on is mounted, and whether it is shared, and a slave (proc_pid_mountinfo(5)).
+/// Returns the mount point of the mount that a path lies on, and whether it is shared and whether it is a slave
+/// (proc_pid_mountinfo(5)).
 fn lies_on(path: &Path) -> io::Result<(PathBuf, bool, bool)> {
     let file = File::options().read(true).custom_flags(libc::O_PATH).open(path)?;
     let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
@@ -199,7 +202,7 @@ fn place_tree(taker: Taker, tree: BorrowedFd, folder: bool, place: &Path) -> io:
     mounts::place(tree, &shown.join(place))
 }
 
-/// Makes a folder that everybody may walk through, whatever this process's umask is.
+/// Creates a directory of mode 0755, independent of this process's umask.
 fn make_folder(path: &Path) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -216,23 +219,23 @@ fn take_back(taker: Taker, container: &str) -> io::Result<()> {
     let places = places.join(container);
     for volume in volumes {
         let (at, none) = (volume.path(), None::<&str>);
-        // The node's mounts below it shall not go with it.
+        // Unmounting must not propagate to the node's mounts below the volume.
         let alone = mount(none, &at, none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none);
         match alone.and_then(|()| umount2(&at, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)) {
             Ok(()) | Err(nix::Error::EINVAL) => {} // nothing is mounted there
             Err(error) => return Err(error.into()),
         }
         let place = places.join(volume.file_name());
-        // Never more than the place itself: if something were mounted there all the same, it would be the node's.
+        // Removes only the mount point, never recursively: if something were still mounted there, it would be the node's files.
         if volume.file_type()?.is_dir() { fs::remove_dir(place)? } else { fs::remove_file(place)? }
     }
     fs::remove_dir(places)
 }
 
-/// Does something in the mount namespace of a process.
+/// Runs a closure in the mount namespace of a process.
 fn inside<T: Send>(process: BorrowedFd, work: impl FnOnce() -> T + Send) -> io::Result<T> {
     let enter = || {
-        // Its own root and working directory, which entering changes.
+        // setns changes root and working directory, so the thread needs its own.
         unshare(CloneFlags::CLONE_FS)?;
         setns(process, CloneFlags::CLONE_NEWNS)
     };

@@ -1,5 +1,5 @@
-//! Owns: tests of the process that has the volumes, from where the guest is: requests as bytes, in a pod process of one
-//! thread. They need root. A harness of its own, because that of the standard library starts threads.
+//! Tests the file-server process from the guest's side: sends requests as bytes, in a pod process of one thread. Needs
+//! root. The file is its own test harness, because the standard library's starts threads.
 
 #![allow(missing_docs, reason = "a program of tests")]
 
@@ -21,7 +21,7 @@ mod queues;
 
 use guest::{FORGET, GETATTR, Guest, INIT, RENAME, ROOT, UNLINK};
 
-/// With it and a folder this program is what an agent without a guest is to its volumes.
+/// With this argument and a directory the program acts as an agent without a guest, for its volumes.
 const AS_AGENT: &str = "--as-agent";
 
 fn volume(path: &Path) -> Volume {
@@ -29,7 +29,7 @@ fn volume(path: &Path) -> Volume {
     Volume { path, access: VolumeAccess::ReadWrite, propagation, no_access_times: false, owners: None }
 }
 
-/// A folder of the node that has a file, on a file system of its own whose mounts others may hear of.
+/// Creates a directory of the node with a file, on a separate file system with shared mounts.
 fn folder() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let none = None::<&str>;
@@ -67,7 +67,7 @@ fn folders_and_files(mut guest: Guest) {
     assert_eq!(guest.create(node, "other"), Err(libc::EROFS));
     let node = guest.find("c/1/file").unwrap();
     assert_eq!(guest.open(node, libc::O_RDWR), Err(libc::EROFS));
-    // The share itself is nobody's to write.
+    // The share's root is not writable.
     for node in [ROOT, guest.find("c").unwrap()] {
         assert_eq!(guest.create(node, "other"), Err(libc::EROFS));
         assert_eq!(guest.ask(UNLINK, node, b"0\0"), Err(libc::EROFS));
@@ -75,7 +75,7 @@ fn folders_and_files(mut guest: Guest) {
     guest.detach("c");
     guest.detach("c");
     assert_eq!(guest.find("c"), Err(libc::ENOENT));
-    // A name is free again.
+    // A name can be used again.
     guest.attach("c", &[volume(&folder)]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     drop(guest);
@@ -93,7 +93,7 @@ fn one_inode(mut guest: Guest) {
     let part = folder.join("part");
     fs::create_dir(&part).unwrap();
     fs::write(part.join("inner"), "inner").unwrap();
-    // What is read-only in all volumes cannot be written, however it is reached.
+    // A file that is read-only in all volumes cannot be written, however it is reached.
     guest.attach("read", &[Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) }]).unwrap();
     let paths = ["read/0", "read/0/file", "read/0/part", "read/0/part/inner"];
     let [whole, file, of_part, inner] = paths.map(|path| guest.find(path).unwrap());
@@ -102,25 +102,25 @@ fn one_inode(mut guest: Guest) {
     }
     assert_eq!([whole, file, of_part, inner].map(|node| node >> 48), [1; 4], "the device is in the number");
     assert_eq!(guest.find("read").unwrap() >> 48, 0, "the share itself is of no device");
-    // A part that can be written: what was found before is the same, and can be written, too.
+    // A writable part of the directory: files that were found before keep their inodes, and become writable.
     guest.attach("part", &[volume(&part), volume(&part.join("inner"))]).unwrap();
     assert_eq!(["part/0", "part/0/inner", "part/1"].map(|path| guest.find(path).unwrap()), [of_part, inner, inner]);
     guest.open(inner, libc::O_RDWR).unwrap();
     guest.create(of_part, "made").unwrap();
     assert_eq!(guest.open(file, libc::O_RDWR), Err(libc::EROFS));
     assert_eq!(guest.create(whole, "made"), Err(libc::EROFS));
-    // The parent, which has all of it.
+    // The parent directory, which contains all of it.
     guest.attach("parent", &[volume(dir.path())]).unwrap();
     assert_eq!(guest.find("parent/0/volume/part/inner").unwrap(), inner);
     assert_eq!(guest.find("parent/0/volume").unwrap(), whole);
     guest.open(file, libc::O_RDWR).unwrap();
-    // From one to the other, which the mounts of the part alone, and of what can be read only, do not allow.
+    // A rename across directories, which the mounts of the part alone and the read-only mount do not allow.
     let mut body = of_part.to_le_bytes().to_vec();
     body.extend(b"file\0moved\0");
     guest.ask(RENAME, whole, &body).unwrap();
     assert_eq!(fs::read_to_string(part.join("moved")).unwrap(), "of the node");
     assert_eq!(guest.find("read/0/part/moved").unwrap(), file);
-    // Without them it is as before.
+    // After the volumes are unmounted the access is as before.
     guest.detach("parent");
     guest.open(file, libc::O_RDWR).unwrap();
     assert_eq!(guest.create(whole, "made"), Err(libc::EROFS));
@@ -129,7 +129,7 @@ fn one_inode(mut guest: Guest) {
         assert_eq!(guest.open(node, libc::O_RDWR), Err(libc::EROFS));
         guest.open(node, libc::O_RDONLY).unwrap();
     }
-    // What no volume has any more can be read until the guest has forgotten it, and is another one after that.
+    // Files that no volume contains any more stay readable until the guest has forgotten them, and get another inode after that.
     guest.detach("read");
     guest.open(file, libc::O_RDONLY).unwrap();
     let forget = |guest: &mut Guest, node: u64| guest.tell(FORGET, node, &u64::MAX.to_le_bytes());
@@ -168,9 +168,9 @@ fn ends_of_files(mut guest: Guest) {
         number += 1;
         assert_eq!(guest.created(root, &format!("made {number}")).unwrap().1, told);
     };
-    // A file system in memory, for one.
+    // A file system in memory, for example, has nothing to do.
     asks_of_writers(NO_FLUSH);
-    // Any of the mounts may be where the next file lies, and this one is of no kind that is known.
+    // The next file may lie on any of the mounts, and the type of this one is not known.
     let ramfs = || mount(Some("test"), &below, Some("ramfs"), MsFlags::empty(), None::<&str>).unwrap();
     ramfs();
     asks_of_writers(0);
@@ -211,7 +211,7 @@ fn what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach() {
         let told = guest.ask_for(Ask::Open { id: 10, live: false, place: place.into() });
         assert!(matches!(told, Told::Failed { id: 10, .. }), "{place}: {told:?}");
     }
-    // What is open stays open when the daemon takes it back; it cannot be opened again.
+    // Open files stay open when the daemon unmounts the volume; they cannot be opened again.
     let namespace = File::open(format!("/proc/{}/ns/mnt", guest.pid)).unwrap();
     detach(namespace.as_fd(), Taker::Pushed, "c").unwrap();
     assert!(matches!(guest.ask_for(open(10, true, 0)), Told::Failed { why: Why::Missing, .. }));
@@ -220,7 +220,7 @@ fn what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach() {
     told.sort_by_key(|told| format!("{told:?}"));
     assert_eq!(told, [Told::Changed { id: 7 }, Told::Changed { id: 8 }]);
     assert_eq!(guest.files(7), pair("..2/key", "two"));
-    // The other one is still watched, and told once until it is read.
+    // The other volume is still watched, and its change is reported once until it is read.
     assert_eq!(guest.ask_for(Ask::Close { id: 7 }), Told::Done { id: 7 });
     assert_eq!(guest.files(8), pair("..2/key", "two"));
     one("..3", "three");
@@ -263,13 +263,13 @@ fn walk_out(mut guest: Guest) {
         assert_eq!(guest.create(node, name), Err(libc::EACCES), "{name}");
         assert_eq!(guest.ask(UNLINK, node, format!("{name}\0").as_bytes()), Err(libc::EACCES), "{name}");
     }
-    // A link is the guest's to follow, within its own files; here it is a link and nothing else.
+    // The guest follows symbolic links, within its own files; here a link is just a link.
     for name in ["up", "away", "root"] {
         let link = guest.lookup(node, name).unwrap();
         assert!(guest.open(link, libc::O_RDONLY).is_err(), "{name}");
         assert_eq!(guest.lookup(link, "secret"), Err(libc::ENOTDIR), "{name}");
     }
-    // Inodes that it was not given.
+    // Inode numbers that the guest has not received.
     for node in [2u64.pow(20), u64::MAX] {
         assert_eq!(guest.ask(GETATTR, node, &[0; 16]), Err(libc::EBADF));
     }
@@ -277,7 +277,7 @@ fn walk_out(mut guest: Guest) {
         assert_eq!(guest.mknod(node, "device", kind | 0o666, 0x0103), Err(libc::EPERM));
     }
     guest.mknod(node, "pipe", libc::S_IFIFO | 0o600, 0).unwrap();
-    // What the process itself could see if it were taken over.
+    // The files that the process itself could see if it were compromised.
     let root = PathBuf::from(format!("/proc/{}/root", guest.pid));
     let names = |path: &Path| fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
     assert_eq!(names(&root), ["c"]);
@@ -319,7 +319,7 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
     let guests =
         [vec![volume(&folder)], vec![hears()], vec![read_only()], vec![all()], vec![volume(&folder), hears(), all()]];
     let [mut deaf, mut hearing, mut of_mount, mut of_all, mut of_several] = guests.map(|volumes| seeing(&volumes));
-    // Read-only is the volume, and what lies below it only if all of it is asked for, and no other volume allows it.
+    // The volume is read-only; mounts below it only if that is recursive, and only if no other volume is writable.
     for (guest, written) in [(&mut of_mount, Ok(())), (&mut of_all, Err(libc::EROFS)), (&mut of_several, Ok(()))] {
         let node = guest.find("c/0/below").unwrap();
         assert_eq!(guest.create(node, "written").map(drop), written);
@@ -327,7 +327,7 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
     on(&late, "late");
     assert_eq!(deaf.find("c/0/late/late"), Err(libc::ENOENT));
     assert_eq!(hearing.read("c/0/late/late").unwrap(), "late");
-    // What one volume of a directory hears of is there for all of them.
+    // Mounts that one volume of a directory receives are visible through all of them.
     for number in 0..3 {
         assert_eq!(of_several.read(&format!("c/{number}/late/late")).unwrap(), "late");
     }
@@ -352,10 +352,10 @@ fn reading_changes_no_times_where_that_is_asked() {
     let accessed = |name: &str| fs::metadata(folder.join(name)).unwrap().accessed().unwrap();
     assert_eq!(guest.read("c/0/kept").unwrap(), "kept");
     assert_eq!(accessed("kept"), ago);
-    // Not so where another volume of the pod has the file, too.
+    // Access times are updated if another volume of the pod contains the file too.
     assert_eq!(other.find("c/0").unwrap(), other.find("c/1").unwrap());
     assert_eq!(other.read("c/0/plain").unwrap(), "plain");
-    // Not so where the node's own file system keeps no times.
+    // Access times are not updated if the node's own file system keeps none.
     fs::read(folder.join("kept")).unwrap();
     assert_eq!(accessed("plain") == ago, accessed("kept") == ago);
 }
@@ -372,7 +372,7 @@ fn owners_are_shown_and_written_shifted_where_that_is_asked() {
     let root = guest.owner("c/0/file").unwrap();
     assert_eq!((root, guest.owner("c/1/file").unwrap()), ((100_000, 200_000), (0, 0)));
     assert_eq!(guest.owner("c/0/of-nobody").unwrap(), (65_534, 65_534));
-    // Who is nobody there writes nothing, and who is somebody is that on the node's disk.
+    // A user without a mapping writes nothing; a mapped user owns the files on the node's disk under its mapped id.
     fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let node = guest.find("c/0").unwrap();
     (guest.user, guest.group) = (100_007, 200_008);
@@ -390,7 +390,7 @@ fn a_mount_that_tells_nobody_is_no_volume_that_hears() {
     let none = None::<&str>;
     let guest = Guest::new();
     let asking = |propagation| Volume { propagation, ..volume(&folder) };
-    mount(none, dir.path(), none, MsFlags::MS_SLAVE, none).unwrap(); // of nobody: private
+    mount(none, dir.path(), none, MsFlags::MS_SLAVE, none).unwrap(); // no peers: private
     for propagation in [Propagation::FromNode, Propagation::BothWays] {
         let refused = guest.attach("c", &[volume(&folder), asking(propagation)]).unwrap_err();
         assert!(matches!(&refused, ShareError::NotShared { at, .. } if at == dir.path()), "{refused}");
@@ -432,7 +432,7 @@ fn an_agent_has_mounts_that_the_node_sees_and_gives_them_back() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
-/// An agent without a guest, as far as its mounts go; and then a container that mounts something.
+/// Acts as an agent without a guest, as far as its mounts are concerned; then as a container that mounts something.
 fn as_agent(home: &Path) -> std::io::Result<()> {
     let none = None::<&str>;
     let say_and_wait = || {
@@ -453,7 +453,7 @@ fn as_agent(home: &Path) -> std::io::Result<()> {
     say_and_wait()
 }
 
-/// How many mounts this process sees.
+/// Returns how many mounts this process sees.
 fn mounts() -> usize {
     fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count()
 }
@@ -482,7 +482,7 @@ fn random_bytes(mut guest: Guest) {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) as u8
     };
-    // No operation that a guest cannot send; all of them, with bytes that mean nothing.
+    // All opcodes, valid or not, with random bodies.
     for round in 0..2000u32 {
         let length = usize::from(random()) % 120;
         let mut request: Vec<u8> = (0..length).map(|_| random()).collect();
@@ -492,7 +492,7 @@ fn random_bytes(mut guest: Guest) {
         if let Some(node) = request.get_mut(16..24) {
             node.copy_from_slice(&(u64::from(random()) % 5).to_le_bytes());
         }
-        let _ = guest.raw(&request); // whatever it answers
+        let _ = guest.raw(&request); // the reply does not matter
     }
     let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
     guest.ask(INIT, 0, &init).unwrap();
@@ -527,17 +527,17 @@ fn a_part_is_all_that_its_guest_sees() {
         guest.lookup(link, "x").unwrap_err();
         guest.create(ROOT, "new").unwrap();
         assert!(folder.join("new").exists());
-        // The machine is reset: its kernel begins anew, and nothing is remembered.
+        // The VM is reset: its kernel begins anew, and the process must not remember the old state.
         let before = guest.find("file").unwrap();
         guest.begin();
         assert_eq!(guest.open(before, libc::O_RDONLY), Err(libc::EBADF));
         assert_eq!(guest.read("file").unwrap(), "of the node");
-        // Its device has threads.
+        // The device has threads.
         drop(guest);
         let mut guest = Guest::of_part(lent, "c", &volumes, "c/1").unwrap();
         assert_eq!(guest.read("file").unwrap(), "of the node");
         assert_eq!(guest.create(ROOT, "other").unwrap_err(), libc::EROFS);
-        // Nobody has said what the other share shows: whoever asks it all the same ends the process.
+        // No volume was selected for the other share: a request to it ends the process.
         let mut other = &guest.others[0][1];
         other.write_all(&[0; 8]).unwrap();
         assert_eq!(waitpid(guest.pid, None).unwrap(), WaitStatus::Exited(guest.pid, 1));

@@ -1,57 +1,57 @@
-//! Bounds what an image costs before it is spent: memory is charged before it is allocated, steps are counted before they are made,
-//! and both end when the caller has gone. All pulls and loads of a store share one [`Pool`] of memory.
+//! Bounds the cost of an image before it is spent: memory is charged before it is allocated, steps are counted before they are
+//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`Pool`] of memory.
 //!
-//! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for each
-//! other end with the first of them that gives up.
+//! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for
+//! each other end with the first of them whose wait times out.
 
 use nacelle_base::{Classify, Kind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a pull waits for memory that others have.
+/// The maximum time that a budget waits for memory of others.
 const WAIT: Duration = Duration::from_secs(30);
-/// How often a pull that waits looks whether its caller has gone.
+/// How often a budget that waits checks whether its caller has cancelled.
 const LOOK: Duration = Duration::from_millis(100);
 /// Bytes that a budget takes from the pool at a time.
 const GRAIN: u64 = 1 << 20;
-/// Steps that any image may take, also one without entries.
+/// Steps that any image may take, even one without entries.
 const STEPS: u64 = 1_000_000;
-/// Steps for each byte of the layers' indexes. A path of n parts has 2n bytes or more there and is walked at most twice.
+/// Steps for each byte of the layers' indexes. A path of n parts has at least 2n bytes there and is walked at most twice.
 const STEPS_PER_BYTE: u64 = 8;
 
-/// Why work on an image ends early.
+/// Reasons that work on an image ends early.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BudgetError {
-    /// It takes too much memory by itself.
+    /// The image alone needs too much memory.
     #[error(
         "it takes more than {limit} bytes of memory; an image of fewer files, names and attributes takes less, and max_unpack_memory in \
          [images] sets the limit"
     )]
     Memory {
-        /// How much it may take.
+        /// The limit in bytes.
         limit: u64,
     },
-    /// Other images have the memory.
+    /// Other images use the memory.
     #[error(
         "other pulls and loads have used all of the {limit} bytes of memory for unpacking for {seconds} seconds; pull it again later, \
          or raise max_unpack_memory in [images]"
     )]
     Pool {
-        /// The memory of all together.
+        /// The limit in bytes of all pulls and loads together.
         limit: u64,
-        /// For how long it waited.
+        /// The time that the budget waited, in seconds.
         seconds: u64,
     },
-    /// It takes too long.
+    /// The image takes too many steps.
     #[error(
         "its paths and links take more than {limit} steps to follow; links that lead through long chains of links are refused"
     )]
     Steps {
-        /// How many it may take.
+        /// The limit in steps.
         limit: u64,
     },
-    /// The caller has gone.
+    /// The caller cancelled.
     #[error("the work was cancelled")]
     Cancelled,
 }
@@ -66,34 +66,34 @@ impl Classify for BudgetError {
 }
 
 impl BudgetError {
-    /// Whether the same work may succeed later.
+    /// Returns whether the same work may succeed later.
     pub fn is_passing(&self) -> bool {
         matches!(self, BudgetError::Pool { .. } | BudgetError::Cancelled)
     }
 }
 
-/// Ends work on other threads. Clones are the same.
+/// A flag that ends work on other threads. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// The work ends soon.
+    /// Sets the flag. The work ends soon after.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it should end.
+    /// Returns whether the work should end.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Cancels when the result is dropped: the future that waits for the work holds it.
+    /// Returns a guard that cancels when it is dropped. The future that waits for the work holds it.
     pub fn on_drop(&self) -> CancelOnDrop {
         CancelOnDrop(self.clone())
     }
 }
 
-/// See [`Cancel::on_drop`].
+/// A guard that cancels when it is dropped; see [`Cancel::on_drop`].
 pub struct CancelOnDrop(Cancel);
 
 impl Drop for CancelOnDrop {
@@ -112,17 +112,17 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of so many bytes.
+    /// Returns a pool of `limit` bytes.
     pub fn new(limit: u64) -> Arc<Pool> {
         Pool::with_wait(limit, WAIT)
     }
 
-    /// As `new`, with another time to wait.
+    /// Like `new`, with another time limit for waiting.
     pub fn with_wait(limit: u64, wait: Duration) -> Arc<Pool> {
         Arc::new(Pool { limit, wait, free: Mutex::new(limit), released: Condvar::new() })
     }
 
-    /// Blocks until the bytes are free.
+    /// Takes bytes from the pool. Blocks until they are free, up to the pool's time limit.
     fn take(&self, bytes: u64, cancel: &Cancel) -> Result<(), BudgetError> {
         let since = Instant::now();
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,43 +146,44 @@ impl Pool {
         self.released.notify_all();
     }
 
-    /// Bytes that no budget has.
+    /// The bytes that no budget holds.
     #[cfg(test)]
     pub fn free(&self) -> u64 {
         *self.free.lock().unwrap()
     }
 }
 
-/// What one layer, or one image, may cost. Dropping it gives its memory back to the pool.
+/// The memory and steps of one layer, or of one image. Dropping it returns its memory to the pool.
 #[derive(Debug)]
 pub struct Budget {
     pool: Arc<Pool>,
     cancel: Cancel,
     limit: u64,
-    /// Bytes that are charged.
+    /// The bytes that are charged.
     used: u64,
-    /// The most of them at a time.
+    /// The maximum of `used` so far.
     peak: u64,
-    /// Bytes that the pool has lent, at least `used`.
+    /// The bytes taken from the pool, at least `used`.
     lent: u64,
     steps: u64,
     steps_limit: u64,
 }
 
 impl Budget {
-    /// For a layer: a quarter of the pool, and as many steps as it has entries, which are bounded elsewhere.
+    /// Returns the budget of a layer: a quarter of the pool. Steps are not limited, because the number of entries is bounded
+    /// elsewhere.
     pub fn layer(pool: &Arc<Pool>, cancel: &Cancel) -> Budget {
         Budget::new(pool, cancel, pool.limit / 4, u64::MAX)
     }
 
-    /// For all layers of an image together, whose indexes have so many bytes: seven eighths of the pool, so that one that needs too
-    /// much is refused by itself, and does not wait for what the archive or the pull that it belongs to holds.
+    /// Returns the budget of an image, whose layers have `indexes` bytes of indexes: seven eighths of the pool. An image that
+    /// needs more fails by itself and does not wait for memory that its own archive or pull holds.
     pub fn image(pool: &Arc<Pool>, cancel: &Cancel, indexes: u64) -> Budget {
         let steps = STEPS.saturating_add(indexes.saturating_mul(STEPS_PER_BYTE));
         Budget::new(pool, cancel, pool.limit / 8 * 7, steps)
     }
 
-    /// For the names in an archive of images: an eighth of the pool, which each of its images leaves.
+    /// Returns the budget of the names in an archive of images: an eighth of the pool, the part that its images cannot use.
     pub fn archive(pool: &Arc<Pool>, cancel: &Cancel) -> Budget {
         Budget::new(pool, cancel, pool.limit / 8, u64::MAX)
     }
@@ -207,7 +208,7 @@ impl Budget {
         Ok(())
     }
 
-    /// Takes a charge back when the bytes are free again.
+    /// Returns a charge when the bytes are free again.
     pub fn refund(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
         let spare = self.lent - self.used.next_multiple_of(GRAIN).min(self.lent);
@@ -234,7 +235,7 @@ impl Budget {
         &self.cancel
     }
 
-    /// Steps that were counted.
+    /// The number of steps counted so far.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -251,7 +252,7 @@ impl Drop for Budget {
     }
 }
 
-/// What an allocation of so many bytes takes, with the allocator's own.
+/// Returns the bytes that an allocation of this size takes, including the allocator's overhead.
 pub fn heap(bytes: usize) -> u64 {
     if bytes == 0 { 0 } else { (bytes as u64).saturating_add(8).next_multiple_of(16).max(32) }
 }

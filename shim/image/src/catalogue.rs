@@ -1,4 +1,5 @@
-//! Owns: the list of images on disk: one JSON file, replaced whole at each change.
+//! Keeps the list of images on disk: one JSON file, replaced atomically at each change. Readers use the published copy in memory
+//! and never wait for the disk.
 
 use crate::{ImageError, ImageRecord, Reference, RunAs};
 use nacelle_base::files::{at, write_whole};
@@ -13,28 +14,28 @@ const VERSION: u64 = 1;
 /// The images, by id.
 pub type Images = BTreeMap<ImageId, Stored>;
 
-/// One image as it is stored.
+/// The record of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stored {
-    /// `registry/repository:tag`.
+    /// The tags, `registry/repository:tag`.
     pub tags: BTreeSet<String>,
-    /// `registry/repository@sha256:...`.
+    /// The digest references, `registry/repository@sha256:...`.
     pub digests: BTreeSet<String>,
-    /// The user of its configuration.
+    /// The user of the image's configuration.
     pub user: String,
-    /// Bytes of its files.
+    /// The size of the image's files in bytes.
     pub size: u64,
-    /// Seconds since 1970.
+    /// When the image was added, in seconds since 1970.
     pub added: u64,
-    /// Its layers (unpacked digests), lowest first.
+    /// The layers (digests of the unpacked form), lowest first.
     pub layers: Vec<Digest>,
-    /// The digest that names its metadata EROFS.
+    /// The digest that names the metadata EROFS.
     pub tree: Digest,
-    /// Bytes of the metadata.
+    /// The length of the metadata in bytes.
     pub tree_length: u64,
-    /// The blobs that follow the metadata on the device, with their bytes.
+    /// The blobs that follow the metadata on the device, with their lengths in bytes.
     pub blobs: Vec<(Digest, u64)>,
-    /// It was removed while it was in use.
+    /// The image was removed while it was in use.
     pub removed: bool,
 }
 
@@ -51,12 +52,12 @@ struct FileIn {
     images: serde_json::Value,
 }
 
-/// The list as it was after the last change, for readers, who never wait for a disk.
+/// The list after the last change. Readers of it never wait for a disk.
 #[derive(Clone, Default)]
 pub struct Published(Arc<Mutex<Arc<Images>>>);
 
 impl Published {
-    /// The images.
+    /// Returns the images.
     pub fn images(&self) -> Arc<Images> {
         Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -73,7 +74,7 @@ pub struct Catalogue {
 }
 
 impl Catalogue {
-    /// Reads the list; a file that is not there is an empty list.
+    /// Reads the list. A missing file is an empty list.
     pub fn open(path: &Path) -> Result<Catalogue, ImageError> {
         let bytes = match std::fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -91,17 +92,17 @@ impl Catalogue {
         Ok(Catalogue { path: path.to_owned(), published })
     }
 
-    /// The images.
+    /// Returns the images.
     pub fn images(&self) -> Arc<Images> {
         self.published.images()
     }
 
-    /// Where readers find the images.
+    /// Returns the handle of the readers.
     pub fn published(&self) -> Published {
         self.published.clone()
     }
 
-    /// Changes the list, on disk and then in memory; neither if that fails.
+    /// Changes the list, on disk and then in memory. Changes neither if the disk fails.
     pub fn change(&mut self, change: impl FnOnce(&mut Images)) -> Result<(), ImageError> {
         let before = self.images();
         let mut images = Images::clone(&before);
@@ -116,7 +117,7 @@ impl Catalogue {
     }
 }
 
-/// The image of this reference, id, or beginning of an id. One that was removed is not found.
+/// Returns the image of this reference, id, or prefix of an id. Does not find removed images.
 pub fn find(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> {
     let here = || images.iter().filter(|(_, stored)| !stored.removed);
     if let Ok(reference) = Reference::parse(name) {
@@ -142,7 +143,7 @@ pub fn find(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> 
     }
 }
 
-/// Gives an image a tag; the image that had it loses it.
+/// Sets a tag to an image. The image that had the tag loses it.
 pub fn give_tag(images: &mut Images, id: &ImageId, tag: &str) {
     for (other, stored) in images.iter_mut() {
         if other == id {
@@ -153,7 +154,7 @@ pub fn give_tag(images: &mut Images, id: &ImageId, tag: &str) {
     }
 }
 
-/// Takes images away. Those in use stay, marked.
+/// Removes images from the list. Images in use stay, marked as removed.
 pub fn take_away(images: &mut Images, id: &ImageId, in_use: &HashSet<ImageId>) {
     if let Some(stored) = images.get_mut(id) {
         stored.tags.clear();
@@ -163,7 +164,7 @@ pub fn take_away(images: &mut Images, id: &ImageId, in_use: &HashSet<ImageId>) {
     images.retain(|id, stored| !stored.removed || in_use.contains(id));
 }
 
-/// What users see of an image.
+/// Returns the public record of an image.
 pub fn record(id: &ImageId, stored: &Stored, pinned: &HashSet<String>) -> ImageRecord {
     let user = stored.user.split(':').next().unwrap_or_default();
     ImageRecord {

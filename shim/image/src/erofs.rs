@@ -1,8 +1,7 @@
-//! Owns: writing the metadata of a tree as an EROFS, uncompressed, whose files point into the layers' blobs.
-//! On the block device of a guest the blobs follow the metadata; every block address counts from the start of
-//! that device, and the device table says where each blob begins, so that the same metadata can also be mounted
-//! with the blobs as devices of their own. The same tree always gives the same bytes.
-//! May use: `tree`, `layer::index`.
+//! Writes the metadata of a tree as an uncompressed EROFS whose files point into the layers' blobs. On the block device of a
+//! guest the blobs follow the metadata. Every block address counts from the start of that device, and the device table contains
+//! the start of each blob, so that the same metadata can also be mounted with the blobs as separate devices. The same tree always
+//! gives the same bytes.
 
 use crate::budget::{Budget, BudgetError, heap};
 use crate::layer::BLOCK;
@@ -21,53 +20,55 @@ const COMPAT_MTIME: u32 = 2;
 const INCOMPAT_CHUNKED: u32 = 4;
 const INCOMPAT_DEVICES: u32 = 8;
 const HOLE: u32 = u32::MAX;
-/// Bytes of metadata.
+/// The maximum size of the metadata in bytes.
 const MAX_METADATA: usize = 512 << 20;
-/// Inodes begin at multiples of this; their number is the place in such units.
+/// The alignment of inodes in bytes; an inode's number is its offset in this unit.
 const UNIT: usize = 32;
 const INODE: usize = 64;
 const DIRENT: usize = 12;
-/// What `Plan::places` has for an inode in memory: an eleventh of a node of 280 bytes, or more where nodes are half full.
+/// The memory in bytes that `Plan::places` uses for an inode: an eleventh of a node of 280 bytes, or more where nodes are half
+/// full.
 const PLACE: u64 = 64;
-/// What a name in a directory's blocks takes in memory, in lists that may be half empty, and the sorted list that they are cut from.
+/// The memory in bytes that a name in a directory's blocks takes: in lists that may be half empty, and in the sorted list that
+/// they are cut from.
 const NAME: u64 = 3 * 32;
 
 /// A blob as the metadata refer to it.
 #[derive(Clone, Copy, Debug)]
 pub struct Blob {
-    /// The tag of its slot.
+    /// The tag of the blob's slot in the device table.
     pub diff_id: Digest,
-    /// Bytes, a multiple of `BLOCK`.
+    /// The length in bytes, a multiple of `BLOCK`.
     pub length: u64,
 }
 
-/// Why a tree cannot be written.
+/// Reasons that a tree cannot be written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ErofsError {
-    /// More than 2^32 blocks of metadata and blobs.
+    /// Metadata and blobs have more than 2^32 blocks.
     #[error("the image is larger than 16 TiB")]
     Oversize,
-    /// Too many files, names, attributes or holes.
+    /// There are too many files, names, attributes or holes.
     #[error("the image's metadata are larger than 512 MiB")]
     MetadataTooLarge,
     /// A file has more names than the format can count.
     #[error("a file has too many names")]
     TooManyLinks,
-    /// The metadata cost more than they may.
+    /// The metadata exceed the budget.
     #[error("the metadata of the image cannot be built")]
     Budget(#[from] BudgetError),
 }
 
-/// The metadata and the layers (by number, lowest first) whose blobs have to follow them, in this order.
+/// The metadata, and the layers (by number, lowest first) whose blobs must follow them in this order.
 #[derive(Debug)]
 pub struct Metadata {
-    /// The bytes, a multiple of `BLOCK`.
+    /// The bytes, a multiple of `BLOCK` long.
     pub bytes: Vec<u8>,
-    /// Layers in use.
+    /// The layers in use.
     pub used: Vec<usize>,
 }
 
-/// Writes a tree over these blobs, of which there is one per layer.
+/// Writes a tree over these blobs, one per layer.
 pub fn write(tree: &Tree, blobs: &[Blob], budget: &mut Budget) -> Result<Metadata, ErofsError> {
     let plan = Plan::new(tree, blobs, budget)?;
     budget.charge(u64::from(plan.blocks) * BLOCK)?;
@@ -80,13 +81,13 @@ pub fn write(tree: &Tree, blobs: &[Blob], budget: &mut Budget) -> Result<Metadat
     Ok(Metadata { bytes: out, used: plan.used.keys().copied().collect() })
 }
 
-/// Where everything goes, before a byte of it is written.
+/// The layout of the metadata, computed before a byte is written.
 struct Plan<'t> {
-    /// In the order of their places; the root is the first.
+    /// The inodes in the order of their offsets; the root is the first.
     inodes: Vec<Placed<'t>>,
-    /// The place (in bytes) and the number of names of each inode of the tree that is in use.
+    /// The offset in bytes and the number of links of each inode in use.
     places: BTreeMap<Ino, (usize, u32)>,
-    /// Blocks of metadata.
+    /// The number of blocks of the metadata.
     blocks: u32,
     /// The first block of each blob in use.
     used: BTreeMap<usize, u32>,
@@ -95,19 +96,19 @@ struct Plan<'t> {
 struct Placed<'t> {
     ino: Ino,
     inode: &'t Inode,
-    /// The content that lies in the metadata: a folder's entries, a link's target, the chunks of a file.
+    /// The content in the metadata: a directory's entries, a link's target, or the chunks of a file.
     content: Content<'t>,
-    /// The bytes of the attributes that follow the inode.
+    /// The bytes of the extended attributes that follow the inode.
     xattrs: Vec<u8>,
-    /// Where it begins.
+    /// The inode's offset in bytes.
     at: usize,
-    /// For content in blocks of its own: the first of them.
+    /// The first block of content that has blocks of its own.
     block: u32,
 }
 
 enum Content<'t> {
     None,
-    /// Names, inodes and kinds of a folder's entries, sorted, in blocks; and the length of all.
+    /// Names, inodes and kinds of a directory's entries, sorted and cut into blocks, and the length of all.
     Folder {
         blocks: Vec<Vec<(&'t [u8], Ino, u8)>>,
         length: usize,
@@ -120,7 +121,7 @@ enum Content<'t> {
 }
 
 impl Content<'_> {
-    /// Bytes that may stand right behind the inode or in blocks of their own.
+    /// The bytes that may follow the inode directly or be in blocks of their own.
     fn movable(&self) -> usize {
         match self {
             Content::Folder { length, .. } => *length,
@@ -131,7 +132,7 @@ impl Content<'_> {
 }
 
 impl Placed<'_> {
-    /// Whether the content stands behind the inode: the kernel wants both in one block then.
+    /// Returns whether the content follows the inode directly. The kernel requires both in one block then.
     fn inline(&self) -> bool {
         let movable = self.content.movable();
         movable > 0 && INODE + self.xattrs.len() + movable <= BLOCK_LEN
@@ -189,7 +190,7 @@ impl<'t> Plan<'t> {
         if next == HOLE { Err(ErofsError::Oversize) } else { Ok(plan) }
     }
 
-    /// Lists the inodes in use, folders before what is in them, and counts their names.
+    /// Lists the inodes in use, directories before their entries, and counts their links.
     fn collect(&mut self, tree: &'t Tree, budget: &mut Budget) -> Result<(), BudgetError> {
         let mut todo = vec![(0, 0)];
         self.places.insert(0, (0, 2));
@@ -237,7 +238,7 @@ impl<'t> Plan<'t> {
         sb.u32(0); // checksum: not used
         sb.u32(COMPAT_MTIME);
         sb.bytes(&[12, 0]); // log2 of the block size; no extension slots
-        sb.u16(u16::try_from(root).unwrap_or(0)); // It is the first inode.
+        sb.u16(u16::try_from(root).unwrap_or(0)); // The root is the first inode.
         sb.u64(self.inodes.len() as u64);
         sb.u64(0); // time of building
         sb.u32(0);
@@ -253,7 +254,7 @@ impl<'t> Plan<'t> {
             let Some(blob) = blobs.get(*layer) else { continue };
             let mut entry = Field { out: &mut *sb.out, at: (FIRST_SLOT + slot) * SLOT };
             entry.bytes(blob.diff_id.hex().as_bytes());
-            entry.u32(u32::try_from(blob.length / BLOCK).unwrap_or(u32::MAX)); // Checked in `new`.
+            entry.u32(u32::try_from(blob.length / BLOCK).unwrap_or(u32::MAX)); // `new` has checked this.
             entry.u32(*first);
         }
     }
@@ -338,8 +339,8 @@ impl<'t> Plan<'t> {
     }
 }
 
-/// Charges what the plan has of an inode, and the steps for it: its place, the copy of its attributes, and twice the names of a
-/// directory, which wait in a list to be placed themselves and stand in the directory's blocks.
+/// Charges the memory of an inode in the plan, and the steps for it: its place, the copy of its attributes, and twice the names
+/// of a directory, which are in the list of inodes to be placed and in the directory's blocks.
 fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
     let names = if let Body::Folder(children) = &inode.body { children.len() + 2 } else { 0 };
     budget.step(1 + names as u64)?;
@@ -348,7 +349,7 @@ fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
     budget.charge(size_of::<Placed>() as u64 + PLACE + heap(12 + 2 * xattrs) + of_names)
 }
 
-/// A folder's entries, with `.` and `..`, sorted by their bytes and cut into blocks.
+/// Returns a directory's entries with `.` and `..`, sorted by their bytes and cut into blocks.
 fn folder_content<'t>(tree: &'t Tree, children: &'t BTreeMap<Vec<u8>, Ino>, ino: Ino, parent: Ino) -> Content<'t> {
     let mut entries: Vec<(&[u8], Ino, u8)> = vec![(b".", ino, 2), (b"..", parent, 2)];
     entries.extend(children.iter().map(|(name, &child)| {
@@ -384,12 +385,12 @@ fn kind_number(body: &Body) -> u8 {
     }
 }
 
-/// The form of device numbers that Linux keeps on disk.
+/// Encodes a device number in Linux' on-disk form.
 fn device_number(device: Device) -> u32 {
     device.minor & 0xff | device.major << 8 | (device.minor & !0xff) << 12
 }
 
-/// The attributes as they follow an inode: a header of 12 bytes, then each, aligned to 4.
+/// Encodes the extended attributes that follow an inode: a header of 12 bytes, then each attribute, aligned to 4.
 fn xattr_bytes(inode: &Inode) -> Vec<u8> {
     if inode.meta.xattrs.is_empty() {
         return Vec::new();
@@ -404,9 +405,9 @@ fn xattr_bytes(inode: &Inode) -> Vec<u8> {
             (6, b"security."),
         ];
         let Some((index, suffix)) = known.iter().find_map(|(index, p)| Some((*index, name.strip_prefix(*p)?))) else {
-            continue; // The layer keeps no others.
+            continue; // The layer rejects all other prefixes.
         };
-        // The layer has checked both lengths.
+        // The layer's `clean_xattrs` has checked both lengths.
         let (Ok(name_len), Ok(value_len)) = (u8::try_from(suffix.len()), u16::try_from(value.len())) else { continue };
         out.extend_from_slice(&[name_len, index]);
         out.extend_from_slice(&value_len.to_le_bytes());
@@ -417,7 +418,7 @@ fn xattr_bytes(inode: &Inode) -> Vec<u8> {
     out
 }
 
-/// Writes numbers one after the other. The plan has made room for all of them.
+/// Writes numbers one after the other. The plan has reserved the bytes for all of them.
 struct Field<'o> {
     out: &'o mut [u8],
     at: usize,

@@ -1,4 +1,4 @@
-//! Owns: the tests of the EROFS writer that need no kernel; those that mount are in `tests/store`.
+//! Tests the EROFS writer without a kernel. The tests that mount are in `tests/store`.
 
 use super::*;
 use crate::budget::{Cancel, Pool};
@@ -23,7 +23,7 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> u64 {
     bytes[at..at + N].iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// The names in the root folder, read as the format says.
+/// Returns the names in the root directory, parsed according to the format.
 fn root_names(bytes: &[u8]) -> Vec<Vec<u8>> {
     let meta = number::<4>(bytes, SUPER_AT + 40) as usize * BLOCK_LEN;
     let inode = meta + number::<2>(bytes, SUPER_AT + 14) as usize * UNIT;

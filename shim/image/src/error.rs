@@ -1,4 +1,4 @@
-//! Owns: the errors of this crate and what they mean to a caller.
+//! Defines the errors of this crate and their classification for callers.
 
 use crate::budget::BudgetError;
 use crate::erofs::ErofsError;
@@ -14,33 +14,33 @@ use nacelle_model::digest::Digest;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Why something with an image failed.
+/// Reasons that an operation on an image fails.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// A text is no image reference.
+    /// The text is not an image reference.
     #[error("{text:?} is not an image reference: {why}")]
     BadReference {
-        /// The text, cut after 300 characters.
+        /// The text, truncated to 300 characters.
         text: String,
-        /// The rule it breaks.
+        /// The rule that the text violates.
         why: &'static str,
     },
-    /// No such image here.
+    /// The store has no such image.
     #[error("image {name:?} is not in the store")]
     NotFound {
-        /// What was asked for.
+        /// The name that was requested.
         name: String,
     },
-    /// A short id fits several images.
+    /// The short id matches several images.
     #[error("{name:?} is the beginning of the ids of several images; give more digits")]
     Ambiguous {
-        /// What was asked for.
+        /// The name that was requested.
         name: String,
     },
     /// A file operation failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A pull failed for all who waited for it.
+    /// A pull failed for all of its callers.
     #[error(transparent)]
     Shared(Arc<ImageError>),
     /// A pull ended without a result, because the process is ending or a part of it panicked.
@@ -49,14 +49,14 @@ pub enum ImageError {
         /// The image.
         name: String,
     },
-    /// The list of images is of a format that this version does not know.
+    /// The list of images has a format that this version does not know.
     #[error("{path} has format {version}; this version of Nacelle knows format {known} only", path = path.display())]
     Version {
         /// The file.
         path: PathBuf,
-        /// The version it has.
+        /// The version of the file.
         version: u64,
-        /// The version we know.
+        /// The newest version that is supported.
         known: u64,
     },
     /// The list of images cannot be read.
@@ -64,16 +64,16 @@ pub enum ImageError {
     Catalogue {
         /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the reason.
         source: serde_json::Error,
     },
     /// Another process has the store open.
     #[error("{path} is in use by another process", path = path.display())]
     Locked {
-        /// The folder of the store.
+        /// The directory of the store.
         path: PathBuf,
     },
-    /// A URL of the configuration or of a registry is none that we can ask.
+    /// A URL of the configuration or of a registry is not supported.
     #[error("{text:?} is not an http or https URL")]
     Url {
         /// The text.
@@ -84,18 +84,18 @@ pub enum ImageError {
     Certificates {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: rustls::pki_types::pem::Error,
     },
     /// TLS cannot be set up.
     #[error("cannot set up TLS")]
     Tls(#[from] rustls::Error),
-    /// No connection, or it broke before an answer.
+    /// The connection could not be made, or broke before an answer.
     #[error("cannot ask {url}")]
     Request {
         /// The URL without its query.
         url: String,
-        /// Why.
+        /// The reason.
         source: hyper_util::client::legacy::Error,
     },
     /// The connection broke in the middle of the answer.
@@ -103,7 +103,7 @@ pub enum ImageError {
     Body {
         /// The URL without its query.
         url: String,
-        /// Why.
+        /// The reason.
         source: hyper::Error,
     },
     /// The answer was shorter than announced.
@@ -111,90 +111,90 @@ pub enum ImageError {
     Short {
         /// The URL without its query.
         url: String,
-        /// Bytes that came.
+        /// The bytes that were received.
         got: u64,
-        /// Bytes that the manifest promises.
+        /// The size in the manifest.
         want: u64,
     },
-    /// Nothing came for too long.
+    /// No byte was received within the time limit.
     #[error("{url} sent nothing for {seconds} seconds")]
     Timeout {
         /// The URL without its query.
         url: String,
-        /// The limit of the configuration.
+        /// The limit of the configuration in seconds.
         seconds: u64,
     },
-    /// The registry refused.
+    /// The registry answered with an error status.
     #[error("{url} answered {status}{message}")]
     Status {
         /// The URL without its query.
         url: String,
         /// The HTTP status.
         status: u16,
-        /// ": " and the registry's own words, or nothing.
+        /// ": " and the registry's own message, or empty.
         message: String,
     },
-    /// The registry broke a rule of HTTP or of its own protocol.
+    /// The registry violated HTTP or the registry protocol.
     #[error("the answer of {url} cannot be used: {why}")]
     Protocol {
         /// The URL without its query.
         url: String,
-        /// The rule.
+        /// The rule that was violated.
         why: &'static str,
     },
-    /// Something is larger than it may be.
+    /// Something exceeds its size limit.
     #[error("{what} is larger than {limit} bytes")]
     TooLarge {
-        /// What.
+        /// The name of the thing.
         what: String,
-        /// How large it may be.
+        /// The limit in bytes.
         limit: u64,
     },
-    /// Content is not what its digest says. Nothing of it is kept.
+    /// The content does not match its digest. None of it is kept.
     #[error("{what} is damaged: its digest is {got}")]
     Digest {
-        /// What, with the digest it should have.
+        /// The name of the content, with the expected digest.
         what: String,
-        /// The digest it has.
+        /// The actual digest.
         got: Digest,
     },
     /// A manifest or configuration cannot be used.
     #[error("cannot use {what}")]
     Manifest {
-        /// What.
+        /// The name of the document.
         what: String,
-        /// Why.
+        /// The reason.
         source: ManifestError,
     },
-    /// Something of another kind lies under the name.
+    /// The name belongs to an artifact of another kind.
     #[error("{name} is {found:?}, and what is wanted is {wanted}")]
     OtherArtifact {
-        /// What was asked for.
+        /// The name that was requested.
         name: String,
-        /// What it says it is.
+        /// The type in the manifest.
         found: String,
-        /// What it should be.
+        /// The expected type.
         wanted: &'static str,
     },
-    /// Content ends before its announced end.
+    /// The content ends before its announced end.
     #[error("{what} ends after {got} of {want} bytes")]
     Cut {
-        /// What.
+        /// The name of the content.
         what: String,
-        /// Bytes that came.
+        /// The bytes that were received.
         got: u64,
-        /// Bytes that were announced.
+        /// The bytes that were announced.
         want: u64,
     },
     /// A layer cannot be used.
     #[error("cannot unpack layer {digest}")]
     Layer {
-        /// Its digest: of the compressed form, or of the plain form for archives.
+        /// The layer's digest: of the compressed form, or of the plain form for archives.
         digest: Digest,
-        /// Why.
+        /// The reason.
         source: LayerError,
     },
-    /// The layers do not fit each other.
+    /// The layers are inconsistent with each other.
     #[error("cannot merge the layers of the image")]
     Tree(#[from] TreeError),
     /// The file system cannot be written.
@@ -205,41 +205,41 @@ pub enum ImageError {
     Index {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: IndexError,
     },
-    /// There is less disk than the layers need even in their compressed form.
+    /// The disk has less free space than the compressed layers need.
     #[error("the image needs {needed} bytes and the disk of {path} has {free}", path = path.display())]
     NoSpace {
-        /// The folder of the store.
+        /// The directory of the store.
         path: PathBuf,
-        /// Bytes that the manifest promises.
+        /// The size in the manifest, in bytes.
         needed: u64,
-        /// Bytes that are free.
+        /// The free bytes.
         free: u64,
     },
-    /// The configuration gives too little memory for unpacking.
+    /// The configured memory for unpacking is too small.
     #[error("max_unpack_memory in [images] is {bytes}; at least {least} bytes are expected")]
     UnpackMemory {
-        /// What it says.
+        /// The configured value in bytes.
         bytes: u64,
-        /// The least.
+        /// The minimum in bytes.
         least: u64,
     },
-    /// Reading an archive of images costs more than it may.
+    /// Reading an archive of images exceeds the budget.
     #[error("cannot read the archive {path}", path = path.display())]
     ArchiveBudget {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: BudgetError,
     },
-    /// A file is no archive of images.
+    /// The file is not an archive of images.
     #[error("{path} cannot be loaded: {why}", path = path.display())]
     Archive {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
-        /// The rule it breaks.
+        /// The rule that the file violates.
         why: &'static str,
     },
     /// An archive of images cannot be read.
@@ -247,7 +247,7 @@ pub enum ImageError {
     ArchiveRead {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: TarError,
     },
     /// A task of the runtime did not finish.
@@ -293,7 +293,7 @@ impl Classify for ImageError {
 }
 
 impl ImageError {
-    /// Whether it is about what the work may cost, and not about the disk.
+    /// Returns whether the work exceeds its budget, in contrast to a full disk.
     pub(crate) fn is_over_budget(&self) -> bool {
         use ImageError as E;
         match self {

@@ -1,5 +1,5 @@
-//! Owns: files of an image where they lie in the store: for whoever reads one without the rest (a disk of a machine, its kernel).
-//! May use: `folder`, `tree`, `layer`.
+//! Finds and copies single files of an image in the store, for callers that need one file without the rest (the disk of a VM, its
+//! kernel). Everything here blocks.
 
 use crate::ImageError;
 use crate::budget::{BudgetError, Cancel};
@@ -17,28 +17,28 @@ use std::path::PathBuf;
 /// A file in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageFile {
-    /// Its name in its folder.
+    /// The file's name in its directory.
     pub name: String,
-    /// Its bytes.
+    /// The file's size in bytes.
     pub size: u64,
-    /// Where they lie in one piece: a file, and bytes from its start. What follows there up to a multiple of 4096 bytes is zeros.
-    /// None: they lie in several pieces, with holes.
+    /// The blob and the offset of the data in it, if they are contiguous. The bytes up to the next multiple of 4096 are zeros.
+    /// `None` if the data are in several pieces, with holes.
     pub place: Option<(PathBuf, u64)>,
 }
 
-/// What became of a file that was to be copied out of an image.
+/// The result of copying a file out of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Copied {
-    /// It was: so many bytes.
+    /// The file was copied; the number of its bytes.
     All(u64),
-    /// There is no file under this name; a link, a folder and a device are none.
+    /// There is no regular file of this name.
     Missing,
-    /// It has so many bytes, which are too many. None was copied.
+    /// The file is larger than allowed; its size in bytes. Nothing was copied.
     TooLarge(u64),
 }
 
 impl Shared {
-    /// Blocking: see `Store::files`.
+    /// Implements `Store::files`. Blocks.
     pub fn files(&self, id: ImageId, folder: &str, cancel: &Cancel) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
@@ -57,7 +57,7 @@ impl Shared {
         Ok(Some(found.into_iter().filter_map(file).collect()))
     }
 
-    /// Blocking: see `Store::copy_file`.
+    /// Implements `Store::copy_file`. Blocks.
     pub fn copy_file(
         &self,
         id: ImageId,
@@ -138,7 +138,7 @@ mod tests {
             .collect();
         assert!(bytes == expected, "{} bytes", bytes.len());
         assert_eq!(copied(&Data::Flat { size: 4097, block: 1 }).unwrap()[4095..], [2, 3]);
-        // A blob that was cut.
+        // A truncated blob.
         let error = copied(&Data::Flat { size: 4097, block: 2 }).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }

@@ -1,7 +1,6 @@
-//! Owns: the files of the store: where they lie, who needs them, and their removal. Content is in
-//! `configs/`, `layers/` (a `.blob` counts only with its `.idx`), `trees/`, each named by a digest and never
-//! changed; `partial/` holds what was downloaded of unfinished layers, `work/` what nobody has seen yet.
-//! Threads: the pins are a leaf lock, taken after the catalogue's.
+//! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` (a
+//! `.blob` counts only with its `.idx`) and `trees/`, each named by a digest and never changed; `partial/` holds the downloads of
+//! unfinished layers, `work/` files that are not yet visible. The pins are a leaf lock, taken after the catalogue's.
 
 use crate::{FsInfo, ImageError};
 use nacelle_base::draft;
@@ -15,19 +14,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// How long what an unfinished pull has brought is kept for the next one.
+/// How long the partial downloads of an unfinished pull are kept for the next one.
 const KEEP: Duration = Duration::from_secs(3600);
 
-/// A kind of content, which is also its folder.
+/// A kind of content, which is also its directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Part {
     /// Image configurations.
     Config,
-    /// Layers.
+    /// Layers, by the digest of their unpacked form.
     Layer,
     /// Metadata of images.
     Tree,
-    /// Beginnings of layers as registries send them.
+    /// Partial downloads of layers in their compressed form.
     Partial,
 }
 
@@ -47,10 +46,10 @@ impl Part {
 /// Content by kind and digest.
 pub type Key = (Part, Digest);
 
-/// Holding one keeps the content from being collected; locking it is the right to make it.
+/// A pin protects the content from garbage collection; its lock is held by the caller that creates the content.
 pub type Pin = Arc<tokio::sync::Mutex<()>>;
 
-/// The folder of the store.
+/// The directory of the store.
 pub struct Folder {
     root: PathBuf,
     pins: Mutex<Pins>,
@@ -61,14 +60,14 @@ pub struct Folder {
 #[derive(Default)]
 struct Pins {
     held: HashMap<Key, Weak<tokio::sync::Mutex<()>>>,
-    /// Content that no image needs, but perhaps the next pull.
+    /// Content that no image uses but the next pull may.
     unfinished: HashMap<Key, Instant>,
 }
 
-/// A file that vanishes unless it is renamed.
+/// A file that is removed on drop unless it is renamed.
 pub struct Temporary {
     path: PathBuf,
-    /// Open for writing.
+    /// The file, open for writing.
     pub file: File,
 }
 
@@ -81,7 +80,7 @@ impl Drop for Temporary {
 }
 
 impl Folder {
-    /// Makes the folders that are not there, takes the lock, removes what a crash left half done.
+    /// Creates missing directories, takes the lock, and removes what a crash left unfinished.
     pub fn open(root: &Path) -> Result<Folder, ImageError> {
         let make =
             |path: &Path| fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at("create", path));
@@ -126,17 +125,17 @@ impl Folder {
         self.pins.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file of the list of images.
+    /// Returns the path of the list of images.
     pub fn catalogue(&self) -> PathBuf {
         self.root.join("index.json")
     }
 
-    /// The folder itself.
+    /// Returns the store's directory.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The main file of this content.
+    /// Returns the path of the main file of this content.
     pub fn path(&self, (part, digest): Key) -> PathBuf {
         let extension = match part {
             Part::Config | Part::Partial => "",
@@ -150,7 +149,7 @@ impl Folder {
         self.path((Part::Layer, diff_id)).with_extension("idx")
     }
 
-    /// Keeps this content, there or not yet, until the pin is dropped.
+    /// Protects this content, whether it exists or not, until the pin is dropped.
     pub fn pin(&self, key: Key) -> Pin {
         let mut pins = self.pins();
         if let Some(pin) = pins.held.get(&key).and_then(Weak::upgrade) {
@@ -161,12 +160,12 @@ impl Folder {
         pin
     }
 
-    /// Whether a layer is here and whole.
+    /// Returns whether a layer is complete.
     pub fn has_layer(&self, diff_id: Digest) -> bool {
         self.index_path(diff_id).exists()
     }
 
-    /// An empty file that nobody sees.
+    /// Creates an empty temporary file.
     pub fn temporary(&self) -> Result<Temporary, FileError> {
         let path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
         let file =
@@ -174,7 +173,7 @@ impl Folder {
         Ok(Temporary { path, file })
     }
 
-    /// Makes a layer of a blob that is synced and its index.
+    /// Makes a layer of its index and a blob that is synced.
     pub fn keep_layer(&self, diff_id: Digest, blob: Temporary, index: &[u8]) -> Result<(), FileError> {
         let path = self.path((Part::Layer, diff_id));
         fs::rename(&blob.path, &path).map_err(at("rename", &path))?;
@@ -182,25 +181,25 @@ impl Folder {
         if kept.is_err() {
             remove_if_there(&path)?;
         }
-        // Until an image names it.
+        // Kept until an image uses it.
         self.pins().unfinished.insert((Part::Layer, diff_id), Instant::now());
         kept
     }
 
-    /// Bytes of a layer's index.
+    /// Returns the length of a layer's index in bytes.
     pub fn index_length(&self, diff_id: Digest) -> Result<u64, FileError> {
         let path = self.index_path(diff_id);
         Ok(fs::metadata(&path).map_err(at("read", &path))?.len())
     }
 
-    /// A layer's index, as `LayerIndex` reads it, and where it lies.
+    /// Returns a layer's index, as `LayerIndex` reads it, and its path.
     pub fn index(&self, diff_id: Digest) -> Result<(Vec<u8>, PathBuf), FileError> {
         let path = self.index_path(diff_id);
         let bytes = fs::read(&path).map_err(at("read", &path))?;
         Ok((bytes, path))
     }
 
-    /// The file for the beginning of a blob, and how much of it is here.
+    /// Opens the partial download of a blob, and returns its length.
     pub fn partial(&self, digest: Digest) -> Result<(File, u64), FileError> {
         let key = (Part::Partial, digest);
         let path = self.path(key);
@@ -211,20 +210,20 @@ impl Folder {
         Ok((file, length))
     }
 
-    /// Bytes on disk of this content.
+    /// Returns the disk usage of this content in bytes.
     pub fn size(&self, key: Key) -> u64 {
         let of = |path: &Path| fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512);
         let index = if key.0 == Part::Layer { of(&self.index_path(key.1)) } else { 0 };
         of(&self.path(key)) + index
     }
 
-    /// Forgets that the next pull could use what unfinished ones have left: the disk is full.
+    /// Drops the leftovers of unfinished pulls from the protection: the disk is full.
     pub fn forget_unfinished(&self) {
         self.pins().unfinished.clear();
     }
 
-    /// Takes everything away that is not among `live`, not pinned, and no recent leftover of a pull. The caller holds
-    /// the catalogue, so that nothing becomes live meanwhile. Returns what `delete` has to be called with.
+    /// Removes all content that is not in `live`, not pinned and not a recent leftover of a pull. The caller holds the
+    /// catalogue's lock, so that nothing becomes live meanwhile. Returns the paths that the caller must pass to `delete`.
     pub fn take_away(&self, live: &HashSet<Key>) -> Result<Vec<PathBuf>, FileError> {
         let mut pins = self.pins();
         pins.held.retain(|_, pin| pin.strong_count() > 0);
@@ -233,7 +232,7 @@ impl Folder {
         for part in Part::ALL {
             let mut paths = names(&self.root.join(part.folder()))?;
             paths.sort();
-            // An index goes before its blob: a blob without index is no layer.
+            // An index is removed before its blob: a blob without index is not a layer.
             for path in paths.into_iter().rev() {
                 let Some(key) = key_of(part, &path) else { continue };
                 if live.contains(&key) || pins.held.contains_key(&key) || pins.unfinished.contains_key(&key) {
@@ -247,7 +246,7 @@ impl Folder {
         Ok(away)
     }
 
-    /// Says that no image needs this any more, so that it need not be kept for a pull either.
+    /// Records that no image needs this content any more, so that it is not kept for a pull either.
     pub fn release(&self, keys: impl IntoIterator<Item = Key>) {
         let mut pins = self.pins();
         for key in keys {
@@ -255,13 +254,13 @@ impl Folder {
         }
     }
 
-    /// What the store takes.
+    /// Returns the disk usage of the store.
     pub fn info(&self) -> Result<FsInfo, FileError> {
         let mut info = FsInfo { path: self.root.clone(), used_bytes: 0, inodes_used: 0 };
         let folders = Part::ALL.iter().map(|part| self.root.join(part.folder()));
         for folder in folders.chain([self.root.join("work"), self.root.clone()]) {
             for path in names(&folder)? {
-                // It may be gone by now.
+                // The file may have been removed since.
                 if let Ok(metadata) = fs::symlink_metadata(&path)
                     && metadata.is_file()
                 {
@@ -273,14 +272,14 @@ impl Folder {
         Ok(info)
     }
 
-    /// Bytes that are free for us.
+    /// Returns the bytes that are free for unprivileged users of the file system.
     pub fn free(&self) -> Result<u64, FileError> {
         let stat = nix::sys::statvfs::statvfs(&self.root).map_err(|errno| at("measure", &self.root)(errno.into()))?;
         Ok(stat.blocks_available() * stat.fragment_size())
     }
 }
 
-/// Removes what `take_away` has returned.
+/// Removes the files that `take_away` returned.
 pub fn delete(paths: Vec<PathBuf>) -> Result<(), FileError> {
     paths.iter().try_for_each(|path| remove_if_there(path))
 }

@@ -1,7 +1,8 @@
-//! Makes an image in the store of its parts, wherever the parts come from.
-//! One blocking thread works on a layer (and the one that `ingest` adds); the number of layers at a time, and the memory of all of
-//! them, are bounded over the whole store. A dropped future stops its downloads and cancels its threads, which keep their locks until
-//! they have ended.
+//! Installs an image in the store from its parts, whatever source the parts come from.
+//!
+//! One blocking thread works on a layer (and the one that `ingest` adds). The number of layers at a time and the memory of all of
+//! them are bounded over the whole store. Dropping a future stops its downloads and cancels its threads, which keep their locks
+//! until they have ended.
 
 use crate::budget::{Budget, BudgetError, Cancel, Pool};
 use crate::catalogue::{Catalogue, Images, Published, Stored, find, give_tag, take_away};
@@ -29,49 +30,49 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
 
-/// Bytes of all indexes of an image, which are read one after the other.
+/// The maximum size in bytes of all indexes of an image, which are read one after the other.
 const MAX_INDEXES: u64 = 512 << 20;
 
-/// Pieces of a download that wait for the thread that unpacks them.
+/// The maximum number of pieces of a download that wait for the unpacking thread.
 const PIECES: usize = 16;
 
-/// What all handles of a store share.
+/// The state that all handles of a store share.
 pub struct Shared {
     /// The configuration.
     pub config: Config,
-    /// The references that must not be collected, in their full form.
+    /// The references that must not be garbage-collected, in their full form.
     pub pinned: HashSet<String>,
     /// The files.
     pub folder: Folder,
     /// The HTTP clients.
     pub http: Arc<Http>,
-    /// Layers at a time.
+    /// Permits for layers in progress.
     pub layers: Semaphore,
     /// The memory of all work on images.
     pub pool: Arc<Pool>,
-    /// The list of images, for those who change it: on blocking threads only.
+    /// The list of images, for changes; locked on blocking threads only.
     pub catalogue: Mutex<Catalogue>,
-    /// The list of images, for those who read it.
+    /// The list of images, for readers.
     pub published: Published,
 }
 
-/// Where a layer comes from.
+/// The source of a layer.
 pub enum Source {
     /// A registry.
     Registry(Arc<Session>, Descriptor),
-    /// An archive, and the digest of what it holds if it says one.
+    /// A stream from an archive, and the digest of its content if the archive has one.
     Archive(Box<dyn Read + Send>, Option<Digest>),
 }
 
-/// The name of metadata, their length, and the blobs that follow them with theirs.
+/// The digest that names the metadata, the length of the metadata, and the blobs that follow them with their lengths.
 type BuiltTree = (Digest, u64, Vec<(Digest, u64)>);
 
 /// The names that an image gets.
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    /// Tags: other images lose them.
+    /// Tags. Other images lose them.
     pub tags: Vec<String>,
-    /// Names with digests.
+    /// Digest references.
     pub digests: Vec<String>,
 }
 
@@ -88,12 +89,12 @@ impl Names {
 }
 
 impl Shared {
-    /// The list of images, to change it.
+    /// Locks the list of images for a change.
     fn catalogue(&self) -> MutexGuard<'_, Catalogue> {
         self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives names to an image that is here; false if it is not.
+    /// Gives names to an image of the store. Returns false if the store does not have it.
     pub async fn name(self: &Arc<Self>, id: ImageId, names: Names) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
@@ -104,7 +105,7 @@ impl Shared {
         .await?
     }
 
-    /// Brings the layers, builds the tree, lists the image. If the disk is full nothing stays.
+    /// Fetches the layers, builds the tree and adds the image to the list. If the disk is full, removes everything that it wrote.
     pub async fn install(
         self: &Arc<Self>,
         config: Vec<u8>,
@@ -123,7 +124,7 @@ impl Shared {
         if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted && !error.is_over_budget()) {
             cancel.cancel();
             threads.close();
-            threads.wait().await; // Those of layers that were cancelled may still have run.
+            threads.wait().await; // Threads of cancelled layers may still have run.
             drop(pins);
             self.folder.forget_unfinished();
             self.sweep(None).await?;
@@ -155,7 +156,7 @@ impl Shared {
                 return Err(error);
             }
         }
-        // The thread goes on if this future is dropped, so it holds what it lists.
+        // The thread continues if this future is dropped, so it owns the pins of what it adds to the list.
         let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
         run_blocking("install an image", move || {
             let finished = shared.finish(config, diff_ids, names, &cancel);
@@ -179,7 +180,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Brings one layer, unless it is here or somebody else is bringing it.
+    /// Fetches one layer, unless the store has it or another pull is fetching it.
     async fn bring(
         self: Arc<Self>,
         diff_id: Digest,
@@ -191,7 +192,7 @@ impl Shared {
         if self.folder.has_layer(diff_id) {
             return Ok(());
         }
-        let _permit = self.layers.acquire().await; // It is never closed.
+        let _permit = self.layers.acquire().await; // The semaphore is never closed.
         match source {
             Source::Archive(stream, digest) => {
                 let shared = Arc::clone(&self);
@@ -208,7 +209,7 @@ impl Shared {
                 let download = |making| self.download(&session, &blob, diff_id, making, &threads, &cancel);
                 let (brought, resumed) = download(Arc::clone(&making)).await;
                 match brought {
-                    // What was here before may have been damaged by a crash: once more, from the start.
+                    // A crash may have damaged the partial download: try once more from the start.
                     Err(ImageError::Digest { .. } | ImageError::Layer { .. })
                         if resumed && !self.partial_is_here(&blob) =>
                     {
@@ -224,7 +225,7 @@ impl Shared {
         self.folder.path((Part::Partial, blob.digest)).exists()
     }
 
-    /// Downloads and unpacks at the same time. Says too whether an earlier download was continued.
+    /// Downloads and unpacks at the same time. Also returns whether it resumed an earlier download.
     async fn download(
         self: &Arc<Self>,
         session: &Session,
@@ -242,13 +243,13 @@ impl Shared {
             let _locks = (making, partial);
             shared.take_download(diff_id, &wanted, start_sender, receiver, &cancel)
         });
-        let from = start.await.unwrap_or(0); // If the thread failed at once nobody listens to the download.
+        let from = start.await.unwrap_or(0); // If the thread failed at once, the download has no receiver.
         let (sent, taken) = tokio::join!(session.download(blob, from, sender), taking);
         let taken = taken.map_err(|error| TaskError::new("unpack a layer", error));
         (sent.and_then(|()| taken?), from > 0)
     }
 
-    /// Blocking: one layer out of a download.
+    /// Unpacks one layer from a download. Blocks.
     fn take_download(
         &self,
         diff_id: Digest,
@@ -264,7 +265,7 @@ impl Shared {
             length = 0;
         }
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
-        let _ = start.send(length); // If nobody waits, nobody sends, and the stream below says so.
+        let _ = start.send(length); // If the future was dropped, there is no sender, and the stream below returns the error.
         let stream = before.chain(Downloading { receiver, piece: Bytes::new(), partial: file, ended: false });
         let taken = self.take(diff_id, Some(blob.digest), Box::new(stream), cancel);
         let keep = match &taken {
@@ -280,7 +281,7 @@ impl Shared {
         taken
     }
 
-    /// Blocking: one layer out of a stream. Nothing of it stays unless both digests are right.
+    /// Unpacks one layer from a stream. Blocks. Keeps nothing unless both digests match.
     fn take(
         &self,
         diff_id: Digest,
@@ -307,7 +308,7 @@ impl Shared {
         Ok(self.folder.keep_layer(diff_id, blob, &ingested.index)?)
     }
 
-    /// Blocking: the tree, the configuration, the entry in the list.
+    /// Writes the tree, the configuration and the entry in the list. Blocks.
     fn finish(
         &self,
         config: Vec<u8>,
@@ -343,7 +344,7 @@ impl Shared {
         Ok(id)
     }
 
-    /// Blocking: the metadata of these layers, written unless another image has the same.
+    /// Returns the metadata of these layers, and writes them unless another image has the same. Blocks.
     fn tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
         if let Some(same) = self.published.images().values().find(|stored| stored.tree == tree) {
@@ -357,7 +358,7 @@ impl Shared {
         Ok((tree, metadata.bytes.len() as u64, used.collect()))
     }
 
-    /// Blocking: the tree of these layers, their blobs, and the budget that the tree is charged to.
+    /// Merges these layers. Returns the tree, its blobs and the budget that the tree is charged to. Blocks.
     pub fn merge(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<(Tree, Vec<Blob>, Budget), ImageError> {
         let lengths =
             diff_ids.iter().map(|diff_id| self.folder.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
@@ -382,13 +383,13 @@ impl Shared {
         Ok((tree, blobs, budget))
     }
 
-    /// Deletes what no image needs. With `in_use`, images that were removed and are not among them go first.
+    /// Deletes what no image needs. With `in_use`, first drops the removed images that are not in it.
     pub async fn sweep(self: &Arc<Self>, in_use: Option<HashSet<ImageId>>) -> Result<(), ImageError> {
         let shared = Arc::clone(self);
         run_blocking("remove unused files of the image store", move || shared.sweep_now(None, in_use.as_ref())).await?
     }
 
-    /// Blocking: takes an image off the list, if one is named, and deletes what no image needs.
+    /// Removes an image from the list, if `remove` names one, and deletes what no image needs. Blocks.
     pub fn sweep_now(&self, remove: Option<&str>, in_use: Option<&HashSet<ImageId>>) -> Result<(), ImageError> {
         let mut catalogue = self.catalogue();
         let remove = remove.map(|name| find(&catalogue.images(), name)).transpose()?.flatten();
@@ -406,7 +407,7 @@ impl Shared {
         Ok(delete(away)?)
     }
 
-    /// Blocking: an image's configuration.
+    /// Returns an image's configuration. Blocks.
     pub fn image_config(&self, id: ImageId) -> Result<ImageConfig, ImageError> {
         let path = self.folder.path((Part::Config, id));
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
@@ -415,7 +416,7 @@ impl Shared {
     }
 }
 
-/// All content that these images need.
+/// Returns all content that these images need.
 fn needed(images: &Images) -> HashSet<(Part, Digest)> {
     let of = |(id, stored): (&ImageId, &Stored)| {
         let layers: Vec<_> = stored.layers.iter().map(|diff_id| (Part::Layer, *diff_id)).collect();
@@ -424,7 +425,7 @@ fn needed(images: &Images) -> HashSet<(Part, Digest)> {
     images.iter().flat_map(of).collect()
 }
 
-/// The name of the metadata of these layers. The number changes when the writer writes something else.
+/// Returns the name of the metadata of these layers. The number in it changes whenever the writer's output changes.
 fn tree_name(diff_ids: &[Digest]) -> Digest {
     let text: String = diff_ids.iter().map(|diff_id| format!("{diff_id}\n")).collect();
     Digest::of(format!("tree 1\n{text}").as_bytes())

@@ -1,8 +1,9 @@
-//! Owns: images, from registry or archive to a root file system that a guest can mount: references,
-//! registry client, layers, merged tree, EROFS, the store and its garbage; and artifacts, which lie where images do.
-//! May use: `nacelle-base`. Knows no CRI, no pod, no guest.
-//! Threads: `Store` is a handle that can be cloned; downloads run on the caller's tokio runtime, everything
-//! that decompresses, hashes or touches the disk runs on blocking threads.
+//! Turns images from a registry or an archive into root file systems that a guest can mount: references, registry client, layers,
+//! merged tree, EROFS, the store and its garbage collection. It also stores artifacts, which use the same registries. The crate
+//! depends on `nacelle-base` and knows neither CRI nor pods nor guests.
+//!
+//! `Store` is a handle that can be cloned. Downloads run on the caller's tokio runtime; everything that decompresses, hashes or
+//! accesses the disk runs on blocking threads.
 //!
 //! ```no_run
 //! # async fn f() -> Result<(), nacelle_image::ImageError> {

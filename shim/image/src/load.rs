@@ -1,5 +1,5 @@
-//! Reads images out of files: OCI layouts, as a directory or a tar archive, and docker archives. What is kept of an archive until its
-//! images are installed is charged to a budget, and reading it ends when the caller has gone.
+//! Reads images from files: OCI layouts, as a directory or a tar archive, and docker archives. Everything that is kept of an
+//! archive until its images are installed is charged to a budget, and reading it ends when the caller has cancelled.
 
 use crate::budget::{Budget, BudgetError, Cancel, heap};
 use crate::install::{Names, Shared, Source};
@@ -16,20 +16,20 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Members of an archive.
+/// The maximum number of members of an archive.
 const MAX_MEMBERS: usize = 1_000_000;
-/// Images of an archive.
+/// The maximum number of images of an archive.
 const MAX_IMAGES: usize = 1000;
-/// What a member takes in a map beside its name, and the names before they are in the map.
+/// The memory in bytes that a member takes in a map in addition to its name, and the names before they are in the map.
 const MEMBER: u64 = 128;
-/// What a layer takes in a plan: its digest and its boxed stream.
+/// The memory in bytes that a layer takes in a plan: its digest and its boxed stream.
 const LAYER: u64 = 256;
 
-/// Loads all images of an archive; `name` is for the only one.
+/// Loads all images of an archive. `name` is an additional name if the archive has only one image.
 pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -> Result<Vec<Loaded>, ImageError> {
     let (opened, pool, cancel) = (path.to_owned(), Arc::clone(&shared.pool), Cancel::default());
     let _cancelled_with_this_future = cancel.on_drop();
-    // The budget is held until all are installed.
+    // The budget lives until all images are installed.
     let (plans, path, _budget) = run_blocking("read an image archive", move || {
         let mut budget = Budget::archive(&pool, &cancel);
         let container = Container::open(&opened, &mut budget)?;
@@ -88,7 +88,7 @@ fn plans(container: &Container, budget: &mut Budget) -> Result<Vec<Plan>, ImageE
     Err(ImageError::Archive { path: container.path().to_owned(), why })
 }
 
-/// The plans for an archive's images, each once.
+/// The plans for an archive's images, each image once.
 struct Plans<'c> {
     container: &'c Container,
     budget: &'c mut Budget,
@@ -104,7 +104,7 @@ impl Plans<'_> {
         Ok(())
     }
 
-    /// Adds a plan; the same image under several names is one.
+    /// Adds a plan. The same image under several names is one plan.
     fn add(&mut self, plan: Plan) -> Result<(), ImageError> {
         self.budget.step(1).map_err(|source| self.container.over(source))?;
         match self.all.iter_mut().find(|other| other.id == plan.id) {
@@ -150,7 +150,7 @@ fn layout_plan(container: &Container, image: &RawDescriptor) -> Result<Plan, Ima
     Err(container.wrong("index.json", ManifestError::Kind { kind: "an index of indexes of indexes".to_owned() }))
 }
 
-/// The whole name that a layout gives an image; a bare tag is none.
+/// Returns the full name that a layout gives an image; `None` for a bare tag.
 fn name_in(image: &RawDescriptor) -> Option<Reference> {
     let annotation = |key| image.annotations.as_ref().and_then(|all| all.get(key));
     let whole = annotation("io.containerd.image.name");
@@ -183,7 +183,7 @@ fn blob_name(digest: Digest) -> String {
     format!("blobs/sha256/{}", digest.hex())
 }
 
-/// A folder or archive with members.
+/// A directory or archive with members.
 enum Container {
     Folder(PathBuf),
     Tar { path: PathBuf, file: Arc<File>, members: HashMap<Vec<u8>, (u64, u64)> },
@@ -226,7 +226,7 @@ impl Container {
                 Kind::File if header.sparse.is_none() => {
                     members.insert(name, (header.data_at, header.size));
                 }
-                // `docker save` writes a layer that several images have once, and links to it.
+                // `docker save` writes a layer of several images once and links to it.
                 Kind::Symlink => links.push(([&name[..], b"/../", &header.link].concat(), name)),
                 Kind::Hardlink => links.push((header.link, name)),
                 _ => {}
@@ -291,7 +291,7 @@ impl Container {
         Ok(Some(bytes))
     }
 
-    /// A small blob of a layout, verified.
+    /// Returns a small blob of a layout, verified.
     fn blob(&self, descriptor: &Descriptor, limit: u64) -> Result<Vec<u8>, ImageError> {
         let name = blob_name(descriptor.digest);
         let bytes = self.small(&name, limit)?;

@@ -1,5 +1,5 @@
-//! Owns: the JSON of registries and archives: manifests, indexes, image configurations. All of it comes from
-//! strangers; its size is bounded before it comes here.
+//! Parses the JSON of registries and archives: manifests, indexes, image configurations. The JSON is untrusted; the callers bound
+//! its size.
 
 use crate::ImageConfig;
 use nacelle_base::json;
@@ -8,90 +8,90 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::collections::BTreeMap;
 
-/// Bytes of a manifest or index.
+/// The maximum size in bytes of a manifest or index.
 pub const MAX_MANIFEST: u64 = 4 << 20;
-/// Bytes of an image configuration.
+/// The maximum size in bytes of an image configuration.
 pub const MAX_CONFIG: u64 = 4 << 20;
-/// Layers of an image.
+/// The maximum number of layers of an image.
 const MAX_LAYERS: usize = 1000;
 
-/// What a manifest request says it takes.
+/// The Accept header of a manifest request.
 pub const ACCEPT: &str = "application/vnd.oci.image.index.v1+json, \
     application/vnd.docker.distribution.manifest.list.v2+json, application/vnd.oci.image.manifest.v1+json, \
     application/vnd.docker.distribution.manifest.v2+json";
 
-/// Why JSON is no manifest or configuration.
+/// Reasons that JSON is not a usable manifest or configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
-    /// No JSON, or a field is missing or of another type.
+    /// The text is not JSON, or a field is missing or has the wrong type.
     #[error("it does not have the form of one")]
     Form(#[from] serde_json::Error),
-    /// A kind of manifest that Nacelle does not know.
+    /// The manifest has an unsupported type.
     #[error("it is of a kind that Nacelle does not run: {kind}")]
     Kind {
-        /// The media type, or what else says it.
+        /// The media type, or another description of the type.
         kind: String,
     },
-    /// A digest in it is none.
+    /// A digest is malformed.
     #[error("it names {text:?}, which is no sha256 digest")]
     Digest {
         /// The text.
         text: String,
     },
-    /// The image has no variant for this machine.
+    /// The image has no variant for this node.
     #[error("the image has no variant for linux/{architecture}; it has {has}")]
     Platform {
-        /// Ours.
+        /// The node's architecture.
         architecture: &'static str,
-        /// Theirs.
+        /// The architectures of the image.
         has: String,
     },
-    /// Manifest and configuration do not fit, or have too many layers.
+    /// Manifest and configuration have different numbers of layers, or too many.
     #[error("it has {layers} layers, and the configuration {diff_ids}; at most 1000 and as many are right")]
     Layers {
-        /// In the manifest.
+        /// The number in the manifest.
         layers: usize,
-        /// In the configuration.
+        /// The number in the configuration.
         diff_ids: usize,
     },
-    /// An artifact with more layers than its kind has.
+    /// The artifact has more layers than its kind allows.
     #[error("it has {layers} layers; at most {most} are right")]
     TooManyLayers {
-        /// In the manifest.
+        /// The number in the manifest.
         layers: usize,
-        /// The most.
+        /// The maximum.
         most: usize,
     },
 }
 
-/// A blob as a manifest names it.
+/// The reference of a manifest to a blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// Its digest.
+    /// The blob's digest.
     pub digest: Digest,
-    /// Bytes.
+    /// The blob's size in bytes.
     pub size: u64,
 }
 
 /// An image for one platform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// The configuration.
+    /// The image configuration.
     pub config: Descriptor,
     /// The layers, lowest first.
     pub layers: Vec<Descriptor>,
 }
 
-/// What a manifest request may bring.
+/// The document that a manifest request returned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Document {
     /// An image.
     Manifest(Manifest),
-    /// Variants, of which this one is ours.
+    /// An index; the descriptor is of the variant for this node.
     Index(Descriptor),
 }
 
-/// The architecture of this machine, in Go's words.
+/// Returns the architecture of this node as Go names it.
 pub fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",
@@ -112,7 +112,7 @@ struct RawDocument {
     manifests: Option<Vec<RawDescriptor>>,
 }
 
-/// A descriptor as JSON has it, with what only some places use.
+/// The JSON form of a descriptor, with the fields that only some documents use.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RawDescriptor {
@@ -121,7 +121,7 @@ pub struct RawDescriptor {
     digest: String,
     size: u64,
     platform: Option<Platform>,
-    /// Names of an image in a layout.
+    /// Annotations; in a layout they contain the names of an image.
     #[serde(default)]
     pub annotations: Option<BTreeMap<String, String>>,
 }
@@ -135,13 +135,13 @@ struct Platform {
 }
 
 impl RawDescriptor {
-    /// The checked form.
+    /// Validates digest and size.
     pub fn check(&self) -> Result<Descriptor, ManifestError> {
         let wrong = |_| ManifestError::Digest { text: self.digest.chars().take(100).collect() };
         Ok(Descriptor { digest: self.digest.parse().map_err(wrong)?, size: self.size })
     }
 
-    /// Its media type, if it says one.
+    /// Returns the media type, if there is one.
     pub fn media_type(&self) -> Option<&str> {
         self.media_type.as_deref()
     }
@@ -150,7 +150,7 @@ impl RawDescriptor {
         self.media_type.as_deref().is_none_or(|kind| kind.is_empty() || kinds.contains(&kind))
     }
 
-    /// Whether it names a manifest or an index, or does not say.
+    /// Returns whether the descriptor names a manifest or an index, or has no media type.
     pub fn is_image(&self) -> bool {
         self.is(&[
             "application/vnd.oci.image.index.v1+json",
@@ -161,13 +161,13 @@ impl RawDescriptor {
     }
 }
 
-/// The `manifests` of a layout's index.json.
+/// Parses the `manifests` of a layout's index.json.
 pub fn parse_layout_index(bytes: &[u8]) -> Result<Vec<RawDescriptor>, ManifestError> {
     let raw: RawDocument = json::read(bytes)?;
     Ok(raw.manifests.unwrap_or_default())
 }
 
-/// Reads a manifest or index, OCI's or Docker's.
+/// Parses a manifest or index of OCI or Docker.
 pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
     let raw: RawDocument = json::read(bytes)?;
     let kind = |kind: &str| ManifestError::Kind { kind: kind.chars().take(100).collect() };
@@ -175,7 +175,7 @@ pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
         return Err(kind("Docker schema 1"));
     }
     if raw.layers.is_some() && raw.manifests.is_some() {
-        // Two readers would see two different images.
+        // Two readers could see two different images.
         return Err(kind("manifest and index at once"));
     }
     if let (Some(config), Some(layers)) = (&raw.config, &raw.layers) {
@@ -197,7 +197,7 @@ pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
         None => false,
     };
     let ours = manifests.iter().find(named).or_else(|| {
-        // An index of one manifest without a platform: it is what was meant.
+        // An index of a single manifest without a platform means that manifest.
         manifests.first().filter(|only| manifests.len() == 1 && only.platform.is_none())
     });
     match ours {
@@ -243,7 +243,7 @@ struct RawConfig {
     exposed_ports: Option<BTreeMap<String, IgnoredAny>>,
 }
 
-/// Reads an image configuration: how to run it, and the digests of its unpacked layers.
+/// Parses an image configuration. Returns how to run the image, and the digests of its unpacked layers.
 pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), ManifestError> {
     let raw: RawImage = json::read(bytes)?;
     let foreign = |ours: &str, theirs: &Option<String>| theirs.as_ref().is_some_and(|t| !t.is_empty() && t != ours);
@@ -273,7 +273,7 @@ pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), Manifest
     Ok((config, diff_ids))
 }
 
-/// Each layer with the digest of its unpacked form.
+/// Pairs each layer with the digest of its unpacked form.
 pub fn pair(manifest: &Manifest, diff_ids: &[Digest]) -> Result<Vec<(Descriptor, Digest)>, ManifestError> {
     if manifest.layers.len() != diff_ids.len() {
         return Err(ManifestError::Layers { layers: manifest.layers.len(), diff_ids: diff_ids.len() });
@@ -285,17 +285,17 @@ pub fn pair(manifest: &Manifest, diff_ids: &[Digest]) -> Result<Vec<(Descriptor,
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 pub struct ArchiveImage {
-    /// The member that holds the configuration.
+    /// The member with the configuration.
     pub config: String,
-    /// `name:tag`.
+    /// The tags, `name:tag`.
     #[serde(default)]
     pub repo_tags: Option<Vec<String>>,
-    /// The members that hold the layers, lowest first.
+    /// The members with the layers, lowest first.
     #[serde(default)]
     pub layers: Vec<String>,
 }
 
-/// Reads a docker archive's manifest.json.
+/// Parses a docker archive's manifest.json.
 pub fn parse_archive(bytes: &[u8]) -> Result<Vec<ArchiveImage>, ManifestError> {
     Ok(json::read(bytes)?)
 }

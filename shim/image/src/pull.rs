@@ -1,4 +1,4 @@
-//! Owns: the order of a pull: manifest, variant, configuration, layers, name.
+//! Pulls an image: manifest, variant, configuration, layers, name, in this order.
 
 use crate::install::{Names, Shared, Source};
 use crate::manifest::{self, Document, MAX_CONFIG, Manifest, ManifestError};
@@ -12,7 +12,7 @@ pub async fn pull(shared: &Arc<Shared>, reference: &Reference, auth: Option<Auth
     let session = Arc::new(Session::new(Arc::clone(&shared.http), reference, auth, false)?);
     let (manifest, digest) = manifest_of(&session, reference).await?;
     let names = Names {
-        // A tag beside a digest says nothing: the registry was asked for the digest.
+        // The tag of a reference with a digest is ignored: the registry was asked for the digest.
         tags: reference.digest().is_none().then(|| reference.to_string()).into_iter().collect(),
         digests: vec![reference.with_digest(digest).to_string()],
     };
@@ -28,7 +28,7 @@ pub async fn pull(shared: &Arc<Shared>, reference: &Reference, auth: Option<Auth
     shared.install(config, layers.collect(), names).await
 }
 
-/// The manifest for this machine, and the digest of what the reference names.
+/// Returns the manifest for this node, and the digest of the document that the reference names.
 async fn manifest_of(session: &Session, reference: &Reference) -> Result<(Manifest, Digest), ImageError> {
     let (mut bytes, named) = session.manifest(reference.tag(), reference.digest()).await?;
     let mut digest = named;

@@ -1,12 +1,12 @@
-//! Owns: names of images: references as docker writes them, digests, image ids.
+//! Parses image references as docker writes them, digests and image ids.
 
 use crate::ImageError;
 use nacelle_model::digest::{Digest, DigestError};
 use std::fmt;
 use std::str::FromStr;
 
-/// The name of an image: registry, repository, and a tag or a digest or both. Without a registry it is
-/// docker.io's, without a namespace there its `library`, without tag and digest its `latest`.
+/// The name of an image: registry, repository, and a tag or a digest or both. The registry defaults to docker.io, the namespace
+/// there to `library`, and the tag to `latest` if there is no digest.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Reference {
     registry: String,
@@ -20,7 +20,7 @@ fn bad(text: &str, why: &'static str) -> ImageError {
 }
 
 impl Reference {
-    /// Reads a reference as people write it: "busybox", "quay.io/a/b:1", "host:5000/a@sha256:...".
+    /// Parses a reference as users write it: "busybox", "quay.io/a/b:1", "host:5000/a@sha256:...".
     pub fn parse(text: &str) -> Result<Reference, ImageError> {
         if text.is_empty() || text.len() > 1024 {
             return Err(bad(text, "a reference has 1 to 1024 characters"));
@@ -66,32 +66,32 @@ impl Reference {
         })
     }
 
-    /// The host and port that the reference names: "docker.io", "registry.local:5000".
+    /// Returns the host and port that the reference names: "docker.io", "registry.local:5000".
     pub fn registry(&self) -> &str {
         &self.registry
     }
 
-    /// The repository in the registry: "library/busybox".
+    /// Returns the repository in the registry: "library/busybox".
     pub fn repository(&self) -> &str {
         &self.repository
     }
 
-    /// The tag, if it has one.
+    /// Returns the tag, if there is one.
     pub fn tag(&self) -> Option<&str> {
         self.tag.as_deref()
     }
 
-    /// The digest, if it has one.
+    /// Returns the digest, if there is one.
     pub fn digest(&self) -> Option<Digest> {
         self.digest
     }
 
-    /// Registry and repository: "docker.io/library/busybox".
+    /// Returns registry and repository: "docker.io/library/busybox".
     pub fn name(&self) -> String {
         format!("{}/{}", self.registry, self.repository)
     }
 
-    /// The same name with this digest and no tag.
+    /// Returns the same name with this digest and no tag.
     pub fn with_digest(&self, digest: Digest) -> Reference {
         Reference { tag: None, digest: Some(digest), ..self.clone() }
     }
@@ -148,7 +148,8 @@ fn is_host(host: &str) -> bool {
     port_ok && name_ok && host.len() <= 255
 }
 
-/// One part of a repository: runs of a-z0-9 with one `.`, one or two `_`, or any number of `-` between them.
+/// Returns whether the text is a valid part of a repository: runs of a-z0-9 with one `.`, one or two `_`, or any number of `-`
+/// between them.
 fn is_component(part: &str) -> bool {
     let is_word = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
     let separators = part.split(|c: char| c.is_ascii_lowercase() || c.is_ascii_digit());

@@ -1,4 +1,4 @@
-//! Owns: the store as its users see it, and that pulls of the same image are one.
+//! The public interface of the image store. Concurrent pulls of the same image are one pull.
 
 use crate::budget::{Cancel, Pool};
 use crate::catalogue::{Catalogue, find, record};
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 
-/// The images of this node. A cheap handle: clones are the same store.
+/// The images of this node. A cheap handle: clones share one store.
 #[derive(Clone)]
 pub struct Store {
     shared: Arc<Shared>,
@@ -27,7 +27,7 @@ pub struct Store {
 type FlightKey = (Reference, Option<Auth>);
 type Outcome = Result<ImageId, Arc<ImageError>>;
 
-/// A pull that is going on; it ends when nobody waits for it any more.
+/// A pull in progress. It is cancelled when the last caller stops waiting for it.
 struct Flight {
     task: AbortHandle,
     outcome: watch::Receiver<Option<Outcome>>,
@@ -39,89 +39,89 @@ impl Drop for Flight {
     }
 }
 
-/// What is known of one image.
+/// The public record of one image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageRecord {
-    /// The digest of its configuration: CRI's image id and image_ref.
+    /// The digest of the image's configuration: CRI's image id and image_ref.
     pub id: ImageId,
-    /// `registry/repository:tag`, sorted.
+    /// The tags, `registry/repository:tag`, sorted.
     pub repo_tags: Vec<String>,
-    /// `registry/repository@sha256:...`, sorted.
+    /// The digest references, `registry/repository@sha256:...`, sorted.
     pub repo_digests: Vec<String>,
-    /// Bytes that it takes in the store; layers that other images share count in full.
+    /// The size in the store in bytes; layers that other images share count in full.
     pub size: u64,
-    /// Whom its configuration says to run as.
+    /// The user of the image's configuration.
     pub user: RunAs,
-    /// The configuration says that it must not be collected.
+    /// The configuration of the store excludes the image from garbage collection.
     pub pinned: bool,
-    /// When it came, in seconds since 1970.
+    /// When the image was added, in seconds since 1970.
     pub added: u64,
 }
 
-/// The user that an image's configuration names, without its group part.
+/// The user in an image's configuration, without its group part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunAs {
-    /// A number; 0 if the image names nobody.
+    /// A UID; 0 if the image has no user.
     Uid(i64),
-    /// A name, to be looked up in the image's /etc/passwd (the agent does, in the guest).
+    /// A name. The agent looks it up in the image's /etc/passwd in the guest.
     Name(String),
 }
 
 /// The part of an image's configuration that says how to run it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageConfig {
-    /// The command's fixed beginning.
+    /// The fixed beginning of the command.
     pub entrypoint: Vec<String>,
-    /// The command's default rest.
+    /// The default arguments.
     pub cmd: Vec<String>,
-    /// `NAME=value`.
+    /// The environment, `NAME=value`.
     pub env: Vec<String>,
-    /// "user", "uid", "user:group", "uid:gid", or empty.
+    /// The user: "user", "uid", "user:group", "uid:gid", or empty.
     pub user: String,
     /// The working directory, or empty.
     pub working_dir: String,
-    /// "SIGTERM", "15", or none.
+    /// The stop signal, "SIGTERM" or "15", if there is one.
     pub stop_signal: Option<String>,
     /// Labels.
     pub labels: BTreeMap<String, String>,
-    /// Paths that the image wants as volumes, sorted.
+    /// The paths that the image declares as volumes, sorted.
     pub volumes: Vec<String>,
-    /// "80/tcp", sorted.
+    /// The exposed ports, "80/tcp", sorted.
     pub exposed_ports: Vec<String>,
 }
 
-/// What a container's root is made of.
+/// The parts of a container's root.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RootFs {
     /// The pieces of the read-only device; the guest mounts it as EROFS.
     pub disk: ImageDisk,
-    /// How to run it.
+    /// The configuration of the image.
     pub config: ImageConfig,
 }
 
-/// One image that came out of an archive.
+/// One image that was loaded from an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded {
-    /// Its id.
+    /// The image's id.
     pub id: ImageId,
-    /// The tags it has now.
+    /// The tags that the image has now.
     pub names: Vec<String>,
 }
 
-/// The disk that images take.
+/// The disk usage of the images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FsInfo {
-    /// The folder of the store.
+    /// The directory of the store.
     pub path: PathBuf,
-    /// Bytes in use.
+    /// The bytes in use.
     pub used_bytes: u64,
-    /// Files in use.
+    /// The inodes in use.
     pub inodes_used: u64,
 }
 
 impl Store {
-    /// Opens the store in this folder, which is made if it is not there. Finishes or undoes what a crash
-    /// left. Blocking: for the start of the process. One process at a time.
+    /// Opens the store in this directory, which is created if it is missing. Completes or rolls back what a crash left
+    /// unfinished. Blocks; called once at the start of the process. Fails if another process has the store open.
     pub fn open(root: &Path, config: Config) -> Result<Store, ImageError> {
         let pinned = config.pinned.iter().map(|name| Reference::parse(name).map(|reference| reference.to_string()));
         let pinned = pinned.collect::<Result<_, _>>()?;
@@ -136,8 +136,8 @@ impl Store {
         Ok(Store { shared, flights: Arc::default() })
     }
 
-    /// Pulls an image, or finds that it is here already, and gives it the reference's name. Dropping the
-    /// future stops the pull, unless others wait for the same one; what was downloaded is used by the next one.
+    /// Pulls an image, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
+    /// unless other callers wait for the same one; the next pull continues its downloads.
     pub async fn pull(&self, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
         let flight = self.flight(reference, auth);
         let mut outcome = flight.outcome.clone();
@@ -145,12 +145,12 @@ impl Store {
         match ended.as_deref() {
             Ok(Some(Ok(id))) => Ok(*id),
             Ok(Some(Err(error))) => Err(ImageError::Shared(Arc::clone(error))),
-            // The task was taken down with its runtime, or panicked.
+            // The task was cancelled with its runtime, or panicked.
             Ok(None) | Err(_) => Err(ImageError::Aborted { name: reference.to_string() }),
         }
     }
 
-    /// The pull of this image that is going on, or a new one.
+    /// Returns the pull of this image that is in progress, or starts one.
     fn flight(&self, reference: &Reference, auth: Option<Auth>) -> Arc<Flight> {
         let key = (reference.clone(), auth.clone());
         let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
@@ -162,8 +162,8 @@ impl Store {
         let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.flights), key.clone());
         let task = tokio::spawn(async move {
             let pulled = pull::pull(&shared, &name.0, auth).await;
-            drop(shared); // Who has the outcome may close the store.
-            // Who comes from now on wants a new one.
+            drop(shared); // A caller that has the result may close the store.
+            // Later callers start a new pull.
             others.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             sender.send_replace(Some(pulled.map_err(Arc::new)));
         });
@@ -172,72 +172,72 @@ impl Store {
         flight
     }
 
-    /// Takes the images out of an OCI layout (folder or tar archive) or a docker archive. `name` is given to
-    /// the image too if the archive holds one only.
+    /// Loads the images of an OCI layout (directory or tar archive) or of a docker archive. An image that is the only one of its
+    /// archive also gets the name `name`.
     pub async fn load(&self, path: &Path, name: Option<&Reference>) -> Result<Vec<Loaded>, ImageError> {
         load::load(&self.shared, path, name).await
     }
 
-    /// All images, in the order of their ids.
+    /// Returns all images, ordered by id.
     pub fn list(&self) -> Vec<ImageRecord> {
         let images = self.shared.published.images();
         let here = images.iter().filter(|(_, stored)| !stored.removed);
         here.map(|(id, stored)| record(id, stored, &self.shared.pinned)).collect()
     }
 
-    /// The image of this reference, id (with or without `sha256:`), or beginning of an id (3 digits or more);
-    /// none if it is not here or the text could not name one.
+    /// Returns the image of this reference, id (with or without `sha256:`), or prefix of an id (3 digits or more); `None` if
+    /// there is no such image or the text is not a valid name.
     pub fn status(&self, name: &str) -> Result<Option<ImageRecord>, ImageError> {
         let images = self.shared.published.images();
         let id = find(&images, name)?;
         Ok(id.and_then(|id| Some(record(&id, images.get(&id)?, &self.shared.pinned))))
     }
 
-    /// Removes an image with all its names; one that is not here is no failure. If its id is among `in_use`
-    /// its files stay, and `rootfs` knows it, until `remove` or `collect` is called without it.
+    /// Removes an image with all its names. Succeeds if there is no such image. If its id is among `in_use`, its files stay and
+    /// `rootfs` finds it until `remove` or `collect` is called without it.
     pub async fn remove(&self, name: &str, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
         let (shared, name, in_use) = (Arc::clone(&self.shared), name.to_owned(), in_use.clone());
         run_blocking("remove an image", move || shared.sweep_now(Some(&name), Some(&in_use))).await?
     }
 
-    /// Deletes the files that no image needs any more: to be called when `in_use` has become smaller.
+    /// Deletes the files that no image needs any more. The caller calls it when `in_use` has become smaller.
     pub async fn collect(&self, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
         self.shared.sweep(Some(in_use.clone())).await
     }
 
-    /// The clients for registries.
+    /// Returns the clients for registries.
     pub(crate) fn http(&self) -> Arc<Http> {
         Arc::clone(&self.shared.http)
     }
 
-    /// The folder of the store: that of [`FsInfo`].
+    /// Returns the directory of the store, the same as in [`FsInfo`].
     pub fn folder(&self) -> &Path {
         self.shared.folder.root()
     }
 
-    /// How much disk the store takes.
+    /// Returns the disk usage of the store.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);
         Ok(run_blocking("measure the image store", move || shared.folder.info()).await??)
     }
 
-    /// The files of a folder of an image (links, devices and folders in it are left out), for whoever reads them where they
-    /// lie. The image must be in the store or have been in use since it was removed. None: it has no such folder.
+    /// Returns the regular files of a directory of an image, for callers that read them in place. The image must be in the store
+    /// or have been in use since it was removed. Returns `None` if the image has no such directory.
     pub async fn files(&self, id: &ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let (shared, id, folder, cancel) = (Arc::clone(&self.shared), *id, folder.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
         run_blocking("list the files of an image", move || shared.files(id, &folder, &cancel)).await?
     }
 
-    /// Copies a file of an image, by its path in it, into another that is empty; links to folders are followed inside the image. One
-    /// of more than `most` bytes is not. The image is as in `files`.
+    /// Copies a file of an image, by its path in it, into an empty file. Links to directories are followed inside the image. A
+    /// file of more than `most` bytes is not copied. The condition for the image is that of `files`.
     pub async fn copy_file(&self, id: &ImageId, path: &str, most: u64, mut to: File) -> Result<Copied, ImageError> {
         let (shared, id, path, cancel) = (Arc::clone(&self.shared), *id, path.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
         run_blocking("copy a file of an image", move || shared.copy_file(id, &path, most, &mut to, &cancel)).await?
     }
 
-    /// The root file system of an image, which must be in the store or have been in use since it was removed.
+    /// Returns the root file system of an image, which must be in the store or have been in use since it was removed.
     pub async fn rootfs(&self, id: &ImageId) -> Result<RootFs, ImageError> {
         let (shared, id) = (Arc::clone(&self.shared), *id);
         run_blocking("find the root file system of an image", move || {

@@ -1,5 +1,5 @@
-//! The tree of an image: its layers' indexes, applied one over the other. Purely in memory, so no path of a layer can reach anything
-//! else; links in paths are followed inside the tree, as the tools do that unpack into a directory. Memory is charged to a budget
+//! Merges the indexes of an image's layers into a tree. The tree is purely in memory, so no path of a layer can reach anything
+//! else; links in paths are followed inside the tree, as tools do that unpack into a directory. Memory is charged to a budget
 //! before it is allocated, and each part of a path that is looked up is a step of it.
 
 use crate::budget::{Budget, BudgetError, heap};
@@ -7,52 +7,53 @@ use crate::layer::index::{Data, Device, Entry, IndexError, LayerIndex, Meta, Wha
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Links that are followed for one path; then it counts as a loop.
+/// The maximum number of links that are followed for one path; more count as a loop.
 const MAX_LINKS: usize = 255;
-/// Folders in one another.
+/// The maximum depth of nested directories.
 const MAX_DEPTH: usize = 2048;
-/// Bytes of a link's target that are skipped in the time of one look-up.
+/// The bytes of a link's target that are skipped in the time of one look-up.
 const BYTES_PER_STEP: usize = 16;
-/// What a name takes in its directory's map beside its bytes: an eleventh of a node of 368 bytes, or more where nodes are half full.
+/// The memory in bytes that a name takes in its directory's map in addition to its own bytes: an eleventh of a node of 368 bytes,
+/// or more where nodes are half full.
 const CHILD: u64 = 80;
-/// What the map of a directory takes with its first name.
+/// The memory in bytes that the map of a directory takes with its first name.
 const FIRST_CHILD: u64 = 384;
 
 /// The number of an inode in `Tree::inodes`; the root is 0.
 pub type Ino = usize;
 
-/// A merged tree. Inodes that no folder names any more stay in the list.
+/// A merged tree. Inodes that no directory names any more stay in the list.
 #[derive(Debug)]
 pub struct Tree {
     /// All inodes.
     pub inodes: Vec<Inode>,
-    /// The directory that was looked up last, by its path: entries of one directory follow each other. None where names have been
-    /// taken away since, so that the path may lead elsewhere.
+    /// The directory that was looked up last, by its path: entries of one directory follow each other. `None` after names have
+    /// been removed, because the path may now lead elsewhere.
     last: Option<(Vec<u8>, Ino)>,
 }
 
 /// One file of the tree.
 #[derive(Debug)]
 pub struct Inode {
-    /// Owner, times, attributes.
+    /// The owner, the times and the attributes.
     pub meta: Meta,
-    /// What it is.
+    /// The kind and content.
     pub body: Body,
 }
 
-/// The names of a directory and what they name.
+/// The names of a directory and their inodes.
 pub type Listing<'t> = Vec<(&'t [u8], &'t Inode)>;
 
-/// What an inode is.
+/// The kind and content of an inode.
 #[derive(Debug)]
 pub enum Body {
-    /// A folder: names and inodes.
+    /// A directory: names and inodes.
     Folder(BTreeMap<Vec<u8>, Ino>),
     /// A file, with its data in the blob of this layer.
     File {
-        /// The layer, counted from the lowest.
+        /// The layer, counted from the lowest, which is 0.
         layer: usize,
-        /// Where in its blob.
+        /// The position of the data in the layer's blob.
         data: Data,
     },
     /// A symbolic link.
@@ -65,17 +66,17 @@ pub enum Body {
     Fifo,
 }
 
-/// Why layers do not make a tree.
+/// Reasons that layers cannot be merged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TreeError {
-    /// An entry does not fit what is below it.
+    /// An entry conflicts with the layers below it.
     #[error("entry {path:?} of layer {layer} cannot be applied: {why}")]
     Entry {
         /// The layer, counted from the lowest, which is 1.
         layer: usize,
-        /// The entry.
+        /// The path of the entry.
         path: String,
-        /// The rule it breaks.
+        /// The rule that the entry violates.
         why: &'static str,
     },
     /// The index of a layer is damaged.
@@ -83,15 +84,15 @@ pub enum TreeError {
     Index {
         /// The layer, counted from the lowest, which is 1.
         layer: usize,
-        /// Why.
+        /// The reason.
         source: IndexError,
     },
-    /// The tree costs more than it may.
+    /// The tree exceeds its budget.
     #[error("the tree of the image cannot be built")]
     Budget(#[from] BudgetError),
 }
 
-/// Why an entry is not applied.
+/// Reasons that an entry cannot be applied.
 enum Wrong {
     Rule(&'static str),
     Budget(BudgetError),
@@ -110,13 +111,13 @@ impl From<BudgetError> for Wrong {
 }
 
 impl Tree {
-    /// A tree with an empty root.
+    /// Returns a tree with an empty root.
     pub fn new() -> Tree {
         let root = Inode { meta: Meta { mode: 0o755, ..Meta::default() }, body: Body::Folder(BTreeMap::new()) };
         Tree { inodes: vec![root], last: None }
     }
 
-    /// Applies the next layer, number `layer` from 0, the lowest first.
+    /// Applies the next layer. Layers are applied lowest first; `layer` counts from 0.
     pub fn apply(&mut self, layer: usize, index: &LayerIndex, budget: &mut Budget) -> Result<(), TreeError> {
         let fail = |path: &[u8], wrong| match wrong {
             Wrong::Rule(why) => {
@@ -126,7 +127,7 @@ impl Tree {
             Wrong::Budget(error) => error.into(),
         };
         let damaged = |source| TreeError::Index { layer: layer + 1, source };
-        // Whiteouts are about the layers below only, wherever in the archive they stand: so they come first.
+        // Whiteouts apply only to the layers below, wherever they are in the archive, so they are applied first.
         for entry in index.entries() {
             let entry = entry.map_err(damaged)?;
             budget.step(1)?;
@@ -172,7 +173,7 @@ impl Tree {
         Ok(self.inodes.len() - 1)
     }
 
-    /// Gives an inode a name in a directory; what had the name loses it.
+    /// Gives an inode a name in a directory. An inode that had the name loses it.
     fn name(&mut self, folder: Ino, name: &[u8], ino: Ino, budget: &mut Budget) -> Result<(), Wrong> {
         let children = self.folder_mut(folder).ok_or("its directory cannot be created")?;
         if let Some(place) = children.get_mut(name) {
@@ -186,8 +187,8 @@ impl Tree {
         Ok(())
     }
 
-    /// The folder at this path, with links followed inside the root. A folder that is missing is made if
-    /// `make`; otherwise the answer is none.
+    /// Returns the directory at this path, with links followed inside the root. Creates missing directories if `make`, otherwise
+    /// returns `None` for them.
     fn find_folder(&mut self, path: &[u8], make: bool, budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
         if let Some((last, ino)) = &self.last
             && last == path
@@ -254,7 +255,7 @@ impl Tree {
         Ok(Some(at))
     }
 
-    /// What a folder has, by its path from the root, links followed; none if there is no such folder.
+    /// Returns the entries of a directory by its path from the root, with links followed; `None` if there is no such directory.
     pub fn list(&mut self, path: &str, budget: &mut Budget) -> Result<Option<Listing<'_>>, BudgetError> {
         let folder = match self.find_folder(path.as_bytes(), false, budget) {
             Err(Wrong::Budget(error)) => return Err(error),
@@ -272,7 +273,8 @@ impl Tree {
         let folder = if entry.what == What::Opaque { entry.path.as_slice() } else { parents };
         match self.find_folder(folder, false, budget) {
             Err(Wrong::Budget(error)) => return Err(error),
-            // Nothing can be there. A link or file at an opaque folder's place: the folder comes in this layer and replaces it.
+            // The layers below have nothing here. If they have a link or file in place of the opaque directory, the directory of
+            // this layer replaces it.
             Err(Wrong::Rule(_)) | Ok(None) => {}
             Ok(Some(folder)) => {
                 if let Some(children) = self.folder_mut(folder) {
@@ -323,7 +325,7 @@ impl Tree {
         self.place(path, ino, budget)
     }
 
-    /// The folder that has exactly this path, its last part not followed.
+    /// Returns the directory that has exactly this path. Its last part is not followed.
     fn existing_folder(&mut self, path: &[u8], budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
         if path.is_empty() {
             return Ok(Some(0));
@@ -342,7 +344,7 @@ impl Tree {
         if self.folder(target).is_some() { Err("it is a hard link to a directory".into()) } else { Ok(target) }
     }
 
-    /// Gives an inode a name; what had the name loses it.
+    /// Gives an inode a name. An inode that had the name loses it.
     fn place(&mut self, path: &[u8], ino: Ino, budget: &mut Budget) -> Result<(), Wrong> {
         let (parents, name) = split(path);
         if name.is_empty() {
@@ -353,7 +355,7 @@ impl Tree {
     }
 }
 
-/// What the attributes of an inode take in memory.
+/// Returns the memory that the attributes of an inode take.
 fn of_xattrs(meta: &Meta) -> u64 {
     let texts = meta.xattrs.iter().map(|(name, value)| heap(name.len()) + heap(value.len())).sum::<u64>();
     heap(meta.xattrs.capacity() * size_of::<(Vec<u8>, Vec<u8>)>()) + texts
@@ -378,14 +380,14 @@ impl Text<'_> {
     }
 }
 
-/// The parts of a path that are left.
+/// The remaining parts of a path.
 struct Parts<'p> {
     text: Text<'p>,
     at: usize,
 }
 
 impl Parts<'_> {
-    /// Where the next part begins and ends; empty ones and `.` are skipped.
+    /// Returns the start and end of the next part. Skips empty parts and `.`.
     fn next(&mut self) -> Option<(usize, usize)> {
         let whole = self.text.whole();
         while self.at < whole.len() {
@@ -401,7 +403,7 @@ impl Parts<'_> {
     }
 }
 
-/// Parents and last part of a clean path.
+/// Splits a clean path into its parent and its last part.
 fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|&byte| byte == b'/') {
         Some(at) => (path.get(..at).unwrap_or_default(), path.get(at + 1..).unwrap_or_default()),

@@ -1,4 +1,4 @@
-//! Tests of merging: the rules one by one, a model with plain paths, and what hostile layers cost.
+//! Tests merging: single rules, a comparison with a model on plain paths, and the cost of hostile layers.
 
 use super::*;
 use crate::budget::{Cancel, Pool};
@@ -14,7 +14,7 @@ fn file(size: u64) -> What {
     What::File(Data::Flat { size, block: 0 })
 }
 
-/// The index of a layer, of a blob that holds all that the tests say.
+/// Returns the index of a layer whose blob holds all data of the tests.
 pub fn layer(entries: Vec<Entry>) -> Vec<u8> {
     let mut writer = IndexWriter::new();
     let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
@@ -22,7 +22,7 @@ pub fn layer(entries: Vec<Entry>) -> Vec<u8> {
     writer.finish(1 << 20)
 }
 
-/// The tree of these layers, and what it took.
+/// Returns the tree of these layers, and the budget that it was charged to.
 pub fn measured<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> (Result<Tree, TreeError>, Budget) {
     let layers: Vec<_> = layers.into_iter().collect();
     let length = layers.iter().map(|layer| layer.len() as u64).sum();
@@ -39,7 +39,7 @@ pub fn merge<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> Result<Tree, 
     measured(layers).0
 }
 
-/// All paths: folders as none, files as their layer and size.
+/// Returns all paths: `None` for directories, layer and size for files.
 fn flat(tree: &Tree) -> BTreeMap<String, Option<(usize, u64)>> {
     let mut all = BTreeMap::new();
     let mut todo = vec![(String::new(), 0)];
@@ -110,8 +110,8 @@ fn contradictions_are_refused_with_layer_and_path() {
     assert!(merge([&layer(growing)]).is_err());
 }
 
-/// A chain of links, each of which leads through the one before and holds this many `./`; and entries through the last one, in turns
-/// below two names, so that no look-up is the same as the one before.
+/// Returns a chain of links, each of which leads through the previous one and contains `dots` times `./`, and entries that go
+/// through the last link, alternating below two names, so that consecutive look-ups differ.
 fn chain(links: usize, dots: usize, entries: usize) -> Vec<u8> {
     let mut all = vec![entry("d", What::Folder), entry("l0", What::Symlink(b"d".to_vec()))];
     for n in 1..links {
@@ -127,7 +127,7 @@ fn chain(links: usize, dots: usize, entries: usize) -> Vec<u8> {
 fn a_chain_of_links_ends_at_its_steps() {
     let (tree, budget) = measured([&chain(250, 2040, 2000)]);
     assert!(matches!(tree, Err(TreeError::Budget(BudgetError::Steps { .. }))), "{} steps", budget.steps());
-    // Links as images have them: a few in a row, with short targets.
+    // Links as real images have them: a few in a row, with short targets.
     let (tree, budget) = measured([&chain(8, 1, 20_000)]);
     assert!(tree.is_ok() && budget.steps() < 20_000 * 40, "{} steps", budget.steps());
 }
@@ -153,7 +153,7 @@ fn files_of_one_directory_are_found_at_once() {
     let deep = "a/b/c/d/e/f/g/h".to_owned();
     let index = layer((0..10_000).map(|n| entry(&format!("{deep}/{n}"), file(1))).collect());
     let (tree, budget) = measured([&index]);
-    // Two for each entry: it is looked at for a whiteout, and applied.
+    // Two steps for each entry: one checks for a whiteout, one applies it.
     assert!(tree.is_ok() && budget.steps() < 20_100, "{} steps", budget.steps());
 }
 
@@ -211,7 +211,7 @@ fn below(model: &mut Model, path: &str) {
     model.retain(|other, _| !other.starts_with(&prefix));
 }
 
-/// The same rules over plain paths; none if a file is in the way of a path.
+/// Applies the same rules to plain paths. Returns `None` if a file blocks a path.
 fn model(layers: &[Vec<Step>]) -> Option<Model> {
     let mut model = Model::from([(String::new(), None)]);
     for (number, layer) in layers.iter().enumerate() {

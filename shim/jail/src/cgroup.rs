@@ -1,4 +1,5 @@
-//! Owns: the control group of a pod process: in cgroup v2's one tree, or in each of v1's that counts something.
+//! Manages the cgroup of a pod process: in the one hierarchy of cgroup v2, or in each hierarchy of cgroup v1 that accounts
+//! or limits resources. The functions block.
 
 use nacelle_base::files::{FileError, at};
 use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
@@ -7,15 +8,15 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Where the node has its control groups.
+/// The mount point of the node's cgroup file systems.
 const ROOT: &str = "/sys/fs/cgroup";
-/// The trees of cgroup v1 that count or limit what a pod process uses; cpuset would need values first. And v2's beside
-/// them, which kills whole groups.
+/// The hierarchies of cgroup v1 that account or limit what a pod process uses; cpuset would need values first. `unified` is
+/// the hierarchy of v2 besides them, which can kill whole cgroups.
 const V1: [&str; 7] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio", "unified"];
-/// How long the processes in a group may take to be gone once they were killed.
+/// The limit for the killed processes of a cgroup to end.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The folder of the group in each tree of this node. A group that would lie outside of them has none.
+/// Returns the cgroup's directory in each hierarchy of this node; none for a path that would lead out of them.
 pub fn folders(group: &Path) -> Vec<PathBuf> {
     folders_below(Path::new(ROOT), group)
 }
@@ -36,12 +37,12 @@ fn folders_below(root: &Path, group: &Path) -> Vec<PathBuf> {
         return vec![root.join(below)];
     }
     let trees = V1.iter().map(|name| root.join(name));
-    // Names that are links lead to one that is in the list, too.
+    // A name that is a symbolic link refers to a hierarchy that is in the list too.
     let trees = trees.filter(|tree| tree.symlink_metadata().is_ok_and(|tree| tree.is_dir()));
     trees.filter(|tree| tree.join("cgroup.procs").exists()).map(|tree| tree.join(&below)).collect()
 }
 
-/// The memory, in bytes, that a group and those above it leave to what is in it; none: no limit, or no such group.
+/// Returns the memory limit in bytes of a cgroup and its ancestors; `None` if there is no limit, or no such cgroup.
 pub fn memory_limit(group: &Path) -> Option<u64> {
     memory_limit_below(Path::new(ROOT), group)
 }
@@ -49,7 +50,7 @@ pub fn memory_limit(group: &Path) -> Option<u64> {
 fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
     let limit = |folder: &Path, file: &str| {
         let limit = fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok()?;
-        // Of cgroup v1, which says so of a group without a limit: all pages that there could be.
+        // cgroup v1 reports a cgroup without a limit as the largest possible number of pages.
         Some(limit).filter(|limit| *limit < i64::MAX as u64 / 2)
     };
     least_below(root, group, |folder| {
@@ -57,7 +58,7 @@ fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
     })
 }
 
-/// The CPU time, in thousandths of a CPU, that a group and those above it leave to what is in it; none: no limit, or no such group.
+/// Returns the CPU limit in thousandths of a CPU of a cgroup and its ancestors; `None` if there is no limit, or no such cgroup.
 pub fn cpu_limit(group: &Path) -> Option<u64> {
     cpu_limit_below(Path::new(ROOT), group)
 }
@@ -65,7 +66,7 @@ pub fn cpu_limit(group: &Path) -> Option<u64> {
 fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
     let read = |folder: &Path, file: &str| fs::read_to_string(folder.join(file)).ok();
     least_below(root, group, |folder| {
-        // Quota and period: in one file of cgroup v2, in two of v1. Without a limit the quota is "max", or negative.
+        // Quota and period are in one file of cgroup v2, in two of v1. Without a limit the quota is "max", or negative.
         let text = read(folder, "cpu.max")
             .or_else(|| Some([read(folder, "cpu.cfs_quota_us")?, read(folder, "cpu.cfs_period_us")?].concat()))?;
         let mut numbers = text.split_whitespace().map(str::parse::<u64>);
@@ -74,34 +75,34 @@ fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
     })
 }
 
-/// The least limit of a group and of those above it, in all trees.
+/// Returns the smallest limit of a cgroup and its ancestors, in all hierarchies.
 fn least_below(root: &Path, group: &Path, limit: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
     let folders = folders_below(root, group);
     let within = folders.iter().flat_map(|folder| folder.ancestors().take_while(|above| above.starts_with(root)));
     within.filter(|folder| *folder != root).filter_map(limit).min()
 }
 
-/// What a group has used, as the node's kernel counts it.
+/// The resource usage of a cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Processor time, in nanoseconds.
+    /// The CPU time in nanoseconds.
     pub cpu_nanos: u64,
-    /// All memory that is charged to it, in bytes, with the pages of files that it was the first to read or write.
+    /// All memory that is charged to the cgroup, in bytes, including the page cache of files that it was the first to read or write.
     pub memory_bytes: u64,
-    /// Of that what belongs to no file: memory of processes, also what they share, of machines therefore.
+    /// The part of it that belongs to no file: memory of processes and shared memory, and so the memory of VMs.
     pub anonymous_bytes: u64,
-    /// The most that it ever had; none before Linux 5.19, in cgroup v2.
+    /// The maximum of `memory_bytes`; `None` with cgroup v2 before Linux 5.19.
     pub peak_bytes: Option<u64>,
 }
 
-/// What the group of a process has used with those below it, by the text of its /proc/PID/cgroup; of a group of this name it is the one
-/// above that is meant. None without the controllers that count it.
+/// Returns the resource usage of the cgroup of a process, including child cgroups, given the text of its /proc/PID/cgroup.
+/// If that cgroup is named `part`, its parent is used. Returns `None` without the needed controllers.
 pub fn usage(groups: &str, part: &str) -> Option<Usage> {
     usage_below(Path::new(ROOT), groups, part)
 }
 
 fn usage_below(root: &Path, groups: &str, part: &str) -> Option<Usage> {
-    // Of cgroup v1 a process may be in another group in each tree; in v2's only tree no controller is named.
+    // With cgroup v1 a process may be in another cgroup in each hierarchy; with v2 no controller is named.
     let with = |controller: &str, file: &str| {
         let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1));
         let group = lines.find_map(|mut line| {
@@ -132,8 +133,8 @@ fn usage_below(root: &Path, groups: &str, part: &str) -> Option<Usage> {
     Some(Usage { cpu_nanos, memory_bytes, anonymous_bytes, peak_bytes })
 }
 
-/// How many processes of a group the node's kernel has killed because memory ran out, the group's or all of the node's; groups
-/// below it do not count.
+/// Returns how many processes of a cgroup the OOM killer has killed, because of the cgroup's limit or because the node ran
+/// out of memory; child cgroups do not count.
 pub fn oom_kills(group: &Path) -> u64 {
     oom_kills_below(Path::new(ROOT), group)
 }
@@ -147,8 +148,8 @@ fn oom_kills_below(root: &Path, group: &Path) -> u64 {
     folders_below(root, group).iter().find_map(of).unwrap_or(0)
 }
 
-/// Makes the group where it is missing, with all controllers that the node allows (one that somebody else has made has what that
-/// one wanted), and moves the calling process into it. Goes on after a failure, and returns the first one.
+/// Creates the cgroup if it is missing, with all controllers that the node allows (an existing one keeps those that its
+/// creator has enabled), and moves the calling process into it. Continues after a failure, and returns the first one.
 pub fn join(group: &Path) -> Result<(), FileError> {
     let mut first = Ok(());
     for folder in folders(group) {
@@ -160,7 +161,7 @@ pub fn join(group: &Path) -> Result<(), FileError> {
         }
         let joined = made.and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
         if let Err(error) = joined {
-            // An empty group is of no use to anybody.
+            // The cgroup was just created, and would stay empty.
             let _ = fs::remove_dir(&folder);
             first = first.and(Err(error));
         }
@@ -168,9 +169,9 @@ pub fn join(group: &Path) -> Result<(), FileError> {
     first
 }
 
-/// Hands the controllers of cgroup v2 down to the group, as far as the node allows: a group can limit only what all the
-/// groups above it hand on. One that has processes of its own hands on nothing more: asked for controllers of threads alone
-/// it would become a threaded domain, and the groups below it could not have processes (cgroup-v2.rst, "Threads").
+/// Enables the controllers of cgroup v2 in all ancestors of the cgroup, as far as the node allows, because a cgroup can
+/// limit only what its ancestors have enabled. An ancestor with processes of its own enables nothing more: with threaded
+/// controllers alone it would become a threaded domain, whose children cannot have processes (cgroup-v2.rst, "Threads").
 pub fn hand_down(group: &Path) {
     hand_down_below(Path::new(ROOT), group);
 }
@@ -184,20 +185,20 @@ fn hand_down_below(root: &Path, group: &Path) {
     above.reverse();
     for folder in above {
         let Ok(controllers) = fs::read_to_string(folder.join("cgroup.controllers")) else { return };
-        // The node's root group, which has no type, is the only one that may have both.
+        // Only the node's root cgroup, which has no type, may have both processes and enabled controllers.
         let with_processes = || fs::read_to_string(folder.join("cgroup.procs")).map_or(true, |text| !text.is_empty());
         if folder.join("cgroup.type").exists() && with_processes() {
             return;
         }
         for controller in controllers.split_whitespace() {
-            // One that the group cannot hand on does not hinder the others.
+            // A controller that cannot be enabled does not prevent the others.
             let _ = fs::write(folder.join("cgroup.subtree_control"), format!("+{controller}"));
         }
     }
 }
 
-/// Kills what is left in the group and below it, and removes it from every tree; one that is not there is no failure. Blocks until
-/// the processes have gone. Goes on after a failure and returns the first one.
+/// Kills all processes in the cgroup and its children, and removes it from every hierarchy; succeeds if it does not exist.
+/// Blocks until the processes have ended. Continues after a failure and returns the first one.
 pub fn remove(group: &Path) -> Result<(), FileError> {
     let folders = folders(group);
     for folder in &folders {
@@ -224,7 +225,7 @@ pub fn remove(group: &Path) -> Result<(), FileError> {
     first
 }
 
-/// Removes a group after those in it.
+/// Removes a cgroup after its children.
 fn remove_tree(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -242,21 +243,21 @@ fn is_v2(root: &Path) -> bool {
     root.join("cgroup.controllers").exists()
 }
 
-/// Kills the processes of a group and of those below it. What is missed is found when the group cannot be removed.
+/// Kills the processes of a cgroup and its children. A process that is missed is killed when removing the cgroup fails.
 fn kill_all(folder: &Path) {
     let at_once = fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill"));
     if at_once.and_then(|mut file| io::Write::write_all(&mut file, b"1")).is_ok() {
         return;
     }
-    // Before Linux 5.14, and in v1, there is no such file.
+    // This file does not exist before Linux 5.14, nor in cgroup v1.
     let file = folder.join("cgroup.procs");
     let members = || fs::read_to_string(&file).unwrap_or_default();
     for line in members().lines() {
         let Ok(pid) = line.trim().parse() else { continue };
-        // The number may be another process's by now: the handle comes before the second look.
+        // The pid may have been reused: the pidfd is opened before the members are read again.
         let Ok(handle) = pidfd_open(pid) else { continue };
         if members().lines().any(|again| again == line) {
-            // One that has ended meanwhile is as good.
+            // A process that has ended meanwhile needs no signal.
             let _ = pidfd_signal(&handle, libc::SIGKILL);
         }
     }
@@ -298,7 +299,7 @@ mod tests {
             fs::write(folder.join(file), text).unwrap();
         };
         let limit = |group: &str| cpu_limit_below(root.path(), Path::new(group));
-        // Of cgroup v1: the groups are in trees.
+        // With cgroup v1 the cgroups are in several hierarchies.
         file("cpu", "cgroup.procs", "");
         for (group, quota) in [("cpu/pods", "-1"), ("cpu/pods/a", "1000"), ("cpu/pods/a/b", "-1")] {
             file(group, "cpu.cfs_quota_us", &format!("{quota}\n"));
@@ -308,7 +309,7 @@ mod tests {
             [limit("pods/a/b/new"), limit("pods/a"), limit("pods"), limit("x")],
             [Some(10), Some(10), None, None]
         );
-        // Of v2's only tree.
+        // With cgroup v2 there is one hierarchy.
         file("", "cgroup.controllers", "cpu\n");
         for (group, text) in [("pods", "max 100000\n"), ("pods/a", "250000 100000\n"), ("pods/a/b", "150000 50000\n")] {
             file(group, "cpu.max", text);
@@ -323,7 +324,7 @@ mod tests {
     #[test]
     fn a_group_with_processes_hands_nothing_on() {
         let root = tempfile::tempdir().unwrap();
-        // The node's own has processes, but no type.
+        // The node's root cgroup has processes, but no type.
         for (group, processes) in [("", "1\n2\n"), ("a", ""), ("a/b", "3\n"), ("a/b/c", "")] {
             let folder = root.path().join(group);
             fs::create_dir_all(&folder).unwrap();

@@ -1,5 +1,5 @@
-//! Owns: the order in which the pod process gives things up.
-//! Threads: the first one, while it is the only one.
+//! Defines the order in which the pod process drops its rights. Only the first thread may run this, while it is the only
+//! one, because the restrictions apply to the calling thread and those that it creates.
 
 use crate::seccomp::{self, SeccompError};
 use crate::walls::{self, WallError};
@@ -14,35 +14,35 @@ use std::path::PathBuf;
 /// What the process keeps.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The files and folders that it still sees.
+    /// The files and directories that stay visible.
     pub places: Vec<Place>,
-    /// A folder of the process's own, on which the new root is made.
+    /// A directory of this process on which the new root is mounted.
     pub scaffold: PathBuf,
-    /// Its control group, made if it is missing.
+    /// The cgroup of the process, which is created if it is missing.
     pub cgroup: Option<PathBuf>,
-    /// Memory that it may lock, in bytes: what devices of the node reach of a machine's.
+    /// The limit of locked memory in bytes: what passed-through devices access of a VM's memory.
     pub locked_bytes: u64,
-    /// What happens at a system call that is not allowed.
+    /// The reaction to a system call that is not allowed.
     pub seccomp: Mode,
-    /// Whether it starts other programs.
+    /// Whether the process starts other programs.
     pub profile: Profile,
 }
 
-/// Why the process is not in its jail. It must end then: a part of it may be done.
+/// The process could not enter its jail. It must end then, because some steps may have been done.
 #[derive(Debug, thiserror::Error)]
 pub enum JailError {
-    /// No mount namespace of its own.
+    /// The mount namespace could not be set up.
     #[error("the pod process cannot be shut in")]
     Walls(#[from] WallError),
-    /// A system call of this step failed.
+    /// A system call of a step failed.
     #[error("the pod process cannot {what}")]
     Step {
-        /// "limit itself", "give up its capabilities".
+        /// The step: "limit itself", "give up its capabilities".
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// No filter.
+    /// A seccomp filter could not be installed.
     #[error("the pod process cannot filter its system calls")]
     Seccomp(#[from] SeccompError),
 }
@@ -53,14 +53,14 @@ impl Classify for JailError {
     }
 }
 
-/// Closes what the process inherited, its standard streams aside. The first thing that it does: whatever it has
-/// opened before is closed, too.
+/// Closes all inherited descriptors except the standard streams. Must be the first action of the process, because it also
+/// closes what the process has opened before.
 pub fn close_inherited() -> Result<(), JailError> {
     sys::close_inherited().map_err(step("close what it inherited"))
 }
 
-/// Gives up everything but what the plan keeps; there is no way back. What is open stays open. A control group that
-/// the node does not allow is no failure: it is said in the log.
+/// Drops all rights except those of the plan, irrevocably. Open descriptors stay open. If the node does not allow the
+/// cgroup, that is only logged.
 pub fn enter(plan: Plan) -> Result<(), JailError> {
     if let Some(group) = &plan.cgroup
         && let Err(error) = cgroup::join(group)
@@ -69,14 +69,14 @@ pub fn enter(plan: Plan) -> Result<(), JailError> {
     }
     walls::build(plan.places, &plan.scaffold)?;
     limit(0, plan.locked_bytes)?;
-    // Afterwards, because the change of capabilities may set it again.
+    // This comes last, because changing the capabilities may set the flag again.
     prctl::set_dumpable(false).map_err(|errno| step("limit itself")(errno.into()))?;
     seccomp::arm(plan.seccomp, plan.profile)?;
     Ok(())
 }
 
-/// Gives up everything but these capabilities (a bit each), for a process of one thread that has a root of its own already,
-/// starts nothing and talks over what is open. There is no way back.
+/// Drops all rights except these capabilities (one bit each), irrevocably. For a process of one thread that has a root of
+/// its own already, starts no program and uses only open descriptors.
 pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
     limit(capabilities, 0)?;
     Ok(seccomp::arm_single(seccomp)?)
@@ -84,10 +84,10 @@ pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
 
 fn limit(capabilities: u64, locked_bytes: u64) -> Result<(), JailError> {
     let limited = "limit itself";
-    // No image of guest memory on the node's disk; nothing that cannot be swapped or moved, where no device needs it.
+    // Guest memory must not be written to a core dump; memory must not be locked unless a device needs it.
     for (limit, most) in [(Resource::RLIMIT_CORE, 0), (Resource::RLIMIT_MEMLOCK, locked_bytes)] {
         let allowed = match setrlimit(limit, most, most) {
-            // A node that is somebody's container may raise nothing: what it has is what there is.
+            // Inside a container, limits cannot be raised: the existing limit is kept.
             Err(Errno::EPERM) => {
                 getrlimit(limit).and_then(|(_, hard)| setrlimit(limit, hard.min(most), hard.min(most)))
             }

@@ -1,31 +1,31 @@
-//! Owns: the kinds of threads, and what a filter does. Pure.
+//! Defines the kinds of threads, each of which has a seccomp filter of its own, and the modes of the filters.
 
 use serde::{Deserialize, Serialize};
 
-/// What a thread is for; each kind has its own list of system calls.
+/// The purpose of a thread; each kind has its own list of system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ThreadKind {
-    /// The first thread: requests of the daemon, the state of the pod. Its filter is the whole process's.
+    /// The first thread: requests of the daemon, state of the pod. Its filter applies to the whole process.
     Main,
-    /// Work that blocks, for the first thread: files of logs and images, calls of the engine, the guest's hello.
+    /// Blocking work for the first thread: log files and images, calls of the engine, the guest's hello.
     Blocking,
-    /// Starts a machine, its devices and processors, and waits for its end.
+    /// Starts a VM with its devices and vCPUs, and waits for its end.
     Machine,
-    /// Runs one virtual processor and answers what the guest asks of its bus.
+    /// Runs one vCPU and emulates the guest's accesses to its bus.
     Vcpu,
-    /// Serves queues of a device: block, net, rng, balloon, console.
+    /// Serves virtqueues of a device: block, net, rng, balloon, console.
     Queue,
-    /// Serves a queue of the file-system device, or lends it to the process that has the files.
+    /// Serves a virtqueue of the file-system device, or shares it with the file-server process.
     Share,
-    /// Serves the control queue of a network device: which queues of its tap take part, and who serves them.
+    /// Serves the control queue of a network device: which queues of its tap are active, and what serves them.
     NetControl,
     /// Serves the vsock device.
     Vsock,
-    /// Serves a device to another process over vhost-user, and starts its queues' threads.
+    /// Serves a device to another process over vhost-user, and starts the threads of its virtqueues.
     VhostUser,
-    /// Watches a machine for its whole life; starts QEMU and reads what it prints.
+    /// Watches a VM until its end; starts QEMU and reads its output.
     Warden,
-    /// Writes what a container prints to its log.
+    /// Writes the output of a container to its log.
     Log,
 }
 
@@ -46,25 +46,25 @@ impl ThreadKind {
     ];
 }
 
-/// What happens at a system call that is not allowed.
+/// The reaction to a system call that is not allowed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// There are no filters.
+    /// No filter is installed.
     Off,
-    /// The kernel logs it, and lets it pass: to find out what is missing from a list.
+    /// The kernel logs the call and allows it, to find calls that are missing from a list.
     Log,
     /// The process is killed (SIGSYS).
     #[default]
     Kill,
 }
 
-/// What the machine is made of: whether another program must run.
+/// Whether the VM needs another program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
-    /// The machine lives in this process: what is not listed is forbidden, and no program can be executed.
+    /// The VM runs in this process: every call that is not listed is forbidden, and no program can be executed.
     InProcess,
-    /// Another program (QEMU) is started, which inherits the process's filter: that one only forbids what neither
-    /// needs. Threads that start no program have their own lists, as above.
+    /// The process starts another program (QEMU), which inherits the process's filter: it only forbids what neither needs.
+    /// Threads that start no program have the same lists as with `InProcess`.
     Spawns,
 }

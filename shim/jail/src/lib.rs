@@ -1,7 +1,9 @@
-//! Owns: what the pod process gives up before the first guest byte. docs/contributor/jail.md says what is left, and why.
-//! May use: `base`. Knows no pod, no engine, no device.
+//! Drops the rights of the pod process before the guest runs: mount namespace, limits, capabilities, seccomp filters. It
+//! knows no pods, engines or devices, and depends only on `base` inside Nacelle. docs/contributor/jail.md lists what
+//! remains accessible, and why.
 //!
-//! Every thread that serves a guest is started by [`spawn`]; until the process is armed that is std's.
+//! Every thread that serves a guest must be started with [`spawn`], which gives it the filter of its kind; before [`arm`]
+//! it just starts a thread.
 
 pub mod cgroup;
 mod enter;

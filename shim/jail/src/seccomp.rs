@@ -1,5 +1,5 @@
-//! Owns: compiling the tables and installing them, for the process and for single threads.
-//! Threads: any. Filters add up: a thread has its own, and those of the threads it descends from.
+//! Compiles the tables to seccomp filters and installs them, for the process and for single threads. Filters accumulate: a
+//! thread has its own and those of the threads by which it was created. Any thread may call [`thread`].
 
 use crate::table::{Allow, Only, alone, forbidden, table};
 use crate::{Mode, Profile, ThreadKind};
@@ -12,32 +12,32 @@ use seccompiler::{
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// Why a filter is not in force.
+/// A filter could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum SeccompError {
-    /// The table makes no filter.
+    /// The table cannot be compiled to a filter.
     #[error("the system calls of {kind:?} threads make no filter")]
     Compile {
-        /// Whose table.
+        /// The kind of the table.
         kind: ThreadKind,
-        /// Why.
+        /// The cause.
         source: BackendError,
     },
-    /// The kernel does not take it.
+    /// The kernel rejects the filter.
     #[error("the filter of {kind:?} threads cannot be installed")]
     Install {
-        /// Whose.
+        /// The kind of the filter.
         kind: ThreadKind,
-        /// Why.
+        /// The cause.
         source: seccompiler::Error,
     },
-    /// There is no thread that starts the others.
+    /// The starter thread could not be created.
     #[error("the thread that starts threads cannot be started")]
     Starter {
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// It has been done before.
+    /// The process has its filters already.
     #[error("this process has its filters already")]
     Armed,
 }
@@ -48,14 +48,14 @@ impl Classify for SeccompError {
     }
 }
 
-/// Heaps of the C library in an armed process: threads share them.
+/// The maximum number of malloc arenas in an armed process; threads share them.
 const HEAPS: i32 = 4;
 
-/// The filters of an armed process.
+/// The filters of an armed process, by kind.
 static FILTERS: OnceLock<BTreeMap<ThreadKind, BpfProgram>> = OnceLock::new();
 
-/// Puts the process under its filter, and has [`thread`] do its work from now on. To be called on the first thread,
-/// before there are others: those that exist are not filtered. With [`Mode::Off`] nothing happens.
+/// Installs the process's filter, and enables [`thread`]. Must be called on the first thread before there are others,
+/// because existing threads are not filtered. Does nothing with [`Mode::Off`].
 pub fn arm(mode: Mode, profile: Profile) -> Result<(), SeccompError> {
     if mode == Mode::Off {
         return Ok(());
@@ -70,8 +70,8 @@ pub fn arm(mode: Mode, profile: Profile) -> Result<(), SeccompError> {
     spawn::begin().map_err(|source| SeccompError::Starter { source })
 }
 
-/// Puts a process that has and will have one thread, and executes nothing, under a filter that forbids what a process with
-/// programs is forbidden, and programs, processes and sockets besides. With [`Mode::Off`] nothing happens.
+/// Installs a filter for a process that has one thread and never starts another, and executes nothing. It forbids the calls
+/// of [`forbidden`], and also starting programs and processes, and creating sockets. Does nothing with [`Mode::Off`].
 pub fn arm_single(mode: Mode) -> Result<(), SeccompError> {
     let kind = ThreadKind::Main;
     let Some(bad) = action(mode) else { return Ok(()) };
@@ -90,8 +90,8 @@ fn action(mode: Mode) -> Option<SeccompAction> {
     }
 }
 
-/// Puts the calling thread under the filter of its kind; until [`arm`] was called it does nothing. For threads that
-/// are not started by [`spawn`](crate::spawn). If an armed process cannot filter a thread, it ends.
+/// Installs the filter of its kind for the calling thread; does nothing before [`arm`]. For threads that are not started by
+/// [`spawn`](crate::spawn). Aborts the process if the filter cannot be installed.
 pub fn thread(kind: ThreadKind) {
     if let Err(error) = install(kind) {
         tracing::error!("{}", nacelle_base::Chain(&error));
@@ -101,14 +101,14 @@ pub fn thread(kind: ThreadKind) {
 
 fn install(kind: ThreadKind) -> Result<(), SeccompError> {
     let filter = FILTERS.get().and_then(|filters| filters.get(&kind));
-    // An empty one is one that forbids nothing.
+    // An empty filter forbids nothing.
     match filter.filter(|filter| !filter.is_empty()) {
         Some(filter) => apply_filter(filter).map_err(|source| SeccompError::Install { kind, source }),
         None => Ok(()),
     }
 }
 
-/// The program of a kind; empty if the process's own filter is all it has.
+/// Compiles the filter of a kind; empty if the thread needs no filter besides the process's.
 fn compile(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfProgram, SeccompError> {
     let Some(bad) = action(mode) else { return Ok(BpfProgram::new()) };
     let failed = |source| SeccompError::Compile { kind, source };
@@ -117,7 +117,7 @@ fn compile(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfProgram,
             let rules = forbidden().iter().map(|call| (call.syscall, Vec::new())).collect();
             SeccompFilter::new(rules, SeccompAction::Allow, bad, TargetArch::x86_64)
         }
-        // These start programs, or threads that do.
+        // These threads start programs, or threads that do.
         Profile::Spawns if matches!(kind, ThreadKind::Blocking | ThreadKind::Machine | ThreadKind::Warden) => {
             return Ok(BpfProgram::new());
         }
@@ -126,7 +126,7 @@ fn compile(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfProgram,
     filter.and_then(TryInto::try_into).map_err(failed)
 }
 
-/// The rules of a kind's table: one that is always allowed has no conditions.
+/// Returns the rules of a kind's table; a call that is always allowed has no conditions.
 fn rules(kind: ThreadKind) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
     let entries: Vec<&Allow> = table(kind).collect();
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();

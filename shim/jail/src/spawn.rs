@@ -1,6 +1,7 @@
-//! Owns: starting threads so that each has the filter of its kind, whoever asked for it.
-//! Threads: one more in an armed process, which starts the others: a thread has the filters of the one that started
-//! it beside its own, and the guest starts queues from the thread of a processor, which may do least of all.
+//! Starts threads so that each has the filter of its kind, whichever thread requests it.
+//!
+//! An armed process has a starter thread, because a new thread inherits the filters of its creator in addition to its own:
+//! the guest starts virtqueues from a vCPU thread, which has the strictest filter.
 
 use crate::{ThreadKind, thread};
 use std::io;
@@ -10,9 +11,9 @@ use std::thread::{Builder, JoinHandle};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The way to the thread that starts threads.
+/// The channel to the starter thread.
 static STARTER: OnceLock<Sender<Job>> = OnceLock::new();
-/// Its stack in bytes.
+/// The stack size of the starter thread in bytes.
 const STACK: usize = 128 << 10;
 
 /// Starts a thread of this kind: `work` runs under its filter, if the process is armed.
@@ -29,18 +30,18 @@ pub fn spawn<T: Send + 'static>(
     let (tell, told) = sync_channel(1);
     let gone = || io::Error::from(io::ErrorKind::BrokenPipe);
     let job: Job = Box::new(move || {
-        // Whoever asked waits for it below.
+        // The requesting thread waits for this message below.
         let _ = tell.send(builder.spawn(work));
     });
     starter.send(job).map_err(|_gone| gone())?;
     told.recv().map_err(|_gone| gone())?
 }
 
-/// Starts the thread that starts the others from now on.
+/// Starts the starter thread.
 pub(crate) fn begin() -> io::Result<()> {
     let (jobs, inbox) = channel::<Job>();
     Builder::new().name("starter".into()).stack_size(STACK).spawn(move || inbox.iter().for_each(|job| job()))?;
-    // A process is armed once.
+    // `arm` succeeds only once, so the channel is not set yet.
     let _ = STARTER.set(jobs);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Owns: the calls of this crate that have no safe wrapper: capabilities, inherited descriptors, the C library's heaps.
+//! Wraps the calls of this crate that have no safe wrapper: capabilities, inherited descriptors, malloc options.
 #![allow(unsafe_code)] // reason: capset, PR_CAPBSET_DROP, PR_CAP_AMBIENT, close_range and mallopt have no safe wrapper in nix or std.
 
 use std::io;
@@ -21,14 +21,14 @@ struct Data {
     inheritable: u32,
 }
 
-/// Empties the ambient and inheritable sets of the calling thread; of the bounding, effective and permitted ones stays what
-/// is in `keep`, a bit each.
+/// Clears the ambient and inheritable sets of the calling thread, and keeps in the bounding, effective and permitted sets
+/// only the capabilities in `keep`, one bit each.
 pub(crate) fn drop_capabilities(keep: u64) -> io::Result<()> {
     let bit = |number: libc::c_ulong, option: libc::c_int| {
         // SAFETY: prctl with these options takes integers and touches no memory.
         unsafe { libc::prctl(option, number, 0, 0, 0) }
     };
-    // The kernel says where the list ends.
+    // The kernel reports the end of its list.
     for capability in (0..64).filter(|capability| keep & 1 << capability == 0) {
         if bit(capability, libc::PR_CAPBSET_DROP) == -1 {
             let error = io::Error::last_os_error();
@@ -43,24 +43,24 @@ pub(crate) fn drop_capabilities(keep: u64) -> io::Result<()> {
     }
     let header = Header { version: VERSION, pid: 0 };
     let kept = [keep as u32, (keep >> 32) as u32].map(|bits| Data { effective: bits, permitted: bits, inheritable: 0 });
-    // SAFETY: header and data have the layout of version 3, two data structs, and live until the call returns; the
-    // kernel only writes to the header, to its version, if that were unknown: `header` is not read afterwards.
+    // SAFETY: header and data have the layout of version 3, two data structs, and live until the call returns; the kernel
+    // only writes to the header, to its version, if that were unknown: `header` is not read afterwards.
     let rc = unsafe { libc::syscall(libc::SYS_capset, &raw const header, kept.as_ptr()) };
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Closes every descriptor but the standard streams, whoever has opened it: to be called before anything is opened.
+/// Closes every descriptor except the standard streams. Must be called before this process opens anything.
 pub(crate) fn close_inherited() -> io::Result<()> {
-    // SAFETY: close_range touches no memory. Nothing of this process owns a descriptor yet, as the caller promises;
-    // one that was inherited has no owner here.
+    // SAFETY: close_range touches no memory. Nothing in this process owns a descriptor yet, as the caller promises; an
+    // inherited one has no owner here.
     match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Has the C library do without files: it would open one to count the processors when it has made some heaps, and one
-/// to learn how memory is overcommitted before it gives a part of a heap back; on whatever thread that happens.
+/// Configures malloc so that it opens no files. By default it would open one to count the CPUs when it has created some
+/// arenas, and one to read the overcommit mode before it releases a part of an arena, on any thread.
 pub(crate) fn quiet_heaps(heaps: i32) {
     for (parameter, value) in [(libc::M_ARENA_MAX, heaps), (libc::M_TRIM_THRESHOLD, i32::MAX)] {
         // SAFETY: mallopt only sets a number that later calls of malloc and free read; it cannot fail for these.

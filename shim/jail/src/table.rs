@@ -1,5 +1,5 @@
-//! Owns: the system calls of each kind of thread, as data: what is called, with which arguments, and why. Pure.
-//! A kind's table is made of the sets below; the first thread's is all of them, because filters are inherited.
+//! Lists the system calls of each kind of thread as data: the call, the arguments, and the reason. A kind's table is
+//! composed of the sets below; the first thread's table contains all of them, because filters are inherited.
 
 use crate::ThreadKind;
 use libc as c;
@@ -7,29 +7,29 @@ use libc as c;
 /// One entry: a call that is allowed (or, in [`forbidden`], one that is not).
 #[derive(Clone, Copy, Debug)]
 pub struct Allow {
-    /// Its number on x86-64.
+    /// The number of the call on x86-64.
     pub syscall: i64,
-    /// With which arguments.
+    /// The allowed arguments.
     pub only: Only,
-    /// What needs it.
+    /// What needs the call.
     pub why: &'static str,
 }
 
-/// The arguments with which a call is allowed. Only their lower 32 bits are looked at: those that the kernel takes.
+/// The arguments with which a call is allowed. Only their lower 32 bits are compared, because the kernel uses only those.
 #[derive(Clone, Copy, Debug)]
 pub enum Only {
-    /// Any.
+    /// All arguments are allowed.
     Always,
-    /// The argument (counted from 0) is one of these.
+    /// The argument with this index is one of these values.
     Arg(u8, &'static [u64]),
-    /// The argument is the number of this process.
+    /// The argument with this index is the pid of this process.
     Own(u8),
-    /// These bits (the second) of the argument have this value (the third).
+    /// The argument with this index, masked with the second number, equals the third.
     Masked(u8, u64, u64),
 }
 
 impl Only {
-    /// The argument that is looked at.
+    /// Returns the index of the argument that is compared.
     pub(crate) fn argument(self) -> u8 {
         match self {
             Only::Always => 0,
@@ -42,7 +42,7 @@ const fn always(syscall: i64, why: &'static str) -> Allow {
     Allow { syscall, only: Only::Always, why }
 }
 
-/// One ioctl, by its type and number: the lower half of the request.
+/// One ioctl, by type and number: the lower half of the request.
 const fn ioctl(number: u64, why: &'static str) -> Allow {
     Allow { syscall: c::SYS_ioctl, only: Only::Masked(1, 0xffff, number), why }
 }
@@ -58,7 +58,7 @@ const EXEC: u64 = c::PROT_EXEC as u64;
 /// `PR_SET_VMA`, with which allocators name their mappings.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
-/// What every thread of a Rust program does, from its first instruction to its last.
+/// The calls of every Rust thread.
 const LIFE: &[Allow] = &[
     always(c::SYS_futex, "locks, channels, joins"),
     always(c::SYS_sched_yield, "a lock that is held for moments"),
@@ -111,8 +111,8 @@ const WAIT: &[Allow] = &[
     always(c::SYS_epoll_ctl, "what is waited for"),
 ];
 
-/// Starting threads. The flags of clone3 lie in memory, where a filter cannot see them; but a process made so could
-/// execute nothing.
+/// Starting threads. The flags of clone3 lie in memory, where a filter cannot check them; but a process that it creates
+/// could execute nothing.
 const SPAWN: &[Allow] = &[
     always(c::SYS_clone3, "a thread starts"),
     Allow {
@@ -126,7 +126,7 @@ const SPAWN: &[Allow] = &[
     always(c::SYS_fcntl, "copies of descriptors, close-on-exec"),
 ];
 
-/// Reading and writing what is open: disks, taps, the console.
+/// Reading and writing open files: disks, taps, the console.
 const DATA: &[Allow] = &[
     always(c::SYS_readv, "frames from a tap, blocks"),
     always(c::SYS_writev, "frames to a tap, blocks"),
@@ -142,7 +142,7 @@ const DATA: &[Allow] = &[
     ioctls(0x12, "discard and write-zeroes of a block device"),
 ];
 
-/// Streams over unix sockets that are open.
+/// Streams over open Unix sockets.
 const STREAM: &[Allow] = &[
     always(c::SYS_recvfrom, "bytes of a stream"),
     always(c::SYS_sendto, "bytes of a stream"),
@@ -158,7 +158,7 @@ const STREAM: &[Allow] = &[
     ioctl(c::FIONREAD, "how much can be read"),
 ];
 
-/// New unix sockets.
+/// Creating Unix sockets.
 const SOCKET: &[Allow] = &[
     Allow { syscall: c::SYS_socket, only: Only::Arg(0, &[c::AF_UNIX as u64]), why: "unix sockets" },
     Allow { syscall: c::SYS_socketpair, only: Only::Arg(0, &[c::AF_UNIX as u64]), why: "a connection of the guest" },
@@ -170,7 +170,7 @@ const SOCKET: &[Allow] = &[
     always(c::SYS_getpeername, "the address of a socket"),
 ];
 
-/// Files by their names, of which the jail leaves few.
+/// Opening files by name, of which the jail leaves few.
 const FILES: &[Allow] = &[
     always(c::SYS_open, "files of the pod, its logs, images"),
     always(c::SYS_openat, "files of the pod, its logs, images"),
@@ -206,14 +206,14 @@ const FILES: &[Allow] = &[
     always(c::SYS_getcwd, "where relative names begin"),
 ];
 
-/// What the guest prints, kept in a file that never grows large.
+/// Writing the guest's console to a file of bounded size.
 const CONSOLE: &[Allow] = &[
     always(c::SYS_lseek, "the console's log keeps its newest half"),
     always(c::SYS_ftruncate, "the console's log keeps its newest half"),
     always(c::SYS_statx, "the length of that half"),
 ];
 
-/// A queue of the guest in the hands of another process.
+/// Sharing a virtqueue with another process.
 const LENDING: &[Allow] = &[
     always(c::SYS_sendmsg, "its descriptors are sent"),
     Allow {
@@ -223,21 +223,21 @@ const LENDING: &[Allow] = &[
     },
 ];
 
-/// The guest memory of another program, as a descriptor.
+/// Using the guest memory of another program by a descriptor.
 const MEMORY: &[Allow] = &[
     always(c::SYS_fstat, "how large it is"),
     always(c::SYS_statx, "how large it is"),
     always(c::SYS_fcntl, "whether it is sealed"),
 ];
 
-/// Changing a network interface while it runs.
+/// Reconfiguring a network interface while it runs.
 const NETWORK: &[Allow] = &[
     ioctls(VHOST, "a network queue that the kernel serves"),
     ioctl(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
     ioctl(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
 ];
 
-/// Making a machine in this process: memory, KVM, taps.
+/// Creating a VM in this process: memory, KVM, taps.
 const MACHINE: &[Allow] = &[
     ioctls(KVM, "the machine is made, saved and restored"),
     ioctl(0x54d2, "TUNGETIFF: what sort of tap it is"),
@@ -248,7 +248,7 @@ const MACHINE: &[Allow] = &[
     always(c::SYS_sched_setaffinity, "where a processor runs"),
 ];
 
-/// One virtual processor.
+/// Running one vCPU.
 const VCPU: &[Allow] = &[
     ioctl(0xae80, "KVM_RUN: the processor's loop"),
     ioctl(0xaead, "KVM_KVMCLOCK_CTRL: the guest was paused"),
@@ -280,7 +280,7 @@ const VCPU: &[Allow] = &[
     always(c::SYS_sched_setaffinity, "where a processor runs"),
 ];
 
-/// What starting a queue takes, which the guest asks for by a write to a register: on the thread of its processor.
+/// Starting a virtqueue, which happens on the vCPU thread when the guest writes to a register.
 const QUEUES: &[Allow] = &[
     Allow {
         syscall: c::SYS_fcntl,
@@ -290,7 +290,7 @@ const QUEUES: &[Allow] = &[
     always(c::SYS_eventfd2, "a queue's thread is told to stop"),
 ];
 
-/// What only the first thread does.
+/// The calls of the first thread only.
 const MAIN: &[Allow] = &[
     always(c::SYS_uname, "the kernel's version"),
     always(c::SYS_sysinfo, "the C library, before it sorts"),
@@ -312,7 +312,7 @@ const MAIN: &[Allow] = &[
     always(c::SYS_membarrier, "locks that are cheap for readers"),
 ];
 
-/// The system calls of a kind.
+/// Returns the allowed system calls of a kind.
 pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
     let sets: &[&[Allow]] = match kind {
         ThreadKind::Main => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU, MAIN],
@@ -324,14 +324,15 @@ pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
         ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
         ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
         ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, MEMORY],
-        // The machine's devices may end on it.
+        // The devices of the VM may be dropped on this thread.
         ThreadKind::Warden => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE],
         ThreadKind::Log => &[LIFE, WAIT, STREAM],
     };
     sets.iter().copied().flatten()
 }
 
-/// What a process that starts other programs is forbidden, and they with it: nothing of this is for a machine.
+/// Returns the calls that are forbidden to a process that starts other programs, and to these programs: none of them is
+/// needed to run a VM.
 pub fn forbidden() -> &'static [Allow] {
     const {
         &[
@@ -388,7 +389,7 @@ pub fn forbidden() -> &'static [Allow] {
     }
 }
 
-/// What a process that does nothing but serve files is forbidden besides.
+/// Returns the calls that are forbidden in addition to a process that only serves files.
 pub fn alone() -> &'static [Allow] {
     const {
         &[

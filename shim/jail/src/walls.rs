@@ -1,5 +1,5 @@
-//! Owns: the mount namespace of the pod process: a root of its own in which only its files are.
-//! Threads: the first one only, while it is the only one: the others share its root.
+//! Sets up the mount namespace of the pod process: a new root that contains only the process's files. Only the first thread
+//! may call it, while it is the only one, because the other threads share its root.
 
 use nacelle_base::retry::retry_interrupted;
 use nix::fcntl::{OFlag, open};
@@ -13,31 +13,31 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// What the process may do with something that it still sees.
+/// The access of the process to a file or directory that stays visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Read it.
+    /// The process may read.
     Read,
-    /// Read it and execute programs of it.
+    /// The process may read, and execute programs.
     Execute,
-    /// Read and write it.
+    /// The process may read and write.
     Write,
-    /// The same, and it loses its name outside: it goes with the process.
+    /// As `Write`; the file also loses its name outside, so that it is freed when the process ends.
     Take,
-    /// A device, or a folder with some.
+    /// The path is a device, or a directory with devices.
     Device,
 }
 
-/// A file or folder that the process still sees.
+/// A file or directory that stays visible to the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Its name, absolute.
+    /// The absolute path.
     pub path: PathBuf,
-    /// The name under which the process sees it, if that is another one.
+    /// The path at which the process sees it, if that differs.
     pub shown: Option<PathBuf>,
-    /// What may be done with it.
+    /// The access of the process.
     pub access: Access,
-    /// Without it the process cannot work; others may be missing on a node.
+    /// If the path is missing, the process cannot work; other paths may be missing on a node.
     pub needed: bool,
 }
 
@@ -47,15 +47,15 @@ impl Place {
     }
 }
 
-/// Why there are no walls.
+/// The mount namespace cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} {}", path.display())]
 pub struct WallError {
-    /// "open", "show", "remove", "leave".
+    /// The step: "open", "show", "remove", "leave".
     pub what: &'static str,
-    /// What it is about.
+    /// The path.
     pub path: PathBuf,
-    /// Why.
+    /// The cause.
     pub source: io::Error,
 }
 
@@ -64,25 +64,25 @@ fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E)
     move |source| WallError { what, path, source: source.into() }
 }
 
-/// Something that is on its way into the new root.
+/// An opened place that will be mounted in the new root.
 struct Source {
     place: Place,
-    /// What a name that is a symbolic link says; it stays one.
+    /// The target of a symbolic link, which is recreated as a link.
     link: Option<PathBuf>,
     handle: Option<OwnedFd>,
     folder: bool,
-    /// The folder that has its name, if it is to lose it.
+    /// The parent directory, if the name must be removed.
     parent: Option<OwnedFd>,
 }
 
-/// Leaves everything behind but these places. `scaffold` is a folder on which the new root is mounted while it is
-/// made; it may be one of the places.
+/// Replaces the root by one that contains only these places. `scaffold` is a directory on which the new root is mounted
+/// while it is built; it may be one of the places.
 pub(crate) fn build(mut places: Vec<Place>, scaffold: &Path) -> Result<(), WallError> {
     let root = Path::new("/");
     unshare(CloneFlags::CLONE_NEWNS).map_err(failed("leave", root))?;
     mount(None::<&str>, root, None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
         .map_err(failed("leave", root))?;
-    // What lies in another place comes after it.
+    // A place inside another place is mounted after it.
     places.sort_by_key(|place| place.name().components().count());
     let sources: Vec<Source> =
         places.into_iter().map(find).collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect();
@@ -106,20 +106,20 @@ pub(crate) fn build(mut places: Vec<Place>, scaffold: &Path) -> Result<(), WallE
         None::<&str>,
     )
     .map_err(failed("close", scaffold))?;
-    // The old root lands on the new one, and is taken off.
+    // The old root is now stacked on the new one, and is unmounted.
     chdir(scaffold).map_err(failed("enter", scaffold))?;
     pivot_root(".", ".").map_err(failed("leave", root))?;
     umount2(".", MntFlags::MNT_DETACH).map_err(failed("leave", root))?;
     chdir(root).map_err(failed("enter", root))
 }
 
-/// Opens a place; none if it is missing and may be.
+/// Opens a place; returns `None` if it is missing and not needed.
 fn find(place: Place) -> Result<Option<Source>, WallError> {
     let metadata = match fs::symlink_metadata(&place.path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && !place.needed => return Ok(None),
         other => other.map_err(failed("open", &place.path))?,
     };
-    // Programs find each other through links (/lib is one); other places are what they lead to.
+    // Programs refer to each other through symbolic links (such as /lib); all other links are resolved.
     if metadata.is_symlink() && place.access == Access::Execute {
         let link = fs::read_link(&place.path).map_err(failed("open", &place.path))?;
         return Ok(Some(Source { place, link: Some(link), handle: None, folder: false, parent: None }));
@@ -145,7 +145,7 @@ fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
         return std::os::unix::fs::symlink(link, &target).map_err(failed);
     }
     let Some(handle) = &source.handle else { return Ok(()) };
-    // It is there already if it lies in a place that is.
+    // The mount point may exist already inside another place.
     if source.folder {
         DirBuilder::new().recursive(true).mode(0o755).create(&target).map_err(failed)?;
     } else if !target.exists() {
@@ -159,7 +159,7 @@ fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
         Access::Read => all | MsFlags::MS_RDONLY,
         Access::Execute => MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_RDONLY,
         Access::Write | Access::Take => all,
-        // What is in a folder is somebody else's to say. Devices may be written to all the same.
+        // The process must not change the directory itself. Device nodes stay writable on a read-only mount.
         Access::Device if source.folder => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY,
         Access::Device => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC,
     };

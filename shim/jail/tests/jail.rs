@@ -1,5 +1,5 @@
-//! Owns: what a process in the jail has and has not, seen from inside and from outside. This program is its own
-//! prisoner: `jail prisoner PROFILE MODE FOLDER` enters and does what it is told on standard input. Needs root.
+//! Tests what a jailed process can access and what not, from inside and from outside. This program is its own prisoner:
+//! `jail prisoner PROFILE MODE FOLDER` enters the jail and executes commands from standard input. Needs root.
 
 use nacelle_jail::{Access, Mode, Place, Plan, Profile, ThreadKind, cgroup};
 use std::collections::BTreeMap;
@@ -120,18 +120,18 @@ fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Does something that may kill.
+/// Performs an action for which a filter may kill the process.
 fn act(what: &str) -> String {
     let done = match what {
         "inet" => std::net::UdpSocket::bind("127.0.0.1:0").map(drop).map_err(|error| error.to_string()),
         "unshare" => nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).map_err(|error| error.to_string()),
         "unix" => std::os::unix::net::UnixStream::pair().map(drop).map_err(|error| error.to_string()),
-        // As the guest does when it makes a queue ready: by a thread that may not start any.
+        // A guest that enables a virtqueue causes the same: a vCPU thread, which may not start threads, requests one.
         "queue" => nacelle_jail::spawn(ThreadKind::Queue, std::thread::Builder::new(), || act("nothing"))
             .map(|thread| drop(thread.join().unwrap()))
             .map_err(|error| error.to_string()),
         "nothing" => Ok(()),
-        // A signal that does nothing, to itself and to another process.
+        // A signal without effect, to itself and to another process.
         "signal-own" => nix::sys::signal::raise(nix::sys::signal::Signal::SIGCONT).map_err(|error| error.to_string()),
         "signal-other" => {
             nix::sys::signal::kill(nix::unistd::Pid::from_raw(1), None).map_err(|error| error.to_string())
@@ -145,7 +145,7 @@ fn act(what: &str) -> String {
     format!("{done:?}")
 }
 
-/// Does it on a thread of a kind: "KIND WHAT".
+/// Performs an action on a thread of a kind: "KIND WHAT".
 fn act_on(words: &str) -> String {
     let (kind, what) = words.split_once(' ').unwrap();
     let kind = ThreadKind::ALL.into_iter().find(|known| format!("{known:?}") == kind).unwrap();
@@ -153,7 +153,7 @@ fn act_on(words: &str) -> String {
     nacelle_jail::spawn(kind, std::thread::Builder::new(), move || act(&what)).unwrap().join().unwrap()
 }
 
-/// A prisoner and what is outside.
+/// A prisoner and the files outside of its jail.
 struct Jail {
     folder: tempfile::TempDir,
     child: Child,
@@ -194,7 +194,7 @@ impl Jail {
         (count > 0).then(|| line.trim_end().to_owned())
     }
 
-    /// What it answers; none if that was its end.
+    /// Returns the prisoner's answer; `None` if the command killed it.
     fn ask(&mut self, what: &str) -> Option<String> {
         writeln!(self.input.as_ref().unwrap(), "{what}").unwrap();
         self.line()
@@ -204,7 +204,7 @@ impl Jail {
         fs::read_to_string(format!("/proc/{}/{file}", self.child.id())).unwrap()
     }
 
-    /// The status files of its threads, by their names.
+    /// Returns the status files of its threads, by name.
     fn threads(&self) -> BTreeMap<String, BTreeMap<String, String>> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
         let tasks = tasks.map(|task| fields(&fs::read_to_string(task.unwrap().path().join("status")).unwrap()));
@@ -223,7 +223,7 @@ impl Jail {
 
 impl Drop for Jail {
     fn drop(&mut self) {
-        // It may have ended before.
+        // The process may have ended before.
         let _ = self.child.kill();
         let _ = self.child.wait();
         cgroup::remove(&self.group()).unwrap();
@@ -247,18 +247,18 @@ fn nothing_but_its_places() {
         assert_eq!(jail.ask(&format!("read {gone}")).unwrap(), "Err(NotFound)", "{gone}");
     }
     assert_eq!(jail.ask("list /").unwrap(), format!(r#"Ok("dev else {}")"#, other.split('/').nth(1).unwrap()));
-    // A folder with devices has another name inside, and its own no more; what is in it is not the prisoner's to change.
+    // A directory with devices has another name inside, and not its own; the prisoner cannot change its entries.
     assert_eq!(jail.ask("read /else/where/file").unwrap(), r#"Ok("shown")"#);
     assert_eq!(jail.ask("write /else/where/file").unwrap(), "Err(ReadOnlyFilesystem)");
     assert_eq!(jail.ask(&format!("read {}", jail.path("shown/file"))).unwrap(), "Err(NotFound)");
-    // It writes what is its own, and nothing else.
+    // The prisoner can write to its own files, and to no others.
     assert_eq!(jail.ask(&format!("write {run}")).unwrap(), r#"Ok("written")"#);
     assert_eq!(fs::read_to_string(&run).unwrap(), "x");
     assert_eq!(jail.ask(&format!("write {disk}")).unwrap(), r#"Ok("written")"#);
     for sealed in [images.as_str(), "/new", "/dev/new"] {
         assert_eq!(jail.ask(&format!("write {sealed}")).unwrap(), "Err(ReadOnlyFilesystem)", "{sealed}");
     }
-    // What was taken has no name outside any more; nothing of the walls is seen there.
+    // A file that was taken has no name outside any more; the mounts of the jail are not visible outside.
     assert!(!Path::new(&disk).exists() && Path::new(&jail.path("disks/file")).exists());
     let mounts = jail.proc("mountinfo");
     for line in mounts.lines() {
@@ -287,7 +287,7 @@ fn no_rights() {
         let limit = limits.lines().find_map(|line| line.strip_prefix(name)).unwrap();
         assert_eq!(limit.split_whitespace().take(2).collect::<Vec<_>>(), ["0", "0"], "{name}");
     }
-    // Descriptors: the standard streams, and nothing that was inherited.
+    // The open descriptors are the standard streams; nothing was inherited.
     let open = fs::read_dir(format!("/proc/{}/fd", jail.child.id())).unwrap().count();
     assert_eq!(open, 3);
     let folders = cgroup::folders(&jail.group());
@@ -307,7 +307,7 @@ fn every_thread_is_filtered() {
     assert_eq!(threads.len(), KINDS.len() + 2, "{:?}", threads.keys());
     for (thread, status) in threads {
         assert_eq!(status["Seccomp"], "2", "{thread}");
-        // Its own filter and the process's.
+        // The thread's own filter and the process's.
         let filters = if KINDS.iter().any(|kind| format!("{kind:?}") == thread) { "2" } else { "1" };
         assert_eq!(status["Seccomp_filters"], filters, "{thread}");
     }
@@ -331,7 +331,7 @@ fn what_is_forbidden_kills() {
     }
     kills("spawns", "unshare");
     kills("spawns", "thread Queue open");
-    // And what is allowed does not.
+    // Allowed actions do not kill.
     let mut jail = Jail::new("in-process", "kill");
     for what in [
         "unix",

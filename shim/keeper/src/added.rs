@@ -1,6 +1,6 @@
-//! Owns: disks that a machine gets and loses while it is there, beside those of its specification: empty ones, which stay until they
-//! are removed or the machine is.
-//! Source: QEMU's QMP reference (blockdev-add, device_add, device_del) and docs/pcie.txt.
+//! Hot-plugs and unplugs disks of a VM in addition to those of its specification. They are empty at first, and persist until they
+//! are removed or the VM is. The commands are those of QEMU's QMP reference (blockdev-add, device_add, device_del); the ports are
+//! described in its docs/pcie.txt.
 
 use crate::disk;
 use crate::error::KeeperError;
@@ -20,40 +20,40 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How many of them a machine can have.
+/// The maximum number of added disks of a VM.
 pub const PLACES: u8 = 8;
-/// Those there are, in the folder of their files.
+/// The list of the added disks, in the directory of their files.
 pub const LIST: &str = "added.json";
-/// The largest such list.
+/// The maximum size of the list in bytes.
 const LIST_BYTES: u64 = 64 << 10;
-/// The longest name: a serial number of virtio has 20 bytes.
+/// The maximum length of a name: a serial number of virtio has 20 bytes.
 const MAX_NAME: usize = 20;
-/// What a disk has whole ones of.
+/// Disk sizes are multiples of this number of bytes.
 const SECTOR: u64 = 512;
-/// For the guest to let go of a disk.
+/// The time that the guest has to release a disk.
 const LETS_GO: Duration = Duration::from_secs(30);
-/// Between two looks whether it has.
+/// The interval of the checks whether the guest has released a disk.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// A disk that was added.
+/// An added disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Added {
-    /// Its name, and its serial number.
+    /// The disk's name, which is also its serial number.
     pub name: String,
-    /// Its place, less than [`PLACES`].
+    /// The disk's slot, less than [`PLACES`].
     pub place: u8,
-    /// Its bytes.
+    /// The disk's size in bytes.
     pub bytes: u64,
 }
 
 impl Added {
-    /// The name of its file. No disk of a specification has a dot in its name.
+    /// Returns the name of the disk's file. No disk of a specification has a dot in its name.
     pub fn file(&self) -> String {
         format!("{}.added.qcow2", self.name)
     }
 }
 
-/// Those of a machine.
+/// The added disks of a VM.
 #[derive(Debug)]
 pub struct Disks {
     folder: PathBuf,
@@ -61,7 +61,7 @@ pub struct Disks {
 }
 
 impl Disks {
-    /// Those of a machine that has its files in this folder. Blocks.
+    /// Loads the added disks of a VM that has their files in this directory. Blocks.
     pub fn load(folder: &Path) -> Result<Disks, KeeperError> {
         let path = folder.join(LIST);
         let mut text = Vec::new();
@@ -80,7 +80,7 @@ impl Disks {
         Ok(disks)
     }
 
-    /// What QEMU is told of them at its start.
+    /// Returns the disks and their files for QEMU's command line.
     pub fn known(&self) -> Vec<(Added, PathBuf)> {
         self.all.iter().map(|disk| (disk.clone(), self.file(disk))).collect()
     }
@@ -97,7 +97,7 @@ impl Disks {
     }
 }
 
-/// The list, as this program has written it.
+/// Parses the list, which this program has written.
 pub fn read(text: &[u8]) -> Result<Vec<Added>, KeeperError> {
     let all: Vec<Added> = json::read(text).map_err(|source| KeeperError::Document { source })?;
     let right = |(n, disk): (usize, &Added)| {
@@ -119,7 +119,7 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(plain)
 }
 
-/// NAME=SIZE, with a size in bytes or with Ki, Mi, Gi or Ti.
+/// Parses NAME=SIZE, with a size in bytes or with Ki, Mi, Gi or Ti.
 fn wanted(what: &str) -> Result<(String, u64), KeeperError> {
     let wrong = |rule| KeeperError::Field { field: "volume", value: format!("{what:?}"), rule };
     let (name, size) = what.split_once('=').ok_or_else(|| wrong("NAME=SIZE is expected, as data=1Gi"))?;
@@ -144,12 +144,12 @@ fn wanted(what: &str) -> Result<(String, u64), KeeperError> {
     }
 }
 
-/// Whether NAME=SIZE is a disk that a machine could get.
+/// Checks whether NAME=SIZE is a valid disk.
 pub fn check(what: &str) -> Result<(), KeeperError> {
     wanted(what).map(drop)
 }
 
-/// Adds an empty disk. One that is there already with this size is one.
+/// Adds an empty disk. Succeeds if the disk exists with this size.
 pub async fn add(machine: Arc<Machine>, what: String) -> Result<(), KeeperError> {
     let (name, bytes) = wanted(&what)?;
     if machine.document.board == Board::Microvm {
@@ -174,24 +174,24 @@ pub async fn add(machine: Arc<Machine>, what: String) -> Result<(), KeeperError>
     let create =
         move || remove_if_there(&made).map_err(KeeperError::Mark).and_then(|()| disk::empty(&name, &made, bytes));
     run_blocking("create a disk", create).await??;
-    // First of all: one that is known is there at the next start, whatever becomes of this one.
+    // Recorded first: a recorded disk exists at the next start, even if this attempt fails.
     disks.all.push(disk.clone());
     let done = match (disks.save().await, machine.live()) {
         (Err(error), _) => Err(error),
         (Ok(()), Ok(live)) => plug(&live, machine.document.board, &disk, &file).await,
-        // It is off.
+        // The VM is stopped.
         (Ok(()), Err(_)) => Ok(()),
     };
     if done.is_err() {
         disks.all.retain(|other| other.name != disk.name);
-        // The first error is the one that matters.
+        // The first error is returned.
         let _ = disks.save().await;
         let _ = run_blocking("remove a disk", move || remove_if_there(&file)).await;
     }
     done
 }
 
-/// Removes one, with all that is on it. One that is not there is removed.
+/// Removes a disk and all data on it. Succeeds if there is no such disk.
 pub async fn remove(machine: Arc<Machine>, name: String) -> Result<(), KeeperError> {
     if machine.document.disks.iter().any(|disk| disk.name == name) {
         let hint = "disks of the specification are there as long as it is";
@@ -206,7 +206,7 @@ pub async fn remove(machine: Arc<Machine>, name: String) -> Result<(), KeeperErr
     }
     if let Ok(live) = machine.live() {
         match unplug(&live, &disk).await {
-            // It has ended meanwhile.
+            // The VM has ended meanwhile.
             Ok(()) | Err(KeeperError::Gone { .. }) => {}
             Err(error) => return Err(error),
         }
@@ -216,20 +216,20 @@ pub async fn remove(machine: Arc<Machine>, name: String) -> Result<(), KeeperErr
     run_blocking("remove a disk", move || remove_if_there(&file)).await?.map_err(KeeperError::Mark)
 }
 
-/// Those there are, as JSON.
+/// Returns the added disks as JSON.
 pub async fn list(machine: &Machine) -> Value {
     let disks = machine.added.lock().await;
     disks.all.iter().map(|disk| json!({ "name": disk.name, "bytes": disk.bytes })).collect()
 }
 
-/// How many snapshots are in a disk's file. Blocks.
+/// Returns the number of snapshots in a disk's file. Blocks.
 fn snapshots(file: &Path) -> u32 {
     let mut head = Vec::new();
     let read = File::open(file).and_then(|file| file.take(qcow2::HEADER as u64).read_to_end(&mut head));
     read.map_or(0, |_| qcow2::snapshots(&head))
 }
 
-/// The guest finds it at once, or when it goes on.
+/// Plugs a disk. The guest finds it at once, or when it is resumed.
 async fn plug(live: &Live, board: Board, disk: &Added, file: &Path) -> Result<(), KeeperError> {
     let [inner, whole] = qemu::nodes(disk);
     let protocol = json!({
@@ -253,13 +253,13 @@ async fn plug(live: &Live, board: Board, disk: &Added, file: &Path) -> Result<()
     done.map(drop)
 }
 
-/// Asks the guest to let go of it, and waits until it has.
+/// Requests the guest to release the disk, and waits until it has.
 async fn unplug(live: &Live, disk: &Added) -> Result<(), KeeperError> {
     let device = qemu::device(disk);
     let until = Instant::now() + LETS_GO;
     if there(live, &device).await? {
         match live.ask("device_del", json!({ "id": device })).await {
-            // It was asked before.
+            // An earlier request is pending.
             Err(KeeperError::Refused { words, .. }) if words.contains("in the process of unplug") => {}
             asked => drop(asked?),
         }
@@ -281,7 +281,7 @@ async fn there(live: &Live, device: &str) -> Result<bool, KeeperError> {
     Ok(all.as_array().into_iter().flatten().any(named))
 }
 
-/// QEMU closes its file. What it never had is refused, and that is as good.
+/// Makes QEMU close the disk's file. An error means that QEMU does not have it, which is just as good.
 async fn forget(live: &Live, disk: &Added) {
     let [inner, whole] = qemu::nodes(disk);
     for node in [whole, inner] {
@@ -336,7 +336,7 @@ mod tests {
             Disks::load(folder.path())
         };
         let disks = write(&[disk("a", 0), disk("b", 3)]).unwrap();
-        // A file that is missing is there again.
+        // A missing file is created again.
         assert!(disks.known().iter().all(|(_, file)| file.exists()));
         for wrong in [
             [disk("a", 0), disk("a", 1)],

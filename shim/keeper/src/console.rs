@@ -1,5 +1,5 @@
-//! Owns: the serial console: what the guest prints, for its log and for the pod's flight recorder, and what is typed.
-//! Threads: a task that reads; the guest waits while nobody takes what it prints.
+//! Connects the serial console: it copies the guest's output to the container's log and to the pod's flight recorder, and input
+//! to the guest. One task reads the output; the guest blocks while its output is not read.
 
 use std::sync::{Mutex, PoisonError};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,12 +8,12 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-/// Pieces that wait for whoever reads.
+/// The maximum number of pieces that wait for the reader.
 const PIECES: usize = 16;
-/// The longest piece, in bytes.
+/// The maximum size of a piece in bytes.
 const PIECE: usize = 4096;
 
-/// The console of one machine.
+/// The console of one VM.
 pub struct Console {
     typed: tokio::sync::Mutex<Option<OwnedWriteHalf>>,
     reading: Mutex<Option<JoinHandle<()>>>,
@@ -22,7 +22,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// Of a machine that has not started.
+    /// Returns the console of a VM that has not started.
     pub fn new() -> Console {
         let (printed, output) = mpsc::channel(PIECES);
         Console {
@@ -33,7 +33,7 @@ impl Console {
         }
     }
 
-    /// The machine's end of it is here now, until it runs again. What is printed goes to `recorder`, too.
+    /// Connects the console of a new run of the VM. Its output also goes to `recorder`.
     pub async fn connect(&self, stream: UnixStream, recorder: impl FnMut(&[u8]) + Send + 'static) {
         let (reader, writer) = stream.into_split();
         *self.typed.lock().await = Some(writer);
@@ -41,7 +41,7 @@ impl Console {
         *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = Some(reading);
     }
 
-    /// Writes what the guest prints, from its first word to its last. For one caller; a second one hears nothing.
+    /// Writes all of the guest's output, over all runs. Only the first caller gets the output; a later one gets none.
     pub async fn send_output(&self, to: &mut (impl AsyncWriteExt + Unpin)) -> std::io::Result<()> {
         let output = self.output.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut output) = output else { return Ok(()) };
@@ -54,7 +54,7 @@ impl Console {
         to.shutdown().await
     }
 
-    /// Types what comes, until it ends.
+    /// Copies input to the guest, until it ends.
     pub async fn take_input(&self, from: &mut (impl AsyncReadExt + Unpin)) -> std::io::Result<()> {
         let mut piece = vec![0; PIECE];
         loop {
@@ -66,13 +66,13 @@ impl Console {
         }
     }
 
-    /// The machine will not run again: whoever waits for its output shall not.
+    /// Ends the output: the VM will not run again, so readers must not wait for more.
     pub fn end(&self) {
         let reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner).take();
         let printed = self.printed.clone();
         tokio::spawn(async move {
             if let Some(reading) = reading {
-                // Its last words come first; a task that broke down has said them.
+                // The last output is read first. A task that panicked has read what it could.
                 let _ = reading.await;
             }
             let _ = printed.send(Vec::new()).await;
@@ -80,13 +80,13 @@ impl Console {
     }
 }
 
-/// Reads until the machine's end closes.
+/// Reads until QEMU closes its end.
 async fn read(mut from: OwnedReadHalf, printed: mpsc::Sender<Vec<u8>>, mut recorder: impl FnMut(&[u8])) {
     let mut buffer = vec![0; PIECE];
     while let Ok(count @ 1..) = from.read(&mut buffer).await {
         let piece = buffer.get(..count).unwrap_or_default();
         recorder(piece);
-        // Without a reader it goes to the recorder alone.
+        // Without a reader, output goes to the recorder alone.
         let _ = printed.send(piece.to_vec()).await;
     }
 }

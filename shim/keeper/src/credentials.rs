@@ -1,6 +1,6 @@
-//! Owns: keys and passwords of the guest's users, which its agent puts there while it runs. Who may come in is told by the daemon, which
-//! reads the secrets; what the guest has of it is remembered for one run, and said once.
-//! Source: QEMU's docs/interop/qemu-ga-ref.
+//! Installs SSH keys and passwords of the guest's users by the guest agent. The daemon reads the secrets and sends the list; the
+//! guest receives each change once per run, because this module remembers what it has. The commands are those of QEMU's
+//! docs/interop/qemu-ga-ref.
 
 use crate::error::KeeperError;
 use crate::guest_agent::{GuestAgent, Outcome};
@@ -13,31 +13,31 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex as StdMutex, PoisonError};
 use tokio::sync::Mutex;
 
-/// The exit code of the verb while no agent answers: it is told again later.
+/// The exit code of the verb while no guest agent answers: the daemon retries later.
 pub const NOBODY: u32 = 75;
-/// The longest list, in bytes of JSON.
+/// The maximum size of the list in bytes of JSON.
 pub const LONGEST: usize = 1 << 20;
 
-/// What the guest has of it since QEMU was started.
+/// The credentials that the guest has received since QEMU was started.
 #[derive(Default)]
 pub struct Given {
     has: Mutex<Credentials>,
-    /// How it went last.
+    /// The result of the last attempt.
     said: StdMutex<Option<String>>,
 }
 
 impl Given {
-    /// The guest is as it was some time ago: all is said again.
+    /// Forgets what the guest has received, because the guest was set back to an earlier state: everything is sent again.
     pub async fn forget(&self) {
         *self.has.lock().await = Credentials::default();
     }
 
-    /// How it went last; none: nobody was to come in.
+    /// Returns the result of the last attempt; `None` if there were never any credentials.
     pub fn said(&self) -> Option<String> {
         self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Has the agent make it so. Each user counts for himself; the first one that the guest refuses is told of.
+    /// Installs the credentials by the guest agent. Continues after the failure of a user and returns the first error.
     pub async fn give(&self, agent: &GuestAgent, text: &str) -> Result<Outcome, KeeperError> {
         let done = self.made_so(agent, text).await;
         let said = match &done {
@@ -77,7 +77,7 @@ impl Given {
             }
             first = first.and(done);
         }
-        // One that is not said any more stays: the guest has no other.
+        // A password that is no longer in the list stays in the guest, because there is no other to replace it.
         given.passwords.retain(|user, _| wanted.passwords.contains_key(user));
         for (user, password) in &wanted.passwords {
             if given.passwords.get(user) == Some(password) {
@@ -94,7 +94,7 @@ impl Given {
     }
 }
 
-/// Has a user's keys be those in `has`, where he had those in `had`; others that the guest knows stay.
+/// Replaces a user's keys `had` by `has`. Other keys in the guest stay.
 async fn keys(agent: &GuestAgent, user: &str, had: &[String], has: &[String]) -> Result<(), KeeperError> {
     let others = |these: &[String], those: &[String]| -> Vec<String> {
         these.iter().filter(|key| !those.contains(key)).cloned().collect()
@@ -117,7 +117,7 @@ mod tests {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixStream;
 
-    /// An agent of a guest with a user `root` and no other; what it was asked.
+    /// Returns an agent of a guest whose only user is `root`, and the list of its requests.
     fn agent() -> (GuestAgent, Arc<StdMutex<Vec<String>>>) {
         let (near, far) = UnixStream::pair().unwrap();
         let asked = Arc::new(StdMutex::new(Vec::new()));
@@ -157,7 +157,7 @@ mod tests {
             assert_eq!(heard(), [r#"guest-ssh-add-authorized-keys ["a","b"]"#, password.as_str()]);
             assert_eq!(given.give(&agent, first).await.unwrap().code, 0);
             assert_eq!(heard(), [""; 0]);
-            // A user whom the guest does not know keeps nobody else out.
+            // A user that the guest does not know does not prevent the others.
             let second = r#"{"keys": {"nobody": ["a"], "root": ["b", "c"]}}"#;
             let refused = given.give(&agent, second).await.unwrap_err().to_string();
             assert!(refused.contains("nobody") && given.said().unwrap().contains("nobody"), "{refused}");

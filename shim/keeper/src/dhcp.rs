@@ -1,7 +1,6 @@
-//! Owns: the answers to a guest that asks for its address by DHCP: the address that CNI gave the pod, on the card whose frames are
-//! read here. Pure, but for [`serve`].
-//! Sources: RFC 2131 (DHCP), RFC 2132 (its options), RFC 3442 (routes), RFC 3397 (search list).
-//! All bytes come from the guest: each is looked at before it counts, and what is no question of this card is passed over.
+//! Answers the DHCP requests of a guest (RFC 2131; options of RFC 2132, RFC 3442 for routes, RFC 3397 for the search list) with
+//! the address that CNI gave the pod, on the card whose frames are read here. All functions except [`serve`] are pure. All bytes
+//! come from the guest: each is validated, and frames that are not requests of this card are ignored.
 
 use crate::sys;
 use nacelle_base::retry::retry_interrupted;
@@ -12,30 +11,30 @@ use std::io;
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-/// The largest frame that is read: what asks is small, whatever the network's MTU.
+/// The largest frame that is read, in bytes: requests are small, whatever the network's MTU is.
 const FRAME: usize = 2048;
-/// How long an address is promised, in seconds: a machine that wakes up in another pod shall ask soon.
+/// The lease time in seconds. It is short because a VM that is resumed in another pod must ask again soon.
 const LEASE: u32 = 3600;
-/// Who answers, where there is no gateway whose address could be said.
+/// The server's address if the network has no gateway.
 const NOBODY: Ipv4Addr = Ipv4Addr::new(169, 254, 1, 1);
-/// The hardware address of answers; a local one.
+/// The hardware address of answers; a locally administered one.
 const MAC: [u8; 6] = [2, b'd', b'h', b'c', b'p', 1];
-/// What every client must be able to read: 576 bytes with the heads of IP and UDP (RFC 2131, section 2).
+/// The size in bytes that every client must accept: 576 bytes minus the IP and UDP headers (RFC 2131, section 2).
 const LEAST: usize = 548;
-/// No answer is larger, whatever the client can read.
+/// The maximum size of an answer in bytes, whatever the client accepts.
 pub(crate) const MOST: usize = 1400;
-/// From the beginning of the message to its options.
+/// The offset of the options in a message.
 const HEAD: usize = 240;
 const MAGIC: [u8; 4] = [99, 130, 83, 99];
 const BROADCAST: u16 = 0x8000;
 
-/// What is told, for one card.
+/// The configuration that the answers contain, for one card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
     mac: [u8; 6],
     address: Ipv4Addr,
     prefix: u8,
-    /// Destination, its length, gateway (0.0.0.0: on the link), in the order in which they make sense.
+    /// The routes: destination, prefix length, gateway (0.0.0.0 for on the link), in an order in which they can be added.
     routes: Vec<(Ipv4Addr, u8, Ipv4Addr)>,
     dns: Vec<Ipv4Addr>,
     searches: Vec<String>,
@@ -44,13 +43,14 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Of the n-th interface of the pod, for the card with this address; none if CNI gave it no IPv4 address.
+    /// Returns the lease of the n-th interface of the pod for the card with this address; `None` if CNI gave the interface no
+    /// IPv4 address.
     pub fn new(network: &BootConfig, n: usize, mac: [u8; 6]) -> Option<Lease> {
         let interface = network.interfaces.get(n)?;
         let (address, prefix) = interface.addresses.iter().find_map(|address| four(address))?;
         let own = network.routes.iter().filter(|route| route.interface == interface.name);
         let mut routes: Vec<_> = own.filter_map(|route: &Route| gateway(route)).collect();
-        // A gateway that is on no link must be put there before it is used.
+        // A gateway that is on no link needs a route of its own first.
         let link = |gateway: Ipv4Addr, routes: &[(Ipv4Addr, u8, Ipv4Addr)]| {
             within(gateway, address, prefix)
                 || routes.iter().any(|(to, bits, by)| by.is_unspecified() && within(gateway, *to, *bits))
@@ -81,7 +81,7 @@ impl Lease {
         self.gateway().unwrap_or(NOBODY)
     }
 
-    /// The frame that answers this one, if it is a question.
+    /// Returns the frame that answers this one, if it is a request.
     pub fn answer(&self, frame: &[u8]) -> Option<Vec<u8>> {
         let question = Question::read(udp_to_server(frame)?)?;
         if question.mac != self.mac {
@@ -91,7 +91,7 @@ impl Lease {
         let kind = match question.kind {
             Kind::Discover => Kind::Offer,
             Kind::Inform => Kind::Ack,
-            // It has chosen another one.
+            // The client has chosen another server.
             Kind::Request if question.server.is_some_and(|chosen| chosen != server) => return None,
             Kind::Request => match question.wanted.or(question.has) {
                 Some(wanted) if wanted == self.address => Kind::Ack,
@@ -121,7 +121,7 @@ impl Lease {
         let has = if kind == Kind::Nak { None } else { question.has };
         message.extend(has.unwrap_or(Ipv4Addr::UNSPECIFIED).octets());
         message.extend(own.octets());
-        // The server that a boot program would be loaded from, and the relay: there is none.
+        // The boot server and the relay: none.
         message.extend([0; 8]);
         message.extend(question.mac);
         message.resize(HEAD - MAGIC.len(), 0);
@@ -142,7 +142,7 @@ impl Lease {
             if self.mtu >= 68 {
                 options.add(26, &self.mtu.to_be_bytes());
             }
-            // Whoever reads these does not read the gateway.
+            // Clients that support this option ignore the gateway option.
             let routes: Vec<u8> = self.routes.iter().flat_map(route).collect();
             options.add(121, &routes);
             options.add(12, self.hostname.as_bytes());
@@ -153,15 +153,15 @@ impl Lease {
     }
 }
 
-/// The options of a message that grows.
+/// The options of a message that is being built.
 struct Options {
     message: Vec<u8>,
     limit: usize,
 }
 
 impl Options {
-    /// Leaves out what is empty, and what does not fit: the most important ones come first. No option is cut, because half a list
-    /// of routes is another list.
+    /// Adds an option. Leaves out an empty one and one that does not fit: the most important ones come first. Options are never
+    /// truncated, because a truncated list of routes is a wrong list.
     fn add(&mut self, code: u8, value: &[u8]) {
         let Ok(length) = u8::try_from(value.len()) else { return };
         if length > 0 && self.message.len() + 3 + value.len() <= self.limit {
@@ -172,7 +172,7 @@ impl Options {
 
     fn done(mut self) -> Vec<u8> {
         self.message.push(255);
-        // Some clients want the size that BOOTP had.
+        // Some clients require the minimum size of BOOTP.
         if self.message.len() < 300 {
             self.message.resize(300, 0);
         }
@@ -180,7 +180,7 @@ impl Options {
     }
 }
 
-/// What a message is for (option 53).
+/// The message type (option 53).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Discover = 1,
@@ -191,26 +191,26 @@ enum Kind {
     Inform = 8,
 }
 
-/// What a client says.
+/// A client's request.
 #[derive(Debug, PartialEq, Eq)]
 struct Question {
     kind: Kind,
     transaction: [u8; 4],
     flags: u16,
-    /// The address that it has already.
+    /// The address that the client has already.
     has: Option<Ipv4Addr>,
     mac: [u8; 6],
     wanted: Option<Ipv4Addr>,
     server: Option<Ipv4Addr>,
-    /// The longest message that it can read.
+    /// The maximum message size that the client accepts.
     limit: usize,
 }
 
 impl Question {
-    /// Of a message; none if it is none that is answered.
+    /// Parses a message. Returns `None` if it is not a request that is answered.
     fn read(message: &[u8]) -> Option<Question> {
         let (head, mut options) = message.split_at_checked(HEAD)?;
-        // A question, by Ethernet.
+        // BOOTREQUEST over Ethernet.
         if head.get(..3)? != [1, 1, 6] || head.get(HEAD - 4..)? != MAGIC {
             return None;
         }
@@ -234,7 +234,7 @@ impl Question {
                 (53, _) => return None,
                 (50, _) => wanted = Some(address(value)?),
                 (54, _) => server = Some(address(value)?),
-                // With the heads of IP and UDP.
+                // The value includes the IP and UDP headers.
                 (57, [high, low]) => {
                     limit = usize::from(u16::from_be_bytes([*high, *low])).saturating_sub(28).clamp(LEAST, MOST);
                 }
@@ -259,7 +259,8 @@ fn address(bytes: &[u8]) -> Option<Ipv4Addr> {
     <[u8; 4]>::try_from(bytes).ok().map(Ipv4Addr::from)
 }
 
-/// What UDP carries in a frame to a server's port; the checksum may be one that a card was to finish, and is not looked at.
+/// Returns the UDP payload of a frame to the server port. The checksum is not verified, because a card may have been expected to
+/// complete it.
 fn udp_to_server(frame: &[u8]) -> Option<&[u8]> {
     let packet = frame.get(14..).filter(|_| frame.get(12..14) == Some(&[8, 0]))?;
     let [first, _, high, low, ..] = packet else { return None };
@@ -268,7 +269,7 @@ fn udp_to_server(frame: &[u8]) -> Option<&[u8]> {
         return None;
     }
     let packet = packet.get(..usize::from(u16::from_be_bytes([*high, *low])))?;
-    // A piece of a packet has another offset than 0, or more behind it.
+    // A fragment has an offset other than 0, or the flag for more fragments.
     let piece = u16::from_be_bytes(packet.get(6..8)?.try_into().ok()?) & 0x3fff;
     if piece != 0 || packet.get(9) != Some(&17) {
         return None;
@@ -278,12 +279,12 @@ fn udp_to_server(frame: &[u8]) -> Option<&[u8]> {
     datagram.get(8..length).filter(|_| datagram.get(2..4) == Some(&[0, 67]))
 }
 
-/// A message in a frame to the client's port.
+/// Returns a frame with a message to the client port.
 fn framed(message: &[u8], from: Ipv4Addr, to: Ipv4Addr, mac: [u8; 6]) -> Vec<u8> {
     let udp = u16::try_from(message.len() + 8).unwrap_or(u16::MAX);
     let mut head = vec![0x45, 0];
     head.extend((udp.saturating_add(20)).to_be_bytes());
-    // One piece; 64 hops; UDP; the checksum is still to come.
+    // Unfragmented; TTL 64; UDP; the checksum follows below.
     head.extend([0, 0, 0x40, 0, 64, 17, 0, 0]);
     head.extend(from.octets());
     head.extend(to.octets());
@@ -296,13 +297,13 @@ fn framed(message: &[u8], from: Ipv4Addr, to: Ipv4Addr, mac: [u8; 6]) -> Vec<u8>
     frame.extend(head);
     frame.extend([0, 67, 0, 68]);
     frame.extend(udp.to_be_bytes());
-    // Without a checksum: IPv4 lets it out.
+    // IPv4 permits UDP without a checksum.
     frame.extend([0, 0]);
     frame.extend(message);
     frame
 }
 
-/// Of IP's head (RFC 1071).
+/// Returns the checksum of an IP header (RFC 1071).
 fn checksum(head: &[u8]) -> u16 {
     let words = head.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]])));
     let sum = words.sum::<u32>();
@@ -319,7 +320,7 @@ fn within(address: Ipv4Addr, network: Ipv4Addr, prefix: u8) -> bool {
     u32::from(address) & mask == u32::from(network) & mask
 }
 
-/// "10.1.0.5/24".
+/// Parses an address with prefix length, "10.1.0.5/24".
 fn four(text: &str) -> Option<(Ipv4Addr, u8)> {
     let (address, bits) = text.split_once('/')?;
     Some((address.parse().ok()?, bits.parse().ok().filter(|bits| *bits <= 32)?))
@@ -331,13 +332,13 @@ fn gateway(route: &Route) -> Option<(Ipv4Addr, u8, Ipv4Addr)> {
     Some((to, bits, by))
 }
 
-/// Only so many bytes of the destination as its length has (RFC 3442).
+/// Encodes a route with only the significant bytes of the destination (RFC 3442).
 fn route((to, bits, by): &(Ipv4Addr, u8, Ipv4Addr)) -> Vec<u8> {
     let kept = to.octets().into_iter().take(usize::from(bits.div_ceil(8)));
     [*bits].into_iter().chain(kept).chain(by.octets()).collect()
 }
 
-/// A name as DNS writes it.
+/// Encodes a domain name as DNS labels.
 fn labels(name: &str) -> Option<Vec<u8>> {
     let mut written = Vec::new();
     for label in name.trim_end_matches('.').split('.') {
@@ -349,7 +350,7 @@ fn labels(name: &str) -> Option<Vec<u8>> {
     Some(written)
 }
 
-/// Answers on a packet socket of the card's tap, until that is gone.
+/// Answers requests on a packet socket of the card's tap, until the tap is gone.
 pub async fn serve(socket: OwnedFd, lease: Lease) -> io::Result<()> {
     let socket = sys::watch(socket)?;
     let mut frame = [0; FRAME];
@@ -358,15 +359,15 @@ pub async fn serve(socket: OwnedFd, lease: Lease) -> io::Result<()> {
         let told = ready
             .try_io(|socket| Ok(retry_interrupted(|| recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT))?));
         let length = match told {
-            // Nothing is there any more: it is waited for.
+            // The frame is gone: wait for the next one.
             Err(_would_block) => continue,
             Ok(Ok(length)) => length,
-            // The tap is not up yet, or not any more: the kernel says so once.
+            // The tap is not up yet, or not any more: the kernel reports that once.
             Ok(Err(error)) if error.raw_os_error() == Some(nix::libc::ENETDOWN) => continue,
             Ok(Err(error)) => return Err(error),
         };
         if let Some(answer) = frame.get(..length).and_then(|frame| lease.answer(frame)) {
-            // A guest that does not take it asks again.
+            // A guest that misses the answer asks again.
             let _ = retry_interrupted(|| send(socket.as_raw_fd(), &answer, MsgFlags::MSG_DONTWAIT));
         }
     }
@@ -407,7 +408,7 @@ mod tests {
         Lease::new(&network, 0, GUEST).unwrap()
     }
 
-    /// A question in a frame.
+    /// Returns a frame with a request.
     fn asks(kind: u8, has: [u8; 4], options: &[u8]) -> Vec<u8> {
         let mut message = vec![1, 1, 6, 0, 0xde, 0xad, 0xbe, 0xef, 0, 0, 0, 0];
         message.extend(has);
@@ -423,7 +424,7 @@ mod tests {
         frame
     }
 
-    /// Its kind, the address that it gives, and its options.
+    /// Returns the type, the offered address and the options of an answer.
     fn told(frame: &[u8]) -> (u8, Ipv4Addr, Vec<(u8, Vec<u8>)>) {
         let message = &frame[42..];
         assert_eq!(
@@ -459,7 +460,7 @@ mod tests {
             (3, &[10, 1, 0, 1]),
             (6, &[10, 96, 0, 10]),
             (26, &[5, 170]),
-            // The gateway that is on no link, the default one, the network behind the first.
+            // The gateway that is on no link, the default route, the network behind the first gateway.
             (121, &[32, 10, 7, 0, 1, 0, 0, 0, 0, 0, 10, 1, 0, 1, 17, 10, 9, 128, 10, 7, 0, 1]),
             (12, b"db"),
             (119, b"\x01a\x03svc\0\x03svc\0"),
@@ -473,7 +474,7 @@ mod tests {
         assert_eq!(wants([10, 1, 0, 5], [10, 1, 0, 1]), Some(5));
         assert_eq!(wants([10, 1, 0, 6], [10, 1, 0, 1]), Some(6));
         assert_eq!(wants([10, 1, 0, 5], [10, 1, 0, 2]), None, "another server was chosen");
-        // It asks for more time, or only for the rest.
+        // A renewal, and a DHCPINFORM.
         let more = lease.answer(&asks(3, [10, 1, 0, 5], &[])).unwrap();
         assert_eq!((told(&more).0, &more[30..34]), (5, &[10, 1, 0, 5][..]));
         let (kind, address, options) = told(&lease.answer(&asks(8, [10, 1, 0, 5], &[])).unwrap());
@@ -485,7 +486,7 @@ mod tests {
         let lease = lease();
         let good = asks(1, [0; 4], &[]);
         assert!(lease.answer(&good).is_some());
-        // Other protocols, versions, pieces, ports, answers, cards, cookies.
+        // Other protocols, versions, fragments, ports, answers, cards, cookies.
         for at in [12, 14, 20, 23, 37, 42, 43, 44, 70, 278] {
             let mut bad = good.clone();
             bad[at] ^= 0x11;

@@ -1,6 +1,5 @@
-//! Owns: the files of a machine's disks: looked at, locked where others could have them, made where they are the machine's own, and
-//! described for QEMU.
-//! May use: `qcow2`, `seed`, `sys`. Blocks on files.
+//! Prepares the files of a VM's disks: validates them, locks those that other VMs could use, creates those that are the VM's own,
+//! and describes them for QEMU. All functions block on files.
 
 use crate::error::KeeperError;
 use crate::qcow2::{self, Format};
@@ -16,44 +15,44 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// The largest kernel or initial file system, in bytes.
+/// The maximum size of a kernel or initial file system in bytes.
 const MAX_KERNEL: u64 = 512 << 20;
 
-/// A disk whose files are there.
+/// A disk whose files exist.
 #[derive(Debug)]
 pub struct Ready {
     /// The disk.
     pub disk: Disk,
-    /// What it is made of.
+    /// The disk's files.
     pub files: Files,
 }
 
-/// What a disk is made of.
+/// The files of a disk.
 #[derive(Debug)]
 pub enum Files {
-    /// What the guest writes, over a piece of a file.
+    /// A qcow2 overlay for the guest's writes, over a piece of a file.
     Over {
-        /// A qcow2 file.
+        /// The overlay, a qcow2 file.
         top: PathBuf,
-        /// What lies below.
+        /// The base of the overlay.
         base: Base,
     },
-    /// A qcow2 file with all of it.
+    /// A qcow2 file with the whole disk.
     Own(PathBuf),
-    /// A piece of a file, which the guest only reads.
+    /// A piece of a file; the guest only reads it.
     Piece(Base),
-    /// A file in memory, byte by byte the disk: what is on it is written to no disk of the node.
+    /// A file in memory with the raw disk. Its content is never written to a disk of the node.
     Memory(File),
-    /// A block device or file of the node, byte by byte the disk. It is locked for as long as it is open, here or in QEMU.
+    /// A raw block device or file of the node. It is locked for as long as it is open, here or in QEMU.
     Device {
-        /// Opened, also for writing where the guest may.
+        /// The open file, writable if the guest may write.
         file: File,
-        /// It is a block device.
+        /// Whether it is a block device.
         block: bool,
     },
 }
 
-/// The kernel with which a machine starts, and its initial file system, as files of their own.
+/// The kernel and the initial file system of a direct boot, copied to files of their own.
 #[derive(Debug)]
 pub struct KernelFiles {
     /// The kernel.
@@ -67,26 +66,26 @@ pub struct KernelFiles {
 pub struct Base {
     /// The file.
     pub file: PathBuf,
-    /// Where the piece begins, in bytes.
+    /// The start of the piece in bytes.
     pub offset: u64,
-    /// Its bytes.
+    /// The length of the piece in bytes.
     pub length: u64,
-    /// It is a qcow2 file.
+    /// Whether the file is qcow2.
     pub qcow2: bool,
 }
 
-/// Where files of disks are made.
+/// The directories for the files of disks.
 #[derive(Clone, Copy, Debug)]
 pub struct Folders<'a> {
-    /// The machine's own: they go with it.
+    /// The VM's own directory: removed with the VM.
     pub own: &'a Path,
-    /// The pod's: they go with that.
+    /// The pod's directory: removed with the pod.
     pub pod: &'a Path,
-    /// What is kept, if it is a machine of which something is.
+    /// The directory of a persistent VM, which is kept.
     pub keep: Option<&'a Path>,
 }
 
-/// Makes the files of a disk; one that was handed over is taken from `handed` by the disk's name.
+/// Creates the files of a disk. A disk that was handed over is taken from `handed` by its name.
 pub fn prepare(
     disk: &Disk,
     folders: Folders,
@@ -115,7 +114,7 @@ pub fn prepare(
     Ok(Ready { disk: disk.clone(), files })
 }
 
-/// Copies kernel and initial file system out of their image: QEMU reads whole files alone.
+/// Copies kernel and initial file system out of their image, because QEMU reads only whole files.
 pub fn kernel(kernel: &Kernel, folder: &Path) -> Result<KernelFiles, KeeperError> {
     Ok(KernelFiles {
         kernel: copied(&kernel.kernel, folder, "kernel")?,
@@ -142,7 +141,7 @@ fn copied(source: &DiskSource, folder: &Path, name: &str) -> Result<PathBuf, Kee
     Ok(to)
 }
 
-/// The disk in an image, and its size for the guest, in bytes.
+/// Returns the disk in an image, and its size for the guest in bytes.
 fn base(disk: &Disk, path: &Path, offset: u64, length: u64) -> Result<(Base, u64), KeeperError> {
     let mut file = File::open(path).map_err(KeeperError::file("open", path))?;
     file.seek(SeekFrom::Start(offset)).map_err(KeeperError::file("read", path))?;
@@ -162,7 +161,7 @@ fn base(disk: &Disk, path: &Path, offset: u64, length: u64) -> Result<(Base, u64
     Ok((base, size))
 }
 
-/// With a new file over it.
+/// Returns the disk with a new overlay.
 fn over(folder: &Path, disk: &Disk, (base, size): (Base, u64)) -> Result<Files, KeeperError> {
     let top = folder.join(format!("{}.qcow2", disk.name));
     let mut file = make(&top)?;
@@ -170,7 +169,7 @@ fn over(folder: &Path, disk: &Disk, (base, size): (Base, u64)) -> Result<Files, 
     Ok(Files::Over { top, base })
 }
 
-/// With the file that was over it before, if the image is the same; else with a new one.
+/// Returns the disk with its earlier overlay if the image is the same, otherwise with a new one.
 fn kept(disk: &Disk, keep: &Path, image: &str, base: (Base, u64)) -> Result<Files, KeeperError> {
     let (top, mark) = (keep.join(format!("{}.qcow2", disk.name)), keep.join(format!("{}.image", disk.name)));
     let same = std::fs::read_to_string(&mark).is_ok_and(|before| before == image);
@@ -178,7 +177,7 @@ fn kept(disk: &Disk, keep: &Path, image: &str, base: (Base, u64)) -> Result<File
         return Ok(Files::Over { top, base: base.0 });
     }
     let files = over(keep, disk, base)?;
-    // Afterwards: a mark says that there is what it speaks of.
+    // Written last: the mark means that the overlay is complete.
     write_whole(&mark, image.as_bytes()).map_err(KeeperError::Mark)?;
     Ok(files)
 }
@@ -204,7 +203,7 @@ fn device(disk: &Disk, path: &str, file: Option<File>) -> Result<Files, KeeperEr
     Ok(Files::Device { file, block: kind.is_block_device() })
 }
 
-/// An empty disk. One that a machine before this one has used stays as it is, if it has this size.
+/// Creates an empty disk. Keeps the file of an earlier run if it has this size.
 pub fn empty(name: &str, path: &Path, bytes: u64) -> Result<(), KeeperError> {
     if bytes == 0 || bytes > qcow2::MAX_SIZE {
         return Err(KeeperError::Disk { name: name.to_owned(), rule: "a disk of 1 byte to 4 TiB is expected" });
@@ -227,17 +226,17 @@ fn memory(bytes: &[u8]) -> Result<File, KeeperError> {
     Ok(file)
 }
 
-/// The firmware's variables: those of a machine that never ran, and over them what was written, or kept, if those were of the same
-/// kind: `secure` ones have keys.
+/// Returns the firmware's variables: a copy of the template below, and an overlay with the guest's changes above. An existing
+/// overlay is kept if it is of the same kind: `secure` variables contain keys.
 pub fn variables(from: &Path, secure: bool, folders: Folders) -> Result<Files, KeeperError> {
     let folder = folders.keep.unwrap_or(folders.own);
     let (first, top) = (folder.join("efi-variables"), folder.join("efi-variables.qcow2"));
     let length = |path: &Path| std::fs::metadata(path).map(|data| data.len());
     let new = length(from).map_err(KeeperError::file("open", from))?;
-    // A copy, because the firmware's own file changes with its package; one that was cut is made anew.
+    // A copy, because the firmware's own file changes with its package. A truncated copy is created again.
     let mark = folder.join("efi-secure");
     if !top.exists() || length(&first).ok() != Some(new) || mark.exists() != secure {
-        // Without these two nothing is kept, wherever this ends.
+        // Removed first: a crash from here on must not leave an overlay that does not match.
         for path in [&top, &mark] {
             remove_if_there(path).map_err(KeeperError::Mark)?;
         }
@@ -254,7 +253,7 @@ pub fn variables(from: &Path, secure: bool, folders: Folders) -> Result<Files, K
     Ok(Files::Over { top, base: Base { file: first, offset: 0, length: new, qcow2: false } })
 }
 
-/// A new file; one of an earlier attempt is made anew.
+/// Creates a file. Truncates that of an earlier attempt.
 fn make(path: &Path) -> Result<File, KeeperError> {
     let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
     opened.map_err(KeeperError::file("make", path))
@@ -316,7 +315,7 @@ pub(crate) mod tests {
             };
         std::fs::write(variables(false), "kept").unwrap();
         assert_eq!(std::fs::read(variables(false)).unwrap(), b"kept");
-        // Those without keys are nothing for a machine that looks for signatures, and the other way round.
+        // Variables without keys are useless for secure boot, and vice versa.
         assert!(std::fs::read(variables(true)).unwrap().starts_with(b"QFI"));
         std::fs::write(variables(true), "signed").unwrap();
         assert_eq!(std::fs::read(variables(true)).unwrap(), b"signed");
@@ -400,7 +399,7 @@ pub(crate) mod tests {
         assert!(prepare(&written, Some(open(true))).is_err());
         drop(readers);
         drop(prepare(&written, Some(open(true))).unwrap());
-        // Those that say so write to it together, and nobody else has it meanwhile.
+        // Disks marked as shared can be written by several VMs, but not opened by others meanwhile.
         let shared = Disk { serving: Serving { shared: true, ..Serving::default() }, ..sample("data", source()) };
         let writers = [(); 2].map(|()| prepare(&shared, Some(open(true))).unwrap());
         for (disk, writable) in [(&written, true), (&read, false)] {

@@ -1,6 +1,6 @@
-//! Owns: a dump of the guest's memory, for debuggers: QEMU writes it into a pipe, and piece by piece it goes on to whoever asked. On its way it
-//! is in no file, and never in memory as a whole. While it is written the machine stands still, so nobody may keep it waiting.
-//! Source: QEMU's QMP reference, getfd, dump-guest-memory and query-dump.
+//! Dumps the guest's memory for debuggers. QEMU writes the dump into a pipe, and this module copies it piece by piece to the
+//! client's stream; it is never in a file, and never in memory as a whole. The VM is paused while the dump is written, so a
+//! client that stops reading ends it. The commands are those of QEMU's QMP reference (getfd, dump-guest-memory and query-dump).
 
 use crate::error::KeeperError;
 use crate::lines::printable;
@@ -16,16 +16,16 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 
-/// For whoever asked to open the stream that it goes to.
+/// The time that the client has to open the stream of the dump.
 const OPENED: Duration = Duration::from_secs(30);
-/// How long whoever asked may take nothing.
+/// How long the client may read nothing.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes on their way.
+/// The size of the copy buffer in bytes.
 const BUFFER: usize = 256 << 10;
-/// Between two looks whether QEMU is done, once it has written all: for moments only.
+/// The interval of status queries after QEMU has written everything; they take only moments.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A file format, in QEMU's word.
+/// Returns QEMU's name of a file format.
 fn format(word: &str) -> Result<&'static str, KeeperError> {
     match word {
         "" | "elf" => Ok("elf"),
@@ -37,15 +37,15 @@ fn format(word: &str) -> Result<&'static str, KeeperError> {
     }
 }
 
-/// Dumps the memory to the stream that comes from `reader`. If the future is dropped, QEMU finds its pipe closed: the dump ends, and the
-/// machine goes on.
+/// Dumps the memory to the stream from `reader`. If the future is dropped, QEMU's pipe is closed, the dump ends, and the VM is
+/// resumed.
 pub async fn dump(
     machine: &Arc<Machine>,
     word: &str,
     reader: oneshot::Receiver<UnixStream>,
 ) -> Result<(), KeeperError> {
     let format = format(word)?;
-    // One that is off says so at once.
+    // A VM that is stopped fails here at once.
     machine.ask("query-dump", Value::Null).await?;
     let mut to = match tokio::time::timeout(OPENED, reader).await {
         Ok(Ok(stream)) => stream,
@@ -55,19 +55,19 @@ pub async fn dump(
     let (theirs, mut from) = pipe::pipe().map_err(failed)?;
     let theirs = theirs.into_blocking_fd().map_err(failed)?;
     let beginning = Arc::clone(machine);
-    // To its end even if nobody waits for it any more: else QEMU might keep the pipe.
+    // In a task, so that it completes even if the caller is gone: otherwise QEMU might keep the pipe.
     let begun = tokio::spawn(async move { begin(&beginning, format, theirs).await });
     begun.await.map_err(|error| failed(std::io::Error::other(error)))??;
     pass_on(&mut from, &mut to, PATIENCE).await?;
     if status(machine, "query-dump", "active").await? != "completed" {
         return Err(given_up("QEMU could not write it to its end"));
     }
-    // It ends with the pipe, and the machine goes on a moment later: who asks for the next one is not to find it standing still.
+    // The dump ends with the pipe, but the VM is resumed a moment later. The next request must not find it paused.
     status(machine, "query-status", "save-vm").await?;
     to.shutdown().await.map_err(|_broken| given_up("whoever reads it is gone"))
 }
 
-/// What QEMU says when it does not say `passing` any more.
+/// Polls until QEMU's status differs from `passing`, and returns it.
 async fn status(machine: &Machine, command: &str, passing: &str) -> Result<String, KeeperError> {
     loop {
         let told = machine.ask(command, Value::Null).await?;
@@ -78,7 +78,7 @@ async fn status(machine: &Machine, command: &str, passing: &str) -> Result<Strin
     }
 }
 
-/// Has QEMU begin, in a thread of its own.
+/// Starts the dump in a thread of QEMU.
 async fn begin(machine: &Machine, format: &str, pipe: OwnedFd) -> Result<(), KeeperError> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let name = format!("memory-dump-{}", NEXT.fetch_add(1, Ordering::Relaxed));
@@ -86,7 +86,7 @@ async fn begin(machine: &Machine, format: &str, pipe: OwnedFd) -> Result<(), Kee
     let arguments = json!({ "paging": false, "protocol": format!("fd:{name}"), "detach": true, "format": format });
     let begun = machine.ask("dump-guest-memory", arguments).await;
     if begun.is_err() {
-        // It may have taken the pipe before it refused: then it has closed it.
+        // QEMU may have taken the pipe before the error; then it has closed it.
         if let Err(error) = machine.ask("closefd", json!({ "fdname": name })).await {
             tracing::debug!("a pipe of a dump: {}", Chain(&error));
         }
@@ -158,7 +158,7 @@ mod tests {
                 let error = pass_on(&mut from, &mut to, Duration::from_millis(50)).await.unwrap_err().to_string();
                 assert!(error.contains(if stays { "nothing for too long" } else { "is gone" }), "{error}");
                 drop(from);
-                // As QEMU will: it finds its pipe closed.
+                // Like QEMU, the writer finds its pipe closed.
                 writer.await.unwrap();
                 drop(reader);
             }

@@ -1,4 +1,4 @@
-//! Owns: why the machine of a machine pod cannot be made, started or asked.
+//! Defines the errors of the VM of a machine pod.
 
 use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, Kind};
@@ -6,50 +6,50 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Why something cannot be done with the machine.
+/// Reasons that an operation on the VM fails.
 #[derive(Debug, thiserror::Error)]
 pub enum KeeperError {
-    /// The daemon's document is none.
+    /// The document from the daemon cannot be parsed.
     #[error("the machine's document cannot be read")]
     Document {
-        /// Where and why.
+        /// The position and the reason.
         source: serde_json::Error,
     },
-    /// The document says something that cannot be.
+    /// A field of the document has a value that is not allowed.
     #[error("{field} is {value}: {rule}")]
     Field {
-        /// Which.
+        /// The field.
         field: &'static str,
-        /// What it says.
+        /// The value.
         value: String,
-        /// What is expected.
+        /// The values that are allowed.
         rule: &'static str,
     },
-    /// A name that is not that of the pod's container.
+    /// The name is not that of the pod's container.
     #[error("there is no container {id}")]
     NoContainer {
         /// The name.
         id: String,
     },
-    /// There is none of this name.
+    /// There is no snapshot of this name.
     #[error("the machine has no snapshot {name:?}")]
     NoSnapshot {
         /// The name.
         name: String,
     },
-    /// A dump of memory that did not come to its end.
+    /// A memory dump was not completed.
     #[error("the memory dump is given up: {why}")]
     Dump {
-        /// What happened.
+        /// The reason.
         why: &'static str,
     },
-    /// It does not stand still while its files are copied.
+    /// The VM did not stay paused while its files were copied.
     #[error("the machine is not held: {why}")]
     Hold {
-        /// What happened.
+        /// The reason.
         why: &'static str,
     },
-    /// Nobody knows this command.
+    /// There is no command of this name.
     #[error("there is no command {exec} in container {id}")]
     NoExec {
         /// The container.
@@ -57,64 +57,64 @@ pub enum KeeperError {
         /// The command's name.
         exec: String,
     },
-    /// The pod's container is its machine.
+    /// The pod already has a VM.
     #[error("container {id}: the pod's container is its machine, and there is one already")]
     Second {
-        /// The name of the other.
+        /// The name of the existing container.
         id: String,
     },
-    /// It cannot be done with a machine as it is now.
+    /// The operation is not possible in the VM's current state.
     #[error("cannot {what}: the machine {state}")]
     State {
-        /// What was asked.
+        /// The operation.
         what: &'static str,
-        /// "runs", "has ended", "has not started".
+        /// The state: "runs", "has ended", "has not started".
         state: &'static str,
     },
-    /// A container of another kind could do it.
+    /// The operation is not supported for a VM.
     #[error("a machine pod cannot {what}: {hint}")]
     Unsupported {
-        /// What was asked.
+        /// The operation.
         what: &'static str,
-        /// What to do.
+        /// What the user can do instead.
         hint: &'static str,
     },
-    /// A file of the node.
+    /// An operation on a file of the node failed.
     #[error("cannot {what} {}", path.display())]
     File {
-        /// "open", "make".
+        /// The operation: "open", "make".
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// What a kept disk is of.
+    /// A file of the persistent state cannot be written or removed.
     #[error(transparent)]
     Mark(nacelle_base::files::FileError),
-    /// Another process has the machine.
+    /// Another process has locked the VM.
     #[error("the machine runs already: another process has locked {}", path.display())]
     Locked {
-        /// What it keeps.
+        /// The directory of the persistent VM.
         path: PathBuf,
     },
-    /// A disk that the machine cannot have.
+    /// A disk cannot be used.
     #[error("disk {name}: {rule}")]
     Disk {
-        /// Its name.
+        /// The disk's name.
         name: String,
-        /// What is wrong with it.
+        /// The rule that the disk violates.
         rule: &'static str,
     },
-    /// A folder of the node that cannot be shared with the guest.
+    /// A directory of the node cannot be shared with the guest.
     #[error("file system {name}: its folder cannot be shared with the machine")]
     Share {
-        /// Its name.
+        /// The name of the share.
         name: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// Another machine has it.
+    /// The disk is in use by another VM.
     #[error(
         "disk {name}: {path} is in use by another machine: one at a time may write to it, and while it does no other may read it, \
          but where all say that it is shareable; stop that one first"
@@ -122,63 +122,63 @@ pub enum KeeperError {
     InUse {
         /// The disk's name.
         name: String,
-        /// On the node.
+        /// The path on the node.
         path: String,
     },
     /// Work on a thread of the runtime did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
-    /// A resource of the process.
+    /// A resource of the process cannot be obtained.
     #[error("cannot get {what}")]
     Resources {
-        /// Which.
+        /// The resource.
         what: &'static str,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
     /// QEMU cannot be started.
     #[error(transparent)]
     Engine(#[from] nacelle_engine::EngineError),
-    /// The answer did not come.
+    /// The answer did not arrive in time.
     #[error("no answer of {whom} to {command} within {limit:?}")]
     TooSlow {
         /// "QEMU", "the guest agent".
         whom: &'static str,
-        /// What was asked.
+        /// The command.
         command: String,
-        /// How long was waited.
+        /// The time limit.
         limit: Duration,
     },
-    /// Nobody answers.
+    /// The connection is closed.
     #[error("{whom} does not answer")]
     Gone {
         /// "QEMU", "the guest agent".
         whom: &'static str,
     },
-    /// The answer is none.
+    /// The answer is malformed.
     #[error("{whom} answers {command} with something else: {what}")]
     Garbled {
         /// "QEMU", "the guest agent".
         whom: &'static str,
-        /// What was asked.
+        /// The command.
         command: String,
-        /// What is wrong with the answer.
+        /// The fault of the answer.
         what: &'static str,
     },
-    /// It was refused.
+    /// The command was rejected.
     #[error("{whom} refuses {command}: {words:?}")]
     Refused {
         /// "QEMU", "the guest agent".
         whom: &'static str,
-        /// What was asked.
+        /// The command.
         command: String,
-        /// Its words, cut.
+        /// The peer's error text, truncated.
         words: String,
     },
 }
 
 impl KeeperError {
-    /// What could not be done with a file.
+    /// Returns the conversion of an I/O error of an operation on a file.
     pub(crate) fn file(what: &'static str, path: &std::path::Path) -> impl FnOnce(io::Error) -> KeeperError + use<> {
         let path = path.to_owned();
         move |source| KeeperError::File { what, path, source }

@@ -1,5 +1,6 @@
-//! Owns: one harness function per parser of bytes that a guest, its disks' makers or QEMU write. ci/fuzz calls them; the tests below
-//! feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
+//! Contains one harness function per parser of bytes that a guest, the author of a disk image or QEMU writes. ci/fuzz calls them;
+//! the tests below feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by
+//! never ending.
 
 use crate::dhcp::{Lease, MOST};
 use crate::guest_agent::{MAX_OUTPUT, outcome};
@@ -11,13 +12,13 @@ use nacelle_proto::common::{Dns, Interface, Route};
 use serde_json::Value;
 use tokio::sync::mpsc;
 
-/// The longest line of the harness.
+/// The maximum line length of the harness.
 const LINE: u64 = 4096;
-/// Heads of Ethernet, IP and UDP.
+/// The length of the Ethernet, IP and UDP headers.
 const HEADS: usize = 42;
-/// Of a message of DHCP.
+/// The length of the fixed part of a DHCP message.
 const HEAD: usize = 240;
-/// The card of the harness.
+/// The hardware address of the harness's card.
 const CARD: [u8; 6] = [2, 0, 0, 0, 0, 0xab];
 
 /// A pod with addresses, routes and names.
@@ -47,15 +48,15 @@ fn network() -> BootConfig {
     }
 }
 
-/// A frame of the guest's to whoever answers DHCP: an answer has the heads and options that a client can read, goes to this card
-/// or to all, and is no question itself.
+/// A frame of the guest to the DHCP server. An answer has the headers and options that a client can parse, goes to this card or
+/// to broadcast, and is not a request itself.
 pub fn dhcp(data: &[u8]) {
     let lease = Lease::new(&network(), 0, CARD).expect("an address");
     let Some(answer) = lease.answer(data) else { return };
     assert!((HEADS + 300..=HEADS + MOST).contains(&answer.len()), "{}", answer.len());
     assert!(answer.starts_with(&CARD) || answer.starts_with(&[0xff; 6]), "{answer:?}");
     let (_, message) = answer.split_at(HEADS);
-    // It answers this question.
+    // The answer is for this request.
     assert!(data.windows(4).any(|part| message.get(4..8) == Some(part)));
     let mut options = message.get(HEAD..).expect("options");
     let mut kind = None;
@@ -70,7 +71,7 @@ pub fn dhcp(data: &[u8]) {
     assert_eq!(lease.answer(&answer), None);
 }
 
-/// The beginning of a file that is to be a disk.
+/// The beginning of a disk image.
 pub fn qcow2(data: &[u8]) {
     let head = data.get(..HEADER.min(data.len())).unwrap_or_default();
     if let Ok(Format::Qcow2 { size }) = format(head) {
@@ -80,7 +81,7 @@ pub fn qcow2(data: &[u8]) {
     }
 }
 
-/// What QEMU's monitor or a guest agent says: as answers it is a command's outcome, or a list of snapshots.
+/// The output of QEMU's monitor or of a guest agent, parsed as the result of a command and as a list of snapshots.
 pub fn lines(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let (tell_answer, mut answers) = mpsc::channel(ANSWERS);
@@ -102,7 +103,7 @@ pub fn lines(data: &[u8]) {
     }
 }
 
-/// Text that fits into a line of a log.
+/// Asserts that a text fits into a line of a log.
 fn plain(text: &str) {
     assert!(text.chars().count() <= 300 && !text.chars().any(char::is_control), "{text:?}");
 }

@@ -1,5 +1,5 @@
-//! Owns: the guest agent (QEMU's): running a command in the guest. It is the guest's: its answers are bounded and checked.
-//! Source: QEMU's docs/interop/qemu-ga-ref.
+//! Talks to QEMU's guest agent, and runs commands in the guest by it (QEMU's docs/interop/qemu-ga-ref). The agent belongs to the
+//! guest: its answers are bounded and validated.
 
 use crate::error::KeeperError;
 use crate::lines::Lines;
@@ -10,37 +10,37 @@ use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::sync::Mutex;
 
-/// Who it is, in errors.
+/// The name of the peer in errors.
 const WHOM: &str = "the guest agent";
-/// The longest line: output of a command is one, in base64.
+/// The maximum length of a line in bytes: the output of a command is one line, in base64.
 const LONGEST: u64 = 24 << 20;
-/// For an answer that takes no work.
+/// The time limit of a request that needs no work.
 const LIMIT: Duration = Duration::from_secs(10);
-/// Whether it is there at all.
+/// The time limit of a ping.
 const KNOCK: Duration = Duration::from_secs(3);
-/// Between two looks whether a command has ended.
+/// The interval of the checks whether a command has ended: the first, and the longest.
 const LOOK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
-/// The most of a command's output that is kept, in bytes.
+/// The maximum bytes of a command's output that are kept.
 pub(crate) const MAX_OUTPUT: usize = 16 << 20;
 
-/// The way to it.
+/// The connection to the guest agent.
 pub struct GuestAgent(Mutex<Lines>);
 
-/// What a command came to.
+/// The result of a command.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Its exit code; 128 + n for signal n.
+    /// The exit code; 128 + n for signal n.
     pub code: u32,
-    /// What it printed.
+    /// The standard output.
     pub stdout: Vec<u8>,
-    /// And on its other stream.
+    /// The standard error.
     pub stderr: Vec<u8>,
 }
 
 impl GuestAgent {
-    /// At the end of this stream, if the guest runs one.
+    /// Returns the agent at the other end of this stream. The guest may not run one.
     pub fn new(stream: UnixStream) -> GuestAgent {
-        // It tells nothing unasked.
+        // A guest agent sends no events.
         let (lines, _events) = Lines::new(stream, WHOM, LONGEST);
         GuestAgent(Mutex::new(lines))
     }
@@ -49,23 +49,23 @@ impl GuestAgent {
         self.0.lock().await.ask(command, arguments, limit).await
     }
 
-    /// Whether it answers.
+    /// Succeeds if the agent answers.
     pub async fn ping(&self) -> Result<(), KeeperError> {
         let mut lines = self.0.lock().await;
-        // What it says after a number of ours is an answer to us, and not to somebody before.
+        // Any answer with this number answers this request, and not one of an earlier process.
         let id = 1 + u64::from(std::process::id());
         let answer = lines.ask("guest-sync", json!({ "id": id }), KNOCK).await?;
         let garbled = || KeeperError::Garbled { whom: WHOM, command: "guest-sync".into(), what: "another number" };
         (answer.as_u64() == Some(id)).then_some(()).ok_or_else(garbled)
     }
 
-    /// Asks something else of it.
+    /// Sends another command.
     pub async fn command(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.ping().await?;
         self.ask(command, arguments, LIMIT).await
     }
 
-    /// Runs a command to its end, which the caller may give up.
+    /// Runs a command to its end. Dropping the future abandons the command.
     pub async fn run(&self, args: &[String]) -> Result<Outcome, KeeperError> {
         let command = "guest-exec";
         let garbled = |what| KeeperError::Garbled { whom: WHOM, command: command.to_owned(), what };
@@ -90,7 +90,7 @@ impl GuestAgent {
     }
 }
 
-/// What a status says of a command that has ended.
+/// Returns the result of an ended command from its status.
 pub(crate) fn outcome(status: &Value) -> Result<Outcome, &'static str> {
     let number = |key: &str| status.get(key).and_then(Value::as_u64).and_then(|number| u32::try_from(number).ok());
     let output = |key: &str| {

@@ -1,5 +1,6 @@
-//! Owns: a machine that stands still while somebody copies the files of its disks: a snapshot is taken, all is written, and a byte now and then
-//! says that they stay as they are. The machine goes on when whoever asked is gone, and the snapshot with it.
+//! Pauses a VM while a client copies the files of its disks: a snapshot is saved, everything is written to the files, and the
+//! client receives a byte now and then as long as the files stay unchanged. When the client disconnects, the VM is resumed and
+//! the snapshot deleted.
 
 use crate::error::KeeperError;
 use crate::machine::Machine;
@@ -12,20 +13,20 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 
-/// For whoever asked to open the stream that the word goes to.
+/// The time that the client has to open the stream.
 const OPENED: Duration = Duration::from_secs(30);
-/// Between two bytes.
+/// The interval between two bytes.
 const BEAT: Duration = Duration::from_millis(250);
-/// How often it is tried to have it go on.
+/// The maximum number of attempts to resume the VM.
 const TRIES: u32 = 240;
 
-/// Holds it. To its end even if the future is dropped: nothing else would have the machine go on.
+/// Pauses the VM. Continues even if the future is dropped: nothing else would resume the VM.
 pub async fn hold(
     machine: &Arc<Machine>,
     name: &str,
     reader: oneshot::Receiver<UnixStream>,
 ) -> Result<(), KeeperError> {
-    // One that is off says so at once.
+    // A VM that is stopped fails here at once.
     let runs = runs(machine).await?;
     let to = match tokio::time::timeout(OPENED, reader).await {
         Ok(Ok(stream)) => stream,
@@ -58,11 +59,11 @@ async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
 }
 
 async fn until_gone(machine: &Machine, mut to: UnixStream) -> Result<(), KeeperError> {
-    // Nobody changes snapshots from here on, or adds disks.
+    // Snapshots cannot change and disks cannot be added from here on.
     let _ours = machine.snapshots_alone()?;
     let _disks = machine.added.lock().await;
     let before = machine.resumed()?;
-    // Said to one that stands still, it has QEMU write what it still has of the files' own tables.
+    // For a paused VM, this makes QEMU write the tables of the files that it still has in memory.
     machine.ask("stop", Value::Null).await?;
     loop {
         if machine.resumed()? != before || runs(machine).await? {
@@ -74,16 +75,16 @@ async fn until_gone(machine: &Machine, mut to: UnixStream) -> Result<(), KeeperE
     }
 }
 
-/// Says that it is held, and waits; false: whoever reads is gone.
+/// Sends a byte and waits. Returns false if the client has disconnected.
 async fn beat(stream: &mut UnixStream) -> bool {
     if stream.write_all(b".").await.is_err() {
         return false;
     }
-    // Nothing comes; the end does, or an error that means the same.
+    // The client sends nothing. The read ends with the connection, or with an error that means the same.
     tokio::time::timeout(BEAT, stream.read(&mut [0])).await.is_err()
 }
 
-/// Until it does: a snapshot that is still being written has it stand still a moment longer.
+/// Resumes the VM, with retries: a snapshot that is still being written keeps it paused a moment longer.
 async fn go_on(machine: &Machine) {
     for _ in 0..TRIES {
         match machine.ask("cont", Value::Null).await {
@@ -91,7 +92,7 @@ async fn go_on(machine: &Machine) {
                 Ok(false) => {}
                 Ok(true) | Err(_) => return,
             },
-            // It is off.
+            // The VM is stopped.
             Err(KeeperError::State { .. } | KeeperError::Gone { .. }) => return,
             Err(error) => tracing::info!("the machine does not go on yet: {}", Chain(&error)),
         }

@@ -1,4 +1,4 @@
-//! Owns: the pod's containers, each of which is a machine, one after the other; and the commands in them.
+//! Manages the pod's containers, each of which is a VM, one after the other, and the commands in them.
 
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
@@ -17,17 +17,17 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::AbortHandle;
 
-/// Commands that run at a time.
+/// The maximum number of running commands.
 const MAX_EXECS: usize = 256;
-/// Commands that have ended and are still known: what they printed is in memory.
+/// The number of ended commands that are remembered: their output is in memory.
 const MAX_ENDED: usize = 8;
-/// Disks that wait for their machine.
+/// The maximum number of disks that wait for their VM.
 const MAX_OFFERS: usize = 256;
-/// The exit code of a command that the guest could not begin.
+/// The exit code of a command that the guest could not start.
 const NOT_BEGUN: u32 = 126;
-/// And of one that was killed.
+/// The exit code of a command that was killed.
 const KILLED: u32 = 137;
-/// For the end of a machine without power.
+/// The time limit for the end of a VM that was powered off.
 const END: Duration = Duration::from_secs(60);
 
 /// A command in the guest.
@@ -35,7 +35,7 @@ pub struct Exec {
     number: u64,
     done: watch::Sender<Option<Arc<(Outcome, Exit)>>>,
     task: Mutex<Option<AbortHandle>>,
-    /// Of one with a long answer, until somebody reads it.
+    /// The channel for the stream of a command with a long answer, until a client reads it.
     reader: Mutex<Option<oneshot::Sender<UnixStream>>>,
 }
 
@@ -44,7 +44,8 @@ impl Exec {
         Exec { number, done: watch::channel(None).0, task: Mutex::new(None), reader: Mutex::new(reader) }
     }
 
-    /// Gives the stream of its output to a command with a long answer; others, and later readers, get it back.
+    /// Passes the stream of its output to a command with a long answer. Returns the stream for other commands, and for later
+    /// readers.
     pub fn read_by(&self, stream: UnixStream) -> Result<(), UnixStream> {
         match self.reader.lock().unwrap_or_else(PoisonError::into_inner).take() {
             Some(reader) => reader.send(stream),
@@ -52,7 +53,7 @@ impl Exec {
         }
     }
 
-    /// What it came to; none after `limit`.
+    /// Waits for the result at most `limit`; `None` after that.
     pub async fn ended(&self, limit: Duration) -> Option<Arc<(Outcome, Exit)>> {
         let mut done = self.done.subscribe();
         let ended = tokio::time::timeout(limit, done.wait_for(Option::is_some)).await;
@@ -72,7 +73,7 @@ impl Exec {
         });
     }
 
-    /// Nobody waits for it any more. In the guest it may go on: its agent knows no way to end it.
+    /// Abandons the command. It may continue in the guest: the guest agent has no command to kill it.
     pub fn give_up(&self) {
         if let Some(task) = self.task.lock().unwrap_or_else(PoisonError::into_inner).take() {
             task.abort();
@@ -83,21 +84,21 @@ impl Exec {
 
 #[derive(Default)]
 struct Known {
-    /// Commands so far.
+    /// The number of commands so far.
     begun: u64,
     machines: Vec<Arc<Machine>>,
-    /// By their machine's name and their own.
+    /// The commands by the name of their VM and their own.
     execs: BTreeMap<(String, String), Arc<Exec>>,
-    /// By numbers that grow.
+    /// The offered disks by increasing numbers.
     offers: BTreeMap<u64, Offer>,
     offered: u64,
 }
 
-/// A disk that was handed over for a machine that is to be made.
+/// A disk that was handed over for a VM that is not created yet.
 struct Offer {
-    /// The machine's name.
+    /// The VM's name.
     id: String,
-    /// The disk's.
+    /// The disk's name.
     disk: String,
     file: File,
 }
@@ -108,7 +109,7 @@ impl Known {
     }
 }
 
-/// Forgets the commands that ended, the oldest first, until few of them are left.
+/// Forgets ended commands, the oldest first, until `MAX_ENDED` are left.
 fn forget_ended(execs: &mut BTreeMap<(String, String), Arc<Exec>>) {
     let mut ended: Vec<u64> =
         execs.values().filter(|exec| exec.done.borrow().is_some()).map(|exec| exec.number).collect();
@@ -118,24 +119,24 @@ fn forget_ended(execs: &mut BTreeMap<(String, String), Arc<Exec>>) {
     }
 }
 
-/// All there is in the pod.
+/// The state of the pod.
 pub struct Keeper {
     settings: Arc<Settings>,
     known: Mutex<Known>,
 }
 
 impl Keeper {
-    /// Of a pod without a container.
+    /// Returns the state of a pod without a container.
     pub fn new(settings: Settings) -> Keeper {
         Keeper { settings: Arc::new(settings), known: Mutex::default() }
     }
 
-    /// The machine of this name.
+    /// Returns the VM of this name.
     pub fn machine(&self, id: &str) -> Result<Arc<Machine>, KeeperError> {
         self.known().machine(id).ok_or_else(|| KeeperError::NoContainer { id: id.to_owned() })
     }
 
-    /// The machine that was made last.
+    /// Returns the VM that was created last.
     pub fn last(&self) -> Option<Arc<Machine>> {
         self.known().machines.last().cloned()
     }
@@ -144,7 +145,7 @@ impl Keeper {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The addresses of the guest, those of the pod's own interface first, without their prefixes.
+    /// Returns the addresses of the guest without their prefix lengths, those of the pod's default interface first.
     pub fn addresses(&self) -> Vec<String> {
         let mut interfaces: Vec<_> = self.settings.network.interfaces.iter().collect();
         interfaces.sort_by_key(|interface| interface.name != INTERFACE);
@@ -152,7 +153,7 @@ impl Keeper {
         all.map(|address| address.split('/').next().unwrap_or_default().to_owned()).collect()
     }
 
-    /// Keeps a disk until its machine is made, or it is withdrawn by the number in the answer.
+    /// Keeps a disk until its VM is created, or until it is withdrawn by the returned number.
     pub fn offer(&self, id: String, disk: String, file: File) -> Result<u64, KeeperError> {
         let mut known = self.known();
         if known.offers.len() >= MAX_OFFERS {
@@ -165,12 +166,12 @@ impl Keeper {
         Ok(number)
     }
 
-    /// Gives a disk back, unless a machine has it.
+    /// Releases an offered disk, unless a VM has taken it.
     pub fn withdraw(&self, number: u64) {
         self.known().offers.remove(&number);
     }
 
-    /// The disks for a machine by their names, of each the newest.
+    /// Takes the disks for a VM by their names; the newest one of each name.
     fn take_offers(&self, id: &str) -> BTreeMap<String, File> {
         let mut known = self.known();
         let (taken, left) = std::mem::take(&mut known.offers).into_iter().partition(|(_, offer)| offer.id == id);
@@ -179,12 +180,12 @@ impl Keeper {
         taken.into_values().map(|offer| (offer.disk, offer.file)).collect()
     }
 
-    /// Makes the machine, from its document and the disks that were handed over for it.
+    /// Creates the VM from its document and the disks that were handed over for it.
     pub async fn create(&self, id: String, document: &[u8]) -> Result<(), KeeperError> {
         if self.known().machine(&id).is_some() {
             return Ok(());
         }
-        // Whatever it had on the disk is gone when it has ended.
+        // A new VM may replace one that has ended, because its files are gone.
         if let Some(machine) = self.last().filter(|machine| !matches!(machine.state(), State::Ended(_))) {
             return Err(KeeperError::Second { id: machine.id.clone() });
         }
@@ -201,7 +202,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// Kills the machine, and removes what is left of it.
+    /// Kills the VM and removes its files.
     pub async fn remove(&self, id: &str) -> Result<(), KeeperError> {
         let Ok(machine) = self.machine(id) else { return Ok(()) };
         machine.kill();
@@ -221,13 +222,13 @@ impl Keeper {
         Ok(())
     }
 
-    /// Begins a command.
+    /// Starts a command.
     pub fn exec(&self, id: &str, exec_id: String, args: Vec<String>) -> Result<(), KeeperError> {
         let machine = self.machine(id)?;
         match machine.state() {
             State::Running => {}
             State::Ended(_) => return Err(KeeperError::State { what: "run a command", state: "has ended" }),
-            // The machine itself can be asked also then.
+            // Verbs work in these states too.
             State::Off | State::Crashing if verbs::of(&args).is_some() => {}
             State::Off | State::Crashing => return Err(KeeperError::State { what: "run a command", state: "is off" }),
             _ => return Err(KeeperError::State { what: "run a command", state: "has not started" }),
@@ -265,14 +266,14 @@ impl Keeper {
         Ok(())
     }
 
-    /// A command.
+    /// Returns a command.
     pub fn command(&self, id: &str, exec_id: &str) -> Result<Arc<Exec>, KeeperError> {
         self.machine(id)?;
         let exec = self.known().execs.get(&(id.to_owned(), exec_id.to_owned())).cloned();
         exec.ok_or_else(|| KeeperError::NoExec { id: id.to_owned(), exec: exec_id.to_owned() })
     }
 
-    /// Gives a command up. One that is not known yet will not be run: the signal was faster than the request.
+    /// Abandons a command. A command that is not known yet will not be run: the signal came before the request.
     pub fn give_up(&self, id: &str, exec_id: String) -> Result<(), KeeperError> {
         self.machine(id)?;
         let (mut known, key) = (self.known(), (id.to_owned(), exec_id));
@@ -288,7 +289,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// The containers, as the pod process asks for them.
+    /// Returns the containers for the pod process.
     pub fn list(&self) -> Vec<ContainerState> {
         let told = |machine: &Arc<Machine>| {
             let (started, exit) = match machine.state() {
@@ -313,7 +314,7 @@ mod tests {
             if ended {
                 exec.finish(Outcome::default());
             }
-            // Names are no order.
+            // The names are not in the order of the commands.
             (("m".to_owned(), format!("{:03}", 999 - number)), Arc::new(exec))
         };
         let mut execs: BTreeMap<_, _> = (0..20).map(|number| exec(number, number != 3)).collect();

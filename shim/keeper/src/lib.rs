@@ -1,7 +1,7 @@
-//! Owns: the process that keeps the machine of a machine pod (`nacelle-keeper`): it stands where the agent stands in other pods and
-//! speaks as that does (agent.proto), but its one container is a whole machine in QEMU, with disks, firmware and a console.
-//! May use: `base`, `proto`, and of `engine` how another program is started and watched. Knows no CRI, no image store.
-//! Threads: one for the runtime; one for each program; what blocks is on threads of the runtime's pool.
+//! Runs the VM of a machine pod in a process of its own (`nacelle-keeper`). The process takes the place of the agent in other
+//! pods and implements the same protocol (agent.proto), but its single container is a whole VM in QEMU with disks, firmware and a
+//! console. The crate depends on `base`, `proto`, and the process supervision of `engine`; it knows neither CRI nor the image
+//! store. One thread runs the runtime, one more watches each child process, and blocking work runs on the runtime's pool.
 
 mod added;
 mod console;
@@ -51,12 +51,12 @@ use tokio::net::UnixListener;
 use tokio::sync::Notify;
 use tokio_stream::wrappers::UnixListenerStream;
 
-/// No request takes longer; a caller's own deadline may be nearer.
+/// The longest time that a request may take; a caller's own deadline may be shorter.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// How long after Shutdown the pod process may leave its answers unread.
+/// How long after Shutdown the pod process may take to read the remaining answers.
 const FAREWELL: Duration = Duration::from_millis(50);
 
-/// The process, with the arguments that the pod process has started it with (see `Place::parse` for them).
+/// Runs the process with the arguments from the pod process (see `Place::parse`).
 pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
     let Some(mut place) = Place::parse(arguments) else {
         eprintln!("nacelle-keeper is started by nacelle-pod, and runs nowhere else");
@@ -79,7 +79,7 @@ pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
 
 type StdListener = std::os::unix::net::UnixListener;
 
-/// Serves until the pod process says Shutdown.
+/// Serves until the pod process sends Shutdown.
 fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(16).build()?;
     let served = runtime.block_on(async {
@@ -108,7 +108,7 @@ fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Resu
             } => Ok(()),
         }
     });
-    // What still blocks has nothing to give back any more.
+    // The remaining blocking work holds nothing that must be released.
     runtime.shutdown_background();
     served
 }

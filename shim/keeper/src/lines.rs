@@ -1,7 +1,6 @@
-//! Owns: asking over a socket with lines of JSON: QEMU's monitor (QMP) and the guest agent (QGA) both speak so.
-//! The other end is not trusted: lines are bounded, in bytes and in what they take when they are read, and what comes unasked is
-//! passed over.
-//! Threads: a task for each connection; asking takes turns.
+//! Implements a client for JSON lines over a socket: QEMU's monitor (QMP) and the guest agent (QGA) use this format. The peer is
+//! not trusted: lines are bounded, in bytes and in the memory that parsing takes, and unexpected messages are ignored. One task
+//! reads each connection; requests are sequential.
 
 use crate::error::KeeperError;
 use nacelle_base::descriptors::send_with_descriptor;
@@ -14,11 +13,11 @@ use tokio::net::UnixStream;
 use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::mpsc;
 
-/// Words of a refusal that are passed on, in characters.
+/// The maximum length of an error text that is passed on, in characters.
 const MAX_WORDS: usize = 300;
-/// Answers that wait for whoever asked; more are lost.
+/// The maximum number of answers that wait for the requester; more are dropped.
 pub(crate) const ANSWERS: usize = 4;
-/// Events that wait for whoever reads them; more are lost.
+/// The maximum number of events that wait for the reader; more are dropped.
 pub(crate) const EVENTS: usize = 64;
 
 /// One connection.
@@ -29,17 +28,17 @@ pub struct Lines {
     asked: u64,
 }
 
-/// Something that was told without a question.
+/// An event.
 #[derive(Debug)]
 pub struct Event {
-    /// Its name.
+    /// The event's name.
     pub name: String,
-    /// What it says.
+    /// The event's data.
     pub data: Value,
 }
 
 impl Lines {
-    /// A connection with `whom`, whose lines have at most `longest` bytes; what it tells unasked goes to the receiver, which ends
+    /// Returns a connection with `whom`, whose lines have at most `longest` bytes, and the receiver of its events, which ends
     /// with the connection.
     pub fn new(stream: UnixStream, whom: &'static str, longest: u64) -> (Lines, mpsc::Receiver<Event>) {
         let (reader, writer) = stream.into_split();
@@ -49,12 +48,12 @@ impl Lines {
         (Lines { whom, writer, answers, asked: 0 }, events)
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a command and waits for the answer.
     pub async fn ask(&mut self, command: &str, arguments: Value, limit: Duration) -> Result<Value, KeeperError> {
         self.ask_with(command, arguments, None, limit).await
     }
 
-    /// Asks, and hands a descriptor over with the question.
+    /// Like `ask`, and passes a descriptor with the command.
     pub async fn ask_with(
         &mut self,
         command: &str,
@@ -63,7 +62,7 @@ impl Lines {
         limit: Duration,
     ) -> Result<Value, KeeperError> {
         let (whom, command) = (self.whom, command.to_owned());
-        // Of a question that was given up before.
+        // Answers of abandoned requests.
         while self.answers.try_recv().is_ok() {}
         self.asked += 1;
         let id = json!(self.asked);
@@ -77,7 +76,7 @@ impl Lines {
             sent.map_err(|_broken| KeeperError::Gone { whom })?;
             loop {
                 let answer = self.answers.recv().await.ok_or(KeeperError::Gone { whom })?;
-                // One with another number answers a question that was given up; some agents know no numbers.
+                // An answer with another number belongs to an abandoned request. Some agents do not return the number.
                 if answer.get("id").is_none_or(|of| *of == id) {
                     return Ok::<_, KeeperError>(answer);
                 }
@@ -94,7 +93,7 @@ impl Lines {
     }
 }
 
-/// Sends a line, with its first bytes a descriptor if there is one.
+/// Sends a line, with a descriptor attached to its first bytes if there is one.
 async fn send(to: &mut OwnedWriteHalf, line: &[u8], descriptor: Option<&OwnedFd>) -> io::Result<()> {
     let sent = match descriptor {
         None => 0,
@@ -106,7 +105,7 @@ async fn send(to: &mut OwnedWriteHalf, line: &[u8], descriptor: Option<&OwnedFd>
     to.write_all(line.get(sent..).unwrap_or_default()).await
 }
 
-/// Reads until the connection ends, or sends something that no honest end does.
+/// Reads until the connection ends, or the peer violates the protocol.
 pub(crate) async fn read(
     reader: impl AsyncRead + Unpin,
     longest: u64,
@@ -127,7 +126,7 @@ pub(crate) async fn read(
             Ok(_) => {}
         }
         match told(&line) {
-            // Nobody waits for what was not asked.
+            // An unexpected answer has no receiver.
             Some(Told::Answer(message)) => drop(answers.try_send(message)),
             Some(Told::Event(event)) => drop(events.try_send(event)),
             None => {}
@@ -135,17 +134,17 @@ pub(crate) async fn read(
     }
 }
 
-/// What a line is.
+/// The kind of a line.
 enum Told {
-    /// To whoever asked.
+    /// An answer for the requester.
     Answer(Map<String, Value>),
-    /// To whoever listens.
+    /// An event for the reader.
     Event(Event),
 }
 
-/// What a line says; none if it is nothing that is understood.
+/// Parses a line. Returns `None` if it is not understood.
 fn told(line: &[u8]) -> Option<Told> {
-    // A guest agent that starts anew may send bytes of its old life first.
+    // A guest agent that restarts may first send bytes of its former life.
     let start = line.iter().rposition(|byte| *byte == 0xff).map_or(0, |at| at + 1);
     let line = line.get(start..)?;
     let Ok(Value::Object(mut message)) = nacelle_base::json::read(line) else { return None };
@@ -161,7 +160,7 @@ fn told(line: &[u8]) -> Option<Told> {
     }
 }
 
-/// Text of somebody who is not trusted, for people.
+/// Makes untrusted text printable on one line.
 pub fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_WORDS).collect()
 }
@@ -184,7 +183,7 @@ mod tests {
                 let mut buffer = [0; 256];
                 let _ = far.read(&mut buffer).await;
                 let _ = far.write_all(answer).await;
-                // Until the test is over.
+                // Keeps the connection open until the test is over.
                 let _ = far.read(&mut buffer).await;
             });
             let (lines, events) = Lines::new(near, "QEMU", 200);

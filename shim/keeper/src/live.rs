@@ -1,4 +1,4 @@
-//! Owns: one run of the machine: QEMU, started and asked, and what was heard of its end.
+//! Manages one run of the VM: starts QEMU, sends it commands, and determines the exit code from its events.
 
 use crate::credentials::Given;
 use crate::error::KeeperError;
@@ -18,43 +18,43 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 
-/// What QEMU itself prints, in the machine's folder.
+/// The file for QEMU's own output, in the VM's directory.
 const QEMU_LOG: &str = "qemu.log";
-/// The longest line of QEMU's monitor.
+/// The maximum length of a line of QEMU's monitor in bytes.
 const LONGEST: u64 = 1 << 20;
-/// For an answer of QEMU's monitor.
+/// The time limit of an answer of QEMU's monitor.
 const ANSWER: Duration = Duration::from_secs(60);
-/// From QEMU's last word to its end.
+/// The time limit from the end of QEMU's monitor to the end of its process.
 const LAST: Duration = Duration::from_secs(60);
-/// How often the guest's balloon says how much memory is free, in seconds.
+/// The interval in seconds of the balloon's memory statistics.
 const BALLOON_SECONDS: u32 = 5;
 
-/// The exit code of a machine without power.
+/// The exit code of a VM that was powered off.
 pub const KILLED: u32 = 137;
-/// The guest's kernel gave up, as a process that aborts.
+/// The exit code after a kernel panic of the guest: that of an aborted process.
 const PANICKED: u32 = 134;
-/// QEMU ended by itself.
+/// The exit code after an unexpected end of QEMU.
 pub const DIED: u32 = 255;
 
-/// QEMU, and the ways to it.
+/// A running QEMU and the connections to it.
 pub struct Live {
     program: Arc<Program>,
     monitor: Mutex<Lines>,
     resumed: AtomicU64,
-    /// The guest's agent.
+    /// The guest agent.
     pub agent: GuestAgent,
-    /// Whom it has let in.
+    /// The credentials that the guest has received.
     pub given: Given,
 }
 
-/// QEMU's ends of the ways to it.
+/// QEMU's ends of the connections.
 pub struct Ends {
     ours: [UnixStream; 3],
     theirs: [OwnedFd; 3],
 }
 
 impl Ends {
-    /// Of a machine that is about to start.
+    /// Creates the connections of a VM that is about to start.
     pub fn make() -> Result<Ends, KeeperError> {
         let pair = || UnixStream::pair().map_err(|source| KeeperError::Resources { what: "QEMU's sockets", source });
         let [(monitor, their_monitor), (console, their_console), (agent, their_agent)] = [pair()?, pair()?, pair()?];
@@ -62,23 +62,23 @@ impl Ends {
         Ok(Ends { ours: [monitor, console, agent], theirs })
     }
 
-    /// The numbers of monitor, console and agent, as QEMU inherits them.
+    /// Returns the descriptor numbers of monitor, console and agent that QEMU inherits.
     pub fn numbers(&self) -> [i32; 3] {
         self.theirs.each_ref().map(AsRawFd::as_raw_fd)
     }
 }
 
-/// A machine that runs.
+/// A VM that runs.
 pub struct Launched {
-    /// The ways to it.
+    /// QEMU and the connections to it.
     pub live: Arc<Live>,
-    /// Its serial console.
+    /// The serial console.
     pub console: tokio::net::UnixStream,
-    /// What it tells.
+    /// QEMU's events.
     pub events: mpsc::Receiver<Event>,
 }
 
-/// Starts QEMU; when this returns it has understood what it was told, and has opened all its files.
+/// Starts QEMU. When this returns, QEMU has parsed its command line and opened all its files.
 pub async fn launch(
     machine: qemu::Machine<'_>,
     ends: Ends,
@@ -127,32 +127,32 @@ pub async fn launch(
 }
 
 impl Live {
-    /// Asks QEMU.
+    /// Sends QEMU a command.
     pub async fn ask(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.monitor.lock().await.ask(command, arguments, ANSWER).await
     }
 
-    /// Asks QEMU, and hands a descriptor over.
+    /// Sends QEMU a command with a descriptor.
     pub async fn hand(&self, command: &str, arguments: Value, descriptor: OwnedFd) -> Result<Value, KeeperError> {
         self.monitor.lock().await.ask_with(command, arguments, Some(descriptor), ANSWER).await
     }
 
-    /// How often it has gone on after it stood still.
+    /// Returns how often the VM was resumed after a pause.
     pub fn resumed(&self) -> u64 {
         self.resumed.load(Ordering::Relaxed)
     }
 
-    /// Takes its power away.
+    /// Powers the VM off by killing QEMU.
     pub fn kill(&self) {
         self.program.kill();
     }
 
-    /// QEMU's process.
+    /// Returns the PID of QEMU.
     pub fn pid(&self) -> u32 {
         self.program.pid()
     }
 
-    /// Listens until it has ended; its exit code.
+    /// Waits for the end of the VM and returns its exit code.
     pub async fn ended(&self, mut events: mpsc::Receiver<Event>) -> u32 {
         let mut reason = None;
         while let Some(Event { name, data }) = events.recv().await {
@@ -168,7 +168,7 @@ impl Live {
             let waiting = Arc::clone(&self.program);
             match run_blocking("wait for QEMU", move || waiting.wait(LAST)).await {
                 Ok(Some(exit)) => return code(&exit, reason.as_deref()),
-                // It has closed its monitor and lives: nobody can say what it does.
+                // QEMU has closed its monitor but still runs: its state is unknown.
                 Ok(None) => self.kill(),
                 Err(_) => return DIED,
             }
@@ -176,7 +176,7 @@ impl Live {
     }
 }
 
-/// The exit code of a machine.
+/// Returns the exit code of a VM.
 fn code(exit: &MachineExit, reason: Option<&str>) -> u32 {
     match (&exit.how, reason) {
         (ExitKind::Killed, _) => KILLED,

@@ -1,5 +1,5 @@
-//! Owns: the one machine of the pod: made, started, asked, ended. Its state changes here and nowhere else.
-//! Threads: tasks of the runtime; what blocks is done elsewhere.
+//! Manages the VM of the pod: creation, start, requests, end. The VM's state changes only in this module. It runs in tasks of the
+//! runtime; blocking work is done elsewhere.
 
 mod orders;
 
@@ -37,77 +37,77 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
-/// Where VNC listens, in the pod's folder.
+/// The name of the VNC socket in the pod's directory.
 pub const SCREEN_SOCKET: &str = "screen.sock";
 
-/// What a machine runs with.
+/// The environment of a VM.
 #[derive(Debug)]
 pub struct Settings {
-    /// The pod's folder: sockets.
+    /// The pod's directory, for sockets.
     pub folder: PathBuf,
-    /// For disks.
+    /// The directory for disks.
     pub scratch: PathBuf,
-    /// QEMU's program.
+    /// The path of QEMU.
     pub qemu: PathBuf,
-    /// What it runs guests with.
+    /// The accelerator that QEMU uses.
     pub accelerator: Accelerator,
-    /// Of the pod's interfaces that it has cards for, each with its queues.
+    /// The taps of the pod's interfaces for which the VM has cards, each with its queues.
     pub taps: Vec<Vec<OwnedFd>>,
-    /// Where guests ask for their addresses, on each of them.
+    /// The packet sockets for DHCP requests, one per tap.
     pub dhcp: Vec<OwnedFd>,
-    /// The ways to the process that has the folders of the node that are shared with the guest.
+    /// The connections to the file-server process, which has the directories of the node that are shared with the guest.
     pub shares: Vec<[UnixStream; QUEUES]>,
     /// The pod's network.
     pub network: BootConfig,
 }
 
-/// How it is.
+/// The state of a VM.
 #[derive(Clone, Debug, PartialEq)]
 pub enum State {
-    /// Its disks are there.
+    /// The disks exist.
     Created,
     /// QEMU is being started.
     Starting,
-    /// It runs, or stands still.
+    /// The VM runs or is paused.
     Running,
-    /// It is off until somebody wants it to run.
+    /// The VM is stopped until a user starts it.
     Off,
-    /// It has ended soon after its start, and waits before it runs again.
+    /// The VM has ended soon after its start, and waits for its restart.
     Crashing,
-    /// It has ended, and its container with it.
+    /// The VM has ended, and its container with it.
     Ended(Exit),
 }
 
-/// The machine.
+/// The VM of a container.
 pub struct Machine {
-    /// Its container's name.
+    /// The container's name.
     pub id: String,
-    /// What it is.
+    /// The description of the VM.
     pub document: MachineDocument,
-    /// Its serial console.
+    /// The serial console.
     pub console: Console,
     settings: Arc<Settings>,
     folder: PathBuf,
-    /// Until it has ended: then others may have what is the node's of them.
+    /// The disks, until the VM has ended: then other VMs may use those of the node.
     disks: Mutex<Arc<Vec<disk::Ready>>>,
-    /// Those that it got beside these. Held while one is added or removed, and while QEMU starts.
+    /// The added disks. Locked while one is added or removed, and while QEMU starts.
     pub added: tokio::sync::Mutex<added::Disks>,
     firmware: Option<(PathBuf, disk::Files)>,
     kernel: Option<disk::KernelFiles>,
-    /// Until it has ended.
+    /// The shared directories, until the VM has ended.
     shares: Mutex<Vec<Share>>,
     state: watch::Sender<State>,
     changing: Mutex<Changing>,
     ordered: Notify,
-    /// What it keeps is its own, until it has ended.
+    /// The lock of the persistent state, until the VM has ended.
     lock: Mutex<Option<File>>,
-    /// Whoever changes snapshots has it.
+    /// Held by the task that changes snapshots.
     snapshots: Arc<Semaphore>,
-    /// Where its processors run.
+    /// The CPU pinning.
     pub pins: Pins,
 }
 
-/// What changes while it lives.
+/// The mutable part of a VM.
 struct Changing {
     live: Option<Arc<Live>>,
     order: Order,
@@ -115,7 +115,7 @@ struct Changing {
 }
 
 impl Machine {
-    /// Makes its disks, of which those in `handed` were handed over; if that fails, nothing is left of them. Blocks.
+    /// Creates the VM's files, with the disks in `handed`. Removes all of them on failure. Blocks.
     pub fn make(
         id: String,
         document: MachineDocument,
@@ -164,19 +164,19 @@ impl Machine {
                 snapshots: Arc::new(Semaphore::new(1)),
             }),
             Err(error) => {
-                // The first error is the one that matters.
+                // The first error is returned.
                 let _ = remove_tree_if_there(&folder);
                 Err(error)
             }
         }
     }
 
-    /// How it is.
+    /// Returns the VM's state.
     pub fn state(&self) -> State {
         self.state.borrow().clone()
     }
 
-    /// Waits until it has ended; none after `limit`.
+    /// Waits for the end of the VM at most `limit`; `None` after that.
     pub async fn ended(&self, limit: Duration) -> Option<Exit> {
         let mut state = self.state.subscribe();
         let ended = state.wait_for(|state| matches!(state, State::Ended(_)));
@@ -189,7 +189,7 @@ impl Machine {
         }
     }
 
-    /// Starts it, or lets it be off where its strategy says so. Said twice, it is one start.
+    /// Starts the VM, or leaves it stopped if its run strategy requires that. Repeated calls have no effect.
     pub async fn start(self: &Arc<Self>) -> Result<(), KeeperError> {
         let runs = Runs::new(self.document.strategy);
         let begins = runs.begins();
@@ -247,12 +247,12 @@ impl Machine {
         if pinned.is_err() {
             launched.live.kill();
         }
-        // Whoever changes them from here on finds QEMU there.
+        // A change of the pins from here on finds QEMU running.
         let pins = pinned?;
         self.changing().live = Some(Arc::clone(&launched.live));
         drop(pins);
         if self.changing().order == Order::End {
-            // It was told while it was about to start.
+            // The VM was killed while it was about to start.
             launched.live.kill();
         }
         self.state.send_replace(State::Running);
@@ -261,18 +261,18 @@ impl Machine {
 
     async fn clock(&self) -> Result<Option<String>, KeeperError> {
         let needed = self.settings.accelerator == Accelerator::Tcg && self.document.board == Board::Microvm;
-        // It is measured, for 2 ms.
+        // The measurement takes 2 ms.
         if needed { Ok(run_blocking("measure the emulated TSC", emulated_tsc).await?) } else { Ok(None) }
     }
 
-    /// From run to run, until the container ends.
+    /// Runs the VM again and again, until the container ends.
     async fn live_on(self: Arc<Self>, mut runs: Runs, mut launched: Option<Launched>) {
         let mut next = Next::Off;
         loop {
             if let Some(Launched { live, console, events }) = launched.take() {
                 let since = Instant::now();
                 self.console.connect(console, record).await;
-                // As long as it runs.
+                // DHCP is answered as long as the VM runs.
                 let _answers = self.answer_dhcp();
                 let code = live.ended(events).await;
                 next = runs.next(code, since.elapsed(), self.ended_with_order());
@@ -308,7 +308,7 @@ impl Machine {
         }
     }
 
-    /// The end of it all: what it wrote for itself is removed.
+    /// Ends the container: removes the files of the VM.
     async fn over(self: &Arc<Self>, code: u32) {
         let gone = Arc::clone(self);
         if let Ok(Err(error)) = run_blocking("remove the files of the VM", move || gone.remove()).await {
@@ -333,7 +333,7 @@ impl Machine {
         pairs.map(card).collect()
     }
 
-    /// Answers what its cards ask of DHCP, until the result is dropped.
+    /// Answers the DHCP requests of the VM's cards, until the result is dropped.
     fn answer_dhcp(&self) -> JoinSet<()> {
         let mut answers = JoinSet::new();
         let network = network(&self.document, &self.settings.network);
@@ -383,34 +383,34 @@ impl Machine {
         live.ok_or(KeeperError::State { what: "ask it", state })
     }
 
-    /// Asks QEMU.
+    /// Sends QEMU a command.
     pub async fn ask(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.live()?.ask(command, arguments).await
     }
 
-    /// Asks QEMU, and hands a descriptor over.
+    /// Sends QEMU a command with a descriptor.
     pub async fn hand(&self, command: &str, arguments: Value, descriptor: OwnedFd) -> Result<Value, KeeperError> {
         self.live()?.hand(command, arguments, descriptor).await
     }
 
-    /// Asks the guest agent something that is no command.
+    /// Sends the guest agent a command other than guest-exec.
     pub async fn ask_guest(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.live()?.agent.command(command, arguments).await
     }
 
-    /// How often it has gone on after it stood still.
+    /// Returns how often the VM was resumed after a pause.
     pub fn resumed(&self) -> Result<u64, KeeperError> {
         Ok(self.live()?.resumed())
     }
 
-    /// Nobody else takes, loads or deletes snapshots until the result is dropped.
+    /// Returns a permit that prevents other tasks from taking, loading or deleting snapshots until it is dropped.
     pub fn snapshots_alone(&self) -> Result<OwnedSemaphorePermit, KeeperError> {
         let state = "has its snapshots or its disks in use: wait until that is done";
         let alone = Arc::clone(&self.snapshots).try_acquire_owned();
         alone.map_err(|_busy| KeeperError::State { what: "change its snapshots", state })
     }
 
-    /// The nodes of QEMU's block layer of which it can take snapshots.
+    /// Returns the block nodes of which QEMU can take snapshots.
     pub async fn kept_nodes(&self) -> Vec<String> {
         let disks = Arc::clone(&self.disks.lock().unwrap_or_else(PoisonError::into_inner));
         let added = self.added.lock().await.known();
@@ -422,7 +422,7 @@ impl Machine {
         self.live()?.agent.run(args).await
     }
 
-    /// Removes what it had of the node, and on its disk. Blocks.
+    /// Releases the VM's resources of the node and removes its files. Blocks.
     pub fn remove(&self) -> Result<(), KeeperError> {
         drop(std::mem::take(&mut *self.shares()));
         remove_tree_if_there(&self.folder).map_err(|error| KeeperError::Resources {
@@ -431,12 +431,12 @@ impl Machine {
         })
     }
 
-    /// Where VNC listens.
+    /// Returns the path of the VNC socket, if the VM has a screen.
     pub fn screen(&self) -> Option<PathBuf> {
         self.document.screen.then(|| self.settings.folder.join(SCREEN_SOCKET))
     }
 
-    /// Processor time in nanoseconds, and memory in use in bytes as the guest says, or all that it has.
+    /// Returns the CPU time in nanoseconds, and the memory in use in bytes: as the guest reports it, or else all of its memory.
     pub async fn used(&self) -> Result<(u64, u64), KeeperError> {
         let live = self.live()?;
         let nanos = sys::processor_nanos(live.pid()).unwrap_or_default();
@@ -450,7 +450,7 @@ impl Machine {
     }
 }
 
-/// What of `all` its memory a guest uses, by its balloon's word.
+/// Returns how much of the memory `all` the guest uses, from its balloon statistics.
 fn in_use(told: &Value, all: u64) -> u64 {
     let figure = |name: &str| told.get("stats")?.get(name)?.as_u64().filter(|bytes| *bytes <= all);
     match (figure("stat-total-memory"), figure("stat-available-memory")) {
@@ -459,7 +459,7 @@ fn in_use(told: &Value, all: u64) -> u64 {
     }
 }
 
-/// Takes what a machine keeps for this process alone. The kernel lets go of it when the process ends, however that is.
+/// Locks the persistent state for this process. The kernel releases the lock when the process ends in any way.
 fn lock(keep: &Path) -> Result<File, KeeperError> {
     let path = keep.join("lock");
     let failed = |what| KeeperError::file(what, &path);
@@ -472,7 +472,7 @@ fn lock(keep: &Path) -> Result<File, KeeperError> {
     }
 }
 
-/// The pod's network, with the addresses of the machine's own cards.
+/// Returns the pod's network with the hardware addresses of the VM's own cards.
 fn network(document: &MachineDocument, pod: &BootConfig) -> BootConfig {
     let mut network = pod.clone();
     for (interface, card) in network.interfaces.iter_mut().zip(&document.cards) {
@@ -483,7 +483,7 @@ fn network(document: &MachineDocument, pod: &BootConfig) -> BootConfig {
     network
 }
 
-/// What cannot be on this node, before anything is made.
+/// Checks what this node cannot provide, before anything is created.
 fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperError> {
     let field = |field, value: String, rule| Err(KeeperError::Field { field, value, rule });
     let count = document.processors.count();
@@ -527,7 +527,7 @@ fn check(document: &MachineDocument, settings: &Settings) -> Result<(), KeeperEr
     }
 }
 
-/// Whether the devices of the node can be devices of the machine.
+/// Checks whether the devices of the node can be passed through.
 fn passed(document: &MachineDocument) -> Result<(), KeeperError> {
     let rule = match document.host_devices.iter().find(|device| !machine::is_pci_address(&device.address)) {
         Some(_) => "the address of a PCI device is expected",
@@ -541,7 +541,7 @@ fn passed(document: &MachineDocument) -> Result<(), KeeperError> {
     Err(KeeperError::Field { field: "host_devices", value: told, rule })
 }
 
-/// Whether the board can have all these devices.
+/// Checks whether the board has enough slots for all devices.
 fn fits(document: &MachineDocument) -> Result<(), KeeperError> {
     let Some(places) = document.board.places() else { return Ok(()) };
     let field = |field, value: String, rule| Err(KeeperError::Field { field, value, rule });
@@ -562,10 +562,10 @@ fn fits(document: &MachineDocument) -> Result<(), KeeperError> {
     }
 }
 
-/// The flight recorder is what this process prints: the pod process keeps the end of it.
+/// Writes to standard output, which is the flight recorder: the pod process keeps the end of it.
 fn record(piece: &[u8]) {
     use std::io::Write;
-    // Whoever reads it is gone: then nobody misses it.
+    // If the reader is gone, the output is not needed.
     let _ = std::io::stdout().write_all(piece).and_then(|()| std::io::stdout().flush());
 }
 
@@ -578,7 +578,7 @@ mod tests {
         let told = |total: u64, available: u64| json!({ "stats": { "stat-total-memory": total, "stat-available-memory": available } });
         assert_eq!(in_use(&told(900, 300), 1000), 700);
         assert_eq!(in_use(&told(900, 1000), 1000), 100);
-        // QEMU's word for "not said".
+        // QEMU's value for "not reported".
         assert_eq!(in_use(&told(u64::MAX, 5), 1000), 1000);
         assert_eq!(in_use(&Value::Null, 1000), 1000);
     }

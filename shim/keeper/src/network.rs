@@ -1,11 +1,11 @@
-//! Owns: the pod's network in the words of cloud-init. Pure.
-//! Sources: cloud-init's "Networking config Version 2" and OpenStack's network_data.json.
+//! Converts the pod's network to the formats of cloud-init: its "Networking config Version 2" and OpenStack's network_data.json.
+//! The functions are pure.
 
 use nacelle_proto::agent::BootConfig;
 use nacelle_proto::common::{Interface, Route};
 use serde_json::{Map, Value, json};
 
-/// A hardware address as people write it.
+/// Formats a hardware address.
 pub fn hex(mac: &[u8]) -> String {
     mac.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":")
 }
@@ -14,12 +14,12 @@ fn routes<'a>(network: &'a BootConfig, interface: &'a Interface) -> impl Iterato
     network.routes.iter().filter(move |route| route.interface == interface.name)
 }
 
-/// Whether an address or a prefix is one of IPv6.
+/// Returns whether an address or a prefix is IPv6.
 fn six(address: &str) -> bool {
     address.contains(':')
 }
 
-/// In version 2 (netplan's).
+/// Returns the configuration in version 2 (netplan's format).
 pub fn version_2(network: &BootConfig) -> Value {
     let dns = network.dns.clone().unwrap_or_default();
     let mut cards = Map::new();
@@ -58,7 +58,7 @@ pub fn version_2(network: &BootConfig) -> Value {
     json!({ "version": 2, "ethernets": cards })
 }
 
-/// As OpenStack says it.
+/// Returns the configuration in OpenStack's format.
 pub fn open_stack(network: &BootConfig) -> Value {
     let (mut links, mut networks) = (Vec::new(), Vec::new());
     for interface in &network.interfaces {

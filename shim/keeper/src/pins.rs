@@ -1,6 +1,5 @@
-//! Owns: on which processors of the node those of the machine run, where each has one to itself: the threads of QEMU that run them are
-//! kept there.
-//! Source: QEMU's QMP reference, query-cpus-fast; sched_setaffinity(2).
+//! Pins the vCPUs of a VM to CPUs of the node: the threads of QEMU that run them get an affinity by sched_setaffinity(2). The
+//! thread ids come from QEMU's query-cpus-fast.
 
 use crate::error::KeeperError;
 use crate::live::Live;
@@ -11,16 +10,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use tokio::sync::{Mutex, MutexGuard};
 
-/// The processors of the node, in the order of the machine's; none, if these have none to themselves.
+/// The CPUs of the node in the order of the VM's vCPUs; `None` without pinning.
 pub struct Pins(Mutex<Option<Vec<u32>>>);
 
 impl Pins {
-    /// At first these.
+    /// Returns the pins of a VM before its first run.
     pub fn new(first: Option<Vec<u32>>) -> Pins {
         Pins(Mutex::new(first))
     }
 
-    /// Keeps the processors of a QEMU that has started there. They do not change until the result is dropped.
+    /// Pins the vCPUs of a QEMU that has started. The pins do not change until the result is dropped.
     pub async fn pin(&self, live: &Live) -> Result<MutexGuard<'_, Option<Vec<u32>>>, KeeperError> {
         let pins = self.0.lock().await;
         if let Some(pins) = pins.as_deref() {
@@ -29,7 +28,7 @@ impl Pins {
         Ok(pins)
     }
 
-    /// Keeps them on others from now on, also in the runs to come. `live` finds the QEMU that runs, if one does.
+    /// Changes the pins, also for later runs. `live` returns the running QEMU, if there is one.
     pub async fn change(
         &self,
         processors: Vec<u32>,
@@ -49,7 +48,7 @@ impl Pins {
     }
 }
 
-/// Keeps them there. Where they are emulated one thread runs them all: on all of these.
+/// Pins the vCPUs. With emulation a single thread runs all of them: it may use all of these CPUs.
 async fn pin(live: &Live, pins: &[u32]) -> Result<(), KeeperError> {
     let told = live.ask("query-cpus-fast", Value::Null).await?;
     let failed = |source: nix::errno::Errno| KeeperError::Resources {
@@ -66,7 +65,7 @@ async fn pin(live: &Live, pins: &[u32]) -> Result<(), KeeperError> {
     Ok(())
 }
 
-/// QEMU's threads, and where they are to run.
+/// Returns QEMU's threads and their CPUs.
 fn threads(told: &Value, pins: &[u32]) -> Result<BTreeMap<i32, BTreeSet<u32>>, KeeperError> {
     let garbled = |what| KeeperError::Garbled { whom: "QEMU", command: "query-cpus-fast".into(), what };
     let mut threads: BTreeMap<i32, BTreeSet<u32>> = BTreeMap::new();
@@ -93,7 +92,7 @@ mod tests {
         let error = pins.change(vec![3], || panic!("nothing changes")).await.unwrap_err();
         assert!(error.to_string().contains("[3]"), "{error}");
         assert_eq!(*pins.0.lock().await, Some(vec![0, 1]));
-        // Nothing runs: the next QEMU has them.
+        // The VM does not run: the next QEMU gets the pins.
         pins.change(vec![3, 2], || None).await.unwrap();
         assert_eq!(*pins.0.lock().await, Some(vec![3, 2]));
         let none = Pins::new(None);

@@ -1,4 +1,4 @@
-//! Owns: what the pod process hands over at the start, and the handshake with it: the same that an agent in a guest has
+//! Takes over what the pod process passes at the start, and does the handshake with it: the same handshake as an agent in a guest
 //! (agent.proto).
 
 use crate::error::KeeperError;
@@ -14,40 +14,40 @@ use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
-/// The longest frame of the handshake, in bytes.
+/// The maximum length of a frame of the handshake in bytes.
 const MAX_FRAME: u32 = 1 << 20;
 /// The version of agent.proto.
 const PROTOCOL: u32 = 1;
 
-/// What the pod process hands over.
+/// The arguments and descriptors from the pod process.
 #[derive(Debug)]
 pub struct Place {
-    /// The pod's folder on the node: sockets.
+    /// The pod's directory on the node, for sockets.
     pub folder: PathBuf,
-    /// A folder of the node for disks.
+    /// The directory of the node for disks.
     pub scratch: PathBuf,
-    /// QEMU's program.
+    /// The path of QEMU.
     pub qemu: PathBuf,
-    /// What it runs guests with.
+    /// The accelerator that QEMU uses.
     pub accelerator: Accelerator,
-    /// Connected to the pod process.
+    /// The connection to the pod process.
     pub host: UnixStream,
-    /// Listens for the service.
+    /// The listener of the service.
     pub rpc: UnixListener,
-    /// Listens for the streams.
+    /// The listener of the streams.
     pub streams: UnixListener,
-    /// Taps, in the order of the pod's interfaces, each with its queues.
+    /// The taps in the order of the pod's interfaces, each with its queues.
     pub taps: Vec<Vec<OwnedFd>>,
-    /// What guests ask of DHCP servers on each of them: packet sockets.
+    /// The packet sockets for DHCP requests, one per tap.
     pub dhcp: Vec<OwnedFd>,
-    /// The ways to the process that has the folders of the node that are shared with the guest.
+    /// The connections to the file-server process, which has the directories of the node that are shared with the guest.
     pub shares: Vec<[UnixStream; QUEUES]>,
 }
 
 impl Place {
-    /// Of the arguments: the pod's folder, the folder for disks, QEMU, `kvm` or `tcg`, how many folders of the node are shared with the
-    /// guest, and the numbers of descriptors: handshake, service, streams; for each interface its tap (its queues, with colons
-    /// between them) and its packet socket; for each of those folders its streams.
+    /// Parses the arguments: the pod's directory, the directory for disks, QEMU, `kvm` or `tcg`, the number of directories of the
+    /// node that are shared with the guest, and descriptor numbers: handshake, service, streams; for each interface its tap (its
+    /// queues, separated by colons) and its packet socket; for each shared directory its streams.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
         let mut arguments = arguments.into_iter();
         let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
@@ -63,7 +63,7 @@ impl Place {
         let numbers: Vec<RawFd> = words.concat();
         let distinct: BTreeSet<RawFd> = numbers.iter().copied().filter(|number| *number > 2).collect();
         let of_cards = words.len().checked_sub(shared.checked_mul(QUEUES)?)?;
-        // Only a tap has several.
+        // Only a tap has several queues.
         let several =
             |(n, word): (usize, &Vec<RawFd>)| word.len() > 1 && (n < 3 || n.is_multiple_of(2) || n >= of_cards);
         let strange = words.iter().enumerate().any(several);
@@ -84,7 +84,7 @@ impl Place {
         Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares })
     }
 
-    /// Says hello, and hears what the pod's network is.
+    /// Sends hello, and receives the pod's network.
     pub fn greet(&mut self) -> Result<BootConfig, KeeperError> {
         let failed = |source| KeeperError::Resources { what: "the pod's configuration", source };
         let release = nix::sys::utsname::uname().map_err(|errno| failed(errno.into()))?;
@@ -145,7 +145,7 @@ mod tests {
             &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "903:", "904"],
             &["/f", "/s", "/q", "tcg", "0", "900", "901", "902", "903:903", "904"],
             &["/f", "/s", "/q", "tcg", "1", "900", "901", "902", "903:904", "905"],
-            // Not open.
+            // These descriptors are not open.
             &["/f", "/s", "/q", "tcg", "0", "900", "901", "902"],
         ] {
             assert!(Place::parse(arguments.iter().map(|word| (*word).to_owned())).is_none(), "{arguments:?}");

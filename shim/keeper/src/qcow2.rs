@@ -1,36 +1,36 @@
-//! Owns: what is known of qcow2 here: reading a header that a stranger wrote, and writing an empty disk that lies over another.
-//! Pure. Source: QEMU's docs/interop/qcow2.txt.
+//! Parses the header of an untrusted qcow2 file, and writes an empty overlay (QEMU's docs/interop/qcow2.txt). The functions are
+//! pure.
 
-/// How a qcow2 file begins.
+/// The magic number of a qcow2 file.
 const MAGIC: u32 = 0x5146_49fb;
-/// Its header with what version 3 adds, in bytes.
+/// The length in bytes of the header of version 3.
 pub const HEADER: usize = 104;
-/// Clusters of the disks that are written here: 64 KiB.
+/// The cluster size of overlays that are written here: 64 KiB.
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER: u64 = 1 << CLUSTER_BITS;
-/// What one entry of the first table is for, in bytes: a table of 8192 clusters.
+/// The bytes of the disk that one L1 entry covers: an L2 table of 8192 clusters.
 const REACH: u64 = CLUSTER << (CLUSTER_BITS - 3);
-/// The largest disk, in bytes: what a first table of one cluster reaches.
+/// The largest disk in bytes: the reach of an L1 table of one cluster.
 pub const MAX_SIZE: u64 = REACH * (CLUSTER / 8);
-/// Features that change how the file is read: dirty and corrupt are flags of its state; 3 is the type of compression.
+/// The known features that change how the file is read: dirty and corrupt are flags of its state; 3 is the compression type.
 const KNOWN: u64 = 0b1011;
 
-/// What a file is, by its first bytes.
+/// The format of a file by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// The bytes of a disk.
+    /// A raw disk.
     Raw,
-    /// A qcow2 file of a disk with so many bytes.
+    /// A qcow2 file.
     Qcow2 {
-        /// Bytes of the disk.
+        /// The size of the disk in bytes.
         size: u64,
     },
 }
 
-/// Why a qcow2 file is not taken.
+/// The reason that a qcow2 file is rejected.
 pub type Refusal = &'static str;
 
-/// Looks at the first bytes of a file, at most [`HEADER`] of them.
+/// Determines the format by the first bytes of a file, at most [`HEADER`] of them.
 pub fn format(head: &[u8]) -> Result<Format, Refusal> {
     let four = |at: usize| head.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
     let eight = |at: usize| head.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
@@ -58,16 +58,16 @@ pub fn format(head: &[u8]) -> Result<Format, Refusal> {
     Ok(Format::Qcow2 { size })
 }
 
-/// How many snapshots are in a file with these first bytes.
+/// Returns the number of snapshots in a file with these first bytes.
 pub fn snapshots(head: &[u8]) -> u32 {
     let count = head.get(60..64).and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
     count.unwrap_or_default()
 }
 
-/// An empty qcow2 file of version 3, with its header, its table of references and its first table: what is not written to it is
-/// that of the disk below, which QEMU is told of by name. `size` is the disk's, in bytes, at most [`MAX_SIZE`].
+/// Returns an empty qcow2 file of version 3 with its header, refcount table and L1 table. Unwritten clusters are those of the
+/// backing file, which is passed to QEMU by name. `size` is the size of the disk in bytes, at most [`MAX_SIZE`].
 pub fn empty(size: u64) -> Vec<u8> {
-    // Clusters: 0 the header, 1 the table of reference blocks, 2 its one block, 3 the first table.
+    // The clusters: 0 the header, 1 the refcount table, 2 its only refcount block, 3 the L1 table.
     let mut file = vec![0; usize::try_from(4 * CLUSTER).unwrap_or_default()];
     let mut put = |at: usize, bytes: &[u8]| {
         if let Some(place) = file.get_mut(at..at + bytes.len()) {
@@ -83,7 +83,7 @@ pub fn empty(size: u64) -> Vec<u8> {
     put(40, &(3 * CLUSTER).to_be_bytes());
     put(48, &CLUSTER.to_be_bytes());
     put(56, &1u32.to_be_bytes());
-    // Counts of references have 16 bits.
+    // Refcounts have 16 bits.
     put(96, &4u32.to_be_bytes());
     put(100, &u32::try_from(HEADER).unwrap_or_default().to_be_bytes());
     let at = |cluster: u64| usize::try_from(cluster * CLUSTER).unwrap_or_default();
@@ -94,13 +94,13 @@ pub fn empty(size: u64) -> Vec<u8> {
     file
 }
 
-/// Where a file's table of snapshots begins, and how many there are in it, by its header.
+/// Returns the offset of a file's snapshot table and the number of snapshots, from its header.
 pub fn snapshot_table(head: &[u8]) -> (u64, u32) {
     let table = head.get(64..72).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
     (table.unwrap_or_default(), snapshots(head))
 }
 
-/// The names of the snapshots in a table, as far as it goes; what is no name is left out.
+/// Returns the names of the snapshots in a table, up to its end. Skips invalid names.
 pub fn snapshot_names(table: &[u8], count: u32) -> Vec<String> {
     let mut names = Vec::new();
     let mut rest = table;

@@ -1,4 +1,4 @@
-//! Owns: QEMU's command line of a whole machine: board, firmware, disks, cards, screen. Pure.
+//! Builds QEMU's command line for a whole VM: board, firmware, disks, cards, screen. The functions are pure.
 
 mod cards;
 mod passed;
@@ -21,46 +21,46 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 
-/// The port of the guest agent, as it looks for it.
+/// The port name that the guest agent looks for.
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
-/// What is emulated of processors: see the same constant of `nacelle-engine`.
+/// The CPU model under emulation: see the same constant of `nacelle-engine`.
 const EMULATED: &str = "max,erms=off,fsrm=off";
 
-/// The node with the firmware's program.
+/// The block node with the firmware's program.
 const CODE: &str = "efi-code";
 
-/// All that QEMU is told.
+/// The input of the command line.
 #[derive(Debug)]
 pub struct Machine<'a> {
-    /// What the machine is.
+    /// The description of the VM.
     pub document: &'a MachineDocument,
-    /// What runs its instructions.
+    /// The accelerator.
     pub accelerator: Accelerator,
-    /// Its disks.
+    /// The disks.
     pub disks: &'a [Ready],
-    /// Those that were added, with their files.
+    /// The added disks with their files.
     pub added: &'a [(Added, PathBuf)],
-    /// Where the devices of its file systems are.
+    /// The sockets of the vhost-user-fs devices.
     pub shares: Vec<PathBuf>,
-    /// The firmware's program and its variables; none: the board's own.
+    /// The firmware's program and its variables; `None` for the board's own firmware.
     pub firmware: Option<(&'a Path, &'a Files)>,
-    /// The kernel that is started at once.
+    /// The kernel of a direct boot.
     pub kernel: Option<&'a KernelFiles>,
-    /// What that is told of its processors' clocks, where they are emulated on a board without a timer to compare them with.
+    /// A kernel parameter about the TSC, for emulation on a board without a timer to calibrate it.
     pub clock: Option<String>,
-    /// Its cards, with the taps behind them.
+    /// The network cards with their taps.
     pub cards: Vec<Card>,
-    /// Where VNC listens.
+    /// The path of the VNC socket.
     pub screen: Option<PathBuf>,
-    /// Ends of socket pairs.
+    /// QEMU's end of the monitor's socket pair.
     pub monitor: RawFd,
-    /// Of the serial console.
+    /// QEMU's end of the serial console.
     pub console: RawFd,
-    /// Of the guest agent.
+    /// QEMU's end of the guest agent's channel.
     pub agent: RawFd,
 }
 
-/// An option's value, with the commas of values doubled as QEMU wants it.
+/// The value of an option. Commas in values are doubled, as QEMU requires.
 struct Opt(String);
 
 impl Opt {
@@ -82,10 +82,10 @@ impl Opt {
     }
 }
 
-/// The words so far.
+/// The arguments so far.
 struct Args {
     words: Vec<String>,
-    /// Places for virtio devices that are still free, on a board that has them in memory.
+    /// The free slots for virtio devices, on a board with virtio-mmio.
     places: Option<usize>,
 }
 
@@ -103,12 +103,13 @@ impl Args {
         self.add("device", value);
     }
 
-    /// The head of a virtio device. The guest finds the first one first, which in memory is the last place.
+    /// Returns the beginning of a virtio device. The guest finds the first device first, which with virtio-mmio is in the last
+    /// slot.
     fn virtio(&mut self, kind: &str) -> Opt {
         match &mut self.places {
             None => Opt::new(format!("{kind}-pci")),
             Some(free) => {
-                // Whoever made the document has counted them: then it is never too small.
+                // The daemon has counted the devices, so the slots suffice.
                 *free = free.saturating_sub(1);
                 Opt::new(format!("{kind}-device")).set("bus", format!("virtio-mmio-bus.{free}"))
             }
@@ -117,7 +118,7 @@ impl Args {
 }
 
 impl Machine<'_> {
-    /// The file descriptors that QEMU must inherit.
+    /// Returns the descriptors that QEMU must inherit.
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.cards.iter().flat_map(|card| card.taps.iter().copied());
         let disks = self.disks.iter().filter_map(|ready| match &ready.files {
@@ -127,7 +128,7 @@ impl Machine<'_> {
         taps.chain(disks).chain([self.monitor, self.console, self.agent]).collect()
     }
 
-    /// The words after the program's name.
+    /// Returns the arguments after the program's name.
     pub fn args(&self) -> Vec<String> {
         let document = self.document;
         let mut args = Args { words: Vec::with_capacity(96), places: document.board.places() };
@@ -178,7 +179,7 @@ impl Machine<'_> {
         let (board, unused) = match document.board {
             Board::Q35 => (Opt::new("q35"), "vmport"),
             Board::Pc => (Opt::new("pc"), "vmport"),
-            // Without ACPI there is no power button; with it the kernel need not be told where devices are.
+            // Without ACPI there is no power button. With it, the kernel needs no parameters to find the devices.
             Board::Microvm => (Opt::new("microvm").set("acpi", "on").set("ioapic2", "on"), "auto-kernel-cmdline"),
         };
         if document.board == Board::Microvm {
@@ -201,7 +202,7 @@ impl Machine<'_> {
                             "global",
                             Opt::new("driver=cfi.pflash01").set("property", "secure").set("value", "on"),
                         );
-                        // What wakes up again would not be checked.
+                        // A VM that resumes from S3 would skip the verification of secure boot.
                         args.add("global", Opt::new("ICH9-LPC.disable_s3=1"));
                         board.set("smm", "on")
                     }
@@ -213,7 +214,7 @@ impl Machine<'_> {
         };
         args.add("machine", board);
         self.kernel(args);
-        // One thread for all emulated processors: with several, one may still run text that another has patched.
+        // One thread for all emulated vCPUs: with several, one may still run code that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
             Accelerator::Tcg => ("tcg,thread=single", EMULATED),
@@ -245,7 +246,7 @@ impl Machine<'_> {
         }
     }
 
-    /// What leads out of the machine.
+    /// Adds monitor, console and guest agent channel.
     fn ends(&self, args: &mut Args) {
         for (id, fd) in [("monitor", self.monitor), ("console", self.console), ("agent", self.agent)] {
             args.add("chardev", Opt::new("socket").set("id", id).set("fd", fd));
@@ -289,21 +290,21 @@ fn identity(args: &mut Args, identity: &SmbiosIdentity) {
     }
 }
 
-/// How many virtio devices that is.
+/// Returns the number of virtio devices.
 pub fn virtio_devices(document: &MachineDocument) -> usize {
     let disks = document.disks.iter().filter(|disk| matches!(disk.bus, Bus::Virtio | Bus::Scsi)).count();
     let cards = document.cards.iter().filter(|card| card.model == CardModel::Virtio).count();
-    // And the guest agent's port.
+    // And one for the guest agent's port.
     disks + cards + document.filesystems.len() + usize::from(document.random) + usize::from(document.balloon) + 1
 }
 
-/// A node of the block layer, over a file.
+/// Adds a block node over a file.
 fn file(args: &mut Args, name: &str, path: &Path, read_only: bool, cache: Cache) {
-    // Files that are only read are never written to.
+    // A read-only file is never written, so it needs no lock.
     protocol(args, "file", name, &path.display().to_string(), (read_only, !read_only), cache);
 }
 
-/// The same over whatever a driver finds by a file's name; whether it is read-only, and whether others are told so.
+/// Adds a block node with any protocol driver that takes a file name; whether it is read-only, and whether QEMU locks the file.
 fn protocol(args: &mut Args, driver: &str, name: &str, path: &str, (read_only, locking): (bool, bool), cache: Cache) {
     let on = |yes: bool| if yes { "on" } else { "off" };
     let node = Opt::new(format!("driver={driver}")).set("node-name", name).set("filename", path);
@@ -326,12 +327,12 @@ fn below(args: &mut Args, n: &str, base: &Base) -> String {
     disk
 }
 
-/// What QEMU inherits and finds by this number.
+/// Passes an inherited descriptor to QEMU as a descriptor set of this number.
 fn inherit(args: &mut Args, n: &str, file: &File) {
     args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
 }
 
-/// The node of the block layer with all that files of a disk have; its name.
+/// Adds the block nodes of a disk and returns the name of the top one.
 fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) -> String {
     let [inner, whole] = ["top", "disk"].map(|part| format!("{part}-{n}"));
     let format = match files {
@@ -345,7 +346,7 @@ fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) 
             inherit(args, n, file);
             let driver = if *block { "host_device" } else { "file" };
             protocol(args, driver, &inner, &format!("/dev/fdset/{n}"), (read_only, true), cache);
-            // Never anything else: what the guest writes could lead elsewhere.
+            // The format is fixed: if QEMU probed it, the guest could write a header that leads to other files.
             Opt::new("driver=raw")
         }
         Files::Own(path) => {
@@ -363,7 +364,7 @@ fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) 
     whole
 }
 
-/// The nodes of which a snapshot can be taken: all that the guest can write to, in qcow2.
+/// Returns the nodes of which a snapshot can be taken: all writable qcow2 nodes.
 pub fn kept_nodes(disks: &[Ready], added: &[(Added, PathBuf)], firmware: Option<&Files>) -> Vec<String> {
     let own = |files: &Files| matches!(files, Files::Own(_) | Files::Over { .. });
     let disks = disks.iter().enumerate().filter(|(_, ready)| own(&ready.files) && !ready.disk.read_only);
@@ -374,7 +375,7 @@ pub fn kept_nodes(disks: &[Ready], added: &[(Added, PathBuf)], firmware: Option<
 
 fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
     let (disk, cache, count) = (&ready.disk, ready.disk.cache, document.processors.count());
-    // What is in memory nobody writes, where the bus knows such disks: then it is in no snapshot's way.
+    // A disk in memory is read-only where the bus supports that, so that it does not prevent snapshots.
     let seed = matches!(disk.source, DiskSource::CloudInit(_) | DiskSource::Files(_)) && disk.bus != Bus::Sata;
     let node = node(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
     let name = format!("d-{}", disk.name);

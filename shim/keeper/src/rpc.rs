@@ -1,4 +1,5 @@
-//! Owns: the gRPC service (agent.proto): messages to verbs, errors to codes. What only containers have is refused.
+//! Implements the gRPC service (agent.proto): converts messages to operations and errors to status codes. Requests that make
+//! sense only for containers are rejected.
 
 use crate::error::KeeperError;
 use crate::keeper::Keeper;
@@ -18,15 +19,15 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-/// The longest that one Wait waits.
+/// The longest wait of one Wait request.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 const SIGKILL: u32 = 9;
 
 /// The service.
 pub struct Service {
-    /// What it is about.
+    /// The state of the pod.
     pub keeper: Arc<Keeper>,
-    /// Told when the process shall end.
+    /// Notified when the process must end.
     pub end: Arc<Notify>,
 }
 
@@ -44,7 +45,7 @@ fn refused<T>(what: &'static str, hint: &'static str) -> Result<Response<T>, Sta
 
 #[tonic::async_trait]
 impl Agent for Service {
-    // What is read of an image is named in the machine's document.
+    // The VM's document names the files of images.
     async fn attach_image(&self, _: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         Ok(Response::new(Empty {}))
     }
@@ -72,7 +73,7 @@ impl Agent for Service {
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
         let machine = self.keeper.machine(&request.into_inner().id).map_err(|error| status(&error))?;
-        // To its end even if the caller goes away: half a start is no state.
+        // In a task, so that it completes even if the caller disconnects: a partial start is not a valid state.
         let started = tokio::spawn(async move { machine.start().await }).await;
         done(started.map_err(|error| Status::internal(error.to_string()))?)
     }
@@ -148,7 +149,7 @@ impl Agent for Service {
 
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
         let Some(machine) = self.keeper.last() else { return Ok(Response::new(StatsResponse::default())) };
-        // One that does not run uses nothing.
+        // A VM that does not run uses nothing.
         let (cpu_nanos, memory_bytes) = machine.used().await.unwrap_or_default();
         let usage = Usage {
             cpu_nanos,

@@ -1,41 +1,41 @@
-//! Owns: when a machine runs again after it has ended, by its run strategy. Pure.
-//! Source: KubeVirt's documentation of run strategies.
+//! Decides by the run strategy (see KubeVirt's documentation of run strategies) whether and when a VM runs again after it has
+//! ended. The functions are pure.
 
 use nacelle_model::machine::RunStrategy;
 use std::time::Duration;
 
-/// One that ran for so long has not crashed.
+/// The time after which a run does not count as a crash.
 const SOUND: Duration = Duration::from_secs(120);
-/// The first wait before one that crashes runs again, and the longest.
+/// The first and the longest pause before a restart of a VM that crashes.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(300));
 
-/// What somebody wants of it, beside its strategy.
+/// The requested target state, in addition to the run strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Nothing.
+    /// There is no request.
     None,
-    /// It shall run.
+    /// The VM must run.
     On,
-    /// It shall be off.
+    /// The VM must be stopped.
     Off,
-    /// It shall end and run again.
+    /// The VM must end and run again.
     Again,
-    /// It shall end, and the container with it.
+    /// The VM and its container must end.
     End,
 }
 
-/// What comes after its end.
+/// The action after the end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// It runs again after this time.
+    /// The VM runs again after this time.
     Again(Duration),
-    /// It is off, until somebody wants it to run.
+    /// The VM is stopped until a user starts it.
     Off,
     /// The container ends.
     End,
 }
 
-/// The runs of one machine.
+/// The history of the runs of one VM.
 #[derive(Debug)]
 pub struct Runs {
     strategy: Option<RunStrategy>,
@@ -43,17 +43,17 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// Of a machine with this strategy; none: its end is its container's.
+    /// Returns the runs of a VM with this strategy; with `None`, the container ends with the VM.
     pub fn new(strategy: Option<RunStrategy>) -> Runs {
         Runs { strategy, crashes: 0 }
     }
 
-    /// Whether it runs at first.
+    /// Returns whether the VM runs at first.
     pub fn begins(&self) -> bool {
         !matches!(self.strategy, Some(RunStrategy::Manual | RunStrategy::Halted))
     }
 
-    /// What comes after a run that has lasted so long and ended with this code, with this order given meanwhile.
+    /// Returns the action after a run of this duration and exit code, during which `order` was requested.
     pub fn next(&mut self, code: u32, lasted: Duration, order: Order) -> Next {
         match order {
             Order::End => return Next::End,
@@ -79,7 +79,7 @@ impl Runs {
         }
         let pause = BACK_OFF.0.saturating_mul(1 << self.crashes.min(16));
         self.crashes += 1;
-        // The first time nothing is known of it yet.
+        // The first crash may be an accident, so there is no pause.
         if self.crashes == 1 { Duration::ZERO } else { pause.min(BACK_OFF.1) }
     }
 }

@@ -1,5 +1,5 @@
-//! Owns: small FAT file systems with a label, in memory: the disk that cloud-init reads, and disks with files. Pure.
-//! Sources: cloud-init's documentation of its data sources NoCloud and ConfigDrive.
+//! Builds small labelled FAT file systems in memory: the disk that cloud-init reads (see its data sources NoCloud and
+//! ConfigDrive), and disks with files. The functions are pure.
 
 use crate::error::KeeperError;
 use crate::lines::printable;
@@ -11,20 +11,20 @@ use nacelle_proto::agent::BootConfig;
 use serde_json::json;
 use std::io::{Cursor, Write};
 
-/// The size of the file system, in bytes, beside what is on it.
+/// The size of the file system in bytes in addition to its files.
 const SPARE: usize = 256 << 10;
-/// The smallest that is made.
+/// The minimum size in bytes.
 const LEAST: usize = 512 << 10;
-/// Bytes of a label.
+/// The length of a label in bytes.
 const LABEL: usize = 11;
-/// No cluster of so small a file system is larger, in bytes.
+/// The largest cluster of a file system of this size, in bytes.
 const CLUSTER: usize = 4096;
-/// Bytes of one entry of a folder.
+/// The size of a directory entry in bytes.
 const ENTRY: usize = 32;
-/// Letters of a name that one entry has room for; there is one more for each name.
+/// The characters of a long name per entry; each name has one further entry.
 const LETTERS: usize = 13;
 
-/// The disk, byte by byte.
+/// Returns the raw cloud-init disk.
 pub fn disk(data: &CloudInit, network: &BootConfig) -> Result<Vec<u8>, KeeperError> {
     let (label, files) = match data.form {
         CloudInitForm::NoCloud => (*b"CIDATA     ", no_cloud(data, network)),
@@ -34,7 +34,7 @@ pub fn disk(data: &CloudInit, network: &BootConfig) -> Result<Vec<u8>, KeeperErr
     write(label, &files).map_err(|source| KeeperError::Resources { what: "a disk for cloud-init", source })
 }
 
-/// A disk with these files, byte by byte.
+/// Returns a raw disk with these files.
 pub fn files(disk: &FilesDisk) -> Result<Vec<u8>, KeeperError> {
     let wrong = |field, value: &str, rule| KeeperError::Field { field, value: printable(value), rule };
     let mut label = [b' '; LABEL];
@@ -59,7 +59,7 @@ fn no_cloud(data: &CloudInit, network: &BootConfig) -> Files {
         meta["public-keys"] = json!(data.keys);
     }
     let network = data.network_data.clone().unwrap_or_else(|| version_2(network).to_string());
-    // JSON is YAML.
+    // JSON is valid YAML.
     vec![("meta-data", meta.to_string()), ("user-data", data.user_data.clone()), ("network-config", network)]
 }
 
@@ -85,7 +85,7 @@ fn write(label: [u8; LABEL], files: &[(&str, &[u8])]) -> std::io::Result<Vec<u8>
     let bytes: usize = files.iter().map(|(_, bytes)| bytes.len().next_multiple_of(CLUSTER)).sum();
     let parts = files.iter().map(|(path, _)| path.split('/').map(|part| part.len() / LETTERS + 2).sum::<usize>());
     let entries = (parts.sum::<usize>() + 1).max(512).next_multiple_of(CLUSTER / ENTRY);
-    // In folders below, each begins a cluster of its own.
+    // In subdirectories, each directory starts a cluster of its own.
     let folders: usize = files.iter().map(|(path, _)| path.matches('/').count()).sum();
     let room = bytes + entries * ENTRY * 2 + folders * CLUSTER;
     let size = (room + SPARE).max(LEAST).next_multiple_of(CLUSTER);

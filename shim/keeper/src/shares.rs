@@ -1,6 +1,6 @@
-//! Owns: the folders of the node that a machine shares with its guest (virtio-fs): a device for each, which QEMU drives over
-//! vhost-user. The files are in another process (`nacelle-fs`), which answers the guest in its memory; here none is opened.
-//! Threads: of each device one for QEMU's messages and one for each queue.
+//! Serves the directories of the node that a VM shares with its guest (virtio-fs): one device each, which QEMU drives over
+//! vhost-user. The files are opened in another process (`nacelle-fs`), which answers the guest in its memory; this process opens
+//! none. Each device has a thread for QEMU's messages and one for each queue.
 
 use crate::error::KeeperError;
 use nacelle_base::Chain;
@@ -12,15 +12,15 @@ use nacelle_vmm::vhost_user::{self, Server};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-/// A device that QEMU finds at a socket; it serves one QEMU after the other. Dropping it ends it, and blocks for that.
+/// A device that QEMU connects to by a socket; it serves one QEMU after the other. Dropping it ends it, and blocks for that.
 #[derive(Debug)]
 pub struct Share {
-    /// Where.
+    /// The path of the socket.
     pub socket: PathBuf,
     server: Option<Server>,
 }
 
-/// Devices for the file systems of the machine that is the container `id`, with sockets in this folder. Blocks.
+/// Creates the devices for the file systems of the VM of container `id`, with sockets in this directory. Blocks.
 pub fn serve(
     filesystems: &[Filesystem],
     id: &str,
@@ -37,7 +37,7 @@ pub fn serve(
         let streams = [first.try_clone().map_err(failed)?, second.try_clone().map_err(failed)?];
         let device = Fs::of_part(streams, &share::part(id, number)).map_err(failed)?.lending().device();
         let socket = folder.join(format!("share-{number}.sock"));
-        // Of a machine before this one, which ended with its process.
+        // A socket of an earlier VM, which ended with its process.
         remove_if_there(&socket).map_err(KeeperError::Mark)?;
         let listener = UnixListener::bind(&socket).map_err(KeeperError::file("listen on", &socket))?;
         let mut share = Share { socket, server: None };
@@ -63,7 +63,7 @@ mod tests {
     use nacelle_base::share::{ANSWER_HEADER, HEADER, SHOW};
     use std::io::{Read, Write};
 
-    /// Answers the question which part is shown; what it was.
+    /// Answers the request for the share, and returns the name in it.
     fn told(mut stream: UnixStream, errno: i32) -> std::thread::JoinHandle<String> {
         std::thread::spawn(move || {
             let mut header = [0; HEADER];

@@ -1,5 +1,5 @@
-//! Owns: snapshots of a machine: its disks, its memory and its devices at one moment, in the files of its disks.
-//! Source: QEMU's QMP reference, snapshot-save, snapshot-load and snapshot-delete.
+//! Takes, loads and deletes snapshots of a VM: its disks, memory and devices at one moment, in the files of its disks (QEMU's QMP
+//! reference: snapshot-save, snapshot-load and snapshot-delete).
 
 use crate::error::KeeperError;
 use crate::lines::printable;
@@ -7,25 +7,25 @@ use crate::machine::Machine;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Between two looks whether QEMU is done.
+/// The interval of job queries: the first, and the longest.
 const LOOK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
-/// The longest name.
+/// The maximum length of a name.
 const MAX_NAME: usize = 64;
-/// The most snapshots of a machine: each is an entry in its disks' tables.
+/// The maximum number of snapshots of a VM: each is an entry in its disks' tables.
 const MAX_SNAPSHOTS: usize = 100;
 
 /// A snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its name.
+    /// The snapshot's name.
     pub name: String,
-    /// When it was taken, in seconds since 1970.
+    /// The time of the snapshot in seconds since 1970.
     pub taken: i64,
-    /// Bytes of memory and devices.
+    /// The size of memory and devices in bytes.
     pub bytes: u64,
 }
 
-/// Takes one. Meanwhile the machine stands still.
+/// Takes a snapshot. The VM is paused meanwhile.
 pub async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
     let _alone = machine.snapshots_alone()?;
     let known = list(machine).await?;
@@ -40,17 +40,17 @@ pub async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
     job(machine, "snapshot-save", name, true).await
 }
 
-/// Goes back to one.
+/// Loads a snapshot.
 pub async fn load(machine: &Machine, name: &str) -> Result<(), KeeperError> {
     let _alone = machine.snapshots_alone()?;
     there(machine, name).await?;
     job(machine, "snapshot-load", name, true).await?;
     machine.live()?.given.forget().await;
-    // It was taken while the machine ran or stood still; from now on it runs.
+    // The snapshot may be of a paused VM; the VM is resumed in any case.
     machine.ask("cont", Value::Null).await.map(drop)
 }
 
-/// Deletes one; one that is not there is deleted.
+/// Deletes a snapshot. Succeeds if there is no such snapshot.
 pub async fn delete(machine: &Machine, name: &str) -> Result<(), KeeperError> {
     let _alone = machine.snapshots_alone()?;
     if there(machine, name).await.is_err() {
@@ -66,7 +66,7 @@ async fn there(machine: &Machine, name: &str) -> Result<(), KeeperError> {
     }
 }
 
-/// All of them, the oldest first.
+/// Returns all snapshots, the oldest first.
 pub async fn list(machine: &Machine) -> Result<Vec<Snapshot>, KeeperError> {
     let nodes = machine.ask("query-named-block-nodes", json!({ "flat": true })).await?;
     let Some(first) = machine.kept_nodes().await.into_iter().next() else { return Ok(Vec::new()) };
@@ -89,7 +89,7 @@ pub(crate) fn of_node(nodes: &Value, name: &str) -> Vec<Snapshot> {
 
 async fn job(machine: &Machine, command: &'static str, name: &str, state: bool) -> Result<(), KeeperError> {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
-    // QEMU's own names for snapshots are numbers.
+    // QEMU's own ids of snapshots are numbers, so a name must not be a number.
     let number = name.bytes().all(|b| b.is_ascii_digit());
     if name.is_empty() || name.len() > MAX_NAME || number || !name.bytes().all(plain) {
         let rule = "1 to 64 letters, digits, '-', '_' or '.' are expected, and not digits alone";

@@ -1,5 +1,5 @@
-//! Owns: the streams that the pod process opens: console, output of commands, ports of the guest, the screen, and disks that it hands
-//! over.
+//! Serves the streams that the pod process opens: console, output of commands, ports of the guest, the screen, and disks that it
+//! hands over.
 
 use crate::keeper::Keeper;
 use nacelle_base::descriptors::receive_descriptor;
@@ -15,22 +15,22 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::{TcpStream, UnixListener, UnixStream};
 
-/// The longest frame, in bytes.
+/// The maximum length of a frame in bytes.
 const MAX_FRAME: u32 = 1 << 20;
-/// For a connection to say what it is.
+/// The time that a connection has to send its first frame.
 const PREAMBLE: Duration = Duration::from_secs(30);
-/// For somebody in the guest to answer.
+/// The time limit of a connection into the guest.
 const DIAL: Duration = Duration::from_secs(20);
-/// Between two attempts to connect to a listener whose queue is full.
+/// The pause between two attempts to connect to a listener whose queue is full.
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
-/// No command runs longer than somebody waits for it.
+/// No time limit: a command runs as long as a client waits for it.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
-/// The port behind which the screen is, if there is one: VNC's.
+/// The port of the screen (VNC), if there is one.
 const SCREEN_PORT: u32 = 5900;
-/// Bytes on their way.
+/// The size of copy buffers in bytes.
 const BUFFER: usize = 32 << 10;
 
-/// Takes connections for ever.
+/// Accepts connections forever.
 pub async fn serve(listener: UnixListener, keeper: Arc<Keeper>) {
     loop {
         match listener.accept().await {
@@ -63,7 +63,7 @@ async fn stream(mut connection: UnixStream, keeper: &Keeper) -> io::Result<()> {
         Stream::Stdout if open.exec_id.is_empty() => {
             return keeper.machine(&open.id).map_err(unknown)?.console.send_output(&mut connection).await;
         }
-        // A machine has one output.
+        // A VM has a single output.
         Stream::Stdin | Stream::Stderr | Stream::Unspecified if open.exec_id.is_empty() => return Ok(()),
         Stream::Stdin | Stream::Unspecified => return Ok(()),
         Stream::Stdout | Stream::Stderr => {}
@@ -109,7 +109,7 @@ async fn answer(connection: &mut UnixStream, error: String) -> io::Result<()> {
     connection.write_all(&answer).await
 }
 
-/// Takes a disk for a machine that is to be made, and gives it back when the connection ends, unless a machine has it by then.
+/// Takes a disk for a VM that will be created, and releases it when the connection ends, unless a VM has taken it by then.
 async fn take(mut connection: UnixStream, keeper: &Keeper, open: StreamOpen) -> io::Result<()> {
     let received = connection.async_io(Interest::READABLE, || receive_descriptor(&connection));
     let received = tokio::time::timeout(PREAMBLE, received).await;
@@ -123,15 +123,15 @@ async fn take(mut connection: UnixStream, keeper: &Keeper, open: StreamOpen) -> 
     };
     let answered = answer(&mut connection, String::new()).await;
     if answered.is_ok() {
-        // Nothing comes; the end does, or an error that means the same.
+        // The peer sends nothing. The read ends with the connection, or with an error that means the same.
         let _ = connection.read(&mut [0]).await;
     }
     keeper.withdraw(number);
     answered
 }
 
-/// Connects to a socket of QEMU's. While the queue of its listener is full, a socket that does not block fails with EAGAIN:
-/// then this tries again, until the caller gives up.
+/// Connects to a socket of QEMU. While the queue of its listener is full, a non-blocking socket fails with EAGAIN; this function
+/// retries until the caller drops it.
 async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(path).await {
@@ -141,7 +141,7 @@ async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
     }
 }
 
-/// The screen, or a port of the guest at the pod's address.
+/// Connects to the screen, or to a port of the guest at the pod's address.
 async fn dial(keeper: &Keeper, port: u32) -> io::Result<Box<dyn Both>> {
     let screen = keeper.last().and_then(|machine| machine.screen());
     if let Some(socket) = screen.filter(|_| port == SCREEN_PORT) {

@@ -9,18 +9,18 @@ use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use tokio::io::unix::AsyncFd;
 
-/// The first byte of a disk that is locked: behind all that are on it, and behind those that QEMU locks.
+/// The first byte of the lock range of a disk: beyond the data of any disk, and beyond the bytes that QEMU locks.
 const LOCKED: libc::off_t = 1 << 62;
 
-/// Takes descriptors over by their numbers, which must be distinct and above 2; later children do not inherit them. To be called
+/// Takes ownership of descriptors by their numbers, which must be distinct and above 2, and sets close-on-exec. Must be called
 /// once, at the start of the process, before it opens anything.
 pub fn adopt(numbers: Vec<RawFd>) -> io::Result<Vec<OwnedFd>> {
-    // SAFETY: the caller says that the numbers are distinct, and at its start a process holds no other descriptors than those that it
-    // was started with: nothing in it owns these. A number that is not open is found out by fcntl, which fails.
+    // SAFETY: the caller guarantees that the numbers are distinct, and at its start a process holds no other descriptors than
+    // those that it was started with: nothing in it owns these. For a number that is not open, fcntl fails below.
     let adopted: Vec<OwnedFd> = numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect();
     for fd in &adopted {
         if let Err(error) = fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
-            // One that is not open must not be closed.
+            // A number that is not open must not be closed.
             adopted.into_iter().for_each(std::mem::forget);
             return Err(error.into());
         }
@@ -28,32 +28,32 @@ pub fn adopt(numbers: Vec<RawFd>) -> io::Result<Vec<OwnedFd>> {
     Ok(adopted)
 }
 
-/// Has the runtime watch a descriptor.
+/// Registers a descriptor with the runtime.
 pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` closes the number that it owns when it is dropped, not before, and gives out no other.
     Ok(unsafe { AsyncFd::register(fd)? })
 }
 
-/// Whether it was opened for writing, too.
+/// Returns whether the file was opened for writing.
 pub fn writable(file: &File) -> io::Result<bool> {
     let flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
     Ok(flags & OFlag::O_ACCMODE == OFlag::O_RDWR)
 }
 
-/// Who else may have a file.
+/// The compatibility of a lock with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
-    /// Nobody.
+    /// Exclusive.
     Alone,
-    /// Those who read.
+    /// Compatible with other readers.
     Reads,
-    /// Those who share it as this one does.
+    /// Compatible with other VMs that share the disk.
     Shared,
 }
 
-/// Locks a file for as long as it, or a copy of its descriptor, is open. False: somebody else has a lock that does not go with this
-/// one. Of two bytes one is for those who read, and one for those who share: each has his own first, then looks whether anybody
-/// has the other, so that of two at the same time at most one gets it.
+/// Locks a file for as long as it, or a copy of its descriptor, is open. Returns false if another process holds an incompatible
+/// lock. One byte is for readers, and one for sharers: each takes its own byte first, then checks the other one, so that of a
+/// reader and a sharer at the same time at most one succeeds.
 pub fn lock(file: &File, wanted: Lock) -> io::Result<bool> {
     let (kind, byte, length, other) = match wanted {
         Lock::Alone => (libc::F_WRLCK, LOCKED, 2, None),
@@ -80,7 +80,7 @@ fn part(kind: libc::c_int, start: libc::off_t, length: libc::off_t) -> libc::flo
     libc::flock { l_type: short(kind), l_whence: short(libc::SEEK_SET), l_start: start, l_len: length, l_pid: 0 }
 }
 
-/// The processor time that a process, one of our children, has used, in nanoseconds.
+/// Returns the CPU time of a child process in nanoseconds.
 pub fn processor_nanos(pid: u32) -> Option<u64> {
     let clock = nix::time::clock_getcpuclockid(nix::unistd::Pid::from_raw(pid.cast_signed())).ok()?;
     let used = clock.now().ok()?;
@@ -113,7 +113,7 @@ mod tests {
         assert!(lock(&write(), Lock::Alone).unwrap());
         let sharers = [write(), write()];
         assert!(sharers.iter().all(|sharer| lock(sharer, Lock::Shared).unwrap()));
-        // What was refused holds nothing.
+        // A failed lock holds nothing.
         let refused = [(read(), Lock::Reads), (write(), Lock::Alone)];
         assert!(refused.iter().all(|(file, wanted)| !lock(file, *wanted).unwrap()));
         drop(sharers);
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn a_process_that_lives_has_used_some_time() {
         assert!(processor_nanos(std::process::id()).unwrap() > 0);
-        // Beyond the kernel's largest number of a process.
+        // Beyond the kernel's largest PID.
         assert_eq!(processor_nanos(1 << 23), None);
     }
 }

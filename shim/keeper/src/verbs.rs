@@ -1,4 +1,4 @@
-//! Owns: what somebody who has only `kubectl exec` can do with the machine itself: `exec POD -- @vm VERB`.
+//! Implements the verbs of `exec POD -- @vm VERB`, by which users who have only `kubectl exec` control the VM itself.
 
 use crate::added;
 use crate::dump;
@@ -14,16 +14,16 @@ use std::sync::Arc;
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 
-/// The program that is none.
+/// The name that marks a command line as a verb instead of a program.
 const PROGRAM: &str = "@vm";
-/// A picture of the screen, in the folder of QEMU's sockets, while it is taken.
+/// The file of a screenshot while it is taken, in the directory of QEMU's sockets.
 const PICTURE: &str = "screen.png";
-/// The largest picture, in bytes.
+/// The maximum size of a screenshot in bytes.
 const MAX_PICTURE: u64 = 64 << 20;
-/// The most that the guest may say of itself, in bytes.
+/// The maximum bytes of the guest's information about itself.
 const MAX_INFO: usize = 1 << 20;
 
-/// What can be done.
+/// The verbs and their help texts.
 const VERBS: &[(&str, &str)] = &[
     ("status", "how the machine is, as JSON"),
     ("running", "whether it runs, for a probe: nothing, or why not, and exit code 1"),
@@ -52,7 +52,7 @@ const VERBS: &[(&str, &str)] = &[
     ("help", "this"),
 ];
 
-/// The verb that a command line is, if it is one, and what it is about; an unknown one, or none, is the empty one.
+/// Returns the verb of a command line and its argument, if it is one; the empty verb if it is unknown or missing.
 pub fn of(args: &[String]) -> Option<(&str, &str)> {
     let (program, rest) = args.split_first()?;
     (program == PROGRAM).then_some(match rest {
@@ -62,7 +62,7 @@ pub fn of(args: &[String]) -> Option<(&str, &str)> {
     })
 }
 
-/// Whether the command is a verb whose answer goes to a stream while the verb is done, and has no bound.
+/// Returns whether the command is a verb whose answer is unbounded, and is sent to a stream while the verb runs.
 pub fn has_long_answer(args: &[String]) -> bool {
     of(args).is_some_and(|(verb, _)| ["memory-dump", "hold"].contains(&verb))
 }
@@ -85,7 +85,7 @@ fn said(text: String) -> Outcome {
     Outcome { stdout: text.into_bytes(), ..Outcome::default() }
 }
 
-/// Does it. A long answer goes to the stream that comes from `reader`.
+/// Runs a verb. A long answer goes to the stream from `reader`.
 pub async fn run(
     machine: &Arc<Machine>,
     (verb, what): (&str, &str),
@@ -129,7 +129,7 @@ pub async fn run(
     }
 }
 
-/// Does it to its end, also when nobody waits for that any more.
+/// Runs a verb to its end even if the caller is gone.
 async fn whole<F: Future<Output = Result<(), KeeperError>> + Send + 'static>(
     machine: &Arc<Machine>,
     what: &str,
@@ -141,7 +141,7 @@ async fn whole<F: Future<Output = Result<(), KeeperError>> + Send + 'static>(
     done.map_err(given_up)?.map(|()| Outcome::default())
 }
 
-/// By its power button, if it runs. Only one that outlives its pod can be off.
+/// Sets the target state; a running VM is stopped by its power button. Only a VM that outlives its pod can be stopped.
 fn switch(machine: &Arc<Machine>, order: Order) -> Result<Outcome, KeeperError> {
     if machine.document.strategy.is_none() && order == Order::Off {
         let hint = "its end is its container's: stop that, or name the machine (vm.nacelle.dev/name)";
@@ -152,7 +152,7 @@ fn switch(machine: &Arc<Machine>, order: Order) -> Result<Outcome, KeeperError> 
     Ok(Outcome::default())
 }
 
-/// How it is, in KubeVirt's words, and, if it is on, in QEMU's.
+/// Returns the state in KubeVirt's terms and, if the VM is on, in QEMU's.
 async fn phase(machine: &Machine) -> Result<(&'static str, Option<Value>), KeeperError> {
     match machine.state() {
         State::Off => return Ok(("Stopped", None)),
@@ -162,7 +162,7 @@ async fn phase(machine: &Machine) -> Result<(&'static str, Option<Value>), Keepe
         State::Running => {}
     }
     let told = match machine.ask("query-status", Value::Null).await {
-        // Asked at its last moment.
+        // The VM ended during the request.
         Err(KeeperError::Gone { .. }) => return Ok(("Stopping", None)),
         told => told?,
     };
@@ -193,7 +193,7 @@ async fn status(machine: &Machine) -> Result<Outcome, KeeperError> {
     Ok(said(format!("{status}\n")))
 }
 
-/// A readiness probe's answer: a pod whose machine is off, or stands still, is not Ready.
+/// Returns the result of a readiness probe: a pod whose VM is stopped or paused is not Ready.
 fn running(phase: &str) -> Outcome {
     if phase == "Running" {
         return Outcome::default();
@@ -203,7 +203,7 @@ fn running(phase: &str) -> Outcome {
 
 async fn soft_reboot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     match machine.ask_guest("guest-shutdown", json!({ "mode": "reboot" })).await {
-        // One that does it may not answer any more.
+        // A guest that shuts down may not answer any more.
         Err(KeeperError::TooSlow { command, .. }) if command == "guest-shutdown" => Ok(Outcome::default()),
         Err(error) => Err(error),
         Ok(_) => Ok(Outcome::default()),
@@ -230,7 +230,7 @@ async fn screenshot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
     .await?
 }
 
-/// What the guest says of itself, in bounds.
+/// Returns the guest's information about itself, bounded.
 fn info(os: &Value, name: &Value, interfaces: &Value) -> Result<Outcome, KeeperError> {
     let info = format!("{}\n", json!({ "os": os, "hostname": name.get("host-name"), "interfaces": interfaces }));
     if info.len() > MAX_INFO {

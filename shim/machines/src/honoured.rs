@@ -1,5 +1,5 @@
-//! Says what this version of Nacelle does not run of a valid specification, for RunPodSandbox, the admission server and
-//! `nacelle vm validate` alike.
+//! Determines which fields of a valid specification this version of Nacelle does not support, for RunPodSandbox, the admission
+//! server and `nacelle vm validate` alike.
 
 pub mod container_pod;
 
@@ -10,7 +10,7 @@ use nacelle_vmi::spec::PodKind;
 use serde::Serialize;
 use std::fmt;
 
-/// Something valid that nodes of this version refuse.
+/// A valid setting that nodes of this version reject.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NotRun {
     /// A field with the annotation that sets it, or the value of a field.
@@ -86,7 +86,7 @@ mod tests {
 
     const PAGE: &str = include_str!("../../../docs/reference/vm-fields.md");
 
-    /// Its rows; how many fields without others below there are, how many of these machine pods honour, and how many container pods.
+    /// Adds the rows of a schema; returns the number of leaf fields, and how many of them machine pods and container pods honour.
     fn rows(schema: &Value, at: &str, table: &mut String) -> [usize; 3] {
         let mut all = [0; 3];
         for (name, of) in schema["properties"].as_object().into_iter().flatten() {

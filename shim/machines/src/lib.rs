@@ -1,5 +1,5 @@
-//! Machine pods and persistent VMs: what annotations and volumes of a machine pod ask for becomes the document that the keeper runs, and a
-//! VM that outlives its pods keeps its identity and its disks here.
+//! Implements machine pods and persistent VMs: converts the annotations and volumes of a machine pod into the document that the
+//! keeper runs, and stores the identity and the disks of VMs that outlive their pods.
 //!
 //! The crate starts no process and knows no CRI type. It reads images, volumes and the directories of persistent VMs.
 

@@ -1,28 +1,29 @@
-//! Owns: which further networks a pod asks Multus for, as its annotation says it, and the names of the interfaces that come of them. Pure.
-//! Source: the Kubernetes Network Custom Resource Definition De-facto Standard, version 1.3, 4.1. Whoever makes pods writes it.
+//! Parses the annotation with which a pod requests further networks from Multus, and determines the names of their interfaces.
+//! Pure; the annotation is untrusted. Source: the Kubernetes Network Custom Resource Definition De-facto Standard, version 1.3,
+//! section 4.1.
 
 use nacelle_model::StringMap;
 use serde::Deserialize;
 
-/// The annotation.
+/// The annotation's name.
 pub const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
-/// No pod has more.
+/// The largest number of networks.
 const MOST: usize = 15;
-/// The longest name of an interface.
+/// The longest name of an interface in bytes.
 const LONGEST: usize = 15;
 
-/// A network that is asked for.
+/// A requested network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Asked {
-    /// Where its NetworkAttachmentDefinition is.
+    /// The namespace of its NetworkAttachmentDefinition.
     pub namespace: String,
-    /// What that is called.
+    /// The name of its NetworkAttachmentDefinition.
     pub name: String,
-    /// The interface that comes of it.
+    /// The name of its interface in the pod.
     pub interface: String,
 }
 
-/// One of the annotation's list in JSON; what else is said there is not ours.
+/// An entry of the annotation's JSON list; other fields are ignored.
 #[derive(Deserialize)]
 struct Element {
     name: String,
@@ -32,7 +33,8 @@ struct Element {
     interface: String,
 }
 
-/// What a pod of this namespace asks for, in its order; none: nothing is said. An interface without a name is `net` and its place.
+/// Returns the networks that a pod in this namespace requests, in order; `None` without the annotation. An interface without a
+/// name is `net` and its index, from 1.
 pub fn asked(annotations: &StringMap, namespace: &str) -> Result<Option<Vec<Asked>>, &'static str> {
     let Some(text) = annotations.get(NETWORKS).map(|text| text.trim()).filter(|text| !text.is_empty()) else {
         return Ok(None);
@@ -63,7 +65,7 @@ pub fn asked(annotations: &StringMap, namespace: &str) -> Result<Option<Vec<Aske
     Ok(Some(asked))
 }
 
-/// `[NAMESPACE/]NAME[@INTERFACE]`.
+/// Parses `[NAMESPACE/]NAME[@INTERFACE]`.
 fn short(text: &str) -> Element {
     let (rest, interface) = text.split_once('@').unwrap_or((text, ""));
     let (namespace, name) = rest.split_once('/').unwrap_or(("", rest));

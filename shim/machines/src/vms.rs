@@ -1,5 +1,5 @@
-//! Owns: machines that outlive their pods: who they are, what they keep and where. A pod that names one is a run of it.
-//! Threads: any; changes come one after the other, and each is on the disk before it counts.
+//! Manages persistent VMs, which outlive their pods: their identity, their files and their location. A pod that names one is a
+//! run of it. Functions may be called on any thread; changes are serialized, and each takes effect after it is on the disk.
 
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::JailedDir;
@@ -14,53 +14,53 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-/// Why a machine cannot be known, or forgotten.
+/// Why an operation on a persistent VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
-    /// Its record.
+    /// The record cannot be written.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// Its folder.
+    /// The VM's directory failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Its identity.
+    /// The kernel provided no random bytes for the identity.
     #[error("no random numbers for a machine's identity")]
     Random {
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// There is none of this name.
+    /// There is no VM of this name.
     #[error("machine {id} does not exist")]
     NotFound {
         /// Namespace and name.
         id: String,
     },
-    /// There is one of this name.
+    /// A VM of this name exists.
     #[error("machine {id} exists already: delete it, or take another name")]
     Exists {
         /// Namespace and name.
         id: String,
     },
-    /// Something is done with it that nobody may come between.
+    /// Another operation holds the VM.
     #[error("machine {id} is being {what}: wait until that is done")]
     Busy {
         /// Namespace and name.
         id: String,
-        /// "exported", "imported".
+        /// The operation: "exported", "imported".
         what: &'static str,
     },
-    /// Another machine says it is the same.
+    /// Another VM has the same identity.
     #[error(
         "machine {id} of this node has the identity ({uuid}) of the machine that is to be imported: delete that one, or import with a \
          new identity"
     )]
     SameIdentity {
-        /// The other one's namespace and name.
+        /// Namespace and name of the other VM.
         id: String,
-        /// Its identity.
+        /// The UUID.
         uuid: String,
     },
-    /// Work on a thread of the runtime did not finish.
+    /// A task of the runtime did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
 }
@@ -79,7 +79,7 @@ impl Classify for VmError {
     }
 }
 
-/// The machines of this node that outlive their pods.
+/// The persistent VMs of this node.
 pub struct Vms {
     folder: PathBuf,
     store: Store,
@@ -88,14 +88,14 @@ pub struct Vms {
     busy: Names,
 }
 
-/// Names that somebody has for himself: what is done with them, and the image that must stay for it.
+/// Locked names, with the operation that holds each and the image that it needs.
 type Names = Arc<Mutex<BTreeMap<String, (&'static str, Option<ImageId>)>>>;
 
 fn names(busy: &Names) -> MutexGuard<'_, BTreeMap<String, (&'static str, Option<ImageId>)>> {
     busy.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A name that is somebody's until this is dropped, whether there is a machine or not.
+/// A lock on a name, held until this is dropped, whether or not the VM exists.
 #[derive(Debug)]
 pub struct Busy {
     id: String,
@@ -103,7 +103,7 @@ pub struct Busy {
 }
 
 impl Busy {
-    /// An image must stay in the store meanwhile.
+    /// Keeps an image in the store while the lock is held.
     pub fn need(&self, image: ImageId) {
         if let Some((_, needed)) = names(&self.busy).get_mut(&self.id) {
             *needed = Some(image);
@@ -117,13 +117,13 @@ impl Drop for Busy {
     }
 }
 
-/// Namespace and name, as one word.
+/// Returns namespace and name as one key.
 pub fn id(namespace: &str, name: &str) -> String {
     format!("{namespace}/{name}")
 }
 
 impl Vms {
-    /// Those of these records; what is in the folder without one is removed. Blocks.
+    /// Creates the table from these records, and removes directories without a record. Blocks.
     pub fn open(folder: PathBuf, store: Store, records: Vec<VmRecord>) -> Result<Vms, FileError> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(at("create", &folder))?;
         for entry in std::fs::read_dir(&folder).map_err(at("read", &folder))? {
@@ -143,31 +143,31 @@ impl Vms {
         })
     }
 
-    /// All of them.
+    /// Returns all persistent VMs.
     pub fn list(&self) -> Vec<VmRecord> {
         self.known.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    /// One of them.
+    /// Returns a persistent VM, if it exists.
     pub fn find(&self, id: &str) -> Option<VmRecord> {
         self.known.read().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
     }
 
-    /// One that is there.
+    /// Returns a persistent VM, or an error if it does not exist.
     pub fn known(&self, id: &str) -> Result<VmRecord, VmError> {
         self.find(id).ok_or_else(|| VmError::NotFound { id: id.to_owned() })
     }
 
-    /// What must stay in the image store for them.
+    /// Returns the images that persistent VMs and running operations need.
     pub fn images(&self) -> Vec<ImageId> {
-        // Those that are wanted first: when they are not any more, a record may have them.
+        // The images of operations are read first: when an operation ends, a record may have its image.
         let mut images: Vec<_> = names(&self.busy).values().filter_map(|(_, image)| *image).collect();
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         images.extend(known.values().flat_map(VmRecord::images));
         images
     }
 
-    /// Has a name for itself.
+    /// Locks a name.
     pub fn take(&self, id: &str, what: &'static str) -> Result<Busy, VmError> {
         let mut busy = names(&self.busy);
         if let Some(&(what, _)) = busy.get(id) {
@@ -177,7 +177,7 @@ impl Vms {
         Ok(Busy { id: id.to_owned(), busy: Arc::clone(&self.busy) })
     }
 
-    /// Fails if somebody has the name for himself.
+    /// Fails if the name is locked.
     pub fn is_free(&self, id: &str) -> Result<(), VmError> {
         match names(&self.busy).get(id) {
             Some(&(what, _)) => Err(VmError::Busy { id: id.to_owned(), what }),
@@ -185,9 +185,9 @@ impl Vms {
         }
     }
 
-    /// Has the name of a machine that is not there for itself.
+    /// Locks the name of a persistent VM that does not exist.
     pub async fn reserve(&self, id: &str, what: &'static str) -> Result<Busy, VmError> {
-        // Nobody is just about to make it.
+        // Keeps a concurrent creation of this VM away.
         let _alone = self.changing.lock().await;
         match self.find(id) {
             Some(_) => Err(VmError::Exists { id: id.to_owned() }),
@@ -195,7 +195,7 @@ impl Vms {
         }
     }
 
-    /// Fails if this one is not to be: by its name, or because another is the same.
+    /// Fails if this VM cannot be added: its name or its identity exists.
     pub fn check_new(&self, record: &VmRecord) -> Result<(), VmError> {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         if known.contains_key(&record.id) {
@@ -207,25 +207,25 @@ impl Vms {
         }
     }
 
-    /// Makes a machine known whose folder has all that it keeps.
+    /// Adds a VM whose directory is complete.
     pub async fn add(&self, record: VmRecord) -> Result<(), VmError> {
         let _alone = self.changing.lock().await;
         self.check_new(&record)?;
         self.write(record).await
     }
 
-    /// Where a folder can be for as long as something is done: the next daemon removes what it finds of them.
+    /// Returns the path for a temporary directory; the next daemon removes leftovers.
     pub fn work_folder(&self) -> PathBuf {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         self.folder.join(format!("work-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
     }
 
-    /// Where a machine keeps its disks.
+    /// Returns the directory of a VM's disks.
     pub fn folder(&self, record: &VmRecord) -> PathBuf {
         self.folder.join(&record.uid)
     }
 
-    /// The machine of this name, which is made if there is none.
+    /// Returns the VM of this name, which is created if it does not exist.
     pub async fn know(&self, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
         let _alone = self.changing.lock().await;
         if let Some(record) = self.find(&id(namespace, name)) {
@@ -243,7 +243,7 @@ impl Vms {
         written.map(|()| record)
     }
 
-    /// The machine's disks are of these images from now on.
+    /// Records the images that back the VM's disks from now on.
     pub async fn of_images(&self, id: &str, images: Vec<ImageId>) -> Result<(), VmError> {
         let _alone = self.changing.lock().await;
         match self.find(id) {
@@ -262,7 +262,7 @@ impl Vms {
         Ok(())
     }
 
-    /// Makes a machine with an identity of its own, and a copy of what another one, which nobody runs, has kept.
+    /// Creates a VM with an identity of its own and a copy of the files of another VM, which must not run.
     pub async fn copy(&self, from: &str, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
         let _alone = self.changing.lock().await;
         let source = self.known(from)?;
@@ -284,7 +284,7 @@ impl Vms {
         written.map(|()| record)
     }
 
-    /// Forgets it, and removes what it has kept. Whoever asks has it for himself ([`take`](Vms::take)).
+    /// Deletes the VM and its files. The caller must hold the lock ([`take`](Vms::take)).
     pub async fn forget(&self, id: &str) -> Result<(), VmError> {
         let _alone = self.changing.lock().await;
         let record = self.known(id)?;
@@ -294,7 +294,7 @@ impl Vms {
         Ok(())
     }
 
-    /// What is left is removed when the next daemon starts.
+    /// Removes the directory. The next daemon removes what is left.
     async fn clear(&self, folder: &Path) {
         let folder = folder.to_owned();
         match run_blocking("remove the disks of a persistent VM", move || remove_tree_if_there(&folder)).await {
@@ -305,17 +305,17 @@ impl Vms {
     }
 }
 
-/// A machine that is another than all there are.
+/// Returns the record of a VM with a new identity.
 pub fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
     let mut bytes = [0; 22];
     random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
     Ok(VmRecord::new(namespace, name, &bytes, nacelle_base::timeline::now()))
 }
 
-/// Copies the files of a folder that has no others in it; blocks are shared where the file system can.
+/// Copies the files of a flat directory; blocks are shared where the file system supports it.
 fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
     std::fs::DirBuilder::new().mode(0o700).create(to).map_err(at("create", to))?;
-    // The machine's own processes have written there.
+    // The VM's own processes have written to this directory.
     let from = JailedDir::new(from);
     for name in from.files()? {
         let Some(mut source) = from.open(&name)? else { continue };

@@ -11,60 +11,61 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineDocument<S = DiskSource> {
-    /// What it is called, for its QEMU's own title.
+    /// The name of the machine, used as the title of its QEMU process.
     pub name: String,
-    /// Its processors.
+    /// The vCPUs.
     pub processors: Processors,
-    /// What the guest sees, in MiB.
+    /// The memory of the guest in MiB.
     pub memory_mib: u64,
-    /// Of the node's pool of 2 MiB pages.
+    /// The memory is backed by 2 MiB pages of the node's hugetlb pool.
     pub hugepages: bool,
-    /// Of its pool of 1 GiB pages instead.
+    /// The memory is backed by 1 GiB pages instead.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub largest_pages: bool,
-    /// Its board.
+    /// The machine type.
     pub board: Board,
-    /// What loads its system.
+    /// The firmware.
     pub firmware: Firmware,
-    /// A kernel that is started at once, without looking for one on the disks.
+    /// A kernel for direct boot, without a boot loader on the disks.
     #[serde(default = "no_kernel", skip_serializing_if = "Option::is_none")]
     pub kernel: Option<Kernel<S>>,
-    /// Its clock and its timers.
+    /// The clock and the timers.
     #[serde(default)]
     pub clock: Clock,
-    /// What it is told of itself by SMBIOS; the board `microvm` has none.
+    /// The identity in SMBIOS; the board `microvm` has none.
     pub identity: SmbiosIdentity,
-    /// Its disks, in the order in which the guest finds them.
+    /// The disks, in the order in which the guest finds them.
     pub disks: Vec<Disk<S>>,
-    /// Folders of the node that its guest mounts, in the order of the container's volumes for them.
+    /// Directories of the node that the guest mounts by virtio-fs, in the order of the container's volumes for them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub filesystems: Vec<Filesystem>,
-    /// Its network cards. The pod process has a tap for each, in this order.
+    /// The network cards. The pod process has a tap for each, in this order.
     pub cards: Vec<Card>,
-    /// PCI devices of the node that it has to itself.
+    /// PCI devices of the node that are passed through.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub host_devices: Vec<HostDevice>,
-    /// Secrets with what the guest agent lets users in by; the daemon reads them, and says what is in them.
+    /// Secrets with SSH keys and passwords that the guest agent installs; the daemon reads them and sends their contents to the keeper.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub credentials: Vec<Credential>,
-    /// It has a screen, which VNC shows.
+    /// The VM has a display, which VNC serves.
     pub screen: bool,
-    /// It has a tablet, so that the pointer of VNC is the guest's.
+    /// The VM has a USB tablet, so that VNC and guest agree on the pointer's position.
     pub tablet: bool,
-    /// It has a random source.
+    /// The VM has a virtio random number generator.
     pub random: bool,
-    /// It has a balloon, by which the guest gives memory back.
+    /// The VM has a memory balloon, by which the guest returns memory.
     pub balloon: bool,
-    /// Its watchdog, if it has one.
+    /// The action of the watchdog; `None` for no watchdog.
     pub watchdog: Option<WatchdogAction>,
-    /// A reboot of the guest is its end.
+    /// The VM ends when the guest reboots.
     pub ends_at_reboot: bool,
-    /// It stands still until it is told to go on.
+    /// The VM is created paused.
     pub paused: bool,
-    /// When it runs, if it is one that outlives its pod; none: its end is its container's.
+    /// The run strategy of a persistent VM; `None` if the VM ends with its container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<RunStrategy>,
-    /// Where it keeps what outlives its pod: what was written to its disks, and the firmware's variables. None: they go with it.
+    /// The directory of the persistent state: writes to the disks, and the firmware's variables. `None` if they are removed
+    /// with the pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<PathBuf>,
 }
@@ -74,7 +75,8 @@ fn no_kernel<S>() -> Option<Kernel<S>> {
 }
 
 impl<S> MachineDocument<S> {
-    /// The same machine, with the sources that `find` knows by the name of what has them: a disk's, or [`KERNEL`] and [`INITRD`].
+    /// Returns the same machine with the disk sources that `find` returns; it is called with the name of the disk, or with
+    /// [`KERNEL`] or [`INITRD`].
     pub fn with<T, E>(&self, mut find: impl FnMut(&str, &S) -> Result<T, E>) -> Result<MachineDocument<T>, E> {
         let kernel = self.kernel.as_ref().map(|kernel| {
             Ok(Kernel {
@@ -127,66 +129,66 @@ impl<S> MachineDocument<S> {
     }
 }
 
-/// Clock and timers; where nothing is said they are as QEMU has them.
+/// The clock and the timers; unset values have QEMU's defaults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Clock {
-    /// Whether there is a high precision event timer.
+    /// The VM has a high precision event timer.
     pub hpet: Option<bool>,
-    /// Whether there is an interval timer.
+    /// The VM has a programmable interval timer.
     pub pit: Option<bool>,
-    /// Ticks of the interval timer that came too late are forgotten; else they come later. Where the machine is emulated there are none.
+    /// The tick policy of the interval timer: late ticks are discarded if true, delayed if false. No effect with emulation.
     pub pit_discards: Option<bool>,
-    /// Ticks of the real-time clock that came too late are made up for.
+    /// The real-time clock catches up late ticks.
     pub rtc_catches_up: bool,
-    /// The real-time clock stands still when the guest does.
+    /// The real-time clock stops while the guest is paused.
     pub rtc_is_guests: bool,
-    /// The guest is not shown KVM's clock.
+    /// The guest does not see the KVM clock.
     pub no_kvm_clock: bool,
 }
 
-/// Processors.
+/// The vCPUs and their topology.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Processors {
-    /// Sockets.
+    /// The number of sockets.
     pub sockets: u32,
-    /// Cores of each.
+    /// The number of cores in a socket.
     pub cores: u32,
-    /// Threads of each of these.
+    /// The number of threads in a core.
     pub threads: u32,
-    /// A model that QEMU knows; none: all that the accelerator can.
+    /// The name of a QEMU CPU model; `None` for all features that the accelerator supports.
     pub model: Option<String>,
-    /// Abilities that are there or are not, beside the model's.
+    /// CPU features that are added to the model (true) or removed from it (false).
     pub features: Vec<(String, bool)>,
-    /// Without one of them there is no machine.
+    /// The start fails if a feature is missing.
     pub strict: bool,
-    /// Each has one of the node's to itself: these, in their order.
+    /// The CPUs of the node to which the vCPUs are pinned, in the order of the vCPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pins: Option<Vec<u32>>,
 }
 
 impl Processors {
-    /// How many virtual processors that is.
+    /// Returns the number of vCPUs.
     pub fn count(&self) -> u32 {
         self.sockets.saturating_mul(self.cores).saturating_mul(self.threads)
     }
 }
 
-/// A board.
+/// A machine type of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Board {
-    /// PCI Express, SATA.
+    /// The type with PCI Express and SATA.
     Q35,
-    /// PCI, IDE.
+    /// The type with PCI and IDE.
     Pc,
-    /// No PCI: virtio devices in memory, and nothing that is no such device.
+    /// The type without PCI, which has virtio-mmio devices only.
     Microvm,
 }
 
 impl Board {
-    /// How many virtio devices it has room for; none: it has as many as one likes.
+    /// Returns the maximum number of virtio devices; `None` if there is no limit.
     pub const fn places(self) -> Option<usize> {
         match self {
             Board::Q35 | Board::Pc => None,
@@ -195,18 +197,18 @@ impl Board {
     }
 }
 
-/// A PCI device of the node, by VFIO.
+/// A PCI device of the node that is passed through by VFIO.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HostDevice {
-    /// Where it is on the node: "0000:3b:00.1" (domain, bus, device, function).
+    /// The PCI address on the node: "0000:3b:00.1" (domain, bus, device, function).
     pub address: String,
 }
 
-/// The most of them that a machine has places for.
+/// The maximum number of passed-through devices of one VM.
 pub const MOST_HOST_DEVICES: usize = 16;
 
-/// Whether this is how the kernel writes where a PCI device is.
+/// Returns whether the text is a PCI address in the kernel's format.
 pub fn is_pci_address(text: &str) -> bool {
     let hex = |part: &str, least, most| {
         (least..=most).contains(&part.len())
@@ -214,7 +216,7 @@ pub fn is_pci_address(text: &str) -> bool {
     };
     let parts: Vec<&str> = text.split([':', '.']).collect();
     let [domain, bus, device, function] = parts.as_slice() else { return false };
-    // Domains that a host bridge makes up have more digits than PCI's own.
+    // The domain numbers of virtual host bridges have more digits than those of PCI.
     hex(domain, 4, 8)
         && hex(bus, 2, 2)
         && hex(device, 2, 2)
@@ -222,7 +224,7 @@ pub fn is_pci_address(text: &str) -> bool {
         && text.rfind(':') < text.find('.')
 }
 
-/// What loads the system.
+/// The firmware.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Firmware {
@@ -230,42 +232,42 @@ pub enum Firmware {
     Bios {},
     /// UEFI.
     Efi {
-        /// Its program.
+        /// The path of the firmware image.
         code: PathBuf,
-        /// The variables of a machine that never ran.
+        /// The path of the variables template, which a new VM gets a copy of.
         variables: PathBuf,
-        /// It starts signed systems only; nobody but this program, in the board's system management mode, writes its variables.
+        /// Secure boot: the firmware starts signed systems only, and variables are writable only in system management mode.
         #[serde(default)]
         secure: bool,
     },
 }
 
-/// By this name [`MachineDocument::with`] asks for the kernel: no disk has it, because of the slash.
+/// The name with which [`MachineDocument::with`] requests the kernel's source. No disk has this name, because of the slash.
 pub const KERNEL: &str = "/kernel";
-/// By this one for its initial file system.
+/// The name with which [`MachineDocument::with`] requests the initramfs' source.
 pub const INITRD: &str = "/initrd";
 
-/// A kernel that is started at once (Linux' boot protocol, Documentation/arch/x86/boot.rst).
+/// A kernel for direct boot (Linux boot protocol, Documentation/arch/x86/boot.rst).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kernel<S = DiskSource> {
-    /// The kernel.
+    /// The kernel image.
     pub kernel: S,
-    /// Its initial file system.
+    /// The initramfs.
     pub initrd: Option<S>,
-    /// Its command line.
+    /// The kernel command line.
     pub arguments: String,
 }
 
-/// What the firmware's tables say of the machine. Empty: nothing.
+/// The identity of the VM in the SMBIOS tables. Empty values are not set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SmbiosIdentity {
-    /// Its UUID.
+    /// The system UUID.
     pub uuid: String,
-    /// Its serial number.
+    /// The system serial number.
     pub serial: String,
-    /// Of the case: who made it, version, serial number, asset tag, number in stock.
+    /// The chassis: manufacturer, version, serial number, asset tag, SKU number.
     pub chassis: [String; 5],
 }
 
@@ -273,75 +275,75 @@ pub struct SmbiosIdentity {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disk<S = DiskSource> {
-    /// Its name: letters, digits, '-'; once in a machine.
+    /// The name of the disk: letters, digits, '-'; unique in the VM.
     pub name: String,
-    /// What it is for the guest.
+    /// The type of drive that the guest sees.
     pub kind: DiskKind,
-    /// Where it is plugged in.
+    /// The bus to which the disk is attached.
     pub bus: Bus,
     /// The guest cannot write.
     pub read_only: bool,
-    /// Its place in the order of booting, from 1.
+    /// The position in the boot order, from 1.
     pub boot_order: Option<u32>,
-    /// Its serial number; empty: none.
+    /// The serial number; empty for none.
     pub serial: String,
-    /// How the node caches it.
+    /// The cache mode.
     pub cache: Cache,
-    /// What the guest counts in and what it writes at once, in bytes.
+    /// The logical and the physical block size in bytes.
     pub block_size: Option<(u32, u32)>,
-    /// How it is served beside that.
+    /// The I/O thread, the queues and the sharing of the disk.
     #[serde(default, skip_serializing_if = "Serving::usual")]
     pub serving: Serving,
-    /// What is on it.
+    /// The contents.
     pub source: S,
 }
 
-/// How a disk is served, and to whom.
+/// The I/O thread, the queues and the sharing of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Serving {
-    /// By this thread of QEMU's, from 0; none: by its main one. For virtio alone.
+    /// The number of the QEMU I/O thread, from 0; `None` for the main thread. Only for virtio.
     pub thread: Option<u32>,
-    /// With a queue for each processor.
+    /// The disk has one queue for each vCPU.
     pub queues: bool,
-    /// Other machines may write to it, too, that say the same. For what is the node's alone.
+    /// Other VMs may write to the disk at the same time, if they set this too. Only for the source [`DiskSource::Device`].
     pub shared: bool,
 }
 
 impl Serving {
-    /// Whether nothing is said.
+    /// Returns whether all values are the defaults.
     fn usual(&self) -> bool {
         *self == Serving::default()
     }
 }
 
-/// A folder of the node that the guest mounts by virtio-fs.
+/// A directory of the node that the guest mounts by virtio-fs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Filesystem {
-    /// Its name, and its tag: letters, digits, '-'; once in a machine.
+    /// The name and virtio-fs tag: letters, digits, '-'; unique in the VM.
     pub name: String,
-    /// What is in it, for people: "configMap settings".
+    /// The source for messages: "configMap settings".
     pub what: String,
 }
 
-/// What a disk is for the guest.
+/// The type of a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskKind {
     /// A hard disk.
     Disk,
-    /// A disc in its drive.
+    /// A CD-ROM in its drive.
     Cdrom,
 }
 
-/// Where a disk is plugged in.
+/// The bus of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bus {
     /// A virtio block device.
     Virtio,
-    /// A SATA port; of the older board, an IDE port.
+    /// A SATA port, or an IDE port of board `pc`.
     Sata,
     /// A unit of a virtio SCSI controller.
     Scsi,
@@ -349,42 +351,42 @@ pub enum Bus {
     Usb,
 }
 
-/// How the node caches a disk.
+/// The cache mode of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
-    /// Writes are kept until the guest flushes.
+    /// Writes are cached until the guest flushes.
     Writeback,
-    /// Each write is on the disk before the guest goes on.
+    /// Each write reaches the disk before it completes.
     Writethrough,
-    /// The node's memory is not used.
+    /// The node's page cache is bypassed.
     None,
 }
 
-/// What is on a disk.
+/// The contents of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum DiskSource {
-    /// A disk in an image. What the guest writes goes with the machine; one that is kept keeps it as long as the image is the same.
+    /// A disk in an image. Writes are discarded with the VM; those of a persistent VM are kept as long as the image stays the same.
     Image {
-        /// Names the image.
+        /// The image.
         image: String,
-        /// The file in which it lies.
+        /// The file that contains the disk.
         file: PathBuf,
-        /// Where it begins there, in bytes.
+        /// The offset of the disk in the file, in bytes.
         offset: u64,
-        /// Its bytes, a multiple of 512.
+        /// The length in bytes, a multiple of 512.
         length: u64,
     },
-    /// Zeros at first; it goes with the pod, whose later machines find it as it is.
+    /// An empty disk that exists as long as the pod, so that a restarted container finds its contents.
     Empty {
-        /// Its bytes, a multiple of 512.
+        /// The size in bytes, a multiple of 512.
         bytes: u64,
     },
-    /// A block device or file of the node, byte by byte the disk: it was handed over before, under the disk's name. No other machine
-    /// has it at a time, unless none of them writes.
+    /// A raw block device or file of the node, which was handed over before under the disk's name. No other VM uses it at
+    /// the same time, unless all only read.
     Device {
-        /// On the node; for people.
+        /// The path on the node, for messages.
         path: String,
     },
     /// A file system with these files.
@@ -397,14 +399,14 @@ pub enum DiskSource {
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FilesDisk {
-    /// Its label: at most 11 bytes.
+    /// The label of the file system: at most 11 bytes.
     pub label: String,
-    /// What is in them, in base64, by their paths.
+    /// The contents of the files in base64, by path.
     pub files: BTreeMap<String, String>,
 }
 
 impl fmt::Debug for FilesDisk {
-    /// Without what is in them: it may be secret.
+    /// Leaves out the contents, which may be secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FilesDisk").field("label", &self.label).field("files", &self.files.keys()).finish()
     }
@@ -414,21 +416,21 @@ impl fmt::Debug for FilesDisk {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CloudInit {
-    /// In which form.
+    /// The data source.
     pub form: CloudInitForm,
-    /// The instance: when it changes, cloud-init takes the machine for a new one.
+    /// The instance id: when it changes, cloud-init treats the VM as a new one.
     pub instance: String,
     /// The guest's host name.
     pub hostname: String,
-    /// Public keys of SSH.
+    /// Public SSH keys.
     pub keys: Vec<String>,
-    /// What the user says.
+    /// The user data of the specification.
     pub user_data: String,
-    /// What the user says of the network; none: what the pod's network is.
+    /// The network data of the specification; `None` to derive it from the pod's network.
     pub network_data: Option<String>,
 }
 
-/// The form of data for cloud-init.
+/// The cloud-init data source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CloudInitForm {
@@ -438,19 +440,19 @@ pub enum CloudInitForm {
     ConfigDrive,
 }
 
-/// When a machine runs.
+/// The run strategy of a persistent VM, as in KubeVirt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunStrategy {
-    /// Always: it runs again, however it has ended.
+    /// The VM is restarted whenever it has ended.
     Always,
-    /// Again only if it has failed.
+    /// The VM is restarted only if it has failed.
     RerunOnFailure,
-    /// Once.
+    /// The VM runs once.
     Once,
-    /// When somebody says so.
+    /// The VM runs when a client starts it.
     Manual,
-    /// Not, until somebody says so.
+    /// The VM does not run until a client starts it.
     Halted,
 }
 
@@ -458,40 +460,40 @@ pub enum RunStrategy {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Card {
-    /// The pod's interface that it is joined to.
+    /// The pod's interface to which the card is connected.
     #[serde(default = "first_interface", skip_serializing_if = "is_first_interface")]
     pub interface: String,
-    /// What the guest sees: QEMU's name of a PCI card.
+    /// The model of the card.
     pub model: CardModel,
-    /// Its address; none: that of the pod's interface.
+    /// The MAC address; `None` for that of the pod's interface.
     pub mac: Option<[u8; 6]>,
-    /// Its place in the order of booting, from 1.
+    /// The position in the boot order, from 1.
     pub boot_order: Option<u32>,
-    /// So many queues each way; several only of virtio.
+    /// The number of queue pairs; more than one only with virtio.
     #[serde(default = "one_queue", skip_serializing_if = "is_one_queue")]
     pub queues: u32,
 }
 
-/// A secret by which users of the guest get in.
+/// A Secret with credentials of the guest's users.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Credential {
     /// Public keys of SSH.
     Keys {
-        /// The secret.
+        /// The name of the Secret.
         secret: String,
-        /// Whose they are.
+        /// The users that get the keys.
         users: Vec<String>,
     },
-    /// Passwords, by the users that are its keys.
+    /// Passwords; the keys of the Secret are the user names.
     Passwords {
-        /// The secret.
+        /// The name of the Secret.
         secret: String,
     },
 }
 
 impl Credential {
-    /// The secret's name.
+    /// Returns the name of the Secret.
     pub fn secret(&self) -> &str {
         let (Credential::Keys { secret, .. } | Credential::Passwords { secret }) = self;
         secret
@@ -519,7 +521,7 @@ impl fmt::Debug for Credentials {
 /// The directory with the VFIO device nodes of a machine pod, in the daemon's part of the pod's run directory.
 pub const VFIO_DIR: &str = "vfio";
 
-/// The interface that CNI makes for every pod.
+/// The interface that CNI creates for every pod.
 pub const INTERFACE: &str = "eth0";
 
 fn first_interface() -> String {
@@ -553,15 +555,15 @@ pub enum CardModel {
     Rtl8139,
 }
 
-/// What a watchdog does when the guest has not answered it.
+/// The action of a watchdog that the guest has not triggered in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WatchdogAction {
-    /// The machine starts anew.
+    /// The VM is reset.
     Reset,
     /// The power button is pressed.
     Shutdown,
-    /// The machine ends.
+    /// The VM is stopped.
     Poweroff,
 }
 

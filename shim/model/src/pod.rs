@@ -97,7 +97,8 @@ impl PodConfig {
     }
 }
 
-/// What the annotations of a container pod ask of its VM. Unset values follow from the handler and from the limits of the pod.
+/// The VM resources and settings that the annotations of a container pod request. Unset values follow from the handler and
+/// from the limits of the pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct VmShape {

@@ -19,9 +19,9 @@ pub struct ProcessIdentity {
 pub struct PodProcess {
     /// The process.
     pub identity: ProcessIdentity,
-    /// Its cgroup, relative to the root of each hierarchy; `None` if the daemon made none for it.
+    /// The cgroup of the process, relative to the root of each hierarchy; `None` if the daemon created none for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<PathBuf>,
-    /// Its scratch disk, or the directory that takes the disk's place on engine `host`.
+    /// The path of the pod's scratch disk, or of the directory that replaces the disk on engine `host`.
     pub scratch: PathBuf,
 }

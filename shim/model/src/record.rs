@@ -47,7 +47,7 @@ pub struct PodRecord {
     /// `uname -r` of the guest.
     #[serde(default)]
     pub kernel_release: String,
-    /// Why the VM ended, if it ended by itself.
+    /// The reason why the VM ended by itself; empty otherwise.
     #[serde(default)]
     pub failure: String,
     /// In state `Unclean`: the resources that remain.
@@ -108,7 +108,7 @@ pub struct ContainerRecord {
     /// The start failed.
     #[serde(default)]
     pub start_failed: bool,
-    /// Why the start failed or the container was lost.
+    /// The reason of a failed start or a loss; empty otherwise.
     #[serde(default)]
     pub message: String,
     /// The steps of creation and start.

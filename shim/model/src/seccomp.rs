@@ -281,7 +281,7 @@ mod tests {
         assert_eq!((typed.default_action(), typed.default_errno_ret()), (LinuxSeccompAction::ScmpActErrno, Some(38)));
         let calls = typed.syscalls().as_ref().unwrap();
         assert_eq!((calls[1].errno_ret(), calls[2].args().as_ref().unwrap()[1].value()), (Some(95), u64::MAX));
-        // What is kept with the container is read again as the same.
+        // A profile that is stored with the container is read again unchanged.
         let kept = serde_json::to_vec(&profile).unwrap();
         assert_eq!(serde_json::from_slice::<SeccompProfile>(&kept).unwrap(), profile);
     }

@@ -53,10 +53,10 @@ pub struct Capabilities {
 /// The PID namespace of a container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PidMode {
-    /// That of the pod, or its own, as the pod's configuration says.
+    /// The container uses the pod's PID namespace or one of its own, as the pod's configuration requires.
     Pod,
-    /// A PID namespace of its own.
+    /// The container has a PID namespace of its own.
     Own,
-    /// The PID namespace of the container with this id.
+    /// The container uses the PID namespace of the container with this id.
     Of(String),
 }

@@ -182,7 +182,7 @@ impl PodState {
             (Stopped, Event::Remove) => (Removing, Forget),
             (Removing, Event::Forgotten) => (Removing, Nothing),
             (Removing, Event::ForgetFailed) => (Stopped, Nothing),
-            // Already so, or on its way.
+            // The pod is in this state already, or on the way to it.
             (Stopping | Stopped | Removing, Event::Stop) | (Stopping | Removing, Event::Remove) => (self, Nothing),
             (Booting | Stopping | Unclean | Stopped | Removing, Event::VmExited) => (self, Nothing),
             (state, event) => return Err(refused(event.name(), "pod", state.name())),
@@ -250,7 +250,7 @@ impl ContainerState {
             (Creating, Event::Created) => (Created, Action::Nothing),
             (Creating, Event::CreateFailed) => (Removing, Action::Remove),
             (Creating, Event::CreateFailedAfterReply) => (Exited, Action::Nothing),
-            // Started once it is created.
+            // The container is started once it is created.
             (Creating, Event::Start) => (Creating, Action::Nothing),
             (Created, Event::Start) => (Starting, Action::Start),
             // A watch may report the start before the reply to the request does.
@@ -258,13 +258,13 @@ impl ContainerState {
             (Starting, Event::StartFailed) => (Exited, Action::Nothing),
             (Created | Starting | Running, Event::Exited) => (Exited, Action::Nothing),
             (Starting | Running, Event::Stop) => (self, Action::Stop),
-            // Removed once the guest has replied: it must not create a container that has no record.
+            // The container is removed once the guest has replied: the guest must not create a container that has no record.
             (Creating, Event::Remove) => (Removing, Action::Nothing),
             (Removing, Event::Created | Event::CreateFailed) => (Removing, Action::Remove),
             (Removing, Event::Remove) => (Removing, Action::Nothing),
             (Created | Starting | Running | Exited, Event::Remove) => (Removing, Action::Remove),
             (Removing, Event::RemoveFailed) => (Exited, Action::Nothing),
-            // Already so, or too late to matter.
+            // The container is in this state already, or the event comes too late to matter.
             (Starting | Running, Event::Start) => (self, Action::Nothing),
             (Creating | Created | Exited | Removing, Event::Stop) => (self, Action::Nothing),
             (Running | Exited | Removing, Event::Started) => (self, Action::Nothing),
@@ -382,7 +382,7 @@ mod tests {
             let mut taken = true;
             let mut was_down = false;
             for event in events {
-                // Only the events that are possible with what is under way.
+                // Only the events that are possible in the present situation.
                 let event = match event {
                     0 if starting => PodEvent::Booted,
                     1 if starting => PodEvent::BootFailed,

@@ -1,4 +1,4 @@
-//! Owns: what can go wrong outside of CNI, and what it means to the caller.
+//! Defines the errors outside of CNI, and their classification for callers.
 
 use crate::cni::CniError;
 use nacelle_base::task::TaskError;
@@ -14,12 +14,12 @@ pub enum NetError {
     Netns {
         /// The step: "create", "open", "enter", "remove", "list".
         what: &'static str,
-        /// The file that names it.
+        /// The file that names the namespace.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// The file is there but is no network namespace.
+    /// The file exists but is not a network namespace.
     #[error("{path} is not a network namespace", path = path.display())]
     NotNetns {
         /// The file.
@@ -30,9 +30,9 @@ pub enum NetError {
     Netlink {
         /// The request: "read the routes of".
         what: &'static str,
-        /// What it was about: an interface, "the namespace".
+        /// The object of the request: an interface, "the namespace".
         object: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
     /// A step on a tap failed.
@@ -40,12 +40,12 @@ pub enum NetError {
     Tap {
         /// The step: "open", "create", "silence".
         what: &'static str,
-        /// Its name.
+        /// The tap's name.
         name: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// The name cannot be an interface's.
+    /// The name is not valid for an interface.
     #[error("{name:?} is no interface name: 1 to 15 letters, digits, '.', '_' or '-' are expected")]
     BadName {
         /// The name.
@@ -57,7 +57,7 @@ pub enum NetError {
         /// The interface.
         name: String,
     },
-    /// The CNI plugins did not make an interface that the pod needs.
+    /// The CNI plugins did not create an interface that the pod needs.
     #[error(
         "the CNI plugins made no interface {name} in the pod's network namespace, and the pod shall have one: a network that it asks for \
          is not there"
@@ -66,40 +66,40 @@ pub enum NetError {
         /// The interface.
         name: String,
     },
-    /// A guest cannot have this interface: no Ethernet.
+    /// The interface is not Ethernet, so a guest cannot have one like it.
     #[error("interface {name} has no Ethernet address, so no guest can have it")]
     NotEthernet {
         /// The interface.
         name: String,
     },
-    /// A guest's card cannot have this Ethernet address.
+    /// The Ethernet address is not valid for a guest's network card.
     #[error(
         "interface {name} has the Ethernet address {mac:02x?}, which no single station can have, so no guest can have it"
     )]
     BadMac {
         /// The interface.
         name: String,
-        /// Its address.
+        /// The interface's Ethernet address.
         mac: [u8; 6],
     },
-    /// A guest's card cannot have this MTU.
+    /// The MTU is too small for a guest's network card.
     #[error("interface {name} has an MTU of {mtu} bytes; with its addresses a guest needs at least {least}")]
     SmallMtu {
         /// The interface.
         name: String,
-        /// Its MTU.
+        /// The interface's MTU.
         mtu: u32,
-        /// The smallest that is possible.
+        /// The minimum.
         least: u32,
     },
-    /// There are more of them than a guest gets.
+    /// The pod has more objects of a kind than a guest can get.
     #[error("the CNI plugins set {count} {what} in the pod's network namespace; a guest gets at most {limit}")]
     TooMany {
-        /// "routes".
+        /// The kind of object, for example "routes".
         what: &'static str,
-        /// How many there are.
+        /// The actual number.
         count: usize,
-        /// How many there may be.
+        /// The maximum.
         limit: usize,
     },
     /// The CNI plugins gave the pod no address.
@@ -108,12 +108,12 @@ pub enum NetError {
         /// The interface.
         name: String,
     },
-    /// A route that cannot be handed to a guest.
+    /// A route cannot be configured in a guest.
     #[error("the route to {destination} cannot be given to the guest: {why}")]
     Route {
-        /// Where it leads.
+        /// The route's destination.
         destination: String,
-        /// What about it is not possible.
+        /// The reason.
         why: &'static str,
     },
     /// A failure of the CNI chain.

@@ -1,8 +1,8 @@
 //! Reads from the namespace what the guest must have: links, addresses, routes, permanent neighbours.
 //!
-//! Read are the main routing tables and what was set there by somebody: not the routes that the kernel makes
-//! of addresses (the guest's kernel makes the same), nor what router advertisements brought (the guest gets
-//! its own). What somebody set and no guest gets is named in a warning (`not_carried`).
+//! It reads the main routing tables and only what a process configured: not the routes that the kernel derives from addresses
+//! (the guest's kernel derives the same), nor those from router advertisements (the guest receives its own). Settings that were
+//! configured but that no guest gets are named in a warning (`not_carried`).
 
 use crate::netlink::{Address, Family, Link, Netlink};
 use crate::{NetError, NetNs, run_in};
@@ -14,23 +14,23 @@ use netlink_packet_route::route::{
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
-/// The largest MTU of a tap: 65535 less the Ethernet header.
+/// The largest MTU of a tap: 65535 minus the Ethernet header.
 pub(crate) const MAX_MTU: u32 = 65521;
 /// The smallest MTU of an interface with IPv4 (RFC 791), and of one that has IPv6 addresses (RFC 8200).
 const MIN_MTU: (u32, u32) = (68, 1280);
-/// How many routes, and how many neighbours, a pod may have.
+/// The maximum number of routes, and of neighbours, of a pod.
 const MOST: usize = 1024;
 /// The routing table of a host's own addresses (RT_TABLE_LOCAL).
 const LOCAL_TABLE: u32 = 255;
-/// The length of the transmit queue that every guest's card has.
+/// The transmit queue length that every guest's card has, in packets.
 const QUEUE_LENGTH: u32 = 1000;
-/// The largest segment that a guest's card sends or receives as one.
+/// The largest segment that a guest's card sends or receives as one, in bytes.
 const SEGMENT: u32 = 65536;
 
-/// What the guest must have to take the place of these interfaces, in this order (the default one first).
+/// Returns what the guest must have to take the place of these interfaces, in this order (the default one first).
 ///
-/// Routes on the link come before routes through a gateway. An address whose prefix is not on the link (the
-/// ptp plugin) comes with the host's prefix length, so that the guest's kernel makes no route of it.
+/// Routes on the link come before routes through a gateway. An address whose prefix is not on the link (the ptp plugin) gets the
+/// host's prefix length, so that the guest's kernel derives no route from it.
 pub fn inspect(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetError> {
     let mut netlink = run_in(netns, Netlink::open)??;
     let links = interfaces.iter().map(|name| netlink.link(name)).collect::<Result<Vec<_>, _>>()?;
@@ -66,13 +66,13 @@ pub fn inspect(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetEr
     Ok(PodNetwork { interfaces, routes })
 }
 
-/// Whether the namespace has this interface, and a guest can have one like it.
+/// Returns an error unless the namespace has this interface and a guest can have one like it.
 pub(crate) fn check_card(netns: &NetNs, name: &str) -> Result<(), NetError> {
     let link = run_in(netns, Netlink::open)??.link(name)?;
     link.mac.map(drop).ok_or(NetError::NotEthernet { name: link.name })
 }
 
-/// The addresses of these interfaces, for a pod without a guest: it uses the namespace as it is.
+/// Returns the addresses of these interfaces, for a pod without a guest, which uses the namespace as it is.
 pub(crate) fn inspect_addresses(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetError> {
     let mut netlink = run_in(netns, Netlink::open)??;
     let all = netlink.addresses()?;
@@ -92,15 +92,15 @@ pub(crate) fn inspect_addresses(netns: &NetNs, interfaces: &[String]) -> Result<
     Ok(PodNetwork { interfaces, routes: Vec::new() })
 }
 
-/// What a route of the namespace is to the guest.
+/// The meaning of a namespace's route for the guest.
 enum Seen {
     Route(Found),
-    /// It concerns the guest, which does not get it.
+    /// The route concerns the guest, but cannot be configured there.
     NotCarried(String),
     Nothing,
 }
 
-/// The first of these names, and how many more there are.
+/// Joins the first of these names, and the number of the others.
 fn shortened(names: &[String]) -> String {
     const SHOWN: usize = 10;
     let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
@@ -110,7 +110,7 @@ fn shortened(names: &[String]) -> String {
     }
 }
 
-/// What is set on this link that no guest gets. On a thread in its namespace.
+/// Returns what is configured on this link but no guest gets. Runs on a thread in the link's namespace.
 fn not_carried(link: &Link, addresses: &[Address]) -> Vec<String> {
     let name = &link.name;
     let of_link = addresses.iter().filter(|address| address.index == link.index && !address.global);
@@ -129,8 +129,8 @@ fn not_carried(link: &Link, addresses: &[Address]) -> Vec<String> {
     all
 }
 
-/// The sysctls of the interface that differ from what a new interface has in this namespace, but for those that plugins set
-/// for the namespace's own announcements and the kernel's own.
+/// Returns the sysctls of the interface that differ from those of a new interface in this namespace, except those that plugins
+/// set for the namespace's own announcements and those that the kernel sets.
 fn sysctls(family: &str, name: &str) -> Vec<String> {
     const OF_NO_GUEST: [&str; 4] = ["arp_notify", "ndisc_notify", "accept_dad", "stable_secret"];
     let folder = |of: &str| Path::new("/proc/sys/net").join(family).join("conf").join(of);
@@ -139,7 +139,7 @@ fn sysctls(family: &str, name: &str) -> Vec<String> {
     let mut all = Vec::new();
     for key in keys {
         let text = key.to_string_lossy();
-        // The kernel follows the MTU of the link itself.
+        // The kernel sets this one from the link's MTU.
         if text == "mtu" || OF_NO_GUEST.contains(&text.as_ref()) {
             continue;
         }
@@ -157,11 +157,11 @@ fn sysctls(family: &str, name: &str) -> Vec<String> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Found {
     route: Route,
-    /// Made by the kernel for an address.
+    /// The kernel derived the route from an address.
     by_kernel: bool,
-    /// The gateway counts as on the link though no other route says so.
+    /// The gateway counts as on the link although no other route covers it.
     onlink: bool,
-    /// It has metrics beside its MTU.
+    /// The route has metrics in addition to its MTU.
     metrics: bool,
 }
 
@@ -172,7 +172,7 @@ fn interface(
     neighbours: &[(u32, Neighbour)],
 ) -> Result<Interface, NetError> {
     let mac = link.mac.ok_or_else(|| NetError::NotEthernet { name: link.name.clone() })?;
-    // No station has such an address, and no kernel takes one.
+    // Zero and multicast addresses are no valid station addresses; kernels reject them.
     if mac == [0; 6] || mac[0] & 1 != 0 {
         return Err(NetError::BadMac { name: link.name.clone(), mac });
     }
@@ -187,7 +187,7 @@ fn interface(
     Ok(Interface { name: link.name.clone(), mac, mtu, addresses, neighbours })
 }
 
-/// The MTU of the guest's card: the interface's, as far as a tap can have it.
+/// Returns the MTU of the guest's card: the interface's, limited to the maximum of a tap.
 fn guest_mtu(link: &Link, ipv6: bool) -> Result<u32, NetError> {
     let least = if ipv6 { MIN_MTU.1 } else { MIN_MTU.0 };
     if link.mtu < least {
@@ -205,7 +205,7 @@ fn guest_mtu(link: &Link, ipv6: bool) -> Result<u32, NetError> {
     Ok(link.mtu.min(MAX_MTU))
 }
 
-/// Nothing for a route that does not concern the guest; an error for one that it should have and cannot.
+/// Reads a route. Returns an error if the guest needs the route and cannot have it.
 fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
     let header = &message.header;
     let mut gateway = None;
@@ -245,7 +245,7 @@ fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
     let Ok(destination) = IpNet::new(destination, header.destination_prefix_length) else { return Ok(Seen::Nothing) };
     let main = table == u32::from(RouteHeader::RT_TABLE_MAIN);
     let of_kernel = table == LOCAL_TABLE || header.protocol == RouteProtocol::Kernel;
-    // The kernel's own of IPv6: the loopback's, link-local ones, multicast.
+    // Routes that the kernel adds for IPv6: loopback, link-local, multicast.
     if learned || (!main && of_kernel) {
         return Ok(Seen::Nothing);
     }
@@ -274,8 +274,8 @@ fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
     }))
 }
 
-/// The routes in the order in which the guest can add them. Those that the kernel made of an address are left out, the guest's
-/// kernel makes them, too; but not one to a peer, of which the guest does not know.
+/// Returns the routes in an order in which the guest can add them. Routes that the kernel derived from an address are left out,
+/// because the guest's kernel derives them too, except one to a peer, which the guest does not know.
 fn for_the_guest(found: Vec<Found>, addresses: &[Address], other: &mut Vec<String>) -> Vec<Route> {
     let by_address = |found: &Found| {
         let to = found.route.destination;
@@ -289,7 +289,7 @@ fn for_the_guest(found: Vec<Found>, addresses: &[Address], other: &mut Vec<Strin
         if metrics {
             other.push(format!("metrics of the route to {}", route.destination));
         }
-        // The kernel names its own source anew; one that the guest does not have it could not take.
+        // The kernel chooses the source of its own routes. A guest would reject a source that is not an address of its own.
         let known = |source: &IpAddr| addresses.iter().any(|address| address.net.addr() == *source);
         match route.source {
             Some(_) if by_kernel => route.source = None,

@@ -1,12 +1,13 @@
-//! Owns: the network of pods on the node: namespaces, the CNI chain, taps and their join to CNI interfaces.
-//! May use: `nacelle-base`. Knows no CRI, no engine, no guest.
-//! Threads: `Network` and `cni` are async (tokio); `netns`, `tap` and `inspect` block for a few kernel calls:
-//! from async code call them through `nacelle_base::task::run_blocking`.
+//! Connects pods to the network on the node: namespaces, the CNI chain, taps and their join to CNI interfaces. The crate depends
+//! on `nacelle-base` and knows neither CRI nor engines nor guests.
 //!
-//! In the order of a pod's start:
+//! `Network` and `cni` are async (tokio). `netns`, `tap` and `inspect` block for a few kernel calls: async code calls them
+//! through `nacelle_base::task::run_blocking`.
+//!
+//! The order at a pod's start:
 //!
 //! 1. daemon: `Network::create_netns` makes `/run/netns/nacelle-<id>`;
-//! 2. pod process: `NetNs::open`, `tap::create` (the fd goes to the engine, the machine boots);
+//! 2. pod process: `NetNs::open`, `tap::create` (the fd goes to the engine, the VM boots);
 //! 3. daemon, meanwhile: `Network::setup` runs the CNI chain and reads what the guest must have;
 //! 4. pod process: `tap::join` connects tap and CNI interface; the guest takes over MAC and addresses;
 //! 5. at the end: `Network::teardown` runs DEL and removes the namespace.

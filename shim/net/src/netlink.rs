@@ -1,5 +1,5 @@
-//! Owns: requests to the kernel's rtnetlink, one at a time, and the few of its objects that we need.
-//! Threads: a socket belongs to the namespace of the thread that opened it and may then be used from any.
+//! Sends requests to the kernel's rtnetlink, one at a time, and decodes the few objects that this crate needs. A socket belongs
+//! to the namespace of the thread that opened it and may then be used from any thread.
 
 use crate::NetError;
 use ipnet::IpNet;
@@ -30,15 +30,15 @@ use std::time::Duration;
 
 pub(crate) use netlink_packet_route::AddressFamily as Family;
 
-/// The kernel answers at once; a longer wait means that it lost the answer.
+/// How long to wait for an answer. The kernel answers at once; a longer wait means that the answer was lost.
 const LIMIT: Duration = Duration::from_secs(30);
-/// Larger than what the kernel puts into one datagram of a dump (32 KiB).
+/// The size in bytes of the receive buffer; larger than a datagram of a dump (32 KiB).
 const BUFFER: usize = 64 * 1024;
-/// How often a dump that changed under our eyes is read again.
+/// How often a dump is repeated that changed while it was read.
 const DUMP_ATTEMPTS: u32 = 16;
-/// The priorities of the policy rules that each namespace has from its beginning.
+/// The priorities of the policy rules that each namespace has from its creation.
 const KERNEL_RULES: [u32; 3] = [0, 32766, 32767];
-/// Priority of our redirect: before any other filter.
+/// The priority of our redirect: before any other filter.
 const REDIRECT_PRIORITY: u32 = 1;
 
 /// An rtnetlink socket.
@@ -54,24 +54,24 @@ pub(crate) struct Link {
     pub index: u32,
     pub mac: Option<Mac>,
     pub mtu: u32,
-    /// The length of its transmit queue, in packets.
+    /// The length of the interface's transmit queue, in packets.
     pub queue_length: Option<u32>,
-    /// The largest segments that it sends and receives as one, in bytes.
+    /// The largest segments that the interface sends and receives as one, in bytes.
     pub gso_max_size: Option<u32>,
     pub gro_max_size: Option<u32>,
 }
 
-/// An address that somebody set (not one that the kernel found by itself).
+/// An address that was configured (not one that the kernel derived).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Address {
     pub index: u32,
     pub net: IpNet,
-    /// Of global scope; one of another scope is for the link alone.
+    /// The address has global scope. Addresses of other scopes are for the link only.
     pub global: bool,
 }
 
 impl Netlink {
-    /// A socket in the namespace of this thread.
+    /// Opens a socket in the namespace of this thread.
     pub fn open() -> Result<Netlink, NetError> {
         let open = || {
             let socket =
@@ -81,7 +81,7 @@ impl Netlink {
         open().map_err(|errno: Errno| failed("open", "a socket")(errno.into()))
     }
 
-    /// The interface of this name.
+    /// Returns the interface of this name.
     pub fn link(&mut self, name: &str) -> Result<Link, NetError> {
         let mut ask = LinkMessage::default();
         ask.attributes.push(LinkAttribute::IfName(name.to_owned()));
@@ -134,14 +134,14 @@ impl Netlink {
         self.request(Message::SetLink(set), 0).map(drop).map_err(failed("set the MTU of", &link.name))
     }
 
-    /// All permanent addresses but those that the kernel makes of itself (link-local ones of IPv6).
+    /// Returns all permanent addresses except those that the kernel creates itself (link-local ones of IPv6).
     pub fn addresses(&mut self) -> Result<Vec<Address>, NetError> {
         let dump = self.dump(Message::GetAddress(AddressMessage::default()));
         let messages = dump.map_err(failed("read the addresses of", "the namespace"))?;
         Ok(messages.into_iter().filter_map(|message| address(message_address(message)?)).collect())
     }
 
-    /// All routes of one address family, as the kernel tells them.
+    /// Returns all routes of one address family as the kernel reports them.
     pub fn routes(&mut self, family: Family) -> Result<Vec<RouteMessage>, NetError> {
         let mut ask = RouteMessage::default();
         ask.header.address_family = family;
@@ -153,7 +153,7 @@ impl Netlink {
         Ok(routes.collect())
     }
 
-    /// All permanent entries of the neighbour tables of this family, with the index of their interface.
+    /// Returns all permanent entries of the neighbour tables of this family, with the index of their interface.
     pub fn neighbours(&mut self, family: Family) -> Result<Vec<(u32, Neighbour)>, NetError> {
         let mut ask = NeighbourMessage::default();
         ask.header.family = family;
@@ -162,12 +162,12 @@ impl Netlink {
         Ok(messages.into_iter().filter_map(neighbour).collect())
     }
 
-    /// The priorities of the policy rules of this family that somebody set.
+    /// Returns the priorities of the policy rules of this family that were configured.
     pub fn rules(&mut self, family: Family) -> Result<Vec<u32>, NetError> {
         let mut ask = RuleMessage::default();
         ask.header.family = family;
         let messages = match self.dump(Message::GetRule(ask)) {
-            // A kernel without policy routing has no rules: without any, or for this family (`ipv6.disable=1`).
+            // A kernel without policy routing has no rules: without any support, or without this family (`ipv6.disable=1`).
             Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EAFNOSUPPORT)) => Vec::new(),
             other => other.map_err(failed("read the policy rules of", "the namespace"))?,
         };
@@ -185,8 +185,8 @@ impl Netlink {
         Ok(rules.filter(|priority| !KERNEL_RULES.contains(priority)).collect())
     }
 
-    /// Sends every frame that arrives at `from` out of `to`, before the namespace's stack sees it. Replaces
-    /// what an earlier call said for `from`.
+    /// Redirects every frame that arrives at `from` to the egress of `to`, before the namespace's stack sees it. Replaces the
+    /// redirect of an earlier call for `from`.
     pub fn redirect(&mut self, from: &Link, to: &Link) -> Result<(), NetError> {
         let failed = || failed("redirect", &from.name);
         let index = i32::try_from(from.index).map_err(|_too_large| failed()(io::ErrorKind::InvalidData.into()))?;
@@ -199,7 +199,7 @@ impl Netlink {
             other => drop(other.map_err(failed())?),
         }
         let mut filter = TcMessage::with_index(index);
-        // This parent serves both kinds of qdisc that have an ingress side: ingress and clsact.
+        // This parent matches both qdiscs with an ingress side: ingress and clsact.
         filter.header.parent = TcHandle { major: u16::MAX, minor: TcHandle::MIN_INGRESS };
         filter.header.info = REDIRECT_PRIORITY << 16 | u32::from((libc::ETH_P_ALL as u16).to_be());
         match self.request(Message::DelTrafficFilter(filter.clone()), 0) {
@@ -223,7 +223,7 @@ impl Netlink {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Sends one request and returns what the kernel answers before its acknowledgement.
+    /// Sends one request and returns the kernel's answers before its acknowledgement.
     fn request(&mut self, ask: Message, flags: u16) -> io::Result<Vec<Message>> {
         self.sequence = self.sequence.wrapping_add(1);
         let mut header = NetlinkHeader::default();
@@ -245,13 +245,13 @@ impl Netlink {
             while !rest.is_empty() {
                 let answer = NetlinkMessage::<Message>::deserialize(rest)
                     .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-                // Messages are aligned to four bytes, the last one too or not.
+                // Messages are aligned to four bytes; the last one may lack its padding.
                 let taken = (answer.header.length as usize).next_multiple_of(4).max(4).min(rest.len());
                 rest = rest.get(taken..).unwrap_or_default();
                 if answer.header.sequence_number != self.sequence {
                     continue;
                 }
-                // Read on to its end: while a dump goes on the kernel begins no other for this socket.
+                // Read the dump to its end: until then the kernel starts no other dump for this socket.
                 interrupted |= answer.header.flags & NLM_F_DUMP_INTR != 0;
                 match answer.payload {
                     NetlinkPayload::InnerMessage(message) => answers.push(message),
@@ -308,7 +308,7 @@ fn address(message: AddressMessage) -> Option<Address> {
     (permanent && !own_of_kernel).then_some(Address { index: message.header.index, net, global })
 }
 
-/// The selector that any frame matches: nothing of its first word is compared.
+/// Returns the selector that matches any frame: it compares no bit of the first word.
 fn every_frame() -> TcU32Selector {
     let mut selector = TcU32Selector::default();
     selector.flags = TcU32SelectorFlags::Terminal;
@@ -342,7 +342,7 @@ mod tests {
     #[test]
     fn a_family_without_policy_routing_has_no_rules() {
         let mut netlink = Netlink::open().unwrap();
-        // As AF_INET6 answers with `ipv6.disable=1`.
+        // AF_INET6 answers like this with `ipv6.disable=1`.
         assert_eq!(netlink.rules(Family::Bridge).unwrap(), Vec::<u32>::new());
     }
 }

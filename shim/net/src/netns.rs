@@ -1,6 +1,5 @@
-//! Owns: named network namespaces: making, opening, entering and removing them.
-//! Threads: each function works on a thread of its own where it must change namespace, so that the
-//! caller's thread stays where it is. All block for a few kernel calls.
+//! Creates, opens, enters and removes named network namespaces. A function that must change namespace does so on a thread of its
+//! own, so that the caller's thread stays in its namespace. All functions block for a few kernel calls.
 
 use crate::NetError;
 use crate::netlink::Netlink;
@@ -13,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// An open network namespace. It lives as long as this is open, even if its name goes.
+/// An open network namespace. It lives as long as this value, even if its name is removed.
 #[derive(Debug)]
 pub struct NetNs {
     file: File,
@@ -21,7 +20,7 @@ pub struct NetNs {
 }
 
 impl NetNs {
-    /// Opens the namespace with this name in the file system.
+    /// Opens the namespace with this path.
     pub fn open(path: &Path) -> Result<NetNs, NetError> {
         let file = File::open(path).map_err(failed("open", path))?;
         let kind = fstatfs(&file).map_err(|errno| failed("open", path)(errno.into()))?.filesystem_type();
@@ -31,7 +30,7 @@ impl NetNs {
         Ok(NetNs { file, path: path.to_owned() })
     }
 
-    /// The name under which it was opened.
+    /// The path under which the namespace was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -43,9 +42,9 @@ impl AsFd for NetNs {
     }
 }
 
-/// Makes a new namespace, its loopback up, and names it `path`; the folder is made if missing.
+/// Creates a namespace with its loopback up, and names it `path`. Creates the directory if it is missing.
 ///
-/// A file of that name is an error, of kind `AlreadyExists`. On failure nothing is left.
+/// Fails with the kind `AlreadyExists` if the file exists. Leaves nothing behind on failure.
 pub fn create(path: &Path) -> Result<NetNs, NetError> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder).map_err(failed("create", path))?;
@@ -60,16 +59,16 @@ pub fn create(path: &Path) -> Result<NetNs, NetError> {
     .flatten()
     .and_then(|()| NetNs::open(path));
     if made.is_err() {
-        // The first error is the one to tell; a name that stays is removed with the pod.
+        // The first error is returned; a name that could not be removed is removed with the pod.
         let _ = remove(path);
     }
     made
 }
 
-/// Removes the name; the namespace goes with its last user. One that is not there is no failure.
+/// Removes the name. The namespace goes with its last user. Succeeds if there is no such name.
 pub fn remove(path: &Path) -> Result<(), NetError> {
     match umount2(path, MntFlags::MNT_DETACH) {
-        // EINVAL: an empty file, left by a crash between making and mounting.
+        // EINVAL: an empty file, left by a crash between creation and mount.
         Ok(()) | Err(nix::errno::Errno::EINVAL) => (),
         Err(nix::errno::Errno::ENOENT) => return Ok(()),
         Err(errno) => return Err(failed("remove", path)(errno.into())),
@@ -77,7 +76,7 @@ pub fn remove(path: &Path) -> Result<(), NetError> {
     nacelle_base::files::remove_if_there(path).map_err(|error| failed("remove", path)(error.source))
 }
 
-/// Runs `work` on a new thread inside the namespace and waits for its answer.
+/// Runs `work` on a new thread inside the namespace and waits for its result.
 pub fn run_in<T: Send>(netns: &NetNs, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
     on_a_thread(&netns.path, || {
         setns(netns, CloneFlags::CLONE_NEWNET).map_err(|errno| failed("enter", &netns.path)(errno.into()))?;
@@ -85,7 +84,7 @@ pub fn run_in<T: Send>(netns: &NetNs, work: impl FnOnce() -> T + Send) -> Result
     })?
 }
 
-/// Runs `work` on a thread that may change its namespaces. A panic in `work` goes on in the caller.
+/// Runs `work` on a thread that may change its namespaces. Resumes a panic of `work` in the caller.
 fn on_a_thread<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new()

@@ -1,4 +1,4 @@
-//! Owns: the life of a pod's network: namespace, CNI chain, what the guest must have, and the way back.
+//! Manages the life of a pod's network: namespace, CNI chain, the configuration for the guest, and the cleanup.
 
 use crate::cni::{Cni, CniError, CniResult, INTERFACE, InterfaceUsage, OwedDelete, PodRef};
 use crate::inspect::{check_card, inspect_addresses};
@@ -17,21 +17,21 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// Namespaces of ours are named this and the pod's id.
+/// The names of our namespaces are this prefix and the pod's id.
 const PREFIX: &str = "nacelle-";
 
-/// Where things are, and how long a plugin may take.
+/// The directories of the pod network, and the deadline of plugins.
 #[derive(Clone, Debug)]
 pub struct NetConfig {
-    /// CNI configurations; the first file in lexical order counts. Read again at each use.
+    /// The directory of CNI configurations; the first file in lexical order is used. It is read again at each use.
     pub conf_dir: PathBuf,
-    /// CNI plugins; the first folder that has one counts.
+    /// The directories of CNI plugins; the first one that has a plugin is used.
     pub bin_dirs: Vec<PathBuf>,
-    /// What is remembered of each pod, for DEL and CHECK: survives restarts of daemon and node.
+    /// The directory of the records of attachments, for DEL and CHECK. It must survive restarts of daemon and node.
     pub cache_dir: PathBuf,
-    /// Where namespaces are named: `nacelle-<pod id>`.
+    /// The directory of the namespaces' names: `nacelle-<pod id>`.
     pub netns_dir: PathBuf,
-    /// How long one plugin may take for one command.
+    /// The deadline of one plugin for one command.
     pub plugin_deadline: Duration,
 }
 
@@ -47,20 +47,20 @@ impl Default for NetConfig {
     }
 }
 
-/// The network that a pod got.
+/// The network of an attached pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attachment {
-    /// What the guest must have. The first interface is the pod's default one, always named "eth0".
+    /// The configuration for the guest. The first interface is the pod's default one, always named "eth0".
     pub network: PodNetwork,
-    /// The resolver configuration that CNI answered; often empty.
+    /// The resolver configuration from the CNI result; often empty.
     pub dns: DnsConfig,
-    /// The pod's addresses, the first one first as CNI gave them; never empty.
+    /// The pod's addresses in the order of the CNI result; never empty.
     pub ips: Vec<IpAddr>,
 }
 
 /// The networks of all pods of this node.
 ///
-/// Calls for different pods may run at the same time. Calls for one pod must come one after the other.
+/// Calls for different pods may run at the same time. Calls for one pod must be sequential.
 #[derive(Clone, Debug)]
 pub struct Network {
     config: NetConfig,
@@ -68,25 +68,25 @@ pub struct Network {
 }
 
 impl Network {
-    /// Touches nothing yet.
+    /// Returns the networks of this configuration. Accesses no file yet.
     pub fn new(config: NetConfig) -> Network {
         Network { cni: Arc::new(Cni::new(&config)), config }
     }
 
-    /// The file that names the namespace of this pod, there or not.
+    /// The path that names the namespace of this pod, whether it exists or not.
     pub fn netns_path(&self, id: &PodId) -> PathBuf {
         self.config.netns_dir.join(format!("{PREFIX}{id}"))
     }
 
-    /// Makes the pod's namespace with loopback up. `AlreadyExists` if it is there.
+    /// Creates the pod's namespace with loopback up. Fails with `AlreadyExists` if it exists.
     pub async fn create_netns(&self, id: &PodId) -> Result<NetNs, NetError> {
         let path = self.netns_path(id);
         run_blocking("create a network namespace", move || netns::create(&path)).await?
     }
 
-    /// Runs CNI ADD in the pod's namespace and reads what the guest must have. What an earlier attempt left is
-    /// taken back first. On failure DEL was run; if that failed too, or the caller gave up waiting, `teardown`
-    /// cleans up. The namespace stays in any case.
+    /// Runs CNI ADD in the pod's namespace and reads the configuration for the guest. First detaches what an earlier attempt
+    /// left. After a failure DEL has run; if DEL failed too, or the future was dropped, `teardown` cleans up. The namespace stays
+    /// in any case.
     pub async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
         let path = self.netns_path(&pod.id);
         let opened = path.clone();
@@ -106,7 +106,7 @@ impl Network {
         }
     }
 
-    /// Joins taps in the pod's namespace to interfaces that ADD made: pairs of names, the tap first. May be repeated.
+    /// Joins taps in the pod's namespace to interfaces that ADD created: pairs of names, the tap first. May be repeated.
     pub async fn join_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
         let path = self.netns_path(id);
         run_blocking("connect the taps of a pod", move || {
@@ -116,45 +116,44 @@ impl Network {
         .await?
     }
 
-    /// Runs CNI DEL from what was remembered, and removes the namespace. A pod without either is no failure.
-    /// When DEL fails the namespace stays, and this may be called again.
+    /// Runs CNI DEL from the record, and removes the namespace. Succeeds for a pod without either. If DEL fails, the namespace
+    /// stays, and the caller may try again.
     pub async fn teardown(&self, id: &PodId) -> Result<(), NetError> {
         self.cni.del(id).await?;
         let path = self.netns_path(id);
         remove_netns(path).await
     }
 
-    /// As `teardown`, of a pod that ends, which does not wait for its plugins longer than `limit`. If DEL does not succeed by then,
-    /// it is owed: the answer is why, the namespace is removed all the same, and `settle` tries again. May be repeated.
+    /// Like `teardown`, for a pod that ends; waits for its plugins at most `limit`. If DEL does not succeed by then, it is
+    /// pending and its error is returned; the namespace is removed all the same, and `settle` retries DEL. May be repeated.
     pub async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError> {
         let owed = self.cni.release(id, limit).await;
         let path = self.netns_path(id);
         remove_netns(path).await.map(|()| owed)
     }
 
-    /// Tries the owed DELs whose time has come, each for at most `limit`. To be called again and again, and not while another call
-    /// is under way.
+    /// Retries the pending DELs that are due, each for at most `limit`. The caller calls it periodically, and never concurrently.
     pub async fn settle(&self, limit: Duration) {
         self.cni.settle(limit).await;
     }
 
-    /// The DELs that are owed, by what is remembered: also those that another process owes.
+    /// Returns the pending DELs from the records, including those of other processes.
     pub async fn owed(&self) -> Result<Vec<OwedDelete>, NetError> {
         Ok(self.cni.owed().await?)
     }
 
-    /// Asks the plugins whether the pod's network is still as they made it (CNI CHECK).
+    /// Runs CNI CHECK: whether the pod's network is as the plugins made it.
     pub async fn check(&self, id: &PodId) -> Result<(), NetError> {
         Ok(self.cni.check(id).await?)
     }
 
-    /// Whether pods can get a network now: a valid configuration, its plugins present and of its version,
-    /// and STATUS (from 1.1.0) without complaint. An error is the reason for CRI's NetworkReady=false.
+    /// Returns an error unless pods can get a network now, which requires a valid configuration, its plugins present and of its
+    /// version, and a successful STATUS (since 1.1.0). The error is the reason for CRI's NetworkReady=false.
     pub async fn status(&self) -> Result<(), NetError> {
         Ok(self.cni.status().await?)
     }
 
-    /// The pods that have a namespace or a CNI attachment here, known to the caller or not.
+    /// Returns the pods that have a namespace or a CNI attachment on this node, whether the caller knows them or not.
     pub async fn pods(&self) -> Result<BTreeSet<PodId>, NetError> {
         let dir = self.config.netns_dir.clone();
         let mut ids = run_blocking("list the network namespaces", move || named(&dir)).await??;
@@ -162,10 +161,10 @@ impl Network {
         Ok(ids)
     }
 
-    /// Releases all pods that are not in `keep`, all at once, then sends the plugins the attachments that are valid (CNI GC, from
-    /// 1.1.0). Each of the two takes at most `limit`. A DEL that is owed already is left to `settle`, so that a plugin that hangs
-    /// does not delay each start of the daemon. Goes on after failures and returns the first one. A pod that is being made must be
-    /// in `keep`.
+    /// Releases all pods that are not in `keep`, all at once, then sends the plugins the valid attachments (CNI GC, since 1.1.0).
+    /// Each of the two takes at most `limit`. A DEL that is pending already is left to `settle`, so that a hanging plugin does
+    /// not delay each start of the daemon. Continues after failures and returns the first one. A pod that is being created must
+    /// be in `keep`.
     pub async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
         let owed: BTreeSet<PodId> = self.owed().await?.into_iter().map(|owed| owed.pod).collect();
         let mut releases = JoinSet::new();
@@ -193,8 +192,8 @@ impl Network {
     }
 }
 
-/// What the guest must have after ADD: the default interface, then the others that it shall have. They need not be in the result: a
-/// plugin that calls others tells of the first one's alone.
+/// Returns the configuration for the guest after ADD: the default interface, then the further ones. These need not be in the
+/// result: a plugin that delegates to others reports only the first one's interface.
 fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwork, NetError> {
     let (guest, all_needed) = (pod.usage != InterfaceUsage::Namespace, pod.usage == InterfaceUsage::GuestNeedsAll);
     let mut names = vec![INTERFACE.to_owned()];
@@ -214,7 +213,7 @@ fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwor
         tracing::info!(%name, "the plugins made an interface that the guest does not get: nothing of the pod asks for it");
     }
     let mut network = if guest { inspect(netns, &names)? } else { inspect_addresses(netns, &names)? };
-    // The kernel's order is not the plugins': the first address in the result is the pod's first one.
+    // The kernel's order differs from the plugins': the first address in the result is the pod's first one.
     let place = |ip| result.ips.iter().position(|other| *other == ip).unwrap_or(usize::MAX);
     for interface in &mut network.interfaces {
         interface.addresses.sort_by_key(|net| place(net.addr()));
@@ -229,7 +228,7 @@ async fn remove_netns(path: PathBuf) -> Result<(), NetError> {
     run_blocking("remove a network namespace", move || netns::remove(&path)).await?
 }
 
-/// The pods that have a namespace in this folder.
+/// Returns the pods that have a namespace in this directory.
 fn named(dir: &Path) -> Result<BTreeSet<PodId>, NetError> {
     let failed = |source| NetError::Netns { what: "list", path: dir.to_owned(), source };
     let entries = match std::fs::read_dir(dir) {

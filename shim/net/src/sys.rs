@@ -1,4 +1,5 @@
-//! Owns: the kernel calls of this crate that no safe wrapper has: giving an open tun file its interface, and listening on one.
+//! Wraps the kernel calls of this crate that have no safe wrapper: attaching an open tun file to its interface, and listening on
+//! one.
 #![allow(unsafe_code, reason = "TUNSETIFF, SO_ATTACH_FILTER and addresses of packet sockets have no safe wrappers")]
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
@@ -7,17 +8,17 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 nix::ioctl_write_ptr_bad!(
-    /// Makes or takes the interface named in the request for this file.
+    /// Creates the interface named in the request, or attaches to it.
     tunsetiff,
     libc::TUNSETIFF,
     libc::ifreq
 );
 
-/// Makes the interface `name` with these flags and ties it to `tun`, an open `/dev/net/tun`.
+/// Creates the interface `name` with these flags and attaches `tun`, an open `/dev/net/tun`, to it.
 pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
-    // SAFETY: ifreq is plain data, for which all zeros is a value.
+    // SAFETY: ifreq is plain data, for which all zeros is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // One byte less than there is: the name ends with a zero.
+    // One byte less than the field has: the name ends with a NUL.
     let space = request.ifr_name.len() - 1;
     if name.len() > space {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -25,7 +26,7 @@ pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
     for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
         *to = libc::c_char::from_ne_bytes([from]);
     }
-    // The kernel takes the field for an unsigned one: the highest flag has the bit of the sign.
+    // The kernel reads the field as unsigned; the highest flag uses the sign bit.
     let flags = u16::try_from(flags).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
     request.ifr_ifru.ifru_flags = libc::c_short::from_ne_bytes(flags.to_ne_bytes());
     // SAFETY: the descriptor is open, and the kernel reads one ifreq, which lives until the call returns.
@@ -33,10 +34,10 @@ pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
     Ok(())
 }
 
-/// What a guest asks of DHCP servers over IPv4: a frame that comes from it, of IPv4, whole, of UDP, for port 67. By
-/// Documentation/networking/filter.rst of the kernel: code, jumps if true and if not, operand.
+/// Matches the DHCP requests of a guest over IPv4: incoming, unfragmented IPv4 frames with UDP for port 67. The fields are those
+/// of Documentation/networking/filter.rst of the kernel: code, jumps if true and if false, operand.
 const QUESTIONS: [(u32, u8, u8, u32); 13] = [
-    // Kind of frame: not one that goes out to the guest.
+    // The packet type: not outgoing, which here means sent to the guest.
     (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, KIND_OF_FRAME),
     (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 10, 0, libc::PACKET_OUTGOING as u32),
     (libc::BPF_LD | libc::BPF_H | libc::BPF_ABS, 0, 0, 12),
@@ -54,10 +55,10 @@ const QUESTIONS: [(u32, u8, u8, u32); 13] = [
 /// `SKF_AD_OFF + SKF_AD_PKTTYPE`.
 const KIND_OF_FRAME: u32 = (libc::SKF_AD_OFF + libc::SKF_AD_PKTTYPE).cast_unsigned();
 
-/// A packet socket on the interface `name` of this thread's network namespace, with those frames alone.
+/// Opens a packet socket on the interface `name` of this thread's network namespace that receives only the frames of `QUESTIONS`.
 pub(crate) fn dhcp_questions(name: &str) -> io::Result<OwnedFd> {
     let part = |number: libc::c_int| u16::try_from(number).map_err(io::Error::other);
-    // Without a protocol it hears nothing until it is bound.
+    // Without a protocol the socket receives nothing until it is bound.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let packets = socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
     let mut filter = Vec::with_capacity(QUESTIONS.len());
@@ -66,7 +67,7 @@ pub(crate) fn dhcp_questions(name: &str) -> io::Result<OwnedFd> {
     }
     let length = u16::try_from(filter.len()).map_err(io::Error::other)?;
     let program = libc::sock_fprog { len: length, filter: filter.as_mut_ptr() };
-    // SAFETY: the descriptor is open; the kernel copies one sock_fprog of the size that is said, and the `len` instructions that it
+    // SAFETY: the descriptor is open; the kernel copies one sock_fprog of the given size, and the `len` instructions that it
     // points to; both live until the call returns.
     let set = unsafe {
         libc::setsockopt(
@@ -78,13 +79,13 @@ pub(crate) fn dhcp_questions(name: &str) -> io::Result<OwnedFd> {
         )
     };
     nix::errno::Errno::result(set)?;
-    // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
+    // SAFETY: sockaddr_ll is plain data, for which all zeros is a valid value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     address.sll_family = part(libc::AF_PACKET)?;
-    // All protocols: those that ask for one come after the redirect, which takes the frames away.
+    // All protocols: sockets for a single protocol come after the redirect, which takes the frames away.
     address.sll_protocol = part(libc::ETH_P_ALL)?.to_be();
     address.sll_ifindex = libc::c_int::try_from(nix::net::if_::if_nametoindex(name)?).map_err(io::Error::other)?;
-    // SAFETY: the descriptor is open, and the kernel reads one sockaddr_ll of the size that is said, which lives until the call returns.
+    // SAFETY: the descriptor is open, and the kernel reads one sockaddr_ll of the given size, which lives until the call returns.
     let bound = unsafe {
         libc::bind(packets.as_raw_fd(), std::ptr::from_ref(&address).cast(), size_of_val(&address) as libc::socklen_t)
     };

@@ -1,8 +1,8 @@
-//! Owns: the tap of a machine in the pod's namespace, and its join to the interface that CNI made.
+//! Creates the tap of a VM in the pod's namespace, and joins it to the interface that CNI created.
 //!
-//! The join is a redirect at the ingress of both interfaces, before the namespace's own stack. So the CNI
-//! interface keeps its addresses (plugins look for them at CHECK) and yet nothing in the namespace answers for
-//! them: only the guest does. The tap itself gets no address and no IPv6, or the stack would talk to the guest.
+//! The join is a redirect at the ingress of both interfaces, before the namespace's own stack. The CNI interface therefore keeps
+//! its addresses (plugins look for them at CHECK), yet only the guest answers for them and nothing in the namespace does. The tap
+//! itself gets no address and no IPv6, or the namespace's stack would answer the guest.
 
 use crate::inspect::MAX_MTU;
 use crate::netlink::Netlink;
@@ -11,26 +11,25 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// A tap: the interface lives until the last copy of `fd` is closed.
+/// A tap. The interface lives until the last copy of `fd` is closed.
 #[derive(Debug)]
 pub struct Tap {
-    /// The queue: reads and writes Ethernet frames, each behind a virtio-net header. Not inherited by
-    /// children (close-on-exec), blocking.
+    /// The queue: reads and writes Ethernet frames, each after a virtio-net header. The descriptor is close-on-exec and blocking.
     pub fd: OwnedFd,
-    /// Further queues, as `fd`.
+    /// Further queues, of the same kind as `fd`.
     pub more_queues: Vec<OwnedFd>,
     /// The name of the interface in the namespace.
     pub name: String,
 }
 
-/// Makes a tap `name` in the namespace, down, with one queue and virtio-net headers
-/// (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`). A name in use is an error.
+/// Creates a tap `name` in the namespace, down, with one queue and virtio-net headers (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`).
+/// Fails if the name is in use.
 pub fn create(netns: &NetNs, name: &str) -> Result<Tap, NetError> {
     create_with(netns, name, 1)
 }
 
-/// As [`create`], with so many queues, at least one. Several have `IFF_MULTI_QUEUE`, and the kernel gives each a share
-/// of the flows from then on.
+/// Like [`create`], with this number of queues, at least one. Several queues have `IFF_MULTI_QUEUE`, and the kernel distributes
+/// the flows over them at once.
 pub fn create_with(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetError> {
     check_name(name)?;
     let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
@@ -49,22 +48,22 @@ pub fn create_with(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetE
     Ok(Tap { fd, more_queues, name: name.to_owned() })
 }
 
-/// A packet socket (`AF_PACKET`, raw, non-blocking, close-on-exec) on the tap `name`: from it come the frames in which the guest asks a
-/// DHCP server over IPv4, and what is sent to it goes to the guest. The kernel passes no others on.
+/// Opens a packet socket (`AF_PACKET`, raw, non-blocking, close-on-exec) on the tap `name`. It receives only the DHCP requests of
+/// the guest over IPv4, and frames sent to it reach the guest.
 pub fn dhcp_questions(netns: &NetNs, name: &str) -> Result<OwnedFd, NetError> {
     check_name(name)?;
     run_in(netns, || sys::dhcp_questions(name))?.map_err(failed("listen on", name))
 }
 
-/// Joins tap and CNI interface: what the guest sends leaves through `cni_interface`, what arrives there
-/// goes to the guest, and the namespace's own stack sees neither. Both are up afterwards, and the tap has
-/// the MTU of the CNI interface, or the largest that taps have. May be repeated.
+/// Joins tap and CNI interface: frames of the guest leave through `cni_interface`, frames that arrive there go to the guest, and
+/// the namespace's own stack sees neither. Sets both up, and sets the MTU of the tap to that of the CNI interface, or to the
+/// largest that taps have. May be repeated.
 pub fn join(netns: &NetNs, tap: &str, cni_interface: &str) -> Result<(), NetError> {
     let mut netlink = run_in(netns, Netlink::open)??;
     let inside = netlink.link(tap)?;
     let outside = netlink.link(cni_interface)?;
     netlink.set_mtu(&inside, outside.mtu.min(MAX_MTU))?;
-    // The redirects first: at no moment does the stack see a frame of the guest.
+    // The redirects come first, so that the stack never sees a frame of the guest.
     netlink.redirect(&inside, &outside)?;
     netlink.set_up(tap)?;
     netlink.redirect(&outside, &inside)?;
@@ -75,7 +74,7 @@ fn open_tun() -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/net/tun")
 }
 
-/// Turns IPv6 off for an interface of this thread's namespace. A kernel without IPv6 has no such file.
+/// Disables IPv6 for an interface of this thread's namespace. A kernel without IPv6 has no such file.
 fn without_ipv6(name: &str) -> io::Result<()> {
     match std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -83,7 +82,7 @@ fn without_ipv6(name: &str) -> io::Result<()> {
     }
 }
 
-/// 1 to 15 letters, digits, '.', '_' or '-', and not "." or "..": also a safe name for a file under /proc.
+/// Accepts 1 to 15 letters, digits, '.', '_' or '-', but not "." or "..": also a safe name for a file under /proc.
 pub(crate) fn check_name(name: &str) -> Result<(), NetError> {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     let good = (1..=15).contains(&name.len()) && name.bytes().all(allowed) && !matches!(name, "." | "..");

@@ -1,4 +1,4 @@
-//! Owns: the whole life of pod networks with Debian's plugins: what the guest gets, and that nothing is left.
+//! Tests the whole life of pod networks with Debian's plugins: the configuration for the guest, and that nothing is leaked.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn addresses(interface: &Interface) -> Vec<String> {
     interface.addresses.iter().map(ToString::to_string).collect()
 }
 
-/// Leases of host-local: files named like addresses.
+/// Returns the leases of host-local: files named like addresses.
 fn leases(files: Vec<String>) -> Vec<String> {
     files.into_iter().filter(|name| name.parse::<IpAddr>().is_ok()).collect()
 }
@@ -69,7 +69,7 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
         assert_eq!(world.network.pods().await.unwrap(), [pod.id.clone(), second.id.clone()].into());
         assert_eq!(leases(world.files("leases")), ["10.77.0.2", "10.77.0.3", "fd77::2", "fd77::3"]);
 
-        // A new daemon under another configuration: CHECK and DEL still say what ADD did.
+        // A new daemon with another configuration: CHECK and DEL still use the input of ADD.
         world.conf("10-bridged.conflist", &BRIDGE.replace("10.77", "10.79").replace("bridged", "renamed"));
         let network = world.again(LIMIT);
         network.check(&pod.id).await.unwrap();
@@ -78,11 +78,11 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
         network.gc(&[second.id.clone()].into(), LIMIT).await.unwrap();
         network.check(&second.id).await.unwrap();
 
-        // Something was changed behind our back.
+        // An address was removed without CNI.
         ip_in(&network.netns_path(&second.id), &["addr", "del", "10.77.0.3/24", "dev", "eth0"]);
         let error = network.check(&second.id).await.unwrap_err();
         assert!(matches!(error, NetError::Cni(_)), "{error}");
-        // The plugin looks there for what it must take back.
+        // The plugin needs the address for its cleanup.
         ip_in(&network.netns_path(&second.id), &["addr", "add", "10.77.0.3/24", "dev", "eth0"]);
 
         network.gc(&[].into(), LIMIT).await.unwrap();
@@ -116,7 +116,7 @@ fn a_point_to_point_pod_has_no_neighbours_on_the_link() {
             route("10.78.0.0/24", Some("10.78.0.1"), None),
             route("0.0.0.0/0", Some("10.78.0.1"), None),
         ] {
-            // The plugin names the pod's address as the source of some.
+            // The plugin sets the pod's address as the source of some routes.
             let same = |other: &&Route| Route { source: None, ..(*other).clone() } == expected;
             assert!(routes.iter().any(|other| same(&other)), "{expected:?} in {routes:?}");
         }
@@ -143,7 +143,7 @@ fn a_node_that_lost_the_namespace_still_gives_the_lease_back() {
         world.network.teardown(&pod.id).await.unwrap();
         assert!(leases(world.files("leases")).is_empty());
         assert!(world.files("cache").is_empty());
-        // The file that named it is left.
+        // The file that named the namespace is left.
         let (pod, _) = world.pod(2).await;
         nix::mount::umount2(&world.network.netns_path(&pod.id), nix::mount::MntFlags::MNT_DETACH).unwrap();
         world.network.teardown(&pod.id).await.unwrap();
@@ -190,7 +190,7 @@ fn a_route_over_several_gateways_is_refused_and_others_are_read() {
         let error = inspect(&netns, &["eth0".to_owned()]).unwrap_err();
         assert!(matches!(error, NetError::Route { .. }), "{error}");
         assert!(matches!(inspect(&netns, &["eth7".to_owned()]), Err(NetError::NoInterface { .. })));
-        // Its Ethernet address is all zeros.
+        // The loopback's Ethernet address is all zeros.
         assert!(matches!(inspect(&netns, &["lo".to_owned()]), Err(NetError::BadMac { .. })));
     });
 }
@@ -215,7 +215,7 @@ fn what_plugins_set_on_an_interface_is_carried_over() {
             "neigh add 169.254.1.1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
             "neigh add fe80::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
             "neigh add 10.80.8.1 lladdr 02:00:00:00:00:02 dev eth0 nud stale",
-            // These are named in a warning.
+            // The warning names these.
             "rule add from 10.80.7.5 table 77",
             "link set eth0 txqueuelen 33",
         ] {
@@ -223,7 +223,7 @@ fn what_plugins_set_on_an_interface_is_carried_over() {
         }
         let found = inspect(&netns, &["eth0".to_owned()]).unwrap();
         let eth0 = &found.interfaces[0];
-        // The largest that a tap has.
+        // The largest MTU of a tap.
         assert_eq!(eth0.mtu, 65521);
         assert_eq!(addresses(eth0), ["10.80.7.5/32", "10.80.8.5/32", "fd80::5/128"]);
         let neighbour = |ip: &str| Neighbour { ip: ip.parse().unwrap(), mac: [2, 0, 0, 0, 0, 1] };
@@ -238,7 +238,7 @@ fn what_plugins_set_on_an_interface_is_carried_over() {
         assert_eq!(of("0.0.0.0/0"), [(Some("169.254.1.1".to_owned()), None, None, None)]);
         let source = Some("10.80.7.5".parse().unwrap());
         assert_eq!(of("10.81.0.0/16"), [(Some("169.254.1.1".to_owned()), Some(7), source, Some(1300))]);
-        // The kernel made it of an address whose peer the guest does not know.
+        // The kernel derived the route from an address whose peer the guest does not know.
         assert_eq!(of("10.80.8.1/32"), [(None, None, None, None)]);
         assert_eq!(of("fe80::1/128").len(), 1);
         assert_eq!(of("::/0")[0].0.as_deref(), Some("fe80::1"));
@@ -248,7 +248,7 @@ fn what_plugins_set_on_an_interface_is_carried_over() {
         tap::join(&netns, "tap0", "eth0").unwrap();
         assert!(ip_in(&path, &["link", "show", "tap0"]).contains("mtu 65521"));
         drop(tap);
-        // With such an MTU the kernel itself takes IPv6 away.
+        // With such an MTU the kernel itself disables IPv6.
         ip_in(&path, &["link", "set", "eth0", "mtu", "1000"]);
         let found = inspect(&netns, &["eth0".to_owned()]).unwrap();
         assert_eq!((found.interfaces[0].mtu, addresses(&found.interfaces[0]).len()), (1000, 2));
@@ -271,7 +271,7 @@ fn namespaces_and_taps_come_and_go() {
         assert!(matches!(tap::join(&one, "tap0", "eth0"), Err(NetError::NoInterface { .. })));
         assert_eq!(run_in(&one, links).unwrap(), ["lo", "tap0"]);
         drop(tap);
-        // A child that another test is just starting may hold a copy of the descriptor until it executes.
+        // A child that another test is starting may hold a copy of the descriptor until it executes.
         eventually("the tap is gone", || run_in(&one, links).unwrap() == ["lo"]).await;
         netns::remove(&path).unwrap();
         netns::remove(&path).unwrap();
@@ -311,7 +311,8 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         assert_eq!(told(&attachment), expected);
         assert_eq!(attachment.ips, ["10.79.0.2".parse::<IpAddr>().unwrap()]);
 
-        // What is missing is missed, or what there is is taken; what nobody asks for stays where it is.
+        // A missing interface is an error or is left out, according to the usage. Interfaces that were not requested stay in the
+        // namespace.
         let lost = with(2, &["net1", "net2"], InterfaceUsage::GuestNeedsAll);
         let error = setup(&lost).await.unwrap_err();
         assert!(matches!(&error, NetError::NotMade { name } if name == "net2"), "{error}");

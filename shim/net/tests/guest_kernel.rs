@@ -1,5 +1,5 @@
-//! Owns: proof that a real stack, configured by nothing but an attachment, reaches the node and other pods
-//! over TCP, with checksums and segments left unfinished on the way.
+//! Tests that a real network stack, configured only by an attachment, reaches the node and other pods over TCP, with checksum and
+//! segmentation offload.
 
 mod common;
 #[path = "common/kernel.rs"]
@@ -31,7 +31,7 @@ async fn start(world: &World, number: u8) -> (Kernel, Vec<IpAddr>) {
     (Kernel::start(&path, machine, &attachment), attachment.ips)
 }
 
-/// A connection from the guest to `listener`, and a megabyte each way.
+/// Connects from the guest to `listener` and sends a megabyte in each direction.
 fn talk(guest: &NetNs, listener: &TcpListener) {
     let to: SocketAddr = listener.local_addr().unwrap();
     let mut client = run_in(guest, || TcpStream::connect_timeout(&to, LIMIT)).unwrap().unwrap();
@@ -65,7 +65,7 @@ fn guests_talk(needs: &[&str], conf: &'static str) {
         }
         for gateway in ["10.77.0.1", "fd77::1"] {
             let bind = || TcpListener::bind((gateway.parse::<IpAddr>().unwrap(), 0));
-            // A new bridge looks for a while whether its IPv6 address is taken.
+            // A new bridge runs duplicate address detection for its IPv6 address for a while.
             eventually("the node has its address", || bind().is_ok()).await;
             talk(&a.netns, &bind().unwrap());
         }

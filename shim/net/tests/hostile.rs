@@ -1,4 +1,4 @@
-//! Owns: plugins that misbehave in every way, and what the chain does about it.
+//! Tests the chain with plugins that misbehave.
 
 mod common;
 
@@ -10,7 +10,7 @@ use nacelle_net::{Bandwidth, CniError, NetError, PodRef};
 use std::path::Path;
 use std::time::Duration;
 
-/// A chain of fakes: for each its tag and more of its configuration.
+/// Writes a chain of fake plugins: for each its tag and additional configuration.
 fn chain(world: &World, version: &str, fakes: &[(&str, &str)]) {
     let plugin = |(tag, more): &(&str, &str)| {
         format!(
@@ -34,7 +34,7 @@ fn fed(world: &World, call: &str) -> serde_json::Value {
     serde_json::from_slice(&std::fs::read(world.dir(&format!("{call}.json"))).unwrap()).unwrap()
 }
 
-/// What setup fails with when the second of two plugins does this at ADD.
+/// Returns the error of setup when the second of two plugins does this at ADD.
 async fn second_does(world: &World, mode: &str) -> CniError {
     let _ = std::fs::remove_file(world.dir("calls"));
     chain(world, "1.0.0", &[("one", ""), ("two", &format!(r#", "mode": "{mode}""#))]);
@@ -85,14 +85,14 @@ fn whatever_the_second_plugin_does_the_first_is_taken_back() {
 #[test]
 fn a_plugin_that_takes_too_long_is_killed_with_its_children() {
     in_a_world(&[], |world| async move {
-        // "orphan" ends at once, but leaves a child that holds its output.
+        // "orphan" exits at once, but leaves a child that holds its output.
         for mode in ["hang", "orphan"] {
             let pod = pod(1);
             chain(&world, "1.0.0", &[("one", &format!(r#", "mode": "{mode}""#))]);
             world.network.create_netns(&pod.id).await.unwrap();
             let error = world.again(Duration::from_secs(3)).setup(&pod).await.unwrap_err();
             assert_eq!(error.kind(), Kind::Timeout, "{mode}: {error}");
-            // On a very slow machine it did not come so far as to have children.
+            // On a very slow machine the plugin may not have started its children yet.
             if let Ok(pids) = std::fs::read_to_string(world.dir("pids")) {
                 all_gone(&pids).await;
                 std::fs::remove_file(world.dir("pids")).unwrap();
@@ -105,7 +105,7 @@ fn a_plugin_that_takes_too_long_is_killed_with_its_children() {
 
 async fn all_gone(pids: &str) {
     for pid in pids.split_whitespace() {
-        // A zombie is gone as far as the plugin is concerned: whoever inherited it has yet to look.
+        // A zombie counts as gone: its new parent has yet to reap it.
         let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         let gone = || state().rsplit(')').next().is_none_or(|rest| rest.trim().is_empty() || rest.starts_with(" Z"));
         eventually("the plugin and its child are gone", gone).await;
@@ -124,7 +124,7 @@ fn a_setup_that_is_given_up_kills_the_plugin_and_teardown_cleans_up() {
             () = eventually("the plugin runs", there) => (),
         }
         all_gone(&std::fs::read_to_string(world.dir("pids")).unwrap()).await;
-        // A new daemon finds the pod and knows what to take back, whatever the configuration is now.
+        // A new daemon finds the pod and can clean up, whatever the configuration is now.
         std::fs::remove_file(world.dir("conf").join("10-fake.conflist")).unwrap();
         let network = world.again(LIMIT);
         assert!(network.pods().await.unwrap().contains(&pod.id));
@@ -144,7 +144,7 @@ fn a_plugin_of_a_daemon_that_was_killed_is_waited_for() {
         world.network.create_netns(&pod.id).await.unwrap();
         world.network.setup(&pod).await.unwrap_err();
         std::fs::remove_file(world.dir("calls")).unwrap();
-        // What a plugin of the former daemon is: a process that has the pod's locked file as its input.
+        // A plugin of the former daemon is a process that has the pod's locked file as its input.
         let input = std::fs::File::open(world.dir("cache").join(format!("{}.input", pod.id))).unwrap();
         input.lock().unwrap();
         let script = "echo >started; while [ ! -e go ]; do sleep 0.01; done; echo late >>calls";
@@ -157,7 +157,7 @@ fn a_plugin_of_a_daemon_that_was_killed_is_waited_for() {
         let error = world.again(Duration::ZERO).teardown(&pod.id).await.unwrap_err();
         assert!(matches!(error, NetError::Cni(CniError::Busy { .. })), "{error}");
         std::fs::write(world.dir("go"), "").unwrap();
-        // Its DEL fails as it was told to, but it was called.
+        // DEL fails as configured, but the plugin was called.
         world.again(LIMIT).teardown(&pod.id).await.unwrap_err();
         assert_eq!(calls(&world), ["late", "DEL one"]);
         plugin.wait().unwrap();
@@ -187,7 +187,7 @@ fn a_failed_del_is_remembered_and_the_others_are_done() {
         world.network.teardown(&pod.id).await.unwrap_err();
         assert!(world.network.netns_path(&pod.id).exists());
         assert_eq!(calls(&world)[2..], ["DEL two", "DEL one", "DEL two", "DEL one"]);
-        // What the plugin is told at DEL is what it was told at ADD: it fails again, until its file is gone.
+        // DEL receives the recorded configuration of ADD and fails again, until the test edits the record.
         let text = std::fs::read_to_string(world.dir("cache").join(format!("{}.json", pod.id))).unwrap();
         std::fs::write(world.dir("cache").join(format!("{}.json", pod.id)), text.replace("\"json\"", "\"\"")).unwrap();
         world.network.teardown(&pod.id).await.unwrap();
@@ -212,7 +212,7 @@ fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
         assert_eq!((owed.len(), &owed[0].pod, owed[0].network.as_str(), owed[0].attempts), (1, &pod.id, "fakes", 1));
         assert!(owed[0].error.contains("refused DEL with code 11") && owed[0].since > 0, "{owed:?}");
 
-        // A daemon after it, for which the pod is gone, finds the debt.
+        // A later daemon, for which the pod is gone, finds the pending DEL.
         let network = world.again(LIMIT);
         std::fs::remove_file(world.dir("calls")).unwrap();
         network.gc(&[].into(), LIMIT).await.unwrap();
@@ -221,7 +221,7 @@ fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
         assert_eq!(network.owed().await.unwrap()[0].attempts, 2);
         std::fs::remove_file(world.dir("broken")).unwrap();
         std::fs::remove_file(world.dir("calls")).unwrap();
-        // It is not yet time.
+        // The DEL is not due yet.
         network.settle(LIMIT).await;
         assert!(!world.dir("calls").exists());
         // But a configuration has changed.
@@ -229,7 +229,7 @@ fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
         network.settle(LIMIT).await;
         assert_eq!(calls(&world), ["DEL two", "DEL one"]);
         assert!(network.owed().await.unwrap().is_empty() && world.files("cache").is_empty());
-        // The namespace was gone: plugins know that by an empty path.
+        // The namespace was gone: CNI expects an empty path then.
         let environment = std::fs::read_to_string(world.dir("two.DEL.env")).unwrap();
         assert_eq!(environment.lines().nth(1), Some(""));
         assert_eq!(network.release(&pod.id, LIMIT).await.unwrap().map(|error| error.to_string()), None);
@@ -261,7 +261,7 @@ fn a_pod_goes_without_a_plugin_that_hangs_or_is_not_installed_any_more() {
         let error = network.release(&pod.id, LIMIT).await.unwrap();
         assert!(matches!(error, Some(CniError::NoPlugin { .. })), "{error:?}");
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
-        // A daemon that still knows the pod takes the debt over, too.
+        // A daemon that still knows the pod also takes over the pending DEL.
         let network = world.again(LIMIT);
         network.gc(&[pod.id.clone()].into(), LIMIT).await.unwrap();
         std::fs::write(&path, text.replace("\"broken\"", "\"\"")).unwrap();
@@ -300,7 +300,7 @@ fn plugins_are_fed_what_the_conventions_say() {
         assert_eq!(runtime["dns"]["servers"][0], "10.0.0.10");
         assert_eq!(runtime["ipRanges"][0][0]["subnet"], "10.1.0.0/16");
         assert!(fed(&world, "one.ADD").get("prevResult").is_none());
-        // DEL is told the last result, by the first plugin too.
+        // DEL receives the last result, even the first plugin.
         assert_eq!(fed(&world, "one.DEL")["prevResult"]["own"], "two");
 
         let environment = std::fs::read_to_string(world.dir("one.ADD.env")).unwrap();
@@ -321,7 +321,7 @@ fn plugins_are_fed_what_the_conventions_say() {
 #[test]
 fn a_plugin_that_reads_nothing_is_no_failure() {
     in_a_world(&[], |world| async move {
-        // More than a pipe holds.
+        // Longer than the capacity of a pipe.
         let long = "x".repeat(300_000);
         let conf = format!(r#"{{ "cniVersion": "1.0.0", "name": "deaf", "type": "nacelle-deaf", "long": "{long}" }}"#);
         world.conf("10-deaf.conf", &conf);
@@ -357,14 +357,14 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
         assert!(matches!(status().await, Err(CniError::Json { .. })));
         std::fs::remove_file(world.dir("conf").join("05-none.conf")).unwrap();
 
-        // Two pods whose DEL failed; one of them is to be kept.
+        // Two pods whose DEL failed; one of them is kept.
         chain(&world, "1.1.0", &[("one", r#", "mode": "json", "del": "json""#)]);
         for number in [1, 2] {
             world.network.create_netns(&pod(number).id).await.unwrap();
             world.network.setup(&pod(number)).await.unwrap_err();
         }
         world.network.gc(&[pod(1).id].into(), LIMIT).await.unwrap();
-        // The other one is gone all the same, and its DEL is owed.
+        // The other one is gone all the same, and its DEL is pending.
         assert!(!world.network.netns_path(&pod(2).id).exists());
         let owed: Vec<_> = world.network.owed().await.unwrap().into_iter().map(|owed| owed.pod).collect();
         assert_eq!(owed, [pod(2).id]);

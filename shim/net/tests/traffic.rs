@@ -1,4 +1,4 @@
-//! Owns: proof that frames pass between guest and network, and that nobody but the guest answers for the pod.
+//! Tests that frames pass between guest and network, and that only the guest answers for the pod.
 
 mod common;
 #[path = "common/guest.rs"]
@@ -20,7 +20,7 @@ const BRIDGE: &str = r#"{ "cniVersion": "1.0.0", "name": "traffic", "plugins": [
     { "type": "portmap", "capabilities": { "portMappings": true }, "snat": true } ] }"#;
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 
-/// A pod with a tap that is not joined yet, and the guest behind it.
+/// Creates a pod with a tap that is not joined yet, and the guest behind it.
 async fn start(world: &World, number: u8) -> (NetNs, Guest) {
     let pod = pod(number);
     let netns = world.network.create_netns(&pod.id).await.unwrap();
@@ -47,7 +47,7 @@ fn two_guests_and_the_node_reach_each_other() {
         world.conf("10-traffic.conflist", BRIDGE);
         let (netns_a, a) = start(&world, 1).await;
         let (netns_b, b) = start(&world, 2).await;
-        // Twice, because it may be repeated.
+        // One is joined twice, because a join may be repeated.
         for netns in [&netns_a, &netns_b, &netns_a] {
             tap::join(netns, "tap0", "eth0").unwrap();
         }
@@ -63,7 +63,7 @@ fn two_guests_and_the_node_reach_each_other() {
         a.ping(*node, GATEWAY, 9);
         a.until(|seen| *seen == Seen::EchoReply { source: GATEWAY, number: 9 });
 
-        // And the guest is reached from the node.
+        // The node reaches the guest.
         let socket = UdpSocket::bind((GATEWAY, 0)).unwrap();
         socket.send_to(b"hello", (a.v4, 4000)).unwrap();
         let fits = |seen: &Seen| matches!(seen, Seen::Udp { port: 4000, payload } if payload == b"hello");
@@ -93,14 +93,14 @@ fn what_a_guest_asks_of_dhcp_is_heard_before_it_is_redirected() {
         a.udp([0xff; 6], all, 68, b"another port", [0, 0]);
         a.udp([0xff; 6], all, 67, b"a piece", [0, 7]);
         a.udp([0xff; 6], all, 67, b"one", [0x40, 0]);
-        // What comes from elsewhere is not the guest's question.
+        // Frames from other senders are not the guest's requests.
         b.udp([0xff; 6], all, 67, b"not mine", [0, 0]);
         a.until(|seen| matches!(seen, Seen::Udp { payload, .. } if payload == b"not mine"));
         a.udp(b.mac, b.v4, 67, b"two", [0, 0]);
         b.until(|seen| matches!(seen, Seen::Udp { payload, .. } if payload == b"two"));
         let heard = || {
             let mut frame = [0; 4096];
-            // The tap was down when the socket was bound: the kernel says so once.
+            // The tap was down when the socket was bound: the kernel reports that once.
             let length = loop {
                 match (&questions).read(&mut frame) {
                     Ok(length) => break length,
@@ -129,13 +129,13 @@ fn only_the_guest_answers_once_it_is_joined() {
         tap::join(&netns_b, "tap0", "eth0").unwrap();
         let a6 = a.v6.unwrap();
 
-        // Not joined, the namespace's own stack answers: the question is asked rightly.
+        // Before the join the namespace's own stack answers, so the request is correct.
         b.ask_arp(a.v4);
         b.until(|seen| *seen == Seen::ArpReply { who: a.v4, is: a.mac });
         b.ask_v6(a6);
         b.until(|seen| *seen == Seen::Advertisement { who: a6 });
 
-        // Joined, only the question arrives. An answer of the stack would come before the mark.
+        // After the join only the request arrives. An answer of the stack would come before the mark.
         tap::join(&netns_a, "tap0", "eth0").unwrap();
         b.ask_arp(a.v4);
         a.until(|seen| *seen == Seen::ArpRequest { from: b.mac, who: a.v4, tell: b.v4 });
@@ -151,7 +151,7 @@ fn only_the_guest_answers_once_it_is_joined() {
             _ => false,
         };
         assert!(!seen.iter().any(from_a), "{seen:?}");
-        // The plugins still find what they made.
+        // CHECK still finds what the plugins made.
         world.network.check(&pod(1).id).await.unwrap();
     });
 }

@@ -1,6 +1,7 @@
-//! Owns: the state of the pod. One task takes requests and news one by one, asks the tables of `state`, starts the
-//! effects, records what changed in state.json, and only then publishes it and answers.
-//! Threads: one task; it waits for nothing but its inbox and the writing of the record. Effects run beside it.
+//! Holds the state of the pod. One task takes requests and events one by one, applies the tables of `state`, starts the
+//! effects, writes state.json, and only then publishes the new state and replies.
+//!
+//! The task waits for nothing but its inbox and the write of the record. Effects run in other tasks and report back as `News`.
 
 mod containers;
 mod devices;
@@ -35,58 +36,58 @@ use tokio::task::AbortHandle;
 
 pub use devices::Offer;
 
-/// How somebody is answered.
+/// The channel for the reply to a request.
 pub type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 
-/// What the server asks.
+/// A request of the server.
 pub enum Ask {
-    /// The pod's network.
+    /// Configure the pod's network.
     Configure(pod::ConfigureRequest, Reply<Bounded<pod::ConfigureResponse>>),
-    /// A container.
+    /// Create a container.
     Create(pod::CreateContainerRequest, Reply<Bounded<common::CreateContainerResponse>>),
-    /// Its start.
+    /// Start the container with this id.
     Start(String, Reply<()>),
-    /// Its end, with the time from stop signal to SIGKILL.
+    /// Stop a container, with the time between stop signal and SIGKILL.
     Stop(String, Duration, Reply<()>),
-    /// Its removal.
+    /// Remove a container.
     Remove(String, Reply<()>),
-    /// Its log's rotation.
+    /// Reopen a container's log after its rotation.
     ReopenLog(String, Reply<()>),
-    /// A device of the node, for a container that is about to be made; answered by a number.
+    /// Take a device of the node for a container that is about to be created; the reply is the number of the offer.
     Offer(Offer, Reply<u64>),
-    /// The end of that.
+    /// Withdraw the offer with this number.
     Withdraw(u64),
-    /// A command in it.
+    /// Run a command in a container.
     Exec(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
-    /// A container that runs.
+    /// Return a running container.
     Running(String, Reply<Live>),
-    /// The agent, for something in the pod.
+    /// Return the agent.
     Agent(Reply<Agent>),
-    /// The machine and its agent, for what is done with both.
+    /// Return the VM and its agent.
     Machine(Reply<Able>),
-    /// The end of the pod, with the time that containers get; without a reply: SIGTERM.
+    /// Stop the pod, with the grace period of its containers. SIGTERM sends it without a reply channel.
     StopPod(Duration, Option<Reply<()>>),
 }
 
-/// A container that runs, for those who have business with it.
+/// A running container, for streams, execs and attaches.
 pub struct Live {
-    /// The agent of its machine.
+    /// The agent of its guest.
     pub agent: Agent,
-    /// What it was made of.
+    /// The request that created the container.
     pub request: Arc<pod::CreateContainerRequest>,
-    /// Those who listen to it.
+    /// The outputs that clients can attach to.
     pub outputs: container::Outputs,
 }
 
-/// A machine that runs. Not to be kept.
+/// A running VM. Callers must not keep it beyond their request.
 pub struct Able {
-    /// Its agent.
+    /// The agent in the guest.
     pub agent: Agent,
-    /// Itself.
+    /// The VM.
     pub machine: Arc<dyn Machine>,
 }
 
-/// What effects report.
+/// An event that an effect reports.
 enum News {
     Assembled(Result<Assembled, PodError>),
     Greeted(Result<Ready, PodError>),
@@ -100,11 +101,11 @@ enum News {
     CleanedUp(Vec<Left>),
 }
 
-/// The inbox.
+/// A message to the actor.
 pub enum Message {
-    /// From outside.
+    /// A request from outside.
     Ask(Ask),
-    /// From an effect of the actor's own.
+    /// An event from one of the actor's own effects.
     #[expect(private_interfaces, reason = "only this module makes and reads news")]
     News(News),
 }
@@ -115,21 +116,21 @@ struct Entry {
     log: Option<LogPath>,
     response: Bounded<common::CreateContainerResponse>,
     creating: Vec<Reply<Bounded<common::CreateContainerResponse>>>,
-    /// Whoever waits for the start or the removal that is under way.
+    /// Requests that wait for the start or the removal in progress.
     waiting: Vec<Reply<()>>,
     started: Option<(container::Streams, Arc<crate::log::LogFile>, container::Outputs)>,
     life: Option<AbortHandle>,
     stops: Stops,
 }
 
-/// The machine, as far as it is.
+/// The VM, as far as it has been assembled.
 enum Body {
     Assembling,
     Running { machine: Arc<dyn Machine>, undo: UndoStack },
     None,
 }
 
-/// The owner of the pod.
+/// The actor that owns the pod's state.
 pub struct Actor {
     spec: Arc<PodSpec>,
     dir: PathBuf,
@@ -155,16 +156,16 @@ pub struct Actor {
     pushed: Pushed,
 }
 
-/// The actor's other ends.
+/// The handles by which others reach the actor.
 pub struct Handles {
-    /// Its inbox.
+    /// The actor's inbox.
     pub inbox: mpsc::UnboundedSender<Message>,
-    /// The pod as it is.
+    /// The published state of the pod.
     pub published: watch::Receiver<PodRecord>,
 }
 
 impl Actor {
-    /// An actor that has not begun, and the way to talk to it.
+    /// Creates an actor that does not run yet, and its handles.
     pub fn new(spec: Arc<PodSpec>, dir: &Path) -> (Actor, Handles) {
         let record = PodRecord::new(spec.id.clone());
         let (published, seen) = watch::channel(record.clone());
@@ -197,7 +198,7 @@ impl Actor {
         (actor, handles)
     }
 
-    /// Boots the machine and serves until the pod has been stopped.
+    /// Boots the VM and serves until the pod has been stopped.
     pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::Prepared) {
         self.write().await;
         self.pushed = Pushed::new(prepared.pushed.take(), self.spec.timeouts.call());
@@ -225,7 +226,7 @@ impl Actor {
         }
     }
 
-    /// Writes state.json. A full disk must not stop the pod; the next change tries again.
+    /// Writes state.json. A failure, such as a full disk, does not stop the pod; the next change tries again.
     async fn write(&self) {
         let (record, dir) = (self.record.clone(), self.dir.clone());
         match run_blocking("write the pod's record", move || record.write(&dir)).await {
@@ -269,7 +270,7 @@ impl Actor {
             News::Assembled(Err(error)) => {
                 self.body = Body::None;
                 match self.record.phase {
-                    // Stopped while it was being assembled: that is what the end has waited for.
+                    // The pod was stopped while the VM was being assembled; the cleanup has waited for this event.
                     Phase::Stopping => self.clean_up(),
                     _ => self.boot_failed(error),
                 }
@@ -293,7 +294,7 @@ impl Actor {
         }
     }
 
-    // The pod.
+    // The handlers for events of the pod itself.
 
     fn pod(&mut self, event: PodEvent, grace: Duration) {
         match self.record.phase.step(event) {
@@ -305,7 +306,7 @@ impl Actor {
                     PodAction::CleanUp => self.clean_up(),
                 }
             }
-            // Requests of clients are never refused. An event that comes twice is a bug without consequences.
+            // The table accepts all requests of clients. A refused event is a BUG without consequences.
             Err(refused) => tracing::error!("BUG: {}", Chain(&refused)),
         }
         if matches!(self.record.phase, Phase::Stopping | Phase::Stopped) {
@@ -328,7 +329,7 @@ impl Actor {
         let made = Arc::clone(&machine);
         self.body = Body::Running { machine, undo };
         if self.record.phase != Phase::Booting {
-            // Stopped while the engine was starting.
+            // The pod was stopped while the engine was starting the VM.
             self.clean_up();
             return;
         }
@@ -378,7 +379,7 @@ impl Actor {
         self.pod(PodEvent::VmExited, Duration::ZERO);
     }
 
-    /// The machine is gone or about to be: every container has ended.
+    /// Marks every container as exited, because the VM is gone or about to be.
     fn lose(&mut self, why: &str) {
         self.agent = None;
         self.record.lose_containers(why, crate::now_nanos());
@@ -423,7 +424,7 @@ impl Actor {
         });
     }
 
-    /// Ends the machine at once and gives everything back; while it is being assembled: later.
+    /// Kills the VM at once and releases everything; while the VM is being assembled, that happens when it is done.
     fn clean_up(&mut self) {
         if let Some(boot) = self.boot.take() {
             boot.abort();
@@ -440,7 +441,7 @@ impl Actor {
         }
     }
 
-    /// For the take-down: the machine stays reachable until it is gone.
+    /// Takes the undo stack for the teardown. The VM stays reachable until it is gone.
     fn take_undo(&mut self) -> UndoStack {
         match &mut self.body {
             Body::Running { undo, .. } => std::mem::take(undo),
@@ -466,7 +467,7 @@ impl Actor {
         }
     }
 
-    /// Why nothing can be asked of the guest now.
+    /// Returns the error for requests that the guest cannot serve now.
     fn unavailable(&self) -> Failure {
         let failure = match self.record.failure.as_str() {
             "" => String::new(),
@@ -494,7 +495,7 @@ impl Actor {
         }
     }
 
-    /// Takes a container's state through the table; false if the news come too late to matter.
+    /// Applies an event to a container's state; returns false if the event comes too late to matter.
     fn step(&mut self, id: &str, event: ContainerEvent) -> bool {
         let Some(entry) = self.containers.get_mut(id) else { return false };
         match entry.state.step(event) {
@@ -511,7 +512,7 @@ impl Actor {
     }
 }
 
-/// Answers that must not be given before the record is written.
+/// Replies that must not be sent before the record is written.
 #[derive(Default)]
 struct Answers(Vec<Box<dyn FnOnce() + Send>>);
 
@@ -525,12 +526,12 @@ impl Answers {
     }
 }
 
-/// Answers; whoever asked may have gone.
+/// Sends a reply; ignores that the requester may have disconnected.
 fn tell<T>(reply: Reply<T>, outcome: Result<T, Failure>) {
     let _ = reply.send(outcome);
 }
 
-/// Reports to the actor; it may have ended.
+/// Sends an event to the actor, which may have ended.
 fn send(own: &mpsc::UnboundedSender<Message>, news: News) {
     let _ = own.send(Message::News(news));
 }

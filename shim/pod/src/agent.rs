@@ -1,5 +1,6 @@
-//! Calls the agent's gRPC service and opens its streams, each with a deadline. The agent is not trusted: this module limits the length
-//! of its messages and wraps what it sends in [`FromGuest`], and [`crate::guest_values`] bounds it. An [`Agent`] is cheap to clone.
+//! Calls the agent's gRPC service and opens its streams, each with a deadline. The agent is not trusted: this module limits
+//! the length of its messages and wraps them in [`FromGuest`], and [`crate::guest_values`] bounds the values. An [`Agent`]
+//! is cheap to clone.
 
 use crate::codes;
 use crate::error::PodError;
@@ -25,20 +26,20 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Response, Status};
 
-/// Where the agent's boot handshake arrives on the host.
+/// The vsock port on the host to which the agent connects for the boot handshake.
 pub const BOOT_PORT: u32 = 1024;
-/// The agent's gRPC service.
+/// The vsock port of the agent's gRPC service.
 const RPC_PORT: u32 = 1025;
-/// The agent's streams.
+/// The vsock port of the agent's streams.
 const STREAM_PORT: u32 = 1026;
 
-/// The longest framed message.
+/// The maximum length of a framed message in bytes.
 const MAX_FRAME: usize = 1 << 20;
-/// The longest answer with figures, in bytes: what it decodes to is many times as big.
+/// The maximum length of a Stats reply in bytes; the decoded message takes many times as much memory.
 const MAX_STATS: usize = 256 << 10;
-/// One long-poll of Wait.
+/// The duration of one long poll of Wait.
 const WAIT_SLICE: Duration = Duration::from_secs(30);
-/// The pause after a Wait that answered too early.
+/// The pause after a Wait that returned too early.
 const EARLY: Duration = Duration::from_millis(200);
 
 /// The agent of one guest.
@@ -50,14 +51,14 @@ pub struct Agent {
     limit: Duration,
 }
 
-/// Says when, and how, the machine has ended.
+/// Holds `None` until the VM has ended, then how it ended.
 pub type Gone = watch::Receiver<Option<MachineExit>>;
 
-/// From a broken connection to the news of the machine's end, if that is what broke it.
+/// The time to wait, after a connection broke, for the report that the VM has ended.
 const NEWS: Duration = Duration::from_secs(3);
 
 impl Agent {
-    /// For the agent at the end of this link; each request may take `limit`. Connects with the first request.
+    /// Creates the client of the agent at the other end of this link; each request may take `limit`. Connects with the first request.
     pub fn new(link: Arc<dyn GuestLink>, gone: Gone, limit: Duration) -> Self {
         let connector = {
             let link = Arc::clone(&link);
@@ -69,7 +70,7 @@ impl Agent {
                 }
             })
         };
-        // The address is never looked at: the connector knows where to go.
+        // The address is unused: the connector determines the destination.
         let channel = Endpoint::from_static("http://agent").connect_with_connector_lazy(connector);
         let rpc = AgentClient::new(channel).max_decoding_message_size(wire::MESSAGE);
         Self { rpc, link, gone, limit }
@@ -113,18 +114,18 @@ impl Agent {
         self.call("detach an image", self.limit, self.rpc.clone().detach_image(request)).await.map(drop)
     }
 
-    /// Adds a device of the node, or says what has become of it.
+    /// Adds a device of the node, or updates one that changed.
     pub async fn attach_device(&self, request: proto::AttachDeviceRequest) -> Result<(), PodError> {
         self.call("attach a device", self.limit, self.rpc.clone().attach_device(request)).await.map(drop)
     }
 
-    /// Takes a device of the node away.
+    /// Removes a device of the node.
     pub async fn detach_device(&self, partition: u32) -> Result<(), PodError> {
         let request = proto::DetachDeviceRequest { partition };
         self.call("detach a device", self.limit, self.rpc.clone().detach_device(request)).await.map(drop)
     }
 
-    /// Makes a container.
+    /// Creates a container.
     pub async fn create_container(
         &self,
         request: proto::CreateContainerRequest,
@@ -145,32 +146,32 @@ impl Agent {
         self.call("send a signal", self.limit, self.rpc.clone().signal(request)).await.map(drop)
     }
 
-    /// Waits for the exit of a container or an exec; none: it runs on after a long while.
+    /// Waits for the exit of a container or an exec; returns `None` if it still runs after a long poll.
     pub async fn wait(&self, id: &str, exec_id: &str) -> Result<Option<GuestExit>, PodError> {
         let timeout_ms = u32::try_from(WAIT_SLICE.as_millis()).unwrap_or(u32::MAX);
         let request = proto::WaitRequest { id: id.to_owned(), exec_id: exec_id.to_owned(), timeout_ms };
         let (limit, asked) = (WAIT_SLICE + self.limit, Instant::now());
         let exit = self.call("wait for a process", limit, self.rpc.clone().wait(request)).await?.bound();
         if exit.is_none() && asked.elapsed() < WAIT_SLICE / 2 {
-            // An agent that does not wait must not keep us busy.
+            // An agent that returns at once must not keep this process busy.
             tokio::time::sleep(EARLY).await;
         }
         Ok(exit)
     }
 
-    /// Pushes a volume, part by part. If the parts end before the volume is whole, nothing of it is seen.
+    /// Sends a copied-in volume, part by part. If the parts end before the volume is complete, containers see nothing of it.
     pub async fn push_volume(&self, parts: mpsc::Receiver<proto::PushVolumeRequest>) -> Result<(), PodError> {
         let parts = ReceiverStream::new(parts);
         self.call("push a volume", self.limit, self.rpc.clone().push_volume(parts)).await.map(drop)
     }
 
-    /// Removes a volume that was pushed.
+    /// Removes a copied-in volume.
     pub async fn drop_volume(&self, name: &str) -> Result<(), PodError> {
         let request = proto::DropVolumeRequest { name: name.to_owned() };
         self.call("remove a pushed volume", self.limit, self.rpc.clone().drop_volume(request)).await.map(drop)
     }
 
-    /// Kills what is left of a container and removes it.
+    /// Kills the remaining processes of a container and removes it.
     pub async fn remove_container(&self, id: &str) -> Result<(), PodError> {
         let request = common::ContainerRef { id: id.to_owned() };
         self.call("remove the container", self.limit, self.rpc.clone().remove_container(request)).await.map(drop)
@@ -186,13 +187,13 @@ impl Agent {
         self.call("change the limits", self.limit, self.rpc.clone().update_container(request)).await.map(drop)
     }
 
-    /// Has so many of the machine's processors run.
+    /// Sets the number of vCPUs that are online.
     pub async fn set_processors(&self, count: u32) -> Result<(), PodError> {
         let request = common::SetProcessorsRequest { count };
         self.call("have so many processors run", self.limit, self.rpc.clone().set_processors(request)).await.map(drop)
     }
 
-    /// Brings `bytes` of the VM's reserve into use, which has these address ranges; returns how many bytes are in use then.
+    /// Brings `bytes` of the VM's memory reserve, which has these address ranges, into use; returns how many bytes are in use then.
     pub async fn set_memory(
         &self,
         reserve: &[Range<u64>],
@@ -214,12 +215,12 @@ impl Agent {
         self.call("tell what the containers use", self.limit, rpc.stats(common::Empty {})).await
     }
 
-    /// Asks the guest to power off.
+    /// Requests the guest to power off.
     pub async fn shutdown(&self, limit: Duration) -> Result<(), PodError> {
         self.call("shut down", limit, self.rpc.clone().shutdown(common::Empty {})).await.map(drop)
     }
 
-    /// Connects one stream of a process. The result is a blocking stream.
+    /// Connects one stream of a process. Returns a blocking stream.
     pub async fn open_stream(&self, id: &str, exec_id: &str, stream: common::Stream) -> Result<UnixStream, PodError> {
         let (id, exec_id, stream) = (id.to_owned(), exec_id.to_owned(), stream.into());
         let opened = self.open(proto::StreamOpen { id, exec_id, stream, ..Default::default() }).await?;
@@ -239,7 +240,8 @@ impl Agent {
         }
     }
 
-    /// Hands a disk to a machine that is to be made, as a container `id`. Until then it belongs to the result.
+    /// Hands a disk over for a machine that will be created as container `id`. The disk is withdrawn when the result is
+    /// dropped before that.
     pub async fn hand_over(&self, id: &str, disk: &str, file: File) -> Result<HandedOver, PodError> {
         let (id, stream, device) = (id.to_owned(), common::Stream::Device.into(), disk.to_owned());
         let open = proto::StreamOpen { id, stream, device, ..Default::default() };
@@ -269,27 +271,27 @@ impl Agent {
     }
 }
 
-/// A disk that was handed over. Dropping it takes it back, unless a machine has it.
+/// A disk that was handed over. Dropping it withdraws the disk, unless a machine uses it.
 #[derive(Debug)]
 pub struct HandedOver {
     _stream: tokio::net::UnixStream,
 }
 
-/// Ends with the machine.
+/// Completes when the VM has ended.
 async fn died(mut gone: Gone) -> PodError {
     match gone.wait_for(Option::is_some).await.map(|exit| exit.as_ref().map(describe_exit)) {
         Ok(Some(why)) => PodError::Died { why },
-        // The machine's thread is gone without a word, which cannot be.
+        // BUG: the VM's thread ended without a report.
         _ => PodError::Ending,
     }
 }
 
-/// The machine's end if it comes within a moment, else this error.
+/// Returns the end of the VM as the error if it is reported within a moment, otherwise `error`.
 pub async fn reason(gone: Gone, error: PodError) -> PodError {
     tokio::time::timeout(NEWS, died(gone)).await.unwrap_or(error)
 }
 
-/// Connects to a port of the guest; asks again while the agent does not listen yet.
+/// Connects to a port of the guest; retries while the agent does not listen yet.
 async fn connect(link: Arc<dyn GuestLink>, port: u32, limit: Duration) -> Result<UnixStream, PodError> {
     let deadline = Instant::now() + limit;
     loop {
@@ -304,7 +306,7 @@ async fn connect(link: Arc<dyn GuestLink>, port: u32, limit: Duration) -> Result
     }
 }
 
-/// A stream of the link for the runtime.
+/// Converts a stream of the link for the async runtime.
 pub fn tokio_stream_of(stream: UnixStream) -> Result<tokio::net::UnixStream, PodError> {
     let failed = |source: io::Error| PodError::Stream { what: "set up a stream", source };
     stream.set_nonblocking(true).map_err(failed)?;
@@ -349,7 +351,7 @@ pub async fn read_frame<M: Message + Shaped + Default>(
         if length > MAX_FRAME {
             return Ok(None);
         }
-        // Grows with what arrives, not with what is announced.
+        // The buffer grows with the bytes that arrive, not with the announced length.
         let mut bytes = Vec::new();
         let count = u64::try_from(length).unwrap_or(u64::MAX);
         stream.take(count).read_to_end(&mut bytes).await?;

@@ -1,5 +1,5 @@
-//! Owns: the handshake with the agent, from its hello to a configured guest. Holds nothing that must be given back,
-//! so it may be cancelled at any point.
+//! Performs the boot handshake with the agent, from its hello to a configured guest. It owns no resource that needs
+//! cleanup, so its future may be dropped at any point.
 
 use crate::agent::{self, Agent, Gone, read_guest_frame, tokio_stream_of, write_frame};
 use crate::error::PodError;
@@ -16,22 +16,22 @@ use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 
-/// The pod's network, once the daemon has said it.
+/// The pod's network; `None` until the daemon has sent it.
 pub type Network = watch::Receiver<Option<Arc<pod::ConfigureRequest>>>;
 
 /// A guest that is ready for containers.
 pub struct Ready {
-    /// Its agent.
+    /// The agent in the guest.
     pub agent: Agent,
-    /// The answer to Configure: the agent's version, its kernel's release and the steps of the boot.
+    /// The reply to Configure: the agent's version, its kernel's release and the steps of the boot.
     pub answer: Bounded<pod::ConfigureResponse>,
 }
 
 const PROTOCOL: u32 = 1;
-/// Connections without a hello after which the guest is not believed any more.
+/// The number of connections that may end without a hello before the boot fails.
 const MAX_GIVEN_UP: u32 = 16;
 
-/// Whether a network fits the machine: its interfaces are some of the specification's, in that order.
+/// Checks that a network fits the VM: its interfaces are a subsequence of the specification's.
 pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodError> {
     let mut known = spec.network.iter().flat_map(|network| &network.interfaces);
     for interface in &request.interfaces {
@@ -53,7 +53,7 @@ pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodE
     Ok(())
 }
 
-/// Waits for the agent and for the network, whichever is later; configures the guest.
+/// Waits for the agent and for the network, in any order, then configures the guest.
 pub async fn greet(
     spec: &PodSpec,
     incoming: Box<dyn Incoming>,
@@ -65,14 +65,14 @@ pub async fn greet(
     let greeted = shake(spec, incoming, network, timeline).await;
     match greeted {
         Ok(answer) => Ok(Ready { agent: Agent::new(link, gone, spec.timeouts.call()), answer }),
-        // A connection that breaks, or never comes, is mostly a machine that died.
+        // A connection that breaks, or never arrives, usually means that the VM has exited.
         Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => Err(agent::reason(gone, error).await),
         Err(error) => Err(error),
     }
 }
 
-/// Waits for the agent's hello. A connection that ends before it is one that the guest gave up because the host was
-/// slow: the next one counts. Nobody is listened to after the hello.
+/// Waits for the agent's hello. A connection that ends before the hello was abandoned by the guest because the host was
+/// slow, so the next connection is accepted. After the hello no further connection is accepted.
 async fn hello(
     mut incoming: Box<dyn Incoming>,
     limit: Duration,
@@ -114,7 +114,7 @@ async fn shake(
             guest_ms = millis(hello.sent_nanos),
             "the agent says hello"
         );
-        // Where the agent is a process of the node, its clock is that's.
+        // An agent that is a process of the node uses the node's clock, so it has no boot steps.
         if spec.engine.has_disks() {
             timeline.add(hello.boot_steps(timeline::now(), spec.timeouts.boot()));
         }

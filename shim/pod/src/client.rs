@@ -1,5 +1,5 @@
-//! Owns: the daemon's side of a pod process: start one, find one again, ask it, and clear away a dead one.
-//! Threads: any; a [`PodClient`] is cheap to clone and holds no lock.
+//! Implements the daemon's side of a pod process: starts it, finds it again after a restart of the daemon, sends requests,
+//! and cleans up after a dead one. A [`PodClient`] is cheap to clone, holds no lock and may be used from any thread.
 
 use crate::error::{PodError, printable};
 use crate::identity::{self, IdentityError};
@@ -34,100 +34,101 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::transport::{Channel, Endpoint, Uri};
 
-/// The process's own log: its standard output and error. The daemon opens it, in its own part of the run directory.
+/// The log of the process itself: its standard output and error. The daemon opens it, in its own part of the run directory.
 pub const LOG_FILE: &str = "pod.log";
 
-/// From the start of the process to its first answer. It listens before it starts the machine.
+/// The limit from the start of the process to its first reply. The process listens before it starts the VM.
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// To connect to a process that is there.
+/// The limit for a connection to a process that runs.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
-/// Between two attempts to connect to a listener whose queue is full.
+/// The pause between two attempts to connect to a listener whose queue is full.
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
-/// From SIGKILL to the end of a process.
+/// The limit from SIGKILL to the end of a process.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
-/// From the end of a process to its being reaped.
+/// The limit from the end of a process until it is reaped.
 const REAP_LIMIT: Duration = Duration::from_secs(5);
-/// The longest answer with figures, in bytes: what it decodes to is many times as big.
+/// The maximum length of a Stats reply in bytes; the decoded message takes many times as much memory.
 const MAX_STATS: usize = 512 << 10;
-/// Characters of an error of the process that are passed on. It is the nearest to the guest, and believed least.
+/// The maximum number of characters of an error of the process that are passed on. The process is the nearest to the guest
+/// and the least trusted.
 const MAX_TEXT: usize = 4096;
 
-/// Why a pod process could not be started, found or asked.
+/// A pod process could not be started, found or used.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Its specification is not usable.
+    /// The pod's specification is invalid.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// It is not known which process serves the pod.
+    /// The identity of the pod process is unknown.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// What it recorded cannot be read.
+    /// The record of the pod process cannot be read.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// A file in the run directory.
+    /// A file in the run directory cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
     /// The program could not be started.
     #[error("cannot start the pod process {}", exe.display())]
     Start {
-        /// The program.
+        /// The path of the program.
         exe: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The node does not take it into its control group.
+    /// The process could not be moved into its cgroup.
     #[error("the pod process cannot be put into the control group {}", group.display())]
     Group {
-        /// The group.
+        /// The cgroup's path.
         group: PathBuf,
-        /// What kind of failure.
+        /// The kind of the failure.
         kind: Kind,
-        /// Why.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The daemon cannot record it, so it may not begin.
+    /// The daemon could not record the process, so it must not begin.
     #[error("the pod process {pid} cannot be recorded")]
     Unrecorded {
-        /// Its pid.
+        /// The pid of the process.
         pid: i32,
-        /// What kind of failure.
+        /// The kind of the failure.
         kind: Kind,
-        /// Why.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// It ended before it answered.
+    /// The process ended before its first reply.
     #[error("the pod process ended with {status} before it answered; its log {} ends with: {tail}", log.display())]
     EndedAtOnce {
-        /// How.
+        /// The exit status.
         status: ExitStatus,
-        /// Where it says why.
+        /// The log file of the process.
         log: PathBuf,
-        /// The log's last lines.
+        /// The last lines of the log.
         tail: String,
     },
-    /// No process serves this directory.
+    /// No process serves this run directory.
     #[error("no pod process serves {}", dir.display())]
     Gone {
         /// The run directory.
         dir: PathBuf,
     },
-    /// The process is there, its socket is not.
+    /// The process runs, but its socket does not accept a connection.
     #[error("cannot connect to the pod process through {}", socket.display())]
     Connect {
-        /// The socket.
+        /// The path of the socket.
         socket: PathBuf,
-        /// Why.
+        /// The cause.
         source: tonic::transport::Error,
     },
     /// A stream of the process cannot be opened.
     #[error("cannot open a stream of the pod process {pod}")]
     Stream {
-        /// Its pid.
+        /// The pid of the pod process.
         pod: i32,
-        /// Why.
+        /// The cause.
         source: Box<PodError>,
     },
-    /// It takes too long.
+    /// The process exceeded a time limit.
     #[error("the pod process did not {what} within {limit:?}")]
     TooSlow {
         /// "answer", "end".
@@ -135,12 +136,12 @@ pub enum ClientError {
         /// The limit.
         limit: Duration,
     },
-    /// It answered with an error. The text is the process's own.
+    /// The process replied with an error, whose text is not trusted.
     #[error("{message}")]
     Refused {
-        /// What kind of failure.
+        /// The kind of the failure.
         kind: Kind,
-        /// What it says.
+        /// The error message of the process.
         message: String,
     },
 }
@@ -177,10 +178,10 @@ pub struct PodClient {
     identity: ProcessIdentity,
 }
 
-/// Starts `EXE --dir DIR` with this specification and waits until it answers. The process has a session of
-/// its own, no inherited descriptors, logs to `DIR/pod.log`, and outlives the caller. It does nothing before `admit`, which gets to
-/// know how it is found again, has answered. On failure nothing runs; if the future is dropped before `admit` has answered, the
-/// process ends by itself; whoever drops it later calls [`clean_up`].
+/// Starts `EXE --dir DIR` with this specification and waits for its first reply. The process has its own session, inherits
+/// no descriptors, logs to `DIR/pod.log`, and outlives the caller. It does nothing before `admit` has returned, which
+/// receives the identity by which the process is found again. After a failure no process runs. If the future is dropped
+/// before `admit` has returned, the process ends by itself; a caller that drops it later must call [`clean_up`].
 pub async fn spawn<F>(
     exe: &Path,
     dir: &Path,
@@ -191,13 +192,13 @@ where
     F: Future<Output = Result<(), ClientError>>,
 {
     let (program, own_dir, own_spec) = (exe.to_owned(), dir.to_owned(), spec.clone());
-    // One step, which is done whole also if this future is dropped: there is no process that the directory does not name.
+    // Both steps run to their end on the blocking pool even if this future is dropped, so that the run directory names every process.
     let start_and_record =
         move || start(&program, &own_dir, &own_spec).map(|child| (record_process(&child, &own_dir), child));
     let (recorded, mut child) = run_blocking_or_panic(start_and_record).await?;
     let admitted = match recorded {
         Ok(Some(identity)) => admit(pod_process(identity, spec)).await,
-        // It has ended already, which is found below.
+        // The process has ended already; `answer` reports that.
         Ok(None) => Ok(()),
         Err(error) => Err(error.into()),
     };
@@ -206,7 +207,7 @@ where
         return Err(error);
     }
     if let Some(mut word) = child.stdin.take() {
-        // If the process is gone, it will not answer either.
+        // If the process is gone, `answer` reports that.
         let _ = word.write_all(b"\n").await;
     }
     answer(child, dir).await
@@ -227,8 +228,8 @@ fn start(exe: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, ClientError> {
     command.spawn().map_err(|source| ClientError::Start { exe: exe.to_owned(), source })
 }
 
-/// Writes into the run directory which process serves it, so that a later clean-up finds the process. Returns `None` when the child
-/// has been reaped. Blocks for a few file operations.
+/// Records in the run directory which process serves it, so that a later cleanup finds the process. Returns `None` when the
+/// child has been reaped. Blocks for a few file operations.
 fn record_process(child: &Child, dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
     let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) else { return Ok(None) };
     let identity = identity::of(pid)?;
@@ -236,14 +237,14 @@ fn record_process(child: &Child, dir: &Path) -> Result<Option<ProcessIdentity>, 
     Ok(Some(identity))
 }
 
-/// Waits until the process answers.
+/// Waits for the first reply of the process.
 async fn answer(mut child: Child, dir: &Path) -> Result<PodClient, ClientError> {
     let log_path = dir.join(LOG_FILE);
     let deadline = Instant::now() + START_LIMIT;
     let failure = loop {
         match connect(dir).await {
             Ok(client) if Some(client.identity.pid) == child.id().and_then(|pid| pid.try_into().ok()) => {
-                // Nobody else reaps it while this daemon lives; afterwards init does.
+                // This task alone reaps the process while this daemon lives; afterwards init does.
                 let (tell, told) = watch::channel(None);
                 ends().insert(dir.to_owned(), told);
                 tokio::spawn(async move { tell.send_replace(child.wait().await.ok()) });
@@ -267,16 +268,16 @@ async fn answer(mut child: Child, dir: &Path) -> Result<PodClient, ClientError> 
 
 type End = watch::Receiver<Option<ExitStatus>>;
 
-/// How the processes that were started here have ended, by their directories, until they are cleaned up.
+/// The exit statuses of the processes that this daemon started, by run directory, until they are cleaned up.
 fn ends() -> MutexGuard<'static, BTreeMap<PathBuf, End>> {
     static ENDS: Mutex<BTreeMap<PathBuf, End>> = Mutex::new(BTreeMap::new());
     ENDS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How a process died that is gone, as far as it is known.
+/// Describes how a pod process died, as far as that is known.
 async fn why(end: Option<End>) -> String {
     let status = match end {
-        // It is gone: whoever reaps it is about to.
+        // The process is gone; the task that reaps it is about to report.
         Some(mut end) => timeout(REAP_LIMIT, end.wait_for(Option::is_some)).await.ok().and_then(|s| *s.ok()?),
         None => None,
     };
@@ -287,14 +288,14 @@ async fn why(end: Option<End>) -> String {
     }
 }
 
-/// Kills a child. It is not reaped, so its pid is still its own.
+/// Kills a child. The child is not reaped yet, so its pid is not reused.
 async fn kill(mut child: Child) {
     if let Err(error) = child.kill().await {
         tracing::error!(%error, "cannot kill a pod process that did not start");
     }
 }
 
-/// Finds the process that serves this directory: the very one that was started here, not another of its pid.
+/// Connects to the process that serves this directory: exactly the one that was started, not another that has its pid.
 pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     let gone = || ClientError::Gone { dir: dir.to_owned() };
     let identity = identity::read(dir)?.ok_or_else(gone)?;
@@ -304,7 +305,7 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     let socket = crate::SOCKET_FILE.in_jail(&crate::jail_dir(dir));
     let jailed = crate::jailed(dir);
     let streams = jailed.clone();
-    // The address is never looked at: the connector knows where to go.
+    // The address is unused: the connector determines the destination.
     let endpoint = Endpoint::from_static("http://pod");
     let channel = endpoint.connect_with_connector(tower::service_fn(move |_: Uri| {
         let jailed = jailed.clone();
@@ -318,14 +319,14 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     Ok(PodClient { rpc, streams, identity })
 }
 
-/// Returns what identifies the pod process of this specification and the resources that it has.
+/// Returns the identity of the pod process and the resources that this specification gives it.
 fn pod_process(identity: ProcessIdentity, spec: &PodSpec) -> PodProcess {
     let cgroup = spec.jail.as_ref().and_then(|jail| jail.cgroup.clone());
     PodProcess { identity, cgroup, scratch: spec.scratch_file() }
 }
 
-/// Connects to a socket of the node. While the queue of its listener is full, a socket that does not block fails with EAGAIN:
-/// then this tries again, until the caller gives up.
+/// Connects to a Unix socket of the node. A non-blocking connect fails with EAGAIN while the listener's queue is full: this
+/// function then retries until the caller drops the future.
 pub async fn connect_unix(path: &Path) -> io::Result<tokio::net::UnixStream> {
     loop {
         match tokio::net::UnixStream::connect(path).await {
@@ -335,11 +336,11 @@ pub async fn connect_unix(path: &Path) -> io::Result<tokio::net::UnixStream> {
     }
 }
 
-/// Ends what is left of a pod process and returns what it last recorded, with everything that still lived
-/// marked as lost. Kills exactly the process that was started here, if it still runs, and what is in its control group: what
-/// these are is in the store (`stored`) and in the daemon's part of the run directory, either of which may be missing. Nothing that
-/// the process has written decides over what is killed or removed.
-/// Asking again is fine. None: the process never came so far as to record anything, or nothing that can be used.
+/// Kills what remains of a pod process and returns its last record, with every container that still lived marked as lost.
+/// Kills exactly the process that was started, if it still runs, and the processes in its cgroup; both are known from the
+/// store (`stored`) and from the daemon's part of the run directory, either of which may be missing. Nothing that the
+/// process has written decides what is killed or removed. The call may be repeated. Returns `None` if the process recorded
+/// nothing usable.
 pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
     let end = ends().get(dir).cloned();
     let from = dir.to_owned();
@@ -352,26 +353,26 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
     ended?;
     let group = spec.as_ref().and_then(|spec| spec.jail.as_ref()?.cgroup.clone());
     let mut killed = false;
-    // From here on each step is tried, whatever came of those before; what failed is tried again with all of it.
+    // From here on each step is tried whether or not the earlier ones failed. After a failure the caller repeats the whole cleanup.
     let mut first = Ok(());
     for group in distinct([stored.and_then(|stored| stored.cgroup.clone()), group]) {
-        // What is in it besides may still be dying, or live on.
+        // Other processes in the cgroup may still be exiting, or run on.
         let remove = move || (nacelle_jail::cgroup::oom_kills(&group) > 0, nacelle_jail::cgroup::remove(&group));
         let (memory, removed) = run_blocking_or_panic(remove).await;
         killed |= memory;
         first = first.and(removed);
     }
-    // When no process writes there any more. A disk has a name only until the machine has it open.
+    // No process writes there any more. A scratch disk has a name only until the VM has opened it.
     let scratch = spec.as_ref().map(PodSpec::scratch_file);
     for scratch in distinct([stored.map(|stored| stored.scratch.clone()), scratch]) {
         first = first.and(run_blocking_or_panic(move || remove_tree_if_there(&scratch)).await);
     }
     let from = dir.to_owned();
-    // The sockets are the pod's own and those of the machine's devices.
+    // The sockets are those of the pod process and of its virtio devices.
     let (removed, mut last) =
         run_blocking_or_panic(move || (crate::jailed(&from).remove_sockets(), last_words(&from))).await;
     if let Err(error) = removed {
-        // They go with the directory. A process may have left more entries there than are looked at.
+        // They are removed with the directory. The process may have created more entries than are read.
         tracing::warn!(dir = %dir.display(), "sockets stay until the run directory is removed: {}", Chain(&error));
     }
     if let Some(last) = &mut last {
@@ -383,7 +384,7 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
             }
             let (record, of) = (last.clone(), dir.to_owned());
             if let Err(error) = run_blocking_or_panic(move || record.keep(&of)).await {
-                // The caller has it; what fills the file system goes with the directory.
+                // The caller has the record. A full file system is freed when the directory is removed.
                 tracing::warn!(dir = %dir.display(), "how the pod ended is not written down: {}", Chain(&error));
             }
         }
@@ -393,8 +394,8 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
     Ok(last)
 }
 
-/// What the pod process was started with; none: no process came so far. A specification of another version must not keep what the
-/// store knows from being ended. Blocks.
+/// Returns the specification with which the pod process was started, or `None` if no process was. A specification of
+/// another version must not prevent the cleanup of what the store names. Blocks.
 fn noted_spec(dir: &Path) -> Option<PodSpec> {
     PodSpec::read_if_there(dir).unwrap_or_else(|error| {
         tracing::error!(dir = %dir.display(), "what the pod process was started with is unknown: {}", Chain(&error));
@@ -402,8 +403,8 @@ fn noted_spec(dir: &Path) -> Option<PodSpec> {
     })
 }
 
-/// The processes that the run directory names: the pod's and its share's. What one file should say must not keep the process alive
-/// that another one names. Blocks.
+/// Returns the processes that the run directory names: the pod process and its file-server process. If one of the files
+/// cannot be read, the process that the other names must still be killed. Blocks.
 fn noted_processes(dir: &Path) -> [Option<ProcessIdentity>; 2] {
     [identity::read(dir), share::identity(dir)].map(|read| {
         read.unwrap_or_else(|error| {
@@ -413,8 +414,8 @@ fn noted_processes(dir: &Path) -> [Option<ProcessIdentity>; 2] {
     })
 }
 
-/// How the pod has ended, if that was found out before; else what its process recorded. That may be anything: what cannot be used must
-/// not keep the pod from being cleaned up.
+/// Returns the daemon's own record of the pod's end if there is one, otherwise the last record of the pod process. That
+/// record is untrusted: an unusable one must not prevent the cleanup.
 fn last_words(dir: &Path) -> Option<PodRecord> {
     let usable = |read: Result<Option<PodRecord>, RecordError>| {
         read.unwrap_or_else(|error| {
@@ -436,7 +437,7 @@ async fn kill_exactly(identity: &ProcessIdentity) -> Result<(), ClientError> {
     Ok(ended(pidfd).await?.map_err(failed("wait for"))?)
 }
 
-/// Those that there are, each once.
+/// Returns the values that are present, without duplicates.
 fn distinct<T: PartialEq, const N: usize>(all: [Option<T>; N]) -> Vec<T> {
     let mut found = Vec::with_capacity(N);
     for one in all.into_iter().flatten() {
@@ -447,14 +448,14 @@ fn distinct<T: PartialEq, const N: usize>(all: [Option<T>; N]) -> Vec<T> {
     found
 }
 
-/// Whether the node's kernel has killed a process of the pod that was served from this folder because memory ran out.
+/// Returns whether the node's OOM killer has killed a process of the pod of this run directory.
 pub async fn out_of_memory(dir: &Path) -> bool {
     let group = PodSpec::read(dir).ok().and_then(|spec| spec.jail?.cgroup);
     let Some(group) = group else { return false };
     run_blocking_or_panic(move || nacelle_jail::cgroup::oom_kills(&group)).await > 0
 }
 
-/// Waits until a process has ended: its handle becomes readable.
+/// Waits until a process has ended, which makes its pidfd readable.
 async fn ended(pidfd: OwnedFd) -> Result<io::Result<()>, ClientError> {
     let pidfd = match sys::readable(pidfd) {
         Ok(pidfd) => pidfd,
@@ -466,9 +467,9 @@ async fn ended(pidfd: OwnedFd) -> Result<io::Result<()>, ClientError> {
     Ok(readable.map(drop))
 }
 
-/// The last lines of the process's log, on one line.
+/// Returns the last lines of the process's log, joined to one line.
 fn tail(dir: &Path) -> Option<String> {
-    // The file is the daemon's; what is in it, and how much, is the process's.
+    // The daemon owns the file, but its content and length are under the control of the process.
     let bytes = JailedDir::new(dir).tail(LOG_FILE, 2048).ok()??;
     let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -484,27 +485,27 @@ async fn connect_to(dir: &JailedDir, socket: JailedFile) -> io::Result<UnixStrea
 }
 
 impl PodClient {
-    /// Which process this is.
+    /// Returns the identity of the process.
     pub fn identity(&self) -> &ProcessIdentity {
         &self.identity
     }
 
-    /// Gives the pod its network and waits until the guest is configured.
+    /// Sends the pod its network and waits until the guest is configured.
     pub async fn configure(&self, request: proto::ConfigureRequest) -> Result<proto::ConfigureResponse, ClientError> {
         Ok(self.rpc.clone().configure(request).await?.into_inner())
     }
 
-    /// The pod as it is; answers while other requests wait.
+    /// Returns the state of the pod; answers while other requests wait.
     pub async fn state(&self) -> Result<proto::PodState, ClientError> {
         Ok(self.rpc.clone().state(common::Empty {}).await?.into_inner())
     }
 
-    /// The pod as it is, now and after every change; the stream ends with the process.
+    /// Streams the state of the pod, now and after every change; the stream ends with the process.
     pub async fn watch(&self) -> Result<tonic::Streaming<proto::PodState>, ClientError> {
         Ok(self.rpc.clone().watch(common::Empty {}).await?.into_inner())
     }
 
-    /// Makes a container, up to its first instruction.
+    /// Creates a container, up to its first instruction.
     pub async fn create_container(
         &self,
         request: proto::CreateContainerRequest,
@@ -512,32 +513,32 @@ impl PodClient {
         Ok(self.rpc.clone().create_container(request).await?.into_inner())
     }
 
-    /// Starts a container that was made.
+    /// Starts a created container.
     pub async fn start_container(&self, id: &str) -> Result<(), ClientError> {
         self.rpc.clone().start_container(reference(id)).await?;
         Ok(())
     }
 
-    /// Stop signal, `grace`, SIGKILL; returns when the container has exited.
+    /// Sends the stop signal, waits `grace`, then sends SIGKILL; returns when the container has exited.
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), ClientError> {
         let request = proto::StopContainerRequest { id: id.to_owned(), timeout_ms: millis(grace) };
         self.rpc.clone().stop_container(request).await?;
         Ok(())
     }
 
-    /// Kills and forgets a container.
+    /// Kills and removes a container.
     pub async fn remove_container(&self, id: &str) -> Result<(), ClientError> {
         self.rpc.clone().remove_container(reference(id)).await?;
         Ok(())
     }
 
-    /// Closes the container's log file and opens the one that now has its name.
+    /// Closes the container's log file and opens the file that has its name now.
     pub async fn reopen_log(&self, id: &str) -> Result<(), ClientError> {
         self.rpc.clone().reopen_log(reference(id)).await?;
         Ok(())
     }
 
-    /// Runs a command in a container to its end. `timeout`: none means no limit.
+    /// Runs a command in a container to its end. A `timeout` of `None` means no limit.
     pub async fn exec_sync(
         &self,
         id: &str,
@@ -550,7 +551,7 @@ impl PodClient {
         Ok(rpc.exec_sync(request).await?.into_inner())
     }
 
-    /// Starts a command in a container; its streams are opened by [`PodClient::open_stream`].
+    /// Starts a command in a container; [`PodClient::open_stream`] opens its streams.
     pub async fn exec(&self, request: proto::ExecRequest) -> Result<Exec, ClientError> {
         let mut events = self.rpc.clone().exec(request).await?.into_inner();
         match events.message().await?.and_then(|event| event.event) {
@@ -565,13 +566,13 @@ impl PodClient {
         Ok(())
     }
 
-    /// Has so many of the machine's processors run.
+    /// Sets the number of vCPUs that are online.
     pub async fn set_processors(&self, count: u32) -> Result<(), ClientError> {
         self.rpc.clone().set_processors(common::SetProcessorsRequest { count }).await?;
         Ok(())
     }
 
-    /// Has so much of the machine's reserve be in use, in bytes; says how much that is then.
+    /// Sets how many bytes of the VM's memory reserve are in use; returns how many are in use then.
     pub async fn set_memory(&self, bytes: u64) -> Result<u64, ClientError> {
         Ok(self.rpc.clone().set_memory(proto::SetMemoryRequest { bytes }).await?.into_inner().bytes)
     }
@@ -582,21 +583,21 @@ impl PodClient {
         Ok(())
     }
 
-    /// What the containers have used.
+    /// Returns the resource usage of the containers.
     pub async fn stats(&self) -> Result<proto::StatsResponse, ClientError> {
         let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
         Ok(rpc.stats(common::Empty {}).await?.into_inner())
     }
 
-    /// Hands an open block device of the node over, for a container that is to be made and will have it at `path`.
-    /// Until then it belongs to the result.
+    /// Offers an open block device of the node for a container that will be created and will have it at `path`. The offer
+    /// is withdrawn when the result is dropped before that.
     pub async fn offer(&self, id: &str, path: &str, device: OwnedFd) -> Result<Offer, ClientError> {
         let (id, stream) = (id.to_owned(), common::Stream::Device.into());
         let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
         Ok(Offer { _stream: self.open(open, Some(device)).await? })
     }
 
-    /// Opens a stream: bytes of a process, without an end to their number.
+    /// Opens a stream of bytes of unlimited length, to or from a process.
     pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<UnixStream, ClientError> {
         self.open(open, None).await
     }
@@ -614,7 +615,7 @@ impl PodClient {
             let sent = sent.map_err(|_elapsed| ClientError::TooSlow { what: "take a device", limit: CONNECT_LIMIT })?;
             sent.map_err(|source| failed(PodError::Stream { what: "hand a device over", source }))?;
         }
-        // The process asks the guest, which may be slow.
+        // The process forwards the request to the guest, which may be slow.
         let opened = agent::read_frame(&mut stream, "answer to a stream", START_LIMIT).await.map_err(failed)?;
         match opened {
             proto::StreamOpened { code: 0, .. } => Ok(stream),
@@ -624,8 +625,8 @@ impl PodClient {
         }
     }
 
-    /// Stops the containers and the machine; returns when the machine is gone and all is recorded. The process
-    /// ends right afterwards; [`PodClient::ended`] waits for that.
+    /// Stops the containers and the VM; returns when the VM is gone and the state is recorded. The process ends right
+    /// afterwards; [`PodClient::ended`] waits for that.
     pub async fn stop(&self, grace: Duration) -> Result<(), ClientError> {
         self.rpc.clone().stop(proto::StopRequest { timeout_ms: millis(grace) }).await?;
         Ok(())
@@ -640,22 +641,22 @@ impl PodClient {
     }
 }
 
-/// A block device that was handed over. Dropping it takes it back, unless a container has it.
+/// A block device that was offered. Dropping it withdraws the device, unless a container uses it.
 #[derive(Debug)]
 pub struct Offer {
     _stream: UnixStream,
 }
 
-/// A command that runs. Whoever drops it kills the command.
+/// A running command. Dropping this value kills the command.
 #[derive(Debug)]
 pub struct Exec {
-    /// Its name in its container.
+    /// The id of the exec in its container.
     pub exec_id: String,
     events: tonic::Streaming<proto::ExecEvent>,
 }
 
 impl Exec {
-    /// Waits for its end; its exit code.
+    /// Waits for the end of the command; returns its exit code.
     pub async fn end(mut self) -> Result<u32, ClientError> {
         match self.events.message().await?.and_then(|event| event.event) {
             Some(proto::exec_event::Event::Ended(code)) => Ok(code),
@@ -664,7 +665,7 @@ impl Exec {
     }
 }
 
-/// What a pod process means that ends an answer in its middle.
+/// Returns the error for a pod process that ended a response stream early.
 fn silent() -> ClientError {
     ClientError::Refused { kind: Kind::Unavailable, message: "the pod process ended its answer early".to_owned() }
 }

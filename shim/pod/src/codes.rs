@@ -1,24 +1,24 @@
-//! Owns: the one place where kinds of failure become gRPC statuses and back.
+//! Converts kinds of failure to gRPC statuses and back; no other module does.
 
 use nacelle_base::{Chain, Classify, Kind};
 use std::error::Error;
 
-/// The status for an error: its kind's code, and the error with its causes on one line.
+/// Returns the status of an error: its kind's code, and the error with its causes on one line.
 pub fn status<E: Error + Classify>(error: &E) -> tonic::Status {
     refuse(error.kind(), Chain(error).to_string())
 }
 
-/// The status for a refusal without an error type behind it.
+/// Returns the status of a refusal that has no error type.
 pub fn refuse(kind: Kind, message: impl Into<String>) -> tonic::Status {
     tonic::Status::new(tonic::Code::from_i32(kind.grpc_code()), message)
 }
 
-/// What a status means.
+/// Returns the kind of failure that a status means.
 pub fn kind(status: &tonic::Status) -> Kind {
     match status.code() {
-        // tonic's own deadline answers with Cancelled.
+        // tonic reports its own deadline as Cancelled.
         tonic::Code::Cancelled => Kind::Timeout,
-        // Our servers send it never; tonic does, when the connection ends before the answer.
+        // The servers of Nacelle never send Unknown; tonic reports it when the connection ends before the reply.
         tonic::Code::Unknown => Kind::Unavailable,
         code => Kind::from_grpc_code(code.into()),
     }

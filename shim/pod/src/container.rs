@@ -1,5 +1,5 @@
-//! Owns: what is done to make, run, stop and remove one container. Every function here is one effect: it is started
-//! by the actor, owns no state of the pod, and reports back.
+//! Creates, runs, stops and removes one container. Every function here is one effect: the actor starts it, it owns no state
+//! of the pod, and its result is reported to the actor.
 
 use crate::agent::Agent;
 use crate::devices::{self, Placed};
@@ -23,65 +23,65 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
-/// A pump's stack: it calls little and its buffers are on the heap.
+/// The stack size of a pump thread: it calls little, and its buffers are on the heap.
 const PUMP_STACK: usize = 128 << 10;
-/// From the end of a container to the end of its streams, which a process left behind may hold open.
+/// The limit from the end of a container to the end of its streams, which a leaked process may hold open.
 const DRAIN: Duration = Duration::from_secs(30);
-/// Between two tries to hear from an agent that fails; the second is the longest: each failure is a line in our log.
+/// The first and the longest pause between two attempts to wait through an agent that fails; each failure is a line in the log.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(8));
 const SIGKILL: u32 = 9;
 
-/// Whether an image is attached; none: not yet.
+/// The outcome of attaching an image; `None` until it is attached or has failed.
 pub type Attached = watch::Receiver<Option<Result<(), Failure>>>;
 
 /// What one container needs of the image disk for one of its images.
 pub struct ImageUse {
-    /// Where the image lies.
+    /// The position of the image on the disk.
     pub placement: Placement,
-    /// The work, for the first user.
+    /// The work of attaching the image, for its first user.
     pub attach: Option<Attach>,
-    /// Its outcome, for every user.
+    /// The outcome, for every user.
     pub attached: Attached,
 }
 
 /// An image that must be placed and mounted.
 pub struct Attach {
-    /// The image disk; none without a guest.
+    /// The image disk; `None` without a guest.
     pub slot: Option<Slot>,
-    /// The image's name, for errors.
+    /// The key of the image, for errors.
     pub key: String,
-    /// Its pieces.
+    /// The extents of the image.
     pub image: ImageDisk,
-    /// Where the outcome is told.
+    /// The sender of the outcome.
     pub tell: watch::Sender<Option<Result<(), Failure>>>,
 }
 
-/// What one container needs of the disk for volumes for one of its devices.
+/// What one container needs of the volume disk for one of its devices.
 pub struct DeviceUse {
-    /// The device's partition.
+    /// The partition number of the device.
     pub number: u32,
-    /// The work, if there is some.
+    /// The work of attaching the device, if it is not attached yet.
     pub attach: Option<DeviceAttach>,
-    /// Its outcome, for every user.
+    /// The outcome, for every user.
     pub attached: Attached,
 }
 
-/// A device that must be shown to the guest, or may be written from now on.
+/// A device that must be attached to the guest, or made writable there.
 pub struct DeviceAttach {
-    /// Where.
+    /// The device and its position on the volume disk.
     pub placed: Arc<Placed>,
-    /// Opened.
+    /// The open device.
     pub file: File,
-    /// For writing, too.
+    /// The guest may write to the device.
     pub writable: bool,
-    /// What was to be done with it before.
+    /// The outcome of the previous attachment, which must complete first.
     pub before: Option<Attached>,
-    /// Where the outcome is told.
+    /// The sender of the outcome.
     pub tell: watch::Sender<Option<Result<(), Failure>>>,
 }
 
-/// Attaches the images that nobody did (the root's is the first), and the devices, pushes its volumes, hands its disks over, and has
-/// the agent make the container.
+/// Creates a container: attaches the images that are not attached yet (the root's is the first) and the devices, sends its
+/// copied-in volumes, hands over its disks, and calls the agent.
 pub async fn make(
     agent: Agent,
     request: Arc<pod::CreateContainerRequest>,
@@ -90,7 +90,8 @@ pub async fn make(
     disks: Vec<(String, File)>,
     pushed: Pushed,
 ) -> Result<Bounded<common::CreateContainerResponse>, Failure> {
-    // All of them, before it waits for others: nobody waits for a container that waits.
+    // All of this container's images are attached before it waits for those of others, so that no container waits for one
+    // that waits itself.
     for image in &mut images {
         if let Some(attach) = image.attach.take() {
             let outcome = place(&agent, &attach, image.placement).await.map_err(Failure::from);
@@ -132,12 +133,12 @@ pub async fn make(
             empty_dirs: empty_dirs_of(&request, &of_devices),
         })
         .await;
-    // The machine has them, or nobody.
+    // If the creation succeeded, the machine has the disks; otherwise this withdraws them.
     drop(handed_over);
     match made {
         Ok(made) => Ok(made),
         Err(error) => {
-            // A reply that was lost may hide a container that was made.
+            // If the reply was lost, the agent may have created the container.
             if let Err(second) = agent.remove_container(&request.id).await {
                 tracing::debug!("after a failed creation: {}", Chain(&second));
             }
@@ -146,9 +147,9 @@ pub async fn make(
     }
 }
 
-/// Attaches a container's devices, or waits until others have; their partitions.
+/// Attaches a container's devices, or waits until other containers have; returns their partitions.
 async fn attach(agent: &Agent, mut uses: Vec<DeviceUse>) -> Result<Vec<u32>, Failure> {
-    // As with images: nobody waits for a container that waits.
+    // As with images, no container waits for one that waits itself.
     for DeviceAttach { placed, file, writable, before, tell } in uses.iter_mut().filter_map(|one| one.attach.take()) {
         let attached = async {
             if let Some(mut before) = before {
@@ -164,7 +165,7 @@ async fn attach(agent: &Agent, mut uses: Vec<DeviceUse>) -> Result<Vec<u32>, Fai
     Ok(uses.iter().map(|one| one.number).collect())
 }
 
-/// Devices as the agent is told of them; those with volumes are none.
+/// Returns the devices for the agent's request, without those that hold volumes.
 fn devices_of(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<proto::BlockDevice> {
     let all = partitions.iter().zip(&request.devices).filter(|(_, device)| !device.of_volume);
     let told = |(partition, device): (&u32, &pod::BlockDevice)| proto::BlockDevice {
@@ -178,7 +179,7 @@ fn devices_of(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<
     all.map(told).collect()
 }
 
-/// emptyDirs as the agent is told of them, with the partitions of those on disks.
+/// Returns the emptyDirs for the agent's request, with the partitions of those on disks.
 fn empty_dirs_of(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<proto::EmptyDir> {
     let partition = |source: &str| {
         let mut all = partitions.iter().zip(&request.devices);
@@ -221,14 +222,13 @@ async fn place(agent: &Agent, attach: &Attach, at: Placement) -> Result<(), PodE
         placed.map_err(|source| PodError::Place { key: attach.key.clone(), source })?;
         (request.offset, request.length) = (at.offset, at.length);
     } else {
-        // The pieces of an image are whole files.
+        // The extents of an image are whole files.
         request.files = attach.image.extents.iter().map(|piece| piece.path.display().to_string()).collect();
     }
     agent.attach_image(request).await
 }
 
-/// Unmounts an image that nobody uses and takes it off the disk. If the agent does not let go of it, its place
-/// stays taken.
+/// Unmounts an image without users and removes it from the disk. If the agent cannot unmount it, its range stays in use.
 pub async fn detach(agent: Option<Agent>, slot: Option<Slot>, at: Placement) -> Result<(), PodError> {
     if let Some(agent) = agent {
         agent.detach_image(at.partition).await?;
@@ -244,37 +244,37 @@ pub async fn detach(agent: Option<Agent>, slot: Option<Slot>, at: Placement) -> 
 pub struct Streams(Vec<Arc<UnixStream>>);
 
 impl Drop for Streams {
-    /// Ends the pumps, wherever they are.
+    /// Ends the pumps, which may block in a read.
     fn drop(&mut self) {
         for stream in &self.0 {
-            // One that has ended already is as good.
+            // A stream that has ended already cannot be shut down, which is no failure.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-/// Those who listen to a container.
+/// The outputs of a container that clients attach to.
 #[derive(Clone, Debug, Default)]
 pub struct Outputs {
-    /// To its output, or its terminal.
+    /// The standard output, or the output of the terminal.
     pub stdout: Arc<Fan>,
-    /// To its errors.
+    /// The standard error.
     pub stderr: Arc<Fan>,
 }
 
-/// What a started container leaves with the actor.
+/// The handles of a started container, which the actor keeps.
 pub struct Started {
-    /// To be dropped when the container is removed.
+    /// The streams; the actor drops them when the container is removed.
     pub streams: Streams,
-    /// For ReopenLog.
+    /// The log file, for ReopenLog.
     pub log: Arc<LogFile>,
-    /// For those who listen.
+    /// The outputs, for clients that attach.
     pub outputs: Outputs,
-    /// Ends when all pumps have.
+    /// This channel closes when all pumps have ended.
     pub pumping: mpsc::Receiver<()>,
 }
 
-/// Opens the log and the streams, then has the agent start the container: no byte of output can be missed.
+/// Opens the log and the streams, then calls the agent to start the container, so that no byte of output is missed.
 pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> Result<Started, PodError> {
     let log = Arc::new(run_blocking("open the log of a container", move || LogFile::open(log)).await??);
     let stdout = agent.open_stream(id, "", common::Stream::Stdout);
@@ -301,7 +301,7 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
         thread.map_err(|source| PodError::Thread { what: "a log's thread", source })?;
     }
     if let Err(error) = agent.start_container(id).await {
-        // The answer may have been lost, and the container counts as ended from here on.
+        // The reply may have been lost; the container counts as exited from here on.
         if let Err(second) = agent.signal(id, "", SIGKILL, true).await {
             tracing::debug!("after a failed start: {}", Chain(&second));
         }
@@ -313,19 +313,19 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
     Ok(Started { streams, log, outputs, pumping })
 }
 
-/// What the OOM killer of the guest says of a container that had not reached a limit of its own.
+/// The message for a container that the guest's OOM killer ended although it had not reached a limit of its own.
 const GUEST_OUT_OF_MEMORY: &str = "no limit of the container was reached: the memory of its machine ran out \
     (without a machine: of its pod's control group, or of the node); limits of memory make machines that hold what containers use";
 
 /// How a container ended.
 pub struct Ended {
-    /// Its exit code.
+    /// The exit code.
     pub code: u32,
-    /// The OOM killer ended it.
+    /// The OOM killer ended the container.
     pub oom_killed: bool,
-    /// Nanoseconds since 1970, by the guest's clock.
+    /// The time in nanoseconds since 1970, by the guest's clock.
     pub at: FromGuest<i64>,
-    /// Why it was lost, or that the guest's memory ran out; empty otherwise.
+    /// The reason of a loss, or that the guest's memory ran out; empty otherwise.
     pub message: String,
 }
 
@@ -346,11 +346,11 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
             }
             Err(error) if error.kind() == Kind::NotFound => {
                 let message = Chain(&error).to_string();
-                // Nobody knows when its streams will end.
+                // The end of its streams cannot be predicted.
                 let at = FromGuest::new(crate::now_nanos());
                 return Ended { code: LOST, oom_killed: false, at, message };
             }
-            // The machine's end, if it is that, is noticed elsewhere and ends this task.
+            // If the VM has ended, the actor learns that elsewhere and aborts this task.
             Err(error) => {
                 tracing::warn!(container = id, "{}", Chain(&error));
                 tokio::time::sleep(pause).await;
@@ -364,7 +364,7 @@ pub async fn ended(agent: &Agent, id: &str, pumping: &mut mpsc::Receiver<()>) ->
     end
 }
 
-/// Waits until a container is gone or its phase is as wanted.
+/// Waits until a container is gone or has the wanted phase.
 pub(crate) async fn until(
     published: &mut watch::Receiver<PodRecord>,
     id: &str,
@@ -383,7 +383,7 @@ pub(crate) async fn until(
     }
 }
 
-/// The record of a container that was just made.
+/// Returns the record of a container that was just created.
 pub fn made_record(id: &str, response: &common::CreateContainerResponse) -> ContainerRecord {
     ContainerRecord {
         id: id.to_owned(),

@@ -1,6 +1,8 @@
-//! Owns: the block devices of the node that a pod's containers have, and the files with its volumes: which of them are on the
-//! machine's disk for volumes, where, and for how many; and each as it is there, which grows when the node's does.
-//! Threads: the table is the actor's; a `Placed` is shared with the effects, and its lock is held over its own changes only.
+//! Manages the block devices of the node and the volume files that the containers of a pod use: which of them are on the
+//! VM's volume disk, in which partition, and for how many containers. Block devices that grow on the node grow in the
+//! guest.
+//!
+//! The actor owns the table [`Devices`]. A [`Placed`] is shared with the effects; its lock is held while the disk changes.
 
 use crate::agent::Agent;
 use crate::error::PodError;
@@ -16,66 +18,66 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Partition numbers are 1 to this.
+/// The largest partition number; the smallest is 1.
 const MOST: u32 = 255;
-/// From one device's begin to the next one's: none is larger, and each has room to grow.
+/// The distance in bytes between the beginnings of two devices on the disk: the maximum length, so that each can grow.
 const REGION: u64 = 1 << 51;
-/// How often is looked whether a device has grown.
+/// The interval at which the sizes of devices are checked.
 const LOOK: Duration = Duration::from_secs(3);
 
-/// Why a container cannot have a device.
+/// A container cannot have a device.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The machine has none for devices.
+    /// The VM has no disk for devices.
     #[error("device {path}: a pod without a machine has no disk for devices")]
     NoDisk {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
     },
-    /// Every number is taken.
+    /// All partition numbers are in use.
     #[error("the pod has no room for device {path}: {MOST} devices are attached")]
     NoRoom {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
     },
-    /// Nobody has handed it over.
+    /// The daemon has not offered the device.
     #[error("device {path} was not handed over")]
     NotOffered {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
     },
-    /// It is something else.
+    /// The file is not a block device.
     #[error("{path} is no block device")]
     NoDevice {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
     },
-    /// The file of a volume is something else.
+    /// The file of a volume is not a regular file.
     #[error("{path}, in which a volume of the pod lies, is no file")]
     NoFile {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
     },
-    /// Two machines would write to one file system.
+    /// Another process has locked the volume: two VMs would write to one file system.
     #[error("{path}, in which a volume of the pod lies, is in use by another of its sandboxes: stop that one first")]
     InUse {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
     },
-    /// It has no bytes, or more than there is room for.
+    /// The device is empty, or longer than a partition can be.
     #[error("device {path} has {length} bytes; more than none, and at most 2 PiB, are needed")]
     Length {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
-        /// As it says.
+        /// The length in bytes.
         length: u64,
     },
-    /// It cannot be used.
+    /// The device cannot be read or locked.
     #[error("cannot use device {path}")]
     Io {
-        /// On the node.
+        /// The path on the node.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -92,14 +94,14 @@ impl Classify for DeviceError {
     }
 }
 
-/// What is to be done for a container that gets a device.
+/// What must be done when a container gets a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It must be placed and attached.
+    /// The device must be placed and attached.
     New,
-    /// It has its place, and must be shown anew: it may be written from now on, or could not be attached before.
+    /// The device has a partition and must be attached again: it becomes writable, or the last attempt failed.
     Again,
-    /// It is there.
+    /// The device is attached already.
     Nothing,
 }
 
@@ -109,24 +111,23 @@ struct Entry {
     writable: bool,
 }
 
-/// The devices of one machine, by their keys. Pure.
+/// The devices of one VM, by key. This table performs no I/O.
 #[derive(Default)]
 pub struct Devices {
     by_key: BTreeMap<String, Entry>,
-    /// Also those that are being detached.
+    /// The numbers in use, including those of devices that are being detached.
     taken: BTreeSet<u32>,
 }
 
 impl Devices {
-    /// Whether there are numbers for those of these keys that are not there yet; else one of them.
+    /// Checks that there are free numbers for the keys that are new; otherwise returns a key that has none.
     pub fn room<'a>(&self, keys: impl Iterator<Item = &'a str>) -> Result<(), &'a str> {
         let new: BTreeSet<&str> = keys.filter(|key| !self.by_key.contains_key(*key)).collect();
         let free = usize::try_from(MOST).unwrap_or_default() - self.taken.len();
         new.into_iter().nth(free).map_or(Ok(()), Err)
     }
 
-    /// Counts one more user of a device; none if there is no number for it. `failed`: nobody could use it as it was asked for
-    /// last.
+    /// Counts one more user of a device; returns `None` if no number is free. `failed`: the last attempt to attach the device failed.
     pub fn acquire(&mut self, key: &str, writable: bool, failed: bool) -> Option<(u32, Change)> {
         if let Some(entry) = self.by_key.get_mut(key) {
             entry.users += 1;
@@ -140,7 +141,7 @@ impl Devices {
         Some((number, Change::New))
     }
 
-    /// Counts one user less; the number if that was the last. It stays taken until [`Devices::free`].
+    /// Counts one user less; returns the number if that was the last. The number stays in use until [`Devices::free`].
     pub fn release(&mut self, key: &str) -> Option<u32> {
         let entry = self.by_key.get_mut(key)?;
         entry.users = entry.users.saturating_sub(1);
@@ -150,25 +151,25 @@ impl Devices {
         self.by_key.remove(key).map(|entry| entry.number)
     }
 
-    /// The number can be used again.
+    /// Makes the number available again.
     pub fn free(&mut self, number: u32) {
         self.taken.remove(&number);
     }
 }
 
-/// A device on the machine's disk for volumes.
+/// A device with a partition on the VM's volume disk.
 #[derive(Debug)]
 pub struct Placed {
     slot: Slot,
-    /// Its partition.
+    /// The partition number.
     pub number: u32,
     path: PathBuf,
-    /// It is a file with a volume of the pod, not a device.
+    /// The device is a file with a volume of the pod, not a block device.
     of_volume: bool,
     now: Mutex<Option<Now>>,
 }
 
-/// As it is shown; none: not yet, or no more.
+/// The attached file; `None` before it is attached and after it is detached.
 #[derive(Debug)]
 struct Now {
     file: File,
@@ -177,12 +178,12 @@ struct Now {
 }
 
 impl Placed {
-    /// One that is not shown yet.
+    /// Returns a device that is not attached yet.
     pub fn new(slot: Slot, number: u32, path: &Path, of_volume: bool) -> Placed {
         Placed { slot, number, path: path.to_owned(), of_volume, now: Mutex::new(None) }
     }
 
-    /// Whether it can become longer.
+    /// Returns whether the device can grow.
     pub fn grows(&self) -> bool {
         !self.of_volume
     }
@@ -195,12 +196,12 @@ impl Placed {
         |source| DeviceError::Io { path: self.path.clone(), source }.into()
     }
 
-    /// Bytes from the start of the disk.
+    /// Returns the partition's offset in bytes from the start of the disk.
     fn offset(&self) -> u64 {
         REGION.saturating_mul(self.number.into())
     }
 
-    /// Shows what was opened. Blocks.
+    /// Places the open file on the disk. Blocks.
     pub fn show(&self, file: File, writable: bool) -> Result<(), PodError> {
         let kind = file.metadata().map_err(self.failed())?.file_type();
         let mut now = self.now();
@@ -209,7 +210,7 @@ impl Placed {
                 return Err(DeviceError::NoFile { path: self.path.clone() }.into());
             }
             if now.is_some() {
-                // Shown before, and locked since.
+                // The volume was placed before, and has been locked since.
                 return Ok(());
             }
             self.lock(&file)?;
@@ -222,7 +223,7 @@ impl Placed {
         Ok(())
     }
 
-    /// Takes the file for this process, until nobody has this descriptor or a copy of it.
+    /// Locks the file for this process, until the last copy of this descriptor is closed.
     fn lock(&self, file: &File) -> Result<(), PodError> {
         match file.try_lock() {
             Ok(()) => Ok(()),
@@ -240,7 +241,7 @@ impl Placed {
         placed.map_err(|source| PodError::Place { key: self.path.display().to_string(), source })
     }
 
-    /// Looks whether the device has grown, and shows that. Blocks.
+    /// Checks whether the device has grown, and grows the partition. Blocks.
     fn look(&self) -> Result<(), PodError> {
         let mut now = self.now();
         let Some(Now { file, length, writable }) = now.as_mut() else { return Ok(()) };
@@ -252,7 +253,7 @@ impl Placed {
         Ok(())
     }
 
-    /// What the guest is told of it; none: it is not shown.
+    /// Returns the agent's request for the current state; `None` if the device is not attached.
     fn told(&self) -> Option<proto::AttachDeviceRequest> {
         let now = self.now();
         let Now { length, writable, .. } = now.as_ref()?;
@@ -260,7 +261,7 @@ impl Placed {
         Some(proto::AttachDeviceRequest { partition: self.number, offset, length, writable })
     }
 
-    /// Takes it off the disk, and closes it. Blocks as long as that takes.
+    /// Removes the device from the disk and closes it. Blocks until the disk no longer uses it.
     pub fn take_away(&self) {
         let gone = self.now().take();
         self.slot.unplace(self.offset());
@@ -268,12 +269,12 @@ impl Placed {
     }
 }
 
-/// The length, of which the metadata of block devices know nothing; whole sectors, as all of Linux's are.
+/// Returns the length by seeking, because the metadata of block devices have no length; rounded down to sectors of 512 bytes.
 fn end(mut file: &File) -> io::Result<u64> {
     Ok(file.seek(SeekFrom::End(0))? & !511)
 }
 
-/// Shows a device to the guest, and has the agent make a partition of it, or say that it may be written now.
+/// Places a device on the disk and calls the agent to make a partition of it, or to make it writable.
 pub async fn attach(agent: &Agent, placed: &Arc<Placed>, file: File, writable: bool) -> Result<(), PodError> {
     let shown = Arc::clone(placed);
     run_blocking("attach a block device", move || shown.show(file, writable)).await??;
@@ -281,7 +282,7 @@ pub async fn attach(agent: &Agent, placed: &Arc<Placed>, file: File, writable: b
     agent.attach_device(told).await
 }
 
-/// Tells the guest of a device that grows, for ever. What fails is tried again.
+/// Reports to the guest whenever a device has grown; never returns unless the size cannot be read. Retries failed reports.
 pub async fn watch(agent: Agent, placed: Arc<Placed>) {
     let mut known = placed.told();
     loop {
@@ -293,7 +294,7 @@ pub async fn watch(agent: Agent, placed: Arc<Placed>) {
             tracing::warn!("a device is not looked at any more: {}", Chain(&error));
             return;
         }
-        // Another may have made it writable, and told the guest.
+        // Another task may have made the device writable, and reported its length too.
         let told = placed.told();
         if told.map(|told| told.length) == known.map(|known| known.length) {
             continue;
@@ -311,7 +312,7 @@ pub async fn watch(agent: Agent, placed: Arc<Placed>) {
     }
 }
 
-/// Takes a device that nobody uses off the machine. If the agent does not let go of it, it stays.
+/// Removes a device without users from the VM. If the agent cannot release it, it stays.
 pub async fn detach(agent: Option<Agent>, placed: Arc<Placed>) -> Result<(), PodError> {
     if let Some(agent) = agent {
         agent.detach_device(placed.number).await?;
@@ -331,7 +332,7 @@ mod tests {
         assert_eq!(devices.acquire("8:0", false, false), Some((1, Change::Nothing)));
         assert_eq!(devices.acquire("8:0", true, false), Some((1, Change::Again)));
         assert_eq!(devices.acquire("8:0", true, false), Some((1, Change::Nothing)));
-        // What has failed is tried again, as it is asked for now.
+        // After a failure the device is attached again, with the access that is requested now.
         assert_eq!(devices.acquire("8:9", false, false), Some((2, Change::New)));
         assert_eq!(devices.acquire("8:9", true, false), Some((2, Change::Again)));
         assert_eq!(devices.acquire("8:9", false, true), Some((2, Change::Again)));
@@ -342,7 +343,7 @@ mod tests {
         assert_eq!(devices.acquire("8:1", true, false), Some((2, Change::Nothing)));
         assert_eq!([(); 4].map(|()| devices.release("8:0")), [None, None, None, Some(1)]);
         assert_eq!(devices.release("8:0"), None);
-        // Being detached: neither shared nor free.
+        // A device that is being detached is neither shared nor free.
         assert_eq!(devices.acquire("8:0", false, false), Some((3, Change::New)));
         devices.free(1);
         assert_eq!(devices.acquire("8:2", false, false), Some((1, Change::New)));

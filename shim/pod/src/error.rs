@@ -1,4 +1,4 @@
-//! Owns: what can go wrong in a pod process, and the form in which it is told to several waiters.
+//! Defines the errors of a pod process, and [`Failure`], the cloneable form in which several waiters receive one error.
 
 use crate::devices::DeviceError;
 use crate::guest_values::Bounded;
@@ -18,13 +18,13 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// A failure of the pod process.
+/// An error of the pod process.
 #[derive(Debug, thiserror::Error)]
 pub enum PodError {
-    /// The specification.
+    /// The specification is invalid.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// Which process serves the pod is not known, or it is another.
+    /// The identity of the process that serves the pod is unknown, or is not this one.
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
     /// The daemon has not started this process for this directory.
@@ -33,73 +33,73 @@ pub enum PodError {
         /// The run directory.
         dir: PathBuf,
     },
-    /// state.json.
+    /// The record state.json cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// Another file in the run directory.
+    /// Another file in the run directory cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The process cannot shut itself in.
+    /// The process cannot enter its jail.
     #[error(transparent)]
     Jail(#[from] nacelle_jail::JailError),
-    /// No process for the volumes of the node.
+    /// The file-server process for the volumes of the node did not start.
     #[error(transparent)]
     Share(#[from] nacelle_fs::ShareError),
-    /// The scratch disk.
+    /// The scratch disk cannot be created.
     #[error("cannot make the scratch disk")]
     Scratch(#[from] ScratchError),
-    /// Tap or namespace.
+    /// A tap or the network namespace cannot be set up.
     #[error("cannot make the pod's network")]
     Net(#[from] NetError),
-    /// The machine cannot be as specified.
+    /// The engine rejects the VM's specification.
     #[error("the machine cannot be made")]
     Machine(#[from] nacelle_engine::SpecError),
-    /// The engine did not start or stop it.
+    /// The engine could not start or stop the VM.
     #[error("the engine failed")]
     Engine(#[from] EngineError),
     /// An image or a device cannot be placed on its disk.
     #[error("cannot place {key} on the machine's disk")]
     Place {
-        /// The image, or the device's path.
+        /// The key of the image, or the device's path.
         key: String,
-        /// Why.
+        /// The cause.
         source: BlockError,
     },
-    /// A request names an image that cannot be.
+    /// A request names an invalid image.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// A device of the node that a container cannot have.
+    /// A container cannot have a device of the node.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A container's log file.
+    /// A container's log file cannot be opened.
     #[error(transparent)]
     Log(#[from] LogError),
-    /// A connection with the guest.
+    /// A connection with the guest failed.
     #[error("cannot {what}")]
     Link {
-        /// "hear the guest's agent", "connect to the agent".
+        /// The action: "hear the guest's agent", "connect to the agent".
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: LinkError,
     },
     /// A stream with the guest broke.
     #[error("cannot {what}")]
     Stream {
-        /// "read the agent's hello".
+        /// The action: "read the agent's hello".
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The agent sent something that is no message, or too long a one.
+    /// The agent sent bytes that are not a message, or a message that is too long.
     #[error("the agent's {what} is not a message of this protocol")]
     Garbled {
-        /// "hello", "report".
+        /// The message: "hello", "report".
         what: &'static str,
     },
-    /// The agent speaks another protocol.
+    /// The agent uses another protocol version.
     #[error("the agent speaks protocol {got}; this program knows 1")]
     Protocol {
-        /// The agent's.
+        /// The agent's version.
         got: u32,
     },
     /// The guest could not be configured. The text is the agent's.
@@ -108,101 +108,101 @@ pub enum PodError {
         /// The agent's error message.
         message: Bounded<String>,
     },
-    /// The agent answered a request with an error. The text is the agent's.
+    /// The agent replied to a request with an error. The text is the agent's.
     #[error("the agent cannot {what}: {message}")]
     Agent {
-        /// The request.
+        /// The request, as an infinitive.
         what: &'static str,
-        /// What it says about the kind.
+        /// The kind that the agent reports.
         kind: Kind,
         /// The agent's error message.
         message: Bounded<String>,
     },
-    /// A volume of the node could not be read, to be pushed.
+    /// A volume of the node could not be read to copy it into the guest.
     #[error("cannot push the volume {path}: {text}")]
     Unread {
-        /// On the node.
+        /// The path on the node.
         path: String,
-        /// What it means.
+        /// The kind of the failure.
         why: Why,
-        /// Why.
+        /// The cause.
         text: String,
     },
-    /// The guest does not take a volume.
+    /// The guest rejected a copied-in volume.
     #[error("cannot push the volume {path}")]
     Untaken {
-        /// On the node.
+        /// The path on the node.
         path: String,
-        /// Why.
+        /// The cause.
         source: Box<PodError>,
     },
-    /// There is nobody who could read it.
+    /// No file-server process is there to read a volume.
     #[error("cannot push the volume {path}: the process for volumes of the node is gone")]
     NoReader {
-        /// On the node.
+        /// The path on the node.
         path: String,
     },
-    /// The machine has ended.
+    /// The VM has ended.
     #[error("the machine is gone: {why}")]
     Died {
         /// How the VM ended, and the end of its console.
         why: Bounded<String>,
     },
-    /// A wait was too long.
+    /// A wait exceeded its limit.
     #[error("could not {what} within {limit:?}")]
     TooSlow {
-        /// The wait.
+        /// The action that was waited for.
         what: &'static str,
         /// The limit.
         limit: Duration,
     },
-    /// A request that is wrong in itself.
+    /// A field of the request is invalid.
     #[error("{field} is {value:?}: {rule}")]
     Field {
         /// The field's name.
         field: &'static str,
-        /// Its value.
+        /// The field's value.
         value: String,
-        /// What it must be.
+        /// The rule for the value.
         rule: &'static str,
     },
-    /// The pod is not in the state for this.
+    /// The pod's phase does not allow the request.
     #[error("the pod is {phase:?}{failure}")]
     Phase {
-        /// Its phase.
+        /// The pod's phase.
         phase: Phase,
-        /// ": " and why it failed, or nothing.
+        /// ": " and the reason of the failure, or empty.
         failure: String,
     },
-    /// No such container.
+    /// The container does not exist.
     #[error("the pod has no container {id}")]
     NoContainer {
-        /// The id.
+        /// The container's id.
         id: String,
     },
-    /// The container is not in the state for this.
+    /// The container's state does not allow the request.
     #[error("container {id}")]
     Container {
-        /// The container.
+        /// The container's id.
         id: String,
-        /// Its state and the event.
+        /// The state and the event.
         source: InvalidTransition<ContainerState, ContainerEvent>,
     },
     /// The pod is configured, or being configured, with another network.
     #[error("the pod is being configured with another network already")]
     OtherNetwork,
-    /// Work on a thread of the runtime did not finish.
+    /// Work on the blocking pool did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
     /// A thread could not be created.
     #[error("cannot run {what}")]
     Thread {
-        /// Its purpose.
+        /// The purpose of the thread.
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The process is on its way out.
+    /// The process is about to end.
     #[error("the pod process is ending")]
     Ending,
 }
@@ -248,10 +248,10 @@ impl Classify for PodError {
     }
 }
 
-/// A failure as everybody who waits for it is told.
+/// An error in the form that every waiter receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// What it means.
+    /// The kind of the failure.
     pub kind: Kind,
     /// The error and its causes on one line.
     pub message: String,
@@ -269,7 +269,7 @@ impl From<Failure> for tonic::Status {
     }
 }
 
-/// Text of a less trusted process, made fit for messages: on one line, without control characters, at most `max_chars` long.
+/// Makes text of a less trusted process fit for messages: one line, no control characters, at most `max_chars` characters.
 pub fn printable(text: &str, max_chars: usize) -> String {
     text.chars().take(max_chars).map(|c| if c.is_control() { ' ' } else { c }).collect::<String>().trim().to_owned()
 }

@@ -1,5 +1,5 @@
-//! Owns: commands in containers: one to its end, with its output in memory, or one whose streams somebody else connects.
-//! A command that nobody waits for any more is killed.
+//! Runs commands in containers: to their end with their output in memory, or with streams that the client connects. A
+//! command is killed when its caller no longer waits for it.
 
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
@@ -13,11 +13,11 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-/// From the end of the command to the end of its streams, which a child left behind may hold open.
+/// The limit from the end of the command to the end of its streams, which a leaked child process may hold open.
 const DRAIN: Duration = Duration::from_secs(30);
 const SIGKILL: u32 = 9;
 
-/// A command that runs. Kills it if nobody waits for it any more.
+/// A running command. Dropping this value kills the command if it still runs.
 pub struct Running {
     agent: Agent,
     id: String,
@@ -43,12 +43,12 @@ impl Running {
         Ok(running)
     }
 
-    /// Its name in its container.
+    /// Returns the id of the exec in its container.
     pub fn exec_id(&self) -> &str {
         &self.exec_id
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the command.
     async fn end(&mut self) -> Result<GuestExit, PodError> {
         loop {
             if let Some(exit) = self.agent.wait(&self.id, &self.exec_id).await? {
@@ -58,14 +58,14 @@ impl Running {
         }
     }
 
-    /// Waits for its end and tells it; if nobody is left to be told, kills it.
+    /// Waits for the end of the command and reports it; kills the command if the receiver is gone.
     pub async fn tell(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
         let ended = tokio::select! {
             ended = self.end() => ended,
             () = events.closed() => return,
         };
         let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Ended(exit.code)) });
-        // Whoever asked may have gone just now.
+        // The client may have disconnected.
         let _ = events.send(event.map_err(|error| crate::codes::status(&error))).await;
     }
 }
@@ -75,7 +75,7 @@ impl Drop for Running {
         if !self.over {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
             tokio::spawn(async move {
-                // The request may still be on its way: an agent that gets the signal first does not start the command.
+                // The exec request may still be in flight: an agent that receives the signal first does not start the command.
                 if let Err(error) = agent.signal(&id, &exec_id, SIGKILL, false).await {
                     tracing::warn!(%error, "cannot kill a command that nobody waits for");
                 }
@@ -84,7 +84,7 @@ impl Drop for Running {
     }
 }
 
-/// Runs a command. A limit of none is no limit; when it is over, or the future is dropped, the command is killed.
+/// Runs a command. A timeout of zero is no limit; the command is killed at the timeout, and when the future is dropped.
 pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let limit = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms.into()));
     match limit {
@@ -107,7 +107,7 @@ async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<Bounded<
     let (stderr, mut reading_err) = collect(stderr)?;
     let exit = running.end().await?;
     let drained = async {
-        // A reader that panicked has read all it will.
+        // A reader that panicked will not read any more.
         let _ = (&mut reading_out).await;
         let _ = (&mut reading_err).await;
     };
@@ -134,10 +134,10 @@ fn taken(kept: &Mutex<CommandOutput>) -> CommandOutput {
     std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Reads a stream to its end, so that the command can end, and keeps as much as fits into the answer.
+/// Reads a stream to its end, so that the command can end, and keeps as much as fits into the reply.
 async fn keep(mut stream: impl AsyncRead + Unpin, kept: Arc<Mutex<CommandOutput>>) {
     let mut buffer = vec![0; 32 << 10];
-    // A broken stream ends like any other: the exit code says the rest.
+    // A broken stream counts as ended; the exit code shows the failure.
     while let Ok(count @ 1..) = stream.read(&mut buffer).await {
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.append(buffer.get(..count).unwrap_or_default());

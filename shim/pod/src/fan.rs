@@ -1,5 +1,6 @@
-//! Owns: those who listen to an output of a container beside its log.
-//! Threads: the output's pump tells; anybody adds. The lock is never held while a listener is told something.
+//! Broadcasts the output of a container to attached clients, besides its log.
+//!
+//! The output's pump thread calls `tell`; any thread may add a client. The lock is never held during a write to a client.
 
 use nacelle_base::retry::retry_interrupted;
 use std::io::Write;
@@ -8,9 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The most listeners at once.
+/// The maximum number of clients of one output.
 const MOST: usize = 64;
-/// How long a listener may take nothing before it is let go. Until then it holds up the container.
+/// The time for which a client may read nothing before it is disconnected. Until then it blocks the container's output.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -20,7 +21,7 @@ struct Listeners {
     all: Vec<UnixStream>,
 }
 
-/// The listeners of one output.
+/// The attached clients of one output.
 #[derive(Debug, Default)]
 pub struct Fan(Mutex<Listeners>);
 
@@ -29,7 +30,8 @@ impl Fan {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a listener, which hears what comes from now on; of an output that is over, the end. False: too many listen.
+    /// Adds a client, which receives the output from now on, or the end of an output that has ended. Returns false if the
+    /// output has too many clients.
     pub fn add(&self, listener: UnixStream) -> std::io::Result<bool> {
         listener.set_nonblocking(false)?;
         listener.set_write_timeout(Some(PATIENCE))?;
@@ -48,7 +50,7 @@ impl Fan {
         Ok(room)
     }
 
-    /// Tells all. Who does not listen any more is forgotten.
+    /// Writes the bytes to all clients and removes those that fail.
     pub fn tell(&self, bytes: &[u8]) {
         let mut all = std::mem::take(&mut self.listeners().all);
         if all.is_empty() {
@@ -62,12 +64,12 @@ impl Fan {
             }
         });
         let mut listeners = self.listeners();
-        // Those who came meanwhile hear what comes next.
+        // Clients that were added during the writes receive the next bytes.
         all.append(&mut listeners.all);
         listeners.all = all;
     }
 
-    /// The output has ended.
+    /// Ends the output, which disconnects all clients.
     pub fn end(&self) {
         let mut listeners = self.listeners();
         listeners.over = true;
@@ -75,7 +77,7 @@ impl Fan {
     }
 }
 
-/// Whether the other end is open.
+/// Returns whether the other end of the connection is open.
 fn listens(listener: &UnixStream) -> bool {
     use nix::sys::socket::{MsgFlags, recv};
     use std::os::fd::AsRawFd;

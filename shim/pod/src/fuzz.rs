@@ -1,5 +1,5 @@
-//! Owns: one harness function per answer of a guest's agent that has bounds of its own. ci/fuzz calls them; the tests
-//! below feed them the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic only.
+//! Defines one fuzz harness for each reply of a guest's agent that is bounded by its own code. ci/fuzz calls them; the
+//! tests below run the committed corpus (`tests/corpus/TARGET/*`). A harness fails only by a panic.
 
 use crate::agent::read_guest_frame;
 use crate::guest_values::{FromGuest, StatisticsBounds};
@@ -8,12 +8,12 @@ use prost::Message;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// The machine of the harness.
+/// The memory of the VM in the harness, in bytes.
 const MEMORY: u64 = 1 << 27;
 const DISK: u64 = 1 << 29;
 
-/// The answer to Stats, as it is decoded and bounded: what is passed on can be told from nothing that is true of this
-/// machine, and names things once, whatever was said.
+/// Decodes and bounds a Stats reply. Whatever the guest sends, the figures that are passed on are possible for this VM, and
+/// each name occurs once.
 pub fn statistics(data: &[u8]) {
     let Ok(answer) = wire::decode::<agent::StatsResponse>(data) else { return };
     let containers = BTreeSet::from(["a", "b"].map(str::to_owned));
@@ -38,7 +38,7 @@ pub fn statistics(data: &[u8]) {
     }
     checked.pod.iter().for_each(usage);
     assert!(checked.scratch.as_ref().is_none_or(|scratch| scratch.bytes <= DISK && is_count(scratch.inodes)));
-    // The daemon's client reads what was passed on.
+    // The daemon's client reads the bounded reply.
     assert_eq!(wire::decode::<pod::StatsResponse>(&checked.encode_to_vec()).as_ref().ok(), Some(&checked));
 }
 
@@ -82,7 +82,7 @@ fn is_text(text: &str, max_chars: usize) -> bool {
     text.chars().count() <= max_chars && !text.contains(char::is_control)
 }
 
-/// A framed message of the boot handshake: an AgentHello, a BootReport, and the answer for a port.
+/// Decodes the framed messages of the boot handshake: an AgentHello, a BootReport, and the reply for a port.
 pub fn handshake(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async {
@@ -101,7 +101,7 @@ pub fn handshake(data: &[u8]) {
     });
 }
 
-/// A harness.
+/// A fuzz harness.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.

@@ -44,7 +44,7 @@ impl<T> FromGuest<T> {
 pub struct Bounded<T>(T);
 
 impl<T> Bounded<T> {
-    /// The value. Its type shows no longer that it is bounded, so call this where it leaves the process.
+    /// Returns the value. Its type no longer shows that it is bounded, so call this only where the value leaves the process.
     pub fn into_inner(self) -> T {
         self.0
     }
@@ -68,7 +68,7 @@ fn text(text: &str, max_chars: usize) -> Bounded<String> {
     Bounded(printable(text, max_chars))
 }
 
-/// `Err` with the message, unless that is empty.
+/// Returns `Err` with the message, unless the message is empty.
 fn check_error(message: &str) -> Result<(), Bounded<String>> {
     if message.is_empty() { Ok(()) } else { Err(text(message, MAX_ERROR)) }
 }
@@ -82,14 +82,14 @@ pub fn describe_exit(exit: &MachineExit) -> Bounded<String> {
 }
 
 impl FromGuest<&tonic::Status> {
-    /// The message of a gRPC status.
+    /// Returns the message of a gRPC status.
     pub fn bound_message(self) -> Bounded<String> {
         text(self.0.message(), MAX_ERROR)
     }
 }
 
 impl FromGuest<agent::AgentHello> {
-    /// Shortens the texts. The times remain as the guest sent them: only [`Bounded::boot_steps`] computes with them.
+    /// Shortens the texts. The times stay as the guest sent them: only [`Bounded::boot_steps`] computes with them.
     pub fn bound(self) -> Bounded<agent::AgentHello> {
         let agent::AgentHello { protocol, agent_version, kernel_release, started_nanos, sent_nanos } = self.0;
         let version = |version: String| printable(&version, MAX_VERSION);
@@ -99,8 +99,8 @@ impl FromGuest<agent::AgentHello> {
 }
 
 impl Bounded<agent::AgentHello> {
-    /// The steps of the boot before the hello, by the guest's clock, which starts with its kernel. `now` is the node's time in
-    /// nanoseconds since 1970; the steps are no longer than `limit`, the time that a boot may take.
+    /// Returns the steps of the boot before the hello, by the guest's clock, which starts with its kernel. `now` is the
+    /// node's time in nanoseconds since 1970; no step is longer than `limit`, the time that a boot may take.
     pub fn boot_steps(&self, now: i64, limit: Duration) -> [Step; 2] {
         let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let sent = self.sent_nanos.min(limit);
@@ -114,7 +114,7 @@ impl Bounded<agent::AgentHello> {
         [step("kernel", 0, started), step("agent", started, sent)]
     }
 
-    /// The answer to Configure, with the steps that the pod process measured.
+    /// Returns the reply to Configure, with the steps that the pod process measured.
     pub fn into_answer(self, steps: Vec<Step>) -> Bounded<pod::ConfigureResponse> {
         let agent::AgentHello { agent_version, kernel_release, .. } = self.0;
         let steps = steps.into_iter().map(|step| pod::Step { what: step.what, at: step.at, micros: step.micros });
@@ -123,14 +123,14 @@ impl Bounded<agent::AgentHello> {
 }
 
 impl FromGuest<agent::BootReport> {
-    /// `Err` with the agent's message if the guest could not be configured.
+    /// Returns `Err` with the agent's message if the guest could not be configured.
     pub fn bound(self) -> Result<(), Bounded<String>> {
         check_error(&self.0.error)
     }
 }
 
 impl FromGuest<agent::StreamOpened> {
-    /// `Err` with the agent's message if the stream is not open.
+    /// Returns `Err` with the agent's message if the stream is not open.
     pub fn bound(self) -> Result<(), Bounded<String>> {
         check_error(&self.0.error)
     }
@@ -153,12 +153,12 @@ pub struct GuestExit {
     pub oom_killed: bool,
     /// With `oom_killed`: the guest's memory ran out, not a limit of the container.
     pub guest_out_of_memory: bool,
-    /// By the guest's clock, in nanoseconds since 1970.
+    /// The time by the guest's clock, in nanoseconds since 1970.
     pub finished_at: FromGuest<i64>,
 }
 
 impl FromGuest<agent::WaitResponse> {
-    /// `None` while the process runs.
+    /// Returns `None` while the process runs.
     pub fn bound(self) -> Option<GuestExit> {
         let agent::Exit { code, oom_killed, finished_at_unix_nanos, guest_out_of_memory } = self.0.exit?;
         let finished_at = FromGuest(finished_at_unix_nanos);
@@ -167,7 +167,7 @@ impl FromGuest<agent::WaitResponse> {
 }
 
 impl FromGuest<i64> {
-    /// A time of the guest's clock, or `latest` if it is not between these times of the node's clock.
+    /// Returns the time of the guest's clock, or `latest` if it is not between these times of the node's clock.
     pub fn bound_time(self, earliest: i64, latest: i64) -> Bounded<i64> {
         Bounded(if (earliest..=latest).contains(&self.0) { self.0 } else { latest })
     }
@@ -190,13 +190,13 @@ impl FromGuest<SetMemoryResponse> {
 pub struct CommandOutput(Vec<u8>);
 
 impl CommandOutput {
-    /// Keeps these bytes as far as there is room for them.
+    /// Appends these bytes as far as the limit allows.
     pub fn append(&mut self, bytes: &[u8]) {
         let room = MAX_OUTPUT.saturating_sub(self.0.len()).min(bytes.len());
         self.0.extend_from_slice(bytes.get(..room).unwrap_or_default());
     }
 
-    /// The answer to ExecSync.
+    /// Returns the reply to ExecSync.
     pub fn into_answer(self, stderr: CommandOutput, exit: &GuestExit) -> Bounded<pod::ExecSyncResponse> {
         let exit_code = i32::try_from(exit.code).unwrap_or(i32::MAX);
         Bounded(pod::ExecSyncResponse { stdout: self.0, stderr: stderr.0, exit_code })

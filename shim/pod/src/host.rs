@@ -1,6 +1,5 @@
-//! Owns: what a pod without a guest is made of before its process gives up its rights: a control group with room for
-//! those of containers, a folder for what they write, and the agent.
-//! Threads: the first one, while it is the only one.
+//! Prepares a pod without a guest before the pod process drops its rights: a cgroup with child cgroups for the containers,
+//! a directory for their writable layers, and the agent. Runs on the first thread, while it is the only one.
 
 use crate::error::PodError;
 use crate::spec::PodSpec;
@@ -13,13 +12,14 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// Starts the agent of the pod of `dir`.
+/// Starts the agent of the pod in `dir`.
 pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNamespaces) -> Result<Host, PodError> {
     let scratch = spec.scratch_file();
     remove_tree_if_there(&scratch)?;
     DirBuilder::new().recursive(true).mode(0o700).create(&scratch).map_err(at("create", &scratch))?;
     if let Some(group) = spec.jail.as_ref().and_then(|jail| jail.cgroup.as_ref()) {
-        // The agent is born in it, this process leaves it for one of its own: it hands its controllers on.
+        // The agent starts in this cgroup, and the pod process then moves to a cgroup of its own, so that the controllers
+        // can be delegated to child cgroups.
         cgroup::join(group)?;
         cgroup::hand_down(group);
     }
@@ -37,20 +37,20 @@ pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNames
     Ok(host)
 }
 
-/// The name of the control group of the pod process itself, in the pod's.
+/// The name of the pod process's own cgroup, below the pod's.
 const OWN: &str = "process";
 
-/// That group.
+/// Returns the path of the pod process's own cgroup.
 pub(crate) fn own_group(pod: &Path) -> PathBuf {
     pod.join(OWN)
 }
 
-/// What a pod's control group has used, by the text of /proc/PID/cgroup of its process.
+/// Returns the resource usage of a pod's cgroup, given the text of /proc/PID/cgroup of its process.
 pub fn group_usage(groups: &str) -> Option<GroupUsage> {
     cgroup::usage(groups, OWN)
 }
 
-/// Whether, by the same text, the processes of containers are in the pod's control group, as those without a guest are.
+/// Returns whether the processes of containers are in the pod's cgroup, as they are without a guest, given the same text.
 pub fn is_of_containers(groups: &str) -> bool {
     groups.lines().any(|line| Path::new(line).ends_with(OWN))
 }

@@ -1,5 +1,6 @@
-//! Reads and writes `DIR/process.json`: which process serves a pod. The daemon writes it into its own part of the run directory, before
-//! the process may do anything. A pid alone is reused; pid, start time and boot together are not.
+//! Reads and writes `DIR/process.json`, which identifies the process that serves a pod. The daemon writes it into its own
+//! part of the run directory before the process may do anything. A pid alone can be reused; pid, start time and boot id
+//! together cannot.
 
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::pidfd::pidfd_open;
@@ -9,37 +10,37 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// Name of the file in the pod's run directory.
+/// The name of the file in the pod's run directory.
 pub const FILE: &str = "process.json";
 
-/// Why it is not known which process serves a pod.
+/// The process that serves a pod cannot be identified.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     /// The file, or /proc, could not be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Not the JSON of an identity.
+    /// The file is not the JSON of an identity.
     #[error("{} does not say which process serves the pod", path.display())]
     Format {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the cause.
         source: serde_json::Error,
     },
-    /// /proc/PID/stat has another shape than proc(5) says.
+    /// /proc/PID/stat does not have the format of proc(5).
     #[error("cannot find the start time in /proc/{pid}/stat")]
     Stat {
-        /// The process.
+        /// The pid.
         pid: i32,
     },
     /// The process could not be opened or signalled.
     #[error("cannot {what} process {pid}")]
     Process {
-        /// "open", "kill", "wait for".
+        /// The action: "open", "kill", "wait for".
         what: &'static str,
-        /// The process.
+        /// The pid.
         pid: i32,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -119,7 +120,7 @@ fn boot_id() -> Result<String, IdentityError> {
     Ok(std::fs::read_to_string(path).map_err(at("read", path))?.trim().to_owned())
 }
 
-/// What /proc says of a process.
+/// The fields of /proc/PID/stat that identify a process.
 #[derive(Debug, PartialEq, Eq)]
 struct Stat {
     state: char,
@@ -127,12 +128,12 @@ struct Stat {
     start_time: u64,
 }
 
-/// None for a process that is gone or a zombie.
+/// Returns `None` for a process that is gone or a zombie.
 fn running(pid: i32) -> Result<Option<Stat>, IdentityError> {
     Ok(stat(pid)?.filter(|stat| !matches!(stat.state, 'Z' | 'X')))
 }
 
-/// None for a process that is gone.
+/// Returns `None` for a process that is gone.
 fn stat(pid: i32) -> Result<Option<Stat>, IdentityError> {
     let path = PathBuf::from(format!("/proc/{pid}/stat"));
     match std::fs::read_to_string(&path) {
@@ -145,7 +146,8 @@ fn stat(pid: i32) -> Result<Option<Stat>, IdentityError> {
     }
 }
 
-/// State, parent and start time. The command's name may hold spaces and brackets, so fields count from the last one.
+/// Parses state, parent and start time. The command's name may contain spaces and parentheses, so the fields are counted
+/// from the last parenthesis.
 fn parse_stat(stat: &str) -> Option<Stat> {
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?.chars().next()?;
@@ -175,7 +177,7 @@ mod tests {
         let pid = i32::try_from(child.id()).unwrap();
         child.wait().unwrap();
         assert!(!is_alive(&ProcessIdentity { pid, ..own.clone() }).unwrap());
-        // The number of a process that is gone may be a thread's by now.
+        // The pid of a process that is gone may be a thread's id by now.
         let thread = || is_alive(&ProcessIdentity { pid: nix::unistd::gettid().as_raw(), ..own.clone() });
         assert!(!std::thread::scope(|scope| scope.spawn(thread).join().unwrap()).unwrap());
     }

@@ -1,64 +1,65 @@
-//! Owns: where images lie on the image disk: offsets, partition numbers, and how many containers use each. Pure.
+//! Allocates the images' ranges and partition numbers on the image disk, and counts how many containers use each image. It
+//! performs no I/O.
 
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::{Classify, Kind};
 use std::collections::BTreeMap;
 
-/// Images begin at multiples of this; the first one too, so that nothing looks like a partition table.
+/// The alignment of images in bytes. The first image does not begin at offset 0, so that no image looks like a partition table.
 pub const ALIGNMENT: u64 = 1 << 20;
 /// The end of the address space of one image disk: 64 TiB.
 pub const END: u64 = 1 << 46;
-/// Partition numbers are 1 to this.
+/// The largest partition number; the smallest is 1.
 pub const MAX_PARTITIONS: u32 = 255;
-/// Lengths are multiples of this: a block of EROFS.
+/// Image lengths are multiples of this: the block size of EROFS.
 const BLOCK: u64 = 4096;
-/// More pieces than any image has layers.
+/// The maximum number of extents of an image; no image has so many layers.
 const MAX_EXTENTS: usize = 512;
 
-/// Where an image lies.
+/// The position of an image on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// Its partition's number.
+    /// The partition number.
     pub partition: u32,
-    /// Bytes from the start of the disk.
+    /// The offset in bytes from the start of the disk.
     pub offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length: u64,
 }
 
-/// Why an image cannot be placed.
+/// An image cannot be placed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
-    /// It has no bytes, or an odd number.
+    /// The length is zero or not a multiple of the block size.
     #[error("image {key} has {length} bytes; a multiple of {BLOCK}, and more than none, is needed")]
     Length {
-        /// Its key.
+        /// The key of the image.
         key: String,
-        /// Its length.
+        /// The length in bytes.
         length: u64,
     },
-    /// It consists of too many pieces, or their lengths overflow.
+    /// The image has too many extents, or the sum of their lengths overflows.
     #[error("image {key} has {pieces} pieces, at most {MAX_EXTENTS} can be")]
     Pieces {
-        /// Its key.
+        /// The key of the image.
         key: String,
-        /// Their number.
+        /// The number of extents.
         pieces: usize,
     },
-    /// A piece with a path that depends on the working directory.
+    /// The path of an extent is relative.
     #[error("a piece of image {key} has the path {path:?}; an absolute one is needed")]
     Relative {
-        /// The image's key.
+        /// The key of the image.
         key: String,
         /// The path.
         path: std::path::PathBuf,
     },
-    /// Every partition number or every offset is taken.
+    /// All partition numbers or all offsets are in use.
     #[error("the pod has no room for image {key}: {images} images are attached")]
     NoRoom {
-        /// The image's key.
+        /// The key of the image.
         key: String,
-        /// How many there are.
+        /// The number of images on the disk.
         images: usize,
     },
 }
@@ -75,14 +76,14 @@ impl Classify for ImageError {
 /// The images on one disk.
 #[derive(Debug, Default)]
 pub struct Images {
-    /// Every range in use by its offset, including those that are being detached.
+    /// All ranges in use by offset, including those that are being detached.
     taken: BTreeMap<u64, Placement>,
-    /// What can be shared, by key.
+    /// The images that containers can share, by key, with the number of users.
     by_key: BTreeMap<String, (Placement, usize)>,
 }
 
 impl Images {
-    /// Counts one more user of `key`. The flag says that it is new: it must be placed and attached.
+    /// Counts one more user of `key`. The flag is true if the image is new and must be placed and attached.
     pub fn acquire(&mut self, key: &str, image: &ImageDisk) -> Result<(Placement, bool), ImageError> {
         if let Some((placement, users)) = self.by_key.get_mut(key) {
             *users += 1;
@@ -99,8 +100,8 @@ impl Images {
         Ok((placement, true))
     }
 
-    /// Counts one user less. With the last one the key is forgotten and the placement returned: its range stays
-    /// taken until [`Images::free`].
+    /// Counts one user less. After the last one the key is forgotten and the placement returned; its range stays in use
+    /// until [`Images::free`].
     pub fn release(&mut self, key: &str) -> Option<Placement> {
         let (placement, users) = self.by_key.get_mut(key)?;
         let placement = *placement;
@@ -112,14 +113,14 @@ impl Images {
         Some(placement)
     }
 
-    /// The range is detached: it can be used again.
+    /// Makes the range of a detached image available again.
     pub fn free(&mut self, placement: Placement) {
         if self.taken.get(&placement.offset) == Some(&placement) {
             self.taken.remove(&placement.offset);
         }
     }
 
-    /// The first gap of this length.
+    /// Returns the first gap of this length.
     fn gap(&self, length: u64) -> Option<u64> {
         let mut start = ALIGNMENT;
         for (&offset, placement) in &self.taken {
@@ -169,7 +170,7 @@ mod tests {
         assert_eq!(images.release("a"), None);
         assert_eq!(images.release("a"), Some(first));
         assert_eq!(images.release("a"), None);
-        // Being detached: neither shared nor free.
+        // An image that is being detached is neither shared nor free.
         assert_eq!(images.acquire("a", &image(4096)).unwrap().0.offset, 5 * ALIGNMENT);
         images.free(first);
         assert_eq!(images.acquire("d", &image(4096)).unwrap().0, first);

@@ -1,5 +1,5 @@
-//! Owns: what a pod process keeps when it shuts itself in: its plan for `nacelle-jail`, made from the specification.
-//! docs/contributor/jail.md has the same as a table, with reasons.
+//! Builds the jail plan of a pod process from the specification: what stays accessible to the process in its
+//! `nacelle-jail`. docs/contributor/jail.md lists the same as a table, with reasons.
 
 use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
@@ -8,15 +8,15 @@ use nacelle_base::files::at;
 use nacelle_jail::{Access, Place, Plan, Profile};
 use std::path::{Path, PathBuf};
 
-/// What programs need to start: their files, and how they find each other. Names that a node does not have are
-/// passed over.
+/// What programs need to start: the directories of programs and libraries. Names that do not exist on the node are skipped.
 const PROGRAMS: [&str; 6] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"];
 const LINKER: [&str; 2] = ["/etc/ld.so.cache", "/etc/alternatives"];
 
-/// How likely the node's OOM killer takes this process; what it starts inherits it.
+/// The OOM score adjustment of this process, which its children inherit.
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 
-/// Shuts the process in, with what the pod of `dir` needs. What is open stays open. There must be one thread only.
+/// Puts the process into its jail, with access to what the pod in `dir` needs. Open descriptors stay open. The process must
+/// have only one thread.
 pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
     if let Some(logs) = &spec.log_directory {
         std::fs::create_dir_all(logs).map_err(at("create", logs))?;
@@ -30,7 +30,7 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
 }
 
-/// A machine is no part of the node: it does not keep what protects the daemon from the node's OOM killer.
+/// Raises a negative OOM score adjustment to 0: a VM must not inherit the daemon's protection from the node's OOM killer.
 fn expose(file: &Path) {
     let score = std::fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<i32>().ok());
     if score.is_some_and(|score| score < 0)
@@ -45,7 +45,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let mut places = vec![place(&jail_dir(dir), Access::Write, true)];
     places.extend(spec.log_directory.iter().map(|logs| place(logs, Access::Write, true)));
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        // The rest is the agent's, which runs already. This process starts no other.
+        // The agent, which runs already, has access to the rest. This process starts no other process.
         return Plan {
             places,
             scaffold: dir.to_owned(),
@@ -58,7 +58,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
     places.push(place(&spec.scratch_file(), own, true));
     places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
-    // If one is missing, the engine says so. A kernel of the pod's own lies in its jail, and is removed from there later.
+    // The engine reports a missing file. A kernel that the pod brings along lies in the jail directory and is removed later.
     let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
     places.extend(files.map(|file| place(file, Access::Read, false)));
     let device = |name: &str| place(Path::new(name), Access::Device, false);
@@ -75,7 +75,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
             places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
-            // Empty, until a container comes that has devices. It lies in the daemon's part of the run directory.
+            // The directory is empty until a container with devices is created. It lies in the daemon's part of the run directory.
             let (folder, shown) = (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(passed::SHOWN)));
             places.push(Place { shown, ..place(&folder, Access::Device, true) });
         }
@@ -101,7 +101,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     }
 }
 
-/// The folder of a program that lies elsewhere than programs do, with what was installed beside it.
+/// Returns the installation directory of a program that is not in a standard directory, so that its other files are accessible.
 fn home(program: &Path) -> Option<PathBuf> {
     let folder = program.parent()?;
     if PROGRAMS.iter().any(|known| folder.starts_with(known)) {

@@ -1,6 +1,8 @@
-//! Owns: the process of one PodSandbox (`nacelle-pod`): its machine, the agent in it, log files, exit codes; and
-//! the daemon's client for it. docs/contributor/pod-process.md is the map.
-//! May use: `base`, `proto`, `engine`, `fs`, `net`, `jail`. Knows no CRI.
+//! Implements the process of one PodSandbox (`nacelle-pod`), which runs the VM, talks to the agent in it, writes log files
+//! and records exit codes, and the daemon's client for that process. It knows no CRI.
+//!
+//! docs/contributor/pod-process.md describes the whole. Inside Nacelle the crate depends on `base`, `proto`, `engine`,
+//! `fs`, `net`, `jail` and `model`.
 
 mod actor;
 mod agent;
@@ -57,38 +59,38 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// The socket on which the process answers, in [`jail_dir`]; mode 0600.
+/// The socket of the pod process's gRPC service, in [`jail_dir`]; mode 0600.
 pub const SOCKET_FILE: JailedFile = JailedFile::new("pod.sock");
 
 /// The socket of the streams, in [`jail_dir`]; mode 0600.
 pub const STREAM_SOCKET_FILE: JailedFile = JailedFile::new("stream.sock");
 
-/// The part of a pod's run directory that its process writes, and the only one that it sees in its jail. The rest of the run
-/// directory is the daemon's. The daemon reaches what lies in this part through [`jailed`] only.
+/// Returns the part of a pod's run directory that the pod process writes, the only part that it sees in its jail. The rest
+/// of the run directory belongs to the daemon, which reads this part through [`jailed`] only.
 pub fn jail_dir(dir: &Path) -> PathBuf {
     dir.join("jail")
 }
 
-/// The same part as the daemon reads it: everything in it may be hostile.
+/// Returns the same directory for the daemon: everything in it may be hostile.
 pub fn jailed(dir: &Path) -> JailedDir {
     JailedDir::new(jail_dir(dir))
 }
 
-/// Makes that part, mode 0700, in a run directory that exists. It may exist already.
+/// Creates that directory with mode 0700 in an existing run directory; succeeds if it exists.
 pub fn make_jail(dir: &Path) -> Result<(), FileError> {
     let part = jail_dir(dir);
     DirBuilder::new().mode(0o700).recursive(true).create(&part).map_err(at("create", &part))
 }
 
-/// Waits for the byte on standard input that the daemon sends when it has recorded the process; before it the process does nothing.
-/// False: standard input ended, so that the start was given up.
+/// Waits for the byte on standard input that the daemon sends when it has recorded the process; the process must do nothing
+/// before. Returns false if standard input ended, because the start was cancelled.
 pub fn told() -> bool {
     let mut word = [0];
     matches!(retry_interrupted(|| nix::unistd::read(std::io::stdin(), &mut word)), Ok(1))
 }
 
-/// The pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Nothing may
-/// be open but the standard streams: it is closed.
+/// Runs the pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Closes all
+/// inherited descriptors except the standard streams.
 pub fn run(dir: &Path) -> ExitCode {
     if let Err(error) = nacelle_jail::close_inherited() {
         tracing::error!("{}", Chain(&error));
@@ -117,19 +119,19 @@ fn accelerator_of(said: Accelerator) -> nacelle_engine::Accelerator {
     }
 }
 
-/// As [`run`], with an engine of the caller's choice.
+/// Like [`run`], with an engine of the caller's choice.
 pub fn run_with(dir: &Path, engine: impl FnOnce(&spec::PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> ExitCode {
     match process::run(dir, engine) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // For whoever started it: it may have no log yet but its standard error.
+            // The parent process reads standard error, because there may be no other log yet.
             tracing::error!("{}", Chain(&error));
             ExitCode::FAILURE
         }
     }
 }
 
-/// Now, in nanoseconds since 1970.
+/// Returns the current time in nanoseconds since 1970.
 pub(crate) fn now_nanos() -> i64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)

@@ -1,6 +1,7 @@
-//! Owns: a container's log file in CRI's format: `TIME STREAM TAG TEXT`, one line each; tag `F` ends a line of the
-//! container, `P` says that the line goes on.
-//! Threads: a [`LogFile`] is shared by the pumps of one container and by ReopenLog; its lock is held for one write.
+//! Writes a container's log file in CRI's format: one line `TIME STREAM TAG TEXT` for each entry; tag `F` marks the end of
+//! a line of the container, `P` a line that continues in the next entry.
+//!
+//! The pumps of one container and ReopenLog share a [`LogFile`]; its lock is held for one write.
 
 use crate::fan::Fan;
 use nacelle_base::files::{FileError, at};
@@ -14,21 +15,21 @@ use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// The most text in one entry; longer lines are split.
+/// The maximum text of one entry in bytes; longer lines are split.
 pub const MAX_TEXT: usize = 16 << 10;
 
-/// Why there is no log.
+/// A log file cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// The path leads out of the pod's log directory, or the pod has none.
+    /// The path is not below the pod's log directory, or the pod has none.
     #[error("log path {path:?} is not below the pod's log directory {directory:?}")]
     Outside {
-        /// As asked.
+        /// The requested path.
         path: PathBuf,
-        /// The directory, if the pod has one.
+        /// The pod's log directory, if it has one.
         directory: Option<PathBuf>,
     },
-    /// A part of the path that cannot be opened: a symbolic link, for one.
+    /// A component of the path cannot be opened, for example because it is a symbolic link.
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -42,7 +43,7 @@ impl Classify for LogError {
     }
 }
 
-/// Which stream a line came from.
+/// The stream from which a line came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// Standard output, or the terminal.
@@ -60,7 +61,7 @@ impl Source {
     }
 }
 
-/// Where a log lies: below a directory that is trusted, by a path that is not.
+/// The path of a log file: a trusted directory and an untrusted path below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogPath {
     directory: PathBuf,
@@ -68,7 +69,7 @@ pub struct LogPath {
 }
 
 impl LogPath {
-    /// Checks that `path` lies below `directory`, by its text alone.
+    /// Checks by text alone that `path` is below `directory`.
     pub fn check(directory: Option<&Path>, path: &Path) -> Result<LogPath, LogError> {
         let outside = || LogError::Outside { path: path.to_owned(), directory: directory.map(Path::to_owned) };
         let directory = directory.ok_or_else(outside)?;
@@ -86,8 +87,8 @@ impl LogPath {
         Ok(LogPath { directory: directory.to_owned(), below: parts })
     }
 
-    /// Opens the file for appending; makes it, and missing folders below the directory. No part of the path below
-    /// the directory may be a symbolic link.
+    /// Opens the file for appending; creates it and missing directories below `directory`. No component below `directory`
+    /// may be a symbolic link.
     fn open(&self) -> Result<File, LogError> {
         let mut path = self.directory.clone();
         std::fs::create_dir_all(&path).map_err(at("create", &path))?;
@@ -105,7 +106,7 @@ impl LogPath {
         }
         path.push(name);
         let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        // Not to wait for a reader if somebody put a FIFO there; a regular file does not care.
+        // With O_NONBLOCK the open does not wait for a reader if the name is a FIFO; it has no effect on a regular file.
         let flags = flags | OFlag::O_NONBLOCK;
         let file = retry_interrupted(|| openat(&here, name, flags, Mode::from_bits_truncate(0o640)))
             .map_err(|errno| at("open", &path)(errno.into()))?;
@@ -117,16 +118,16 @@ impl LogPath {
     }
 }
 
-/// One container's log; none: output is thrown away.
+/// The log of one container; output is discarded if there is none.
 #[derive(Debug)]
 pub struct LogFile(Option<(LogPath, Mutex<Open>)>);
 
 #[derive(Debug)]
 struct Open {
     file: File,
-    /// The last write failed and was told of.
+    /// The last write failed and was reported.
     failing: bool,
-    /// The file ends within an entry: what comes next must not look like a part of it.
+    /// The file ends within an entry, so the next entry must begin on a new line.
     torn: bool,
 }
 
@@ -135,7 +136,7 @@ impl Open {
         Open { file, failing: false, torn: false }
     }
 
-    /// Writes as much as can be.
+    /// Writes as much as possible.
     fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             match self.file.write(bytes) {
@@ -163,7 +164,7 @@ impl LogFile {
         Ok(LogFile(path.map(open).transpose()?))
     }
 
-    /// Goes on in the file that now has the log's name.
+    /// Closes the file and continues in the file that has the log's name now.
     pub fn reopen(&self) -> Result<(), LogError> {
         if let Some((path, open)) = &self.0 {
             let file = path.open()?;
@@ -172,8 +173,8 @@ impl LogFile {
         Ok(())
     }
 
-    /// Appends whole entries. A full disk must not stop the container: what cannot be written is lost, and said
-    /// once.
+    /// Appends complete entries. A full disk must not stop the container: entries that cannot be written are lost, which is
+    /// reported once.
     pub fn append(&self, entries: &[u8]) {
         let Some((_, open)) = &self.0 else { return };
         let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
@@ -186,21 +187,21 @@ impl LogFile {
     }
 }
 
-/// Cuts the bytes of one stream into entries.
+/// Splits the bytes of one stream into entries.
 #[derive(Debug)]
 pub struct Lines {
     source: Source,
-    /// The line so far: less than [`MAX_TEXT`] bytes, or exactly that many.
+    /// The incomplete line, at most [`MAX_TEXT`] bytes.
     line: Vec<u8>,
 }
 
 impl Lines {
-    /// For one stream.
+    /// Returns the splitter of one stream.
     pub fn new(source: Source) -> Self {
         Self { source, line: Vec::new() }
     }
 
-    /// Takes bytes and appends every entry that is complete now to `out`.
+    /// Takes bytes and appends all entries that are complete to `out`.
     pub fn push(&mut self, mut bytes: &[u8], time: &str, out: &mut Vec<u8>) {
         while !bytes.is_empty() {
             let room = MAX_TEXT - self.line.len();
@@ -224,7 +225,7 @@ impl Lines {
         }
     }
 
-    /// The stream has ended: a line without its newline is a partial one.
+    /// Ends the stream: a last line without a newline becomes a partial entry.
     pub fn finish(&mut self, time: &str, out: &mut Vec<u8>) {
         if !self.line.is_empty() {
             self.entry(&[], time, b'P', out);
@@ -242,7 +243,8 @@ impl Lines {
     }
 }
 
-/// Reads one stream to its end into the log, and tells those who listen. Blocks; runs on a thread of its own. Broken streams end like others.
+/// Reads one stream to its end into the log and the attached clients. Blocks, so it runs on its own thread. A broken stream
+/// counts as ended.
 pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile, fan: &Fan) {
     let mut lines = Lines::new(source);
     let mut buffer = vec![0; 32 << 10];
@@ -269,11 +271,11 @@ pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile, fan: &Fan)
     }
 }
 
-/// `2006-01-02T15:04:05.000000000Z` for nanoseconds since 1970.
+/// Formats nanoseconds since 1970 as `2006-01-02T15:04:05.000000000Z`.
 pub fn rfc3339(nanos: i64) -> String {
     let seconds = nanos.div_euclid(1_000_000_000);
     let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Days since 0000-03-01, so that the leap day is a year's last: 146097 days are 400 years.
+    // Days since 0000-03-01, so that the leap day is the last day of a year; 146097 days are 400 years.
     let day = days + 719_468;
     let (era, day) = (day.div_euclid(146_097), day.rem_euclid(146_097));
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
@@ -307,7 +309,7 @@ mod tests {
         out
     }
 
-    /// Back from entries to the container's bytes.
+    /// Joins entries to the bytes that the container wrote.
     fn joined(entries: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::new();
         for entry in entries.split_inclusive(|byte| *byte == b'\n') {
@@ -420,7 +422,7 @@ mod tests {
         let world = tempfile::tempdir().unwrap();
         let path = world.path().join("0.log");
         let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
-        // What a full disk leaves of an entry.
+        // The part of an entry that a full disk leaves.
         log.append(b"T stdout F ha");
         log.append(b"T stdout F whole\n");
         log.append(b"T stdout F next\n");

@@ -1,7 +1,7 @@
-//! Owns: putting the machine together: first taps and scratch disk, then the engine's start; and knowing when it has
-//! ended.
-//! Threads: one thread for the machine's whole life, because an engine's process may be bound to the thread that
-//! started it; everything else that blocks goes through [`blocking`].
+//! Assembles the VM: creates taps and scratch disk, starts the engine, and reports when the VM has ended.
+//!
+//! One thread lives as long as the VM, because an engine's process may be bound to the thread that started it; all other
+//! blocking work runs on the blocking pool ([`run_blocking`]).
 
 use crate::error::PodError;
 use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
@@ -27,56 +27,56 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 
-/// The slot on which images lie: `disks[0]`, /dev/vda.
+/// The slot of the image disk: `disks[0]`, /dev/vda.
 pub const IMAGE_DISK: usize = 0;
-/// The slot for writable layers: `disks[1]`, /dev/vdb.
+/// The slot of the disk for writable layers: `disks[1]`, /dev/vdb.
 pub const SCRATCH_DISK: usize = 1;
-/// The slot for block devices of the node: `disks[2]`, /dev/vdc.
+/// The slot of the disk for block devices of the node: `disks[2]`, /dev/vdc.
 pub const VOLUME_DISK: usize = 2;
-/// The guest's console, in [`crate::jail_dir`].
+/// The log of the guest's console, in [`crate::jail_dir`].
 pub const CONSOLE_FILE: JailedFile = JailedFile::new("console.log");
-/// The guest's vsock context id: the device is ours alone, so all guests have the same.
+/// The guest's vsock context id. Each VM has a vsock device of its own, so all guests can have the same id.
 const GUEST_CID: u32 = 3;
-/// What the NIC allows; the guest sets what CNI says.
+/// The maximum MTU of the NIC; the guest sets the MTU of the CNI result.
 const MAX_MTU: u32 = 65_535;
-/// The most queues of a tap: what our network device serves.
+/// The maximum number of queues of a tap, which Nacelle's network device supports.
 const MAX_QUEUES: usize = 8;
 
-/// A machine that runs, and what must be given back when it is gone.
+/// A running VM, and what must be released when it has ended.
 pub struct Assembled {
-    /// The machine.
+    /// The VM.
     pub machine: Arc<dyn Machine>,
-    /// Says when, and how, it has ended.
+    /// Reports when and how the VM has ended.
     pub gone: agent::Gone,
-    /// Where the agent will say hello.
+    /// Accepts the agent's connection for the boot handshake.
     pub incoming: Box<dyn Incoming>,
-    /// How to give back what was taken.
+    /// The actions that release the resources of the VM.
     pub undo: UndoStack,
-    /// What took how long so far.
+    /// The boot steps so far, with their durations.
     pub timeline: Timeline,
 }
 
-/// The name of the n-th tap, in the pod's namespace.
+/// Returns the name of the n-th tap, in the pod's network namespace.
 pub fn tap_name(n: usize) -> String {
     format!("nacelle{n}")
 }
 
-/// What is made before the machine, with rights that the process gives up afterwards.
+/// The resources that are created before the VM, with rights that the process drops afterwards.
 pub struct Prepared {
     taps: Vec<Card>,
     disk: PathBuf,
-    /// The disk still has its name, where everybody sees it.
+    /// The disk still has its name in the node's file system.
     pub named: bool,
-    /// The ways to the volumes of the node.
+    /// The virtio-fs channels to the file-server process.
     pub shares: Vec<[UnixStream; QUEUES]>,
-    /// The way to those that are pushed.
+    /// The channel for copied-in volumes to the file-server process.
     pub pushed: Option<UnixStream>,
-    /// What took how long so far.
+    /// The boot steps so far, with their durations.
     pub timeline: Timeline,
 }
 
-/// Makes taps and scratch disk; without a guest there is neither. A machine with disks of its own has a folder for them. If it fails, nothing is left behind. Blocks for a few
-/// milliseconds.
+/// Creates taps and scratch disk. A pod without a guest has neither; a machine pod has a directory in place of the disk.
+/// Releases everything on failure. Blocks for a few milliseconds.
 pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     let disk = spec.scratch_file();
     let timeline = Timeline::default();
@@ -106,7 +106,7 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
             Ok(Prepared { taps, disk, named: true, shares: Vec::new(), pushed: None, timeline })
         }
         (Err(error), _) => {
-            // The first error is the one that matters.
+            // The caller needs the first error.
             let _ = remove_if_there(&disk);
             Err(error)
         }
@@ -114,8 +114,8 @@ pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
     }
 }
 
-/// Starts the machine. If it fails, nothing is left behind. It is not to be cancelled: it is done within the time in
-/// which an engine starts.
+/// Starts the VM. Releases everything on failure. The future must not be dropped before it completes, which takes no longer
+/// than the start of the engine.
 pub async fn assemble(
     spec: &PodSpec,
     dir: &Path,
@@ -136,7 +136,7 @@ pub async fn assemble(
     });
     let guest = spec.engine.has_machine();
     let machine = MachineSpec {
-        // Without a guest processors and memory are the node's.
+        // Without a guest, vCPUs and memory have no meaning.
         vcpus: if guest { u8::try_from(spec.max_vcpus()).unwrap_or(u8::MAX) } else { 1 },
         topology: if guest { spec.topology } else { None },
         cpu_model: if guest { spec.cpu_model.clone() } else { None },
@@ -163,7 +163,7 @@ pub async fn assemble(
         shares,
     };
     let (machine, gone) = timeline.measure("machine", start(engine, machine)).await?;
-    // The machine has it open. Without a name it goes with this process, however that ends.
+    // The VM has the disk open. Without a name its blocks are freed when this process ends, however that happens.
     if named && let Err(error) = remove_if_there(&disk) {
         tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
     }
@@ -180,13 +180,13 @@ pub async fn assemble(
     Ok(Assembled { machine, gone, incoming, undo, timeline })
 }
 
-/// The words that the kernel is told: the last counts, and a machine with a reserve begins without it.
+/// Returns the kernel command-line parameters. The last of equal parameters counts: a VM with a vCPU reserve boots without the reserve.
 fn kernel_args(spec: &PodSpec) -> Vec<String> {
     let first = (spec.max_vcpus() > spec.vcpus).then(|| format!("maxcpus={}", spec.vcpus));
     spec.kernel_args.iter().cloned().chain(first).collect()
 }
 
-/// A tap, and for a machine with a system of its own what that asks of DHCP servers.
+/// A tap, and for a machine pod the socket that receives the guest's DHCP requests.
 type Card = (Tap, Option<OwnedFd>);
 
 fn make_taps(spec: &PodSpec) -> Result<Vec<Card>, PodError> {
@@ -207,7 +207,7 @@ fn make_taps(spec: &PodSpec) -> Result<Vec<Card>, PodError> {
     (0..network.interfaces.len()).map(card).collect()
 }
 
-/// A locally administered address; the guest changes it for the one that CNI gave.
+/// Returns a random locally administered address; the guest replaces it with the address of the CNI result.
 fn random_mac() -> Result<Mac, PodError> {
     let mut mac = [0; 6];
     random(&mut mac)?;
@@ -215,7 +215,7 @@ fn random_mac() -> Result<Mac, PodError> {
     Ok(mac)
 }
 
-/// Fresh random bytes.
+/// Fills the buffer with random bytes.
 pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
     nacelle_base::random::fill(bytes).map_err(|source| PodError::Thread { what: "getrandom", source })
 }
@@ -230,7 +230,7 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
         let machine: Arc<dyn Machine> = match engine.start(spec) {
             Ok(machine) => machine.into(),
             Err(error) => {
-                // Nobody waits any more: then nobody needs to know.
+                // If the receiver is gone, no caller needs the error.
                 let _ = tell.send(Err(error));
                 return;
             }
@@ -250,12 +250,12 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
     Ok((machine, gone))
 }
 
-/// Ends a machine, waits for that, and lets go of it.
+/// Stops a VM and waits for its end.
 pub async fn stop(machine: Arc<dyn Machine>, how: Stop) -> Result<MachineExit, PodError> {
     Ok(run_blocking("stop the VM", move || machine.stop(how)).await??)
 }
 
-/// The slot of a machine, by its number.
+/// Returns a disk slot of the VM by its number.
 pub fn disk(machine: &Arc<dyn Machine>, number: usize) -> Option<Slot> {
     machine.disks().get(number).cloned()
 }

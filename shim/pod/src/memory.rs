@@ -1,5 +1,6 @@
-//! Owns: changes of the machine's memory while it runs: first its guest, then the node, one change after the other.
-//! Threads: a task for each change, which nobody cancels: what is given back late may be in use again.
+//! Resizes the memory of a running VM: first in the guest, then on the node, one change at a time.
+//!
+//! Each change is a task that is never cancelled, because memory that is released late may be in use again.
 
 use crate::actor::Able;
 use crate::error::PodError;
@@ -12,7 +13,7 @@ use nacelle_proto::common::SetMemoryResponse;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
 
-/// Whose turn it is.
+/// Serializes the changes.
 pub struct Memory(Arc<Semaphore>);
 
 impl Default for Memory {
@@ -21,7 +22,7 @@ impl Default for Memory {
     }
 }
 
-/// Bytes of the reserve that may be asked for.
+/// Checks that the VM's memory reserve has so many bytes.
 pub fn check(spec: &PodSpec, asked: u64) -> Result<(), PodError> {
     let most = u64::from(spec.reserved_memory_mib.unwrap_or(0)) << 20;
     let rule = "no more than the machine has in reserve is allowed";
@@ -33,7 +34,7 @@ pub fn check(spec: &PodSpec, asked: u64) -> Result<(), PodError> {
 }
 
 impl Memory {
-    /// Brings `asked` bytes of the reserve into use; returns how many are.
+    /// Brings `asked` bytes of the reserve into use; returns how many are in use then.
     pub async fn set(
         &self,
         spec: Arc<PodSpec>,
@@ -58,17 +59,17 @@ async fn change(
     let places = nacelle_engine::reserve(spec.memory_mib, reserve_mib, 0);
     let most = u64::from(reserve_mib) << 20;
     let used = agent.set_memory(&places, asked).await?.bound(asked..=most)?;
-    // What a guest uses in spite of its word is lost to it, not to the node.
+    // If the guest uses more than it reports, it loses that memory, not the node.
     give_back(machine, u32::try_from(used.bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
     Ok(used)
 }
 
-/// Gives back what has touched the reserve before its guest's kernel could: an engine may lay the initial file system there.
+/// Releases what the engine has written to the reserve before the guest's kernel ran: the initial file system may lie there.
 pub async fn clear(machine: Arc<dyn Machine>) {
     give_back(machine, 0).await;
 }
 
-/// The machine does without it either way.
+/// Releases the node's memory of the unused reserve. A failure is only logged, because the guest does not use that memory.
 async fn give_back(machine: Arc<dyn Machine>, used_mib: u32) {
     let release = move || machine.as_reserve().map(|reserve| reserve.give_back(used_mib));
     match run_blocking("release unused memory of the VM", release).await {

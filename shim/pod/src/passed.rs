@@ -1,5 +1,5 @@
-//! Owns: where a machine of the pod's own making finds PCI devices of the node: a folder of the pod's, which its processes see as the
-//! node's /dev/vfio. The daemon puts there what the pod's container may have, and nothing else is in it.
+//! Creates the directory in which the QEMU of a machine pod finds PCI devices of the node; the pod's processes see it as
+//! /dev/vfio. The daemon creates there only the device nodes that the pod's container may have.
 
 use crate::error::PodError;
 use nacelle_base::files::at;
@@ -8,19 +8,19 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
-/// Where the pod's processes see it. QEMU knows no other.
+/// The path at which the pod's processes see the directory. QEMU supports no other path.
 pub const SHOWN: &str = "/dev/vfio";
-/// What is mapped for a device beside the machine's memory, in MiB: firmware, and the memory of a screen.
+/// What VFIO maps for a device besides the VM's memory, in MiB: firmware and video memory.
 const BESIDE_MIB: u64 = 128;
 
-/// Makes it.
+/// Creates the directory.
 pub(crate) fn make(dir: &Path) -> Result<(), PodError> {
     let folder = dir.join(VFIO_DIR);
     let made = DirBuilder::new().mode(0o700).recursive(true).create(&folder);
     Ok(made.map_err(at("create", &folder))?)
 }
 
-/// What devices may lock of the memory of a machine that has so much.
+/// Returns the limit of locked memory in bytes that devices of a VM with this memory need.
 pub(crate) fn locked_bytes(memory_mib: u32) -> u64 {
     (u64::from(memory_mib) + BESIDE_MIB) << 20
 }

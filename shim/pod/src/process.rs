@@ -1,4 +1,4 @@
-//! Owns: the process around the actor: runtime, identity, socket, signals, and the end.
+//! Runs the pod process around the actor: identity check, jail, async runtime, sockets, signals, and exit.
 
 use crate::actor::{Actor, Ask, Message};
 use crate::error::PodError;
@@ -19,23 +19,23 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnixListenerStream;
 
-/// The grace that containers get at SIGTERM.
+/// The grace period of containers at SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(10);
-/// For the last answers to reach their readers.
+/// The limit for sending the last replies.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// A blocking thread's stack: calls of the engine, of netlink, of the file system.
+/// The stack size of blocking threads, which call the engine, netlink and the file system.
 const STACK: usize = 512 << 10;
 
-/// Serves the pod of `dir` with the engine that `engine` makes of the specification, until it is stopped.
+/// Serves the pod in `dir` with the engine that `engine` creates from the specification, until the pod is stopped.
 pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> Result<(), PodError> {
     let spec = PodSpec::read(dir)?;
-    // The daemon has written there which process it has started.
+    // The daemon has recorded in this directory which process it has started.
     if identity::read(dir)? != Some(identity::own()?) {
         return Err(PodError::NotNamed { dir: dir.to_owned() });
     }
-    // Files of the pod are nobody else's; log files are for the node's group, as their mode says.
+    // Files of the pod are private; log files are readable for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
-    // What needs rights comes before they are given up, and that before there is a second thread, and a guest.
+    // Steps that need rights come before the jail, and the jail comes before there is a second thread or a guest.
     let share = share::start(&spec, dir)?;
     let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;
@@ -55,7 +55,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
         .build()
         .map_err(thread)?;
     let served = runtime.block_on(serve(spec, dir, engine, prepared));
-    // What still blocks has nothing to give back any more.
+    // Work that still blocks holds no resources that need cleanup.
     runtime.shutdown_background();
     let removed = [SOCKET_FILE, STREAM_SOCKET_FILE].map(|file| remove_if_there(&file.in_jail(&jail_dir(dir))));
     removed.into_iter().fold(served, |served, removed| served.and(removed.map_err(PodError::from)))
@@ -67,7 +67,7 @@ async fn serve(
     engine: Arc<dyn Engine>,
     prepared: machine::Prepared,
 ) -> Result<(), PodError> {
-    // Whoever finds the first finds the second.
+    // A client that finds the second socket may rely on the first.
     let streams_listener = listen(&STREAM_SOCKET_FILE.in_jail(&jail_dir(dir)))?;
     let listener = listen(&SOCKET_FILE.in_jail(&jail_dir(dir)))?;
 
@@ -81,7 +81,7 @@ async fn serve(
     let server = nacelle_proto::server::builder().add_service(service).serve_with_incoming_shutdown(
         UnixListenerStream::new(listener),
         async {
-            // Dropped or sent: the actor has ended.
+            // The channel is closed when the actor has ended.
             let _ = ended.await;
         },
     );
@@ -105,7 +105,7 @@ fn listen(socket: &Path) -> Result<UnixListener, PodError> {
     Ok(listener)
 }
 
-/// SIGTERM and SIGINT mean Stop.
+/// Turns SIGTERM and SIGINT into a stop of the pod.
 fn obey_signals(inbox: mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
     for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
         let failed = |source| PodError::Thread { what: "the handling of signals", source };

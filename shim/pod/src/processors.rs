@@ -1,6 +1,5 @@
-//! Owns: on which processors of the node a pod's machine runs: the threads of the pod process and of the processes that it
-//! has started; and on which of these those threads that run the machine's own processors, if each has one to itself.
-//! Threads: the work, reads of /proc, is on threads of the pool.
+//! Sets the CPU affinity of a pod: of all threads of the pod process and of its child processes, and of single vCPU threads
+//! if each vCPU is pinned to a CPU of its own. The reads of /proc run on the blocking pool.
 
 use crate::identity::{self, IdentityError};
 use nacelle_base::task::{TaskError, run_blocking};
@@ -12,10 +11,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Threads of one pod that are looked at: more than a machine can have.
+/// The maximum number of threads of a pod, more than any VM has.
 const MOST: usize = 16_384;
 
-/// Why a machine does not run where it should.
+/// The CPU affinity of a pod cannot be set.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessorsError {
     /// The pod process is gone.
@@ -24,40 +23,40 @@ pub enum ProcessorsError {
         /// The pod's run directory.
         dir: PathBuf,
     },
-    /// It could not be found.
+    /// The pod process cannot be identified.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// The kernel does not take a number.
+    /// The kernel does not support a CPU number.
     #[error("{number} is too large for the number of a processor")]
     Number {
-        /// As asked.
+        /// The requested number.
         number: u32,
     },
-    /// The kernel does not let it.
+    /// The kernel rejects the affinity of a thread.
     #[error("cannot have thread {thread} run on processors {processors:?}")]
     Set {
-        /// Its id.
+        /// The thread's id.
         thread: i32,
-        /// As asked.
+        /// The requested CPUs.
         processors: BTreeSet<u32>,
-        /// Why.
+        /// The cause.
         source: Errno,
     },
-    /// The machine's processors are not to be found.
+    /// Some vCPU threads cannot be found.
     #[error("the threads of {found} of the machine's {vcpus} processors are there")]
     Unknown {
-        /// How many are.
+        /// The number of vCPU threads that were found.
         found: usize,
-        /// How many it has.
+        /// The number of vCPUs of the VM.
         vcpus: u32,
     },
-    /// More threads than any machine has.
+    /// The pod has too many threads.
     #[error("process {pid} has made more than {MOST} threads meanwhile")]
     TooMany {
-        /// The pod process.
+        /// The pid of the pod process.
         pid: i32,
     },
-    /// The work did not finish.
+    /// The work on the blocking pool did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
 }
@@ -68,7 +67,7 @@ impl Classify for ProcessorsError {
             ProcessorsError::Gone { .. } => Kind::Unavailable,
             ProcessorsError::Identity(source) => source.kind(),
             ProcessorsError::Number { .. } => Kind::Invalid,
-            // None of them is for the pod's control group, or on.
+            // None of the CPUs is online and in the pod's cgroup.
             ProcessorsError::Set { source: Errno::EINVAL, .. } => Kind::Conflict,
             ProcessorsError::Set { .. } | ProcessorsError::Unknown { .. } | ProcessorsError::TooMany { .. } => {
                 Kind::Internal
@@ -78,9 +77,9 @@ impl Classify for ProcessorsError {
     }
 }
 
-/// Has the machine of the pod that is served from `dir` run on these processors only; none: on all that the caller may
-/// use. What it starts later runs there, too. `pinned`: the machine has so many processors, and the nth runs on the nth of these
-/// alone; where they are emulated, one thread runs them all, on all of these.
+/// Restricts the processes of the pod in `dir` to these CPUs; an empty set means all that the caller may use. Processes
+/// that they start later inherit the affinity. With `pinned`, the number of the VM's vCPUs, the nth vCPU is pinned to the
+/// nth of these CPUs; where vCPUs are emulated, one thread runs them all, on all of these CPUs.
 pub async fn confine(dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
     let dir = dir.to_owned();
     run_blocking("set the CPU affinity of the pod process", move || {
@@ -95,7 +94,7 @@ pub async fn confine(dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>)
 fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> {
     let set = set_of(processors)?;
     let mut done = BTreeSet::new();
-    // A thread that is made meanwhile has its maker's: until there is none that is not known.
+    // A new thread inherits the affinity of its creator, so this repeats until no new thread is found.
     loop {
         let new: Vec<i32> = threads(pid).into_iter().filter(|thread| !done.contains(thread)).collect();
         if new.is_empty() {
@@ -107,7 +106,7 @@ fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> 
         for thread in new {
             match sched_setaffinity(Pid::from_raw(thread), &set) {
                 Ok(()) | Err(Errno::ESRCH) => {}
-                // A thread of the kernel's in the process, which keeps its own.
+                // A kernel thread of the process, whose affinity cannot be changed.
                 Err(Errno::EINVAL) if thread != pid => {}
                 Err(source) => {
                     return Err(ProcessorsError::Set { thread, processors: processors.clone(), source });
@@ -118,17 +117,17 @@ fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> 
     }
 }
 
-/// What a thread runs of the machine.
+/// The vCPUs that a thread runs.
 #[derive(Debug, PartialEq, Eq)]
 enum Runs {
-    /// One processor, counted from 0.
+    /// One vCPU, counted from 0.
     One(u32),
-    /// All of them, in turn.
+    /// All vCPUs, one after the other.
     All,
 }
 
-/// By the names that engine `kvm` and QEMU (`debug-threads`) give them. A process that is no longer ours may name its threads as it likes:
-/// it finds them on processors that it has anyway.
+/// Recognizes vCPU threads by the names that engine `kvm` and QEMU (`debug-threads`) give them. A compromised process may
+/// name its threads as it likes, but gains no CPUs that the pod does not have.
 fn runs(name: &str) -> Option<Runs> {
     if name == "ALL CPUs/TCG" {
         return Some(Runs::All);
@@ -142,7 +141,7 @@ fn pin(threads: &[i32], processors: &BTreeSet<u32>, vcpus: u32) -> Result<(), Pr
     let mut pinned = BTreeSet::new();
     let own: BTreeMap<u32, u32> = (0..vcpus).zip(processors.iter().copied()).collect();
     for &thread in threads {
-        // One that is gone has no name.
+        // A thread that is gone has no name.
         let name = fs::read_to_string(format!("/proc/{thread}/comm")).unwrap_or_default();
         let number = match runs(name.trim_end()) {
             Some(Runs::All) => return Ok(()),
@@ -176,7 +175,7 @@ fn set_of(processors: &BTreeSet<u32>) -> Result<CpuSet, ProcessorsError> {
     Ok(set)
 }
 
-/// The threads of a process and of its descendants.
+/// Returns the threads of a process and of its descendants.
 fn threads(pid: i32) -> Vec<i32> {
     let (mut pids, mut threads, mut at) = (vec![pid], Vec::new(), 0);
     while let Some(next) = pids.get(at).copied().filter(|_| threads.len() <= MOST) {
@@ -228,7 +227,7 @@ mod tests {
         }
         drop(shell.stdin.take());
         shell.wait().unwrap();
-        // What is gone has nothing left to set.
+        // Threads that are gone are skipped.
         set_all(pid, &one).unwrap();
     }
 
@@ -279,7 +278,7 @@ mod tests {
         let error = pin(&threads, &all, vcpus + 1).unwrap_err();
         let told = format!("the threads of {vcpus} of the machine's {} processors are there", vcpus + 1);
         assert_eq!((error.kind(), error.to_string()), (Kind::Internal, told));
-        // Emulated: one thread for all of them.
+        // With emulation one thread runs all vCPUs.
         started.push(start("ALL CPUs/TCG"));
         let thread = started.last().unwrap().0;
         pin(&[thread], &all, 64).unwrap();

@@ -1,5 +1,6 @@
-//! Reads and writes `DIR/jail/state.json`: the pod as it last was, written whole on each change, so that exit codes outlive the
-//! pod process; and `DIR/last.json`, the daemon's own record of how a pod whose process is gone has ended.
+//! Reads and writes `DIR/jail/state.json`, the last state of the pod, which is written atomically on each change so that
+//! exit codes outlive the pod process; and `DIR/last.json`, the daemon's own record of how a pod ended whose process is
+//! gone.
 
 use nacelle_base::files::{FileError, write_whole};
 use nacelle_base::jailed::{JailedDir, JailedFile};
@@ -8,35 +9,35 @@ use nacelle_proto::pod as proto;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The file in [`crate::jail_dir`].
+/// The file of the pod process, in [`crate::jail_dir`].
 const FILE: JailedFile = JailedFile::new("state.json");
-/// The file in the daemon's part of the run directory.
+/// The file of the daemon, in its part of the run directory.
 const KEPT_FILE: &str = "last.json";
-/// The most bytes of such a file that are read.
+/// The maximum size in bytes of a file that is read.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// The exit code of a container whose end nobody saw.
+/// The exit code of a container whose end was not observed.
 pub const LOST: u32 = 255;
-/// The exit code of what the kernel killed: 128 and SIGKILL.
+/// The exit code of processes that the kernel killed: 128 + SIGKILL.
 pub const KILLED: u32 = 137;
-/// Why a machine is gone that the node's kernel killed.
+/// The failure message of a VM that the node's OOM killer ended.
 pub const OUT_OF_MEMORY: &str =
     "the node's kernel killed the machine: the memory of its control group, or of the node, ran out";
 
-/// The pod as it last was.
+/// The last state of a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodRecord {
-    /// The PodSandbox.
+    /// The id of the PodSandbox.
     pub id: PodId,
-    /// Its phase.
+    /// The phase of the pod.
     pub phase: Phase,
-    /// Why the machine is gone, if it ended by itself; empty otherwise.
+    /// The reason why the VM ended by itself; empty otherwise.
     #[serde(default)]
     pub failure: String,
-    /// `uname -r` of the guest, once known.
+    /// The kernel release (`uname -r`) of the guest; empty until it is known.
     #[serde(default)]
     pub kernel_release: String,
-    /// Its containers, in the order of their creation.
+    /// The containers, in the order of their creation.
     #[serde(default)]
     pub containers: Vec<ContainerRecord>,
 }
@@ -45,13 +46,13 @@ pub struct PodRecord {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
-    /// The machine boots or waits for its configuration.
+    /// The VM boots or waits for its configuration.
     Booting,
-    /// Containers can be made.
+    /// Containers can be created.
     Ready,
-    /// On the way down.
+    /// The pod is being stopped.
     Stopping,
-    /// The machine is gone.
+    /// The VM has ended.
     Stopped,
 }
 
@@ -59,61 +60,61 @@ pub enum Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ContainerPhase {
-    /// Made, not started.
+    /// The container is created and not started.
     Created,
-    /// Started.
+    /// The container is started.
     Running,
-    /// Ended.
+    /// The container has exited.
     Exited,
 }
 
-/// One container as it last was. Times are nanoseconds since 1970; 0: not yet.
+/// The last state of one container. Times are nanoseconds since 1970; 0 if the event has not happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContainerRecord {
-    /// The container.
+    /// The id of the container.
     pub id: String,
-    /// Its phase.
+    /// The phase of the container.
     pub phase: ContainerPhase,
-    /// When it was made.
+    /// The time of its creation.
     pub created_at: i64,
-    /// When it was started.
+    /// The time of its start.
     #[serde(default)]
     pub started_at: i64,
-    /// When it ended.
+    /// The time of its end.
     #[serde(default)]
     pub finished_at: i64,
-    /// With phase Exited.
+    /// The exit code, in phase Exited.
     #[serde(default)]
     pub exit_code: u32,
-    /// The kernel's OOM killer ended it.
+    /// The OOM killer ended the container.
     #[serde(default)]
     pub oom_killed: bool,
-    /// Why it could not start or was lost; empty otherwise.
+    /// The reason of a failed start or a loss; empty otherwise.
     #[serde(default)]
     pub message: String,
-    /// The user as found in the image.
+    /// The user id, resolved in the image.
     #[serde(default)]
     pub uid: u32,
-    /// The user's group.
+    /// The primary group id.
     #[serde(default)]
     pub gid: u32,
-    /// Its further groups.
+    /// The supplementary group ids.
     #[serde(default)]
     pub supplemental_groups: Vec<u32>,
 }
 
-/// Why the record could not be read or written.
+/// The record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     /// The file could not be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Not the JSON of a record, or of a version that this program does not know.
+    /// The file is not the JSON of a record, or has an unknown version.
     #[error("{} is no record of a pod that this version knows", path.display())]
     Format {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the cause.
         source: serde_json::Error,
     },
 }
@@ -131,14 +132,14 @@ enum Stored {
     V1(PodRecord),
 }
 
-/// Reads what the pod process wrote last; none if it never came so far. It may have written anything: what is no record of at most
-/// [`MAX_BYTES`] is an error.
+/// Reads the last record of the pod process; returns `None` if it has written none. The process may have written anything:
+/// a file that is larger than [`MAX_BYTES`] or is not a record is an error.
 pub fn read(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
     let bytes = crate::jailed(dir).read(FILE, MAX_BYTES)?;
     bytes.map(|bytes| decode(&bytes, FILE.in_jail(&crate::jail_dir(dir)))).transpose()
 }
 
-/// Reads what [`PodRecord::keep`] wrote; none if it was not called yet.
+/// Reads what [`PodRecord::keep`] wrote; returns `None` if it was not called yet.
 pub(crate) fn kept(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
     let bytes = JailedDir::new(dir).read(KEPT_FILE, MAX_BYTES)?;
     bytes.map(|bytes| decode(&bytes, dir.join(KEPT_FILE))).transpose()
@@ -150,7 +151,7 @@ fn decode(bytes: &[u8], path: PathBuf) -> Result<PodRecord, RecordError> {
 }
 
 impl PodRecord {
-    /// A pod that has just begun.
+    /// Returns the record of a pod that has just begun.
     pub fn new(id: PodId) -> Self {
         Self {
             id,
@@ -161,12 +162,12 @@ impl PodRecord {
         }
     }
 
-    /// Writes `DIR/jail/state.json`, whole. For the pod process.
+    /// Writes `DIR/jail/state.json` atomically. Called by the pod process.
     pub fn write(&self, dir: &Path) -> Result<(), RecordError> {
         self.write_to(FILE.in_jail(&crate::jail_dir(dir)))
     }
 
-    /// Writes `DIR/last.json`, whole: the record of a pod whose process is gone. For the daemon.
+    /// Writes `DIR/last.json` atomically: the record of a pod whose process is gone. Called by the daemon.
     pub(crate) fn keep(&self, dir: &Path) -> Result<(), RecordError> {
         self.write_to(dir.join(KEPT_FILE))
     }
@@ -177,7 +178,7 @@ impl PodRecord {
         Ok(write_whole(&path, &bytes)?)
     }
 
-    /// The machine is gone, for this reason, at this time: what still lived has ended with [`LOST`].
+    /// Records that the VM ended for this reason at this time: containers that still lived exit with [`LOST`].
     pub fn lose(&mut self, why: &str, now: i64) {
         if self.phase != Phase::Stopped {
             self.phase = Phase::Stopped;
@@ -186,13 +187,13 @@ impl PodRecord {
         self.lose_containers(why, now);
     }
 
-    /// As [`blame_memory`].
+    /// Changes a lost record as [`blame_memory`] changes a state.
     pub(crate) fn blame_memory(&mut self) {
         let containers = self.containers.iter_mut();
         blame(&mut self.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
     }
 
-    /// The containers' part of [`PodRecord::lose`].
+    /// Marks the containers that still lived as lost, as [`PodRecord::lose`] does.
     pub fn lose_containers(&mut self, why: &str, now: i64) {
         for container in self.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
             container.phase = ContainerPhase::Exited;
@@ -203,7 +204,7 @@ impl PodRecord {
     }
 }
 
-/// The machine that is gone was killed by the node's kernel for memory, and with it the containers that were lost.
+/// Changes the state of a lost pod: the node's OOM killer ended the VM, and with it the containers that were lost.
 pub fn blame_memory(state: &mut proto::PodState) {
     let containers = state.containers.iter_mut();
     blame(&mut state.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));

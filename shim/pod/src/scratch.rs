@@ -1,6 +1,8 @@
-//! Owns: the scratch disk of a pod, a sparse copy of an ext4 template that is made once per size; and the making of a disk for a
-//! volume, which may live longer than its pod's machine.
-//! Threads: everything blocks (a few milliseconds; the first of a size, and volumes: mkfs.ext4); call it off the runtime.
+//! Creates the scratch disk of a pod, a sparse copy of an ext4 template that is created once per size, and the disk of a
+//! volume, which may outlive the pod's VM.
+//!
+//! All functions block, so they must not run on the async runtime: a few milliseconds, or a run of mkfs.ext4 for the first
+//! template of a size and for volumes.
 
 use nacelle_base::draft::Draft;
 use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
@@ -12,9 +14,9 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Part of a template's name: changes whenever [`FORMAT`] does, so that old templates are not used.
+/// A part of a template's name; must change whenever [`FORMAT`] does, so that old templates are not used.
 const FORMAT_VERSION: u32 = 1;
-/// No journal: the disk dies with the pod. The holes are zeros already, which the guest's kernel must not write.
+/// The disk is removed with the pod, so it has no journal. The holes are zeros already, so the guest's kernel must not write them.
 const FORMAT: &[&str] = &[
     "-q",
     "-F",
@@ -29,7 +31,7 @@ const FORMAT: &[&str] = &[
     "-L",
     "scratch",
 ];
-/// With a journal, for whoever finds the disk after a machine that died. One that is in doubt is not written any more.
+/// The disk may be mounted after a VM that was killed, so it has a journal. After an error it is remounted read-only.
 const VOLUME_FORMAT: &[&str] = &[
     "-q",
     "-F",
@@ -46,32 +48,32 @@ const VOLUME_FORMAT: &[&str] = &[
     "-L",
     "volume",
 ];
-/// The journal of a volume: a 64th of it, within these bounds, in MiB.
+/// The minimum and maximum size of a volume's journal in MiB; in between it is 1/64 of the volume.
 const JOURNAL: (u64, u64) = (4, 64);
 
-/// How the names of pods' disks begin.
+/// The prefix of the names of pods' disks.
 pub(crate) const DISK: &str = "pod-";
-/// How the names of the folders of pods without a guest begin.
+/// The prefix of the names of the directories of pods without a guest.
 pub(crate) const FOLDER: &str = "host-";
 
-/// Why there is no scratch disk.
+/// A scratch disk cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ScratchError {
-    /// A file.
+    /// A file cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
     /// mkfs.ext4 could not be started.
     #[error("cannot start mkfs.ext4 (Debian: e2fsprogs)")]
     Start {
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// mkfs.ext4 refused.
+    /// mkfs.ext4 failed.
     #[error("mkfs.ext4 failed for a disk of {bytes} bytes: {message}")]
     Format {
-        /// The disk's size.
+        /// The size of the disk in bytes.
         bytes: u64,
-        /// What it said.
+        /// The error output.
         message: String,
     },
 }
@@ -86,8 +88,8 @@ impl Classify for ScratchError {
     }
 }
 
-/// Makes the template of this size, if it is not there, and returns its path. Any number of processes may ask at
-/// once; the daemon may ask before the first pod needs it.
+/// Creates the template of this size unless it exists, and returns its path. Any number of processes may call it at once;
+/// the daemon calls it before the first pod needs the template.
 pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
     let path = folder.join(format!("scratch-v{FORMAT_VERSION}-{size_mib}.ext4"));
     if path.exists() {
@@ -100,7 +102,8 @@ pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
     Ok(path)
 }
 
-/// Makes the disk of a volume, whole or not at all; one that is there is replaced. `draft` is beside it, and nobody else's.
+/// Creates the disk of a volume atomically, replacing an existing one. `draft` is a temporary path in the same directory
+/// that no other process uses.
 pub fn volume(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError> {
     remove_if_there(draft)?;
     let journal = format!("size={}", (bytes >> 26).clamp(JOURNAL.0, JOURNAL.1));
@@ -108,7 +111,7 @@ pub fn volume(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError>
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(draft).map_err(at("create", draft))?;
     let made = format(&file, draft, bytes, &how).and_then(|()| Ok(fs::rename(draft, path).map_err(at("write", path))?));
     if made.is_err() {
-        // The first error is the one that matters.
+        // The caller needs the first error.
         let _ = remove_if_there(draft);
     }
     made
@@ -116,7 +119,7 @@ pub fn volume(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError>
 
 fn format(file: &File, path: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
     file.set_len(bytes).map_err(at("resize", path))?;
-    // It lies in a folder that is not on everybody's path.
+    // mkfs.ext4 lies in a directory that is not in the PATH of every user.
     let path_variable = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
     let output = Command::new("mkfs.ext4").env("PATH", path_variable).args(how).arg(path).stdin(Stdio::null()).output();
     let output = output.map_err(|source| ScratchError::Start { source })?;
@@ -127,8 +130,8 @@ fn format(file: &File, path: &Path, bytes: u64, how: &[&str]) -> Result<(), Scra
     Ok(file.sync_all().map_err(at("write", path))?)
 }
 
-/// Removes the disks of pods in this folder: what was left by starts that were cut, when no pod is starting; and the folders
-/// of pods that are not in `keep`. Templates stay; their drafts are swept with all others ([`nacelle_base::draft::sweep`]).
+/// Removes from this directory the disks that cancelled starts have leaked, and the directories of pods that are not in
+/// `keep`. The caller ensures that no pod is starting. Templates stay; [`nacelle_base::draft::sweep`] removes their drafts.
 pub fn remove_disks(folder: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileError> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -150,13 +153,13 @@ pub fn remove_disks(folder: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileErr
     Ok(())
 }
 
-/// Copies a template to a new file: shared blocks where the file system can, else only what is not a hole.
+/// Copies a template to a new file: with shared blocks if the file system supports that, otherwise without the holes.
 pub fn copy(template: &Path, to: &Path) -> Result<(), ScratchError> {
     let source = File::open(template).map_err(at("open", template))?;
     let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
     let copied = crate::sys::clone_file(&source, &target).or_else(|_unsupported| copy_data(&source, &target));
     if copied.is_err() {
-        // The first error is the one that matters.
+        // The caller needs the first error.
         let _ = remove_if_there(to);
     }
     Ok(copied.map_err(at("write", to))?)
@@ -228,7 +231,7 @@ mod tests {
     fn the_disk_of_a_volume_is_sparse_and_has_a_journal() {
         let folder = tempfile::tempdir().unwrap();
         let (path, draft) = (folder.path().join("volume"), folder.path().join("draft"));
-        // Of somebody who was killed.
+        // The draft of a process that was killed.
         fs::write(&draft, "half").unwrap();
         for bytes in [(16 << 20) - (256 << 10), 4 << 40] {
             volume(&path, &draft, bytes).unwrap();

@@ -1,4 +1,5 @@
-//! Owns: pod.proto on the socket: each request becomes one message to the actor, each answer one reply.
+//! Serves pod.proto on the pod process's socket: converts each request into one message to the actor, and each reply of the
+//! actor into one response.
 
 use crate::actor::{Ask, Handles, Live, Message, Reply};
 use crate::error::PodError;
@@ -17,7 +18,7 @@ use tokio_stream::wrappers::{ReceiverStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-/// The service.
+/// The gRPC service.
 pub struct Server {
     inbox: mpsc::UnboundedSender<Message>,
     published: watch::Receiver<PodRecord>,
@@ -26,7 +27,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// In front of this actor, of a pod that is as specified.
+    /// Creates the service in front of this actor, for the pod of this specification.
     pub fn new(handles: Handles, spec: Arc<PodSpec>) -> Self {
         Self { inbox: handles.inbox, published: handles.published, spec, memory: Memory::default() }
     }
@@ -117,7 +118,7 @@ impl Pod for Server {
         let running = begun.map_err(|error| crate::codes::status(&error))?;
         let (events, told) = mpsc::channel(2);
         let began = proto::exec_event::Event::Began(running.exec_id().to_owned());
-        // There is room, and the other end is here.
+        // The channel has room, and its receiver is in this function.
         let _ = events.try_send(Ok(proto::ExecEvent { event: Some(began) }));
         tokio::spawn(running.tell(events));
         Ok(Response::new(ReceiverStream::new(told)))
@@ -172,7 +173,7 @@ impl Pod for Server {
         let agent = self.ask(Ask::Agent).await?.into_inner();
         let answer = agent.stats().await.map_err(|error| crate::codes::status(&error))?;
         let network = self.spec.network.as_ref();
-        // Without a guest there is no bound but the node.
+        // Without a guest the node is the only bound.
         let guest = self.spec.engine.has_machine();
         let bounds = StatisticsBounds {
             memory: if guest { u64::from(self.spec.max_memory_mib()) << 20 } else { u64::MAX },

@@ -1,6 +1,7 @@
-//! Owns: the process beside a pod process that has the pod's volumes of the node (`nacelle-fs`; without a guest, the agent):
-//! its start, and how the daemon finds it and puts volumes into it.
-//! Threads: the start is on the first one, while it is the only one; the daemon's calls block on threads of the pool.
+//! Starts the process beside a pod process that holds the pod's volumes of the node (`nacelle-fs`; without a guest, the
+//! agent), and mounts volumes into it for the daemon.
+//!
+//! The start runs on the first thread, while it is the only one; the daemon's calls run on the blocking pool.
 
 use crate::error::PodError;
 use crate::identity::{self, IdentityError};
@@ -14,25 +15,25 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Which process has the volumes, in the daemon's part of the pod's run directory.
+/// The name of the file that identifies the process, in the daemon's part of the pod's run directory.
 const FILE: &str = "share.json";
 
-/// Why a pod's volumes could not be mounted or taken back.
+/// A pod's volumes cannot be mounted or unmounted.
 #[derive(Debug, thiserror::Error)]
 pub enum VolumesError {
-    /// The process that has them is gone, or was never there.
+    /// The process that holds the volumes is gone, or was never started.
     #[error("the pod in {} has no process for volumes of the node", dir.display())]
     Gone {
         /// The pod's run directory.
         dir: PathBuf,
     },
-    /// It could not be found.
+    /// The process cannot be identified.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// It does not take them.
+    /// The process does not accept the volumes.
     #[error(transparent)]
     Share(#[from] ShareError),
-    /// The work did not finish.
+    /// The work on the blocking pool did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
 }
@@ -48,8 +49,9 @@ impl Classify for VolumesError {
     }
 }
 
-/// Starts the process, for pods that are jailed machines, in the pod's control group. None: the pod needs none. One for containers
-/// has all volumes in one share; a machine of the pod's own making has a share for each of its file systems.
+/// Starts the file-server process for pods that are jailed VMs, in the pod's cgroup. Returns `None` if the pod needs none.
+/// The process of a container pod serves all volumes as one share; that of a machine pod has one share for each file
+/// system.
 pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodError> {
     let shown = match spec.engine {
         EngineSpec::Kvm {} | EngineSpec::Qemu { .. } => Shown::All,
@@ -58,7 +60,7 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
     };
     let Some(jail) = &spec.jail else { return Ok(None) };
     if let Some(group) = &jail.cgroup {
-        // If the node does not allow it, that is said when this process joins it for good.
+        // If this fails, the error is reported when the pod process joins the cgroup for good.
         let _ = nacelle_jail::cgroup::join(group);
     }
     let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), shown)?;
@@ -66,18 +68,19 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
     Ok(Some(share))
 }
 
-/// The process that has the volumes of the pod of this directory; none if there was none.
+/// Returns the identity of the process that holds the volumes of the pod of this directory; `None` if there was none.
 pub(crate) fn identity(dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
     identity::read_from(&dir.join(FILE))
 }
 
-/// Says which child of this process has the volumes. The process writes it before it is jailed: later it does not see the file.
+/// Records which child of this process holds the volumes. The pod process calls it before it is jailed, because the file is
+/// not accessible in the jail.
 pub(crate) fn introduce(process: i32, dir: &Path) -> Result<(), IdentityError> {
     identity::write_to(&identity::of(process)?, &dir.join(FILE))
 }
 
-/// Mounts volumes of the node for a container of the pod that is served from `dir`: its agent finds the n-th at
-/// `nacelle_base::share::FOLDER/CONTAINER/n`. If one cannot be mounted, none is.
+/// Mounts volumes of the node for a container of the pod in `dir`: the agent finds the n-th at
+/// `nacelle_base::share::FOLDER/CONTAINER/n`. Mounts all or none.
 pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with(dir, move |process| match process {
@@ -87,7 +90,7 @@ pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volu
     .await
 }
 
-/// Takes the volumes of a container back. If the process is gone, so are they.
+/// Unmounts the volumes of a container. Succeeds if the process is gone, and its mounts with it.
 pub async fn detach(dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with(dir, move |process| match process {
@@ -106,15 +109,15 @@ async fn with(
     run_blocking("change the volumes of the file-server process", move || work(find(&dir))).await?
 }
 
-/// A handle on the process, which must be a child of the pod process.
+/// Opens a pidfd of the process, which must be a child of the pod process.
 fn find(dir: &Path) -> Result<OwnedFd, VolumesError> {
     let gone = || VolumesError::Gone { dir: dir.to_owned() };
     let pod = identity::read(dir)?.ok_or_else(gone)?;
     let share = identity(dir)?.ok_or_else(gone)?;
     let handle = identity::open(&share)?.ok_or_else(gone)?;
-    // Looked at while the handle is held, and the pod process is still the one that was started.
+    // The parent is read while the pidfd is held, and before the check that the pod process is still the one that was started.
     let child = identity::parent(&share)? == Some(pod.pid);
-    // Nothing is mounted where the node's own mounts are.
+    // Nothing may be mounted in the node's own mount namespace.
     if !child || !has_own_mounts(share.pid) || !identity::is_alive(&pod)? || !identity::is_alive(&share)? {
         return Err(gone());
     }

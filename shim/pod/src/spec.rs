@@ -1,5 +1,5 @@
-//! Owns: what a pod process is told at its start: `DIR/spec.json`, written by the daemon, read once.
-//! May use: nouns of `base`. No effects but reading and writing that one file.
+//! Defines the pod process's specification: `DIR/spec.json`, which the daemon writes and the process reads once at its
+//! start. This module performs no I/O besides reading and writing that file.
 
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
@@ -14,93 +14,93 @@ use std::time::Duration;
 /// The version of this file's format.
 pub const VERSION: u32 = 1;
 
-/// Name of the file in the pod's run directory.
+/// The name of the file in the pod's run directory.
 pub const FILE: &str = "spec.json";
 
-/// The smallest guest that this process starts, in MiB.
+/// The smallest memory of a guest in MiB.
 pub const MIN_MEMORY_MIB: u32 = 64;
 
-/// One PodSandbox as its process must make it. Fields are public data; [`PodSpec::check`] is the door to use.
+/// The specification of one PodSandbox. The fields are public data; callers must validate them with [`PodSpec::check`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PodSpec {
-    /// [`VERSION`].
+    /// The format version, [`VERSION`].
     pub version: u32,
-    /// The PodSandbox.
+    /// The id of the PodSandbox.
     pub id: PodId,
-    /// Who gives it its kernel.
+    /// The engine that runs the pod.
     pub engine: EngineSpec,
-    /// Number of virtual processors that run from the start, 1 or more.
+    /// The number of vCPUs that are online from the start, 1 or more.
     pub vcpus: u32,
-    /// How many the machine is made with, if that is more: the others wait until they are asked for.
+    /// The number of vCPUs with which the VM is created, if larger; the further ones are offline until a resize.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved_vcpus: Option<u32>,
-    /// How they are arranged; none: as cores of one socket.
+    /// The topology of the vCPUs; `None` for cores of one socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<Topology>,
-    /// What they are to the guest; none: all that the node can.
+    /// The CPU model that the guest sees; `None` for all features of the node's CPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<CpuModel>,
-    /// Guest memory, [`MIN_MEMORY_MIB`] or more.
+    /// The memory of the guest in MiB, [`MIN_MEMORY_MIB`] or more.
     pub memory_mib: u32,
-    /// What the machine has beside it, in MiB, for when it is asked for.
+    /// The memory reserve of the VM in MiB, which a resize brings into use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved_memory_mib: Option<u32>,
-    /// What lies under it on the node.
+    /// The page size that backs the VM's memory on the node.
     #[serde(default)]
     pub memory_pages: MemoryPages,
-    /// What the guest prints on.
+    /// The kind of the guest's console device.
     #[serde(default)]
     pub console: ConsoleKind,
-    /// The guest's kernel, absolute.
+    /// The absolute path of the guest's kernel.
     pub kernel: PathBuf,
-    /// The guest's initramfs, absolute.
+    /// The absolute path of the guest's initramfs.
     pub initrd: PathBuf,
-    /// Further words for the kernel's command line.
+    /// Additional kernel command-line parameters.
     #[serde(default)]
     pub kernel_args: Vec<String>,
-    /// The network namespace; none: a pod without network.
+    /// The network namespace and its interfaces; `None` for a pod without network.
     #[serde(default)]
     pub network: Option<NetworkSpec>,
-    /// The guest's host name.
+    /// The host name of the guest.
     pub hostname: String,
-    /// Sysctls of the pod: "net.ipv4.ip_forward" -> "1".
+    /// The sysctls of the pod: "net.ipv4.ip_forward" -> "1".
     #[serde(default)]
     pub sysctls: BTreeMap<String, String>,
     /// All containers share one PID namespace.
     #[serde(default)]
     pub shared_pid: bool,
-    /// The containers' user namespace; none: they have that of the machine, or of the node.
+    /// The containers' user namespace; `None` if they use that of the guest or of the node.
     #[serde(default)]
     pub user_namespace: Option<UserNamespace>,
-    /// Size of the pod's /dev/shm in bytes; 0: the agent's default.
+    /// The size of the pod's /dev/shm in bytes; 0 for the agent's default.
     #[serde(default)]
     pub shm_bytes: u64,
-    /// The folder below which containers' log files lie (PodSandboxConfig.log_directory), absolute; none: no logs.
+    /// The absolute path of the directory with the containers' log files (PodSandboxConfig.log_directory); `None` if nothing is logged.
     #[serde(default)]
     pub log_directory: Option<PathBuf>,
-    /// The disk on which writable layers lie.
+    /// The disk for writable layers.
     pub scratch: ScratchSpec,
-    /// Seconds for which the guest may believe what it was told of names and attributes on volumes of the node.
+    /// The number of seconds for which the guest may cache names and attributes of files on volumes of the node.
     #[serde(default)]
     pub volume_cache_seconds: u64,
-    /// How long to wait for what.
+    /// The time limits.
     #[serde(default)]
     pub timeouts: Timeouts,
-    /// What the process gives up before the machine starts; none: nothing.
+    /// The jail of the process, entered before the VM starts; `None` for no jail.
     #[serde(default)]
     pub jail: Option<JailSpec>,
 }
 
-/// The pod process's jail. What is not named here follows from the rest of the specification.
+/// The jail of the pod process. Whatever is not named here follows from the rest of the specification.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JailSpec {
-    /// What happens at a system call that is not on its list.
+    /// The reaction to a system call that is not on the list.
     pub seccomp: Seccomp,
-    /// Folders and files from which images come, absolute.
+    /// Absolute paths of the directories and files from which images are read.
     pub images: Vec<PathBuf>,
-    /// The process's control group, below the root of each tree; none: it stays where it is.
+    /// The process's cgroup, relative to the root of each hierarchy; `None` if it stays where it is.
     #[serde(default)]
     pub cgroup: Option<PathBuf>,
 }
@@ -113,31 +113,31 @@ pub enum EngineSpec {
     Kvm {},
     /// QEMU.
     Qemu {
-        /// Its program.
+        /// The absolute path of the QEMU program.
         binary: PathBuf,
-        /// What the daemon's probe chose for this node.
+        /// The accelerator that the daemon's probe chose for this node.
         accelerator: Accelerator,
     },
-    /// No guest: the agent in namespaces of the node.
+    /// No guest: the agent runs in namespaces of the node.
     Host {
-        /// The agent's program, absolute.
+        /// The absolute path of the agent's program.
         agent: PathBuf,
-        /// What of the node the pod sees as its own.
+        /// The namespaces that the pod shares with the node.
         #[serde(default)]
         shares: NodeNamespaces,
     },
-    /// The pod's container is a machine of its own making, in QEMU.
+    /// A machine pod: the keeper runs the pod's own machine in QEMU.
     Keeper {
-        /// The keeper's program, absolute.
+        /// The absolute path of the keeper's program.
         program: PathBuf,
-        /// QEMU's.
+        /// The absolute path of the QEMU program.
         qemu: PathBuf,
-        /// What the daemon's probe chose for this node.
+        /// The accelerator that the daemon's probe chose for this node.
         accelerator: Accelerator,
-        /// What the machine keeps, if it outlives the pod.
+        /// The directory of the machine's persistent state, if the machine outlives the pod.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         keep: Option<PathBuf>,
-        /// How many folders of the node it shares with its guest.
+        /// The number of directories of the node that are shared with the guest.
         #[serde(default, skip_serializing_if = "none_of_them")]
         shares: usize,
     },
@@ -148,36 +148,36 @@ fn none_of_them(count: &usize) -> bool {
 }
 
 impl EngineSpec {
-    /// There is a machine, and with it memory and processors of the pod's own.
+    /// Returns whether the pod has a VM, and so vCPUs and memory of its own.
     pub fn has_machine(&self) -> bool {
         !matches!(self, EngineSpec::Host { .. })
     }
 
-    /// The machine is one for containers: it has disks for images, layers and volumes.
+    /// Returns whether the pod is a container VM, which has disks for images, writable layers and volumes.
     pub fn has_disks(&self) -> bool {
         matches!(self, EngineSpec::Kvm {} | EngineSpec::Qemu { .. })
     }
 }
 
-/// What runs the guest's instructions under QEMU.
+/// What executes the guest's instructions under QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
-    /// The processor, through /dev/kvm.
+    /// The CPU, through /dev/kvm.
     Kvm,
-    /// QEMU's translator.
+    /// QEMU's emulator (TCG).
     Tcg,
 }
 
-/// Where the pod's interfaces are.
+/// The pod's network namespace and interfaces.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkSpec {
-    /// The network namespace's file, absolute.
+    /// The absolute path of the network namespace's file.
     pub netns: PathBuf,
-    /// The interfaces that CNI will make ("eth0"): one tap and one guest NIC each, in this order.
+    /// The names of the interfaces that CNI creates ("eth0"), each with one tap and one guest NIC, in this order.
     pub interfaces: Vec<String>,
-    /// For machines with a system of their own: so many queues the taps have; one, where nothing is said.
+    /// The number of queues of each tap, for machine pods; 1 where a number is missing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub queues: Vec<u32>,
 }
@@ -186,105 +186,105 @@ pub struct NetworkSpec {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScratchSpec {
-    /// Its size; blocks are taken when they are written.
+    /// The size in MiB; blocks are allocated when they are written.
     pub size_mib: u64,
-    /// The folder in which templates are kept and disks are made, absolute; made if missing. It is to be on a real
-    /// file system: what containers write takes its space.
+    /// The absolute path of the directory for templates and disks; created if missing. It should be on a file system with
+    /// space for what containers write.
     pub templates: PathBuf,
 }
 
-/// Limits on waiting, in milliseconds.
+/// Time limits in milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Timeouts {
-    /// From the start of the machine to the agent's hello.
+    /// The limit from the start of the VM to the agent's hello.
     pub boot_ms: u64,
-    /// From the configuration's sending to the agent's report.
+    /// The limit from sending the configuration to the agent's report.
     pub configure_ms: u64,
-    /// For one request to the agent that has nothing to wait for.
+    /// The limit for one request to the agent that waits for nothing in the guest.
     pub call_ms: u64,
-    /// From the agent's Shutdown to the end of the machine.
+    /// The limit from the Shutdown request to the end of the VM.
     pub shutdown_ms: u64,
 }
 
 impl Default for Timeouts {
-    /// Generous: software emulation on a busy node is slow.
+    /// The defaults are generous, because software emulation on a busy node is slow.
     fn default() -> Self {
         Self { boot_ms: 120_000, configure_ms: 60_000, call_ms: 60_000, shutdown_ms: 10_000 }
     }
 }
 
 impl Timeouts {
-    /// See the field.
+    /// Returns `boot_ms` as a duration.
     pub fn boot(&self) -> Duration {
         Duration::from_millis(self.boot_ms)
     }
 
-    /// See the field.
+    /// Returns `configure_ms` as a duration.
     pub fn configure(&self) -> Duration {
         Duration::from_millis(self.configure_ms)
     }
 
-    /// See the field.
+    /// Returns `call_ms` as a duration.
     pub fn call(&self) -> Duration {
         Duration::from_millis(self.call_ms)
     }
 
-    /// See the field.
+    /// Returns `shutdown_ms` as a duration.
     pub fn shutdown(&self) -> Duration {
         Duration::from_millis(self.shutdown_ms)
     }
 }
 
-/// Why a specification is of no use.
+/// A specification is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
     /// The file could not be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Not the JSON of a specification.
+    /// The file is not the JSON of a specification.
     #[error("{} is no pod specification", path.display())]
     Format {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the cause.
         source: serde_json::Error,
     },
-    /// Of another version.
+    /// The file has another format version.
     #[error("the pod specification has version {got}; this program knows {VERSION}")]
     Version {
-        /// The file's.
+        /// The version of the file.
         got: u32,
     },
-    /// Fewer processors than run from the start.
+    /// `reserved_vcpus` is smaller than `vcpus`.
     #[error("reserved_vcpus is {got}; vcpus is {vcpus}, and is among them")]
     TooFewReserved {
-        /// As asked.
+        /// The value of `reserved_vcpus`.
         got: u32,
-        /// That run from the start.
+        /// The value of `vcpus`.
         vcpus: u32,
     },
-    /// No processor.
+    /// The number of vCPUs is 0.
     #[error("vcpus is 0; a machine needs at least one")]
     NoVcpus,
-    /// Too small to boot.
+    /// The memory is too small to boot.
     #[error("memory_mib is {got}; a machine needs at least {MIN_MEMORY_MIB}")]
     TooLittleMemory {
-        /// As asked.
+        /// The requested memory in MiB.
         got: u32,
     },
-    /// No disk to write on.
+    /// The scratch disk is too small.
     #[error("scratch.size_mib is {got}; 16 is the least")]
     TooLittleScratch {
-        /// As asked.
+        /// The requested size in MiB.
         got: u64,
     },
-    /// A path that depends on the working directory.
+    /// A path is relative.
     #[error("{field} is {path:?}; an absolute path is needed")]
     Relative {
         /// The field's name.
         field: &'static str,
-        /// Its value.
+        /// The field's value.
         path: PathBuf,
     },
 }
@@ -299,18 +299,18 @@ impl Classify for SpecError {
 }
 
 impl PodSpec {
-    /// How many virtual processors the machine is made with.
+    /// Returns the number of vCPUs with which the VM is created.
     pub fn max_vcpus(&self) -> u32 {
         self.reserved_vcpus.unwrap_or(self.vcpus)
     }
 
-    /// As much memory as the machine can get.
+    /// Returns the maximum memory of the VM in MiB.
     pub fn max_memory_mib(&self) -> u32 {
         self.memory_mib.saturating_add(self.reserved_memory_mib.unwrap_or(0))
     }
 
-    /// The scratch disk of this pod while it has a name: from its making until the machine has it open. Where a machine has
-    /// no such disk: a folder, as long as there is the pod.
+    /// Returns the path of this pod's scratch disk, which has a name from its creation until the VM has opened it. Where
+    /// there is no such disk it is the path of a directory that exists as long as the pod.
     pub fn scratch_file(&self) -> PathBuf {
         if !self.engine.has_disks() {
             return self.scratch.templates.join(format!("{}{}", crate::scratch::FOLDER, self.id));
@@ -318,7 +318,7 @@ impl PodSpec {
         self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
     }
 
-    /// As [`PodSpec::read`]; none if there is no such file.
+    /// Like [`PodSpec::read`], but returns `None` if the file does not exist.
     pub fn read_if_there(dir: &Path) -> Result<Option<PodSpec>, SpecError> {
         match PodSpec::read(dir) {
             Err(SpecError::File(error)) if error.source.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -335,7 +335,7 @@ impl PodSpec {
         Ok(spec)
     }
 
-    /// Writes `DIR/spec.json`, whole, after a check.
+    /// Checks the specification and writes `DIR/spec.json` atomically.
     pub fn write(&self, dir: &Path) -> Result<(), SpecError> {
         self.check()?;
         let path = dir.join(FILE);
@@ -344,7 +344,7 @@ impl PodSpec {
         Ok(write_whole(&path, &bytes)?)
     }
 
-    /// Whether a machine can be made of it.
+    /// Checks the values.
     pub fn check(&self) -> Result<(), SpecError> {
         if self.version != VERSION {
             return Err(SpecError::Version { got: self.version });

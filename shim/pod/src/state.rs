@@ -135,7 +135,7 @@ impl Phase {
             (Booting | Ready, Event::Stop) => (Stopping, ShutDown),
             (Booting, Event::BootFailed) | (Booting | Ready, Event::VmExited) => (Stopping, CleanUp),
             (Stopping, Event::CleanedUp) => (Stopped, Nothing),
-            // The pod ended before its boot did.
+            // The pod ended before its boot completed.
             (Stopping | Stopped, Event::Booted | Event::BootFailed | Event::VmExited | Event::Stop) => (self, Nothing),
             (Ready, Event::Booted | Event::BootFailed) | (Booting | Ready | Stopped, Event::CleanedUp) => {
                 return Err(InvalidTransition { state: self, event });

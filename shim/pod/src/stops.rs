@@ -1,7 +1,7 @@
-//! Stops a container: its stop signal, a time to end by itself, SIGKILL.
+//! Stops a container: sends its stop signal, waits for the grace period, then sends SIGKILL.
 //!
-//! However often a container is to be stopped, its stop signal is sent once; it is sent again only if sending it failed. A further
-//! request can only bring SIGKILL forward: what counts is the earliest end of all times that were given.
+//! The stop signal is sent once, however many requests there are; it is sent again only if sending it failed. A further
+//! request can only bring SIGKILL forward: the earliest deadline of all requests counts.
 
 use crate::agent::Agent;
 use crate::container::until;
@@ -38,22 +38,22 @@ impl Outcome {
     }
 }
 
-/// What is needed to stop a container.
+/// The parameters of a stop.
 pub struct Stop {
-    /// The agent of its machine.
+    /// The agent in the guest.
     pub agent: Agent,
-    /// The pod as it is.
+    /// The published state of the pod.
     pub published: watch::Receiver<PodRecord>,
-    /// The container.
+    /// The container's id.
     pub id: String,
-    /// Its stop signal.
+    /// The number of the stop signal.
     pub signal: u32,
-    /// How long it takes at most to start, if it is being started, and to end after SIGKILL.
+    /// The limit for a start in progress, and for the end after SIGKILL.
     pub limit: Duration,
 }
 
 impl Stops {
-    /// Begins a stop with `grace` from the stop signal to SIGKILL; joins the one that is under way, if there is one.
+    /// Begins a stop with `grace` from the stop signal to SIGKILL; joins the stop that is in progress, if there is one.
     pub fn begin(&mut self, stop: Stop, grace: Duration) -> Outcome {
         let wanted = Instant::now() + grace;
         if let Some(UnderWay { kill_at, done }) = &self.under_way
@@ -81,7 +81,7 @@ impl Stops {
 
 impl Stop {
     async fn run(mut self, mut kill_at: watch::Receiver<Instant>, signalled: &AtomicBool) -> Result<(), PodError> {
-        // A start that is under way comes to its end first.
+        // A start in progress completes first.
         let what = "see the start of the container that is to be stopped";
         let started = |phase| phase != ContainerPhase::Created;
         until(&mut self.published, &self.id, self.limit, what, started).await?;
@@ -97,7 +97,7 @@ impl Stop {
             let grace = deadline.saturating_duration_since(Instant::now());
             tokio::select! {
                 ended = until(published, &self.id, grace, "stop the container", exited) => if ended.is_ok() { return Ok(()) },
-                // Without a sender the container is removed, which kills it: its record says so.
+                // The sender is dropped when the container is removed, which kills it; its record then shows the end.
                 () = changed(&mut kill_at) => {}
             }
         }
@@ -105,7 +105,7 @@ impl Stop {
         until(&mut self.published, &self.id, self.limit, "kill the container", exited).await
     }
 
-    /// Sends a signal. If the machine has died, and the container with it, that is as good.
+    /// Sends a signal. Succeeds if the VM has ended, and the container with it.
     async fn signal(&mut self, signal: u32, all: bool) -> Result<(), PodError> {
         match self.agent.signal(&self.id, "", signal, all).await {
             Err(error @ PodError::Died { .. }) => {
@@ -121,7 +121,7 @@ fn exited(phase: ContainerPhase) -> bool {
     phase == ContainerPhase::Exited
 }
 
-/// Waits for another deadline.
+/// Waits until the deadline changes.
 async fn changed(kill_at: &mut watch::Receiver<Instant>) {
     if kill_at.changed().await.is_err() {
         std::future::pending::<()>().await;

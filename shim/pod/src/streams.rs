@@ -1,4 +1,4 @@
-//! Owns: the socket of the streams: one connection per stream, its preamble, and joining it to the guest or to a
+//! Serves the stream socket of the pod process: reads the preamble of each connection, and connects it to the guest or to a
 //! container's output.
 
 use crate::actor::{Ask, Live, Message, Offer, Reply};
@@ -15,14 +15,14 @@ use tokio::io::{AsyncReadExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-/// Connections at once.
+/// The maximum number of simultaneous connections.
 const CONNECTIONS: usize = 1024;
-/// For a connection to say what it is, and to take the answer.
+/// The limit for a connection to send its preamble and to read the reply.
 const PREAMBLE: Duration = Duration::from_secs(30);
-/// What is held of a stream, each way.
+/// The buffer size in bytes for each direction of a stream.
 const BUFFER: usize = 16 << 10;
 
-/// Serves for ever.
+/// Accepts connections and serves each in its own task; never returns.
 pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<Message>) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
@@ -45,7 +45,7 @@ pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<Message>
     }
 }
 
-/// What a stream is joined to.
+/// The other end of a stream.
 enum Far {
     /// A connection to the guest.
     Guest(UnixStream),
@@ -80,7 +80,7 @@ async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> R
     Ok(())
 }
 
-/// Takes a device of the node, and gives it back when the connection ends, unless a container has it by then.
+/// Receives a device of the node, and withdraws it when the connection ends, unless a container uses it by then.
 async fn offered(
     mut near: UnixStream,
     open: pod::StreamOpen,
@@ -94,22 +94,22 @@ async fn offered(
     let number = asked(inbox, |reply| Ask::Offer(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
     let answered = write_frame(&mut near, &pod::StreamOpened::default(), PREAMBLE).await;
     if answered.is_ok() {
-        // Nothing comes; the end does, or an error that means the same.
+        // The client sends nothing: the read returns when the connection ends.
         let _ = near.read(&mut [0]).await;
     }
-    // It may have ended: then all is given back.
+    // The actor may have ended, which releases everything.
     let _ = inbox.send(Message::Ask(Ask::Withdraw(number)));
     answered
 }
 
-/// Asks the actor.
+/// Sends a request to the actor and waits for the reply.
 async fn asked<T>(inbox: &mpsc::UnboundedSender<Message>, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<T, Failure> {
     let (reply, answer) = oneshot::channel();
     inbox.send(Message::Ask(ask(reply))).map_err(|_closed| PodError::Ending)?;
     answer.await.map_err(|_dropped| PodError::Ending)?
 }
 
-/// The other end of a stream.
+/// Connects the other end of a stream.
 async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) -> Result<Far, Failure> {
     let (kind, pod::StreamOpen { id, exec_id, stream, port, .. }) = (open.stream(), open);
     if kind == common::Stream::Port {
@@ -126,7 +126,7 @@ async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) 
             return Err(Failure { kind: Kind::Invalid, message: "a stream of no kind".to_owned() });
         }
     }
-    // A container's input goes on after whoever is attached, unless it is to be attached once.
+    // A container's input stays open after a client detaches, unless `stdin_once` is set.
     let keep_open = first && !request.stdin_once;
     Ok(Far::Guest(agent.open(agent::StreamOpen { id, exec_id, stream, keep_open, ..Default::default() }).await?))
 }

@@ -1,5 +1,5 @@
-//! Makes the system calls that have no safe wrapper: a child in a session of its own, and copies of files that share blocks.
-//! `detach` runs its closure between fork and exec, where only async-signal-safe calls are allowed.
+//! Wraps the system calls that have no safe wrapper: starting a child in its own session, and copying files with shared
+//! blocks. `detach` runs its closure between fork and exec, where only async-signal-safe calls are allowed.
 
 #![allow(unsafe_code, reason = "pre_exec, close_range and FICLONE have no safe wrapper in nix or std")]
 
@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// The child becomes leader of a new session and inherits no descriptor but its standard streams.
+/// Makes the child the leader of a new session that inherits only its standard streams.
 pub(crate) fn detach(command: &mut tokio::process::Command) {
     let steps = || {
         nix::unistd::setsid()?;
@@ -25,13 +25,13 @@ pub(crate) fn detach(command: &mut tokio::process::Command) {
     unsafe { command.pre_exec(steps) };
 }
 
-/// Lets the runtime wait until the handle is readable: until its process has ended.
+/// Registers a pidfd with the async runtime; it becomes readable when its process has ended.
 pub(crate) fn readable(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd is open and answers with the same descriptor for as long as it lives.
+    // SAFETY: an OwnedFd is open and returns the same descriptor for as long as it lives.
     unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(Into::into)
 }
 
-/// Makes `target` share all blocks of `source`, where the file system can do that.
+/// Makes `target` share all blocks of `source`, if the file system supports that.
 pub(crate) fn clone_file(source: &File, target: &File) -> io::Result<()> {
     // SAFETY: both descriptors are open; FICLONE takes a descriptor as its argument and touches no memory.
     retry_interrupted(|| match unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) } {

@@ -1,4 +1,4 @@
-//! Owns: the way down: containers, guest, machine, and what was taken for them, in this order.
+//! Tears a pod down: stops the containers, the guest and the VM, and releases their resources, in this order.
 
 use crate::agent::Agent;
 use crate::error::PodError;
@@ -11,7 +11,7 @@ use nacelle_base::undo::{Left, UndoStack};
 use nacelle_engine::{Machine, Stop};
 use std::sync::Arc;
 
-/// Waits for the stops of containers (id and outcome). What does not stop goes down with the machine.
+/// Waits for the stops of containers (id and outcome). A container that does not stop ends with the VM.
 pub async fn containers(stops: Vec<(String, Outcome)>) {
     for (id, outcome) in stops {
         if let Err(failure) = outcome.wait().await {
@@ -20,7 +20,7 @@ pub async fn containers(stops: Vec<(String, Outcome)>) {
     }
 }
 
-/// Ends the machine: with an agent it may shut down first. Then gives everything back; returns what could not be.
+/// Stops the VM; with an agent, the guest shuts down first. Then releases all resources, and returns those that could not be released.
 pub async fn machine(
     machine: Arc<dyn Machine>,
     agent: Option<Agent>,
@@ -30,7 +30,7 @@ pub async fn machine(
     let mut how = Stop::Kill;
     if let Some(agent) = agent {
         match agent.shutdown(timeouts.shutdown()).await {
-            // The answer may be lost with the guest: the machine says how it is.
+            // The reply may be lost when the guest powers off; the engine then observes the VM's end.
             Ok(()) | Err(PodError::Agent { .. }) => how = Stop::Shutdown { grace: timeouts.shutdown() },
             Err(error) => tracing::warn!("{}", Chain(&error)),
         }

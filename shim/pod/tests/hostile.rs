@@ -1,4 +1,4 @@
-//! Owns: what a pod process does with guests that die, hang, lie or refuse.
+//! Tests a pod process with guests that die, hang, send false values or reject requests.
 
 mod common;
 
@@ -15,7 +15,7 @@ use tonic::Code;
 
 const GRACE: Duration = Duration::from_secs(60);
 
-/// Everything a pod can be asked once its machine is gone.
+/// Sends every request to a pod whose VM is gone.
 async fn asks_after_the_end(world: World, client: nacelle_pod::client::PodClient) {
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
     assert!(!state.failure.is_empty());
@@ -58,10 +58,10 @@ async fn the_machine_may_die_in_every_request() {
             if method == "exec" {
                 assert!(client.exec_sync("a", vec!["out:x".into()], None).await.is_err(), "{method}");
             } else if method == "signal" {
-                // The container is gone, as was asked, or the signal did not reach it.
+                // The container exits, or the signal did not reach it.
                 let _ = client.stop_container("a", GRACE).await;
             } else if method == "remove" {
-                // What died is removed.
+                // A container that was lost can be removed.
                 client.remove_container("a").await.unwrap();
             }
         }
@@ -73,7 +73,7 @@ async fn the_machine_may_die_in_every_request() {
 async fn an_agent_that_hangs_meets_its_deadline() {
     for method in ["attach", "create", "start", "remove"] {
         let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 100).await;
-        // Connected first: an agent that does not listen yet is unavailable, not slow.
+        // Connects first: an agent that does not listen yet is unavailable, not slow.
         let mut early = world.container("early", "hold");
         early.image_key = "early".into();
         in_the_end(|| client.create_container(early.clone())).await;
@@ -97,7 +97,7 @@ async fn an_agent_that_hangs_meets_its_deadline() {
     }
 }
 
-/// Says a verb until it succeeds: on a busy machine a good agent, too, may miss a short deadline.
+/// Repeats a request until it succeeds: on a busy node a good agent, too, may miss a short deadline.
 async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn() -> F) -> T {
     let deadline = Instant::now() + common::LIMIT;
     loop {
@@ -151,7 +151,7 @@ async fn what_the_agent_refuses_is_told_and_cut() {
     assert!(end.message.contains("no such program"));
     client.remove_container("a").await.unwrap();
 
-    // A creation whose answer is lost: the second try succeeds.
+    // A creation whose reply was lost: the second attempt succeeds.
     world.agent.faults.lock().unwrap().clear();
     world.run(&client, "a", "exit:5").await;
     assert_eq!(exited(&client, "a").await.exit_code, 5);
@@ -191,7 +191,7 @@ async fn guests_that_do_not_come_up_are_told_with_their_reason() {
         let client =
             world.boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, Script::default()).await;
         let error = client.configure(network()).await.unwrap_err();
-        // Whoever asks late hears that the pod is down; whoever waited hears the kind of failure.
+        // A late request fails because the pod is stopped; a waiting request fails with the kind of the failure.
         let got = nacelle_base::Classify::kind(&error);
         assert!(got == expected || got == Kind::Conflict, "{boot:?}: {error}");
         let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;

@@ -1,5 +1,6 @@
-//! Owns: a pod process with everything real: the engine that fits this node, the guest's kernel, the agent, a network
-//! namespace. Needs root, QEMU where KVM does not run guests on hardware, mkfs.erofs, busybox, ip, and NACELLE_KERNEL and NACELLE_INITRD as `guest/build all` prints them.
+//! Tests a pod process with real parts: the engine that fits this node, the guest's kernel, the agent, a network namespace.
+//! Needs root, QEMU where KVM does not run guests on hardware, mkfs.erofs, busybox, ip, and NACELLE_KERNEL and
+//! NACELLE_INITRD as `guest/build all` prints them.
 
 mod common;
 
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
     ])
 }
 
-/// What a test needs, or why it cannot run.
+/// Returns kernel and initrd, or the reason why the test cannot run.
 fn needs() -> Result<(PathBuf, PathBuf), String> {
     let file = |name: &str| std::env::var_os(name).map(PathBuf::from).ok_or(format!("{name} is not set"));
     if !nix::unistd::geteuid().is_root() {
@@ -47,7 +48,7 @@ fn needs() -> Result<(PathBuf, PathBuf), String> {
     Ok((file("NACELLE_KERNEL")?, file("NACELLE_INITRD")?))
 }
 
-/// The engine that fits this node.
+/// Returns the engine that fits this node.
 fn engine() -> EngineKind {
     static ENGINE: OnceLock<EngineKind> = OnceLock::new();
     *ENGINE.get_or_init(|| nacelle_engine::fitting(&nacelle_engine::probe()))
@@ -63,7 +64,7 @@ fn run(program: &str, args: &[&str]) {
     assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A namespace for the pod and one for its peer, joined by a veth: eth0 here, 10.88.7.1 there.
+/// A network namespace for the pod and one for its peer, connected by a veth pair: eth0 in the pod's, 10.88.7.1 in the peer's.
 struct Net {
     pod: PathBuf,
     peer: PathBuf,
@@ -309,7 +310,7 @@ async fn runs() {
     assert_eq!(common::names(&place.dir.join("jail")), ["console.log", "state.json"]);
 }
 
-/// What the process has beside the guest's memory.
+/// Describes the memory of the process besides the guest's.
 fn memory(pid: i32) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status.lines().filter(|line| line.starts_with("Rss") || line.starts_with("Threads")).collect::<Vec<_>>().join("\n")

@@ -1,4 +1,4 @@
-//! Owns: what a pod process does with a well-behaved guest, through its socket, on the fake engine.
+//! Tests a pod process with a well-behaved guest, through its socket, on the fake engine.
 
 mod common;
 
@@ -42,7 +42,7 @@ async fn a_container_lives_and_leaves_its_log_and_exit_code() {
     assert_eq!((record.containers[0].phase, record.containers[0].exit_code), (ContainerPhase::Exited, 3));
 }
 
-/// The socket answers no more, or says that it is ending.
+/// Checks that the socket does not answer any more, or reports that the process ends.
 async fn client_is_gone(client: &nacelle_pod::client::PodClient) {
     let deadline = std::time::Instant::now() + common::LIMIT;
     while client.state().await.is_ok() {
@@ -130,7 +130,7 @@ async fn a_device_belongs_to_the_container_that_it_was_handed_over_for() {
     let error = client.create_container(request("a")).await.unwrap_err();
     refused(&error, Kind::Conflict, "handed over");
 
-    // For another container; taken back; at another place.
+    // Offers that do not match: for another container, withdrawn, at another path.
     let file = || std::os::fd::OwnedFd::from(tempfile::tempfile().unwrap());
     let other = client.offer("b", "/dev/data", file()).await.unwrap();
     drop(client.offer("a", "/dev/data", file()).await.unwrap());
@@ -140,7 +140,7 @@ async fn a_device_belongs_to_the_container_that_it_was_handed_over_for() {
         assert!(std::time::Instant::now() < deadline, "it is taken back");
     }
 
-    // What was handed over is looked at.
+    // The type of an offered file is checked.
     let offer = client.offer("a", "/dev/data", file()).await.unwrap();
     let error = client.create_container(request("a")).await.unwrap_err();
     refused(&error, Kind::Invalid, "no block device");
@@ -259,7 +259,7 @@ async fn volumes_are_images_like_any_other() {
     let settled = async |wanted: &[u32]| {
         eventually(&format!("the images are {wanted:?}"), || images() == wanted).await;
     };
-    // The container's own image is called "image": it is a volume of itself, and "x" one of both.
+    // The container's own image is called "image": "a" mounts it as a volume too, and both containers mount "x".
     let (a, b) = tokio::join!(
         client.create_container(with("a", &["image", "x", "y"])),
         client.create_container(with("b", &["x"]))
@@ -272,11 +272,11 @@ async fn volumes_are_images_like_any_other() {
     client.remove_container("a").await.unwrap();
     settled(&[1, 2]).await;
 
-    // One that has no place takes none, nor do those before it.
+    // If one image cannot be placed, the container uses none, not even those before it.
     let mut bad = with("c", &["new", "image", "bad"]);
     bad.volumes[2].image.clear();
     assert_eq!(kind(client.create_container(bad).await), Kind::Invalid);
-    // One that cannot be attached leaves nothing behind.
+    // If one image cannot be attached, nothing is leaked.
     let mut missing = with("c", &["new", "missing", "newer"]);
     missing.volumes[1].image[0].path = world.root.path().join("none").to_str().unwrap().into();
     assert!(client.create_container(missing).await.is_err());
@@ -339,7 +339,7 @@ async fn a_slow_agent_stops_nobody_else() {
     until(&client, "the pod answers", |state| state.phase() == pod::Phase::Ready).await;
     let mut watch = client.watch().await.unwrap();
     assert_eq!(watch.message().await.unwrap().unwrap().phase(), pod::Phase::Ready);
-    // The machine is killed when the agent does not shut it down; the creation fails with it.
+    // The VM is killed when the agent does not shut it down; the creation fails with it.
     let stop = client.stop(Duration::ZERO);
     stop.await.unwrap();
     assert!(create.await.unwrap().is_err());
@@ -356,13 +356,13 @@ async fn a_pod_can_be_stopped_before_it_is_ready() {
     let mut world = World::new();
     let client = world.boot(|_| {}, Script::default()).await;
     let configuring = {
-        // The agent waits for a network that never comes.
+        // The agent waits for a network that never arrives.
         let client = client.clone();
         *world.agent.boot.lock().unwrap() = common::agent::Boot::Silent;
         tokio::spawn(async move { client.configure(network()).await })
     };
     client.stop(GRACE).await.unwrap();
-    // Either it was too late, or it was told that the pod stops.
+    // The request came too late, or failed because the pod stops.
     let _ = configuring.await.unwrap();
     assert_eq!(world.end().await.phase, Phase::Stopped);
 }

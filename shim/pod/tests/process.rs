@@ -1,5 +1,5 @@
-//! Owns: what happens between processes: start, reconnection, identity, kill -9, SIGTERM. This program is its own pod
-//! process (see common/harness.rs): `process --dir DIR` serves on the fake engine.
+//! Tests the pod process as a process: start, reconnection, identity, kill -9, SIGTERM. This program is its own pod process
+//! (see common/harness.rs): `process --dir DIR` serves on the fake engine.
 
 mod common;
 
@@ -39,12 +39,12 @@ fn main() -> ExitCode {
     ])
 }
 
-/// Lets every process begin.
+/// Admits every process.
 async fn admit(_started: PodProcess) -> Result<(), ClientError> {
     Ok(())
 }
 
-/// A run directory; dropping it ends whatever serves there.
+/// A run directory; dropping it ends the process that serves it.
 struct Place {
     root: tempfile::TempDir,
     dir: PathBuf,
@@ -65,7 +65,7 @@ impl Place {
         client::spawn(&exe, &self.dir, &spec(self.root.path()), admit).await.unwrap()
     }
 
-    /// A process that shuts itself in.
+    /// Starts a process that enters its jail.
     async fn spawn_jailed(&self) -> PodClient {
         let mut spec = spec(self.root.path());
         let images = vec![self.root.path().join("blob")];
@@ -97,7 +97,7 @@ impl Drop for Place {
     }
 }
 
-/// Signals a process that this test started.
+/// Sends a signal to a process that this test started.
 fn signal(identity: &ProcessIdentity, signal: nix::sys::signal::Signal) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(identity.pid), signal).unwrap();
 }
@@ -125,7 +125,7 @@ async fn outlives(place: Place) {
     second.stop(GRACE).await.unwrap();
     second.ended().await.unwrap();
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
-    // Nothing is left to be cleared away, and the exit code is still known.
+    // There is nothing to clean up, and the exit code is still known.
     let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 143));
 }
@@ -152,10 +152,10 @@ async fn killed(place: Place) {
     let disks: Vec<_> = disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).collect();
     assert!(disks.is_empty(), "{disks:?}");
 
-    // A pod without a folder has left nothing.
+    // A pod without a run directory has leaked nothing.
     assert!(client::clean_up(&place.root.path().join("none"), None).await.unwrap().is_none());
 
-    // One that still runs is killed.
+    // A process that still runs is killed.
     let client = place.spawn().await;
     client.configure(network()).await.unwrap();
     client::clean_up(&place.dir, None).await.unwrap();
@@ -165,12 +165,12 @@ async fn killed(place: Place) {
 async fn given_up(place: Place) {
     let exe = std::env::current_exe().unwrap();
     let spec = spec(place.root.path());
-    // Dropped while the process is being started: it is recorded, and ends by itself.
+    // The future is dropped while the process is being started: the process is recorded, and ends by itself.
     drop_when(client::spawn(&exe, &place.dir, &spec, admit), || true).await;
     eventually("the process is recorded", || identity::read(&place.dir).unwrap().is_some()).await;
     let first = identity::read(&place.dir).unwrap().unwrap();
     eventually("a process that was not admitted has ended", || !identity::is_alive(&first).unwrap()).await;
-    // Dropped once it was admitted: the clean-up ends it.
+    // The future is dropped after the admission: the cleanup ends the process.
     let admitted = std::cell::Cell::new(false);
     let admit = |_started| {
         admitted.set(true);
@@ -183,7 +183,7 @@ async fn given_up(place: Place) {
     assert!(!identity::is_alive(&second).unwrap());
 }
 
-/// Polls a start until it waits for something while the condition holds, and drops it there.
+/// Polls a start until it is pending while the condition holds, and drops it there.
 async fn drop_when(start: impl Future<Output = Result<PodClient, ClientError>>, holds: impl Fn() -> bool) {
     let mut start = std::pin::pin!(start);
     std::future::poll_fn(|context| match start.as_mut().poll(context) {
@@ -197,7 +197,7 @@ async fn drop_when(start: impl Future<Output = Result<PodClient, ClientError>>, 
 async fn held(place: Place) {
     let (exe, spec) = (std::env::current_exe().unwrap(), spec(place.root.path()));
     let socket = nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(&place.dir));
-    // Refused: it is gone, and nothing has happened.
+    // The admission fails: the process is gone, and nothing has happened.
     let mut refused_pid = 0;
     let refused = client::spawn(&exe, &place.dir, &spec, |started| {
         refused_pid = started.identity.pid;
@@ -207,7 +207,7 @@ async fn held(place: Place) {
     let refused = refused.await.unwrap_err();
     assert_eq!(refused.to_string(), "the pod process cannot be put into the control group a.slice/b.scope");
     assert!(!Path::new(&format!("/proc/{refused_pid}")).exists());
-    // Dropped while it waits to be admitted: it ends by itself.
+    // The future is dropped while the process waits for its admission: the process ends by itself.
     let held_pid = std::cell::Cell::new(0);
     let never = |started: PodProcess| {
         held_pid.set(started.identity.pid);
@@ -218,7 +218,7 @@ async fn held(place: Place) {
     let alive = || identity::read(&place.dir).unwrap().is_some_and(|process| identity::is_alive(&process).unwrap());
     eventually("a process whose start was dropped has ended", || !alive()).await;
     assert!(!socket.exists());
-    // Admitted: only then does it serve.
+    // The process serves only after its admission.
     let admit = |_started| async {
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(!socket.exists());
@@ -239,7 +239,7 @@ async fn terminated(place: Place) {
 }
 
 async fn foreign(place: Place) {
-    // A process that has the pid, but not the start time.
+    // A process with the same pid and another start time.
     let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
     let pid = i32::try_from(other.id()).unwrap();
     let own = identity::own().unwrap();
@@ -286,7 +286,7 @@ async fn served_once(place: Place) {
     client.ended().await.unwrap();
 }
 
-/// The fields of a status file of /proc.
+/// Returns the fields of a status file of /proc.
 fn status(path: &Path) -> BTreeMap<String, String> {
     let text = std::fs::read_to_string(path).unwrap();
     text.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
@@ -315,11 +315,11 @@ async fn jailed(place: Place) {
     client.start_container("a").await.unwrap();
     let written = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("xxx"));
     until(&client, "the log is written", |_| written()).await;
-    // Rotated as kubelet does it.
+    // Renames the log as kubelet does.
     std::fs::rename(&log, log.with_extension("old")).unwrap();
     client.reopen_log("a").await.unwrap();
     assert!(log.exists());
-    // What is not among its places is not there for it.
+    // The process does not see a file that is not among its places.
     let other = place.root.path().join("other");
     std::fs::write(&other, vec![b'e'; 8192]).unwrap();
     let mut foreign = pod::CreateContainerRequest { id: "b".into(), image_key: "other".into(), ..request };
@@ -329,7 +329,7 @@ async fn jailed(place: Place) {
     let process = PathBuf::from(format!("/proc/{}", client.identity().pid));
     let mut threads = 0;
     for task in std::fs::read_dir(process.join("task")).unwrap() {
-        // One that ends meanwhile is not looked at.
+        // A thread that has ended meanwhile is skipped.
         let path = task.unwrap().path().join("status");
         if !path.exists() {
             continue;
@@ -366,14 +366,14 @@ async fn forbidden(place: Place) {
     let client = place.spawn().await;
     client.configure(network()).await.unwrap();
     place.run(&client, "a", "hold").await;
-    // As the kernel does it.
+    // Sends the signal that the kernel sends.
     signal(client.identity(), nix::sys::signal::Signal::SIGSYS);
     client.ended().await.unwrap();
     let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!(record.failure, "the pod process died of a system call that its filter forbids");
 }
 
-/// What the process of this pod can write, and where: in the run directory as the process sees it.
+/// Writes what the process of this pod can write, wherever it can: in the run directory as the process sees it.
 fn write_as(client: &PodClient, dir: &Path, name: &str, write: impl Fn(&Path)) {
     let seen = PathBuf::from(format!("/proc/{}/root{}", client.identity().pid, dir.display()));
     for part in [seen.clone(), seen.join("jail")] {
@@ -386,7 +386,7 @@ fn write_as(client: &PodClient, dir: &Path, name: &str, write: impl Fn(&Path)) {
     }
 }
 
-/// A process of its own in a control group of its own, if the node allows that.
+/// Another process in a cgroup of its own, if the node allows that.
 struct Victim {
     child: std::process::Child,
     group: PathBuf,
@@ -412,7 +412,7 @@ impl Victim {
         nacelle_jail::cgroup::folders(&self.group).iter().filter(|folder| folder.exists()).count()
     }
 
-    /// As `process.json` says which it is.
+    /// Returns its identity as `process.json` contains it.
     fn identity(&self) -> ProcessIdentity {
         let pid = i32::try_from(self.child.id()).unwrap();
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
@@ -435,7 +435,7 @@ async fn foreign_names(place: Place) {
     }
     let mut victim = Victim::new(place.root.path());
     let groups = victim.groups();
-    // The directory of another pod, as one without a guest has it.
+    // The directory of another pod, which has no guest.
     let mut foreign = spec(place.root.path());
     foreign.id = nacelle_base::PodId::from_bytes([7; 32]);
     foreign.engine = nacelle_pod::spec::EngineSpec::Host { agent: "/none".into(), shares: Default::default() };
@@ -471,7 +471,7 @@ async fn hidden(place: Place) {
     write_as(&client, &place.dir, "process.json", |path| {
         std::fs::write(path, serde_json::to_vec(&wrong).unwrap()).unwrap()
     });
-    // Without its specification the daemon would not know its control group.
+    // Without its specification the daemon would not know its cgroup.
     write_as(&client, &place.dir, "spec.json", |path| std::fs::write(path, "{}").unwrap());
     assert!(client::connect(&place.dir).await.is_ok(), "it is still found");
     client::clean_up(&place.dir, None).await.unwrap();
@@ -480,7 +480,7 @@ async fn hidden(place: Place) {
     assert!(group.iter().all(|folder| !folder.exists()), "its group is gone: {group:?}");
 }
 
-/// Ends the test program if something waits for ever, be it in a system call.
+/// Ends the test program if a test hangs, even in a system call.
 struct Watched(#[expect(dead_code, reason = "what counts is when it is dropped")] std::sync::mpsc::Sender<()>);
 
 impl Watched {
@@ -529,13 +529,13 @@ async fn unusable() {
         drop(watched);
         assert!(memory() < before + (64 << 20), "{what}: {} bytes more", memory() - before);
         assert!(!identity::is_alive(&own).unwrap(), "{what}");
-        // The same of the whole run directory.
+        // The same for the whole run directory.
         nacelle_base::files::remove_tree_if_there(&place.dir).unwrap();
         assert!(!place.dir.exists() && Path::new("/etc/shadow").exists(), "{what}");
     }
 }
 
-/// The most memory that this process has had, in bytes.
+/// Returns the peak memory of this process in bytes.
 fn memory() -> u64 {
     let status = status(Path::new("/proc/self/status"));
     status["VmHWM"].trim_end_matches(" kB").parse::<u64>().unwrap() << 10
@@ -579,7 +579,7 @@ async fn lost_directory(place: Place) {
     let client = client::spawn(&std::env::current_exe().unwrap(), &place.dir, &spec, admit).await.unwrap();
     client.configure(network()).await.unwrap();
     place.run(&client, "a", "hold").await;
-    // As a tmpfs that was mounted anew.
+    // Simulates a tmpfs that was mounted again.
     std::fs::remove_dir_all(&place.dir).unwrap();
     assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
     let stored = stored.unwrap();

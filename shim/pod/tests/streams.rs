@@ -1,4 +1,4 @@
-//! Owns: what a pod process does with streams, on the fake engine.
+//! Tests the streams of a pod process, on the fake engine.
 
 mod common;
 
@@ -87,7 +87,7 @@ async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
         input.write_all(b"hello").await.unwrap();
         assert_eq!(text(&mut first, 5).await, "hello");
         assert_eq!(text(&mut second, 5).await, "hello");
-        // One goes, the others stay.
+        // One client disconnects, the others stay.
         drop(first);
         input.write_all(b" you").await.unwrap();
         assert_eq!(text(&mut second, 4).await, " you");
@@ -142,11 +142,11 @@ async fn what_does_not_run_has_no_streams() {
     let size = ResizeRequest { id: "x".into(), exec_id: String::new(), columns: 1, rows: 1 };
     assert_eq!(kind(client.resize(size).await), Kind::NotFound);
 
-    // Somebody who says nothing we know is turned away.
+    // A client with an invalid preamble is disconnected.
     let mut garbage = UnixStream::connect(world.dir.join("jail/stream.sock")).await.unwrap();
     garbage.write_all(&[0xff; 64]).await.unwrap();
     let mut answer = Vec::new();
-    // Reset or closed: both are an end.
+    // The connection is reset or closed.
     let _ = tokio::time::timeout(LIMIT, garbage.read_to_end(&mut answer)).await.unwrap();
     assert!(answer.is_empty());
     client.stop(GRACE).await.unwrap();

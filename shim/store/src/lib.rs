@@ -1,6 +1,6 @@
-//! Owns: the state store: one redb file, one thread that writes it, records of pods and containers as tagged JSON.
-//! May use: records. Knows no pod process, no CRI.
-//! Threads: the writer owns the database; `Store` is a handle on its queue. A commit is on the disk when it returns.
+//! The state store: one redb file with records of pods and containers as tagged JSON, and one thread that writes it. It knows
+//! neither pod processes nor CRI. The writer thread owns the database, and `Store` is a handle on its queue. A commit is on the
+//! disk when it returns.
 
 use nacelle_base::{Classify, ContainerId, Kind, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord, RecordError, VmRecord};
@@ -17,37 +17,37 @@ const CONTAINERS: TableDefinition<&str, &[u8]> = TableDefinition::new("container
 const VMS: TableDefinition<&str, &[u8]> = TableDefinition::new("machines");
 const SETTINGS: TableDefinition<&str, &str> = TableDefinition::new("settings");
 
-/// Commits that wait for the writer; more callers wait for a place.
+/// Capacity of the writer's queue in commits; further callers wait.
 const QUEUE: usize = 256;
-/// A daemon that was killed may hold the file for a moment longer than its process is seen.
+/// Time to wait for the lock of a killed daemon, which may outlive its process for a moment.
 const OPEN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Why the store cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The file cannot be opened or made.
+    /// The file cannot be opened or created.
     #[error("cannot open the state store {path}", path = path.display())]
     Open {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: Box<redb::Error>,
     },
-    /// Another process has it open.
+    /// Another process has the file open.
     #[error("the state store {path} is in use: another nacelle serve runs with this root", path = path.display())]
     InUse {
         /// The file.
         path: PathBuf,
     },
-    /// It cannot be read or written: the disk is full, for example.
+    /// The file cannot be read or written: the disk is full, for example.
     #[error("cannot {what} the state store")]
     Access {
-        /// "read", "write".
+        /// The operation: "read", "write".
         what: &'static str,
-        /// Why.
+        /// The cause.
         source: Box<redb::Error>,
     },
-    /// A record in it is not one of ours.
+    /// A record in the file is invalid.
     #[error(transparent)]
     Record(#[from] RecordError),
     /// The writer has ended.
@@ -79,16 +79,16 @@ pub enum Change {
     ForgetPod(PodId),
     /// Removes a container.
     ForgetContainer(ContainerId),
-    /// Writes a machine that outlives its pods.
+    /// Writes a persistent VM.
     Vm(Box<VmRecord>),
-    /// Removes such a machine, by its namespace and name.
+    /// Removes a persistent VM, by namespace and name.
     ForgetVm(String),
     /// Writes a setting of the node.
     Setting(&'static str, String),
 }
 
-/// Called before (`false`) and after (`true`) each commit with the commit's number. `Break`: the writer closes the
-/// file and answers nobody any more, as if the process had been killed at that moment.
+/// Called before (`false`) and after (`true`) each commit with the commit's number. `Break` makes the writer close the file and
+/// answer no further request, as if the process had been killed at that moment.
 pub type Observer = Box<dyn FnMut(u64, bool) -> ControlFlow<()> + Send>;
 
 struct Commit {
@@ -102,24 +102,24 @@ pub struct Store {
     queue: Arc<mpsc::Sender<Commit>>,
 }
 
-/// All that the store holds.
+/// The contents of the store.
 #[derive(Debug, Default)]
 pub struct Contents {
-    /// Pods.
+    /// The pods.
     pub pods: Vec<PodRecord>,
-    /// Containers.
+    /// The containers.
     pub containers: Vec<ContainerRecord>,
-    /// Machines that outlive their pods.
+    /// The persistent VMs.
     pub vms: Vec<VmRecord>,
-    /// Settings of the node.
+    /// The settings of the node.
     pub settings: std::collections::BTreeMap<String, String>,
 }
 
 impl Store {
-    /// Opens or makes the store, reads it, and starts its writer. Blocking; retries while another process holds it.
+    /// Opens or creates the store, reads it, and starts its writer. Blocks; retries while another process holds the file.
     pub fn open(path: &Path, observer: Option<Observer>) -> Result<(Store, Contents), StoreError> {
         let database = open_retrying(path)?;
-        // Records hold the environment of containers, in which people keep passwords.
+        // Records contain the environment of containers, in which users keep passwords.
         let private = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(path, private)
             .map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
@@ -133,7 +133,7 @@ impl Store {
         Ok((Store { queue: Arc::new(queue) }, contents))
     }
 
-    /// Writes these changes, all or none; on the disk when this returns.
+    /// Commits these changes, all or none. They are on the disk when this returns.
     pub async fn commit(&self, changes: Vec<Change>) -> Result<(), StoreError> {
         let (done, answer) = oneshot::channel();
         self.queue.send(Commit { changes, done }).await.map_err(|_closed| StoreError::Closed)?;
@@ -162,7 +162,7 @@ fn access<E: Into<redb::Error>>(what: &'static str) -> impl Fn(E) -> StoreError 
 }
 
 fn read(database: &Database) -> Result<Contents, StoreError> {
-    // The first transaction makes the tables, so that reading finds them.
+    // The first transaction creates the tables, so that reads find them.
     write(database, &[])?;
     let mut contents = Contents::default();
     let transaction = database.begin_read().map_err(access("read"))?;
@@ -225,8 +225,8 @@ fn write(database: &Database, changes: &[Change]) -> Result<(), StoreError> {
     transaction.commit().map_err(access("write"))
 }
 
-/// The writer's database. After an error of the disk redb refuses everything until it is opened again, and a disk that
-/// is full now will not be full for ever.
+/// The writer's database. After an error of the disk redb rejects all operations until the file is opened again, and a full disk
+/// may have free space later.
 struct File {
     path: PathBuf,
     database: Option<Database>,
@@ -243,7 +243,7 @@ impl File {
             Err(StoreError::Access { source, .. })
                 if matches!(source.as_ref(), redb::Error::Io(_) | redb::Error::PreviousIo) =>
             {
-                // At once, so that no second daemon takes it meanwhile; if that fails, the next commit tries again.
+                // Opened at once, so that no second daemon takes the file meanwhile; if that fails, the next commit tries again.
                 drop(database);
                 open_retrying(&self.path).ok()
             }
@@ -253,7 +253,7 @@ impl File {
     }
 }
 
-/// The writer: one transaction per commit, in their order.
+/// Runs the writer: one transaction per commit, in order.
 fn write_all(mut file: File, mut commits: mpsc::Receiver<Commit>, mut observer: Option<Observer>) {
     let mut number = 0;
     let mut seen = |number, after| observer.as_mut().map_or(ControlFlow::Continue(()), |see| see(number, after));
@@ -266,12 +266,12 @@ fn write_all(mut file: File, mut commits: mpsc::Receiver<Commit>, mut observer: 
         if seen(number, true).is_break() {
             return silence(file, commits, done);
         }
-        // Whoever asked may have been dropped; the state is written all the same.
+        // The caller may have dropped its request; the state is written all the same.
         let _ = done.send(written);
     }
 }
 
-/// As after a kill: the file is closed, and those who wait get no answer until they are dropped.
+/// Behaves as after a kill: closes the file, and leaves callers without an answer until they are dropped.
 fn silence(file: File, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sender<Result<(), StoreError>>) {
     drop(file);
     let mut unanswered = vec![done];
@@ -306,7 +306,7 @@ mod tests {
         assert!(contents.pods.is_empty() && contents.containers.is_empty());
     }
 
-    /// A small file system of its own; none if this process may not make one.
+    /// A small tmpfs. `new` returns `None` if this process may not mount one.
     struct Small(tempfile::TempDir);
 
     impl Small {

@@ -1,58 +1,60 @@
-//! Lets clients of gRPC's C core (Python, C++, Ruby, PHP) talk to a server on a unix socket. They send the percent-encoded path of the
-//! socket as `:authority`, and the HTTP/2 crate refuses a request whose authority has a `%` in it (RFC 3986 allows it).
+//! Lets clients of gRPC's C core (Python, C++, Ruby, PHP) talk to a server on a unix socket. They send the percent-encoded path
+//! of the socket as `:authority`, and the HTTP/2 crate rejects a request whose authority has a `%` in it (RFC 3986 allows it).
 //!
-//! The filter lies below HTTP/2 on the accepted connection and looks at what the client sends only: in each header block it replaces
-//! `%` by `-` in the value of a literal `:authority`. Both are one byte, and 6 bits in HPACK's Huffman code, so no length, no padding
-//! and no entry of the dynamic table changes its place. Everything else, and everything that it does not understand, passes as it came.
-//! A header block is held until it is whole, of one of more than [`MOST`] bytes nothing is changed.
+//! The filter is below HTTP/2 on the accepted connection and changes only what the client sends: in each header block it replaces
+//! `%` by `-` in the value of a literal `:authority`. Both are one byte, and 6 bits in HPACK's Huffman code, so no length, no
+//! padding and no entry of the dynamic table moves. Everything else, and everything that the filter does not understand, passes
+//! unchanged. A header block is buffered until it is complete; a block of more than [`MOST`] bytes passes unchanged.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-/// What a client of HTTP/2 says first (RFC 9113, section 3.4).
+/// The connection preface of an HTTP/2 client (RFC 9113, section 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Bytes of the head of a frame (section 4.1): length (3), type, flags, stream (4).
+/// The length in bytes of a frame header (section 4.1): length (3), type, flags, stream (4).
 const HEAD: usize = 9;
 const HEADERS: u8 = 1;
 const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 0x4;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
-/// Bytes that are held of one header block, with the heads of its frames. A request's are some hundred.
+/// The maximum bytes buffered of one header block, including its frame headers. A request has a few hundred.
 const MOST: usize = 64 << 10;
 
 const AUTHORITY: &[u8] = b":authority";
 /// The index of `:authority` in HPACK's static table (RFC 7541, appendix A).
 const AUTHORITY_INDEX: usize = 1;
 
-/// How many symbols have codes of 5 bits, 6 bits and so on in HPACK's Huffman code (RFC 7541, appendix B), which is canonical.
+/// The number of symbols with codes of 5 bits, 6 bits and so on in HPACK's Huffman code (RFC 7541, appendix B), which is
+/// canonical.
 const HUFFMAN: [u32; 26] = [10, 26, 32, 6, 0, 5, 3, 2, 6, 2, 3, 0, 0, 0, 3, 8, 13, 26, 29, 12, 4, 15, 19, 29, 0, 4];
 const SHORTEST: usize = 5;
 /// The code of `%`: 010101. That of `-` is 010110: the last two bits change.
 const PERCENT: (usize, u32) = (6, 0b01_0101);
 
-/// What the next byte is.
+/// The meaning of the next byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Of the preface, of which so many have come.
+    /// Part of the preface, of which this many bytes have arrived.
     Preface(usize),
-    /// Of the head of a frame, of which so many have come and lie in `held`; `block`: in the middle of a header block that is held.
+    /// Part of a frame header, of which `have` bytes have arrived in `held`; `block` means that a header block is being buffered.
     Head { have: usize, block: bool },
-    /// Of a frame's payload that is held, of which so many are missing; then the block is complete, or not.
+    /// Part of a buffered frame's payload, of which `left` bytes are missing. `last` means that the header block ends with this
+    /// frame.
     Held { left: usize, last: bool },
-    /// Of a frame's payload that passes; after it comes the head of a frame.
+    /// Part of a payload that passes, of which this many bytes are missing.
     Passing(usize),
-    /// Of something that is not, or no longer, understood.
+    /// Part of a stream that the filter does not understand, and passes from here on.
     Unknown,
 }
 
-/// The part of a held header block's frame that is HPACK's: a range of `held`.
+/// The HPACK part of a buffered frame: a range of `held`.
 type Fragment = std::ops::Range<usize>;
 
-/// Changes what a client sends; without input or output of its own.
+/// Rewrites the bytes of a client. Does no input or output itself.
 #[derive(Debug)]
 pub struct AuthorityFilter {
     state: State,
     held: Vec<u8>,
-    /// Where the head of the present frame begins in `held`.
+    /// The start of the current frame's header in `held`.
     frame: usize,
     fragments: Vec<Fragment>,
 }
@@ -64,12 +66,12 @@ impl Default for AuthorityFilter {
 }
 
 impl AuthorityFilter {
-    /// Of a connection on which nothing has come yet.
+    /// Returns the filter of a new connection.
     pub fn new() -> AuthorityFilter {
         AuthorityFilter { state: State::Preface(0), held: Vec::new(), frame: 0, fragments: Vec::new() }
     }
 
-    /// Takes what came, and appends what passes.
+    /// Processes received bytes, and appends the bytes that pass to `out`.
     pub fn take(&mut self, mut input: &[u8], out: &mut Vec<u8>) {
         while let Some((&first, rest)) = input.split_first() {
             match self.state {
@@ -119,7 +121,7 @@ impl AuthorityFilter {
         }
     }
 
-    /// The client says no more: what is held passes.
+    /// Ends the input of the client: buffered bytes pass.
     pub fn finish(&mut self, out: &mut Vec<u8>) {
         self.release(out);
         self.state = State::Unknown;
@@ -130,7 +132,7 @@ impl AuthorityFilter {
         self.fragments.clear();
     }
 
-    /// The head of a frame has come.
+    /// Handles a complete frame header.
     fn begin_frame(&mut self, block: bool, out: &mut Vec<u8>) {
         let Some(&[a, b, c, kind, flags, ..]) = self.held.get(self.frame..) else { return };
         let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
@@ -143,7 +145,7 @@ impl AuthorityFilter {
                     self.end_frame(last, out);
                 }
             }
-            // A block too long to hold: what follows of it are frames of its kind, which pass as they are.
+            // The block is too long to buffer: its remaining frames pass as they are.
             _ => {
                 self.release(out);
                 self.state = match length {
@@ -154,11 +156,11 @@ impl AuthorityFilter {
         }
     }
 
-    /// A frame of a header block is whole.
+    /// Handles the end of a frame of a header block.
     fn end_frame(&mut self, last: bool, out: &mut Vec<u8>) {
         match self.fragment() {
             Some(fragment) => self.fragments.push(fragment),
-            // What cannot be padded so is refused by HTTP/2.
+            // HTTP/2 rejects a frame with such padding itself.
             None => self.fragments.clear(),
         }
         if last {
@@ -168,7 +170,7 @@ impl AuthorityFilter {
         self.state = State::Head { have: 0, block: !last };
     }
 
-    /// What of the present frame is HPACK's: all but padding and priority (RFC 9113, section 6.2).
+    /// Returns the HPACK part of the current frame: all but padding and priority (RFC 9113, section 6.2).
     fn fragment(&self) -> Option<Fragment> {
         let head = self.held.get(self.frame..)?;
         let (kind, flags) = (*head.get(3)?, *head.get(4)?);
@@ -189,7 +191,7 @@ fn change_block(held: &mut [u8], fragments: &[Fragment]) {
     let mut block: Vec<u8> = Vec::with_capacity(held.len());
     block.extend(fragments.iter().filter_map(|fragment| held.get(fragment.clone())).flatten());
     let before = block.len();
-    // Where it is not understood, HTTP/2 will refuse it; what was changed until then is of no account.
+    // HTTP/2 will reject a block that is malformed, so earlier changes to it do not matter.
     let _ = change_fields(&mut block);
     debug_assert_eq!(before, block.len(), "no length may change");
     let mut changed = block.into_iter();
@@ -200,7 +202,7 @@ fn change_block(held: &mut [u8], fragments: &[Fragment]) {
     }
 }
 
-/// Walks the representations of a header block (RFC 7541, section 6); none: it is not well formed.
+/// Walks the field representations of a header block (RFC 7541, section 6). Returns `None` if it is malformed.
 fn change_fields(block: &mut [u8]) -> Option<()> {
     let mut at = 0;
     while let Some(first) = block.get(at).copied() {
@@ -211,7 +213,7 @@ fn change_fields(block: &mut [u8]) -> Option<()> {
             _ => 4,
         };
         let index = integer(block, &mut at, prefix)?;
-        // An indexed field has no value of its own, nor has a change of the table's size.
+        // An indexed field has no literal value, and neither has a table size update.
         if matches!(first, 0x80.. | 0x20..0x40) {
             continue;
         }
@@ -235,7 +237,8 @@ fn change_fields(block: &mut [u8]) -> Option<()> {
     Some(())
 }
 
-/// An integer with a prefix of so many bits (section 5.1), if it is one that a length or an index here can be.
+/// Reads an integer with a prefix of `prefix` bits (section 5.1). Returns `None` if it is too large for a length or an index
+/// here.
 fn integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
     let mask = (1_u8 << prefix) - 1;
     let mut value = usize::from(block.get(*at)? & mask);
@@ -243,7 +246,7 @@ fn integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
     if value < usize::from(mask) {
         return Some(value);
     }
-    // Three more bytes say more than a block holds.
+    // Three more bytes can encode more than the size of a block.
     for shift in [0, 7, 14] {
         let next = *block.get(*at)?;
         *at += 1;
@@ -255,7 +258,7 @@ fn integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
     None
 }
 
-/// Where the bytes of a string are, and whether they are in Huffman's code (section 5.2).
+/// Returns the range of a string's bytes, and whether they are Huffman-coded (section 5.2).
 fn string(block: &[u8], at: &mut usize) -> Option<(bool, Fragment)> {
     let huffman = block.get(*at)? & 0x80 != 0;
     let length = integer(block, at, 7)?;
@@ -265,7 +268,7 @@ fn string(block: &[u8], at: &mut usize) -> Option<(bool, Fragment)> {
     Some((huffman, range))
 }
 
-/// Replaces the code of `%` by that of `-`, symbol by symbol; stops at what is no code.
+/// Replaces the code of `%` by that of `-`, symbol by symbol. Stops at an invalid code.
 fn change_huffman(value: &mut [u8]) {
     let bit = |value: &[u8], at: usize| value.get(at / 8).map(|byte| u32::from(byte >> (7 - at % 8) & 1));
     let mut start = 0;
@@ -281,7 +284,7 @@ fn change_huffman(value: &mut [u8]) {
     }
 }
 
-/// The length and the code of the symbol that begins with these bits.
+/// Returns the length and the code of the symbol that begins with these bits.
 fn symbol(bit: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32)> {
     let (mut code, mut first) = (0, 0);
     for at in 0..SHORTEST - 1 {
@@ -290,7 +293,7 @@ fn symbol(bit: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32)> {
     for (more, count) in HUFFMAN.into_iter().enumerate() {
         let length = SHORTEST + more;
         code = code << 1 | bit(length - 1)?;
-        // The first code of a length follows the last one of the shorter ones.
+        // The first code of a length follows the last one of the shorter length.
         if code.checked_sub(first)? < count {
             return Some((length, code));
         }
@@ -305,10 +308,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The first bytes of a client of grpcio 1.85.3 (C core 58.0.0) that asks for the Version of CRI on /run/nacelle-rec/nacelle.sock.
+    /// The first bytes of a client of grpcio 1.85.3 (C core 58.0.0) that calls Version of CRI on /run/nacelle-rec/nacelle.sock.
     const GRPCIO: &[u8] = include_bytes!("../tests/corpus/authority/grpcio");
 
-    /// What passes of this, if it comes in pieces that end there.
+    /// Returns the output for this input if it arrives in pieces that end at `ends`.
     fn passed(all: &[u8], ends: &[usize]) -> Vec<u8> {
         let (mut filter, mut out, mut from) = (AuthorityFilter::new(), Vec::new(), 0);
         for end in ends.iter().map(|end| end % (all.len() + 1)).chain([all.len()]) {
@@ -329,7 +332,7 @@ mod tests {
         [PREFACE, &frames.concat()].concat()
     }
 
-    /// A block as Python's hpack writes it: `:authority` by its index, in Huffman's code; and what is to become of it.
+    /// Returns a block as Python's hpack writes it, with `:authority` by its index and Huffman-coded, and the expected output.
     fn blocks() -> (Vec<u8>, Vec<u8>) {
         let block = |authority: &str| {
             hex::decode(format!(
@@ -442,7 +445,7 @@ mod tests {
         for all in [
             b"GET / HTTP/1.1\r\nHost: a%b\r\n\r\n".to_vec(),
             PREFACE[..10].to_vec(),
-            // A block that never ends, one of wrong frames, one that is too long, one whose padding is longer than it is.
+            // A block that never ends, one of wrong frames, one that is too long, one with more padding than bytes.
             stream(&[headers(0, &block)]),
             stream(&[headers(0, &block), frame(0, 0, b"x"), frame(CONTINUATION, END_HEADERS, b"")]),
             stream(&[frame(CONTINUATION, END_HEADERS, &block)]),
@@ -453,7 +456,7 @@ mod tests {
         ] {
             assert!(passed(&all, &[]) == all, "{:?}", all.get(..80));
         }
-        // After a block that is too long the next one is seen again.
+        // The block after one that is too long is rewritten again.
         let (before, after) = blocks();
         let all = |block: &[u8]| {
             stream(&[headers(0, &long), frame(CONTINUATION, END_HEADERS, b""), headers(END_HEADERS, block)])
@@ -476,7 +479,7 @@ mod tests {
 
         #[test]
         fn what_has_no_percent_passes_as_it_came(frames in prop::collection::vec((0..11_u8, any::<u8>(), prop::collection::vec(0..37_u8, 0..60)), 0..8)) {
-            // No byte of a string is a percent, and none is in Huffman's code.
+            // No string contains a `%`, and none is Huffman-coded.
             let all = stream(&frames.into_iter().map(|(kind, flags, payload)| frame(kind, flags, &payload)).collect::<Vec<_>>());
             prop_assert_eq!(passed(&all, &[]), all);
         }

@@ -1,5 +1,5 @@
-//! Owns: the streams of exec and attach: which a client opens, how they are joined to the process, how its end is
-//! told. Everything is copied by one task per session: what one stream waits for holds up no other.
+//! Handles the streams of exec and attach: it accepts the streams of a client, connects them to the process and reports the exit
+//! status. One task per session copies all streams, so that a stream that waits does not block the others.
 
 use crate::guests::{Attach, Exec, Guests, Process, Size};
 use crate::mux::{CHUNK, Life, Reader, Writer};
@@ -14,34 +14,34 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-/// For the client to open its streams.
+/// The time that a client has to open its streams.
 const OPENING: Duration = Duration::from_secs(30);
-/// After the end of a process: so long without a byte, and its output has ended too, although a child of it holds it
-/// open.
+/// The time without a byte after the process ended until its output counts as ended, although a child of it still holds the
+/// stream open.
 const DRAIN: Duration = Duration::from_secs(30);
-/// The longest piece of a resize message.
+/// The maximum bytes of a resize message that are buffered.
 const MAX_RESIZE: usize = 1024;
 
-/// A version of the protocol of remote commands.
+/// A version of the remote command protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dialect {
-    /// Its name.
+    /// The name of the subprotocol.
     pub name: &'static str,
     features: Features,
 }
 
-/// What a dialect has beside standard input, output and error; each has what those before it have.
+/// The features of a dialect in addition to stdin, stdout and stderr. Each one includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Features {
     /// An error stream with text.
     Basic,
-    /// A stream for the terminal's size.
+    /// A stream for the size of the terminal.
     Resize,
-    /// The result of the process as JSON (a Status of Kubernetes).
+    /// The exit status as JSON (a Status of Kubernetes).
     Status,
 }
 
-/// What is spoken, the best first. Clients that name nothing speak the last.
+/// The supported dialects, the best first. Clients that offer none use the last.
 const DIALECTS: [Dialect; 4] = [
     Dialect { name: "v4.channel.k8s.io", features: Features::Status },
     Dialect { name: "v3.channel.k8s.io", features: Features::Resize },
@@ -49,7 +49,7 @@ const DIALECTS: [Dialect; 4] = [
     Dialect { name: "channel.k8s.io", features: Features::Basic },
 ];
 
-/// The same over WebSockets, and how their messages are written. Clients that name nothing speak [`NAMELESS`].
+/// The dialects over WebSockets, and the coding of their messages. Clients that offer none use [`NAMELESS`].
 const WEB: [(Dialect, Coding); 5] = [
     web("v5.channel.k8s.io", Features::Status, Coding::BinaryWithEnd),
     web("v4.channel.k8s.io", Features::Status, Coding::Binary),
@@ -58,7 +58,7 @@ const WEB: [(Dialect, Coding); 5] = [
     web("base64.channel.k8s.io", Features::Resize, Coding::Base64),
 ];
 
-/// The dialect of clients that offer no protocol over WebSockets.
+/// The dialect of WebSocket clients that offer no subprotocol.
 const NAMELESS: (Dialect, Coding) = web("", Features::Resize, Coding::Binary);
 
 const fn web(name: &'static str, features: Features, coding: Coding) -> (Dialect, Coding) {
@@ -66,7 +66,7 @@ const fn web(name: &'static str, features: Features, coding: Coding) -> (Dialect
 }
 
 impl Dialect {
-    /// The first that the client offers over WebSockets and we speak.
+    /// Returns the first offered WebSocket dialect that is supported.
     pub fn choose_web(offered: &[&str]) -> Option<(Dialect, Coding)> {
         match offered {
             [] => Some(NAMELESS),
@@ -74,23 +74,23 @@ impl Dialect {
         }
     }
 
-    /// The first that the client offers and we speak.
+    /// Returns the first offered dialect that is supported.
     pub fn choose<'a>(mut offered: impl Iterator<Item = &'a str>) -> Option<Dialect> {
         offered.find_map(|name| DIALECTS.into_iter().find(|known| known.name == name))
     }
 
-    /// Of clients that offer none.
+    /// Returns the dialect of clients that offer none.
     pub fn oldest() -> Dialect {
         DIALECTS[DIALECTS.len() - 1]
     }
 }
 
-/// What a client opens its streams for.
+/// The session that the streams belong to.
 #[derive(Clone, Debug)]
 pub(crate) enum Session {
     /// A new process.
     Exec(Exec),
-    /// A container.
+    /// A running container.
     Attach(Attach),
 }
 
@@ -109,7 +109,7 @@ impl Session {
         }
     }
 
-    /// Whether stdin, stdout and stderr are asked for.
+    /// Returns whether stdin, stdout and stderr are requested.
     fn streams(&self) -> [bool; 3] {
         match self {
             Session::Exec(Exec { stdin, stdout, stderr, .. })
@@ -118,7 +118,7 @@ impl Session {
     }
 }
 
-/// A client's streams for a session.
+/// A client's streams of a session.
 pub(crate) struct Channels {
     stdin: Option<Reader>,
     stdout: Option<Writer>,
@@ -127,7 +127,7 @@ pub(crate) struct Channels {
     resize: Option<Reader>,
 }
 
-/// The channels of a WebSocket that this session has.
+/// Returns the WebSocket channels that this session uses.
 pub(crate) fn channels(ends: Ends, session: &Session) -> Channels {
     let Ends { stdin, stdout, stderr, error, resize } = ends;
     let [has_stdin, has_stdout, has_stderr] = session.streams();
@@ -140,7 +140,7 @@ pub(crate) fn channels(ends: Ends, session: &Session) -> Channels {
     }
 }
 
-/// Waits for the streams that this session has; none: the client did not open them.
+/// Waits for the streams of this session. Returns `None` if the client did not open them in time.
 pub(crate) async fn gather(connection: &mut Connection, session: &Session, dialect: Dialect) -> Option<Channels> {
     let (mut stdin, mut stdout, mut stderr, mut error, mut resize) = (None, None, None, None, None);
     let ([has_stdin, has_stdout, has_stderr], resizes) =
@@ -177,7 +177,7 @@ pub(crate) async fn gather(connection: &mut Connection, session: &Session, diale
     })
 }
 
-/// Serves a session to the end of its process, or of the client: then a command is killed.
+/// Serves a session until its process ends or the client disconnects, which kills a command.
 pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Channels, life: &Life, dialect: Dialect) {
     let Channels { stdin, stdout, stderr, error, resize } = channels;
     let attempt = async {
@@ -201,12 +201,12 @@ pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Chan
     for writer in [stdout, stderr].into_iter().flatten() {
         writer.finish().await;
     }
-    // A client that is gone needs no status.
+    // A client that has disconnected needs no status.
     let _ = error.send(Bytes::from(told)).await;
     error.finish().await;
 }
 
-/// The Status of Kubernetes that tells how a command ended.
+/// Returns the Status of Kubernetes with the result of a command.
 fn status<E: Error>(outcome: &Result<i32, E>) -> String {
     let status = match outcome {
         Ok(0) => json!({"metadata": {}, "status": "Success"}),
@@ -226,7 +226,7 @@ fn status<E: Error>(outcome: &Result<i32, E>) -> String {
     status.to_string()
 }
 
-/// Copies all streams until the process has ended and its output with it; its exit code.
+/// Copies all streams until the process and its output have ended. Returns the exit code.
 async fn join<G: Guests>(
     guests: &G,
     container: &str,
@@ -271,7 +271,7 @@ async fn join<G: Guests>(
     Ok(code)
 }
 
-/// From the process to the client. What the client did not ask for is thrown away.
+/// Copies from the process to the client. Discards output that the client did not request.
 async fn send(from: Option<UnixStream>, to: &Option<Writer>, moved: &AtomicU64) {
     let Some(mut from) = from else { return };
     let mut buffer = BytesMut::new();
@@ -292,18 +292,18 @@ async fn send(from: Option<UnixStream>, to: &Option<Writer>, moved: &AtomicU64) 
     }
 }
 
-/// From the client to the process. Its end is the end of the process's input; none: it never began, or the process
-/// reads no more.
+/// Copies from the client to the process. The end of the stream ends the process's input. Returns `None` if there is no stream,
+/// or if the process does not read any more.
 async fn take(from: Option<Reader>, to: Option<UnixStream>) -> Option<()> {
     let (mut from, mut to) = (from?, to?);
     while let Some(bytes) = from.next().await {
-        // If nobody reads any more: dropping our end lets the connection throw away what still comes.
+        // If the process does not read any more, dropping the reader makes the connection discard the rest.
         to.write_all(&bytes).await.ok()?;
     }
     to.shutdown().await.ok()
 }
 
-/// Reads the terminal's sizes: JSON documents, one after the other, however they are cut.
+/// Reads terminal sizes: a sequence of JSON documents, split arbitrarily.
 async fn resizes<G: Guests>(from: Option<Reader>, guests: &G, (container, exec_id): (&str, &str)) {
     let Some(mut from) = from else { return };
     let mut text = Vec::new();
@@ -322,7 +322,8 @@ async fn resizes<G: Guests>(from: Option<Reader>, guests: &G, (container, exec_i
     }
 }
 
-/// The whole documents at the beginning of a text, and how much they are; none: it goes on with something else.
+/// Returns the complete documents at the start of a text, and their length in bytes; `None` if the text continues with something
+/// else.
 fn sizes(text: &[u8]) -> (Vec<Size>, Option<usize>) {
     let mut documents = serde_json::Deserializer::from_slice(text).into_iter::<Size>();
     let mut sizes = Vec::new();

@@ -1,4 +1,4 @@
-//! Forwards ports: pairs of streams, one for the bytes of a connection and one for why it could not be made.
+//! Forwards ports: pairs of streams, one for the bytes of a connection and one for the error if it could not be made.
 
 use crate::guests::Guests;
 use crate::mux::{CHUNK, Life, Reader, Writer};
@@ -14,24 +14,24 @@ use tokio::task::JoinSet;
 
 /// The only version of the protocol.
 pub(crate) const PROTOCOL: &str = "portforward.k8s.io";
-/// The same inside a WebSocket.
+/// The same protocol inside a WebSocket.
 pub(crate) const TUNNELLED: &str = "SPDY/3.1+portforward.k8s.io";
-/// Ports that the request names, as numbered channels of a WebSocket. Clients that name nothing speak the first.
+/// The protocols in which a WebSocket has numbered channels for the ports of the request. Clients that offer none use the first.
 const CHANNELS: [(&str, Coding); 2] =
     [("v4.channel.k8s.io", Coding::Binary), ("v4.base64.channel.k8s.io", Coding::Base64)];
-/// Ports of one request: two channels each, whose numbers a byte of text holds.
+/// The maximum number of ports of one request: two channels each, whose numbers must fit into one character of text.
 const PORTS: usize = 32;
-/// Halves of pairs that wait for the other.
+/// The maximum number of streams that wait for the other one of their pair.
 const HALVES: usize = 64;
 
-/// Streams of a pair that have come.
+/// The streams of a pair that have arrived.
 #[derive(Default)]
 struct Pair {
     data: Option<Stream>,
     error: Option<Writer>,
 }
 
-/// Serves a client until it hangs up; all connections to the pod end with it.
+/// Serves a client until it disconnects. All of its connections to the pod end with it.
 pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut Connection) {
     let mut pairs: HashMap<String, Pair> = HashMap::new();
     let mut connections = JoinSet::new();
@@ -60,8 +60,8 @@ pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut C
     }
 }
 
-/// How ports are forwarded as channels of a WebSocket, if the client speaks one of these protocols and has named its ports: the
-/// protocol's name, empty if the client offers none.
+/// Returns the name of the subprotocol and its coding if the client has named its ports and offers a supported one. The name is
+/// empty if the client offers none.
 pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'static str, Coding)> {
     if ports.is_empty() || ports.len() > PORTS {
         return None;
@@ -72,14 +72,14 @@ pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'stat
     }
 }
 
-/// Connects each port once, until the client hangs up.
+/// Connects each port once, until the client disconnects.
 pub(crate) async fn run_ports<G: Guests>(guests: Arc<G>, pod: &str, ends: Vec<PortEnds>, life: &Life) {
     let mut connections = JoinSet::new();
     for PortEnds { port, reader, writer, error } in ends {
         let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
         connections.spawn(async move { forward(&*guests, &pod, Some(port), (reader, writer), error).await });
     }
-    // A connection that has ended ends nothing else: the channels have no end of their own.
+    // The end of one connection does not end the others: channels cannot be closed individually.
     life.gone.cancelled().await;
 }
 
@@ -101,13 +101,13 @@ async fn forward<G: Guests>(
             Err(error) => Chain(&error).to_string(),
         },
     };
-    // A client that is gone needs no reason.
+    // A client that has disconnected needs no error.
     let _ = error.send(Bytes::from(failure)).await;
     error.finish().await;
     writer.finish().await;
 }
 
-/// Until both directions have ended, or the client has left the stream.
+/// Copies until both directions have ended, or the client has reset the stream.
 async fn join(connection: UnixStream, mut reader: Reader, writer: Writer) {
     let (mut from, mut to) = connection.into_split();
     let ended = writer.ended();
@@ -130,7 +130,7 @@ async fn join(connection: UnixStream, mut reader: Reader, writer: Writer) {
                 return;
             }
         }
-        // A connection that is gone takes no end.
+        // A broken connection cannot be shut down.
         let _ = to.shutdown().await;
     };
     tokio::pin!(input);
@@ -148,7 +148,7 @@ async fn join(connection: UnixStream, mut reader: Reader, writer: Writer) {
             }
         }
     }
-    // The pod has said all; the client goes on until it sees that, or longer.
+    // The pod has sent everything. The client may send until it notices, or longer.
     writer.finish().await;
     if !over {
         input.await;

@@ -1,12 +1,12 @@
-//! Owns: one harness function per parser of bytes that a client writes. ci/fuzz calls them; the tests below feed them
-//! random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
+//! Contains one harness function per parser of bytes that a client writes. ci/fuzz calls them; the tests below feed them random
+//! bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
 
 use crate::authority::AuthorityFilter;
 use crate::spdy::Connection;
 use bytes::Bytes;
 use tokio::io::{AsyncWriteExt, copy, duplex, sink, split};
 
-/// What a client sends after the upgrade to SPDY; every stream is read to its end and answered.
+/// The bytes of a client after the upgrade to SPDY. Every stream is read to its end and answered.
 pub fn spdy(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
@@ -14,7 +14,7 @@ pub fn spdy(data: &[u8]) {
         let mut connection = Connection::serve(far);
         let (mut input, mut output) = split(near);
         let writing = async {
-            // The server hangs up when it has seen enough.
+            // The server closes the connection when it has seen enough.
             let _ = output.write_all(data).await;
             let _ = output.shutdown().await;
         };
@@ -33,7 +33,7 @@ pub fn spdy(data: &[u8]) {
     });
 }
 
-/// What a client sends to the daemon's socket, in two pieces: as many bytes pass as come, however they are cut.
+/// The bytes of a client of the daemon's socket, in two pieces: as many bytes pass as arrive, however they are split.
 pub fn authority(data: &[u8]) {
     let passed = |ends: &[usize]| {
         let (mut filter, mut out, mut from) = (AuthorityFilter::new(), Vec::new(), 0);
@@ -71,7 +71,7 @@ mod tests {
         run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
     }
 
-    /// Frames whose heads are good and whose bodies are anything.
+    /// Frames with valid headers and arbitrary bodies.
     fn frames() -> impl Strategy<Value = Vec<u8>> {
         let body = prop::collection::vec(prop_oneof![3 => 0..10u8, 1 => any::<u8>()], 0..40);
         let frame = (any::<bool>(), 0u8..11, 0u8..4, body).prop_map(|(control, kind, flags, body)| {

@@ -1,83 +1,83 @@
-//! Owns: what the streaming server asks of the node.
+//! Defines the interface between the streaming server and the node.
 
 use std::error::Error;
 use std::pin::Pin;
 use tokio::net::UnixStream;
 
-/// A command that is to be run in a container.
+/// A command to run in a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exec {
     /// The container's id.
     pub container: String,
-    /// Program and arguments.
+    /// The program and its arguments.
     pub args: Vec<String>,
-    /// It gets a terminal.
+    /// Whether the command gets a terminal.
     pub tty: bool,
-    /// The client will send its input.
+    /// Whether the client will send input.
     pub stdin: bool,
-    /// The client wants its output.
+    /// Whether the client wants standard output.
     pub stdout: bool,
-    /// The client wants its errors; not with a terminal.
+    /// Whether the client wants standard error. False with a terminal.
     pub stderr: bool,
 }
 
-/// A container that a client wants to listen to and talk to.
+/// A container whose streams a client attaches to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attach {
     /// The container's id.
     pub container: String,
-    /// It has a terminal.
+    /// Whether the container has a terminal.
     pub tty: bool,
-    /// The client will send input.
+    /// Whether the client will send input.
     pub stdin: bool,
-    /// The client wants its output.
+    /// Whether the client wants standard output.
     pub stdout: bool,
-    /// The client wants its errors; not with a terminal.
+    /// Whether the client wants standard error. False with a terminal.
     pub stderr: bool,
 }
 
 /// The size of a terminal, as clients send it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 pub struct Size {
-    /// Columns.
+    /// The number of columns.
     #[serde(rename = "Width")]
     pub columns: u16,
-    /// Rows.
+    /// The number of rows.
     #[serde(rename = "Height")]
     pub rows: u16,
 }
 
-/// The end of a process: its exit code.
+/// The exit code of a process.
 pub type End<E> = Pin<Box<dyn Future<Output = Result<i32, E>> + Send>>;
 
-/// A process whose streams are open. Whoever drops `end` gives the process up: a command is killed.
+/// A process with open streams. Dropping `end` abandons the process: a command is killed.
 pub struct Process<E> {
-    /// Its name in its container; empty: the container's first process.
+    /// The process's name in its container; empty for the container's first process.
     pub exec_id: String,
-    /// The end of the client's input is the end of the session: the process goes on without it.
+    /// Whether the session ends with the client's input. The process continues without it.
     pub detaches: bool,
-    /// Takes its input; shutting it down for writing ends that.
+    /// Standard input. Shutting it down for writing ends the input.
     pub stdin: Option<UnixStream>,
-    /// Gives its output; with a terminal, all of it.
+    /// Standard output; with a terminal, all output.
     pub stdout: Option<UnixStream>,
-    /// Gives its errors.
+    /// Standard error.
     pub stderr: Option<UnixStream>,
-    /// Ends with the process.
+    /// Completes when the process ends.
     pub end: End<E>,
 }
 
-/// The node, as the streaming server sees it.
+/// The node as the streaming server sees it.
 pub trait Guests: Send + Sync + 'static {
-    /// Why something was not possible; its text, with its causes, is shown to the client.
+    /// The error of a request. Its text and causes are sent to the client.
     type Error: Error + Send + Sync + 'static;
 
     /// Starts a command and opens its streams.
     fn exec(&self, exec: &Exec) -> impl Future<Output = Result<Process<Self::Error>, Self::Error>> + Send;
 
-    /// Opens the streams of a container that runs.
+    /// Opens the streams of a running container.
     fn attach(&self, attach: &Attach) -> impl Future<Output = Result<Process<Self::Error>, Self::Error>> + Send;
 
-    /// Connects to a TCP port of a pod, from inside.
+    /// Connects to a TCP port of a pod, from inside the pod.
     fn dial(&self, pod: &str, port: u16) -> impl Future<Output = Result<UnixStream, Self::Error>> + Send;
 
     /// Changes the size of a process's terminal.

@@ -1,6 +1,6 @@
-//! Owns: the streaming server of CRI: what clients of Exec connect to, and how bytes travel between them and the node.
-//! docs/contributor/streaming.md is the map.
-//! May use: `base`. Knows neither pods nor gRPC: the daemon implements [`Guests`].
+//! Implements the streaming server of CRI: it accepts the clients of Exec, Attach and PortForward and copies bytes between them
+//! and the node. docs/contributor/streaming.md describes the design. The crate depends only on `base` and knows neither pods nor
+//! gRPC: the daemon implements [`Guests`].
 
 mod authority;
 mod command;

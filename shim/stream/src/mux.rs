@@ -1,6 +1,5 @@
-//! Owns: the ends of streams that share one connection, whatever its protocol: readers with bounded queues, writers
-//! that wait for the connection and for the peer's window, and the watch over an idle connection.
-//! Threads: any. A window's lock is held for arithmetic only.
+//! Implements the streams of a shared connection, whatever its protocol: readers with bounded queues, writers that wait for the
+//! connection and for the peer's window, and the timeout of an idle connection. A window's lock is held only for arithmetic.
 
 use bytes::Bytes;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,56 +8,56 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-/// The most bytes of one chunk.
+/// The maximum size of one chunk in bytes.
 pub(crate) const CHUNK: usize = 16 << 10;
-/// Chunks that wait for the reader of a stream, before the connection is not read any more.
+/// The chunks that may wait for the reader of a stream before the connection is no longer read.
 pub(crate) const QUEUE: usize = 4;
-/// Bytes that are taken before the peer is told so.
+/// The bytes that are read before a window update is sent to the peer.
 pub(crate) const TELL: usize = 32 << 10;
-/// What waits to be written to a connection.
+/// The messages that may wait to be written to a connection.
 pub(crate) const OUT: usize = 16;
 
-/// The connection has ended, or this stream of it.
+/// The connection or the stream has ended.
 #[derive(Debug, thiserror::Error)]
 #[error("the client has ended the stream")]
 pub(crate) struct Gone;
 
-/// What a connection's writer writes.
+/// A message to the writer of a connection.
 pub(crate) enum Out {
-    /// Something of the protocol's own, ready made.
+    /// A complete frame of the protocol.
     Frame(Vec<u8>),
-    /// The answer to a stream that was opened.
+    /// The reply that a stream was opened.
     Opened(u32),
-    /// Bytes of a stream; `last` ends it.
+    /// Bytes of a stream.
     Data {
         /// The stream.
         id: u32,
-        /// Nothing comes after.
+        /// Whether the stream ends after these bytes.
         last: bool,
-        /// At most [`CHUNK`].
+        /// At most [`CHUNK`] bytes.
         bytes: Bytes,
     },
-    /// So many bytes of a stream were taken by its reader.
+    /// The reader of a stream has read this many bytes of it.
     Taken(u32, u32),
-    /// The last of all.
+    /// The last message of the connection.
     End,
 }
 
-/// What all that concerns one connection shares.
+/// The lifetime of a connection, shared by everything that belongs to it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Life {
-    /// Cancelled when the connection has ended, or shall.
+    /// Cancelled when the connection has ended or must end.
     pub gone: CancellationToken,
     moved: Arc<AtomicU64>,
 }
 
 impl Life {
-    /// Bytes have moved.
+    /// Records that bytes have moved.
     pub fn moved(&self) {
         self.moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Ends the connection when nothing has moved for so long.
+    /// Ends the connection when no byte has moved for this time.
     pub fn watch(&self, idle: Duration) {
         let life = self.clone();
         tokio::spawn(async move {
@@ -77,7 +76,7 @@ impl Life {
     }
 }
 
-/// How many bytes the peer still takes. Peers that never speak of windows (most) are held back by TCP alone.
+/// The number of bytes that the peer accepts. Most peers never send window updates; only TCP limits how much is sent to them.
 #[derive(Debug)]
 pub(crate) struct Window {
     state: Mutex<Left>,
@@ -91,7 +90,8 @@ struct Left {
 }
 
 impl Window {
-    /// A window of the size that the peer has told, or the protocol's.
+    /// Returns a window of the initial size of the peer or of the protocol. `enforced` means that the peer is known to send
+    /// updates.
     pub fn new(enforced: bool, bytes: i64) -> Window {
         Window { state: Mutex::new(Left { enforced, bytes }), more: Notify::new() }
     }
@@ -100,7 +100,7 @@ impl Window {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The peer speaks of windows, and this one grows or shrinks.
+    /// Applies an update of the peer, which grows or shrinks the window.
     pub fn change(&self, by: i64) {
         let mut left = self.left();
         left.enforced = true;
@@ -108,12 +108,12 @@ impl Window {
         self.more.notify_waiters();
     }
 
-    /// Waits until it is open and takes up to `wanted` bytes of it.
+    /// Waits until the window is open, and takes up to `wanted` bytes of it.
     pub async fn take(&self, wanted: usize) -> usize {
         loop {
             let opened = self.more.notified();
             tokio::pin!(opened);
-            // From here on a change is not missed.
+            // No change is missed from here on.
             opened.as_mut().enable();
             {
                 let mut left = self.left();
@@ -129,23 +129,23 @@ impl Window {
     }
 }
 
-/// The end from which a stream's bytes are read.
+/// The reading half of a stream.
 pub(crate) struct Reader {
     chunks: mpsc::Receiver<Bytes>,
     out: mpsc::Sender<Out>,
     id: u32,
-    /// Taken, and not told.
+    /// Bytes that were read and not yet reported to the peer.
     owed: usize,
 }
 
 impl Reader {
-    /// A reader, and where its bytes are put.
+    /// Returns a reader, and the sender of its bytes.
     pub fn new(id: u32, out: mpsc::Sender<Out>) -> (Reader, mpsc::Sender<Bytes>) {
         let (sender, chunks) = mpsc::channel(QUEUE);
         (Reader { chunks, out, id, owed: 0 }, sender)
     }
 
-    /// The next bytes; none: the peer has ended the stream, or the connection has ended.
+    /// Returns the next bytes, or `None` when the peer has ended the stream or the connection has ended.
     pub async fn next(&mut self) -> Option<Bytes> {
         let chunk = self.chunks.recv().await?;
         self.owed += chunk.len();
@@ -158,22 +158,22 @@ impl Reader {
     }
 }
 
-/// The end to which a stream's bytes are written.
+/// The writing half of a stream.
 pub(crate) struct Writer {
     out: mpsc::Sender<Out>,
     id: u32,
     windows: Vec<Arc<Window>>,
-    /// This end has ended, by us or by the peer's reset: the connection forgets the stream.
+    /// Cancelled when this half has ended, by us or by a reset of the peer: the connection then forgets the stream.
     ended: CancellationToken,
 }
 
 impl Writer {
-    /// A writer that keeps to these windows.
+    /// Returns a writer that respects these windows.
     pub fn new(id: u32, out: mpsc::Sender<Out>, windows: Vec<Arc<Window>>, ended: CancellationToken) -> Writer {
         Writer { out, id, windows, ended }
     }
 
-    /// Sends bytes, as fast as the peer takes them.
+    /// Sends bytes, as fast as the peer accepts them.
     pub async fn send(&self, mut bytes: Bytes) -> Result<(), Gone> {
         while !bytes.is_empty() {
             let mut count = bytes.len().min(CHUNK);
@@ -195,14 +195,14 @@ impl Writer {
         Ok(())
     }
 
-    /// Cancelled when this end has ended, by [`Writer::finish`] or by the peer, which then has left the whole stream.
+    /// Cancelled when this half has ended: by [`Writer::finish`], or by a reset of the peer, which ends the whole stream.
     pub fn ended(&self) -> CancellationToken {
         self.ended.clone()
     }
 
-    /// Ends the stream.
+    /// Ends this half of the stream.
     pub async fn finish(self) {
-        // If the connection has ended, so has the stream.
+        // If the connection has ended, the stream has ended too.
         let _ = self.out.send(Out::Data { id: self.id, last: true, bytes: Bytes::new() }).await;
         self.ended.cancel();
     }
@@ -222,7 +222,7 @@ mod tests {
         run(async {
             let window = Window::new(false, 10);
             assert_eq!(window.take(100).await, 100);
-            // Now the peer speaks of it, having taken it all: what was sent counts.
+            // The peer sends its first update after it has read everything: all bytes sent so far count.
             window.change(95);
             assert_eq!(window.take(100).await, 5);
         });

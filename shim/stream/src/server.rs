@@ -1,6 +1,5 @@
-//! Owns: the HTTP server behind the URLs that are handed out: the token, the upgrade to SPDY or WebSocket, one
-//! task per client.
-//! Threads: any; a [`Server`] is cheap to clone.
+//! Implements the HTTP server behind the URLs that CRI returns: it checks the token, upgrades to SPDY or WebSocket, and runs one
+//! task per client. A [`Server`] is cheap to clone.
 
 use crate::command::{self, Dialect, Session};
 use crate::forward;
@@ -31,40 +30,40 @@ use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 
-/// Connections at once.
+/// The maximum number of connections.
 const CONNECTIONS: usize = 1024;
-/// For a client to say what it wants.
+/// The time that a client has to send its request.
 const REQUEST: Duration = Duration::from_secs(30);
-/// Seconds without a byte after which a client is asked whether it is still there.
+/// The seconds without a byte after which TCP probes the client.
 const KEEPALIVE: u32 = 30;
-/// What we speak.
+/// The protocol of an upgrade to SPDY.
 const SPDY: &str = "SPDY/3.1";
-/// The header in which clients and we name versions of protocols.
+/// The header with the protocol versions of the client, and with the chosen one in the answer.
 const PROTOCOL: &str = "x-stream-protocol-version";
 
-/// How the server is reached.
+/// The address and the timeouts of the server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where it listens; port 0: any free one.
+    /// The address to listen on; port 0 selects a free one.
     pub address: SocketAddr,
-    /// Streams without a byte for so long are ended.
+    /// Streams without a byte for this time are closed.
     pub idle: Duration,
-    /// Speak TLS; none: plain HTTP.
+    /// The certificate for TLS; `None` for plain HTTP.
     pub tls: Option<Tls>,
 }
 
-/// Why there is no server.
+/// Reasons that the server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// Certificate or key.
+    /// The certificate or key is unusable.
     #[error("cannot speak TLS to streaming clients")]
     Tls(#[from] TlsError),
-    /// The address.
+    /// The server cannot listen on the address.
     #[error("cannot listen for streams on {address}")]
     Listen {
-        /// As configured.
+        /// The configured address.
         address: SocketAddr,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
 }
@@ -78,15 +77,15 @@ impl Classify for ServerError {
     }
 }
 
-/// What a token is for.
+/// The request that a token stands for.
 enum Ask {
     Session(Session),
-    /// Ports of this pod; those that the request names.
+    /// Ports of this pod: those that the request names.
     Forward(String, Vec<u16>),
 }
 
 impl Ask {
-    /// The folder in which its URL lies.
+    /// Returns the first path segment of the URL.
     fn folder(&self) -> &'static str {
         match self {
             Ask::Session(Session::Exec(_)) => "exec",
@@ -102,7 +101,7 @@ struct Shared {
     idle: Duration,
 }
 
-/// The streaming server, for those who hand out its URLs.
+/// The handle of the streaming server for callers that create URLs.
 #[derive(Clone)]
 pub struct Server(Arc<Shared>);
 
@@ -114,7 +113,7 @@ pub struct Listener {
 }
 
 impl Server {
-    /// Listens.
+    /// Binds the address.
     pub async fn bind(config: &Config) -> Result<(Server, Listener), ServerError> {
         let failed = |source| ServerError::Listen { address: config.address, source };
         let listener = TcpListener::bind(config.address).await.map_err(failed)?;
@@ -125,18 +124,18 @@ impl Server {
         Ok((server.clone(), Listener { listener, tls, server }))
     }
 
-    /// A URL behind which this command runs, once, if it is asked for soon.
+    /// Returns a URL that runs this command, once, within the life of a token.
     pub fn exec(&self, exec: Exec) -> Result<String, TooMany> {
         self.url(Ask::Session(Session::Exec(exec)))
     }
 
-    /// A URL behind which this container is, once, if it is asked for soon.
+    /// Returns a URL that attaches to this container, once, within the life of a token.
     pub fn attach(&self, attach: Attach) -> Result<String, TooMany> {
         self.url(Ask::Session(Session::Attach(attach)))
     }
 
-    /// A URL behind which ports of this pod are, for one client, if it is asked for soon. `ports` are those of clients that do not
-    /// name them stream by stream.
+    /// Returns a URL that forwards ports of this pod, for one client, within the life of a token. `ports` are for clients that do
+    /// not name the port of each stream.
     pub fn forward(&self, pod: String, ports: Vec<u16>) -> Result<String, TooMany> {
         self.url(Ask::Forward(pod, ports))
     }
@@ -148,7 +147,7 @@ impl Server {
 }
 
 impl Listener {
-    /// Serves for ever. Whoever drops the future ends all streams that it serves.
+    /// Serves forever. Dropping the future ends all streams that it serves.
     pub async fn serve(self, guests: Arc<impl Guests>) {
         let places = Arc::new(Semaphore::new(CONNECTIONS));
         let mut clients = tokio::task::JoinSet::new();
@@ -186,7 +185,7 @@ impl Server {
     }
 
     async fn client(self, connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, guests: Arc<impl Guests>) {
-        // What comes after the upgrade is done here, so that it ends with this task.
+        // The work after the upgrade is done here, so that it ends with this task.
         let (begin, accepted) = tokio::sync::oneshot::channel();
         let begin = std::sync::Mutex::new(Some(begin));
         let answer = service_fn(|request| {
@@ -286,7 +285,7 @@ impl Server {
     }
 }
 
-/// What follows a request.
+/// The work after an accepted request.
 struct Accepted {
     job: Job,
     upgrade: hyper::upgrade::OnUpgrade,
@@ -294,7 +293,7 @@ struct Accepted {
 
 enum Job {
     Spdy(Session, Dialect),
-    /// Over a WebSocket.
+    /// Exec or attach over a WebSocket.
     Web(Session, Dialect, Coding),
     Forward(String),
     WebForward(String),
@@ -302,7 +301,7 @@ enum Job {
     WebPorts(String, Vec<u16>, Coding),
 }
 
-/// What is to be done, and the name of the protocol in which; none: the client speaks none that we do.
+/// Returns the work, and the name of the chosen protocol; `None` if the client offers no supported one.
 fn job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
     match ask {
         Ask::Session(session) => {
@@ -315,7 +314,7 @@ fn job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
     }
 }
 
-/// The same over a WebSocket.
+/// Like `job`, over a WebSocket.
 fn web_job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
     match ask {
         Ask::Session(session) => {
@@ -343,7 +342,7 @@ fn say(status: StatusCode, why: &'static str) -> Response<Full<Bytes>> {
     answer
 }
 
-/// Small pieces go at once, and a client that is gone without a word is noticed.
+/// Sends small pieces at once (TCP_NODELAY), and detects a client that has vanished (keepalive).
 fn prepare(connection: &TcpStream) -> io::Result<()> {
     connection.set_nodelay(true)?;
     setsockopt(connection, sockopt::KeepAlive, &true)?;

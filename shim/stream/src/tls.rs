@@ -1,4 +1,4 @@
-//! Owns: the server's certificate and key, from their files.
+//! Reads the server's certificate and key from their files.
 
 use nacelle_base::{Classify, Kind};
 use rustls::pki_types::pem::{self, PemObject};
@@ -9,37 +9,37 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use tokio_rustls::TlsAcceptor;
 
-/// No certificate with its chain is larger.
+/// The maximum size of a certificate file with its chain, in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// The files of a server that speaks TLS.
+/// The certificate and key of a TLS server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tls {
-    /// PEM: its certificate, and those between it and one that clients know.
+    /// The PEM file with the server's certificate and the intermediate certificates.
     pub certificate: PathBuf,
-    /// PEM: its private key.
+    /// The PEM file with the private key.
     pub key: PathBuf,
 }
 
-/// Why there is no TLS.
+/// Reasons that TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file.
+    /// A file cannot be read.
     #[error("cannot read {} as PEM", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: pem::Error,
     },
-    /// The certificate has no use, or not with this key.
+    /// The certificate is unusable, or does not match the key.
     #[error("certificate {} and key {} cannot be used", certificate.display(), key.display())]
     Unfit {
         /// The certificate's file.
         certificate: PathBuf,
         /// The key's file.
         key: PathBuf,
-        /// Why.
+        /// The reason.
         source: rustls::Error,
     },
 }
@@ -50,7 +50,7 @@ impl Classify for TlsError {
     }
 }
 
-/// What was in the files.
+/// The content of the files.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Pem {
     files: Tls,
@@ -74,7 +74,7 @@ impl Tls {
 }
 
 impl Pem {
-    /// What speaks TLS with them.
+    /// Returns the acceptor for TLS connections.
     pub fn acceptor(&self) -> Result<TlsAcceptor, TlsError> {
         let in_file = |path: &PathBuf| {
             let path = path.clone();
@@ -89,7 +89,7 @@ impl Pem {
         let config = config.and_then(|config| config.with_no_client_auth().with_single_cert(chain, private));
         let mut config =
             config.map_err(|source| TlsError::Unfit { certificate: certificate.clone(), key: key.clone(), source })?;
-        // Upgrades are of HTTP/1.1.
+        // Upgrades require HTTP/1.1.
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))
     }

@@ -1,26 +1,26 @@
-//! Owns: the tokens in the URLs that are handed out: each opens one stream, once, for a short time.
+//! Issues the tokens in the URLs: each opens one stream, once, for a short time.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a token is good.
+/// How long a token is valid.
 const LIFE: Duration = Duration::from_secs(60);
-/// How many may wait to be used.
+/// The maximum number of unused tokens.
 const MOST: usize = 1000;
 
-/// Too many streams were asked for and not opened.
+/// Too many streams were requested and not opened.
 #[derive(Debug, thiserror::Error)]
 #[error("{MOST} streams were asked for within a minute and not opened: try again later")]
 pub struct TooMany;
 
 struct Waiting<T> {
     by_token: HashMap<String, T>,
-    /// In the order of their ends; some are used already.
+    /// The tokens in the order of their expiry; some may be used already.
     ends: VecDeque<(Instant, String)>,
 }
 
-/// The tokens that were given out and not used.
+/// The tokens that were issued and not used.
 pub(crate) struct Tokens<T>(Mutex<Waiting<T>>);
 
 impl<T> Tokens<T> {
@@ -28,7 +28,7 @@ impl<T> Tokens<T> {
         Tokens(Mutex::new(Waiting { by_token: HashMap::new(), ends: VecDeque::new() }))
     }
 
-    /// A new token for this, good from now on.
+    /// Issues a token for `what`, valid from `now` on.
     pub fn give(&self, what: T, now: Instant) -> Result<String, TooMany> {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         while waiting.ends.front().is_some_and(|(end, _)| *end <= now) {
@@ -40,7 +40,7 @@ impl<T> Tokens<T> {
             return Err(TooMany);
         }
         let mut random = [0; 16];
-        // Linux gives random bytes to everybody once it has booted; without them there is no secret.
+        // Linux provides random bytes to every process once it has booted; without them there is no secret.
         nacelle_base::random::fill(&mut random).expect("the kernel gives random bytes");
         let token = hex::encode(random);
         waiting.ends.push_back((now + LIFE, token.clone()));
@@ -48,7 +48,7 @@ impl<T> Tokens<T> {
         Ok(token)
     }
 
-    /// What this token is for, if it is good; it is not afterwards.
+    /// Returns what this token stands for if it is valid, and invalidates it.
     pub fn take(&self, token: &str, now: Instant) -> Option<T> {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let place = waiting.ends.iter().position(|(_, known)| known == token)?;

@@ -1,4 +1,4 @@
-//! Serves WebSockets (RFC 6455): exec, attach and ports as numbered channels in one, port-forward as SPDY inside one.
+//! Serves WebSockets (RFC 6455): exec, attach and ports as numbered channels, port-forward as SPDY inside a WebSocket.
 
 use crate::mux::{CHUNK, Life, OUT, Out, Reader, Writer};
 use base64::Engine;
@@ -15,11 +15,11 @@ use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig
 use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_util::sync::CancellationToken;
 
-/// The most bytes of one message.
+/// The maximum size of one message in bytes.
 const MESSAGE: usize = 1 << 20;
-/// What is held of SPDY inside a WebSocket, each way.
+/// The buffer in bytes of SPDY inside a WebSocket, in each direction.
 const TUNNEL: usize = 64 << 10;
-/// For the peer to hang up when all is said.
+/// The time that the peer has to close the connection at the end.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// The numbers of the channels.
@@ -36,26 +36,26 @@ async fn socket<T: AsyncRead + AsyncWrite + Unpin>(io: T) -> WebSocketStream<T> 
     WebSocketStream::from_raw_socket(io, Role::Server, Some(config)).await
 }
 
-/// The last message: all is well.
+/// Returns the close message with the status Normal.
 fn goodbye() -> Message {
     Message::Close(Some(CloseFrame { code: CloseCode::Normal, reason: "".into() }))
 }
 
-/// How the messages of channels are written.
+/// The coding of channel messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Coding {
     /// Binary messages whose first byte is the channel.
     Binary,
-    /// As `Binary`; the client can end its input with a message on channel 255 (since v5).
+    /// Like `Binary`; the client can also end its input with a message on channel 255 (since v5).
     BinaryWithEnd,
-    /// Text messages: the channel as a digit, then the bytes in base64.
+    /// Text messages: the channel as a character, then the bytes in base64.
     Base64,
 }
 
-/// The last channel that a text message can name by one byte: the character that comes so far after '0'.
+/// The last channel that one character of a text message can name: the character with this offset from '0'.
 const LAST_IN_TEXT: u8 = 127 - b'0';
 
-/// A client's message that is none of its protocol.
+/// A client's message that violates the protocol.
 #[derive(Debug, thiserror::Error)]
 enum Broken {
     #[error("a message is not base64")]
@@ -65,7 +65,7 @@ enum Broken {
 }
 
 impl Coding {
-    /// The channel and the bytes of a message; none: it has none for us.
+    /// Returns the channel and the bytes of a message; `None` if the message has no channel.
     fn decode(self, message: Message) -> Result<Option<(u8, Bytes)>, Broken> {
         let Some(mut bytes) = payload(message).filter(|bytes| !bytes.is_empty()) else { return Ok(None) };
         let channel = bytes.split_to(1).first().copied().unwrap_or_default();
@@ -90,7 +90,7 @@ impl Coding {
     }
 }
 
-/// The bytes of a message; none: it has none for us.
+/// Returns the bytes of a message; `None` for a control message.
 fn payload(message: Message) -> Option<Bytes> {
     match message {
         Message::Binary(bytes) => Some(bytes),
@@ -101,7 +101,7 @@ fn payload(message: Message) -> Option<Bytes> {
 
 /// A WebSocket whose messages begin with the number of their channel.
 pub(crate) struct Socket {
-    /// What ends with it.
+    /// The lifetime of the connection.
     pub life: Life,
     out: mpsc::Sender<Out>,
 }
@@ -138,8 +138,7 @@ impl Socket {
         (Socket { life, out }, Ends { stdin, stdout, stderr, error, resize })
     }
 
-    /// Serves two channels for each of these ports: its bytes, and why it cannot be reached. Both begin with its number, in two
-    /// bytes, the lower one first.
+    /// Serves two channels for each port: its bytes and its error. Both begin with the port number in two bytes, little-endian.
     pub async fn serve_ports(
         io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         coding: Coding,
@@ -158,16 +157,16 @@ impl Socket {
         tokio::spawn(write(output, written, coding, None, life.clone()));
         for PortEnds { port, writer, error, .. } in &ends {
             for writer in [writer, error] {
-                // A client that is gone needs no beginning.
+                // A client that has disconnected needs no port number.
                 let _ = writer.send(Bytes::copy_from_slice(&port.to_le_bytes())).await;
             }
         }
         (Socket { life, out }, ends)
     }
 
-    /// Says goodbye and waits until the peer has done so; leaves one that does not.
+    /// Sends the close message and waits for the peer's, for a bounded time.
     pub async fn end(self) {
-        // A writer that has ended has said all it could.
+        // A writer that has ended has sent all it could.
         let _ = self.out.send(Out::End).await;
         let _ = tokio::time::timeout(LINGER, self.life.gone.cancelled()).await;
     }
@@ -196,7 +195,7 @@ async fn read<T: AsyncRead + AsyncWrite + Unpin>(
                     *reader = None;
                 }
             } else if let Some(Some(reader)) = readers.get(usize::from(channel)) {
-                // What no reader takes any more is thrown away.
+                // Bytes of a channel without a reader are discarded.
                 let _ = reader.send(bytes).await;
             }
         }
@@ -226,7 +225,7 @@ async fn write<T: AsyncRead + AsyncWrite + Unpin>(
         }
         while let Some(next) = written.recv().await {
             match next {
-                // The end of a channel is that of all.
+                // A single channel cannot be closed; the end of the session ends all.
                 Out::Data { bytes, .. } if bytes.is_empty() => {}
                 Out::Data { id, bytes, .. } => {
                     output.feed(coding.encode(u8::try_from(id).unwrap_or(ERROR), &bytes)).await?;
@@ -243,7 +242,7 @@ async fn write<T: AsyncRead + AsyncWrite + Unpin>(
                 output.flush().await?;
             }
         }
-        // The reader sees the peer's goodbye, and ends all.
+        // The reader receives the peer's close message, and ends the connection.
         life.gone.cancelled().await;
         Ok::<_, Error>(())
     };
@@ -257,12 +256,12 @@ async fn write<T: AsyncRead + AsyncWrite + Unpin>(
     life.gone.cancel();
 }
 
-/// The bytes inside a WebSocket's messages, both ways, as a connection.
+/// Exposes the bytes in a WebSocket's messages, in both directions, as a connection.
 pub(crate) async fn tunnel(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> DuplexStream {
     let (near, far) = duplex(TUNNEL);
     let ((output, input), (from, to)) = (socket(io).await.split(), split(far));
     tokio::spawn(async move {
-        // Either end ends both.
+        // The end of one side ends the other.
         let ended = tokio::select! {
             ended = unwrap(input, to) => ended,
             ended = wrap(from, output) => ended,
@@ -312,7 +311,7 @@ mod tests {
         assert_eq!(text.encode(STDERR, b"hello"), Message::Text("2aGVsbG8=".into()));
         assert_eq!(text.encode(STDOUT, b""), Message::Text("1".into()));
         assert_eq!(text.decode(Message::Text("0aGk=".into())).unwrap(), Some((STDIN, Bytes::from_static(b"hi"))));
-        // Browsers send what they have: the kind of the message does not count.
+        // Browsers send either message type, so the type is ignored.
         assert_eq!(text.decode(Message::Binary("4e30=".into())).unwrap(), Some((RESIZE, Bytes::from_static(b"{}"))));
         for none in ["", "\0aGk="] {
             assert_eq!(text.decode(Message::Text(none.into())).unwrap(), None);

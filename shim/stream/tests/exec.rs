@@ -1,4 +1,4 @@
-//! Owns: exec over SPDY, from the HTTP request to the end of the connection, against a server and a small node.
+//! Tests exec over SPDY, from the HTTP request to the end of the connection, with a server and a minimal node.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn input_comes_back_as_output_and_the_code_is_told() {
         assert!(client.all(stdout).await == sent);
         assert_eq!(client.status(error).await["status"], "Success");
         assert_eq!(client.replies, [error, stdin, stdout]);
-        // What was taken is told, of the stream and of all streams.
+        // The server sends window updates for the stream and for the session.
         for id in [0, stdin] {
             assert!(client.controls.iter().any(|control| matches!(control, Control::Window(known, _) if *known == id)));
         }
@@ -75,7 +75,7 @@ fn a_client_that_goes_takes_its_command_with_it() {
         while !client.came.contains_key(&stdout) {
             assert!(client.read().await);
         }
-        // With bytes that nobody reads under way.
+        // Bytes that no process reads are in transit.
         client.send(3, false, &[b'x'; 1000]).await;
         drop(client);
         soon(async {
@@ -110,7 +110,7 @@ fn a_client_that_speaks_of_windows_is_sent_no_more_than_they_hold() {
             let came = client.came.get(&stdout).map_or(0, |came| came.bytes.len());
             assert!(came <= allowed, "{came} bytes, {allowed} allowed");
             if came == allowed && allowed < 100_000 {
-                // A ping goes and comes: nothing more was under way.
+                // The ping is answered: no more data were in transit.
                 client.write(&frame::ping(9)).await;
                 client.controls.clear();
                 while !client.controls.contains(&Control::Ping(9)) {
@@ -152,19 +152,19 @@ fn what_is_no_spdy_ends_the_connection() {
     run(async {
         let (server, _) = serve(LONG).await;
         let wrong: [&[u8]; 5] = [
-            // Another version.
+            // Another protocol version.
             &[0x80, 2, 0, 1, 0, 0, 0, 0],
             // A control frame that is too long.
             &[0x80, 3, 0, 1, 0, 0xff, 0xff, 0xff],
-            // A stream whose number is even; one whose headers cannot be unpacked.
+            // A stream with an even number; one whose headers cannot be decompressed.
             &[0x80, 3, 0, 1, 0, 0, 0, 10, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0],
             &[0x80, 3, 0, 1, 0, 0, 0, 12, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0xff, 0xff],
-            // A window that is too short.
+            // A window update that is too short.
             &[0x80, 3, 0, 9, 0, 0, 0, 4, 0, 0, 0, 1],
         ];
         for bytes in wrong {
             let mut client = Client::new(&server.exec(command("cat")).unwrap()).await;
-            // Bytes of a stream that is not there are thrown away.
+            // Bytes of an unknown stream are discarded.
             client.send(0x47, false, b"nobody").await;
             client.write(bytes).await;
             while client.read().await {}

@@ -1,4 +1,4 @@
-//! Owns: attach and port-forward over SPDY, against a server and a small node.
+//! Tests attach and port-forward over SPDY, with a server and a minimal node.
 
 mod common;
 
@@ -19,7 +19,7 @@ async fn forward(url: &str) -> Client {
     Client::on(connection)
 }
 
-/// Opens a pair of streams for a port; error and data.
+/// Opens a pair of streams for a port, and returns error and data.
 async fn pair(client: &mut Client, port: &str, request: &str) -> [u32; 2] {
     let mut ids = [0; 2];
     for (id, kind) in ids.iter_mut().zip(["error", "data"]) {
@@ -82,14 +82,14 @@ fn many_connections_come_and_go() {
     run(async {
         let (server, _) = serve(LONG).await;
         let mut client = forward(&server.forward("p".into(), vec![]).unwrap()).await;
-        // More than may be open at once.
+        // More than the maximum number of open streams.
         for number in 0..700 {
             let [error, data] = pair(&mut client, "7", &number.to_string()).await;
             client.send(data, true, b"x").await;
             assert_eq!(client.all(data).await, b"x");
             assert!(client.all(error).await.is_empty());
         }
-        // Halves are not gathered without end: one more than wait, and the server hangs up.
+        // With one incomplete pair more than the limit, the server closes the connection.
         for number in 0..65 {
             client.open(&[("streamtype", "data"), ("port", "7"), ("requestid", &format!("half {number}"))]).await;
         }
@@ -121,7 +121,7 @@ fn a_container_goes_on_when_a_client_detaches() {
             assert_eq!(client.status(error).await["status"], "Success");
             assert!(client.came[&stdout].last);
         }
-        // A URL is for what it was given for.
+        // A URL is valid only for its own kind of request.
         let url = server.attach(attach("c")).unwrap().replace("/attach/", "/exec/");
         assert!(ask(&url, common::V4).await.0.starts_with("HTTP/1.1 404 "));
     });

@@ -1,4 +1,4 @@
-//! Owns: the streaming server with TLS. The certificate is made by openssl, and asked for with it.
+//! Tests the streaming server with TLS. openssl creates the certificate and is the client.
 
 mod common;
 
@@ -56,7 +56,7 @@ fn a_client_that_trusts_the_certificate_is_served() {
                 .unwrap();
             let mut stdin = client.stdin.take().unwrap();
             stdin.write_all(request.as_bytes()).unwrap();
-            // A frame of no version: the server hangs up.
+            // A frame of an unknown version: the server closes the connection.
             stdin.write_all(&[0x80, 9, 0, 0, 0, 0, 0, 0]).unwrap();
             let output = client.wait_with_output().unwrap();
             drop(stdin);

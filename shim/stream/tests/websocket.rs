@@ -1,4 +1,4 @@
-//! Tests exec, attach and port-forward over WebSockets, against a server and a small node.
+//! Tests exec, attach and port-forward over WebSockets, with a server and a minimal node.
 
 mod common;
 
@@ -37,7 +37,7 @@ async fn connect(url: &str, protocols: &str, chosen: &str) -> WebSocketStream<Tc
     WebSocketStream::from_raw_socket(connection, Role::Client, None).await
 }
 
-/// Of a client that names no protocol, or an older one than v4: what it is answered, and its messages.
+/// Connects as a client that offers no protocol, or an older one than v4.
 async fn connect_old(url: &str, protocol: &str) -> WebSocketStream<TcpStream> {
     if !protocol.is_empty() {
         return connect(url, protocol, protocol).await;
@@ -56,7 +56,7 @@ fn message(protocol: &str, channel: u8, bytes: &[u8]) -> Message {
     }
 }
 
-/// What the server sends on a channel; none: it says goodbye.
+/// Returns the next message on any channel; `None` for the close message.
 async fn hear(socket: &mut WebSocketStream<TcpStream>, protocol: &str) -> Option<(u8, Vec<u8>)> {
     match (soon(socket.next()).await.expect("a goodbye comes first").unwrap(), protocol.contains("base64")) {
         (Message::Text(text), true) => {
@@ -69,7 +69,7 @@ async fn hear(socket: &mut WebSocketStream<TcpStream>, protocol: &str) -> Option
     }
 }
 
-/// All that comes on each channel, until the server says goodbye.
+/// Returns all bytes of each channel until the close message.
 async fn rest(socket: &mut WebSocketStream<TcpStream>) -> [Vec<u8>; 5] {
     let mut all: [Vec<u8>; 5] = Default::default();
     loop {
@@ -136,7 +136,7 @@ fn v4_tells_the_code_and_a_client_that_goes_kills() {
 
         let mut client =
             connect(&server.exec(command("hold")).unwrap(), "v4.channel.k8s.io", "v4.channel.k8s.io").await;
-        // There, 255 is a channel that is not.
+        // In this protocol, 255 is an unknown channel.
         send(&mut client, 255, &[0]).await;
         while soon(client.next()).await.unwrap().unwrap() != Message::Binary(Bytes::from_static(b"\x01up")) {}
         assert!(node.killed.lock().unwrap().is_empty());
@@ -157,7 +157,7 @@ fn protocols_of_old_clients_are_spoken_by_exec_and_attach() {
         {
             let (server, node) = serve(LONG).await;
             let status = protocol.starts_with("v4");
-            // Its end, and its code.
+            // The exit status of the command.
             for (words, told) in [("exit 0", ""), ("exit 5", "command terminated with non-zero exit code: 5")] {
                 let mut client = connect_old(&server.exec(command(words)).unwrap(), protocol).await;
                 let mut all: [Vec<u8>; 5] = Default::default();
@@ -171,7 +171,7 @@ fn protocols_of_old_clients_are_spoken_by_exec_and_attach() {
                     assert_eq!(String::from_utf8(all[3].clone()).unwrap(), told, "{protocol}");
                 }
             }
-            // What is written comes back; a terminal's size arrives.
+            // Input is echoed, and the terminal's size arrives.
             let attach = Attach { container: "c".into(), tty: true, stdin: true, stdout: true, stderr: false };
             let exec = server.exec(Exec { tty: true, ..command("cat") }).unwrap();
             for url in [exec, server.attach(attach).unwrap()] {
@@ -202,7 +202,7 @@ fn text_that_is_no_base64_ends_the_connection() {
         let protocol = "v4.base64.channel.k8s.io";
         let mut client = connect(&server.exec(command("cat")).unwrap(), protocol, protocol).await;
         soon(client.send(Message::Text("0a".into()))).await.unwrap();
-        // Closed without a goodbye.
+        // The connection was closed without a close message.
         while let Some(Ok(message)) = soon(client.next()).await {
             assert_eq!(message, Message::Text("1".into()));
         }
@@ -245,14 +245,14 @@ fn what_is_no_websocket_of_ours_is_refused() {
         }
         let answer = ask(&server.forward("p".into(), vec![]).unwrap(), &headers("v5.channel.k8s.io")).await.0;
         assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
-        // Bytes that are no frames, a frame that is not masked, one that is too long: the connection ends.
+        // Bytes that are not frames, an unmasked frame, a frame that is too long: the connection ends.
         for wrong in [&[0xff; 20][..], &[0x82, 1, 0], &[0x82, 0xff, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2, 3, 4]] {
             let url = server.exec(command("cat")).unwrap();
             let (answer, mut connection) = ask(&url, &headers("v5.channel.k8s.io")).await;
             assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
             connection.write_all(wrong).await.unwrap();
             let mut all = Vec::new();
-            // Closed or reset: both are an end.
+            // Closed or reset: both end the connection.
             let _ = soon(connection.read_to_end(&mut all)).await;
         }
     });
@@ -265,7 +265,7 @@ fn ports_are_forwarded_by_spdy_inside_a_websocket() {
         let url = server.forward("p".into(), vec![]).unwrap();
         let protocol = "SPDY/3.1+portforward.k8s.io";
         let (mut output, mut input) = connect(&url, protocol, protocol).await.split();
-        // The client of SPDY wants a connection: what it writes goes into messages, however it is cut.
+        // The SPDY client needs a connection: its bytes go into messages, split arbitrarily.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut from, mut to) = listener.accept().await.unwrap().0.into_split();

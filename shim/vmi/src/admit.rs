@@ -1,5 +1,5 @@
-//! Owns: admission: from annotations or a document to a specification that was checked, or to everything that is wrong.
-//! Presets, instance type and preference come before the defaults, because a default is no wish that they could contradict.
+//! Admits annotations or a document: returns a validated specification, or everything that is wrong. Presets, instance type and
+//! preference are applied before the defaults, because a default must not conflict with them.
 
 use crate::annotations::{self, Wishes};
 use crate::cause::{Cause, Causes, Problem};
@@ -12,7 +12,7 @@ use crate::{complete, default, rules, tree};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// A specification that was checked. Only admission makes one.
+/// A validated specification. Only admission creates one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Admitted {
     spec: InstanceSpec,
@@ -22,18 +22,18 @@ pub struct Admitted {
 }
 
 impl Admitted {
-    /// The specification, with its defaults.
+    /// Returns the specification with its defaults.
     pub fn spec(&self) -> &InstanceSpec {
         &self.spec
     }
 
-    /// The specification without its defaults: what the document, the short annotations, presets, instance type and preference
-    /// say.
+    /// Returns the specification without its defaults: the document, the short annotations, presets, instance type and
+    /// preference.
     pub fn said(&self) -> &InstanceSpec {
         &self.said
     }
 
-    /// The fields that are said, by their paths, each with who said it, if that was not the document.
+    /// Returns the paths of the fields that are set, each with its source if that is not the document.
     pub fn fields(&self) -> Vec<(String, Option<&str>)> {
         let mut paths = Vec::new();
         leaves(&written(&self.said), ROOT, &mut paths);
@@ -44,38 +44,38 @@ impl Admitted {
         paths.into_iter().map(with_source).collect()
     }
 
-    /// What the pod is.
+    /// Returns the kind of the pod.
     pub fn kind(&self) -> PodKind {
         self.wishes.kind.unwrap_or(PodKind::Container)
     }
 
-    /// The machine that the pod is a run of.
+    /// Returns the name of the persistent VM of which the pod is a run.
     pub fn name(&self) -> Option<&str> {
         self.wishes.name.as_deref()
     }
 
-    /// When that runs.
+    /// Returns the run strategy of the persistent VM.
     pub fn run_strategy(&self) -> Option<RunStrategy> {
         self.wishes.run_strategy
     }
 
-    /// What it shall do at first.
+    /// Returns the initial power state.
     pub fn power(&self) -> Power {
         self.wishes.power.unwrap_or(Power::On)
     }
 
-    /// Public keys for the guest.
+    /// Returns the public SSH keys for the guest.
     pub fn ssh_keys(&self) -> &[String] {
         &self.wishes.ssh_keys
     }
 
-    /// What was applied, and which fields came of what.
+    /// Returns what was applied from the catalogue, and the fields that it set.
     pub fn applied(&self) -> &Applied {
         &self.applied
     }
 }
 
-/// Admits what a pod's annotations say; nothing, if none of them is ours.
+/// Admits the annotations of a pod. Returns `None` if none of them is ours.
 pub fn pod(annotations: &BTreeMap<String, String>, catalogue: &Catalogue) -> Result<Option<Admitted>, Causes> {
     let ours = annotations::ours(annotations);
     if ours.is_empty() {
@@ -91,13 +91,13 @@ pub fn pod(annotations: &BTreeMap<String, String>, catalogue: &Catalogue) -> Res
     }
 }
 
-/// Admits a specification by itself, as a machine pod. `wrong` is what was found when it was read.
+/// Admits a specification by itself, as a machine pod. `wrong` are the causes from parsing it.
 pub fn instance(spec: &InstanceSpec, wrong: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
     let wishes = Wishes { kind: Some(PodKind::Machine), ..Wishes::default() };
     admit(Tree::of(written(spec)), wishes, wrong, catalogue)
 }
 
-/// Admits a machine that outlives its runs. `wrong` is what was found when it was read.
+/// Admits a persistent VM. `wrong` are the causes from parsing it.
 pub fn machine(machine: &VirtualMachine, wrong: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
     let name = |matcher: &Option<crate::spec::Matcher>| matcher.as_ref().map(|matcher| matcher.name.clone());
     let wishes = Wishes {
@@ -115,7 +115,7 @@ pub fn machine(machine: &VirtualMachine, wrong: Causes, catalogue: &Catalogue) -
     }
 }
 
-/// The paths of a run as they are in a template.
+/// Prefixes the paths of causes with that of the template.
 pub(crate) fn below_template(mut causes: Causes) -> Causes {
     let own = ["spec.instancetype", "spec.preference", "spec.presets"];
     causes.each(|cause| {
@@ -143,7 +143,7 @@ fn admit(tree: Tree, mut wishes: Wishes, shape: Causes, catalogue: &Catalogue) -
     Ok(Admitted { spec, said, wishes, applied })
 }
 
-/// The paths of what has no parts.
+/// Collects the paths of all values without parts.
 fn leaves(value: &Value, at: &str, paths: &mut Vec<String>) {
     match value {
         Value::Object(fields) if !fields.is_empty() => {
@@ -157,7 +157,7 @@ fn leaves(value: &Value, at: &str, paths: &mut Vec<String>) {
     }
 }
 
-/// All causes, without those of the rules that only follow from those of the shape.
+/// Joins all causes, without those of the rules that only follow from those of the shape.
 fn joined(mut shape: Causes, rules: Causes) -> Causes {
     let told: Vec<Cause> = shape.list().to_vec();
     for cause in rules.list() {
@@ -168,7 +168,7 @@ fn joined(mut shape: Causes, rules: Causes) -> Causes {
     shape
 }
 
-/// Whether a cause only follows from another: what had the wrong shape was taken out, and is missing now.
+/// Returns whether a cause only follows from another: a field with the wrong shape was removed, and is missing now.
 fn follows(cause: &Cause, known: &Cause) -> bool {
     let below = |inner: &str, outer: &str| {
         inner.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))

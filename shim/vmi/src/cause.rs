@@ -1,43 +1,43 @@
-//! Owns: what is wrong with a specification: one cause for each field and rule, all of them at once, in the words of
-//! Kubernetes' field errors.
+//! Collects everything that is wrong with a specification: one cause for each field and rule, in the format of Kubernetes' field
+//! errors.
 
 use nacelle_base::{Classify, Kind};
 use serde::Serialize;
 use std::fmt;
 
-/// How many causes are told; what is wrong in more places is wrong in one way.
+/// The maximum number of causes that are reported.
 pub const MAX_CAUSES: usize = 100;
-/// How much of a value is told.
+/// The maximum length of a value in a cause.
 const MAX_VALUE: usize = 120;
 
-/// In which way a field is wrong. The words are those of Kubernetes.
+/// The kind of a fault. The words are those of Kubernetes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Problem {
-    /// It must say something.
+    /// A required field is not set.
     #[serde(rename = "FieldValueRequired")]
     Required,
-    /// Its value is wrong.
+    /// The value is invalid.
     #[serde(rename = "FieldValueInvalid")]
     Invalid,
-    /// Another has this value, and only one may.
+    /// The value must be unique, and another field has it.
     #[serde(rename = "FieldValueDuplicate")]
     Duplicate,
-    /// Its value is none of a list.
+    /// The value is not one of a list.
     #[serde(rename = "FieldValueNotSupported")]
     Unsupported,
-    /// It may not be said here, or cannot mean anything here.
+    /// The field is not allowed here, or has no meaning here.
     #[serde(rename = "FieldValueForbidden")]
     Forbidden,
-    /// It has the wrong type.
+    /// The value has the wrong type.
     #[serde(rename = "FieldValueTypeInvalid")]
     Type,
-    /// It is more than there may be.
+    /// The value is too long or too large.
     #[serde(rename = "FieldValueTooLong")]
     TooLong,
-    /// Nobody knows such a field.
+    /// The field does not exist.
     #[serde(rename = "FieldUnknown")]
     Unknown,
-    /// Two places say different things of it.
+    /// Two sources set different values.
     #[serde(rename = "FieldConflict")]
     Conflict,
 }
@@ -58,24 +58,24 @@ impl Problem {
     }
 }
 
-/// The name of a rule: stable, for tests and for programs that read the JSON.
+/// The name of a rule: stable, for tests and for programs that parse the JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Rule(pub &'static str);
 
-/// One thing that is wrong.
+/// One fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Cause {
-    /// The field, as `spec.domain.devices.disks[1].name` or `metadata.annotations[vm.nacelle.dev/cpus]`.
+    /// The path of the field, as `spec.domain.devices.disks[1].name` or `metadata.annotations[vm.nacelle.dev/cpus]`.
     pub field: String,
-    /// In which way it is wrong.
+    /// The kind of the fault.
     pub reason: Problem,
-    /// The value that it has, if it has one that is worth telling.
+    /// The field's value, if it is useful in the message.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub value: Option<String>,
-    /// The rule that it breaks.
+    /// The rule that is violated.
     pub rule: Rule,
-    /// What the rule says.
+    /// The text of the rule.
     pub message: String,
     /// The annotation, instance type, preference or preset that the value came from, if not from the document.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -83,7 +83,7 @@ pub struct Cause {
 }
 
 impl Cause {
-    /// What is wrong, without the field: as Kubernetes tells it of a field that it names itself.
+    /// Returns the message without the field's path, as Kubernetes formats it after a path of its own.
     pub fn detail(&self) -> String {
         Detail(self).to_string()
     }
@@ -125,7 +125,7 @@ impl Classify for Causes {
     }
 }
 
-/// Texts one after the other, each told whole.
+/// Joins the complete texts of all causes.
 impl fmt::Display for Causes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, cause) in self.0.iter().enumerate() {
@@ -137,17 +137,17 @@ impl fmt::Display for Causes {
 }
 
 impl Causes {
-    /// The causes.
+    /// Returns the causes.
     pub fn list(&self) -> &[Cause] {
         &self.0
     }
 
-    /// Whether nothing is wrong.
+    /// Returns whether there are no causes.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The first of them, in about so many bytes, and how many there are besides.
+    /// Returns the first causes in about `most` bytes, and the number of the others.
     pub fn brief(&self, most: usize) -> String {
         let mut text = String::new();
         for (index, cause) in self.0.iter().enumerate() {
@@ -162,7 +162,7 @@ impl Causes {
         text
     }
 
-    /// Nothing wrong is `Ok`.
+    /// Returns `Ok` if there are no causes.
     pub fn done(self) -> Result<(), Causes> {
         if self.is_empty() { Ok(()) } else { Err(self) }
     }
@@ -184,17 +184,17 @@ impl Causes {
     }
 
     fn push(&mut self, rule: Rule, field: impl Into<String>, reason: Problem, value: Option<String>, message: String) {
-        // Strangers choose names, which are parts of fields: one line stays one line.
+        // Clients choose names, which are parts of paths: control characters must not break the line.
         let line = |text: String| text.replace(|c: char| c.is_control(), " ");
         self.add(Cause { field: line(field.into()), reason, value, rule, message: line(message), from: None });
     }
 
-    /// A field must say something.
+    /// Adds: a required field is not set.
     pub(crate) fn required(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
         self.push(rule, field, Problem::Required, None, message.into());
     }
 
-    /// A field's value is wrong.
+    /// Adds: a field's value is invalid.
     pub(crate) fn invalid(
         &mut self,
         rule: Rule,
@@ -205,7 +205,7 @@ impl Causes {
         self.push(rule, field, Problem::Invalid, Some(told(value)), message.into());
     }
 
-    /// A second one has the same value.
+    /// Adds: a second field has the same value.
     pub(crate) fn duplicate(
         &mut self,
         rule: Rule,
@@ -216,34 +216,34 @@ impl Causes {
         self.push(rule, field, Problem::Duplicate, Some(told(value)), message.into());
     }
 
-    /// A value is none of those that there are.
+    /// Adds: a value is not one of the supported ones.
     pub(crate) fn unsupported(&mut self, rule: Rule, field: impl Into<String>, value: impl Serialize, words: &[&str]) {
         let words: Vec<String> = words.iter().map(told).collect();
         let message = format!("supported values: {}", words.join(", "));
         self.push(rule, field, Problem::Unsupported, Some(told(value)), message);
     }
 
-    /// A field may not be said.
+    /// Adds: a field is not allowed.
     pub(crate) fn forbidden(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
         self.push(rule, field, Problem::Forbidden, None, message.into());
     }
 
-    /// A value has the wrong type.
+    /// Adds: a value has the wrong type.
     pub(crate) fn wrong_type(&mut self, rule: Rule, field: impl Into<String>, value: impl Serialize, wanted: &str) {
         self.push(rule, field, Problem::Type, Some(told(value)), format!("must be {wanted}"));
     }
 
-    /// A value is too long.
+    /// Adds: a value is too long.
     pub(crate) fn too_long(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
         self.push(rule, field, Problem::TooLong, None, message.into());
     }
 
-    /// Nobody knows the field.
+    /// Adds: a field does not exist.
     pub(crate) fn unknown(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
         self.push(rule, field, Problem::Unknown, None, message.into());
     }
 
-    /// Two places differ.
+    /// Adds: two sources set different values.
     pub(crate) fn conflict(
         &mut self,
         rule: Rule,
@@ -255,7 +255,7 @@ impl Causes {
     }
 }
 
-/// A value as JSON writes it, cut where it gets long.
+/// Formats a value as JSON, truncated if it is long.
 pub(crate) fn told(value: impl Serialize) -> String {
     let mut text = serde_json::to_string(&value).unwrap_or_default();
     if text.len() > MAX_VALUE {

@@ -1,5 +1,5 @@
-//! Owns: annotations that say everything themselves: what presets, instance type and preference say is written into the
-//! document, and a record beside it tells which fields came of which. Nodes need no catalogue to read them.
+//! Completes annotations so that nodes need no catalogue to read them: the fields from presets, instance type and preference are
+//! written into the document, and a record in another annotation lists the sources of the fields.
 
 use crate::admit::{self, Admitted};
 use crate::annotations::{PREFIX, field};
@@ -12,16 +12,16 @@ use crate::version::written;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// What says nothing that the document could say.
+/// The annotations that have no equivalent in the document.
 const BESIDE: &[&str] = &["kind", "name", "run-strategy", "power", "ssh-keys", "empty-dir-limits"];
-/// What fields are said to come of.
+/// The prefixes of sources of fields.
 const SOURCES: &[&str] = &["preset ", "instance type ", "preference "];
-/// How long the name of one may be told.
+/// The maximum length of the name of a source.
 const MAX_SOURCE: usize = 300;
 
-/// The annotations, with all of the machine in one document; nothing, if they name nothing that would have to be written
-/// there. With `defaults` a machine pod's document has the defaults, too: those of a container pod follow from its handler.
-/// What is complete is so when it is asked again.
+/// Returns the annotations with the whole specification in one document, or `None` if they name nothing of a catalogue. With
+/// `defaults` the document of a machine pod contains the defaults too; those of a container pod follow from its handler.
+/// Completing is idempotent.
 pub fn complete(
     annotations: &BTreeMap<String, String>,
     catalogue: &Catalogue,
@@ -38,7 +38,7 @@ pub fn complete(
     let mut say = |name: &str, text: String| drop(complete.insert(format!("{PREFIX}{name}"), text));
     let document = written(if defaults { admitted.spec() } else { admitted.said() });
     let there = annotations.get(&format!("{PREFIX}spec"));
-    // A person's way of writing the same stays.
+    // A document with the same meaning keeps its text.
     let same = |text: &&String| read::one(text, "spec").is_ok_and(|value| value == document);
     say("spec", there.filter(same).cloned().unwrap_or_else(|| document.to_string()));
     if let Some(strategy) = admitted.run_strategy().filter(|_| defaults) {
@@ -54,7 +54,7 @@ fn names(applied: &Applied) -> bool {
     applied.instancetype.is_some() || applied.preference.is_some() || !applied.presets.is_empty()
 }
 
-/// What was applied now and before.
+/// Merges what was applied now and earlier.
 fn record(admitted: &Admitted, annotations: &BTreeMap<String, String>) -> Applied {
     let before = annotations.get(&format!("{PREFIX}applied")).and_then(|text| told(text).ok()).unwrap_or_default();
     let now = admitted.applied();
@@ -69,7 +69,7 @@ fn record(admitted: &Admitted, annotations: &BTreeMap<String, String>) -> Applie
     }
 }
 
-/// Remembers who said the fields that an earlier completion has written.
+/// Restores the sources of the fields that an earlier completion has written.
 pub(crate) fn recall(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes: &mut Causes) {
     let Some(text) = annotations.get("applied") else { return };
     match told(text) {

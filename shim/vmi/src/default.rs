@@ -1,4 +1,4 @@
-//! Owns: what a specification says where nothing is said.
+//! Sets the defaults of a specification.
 
 use crate::Quantity;
 use crate::annotations::Wishes;
@@ -7,10 +7,10 @@ use crate::spec::{
     Memory, Network, NicModel, PodKind, Probe, Protocol, Rng, RunStrategy, Volume, WatchdogAction,
 };
 
-/// How long a guest has after the power button.
+/// The default time that a guest has after the power button, in seconds.
 const GRACE_SECONDS: i64 = 30;
 
-/// Says it. What is wrong stays wrong: rules come afterwards.
+/// Sets the defaults. Invalid values stay: the rules are checked afterwards.
 pub fn fill(spec: &mut InstanceSpec, wishes: &mut Wishes) {
     let kind = *wishes.kind.get_or_insert(PodKind::Container);
     if kind == PodKind::Machine {
@@ -38,7 +38,7 @@ fn machine(spec: &mut InstanceSpec, wishes: &Wishes) {
     let direct = spec.domain.firmware.as_ref().is_some_and(|firmware| firmware.kernel_boot.is_some());
     spec.domain.machine.get_or_insert_with(|| Board { kind: if direct { "microvm" } else { "q35" }.to_owned() });
     if let Some(efi) = spec.domain.firmware.as_mut().and_then(|firmware| firmware.bootloader.as_mut()?.efi.as_mut()) {
-        // As KubeVirt has it.
+        // The default of KubeVirt.
         efi.secure_boot.get_or_insert(true);
         efi.persistent.get_or_insert(false);
     }

@@ -1,4 +1,4 @@
-//! Owns: one harness function per parser of what strangers write of machines. ci/fuzz calls them; the tests below feed them
+//! Contains one harness function per parser of untrusted descriptions of VMs. ci/fuzz calls them; the tests below feed them
 //! random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by never ending.
 
 use crate::admit::Admitted;
@@ -11,7 +11,7 @@ use crate::version::{typed, written};
 use crate::{admit, complete, read};
 use std::collections::BTreeMap;
 
-/// Annotations: name, zero byte, value, zero byte, and so on. What is admitted is right when it is read again.
+/// Annotations: name, zero byte, value, zero byte, and so on. An admitted specification is valid when it is parsed again.
 pub fn annotations(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let mut parts = text.split('\0');
@@ -32,7 +32,7 @@ pub fn annotations(data: &[u8]) {
     }
 }
 
-/// What is completed means what it meant, needs no catalogue, and is not completed again.
+/// Completed annotations have the same meaning, need no catalogue, and are not completed again.
 fn completed(annotations: &BTreeMap<String, String>, admitted: &Admitted, defaults: bool) {
     let catalogue = Catalogue::default();
     let Some(made) = complete::complete(annotations, &catalogue, defaults).unwrap_or_default() else { return };
@@ -48,7 +48,7 @@ fn completed(annotations: &BTreeMap<String, String>, admitted: &Admitted, defaul
     }
 }
 
-/// A file of manifests: checked and converted.
+/// A file of manifests is validated and converted.
 pub fn manifests(data: &[u8]) {
     let Ok(documents) = read::all(&String::from_utf8_lossy(data), "file") else { return };
     let catalogue = Catalogue::default();
@@ -78,7 +78,7 @@ mod tests {
         run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
     }
 
-    /// Annotations with right names and values that look right.
+    /// Annotations with valid names and plausible values.
     fn plausible() -> impl Strategy<Value = Vec<u8>> {
         let name = prop::sample::select(crate::annotations::ALL).prop_map(|(name, _)| name);
         let words = [

@@ -1,11 +1,10 @@
-//! Owns: the machine's specification. Annotations or documents in; a defaulted and checked specification, or everything
-//! that is wrong with them at once, out.
-//! May use: `nacelle-base`. No effects, no engine, no CRI type: the daemon, the commands and an admission server call this
-//! same code.
+//! Turns annotations or documents into the specification of a VM, with defaults and validated, or into a list of everything that
+//! is wrong with them. The crate depends on `nacelle-base`; it has no side effects and knows neither engines nor CRI types. The
+//! daemon, the commands and an admission server use the same code.
 //!
-//! The way of a specification: text (`read`) -> tree -> its shape (`shape`, by the `schema` of the types) -> v1 from any
-//! version (`version`) -> short annotations merged (`annotations`) -> presets, instance type, preference (`preset`) ->
-//! defaults (`default`) -> rules (`rules`) -> `Admitted` (`admit`). `complete` goes back: from what was admitted to annotations
+//! The stages of a specification: text (`read`) -> tree -> its shape (`shape`, by the `schema` of the types) -> v1 from any
+//! version (`version`) -> short annotations merged (`annotations`) -> presets, instance type, preference (`preset`) -> defaults
+//! (`default`) -> rules (`rules`) -> `Admitted` (`admit`). `complete` goes back: from an admitted specification to annotations
 //! that need no catalogue.
 
 pub mod admit;

@@ -1,4 +1,4 @@
-//! Owns: quantities as Kubernetes writes them (`512Mi`, `1500m`, `2e3`): read strictly, kept as they were written.
+//! Parses quantities of Kubernetes (`512Mi`, `1500m`, `2e3`) strictly, and keeps them as they were written.
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{Deserialize, Deserializer, Error, Unexpected, Visitor};
@@ -126,7 +126,7 @@ fn scale(suffix: &str) -> Result<(i128, i128), QuantityError> {
 fn scaled(mantissa: i128, decimals: usize, (up, down): (i128, i128)) -> Result<i128, QuantityError> {
     let decimals = u32::try_from(decimals).ok().filter(|decimals| *decimals <= 18).ok_or(QuantityError::Range)?;
     let down = down.checked_mul(10_i128.pow(decimals)).ok_or(QuantityError::Range)?;
-    // First what both have in common, so that nothing large is multiplied in vain.
+    // The common factors are removed first, to avoid an overflow.
     let shared = gcd(up, down);
     let (up, down) = (up / shared, down / shared);
     let nano_up = gcd(NANO, down);

@@ -1,5 +1,5 @@
-//! Owns: the way from text of strangers to a tree of values: YAML or JSON, bounded in size, depth and number, without
-//! anchors, merges and tags, each key once.
+//! Parses untrusted text to a tree of values: YAML or JSON, bounded in size, depth and number of values, without anchors, merges,
+//! tags and duplicate keys.
 
 use crate::cause::{Causes, Rule};
 use serde_json::Value;
@@ -7,13 +7,13 @@ use serde_saphyr::budget::BudgetBreach;
 use serde_saphyr::options::{DuplicateKeyPolicy, MergeKeyPolicy, NonFiniteFloatPolicy};
 use serde_saphyr::{Error, Options};
 
-/// All annotations of an object may have this many bytes in Kubernetes; so may one document here.
+/// The maximum size of a document in bytes: Kubernetes' limit for all annotations of an object.
 pub const MAX_BYTES: usize = 256 * 1024;
-/// How deep a document may be nested.
+/// The maximum nesting depth of a document.
 pub const MAX_DEPTH: usize = 32;
-/// How many values and keys it may have.
+/// The maximum number of values and keys of a document.
 pub const MAX_NODES: usize = 20_000;
-/// How many documents a file may have.
+/// The maximum number of documents in a file.
 pub const MAX_DOCUMENTS: usize = 256;
 
 fn options(documents: usize) -> Options {
@@ -21,7 +21,7 @@ fn options(documents: usize) -> Options {
         budget: serde_saphyr::budget! {
             max_reader_input_bytes: Some(MAX_BYTES),
             max_events: MAX_NODES * 3,
-            // An alias repeats what it names: a few lines can mean billions. Nobody needs them in a specification.
+            // Aliases repeat what they name: a few lines can mean billions. A specification does not need them.
             max_aliases: 0,
             max_anchors: 0,
             max_depth: MAX_DEPTH,
@@ -42,13 +42,13 @@ fn options(documents: usize) -> Options {
     }
 }
 
-/// The one document in a text. `field` names the text in the causes.
+/// Parses a text with one document. `field` is the path of the text in causes.
 pub fn one(text: &str, field: &str) -> Result<Value, Causes> {
     size(text, field)?;
     serde_saphyr::from_str_with_options::<Value>(text, options(1)).map_err(|error| broken(&error, field))
 }
 
-/// The documents in a text, those that say nothing left out.
+/// Parses a text with several documents. Skips empty ones.
 pub fn all(text: &str, field: &str) -> Result<Vec<Value>, Causes> {
     size(text, field)?;
     let documents = serde_saphyr::from_multiple_with_options::<Value>(text, options(MAX_DOCUMENTS));
@@ -76,9 +76,9 @@ fn broken(error: &Error, field: &str) -> Causes {
         },
         Error::MultipleDocuments { .. } => "there must be one document".to_owned(),
         other => {
-            // One line: the message of a gRPC status and a log line have no second one.
+            // The message of a gRPC status and a log line must be one line.
             let text = other.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-            // It is told in front.
+            // The position is at the start of the message.
             text.rsplit_once(" at line ").map_or(text.clone(), |(text, _)| text.to_owned())
         }
     };

@@ -1,9 +1,8 @@
-//! Owns: the fields and words of KubeVirt's specification, its annotations and the kinds of its documents that cannot mean anything
-//! here, each with the reason.
+//! Lists the fields, values, annotations and kinds of KubeVirt that have no meaning here, each with the reason.
 
-/// Fields and their reasons. `[]` stands for any place of a list.
+/// The fields and the reasons. `[]` stands for any index of a list.
 pub const FIELDS: &[(&str, &str)] = &[
-    // What the pod says.
+    // Fields of the pod.
     ("spec.affinity", "the pod says where it may run: spec.affinity of the pod"),
     ("spec.nodeSelector", "the pod says where it may run: spec.nodeSelector of the pod"),
     ("spec.tolerations", "the pod says where it may run: spec.tolerations of the pod"),
@@ -16,7 +15,7 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.dnsConfig", "the pod says how names are found: spec.dnsConfig of the pod"),
     ("spec.resourceClaims", "devices of the node are not passed through to machines"),
     ("spec.utilityVolumes", "memory dumps and backups are commands here, not volumes"),
-    // Processors and memory.
+    // CPUs and memory.
     ("spec.domain.cpu.numa", "the node's memory nodes are not shown to machines"),
     ("spec.domain.cpu.realtime", "virtual processors have no real-time priority"),
     ("spec.domain.cpu.isolateEmulatorThread", "the pod process has no processor of its own"),
@@ -24,7 +23,7 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.domain.memory.fileBacked", "a machine's memory lies in memory of the node"),
     ("spec.domain.resources.overcommitGuestOverhead", "the RuntimeClass says what a machine costs: overhead.podFixed"),
     ("spec.domain.resources.claims", "devices of the node are not passed through to machines"),
-    // The machine.
+    // The VM.
     ("spec.domain.launchSecurity", "memory of machines is not encrypted"),
     ("spec.domain.firmware.acpi", "tables of other vendors are not shown to machines"),
     (
@@ -96,21 +95,21 @@ pub const FIELDS: &[(&str, &str)] = &[
     ("spec.networks[].resourceClaim", "devices of the node are not passed through to machines"),
     // Presets.
     ("spec.selector", "a machine names its presets: vm.nacelle.dev/presets"),
-    // Machines that outlive their runs.
+    // Persistent VMs.
     ("spec.running", "runStrategy says it: Always for true, Halted for false"),
     ("spec.dataVolumeTemplates", "there is no importer: make the claim, and name it as persistentVolumeClaim"),
     ("spec.updateVolumesStrategy", "volumes are not moved while a machine runs"),
     ("spec.liveUpdateFeatures", "a machine's maximum is said by maxSockets and maxGuest"),
 ];
 
-/// Words and their reasons: the end of a field's path, the word.
+/// The values and the reasons: the end of a field's path, the value.
 pub const WORDS: &[(&str, &str, &str)] = &[
     (".ioThreadsPolicy", "supplementalPool", "the number of threads follows from the disks"),
     (".runStrategy", "WaitAsReceiver", "machines are not migrated while they run"),
     (".state", "absent", "an interface that is not there is not named"),
 ];
 
-/// Kinds of documents and their reasons.
+/// The kinds of documents and the reasons.
 pub const KINDS: &[(&str, &str)] = &[
     (
         "VirtualMachinePool",
@@ -127,30 +126,30 @@ pub const KINDS: &[(&str, &str)] = &[
     ("VirtualMachineTemplate", "it has parameters: fill it in first, and convert what comes of it"),
 ];
 
-/// Annotations of machines and their reasons.
+/// The annotations of VMs and the reasons.
 pub const ANNOTATIONS: &[(&str, &str)] = &[
     ("hooks.kubevirt.io/hookSidecars", "no program changes a machine's definition: say it in the specification"),
     ("kubevirt.io/ignitiondata", "there is no data for Ignition: cloud-init has userData"),
     ("kubevirt.io/placePCIDevicesOnRootComplex", "places on the bus are not chosen"),
 ];
 
-/// Why a kind of document is refused, if it is one that KubeVirt's users know.
+/// Returns the reason that a kind of document is rejected, if KubeVirt has that kind.
 pub fn kind(kind: &str) -> Option<&'static str> {
     KINDS.iter().find(|(known, _)| *known == kind).map(|(_, reason)| *reason)
 }
 
-/// Why a field is refused, if it is one that KubeVirt knows.
+/// Returns the reason that a field is rejected, if KubeVirt has that field.
 pub fn reason(at: &str) -> Option<&'static str> {
     let any = anywhere(at);
     FIELDS.iter().find(|(field, _)| *field == any).map(|(_, reason)| *reason)
 }
 
-/// Why a word is refused, if it is one that KubeVirt knows.
+/// Returns the reason that a value is rejected, if KubeVirt has that value.
 pub fn word(at: &str, word: &str) -> Option<&'static str> {
     WORDS.iter().find(|(end, known, _)| at.ends_with(end) && *known == word).map(|(_, _, reason)| *reason)
 }
 
-/// A path without its places in lists, and without the template that a run lies in.
+/// Returns a path without list indexes, and without the template above a run.
 fn anywhere(at: &str) -> String {
     let mut any = String::with_capacity(at.len());
     let mut inside = false;

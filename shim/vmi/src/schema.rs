@@ -1,5 +1,5 @@
-//! Owns: the schemas of the documents, made of the types themselves: for `shape`, which checks trees by them, and for
-//! `nacelle vm schema`, which prints them as OpenAPI v3.
+//! Generates the schemas of the documents from the types: for `shape`, which checks trees by them, and for `nacelle vm schema`,
+//! which prints them as OpenAPI v3.
 
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};
@@ -31,11 +31,11 @@ impl Transform for Bounded {
             schema.insert("maxItems".into(), json!(MAX_ITEMS));
         }
         schema.remove("title");
-        // A word that may be missing is not the word null.
+        // An optional word must not become the word null.
         if let Some(words) = schema.get_mut("enum").and_then(Value::as_array_mut) {
             words.retain(|word| !word.is_null());
         }
-        // A quantity that may be missing is one of two things in JSON schema, and one that may be null in OpenAPI.
+        // An optional quantity is an alternative in JSON schema, and a nullable type in OpenAPI.
         let either = schema.get("anyOf").and_then(Value::as_array).cloned().unwrap_or_default();
         if let Some(Value::Object(fields)) = either.into_iter().find(|one| one.get(EITHER).is_some()) {
             fields.into_iter().for_each(|(key, value)| drop(schema.insert(key, value)));

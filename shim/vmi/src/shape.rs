@@ -1,15 +1,15 @@
-//! Owns: whether a tree has the shape of a type: every unknown, refused and mistyped field of it at once, by its path.
-//! What is wrong is taken out of the tree, so that what is left can be read into the type and checked further.
+//! Checks a tree against the schema of a type, and reports every unknown, rejected and mistyped field with its path. Wrong fields
+//! are removed from the tree, so that the rest can be deserialized and checked further.
 
 use crate::cause::{Causes, Rule};
 use crate::quantity::Quantity;
 use crate::refused;
 use serde_json::{Map, Value};
 
-/// A string of a document may be this long; user data of cloud-init is the longest that there is.
+/// The maximum length of a string in a document; the longest is the user data of cloud-init.
 pub const MAX_STRING: usize = 64 * 1024;
 
-/// Takes out of `value` what does not fit `schema`. `at` is its path.
+/// Removes everything from `value` that does not match `schema`. `at` is the path of the value.
 pub fn check(value: &mut Value, schema: &Value, at: &str) -> Causes {
     let mut causes = Causes::default();
     if !fits(value, schema, at, &mut causes) {
@@ -18,12 +18,12 @@ pub fn check(value: &mut Value, schema: &Value, at: &str) -> Causes {
     causes
 }
 
-/// The path of a field.
+/// Returns the path of a field.
 pub fn field(at: &str, key: &str) -> String {
     if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
 }
 
-/// What a type is when nothing is said.
+/// Returns the empty value of a type.
 fn nothing(schema: &Value) -> Value {
     match schema["type"].as_str() {
         Some("array") => Value::Array(Vec::new()),
@@ -33,7 +33,7 @@ fn nothing(schema: &Value) -> Value {
     }
 }
 
-/// Whether the value can stay; its parts are dealt with here.
+/// Returns whether the value can stay. Handles its parts.
 fn fits(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
     if schema[crate::schema::EITHER] == true {
         return either(value, schema, at, causes);
@@ -66,7 +66,7 @@ fn structure(fields: &mut Map<String, Value>, schema: &Value, at: &str, causes: 
     fields.retain(|key, value| {
         let at = field(at, key);
         match known.get(key) {
-            // As Kubernetes reads it: nothing is said.
+            // Like Kubernetes: null means that the field is not set.
             _ if value.is_null() && known.get(key).is_some() => false,
             Some(schema) => fits(value, schema, &at, causes),
             None => {
@@ -96,7 +96,7 @@ fn list(items: &mut Vec<Value>, schema: &Value, at: &str, causes: &mut Causes) {
     }
     for (index, item) in items.iter_mut().enumerate() {
         if !fits(item, &schema["items"], &format!("{at}[{index}]"), causes) {
-            // The others keep their places, and with them their paths.
+            // The other items keep their indexes, and with them their paths.
             *item = nothing(&schema["items"]);
         }
     }
@@ -144,7 +144,7 @@ fn integer(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool
     }
 }
 
-/// A quantity, or the number or name of a port.
+/// Checks a quantity, or the number or name of a port.
 fn either(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
     let quantity = schema["format"] == "quantity";
     if value.as_i64().is_none() && !value.is_string() {
@@ -156,7 +156,7 @@ fn either(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> b
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     match Quantity::parse(&text) {
         Ok(_) => {
-            // One way of writing it from here on.
+            // From here on there is one form.
             *value = Value::String(text);
             true
         }
@@ -167,7 +167,7 @@ fn either(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> b
     }
 }
 
-/// A path with names that strangers chose, short enough to be told.
+/// Shortens a path with client-chosen names for a message.
 fn shortened(at: &str) -> String {
     const MOST: usize = 200;
     match at.char_indices().nth(MOST) {

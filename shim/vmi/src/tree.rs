@@ -1,27 +1,27 @@
-//! Owns: a specification while it is put together from several sources: a tree, and who said what of it. Two sources that
-//! say different things of one field are a conflict that names both.
+//! Assembles a specification from several sources: a tree that records the source of each field. Two sources that set a field to
+//! different values are a conflict that names both.
 
 use crate::cause::{Causes, Rule, told};
 use crate::shape::field;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// A specification that is being put together.
+/// A specification that is being assembled.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tree {
-    /// The fields, those of an `InstanceSpec`.
+    /// The fields of an `InstanceSpec`.
     pub value: Map<String, Value>,
-    /// Who said a field, if it was not the document: path and source.
+    /// The path and source of each field that does not come from the document.
     pub from: BTreeMap<String, String>,
 }
 
-/// What the fields of the tree are called in causes.
+/// The path of the tree's root in causes.
 pub const ROOT: &str = "spec";
 /// The document, as a source.
 const DOCUMENT: &str = "the specification";
 
 impl Tree {
-    /// The tree of a document whose shape was checked.
+    /// Returns the tree of a document whose shape was checked.
     pub fn of(value: Value) -> Tree {
         let value = match value {
             Value::Object(fields) => fields,
@@ -30,13 +30,13 @@ impl Tree {
         Tree { value, from: BTreeMap::new() }
     }
 
-    /// What a field says.
+    /// Returns the value of a field.
     pub fn get(&self, path: &[&str]) -> Option<&Value> {
         let (first, rest) = path.split_first()?;
         rest.iter().try_fold(self.value.get(*first)?, |value, key| value.get(key))
     }
 
-    /// Says a field, unless another source says something else.
+    /// Sets a field. Adds a conflict if another source has set it to another value.
     pub fn set(&mut self, path: &[&str], value: Value, from: &str, rule: Rule, causes: &mut Causes) {
         let Some((last, above)) = path.split_last() else { return };
         let at = path.iter().fold(ROOT.to_owned(), |at, key| field(&at, key));
@@ -55,7 +55,7 @@ impl Tree {
         }
     }
 
-    /// Adds to a list, under its name: two sources may not name the same.
+    /// Appends a named item to a list. Adds a conflict if another source has added the same name.
     pub fn push(&mut self, path: &[&str], item: Value, from: &str, rule: Rule, causes: &mut Causes) {
         let at = path.iter().fold(ROOT.to_owned(), |at, key| field(&at, key));
         let Some((last, above)) = path.split_last() else { return };
@@ -78,12 +78,12 @@ impl Tree {
         }
     }
 
-    /// Who said a field.
+    /// Returns the source of a field.
     pub fn source(&self, at: &str) -> String {
         self.said(at).map_or_else(|| DOCUMENT.to_owned(), str::to_owned)
     }
 
-    /// Who said a field or what it lies in, if it was not the document.
+    /// Returns the source of a field or of a field above it, if it is not the document.
     pub fn said(&self, at: &str) -> Option<&str> {
         said(&self.from, at)
     }
@@ -95,8 +95,7 @@ impl Tree {
         })
     }
 
-    /// Takes over what another tree says of fields that nobody has said anything of; where both say something, it must be
-    /// the same. Lists are taken as wholes.
+    /// Merges the fields of another tree that are not set. Where both are set, they must be equal. Lists are merged as a whole.
     pub fn merge(&mut self, other: &Map<String, Value>, above: &[&str], from: &str, rule: Rule, causes: &mut Causes) {
         for (key, value) in other {
             let mut path = above.to_vec();
@@ -109,7 +108,7 @@ impl Tree {
     }
 }
 
-/// Who said a field or what it lies in, among those that are known to have said something.
+/// Returns the source of a field or of a field above it, if it is recorded.
 pub fn said<'f>(from: &'f BTreeMap<String, String>, at: &str) -> Option<&'f str> {
     let mut end = at.len();
     loop {

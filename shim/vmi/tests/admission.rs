@@ -1,5 +1,5 @@
-//! Owns: what comes of annotations that are right: presets, instance type, preference and defaults in the specification, and the
-//! record of who said what.
+//! Tests the admission of valid annotations: presets, instance type, preference and defaults in the specification, and the
+//! recorded sources.
 
 use nacelle_vmi::admit::{self, Admitted};
 use nacelle_vmi::annotations::PREFIX;
@@ -104,7 +104,7 @@ fn what_was_applied_is_recorded() {
     assert_eq!((cpu.cores, cpu.sockets, cpu.threads, cpu.model.as_str()), (Some(2), Some(1), Some(1), "host-model"));
     assert_eq!(spec.domain.memory.as_ref().unwrap().guest.as_ref().unwrap().bytes(), Some(8 << 30));
     let buses: Vec<_> = spec.domain.devices.disks.iter().map(|disk| disk.bus().unwrap()).collect();
-    // The preference, the document, and a default: the volume for the keys came last.
+    // From the preference, the document, and a default: the volume for the keys was added last.
     assert_eq!(buses, [Bus::Scsi, Bus::Sata, Bus::Virtio]);
     assert!(spec.volumes[2].cloud_init_no_cloud.is_some());
     assert_eq!(spec.networks[0].name, "default");
@@ -118,7 +118,7 @@ fn what_was_applied_is_recorded() {
     assert_eq!(from("spec.domain.clock.timezone"), Some("preset clocked"));
     assert_eq!(from("spec.terminationGracePeriodSeconds"), Some("preference linux"));
     assert_eq!(from("spec.domain.devices.interfaces[0]"), Some("vm.nacelle.dev/mac"));
-    // It can be stored, and is read again.
+    // The record can be stored and parsed again.
     let text = serde_json::to_string(applied).unwrap();
     assert_eq!(&serde_json::from_str::<nacelle_vmi::preset::Applied>(&text).unwrap(), applied);
 }
@@ -186,7 +186,7 @@ fn names_become_a_document_that_needs_no_catalogue() {
          \"spec.domain.memory.guest\":\"instance type u1.small\",\"spec.terminationGracePeriodSeconds\":\"preference linux\"},\
          \"instancetype\":\"u1.small\",\"preference\":\"linux\",\"presets\":[\"clocked\"]}"
     );
-    // A node without that catalogue reads the same, and knows who said it.
+    // A node without the catalogue gets the same specification and sources.
     let node = admit::pod(&made, &Catalogue::default()).unwrap().unwrap();
     assert_eq!(node.spec().domain.cpu.as_ref().unwrap().model, "host-model");
     assert!(node.fields().contains(&("spec.domain.memory.guest".to_owned(), Some("instance type u1.small"))));
@@ -207,7 +207,7 @@ fn defaults_of_machine_pods_are_written_on_demand() {
     assert!(made["vm.nacelle.dev/spec"].contains("\"machine\":{\"type\":\"q35\"}"), "{made:?}");
     assert!(!made.contains_key("vm.nacelle.dev/applied"));
     assert_eq!(complete(&made, &Catalogue::default(), true), Ok(None));
-    // Written otherwise, and still the same.
+    // Another text with the same meaning.
     let spec = made["vm.nacelle.dev/spec"].replace("\"machine\":{\"type\":\"q35\"}", "\"machine\": {type: q35}");
     made.insert("vm.nacelle.dev/spec".to_owned(), spec);
     assert_eq!(complete(&made, &Catalogue::default(), true), Ok(None));

@@ -1,5 +1,5 @@
-//! Checks that the reference pages name every annotation and every refusal as the code has them: the tables that these tests print are
-//! parts of the pages, word for word.
+//! Checks that the reference pages list every annotation and every rejected field as in the code: the tables that these tests
+//! print are parts of the pages, word for word.
 
 use nacelle_vmi::{annotations, refused};
 use std::fmt::Write;

@@ -1,6 +1,6 @@
-//! Owns: the proof of what becomes of whole manifests: `tests/corpus/manifests/NAME.yaml` is checked
-//! (`tests/manifests/NAME.checked`) and converted (`NAME.converted`); what it became is right again. The same of KubeVirt's kinds of
-//! examples, one a file: `tests/manifests/examples/NAME.yaml`. Whether they run is shown by the daemon, in docs/user/vm/migrating-from-kubevirt.md.
+//! Tests whole manifests: `tests/corpus/manifests/NAME.yaml` is validated (`tests/manifests/NAME.checked`) and converted
+//! (`NAME.converted`); the result is valid again. The same is done with the kinds of examples of KubeVirt, one a file:
+//! `tests/manifests/examples/NAME.yaml`. Whether they run is documented in docs/user/vm/migrating-from-kubevirt.md.
 
 use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;
@@ -21,7 +21,7 @@ fn of_file(file: &Path) -> Vec<Value> {
     read::all(&std::fs::read_to_string(file).unwrap(), &file.display().to_string()).unwrap()
 }
 
-/// With `NACELLE_WRITE_EXPECTED` in the environment what is found is what is expected.
+/// With `NACELLE_WRITE_EXPECTED` in the environment the actual output becomes the expected output.
 fn expect(file: &str, found: &str) {
     if std::env::var_os("NACELLE_WRITE_EXPECTED").is_some() {
         std::fs::write(folder().join(file), found).unwrap();
@@ -44,7 +44,7 @@ fn checked(verdicts: &[Verdict]) -> String {
     text
 }
 
-/// Converts; what it became must be right.
+/// Converts the documents. The result must be valid.
 fn converted(documents: Vec<Value>) -> String {
     let mut catalogue = Catalogue::default();
     let mut text = String::new();

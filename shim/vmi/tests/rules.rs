@@ -1,5 +1,5 @@
-//! Owns: the proof that every rule says exactly what it says: `tests/rules/*.yaml` has bad specifications, one file for each
-//! subject, each with the rule that it breaks and all that is told of it. No rule may be without one.
+//! Tests the message of every rule: `tests/rules/*.yaml` contains invalid specifications, one file for each subject, each with
+//! the rule that it violates and the complete causes. Every rule must have a case.
 
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::preset::Catalogue;
@@ -13,21 +13,21 @@ use std::path::{Path, PathBuf};
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
-    /// The rule that this is about.
+    /// The rule that the case is for.
     rule: String,
-    /// Short annotations, without their prefix; `kind` is machine if nothing else is said.
+    /// The short annotations without their prefix; `kind` defaults to machine.
     #[serde(default)]
     annotations: BTreeMap<String, String>,
     /// The document.
     spec: Option<Value>,
-    /// Put into a specification that is right otherwise.
+    /// Merged into a specification that is valid otherwise.
     with: Option<Value>,
-    /// An annotation that is made of many of the same.
+    /// An annotation that consists of many repetitions.
     repeat: Option<Repeat>,
-    /// Documents of the catalogue.
+    /// The documents of the catalogue.
     #[serde(default)]
     catalogue: Vec<Value>,
-    /// What is told, whole.
+    /// The expected causes, complete.
     says: Vec<String>,
 }
 
@@ -62,7 +62,7 @@ fn cases() -> Vec<(PathBuf, Case)> {
     files("tests/rules").iter().flat_map(read).collect()
 }
 
-/// A machine that is right.
+/// Returns a valid VM.
 fn right() -> Value {
     serde_json::json!({
         "domain": { "memory": { "guest": "1Gi" }, "devices": { "disks": [ { "name": "root" } ] } },
@@ -70,7 +70,7 @@ fn right() -> Value {
     })
 }
 
-/// Objects become one; of everything else the second is taken.
+/// Merges objects; of other values the second one wins.
 fn onto(base: &mut Value, more: &Value) {
     match (base, more) {
         (Value::Object(base), Value::Object(more)) => {
@@ -143,7 +143,7 @@ fn every_rule_says_what_it_says() {
     assert!(wrong.is_empty(), "\n{wrong}");
 }
 
-/// The names of rules in the sources.
+/// Returns the names of the rules in the sources.
 fn known() -> BTreeSet<String> {
     let mut folders = vec![here("src")];
     let mut rules = BTreeSet::new();
@@ -164,8 +164,8 @@ fn known() -> BTreeSet<String> {
 
 #[test]
 fn no_rule_is_without_a_case() {
-    // These speak of documents that are no annotation of a pod; the tests of `versions.rs` have them, and those of
-    // `manifest`. `field-shape` is a defect of ours if it is ever told.
+    // These rules are for documents outside of a pod's annotations; `versions.rs` and `manifest` test them. A `field-shape` cause
+    // would be a BUG.
     let elsewhere = ["document-kind", "document-version", "document-bytes", "field-shape"];
     let tried: BTreeSet<String> = cases().into_iter().map(|(_, case)| case.rule).collect();
     let missing: Vec<String> = known()

@@ -1,4 +1,4 @@
-//! Owns: the proof that versions are converted without loss, both ways, and that what was stored is read for ever.
+//! Tests that versions are converted without loss in both directions, and that every stored version can be read.
 
 use nacelle_vmi::schema;
 use nacelle_vmi::spec::{InstanceSpec, VirtualMachine};
@@ -6,7 +6,7 @@ use nacelle_vmi::version::{self, Version, record, v1alpha1, written};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
-/// Some value of a schema; the bytes choose.
+/// Returns a value that matches a schema; the bytes make the choices.
 fn some(schema: &Value, bytes: &mut impl Iterator<Item = u8>) -> Value {
     let mut next = || bytes.next().unwrap_or(0);
     if schema.get(schema::EITHER).is_some() {
@@ -28,7 +28,7 @@ fn some(schema: &Value, bytes: &mut impl Iterator<Item = u8>) -> Value {
             match schema["properties"].as_object() {
                 Some(known) => {
                     for (key, of) in known {
-                        // The end of the bytes leaves everything out.
+                        // After the end of the bytes all optional fields are left out.
                         if !bytes.next().unwrap_or(0).is_multiple_of(3) {
                             fields.insert(key.clone(), some(of, bytes));
                         }

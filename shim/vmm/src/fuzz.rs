@@ -1,6 +1,5 @@
-//! Owns: one harness function per parser of bytes that a guest or a front end writes. ci/fuzz calls them;
-//! the tests below feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`).
-//! A harness fails by a panic only.
+//! Provides one harness function per parser of bytes that a guest or a front end writes. ci/fuzz calls them; the tests below
+//! feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness reports a failure only by a panic.
 
 use crate::testing::{Driver, QUEUE_BYTES};
 use crate::transport::mmio;
@@ -23,13 +22,13 @@ use std::sync::mpsc::sync_channel;
 use virtio_queue::{Queue, QueueState};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Guest memory of a harness, in bytes.
+/// The size of a harness's guest memory, in bytes.
 const MEMORY: usize = 0x20000;
-/// Where the buffers of well-formed requests lie.
+/// The address of the buffers of well-formed requests.
 const BUFFERS: u64 = 0x10000;
-/// Descriptors of a queue.
+/// The number of descriptors of a queue.
 const SIZE: u16 = 16;
-/// The guest of the vsock harness, and the port on which its host listens.
+/// The CID of the vsock harness's guest, and the port on which its host listens.
 const CID: u32 = 3;
 const PORT: u32 = 1024;
 
@@ -44,7 +43,7 @@ pub(crate) fn memory() -> Arc<Memory> {
     Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).expect("memory"))
 }
 
-/// The device's side of a driver's queue.
+/// Returns the device's side of a driver's queue.
 pub(crate) fn ring(driver: &Driver, index: u16) -> Ring {
     let (desc_table, avail_ring, used_ring) = driver.addresses();
     let size = driver.size();
@@ -62,17 +61,17 @@ pub(crate) fn ring(driver: &Driver, index: u16) -> Ring {
     ring_from(driver.memory.clone(), index, state)
 }
 
-/// A queue that goes on from a state, and of which nobody is told.
+/// Returns a queue that continues from `state` and whose interrupts are dropped.
 pub(crate) fn ring_from(memory: Arc<Memory>, index: u16, state: QueueState) -> Ring {
     let queue = Queue::try_from(state).expect("a queue");
     let kick = EventFd::new().expect("an eventfd").into();
     Ring::new(index, queue, memory, kick, Arc::new(Nobody)).expect("a ring")
 }
 
-/// A queue whose descriptors and rings are these bytes, whatever they are.
+/// Returns a queue whose descriptors and rings consist of these bytes, valid or not.
 fn wild(data: &[u8], index: u16) -> Ring {
     let driver = Driver::new(memory(), u64::from(index) * QUEUE_BYTES, SIZE);
-    // The available ring comes first in the bytes, as it decides whether anything is looked at.
+    // The available ring comes first in the bytes, because it decides whether the device reads any descriptor.
     let (available, descriptors) = data.split_at(data.len().min(4 + 2 * usize::from(SIZE)));
     let (table, ring_at, _) = driver.addresses();
     driver.memory.write_slice(available, GuestAddress(ring_at)).expect("memory");
@@ -81,7 +80,7 @@ fn wild(data: &[u8], index: u16) -> Ring {
     ring(&driver, index)
 }
 
-/// A queue with one request made of these bytes: two lengths, then what the device reads.
+/// Returns a queue with one request made of these bytes: two lengths, then the data that the device reads.
 fn tame(data: &[u8]) -> Ring {
     let mut driver = Driver::new(memory(), 0, SIZE);
     let (lengths, bytes) = data.split_at(data.len().min(4));
@@ -113,7 +112,7 @@ fn serve(mut ring: Ring, mut handle: impl FnMut(&Memory, crate::virtio::ring::Re
     }
 }
 
-/// Descriptors and rings.
+/// Fuzzes descriptors and rings.
 pub fn queue(data: &[u8]) {
     serve(wild(data, 0), |memory, mut request| {
         let buffers = &mut request.buffers;
@@ -126,7 +125,7 @@ pub fn queue(data: &[u8]) {
     });
 }
 
-/// Requests to a disk: a writable one and one with a hole and a file.
+/// Fuzzes requests to a block device: a writable disk, and one with a hole and a file.
 pub fn block(data: &[u8]) {
     thread_local! {
         static SLOTS: [Slot; 3] = slots();
@@ -150,7 +149,7 @@ fn slots() -> [Slot; 3] {
     let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let writable = Slot::read_write("writable", &path, 1 << 20).expect("a slot");
     let placed = Slot::read_only("placed").expect("a slot");
-    // Next to each other: what may be written, and what may not.
+    // A writable and a read-only volume lie next to each other.
     let volumes = Slot::volumes("volumes").expect("a slot");
     for (at, write) in [(1024, true), (9216, false)] {
         let volume = std::fs::File::options().read(true).write(write).open(&path).expect("the file is ours");
@@ -161,14 +160,14 @@ fn slots() -> [Slot; 3] {
     [writable, placed, volumes]
 }
 
-/// Requests for entropy.
+/// Fuzzes requests for entropy.
 pub fn entropy(data: &[u8]) {
     let metrics = rng::Metrics::default();
     serve(tame(data), |memory, request| rng::fill(&metrics, memory, request));
     serve(wild(data, 0), |memory, request| rng::fill(&metrics, memory, request));
 }
 
-/// Lists of a balloon, on each of its queues; then what it writes to the configuration space.
+/// Fuzzes the page lists of a balloon on each of its queues, then writes to the configuration space.
 pub fn balloon(data: &[u8]) {
     let balloon = Balloon::new();
     let mut device = balloon.device();
@@ -181,7 +180,7 @@ pub fn balloon(data: &[u8]) {
     configure(&mut *device, data);
 }
 
-/// What a guest prints and reads, and what it writes to the configuration space.
+/// Fuzzes the console: output, input and writes to the configuration space.
 pub fn console(data: &[u8]) {
     let console = Console::new(Box::new(|bytes| assert!(!bytes.is_empty())));
     for index in 0..2 {
@@ -193,7 +192,7 @@ pub fn console(data: &[u8]) {
     configure(&mut *console.device(), data);
 }
 
-/// Writes these bytes to the configuration space, each piece after its offset and length, and reads it back.
+/// Writes these bytes to the configuration space, each piece preceded by its offset and length, and reads it back.
 fn configure(device: &mut dyn Device, mut data: &[u8]) {
     while let [offset, length, rest @ ..] = data {
         let (bytes, later) = rest.split_at(usize::from(*length % 9).min(rest.len()));
@@ -203,7 +202,7 @@ fn configure(device: &mut dyn Device, mut data: &[u8]) {
     }
 }
 
-/// Packets of a guest: wild queues, then packets whose headers are made of these bytes.
+/// Fuzzes vsock packets: first arbitrary queues, then packets whose headers are made of these bytes.
 pub fn packets(data: &[u8]) {
     let epoll = || Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).expect("epoll"));
     let mut muxer = Muxer::new(CID, epoll(), Arc::default());
@@ -244,7 +243,7 @@ pub fn packets(data: &[u8]) {
 
 const HEADER_BYTES: usize = 13;
 
-/// A header that has a chance: most of its fields are of few values, some are anything.
+/// Returns a header that is likely to pass the first checks: most fields take few values, some take any.
 fn packet(bytes: &[u8]) -> Header {
     let byte = |at: usize| u32::from(bytes.get(at).copied().unwrap_or(0));
     let some = |at: usize, usual: u32| if byte(at) < 200 { usual } else { byte(at) << (byte(at) % 25) };
@@ -262,7 +261,7 @@ fn packet(bytes: &[u8]) -> Header {
     }
 }
 
-/// Frames of a guest and for it, over a pair of sockets for a tap; commands of its driver.
+/// Fuzzes the network device: frames from and to the guest, with a socket pair in place of a tap, and commands of the driver.
 pub fn frames(data: &[u8]) {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let pair = || socketpair(AddressFamily::Unix, SockType::Datagram, None, flags).expect("sockets");
@@ -278,7 +277,7 @@ pub fn frames(data: &[u8]) {
         let (tap, other) = pair();
         for place in 0..8 {
             let bytes = vec![7; 12 + number(place) * (1 + number(place + 8) % 32)];
-            let _ = retry_interrupted(|| nix::unistd::write(&other, &bytes)); // no more fit
+            let _ = retry_interrupted(|| nix::unistd::write(&other, &bytes)); // the socket is full
         }
         let mut receiver = net::Receiver::new(ring, mergeable, Arc::default());
         while matches!(receiver.run(tap.as_fd()), net::Need::Turn) {}
@@ -288,7 +287,7 @@ pub fn frames(data: &[u8]) {
     net::Command::parse(data, net::Allowed { pairs: 4, offloads: 0x182, mac: true });
 }
 
-/// A queue with buffers of these lengths to be filled.
+/// Returns a queue with writable buffers of these lengths.
 fn rooms(data: &[u8]) -> Ring {
     let mut driver = Driver::new(memory(), 0, SIZE);
     for pair in data.chunks(2).take(usize::from(SIZE) / 2) {
@@ -298,34 +297,34 @@ fn rooms(data: &[u8]) -> Ring {
     ring(&driver, 1)
 }
 
-/// Messages of a front end: each is a request number, a count of descriptors and a length, then its body.
+/// Fuzzes vhost-user messages. Each consists of a request number, a number of descriptors, a length and the body.
 pub fn messages(data: &[u8]) {
     harness::converse(data);
 }
 
-/// The file `state` of a snapshot.
+/// Fuzzes the file `state` of a snapshot.
 pub fn snapshot(data: &[u8]) {
     crate::snapshot::harness(data);
 }
 
-/// Accesses to the registers of a device, which the first byte chooses; each has three bytes.
+/// Fuzzes accesses, three bytes each, to the registers of a device that the first byte selects.
 pub fn registers(data: &[u8]) {
     if let Some((which, accesses)) = data.split_first() {
         mmio::harness::registers(mmio::harness::device(*which), accesses);
     }
 }
 
-/// Accesses to ports and addresses where no virtio device is.
+/// Fuzzes accesses to ports and addresses that belong to no virtio device.
 pub fn ports(data: &[u8]) {
     crate::machine::harness::ports(data);
 }
 
-/// A kernel's file.
+/// Fuzzes the file of a kernel.
 pub fn image(data: &[u8]) {
     crate::machine::harness::image(data);
 }
 
-/// A harness.
+/// The type of a harness function.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
@@ -356,7 +355,7 @@ mod tests {
     }
 
     fn bytes() -> impl Strategy<Value = Vec<u8>> {
-        // Small numbers are common in what parsers read, so they are common here.
+        // Small numbers are common in the formats that the parsers read, so they are common here.
         let byte = prop_oneof![3 => 0..20u8, 1 => any::<u8>(), 2 => Just(0)];
         prop::collection::vec(byte, 0..600)
     }

@@ -1,9 +1,8 @@
-//! Owns: the virtio devices of a machine and the transports that drive them.
-//! May use: `nacelle-base`. Knows no engine, no pod, no QEMU.
+//! Implements virtio devices, the transports through which a guest or a front end drives them, and VMs on KVM. Of Nacelle's
+//! crates it uses only `nacelle-base` and `nacelle-jail`; it does not know the engines, the pods or QEMU.
 //!
-//! A device ([`block`], [`vsock`], [`rng`], [`balloon`], [`console`]) is a backend over guest memory and queues and
-//! implements [`Device`]. A transport ([`mmio`], [`vhost_user`]) owns the queues and hands them to the device one by
-//! one.
+//! A device ([`block`], [`vsock`], [`rng`], [`balloon`], [`console`]) is a backend over guest memory and queues and implements
+//! [`Device`]. A transport ([`mmio`], [`vhost_user`]) owns the queues and hands each one to the device while it is served.
 //!
 //! ```no_run
 //! use nacelle_vmm::{block::Slot, vhost_user, vsock::Vsock};
@@ -12,7 +11,7 @@
 //! let server = vhost_user::serve(images.device(), std::os::unix::net::UnixListener::bind("/run/x/images.sock")?)?;
 //! let vsock = Vsock::new(3)?;
 //! let agent = vsock.listen(1024)?;
-//! // … start the machine, then:
+//! // … start the VM, then:
 //! images.place(0, &nacelle_base::machine::ImageDisk::default())?;
 //! server.stop();
 //! # Ok(()) }

@@ -1,5 +1,5 @@
-//! Owns: giving back to the host what a guest has put out of use: the rest of what its machine has in reserve.
-//! May use: `sys`. Threads: any; blocks for as long as the host's kernel frees pages.
+//! Releases to the host the guest memory that the guest has taken offline, which is the unused rest of the VM's memory reserve.
+//! May be called on any thread; it blocks for as long as the host's kernel frees pages.
 
 use crate::sys;
 use crate::virtio::Memory;
@@ -7,7 +7,8 @@ use std::io;
 use std::ops::Range;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-/// Frees these guest addresses, as far as they are memory, for everybody who maps them. A guest that uses them after all finds zeros.
+/// Frees those parts of the guest address ranges that are guest memory, in every process that maps them. Later reads of the
+/// guest return zeros.
 pub fn give_back(memory: &Memory, ranges: &[Range<u64>]) -> io::Result<()> {
     for range in ranges {
         for region in memory.iter() {

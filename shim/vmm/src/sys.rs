@@ -1,4 +1,4 @@
-//! Owns: the system calls that take raw pointers or raw descriptors.
+//! Wraps the system calls that take raw pointers or raw descriptors.
 #![allow(unsafe_code, reason = "guest memory is given to the kernel by address; received descriptors are raw numbers")]
 
 use nacelle_base::retry::retry_interrupted;
@@ -8,10 +8,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, VolatileSlice};
 use vmm_sys_util::eventfd::EventFd;
 
-/// The most pieces that one system call takes (IOV_MAX).
+/// The maximum number of pieces in one system call (IOV_MAX).
 const MAX_IOVECS: usize = 1024;
 
-/// Which way bytes go between a descriptor and guest memory.
+/// The system call that moves bytes between a descriptor and guest memory.
 #[derive(Clone, Copy)]
 enum Way {
     ReadAt(u64),
@@ -22,8 +22,8 @@ enum Way {
     Send,
 }
 
-/// One transfer between `fd` and at most [`MAX_IOVECS`] of `slices`, repeated while signals interrupt it; the number of bytes
-/// moved.
+/// Performs one transfer between `fd` and the first [`MAX_IOVECS`] of `slices`, repeated while signals interrupt it. Returns
+/// the number of bytes moved.
 fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usize> {
     let slices = slices.get(..MAX_IOVECS).unwrap_or(slices);
     let guards: Vec<_> = slices.iter().map(|slice| slice.ptr_guard_mut()).collect();
@@ -66,7 +66,7 @@ fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usi
     })
 }
 
-/// Moves all bytes of `slices`, repeating after signals and short transfers.
+/// Moves all bytes of `slices`, continuing after signals and short transfers.
 fn transfer_all(file: &File, mut slices: Vec<VolatileSlice<'_>>, mut at: u64, write: bool) -> io::Result<()> {
     let mut rest = slices.as_mut_slice();
     while let Some(first) = rest.first() {
@@ -96,13 +96,13 @@ fn transfer_all(file: &File, mut slices: Vec<VolatileSlice<'_>>, mut at: u64, wr
     Ok(())
 }
 
-/// Fills guest memory from byte `at` of a file; the end of the file before that is an error.
+/// Fills guest memory from byte `at` of a file. Fails with an error if the file ends earlier.
 pub(crate) fn read_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> io::Result<()> {
     transfer_all(file, slices, at, false)
 }
 
-/// As [`read_at`], if all the bytes are in the page cache. Otherwise `WouldBlock` (Linux then begins to read them), or
-/// EOPNOTSUPP if the file system cannot tell.
+/// Like [`read_at`], but only if all the bytes are in the page cache. Fails with `WouldBlock` if they are not (Linux then
+/// starts to read them), or with EOPNOTSUPP if the file system does not support the check.
 pub(crate) fn read_cached(file: &File, slices: &[VolatileSlice<'_>], at: u64) -> io::Result<()> {
     let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
     match transfer(file.as_raw_fd(), slices, Way::ReadCached(at))? {
@@ -116,12 +116,12 @@ pub(crate) fn write_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> 
     transfer_all(file, slices, at, true)
 }
 
-/// Reads once from a stream into guest memory; 0 is its end.
+/// Reads once from a stream into guest memory. Returns 0 at the end of the stream.
 pub(crate) fn read_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
     transfer(fd.as_raw_fd(), slices, Way::Read)
 }
 
-/// Writes guest memory once: one frame of a tap. At most 1024 slices.
+/// Writes guest memory once, as one frame of a tap. Takes at most 1024 slices.
 pub(crate) fn write_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
     transfer(fd.as_raw_fd(), slices, Way::Write)
 }
@@ -131,8 +131,8 @@ pub(crate) fn send_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> i
     transfer(fd.as_raw_fd(), slices, Way::Send)
 }
 
-/// Gives `length` bytes from byte `offset` of a region back to the host: for everybody who maps it if the mapping is
-/// shared, else only here.
+/// Releases `length` bytes from byte `offset` of a region to the host: in every process that maps them if the mapping is
+/// shared, otherwise only in this process.
 pub(crate) fn discard(region: &GuestRegionMmap<()>, offset: u64, length: u64) -> io::Result<()> {
     let invalid = |_why| io::Error::from(io::ErrorKind::InvalidInput);
     let offset = MemoryRegionAddress(offset);
@@ -145,7 +145,7 @@ pub(crate) fn discard(region: &GuestRegionMmap<()>, offset: u64, length: u64) ->
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Tells a block device that these bytes are not needed.
+/// Discards a range of bytes of a block device (BLKDISCARD).
 pub(crate) fn discard_blocks(device: &File, at: u64, length: u64) -> io::Result<()> {
     /// `_IO(0x12, 119)`.
     const BLKDISCARD: libc::c_ulong = 0x1277;
@@ -157,22 +157,22 @@ pub(crate) fn discard_blocks(device: &File, at: u64, length: u64) -> io::Result<
     })
 }
 
-/// Another descriptor for the same eventfd.
+/// Returns another descriptor for the same eventfd.
 pub(crate) fn duplicate(event: &EventFd) -> io::Result<OwnedFd> {
     // SAFETY: `event` is borrowed for the whole call and owns its descriptor, which is open as long.
     unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }.try_clone_to_owned()
 }
 
-/// Sends a signal to a thread of this process; one that is gone is left alone.
+/// Sends a signal to a thread of this process. A thread that has ended is ignored.
 pub(crate) fn signal_thread(thread: i32, signal: i32) {
-    // SAFETY: takes three numbers; a thread of another process is out of reach, because ours is named.
+    // SAFETY: the call takes three numbers; a thread of another process is out of reach, because the call names this process.
     let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal) };
     if sent != 0 {
         tracing::debug!(thread, "cannot signal a thread: {}", io::Error::last_os_error());
     }
 }
 
-/// What KVM says about an internal error, directly after it has reported one: the kind and the data.
+/// Returns the kind and the data of an internal error of KVM. Valid only directly after KVM has reported one.
 pub(crate) fn internal_error(vcpu: &mut kvm_ioctls::VcpuFd) -> (u32, Vec<u64>) {
     // SAFETY: the union holds plain numbers, of which any value is valid; KVM has just filled this member.
     let report = unsafe { vcpu.get_kvm_run().__bindgen_anon_1.internal };

@@ -1,11 +1,11 @@
-//! Owns: a guest's driver for tests: it lays a virtqueue out in memory and can be as wrong as a test wants.
-//! Used by the unit tests, the fuzz harness and (included by path) the tests in `tests/`.
+//! Simulates the guest's driver of a virtqueue for tests: it lays a queue out in memory and can break the rules of the
+//! specification as a test requires. The unit tests, the fuzz harness and (included by path) the tests in `tests/` use it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-/// Bytes that the parts of a queue take, from its base on.
+/// The number of bytes that the parts of a queue occupy, counted from its base.
 pub const QUEUE_BYTES: u64 = 0x4000;
 const AVAILABLE: u64 = 0x2000;
 const USED: u64 = 0x3000;
@@ -14,7 +14,7 @@ pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
 pub const INDIRECT: u16 = 4;
 
-/// The guest's side of one queue.
+/// The driver's side of one queue.
 pub struct Driver {
     pub memory: Arc<GuestMemoryMmap<()>>,
     base: u64,
@@ -25,12 +25,12 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A queue of `size` descriptors at `base`, which is a multiple of 16.
+    /// Creates a queue of `size` descriptors at `base`, which must be a multiple of 16.
     pub fn new(memory: Arc<GuestMemoryMmap<()>>, base: u64, size: u16) -> Driver {
         Driver { memory, base, size, offered: 0, taken: 0, free: (0..size).rev().collect() }
     }
 
-    /// A queue in which `index` requests were made available and given back before.
+    /// Creates a queue whose first `index` requests were made available and returned before.
     pub fn starting_at(memory: Arc<GuestMemoryMmap<()>>, base: u64, size: u16, index: u16) -> Driver {
         let driver = Driver { offered: index, taken: index, ..Driver::new(memory, base, size) };
         driver.set_available(index);
@@ -38,12 +38,12 @@ impl Driver {
         driver
     }
 
-    /// The index of the next request that it takes back.
+    /// Returns the index of the next request that the driver will take from the used ring.
     pub fn taken(&self) -> u16 {
         self.taken
     }
 
-    /// Where descriptors, available ring and used ring lie.
+    /// Returns the addresses of descriptor table, available ring and used ring.
     pub fn addresses(&self) -> (u64, u64, u64) {
         (self.base, self.base + AVAILABLE, self.base + USED)
     }
@@ -52,7 +52,7 @@ impl Driver {
         self.size
     }
 
-    /// Descriptors that no request has.
+    /// Returns the number of descriptors that no request uses.
     pub fn free(&self) -> usize {
         self.free.len()
     }
@@ -71,7 +71,7 @@ impl Driver {
         self.describe_in(self.base, index, address, length, flags, next);
     }
 
-    /// Makes a chain available, whatever it is.
+    /// Makes a chain available without checking it.
     pub fn offer(&mut self, head: u16) {
         let slot = self.base + AVAILABLE + 4 + 2 * u64::from(self.offered % self.size);
         self.memory.write_obj(head, GuestAddress(slot)).unwrap();
@@ -79,18 +79,18 @@ impl Driver {
         self.set_available(self.offered);
     }
 
-    /// Sets the index of the available ring, whatever it is.
+    /// Sets the index of the available ring without checking it.
     pub fn set_available(&self, index: u16) {
         self.memory.store(index, GuestAddress(self.base + AVAILABLE + 2), Ordering::Release).unwrap();
     }
 
-    /// Asks for an interrupt after each buffer (with event indexes).
+    /// Requests an interrupt after each buffer (with event indexes).
     pub fn want_interrupt(&self) {
         let at = self.base + AVAILABLE + 4 + 2 * u64::from(self.size);
         self.memory.store(self.taken, GuestAddress(at), Ordering::SeqCst).unwrap();
     }
 
-    /// Makes a request of these buffers (address, length, writable) available; returns its number.
+    /// Makes a request of these buffers (address, length, writable) available. Returns the index of its first descriptor.
     pub fn submit(&mut self, buffers: &[(u64, u32, bool)]) -> u16 {
         let indexes: Vec<u16> = buffers.iter().map(|_| self.free.pop().expect("a free descriptor")).collect();
         for (place, (address, length, writable)) in buffers.iter().enumerate() {
@@ -102,7 +102,7 @@ impl Driver {
         indexes[0]
     }
 
-    /// The next request that the device gave back, and the bytes it says it wrote.
+    /// Takes the next request from the used ring. Returns its head and the number of bytes that the device reports as written.
     pub fn take_used(&mut self) -> Option<(u16, u32)> {
         let index: u16 = self.memory.load(GuestAddress(self.base + USED + 2), Ordering::Acquire).unwrap();
         if index == self.taken {
@@ -124,7 +124,7 @@ impl Driver {
         }
     }
 
-    /// Takes all used chains without looking at their descriptors (for tests that write their own).
+    /// Takes all used chains without reading their descriptors, for tests that write their own. Returns their number.
     pub fn count_used(&mut self) -> u16 {
         let index: u16 = self.memory.load(GuestAddress(self.base + USED + 2), Ordering::Acquire).unwrap();
         let count = index.wrapping_sub(self.taken);

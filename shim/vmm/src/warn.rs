@@ -1,4 +1,5 @@
-//! Owns: the log macro for everything that a guest or a front end can cause: it cannot flood the log.
+//! Defines the log macro for events that a guest or a front end can cause. It limits the rate of each call site, so that a
+//! hostile guest cannot flood the log.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -6,7 +7,7 @@ use std::time::{Duration, Instant};
 const WINDOW: Duration = Duration::from_secs(60);
 const PER_WINDOW: u32 = 10;
 
-/// How often one place in the code has logged lately.
+/// The rate limit of one call site of the log macro.
 #[derive(Debug)]
 pub struct Limit(Mutex<Option<Window>>);
 
@@ -18,13 +19,13 @@ struct Window {
 }
 
 impl Limit {
-    /// A place that has not logged yet.
+    /// Returns the limit of a call site that has not logged yet.
     #[allow(clippy::new_without_default, reason = "made by the macro only, in a static")]
     pub const fn new() -> Limit {
         Limit(Mutex::new(None))
     }
 
-    /// Whether this place may log now; if so, how many of its messages were dropped since the last one.
+    /// Returns the number of messages dropped since the last logged one, or `None` if the call site must not log now.
     pub fn allow(&self) -> Option<u64> {
         self.allow_at(Instant::now())
     }
@@ -50,8 +51,8 @@ impl Limit {
     }
 }
 
-/// `tracing::warn!` for what a guest can cause: at most 10 messages a minute from each place in the code; the
-/// field `dropped` says how many were left out before this one.
+/// `tracing::warn!` for events that a guest can cause, limited to 10 messages per minute and call site. The field `dropped`
+/// counts the messages suppressed before this one.
 #[macro_export]
 macro_rules! guest_warn {
     ($($message:tt)+) => {{

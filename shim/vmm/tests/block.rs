@@ -1,4 +1,4 @@
-//! Owns: the block device behind its vhost-user server, driven as QEMU drives it.
+//! Tests the block device behind its vhost-user server, driven as QEMU drives it.
 
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod guest;
@@ -23,7 +23,7 @@ const SERIAL: u32 = 8;
 const DISCARD: u32 = 11;
 const ZEROES: u32 = 13;
 
-/// Sends one request with `out` behind the header and room for `room` bytes; its status and the bytes read.
+/// Sends one request with `out` behind the header and space for `room` bytes of data. Returns its status and the data read.
 fn request(machine: &mut Machine, kind: u32, sector: u64, out: &[u8], room: u32) -> (u8, Vec<u8>) {
     let at = machine.allocate(8192 + out.len() as u64 + u64::from(room));
     let memory = machine.memory.clone();
@@ -38,7 +38,7 @@ fn request(machine: &mut Machine, kind: u32, sector: u64, out: &[u8], room: u32)
         buffers.push((out_at, out.len() as u32, false));
     }
     if room > 0 {
-        // In two pieces, to see them put together.
+        // Two pieces, to test that they are combined.
         let half = room / 2;
         buffers.push((room_at, half, true));
         buffers.push((room_at + u64::from(half), room - half, true));
@@ -142,7 +142,7 @@ fn volumes_are_written_where_they_may_be_and_grow() {
         assert_eq!(request(&mut machine, kind, 0, &range(whole - 8, 16), 0).0, 1, "half beyond it");
     }
 
-    // The second may be written from now on, and has grown.
+    // The second volume is writable from now on and has grown.
     open(&two).set_len(8192).unwrap();
     slot.place_volume(second, open(&two), 8192, true, &two).unwrap();
     assert_eq!(request(&mut machine, WRITE, sector(second) + 7, &[7; 1024], 0).0, 0);
@@ -219,7 +219,7 @@ fn a_slot_grows_while_requests_are_in_flight() {
         }
         finished.store(true, Ordering::Release);
     });
-    // Sixteen requests at a time, until the slot has stopped changing.
+    // Sixteen requests at a time, until the slot no longer changes.
     let base = machine.allocate(16 * 8192);
     let memory = machine.memory.clone();
     let mut rounds = 0;
@@ -274,7 +274,7 @@ fn a_queue_stops_and_goes_on_where_it_was() {
     }
     let base = machine.front.get_vring_base(0).unwrap();
     assert_eq!(base, 3);
-    // A request that comes while the queue stands still is served when it runs again.
+    // A request that arrives while the queue is stopped is served when the queue runs again.
     let at = machine.allocate(8192);
     machine.memory.write_obj([0u8; 16], GuestAddress(at)).unwrap();
     let queue = &mut machine.queues[0];
@@ -285,7 +285,7 @@ fn a_queue_stops_and_goes_on_where_it_was() {
     queue.wait_used();
     assert_eq!(machine.memory.read_obj::<u8>(GuestAddress(at + 4096)).unwrap(), 5);
 
-    // New memory while it runs: the same memory once more, as after a hotplug.
+    // Sets new memory while the queue runs: the same memory once more, as after a hotplug.
     let regions: Vec<_> =
         machine.memory.iter().map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap()).collect();
     machine.front.set_mem_table(&regions).unwrap();
@@ -307,7 +307,7 @@ fn a_buffer_may_lie_in_any_region() {
     machine.queues[0].kick();
     machine.queues[0].wait_used();
     assert_eq!(machine.memory.read_obj::<[u8; 32]>(GuestAddress(end)).unwrap(), [5; 32]);
-    // One that crosses the end of memory is given back untouched, and the next request is served.
+    // A request beyond the end of memory is returned unprocessed, and the next request is served.
     machine.queues[0].driver.submit(&[(at, 16, false), (end, 1024, true), (at + 64, 1, true)]);
     machine.queues[0].kick();
     assert_eq!(machine.queues[0].wait_used().1, 0);
@@ -332,7 +332,7 @@ fn nonsense_ends_only_its_connection() {
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         stream.write_all(bytes).unwrap();
         let mut rest = Vec::new();
-        // Closed with bytes unread, a unix socket ends with a reset; either way it ends without an answer.
+        // A unix socket closed with unread bytes ends with a reset. In both cases the stream ends without a reply.
         match stream.read_to_end(&mut rest) {
             Ok(0) => {}
             Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
@@ -342,7 +342,7 @@ fn nonsense_ends_only_its_connection() {
     let (front, channel) = connect(&socket);
     (machine.front, machine.channel) = (front, channel);
     assert_eq!(capacity(&mut machine), 0);
-    // Memory that could shrink under our feet is refused.
+    // Memory that could shrink is rejected.
     machine.memory = guest::memory(SealFlag::F_SEAL_GROW);
     let regions: Vec<_> =
         machine.memory.iter().map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap()).collect();
@@ -356,7 +356,7 @@ fn a_server_stops_in_any_state() {
     connected.server.take().unwrap().stop();
     let mut running = Machine::new(slot.device(), 1);
     running.server.take().unwrap().stop();
-    // Within a message.
+    // The front end disconnects within a message.
     let mut half = Machine::connected(slot.device());
     half.hang_up();
     let mut stream = UnixStream::connect(&half.socket).unwrap();

@@ -1,5 +1,5 @@
-//! Owns: tests of queues of the file-system device that are lent: what the process that has the files is told, and what
-//! becomes of a queue if that one does not give it back. That it is served: shim/fs/tests/room.rs.
+//! Tests shared queues of the file-system device: what the file-server process receives, and what happens to a queue that this
+//! process does not return. That such a queue is served is tested in shim/fs/tests/room.rs.
 
 #[path = "../src/virtio/fs/borrower.rs"]
 mod borrower;
@@ -16,7 +16,7 @@ use std::thread;
 use vhost::VhostBackend;
 use vm_memory::{Bytes, GuestAddress};
 
-/// A machine that lends its queues, and the other ends of the streams.
+/// Returns a front end whose device shares its queues, and the other ends of the streams.
 fn lending() -> (Machine, [UnixStream; 2]) {
     let (first, its) = UnixStream::pair().unwrap();
     let (second, theirs) = UnixStream::pair().unwrap();
@@ -27,7 +27,7 @@ fn lending() -> (Machine, [UnixStream; 2]) {
 fn who_has_the_files_is_told_where_a_queue_lies() {
     let (mut machine, [_its, mut theirs]) = lending();
     let (descriptors, available, used) = machine.queues[1].driver.addresses();
-    // Gives it back each time it is asked, and says that it has served it a little further than the last time.
+    // Returns the queue each time it is requested, with a position one further than the last time.
     let other = thread::spawn(move || {
         let mut all = Vec::new();
         for next in 5u32.. {
@@ -41,7 +41,7 @@ fn who_has_the_files_is_told_where_a_queue_lies() {
     });
     assert_eq!(machine.front.get_vring_base(1).unwrap(), 5);
     let queue = machine.queues.remove(1);
-    // It goes on with the old interrupt, and again with each new one.
+    // The queue continues with the old interrupt, and again with each new one.
     machine.start(1, &queue, 5);
     machine.front.set_vring_call(1, &queue.call).unwrap();
     assert_eq!(machine.front.get_vring_base(1).unwrap(), 8);
@@ -64,10 +64,10 @@ fn who_does_not_give_a_queue_back_is_asked_no_more() {
         machine.memory.write_obj(7u64, GuestAddress(at + 8)).unwrap();
         machine.queues[1].driver.submit(&[(at, 40, false), (at + 2048, 100, true)]);
         if nonsense {
-            // Served by this process from now on.
+            // This process serves the queue from now on.
             theirs.write_all(b"a word without a question").unwrap();
         } else {
-            // After some seconds.
+            // The request fails after some seconds.
             assert_eq!(machine.front.get_vring_base(1).unwrap(), 0);
             let queue = machine.queues.remove(1);
             machine.start(1, &queue, 0);

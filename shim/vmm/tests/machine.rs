@@ -1,5 +1,5 @@
-//! Owns: whole machines, booted with a real kernel. Skipped where KVM does not run guest kernels on the processor, or
-//! where there is no kernel, or neither a C compiler nor what one has left in the cache.
+//! Boots whole VMs with a real kernel. The tests are skipped if KVM does not run guest kernels on the CPU, if no kernel is
+//! found, or if the initramfs is neither in the cache nor can be built for lack of a C compiler.
 
 use nacelle_base::{Classify, Kind};
 use nacelle_vmm::balloon::Balloon;
@@ -16,24 +16,24 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a test waits for anything.
+/// The timeout of every wait in a test.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The tests look for traces of their own machines, so they run one after the other.
+/// The tests check for leaks of their own VMs, so they run one after the other.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a machine needs that is the same for all of them.
+/// The files that all VMs use.
 struct Pieces {
     kernel: PathBuf,
     initrd: PathBuf,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// `None`, and says why, where machines cannot run.
+/// Returns the files, or prints a reason and returns `None` if VMs cannot run here.
 fn pieces() -> Option<Pieces> {
     static FOUND: OnceLock<Result<(PathBuf, PathBuf), String>> = OnceLock::new();
     let alone = alone();
@@ -46,7 +46,7 @@ fn pieces() -> Option<Pieces> {
     }
 }
 
-/// Kernel and initial file system, if KVM runs guests here.
+/// Returns kernel and initramfs, if KVM runs guests here.
 fn find() -> Result<(PathBuf, PathBuf), String> {
     let cache = cache()?;
     let kernel = kernel(&cache)?;
@@ -70,7 +70,7 @@ fn cache() -> Result<PathBuf, String> {
     }
 }
 
-/// NACELLE_KERNEL, or the newest that `guest/build kernel` has left in the cache.
+/// Returns the kernel of NACELLE_KERNEL, or the newest that `guest/build kernel` has left in the cache.
 fn kernel(cache: &Path) -> Result<PathBuf, String> {
     if let Some(path) = std::env::var_os("NACELLE_KERNEL") {
         return Ok(path.into());
@@ -82,13 +82,13 @@ fn kernel(cache: &Path) -> Result<PathBuf, String> {
     newest.ok_or_else(|| "no kernel: guest/build kernel makes one".to_owned())
 }
 
-/// A node without a compiler finds it made.
+/// Builds the initramfs, so that a node without a compiler finds it in the cache.
 #[test]
 fn the_suites_guest_is_made() {
     initrd(&cache().unwrap()).unwrap();
 }
 
-/// An initramfs with `machine_guest/init.c` as its init, made once.
+/// Returns an initramfs with `machine_guest/init.c` as its init, built once.
 fn initrd(cache: &Path) -> Result<PathBuf, String> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let source = include_bytes!("machine_guest/init.c");
@@ -118,7 +118,7 @@ fn initrd(cache: &Path) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// What a guest has written to its console so far.
+/// The guest's console output so far.
 #[derive(Clone, Default)]
 struct Console(Arc<(Mutex<Vec<u8>>, Condvar)>);
 
@@ -135,7 +135,7 @@ impl Console {
         String::from_utf8_lossy(&self.0.0.lock().unwrap()).into_owned()
     }
 
-    /// Waits until the console has said `text`, beyond its first `from` bytes.
+    /// Waits until the console output contains `text` behind its first `from` bytes.
     fn expect(&self, text: &str, from: usize) {
         let give_up = Instant::now() + LIMIT;
         let mut said = self.0.0.lock().unwrap();
@@ -166,7 +166,7 @@ fn boot(config: Config) -> (Machine, Console) {
     (builder.start().unwrap(), console)
 }
 
-/// Boots, and waits for the guest's init.
+/// Boots a VM and waits for the guest's init.
 fn up(config: Config) -> (Machine, Console) {
     let (machine, console) = boot(config);
     console.expect("up after", 0);
@@ -177,8 +177,7 @@ fn end_of(machine: &Machine, console: &Console) -> Exit {
     machine.wait(LIMIT).unwrap_or_else(|| panic!("the machine does not end:\n{}", console.text()))
 }
 
-/// Waits until this process has no thread with the name of a processor and no descriptor of KVM. A thread that was
-/// joined may still be seen for a moment.
+/// Waits until this process has no vCPU thread and no KVM descriptor. A joined thread may remain visible for a moment.
 fn nothing_is_left() {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -224,7 +223,7 @@ fn every_processor_comes_up() {
 #[test]
 fn each_end_is_told_apart() {
     let Some(pieces) = pieces() else { return };
-    // A panic asks for a reset; the console says why.
+    // A panic requests a reset; the console shows the reason.
     let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &["do=panic", "panic=-1"]) });
     assert_eq!(end_of(&machine, &console), Exit::Reset);
     assert!(console.text().contains("Kernel panic"), "{}", console.text());
@@ -235,7 +234,7 @@ fn each_end_is_told_apart() {
     assert!(matches!(&exit, Exit::TripleFault { what } if what.starts_with("vCPU ")), "{exit}");
     drop(machine);
 
-    // A machine that halts for ever, and one whose processors never leave user mode.
+    // A guest that is halted for ever, and one whose vCPUs never leave user mode.
     for (word, sign) in [("do=halt", "up after"), ("do=spin", "spinning")] {
         let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &[word]) });
         console.expect(sign, 0);
@@ -279,7 +278,7 @@ fn devices_work_behind_their_windows() {
         let console = Console::default();
         let mut builder = Builder::new(Config { vcpus: 2, backing, ..config(&pieces, &["do=disk"]) }).unwrap();
         builder.serial(console.sink()).unwrap();
-        // So that the disk has the last window and interrupt.
+        // Takes the other windows, so that the disk gets the last window and interrupt.
         for _ in 1..MAX_DEVICES {
             builder.attach(Rng::new().device()).unwrap();
         }
@@ -331,7 +330,7 @@ fn a_kernel_speaks_over_hvc0_and_gives_memory_back() {
 #[test]
 fn memory_may_be_large_and_lie_anywhere() {
     let Some(pieces) = pieces() else { return };
-    // What is in reserve, the kernel is not told.
+    // The kernel's memory map does not contain the reserve.
     for (memory_mib, reserve_mib, backing) in [
         (64, 0, Backing::Private),
         (131, 1024, Backing::Shared),
@@ -351,14 +350,14 @@ fn a_kernel_with_only_a_pvh_entry_boots() {
     let Some(pieces) = pieces() else { return };
     let copy = tempfile::NamedTempFile::new().unwrap();
     std::fs::copy(&pieces.kernel, copy.path()).unwrap();
-    // e_entry of the ELF header.
+    // The field e_entry of the ELF header.
     copy.as_file().write_all_at(&[0; 8], 24).unwrap();
     let (machine, console) = boot(Config { kernel: copy.path().to_owned(), vcpus: 2, ..config(&pieces, &["do=tour"]) });
     assert_eq!(end_of(&machine, &console), Exit::Reset);
     assert!(console.text().contains("toured 2 CPUs"), "{}", console.text());
 }
 
-/// NACELLE_BZIMAGE, or the kernel of the test node (`ci/node setup` leaves it in the cache).
+/// Returns the kernel of NACELLE_BZIMAGE, or the kernel of the test node (`ci/node setup` leaves it in the cache).
 fn bzimage() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("NACELLE_BZIMAGE") {
         return Some(path.into());
@@ -378,7 +377,7 @@ fn a_compressed_kernel_unpacks_itself_and_boots() {
         eprintln!("skipped: no bzImage: neither NACELLE_BZIMAGE nor a test node's kernel in the cache");
         return;
     };
-    // A distribution's: it may ignore the table of processors.
+    // A distribution's kernel may ignore the table of CPUs.
     let config = config(&pieces, &["do=memory"]);
     let (machine, console) = boot(Config { kernel, memory_mib: 512, ..config });
     assert_eq!(end_of(&machine, &console), Exit::Reset, "{}", console.text());
@@ -398,7 +397,7 @@ fn a_saved_machine_goes_on_where_it_stood() {
         snapshot::save(&machine, &place).unwrap();
         drop(machine);
         let (last, at) = last_count(&console.text());
-        // Twice: what one does, the other does not see.
+        // Twice: the two VMs do not see each other's changes.
         for _ in 0..2 {
             let saved = snapshot::open(&place).unwrap();
             let console = Console::default();
@@ -426,7 +425,7 @@ fn restored_machines_draw_random_numbers_of_their_own() {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path().join("saved");
     snapshot::save(&machine, &place).unwrap();
-    // The one that was saved goes on as it is; two others begin where it stood.
+    // The saved VM continues; two others start from the saved state.
     let said = console.length();
     machine.resume().unwrap();
     let mut drawn = vec![draws(&console, said)];
@@ -447,7 +446,7 @@ fn restored_machines_draw_random_numbers_of_their_own() {
     assert_eq!(all.len(), count, "drawn twice: {drawn:?}");
 }
 
-/// The first numbers that a drawing guest draws, behind the first `from` bytes and the line that it stood in.
+/// Returns the first numbers that a drawing guest prints, behind the first `from` bytes and the line that they end in.
 fn draws(console: &Console, from: usize) -> Vec<String> {
     let give_up = Instant::now() + LIMIT;
     loop {
@@ -462,7 +461,7 @@ fn draws(console: &Console, from: usize) -> Vec<String> {
     }
 }
 
-/// The last whole line of a counting guest: its number and its clock in milliseconds.
+/// Returns the last complete line of a counting guest: its number and its clock in milliseconds.
 fn last_count(text: &str) -> (u64, u64) {
     let line = text.lines().rev().skip(1).find(|line| line.starts_with("count ")).unwrap();
     let words: Vec<_> = line.split(' ').collect();

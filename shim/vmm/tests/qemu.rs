@@ -1,5 +1,5 @@
-//! Owns: all devices together under a real QEMU with a real guest kernel, in emulation. Skipped where QEMU, a
-//! kernel or a C compiler is missing.
+//! Tests all devices together under a real QEMU with a real guest kernel, in emulation. Skipped if QEMU, a kernel or a C
+//! compiler is missing.
 
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_vmm::block::Slot;
@@ -15,12 +15,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long the test waits for anything: a guest in emulation on a busy machine is slow.
+/// The timeout of every wait: an emulated guest on a busy node is slow.
 const LIMIT: Duration = Duration::from_secs(180);
 
 const MIB: usize = 1 << 20;
 
-/// Where a kernel is: NACELLE_KERNEL, or the newest that `guest/build kernel` has left in the cache.
+/// Returns the kernel of NACELLE_KERNEL, or the newest that `guest/build kernel` has left in the cache.
 fn kernel() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("NACELLE_KERNEL") {
         return Some(path.into());
@@ -40,7 +40,7 @@ fn has(program: &str) -> bool {
     tried.is_ok_and(|status| status.success())
 }
 
-/// An archive (cpio, newc) with `/init`, and with /dev/console for its messages.
+/// Returns an archive (cpio, newc) with `/init`, and with /dev/console for its output.
 fn initramfs(init: &[u8]) -> Vec<u8> {
     let mut archive = Vec::new();
     let mut add = |name: &str, mode: u32, device: (u32, u32), body: &[u8]| {
@@ -64,7 +64,7 @@ fn sum(bytes: &[u8]) -> String {
     format!("{:016x}", bytes.iter().fold(0xcbf2_9ce4_8422_2325, step))
 }
 
-/// A QEMU that ends with the test.
+/// A QEMU process that ends with the test.
 struct Qemu {
     child: Child,
     console: PathBuf,
@@ -95,7 +95,7 @@ impl Qemu {
         Qemu { child, console }
     }
 
-    /// The first connection that its guest makes.
+    /// Accepts the first connection of the guest.
     fn first(&mut self, listener: &Listener) -> UnixStream {
         let start = Instant::now();
         loop {
@@ -120,7 +120,7 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // Fails if QEMU has already exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
@@ -131,7 +131,7 @@ impl Drop for Qemu {
     }
 }
 
-/// Says that something is over, also when the test fails.
+/// Sets a flag when dropped, also when the test fails.
 struct OnDrop<'f>(&'f AtomicBool);
 
 impl Drop for OnDrop<'_> {
@@ -140,7 +140,7 @@ impl Drop for OnDrop<'_> {
     }
 }
 
-/// The guest's init.
+/// The connection to the guest's init.
 struct Init(BufReader<UnixStream>);
 
 impl Init {
@@ -152,7 +152,7 @@ impl Init {
         answer.trim_end().to_owned()
     }
 
-    /// Waits until the guest knows the new size of a disk.
+    /// Waits until the guest has the new size of a disk.
     fn wait_size(&mut self, serial: &str, bytes: usize) {
         let (start, sectors) = (Instant::now(), (bytes / 512).to_string());
         loop {
@@ -213,7 +213,7 @@ fn a_real_guest_uses_every_device() {
     let content: Vec<u8> = (0..3 * MIB).map(|at| (at * 7 + at / 509) as u8).collect();
     let blob = dir.path().join("blob");
     std::fs::write(&blob, &content).unwrap();
-    // One disk grows all the time while QEMU starts and the guest boots: it ends with the size it has.
+    // One disk grows continuously while QEMU starts and the guest boots. The guest must end up with its final size.
     let (up, growing) = (AtomicBool::new(false), Extent { path: blob.clone(), offset: 0, length: 512 });
     let (stream, grown) = std::thread::scope(|scope| {
         let grower = scope.spawn(|| {
@@ -235,7 +235,7 @@ fn a_real_guest_uses_every_device() {
     guest.wait_size("early", grown);
     assert_eq!(guest.ask(&format!("sum early {} 512", grown - MIB)), sum(&content[..512]));
 
-    // A disk that begins as nothing and grows.
+    // A disk that is empty at first and grows.
     assert_eq!(guest.ask("size images"), "0");
     let half = |offset: usize| Extent { path: blob.clone(), offset: offset as u64, length: 3 * MIB as u64 / 2 };
     images.place(MIB as u64, &ImageDisk { extents: vec![half(3 * MIB / 2), half(0)] }).unwrap();
@@ -250,7 +250,7 @@ fn a_real_guest_uses_every_device() {
     guest.wait_size("images", 10 * MIB);
     assert_eq!(guest.ask(&format!("sum images {} 512", 8 * MIB)), sum(&content[..512]));
 
-    // A disk to write to.
+    // A writable disk.
     assert_eq!(guest.ask("size scratch"), (8 * MIB / 512).to_string());
     assert_eq!(guest.ask(&format!("fill scratch {MIB} {} 77", 4 * MIB)), "filled");
     let file = std::fs::File::open(&scratch_path).unwrap();
@@ -270,7 +270,7 @@ fn a_real_guest_uses_every_device() {
     let (one, two) = (guest.ask("random"), guest.ask("random"));
     assert!(one.len() == 32 && two.len() == 32 && one != two, "{one} {two}");
 
-    // Connections into the guest: 2 MiB through an echo and back, with each end of data passed on.
+    // Connections into the guest: 2 MiB through an echo and back, with both ends of data passed on.
     let mut echo = vsock.connect(5000, LIMIT).unwrap();
     echo.set_read_timeout(Some(LIMIT)).unwrap();
     let mut writer = echo.try_clone().unwrap();
@@ -293,7 +293,7 @@ fn a_real_guest_uses_every_device() {
         assert_eq!(&pong, b"ping");
     }
 
-    // The end: init restarts the machine when its commands end, and QEMU exits.
+    // The end: init reboots when its commands end, and QEMU exits.
     guest.0.get_mut().shutdown(Shutdown::Write).unwrap();
     qemu.wait();
     let mut rest = String::new();

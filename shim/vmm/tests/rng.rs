@@ -1,4 +1,4 @@
-//! Owns: the entropy device behind its vhost-user server.
+//! Tests the entropy device behind its vhost-user server.
 
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod guest;
@@ -26,7 +26,7 @@ fn a_guest_gets_entropy_and_not_too_much_at_once() {
     assert_eq!((one.len(), two.len()), (64, 64));
     assert_ne!(one, two);
     assert_eq!(ask(64 << 10).len(), MAX_BYTES);
-    // A request without room, or for the device to read, is given back.
+    // A request without writable buffers is returned.
     machine.queues[0].driver.submit(&[(at, 64, false)]);
     machine.queues[0].kick();
     assert_eq!(machine.queues[0].wait_used().1, 0);

@@ -1,5 +1,5 @@
-//! Owns: a machine that is saved and restored, with a guest of a few instructions instead of a kernel, so that it runs
-//! on any KVM: also on one that interprets kernel mode.
+//! Saves and restores a VM whose guest consists of a few instructions instead of a kernel, so that the test runs on any KVM,
+//! even one that interprets kernel mode.
 
 use nacelle_base::{Classify, Kind};
 use nacelle_vmm::DeviceKind;
@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Longer than anything takes on a slow and busy machine.
+/// A timeout longer than anything takes on a slow and busy node.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Where the guest counts, in memory that is zero at first.
+/// The address of the guest's counter, in memory that is zero at first.
 const COUNTER: u32 = 0x20_0000;
 
-/// Counts in a register and in memory, and sends both counts to the serial port, again and again. It has no interrupt
-/// table and is open for interrupts: one would be its end.
+/// Returns the guest's code. It counts in a register and in memory, and sends both counters to the serial port in a loop. It
+/// has no interrupt table but enables interrupts, so any interrupt would end it.
 fn code() -> Vec<u8> {
     let [a, b, c, d] = COUNTER.to_le_bytes();
     let code: [&[u8]; 9] = [
@@ -35,12 +35,12 @@ fn code() -> Vec<u8> {
     code.concat()
 }
 
-/// What the guest has sent after `from` bytes, and sends next.
+/// Returns the bytes that the guest sends after its first `from` bytes.
 fn expected(from: usize, length: usize) -> Vec<u8> {
     (from..from + length).map(|at| (at / 2) as u8).collect()
 }
 
-/// An ELF image with one segment.
+/// Writes an ELF image with one segment and returns its path.
 fn kernel(folder: &Path) -> PathBuf {
     const AT: u64 = 0x10_0000;
     let code = code();
@@ -51,7 +51,7 @@ fn kernel(folder: &Path) -> PathBuf {
     for half in [64_u16, 56, 1, 64, 0, 0] {
         elf.extend(half.to_le_bytes());
     }
-    elf.extend([1, 0, 0, 0, 5, 0, 0, 0]); // PT_LOAD, to be read and executed
+    elf.extend([1, 0, 0, 0, 5, 0, 0, 0]); // PT_LOAD, readable and executable
     for word in [0x1000, AT, AT, code.len() as u64, code.len() as u64, 0x1000] {
         elf.extend(word.to_le_bytes());
     }
@@ -62,12 +62,12 @@ fn kernel(folder: &Path) -> PathBuf {
     path
 }
 
-/// What a guest has sent to its serial port.
+/// The guest's output on its serial port so far.
 #[derive(Clone, Default)]
 struct Output(Arc<Mutex<Vec<u8>>>);
 
 impl Output {
-    /// The machine's serial port.
+    /// Attaches the output to the VM's serial port.
     fn listen(&self, builder: &mut Builder) {
         let output = self.0.clone();
         builder.serial(Box::new(move |bytes| output.lock().unwrap().extend(bytes))).unwrap();
@@ -77,7 +77,7 @@ impl Output {
         self.0.lock().unwrap().clone()
     }
 
-    /// Waits until there are more than so many bytes.
+    /// Waits until the guest has sent more than `more` bytes in total.
     fn wait(&self, machine: &Machine, more: usize) {
         let deadline = Instant::now() + LIMIT;
         while self.get().len() <= more {
@@ -88,7 +88,7 @@ impl Output {
     }
 }
 
-/// The guest on a machine with a device; `None` where there is no KVM, after saying so.
+/// Starts the guest on a VM with a device. Prints a reason and returns `None` if there is no KVM.
 fn start(folder: &Path, vcpus: u8) -> Option<(Machine, Output)> {
     let mut builder = match Builder::new(Config { vcpus, memory_mib: 16, kernel: kernel(folder), ..Config::default() })
     {
@@ -106,7 +106,7 @@ fn start(folder: &Path, vcpus: u8) -> Option<(Machine, Output)> {
     Some((machine, output))
 }
 
-/// A machine from the snapshot, which stands still.
+/// Restores a VM from the snapshot, paused.
 fn restore(dir: &Path) -> (Machine, Output) {
     let saved = snapshot::open(dir).unwrap();
     let mut builder = saved.builder().unwrap();
@@ -132,7 +132,7 @@ fn a_saved_machine_goes_on_in_each_restored_one() {
         let saved = snapshot::open(&dir).unwrap();
         assert_eq!((saved.vcpus(), saved.memory_mib()), (usize::from(vcpus), 16));
         assert_eq!(saved.devices().collect::<Vec<_>>(), [DeviceKind::Rng]);
-        // The one that was saved goes on, and so do two that were restored, all at once.
+        // The saved VM and two restored ones continue, all at once.
         let [(one, first), (two, second)] = [restore(&dir), restore(&dir)];
         assert!(first.get().is_empty(), "it stands still");
         for machine in [&machine, &one, &two] {
@@ -145,7 +145,7 @@ fn a_saved_machine_goes_on_in_each_restored_one() {
             assert_eq!(output.get()[..1000], expected(before, 1000));
         }
 
-        // A restored machine is saved again: what it never touched comes from the first snapshot.
+        // A restored VM is saved again: its untouched pages come from the first snapshot.
         one.pause().unwrap();
         let again = folder.path().join(format!("again-{vcpus}"));
         snapshot::save(&one, &again).unwrap();

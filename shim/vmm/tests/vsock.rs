@@ -1,4 +1,4 @@
-//! Owns: the vsock device behind its vhost-user server, against a guest made by hand.
+//! Tests the vsock device behind its vhost-user server, with a simulated guest.
 
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod guest;
@@ -26,10 +26,10 @@ const RW: u16 = 5;
 const CREDIT_UPDATE: u16 = 6;
 const CREDIT_REQUEST: u16 = 7;
 
-/// The guest's window in these tests.
+/// The guest's receive window in these tests.
 const GUEST_WINDOW: u32 = 64 << 10;
 
-/// A packet, as far as the tests look at it.
+/// The fields of a packet that the tests check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Packet {
     src_cid: u64,
@@ -44,7 +44,7 @@ struct Packet {
     payload: Vec<u8>,
 }
 
-/// A packet of the guest on the connection `host`, `guest`.
+/// Returns a packet of the guest on the connection `host`, `guest`.
 fn packet(host: u32, guest: u32, op: u16) -> Packet {
     Packet {
         src_cid: CID.into(),
@@ -78,12 +78,12 @@ impl Guest {
         guest
     }
 
-    /// Gives the device a buffer, in two pieces: header with a little data, and data.
+    /// Provides a buffer to the device, in two pieces: header with a little data, and data.
     fn post(&mut self, at: u64) {
         self.machine.queues[RX].driver.submit(&[(at, 64, true), (at + 64, 4096 - 64, true)]);
     }
 
-    /// Sends a packet, with `length` in its header whatever its payload is.
+    /// Sends a packet, with `length` in its header regardless of its payload.
     fn send_as(&mut self, packet: &Packet, length: u32) {
         let mut bytes = Vec::new();
         bytes.extend(packet.src_cid.to_le_bytes());
@@ -98,7 +98,7 @@ impl Guest {
         bytes.extend(packet.fwd_cnt.to_le_bytes());
         bytes.extend(&packet.payload);
         self.machine.memory.write_slice(&bytes, GuestAddress(self.tx_at)).unwrap();
-        // In three pieces, cut in the midst of header and payload.
+        // Three pieces, split within header and payload.
         let whole = bytes.len() as u32;
         let (one, two) = (20, (whole - 20) / 2);
         let at = self.tx_at;
@@ -122,7 +122,7 @@ impl Guest {
         self.unpack(head, length)
     }
 
-    /// A packet, if there is one already.
+    /// Returns the next packet, if there is one.
     fn try_receive(&mut self) -> Option<Packet> {
         let (head, length) = self.machine.queues[RX].driver.take_used()?;
         Some(self.unpack(head, length))
@@ -153,7 +153,7 @@ impl Guest {
         }
     }
 
-    /// The next packet that is no talk about credit.
+    /// Returns the next packet that is not about credit.
     fn receive_news(&mut self) -> Packet {
         loop {
             let packet = self.receive();
@@ -179,7 +179,7 @@ impl Guest {
     }
 }
 
-/// A device, its guest, and a connection that the host has made to port 5000.
+/// Returns a device, its guest, and a connection that the host has made to port 5000.
 fn connected() -> (Vsock, Guest, UnixStream, u32) {
     let vsock = Vsock::new(CID).unwrap();
     let mut guest = Guest::new(&vsock);
@@ -210,7 +210,7 @@ fn ten_mebibytes_go_both_ways() {
         stream.read_to_end(&mut bytes).unwrap();
         assert!(bytes == pattern(BYTES, 1), "what came back is what was sent");
     });
-    // The guest echoes, with as much in flight as the host allows.
+    // The guest echoes, with as much data in flight as the host's credit allows.
     let mut echo = VecDeque::new();
     let (mut sent, mut allowed, mut ended) = (0u32, 0u32, false);
     let start = Instant::now();
@@ -285,7 +285,7 @@ fn a_host_that_does_not_read_holds_the_guest_back() {
     let (_vsock, mut guest, mut stream, host) = connected();
     let data = pattern(8 << 20, 3);
     let mut sent = 0;
-    // Send until the host gives no more credit: its socket's buffer and the window are full.
+    // Sends until the host gives no more credit: its socket's buffer and the window are full.
     let mut ask = packet(host, 5000, CREDIT_REQUEST);
     let mut allowed = WINDOW;
     loop {
@@ -307,7 +307,7 @@ fn a_host_that_does_not_read_holds_the_guest_back() {
         sent += count;
         assert!(sent < 4 << 20, "the host takes everything");
     }
-    // Once the host reads, there is credit again.
+    // When the host reads, it gives credit again.
     let mut got = vec![0; sent];
     stream.read_exact(&mut got).unwrap();
     assert!(got == data[..sent]);
@@ -317,7 +317,7 @@ fn a_host_that_does_not_read_holds_the_guest_back() {
         let told = guest.receive();
         told.op == CREDIT_UPDATE && told.fwd_cnt == sent as u32
     });
-    // A guest that takes more than it is given loses the connection, and nothing but that.
+    // A guest that exceeds its credit loses only this connection.
     let mut more = packet(host, 5000, RW);
     more.payload = vec![1; 60000];
     let start = Instant::now();
@@ -343,7 +343,7 @@ fn each_direction_ends_on_its_own() {
     assert_eq!((response.op, response.host, response.guest, response.buf_alloc), (RESPONSE, 1024, 700, WINDOW));
     let mut stream = listener.accept(LIMIT).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
-    // The guest says something and ends; the host still answers.
+    // The guest sends data and shuts down; the host still answers.
     let mut hello = packet(1024, 700, RW);
     hello.payload = b"hello".to_vec();
     guest.send(&hello);
@@ -360,7 +360,7 @@ fn each_direction_ends_on_its_own() {
     let over = guest.receive_news();
     assert_eq!((over.op, over.flags), (SHUTDOWN, 3));
 
-    // The host ends; the guest still sends, then resets: the host sees the end.
+    // The host shuts down; the guest still sends, then resets: the host reads the end.
     let (_other, mut guest, mut stream, host) = connected();
     stream.shutdown(Shutdown::Write).unwrap();
     let over = guest.receive_news();
@@ -373,7 +373,7 @@ fn each_direction_ends_on_its_own() {
     stream.read_to_string(&mut got).unwrap();
     assert_eq!(got, "last words");
 
-    // The guest closes before it has taken everything: the host sees the end, no failure.
+    // The guest closes before it has received everything: the host reads the end, without an error.
     let (_other, mut guest, mut stream, host) = connected();
     let mut full = packet(host, 5000, CREDIT_UPDATE);
     full.buf_alloc = 0;
@@ -389,7 +389,7 @@ fn each_direction_ends_on_its_own() {
     stream.read_to_string(&mut got).unwrap();
     assert_eq!(got, "last words");
 
-    // The guest receives no more: the host cannot write.
+    // The guest shuts down receiving: the host cannot write.
     let (_other, mut guest, mut stream, host) = connected();
     let mut deaf = packet(host, 5000, SHUTDOWN);
     deaf.flags = 1;
@@ -401,7 +401,7 @@ fn each_direction_ends_on_its_own() {
 #[test]
 fn refusals_and_silence_are_told_apart() {
     let vsock = Vsock::new(CID).unwrap();
-    // Nobody answers before the guest is there.
+    // Without a guest, no answer arrives.
     let silent = vsock.connect(1, Duration::from_millis(10));
     assert!(matches!(silent, Err(VsockError::Timeout { port: 1, .. })));
     let mut guest = Guest::new(&vsock);
@@ -411,7 +411,7 @@ fn refusals_and_silence_are_told_apart() {
     assert_eq!((asked.op, asked.guest), (REQUEST, 9), "the one that was given up is not asked for");
     guest.send(&packet(asked.host, 9, RST));
     assert!(matches!(thread.join().unwrap(), Err(VsockError::Refused { port: 9 })));
-    // An answer that comes too late is refused. (On a slow machine a caller may give up before it was asked.)
+    // A late answer is rejected. (On a slow node a caller may time out before its request was sent.)
     let mut asked = None;
     eventually("a request", || {
         assert!(matches!(vsock.connect(9, Duration::from_millis(50)), Err(VsockError::Timeout { .. })));
@@ -450,7 +450,7 @@ fn what_belongs_to_nothing_is_reset() {
     guest.send(&sequenced);
     let reset = guest.receive();
     assert_eq!((reset.op, reset.kind), (RST, 2), "no sequenced packets");
-    // Dropped in silence: resets, other people's packets, less than a header.
+    // Dropped silently: resets, packets of other destinations, less than a header.
     guest.send(&packet(1024, 3, RST));
     for (src, dst) in [(8, 2), (CID.into(), 1), (0, 0), (u64::MAX, 2)] {
         let mut foreign = packet(1024, 3, REQUEST);
@@ -461,22 +461,22 @@ fn what_belongs_to_nothing_is_reset() {
     guest.machine.queues[TX].driver.submit(&[(at, 43, false)]);
     guest.machine.queues[TX].kick();
     guest.machine.queues[TX].wait_used();
-    // A length that is not there, or too large.
+    // A length larger than the payload, or too large.
     let mut short = packet(1024, 4, RW);
     short.payload = vec![1; 100];
     for length in [101, 70000, u32::MAX] {
         guest.send_as(&short, length);
         assert_eq!(guest.receive().op, RST, "{length}");
     }
-    // And a buffer without room for a header comes back empty.
+    // A buffer that is too small for a header is returned empty.
     assert_eq!(guest.connect(1024, 5).op, RESPONSE);
-    // A second request for a connection that is there ends it.
+    // A second request for an existing connection ends it.
     assert_eq!(guest.connect(1024, 5).op, RST);
 }
 
 #[test]
 fn connections_are_many_but_bounded() {
-    // Two descriptors a connection: more than the usual soft limit of 1024.
+    // Two descriptors per connection: more than the usual soft limit of 1024.
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     let vsock = Vsock::new(CID).unwrap();
@@ -489,7 +489,7 @@ fn connections_are_many_but_bounded() {
     }
     assert_eq!(guest.connect(1024, 100_000).op, RST, "one too many");
     assert!(matches!(vsock.connect(1, LIMIT), Err(VsockError::TooMany { limit: MAX_CONNECTIONS })));
-    // Each is itself.
+    // Each stream has its own data.
     for (from, stream) in streams.iter_mut().enumerate() {
         stream.write_all(&(from as u32).to_le_bytes()).unwrap();
     }
@@ -504,7 +504,7 @@ fn connections_are_many_but_bounded() {
         let over = guest.receive_news();
         assert_eq!((over.op, over.flags), (SHUTDOWN, 3));
     }
-    // Those that nobody accepts are bounded too.
+    // The number of connections that are not accepted is bounded too.
     for from in 0..BACKLOG as u32 {
         assert_eq!(guest.connect(1024, 200_000 + from).op, RESPONSE);
     }
@@ -516,7 +516,7 @@ fn a_guest_that_takes_no_answers_stalls_itself_only() {
     let vsock = Vsock::new(CID).unwrap();
     let mut machine = Machine::new(vsock.device(), 2);
     let at = machine.allocate(4096);
-    // Packets for nothing, and no buffer for the refusals: at some point no more is taken from it.
+    // Packets without a connection, and no buffer for the resets: at some point the device takes no more.
     let mut bytes = vec![0; 44];
     bytes[0] = CID as u8;
     bytes[8] = 2;
@@ -536,7 +536,7 @@ fn a_guest_that_takes_no_answers_stalls_itself_only() {
     }
     // The host's side still works.
     assert!(vsock.listen(5).is_ok());
-    // With buffers, it goes on.
+    // The device continues when it gets buffers.
     let room = machine.allocate(4096);
     for _ in 0..20 {
         for _ in 0..64 {
@@ -568,10 +568,10 @@ fn a_pause_keeps_connections_and_a_new_front_end_does_not() {
     guest.machine.queues = queues;
     let came = guest.receive_news();
     assert_eq!((came.op, came.host, &came.payload[..]), (RW, host, &b"during the pause"[..]));
-    // The machine is gone: the host's end says so.
+    // The front end has disconnected, so the host's end is closed.
     guest.machine.hang_up();
     assert_eq!(stream.read(&mut [0; 8]).unwrap(), 0);
-    // A connection that was asked for meanwhile is asked for once the next machine is there.
+    // A connection requested meanwhile is requested from the next guest.
     let caller = vsock.clone();
     let thread = std::thread::spawn(move || caller.connect(5001, LIMIT).unwrap());
     let (front, channel) = guest::connect(&guest.machine.socket);
@@ -605,7 +605,7 @@ fn the_event_queue_tells_of_a_reset() {
     vsock.reset_transport().unwrap();
     assert_eq!(machine.queues[2].wait_used().1, 4);
     assert_eq!(machine.memory.read_obj::<u32>(GuestAddress(at)).unwrap(), 0);
-    // Nobody goes on waiting for an answer.
+    // No caller keeps waiting for an answer.
     let caller = vsock.clone();
     let thread = std::thread::spawn(move || caller.connect(9, 2 * LIMIT));
     eventually("the caller to be told", || {

@@ -1,7 +1,7 @@
-//! The init of the measuring guest: it prints a mark, says hello over vsock, and runs the loops that it is sent.
+//! Runs as the init of the measuring guest: it prints a mark, sends hello over vsock, and runs the loops that it is asked for.
 //!
-//! Without vsock (the peers of a boot have none) it prints the mark and waits. Each connection is served by a thread of its own; each line
-//! is a command, and each answer is a line: `ok` and numbers, or `error` and a text.
+//! Without vsock (the peers of a boot have none) it prints the mark and waits. Each connection is served by a thread of its own;
+//! each line is a command, and each answer is a line: `ok` and numbers, or `error` and a text.
 
 use nacelle_hardware::{COMMANDS, MARK, RECEIVE_PORT, disk, link, loops, tcp};
 use nix::mount::{MsFlags, mount};
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn main() {
     println!("{MARK}");
     for (name, path) in [("devtmpfs", "/dev"), ("sysfs", "/sys"), ("proc", "/proc")] {
-        // The initramfs may have mounted it, and a loop that lacks it says so.
+        // The initramfs may have mounted it, and a loop that needs it reports if it is missing.
         let _ = mount(Some(name), path, Some(name), MsFlags::empty(), None::<&str>);
     }
     let listener = VsockListener::bind_with_cid_port(VMADDR_CID_ANY, COMMANDS);
@@ -31,7 +31,7 @@ fn main() {
             std::thread::spawn(move || serve(stream));
         }
     }
-    // The end of the first process would be a panic of the kernel.
+    // An exit of the first process would panic the kernel.
     loop {
         std::thread::park();
     }

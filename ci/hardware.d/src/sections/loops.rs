@@ -1,4 +1,4 @@
-//! Memory-bound and fault-heavy loops in a guest on each backing of its memory, and on the host.
+//! Measures memory-bound and fault-heavy loops in a guest on each backing of its memory, and on the host.
 
 use super::World;
 use crate::memory::{mappings, of_guest};
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// What lies under guests, in pairs with and without huge pages.
+/// The backings of guest memory, in pairs with and without huge pages.
 const BACKINGS: [(Under, Pages); 9] = [
     (Under::Anonymous, Pages::Small),
     (Under::Anonymous, Pages::Transparent),
@@ -23,21 +23,21 @@ const BACKINGS: [(Under, Pages); 9] = [
     (Under::File, Pages::Transparent),
     (Under::File, Pages::Hugetlb),
 ];
-/// Memory of each guest.
+/// The memory of each guest in MiB.
 const GUEST_MIB: u32 = 256;
-/// Pages of 2 MiB that a guest needs at the most: a private file's pages are there twice when all are written.
+/// The maximum number of 2 MiB pages of a guest: a private file's pages exist twice after all were written.
 const POOL_PAGES: u64 = GUEST_MIB as u64;
-/// What is touched, and what the chase and the streams go through.
+/// The size of the memory that the touch loop uses, and that the chase and the streams use, in MiB.
 const TOUCH_MIB: usize = 128;
 const LOOP_MIB: usize = 64;
-// The guest's kernel has room beside them.
+// The guest's kernel has memory left in addition to them.
 const _: () = assert!(TOUCH_MIB + 64 <= GUEST_MIB as usize);
 const _: () = assert!(LOOP_MIB + 64 <= GUEST_MIB as usize);
-/// What the kernel says of a mapping's pages (proc_pid_smaps(5)).
+/// The smaps fields of a mapping's pages (proc_pid_smaps(5)).
 const FIELDS: [&str; 6] =
     ["Rss", "AnonHugePages", "ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb"];
 
-/// The figures of one guest, or of the host: name, unit, value.
+/// The figures of one guest, or of the host: name, unit.
 const FIGURES: [(&str, &str); 7] = [
     ("loops.start", "ms"),
     ("loops.touch_fresh", "ns a page"),
@@ -48,7 +48,7 @@ const FIGURES: [(&str, &str); 7] = [
     ("loops.chase_huge", "ns a load"),
 ];
 
-/// One backing: its samples, in the order of [`FIGURES`], and what was found of its pages.
+/// One backing: its samples, in the order of [`FIGURES`], and the state of its pages.
 struct Backing {
     under: Under,
     pages: Pages,
@@ -57,7 +57,7 @@ struct Backing {
     unusable: Option<String>,
 }
 
-/// Guests of all backings in rounds, so that what changes on the host changes all of them.
+/// Measures guests of all backings in rounds, so that changes of the host affect all of them.
 pub fn loops<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let mut settings = Vec::new();
     for setting in settings::allow_transparent() {
@@ -85,7 +85,7 @@ pub fn loops<W: Write>(world: &World, report: &mut Report<W>, until: Instant) ->
                 continue;
             }
             if let Err(error) = guest(world, backing) {
-                // The other backings say something all the same.
+                // The figures of the other backings are still valid.
                 failures.push(error.context(format!("{} in pages of {}", word(backing.under), word(backing.pages))));
                 backing.unusable = Some("it failed".to_owned());
             }
@@ -125,12 +125,12 @@ pub fn loops<W: Write>(world: &World, report: &mut Report<W>, until: Instant) ->
     }
 }
 
-/// The word for a backing or for pages, as in the figures.
+/// Returns the word for a backing or for pages in the figures.
 fn word(value: impl serde::Serialize) -> String {
     json!(value).as_str().unwrap_or_default().to_owned()
 }
 
-/// One guest of a backing.
+/// Measures one guest of a backing.
 fn guest(world: &World, backing: &mut Backing) -> anyhow::Result<()> {
     let Backing { under, pages, .. } = *backing;
     let machine = world.machine(&format!("loops-{under:?}-{pages:?}"))?;
@@ -139,7 +139,7 @@ fn guest(world: &World, backing: &mut Backing) -> anyhow::Result<()> {
     let (touch_mib, loop_mib) = sizes(world);
     let mut values = vec![ms(machine.started, machine.times.hello)];
     let mut ask = |command: String| machine.ask(&command, world.step());
-    // The guest's own pages are small first, so that what differs is what lies under them.
+    // The guest's own pages are small first, so that only the backing differs.
     ask("pages never".to_owned())?;
     for _ in 0..2 {
         values.extend(ask(format!("touch {touch_mib}"))?);
@@ -168,7 +168,7 @@ fn sizes(world: &World) -> (usize, usize) {
     if world.quick { (32, 16) } else { (TOUCH_MIB, LOOP_MIB) }
 }
 
-/// The same loops in this process: those of [`FIGURES`] from the second to the last but one.
+/// Runs the same loops in this process: those of [`FIGURES`] from the second to the last but one.
 fn host_figures(world: &World) -> [f64; 5] {
     let (touch_mib, loop_mib) = sizes(world);
     let time = |full| Duration::from_millis(world.loop_ms(full));

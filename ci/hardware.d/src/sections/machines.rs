@@ -1,4 +1,4 @@
-//! Sections with machines alone: boot beside peers, snapshots, disk and network.
+//! Measures VMs without pods: boot compared with peers, snapshots, disk and network.
 
 use super::World;
 use crate::memory::{beside_guest, mappings};
@@ -14,11 +14,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Threads that read at once, for a queue of some depth.
+/// The number of concurrent readers, for some queue depth.
 const READERS: u32 = 8;
 
 impl World {
-    /// A machine with anonymous memory and the measuring guest.
+    /// Returns a VM with anonymous memory and the measuring guest.
     pub(super) fn machine(&self, name: &str) -> anyhow::Result<Description> {
         Ok(Description {
             kernel: self.pods.kernel.clone(),
@@ -34,7 +34,7 @@ impl World {
     }
 }
 
-/// From the start of a process to a pod that is ready; and to a guest's init, of the machine alone and of peers.
+/// Measures the time from the start of a process to a ready pod, and to a guest's init for the VM alone and for peers.
 pub fn boot<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let (peers, machine) = (Peer::installed(), world.machine("boot")?);
     let mut setup = Samples::default();
@@ -69,8 +69,8 @@ pub fn boot<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> 
     report.samples("boot.vmm_setup", "ms", guest, &setup)
 }
 
-/// A machine whose agent waits for its configuration is saved, and restored: from the start of the process to the agent's hello, beside
-/// booting the same.
+/// Saves and restores a VM whose agent waits for its configuration: from the start of the process to the agent's hello, compared
+/// with booting the same VM.
 pub fn snapshot<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let machine = Description { initrd: world.pods.initrd.clone(), ..world.machine("snapshot")? };
     let mut saves = Samples::default();
@@ -99,7 +99,8 @@ pub fn snapshot<W: Write>(world: &World, report: &mut Report<W>, until: Instant)
     Ok(())
 }
 
-/// virtio-blk in the guest past its page cache, and the same loops on the host over the same file; and a round trip over vsock.
+/// Measures virtio-blk in the guest past its page cache, the same loops on the host over the same file, and a round trip over
+/// vsock.
 pub fn disk<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let mib = if world.quick { 32 } else { 512 };
     let path = world.disk.join("disk");
@@ -142,7 +143,7 @@ pub fn disk<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> 
     report.samples("vsock.round_trip", "ms", json!({}), &trips)
 }
 
-/// A file with content: a hole is read without the disk.
+/// Creates a file with content: a hole is read without the disk.
 fn fill(path: &Path, mib: usize) -> anyhow::Result<()> {
     let failed = || format!("cannot write {mib} MiB to {}", path.display());
     let mut file = File::create(path).with_context(failed)?;
@@ -151,7 +152,7 @@ fn fill(path: &Path, mib: usize) -> anyhow::Result<()> {
     file.sync_all().with_context(failed)
 }
 
-/// TCP between the guest and the host, over a tap in a network namespace of its own.
+/// Measures TCP between the guest and the host, over a tap in a network namespace of its own.
 pub fn network<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let description = Description { network: true, memory_mib: 256, ..world.machine("network")? };
     let mut machine = Machine::start(&description, world.step())?;

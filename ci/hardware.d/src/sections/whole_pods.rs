@@ -1,4 +1,4 @@
-//! Sections with whole pods: many at once, how many fit, and commands in a container.
+//! Measures whole pods: many at once, how many fit, and commands in a container.
 
 use super::World;
 use crate::facts::meminfo;
@@ -9,10 +9,10 @@ use serde_json::json;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// What a pod may take at the most, in MiB, when it is decided how many fit.
+/// The maximum memory of a pod in MiB, for the decision how many pods fit.
 const ROOM_MIB: u64 = MEMORY_MIB as u64 + 64;
 
-/// Pods that are started at the same moment: until each is ready, and until all are.
+/// Starts pods at the same moment: measures the time until each is ready, and until all are.
 pub fn concurrent<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let most = if world.quick { 2 } else { (2 * cpus).min(64) };
@@ -48,11 +48,11 @@ pub fn concurrent<W: Write>(world: &World, report: &mut Report<W>, until: Instan
     Ok(())
 }
 
-/// What a pod with a container that sleeps takes of the host's memory, by the number of pods.
+/// Measures the host's memory that a pod with a sleeping container takes, by the number of pods.
 pub fn density<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let settle = Duration::from_secs(if world.quick { 1 } else { 3 });
     let available = || meminfo("MemAvailable") as f64 / 1024.0;
-    // What only the first one needs: templates, pages of programs.
+    // Allocations that only the first pod causes: templates, pages of programs.
     drop(world.runtime.block_on(sleeping(world))?);
     std::thread::sleep(settle);
     let (before, mut running) = (available(), Vec::new());
@@ -88,7 +88,7 @@ async fn sleeping(world: &World) -> anyhow::Result<Pod> {
     Ok(pod)
 }
 
-/// A command in a container, from the request to the pod process to its answer.
+/// Measures a command in a container, from the request to the pod process to its answer.
 pub fn exec<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
     let pod = world.runtime.block_on(sleeping(world))?;
     let run = |_| world.runtime.block_on(pods::exec(&pod, "/bin/true"));

@@ -1,6 +1,6 @@
-//! Owns: what a machine costs the node: the processor time and the memory of its pod process and of the processes that
-//! one has started, read from /proc (proc(5)); how much of that is the guest's memory; and what their control group has counted.
-//! Threads: blocks for some reads of /proc.
+//! Measures the cost of a VM on the node: the CPU time and memory of its pod process and that process's descendants, read from
+//! /proc (proc(5)); the share of the guest's memory; and the counters of their cgroup. The functions block for some reads of
+//! /proc.
 
 use nacelle_model::process::ProcessIdentity;
 use nacelle_pod::{GroupUsage, group_usage, is_of_containers};
@@ -8,35 +8,36 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-/// Processes of one pod that are looked at.
+/// The largest number of processes of one pod that are measured.
 const MAX_PROCESSES: usize = 64;
 
-/// What processes have used.
+/// The resource use of processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// Processor time, in nanoseconds; also that of children that have ended.
+    /// CPU time in nanoseconds, including that of children that have ended.
     pub cpu_nanos: u64,
-    /// Resident memory, in bytes, with huge pages. What processes of a pod share counts once: the most that one of them has of it.
+    /// Resident memory in bytes, including huge pages. Memory that processes of a pod share counts once, with the largest share
+    /// of one process.
     pub memory_bytes: u64,
-    /// Of that what belongs to no file: the guest's memory, and what processes have for themselves.
+    /// The part of `memory_bytes` without a file: the guest's memory, and private memory of the processes.
     pub anonymous_bytes: u64,
 }
 
-/// The smallest mapping that is taken for a guest's memory: half of that of the smallest machine.
+/// The smallest mapping in bytes that counts as guest memory: half the memory of the smallest VM.
 const LEAST_GUEST: u64 = 32 << 20;
 
-/// What a machine costs, and for what.
+/// The cost of a VM, and its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Account {
-    /// All of it.
+    /// The total.
     pub whole: Cost,
-    /// Of its memory, what the node has given to the guest, in bytes.
+    /// The part of the memory that backs the guest's memory, in bytes.
     pub guest_bytes: u64,
-    /// What the node's kernel has counted; none without the controllers for it.
+    /// The counters of the node's kernel; `None` without the controllers for them.
     pub group: Option<GroupUsage>,
 }
 
-/// The account of this process with its descendants; none if it is gone. Walks through all their mappings.
+/// Returns the account of this process with its descendants; `None` if it is gone. Reads all their memory mappings.
 pub fn account(process: &ProcessIdentity) -> Option<Account> {
     let mut whole = of(process)?;
     let folders = descendants(Path::new("/proc"), process.pid);
@@ -46,9 +47,9 @@ pub fn account(process: &ProcessIdentity) -> Option<Account> {
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
     let group = group_usage(&groups);
     if let Some(group) = group {
-        // To the nanosecond: each process loses up to a hundredth of a second in its own figures, and those that ended unseen are not in any.
+        // Exact to the nanosecond: in /proc each process loses up to 10 ms, and ended processes that were never seen are missing.
         whole.cpu_nanos = group.cpu_nanos;
-        // Without a guest only the kernel knows of files in memory that nobody has mapped.
+        // Without a guest only the cgroup counts page cache that no process has mapped.
         if is_of_containers(&groups) {
             whole.anonymous_bytes = group.anonymous_bytes;
         }
@@ -57,12 +58,12 @@ pub fn account(process: &ProcessIdentity) -> Option<Account> {
     Some(Account { whole, guest_bytes: guest_bytes.min(whole.memory_bytes), group })
 }
 
-/// This sum with the bytes of a process that belong to no file, each page divided by the number of those that have it: processes
-/// share what they had when they parted. None if its kernel does not say.
+/// Adds a process's memory without a file to `sum`, each page divided by the number of processes that share it: forked processes
+/// share their memory. Returns `None` if the kernel does not report it.
 fn anonymous(sum: u64, folder: &Path) -> Option<u64> {
     let text = match fs::read_to_string(folder.join("smaps_rollup")) {
         Ok(text) => text,
-        // It has ended meanwhile.
+        // The process has ended meanwhile.
         Err(_) => return Some(sum),
     };
     let of = |name: &str| {
@@ -73,8 +74,8 @@ fn anonymous(sum: u64, folder: &Path) -> Option<u64> {
     Some(sum.saturating_add(kib.saturating_mul(1024)))
 }
 
-/// The resident bytes of mappings that can be a guest's memory, of /proc/PID/smaps: large, of no file, to be written, and not to be run, as
-/// what an emulator translates is.
+/// Returns the resident bytes of the mappings in /proc/PID/smaps that may be guest memory: large, anonymous, writable and not
+/// executable (an emulator's translated code is executable).
 fn guest(folder: &Path) -> u64 {
     let (mut sum, mut large) = (0_u64, false);
     let Ok(file) = File::open(folder.join("smaps")) else { return 0 };
@@ -99,7 +100,7 @@ fn guest(folder: &Path) -> u64 {
     sum
 }
 
-/// The cost of this process with its descendants; none if it is gone.
+/// Returns the cost of this process with its descendants; `None` if it is gone.
 pub fn of(process: &ProcessIdentity) -> Option<Cost> {
     below(Path::new("/proc"), process.pid, Some(process.start_time))
 }
@@ -112,7 +113,7 @@ fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
         let (Ok(stat), Ok(status)) =
             (fs::read_to_string(folder.join("stat")), fs::read_to_string(folder.join("status")))
         else {
-            // One that has ended meanwhile; without the first there is nothing.
+            // The process has ended meanwhile; without the first process there is no result.
             (n > 0).then_some(())?;
             continue;
         };
@@ -132,7 +133,7 @@ fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
     Some(sum)
 }
 
-/// The folders of a process and of its descendants, the process's own first.
+/// Returns the /proc directories of a process and its descendants, the process's own first.
 fn descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
     let mut folders = vec![proc.join(pid.to_string())];
     let mut at = 0;
@@ -145,9 +146,9 @@ fn descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
     folders
 }
 
-/// Of /proc/PID/stat: the ticks that it and its children that ended have used, and when it started.
+/// Returns from /proc/PID/stat the ticks used by a process and its ended children, and its start time.
 fn times(stat: &str) -> Option<(u64, u64)> {
-    // The name may hold anything.
+    // The process name may contain any character.
     let (_, fields) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = fields.split_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
@@ -155,7 +156,7 @@ fn times(stat: &str) -> Option<(u64, u64)> {
     Some((ticks, field(22)?))
 }
 
-/// Of /proc/PID/status: the bytes of this name, 0 if they are not said.
+/// Returns a field of /proc/PID/status in bytes, 0 if it is missing.
 fn kib(status: &str, name: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());

@@ -1,7 +1,7 @@
-//! Owns: what pods use: asks their processes, many at once and each within a limit, keeps what rates are computed from,
-//! and reads what a machine costs the node. docs/reference/statistics.md says where each figure is from.
-//! May use: the lifecycle, for pods and their processes. Knows no CRI.
-//! Threads: any; one lock, held for look-ups only.
+//! Collects the resource use of pods: asks many pod processes at once, each with a time limit, keeps what the computation of
+//! rates needs, and measures a VM's cost on the node. docs/reference/statistics.md has the source of each figure. It uses the
+//! lifecycle for pods and their processes, and knows nothing of CRI. Functions may be called on any thread; the one lock is held
+//! for look-ups only.
 
 mod cost;
 mod rate;
@@ -20,54 +20,54 @@ use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-/// Pods that are asked at the same time.
+/// The number of pods that are asked at the same time.
 const PARALLEL: usize = 64;
-/// How long one pod among many may take: one that hangs must not cost its caller the others.
+/// Time limit for one pod of many: a pod that hangs must not cost the caller the figures of the others.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// What a pod and its containers have used, at one time.
+/// The resource use of a pod and its containers at one time.
 #[derive(Clone, Debug)]
 pub struct Figures {
-    /// The node's clock, in nanoseconds since 1970.
+    /// The time on the node's clock, in nanoseconds since 1970.
     pub at: i64,
     /// All containers together.
     pub pod: Option<Used>,
-    /// Each container, by its id.
+    /// The containers by id.
     pub containers: HashMap<String, ContainerFigures>,
     /// The pod's interfaces, the default one first.
     pub interfaces: Vec<common::InterfaceUsage>,
-    /// Where the layers of containers lie.
+    /// The file system of the containers' layers.
     pub scratch: Option<common::FileSystem>,
-    /// Of the machine's memory, what the guest does not call free, in bytes.
+    /// The VM's memory that the guest does not report as free, in bytes.
     pub guest_used: Option<u64>,
 }
 
-/// The figures of a control group.
+/// The figures of a cgroup.
 #[derive(Clone, Debug)]
 pub struct Used {
-    /// As the guest says.
+    /// The figures as the guest reports them.
     pub usage: common::Usage,
-    /// Processor nanoseconds per second since the time before, once it was asked for twice.
+    /// CPU nanoseconds per second since the previous measurement; `None` at the first one.
     pub nano_cores: Option<u64>,
 }
 
 /// The figures of a container.
 #[derive(Clone, Debug)]
 pub struct ContainerFigures {
-    /// What its processes have used.
+    /// The use of its processes.
     pub used: Option<Used>,
-    /// What it wrote.
+    /// The size of its writable layer.
     pub layer: Option<common::Layer>,
-    /// What is known of it beside.
+    /// Further figures.
     pub details: Option<common::Details>,
-    /// The most huge pages that any request has seen it use, in bytes by size: the kernel keeps no such figure.
+    /// The largest use of huge pages that any request has seen, in bytes by page size: the kernel keeps no such maximum.
     pub most_hugepages: Pages,
 }
 
-/// Bytes by size.
+/// Bytes by page size.
 pub type Pages = BTreeMap<String, u64>;
 
-/// What was so when somebody asked before.
+/// The values of the previous measurement.
 #[derive(Default)]
 struct Past {
     rate: Rate,
@@ -75,7 +75,7 @@ struct Past {
 }
 
 impl Past {
-    /// The most of each size that is used now.
+    /// Updates and returns the largest use of each page size that is in use now.
     fn most(&mut self, now: &common::Details) -> Pages {
         let most = |used: &common::HugepageUsage| {
             let before = self.pages.get(&used.size).copied().unwrap_or(0);
@@ -86,10 +86,10 @@ impl Past {
     }
 }
 
-/// By container; the pod's own is under the empty id.
+/// Previous values by container id; the pod's own have an empty id.
 type Pasts = HashMap<String, Past>;
 
-/// Asks pods what they use.
+/// Measures the resource use of pods.
 #[derive(Clone)]
 pub struct Accounting {
     node: Node,
@@ -98,18 +98,18 @@ pub struct Accounting {
 }
 
 impl Accounting {
-    /// For the pods of this node.
+    /// Creates the accounting for the pods of this node.
     pub fn new(node: Node) -> Accounting {
         Accounting { node, began: Instant::now(), pasts: Arc::default() }
     }
 
-    /// What a pod uses, which must be ready and answer within the limit.
+    /// Returns the use of a pod, which must be ready and respond within the limit.
     pub async fn of(&self, pod: &PodId, limit: Duration) -> Result<Figures, LifecycleError> {
         let (id, client) = self.node.ready(pod.as_str())?;
         self.asked(id, client, limit).await
     }
 
-    /// What those of these pods use that are ready and answer.
+    /// Returns the use of those of these pods that are ready and respond.
     pub async fn of_all(&self, pods: impl Iterator<Item = &View>) -> HashMap<PodId, Figures> {
         let places = Arc::new(Semaphore::new(PARALLEL));
         let mut asking = JoinSet::new();
@@ -159,14 +159,14 @@ impl Accounting {
         Ok(Figures { at: now(), pod, containers, interfaces, scratch, guest_used })
     }
 
-    /// What a pod's machine costs the node, if it has one and can be looked at.
+    /// Returns the cost of a pod's VM on the node; `None` if there is none or it cannot be measured.
     pub async fn cost(&self, pod: &PodId) -> Option<Cost> {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;
         let identity = client.identity().clone();
         run_blocking("measure the cost of a pod", move || cost::of(&identity)).await.ok().flatten()
     }
 
-    /// The same, and for what.
+    /// Returns the cost of a pod's VM and its parts; `None` as in [`Accounting::cost`].
     pub async fn account(&self, pod: &PodId) -> Option<Account> {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;
         let identity = client.identity().clone();

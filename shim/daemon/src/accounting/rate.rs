@@ -1,11 +1,11 @@
-//! Owns: how fast a counter grows: the change between two times of being asked, at least a moment apart.
+//! Computes the growth rate of a counter between two measurements that are at least one second apart.
 
 use std::time::Duration;
 
-/// Changes within less than this say little.
+/// The shortest interval over which a rate is computed.
 const MOMENT: Duration = Duration::from_secs(1);
 
-/// A counter as it was, and how fast it grew last.
+/// The previous value of a counter, and its last rate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rate {
     base: Option<(Duration, u64)>,
@@ -13,10 +13,10 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// The counter is now at `count`, at this time of any clock: its growth per second since it was seen before.
+    /// Adds a measurement at a time of any monotonic clock, and returns the growth per second since an earlier one.
     pub fn update(&mut self, at: Duration, count: u64) -> Option<u64> {
         let next = match self.base {
-            // It began anew.
+            // The counter was reset.
             Some((_, before)) if count < before => None,
             None => None,
             Some((then, _)) if at.saturating_sub(then) < MOMENT => return self.last,
@@ -42,13 +42,13 @@ mod tests {
         let mut at = |millis, count| rate.update(Duration::from_millis(millis), count);
         assert_eq!(at(1000, 500), None);
         assert_eq!(at(3000, 2500), Some(1000));
-        // Asked at once again: the same answer, and the window goes on.
+        // A measurement too soon after the last one returns the same rate and keeps the interval open.
         assert_eq!(at(3400, 9999), Some(1000));
         assert_eq!(at(4000, 12_500), Some(10_000));
-        // A counter that began anew has no rate yet.
+        // A counter that was reset has no rate yet.
         assert_eq!(at(6000, 10), None);
         assert_eq!(at(8000, 10), Some(0));
-        // A clock that goes back.
+        // A clock that runs backwards.
         assert_eq!(at(10, 20), Some(0));
     }
 

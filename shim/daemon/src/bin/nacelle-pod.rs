@@ -1,5 +1,5 @@
-//! Owns: the start of the program that is a pod's process: `nacelle-pod --dir DIR`. The daemon starts it; it is a
-//! program of its own because there is one for each pod: what is not in it, no pod has in memory.
+//! The binary of a pod process: `nacelle-pod --dir DIR`. The daemon starts one for each pod. It is a binary of its own because
+//! each pod holds it in memory: code that it does not contain costs no pod anything.
 
 use nacelle_daemon::program::{self, LogFormat};
 use std::process::ExitCode;

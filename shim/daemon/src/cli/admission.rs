@@ -1,4 +1,4 @@
-//! Owns: `nacelle admission`: the server that a cluster's API server asks, and the manifests with which it does.
+//! Implements `nacelle admission`: the webhook server that a cluster's API server calls, and the manifests that install it.
 
 use super::vm::Documents;
 use anyhow::Context;
@@ -94,7 +94,7 @@ fn authority(file: &Path) -> anyhow::Result<Vec<u8>> {
     read.with_context(|| format!("cannot read {}", file.display()))?;
     let text = String::from_utf8_lossy(&pem);
     anyhow::ensure!(text.contains("-----BEGIN CERTIFICATE-----"), "{} has no certificate as PEM", file.display());
-    // The private key of an authority is nobody's business.
+    // The private key of a CA must not get into the manifests.
     anyhow::ensure!(!text.contains("PRIVATE KEY-----"), "{} has a private key: name the certificate", file.display());
     Ok(pem)
 }

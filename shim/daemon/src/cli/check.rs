@@ -1,4 +1,4 @@
-//! Owns: `nacelle check`: what this node can do, and what follows from it.
+//! Implements `nacelle check`: determines what this node supports, and what follows from it.
 
 use crate::config::{CgroupDriver, Config, EngineSetting, Handler};
 use crate::hugepages;
@@ -9,9 +9,9 @@ use std::fmt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-/// Less than this and the first images do not fit.
+/// Free disk space in bytes that the first images need.
 const ENOUGH_DISK: u64 = 2 << 30;
-/// The node kernel's own device for guests' packets.
+/// The kernel's vhost device for guests' network packets.
 const VHOST_NET: &str = "/dev/vhost-net";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,7 +97,7 @@ fn kernel() -> Finding {
     }
 }
 
-/// The program of pod processes.
+/// Checks the binary of pod processes.
 fn pods() -> Finding {
     let missing = |says: String| finding(Level::Bad, "pods", format!("{says}; install nacelle-pod beside nacelle"));
     match crate::program::pod_program() {
@@ -107,7 +107,7 @@ fn pods() -> Finding {
     }
 }
 
-/// What KVM is worth, and whether a handler wants more of it.
+/// Checks KVM, and whether a handler needs more of it than it provides.
 fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
     if probe::fitting(verdict) == EngineKind::Kvm {
         return finding(Level::Good, "kvm", verdict.to_string());
@@ -121,7 +121,7 @@ fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
     }
 }
 
-/// Only our own VMM uses it.
+/// Checks vhost-net, which only Nacelle's own VMM uses.
 fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
     let there = std::fs::File::options().read(true).write(true).open(path);
     match (there, probe::fitting(verdict)) {
@@ -135,7 +135,7 @@ fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
     }
 }
 
-/// What pods without a guest need: the agent, images that the node's kernel mounts, and a cgroup that limits.
+/// Checks what pods without a guest need: the agent, EROFS images mounted from files, and a cgroup hierarchy with limits.
 fn host(agent: &Path) -> Vec<Finding> {
     let program = match std::fs::metadata(agent) {
         Ok(data) if data.is_file() => finding(Level::Good, "agent", format!("{} (engine host)", agent.display())),
@@ -173,7 +173,7 @@ fn host(agent: &Path) -> Vec<Finding> {
     vec![program, images, limits]
 }
 
-/// File-backed EROFS came with 6.12.
+/// Returns whether the kernel is 6.12 or newer, which can mount EROFS from a file.
 fn newer_than_6_11() -> bool {
     let Ok(name) = nix::sys::utsname::uname() else { return false };
     let release = name.release().to_string_lossy();
@@ -181,7 +181,7 @@ fn newer_than_6_11() -> bool {
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 12)
 }
 
-/// QEMU; whether a handler `needs` it decides how bad it is that it is missing.
+/// Checks QEMU. `needs` (a handler needs it) determines the severity if it is missing.
 fn qemu(program: &Path, needs: bool) -> Finding {
     if !needs {
         return finding(Level::Good, "qemu", "not needed: no handler uses it");
@@ -214,7 +214,7 @@ fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
     }
 }
 
-/// Whether the node has huge pages for a machine of a handler that takes them; its other handlers do without.
+/// Checks that the node has enough huge pages for a VM of a handler with "hugetlb" memory; `None` for other handlers.
 fn pages(name: &str, handler: &Handler) -> Option<Finding> {
     (handler.memory_pages == MemoryPages::Hugetlb).then(|| {
         match hugepages::check(handler.memory_mib, hugepages::PAGE_MIB) {
@@ -242,7 +242,7 @@ fn network(config: &Config) -> anyhow::Result<Finding> {
     })
 }
 
-/// CNI DELs of pods that are gone: their network keeps what they had.
+/// Reports owed CNI DELs of removed pods: the networks have not released the resources of these pods.
 fn owed(config: &Config) -> anyhow::Result<Vec<Finding>> {
     let network = nacelle_net::Network::new(config.network_options());
     Ok(match super::runtime()?.block_on(network.owed()) {
@@ -251,7 +251,7 @@ fn owed(config: &Config) -> anyhow::Result<Vec<Finding>> {
     })
 }
 
-/// The one who is asked for control groups, if the configuration says so.
+/// Checks systemd's bus if the configuration uses systemd's cgroup driver.
 fn systemd(driver: CgroupDriver) -> Option<Finding> {
     let bad = |says| Some(finding(Level::Bad, "systemd", says));
     match driver {

@@ -1,4 +1,4 @@
-//! Owns: `nacelle image`: load, pull, list and remove images: through the daemon if it runs, otherwise in the store
+//! Implements `nacelle image`: loads, pulls, lists and removes images, through the daemon if it runs, otherwise in the store
 //! itself.
 
 use super::{connect, told};
@@ -104,7 +104,7 @@ async fn in_store(config: &Config, command: Image) -> anyhow::Result<()> {
             }
         }
         Image::Rm { images } => {
-            // What containers use is known to the daemon only; it does not run, and its files stay until it does.
+            // Only the daemon knows which images containers use. It does not run, and their files stay until it does.
             let in_use: HashSet<_> = store.list().into_iter().map(|image| image.id).collect();
             for name in images {
                 store.remove(&name, &in_use).await?;

@@ -1,4 +1,4 @@
-//! Owns: the commands of `nacelle vm` that ask the daemon: which machines there are, and their verbs.
+//! Implements the commands of `nacelle vm` that call the daemon: lists machines and runs operations on them.
 
 mod dump;
 mod transfer;

@@ -1,4 +1,4 @@
-//! Owns: the commands of `nacelle` and what each of them reads from the command line.
+//! Defines the commands of `nacelle` and their arguments.
 
 mod admission;
 mod check;
@@ -89,7 +89,7 @@ pub fn run() -> ExitCode {
     let done = match cli.command {
         Command::Serve(config) => {
             more_files();
-            // Before anything is opened and any thread started.
+            // Before any file is opened and any thread is started.
             let supervisor = Supervisor::of_environment();
             config.load().and_then(|config| serve::serve(config, supervisor?))
         }
@@ -108,7 +108,7 @@ pub fn run() -> ExitCode {
         }
     };
     done.unwrap_or_else(|error| {
-        // With its causes: the first line says what, the others why.
+        // With its causes: the first line names the failure, the others the reasons.
         eprintln!("nacelle: {error:#}");
         ExitCode::FAILURE
     })
@@ -125,7 +125,7 @@ async fn connect(socket: &Path) -> Option<Channel> {
         let path = path.clone();
         async move { Ok::<_, std::io::Error>(TokioIo::new(connect_unix(&path).await?)) }
     });
-    // The address is never looked at: the connector knows where to go.
+    // The connector ignores this address: it knows the path of the socket.
     let endpoint = Endpoint::from_static("http://nacelle");
     endpoint.connect_with_connector(connector).await.ok()
 }

@@ -1,5 +1,5 @@
-//! Owns: `nacelle check --overhead`: what a machine of each handler costs beside its containers, measured with a pod without containers, as
-//! the manifest of a RuntimeClass.
+//! Implements `nacelle check --overhead`: measures what a VM of each handler costs beside its containers, with a pod without
+//! containers, and prints it as the manifest of a RuntimeClass.
 
 use super::{connect, told};
 use crate::config::{Config, EngineSetting, Handler};
@@ -13,23 +13,23 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tonic::transport::Channel;
 
-/// How long a machine is left alone before it counts as idle, and how long it is then looked at.
+/// The time after which a VM counts as idle, and the time for which it is then measured.
 const IDLE: Duration = Duration::from_secs(10);
-/// Overheads are multiples of this.
+/// Overheads are multiples of this many MiB.
 const STEP_MIB: u64 = 8;
-/// The namespace of the pods that are measured.
+/// The namespace of the measured pods.
 const NAMESPACE: &str = "nacelle-check";
 
 type Client = RuntimeServiceClient<Channel>;
 
-/// What was seen of a machine.
+/// The measurements of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Seen {
-    /// Bytes beside the guest's memory.
+    /// Bytes that the VM takes on the node beside the guest's memory.
     own: u64,
     /// Bytes of the guest's memory that its kernel and agent use.
     system: u64,
-    /// Thousandths of a processor, when it does nothing.
+    /// Idle CPU use in thousandths of a CPU.
     milli: u64,
 }
 
@@ -51,7 +51,7 @@ pub(super) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Runs a pod without containers, and removes it whatever comes.
+/// Runs a pod without containers, measures it, and removes it in any case.
 async fn measured(client: &mut Client, handler: &str) -> anyhow::Result<Seen> {
     let metadata = cri::PodSandboxMetadata {
         name: format!("overhead-{handler}"),
@@ -87,7 +87,8 @@ async fn accounts(client: &mut Client, id: &str) -> anyhow::Result<Value> {
     Ok(answer.info.get("accounts").and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default())
 }
 
-/// The node's kernel counts more than the processes have resident: page tables, files that were read, the machine's own structures.
+/// Computes the measurements. The kernel's own count exceeds the resident memory of the processes: it includes page tables, page
+/// cache and the VM's kernel structures.
 fn seen(before: &Value, after: &Value, time: Duration) -> Option<Seen> {
     let (machine, was) = (&after["machine"], &before["machine"]);
     let guest = machine["guestBytes"].as_u64()?;
@@ -100,8 +101,8 @@ fn seen(before: &Value, after: &Value, time: Duration) -> Option<Seen> {
     })
 }
 
-/// Beside what containers may use the machine has the handler's memory, all of which its guest may touch, and what runs the machine has
-/// its own.
+/// Returns the manifest of a RuntimeClass. Its overhead is the handler's memory, all of which the guest may touch, plus the
+/// measured memory that runs the VM.
 fn manifest(name: &str, handler: &Handler, seen: Seen) -> String {
     let own = (seen.own >> 20).saturating_add(1);
     let pages = handler.memory_pages == MemoryPages::Hugetlb;

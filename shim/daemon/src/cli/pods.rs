@@ -1,5 +1,5 @@
-//! Owns: `nacelle pods`: the pods of a node with what they use and cost, and how one of them started. All of it is said by
-//! the daemon, in the verbose statuses of CRI.
+//! Implements `nacelle pods`: shows what the pods of a node use and cost, and how one of them started. All data comes from the
+//! daemon's verbose CRI statuses.
 
 use super::{connect, told};
 use crate::config::Config;
@@ -12,9 +12,9 @@ use std::fmt::Write;
 use std::process::ExitCode;
 use tonic::transport::Channel;
 
-/// How many characters of an id are shown.
+/// The number of characters of an id that are shown.
 const SHORT: usize = 13;
-/// The width of a bar, in characters.
+/// The width of a bar in characters.
 const BAR: usize = 40;
 
 type Client = RuntimeServiceClient<Channel>;
@@ -43,7 +43,7 @@ async fn list(client: &mut Client) -> anyhow::Result<String> {
     for pod in listed.items {
         let (status, info) = match status_of(client, &pod.id).await {
             Ok(known) => known,
-            // Gone since it was listed.
+            // The pod was removed after it was listed.
             Err(_) => continue,
         };
         rows.push(row(&pod, &status, &info));
@@ -51,7 +51,7 @@ async fn list(client: &mut Client) -> anyhow::Result<String> {
     Ok(table(&rows))
 }
 
-/// A line for each CNI DEL that is owed: of pods that are gone.
+/// Returns a line for each owed CNI DEL of a removed pod.
 async fn owed(config: &Config) -> anyhow::Result<String> {
     let owed = nacelle_net::Network::new(config.network_options()).owed().await?;
     Ok(owed.iter().map(|one| super::owed_line(one) + "\n").collect())
@@ -104,7 +104,7 @@ fn mebibytes(bytes: Option<i64>) -> String {
     bytes.map_or_else(|| "-".to_owned(), |bytes| format!("{} MiB", bytes >> 20))
 }
 
-/// Columns as wide as their widest cell.
+/// Aligns the columns of a table.
 fn table(rows: &[[String; 9]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; 9] = std::array::from_fn(width);
@@ -128,7 +128,7 @@ async fn started(client: &mut Client, id: String) -> anyhow::Result<String> {
         text += "its end\n";
         text += &drawn(&ending);
     }
-    // The oldest first, as they were started.
+    // The oldest pod first.
     for container in status.containers_statuses.iter().rev() {
         let request = cri::ContainerStatusRequest { container_id: container.id.clone(), verbose: true };
         let answer = client.container_status(request).await.map_err(told)?.into_inner();
@@ -144,7 +144,7 @@ fn steps(info: &Value, which: &str) -> Vec<Step> {
     serde_json::from_value(info[which].clone()).unwrap_or_default()
 }
 
-/// A line for each step: its name, a bar where it lies in the time of all of them, and how long it took.
+/// Returns a line for each step: its name, a bar at its position in the whole time, and its duration.
 fn drawn(steps: &[Step]) -> String {
     let micros = |step: &Step| u64::try_from(step.at / 1000).unwrap_or(0);
     let end = |step: &Step| micros(step).saturating_add(step.micros);

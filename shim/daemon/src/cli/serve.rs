@@ -1,4 +1,4 @@
-//! Owns: `nacelle serve`.
+//! Implements `nacelle serve`, which runs the daemon.
 
 use crate::config::Config;
 use crate::lifecycle::seams::Processes;
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// What runs machines here, as the probe of KVM says.
+/// Returns the engines of this node according to the probe of KVM, and the result of the probe.
 pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
     let verdict = probe::probe();
     let accelerator = match probe::choose(&verdict) {
@@ -25,7 +25,7 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
         fitting: probe::fitting(&verdict),
         qemu: nacelle_engine::qemu::PROGRAM.into(),
         accelerator,
-        // Without a path of this program there are no pod processes either, which says why.
+        // Without the path of this program no pod process can be started; the start of a pod reports the reason.
         agent: program::agent_program().unwrap_or_default(),
         keeper: program::keeper_program().unwrap_or_default(),
     };

@@ -1,5 +1,5 @@
-//! Owns: `nacelle vm`: checks and converts the manifests of machines, and prints their schema, for which it asks no daemon: what
-//! is right is the same everywhere. What is done with machines is in `machines`.
+//! Implements the commands of `nacelle vm` that need no daemon: check and convert the manifests of machines, and print their
+//! schema. The rules are the same on every node. Operations on machines are in `machines`.
 
 use super::machines::{self, Machines};
 use anyhow::Context;
@@ -109,7 +109,7 @@ impl Documents {
 /// The documents of a file.
 fn documents(file: &Path) -> anyhow::Result<Vec<Value>> {
     let mut text = String::new();
-    // One byte more than is read: so that a longer file is found to be one.
+    // One byte above the limit, so that a longer file is detected.
     let most = u64::try_from(read::MAX_BYTES)?.saturating_add(1);
     let read = if file == Path::new("-") {
         std::io::stdin().take(most).read_to_string(&mut text)
@@ -144,7 +144,7 @@ fn validate(files: &[PathBuf], catalogue: &Catalogue, output: Output) -> anyhow:
 /// What is right, and refused by nodes all the same.
 fn warnings(verdict: &Verdict) -> Vec<NotRun> {
     let Some(admitted) = &verdict.admitted else { return Vec::new() };
-    // What a record names, its Deployment says.
+    // The Deployment in the record names this.
     let names = if manifest::is_machine(&verdict.kind) { Vec::new() } else { not_known(admitted) };
     names.into_iter().chain(not_run(admitted)).collect()
 }

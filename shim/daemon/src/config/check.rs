@@ -1,18 +1,18 @@
-//! Owns: the rules between and within values of the configuration.
+//! Checks the configuration: the range of each value, and the rules between values.
 
 use super::Config;
 use nacelle_engine::MAX_VCPUS;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::path::Path;
 
-/// The smallest machine that boots the guest.
+/// The memory of the smallest VM that boots the guest.
 const MIN_MEMORY_MIB: u64 = 64;
-/// What one machine may ask for, far above any node: a typing error shall not start a machine.
+/// The largest memory of a VM, far above any node's, which rejects mistyped values.
 const MAX_MEMORY_MIB: u64 = 16 << 20;
-/// A scratch disk must hold an ext4 with a journal.
+/// The smallest scratch disk: it must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
 
-/// Bytes of the path of the part of a pod's run directory in which sockets lie.
+/// The longest path in bytes of the sockets' directory in a pod's run directory.
 const POD_DIR: usize = 87;
 
 /// A value that breaks a rule.
@@ -23,7 +23,7 @@ pub struct Rule {
     pub key: String,
     /// The value.
     pub value: String,
-    /// What is allowed.
+    /// The rule.
     pub rule: &'static str,
 }
 
@@ -44,7 +44,7 @@ fn absolute(key: impl Into<String>, path: &Path) -> Result<(), Rule> {
     if path.is_absolute() { Ok(()) } else { Err(broken(key, path, "an absolute path is needed")) }
 }
 
-/// A name that can stand in a RuntimeClass: a DNS label.
+/// Returns whether a RuntimeClass can name this handler: the name must be a DNS label.
 fn is_handler_name(name: &str) -> bool {
     let ok = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     (1..=63).contains(&name.len()) && name.bytes().all(ok) && !name.starts_with('-') && !name.ends_with('-')
@@ -61,7 +61,7 @@ pub(super) fn check(config: &Config) -> Result<(), Rule> {
     if paths.socket.as_os_str().len() > 107 {
         return Err(broken("paths.socket", &paths.socket, "the kernel takes at most 107 bytes for a socket's path"));
     }
-    // A pod's directory has a name of 13 digits; docs/contributor/pod-process.md says how long its path may be.
+    // The name of a pod's directory has 13 characters; docs/contributor/pod-process.md explains the limit of its path.
     if paths.pods().as_os_str().len() + "/0123456789abc/jail".len() > POD_DIR {
         return Err(broken(
             "paths.run",

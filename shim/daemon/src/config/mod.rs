@@ -1,5 +1,5 @@
-//! Owns: the configuration file: its keys, their defaults, and the rules they must keep.
-//! May use: `nacelle-base`, the option types of `nacelle-image`, `nacelle-net` and `nacelle-stream`. Starts nothing.
+//! Defines the configuration file: its keys, their defaults, and the rules between them. It uses `nacelle-base` and the option
+//! types of `nacelle-image`, `nacelle-net` and `nacelle-stream`, and starts nothing.
 
 mod check;
 pub use check::Rule;
@@ -15,104 +15,104 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where the configuration is looked for if no other file is named.
+/// The configuration file if the command line names none.
 pub const DEFAULT_PATH: &str = "/etc/nacelle/config.toml";
 
-/// The configuration of the daemon. An empty file is a complete one.
+/// The configuration of the daemon. An empty file is valid.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// The handler of pods that name none.
     pub default_handler: String,
-    /// Where things are kept.
+    /// Paths of files and directories.
     pub paths: Paths,
-    /// Limits of pods and their defaults.
+    /// Limits and defaults of pods.
     pub sandbox: Sandbox,
-    /// What pod processes may not do.
+    /// Restrictions of pod processes.
     pub jail: Jail,
     /// CNI.
     pub network: Network,
     /// Machines of machine pods.
     pub machines: MachineSettings,
-    /// Where exec, attach and port-forward are served.
+    /// The server of exec, attach and port-forward.
     pub streaming: Streaming,
     /// Registries and layers.
     pub images: Images,
-    /// What a RuntimeClass can name. Without any there is one, named as `default_handler`.
+    /// The handlers that RuntimeClasses can name. If the file defines none, there is one with the name `default_handler`.
     pub handlers: BTreeMap<String, Handler>,
 }
 
-/// Where things are kept.
+/// Paths of files and directories.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Paths {
-    /// What must survive a reboot: images, the state store.
+    /// The directory of data that must survive a reboot: images and the state store.
     pub root: PathBuf,
-    /// What need not: the folders of pods.
+    /// The directory of data that need not survive a reboot: the run directories of pods.
     pub run: PathBuf,
-    /// Where CRI is served.
+    /// The socket of the CRI server.
     pub socket: PathBuf,
 }
 
-/// Limits of pods and their defaults.
+/// Limits and defaults of pods.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Sandbox {
-    /// Who makes the cgroups that kubelet hands over: "cgroupfs" or "systemd".
+    /// The cgroup driver, the same as kubelet's: "cgroupfs" or "systemd".
     pub cgroup_driver: CgroupDriver,
-    /// Seconds from the start of a machine until its agent must be ready.
+    /// Seconds from the start of a VM until its agent must be ready.
     pub boot_seconds: u64,
-    /// Seconds that a pod process may take for an answer, beside what the request itself allows.
+    /// Time limit in seconds for a response of a pod process, in addition to what the request itself allows.
     pub answer_seconds: u64,
-    /// Seconds that one step of taking a pod down may last.
+    /// Time limit in seconds for one step of a pod's teardown.
     pub undo_seconds: u64,
-    /// Pods that ask for the node's network, PID or IPC namespace: "refuse" or "run-on-host".
+    /// Pods that request the node's network, PID or IPC namespace: "refuse" or "run-on-host".
     pub host_namespaces: HostNamespaces,
     /// Privileged pods: "machine" or "run-on-host".
     pub privileged: PrivilegedPods,
-    /// Seconds for which a machine may believe what it was told of names and attributes on volumes of the node.
+    /// Seconds for which a guest may cache names and attributes on volumes of the node.
     pub volume_cache_seconds: u64,
-    /// Folders with specifications of the Container Device Interface; later ones go before.
+    /// Directories with specifications of the Container Device Interface; later ones take precedence.
     pub cdi_dirs: Vec<PathBuf>,
 }
 
-/// What becomes of pods that ask for namespaces of the node.
+/// The handling of pods that request namespaces of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HostNamespaces {
-    /// They are refused.
+    /// Such pods are rejected.
     #[default]
     Refuse,
-    /// They have no guest: engine host runs them, whatever their handler's engine is.
+    /// Such pods have no guest: engine host runs them, whatever their handler's engine is.
     RunOnHost,
 }
 
-/// What becomes of privileged pods.
+/// The handling of privileged pods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PrivilegedPods {
     /// Their handler's engine runs them, as all others.
     #[default]
     Machine,
-    /// They have no guest: engine host runs them, whatever their handler's engine is.
+    /// Such pods have no guest: engine host runs them, whatever their handler's engine is.
     RunOnHost,
 }
 
-/// Who makes cgroups.
+/// The cgroup driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CgroupDriver {
-    /// Folders, made directly.
+    /// cgroups are created as directories.
     Cgroupfs,
-    /// systemd's slices.
+    /// cgroups are created as systemd scopes.
     Systemd,
 }
 
-/// What pod processes may not do.
+/// Restrictions of pod processes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Jail {
-    /// What happens at a system call that is not on a thread's list: "kill", "log" or "off".
+    /// The action for a system call outside of a thread's list: "kill", "log" or "off".
     pub seccomp: Seccomp,
 }
 
@@ -120,28 +120,28 @@ pub struct Jail {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Network {
-    /// Folder of CNI configurations; the first file in lexical order counts.
+    /// The directory of CNI configurations; the first file in lexical order counts.
     pub cni_conf_dir: PathBuf,
-    /// Folders of CNI plugins.
+    /// Directories of CNI plugins.
     pub cni_bin_dirs: Vec<PathBuf>,
-    /// Folder in which network namespaces are named.
+    /// The directory of network namespace files.
     pub netns_dir: PathBuf,
-    /// Seconds that one plugin may take for one command.
+    /// Time limit in seconds for one command of one plugin.
     pub plugin_seconds: u64,
 }
 
-/// Where exec, attach and port-forward are served.
+/// The server of exec, attach and port-forward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Streaming {
-    /// The address that kubelet connects to; port 0: any free one.
+    /// The address that kubelet connects to; port 0 selects any free port.
     pub address: SocketAddr,
-    /// Seconds without a byte after which a stream is ended.
+    /// Seconds without data after which a stream is closed.
     pub idle_seconds: u64,
     /// A PEM file with the server's certificate, for https.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls_cert_file: Option<PathBuf>,
-    /// A PEM file with its key.
+    /// A PEM file with the certificate's private key.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls_key_file: Option<PathBuf>,
 }
@@ -150,34 +150,34 @@ pub struct Streaming {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Images {
-    /// Layers that are downloaded at the same time.
+    /// The number of layers that are downloaded at the same time.
     pub parallel_layers: usize,
-    /// Seconds without a byte after which a download counts as dead.
+    /// Seconds without data after which a download fails.
     pub progress_seconds: u64,
-    /// Bytes that one layer may have when it is unpacked.
+    /// The largest unpacked size of one layer in bytes.
     pub max_layer_bytes: u64,
-    /// Files and folders that one layer may have.
+    /// The largest number of files and directories in one layer.
     pub max_layer_entries: u64,
-    /// Bytes of memory that all pulls and loads together may take for unpacking.
+    /// Memory in bytes for unpacking, in all concurrent pulls and loads together.
     pub max_unpack_memory: u64,
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
-    /// What is special about a registry, by its host and port.
+    /// Settings of registries, by host and port.
     pub registries: BTreeMap<String, Registry>,
 }
 
-/// What is special about one registry.
+/// Settings of one registry.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Registry {
-    /// Plain http.
+    /// The registry is accessed by plain http.
     pub http: bool,
-    /// Do not check its certificate.
+    /// The registry's certificate is not verified.
     pub skip_tls_verify: bool,
     /// A PEM file of further trusted certificates.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ca_file: Option<PathBuf>,
-    /// URLs that are asked before the registry, in this order.
+    /// URLs of mirrors, which are tried before the registry, in this order.
     pub mirrors: Vec<String>,
 }
 
@@ -185,19 +185,19 @@ pub struct Registry {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineSetting {
-    /// What fits this node, as the probe of KVM says.
+    /// The engine that suits this node, according to the probe of KVM.
     #[default]
     Auto,
     /// Nacelle's own VMM.
     Kvm,
     /// QEMU.
     Qemu,
-    /// No guest: namespaces of the node. Never chosen by itself.
+    /// No guest: the containers run in namespaces of the node. Never chosen automatically.
     Host,
 }
 
 impl EngineSetting {
-    /// The engine that it means where `fitting` fits the node.
+    /// Returns the engine; `fitting` is the one for `Auto`.
     pub fn or(self, fitting: EngineKind) -> EngineKind {
         match self {
             EngineSetting::Auto => fitting,
@@ -208,51 +208,51 @@ impl EngineSetting {
     }
 }
 
-/// What emptyDirs are in a machine that kubelet has on its disk.
+/// The form in which a VM gets the emptyDirs that kubelet keeps on its disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EmptyDir {
-    /// Shares of the node's folders.
+    /// Shares of the node's directories.
     #[default]
     Shared,
-    /// Disks of the machine's own, in files in those folders.
+    /// Disks of the VM, in files in those directories.
     Disk,
 }
 
-/// What a RuntimeClass can name: how its machines are made.
+/// A handler that a RuntimeClass can name: the settings of its VMs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Handler {
-    /// What gives a pod its kernel.
+    /// The engine.
     pub engine: EngineSetting,
     /// The guest's kernel, an uncompressed vmlinux.
     pub kernel: PathBuf,
     /// The initramfs with the agent.
     pub initrd: PathBuf,
-    /// Words that are added to the kernel's command line.
+    /// Additional kernel command-line parameters.
     pub kernel_args: Vec<String>,
-    /// Virtual CPUs of a machine.
+    /// The number of vCPUs at boot.
     pub vcpus: u32,
-    /// Up to how many it may get while it runs; none: it keeps those that it starts with.
+    /// The largest number of vCPUs that a running VM may get; `None`: the number at boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_vcpus: Option<u32>,
-    /// Memory of a machine in MiB, beside what the pod's limits ask for.
+    /// Memory of a VM in MiB, in addition to the pod's limits.
     pub memory_mib: u64,
-    /// Up to how much of it a machine may get while it runs, in MiB and all together; none: it keeps what it starts with.
+    /// The largest total memory that a running VM may get, in MiB; `None`: the memory at boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_memory_mib: Option<u64>,
-    /// What lies under that memory on the node: "transparent" or "hugetlb".
+    /// The pages that back the VM's memory on the node: "transparent" or "hugetlb".
     pub memory_pages: MemoryPages,
-    /// What the guest's kernel prints on: "serial" or "virtio".
+    /// The console device of the guest's kernel: "serial" or "virtio".
     pub console: ConsoleKind,
-    /// Size of the sparse disk for what containers write, in MiB.
+    /// The size in MiB of the sparse disk for the writable layers of containers.
     pub scratch_mib: u64,
-    /// What emptyDirs are that kubelet has on its disk: "shared" or "disk".
+    /// The form of emptyDirs that kubelet keeps on its disk: "shared" or "disk".
     pub empty_dir: EmptyDir,
-    /// How large they may become as disks, in MiB, where a pod does not say it; none: what is free on the node.
+    /// The size in MiB of emptyDirs that are disks, where the pod sets no limit; `None`: the free space of the node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub empty_dir_mib: Option<u64>,
-    /// Annotations (`vm.nacelle.dev/...`) that a pod of this handler may carry.
+    /// Annotations (`vm.nacelle.dev/...`) that a pod of this handler may have.
     pub allowed_annotations: Vec<String>,
 }
 
@@ -356,13 +356,13 @@ impl Default for Handler {
     }
 }
 
-/// Why there is no configuration.
+/// Why the configuration cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The file is no TOML, or a key or value is not one of ours. The cause names line and column.
+    /// The file is not TOML, or a key or value is unknown. The cause has line and column.
     #[error("{path} is not a configuration of Nacelle", path = path.display())]
     Syntax {
         /// The file.
@@ -390,7 +390,7 @@ impl Classify for ConfigError {
 }
 
 impl Config {
-    /// Reads and checks a file. The default file may be absent: then everything has its default.
+    /// Reads and checks a file. The default file may be missing: then all settings have their defaults.
     pub fn load(path: Option<&Path>) -> Result<Config, ConfigError> {
         let (path, needed) = match path {
             Some(path) => (path, true),
@@ -403,7 +403,7 @@ impl Config {
         Config::parse(&text, path)
     }
 
-    /// Reads and checks the text of a file; `path` is for messages.
+    /// Parses and checks the text of a file; `path` is for errors.
     pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigError> {
         let mut config: Config =
             toml::from_str(text).map_err(|source| ConfigError::Syntax { path: path.to_owned(), source })?;
@@ -414,13 +414,13 @@ impl Config {
         Ok(config)
     }
 
-    /// The handler of that name, the default one for an empty name, with the name under which it stands.
+    /// Returns the handler of this name (empty: the default one), with its name in the file.
     pub fn handler(&self, name: &str) -> Option<(&str, &Handler)> {
         let name = if name.is_empty() { &self.default_handler } else { name };
         self.handlers.get_key_value(name).map(|(name, handler)| (name.as_str(), handler))
     }
 
-    /// The options of the image store.
+    /// Returns the options of the image store.
     pub fn image_options(&self) -> nacelle_image::Config {
         let images = &self.images;
         let registry = |registry: &Registry| nacelle_image::RegistryConfig {
@@ -440,7 +440,7 @@ impl Config {
         }
     }
 
-    /// The options of the streaming server.
+    /// Returns the options of the streaming server.
     pub fn streaming_options(&self) -> nacelle_stream::Config {
         let streaming = &self.streaming;
         let files = streaming.tls_cert_file.clone().zip(streaming.tls_key_file.clone());
@@ -451,7 +451,7 @@ impl Config {
         }
     }
 
-    /// The options of the pod network.
+    /// Returns the options of the pod network.
     pub fn network_options(&self) -> nacelle_net::NetConfig {
         nacelle_net::NetConfig {
             conf_dir: self.network.cni_conf_dir.clone(),
@@ -464,27 +464,27 @@ impl Config {
 }
 
 impl Paths {
-    /// The folder of the image store.
+    /// Returns the directory of the image store.
     pub fn images(&self) -> PathBuf {
         self.root.join("images")
     }
 
-    /// The state store.
+    /// Returns the path of the state store.
     pub fn store(&self) -> PathBuf {
         self.root.join("state.redb")
     }
 
-    /// The folder of all pods' folders: sockets, records and scratch disks.
+    /// Returns the directory of the pods' run directories: sockets, records and scratch disks.
     pub fn pods(&self) -> PathBuf {
         self.run.join("pods")
     }
 
-    /// The folder of what machines keep that outlive their pods.
+    /// Returns the directory of the persistent VMs.
     pub fn machines(&self) -> PathBuf {
         self.root.join("machines")
     }
 
-    /// The folder of the templates of scratch disks.
+    /// Returns the directory of the scratch disks' templates.
     pub fn scratch(&self) -> PathBuf {
         self.root.join("scratch")
     }
@@ -594,7 +594,7 @@ mod tests {
         };
         let all = of(&toml::Value::try_from(&none).unwrap());
         let missing: Vec<_> = all.difference(&of(&toml::from_str(&said).unwrap())).cloned().collect();
-        // It has none, and the file an example.
+        // By default there are none, and the file shows an example.
         assert_eq!(missing, ["images.registries"]);
     }
 

@@ -1,4 +1,4 @@
-//! Owns: the RPCs about containers: convert, ask the lifecycle, convert.
+//! Implements the container RPCs: converts the request, calls the lifecycle, converts the result.
 
 use super::Cri;
 use super::convert::{
@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 use tonic::Status;
 
-/// Bytes of each stream of an ExecSync that are answered, as CRI demands.
+/// The number of bytes of each ExecSync stream that are returned, as CRI demands.
 const EXEC_LIMIT: usize = 16 << 20;
 
 impl Cri {
@@ -30,13 +30,13 @@ impl Cri {
         if let Some(config) = request.config.as_mut().filter(|config| !config.cdi_devices.is_empty()) {
             let names: Vec<String> = config.cdi_devices.iter().map(|device| device.name.clone()).collect();
             let folders = self.node.parts().config.sandbox.cdi_dirs.clone();
-            // As seccomp profiles: what the files say now is what the container gets.
+            // As with seccomp profiles, the container gets the present contents of the files.
             let found = run_blocking("find the CDI devices", move || cdi::find(&names, &folders)).await;
             with_edits(config, found.map_err(status)?.map_err(status)?);
         }
         let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
         let profile = match seccomp_profile(request.config.as_ref()).map_err(status)? {
-            // Read now: the container keeps it, whatever becomes of the file.
+            // Read now: later changes of the file do not affect the container.
             Some(path) => {
                 let read = run_blocking("read the seccomp profile", move || profile::read(&path)).await;
                 Some(read.map_err(status)?.map_err(status)?)
@@ -61,7 +61,7 @@ impl Cri {
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
     }
 
-    /// The image that a container names in a field, which must have been pulled.
+    /// Returns the image in a field of a container's configuration; it must have been pulled.
     fn image_of(&self, field: &str, name: &str) -> Result<ContainerImage, Status> {
         match self.node.parts().images.status(name).map_err(status)? {
             Some(image) => Ok(ContainerImage {

@@ -1,4 +1,4 @@
-//! Owns: GetContainerEvents: the lifecycle's events, as CRI says them.
+//! Implements GetContainerEvents: streams the lifecycle's events in CRI's form.
 
 use super::Cri;
 use super::convert::report;
@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use tokio_stream::Stream;
 use tonic::Status;
 
-/// Events for one subscriber. Each is converted when it is sent, so what waits is what the lifecycle keeps.
+/// The event stream of one subscriber. Each event is converted when it is sent, so only the lifecycle queues events.
 pub struct Events(Subscription);
 
 impl Stream for Events {

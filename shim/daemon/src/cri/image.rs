@@ -1,4 +1,4 @@
-//! Owns: the RPCs about images: convert, ask the image store, convert.
+//! Implements the image RPCs: converts the request, calls the image store, converts the result.
 
 use super::Cri;
 use super::convert::report;
@@ -58,7 +58,7 @@ impl Cri {
             identity_token: auth.identity_token,
             registry_token: auth.registry_token,
         });
-        // Dropped with the request: kubelet's cancel ends the download, and the next pull goes on with it.
+        // Dropped with the request: a cancel by kubelet ends the download, and the next pull resumes it.
         let id = self.node.parts().images.pull(&reference, auth).await.map_err(status)?;
         tracing::info!(image = %reference, %id, "pulled");
         Ok(cri::PullImageResponse { image_ref: id.to_string() })
@@ -70,7 +70,7 @@ impl Cri {
     ) -> Result<cri::RemoveImageResponse, Status> {
         let name = image_name(request.image.as_ref())?.to_owned();
         let (store, in_use) = (self.node.parts().images.clone(), self.node.images_in_use());
-        // Goes on if the caller goes away.
+        // The removal continues if the request is dropped.
         let removing = tokio::spawn(async move { store.remove(&name, &in_use).await });
         let removed = removing.await.map_err(|error| status(TaskError::new("remove an image", error)))?;
         removed.map_err(status)?;

@@ -1,6 +1,6 @@
-//! Owns: what becomes of a pod's annotations of machines: they are checked before anything exists, with the code of
-//! `nacelle vm validate`, and make its container a machine or shape the machine of its containers; what this version does not
-//! run is refused by name.
+//! Handles a pod's annotations about VMs. Before anything is created, they are checked with the code of `nacelle vm validate`;
+//! they make the pod a machine pod, or shape the VM of its containers. Fields that this version does not support are rejected by
+//! name.
 
 use super::convert::{EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
@@ -18,26 +18,26 @@ use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::spec::PodKind;
 use tonic::Status;
 
-/// How much of what is wrong is told: gRPC has room for little more.
+/// The largest error text in bytes: gRPC sends it in a header of limited size.
 const TOLD: usize = 3500;
-/// What others honour: docs/contributor/volumes.md.
+/// Annotations that other modules implement; see docs/contributor/volumes.md.
 const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 
-/// What a pod's annotations ask for.
+/// The request in a pod's annotations.
 #[derive(Debug)]
 pub(super) enum Asked {
-    /// Its container is a machine.
+    /// The pod's container is a machine.
     Machine {
         /// The machine.
         machine: Box<MachinePod>,
-        /// The one that outlives the pod, of which it is a run.
+        /// The name of the persistent VM of which the pod is a run.
         name: Option<String>,
     },
-    /// Its containers run in a machine of this shape.
+    /// The pod's containers run in a VM of this shape.
     Shape(VmShape),
 }
 
-/// What a pod's annotations ask for; none, if they say nothing of machines.
+/// Returns the request in a pod's annotations; `None` without annotations about VMs.
 pub(super) fn of(
     pod: &PodConfig,
     config: &Config,
@@ -73,14 +73,14 @@ pub(super) fn of(
     shape(&admitted, pod, handler, engine).map(|shape| Some(Asked::Shape(shape))).map_err(status)
 }
 
-/// Whether the guest of containers has room for the networks that its pod asks for, beside the first.
+/// Checks that the guest of a container pod has device slots for the networks that its pod requests in addition to the first one.
 pub(super) fn has_room(pod: &PodConfig, engine: &EngineSpec) -> Result<(), Status> {
     let room = match engine {
         EngineSpec::Kvm {} => 8,
         EngineSpec::Qemu { .. } => 1,
         EngineSpec::Host { .. } | EngineSpec::Keeper { .. } => return Ok(()),
     };
-    // What is wrong there is the plugins' to say.
+    // An invalid annotation is left to the plugins.
     let asked = multus::asked(&pod.annotations, &pod.name.namespace).ok().flatten().map_or(0, |asked| asked.len());
     if asked <= room {
         return Ok(());
@@ -197,7 +197,7 @@ mod tests {
             ("vm.nacelle.dev/disks", "root=image:a:1;more=empty:1Gi,bus=sata", "devices.disks[1].bus"),
             ("vm.nacelle.dev/serial", "a", "firmware.serial"),
         ] {
-            // The last one counts.
+            // The last one of two equal keys counts.
             let (code, message) = told(&[&machine[..], &[(key, value)]].concat()).unwrap();
             assert!(code == Code::Unimplemented && message.contains(field), "{message}");
             assert!(message.contains("q35"), "{message}");

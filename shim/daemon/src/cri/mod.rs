@@ -1,6 +1,5 @@
-//! Owns: the two services of CRI: which function answers which RPC. The answers are in the files beside it, one
-//! per group; RPCs that are to come are refused by name.
-//! May use: the lifecycle, the image store. Holds no state of its own.
+//! Implements the two services of CRI by dispatching each RPC to a function of the modules below, one per group of RPCs. RPCs
+//! that are not implemented yet are rejected by name. It uses the lifecycle and the image store, and holds no state of its own.
 
 mod container;
 pub mod convert;
@@ -27,12 +26,12 @@ pub struct Cri {
     accounting: Accounting,
     node: Node,
     streams: nacelle_stream::Server,
-    /// Whether the node's kernel enforces labels of SELinux.
+    /// The node's kernel enforces SELinux labels.
     selinux: bool,
 }
 
 impl Cri {
-    /// The services for this node; streams are opened through the server.
+    /// Creates the services for this node; `streams` serves the streams of exec, attach and port-forward.
     pub fn new(node: Node, streams: nacelle_stream::Server) -> Cri {
         Cri { accounting: Accounting::new(node.clone()), node, streams, selinux: convert::node_has_selinux() }
     }

@@ -1,19 +1,20 @@
-//! Owns: lists in pieces: the Stream* RPCs answer what their lists do, in messages that every client takes.
+//! Implements the Stream* RPCs: they return the same items as the lists, in messages small enough for every client.
 
 use super::{Answer, Cri};
 use nacelle_proto::cri;
 use prost::Message;
 use tonic::{Response, Status};
 
-/// What a message may hold: gRPC's clients take 4 MiB unless they say otherwise, and kubelet 16.
+/// The largest message in bytes: gRPC clients accept 4 MiB by default, and kubelet 16 MiB.
 const LIMIT: usize = 1 << 20;
-/// The number of the field and the length, in front of each item.
+/// The bytes of a field's number and length before each item.
 const FRAME: usize = 1 + 10;
 
-/// Answers, one after the other.
+/// A stream of responses.
 pub type Pieces<A> = tokio_stream::Iter<std::vec::IntoIter<Result<A, Status>>>;
 
-/// Each item once, in their order, at least one in an answer; one that is larger than an answer should be has its own.
+/// Returns each item once and in order, with at least one item in each response; an item above the limit has a response of its
+/// own.
 fn pieces<T: Message, A>(items: Vec<T>, answer: impl Fn(Vec<T>) -> A) -> Response<Pieces<A>> {
     let (mut answers, mut piece, mut length) = (Vec::new(), Vec::new(), 0);
     for item in items {

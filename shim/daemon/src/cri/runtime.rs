@@ -1,4 +1,4 @@
-//! Owns: the RPCs about the runtime itself.
+//! Implements the RPCs about the runtime itself.
 
 use super::Cri;
 use super::status::{refuse, status};
@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use tonic::Status;
 
-/// The version of kubelet's runtime API in Version's first field, a constant since its beginning.
+/// Version of kubelet's runtime API in the first field of Version; it has never changed.
 const KUBE_API: &str = "0.1.0";
 /// The version of CRI.
 const CRI_API: &str = "v1";
@@ -37,7 +37,7 @@ impl Cri {
             None => condition("RuntimeReady", None),
             Some(why) => condition("RuntimeReady", Some(("GuestMissing", why))),
         };
-        // What the handlers can do of what CRI lets them announce. The empty name is the default one.
+        // The features of the handlers that CRI can announce. The empty name is the default handler.
         let names = std::iter::once(String::new()).chain(parts.config.handlers.keys().cloned());
         let features = cri::RuntimeHandlerFeatures { recursive_read_only_mounts: true, user_namespaces: true };
         Ok(cri::StatusResponse {
@@ -98,7 +98,7 @@ impl Cri {
     }
 }
 
-/// What no pod could be started without, if it is missing.
+/// Returns what is missing if no pod could start without it.
 async fn missing_parts(parts: &crate::lifecycle::Parts) -> Option<String> {
     let config = &parts.config;
     let mut needed = Vec::new();

@@ -1,4 +1,4 @@
-//! Owns: the RPCs about pods: convert, ask the lifecycle, convert.
+//! Implements the pod RPCs: converts the request, calls the lifecycle, converts the result.
 
 use super::Cri;
 use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, stats};
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 use tonic::Status;
 
-/// How long a verbose status waits for the guest's figures.
+/// Time that a verbose status waits for the guest's figures.
 const ACCOUNTS_LIMIT: Duration = Duration::from_secs(2);
 
 impl Cri {
@@ -85,7 +85,7 @@ impl Cri {
         &self,
         request: cri::PodSandboxStatusRequest,
     ) -> Result<cri::PodSandboxStatusResponse, Status> {
-        // Before the look: an event that is not yet in what is seen is newer than this.
+        // Taken before the state: an event that is not yet in the state has a later time.
         let timestamp = self.node.parts().events.moment();
         let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
         let mut info = HashMap::new();
@@ -112,7 +112,7 @@ impl Cri {
         Ok(cri::UpdatePodSandboxResourcesResponse {})
     }
 
-    /// What a pod uses, and what it costs; a guest that does not answer at once has used nothing that is known.
+    /// Returns what a pod uses and costs; empty if the guest does not respond in time.
     async fn accounts(&self, pod: &PodId) -> serde_json::Value {
         let (figures, account) = tokio::join!(self.accounting.of(pod, ACCOUNTS_LIMIT), self.accounting.account(pod));
         stats::accounts(figures.ok().as_ref(), account)
@@ -130,7 +130,7 @@ impl Cri {
     }
 }
 
-/// A field that must say something.
+/// Returns a field that must not be empty.
 pub(super) fn needed<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     match value {
         "" => Err(refuse(Kind::Invalid, &format!("{field} is missing"))),

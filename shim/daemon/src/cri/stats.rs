@@ -1,4 +1,4 @@
-//! Owns: the RPCs about what pods and containers use, one by one and in lists.
+//! Implements the RPCs about the resource use of pods and containers, single and as lists.
 
 use super::Cri;
 use super::convert::{metrics, report, stats};
@@ -10,7 +10,7 @@ use nacelle_proto::cri;
 use tonic::Status;
 
 impl Cri {
-    /// Where ImageFsInfo says that the files of containers lie.
+    /// Returns the mount point of container files that ImageFsInfo reports.
     fn mountpoint(&self) -> String {
         self.node.parts().images.folder().display().to_string()
     }
@@ -29,7 +29,7 @@ impl Cri {
         let stats = stats::container(record, Some(&figures), &self.mountpoint());
         match stats.cpu {
             Some(_) => Ok(cri::ContainerStatsResponse { stats: Some(stats) }),
-            // It ended meanwhile.
+            // The container ended meanwhile.
             None => Err(not_running()),
         }
     }
@@ -62,7 +62,7 @@ impl Cri {
         Ok(cri::PodSandboxStatsResponse { stats: Some(stats::pod(&view, &figures, &self.mountpoint())) })
     }
 
-    /// Pods that are not ready, or do not answer, use nothing that is known.
+    /// Lists statistics. Those of pods that are not ready or do not respond are empty.
     pub(super) async fn on_list_pod_sandbox_stats(
         &self,
         request: cri::ListPodSandboxStatsRequest,
@@ -77,7 +77,7 @@ impl Cri {
         Ok(cri::ListPodSandboxStatsResponse { stats })
     }
 
-    /// As in the list of statistics: what is not known is not there.
+    /// Lists metrics. Unknown values are left out, as in the statistics.
     pub(super) async fn on_list_pod_sandbox_metrics(
         &self,
         _: cri::ListPodSandboxMetricsRequest,

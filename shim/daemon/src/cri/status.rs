@@ -1,25 +1,25 @@
-//! Owns: the one place where failures become gRPC statuses: the kind gives the code, the error with all its causes
-//! on one line is the message.
+//! Converts failures into gRPC statuses, for all RPCs: the kind determines the code, and the message is the error with all its
+//! causes on one line.
 
 use nacelle_base::{Chain, Classify, Kind};
 use std::error::Error;
 use tonic::{Code, Status};
 
-/// gRPC sends messages in a header, which clients limit to some kilobytes.
+/// The longest message in bytes: gRPC sends it in a header, which clients limit to some kilobytes.
 const LIMIT: usize = 4000;
 
-/// The status of a failure.
+/// Returns the status of a failure.
 pub fn status<E: Error + Classify>(error: E) -> Status {
     refuse(error.kind(), &Chain(&error).to_string())
 }
 
-/// The status of a refusal.
+/// Returns the status of a rejected request.
 pub fn refuse(kind: Kind, message: &str) -> Status {
     let message: String = message.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LIMIT).collect();
     Status::new(Code::from_i32(kind.grpc_code()), message)
 }
 
-/// The answer of an RPC that is not there yet.
+/// Returns the status of an RPC that is not implemented yet.
 pub fn not_yet(rpc: &str) -> Status {
     refuse(
         Kind::Unsupported,

@@ -1,4 +1,5 @@
-//! Owns: the RPCs that answer a URL: check what is asked, find what it is about, register it with the streaming server.
+//! Implements the RPCs that return a URL: checks the request, finds its container or pod, and registers it with the streaming
+//! server.
 
 use super::Cri;
 use super::sandbox::needed;
@@ -49,7 +50,7 @@ impl Cri {
     }
 }
 
-/// CRI's rules for streams.
+/// Checks CRI's rules for streams.
 fn check(tty: bool, [stdin, stdout, stderr]: [bool; 3]) -> Result<(), Status> {
     if tty && stderr {
         return Err(refuse(Kind::Invalid, "tty and stderr are true: a terminal's errors are in its stdout"));

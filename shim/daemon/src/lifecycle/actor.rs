@@ -1,7 +1,7 @@
-//! Owns: one pod: its records, its machine's client, and the order in which things happen to it. One task per pod:
-//! inbox → step → record → effect → publish. Effects run beside it and answer into the inbox, so a slow guest never
-//! keeps a stop or a status waiting. Requests may be dropped at any time: what they asked for goes on here.
-//! May use: the state tables, boot and make (effects), the store. Knows no CRI.
+//! The actor of one pod: one task holds the pod's records and the client of its pod process, and handles the pod's events one at a
+//! time: inbox → step → record → effect → publish. Effects run in tasks of their own and send their results to the inbox, so a
+//! slow guest never delays a stop or a status. A caller may drop its request at any time; the actor completes the work all the
+//! same. The module uses the state tables, `boot` and `make` (effects) and the store, and knows nothing of CRI.
 
 mod containers;
 mod update;
@@ -33,18 +33,18 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Where an answer goes. Nobody may be there any more.
+/// The sender of a response. Its receiver may be gone.
 pub(super) type Answer<T> = oneshot::Sender<Result<T, LifecycleError>>;
 
-/// Messages that wait for a pod's actor; more senders wait for a place.
+/// Capacity of a pod's inbox in messages; further senders wait.
 const INBOX: usize = 64;
-/// Between attempts to find a silent pod process again.
+/// First and longest pause between attempts to find a silent pod process again.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// Before a request is repeated that the pod process did not answer.
+/// Pause before a request that the pod process did not answer is repeated.
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) enum Message {
-    /// Asked.
+    /// Requests of callers.
     WaitReady(Answer<()>),
     Stop(Answer<()>),
     Remove(Answer<()>),
@@ -59,7 +59,7 @@ pub(super) enum Message {
     UpdatePod(Box<PodResources>, Answer<()>),
     StopContainer(ContainerId, Duration, Answer<()>),
     RemoveContainer(ContainerId, Answer<()>),
-    /// Happened.
+    /// Results of effects, and events of the pod process.
     Spawned(PodProcess, Answer<()>),
     Booted(Box<Result<Up, LifecycleError>>),
     Undone(Undone),
@@ -80,9 +80,9 @@ pub(super) enum Message {
     PodUpdated(Box<Option<PodResources>>, Result<VmResources, LifecycleError>),
 }
 
-/// A container that is to be stopped.
+/// A pending request to stop a container.
 pub(super) struct Stopping {
-    /// How long after `since` it is killed. CRI sets no bound, so that the sum may be no point in time.
+    /// Time after `since` at which the container is killed. CRI sets no upper bound, so the sum may not be a valid `Instant`.
     grace: Duration,
     since: Instant,
     answer: Answer<()>,
@@ -95,28 +95,28 @@ impl Stopping {
     }
 }
 
-/// How long a request is repeated that the pod process did not answer. It may have ended, which this task sees only a moment
-/// later: then what was to be stopped or removed has ended with it, and that is what was asked for.
+/// The deadline for repeating a request that the pod process did not answer. The process may have ended, which this task learns
+/// only a moment later: the container to stop or remove has then ended with it, and the request has succeeded.
 #[derive(Default)]
 struct Patience(Option<Instant>);
 
 impl Patience {
-    /// Whether to try again after this error; the time runs from the first one on.
+    /// Returns whether to retry after this error. `limit` runs from the first error.
     fn lasts(&mut self, error: &LifecycleError, limit: Duration) -> bool {
         let end = *self.0.get_or_insert_with(|| Instant::now() + limit);
         error.kind() == Kind::Unavailable && Instant::now() < end
     }
 }
 
-/// What a change of the machine's size is for.
+/// The reason for a resize of the VM.
 enum Wish {
-    /// What the pod may have from now on.
+    /// New resource limits of the pod.
     Pod(Box<PodResources>),
-    /// So many bytes that its containers may use together, of whose pod nobody has said more.
+    /// Memory limit in bytes of all containers together, for a pod that has no limits of its own.
     Containers(u64),
 }
 
-/// What is known of a container, and who waits for it.
+/// The record of a container and the pending responses to its callers.
 struct Entry {
     record: ContainerRecord,
     made: Vec<Answer<ContainerId>>,
@@ -124,9 +124,9 @@ struct Entry {
     started: Vec<Answer<()>>,
     removed: Vec<Answer<()>>,
     removal: Patience,
-    /// How it is made and started.
+    /// The steps of its creation and start, with their durations.
     timeline: Timeline,
-    /// Changes of its limits, one after the other; the first is under way.
+    /// Pending changes of the container's limits, in order; the first one is being applied.
     updates: VecDeque<(Box<Resources>, Answer<()>)>,
 }
 
@@ -145,11 +145,11 @@ impl Entry {
     }
 }
 
-/// How an actor begins.
+/// The initial state of an actor.
 pub(super) enum Begin {
-    /// A new pod: recorded, then booted.
+    /// A new pod, which is recorded and then booted.
     New(Answer<()>),
-    /// Found in the store: this happened meanwhile.
+    /// A pod from the store, with what happened to it while no daemon ran.
     Known(Option<Box<Message>>),
 }
 
@@ -164,23 +164,23 @@ pub(super) struct Actor {
     me: mpsc::Sender<Message>,
     cancel_boot: CancellationToken,
     watching: Option<AbortOnDropHandle<()>>,
-    /// Why the pod never became ready.
+    /// The error because of which the pod never became ready.
     boot_error: Option<LifecycleError>,
     wait_ready: Vec<Answer<()>>,
     wait_stopped: Vec<Answer<()>>,
     wait_removed: Vec<Answer<()>>,
-    /// Changes of what the pod may have, one after the other; the first is under way.
+    /// Pending changes of the pod's resources, in order; the first one is being applied.
     updates: VecDeque<(Wish, Answer<()>)>,
-    /// What events have told.
+    /// The states that events have announced.
     told: Told,
-    /// How the pod comes up.
+    /// The steps of the pod's start, with their durations.
     timeline: Timeline,
-    /// The processors on which the machine was told to run, none: on all; and how many of its own have one of them each; if that is known.
+    /// The CPUs of the node to which the VM is confined (empty: all CPUs), and the number of pinned vCPUs; `None` if unknown.
     confined: Option<(BTreeSet<u32>, Option<u32>)>,
     ended: bool,
 }
 
-/// Makes the actor's channels; the actor itself starts with `Actor::run`.
+/// Creates the actor and its channels; `Actor::run` starts it.
 pub(super) fn new(
     parts: Arc<Parts>,
     table: Arc<Table>,
@@ -192,7 +192,7 @@ pub(super) fn new(
     let containers: BTreeMap<_, _> = containers.into_iter().map(|c| (c.id.clone(), Entry::new(c))).collect();
     let (view, seen) = watch::channel(Arc::new(View::new(&pod, containers.values().map(|entry| &entry.record), None)));
     let actor = Actor {
-        // One that boots runs nowhere yet.
+        // A booting VM is not confined yet.
         confined: (pod.state == state::PodState::Booting).then(Default::default),
         parts,
         table,
@@ -218,7 +218,7 @@ pub(super) fn new(
 
 fn tell<T: Clone>(waiting: &mut Vec<Answer<T>>, answer: &Result<T, LifecycleError>) {
     for each in waiting.drain(..) {
-        // A caller that went away is no reason to stop.
+        // A caller may have dropped its receiver.
         let _ = each.send(answer.clone());
     }
 }
@@ -228,7 +228,7 @@ impl Actor {
         match begin {
             Begin::New(answer) => self.begin(answer).await,
             Begin::Known(first) => {
-                // What was found out before there was an actor.
+                // Publish what recovery found before the actor existed.
                 self.publish();
                 if let Some(message) = first {
                     self.handle(*message).await;
@@ -250,7 +250,7 @@ impl Actor {
         }
         self.wait_ready.push(answer);
         let Some((_, handler)) = self.parts.config.handler(&self.pod.handler) else {
-            // It was there when the request was checked, and the configuration does not change.
+            // The handler existed when the request was checked, and the configuration does not change.
             return self.booted(Err(LifecycleError::NotFound { what: "handler", id: self.pod.handler.clone() })).await;
         };
         let boot = boot::boot(
@@ -265,7 +265,7 @@ impl Actor {
         self.effect(async move { Message::Booted(Box::new(boot.await)) });
     }
 
-    /// Has the actor record the pod process before that begins.
+    /// Returns the callback by which the actor records the pod process before that process begins its work.
     fn admit(&self) -> Admit {
         let me = self.me.clone();
         Box::new(move |process: PodProcess| {
@@ -277,20 +277,20 @@ impl Actor {
         })
     }
 
-    /// From now on the process is found again, whatever becomes of its run directory.
+    /// Records the pod process. From then on it can be found again, even if its run directory is lost.
     async fn spawned(&mut self, process: PodProcess, answer: Answer<()>) {
         self.pod.process = Some(process);
         let recorded = self.commit(vec![Change::Pod(self.pod.clone().into())]).await;
-        // One who has given the start up has ended the process.
+        // A caller that cancelled the start has ended the process.
         let _ = answer.send(recorded);
     }
 
-    /// Runs an effect beside the actor; its answer comes as a message.
+    /// Runs an effect in a task of its own; its result arrives as a message.
     fn effect(&self, work: impl Future<Output = Message> + Send + 'static) {
         let me = self.me.clone();
         tokio::spawn(async move {
             let message = work.await;
-            // A closed inbox: the pod was forgotten meanwhile.
+            // The inbox is closed if the pod was removed meanwhile.
             let _ = me.send(message).await;
         });
     }
@@ -342,7 +342,7 @@ impl Actor {
         }
     }
 
-    /// The pod is ready, and its process is searched for.
+    /// The error for a pod that is ready but whose process is being searched for.
     fn silent(&self) -> LifecycleError {
         LifecycleError::Silent { id: self.pod.id.to_string() }
     }
@@ -357,8 +357,8 @@ impl Actor {
         LifecycleError::NotReady { id: self.pod.id.to_string(), why }
     }
 
-    /// Takes a step of the pod and acts. Giving back never waits for the store: a full disk must not keep a machine
-    /// alive, and after a crash the machine is found missing.
+    /// Applies an event to the pod's state and runs the resulting action. A teardown never waits for the store: a full disk must
+    /// not keep a VM running, and after a crash recovery finds the VM missing.
     async fn step(&mut self, ask: PodEvent) {
         let (next, act) = match self.pod.state.step(ask) {
             Ok(step) => step,
@@ -427,7 +427,7 @@ impl Actor {
         if let Some(last) = undone.last {
             self.apply(&proto::PodState::from(&last)).await;
         }
-        // What the pod process could not tell of any more has ended with its machine.
+        // Containers whose end the pod process could not report have ended with the VM.
         if self.pod.left.is_empty() {
             self.pod.process = None;
             self.lose_running("the machine of the pod is gone").await;
@@ -462,14 +462,14 @@ impl Actor {
                 self.step(PodEvent::ForgetFailed).await;
                 tell(&mut self.wait_removed, &Err(error.clone()));
                 tell(&mut self.wait_ready, &Err(error));
-                // Nobody waits any more, so the next settling does not try again by itself.
+                // No request waits any more, so the next `settle` does not retry by itself.
                 self.boot_error = None;
                 self.pod.was_ready = true;
             }
         }
     }
 
-    /// Answers those whose wish has come true, and goes on with what waits for the present state.
+    /// Completes the requests that the current state satisfies, then starts the next queued one.
     async fn settle(&mut self) {
         match self.pod.state {
             state::PodState::Ready => {
@@ -480,7 +480,7 @@ impl Actor {
             }
             state::PodState::Stopped => {
                 tell(&mut self.wait_stopped, &Ok(()));
-                // A pod that never was ready is known to nobody: it goes as soon as it can.
+                // No client knows a pod that never became ready: it is removed as soon as possible.
                 if !self.wait_removed.is_empty() || !self.pod.was_ready {
                     self.step(PodEvent::Remove).await;
                 }
@@ -497,7 +497,7 @@ impl Actor {
         }
     }
 
-    /// There is a pod process to talk to: its changes are followed.
+    /// Takes a connected pod process into use and follows its changes.
     fn found(&mut self, client: PodClient) {
         if !matches!(self.pod.state, state::PodState::Booting | state::PodState::Ready) {
             return;
@@ -524,7 +524,7 @@ impl Actor {
         if self.pod.state != state::PodState::Ready {
             return;
         }
-        // If the pod process is gone, too, this is looked at when what it left is cleared up.
+        // If the pod process is gone as well, the cleanup of the pod checks this.
         let lost = state.phase() == proto::Phase::Stopped || state.containers.iter().any(|one| one.exit_code == LOST);
         if lost && self.parts.pods.out_of_memory(&self.parts.pod_dir(&self.pod.id)).await {
             blame_memory(&mut state);
@@ -535,7 +535,7 @@ impl Actor {
         }
     }
 
-    /// The connection to the pod process ended. It may live: then it is found again; or not: then its record is read.
+    /// Handles the end of the connection: finds the pod process again if it lives, otherwise reads its last record.
     fn lost(&mut self) {
         if self.pod.state != state::PodState::Ready {
             return;
@@ -547,7 +547,7 @@ impl Actor {
             loop {
                 match parts.pods.connect(&dir).await {
                     Ok(client) => {
-                        // One that can be connected to but not followed must not keep this daemon busy.
+                        // A process that accepts connections but cannot be followed must not keep this daemon busy.
                         tokio::time::sleep(pause).await;
                         return Message::Found(client);
                     }
@@ -562,14 +562,14 @@ impl Actor {
             }
         };
         let me = self.me.clone();
-        // Ends with the pod's readiness: `watching` is dropped when the pod is stopped.
+        // The task ends with the pod's readiness: `watching` is dropped when the pod is stopped.
         self.watching = Some(AbortOnDropHandle::new(tokio::spawn(async move {
             let message = search.await;
             let _ = me.send(message).await;
         })));
     }
 
-    /// The machine ended by itself.
+    /// Handles the unrequested end of the VM.
     async fn gone(&mut self, last: Option<proto::PodState>) {
         if self.pod.state != state::PodState::Ready {
             return;
@@ -589,7 +589,7 @@ impl Actor {
         self.parts.store.commit(changes).await.map_err(super::error::at("record the change"))
     }
 
-    /// Records and shows the pod as it is. A failure is logged: what happened has happened, and the next change
+    /// Records and publishes the pod's current state. A failure is only logged: the event cannot be undone, and the next change
     /// writes the whole record again.
     async fn keep_pod(&mut self) {
         let kept = self.parts.store.commit(vec![Change::Pod(self.pod.clone().into())]).await;
@@ -603,7 +603,7 @@ impl Actor {
         }
     }
 
-    /// Shows the pod as it is, then tells of what is new in that.
+    /// Publishes the pod's current state, then sends the events that follow from it.
     fn publish(&mut self) {
         let records = self.containers.values().map(|entry| &entry.record);
         self.view.send_replace(Arc::new(View::new(&self.pod, records.clone(), self.client.clone())));
@@ -615,7 +615,7 @@ impl Actor {
         if events.is_empty() {
             return;
         }
-        // Without the client: an event that waits must not keep a connection.
+        // The view has no client: a queued event must not keep a connection open.
         let records = self.containers.values().map(|entry| &entry.record);
         let view = Arc::new(View::new(&self.pod, records, None));
         for (kind, id) in events {

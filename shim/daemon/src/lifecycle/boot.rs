@@ -1,6 +1,6 @@
-//! Owns: making a pod's machine and network, and giving them back: the effects behind `Booting` and `Stopping`.
-//! Nothing here remembers anything: what was taken is found by the pod's id, so giving back works after a crash too.
-//! Threads: run as tasks of their own; they answer to the pod's actor.
+//! Creates a pod's VM and network and removes them again: the effects behind `Booting` and `Stopping`. The effects run as tasks
+//! of their own and send their results to the pod's actor. The module keeps no state: resources are found by the pod's id, so a
+//! cleanup works after a crash too.
 
 use super::error::{LifecycleError, at};
 use super::seams::Admit;
@@ -35,7 +35,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-/// A pod that is up.
+/// A pod that has started.
 pub(super) struct Up {
     pub client: PodClient,
     pub ips: Vec<IpAddr>,
@@ -43,14 +43,14 @@ pub(super) struct Up {
     pub machine: VmResources,
 }
 
-/// Of a pod process, which may say anything: the longest name of a step.
+/// The longest name of a boot step in bytes; a pod process may report anything.
 const STEP_NAME: usize = 64;
 
-/// For removing a namespace and writing down what is owed, beside the time that plugins have.
+/// Time for removing a namespace and recording an owed CNI DEL, in addition to the time of the plugins.
 const NO_PLUGIN: Duration = Duration::from_secs(30);
 
-/// Makes folder, namespace, machine and network, and waits until the guest is configured. On failure the caller
-/// undoes everything. `cancel` ends it at the next step. `admit` records the pod process.
+/// Creates the pod's directory, namespace, VM and network, and waits until the guest is configured. On failure the caller cleans
+/// up everything. `cancel` ends it at the next step. `admit` records the pod process.
 pub(super) async fn boot(
     parts: Arc<Parts>,
     id: PodId,
@@ -117,7 +117,7 @@ pub(super) async fn boot(
         further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
         usage,
     };
-    // The machine boots while the plugins run. Both are awaited to their end, so that undoing meets nothing half-done.
+    // The VM boots while the plugins run. Both are awaited to their end, so that a cleanup finds nothing half-done.
     let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
     let (client, attached) =
         tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec, admit)), async {
@@ -140,7 +140,7 @@ pub(super) async fn boot(
             tracing::warn!(pod = %id, name, neighbours, why);
         }
     }
-    // The pod process has given up the right to do it.
+    // The pod process has dropped the privileges for it.
     if guest {
         let known = attached.network.interfaces.iter().enumerate();
         let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
@@ -160,7 +160,7 @@ pub(super) async fn boot(
     {
         tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
     }
-    // What the pod process has measured; its times are its own word.
+    // Measured by the pod process; its times are not verified.
     timeline.add(configured.steps.into_iter().map(|step| Step {
         what: clip(&step.what).chars().take(STEP_NAME).collect(),
         at: step.at,
@@ -168,7 +168,7 @@ pub(super) async fn boot(
         failed: false,
     }));
     let machine = match spec.engine {
-        // It is the node.
+        // The pod runs on the node itself.
         EngineSpec::Host { .. } => VmResources {
             vcpus: u32::MAX,
             max_vcpus: u32::MAX,
@@ -181,7 +181,7 @@ pub(super) async fn boot(
     Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
 }
 
-/// What is to be set up for a pod that has the node's network: nothing. Its addresses are the node's.
+/// Returns the attachment of a pod with the node's network: nothing to set up, and the addresses of the node.
 fn of_node() -> Attachment {
     Attachment { network: PodNetwork::default(), dns: DnsConfig::default(), ips: Vec::new() }
 }
@@ -192,7 +192,7 @@ async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), Lifecyc
             std::fs::create_dir_all(&logs).map_err(files::at("create", &logs))?;
         }
         if let Some(pods) = dir.parent() {
-            // It was there when the daemon started, and may have been removed since with all that was in it.
+            // The directory existed when the daemon started, but may have been removed since with its contents.
             std::fs::DirBuilder::new().recursive(true).mode(0o700).create(pods).map_err(files::at("create", pods))?;
         }
         std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))?;
@@ -224,7 +224,7 @@ fn pod_spec(
         cpu_model: config.shape.as_ref().and_then(|shape| shape.cpu_model.clone()),
         memory_mib: size::narrow(memory_mib(config, handler)),
         reserved_memory_mib: Some(size::narrow(size::reserve_mib(config, handler))).filter(|mib| *mib > 0),
-        // The memory of a machine pod's machine is none of the pod process's.
+        // The pod process does not hold the memory of a machine pod's machine.
         memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },
         console: handler.console,
         kernel: own_kernel(config).map_or_else(|| handler.kernel.clone(), |_| kernel::file(&parts.pod_dir(id))),
@@ -253,7 +253,7 @@ fn pod_spec(
     }
 }
 
-/// Whether this process knows all groups of the kernel: not in a user namespace with a part of them.
+/// Whether all group ids of the kernel exist for this process: not in a user namespace that maps only a part of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Groups {
     All,
@@ -261,7 +261,7 @@ enum Groups {
 }
 
 impl Groups {
-    /// Reads it off the process's own map. One that cannot be read has all.
+    /// Reads the process's own gid_map. An unreadable map counts as all groups.
     fn of_this_process() -> Groups {
         std::fs::read_to_string("/proc/self/gid_map").map_or(Groups::All, |map| Groups::in_map(&map))
     }
@@ -272,11 +272,11 @@ impl Groups {
     }
 }
 
-/// The sysctls of a pod: its own, and where it has a network of its own those with which programs that are not root may use ports
-/// below 1024 and ping, as containerd 2 sets them by default. Neither gives anything away: no port of the node is among them.
+/// Returns the sysctls of a pod. A pod with a network of its own also gets those by which programs without root may use ports
+/// below 1024 and ping, the same defaults as containerd 2. This is safe because no port of the node is among them.
 fn sysctls(config: &PodConfig, groups: Groups) -> BTreeMap<String, String> {
     let mut sysctls = config.sysctls.clone();
-    // A machine pod's system sets its own.
+    // The guest system of a machine pod sets its own sysctls.
     if config.node_namespaces.network || config.machine.is_some() {
         return sysctls;
     }
@@ -284,15 +284,16 @@ fn sysctls(config: &PodConfig, groups: Groups) -> BTreeMap<String, String> {
         sysctls.entry(name.to_owned()).or_insert_with(|| value.to_owned());
     };
     default("net.ipv4.ip_unprivileged_port_start", "0");
-    // The kernel refuses groups that the writer does not know: of a guest's kernel that is its agent, which knows all.
+    // The kernel rejects group ids that the writer's user namespace does not map. In a guest the writer is the agent, which maps
+    // all.
     if groups == Groups::All {
         default("net.ipv4.ping_group_range", "0 2147483647");
     }
     sysctls
 }
 
-/// What is made of the pod's network: a tap for each card of a machine pod's machine, or for each interface that the containers' guest
-/// shall have.
+/// Returns the specification of the pod's network: a tap for each network interface of a machine pod's machine, or for each
+/// interface of the containers' guest.
 fn network(config: &PodConfig, netns: PathBuf, guest: bool) -> NetworkSpec {
     let first = INTERFACE.to_owned();
     let cards = config.machine.iter().flat_map(|machine| &machine.cards);
@@ -302,22 +303,22 @@ fn network(config: &PodConfig, netns: PathBuf, guest: bool) -> NetworkSpec {
         interfaces.push(first);
         if guest && config.machine.is_none() {
             let asked = multus::asked(&config.annotations, &config.name.namespace);
-            // What is wrong there is the plugins' to say, which may not know of it either.
+            // An invalid annotation is left to the plugins, which may not read it at all.
             interfaces.extend(asked.ok().flatten().into_iter().flatten().map(|asked| asked.interface));
         }
     }
     NetworkSpec { netns, interfaces, queues }
 }
 
-/// Leaves of a network these interfaces, in this order, and what leads through them.
+/// Reduces a network to these interfaces, in this order, and to the routes through them.
 fn keep_only(network: &mut PodNetwork, interfaces: &[String]) {
     network.interfaces.retain(|one| interfaces.contains(&one.name));
     network.interfaces.sort_by_key(|one| interfaces.iter().position(|name| *name == one.name));
     network.routes.retain(|route| interfaces.contains(&route.interface));
 }
 
-/// The control group of the pod's process: kubelet's, unless that has no room for the VM ([`too_small`]): then the VM is beside the
-/// others.
+/// Returns the cgroup of the pod process: a child of kubelet's pod cgroup, or, if that is too small for the VM ([`too_small`]),
+/// one outside of kubelet's hierarchy.
 async fn choose_group(
     parts: &Parts,
     id: &PodId,
@@ -346,19 +347,20 @@ async fn choose_group(
     }
 }
 
-/// What a control group and those above it leave to what is in it.
+/// The tightest limits of a cgroup and its ancestors.
 #[derive(Clone, Copy, Debug, Default)]
 struct GroupLimits {
     memory: Option<u64>,
     cpu_milli: Option<u64>,
 }
 
-/// Below one CPU a VM does not boot in the time of one that has it: the boot is the work of one CPU.
+/// The lowest CPU limit, in thousandths of a CPU, at which a VM boots at full speed: the boot keeps one CPU busy.
 const BOOT_CPU_MILLI: u64 = 1000;
 
-/// What a pod's control group is too small of for a VM with so many bytes of memory, if it is. Without an overhead kubelet limits the
-/// group to what the containers may use together. Less memory than the VM may come to use kills it; a CPU quota of less than one CPU
-/// throttles its kernel, its agent and the boot, until that takes too long. The guest's kernel keeps each container to its limits.
+/// Returns which resource of a pod's cgroup is too small for a VM with `needed` bytes of memory, or `None`. Without a pod
+/// overhead, kubelet limits the cgroup to what the containers may use together. Too little memory gets the VM killed; a CPU quota
+/// below one CPU throttles its kernel, its agent and the boot, possibly beyond the timeout. The guest's kernel enforces the
+/// limits of each container.
 fn too_small(config: &PodConfig, needed: u64, group: GroupLimits) -> Option<String> {
     if let (None, Some(limit)) = (config.overhead_memory, group.memory.filter(|limit| *limit < needed)) {
         return Some(format!("memory: {limit} of {needed} bytes"));
@@ -369,14 +371,15 @@ fn too_small(config: &PodConfig, needed: u64, group: GroupLimits) -> Option<Stri
     }
 }
 
-/// The control group of a pod process: in the group that kubelet has made for the pod, else beside the others. systemd's slices
-/// get a scope, which systemd knows of: it takes controllers away from groups below which it knows of none that needs them.
+/// Returns the cgroup of a pod process: inside the cgroup that kubelet created for the pod, otherwise in the runtime's own. Below
+/// systemd's slices it is a scope that systemd knows: systemd removes controllers from cgroups below which it knows no unit that
+/// needs them.
 fn cgroup(parent: Option<&str>, driver: CgroupDriver, id: &PodId) -> PathBuf {
     let parent = parent.map(|parent| parent.trim_start_matches('/'));
     match (driver, parent) {
         (CgroupDriver::Cgroupfs, None) => format!("nacelle/{id}").into(),
         (CgroupDriver::Systemd, None) => systemd::scope_in("nacelle", id),
-        // kubelet says the path of the slice, whose last part says it all.
+        // kubelet sends the path of the slice; its last component is sufficient.
         (CgroupDriver::Systemd, Some(parent)) => match systemd::slice_of(parent) {
             Some(slice) => systemd::scope_in(slice, id),
             None => Path::new(parent).join(format!("nacelle-{id}")),
@@ -404,7 +407,7 @@ fn configuration(config: &PodConfig, attached: &Attachment, resolv_conf: &str) -
     let dns = match &config.dns {
         Some(dns) => dns.clone(),
         None if attached.dns != DnsConfig::default() => attached.dns.clone(),
-        // What the node reaches, a pod with its network does.
+        // A pod with the node's network reaches what the node reaches.
         None => node_dns(resolv_conf, config.node_namespaces.network),
     };
     proto::ConfigureRequest {
@@ -418,8 +421,8 @@ fn neighbour(neighbour: &Neighbour) -> common::Neighbour {
     common::Neighbour { address: neighbour.ip.to_string(), mac: neighbour.mac.to_vec() }
 }
 
-/// The node's own resolver configuration, for pods that bring none. Its loopback servers cannot be reached from a
-/// guest and are left out, unless the pod is on the node's network.
+/// Returns the node's own resolver configuration, for pods that bring none. Loopback servers are unreachable from a guest and are
+/// left out, unless the pod is on the node's network.
 fn node_dns(text: &str, on_node: bool) -> DnsConfig {
     let mut dns = DnsConfig::default();
     for line in text.lines() {
@@ -438,18 +441,18 @@ fn node_dns(text: &str, on_node: bool) -> DnsConfig {
     dns
 }
 
-/// What came of giving back.
+/// The result of a cleanup.
 pub(super) struct Undone {
-    /// What the pod process last recorded.
+    /// The last record of the pod process.
     pub last: Option<LastRecord>,
-    /// What is still there.
+    /// Resources that could not be released.
     pub left: Vec<CleanupFailure>,
-    /// How long it took.
+    /// The steps of the cleanup, with their durations.
     pub timeline: Timeline,
 }
 
-/// Gives the machine, whose process the store knows as `process`, and the network back. Every step is tried, whatever came of those
-/// before, and all can be tried again.
+/// Ends the VM, whose process the store knows as `process`, and releases the network. Every step is tried, whatever the result of
+/// those before it, and all of them can be repeated.
 pub(super) async fn undo(
     parts: Arc<Parts>,
     id: PodId,
@@ -458,10 +461,10 @@ pub(super) async fn undo(
 ) -> Undone {
     let limit = parts.teardown_limit();
     let timeline = Timeline::default();
-    // What runs in the pod is killed in any case: its network need not wait for its end.
+    // The processes of the pod are killed in any case: the release of its network need not wait for their end.
     let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, process, limit));
     let network = timeline.measure("end of the network", async {
-        // The plugins have the limit; what is done without them takes a moment.
+        // `limit` bounds the plugins; the rest takes a moment.
         match timeout(limit + NO_PLUGIN, parts.networks.release(&id, limit)).await {
             Ok(released) => released.map_err(|error| Chain(&error).to_string()),
             Err(_elapsed) => Err(format!("no end after {} s", (limit + NO_PLUGIN).as_secs())),
@@ -488,8 +491,8 @@ pub(super) async fn undo(
     Undone { last, left, timeline }
 }
 
-/// Stops the pod process in good order, and kills what has not stopped by itself. Answers what it last said, or why it
-/// still lives.
+/// Stops the pod process in good order, and kills it if it does not stop by itself. Returns its last report, or why it still
+/// lives.
 async fn end_machine(
     parts: &Parts,
     id: &PodId,
@@ -515,7 +518,7 @@ async fn end_machine(
     }
 }
 
-/// Removes the pod's folder.
+/// Removes the pod's directory.
 pub(super) async fn remove_folder(parts: &Parts, id: &PodId) -> Result<(), LifecycleError> {
     let dir = parts.pod_dir(id);
     let removed = blocking(move || files::remove_tree_if_there(&dir)).await;
@@ -575,7 +578,7 @@ mod tests {
             ((None, None), Some(99), None, Some("memory: 99 of 100 bytes")),
             ((None, None), Some(100), Some(999), Some("CPU: 999 of 1000 thousandths")),
             ((None, None), None, Some(10), Some("CPU: 10 of 1000 thousandths")),
-            // An overhead is the node's word of what a VM needs: of each, apart.
+            // An overhead states what a VM needs on this node, for memory and CPU separately.
             ((Some(1), None), Some(99), None, None),
             ((Some(1), None), Some(99), Some(10), Some("CPU: 10 of 1000 thousandths")),
             ((None, Some(250)), None, Some(260), None),

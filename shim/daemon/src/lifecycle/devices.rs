@@ -1,6 +1,6 @@
-//! Owns: which device nodes a container gets: those of the node, as they are when it is made, those that every guest's kernel
-//! has of its own, and the node's block devices, opened here because a pod process sees none.
-//! May use: files of the node, for looking at them and for opening block devices.
+//! Determines the device nodes of a container: those of the node as they are at its creation, those that every guest's kernel
+//! has, and the node's block devices, which are opened here because a pod process sees none. Opening is all that it does with a
+//! block device; it never reads or writes one.
 
 use super::error::LifecycleError;
 use crate::oci::DeviceNode;
@@ -16,25 +16,25 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Devices of one container.
+/// The largest number of devices of one container.
 const MOST: usize = 4096;
-/// Folders in folders below a path that is asked for.
+/// The largest depth of subdirectories below a requested path.
 const DEPTH: usize = 8;
-/// What is the container's own in /dev.
+/// Paths in /dev that each container has for itself.
 const OWN: [&str; 6] = ["/dev/pts", "/dev/shm", "/dev/fd", "/dev/mqueue", "/dev/console", "/dev/ptmx"];
-/// What the guest's kernel has (guest/kernel), and no hardware is behind: path, major, minor.
+/// Device nodes of the guest's kernel (guest/kernel) that need no hardware: path, major, minor.
 const OF_GUEST: [(&str, u64, u64); 2] = [("/dev/fuse", 10, 229), ("/dev/net/tun", 10, 200)];
 
-/// The devices of a container in a machine.
+/// The devices of a container in a VM.
 #[derive(Debug, Default)]
 pub(super) struct OfGuest {
-    /// Those of its kernel.
+    /// Device nodes of the guest's kernel.
     pub nodes: Vec<DeviceNode>,
-    /// Block devices of the node, each as the pod process is told of it, and opened.
+    /// Block devices of the node: the message to the pod process, and the open device.
     pub blocks: Vec<(proto::BlockDevice, OwnedFd)>,
 }
 
-/// Finds and opens them.
+/// Finds and opens the devices of a container in a VM.
 pub(super) fn of_guest(config: &ContainerConfig) -> Result<OfGuest, LifecycleError> {
     let mut found = OfGuest::default();
     for device in &config.devices {
@@ -50,7 +50,7 @@ pub(super) fn of_guest(config: &ContainerConfig) -> Result<OfGuest, LifecycleErr
     Ok(found)
 }
 
-/// A block device of the node, opened as its permissions say. Links lead to it.
+/// Opens a block device of the node with the requested permissions. Symbolic links are followed.
 pub(super) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
     let path = || device.host_path.clone();
     let metadata = fs::metadata(&device.host_path).map_err(|_missing| LifecycleError::NoDevice { path: path() })?;
@@ -63,13 +63,13 @@ pub(super) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, Owned
     let way = if writable { "read and write" } else { "read" };
     let closed = |source: io::Error| LifecycleError::DeviceClosed { path: path(), way, source: Arc::new(source) };
     let mut file = File::options().read(true).write(writable).open(&device.host_path).map_err(closed)?;
-    // What was opened counts: the name may lead elsewhere by now.
+    // The open file counts: the name may lead to another device by now.
     let metadata = file.metadata().map_err(closed)?;
     if !metadata.file_type().is_block_device() {
         return Err(LifecycleError::NoDevice { path: path() });
     }
     let key = format!("{}:{}", major(metadata.rdev()), minor(metadata.rdev()));
-    // Some kernels open it all the same, and refuses each write.
+    // Some kernels open a read-only device for writing and then fail each write.
     let read_only = fs::read_to_string(format!("/sys/dev/block/{key}/ro")).is_ok_and(|text| text.trim() == "1");
     if writable && read_only {
         return Err(closed(io::ErrorKind::ReadOnlyFilesystem.into()));
@@ -91,7 +91,8 @@ pub(super) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, Owned
     Ok((told, file.into()))
 }
 
-/// The devices of a container without a guest: those that it asks for; if it is `privileged`, all in this folder, /dev, too.
+/// Returns the devices of a container without a guest: the requested ones and, if `privileged` names a directory (/dev), all
+/// devices in it.
 pub(super) fn of_node(config: &ContainerConfig, privileged: Option<&Path>) -> Result<Vec<DeviceNode>, LifecycleError> {
     let mut found = BTreeMap::new();
     if let Some(folder) = privileged {
@@ -119,7 +120,7 @@ pub(super) fn of_node(config: &ContainerConfig, privileged: Option<&Path>) -> Re
     Ok(found.into_values().collect())
 }
 
-/// The devices in a folder; links, and what cannot be looked at, are passed over.
+/// Collects the devices in a directory; symbolic links and unreadable entries are skipped.
 fn walk(folder: &Path, at: &Path, access: &str, depth: usize, found: &mut BTreeMap<PathBuf, DeviceNode>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (Ok(metadata), at) = (entry.metadata(), at.join(entry.file_name())) else { continue };
@@ -133,7 +134,7 @@ fn walk(folder: &Path, at: &Path, access: &str, depth: usize, found: &mut BTreeM
     }
 }
 
-/// None: no device, or no name that can be said.
+/// Returns `None` if this is not a device, or its name is not UTF-8.
 fn node(metadata: &Metadata, at: &Path, access: &str) -> Option<DeviceNode> {
     let kind = metadata.file_type();
     (kind.is_block_device() || kind.is_char_device()).then_some(())?;
@@ -181,7 +182,7 @@ mod tests {
             assert_eq!(error.kind(), Kind::Invalid);
             assert!(error.to_string().contains(&none), "{error}");
         }
-        // Links, files and the container's own are none of a privileged container's; what it asks for goes before the rest.
+        // A privileged container gets no links, files or paths of its own; a requested device takes precedence.
         assert_eq!(of_node(&config(&[]), Some(folder.path())).unwrap(), []);
         let all = of_node(&config(&[("/dev/zero", "/dev/null")]), Some("/dev".as_ref())).unwrap();
         let null = all.iter().find(|node| node.path == "/dev/null").unwrap();

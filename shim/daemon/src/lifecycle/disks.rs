@@ -1,6 +1,6 @@
-//! Owns: which emptyDirs on kubelet's disk are disks of the pod's machine instead of shares, how large they are, and the files
-//! they lie in: made and opened here, because a pod process sees none. docs/contributor/volumes.md has the rules.
-//! The files are written by guests: they are handed on, and nothing on the node mounts or parses them.
+//! Decides which emptyDirs on kubelet's disk are disks of the pod's VM instead of shares, computes their sizes, and creates and
+//! opens their files, because a pod process sees none. docs/contributor/volumes.md has the rules. Guests write these files: the
+//! node only passes them on and must never mount or parse one.
 
 use super::error::{LifecycleError, at};
 use super::memory::{self, FOLDER};
@@ -17,37 +17,37 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// The file in a volume's folder in which the disk lies.
+/// The name of the disk's file in the volume's directory.
 const FILE: &str = "nacelle-volume.ext4";
-/// The same while it is made.
+/// The name of that file until it is complete.
 const DRAFT: &str = "nacelle-volume.ext4.draft";
-/// How the names begin, in a pod's folder, of files that say which volumes stay shares until the pod ends.
+/// Prefix of the files in a pod's directory that mark volumes as shares until the pod ends.
 const MARK: &str = "shared.";
-/// Folders of a volume on the node that are looked through: kubelet makes one for each `subPath`.
+/// The largest number of directories of a volume that are searched: kubelet creates one for each `subPath`.
 const MOST: usize = 4096;
 
-/// What a pod can have.
+/// The form in which the pod's emptyDirs are available.
 #[derive(Debug)]
 pub(super) enum Way {
-    /// Disks, as its machine was made for; with the pod's folder.
+    /// Disks, for which the VM was created; with the pod's directory.
     Disks(EmptyDirs, PathBuf),
-    /// Shares only. What lies on a disk already cannot be had; what to do about it.
+    /// Shares only. A volume that is a disk already is not available; the text is the advice for the error.
     Shares(&'static str),
 }
 
-/// A volume that is a disk of the machine.
+/// A volume that is a disk of the VM.
 #[derive(Debug)]
 pub(super) struct Disk {
-    /// As the pod process is told of the volume.
+    /// The volume, as a message to the pod process.
     pub volume: proto::EmptyDir,
-    /// And of its disk.
+    /// The disk, as a message to the pod process.
     pub device: proto::BlockDevice,
-    /// That, opened.
+    /// The open file of the disk.
     pub file: OwnedFd,
 }
 
-/// What a machine makes of a container's volumes, by their place in the list; none for those that are no disks of its own. The
-/// paths are without links. Makes the disks that are missing.
+/// Returns the disk of each of a container's volumes, by its index in the list; `None` for volumes that are not disks. Creates
+/// missing disks. The paths must be free of symbolic links.
 pub(super) fn plan(way: &Way, id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Option<Disk>>, LifecycleError> {
     let planned = volumes.iter().enumerate().map(|(number, volume)| {
         let path = Path::new(&volume.host_path);
@@ -59,7 +59,7 @@ pub(super) fn plan(way: &Way, id: &ContainerId, volumes: &[NodeVolume]) -> Resul
             },
             (Some((name, root)), Way::Disks(rules, pod)) => {
                 let called = super::pushed::called("disk", &name, &root);
-                // Two containers may want it at once.
+                // Two containers may request the volume at once.
                 let alone = File::open(&root).and_then(|folder| folder.lock().map(|()| folder));
                 let alone = alone.map_err(step("lock", &root))?;
                 let mark = pod.join(format!("{MARK}{called}"));
@@ -82,8 +82,8 @@ where
     move |source| at("have the disk of a volume")(files::at(what, &path)(source.into()))
 }
 
-/// Whether this volume is a disk, which is made if it shall be one. What has files on the node stays a share, and that until the
-/// pod ends, whatever becomes of the files.
+/// Returns whether this volume is a disk, or is to become one. A volume with files on the node stays a share until the pod ends,
+/// whatever happens to the files.
 fn is_disk(rules: &EmptyDirs, name: &str, root: &Path, mark: &Path) -> Result<bool, LifecycleError> {
     let there = |path: &Path| fs::symlink_metadata(path).is_ok();
     let file = root.join(FILE);
@@ -109,8 +109,8 @@ fn is_disk(rules: &EmptyDirs, name: &str, root: &Path, mark: &Path) -> Result<bo
     Ok(true)
 }
 
-/// How large the file is. What it takes on the node, with what the node's file system needs to find it, is not more than the
-/// limit: else kubelet, which measures that, would evict the pod of a volume that is just full.
+/// Returns the size of the file. The space that it takes on the node, including the metadata of the node's file system, must not
+/// exceed the limit: otherwise kubelet, which measures that space, would evict the pod for a volume that is just full.
 fn size(rules: &EmptyDirs, name: &str, root: &Path) -> Result<u64, LifecycleError> {
     if let Some(limit) = rules.limits.get(name).copied().or(rules.limit) {
         return Ok((limit - (limit / 64).max(256 << 10)) & !4095);
@@ -162,7 +162,7 @@ fn disk(volume: &NodeVolume, name: String, root: &Path, source: String) -> Resul
     Ok(Disk { volume, device, file: file.into() })
 }
 
-/// Which folder of a volume this path shows: kubelet makes it there and mounts it elsewhere.
+/// Returns which directory of a volume is mounted at this path: kubelet creates it in the volume and mounts it elsewhere.
 fn part(path: &Path, root: &Path) -> Option<String> {
     let same = |path: &Path| fs::symlink_metadata(path).map(|found| (found.dev(), found.ino())).ok();
     let wanted = same(path)?;
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(File::from(first.file).metadata().unwrap().len(), (32 << 20) - (512 << 10));
         assert_eq!((first.volume.part.as_str(), first.device.of_volume), ("", true));
         assert_eq!(first.volume.source, first.device.container_path);
-        // It stays one, whatever the handler says of new ones.
+        // A disk stays a disk, whatever the handler's setting for new ones is.
         let again = place.plan(false, &volume(&place.root().join("deep/part"))).unwrap();
         assert!(again.is_none(), "a folder below it is nothing that kubelet hands over");
         let again = place.plan(false, &whole).unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! Owns: why something asked of a pod or container did not happen, and what that means to the caller.
+//! Defines the errors of operations on pods and containers, and their kinds for the caller.
 
 use super::kernel::OwnKernelError;
 use crate::hugepages::TooFew;
@@ -20,171 +20,171 @@ use nacelle_store::StoreError;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Why it did not happen. Cheap to clone: several callers may wait for one answer.
+/// Why an operation failed. Cheap to clone, because several callers may wait for one result.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LifecycleError {
-    /// There is no such thing.
+    /// The pod, container or image does not exist.
     #[error("{what} {id} does not exist")]
     NotFound {
-        /// "pod", "container", "image".
+        /// The kind of object: "pod", "container", "image".
         what: &'static str,
-        /// As it was named.
+        /// The name or id in the request.
         id: String,
     },
-    /// The beginning of several ids.
+    /// The id prefix matches several ids.
     #[error("{id} is the beginning of the ids of several {what}s; give more digits")]
     Ambiguous {
-        /// "pod", "container".
+        /// The kind of object: "pod", "container".
         what: &'static str,
-        /// As it was named.
+        /// The prefix in the request.
         id: String,
     },
-    /// The name belongs to another.
+    /// Another object has this name.
     #[error("the name {name} belongs to {what} {id} already; remove that one or ask with another attempt")]
     NameTaken {
-        /// "pod", "container".
+        /// The kind of object: "pod", "container".
         what: &'static str,
         /// The name.
         name: String,
-        /// Whose it is.
+        /// The id of the object that has the name.
         id: String,
     },
-    /// A machine that outlives its pods has one run at a time.
+    /// Another pod runs the persistent VM, which has one run at a time.
     #[error("machine {vm} is held by pod {name}, {id}: stop that one, and wait until its machine is gone")]
     VmHeld {
-        /// Namespace and name.
+        /// Namespace and name of the VM.
         vm: String,
-        /// The pod's name.
+        /// The name of the pod that runs it.
         name: String,
-        /// Its id.
+        /// The id of that pod.
         id: String,
     },
-    /// Not in this state.
+    /// The operation is invalid in the object's state.
     #[error("{whose} {id}")]
     Refused {
-        /// "pod", "container".
+        /// The kind of object: "pod", "container".
         whose: &'static str,
-        /// Which.
+        /// The object's id.
         id: String,
-        /// What and why.
+        /// The rejected transition.
         source: InvalidTransition,
     },
-    /// A pod without a machine to ask.
+    /// The pod is not ready.
     #[error("pod {id} is not ready: {why}")]
     NotReady {
-        /// Which.
+        /// The pod's id.
         id: String,
-        /// What is known of it.
+        /// The reason, as far as it is known.
         why: String,
     },
-    /// A pod whose process does not answer at the moment.
+    /// The pod process does not respond at the moment.
     #[error("the process of pod {id} does not answer: it is searched for; try again")]
     Silent {
-        /// Which.
+        /// The pod's id.
         id: String,
     },
-    /// A container that would have to run.
+    /// The container does not run.
     #[error("container {id} does not run")]
     NotRunning {
-        /// Which.
+        /// The container's id.
         id: String,
     },
-    /// The start was told to give up.
+    /// The start was cancelled.
     #[error("the pod was stopped while it was booting")]
     Cancelled,
-    /// The node has no room for the machine's memory.
+    /// The node has too few free huge pages for the VM's memory.
     #[error(transparent)]
     HugePages(#[from] TooFew),
-    /// Machine or network could not be made.
+    /// The VM or the network could not be created.
     #[error("cannot {step}")]
     Step {
-        /// "start the machine of the pod", ...
+        /// The failed step: "start the machine of the pod", ...
         step: &'static str,
-        /// Why.
+        /// The cause.
         source: StepError,
     },
-    /// Something took too long.
+    /// A step exceeded its time limit.
     #[error("cannot {step}: it took longer than {} s", limit.as_secs())]
     TooSlow {
-        /// What.
+        /// The step.
         step: &'static str,
         /// The limit.
         limit: Duration,
     },
-    /// Something could not be given back; the next stop tries again.
+    /// The cleanup is incomplete; the next stop tries again.
     #[error("not everything of pod {id} could be given back: {left}")]
     Unclean {
-        /// Which.
+        /// The pod's id.
         id: String,
-        /// What is left, and why.
+        /// The resources that remain, and why.
         left: String,
     },
-    /// No machine is so large.
+    /// The requested resources exceed those of any VM.
     #[error("a machine with {asked} {what}: at most {most} are possible")]
     TooLarge {
-        /// "vCPUs", "MiB of memory".
+        /// The resource: "vCPUs", "MiB of memory".
         what: &'static str,
-        /// As limits, handler and annotations ask together.
+        /// The sum of what limits, handler and annotations request.
         asked: u64,
-        /// The most.
+        /// The maximum.
         most: u64,
     },
-    /// A machine cannot become so large.
+    /// A running VM cannot be resized that far.
     #[error(
         "the machine of pod {id} can have {has} for its containers, which cannot hold {wanted}: make the pod anew, or \
          stay within it"
     )]
     TooSmall {
-        /// Which.
+        /// The pod's id.
         id: String,
-        /// "268435456 bytes of memory", "1 CPUs".
+        /// The maximum: "268435456 bytes of memory", "1 CPUs".
         has: String,
-        /// As was asked.
+        /// The requested amount.
         wanted: String,
     },
-    /// The node has not what a container is to be kept on.
+    /// The node lacks the CPUs or memory nodes to which a container is to be confined.
     #[error("{field} is {asked:?}, but the node has {online} online")]
     NotOnline {
-        /// "cpuset_cpus", "cpuset_mems".
+        /// The field of the request: "cpuset_cpus", "cpuset_mems".
         field: &'static str,
-        /// As was asked.
+        /// The list in the request.
         asked: String,
-        /// What there is.
+        /// The list of those that are online.
         online: String,
     },
-    /// A machine's memory is not kept on some of the memory nodes.
+    /// A VM's memory cannot be confined to some of the memory nodes.
     #[error(
         "cpuset_mems is {asked:?}, but the memory of a machine may lie on all memory nodes ({online}): leave it out, or run \
          the pod by a handler whose engine is host"
     )]
     MemoryNodes {
-        /// As was asked.
+        /// The list in the request.
         asked: String,
-        /// What there is.
+        /// The list of the node's memory nodes.
         online: String,
     },
-    /// Processors of a machine that each have one of the node's to themselves.
+    /// Too few CPUs would be left for the VM's pinned vCPUs.
     #[error(
         "cpuset_cpus is {asked:?}: that leaves pod {id} {left} processors of the node, and its machine has {vcpus}, each of which has one to \
          itself (dedicatedCpuPlacement): ask for as many whole processors, or make the pod anew with a smaller machine"
     )]
     TooFewProcessors {
-        /// Which.
+        /// The pod's id.
         id: String,
-        /// As was asked.
+        /// The list in the request.
         asked: String,
-        /// Processors of the node.
+        /// The number of CPUs of the node that would be left.
         left: usize,
-        /// Processors of the machine.
+        /// The number of vCPUs of the VM.
         vcpus: u32,
     },
-    /// What was asked for as a device is none.
+    /// The path of a requested device is not a device.
     #[error("config.devices.host_path is {path:?}: there is neither a device nor a folder with devices")]
     NoDevice {
         /// The path.
         path: String,
     },
-    /// A volume of the machine's own whose mounts on the node are asked for.
+    /// Mount propagation is requested for a volume that is part of the VM.
     #[error(
         "config.mounts.propagation is not PROPAGATION_PRIVATE at {path:?}, a volume that is memory or a disk of the machine: leave \
          it out"
@@ -193,15 +193,15 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
-    /// A volume on a disk, for somebody who cannot have that.
+    /// A volume that is a disk of the VM, in a container that cannot have one.
     #[error("config.mounts.host_path is {path:?}: what is in this volume lies on a disk for machines: {instead}")]
     OnDisk {
         /// The path.
         path: String,
-        /// What to do.
+        /// The advice for the user.
         instead: &'static str,
     },
-    /// A part of a volume on a disk of which the node knows nothing.
+    /// The path is no known directory of a volume that is a disk of the VM.
     #[error(
         "config.mounts.host_path is {path:?}, which is to be a folder of a volume on a disk, and is none of those that are known of \
          it: only folders can be had as a subPath"
@@ -210,17 +210,17 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
-    /// The node is full.
+    /// The node's file system lacks the space for a disk.
     #[error(
         "there is no room for the disk of the volume {path}: {free} bytes are free on the node, {MIN_QUOTA} are needed at least"
     )]
     NoRoomForDisk {
-        /// Its folder.
+        /// The volume's directory.
         path: String,
-        /// Bytes.
+        /// Free bytes.
         free: u64,
     },
-    /// A device that only a pod without a machine can have.
+    /// A device that only a pod without a guest can have.
     #[error(
         "config.devices.host_path is {path:?}: of the node's devices only block devices reach a machine, which has /dev/fuse \
          and /dev/net/tun of its own (a machine pod has PCI devices by /dev/vfio, too); leave it out, or run the pod by a handler whose \
@@ -230,26 +230,26 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
-    /// A block device that cannot be opened.
+    /// A block device cannot be opened.
     #[error("config.devices.host_path is {path:?}: the block device cannot be opened to {way}")]
     DeviceClosed {
         /// The path.
         path: String,
-        /// "read", "read and write".
+        /// The access: "read", "read and write".
         way: &'static str,
-        /// Why.
+        /// The cause.
         source: Arc<std::io::Error>,
     },
-    /// A block device without a disk behind it.
+    /// A block device has no medium.
     #[error("config.devices.host_path is {path:?}: the block device has no bytes; nothing is behind it")]
     DeviceEmpty {
         /// The path.
         path: String,
     },
-    /// Folders with devices have more than anybody uses.
+    /// The requested directories contain too many devices.
     #[error("config.devices are more than {most} with those in folders")]
     TooManyDevices {
-        /// The most.
+        /// The maximum.
         most: usize,
     },
     /// The container needs a privileged pod.
@@ -258,7 +258,7 @@ pub enum LifecycleError {
         /// The container's name.
         name: String,
     },
-    /// The PID namespaces do not fit.
+    /// The container's PID namespace mode does not fit the pod's.
     #[error(
         "container {name} asks for the PID namespace of the pod, but the pod was made without one (pid: CONTAINER)"
     )]
@@ -266,7 +266,7 @@ pub enum LifecycleError {
         /// The container's name.
         name: String,
     },
-    /// The pod's task has ended; asking again finds what is so now.
+    /// The pod's task has ended; a repeated request finds the current state.
     #[error("the pod has just been removed")]
     Ended,
     /// The pod's task has panicked.
@@ -277,43 +277,43 @@ pub enum LifecycleError {
     },
 }
 
-/// The cause of a step that failed.
+/// The cause of a failed step.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StepError {
-    /// The pod process.
+    /// The pod process failed.
     #[error(transparent)]
     Pod(#[from] Arc<ClientError>),
-    /// The network.
+    /// The network failed.
     #[error(transparent)]
     Net(#[from] Arc<NetError>),
-    /// The image store.
+    /// The image store failed.
     #[error(transparent)]
     Image(#[from] Arc<ImageError>),
-    /// The state store.
+    /// The state store failed.
     #[error(transparent)]
     Store(#[from] Arc<StoreError>),
-    /// A file.
+    /// A file operation failed.
     #[error(transparent)]
     File(#[from] Arc<FileError>),
-    /// Volumes of the node.
+    /// The volumes of the node failed.
     #[error(transparent)]
     Volumes(#[from] Arc<VolumesError>),
-    /// Processors of the node.
+    /// The CPUs of the node are the cause.
     #[error(transparent)]
     Processors(#[from] Arc<ProcessorsError>),
-    /// A disk.
+    /// A disk failed.
     #[error(transparent)]
     Disk(#[from] Arc<ScratchError>),
-    /// The OCI specification.
+    /// The OCI specification could not be built.
     #[error(transparent)]
     Oci(#[from] Arc<OciError>),
-    /// A machine that outlives its pods.
+    /// The persistent VM failed.
     #[error(transparent)]
     Vm(#[from] Arc<VmError>),
-    /// The disks of a machine pod.
+    /// The disks of a machine pod are the cause.
     #[error(transparent)]
     Source(#[from] Arc<SourceError>),
-    /// The kernel that the pod brings.
+    /// The kernel that the pod brings is the cause.
     #[error(transparent)]
     Kernel(#[from] Arc<OwnKernelError>),
 }
@@ -329,12 +329,12 @@ macro_rules! from {
 }
 from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel);
 
-/// Says which step failed: `.map_err(at("start the machine"))`.
+/// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
     move |error| LifecycleError::Step { step, source: error.into() }
 }
 
-/// What is left of a pod, on one line.
+/// Returns the remaining resources of a pod on one line.
 pub fn left_line(left: &[CleanupFailure]) -> String {
     let each: Vec<String> = left.iter().map(|left| format!("{}: {}", left.what, left.why)).collect();
     each.join("; ")

@@ -1,7 +1,7 @@
-//! Owns: the events of the node: their times, their order, and those who are told.
-//! One ring of events serves all subscribers, so what waits is bounded however many there are and however slow: one
-//! that has fallen behind by more than the ring holds is told so and ended, and nobody misses an event unknowingly.
-//! Threads: the lock is held to stamp an event and put it into the ring, never while waiting.
+//! Distributes the events of the node: stamps them, keeps their order and passes them to the subscribers. One ring buffer serves
+//! all subscribers, so the queued events are bounded whatever the number and speed of the subscribers. A subscriber that falls
+//! behind by more than the ring holds gets an error and is ended, so that no subscriber misses an event silently. The lock is
+//! held to stamp an event and to put it into the ring, never while waiting.
 
 use super::View;
 use nacelle_base::{Classify, Kind};
@@ -14,47 +14,47 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::BroadcastStream;
 use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
 
-/// Events by which a subscriber may be behind: a power of two.
+/// Capacity of the ring in events, a power of two: the largest backlog of a subscriber.
 const RING: usize = 1024;
-/// For the first subscriber of a daemon, to whom it also tells what happened since its start.
+/// Time for which the events since the daemon's start are kept for its first subscriber.
 const FIRST: Duration = Duration::from_secs(300);
 
-/// What happened, in the order of a life.
+/// The kind of an event, in the order of a life cycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum EventKind {
-    /// It was made.
+    /// The object was created.
     Created,
-    /// It runs; a pod: it is ready.
+    /// The container runs, or the pod is ready.
     Started,
-    /// It ended; a pod: it is not ready any more.
+    /// The container ended, or the pod is no longer ready.
     Stopped,
-    /// It is forgotten.
+    /// The object was removed.
     Deleted,
 }
 
-/// Something that happened to a pod or to a container.
+/// An event of a pod or of a container.
 #[derive(Clone, Debug)]
 pub struct Event {
-    /// What.
+    /// The kind of the event.
     pub kind: EventKind,
-    /// Of the container, or of the pod.
+    /// The id of the container or of the pod.
     pub id: String,
-    /// When, in nanoseconds since 1970: later than every earlier event.
+    /// The time in nanoseconds since 1970, later than that of every earlier event.
     pub at: i64,
-    /// The pod and its containers at that moment.
+    /// The pod and its containers at that time.
     pub view: Arc<View>,
 }
 
-/// Why a subscription ended.
+/// The reason a subscription ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Ended {
-    /// The subscriber is too slow.
+    /// The subscriber was too slow.
     #[error("the subscriber was too slow and has missed {missed} events: list what is there, then subscribe again")]
     Behind {
-        /// How many.
+        /// The number of missed events.
         missed: u64,
     },
-    /// The daemon ends.
+    /// The daemon is shutting down.
     #[error("the daemon ends: subscribe again when it is back")]
     Closing,
 }
@@ -71,15 +71,15 @@ impl Classify for Ended {
 type Receiver = broadcast::Receiver<Arc<Event>>;
 
 struct Inner {
-    /// None: closed.
+    /// `None` once the events are closed.
     ring: Option<broadcast::Sender<Arc<Event>>>,
-    /// What the first subscriber gets, until it is too late for that.
+    /// The receiver for the first subscriber, and the time until which it is kept.
     first: Option<(Receiver, Instant)>,
-    /// The time that was given last.
+    /// The time of the last event.
     last: i64,
 }
 
-/// The events of a node.
+/// The event source of a node.
 pub struct Events(Mutex<Inner>);
 
 impl Default for Events {
@@ -89,18 +89,18 @@ impl Default for Events {
 }
 
 impl Events {
-    /// With a ring of this many events (a power of two), which waits this long for the first subscriber.
+    /// Creates a ring of this many events (a power of two), which are kept for the first subscriber for this long.
     pub fn new(ring: usize, first: Duration) -> Events {
         let (ring, receiver) = broadcast::channel(ring);
         Events(Mutex::new(Inner { ring: Some(ring), first: Some((receiver, Instant::now() + first)), last: 0 }))
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        // Each change of it is a single assignment: a panic in between leaves it whole.
+        // Each change is a single assignment, so a panic in between leaves the state consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells all subscribers.
+    /// Sends an event to all subscribers.
     pub(super) fn tell(&self, kind: EventKind, id: &str, view: &Arc<View>) {
         let mut inner = self.inner();
         inner.last = super::now().max(inner.last.saturating_add(1));
@@ -108,26 +108,26 @@ impl Events {
             inner.first = None;
         }
         if let Some(ring) = &inner.ring {
-            // An error: nobody has subscribed.
+            // `send` fails if there is no subscriber.
             let _ = ring.send(Arc::new(Event { kind, id: id.to_owned(), at: inner.last, view: Arc::clone(view) }));
         }
     }
 
-    /// Now, on the clock of events: what is looked at afterwards is at least as new as every event before.
+    /// Returns the current time on the clock of events: data read afterwards is at least as new as every earlier event.
     pub fn moment(&self) -> i64 {
         let mut inner = self.inner();
         inner.last = super::now().max(inner.last);
         inner.last
     }
 
-    /// All events are later than this.
+    /// Makes all further events later than `time`.
     pub(super) fn go_on_after(&self, time: i64) {
         let mut inner = self.inner();
         inner.last = inner.last.max(time);
     }
 
-    /// All events from now on. The first subscriber also gets those since the daemon's start, if it comes soon: what
-    /// happened while there was no daemon is found out before anybody can subscribe.
+    /// Subscribes to all further events. The first subscriber also gets those since the daemon's start, if it subscribes in time:
+    /// recovery finds events of the time without a daemon before any client can subscribe.
     pub fn subscribe(&self) -> Subscription {
         let mut inner = self.inner();
         let first = inner.first.take().filter(|(_, until)| Instant::now() < *until).map(|(receiver, _)| receiver);
@@ -138,25 +138,25 @@ impl Events {
         }
     }
 
-    /// Whether the daemon does not end yet.
+    /// Returns whether the daemon is not shutting down.
     pub fn is_open(&self) -> bool {
         self.inner().ring.is_some()
     }
 
-    /// Ends all subscriptions once they have told what happened until now.
+    /// Ends all subscriptions after they have delivered the events until now.
     pub fn close(&self) {
         let mut inner = self.inner();
         (inner.ring, inner.first) = (None, None);
     }
 }
 
-/// Events one after the other; an error is the last item.
+/// A stream of events; an error is its last item.
 pub enum Subscription {
-    /// There may be more.
+    /// More events may follow.
     Open(BroadcastStream<Arc<Event>>),
-    /// The daemon ends.
+    /// The daemon is shutting down.
     Closed,
-    /// It was said why there are no more.
+    /// The error was returned, and no more items follow.
     Over,
 }
 
@@ -173,7 +173,7 @@ impl Stream for Subscription {
             Subscription::Closed => Ended::Closing,
             Subscription::Over => return Poll::Ready(None),
         };
-        // Nothing is kept for a subscriber that gets no more.
+        // Keep no events for a subscriber that gets no more.
         *self = Subscription::Over;
         Poll::Ready(Some(Err(ended)))
     }
@@ -200,7 +200,7 @@ mod tests {
     #[tokio::test]
     async fn all_subscribers_are_told_all_in_one_order_and_times_only_grow() {
         let events = Events::default();
-        // The clock stands far behind: times grow all the same.
+        // The clock is far behind; the times increase all the same.
         let future = i64::MAX / 2;
         events.go_on_after(future);
         let mut subscribers: Vec<_> = (0..3).map(|_| events.subscribe()).collect();
@@ -228,7 +228,7 @@ mod tests {
             events.tell(EventKind::Created, &n.to_string(), &view);
             assert_eq!(ids(&mut good, 1).await, [n.to_string()]);
         }
-        // Ours and the four of the ring.
+        // One reference of this test and four of the ring.
         assert_eq!(Arc::strong_count(&view), 5);
         let error = slow.next().await.unwrap().unwrap_err();
         assert_eq!((error, error.kind()), (Ended::Behind { missed: 2 }, Kind::Exhausted));

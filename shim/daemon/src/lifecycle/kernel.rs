@@ -1,6 +1,5 @@
-//! Owns: the kernel that a pod brings for its machine: from an image of the store, which is pulled if it is not there, into the
-//! pod's folder, where it lies until the machine has it.
-//! Threads: the file's work is on threads of the pool.
+//! Provides the kernel that a pod brings for its VM: pulls its image if the store lacks it, and copies the kernel into the pod's
+//! directory, where it lies until the VM has loaded it. File operations run on the blocking pool.
 
 use super::Parts;
 use super::boot::blocking;
@@ -19,26 +18,26 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-/// The largest kernel: /run is memory.
+/// The largest kernel in bytes: /run is memory.
 const MOST: u64 = 128 << 20;
-/// Its name.
+/// The file's name in the pod's directory.
 const FILE: &str = "kernel";
 const STEP: &str = "bring the kernel of the pod's machine";
 
-/// Why there is no kernel.
+/// Why the pod's kernel cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum OwnKernelError {
-    /// Nobody has brought the image, and the node cannot get it.
+    /// The image is not on the node, and the node cannot pull it.
     #[error(
         "image {image} is not on this node, and cannot be pulled without credentials of the pod's: bring it there (crictl pull {image})"
     )]
     Pull {
         /// The image.
         image: String,
-        /// Why.
+        /// The cause.
         source: ImageError,
     },
-    /// The image is named by its id, by which nothing is pulled.
+    /// The image is named by an id, which cannot be pulled, and is not on the node.
     #[error("image {image} is not on this node: bring it there, or name it by a reference")]
     NotHere {
         /// The id.
@@ -49,10 +48,10 @@ pub enum OwnKernelError {
     Image {
         /// The image.
         image: String,
-        /// Why.
+        /// The cause.
         source: ImageError,
     },
-    /// It has no such file.
+    /// The image has no such file.
     #[error("image {image} has no file {path:?} (links are not followed to it)")]
     NoFile {
         /// The image.
@@ -67,20 +66,20 @@ pub enum OwnKernelError {
         image: String,
         /// The path.
         path: String,
-        /// Its bytes.
+        /// The file's size in bytes.
         size: u64,
     },
-    /// The file is no kernel for the machine.
+    /// The file is not a kernel that the VM can boot.
     #[error("{path:?} of image {image} is no kernel for this machine")]
     NoKernel {
         /// The image.
         image: String,
         /// The path.
         path: String,
-        /// Why.
+        /// The cause.
         source: KernelError,
     },
-    /// The pod's folder cannot take it.
+    /// The kernel cannot be written to the pod's directory.
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -97,12 +96,13 @@ impl Classify for OwnKernelError {
     }
 }
 
-/// Where the kernel lies: in the part of the run directory that the pod process sees. It is put there before that process begins.
+/// Returns the path of the kernel: in the part of the run directory that the pod process sees. It is written before that process
+/// begins.
 pub(super) fn file(dir: &Path) -> PathBuf {
     nacelle_pod::jail_dir(dir).join(FILE)
 }
 
-/// Puts the kernel there. From then on the image is not needed.
+/// Copies the kernel into the pod's directory. From then on the image is not needed.
 pub(super) async fn bring(
     parts: &Parts,
     dir: &Path,
@@ -121,7 +121,7 @@ pub(super) async fn bring(
     copy(parts, &id.map_err(at(STEP))?, dir, kernel, engine, memory_mib).await.map_err(at(STEP))
 }
 
-/// The image, if need be out of a registry. Others who pull the same one share the pull.
+/// Returns the id of the image, which is pulled if necessary. Concurrent pulls of the same image are shared.
 async fn image(parts: &Parts, name: &str) -> Result<ImageId, OwnKernelError> {
     let known = parts.images.status(name);
     let known = known.map_err(|source| OwnKernelError::Image { image: name.to_owned(), source })?;
@@ -161,7 +161,7 @@ async fn copy(
     checked.map_err(|source| OwnKernelError::NoKernel { image, path, source })
 }
 
-/// Takes it away again, once the machine has it: the folder is memory.
+/// Removes the copy once the VM has loaded the kernel: the directory is memory.
 pub(super) async fn forget(dir: &Path) -> Result<(), FileError> {
     let jailed = nacelle_pod::jailed(dir);
     blocking(move || jailed.remove(FILE)).await

@@ -1,5 +1,5 @@
-//! Owns: what is prepared on the node for the container of a machine pod: the machine's document, and those of its disks that are
-//! the node's, opened here; folders of its file systems are shared with the pod, because a pod process sees none.
+//! Prepares the container of a machine pod on the node: builds the machine's document and opens those of its disks that are files
+//! or devices of the node. The directories of its file systems are shared with the pod, because a pod process sees none.
 
 use super::boot::blocking;
 use super::error::{LifecycleError, at};
@@ -17,21 +17,22 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// What a machine is told first that shall end; whatever it is but SIGKILL, its power button is pressed.
+/// The first signal to a machine that is to stop: any signal but SIGKILL presses its power button.
 const POWER_BUTTON: u32 = 15;
-/// For errors.
+/// The step's name for errors.
 const STEP: &str = "find the disks and devices of the machine";
 
-/// What of a machine's disks is the node's.
+/// The machine's disks that are on the node, and the sources of all its disks.
 #[derive(Default)]
 struct OfNode {
-    /// Those that are handed over.
+    /// Disks that are sent to the pod process, with their open files.
     disks: Vec<(proto::Disk, OwnedFd)>,
-    /// What the machine's document says of all of them.
+    /// The sources of all disks in the machine's document.
     sources: BTreeMap<String, DiskSource>,
 }
 
-/// What the pod process is asked for, the disks that it has already, and the PCI devices that it gets when it has made the machine.
+/// Returns the request to the pod process, the disks that were sent to it already, and the PCI devices that it gets once it has
+/// created the machine.
 pub(super) async fn prepare(
     parts: &Parts,
     client: &PodClient,
@@ -47,7 +48,7 @@ pub(super) async fn prepare(
     prepared
 }
 
-/// Shares the folders of its file systems with the pod, in the order in which the machine has them.
+/// Shares the directories of the machine's file systems with the pod, in the order of the machine's document.
 async fn share(
     parts: &Parts,
     pod: &PodRecord,
@@ -106,14 +107,14 @@ async fn without_folders(
     Ok((request, offers, passed))
 }
 
-/// Gives a machine that is made, and has not started, its PCI devices.
+/// Passes the PCI devices to a machine that is created and has not started.
 pub(super) async fn pass(parts: &Parts, pod: &PodRecord, passed: Passed) -> Result<(), LifecycleError> {
     let dir = parts.pod_dir(&pod.id);
     let placed = blocking(move || passed.place(&dir)).await;
     placed.map_err(|error| at("give the machine its PCI devices")(SourceError::Passed(error)))
 }
 
-/// Opens and reads what the machine's disks are made of.
+/// Opens the files and devices of the machine's disks and reads their properties.
 fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<OfNode, LifecycleError> {
     let failed = |error| at(STEP)(SourceError::Volume(error));
     let mut found = OfNode::default();

@@ -1,5 +1,5 @@
-//! Owns: the effects on containers: making, starting, stopping, removing them in the guest. Each has a deadline.
-//! Threads: run as tasks of their own; they answer to the pod's actor.
+//! Creates, starts, stops and removes containers in the guest: the effects behind the states of containers. The effects run as
+//! tasks of their own, each with a deadline, and send their results to the pod's actor.
 
 use super::boot::blocking;
 use super::error::{LifecycleError, StepError, at};
@@ -27,12 +27,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// Between attempts to remove what is still being made.
+/// Pause between attempts to remove a container that is still being created.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Groups that a pod process may report of one user; Linux allows 65536.
+/// The largest number of a user's groups in a report of a pod process; Linux allows 65536.
 const MAX_GROUPS: usize = 65536;
 
-/// Asks a pod process, within a limit.
+/// Sends a request to a pod process, with a time limit.
 pub(crate) async fn ask<T>(
     step: &'static str,
     limit: Duration,
@@ -41,26 +41,26 @@ pub(crate) async fn ask<T>(
     timeout(limit, call).await.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))
 }
 
-/// Whether the pod process says that it does not know the container.
+/// Returns whether the pod process does not know the container.
 fn is_unknown(error: &LifecycleError) -> bool {
     matches!(error, LifecycleError::Step { source: StepError::Pod(_), .. }) && error.kind() == Kind::NotFound
 }
 
-/// A container of which all that the node can know is known, with its volumes shared: what is left is the guest's.
+/// A container that is completely prepared on the node, with its volumes shared: only the guest's part is left.
 pub(super) struct Prepared {
     request: proto::CreateContainerRequest,
     client: PodClient,
-    /// Its block devices and disks, which the pod process has already.
+    /// Block devices and disks that were sent to the pod process already.
     offers: Vec<Offer>,
     /// The PCI devices of a machine pod's machine.
     passed: Option<Passed>,
-    /// A volume lies in `/sys`, where only the kernel of the containers knows what there is.
+    /// A volume is mounted in `/sys`, whose paths only the kernel of the containers knows.
     in_sysfs: bool,
 }
 
 impl Prepared {
-    /// Whether nothing that was asked for depends on what is in its images (names of users, paths in volumes), or in the machine:
-    /// room for devices, paths in sysfs.
+    /// Returns whether the creation can no longer fail because of the request: it depends neither on the contents of images
+    /// (names of users, paths in volumes) nor on the VM (device slots, paths in sysfs).
     pub(super) fn is_certain(&self) -> bool {
         let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
         self.offers.is_empty()
@@ -71,10 +71,10 @@ impl Prepared {
     }
 }
 
-/// A volume of the machine's own, and its disk, if it has one.
+/// A volume that is part of the VM, and its disk, if it has one.
 type OwnVolume = (proto::EmptyDir, Option<(proto::BlockDevice, OwnedFd)>);
 
-/// Prepares the container on the node; its volumes are taken back if it cannot be made.
+/// Prepares the container on the node. On failure its volumes are detached.
 pub(super) async fn prepare(
     parts: &Parts,
     client: PodClient,
@@ -83,7 +83,7 @@ pub(super) async fn prepare(
 ) -> Result<Prepared, LifecycleError> {
     if let Some(machine) = &pod.config.machine {
         if let Some(vm) = &pod.config.vm {
-            // Before the disk is made of it: it stays as long as the disk.
+            // Recorded before a disk refers to the images: they are kept as long as the disk.
             let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
             parts.vms.of_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
@@ -96,14 +96,14 @@ pub(super) async fn prepare(
     let taker = taker(parts, pod);
     let mut blocks = Vec::new();
     let nodes = if taker == Taker::Share {
-        // Processors of the node are not the guest's.
+        // CPU numbers of the node mean nothing in the guest.
         found.resources = found.resources.in_guest();
         let asked = found.clone();
         let of_guest = blocking(move || devices::of_guest(&asked)).await?;
         blocks = of_guest.blocks;
         of_guest.nodes
     } else {
-        // A user namespace may make no devices.
+        // No device nodes can be created in a user namespace.
         let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
         devices::of_node(&found, privileged)?
     };
@@ -155,7 +155,7 @@ pub(super) async fn prepare(
     }
 }
 
-/// Makes the container in the guest; its volumes are taken back if it cannot be made.
+/// Creates the container in the guest. On failure its volumes are detached.
 pub(super) async fn make(
     parts: Arc<Parts>,
     pod: PodRecord,
@@ -165,18 +165,18 @@ pub(super) async fn make(
     let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
     let pushed = !request.pushed.is_empty();
     let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
-    // Not before: another machine of the pod may still have its own.
+    // Only now: another machine of the pod may have held its own devices until the creation.
     if let (Ok(_), Some(passed)) = (&made, passed)
         && let Err(error) = machine::pass(&parts, &pod, passed).await
     {
         made = Err(error);
     }
-    // The container has them, or nobody.
+    // By now the container holds the disks, or nothing does.
     drop(offers);
     match made {
         Ok(made) => {
             if pushed {
-                // It was read, or is kept open by whoever reads it.
+                // The pod process has read the copied-in volumes, or keeps them open.
                 take_back_from(&parts, &pod, &record, Taker::Pushed).await;
             }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
@@ -189,7 +189,7 @@ pub(super) async fn make(
     }
 }
 
-/// Takes back the volumes of a container that is not made.
+/// Detaches the volumes of a container whose creation failed.
 pub(super) async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
     for taker in takers(parts, pod, &record.config) {
         take_back_from(parts, pod, record, *taker).await;
@@ -202,7 +202,7 @@ async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord
     }
 }
 
-/// Where a container may have volumes.
+/// Returns the processes that may hold volumes of a container.
 fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
     match taker(parts, pod) {
         _ if config.node_volumes.is_empty() => &[],
@@ -213,7 +213,7 @@ fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static 
     }
 }
 
-/// What the pod process is asked for.
+/// Builds the creation request for the pod process.
 async fn request(
     parts: &Parts,
     pod: &PodRecord,
@@ -262,8 +262,8 @@ async fn request(
     })
 }
 
-/// The volumes of the node without links, which would lead elsewhere where the agent finds them; a folder is made for what is not
-/// there, as kubelet expects.
+/// Resolves symbolic links in the paths of the volumes, which would lead elsewhere where the agent finds them. Creates a
+/// directory for a path that does not exist, as kubelet expects.
 fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
     let mut config = config.clone();
     for volume in &mut config.node_volumes {
@@ -279,7 +279,7 @@ fn resolve(config: &ContainerConfig) -> Result<ContainerConfig, FileError> {
     Ok(config)
 }
 
-/// The volumes of a container that are its machine's own, by their place in the list; those on a disk with that.
+/// Returns which volumes of a container are part of the VM, by their index in the list, with their disks.
 async fn own_volumes(
     parts: &Parts,
     pod: &PodRecord,
@@ -288,7 +288,7 @@ async fn own_volumes(
 ) -> Result<Vec<Option<OwnVolume>>, LifecycleError> {
     let (id, looked) = (record.id.clone(), config.node_volumes.clone());
     let guest = parts.has_guest(pod);
-    // In a user namespace owners are mapped, which is the node's work.
+    // Owner ids are mapped in a user namespace, which only a share of the node supports.
     let mapped = pod.config.user_namespace.is_some();
     let way = match &pod.config.empty_dirs {
         _ if !guest => disks::Way::Shares("run the pod by a handler whose engine is not host"),
@@ -309,14 +309,15 @@ async fn own_volumes(
     .await
 }
 
-/// Which process has the volumes of a pod.
+/// Returns which process mounts the volumes of a pod.
 fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
     if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
 }
 
-/// Volumes as the agent finds them: the machine's own, pushed or shared. A guest's kernel mounts what is mounted below a shared volume with
-/// the flags of that: a mark tells it where only the volume itself is read-only (`guest/kernel/0009-fuse-device-submounts.patch`). No
-/// flag like it can be set in a user namespace, where all below such a volume is read-only.
+/// Returns the volumes as the agent finds them: part of the VM, copied in, or shared. A guest's kernel mounts file systems below
+/// a shared volume with the flags of that volume: a mark in the request shows where only the volume itself is read-only
+/// (`guest/kernel/0009-fuse-device-submounts.patch`). In a user namespace no such flag can be set, so everything below a
+/// read-only volume is read-only there.
 fn as_found(
     mut config: ContainerConfig,
     id: &ContainerId,
@@ -340,7 +341,7 @@ fn as_found(
     config
 }
 
-/// What the process that takes it is asked for.
+/// Returns the request to the process that mounts the volume.
 pub(super) fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
     let range = |range: IdRange| (range.first, range.count);
     let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
@@ -368,11 +369,11 @@ pub(super) fn extents(disk: &ImageDisk) -> Vec<proto::Extent> {
     disk.extents.iter().map(piece).collect()
 }
 
-/// Starts it.
+/// Starts the container in the guest.
 pub(super) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId) -> Result<(), LifecycleError> {
     let started = ask("start the container", parts.answer_limit(), client.start_container(id.as_str())).await;
     if let Err(LifecycleError::TooSlow { .. }) = &started {
-        // It may start all the same, and would then run as a container that counts as ended.
+        // After a failed request the container may start all the same, and would then run although it counts as ended.
         if let Err(error) = stop(parts, client, id.clone(), Duration::ZERO).await {
             tracing::warn!(container = %id, "its late start could not be stopped: {}", Chain(&error));
         }
@@ -380,7 +381,7 @@ pub(super) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId)
     started
 }
 
-/// Stops it and asks how it ended. None: the pod process does not know it any more.
+/// Stops the container and returns how it ended; `None` if the pod process does not know it any more.
 pub(super) async fn stop(
     parts: Arc<Parts>,
     client: PodClient,
@@ -395,7 +396,7 @@ pub(super) async fn stop(
     }
 }
 
-/// Removes it; one that the guest does not know is no failure.
+/// Removes the container. It is no error if the guest does not know it.
 pub(super) async fn remove(
     parts: Arc<Parts>,
     client: Option<PodClient>,
@@ -403,10 +404,10 @@ pub(super) async fn remove(
     record: Arc<ContainerConfig>,
     id: ContainerId,
 ) -> Result<(), LifecycleError> {
-    // Without a machine there is nothing in a guest to remove.
+    // Without a VM there is nothing in a guest to remove.
     let Some(client) = client else { return Ok(()) };
     remove_from_guest(&parts, client, &id).await?;
-    // Of what is pushed there is something only if a daemon died while it made the container.
+    // Copied-in volumes are left over only if a daemon died while it created the container.
     for taker in takers(&parts, &pod, &record) {
         let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *taker, id.as_str()).await;
         detached.map_err(at("take back the volumes of the container"))?;
@@ -419,7 +420,7 @@ async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -
     loop {
         match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
             Err(error) if is_unknown(&error) => return Ok(()),
-            // The guest still makes it, for a daemon that is no more: it is removed when it is made.
+            // The guest still executes the creation for an earlier daemon; the removal succeeds once that is complete.
             Err(error) if error.kind() == Kind::Conflict && tokio::time::Instant::now() < deadline => {
                 tokio::time::sleep(PAUSE).await;
             }
@@ -428,7 +429,7 @@ async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -
     }
 }
 
-/// Runs a command in it to its end.
+/// Runs a command in the container to its end.
 pub(super) async fn exec(
     parts: &Parts,
     client: PodClient,
@@ -439,13 +440,13 @@ pub(super) async fn exec(
     let step = "run the command";
     let call = client.exec_sync(id.as_str(), args, limit);
     match limit {
-        // The caller asked for no limit; dropping the request ends it.
+        // The caller set no limit; dropping the request ends the command.
         None => call.await.map_err(at(step)),
         Some(limit) => ask(step, limit.saturating_add(parts.answer_limit()), call).await,
     }
 }
 
-/// Changes its limits.
+/// Changes the container's limits in the guest.
 pub(super) async fn update(
     parts: Arc<Parts>,
     client: PodClient,
@@ -459,17 +460,17 @@ pub(super) async fn update(
     ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
 }
 
-/// What is changed of a machine's size.
+/// A resize of the VM.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resize {
-    /// As it is, and as it shall be.
+    /// The present resources, and the target.
     pub from: VmResources,
     pub to: VmResources,
-    /// Whether its processors follow.
+    /// Whether the number of vCPUs changes too.
     pub processors: bool,
 }
 
-/// Gives the pod's machine another size: all of it, or it stays as it was. Says how large it is then.
+/// Resizes the pod's VM, completely or not at all, and returns its new resources.
 pub(super) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<VmResources, LifecycleError> {
     let Resize { from, mut to, processors } = sizes;
     let run = async |count| {
@@ -493,12 +494,12 @@ pub(super) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) 
     Ok(to)
 }
 
-/// Closes its log and opens it again by its name.
+/// Closes the container's log file and opens it again by its name.
 pub(super) async fn reopen(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
     ask("open the log again", parts.answer_limit(), client.reopen_log(id.as_str())).await
 }
 
-/// What a pod process says of a container, made harmless: times between `from` and now, codes in range.
+/// The report of a pod process about a container, sanitized: times lie between `from` and now, and codes are in range.
 pub(super) struct Told {
     pub phase: proto::ContainerPhase,
     pub started_at: i64,

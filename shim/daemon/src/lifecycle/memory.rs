@@ -1,5 +1,6 @@
-//! Owns: which volumes of the node are emptyDirs, and which are memory of the pod's machine instead of a share: those of medium
-//! Memory and HugePages. docs/contributor/volumes.md has the rules. Looks at the node's folders and mounts, changes nothing.
+//! Determines which volumes of the node are emptyDirs, and which of them are memory of the pod's VM instead of a share: those of
+//! medium Memory and HugePages. docs/contributor/volumes.md has the rules. Reads the node's directories and mounts, and changes
+//! nothing.
 
 use super::error::LifecycleError;
 use nacelle_base::ContainerId;
@@ -10,15 +11,15 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// kubelet's folder of such volumes, and of those on its disk.
+/// kubelet's directory of emptyDirs of all media.
 const PLUGIN: &str = "kubernetes.io~empty-dir";
-/// Where the agent is told that a volume of the machine's own comes from; it knows better.
+/// The directory of placeholder sources in mounts of volumes that are part of the VM; the agent replaces them by the volumes.
 pub(super) const FOLDER: &str = "/run/nacelle/empty-dirs";
-/// Folders of a volume on the node that are looked through: kubelet makes one for each `subPath`.
+/// The largest number of directories of a volume that are searched: kubelet creates one for each `subPath`.
 const MOST: usize = 4096;
 
-/// What a machine makes of a container's volumes, by their place in the list; none for those that are none of its memory. The
-/// paths are without links.
+/// Returns the memory volume for each of a container's volumes, by its index in the list; `None` for other volumes. The paths
+/// must be free of symbolic links.
 pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Option<proto::EmptyDir>>, LifecycleError> {
     let planned = volumes.iter().enumerate().map(|(number, volume)| {
         let Some((name, root, part)) = found(Path::new(&volume.host_path)) else { return Ok(None) };
@@ -36,7 +37,7 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Optio
             path: root.display().to_string(),
             source: format!("{FOLDER}/{id}.{number}"),
             bytes: size.blocks().saturating_mul(block),
-            // A hugetlbfs has pages for blocks.
+            // The block size of a hugetlbfs is its page size.
             page_bytes: if size.filesystem_type() == HUGETLBFS_MAGIC { block } else { 0 },
             mode: whole.mode() & 0o7777,
             uid: whole.uid(),
@@ -51,14 +52,14 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Optio
     planned.collect()
 }
 
-/// The name of the volume, its folder, and which part of it is meant (all of it: empty).
+/// Returns the name of a mounted volume, its directory, and the mounted part of it (empty for all of it).
 fn found(path: &Path) -> Option<(String, PathBuf, String)> {
     let (name, root) = named(path)?;
     kind(&root).filter(|kind| [TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(kind))?;
     if path == root { Some((name, root, String::new())) } else { part(path, &root).map(|part| (name, root, part)) }
 }
 
-/// The emptyDir that this is, or is a part of, by kubelet's names: its name, and its folder.
+/// Returns name and directory of the emptyDir at this path, or around it, by kubelet's naming scheme.
 pub(super) fn named(path: &Path) -> Option<(String, PathBuf)> {
     let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
     match names.as_slice() {
@@ -71,7 +72,7 @@ pub(super) fn named(path: &Path) -> Option<(String, PathBuf)> {
     }
 }
 
-/// The kind of file system that is mounted at a folder, if one is.
+/// Returns the type of the file system that is mounted at a directory, or `None` if the directory is not a mount point.
 pub(super) fn kind(folder: &Path) -> Option<FsType> {
     let device = |path: &Path| fs::symlink_metadata(path).ok().filter(fs::Metadata::is_dir).map(|found| found.dev());
     let mounted = device(folder)? != device(folder.parent()?)?;
@@ -79,22 +80,23 @@ pub(super) fn kind(folder: &Path) -> Option<FsType> {
     mounted.then_some(kind)
 }
 
-/// Which folder of a volume is mounted at this path, as the node's kernel says.
+/// Returns which directory of a volume is mounted at this path, according to the kernel's mount table.
 fn part(path: &Path, root: &Path) -> Option<String> {
     let wanted = fs::metadata(path).ok().filter(|found| found.is_dir())?.dev();
     (fs::metadata(root).ok()?.dev() == wanted).then_some(())?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
-    // The last one lies on top.
+    // The last mount covers the earlier ones.
     let folder = mounts.lines().rev().find_map(|line| {
         let mut words = line.split(' ').skip(3);
         let (folder, at) = (words.next()?, words.next()?);
         (at == path.to_str()?).then(|| folder.to_owned())
     })?;
-    // A name with a space or the like is written with digits here, and no name that a container should be able to guess.
+    // The kernel escapes spaces and the like as octal numbers. Such names are rejected: a container could choose the escaped
+    // name.
     (!folder.contains('\\')).then(|| folder.trim_start_matches('/').to_owned())
 }
 
-/// Whether the node's copy has anything but folders.
+/// Returns whether the node's copy contains anything but directories.
 pub(super) fn occupied(root: &Path) -> bool {
     let (mut folders, mut looked) = (vec![root.to_owned()], 0);
     while let Some(folder) = folders.pop() {

@@ -1,7 +1,7 @@
-//! Owns: the pods of this node: finding them, making them, and asking them. Each pod is an actor; this is the table
-//! of their inboxes and of what they last showed.
-//! May use: the state store, the image store, pod processes and networks (through `seams`). Knows no CRI.
-//! Threads: `Node` is shared by all requests. The table's lock is held for look-ups only, never while waiting.
+//! Finds, creates and controls the pods of this node. Each pod is an actor; this module holds the table of their inboxes and of
+//! the states that they last published. It uses the state store, the image store, and pod processes and networks (through
+//! `seams`), and knows nothing of CRI. All requests share `Node`. The table's lock is held for look-ups only, never while
+//! waiting.
 
 mod actor;
 mod boot;
@@ -53,28 +53,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 
-/// Texts of pod processes are cut after this many bytes.
+/// Texts of pod processes are cut to this number of bytes.
 pub(crate) const CLIP: usize = 2000;
-/// What is shown of a console, in bytes.
+/// The number of bytes of a console that an error shows.
 const CONSOLE_SHOWN: usize = 4 << 10;
 
-/// What runs machines on this node.
+/// The engines of this node.
 #[derive(Clone, Debug)]
 pub struct EngineChoice {
-    /// For handlers that name no engine.
+    /// The engine of handlers that name none.
     pub fitting: EngineKind,
-    /// QEMU, for handlers whose engine it is.
+    /// The QEMU binary, for handlers with that engine.
     pub qemu: PathBuf,
-    /// What QEMU runs guests with.
+    /// QEMU's accelerator.
     pub accelerator: Accelerator,
-    /// The agent's program, for pods that have no guest.
+    /// The agent's binary, for pods without a guest.
     pub agent: PathBuf,
-    /// The keeper's program, for machine pods.
+    /// The keeper's binary, for machine pods.
     pub keeper: PathBuf,
 }
 
 impl EngineChoice {
-    /// The engine of a pod.
+    /// Returns the engine of a pod.
     pub(crate) fn spec(&self, setting: EngineSetting, pod: &PodConfig) -> EngineSpec {
         let setting = if pod.needs_host() { EngineSetting::Host } else { setting };
         let shares = pod.node_namespaces;
@@ -94,44 +94,45 @@ impl EngineChoice {
     }
 }
 
-/// All that the pods of a node share.
+/// The state and the services that all pods of a node share.
 pub struct Parts {
     /// The configuration.
     pub config: Config,
-    /// What runs machines.
+    /// The engines.
     pub engine: EngineChoice,
     /// The state store.
     pub store: Store,
     /// The image store.
     pub images: nacelle_image::Store,
-    /// Machines that outlive their pods.
+    /// The persistent VMs.
     pub vms: Vms,
-    /// Pod processes.
+    /// The pod processes.
     pub pods: Arc<dyn Pods>,
-    /// Networks.
+    /// The networks.
     pub networks: Arc<dyn Networks>,
     /// The node's pod CIDRs.
     pub cidrs: RwLock<Vec<IpNet>>,
-    /// What happens to pods and containers, for those who want to be told.
+    /// The events of pods and containers.
     pub events: Events,
-    /// Keep other daemons out of the directories of this one.
+    /// Locks that keep other daemons out of this daemon's directories.
     pub locks: Vec<PathLock>,
 }
 
 impl Parts {
-    /// The run directory of a pod. It is the daemon's own; its process writes in a part of it (`nacelle_pod::jail_dir`).
+    /// Returns the run directory of a pod. It belongs to the daemon; the pod process writes in a part of it
+    /// (`nacelle_pod::jail_dir`).
     pub fn pod_dir(&self, id: &PodId) -> PathBuf {
         self.config.paths.pods().join(id.short())
     }
 
-    /// Whether the pod is a machine.
+    /// Returns whether the pod runs in a VM.
     pub(crate) fn has_guest(&self, pod: &PodRecord) -> bool {
         let handler = self.config.handler(&pod.handler);
         !pod.config.needs_host() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
     }
 
-    /// Ends what is left of the pod process of this run directory, which the store knows as `stored`: also when the directory was
-    /// lost, with all of `/run` perhaps. Where neither is known, there was no process.
+    /// Ends what is left of the pod process of this run directory, which the store knows as `stored`. This works even if the
+    /// directory was lost, for example with all of `/run`. If neither is known, there was no process.
     async fn clean_up(
         &self,
         dir: &std::path::Path,
@@ -139,7 +140,7 @@ impl Parts {
     ) -> Result<Option<LastRecord>, ClientError> {
         match tokio::fs::try_exists(dir).await {
             Ok(false) if stored.is_none() => Ok(None),
-            // If that cannot be told, cleaning up says why.
+            // If this cannot be determined, the cleanup returns the reason.
             _ => self.pods.clean_up(dir, stored).await,
         }
     }
@@ -148,17 +149,17 @@ impl Parts {
         self.cidrs.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// For an answer of a pod process, beside what the request itself allows.
+    /// Returns the time limit for a response of a pod process, in addition to what the request itself allows.
     pub(crate) fn answer_limit(&self) -> Duration {
         Duration::from_secs(self.config.sandbox.answer_seconds)
     }
 
-    /// For one step of taking a pod down.
+    /// Returns the time limit for one step of a pod's teardown.
     pub(crate) fn teardown_limit(&self) -> Duration {
         Duration::from_secs(self.config.sandbox.undo_seconds)
     }
 
-    /// Lets go of images that nobody needs any more, in the background.
+    /// Releases unused images in the background.
     fn collect_images(&self, table: &Table) {
         let (images, mut in_use) = (self.images.clone(), table.images_in_use());
         in_use.extend(self.vms.images());
@@ -170,12 +171,12 @@ impl Parts {
     }
 }
 
-/// A pod as its actor last showed it.
+/// The state of a pod as its actor last published it.
 #[derive(Clone, Debug)]
 pub struct View {
     /// The pod.
     pub pod: PodRecord,
-    /// Its containers.
+    /// The pod's containers.
     pub containers: BTreeMap<ContainerId, ContainerRecord>,
     client: Option<PodClient>,
 }
@@ -190,7 +191,7 @@ impl View {
     }
 }
 
-/// The inbox of a pod that exists already, and the answer that it shall get.
+/// The inbox of an existing pod, and the response that the pod is to send.
 type Known = (mpsc::Sender<Message>, Answer<()>);
 
 #[derive(Clone)]
@@ -205,13 +206,13 @@ struct Rows {
     names: BTreeMap<PodName, PodId>,
 }
 
-/// Who is there.
+/// The table of all pods.
 #[derive(Default)]
 pub(crate) struct Table(Mutex<Rows>);
 
 impl Table {
     fn rows(&self) -> MutexGuard<'_, Rows> {
-        // Rows are changed by single inserts and removals: a panic in between leaves them whole.
+        // Rows change by single inserts and removals, so a panic in between leaves the table consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -223,14 +224,14 @@ impl Table {
         }
     }
 
-    /// Asks the task of a pod.
+    /// Sends a request to the pod's task and waits for the response.
     async fn ask<T>(&self, handle: &Handle, message: impl FnOnce(Answer<T>) -> Message) -> Result<T, LifecycleError> {
         let asked = asked_inbox(&handle.inbox, message).await;
         asked.map_err(|error| self.explain(&handle.view.borrow().pod.id, error))
     }
 
-    /// The error of a request to the task of a pod. A task that ends removes its row first: with the row still there it has failed,
-    /// and the pod runs on.
+    /// Returns the error of a request to a pod's task that sent no response. A task that ends removes its row first: if the row
+    /// is still there, the task has panicked, and the pod runs on.
     fn explain(&self, pod: &PodId, error: LifecycleError) -> LifecycleError {
         match error {
             LifecycleError::Ended if self.rows().pods.contains_key(pod) => {
@@ -250,7 +251,7 @@ impl Table {
         self.views().iter().flat_map(|view| view.containers.values().flat_map(images_of).collect::<Vec<_>>()).collect()
     }
 
-    /// The one pod whose id begins so.
+    /// Returns the only pod whose id has this prefix.
     fn find(&self, id: &str) -> Result<(PodId, Handle), LifecycleError> {
         let rows = self.rows();
         let mut fitting = rows.pods.iter().filter(|(known, _)| !id.is_empty() && known.as_str().starts_with(id));
@@ -261,7 +262,7 @@ impl Table {
         }
     }
 
-    /// The one container whose id begins so, with its pod.
+    /// Returns the only container whose id has this prefix, with its pod.
     fn find_container(&self, id: &str) -> Result<(ContainerId, Handle, Arc<View>), LifecycleError> {
         let mut found = None;
         for handle in self.rows().pods.values() {
@@ -277,31 +278,31 @@ impl Table {
     }
 }
 
-/// A container that runs, for those who have business with it.
+/// A running container, for streams and commands.
 pub(crate) struct Running {
-    /// Its id.
+    /// The container's id.
     pub id: ContainerId,
-    /// Its pod process.
+    /// The client of its pod process.
     pub client: PodClient,
-    /// It has a terminal.
+    /// The container has a terminal.
     pub tty: bool,
-    /// It has an input.
+    /// The container has a standard input.
     pub stdin: bool,
-    /// Its input ends with the first who attaches.
+    /// The standard input is closed when the first attached client ends.
     pub stdin_once: bool,
     view: watch::Receiver<Arc<View>>,
 }
 
 impl Running {
-    /// Waits until it runs no more.
+    /// Waits until the container no longer runs.
     pub async fn ended(mut self) {
         let runs = |view: &Arc<View>| view.containers.get(&self.id).map(|record| record.state);
-        // A pod that is gone shows nothing more.
+        // A removed pod publishes nothing more.
         let _ = self.view.wait_for(|view| runs(view) != Some(state::ContainerState::Running)).await;
     }
 }
 
-/// Whether a pod has a machine that outlives it: until it is known to be gone.
+/// Returns whether a pod holds a persistent VM. It does so until the VM is known to have stopped.
 fn holds(view: &View, vm: &str) -> bool {
     view.pod.config.vm.as_deref() == Some(vm) && view.pod.state != state::PodState::Stopped
 }
@@ -318,47 +319,47 @@ pub struct Node {
 }
 
 impl Node {
-    /// What the pods share.
+    /// Returns what the pods share.
     pub fn parts(&self) -> &Parts {
         &self.parts
     }
 
-    /// All pods as they are.
+    /// Returns the states of all pods.
     pub fn views(&self) -> Vec<Arc<View>> {
         self.table.views()
     }
 
-    /// One pod, by its id or the beginning of it.
+    /// Returns a pod by its id or a prefix of it.
     pub fn pod(&self, id: &str) -> Result<Arc<View>, LifecycleError> {
         Ok(Arc::clone(&self.table.find(id)?.1.view.borrow()))
     }
 
-    /// One container, by its id or the beginning of it, with its pod.
+    /// Returns a container by its id or a prefix of it, with its pod.
     pub fn container(&self, id: &str) -> Result<(ContainerId, Arc<View>), LifecycleError> {
         self.table.find_container(id).map(|(id, _, view)| (id, view))
     }
 
-    /// Images that containers are made of or see as volumes, and those of disks that machines keep.
+    /// Returns the images of containers and their volumes, and those below the disks of persistent VMs.
     pub fn images_in_use(&self) -> HashSet<ImageId> {
         let mut images = self.table.images_in_use();
         images.extend(self.parts.vms.images());
         images
     }
 
-    /// The pod that runs a machine which outlives its pods, or has not let go of it yet.
+    /// Returns the pod that runs a persistent VM or has not released it yet.
     pub fn holder(&self, vm: &str) -> Option<Arc<View>> {
         self.views().into_iter().find(|view| holds(view, vm))
     }
 
-    /// Makes a copy of such a machine, with an identity of its own, if no pod holds it.
+    /// Copies a persistent VM that no pod holds. The copy gets an identity of its own.
     pub async fn copy_vm(&self, vm: &str, namespace: &str, name: &str) -> Result<VmRecord, LifecycleError> {
         let (_record, _busy) = self.lend_vm(vm, "copied")?;
         self.parts.vms.copy(vm, namespace, name).await.map_err(at("copy the machine"))
     }
 
-    /// Has such a machine, which no pod holds, stay as it is until what comes with it is dropped.
+    /// Locks a persistent VM that no pod holds; it does not change until the returned guard is dropped.
     pub fn lend_vm(&self, vm: &str, what: &'static str) -> Result<(VmRecord, Busy), LifecycleError> {
-        // While these are looked at, no pod begins to hold it.
+        // While the table is locked, no pod can begin to hold the VM.
         let rows = self.table.rows();
         let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
         if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
@@ -368,14 +369,13 @@ impl Node {
         Ok((self.parts.vms.known(vm).map_err(at(step))?, self.parts.vms.take(vm, what).map_err(at(step))?))
     }
 
-    /// Forgets such a machine, with all that it has kept, if no pod holds it.
+    /// Deletes a persistent VM that no pod holds, with all its data.
     pub async fn forget_vm(&self, vm: &str) -> Result<(), LifecycleError> {
         let (_record, _busy) = self.lend_vm(vm, "deleted")?;
         self.parts.vms.forget(vm).await.map_err(at("forget the machine"))
     }
 
-    /// Makes a pod and waits until it is ready. The same pod asked for again, while it boots or is ready, is the
-    /// same pod.
+    /// Creates a pod and waits until it is ready. A repeated request for a pod that boots or is ready returns the same pod.
     pub async fn run_pod(&self, config: PodConfig, handler: String) -> Result<PodId, LifecycleError> {
         let (answer, ready) = oneshot::channel();
         let (id, known) = self.place(config, handler, answer)?;
@@ -387,7 +387,7 @@ impl Node {
         Ok(id)
     }
 
-    /// Finds the pod of this name, or starts one: then `answer` is its actor's already.
+    /// Finds the pod of this name, or starts one, whose actor then owns `answer`.
     fn place(
         &self,
         config: PodConfig,
@@ -410,12 +410,12 @@ impl Node {
             if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
                 return Err(held(vm, &view));
             }
-            // It was known a moment ago; it may be deleted now.
+            // The VM existed a moment ago, but may have been deleted since.
             self.parts.vms.is_free(vm).and_then(|()| self.parts.vms.known(vm)).map_err(at("run the machine"))?;
         }
         let id = loop {
             let id = PodId::from_bytes(new_id());
-            // The folder's name is the beginning of the id.
+            // The run directory is named after the id's prefix.
             if !rows.pods.keys().any(|known| known.short() == id.short()) {
                 break id;
             }
@@ -445,7 +445,7 @@ impl Node {
         Ok((id, None))
     }
 
-    /// Stops a pod; one that does not exist is stopped.
+    /// Stops a pod. A pod that does not exist counts as stopped.
     pub async fn stop_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
             Ok((_, handle)) => self.table.ask(&handle, Message::Stop).await.or_else(fine_if_gone),
@@ -453,7 +453,7 @@ impl Node {
         }
     }
 
-    /// Stops and forgets a pod; one that does not exist is forgotten.
+    /// Stops and removes a pod. A pod that does not exist counts as removed.
     pub async fn remove_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
             Ok((_, handle)) => self.table.ask(&handle, Message::Remove).await.or_else(fine_if_gone),
@@ -461,7 +461,7 @@ impl Node {
         }
     }
 
-    /// Makes a container of an image that is in the store, with the images of its volumes, in their order.
+    /// Creates a container from an image in the store; `volumes` are the images of its volumes, in their order.
     pub async fn create(
         &self,
         pod: &str,
@@ -473,25 +473,25 @@ impl Node {
         self.table.ask(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
     }
 
-    /// Starts a container; one that runs is started.
+    /// Starts a container. A running container counts as started.
     pub async fn start(&self, id: &str) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
         self.table.ask(&handle, |answer| Message::Start(id, answer)).await
     }
 
-    /// Changes the limits of a container that has not ended; what the change does not set stays.
+    /// Changes the limits of a container that has not ended; unset limits stay.
     pub async fn update(&self, id: &str, change: Resources) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
         self.table.ask(&handle, |answer| Message::Update(id, Box::new(change), answer)).await
     }
 
-    /// Records what a ready pod may have, if its machine can hold it; what the change does not set stays.
+    /// Changes the resources of a ready pod if its VM can hold them; unset limits stay.
     pub async fn update_pod(&self, id: &str, change: PodResources) -> Result<(), LifecycleError> {
         let (_, handle) = self.table.find(id)?;
         self.table.ask(&handle, |answer| Message::UpdatePod(Box::new(change), answer)).await
     }
 
-    /// Stops a container; one that does not run or exist is stopped.
+    /// Stops a container. A container that does not run or exist counts as stopped.
     pub async fn stop(&self, id: &str, grace: Duration) -> Result<(), LifecycleError> {
         match self.table.find_container(id) {
             Ok((id, handle, _)) => {
@@ -501,7 +501,7 @@ impl Node {
         }
     }
 
-    /// Stops and forgets a container; one that does not exist is forgotten.
+    /// Stops and removes a container. A container that does not exist counts as removed.
     pub async fn remove(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find_container(id) {
             Ok((id, handle, _)) => {
@@ -522,13 +522,13 @@ impl Node {
         make::exec(&self.parts, client, &id, args, limit).await
     }
 
-    /// Closes the log of a running container and opens it again by its name.
+    /// Closes the log file of a running container and opens it again by its name.
     pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
         let Running { id, client, .. } = self.running(id)?;
         make::reopen(&self.parts, client, &id).await
     }
 
-    /// Waits, at most so long, until a container does not run; whether that came.
+    /// Waits until a container no longer runs; returns `false` after `limit`.
     pub(crate) async fn ends(&self, id: &str, limit: Duration) -> bool {
         let Ok((id, mut handle, _)) = self.table.find_container(id) else { return true };
         let runs = |record: &ContainerRecord| record.state == state::ContainerState::Running;
@@ -537,7 +537,7 @@ impl Node {
         tokio::time::timeout(limit, ended).await.is_ok()
     }
 
-    /// A container that runs.
+    /// Returns a running container.
     pub(crate) fn running(&self, id: &str) -> Result<Running, LifecycleError> {
         let (id, handle, view) = self.table.find_container(id)?;
         match (&view.client, view.containers.get(&id)) {
@@ -550,7 +550,7 @@ impl Node {
         }
     }
 
-    /// A pod that is ready, and its process.
+    /// Returns a ready pod and its client.
     pub(crate) fn ready(&self, id: &str) -> Result<(PodId, PodClient), LifecycleError> {
         let (id, handle) = self.table.find(id)?;
         let view = Arc::clone(&handle.view.borrow());
@@ -560,7 +560,7 @@ impl Node {
         }
     }
 
-    /// The end of the console of a pod's guest; nothing if there is none.
+    /// Returns the end of the guest's console output; empty if there is no console.
     pub async fn console(&self, pod: &PodId) -> String {
         let jailed = nacelle_pod::jailed(&self.parts.pod_dir(pod));
         let tail = boot::blocking(move || nacelle_engine::log_tail(&jailed, nacelle_pod::CONSOLE_FILE, CONSOLE_SHOWN));
@@ -573,7 +573,7 @@ impl Node {
         }
     }
 
-    /// Remembers the node's pod CIDRs.
+    /// Stores the node's pod CIDRs.
     pub async fn set_pod_cidrs(&self, cidrs: Vec<IpNet>) -> Result<(), LifecycleError> {
         let text: Vec<String> = cidrs.iter().map(ToString::to_string).collect();
         let change = nacelle_store::Change::Setting(recover::POD_CIDRS, text.join(","));
@@ -592,7 +592,7 @@ async fn asked_inbox<T>(
     answered.await.map_err(|_dropped| LifecycleError::Ended)?
 }
 
-/// Stop and Remove of what is not there have succeeded.
+/// Turns "not found" into success, for Stop and Remove.
 fn fine_if_gone(error: LifecycleError) -> Result<(), LifecycleError> {
     match error {
         LifecycleError::NotFound { .. } | LifecycleError::Ended => Ok(()),
@@ -600,15 +600,15 @@ fn fine_if_gone(error: LifecycleError) -> Result<(), LifecycleError> {
     }
 }
 
-/// The bytes of an id.
+/// Returns the random bytes of a new id.
 fn new_id() -> [u8; 32] {
     let mut bytes = [0; 32];
-    // Linux gives random bytes to everybody once it has booted; without them nothing here could be named.
+    // Linux provides random bytes to every process after its boot; without them nothing here could be named.
     nacelle_base::random::fill(&mut bytes).expect("the kernel gives random bytes");
     bytes
 }
 
-/// A text of a stranger, on one line and of limited length.
+/// Returns an untrusted text on one line and with limited length.
 pub(crate) fn clip(text: &str) -> String {
     let mut short = String::new();
     for c in text.chars().map(|c| if c.is_control() { ' ' } else { c }) {

@@ -1,6 +1,5 @@
-//! Owns: whether the node has the processors and the memory nodes that containers ask for, and on which of them the machine
-//! of a pod runs: those of all its containers together, because they share its virtual processors.
-//! May use: /sys of the node, for reading.
+//! Checks that the node has the CPUs and memory nodes that containers request, and computes the CPUs of a pod's VM: those of all
+//! its containers together, because they share its vCPUs. It only reads /sys of the node.
 
 use super::error::LifecycleError;
 use nacelle_base::cpulist::numbers;
@@ -8,12 +7,13 @@ use nacelle_model::resources::Resources;
 use std::collections::BTreeSet;
 use std::fs;
 
-/// The processors that are on.
+/// The list of online CPUs.
 const PROCESSORS: &str = "/sys/devices/system/cpu/online";
-/// The memory nodes that have memory.
+/// The list of memory nodes that have memory.
 const MEMORY: &str = "/sys/devices/system/node/has_memory";
 
-/// Checks that they are there. A machine's memory lies where it lies: a container of one may ask for all nodes only.
+/// Checks that the requested CPUs and memory nodes exist. The memory of a VM cannot be moved: a container with a guest may
+/// request all memory nodes only.
 pub(super) fn check(asked: &Resources, guest: bool) -> Result<(), LifecycleError> {
     for (field, list, file) in
         [("cpuset_cpus", &asked.cpuset_cpus, PROCESSORS), ("cpuset_mems", &asked.cpuset_mems, MEMORY)]
@@ -21,7 +21,7 @@ pub(super) fn check(asked: &Resources, guest: bool) -> Result<(), LifecycleError
         if list.is_empty() {
             continue;
         }
-        // A kernel without NUMA has one node and does not say so.
+        // A kernel without NUMA has one node and no such file.
         let there = fs::read_to_string(file).unwrap_or_else(|_missing| "0".to_owned());
         let there = there.trim_end();
         let (wanted, known) = (numbers(list).unwrap_or_default(), numbers(there).unwrap_or_default());
@@ -35,7 +35,7 @@ pub(super) fn check(asked: &Resources, guest: bool) -> Result<(), LifecycleError
     Ok(())
 }
 
-/// The processors of containers that have these limits. Those that name none run wherever the others do.
+/// Returns the CPUs of containers with these CPU lists. A container without a list runs on the CPUs of the others.
 pub(super) fn together<'a>(lists: impl Iterator<Item = &'a str>) -> BTreeSet<u32> {
     lists.filter_map(numbers).flatten().collect()
 }

@@ -1,5 +1,6 @@
-//! Owns: which volumes of the node a machine gets copies of instead of a share: those that kubelet writes for its pod.
-//! docs/contributor/volumes.md has the rules. Looks at the node's folders, changes nothing.
+//! Determines which volumes of the node are copied into a VM instead of shared: those that kubelet writes for the VM's pod
+//! (configMap, secret, projected, downwardAPI). docs/contributor/volumes.md has the rules. Reads the node's directories, and
+//! changes nothing.
 
 use nacelle_base::ContainerId;
 use nacelle_base::push::{DATA, FOLDER};
@@ -11,27 +12,27 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Folders of kubelet's volume plugins that write a volume once and change it as a whole.
+/// Directories of kubelet's volume plugins that write a volume once and then replace it as a whole.
 const PLUGINS: [(&str, &str); 4] = [
     ("kubernetes.io~configmap", "configmap"),
     ("kubernetes.io~secret", "secret"),
     ("kubernetes.io~projected", "projected"),
     ("kubernetes.io~downward-api", "downward-api"),
 ];
-/// The longest part of a volume's name that is shown in the guest's.
+/// The largest part of a volume's name, in bytes, that its name in the guest contains.
 const SHOWN: usize = 64;
 
-/// How a volume is pushed.
+/// The kind of copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Way {
-    /// The whole volume, with its changes; called so.
+    /// The whole volume under this name, with later changes.
     Live(String),
-    /// A file or folder of one, as it is now.
+    /// A file or directory of a volume, as it is now.
     Copy,
 }
 
-/// What is asked of the pod process for a container's volumes, by their place in the list; none for those that are shared.
-/// The paths are without links.
+/// Returns the copy request for each of a container's volumes, by its index in the list; `None` for shared volumes. The paths
+/// must be free of symbolic links.
 pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto::PushedVolume>> {
     let mut count = 0;
     let planned = volumes.iter().map(|volume| {
@@ -51,7 +52,7 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto
     planned.collect()
 }
 
-/// Where the guest has it.
+/// Returns the path of the copy in the guest.
 pub(super) fn in_guest(volume: &proto::PushedVolume) -> String {
     format!("{FOLDER}/{}", volume.name)
 }
@@ -76,7 +77,7 @@ fn way(volume: &NodeVolume) -> Option<Way> {
     }
 }
 
-/// Whether this is a folder with a link [`DATA`] to a folder beside it, and otherwise nothing but links and such folders.
+/// Returns whether this directory has a link [`DATA`] to a sibling directory, and otherwise only links and such directories.
 fn is_written_by_kubelet(volume: &Path) -> bool {
     let is_data = |name: &OsStr| name.as_bytes().starts_with(b"..") && name.len() > 2 && name != DATA;
     let Ok(data) = fs::read_link(volume.join(DATA)) else { return false };
@@ -88,7 +89,7 @@ fn is_written_by_kubelet(volume: &Path) -> bool {
     names.all(|name| name.is_ok_and(|(name, link)| link || is_data(&name)))
 }
 
-/// What people recognise, and a number that no other volume of the pod has.
+/// Returns a name that is readable and, by its hash, unique among the volumes of the pod.
 pub(super) fn called(short: &str, name: &str, path: &Path) -> String {
     let mut hasher = DefaultHasher::new();
     path.hash(&mut hasher);
@@ -116,7 +117,7 @@ mod tests {
         }
     }
 
-    /// A volume as kubelet writes it, below a pod's folder.
+    /// Creates a volume as kubelet writes it, below a pod's directory.
     fn written(pod: &Path, plugin: &str) -> PathBuf {
         let folder = pod.join("volumes").join(plugin).join("conf");
         fs::create_dir_all(folder.join("..2026_11_22")).unwrap();
@@ -163,7 +164,7 @@ mod tests {
         ] {
             assert_eq!(way(&changed), None, "{}", changed.host_path);
         }
-        // Not as kubelet writes: a file beside the link; a link that leads elsewhere; none.
+        // Not as kubelet writes: a file beside the link, a link to another place, and no link.
         fs::write(folder.join("file"), "").unwrap();
         assert_eq!(way(&volume(&folder)), None);
         let folder = written(&pod, "kubernetes.io~secret");

@@ -1,5 +1,5 @@
-//! Owns: the start of a daemon on a node that others have used before: record and live process together say how
-//! each pod goes on (`plan`, pure); what belongs to no record is removed.
+//! Recovers the pods of earlier daemons at the start of a daemon: record and live process together determine how each pod
+//! continues (`plan`, a pure function), and resources without a record are removed.
 
 use super::actor::{self, Begin, Message};
 use super::boot::blocking;
@@ -19,41 +19,41 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// The name under which the node's pod CIDRs are stored.
+/// The store's key of the node's pod CIDRs.
 pub(super) const POD_CIDRS: &str = "pod_cidrs";
 
-/// What became of a pod's process.
+/// The state of a pod's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// It answers.
+    /// The process responds.
     Alive,
-    /// It is there and does not answer.
+    /// The process exists and does not respond.
     Silent,
-    /// It is gone.
+    /// The process is gone.
     Dead,
 }
 
-/// How a pod goes on.
+/// The recovery of a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// As if nothing had happened.
+    /// The pod continues unchanged.
     Adopt,
-    /// It is looked for.
+    /// The pod process is searched for.
     Search,
-    /// It ended meanwhile: its last record is read, and the rest is given back.
+    /// The pod process ended meanwhile: its last record is read, and the pod's resources are released.
     Lost,
-    /// What was taken is given back.
+    /// The pod's resources are released.
     Undo,
-    /// The same, and it is forgotten: nobody knows it.
+    /// The pod's resources are released and its record is removed: no client knows the pod.
     Discard,
-    /// Nothing to do.
+    /// Nothing is to be done.
     Rest,
 }
 
-/// How a pod in this state goes on.
+/// Returns the recovery of a pod in this state.
 pub fn plan(state: PodState, was_ready: bool, found: Found) -> Plan {
     match (state, found) {
-        // Its id was never answered: whoever asked for it asks again.
+        // No client received the id: kubelet repeats its request.
         (PodState::Booting | PodState::Removing, _) => Plan::Discard,
         (PodState::Stopping | PodState::Unclean | PodState::Stopped, _) if !was_ready => Plan::Discard,
         (PodState::Stopping | PodState::Unclean, _) => Plan::Undo,
@@ -64,20 +64,21 @@ pub fn plan(state: PodState, was_ready: bool, found: Found) -> Plan {
     }
 }
 
-/// How a container of an adopted pod goes on.
+/// The recovery of a container of an adopted pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContainerPlan {
-    /// In this state; the pod process tells the rest.
+    /// In this state; the report of the pod process adds the rest.
     As(ContainerState),
-    /// The guest makes it anew: whoever asked for it may know it.
+    /// The guest creates the container again: a client may know its id.
     Make,
-    /// It is removed: it was being removed.
+    /// The interrupted removal continues.
     Remove,
-    /// The pod process does not know it: it ended, nobody knows how.
+    /// The pod process does not know the container: it ended in an unknown way.
     Lost,
 }
 
-/// How a container in this state goes on, if its pod process says this of it; none: that it does not know it.
+/// Returns how a container in this state continues. `told` is its phase according to the pod process, `None` if that does not
+/// know it.
 pub fn container_plan(state: ContainerState, told: Option<proto::ContainerPhase>) -> ContainerPlan {
     match (state, told) {
         (ContainerState::Creating, _) => ContainerPlan::Make,
@@ -88,7 +89,8 @@ pub fn container_plan(state: ContainerState, told: Option<proto::ContainerPhase>
     }
 }
 
-/// The same if there is no pod process to ask: what is in no effect's hands must not look as if it were.
+/// Returns how a container continues if there is no pod process to ask. No container may stay in a state that an effect would
+/// have to end.
 pub fn container_plan_unasked(state: ContainerState) -> ContainerPlan {
     match state {
         ContainerState::Creating => ContainerPlan::Lost,
@@ -98,11 +100,11 @@ pub fn container_plan_unasked(state: ContainerState) -> ContainerPlan {
     }
 }
 
-/// Time for all pods to be brought in order before the daemon serves; what takes longer goes on beside it.
+/// Time to recover all pods before the daemon serves; slower recoveries continue while it serves.
 const LIMIT: Duration = Duration::from_secs(150);
 
 impl Node {
-    /// Brings the node in order and takes its pods over.
+    /// Recovers the pods in the store and cleans up the node.
     pub async fn recover(parts: Parts, contents: Contents) -> Node {
         let cidrs = contents.settings.get(POD_CIDRS).map(String::as_str).unwrap_or_default();
         let cidrs = cidrs.split(',').filter_map(|cidr| cidr.parse().ok()).collect();
@@ -132,7 +134,7 @@ impl Node {
     }
 
     async fn take_over(&self, mut pod: PodRecord, mut containers: Vec<ContainerRecord>) {
-        // What the daemon before this one has told of them.
+        // The states that the earlier daemon has announced.
         let told = Told::of(&pod, &containers);
         let (found, client, last) = look(&self.parts, &pod).await;
         let plan = plan(pod.state, pod.was_ready, found);
@@ -164,7 +166,7 @@ impl Node {
             Plan::Search => Some(Message::Lost),
             Plan::Lost => Some(Message::Gone(last.clone())),
             Plan::Undo | Plan::Discard => {
-                // As after an attempt that failed: asked to stop, it tries again.
+                // The state is that after a failed cleanup: a request to stop the pod tries again.
                 pod.state = PodState::Unclean;
                 None
             }
@@ -176,7 +178,7 @@ impl Node {
         let done = match plan {
             Plan::Adopt => {
                 for id in make {
-                    // A closed inbox: the pod is gone already.
+                    // The inbox is closed if the pod is gone already.
                     let _ = inbox.send(Message::MakeAgain(id)).await;
                 }
                 catch_up(&inbox, last).await;
@@ -185,7 +187,7 @@ impl Node {
             Plan::Undo => self.stop_pod(id).await,
             Plan::Discard => self.remove_pod(id).await,
             Plan::Lost => {
-                // Answered after the loss was taken over.
+                // Answered after the loss has been handled.
                 let _ = super::asked_inbox(&inbox, Message::WaitReady).await;
                 Ok(())
             }
@@ -194,7 +196,7 @@ impl Node {
         if let Err(error) = done {
             tracing::error!(pod = %pod.id, "not brought in order: {}", Chain(&error));
         }
-        // A pod that is forgotten takes its containers along; one that is still looked for cannot be asked.
+        // The removal of a pod includes its containers; a pod that is being searched for cannot be asked.
         for id in remove.into_iter().filter(|_| !matches!(plan, Plan::Discard | Plan::Search)) {
             if let Err(error) = self.remove(id.as_str()).await {
                 tracing::error!(pod = %pod.id, container = %id, "not removed: {}", Chain(&error));
@@ -202,7 +204,7 @@ impl Node {
         }
     }
 
-    /// Puts a pod into the table and starts its actor.
+    /// Adds a pod to the table and starts its actor.
     fn enter(
         &self,
         pod: PodRecord,
@@ -220,7 +222,7 @@ impl Node {
     }
 }
 
-/// A container of which nobody will ever hear again has ended.
+/// Marks a container as ended whose fate can no longer be learned.
 fn lose(container: &mut ContainerRecord, why: &str) {
     container.state = ContainerState::Exited;
     if container.finished_at == 0 {
@@ -230,16 +232,16 @@ fn lose(container: &mut ContainerRecord, why: &str) {
     }
 }
 
-/// Tells an adopted pod what its process says.
+/// Sends the report of an adopted pod's process to its actor.
 async fn catch_up(inbox: &mpsc::Sender<Message>, state: Option<proto::PodState>) {
     if let Some(state) = state {
-        // A closed inbox: the pod is gone already.
+        // The inbox is closed if the pod is gone already.
         let _ = inbox.send(Message::Report(state)).await;
         let _ = super::asked_inbox(inbox, Message::WaitReady).await;
     }
 }
 
-/// What became of a pod's process, and what it says or said last.
+/// Returns the state of a pod's process, its client, and its current or last report.
 async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Option<proto::PodState>) {
     let dir = parts.pod_dir(&pod.id);
     match parts.pods.connect(&dir).await {
@@ -261,7 +263,7 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
     }
 }
 
-/// Removes folders, processes and networks that belong to no record.
+/// Removes directories, processes and networks that belong to no record.
 async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     let folders: BTreeSet<PathBuf> = known.iter().map(|pod| parts.pod_dir(&pod.id)).collect();
     let pods = parts.config.paths.pods();
@@ -287,7 +289,7 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
         }
     }
     let keep: BTreeSet<_> = known.iter().map(|pod| pod.id.clone()).collect();
-    // A scratch disk has a name only while its pod starts, and a start does not outlive its daemon.
+    // A scratch disk has a name only while its pod starts, and a start ends with its daemon.
     let (scratch, kept) = (parts.config.paths.scratch(), keep.clone());
     if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch, &kept)).await {
         tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));

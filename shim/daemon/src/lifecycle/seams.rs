@@ -1,6 +1,5 @@
-//! Owns: what the lifecycle needs of the node besides the image store: pod processes and networks, as two narrow
-//! traits, and the real ones behind them.
-//! Threads: implementations are shared by all pods.
+//! Defines what the lifecycle needs of the node besides the image store, pod processes and networks, as two narrow traits, and
+//! implements them. All pods share the implementations.
 
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
@@ -16,29 +15,30 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::time::Duration;
 
-/// Records a process that has been started and has not begun.
+/// Records a process that has been spawned and has not begun its work.
 pub type Admit = Box<dyn FnOnce(PodProcess) -> Admitted + Send>;
-/// Whether the process may begin.
+/// The result of the record; an error prevents the process from beginning.
 pub type Admitted = Pin<Box<dyn Future<Output = Result<(), ClientError>> + Send>>;
 
-/// Pod processes. Each lives in its folder.
+/// Manages the pod processes. Each has a run directory.
 #[tonic::async_trait]
 pub trait Pods: Send + Sync + 'static {
-    /// Starts the process of this folder, which begins when `admit` has answered; on failure nothing runs. Must be awaited to its end.
+    /// Spawns the process of this directory, which begins after `admit` has succeeded. On failure no process is left. Must be
+    /// awaited to its end.
     async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError>;
 
-    /// A pod's process will not be in this group, which lies in the one that kubelet has made for the pod: what that one can
-    /// limit shall stay as if it were.
+    /// Keeps the controllers of kubelet's pod cgroup enabled although the pod's process will not be in `_group` below it, so that
+    /// the limits of that cgroup stay in force.
     async fn keep_controllers(&self, _group: &Path) -> Result<(), ClientError> {
         Ok(())
     }
 
-    /// Finds the process that serves this folder; `ClientError::Gone` if there is none.
+    /// Connects to the process that serves this directory; fails with `ClientError::Gone` if there is none.
     async fn connect(&self, dir: &Path) -> Result<PodClient, ClientError> {
         client::connect(dir).await
     }
 
-    /// Mounts volumes of the node for a container of the pod that this folder's process serves. All of them or none.
+    /// Mounts volumes of the node for a container of the pod that this directory's process serves, all of them or none.
     async fn attach(
         &self,
         dir: &Path,
@@ -49,51 +49,52 @@ pub trait Pods: Send + Sync + 'static {
         share::attach(dir, taker, container, volumes).await
     }
 
-    /// Takes a container's volumes of the node back. Can be said twice, and of a pod that has ended.
+    /// Unmounts a container's volumes of the node. It can be repeated, and it succeeds for a pod that has ended.
     async fn detach(&self, dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
         share::detach(dir, taker, container).await
     }
 
-    /// Has the machine run on these processors of the node only; none: on all. `pinned`: each of its so many processors has one of them
-    /// to itself.
+    /// Confines the VM to these CPUs of the node (empty: all CPUs). `pinned` is the number of vCPUs that are each pinned to a CPU
+    /// of their own.
     async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
         processors::confine(dir, processors, pinned).await
     }
 
-    /// Whether the node's kernel has killed one of the pod's processes because memory ran out.
+    /// Returns whether the node's kernel has killed one of the pod's processes for lack of memory.
     async fn out_of_memory(&self, dir: &Path) -> bool {
         client::out_of_memory(dir).await
     }
 
-    /// Ends what is left of the process, which the store knows as `stored`, and returns what it last recorded. Can be said twice.
+    /// Ends what is left of the process, which the store knows as `stored`, and returns its last record. It can be repeated.
     async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
         client::clean_up(dir, stored).await
     }
 }
 
-/// Networks of pods. Calls for one pod come one after the other.
+/// Manages the networks of pods. Calls for the same pod never overlap.
 #[tonic::async_trait]
 pub trait Networks: Send + Sync + 'static {
-    /// Makes the pod's namespace; returns the file that names it.
+    /// Creates the pod's network namespace and returns the path of its file.
     async fn create(&self, id: &PodId) -> Result<PathBuf, NetError>;
-    /// Attaches the pod.
+    /// Attaches the pod's networks.
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError>;
-    /// Joins the machine's taps to the interfaces that the plugins made; pairs of names, the tap first.
+    /// Connects the taps of the VM with the interfaces of the plugins; each pair is (tap, interface).
     async fn join(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError>;
-    /// Takes attachment and namespace away. Plugins that fail within `limit` do not keep the rest: their DEL is owed then, the
-    /// answer is why, and `settle` tries again. Can be said twice, and of a pod that has neither.
+    /// Detaches the pod and removes its namespace. A plugin that fails within `limit` does not block the rest: its DEL is then
+    /// owed, the result is the reason, and `settle` tries again. It can be repeated, and it succeeds for a pod without network
+    /// and namespace.
     async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError>;
-    /// Tries owed DELs again, each for at most `limit`.
+    /// Repeats owed DELs, each with a limit of `limit`.
     async fn settle(&self, limit: Duration);
-    /// Why pods could not get a network now, if they could not.
+    /// Returns the error because of which pods could not get a network now, if there is one.
     async fn status(&self) -> Result<(), NetError>;
-    /// Takes away what belongs to no pod in `keep`; one step of it takes at most `limit`.
+    /// Removes everything of pods that are not in `keep`; each step takes at most `limit`.
     async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError>;
 }
 
-/// Real ones.
+/// The real pod processes.
 pub struct Processes {
-    /// Their program.
+    /// The path of their binary.
     pub exe: PathBuf,
 }
 

@@ -1,5 +1,5 @@
-//! Owns: what others see of pods and containers, and which events tell of a change in that. Pure: no clock, no I/O.
-//! Lists, statuses and events all use these states, so an event says nothing that a list would not.
+//! Computes the announced states of pods and containers, and the events that follow from a change of them. Pure: no clock, no
+//! I/O. Lists, statuses and events all use these states, so an event never contradicts a list.
 
 use super::events::EventKind;
 use nacelle_base::ContainerId;
@@ -7,18 +7,18 @@ use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::state::{ContainerState, PodState};
 use std::collections::BTreeMap;
 
-/// What is seen of a container, or of a pod: a pod that is ready runs, and has exited when it is not any more.
+/// The announced state of a container or a pod. A ready pod is running, and has exited when it is no longer ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Shown {
-    /// It is there.
+    /// The container exists.
     Created,
-    /// It runs.
+    /// The container runs, or the pod is ready.
     Running,
-    /// It ended.
+    /// The container has ended, or the pod is no longer ready.
     Exited,
 }
 
-/// What is seen of a pod; none: one that boots, or is undone before it was ready, is nobody's yet.
+/// Returns the announced state of a pod; `None` for a pod that boots, or that is cleaned up before it was ready.
 pub fn pod(pod: &PodRecord) -> Option<Shown> {
     match pod.state {
         PodState::Booting => None,
@@ -29,21 +29,21 @@ pub fn pod(pod: &PodRecord) -> Option<Shown> {
     }
 }
 
-/// What is seen of a container; none: one of which nobody was told is nobody's yet.
+/// Returns the announced state of a container; `None` for a container whose creation was never reported to a client.
 pub fn container(container: &ContainerRecord) -> Option<Shown> {
     match container.state {
         ContainerState::Creating | ContainerState::Removing if !container.is_known() => None,
         ContainerState::Creating | ContainerState::Created | ContainerState::Starting => Some(Shown::Created),
         ContainerState::Running => Some(Shown::Running),
         ContainerState::Exited => Some(Shown::Exited),
-        // That it is going is no state that others know: it is as it was.
+        // CRI has no state for a removal: the container keeps its last one.
         ContainerState::Removing if container.finished_at != 0 => Some(Shown::Exited),
         ContainerState::Removing if container.started_at != 0 => Some(Shown::Running),
         ContainerState::Removing => Some(Shown::Created),
     }
 }
 
-/// What events have told of a pod and its containers.
+/// The states of a pod and its containers that events have announced.
 #[derive(Debug, Default)]
 pub(super) struct Told {
     pod: Option<Shown>,
@@ -51,22 +51,22 @@ pub(super) struct Told {
 }
 
 impl Told {
-    /// What was told of a pod whose records are these.
+    /// Returns the announced states for a pod with these records.
     pub(super) fn of(pod: &PodRecord, containers: &[ContainerRecord]) -> Told {
         let mut told = Told::default();
         told.due(pod, containers.iter());
         told
     }
 
-    /// Whether the pod was told of.
+    /// Returns whether the pod has been announced.
     pub(super) fn is_known(&self) -> bool {
         self.pod.is_some()
     }
 
-    /// The events that are due, in their order, now that the records are these; from now on they are told.
+    /// Returns the due events for the change to these records, in order, and marks them as announced.
     ///
-    /// A pod that never was ready and a container that was never made whole are never told of, even if what is left
-    /// of them is listed because it could not be removed. A pod has stopped after its containers have.
+    /// A pod that never was ready and a container whose creation never completed are not announced, even if they are listed
+    /// because their cleanup failed. A pod stops after its containers.
     pub(super) fn due<'a>(
         &mut self,
         record: &PodRecord,
@@ -108,7 +108,7 @@ impl Told {
         if known.is_none() {
             tell(EventKind::Created);
         }
-        // One that ended before anybody saw it run has run all the same.
+        // A container that ended before its running state was published has run all the same.
         let ran = is == Shown::Running || (is == Shown::Exited && record.started_at != 0);
         if known < Some(Shown::Running) && ran {
             tell(EventKind::Started);
@@ -139,7 +139,7 @@ mod tests {
         record
     }
 
-    /// The events that are due, "p" being the pod and "c" the container.
+    /// Returns the due events; "p" is the pod and "c" the container.
     fn due(told: &mut Told, pod: &PodRecord, containers: &[ContainerRecord]) -> Vec<(EventKind, &'static str)> {
         let short = |id: String| if id == pod.id.as_str() { "p" } else { "c" };
         told.due(pod, containers.iter()).into_iter().map(|(kind, id)| (kind, short(id))).collect()
@@ -220,7 +220,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is shown after whatever: each thing is told of at most once, in the order of a life.
+        /// For any sequence of states, each event is announced at most once, in the order of a life cycle.
         #[test]
         fn a_life_goes_one_way(steps in proptest::collection::vec((0..6usize, 0..7usize), 0..40)) {
             let mut told = Told::default();
@@ -231,7 +231,7 @@ mod tests {
                 let containers: Vec<_> = ContainerState::ALL.get(state).map(|state| in_state(*state)).into_iter().collect();
                 for (kind, id) in told.due(&pod, containers.iter()) {
                     let life = lives.entry(id).or_default();
-                    // A container of the same id never comes again; here it does, as a new life.
+                    // Container ids never repeat in practice; here a repeated id starts a new life cycle.
                     if life.last() == Some(&Deleted) {
                         life.clear();
                     }

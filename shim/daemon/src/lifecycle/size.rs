@@ -1,5 +1,5 @@
-//! Owns: the arithmetic of a machine's size: at its birth from what its handler and its pod say, and while it runs from what the pod
-//! may have then. Pure. docs/reference/configuration.md and docs/reference/cri-behavior.md have the rules.
+//! Computes the resources of a VM: at its creation from handler and pod, and at a resize from the pod's new limits. Pure.
+//! docs/reference/configuration.md and docs/reference/cri-behavior.md have the rules.
 
 use super::error::LifecycleError;
 use crate::config::Handler;
@@ -9,15 +9,16 @@ use nacelle_engine::MAX_VCPUS;
 use nacelle_model::pod::PodConfig;
 use nacelle_model::resources::{Resources, VmResources, cpu_milli};
 
-/// Far above any node: what a limit that is a typing error asks for shall not be a machine.
+/// An upper bound far above any node's memory, which rejects mistyped limits.
 pub(super) const MAX_MEMORY_MIB: u64 = 16 << 20;
-/// Processors are counted in thousandths.
+/// CPU limits are in thousandths of a CPU.
 const MILLI: u64 = 1000;
 const MIB: u64 = 1 << 20;
-/// What a guest's kernel adds at a time.
+/// The unit of memory hot-plug in the guest's kernel.
 const BLOCK_MIB: u64 = nacelle_engine::BLOCK_MIB as u64;
 
-/// The memory of the pod's machine: the handler's, and what its containers may have; whole huge pages.
+/// Returns the VM's memory in MiB at boot: that of its annotations, otherwise the handler's plus the limit of its containers, in
+/// whole huge pages.
 pub(super) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
     if let Some(machine) = &config.machine {
         return machine.memory_mib;
@@ -31,8 +32,8 @@ pub(super) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
     }
 }
 
-/// Memory beside it that the machine gets when it is asked for: whole blocks, no more together than the handler says. Only what nobody
-/// has shaped can grow, and only pages that the node need not give at once.
+/// Returns the memory in MiB that can be plugged into the VM in addition, in whole blocks and at most up to the handler's bound.
+/// Zero for machine pods, for a VM whose memory an annotation sets, and for pages that the node must reserve in advance.
 pub(super) fn reserve_mib(config: &PodConfig, handler: &Handler) -> u64 {
     let shaped = config.shape.as_ref().is_some_and(|shape| shape.memory_mib.is_some());
     let grows = config.machine.is_none() && !shaped && memory_pages(config, handler) == MemoryPages::Transparent;
@@ -41,17 +42,17 @@ pub(super) fn reserve_mib(config: &PodConfig, handler: &Handler) -> u64 {
     more / BLOCK_MIB * BLOCK_MIB
 }
 
-/// What lies under it.
+/// Returns the page size that backs the VM's memory.
 pub(super) fn memory_pages(config: &PodConfig, handler: &Handler) -> MemoryPages {
     config.shape.as_ref().and_then(|shape| shape.memory_pages).unwrap_or(handler.memory_pages)
 }
 
-/// Its processors, if the pod says how they are arranged.
+/// Returns the vCPU topology if the pod sets one.
 pub(super) fn topology(config: &PodConfig) -> Option<Topology> {
     config.shape.as_ref().and_then(|shape| shape.processors)
 }
 
-/// Processors that run from the start.
+/// Returns the number of vCPUs at boot.
 pub(super) fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
     if let Some(machine) = &config.machine {
         return machine.processors.count();
@@ -62,19 +63,20 @@ pub(super) fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
     handler.vcpus.max(config.cpu_limit_milli.map_or(0, whole))
 }
 
-/// Processors that the machine is made with, if these are more: only those that nobody has shaped can grow.
+/// Returns the maximum number of vCPUs if that exceeds the number at boot: only for VMs whose number of vCPUs can
+/// change ([`grows`]).
 pub(super) fn reserved(config: &PodConfig, handler: &Handler) -> Option<u32> {
     let now = vcpus(config, handler);
     handler.max_vcpus.filter(|max| *max > now && grows(config))
 }
 
-/// Whether its processors follow what the pod may have: not where the pod says how many there are, or has each on one of the node's.
+/// Returns whether the number of vCPUs follows the pod's limits: not if the pod sets their number or pins them.
 pub(super) fn grows(config: &PodConfig) -> bool {
     let shaped = config.shape.as_ref().is_some_and(|shape| shape.processors.is_some() || shape.pinned);
     config.machine.is_none() && !shaped
 }
 
-/// Refuses what no machine is, before there is anything of it.
+/// Rejects resources that no VM can have, before anything is created.
 pub(super) fn check(config: &PodConfig, handler: &Handler) -> Result<(), LifecycleError> {
     let processors = (u64::from(vcpus(config, handler)), u64::from(MAX_VCPUS));
     let memory = (memory_mib(config, handler).saturating_add(reserve_mib(config, handler)), MAX_MEMORY_MIB);
@@ -86,7 +88,7 @@ pub(super) fn check(config: &PodConfig, handler: &Handler) -> Result<(), Lifecyc
     Ok(())
 }
 
-/// How large the machine is at its birth: memory as it has it for its containers.
+/// Returns the VM's resources at its creation; memory is what its containers can use.
 pub(super) fn of(config: &PodConfig, handler: &Handler) -> VmResources {
     let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
     let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(MIB);
@@ -96,8 +98,8 @@ pub(super) fn of(config: &PodConfig, handler: &Handler) -> VmResources {
     VmResources { vcpus, max_vcpus, memory, least_memory: memory, max_memory }
 }
 
-/// How large it shall be when its containers together may use this; else what it can have, and what was wanted. Without a limit it
-/// stays as large as it is.
+/// Returns the VM's resources for these limits of all containers together; the error holds what the VM can have and what was
+/// wanted. A resource without a limit stays.
 pub(super) fn wanted(machine: VmResources, least: u32, asked: &Resources) -> Result<VmResources, (String, String)> {
     let memory = u64::try_from(asked.memory_limit).unwrap_or(0);
     if memory > machine.memory_bound() {
@@ -114,7 +116,7 @@ pub(super) fn wanted(machine: VmResources, least: u32, asked: &Resources) -> Res
     }
 }
 
-/// As much memory as holds what its containers may have: what the machine was born with, and whole blocks.
+/// Returns the memory for this limit: the VM's memory at its creation plus whole blocks.
 fn wanted_memory(machine: VmResources, limit: u64) -> u64 {
     if machine.reserve_used().is_none() || limit == 0 {
         return machine.memory;
@@ -124,7 +126,7 @@ fn wanted_memory(machine: VmResources, limit: u64) -> u64 {
     machine.least_memory.saturating_add(more).min(machine.memory_bound())
 }
 
-/// As many processors as hold this.
+/// Returns the number of vCPUs that provides this many thousandths of a CPU.
 fn whole(milli: u64) -> u32 {
     narrow(milli.div_ceil(MILLI))
 }
@@ -154,7 +156,7 @@ mod tests {
         let machine =
             VmResources { vcpus: 2, max_vcpus: 2, memory: 1 << 28, least_memory: 1 << 28, max_memory: 1 << 28 };
         let wanted = |memory, quota| wanted(machine, 2, &asked(memory, quota));
-        // No limit is none that must be held.
+        // An unset limit requires nothing.
         for (memory, quota) in [(0, 0), (1 << 28, 200_000), (5, -1)] {
             assert_eq!(wanted(memory, quota), Ok(machine));
         }
@@ -174,15 +176,15 @@ mod tests {
             assert_eq!(wanted(born, handler.vcpus, &asked(0, quota)).unwrap().vcpus, vcpus, "{quota}");
         }
         assert_eq!(wanted(born, 2, &asked(0, 800_001)).unwrap_err().0, "8 CPUs");
-        // Without a bound of the handler's it is what the machine starts with.
+        // If the handler sets no bound, the bound is the number at boot.
         let born = of(&limited(None, Some(2500)), &Handler::default());
         assert_eq!((born.vcpus, born.vcpu_bound()), (3, 3));
         assert_eq!(wanted(born, 1, &asked(0, 100_000)).unwrap().vcpus, 1);
-        // What an annotation has shaped is that.
+        // An annotation determines the number.
         let shape = VmShape { processors: Some(Topology::flat(4)), ..VmShape::default() };
         let config = PodConfig { shape: Some(shape), ..limited(None, Some(2500)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (4, None, false));
-        // What has processors of the node to itself keeps as many.
+        // The number of pinned vCPUs is fixed.
         let shape = VmShape { pinned: true, ..VmShape::default() };
         let config = PodConfig { shape: Some(shape), ..limited(None, Some(3000)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (3, None, false));
@@ -191,7 +193,7 @@ mod tests {
     #[test]
     fn memory_follows_the_limit_in_whole_blocks_between_birth_and_bound() {
         let handler = Handler { memory_mib: 256, max_memory_mib: Some(1100), ..Handler::default() };
-        // 256 + 100 of 1100: five blocks fit beside them.
+        // 256 MiB and 100 MiB of 1100 MiB leave space for five blocks.
         let config = limited(Some(100 << 20), None);
         let born = of(&config, &handler);
         assert_eq!((reserve_mib(&config, &handler), born.memory >> 20, born.max_memory >> 20), (640, 100, 740));
@@ -201,14 +203,15 @@ mod tests {
             assert_eq!(next.memory >> 20, mib, "{limit}");
             assert_eq!(next.reserve_used(), Some((mib - 100) << 20));
         }
-        // Without a limit it stays as large as it is.
+        // A resource without a limit stays.
         let grown = wanted(born, 1, &asked(300 << 20, 0)).unwrap();
         assert_eq!(wanted(grown, 1, &asked(0, 0)), Ok(grown));
         let (has, wants) = wanted(grown, 1, &asked((740 << 20) + 1, 0)).unwrap_err();
         assert_eq!((has.as_str(), wants.as_str()), ("775946240 bytes of memory", "775946241"));
-        // A pod that came without a limit has all of the machine.
+        // A pod without a limit can use all memory of the VM.
         assert_eq!(of(&limited(None, None), &handler).memory_bound() >> 20, 256 + 768);
-        // What stays: without a bound, with one that leaves no block, shaped, and in huge pages.
+        // The VM cannot grow without a bound, with a bound that leaves no block, with a size set by annotations, and with huge
+        // pages.
         let stays = |config: &PodConfig, handler: &Handler| {
             assert_eq!((reserve_mib(config, handler), of(config, handler).reserve_used()), (0, None));
         };
@@ -218,7 +221,7 @@ mod tests {
         stays(&config, &Handler { memory_pages: MemoryPages::Hugetlb, ..handler.clone() });
         let shape = VmShape { memory_mib: Some(512), ..VmShape::default() };
         stays(&PodConfig { shape: Some(shape), ..config.clone() }, &handler);
-        // Of a record that is older than the bound.
+        // A record from before the bounds existed.
         let old = VmResources { vcpus: 1, max_vcpus: 0, memory: 5, least_memory: 0, max_memory: 0 };
         assert_eq!((old.reserve_used(), old.memory_bound()), (None, 5));
     }
@@ -230,7 +233,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(512))]
-        /// No request makes a machine that cannot boot: it is refused by name, or an engine takes it.
+        /// Every requested size is either rejected by name or accepted by an engine.
         #[test]
         fn a_machine_boots_or_is_refused(
             memory_limit in prop::option::of(any_size()),
@@ -277,7 +280,7 @@ mod tests {
             }
         }
 
-        /// Nothing that is asked of one that runs makes it smaller than one processor, or larger than it was made.
+        /// No resize leaves a VM with less than one vCPU, or larger than its bounds.
         #[test]
         fn one_that_runs_stays_within_its_bounds(
             (vcpus, max_vcpus) in (1..=64u32).prop_flat_map(|now| (Just(now), prop_oneof![Just(0), now..=64])),
@@ -302,7 +305,7 @@ mod tests {
                     let more = next.memory - least_memory;
                     prop_assert!(more % BLOCK == 0 || next.memory == machine.memory_bound());
                     prop_assert!(memory_limit <= 0 || memory_limit.unsigned_abs() <= next.memory);
-                    // No block that is not needed.
+                    // Not one block more than necessary.
                     let needed = memory_limit.max(0).unsigned_abs();
                     prop_assert!(next.memory == memory || more == 0 || next.memory - needed < BLOCK);
                     let milli = cpu_milli(cpu_period, cpu_quota);

@@ -1,9 +1,9 @@
-//! Owns: which capabilities a container has.
+//! Computes the capabilities of a container.
 
 use nacelle_model::capability;
 use nacelle_model::container::ContainerConfig;
 
-/// What a container has that asks for nothing: what other runtimes give too, so that images behave alike.
+/// The default capabilities, the same as in other runtimes, so that images behave alike.
 const DEFAULT: [&str; 14] = [
     "CHOWN",
     "DAC_OVERRIDE",
@@ -21,15 +21,16 @@ const DEFAULT: [&str; 14] = [
     "AUDIT_WRITE",
 ];
 
-/// The sets of one container, names with "CAP_", in the kernel's order.
+/// The capability sets of one container: names with "CAP_", in the kernel's order.
 pub struct Sets {
-    /// What it may ever have, and has.
+    /// The bounding set, which is also the effective and permitted set.
     pub bounding: Vec<String>,
-    /// What programs keep that are not root.
+    /// The ambient set, which processes without root keep.
     pub ambient: Vec<String>,
 }
 
-/// The sets: the default one, "ALL" of add and drop first, then the single names; drop wins over add.
+/// Returns the sets: the default one, with "ALL" of add and drop applied first, then the single names; drop takes precedence over
+/// add.
 pub fn of(container: &ContainerConfig) -> Sets {
     let asked = &container.capabilities;
     let has = |list: &[String], name: &str| list.iter().any(|each| each == name);

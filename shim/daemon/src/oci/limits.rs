@@ -1,13 +1,13 @@
-//! Owns: what a change of limits means for the files of a cgroup v2, as runtimes write them when a container is made.
+//! Converts a change of limits into values for the files of a cgroup v2, as OCI runtimes write them for a new container.
 
 use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources};
 
-/// What a file of a limit reads where there is none.
+/// The contents of a limit's file without a limit.
 const NONE: &str = "max";
-/// The kernel's period of cpu.max, µs.
+/// The kernel's default period of cpu.max in µs.
 const PERIOD: i64 = 100_000;
 
-/// The files that a change touches and what is written to them, if the limits are these after it.
+/// Returns the files that a change affects, and their new values. `after` holds the limits after the change.
 pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     let mut limits = Vec::new();
     let mut set = |file: &str, value: String| limits.push((file.to_owned(), value));
@@ -27,7 +27,7 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
         }
     }
     for (size, limit) in &change.hugepages {
-        // What is promised as well as what is touched (since Linux 5.7), as when the container was made.
+        // Limits both reserved pages (since Linux 5.7) and used ones, as for a new container.
         for which in ["max", "rsvd.max"] {
             let value = if *limit == NO_HUGEPAGE_LIMIT { NONE.to_owned() } else { limit.to_string() };
             set(&format!("hugetlb.{size}.{which}"), value);
@@ -37,8 +37,8 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     limits
 }
 
-/// Shares of cgroup v1 (2 to 262144, 1024 if nothing is said) as weight (1 to 10000, 100 if nothing is said): the
-/// curve through these three points that the OCI runtimes agree on, and that the guest uses when it makes a container.
+/// Converts cgroup v1 shares (2 to 262144, default 1024) into a weight (1 to 10000, default 100): the curve through these three
+/// points that the OCI runtimes agree on, and that the guest uses for a new container.
 fn weight(shares: i64) -> u64 {
     match shares {
         ..=2 => 1,
@@ -46,7 +46,7 @@ fn weight(shares: i64) -> u64 {
         shares => {
             let log = f64::from(i32::try_from(shares).unwrap_or(i32::MAX)).log2();
             let exponent = (log * log + 125.0 * log) / 612.0 - 7.0 / 34.0;
-            // From 1 to 10000.
+            // The value lies between 1 and 10000.
             10f64.powf(exponent).ceil() as u64
         }
     }

@@ -1,6 +1,6 @@
-//! Owns: the OCI runtime specification of a container, from its configuration and its image's.
-//! May use: nouns. Knows no CRI, no pod process. What `agent.proto` reserves to the agent (root, namespaces' paths,
-//! cgroup path, /etc/hosts and its like) is left to it.
+//! Builds the OCI runtime specification of a container from its configuration and its image's. It uses only the model, and knows
+//! neither CRI nor pod processes. What `agent.proto` reserves for the agent is left out: root, paths of namespaces, cgroup path,
+//! /etc/hosts and similar files.
 
 mod capabilities;
 mod limits;
@@ -19,12 +19,12 @@ use oci_spec::runtime::Spec;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
-/// Where programs are looked for if neither image nor configuration says.
+/// The search path of programs if neither image nor configuration sets one.
 const DEFAULT_PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// The number of SIGTERM on Linux.
 const SIGTERM: u32 = 15;
 
-/// Why there is no specification.
+/// Why the specification cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum OciError {
     /// Neither the container nor its image names a program.
@@ -32,23 +32,23 @@ pub enum OciError {
     NoCommand {
         /// The container's name.
         container: String,
-        /// The image as it was asked for.
+        /// The image as the request names it.
         image: String,
     },
-    /// The image names a signal that Linux does not have.
+    /// The image's stop signal does not exist on Linux.
     #[error("image {image} has the stop signal {signal:?}, which is none of Linux")]
     StopSignal {
-        /// The image as it was asked for.
+        /// The image as the request names it.
         image: String,
         /// The signal.
         signal: String,
     },
-    /// What was made is no OCI specification: a defect of Nacelle.
+    /// The result is not a valid OCI specification: a bug of Nacelle.
     #[error("the specification of container {container} is not valid")]
     Invalid {
         /// The container's name.
         container: String,
-        /// Where and why.
+        /// The invalid place and the reason.
         source: serde_json::Error,
     },
 }
@@ -65,21 +65,21 @@ impl Classify for OciError {
 /// A device node of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceNode {
-    /// Where.
+    /// The path.
     pub path: String,
-    /// A block device; else a character device.
+    /// A block device; otherwise a character device.
     pub block: bool,
-    /// Its number.
+    /// The major number.
     pub major: u64,
-    /// Its number.
+    /// The minor number.
     pub minor: u64,
-    /// Permissions of the file.
+    /// The file's permissions.
     pub mode: u32,
-    /// Its owner.
+    /// The owner's user id.
     pub uid: u32,
-    /// Its group.
+    /// The owner's group id.
     pub gid: u32,
-    /// What the container may: of "r", "w" and "m".
+    /// The allowed access: any of "r", "w" and "m".
     pub access: String,
 }
 
@@ -89,7 +89,7 @@ impl DeviceNode {
     }
 }
 
-/// The specification as JSON, for a kernel of this release, with these devices.
+/// Returns the specification as JSON, for a kernel of this release, with these devices.
 pub fn spec(
     pod: &PodConfig,
     container: &ContainerConfig,
@@ -98,13 +98,13 @@ pub fn spec(
     devices: &[DeviceNode],
 ) -> Result<Vec<u8>, OciError> {
     let invalid = |source| OciError::Invalid { container: container.name.clone(), source };
-    // Through the typed specification, so that nothing leaves here that another runtime would not read.
+    // Converted by way of the typed specification, so that it contains nothing that another runtime could not read.
     let spec: Spec = serde_json::from_value(document(pod, container, image, kernel, devices)?).map_err(invalid)?;
     serde_json::to_vec(&spec).map_err(invalid)
 }
 
-/// The user for the agent to look up ("name", "uid", "uid:gid"); empty: root. The image's group counts only
-/// together with the image's user.
+/// Returns the user for the agent to look up ("name", "uid", "uid:gid"; empty for root). The image's group counts only together
+/// with the image's user.
 pub fn user(container: &ContainerConfig, image: &ImageConfig) -> String {
     let run_as = &container.run_as;
     match (&run_as.user, run_as.group) {
@@ -118,7 +118,7 @@ pub fn user(container: &ContainerConfig, image: &ImageConfig) -> String {
     }
 }
 
-/// The number of the signal that asks the container to end.
+/// Returns the number of the container's stop signal.
 pub fn stop_signal(container: &ContainerConfig, image: &ImageConfig) -> Result<u32, OciError> {
     match (container.stop_signal, image.stop_signal.as_deref()) {
         (Some(number), _) => Ok(number),
@@ -145,8 +145,8 @@ fn document(
     if !devices.is_empty() {
         linux.insert("devices".into(), devices.iter().map(device).collect());
     }
-    // Each volume comes to the agent with its own way. The root's is laid over all of them: a private one stays alone with
-    // each, and one that hears of the node's mounts never tells it of others.
+    // The agent gets each volume with a propagation of its own, but the propagation of the root applies to all of them: a private
+    // root keeps each volume isolated, and with a slave root no mount in a volume propagates to the node.
     let asked = |wanted| container.node_volumes.iter().any(|volume| volume.propagation == wanted);
     let propagation = match (asked(Propagation::BothWays), asked(Propagation::FromNode)) {
         (true, _) => "shared",
@@ -190,7 +190,7 @@ fn process(
     let cwd = [&container.working_dir, &image.working_dir].into_iter().find(|dir| !dir.is_empty());
     let mut process = json!({
         "terminal": container.tty,
-        // The agent looks the user up in the image; these are the groups that are added.
+        // The agent looks the user up in the image; these are the additional groups.
         "user": { "uid": 0, "gid": 0, "additionalGids": container.run_as.supplemental },
         "args": args,
         "env": environment(pod, container, image),
@@ -208,8 +208,8 @@ fn process(
     Ok(process)
 }
 
-/// As Kubernetes has it: a command replaces entry point and arguments of the image, arguments alone replace its
-/// arguments.
+/// Returns the command line by Kubernetes' rules: a command replaces entry point and arguments of the image, and arguments alone
+/// replace its arguments.
 fn command(container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
     let (program, args) = match (container.command.is_empty(), container.args.is_empty()) {
         (true, true) => (&image.entrypoint, &image.cmd),
@@ -219,10 +219,10 @@ fn command(container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
     program.iter().chain(args).cloned().collect()
 }
 
-/// The image's environment and then the container's, which wins.
+/// Returns the environment: the image's, then the container's, which takes precedence.
 fn environment(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
     let mut env: Vec<String> = Vec::new();
-    // An image and a request may have a hundred thousand.
+    // An image and a request may contain a hundred thousand variables.
     let mut places: HashMap<String, usize> = HashMap::new();
     let mut set = |line: String| {
         let name = line.split('=').next().unwrap_or_default();
@@ -239,7 +239,7 @@ fn environment(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig
         set("TERM=xterm".to_owned());
     }
     set(format!("HOSTNAME={}", pod.hostname));
-    // An image is somebody else's data: what is no variable is left out.
+    // The image is untrusted: entries that are not variables are left out.
     let usable = |line: &&String| !line.starts_with('=') && line.contains('=') && !line.contains('\0');
     image.env.iter().filter(usable).for_each(|line| set(line.clone()));
     container.envs.iter().for_each(|(name, value)| set(format!("{name}={value}")));
@@ -247,14 +247,14 @@ fn environment(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig
 }
 
 fn namespaces() -> Value {
-    // Which of these the containers of a pod share is the agent's work; network, IPC and UTS always are.
+    // The agent decides which of these namespaces the containers of a pod share; network, IPC and UTS always are shared.
     json!([
         { "type": "pid" }, { "type": "network" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" },
         { "type": "cgroup" },
     ])
 }
 
-/// A volume of the node, whose path is the one that the agent finds it at.
+/// Returns the mount of a volume of the node; `host_path` is the path where the agent finds it.
 fn node_volume(volume: &NodeVolume) -> Value {
     let mut options = match (volume.readonly, volume.recursive_read_only) {
         (true, true) => vec!["rbind", "ro", "rro"],
@@ -299,7 +299,7 @@ fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Val
     let devices = if privileged {
         json!([{ "allow": true, "access": "rwm" }])
     } else {
-        // Character devices that every container has, and the terminals.
+        // Character devices that every container has, and terminals.
         let device = |major: i64, minor: Option<i64>| match minor {
             Some(minor) => json!({ "allow": true, "type": "c", "major": major, "minor": minor, "access": "rwm" }),
             None => json!({ "allow": true, "type": "c", "major": major, "access": "rwm" }),
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(built["hostname"], "web");
     }
 
-    /// With a search for each this takes minutes.
+    /// With a linear search for each variable this takes minutes.
     #[test]
     fn an_environment_may_be_large() {
         let all = built(|config| config.envs = (0..200_000).map(|n| (format!("V{}", n / 2), n.to_string())).collect());

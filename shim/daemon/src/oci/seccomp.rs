@@ -1,12 +1,12 @@
-//! Owns: the default seccomp profile: what RuntimeDefault means. The list is data (`seccomp.json`), each group with
-//! the reason why it is there.
+//! Builds the default seccomp profile, the meaning of RuntimeDefault. The list is data (`seccomp.json`); each of its groups has
+//! the reason for its inclusion.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET: asking for a namespace.
+/// CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET: flags that create a namespace.
 const CLONE_NAMESPACES: u64 = 0x7e02_0000;
-/// Kernel crypto, and the machine's channel to its host.
+/// The socket families of kernel crypto, and of the VM's channel to its host (vsock).
 const AF_ALG: u64 = 38;
 const AF_VSOCK: u64 = 40;
 const ENOSYS: u32 = 38;
@@ -16,7 +16,7 @@ const EPERM: u32 = 1;
 #[serde(deny_unknown_fields)]
 struct Group {
     why: String,
-    /// A capability of which the container must have one; none: always.
+    /// Capabilities of which the container must have at least one; `None`: no condition.
     #[serde(default)]
     with: Vec<String>,
     names: Vec<String>,
@@ -26,19 +26,19 @@ fn groups() -> Vec<Group> {
     serde_json::from_str(include_str!("seccomp.json")).unwrap_or_default()
 }
 
-/// The profile for a container that may have these capabilities ("CAP_...").
+/// Returns the profile for a container with these capabilities ("CAP_...").
 pub fn default_profile(capabilities: &[String]) -> Value {
     let allow = |names: Value, args: Value| json!({ "names": names, "action": "SCMP_ACT_ALLOW", "args": args });
     let has = |name: &str| capabilities.iter().any(|each| each.strip_prefix("CAP_") == Some(name));
     let mut calls: Vec<Value> = groups()
         .into_iter()
-        // A call that nobody can give a reason for is not allowed.
+        // A call without a reason is not allowed.
         .filter(|group| !group.why.is_empty())
         .filter(|group| group.with.is_empty() || group.with.iter().any(|name| has(name)))
         .map(|group| allow(json!(group.names), json!([])))
         .collect();
     let argument = |value: u64, op: &str| json!([{ "index": 0, "value": value, "op": op }]);
-    // The families between and around the two that are refused.
+    // The socket families below, between and above the two that are rejected.
     calls.push(allow(json!(["socket"]), argument(AF_ALG, "SCMP_CMP_LT")));
     calls.push(allow(json!(["socket"]), argument(AF_ALG + 1, "SCMP_CMP_EQ")));
     calls.push(allow(json!(["socket"]), argument(AF_VSOCK, "SCMP_CMP_GT")));
@@ -50,7 +50,7 @@ pub fn default_profile(capabilities: &[String]) -> Value {
     } else {
         let masked = json!([{ "index": 0, "value": CLONE_NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ" }]);
         calls.push(allow(json!(["clone"]), masked));
-        // Its flags lie in memory, where no filter sees them; ENOSYS makes libraries fall back to clone.
+        // The flags of clone3 lie in memory, which a filter cannot read; ENOSYS makes libraries fall back to clone.
         calls.push(json!({ "names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS }));
     }
     json!({

@@ -1,5 +1,5 @@
-//! Owns: what an artifact says of a machine: who it is, and the files that it has kept, in the order of the artifact's layers. Pure; what is
-//! read comes from strangers.
+//! Defines the document of an exported VM: its identity and its files, in the order of the artifact's layers. Pure. The input of
+//! `read` is untrusted.
 
 use nacelle_base::json;
 use nacelle_image::{ArtifactKind, Reference};
@@ -10,130 +10,130 @@ use nacelle_model::record::VmRecord;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// What artifacts with machines are called.
+/// The media types of VM artifacts.
 pub static MACHINE: ArtifactKind = ArtifactKind {
     artifact: "application/vnd.nacelle.machine.v1",
     config: "application/vnd.nacelle.machine.config.v1+json",
     layer: "application/vnd.nacelle.machine.file.v1+zstd",
 };
 
-/// The most files of a machine.
+/// The largest number of files of a VM.
 pub const MOST_FILES: usize = 64;
-/// The most bytes of a document.
+/// The largest document in bytes.
 pub const MOST_BYTES: u64 = 256 << 10;
-/// The most bytes of a firmware's variables as they are before anything is written.
+/// The largest template of firmware variables in bytes.
 const MOST_VARIABLES: u64 = 64 << 20;
-/// The most snapshots, as the keeper has it.
+/// The largest number of snapshots, the same as in the keeper.
 const MOST_SNAPSHOTS: usize = 100;
-/// The most names of an image.
+/// The largest number of names of an image.
 const MOST_NAMES: usize = 16;
-/// The longest name of a disk, a machine and a namespace.
+/// The longest name of a disk, a VM or a namespace, in bytes.
 const LONGEST: usize = 63;
-/// The disk of firmware.
+/// The name of the disk with the firmware's variables.
 const VARIABLES: &str = "efi-variables";
 
-/// Why a document is none.
+/// Why a document is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum DocumentError {
-    /// No JSON, a field is missing or of another type, or it is of an unknown version.
+    /// The text is not JSON, a field is missing or has another type, or the version is unknown.
     #[error("its configuration does not have the form of one")]
     Form(#[from] serde_json::Error),
-    /// A field that is wrong.
+    /// A field has an invalid value.
     #[error("{field} is {value:?}: {rule}")]
     Field {
-        /// Its path.
+        /// The field's path.
         field: &'static str,
-        /// Its value, cut.
+        /// The value, truncated.
         value: String,
-        /// The rule that it breaks.
+        /// The rule.
         rule: &'static str,
     },
-    /// More or fewer files than layers.
+    /// The number of files differs from the number of layers.
     #[error("its configuration has {files} files, and it has {layers} layers")]
     Layers {
-        /// Of the configuration.
+        /// The number of files in the document.
         files: usize,
-        /// Of the artifact.
+        /// The number of layers in the artifact.
         layers: usize,
     },
 }
 
-/// A machine.
+/// An exported VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Document {
-    /// Where it was.
+    /// The namespace on the exporting node.
     pub namespace: String,
-    /// What it was called there.
+    /// The name on the exporting node.
     pub name: String,
-    /// Its identity in SMBIOS.
+    /// The UUID in SMBIOS.
     pub uuid: String,
-    /// Of its first network card: `02:00:00:00:00:01`.
+    /// The MAC address of the first network interface: `02:00:00:00:00:01`.
     pub mac: String,
-    /// When it was first named, in nanoseconds since 1970.
+    /// The time of the VM's creation, in nanoseconds since 1970.
     pub created_at: i64,
-    /// The image that its disks lie over.
+    /// The backing image of its disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<Image>,
-    /// The firmware's variables have keys in them.
+    /// The firmware's variables contain enrolled keys.
     #[serde(default)]
     pub secure_boot: bool,
     /// Names of the snapshots in its disks, the oldest first.
     #[serde(default)]
     pub snapshots: Vec<String>,
-    /// What it has kept.
+    /// The VM's files, one for each layer.
     pub files: Vec<File>,
 }
 
 /// An image that is not part of the artifact.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Image {
-    /// Its id: the digest of its configuration.
+    /// The image id: the digest of the image's configuration.
     pub id: ImageId,
-    /// What it is called in registries.
+    /// The image's names in registries.
     #[serde(default)]
     pub names: Vec<String>,
 }
 
-/// A file, which is the artifact's layer of the same place.
+/// A file of the VM, which is the layer with the same index.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct File {
-    /// What it is.
+    /// The file's purpose.
     #[serde(flatten)]
     pub kept: Kept,
-    /// Its bytes when it is unpacked.
+    /// The uncompressed size in bytes.
     pub size: u64,
-    /// Their digest.
+    /// The digest of the uncompressed contents.
     pub digest: Digest,
 }
 
-/// What a machine keeps in a file.
+/// The purpose of a VM's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", rename_all_fields = "camelCase")]
 pub enum Kept {
     /// A disk, in qcow2.
     Disk {
-        /// Its name.
+        /// The disk's name.
         name: String,
-        /// Its bytes as the guest sees them.
+        /// The virtual size in bytes.
         bytes: u64,
-        /// It has only what is otherwise than in the image.
+        /// The file contains only the differences from the image.
         over_image: bool,
     },
-    /// A disk that was added to those of the specification, in qcow2.
+    /// A hot-plugged disk that the specification does not contain, in qcow2.
     AddedDisk {
-        /// Its name.
+        /// The disk's name.
         name: String,
-        /// Its place.
+        /// The disk's slot.
         place: u8,
-        /// Its bytes as the guest sees them.
+        /// The virtual size in bytes.
         bytes: u64,
     },
-    /// The firmware's variables before anything was written.
+    /// The template of the firmware's variables.
     FirmwareVariables {},
-    /// What was written to them, in qcow2.
+    /// The firmware's variables with the changes, in qcow2.
     FirmwareWritten {
-        /// Their bytes.
+        /// The virtual size in bytes.
         bytes: u64,
     },
 }
@@ -146,7 +146,7 @@ enum Stored {
 }
 
 impl Kept {
-    /// The file's name in the machine's folder.
+    /// Returns the file's name in the VM's directory.
     pub fn file(&self) -> String {
         match self {
             Kept::Disk { name, .. } => format!("{name}.qcow2"),
@@ -156,7 +156,7 @@ impl Kept {
         }
     }
 
-    /// For people.
+    /// Returns a description for messages.
     pub fn what(&self) -> String {
         match self {
             Kept::Disk { name, .. } | Kept::AddedDisk { name, .. } => format!("disk {name}"),
@@ -165,7 +165,7 @@ impl Kept {
         }
     }
 
-    /// The bytes of its disk, if it is in qcow2.
+    /// Returns the disk's virtual size if the file is in qcow2.
     pub fn qcow2(&self) -> Option<u64> {
         match self {
             Kept::Disk { bytes, .. } | Kept::AddedDisk { bytes, .. } | Kept::FirmwareWritten { bytes } => Some(*bytes),
@@ -185,12 +185,12 @@ fn is_label(word: &str, upper: bool) -> bool {
 }
 
 impl Document {
-    /// As it is kept in an artifact: always the same for the same machine.
+    /// Serializes the document; the same VM always results in the same bytes.
     pub fn write(self) -> Result<Vec<u8>, DocumentError> {
         Ok(serde_json::to_vec(&Stored::V1(self))?)
     }
 
-    /// Reads and checks one, of an artifact with so many layers.
+    /// Parses and checks the document of an artifact with this number of layers.
     pub fn read(bytes: &[u8], layers: usize) -> Result<Document, DocumentError> {
         let Stored::V1(document) = json::read(bytes)?;
         document.check()?;
@@ -254,7 +254,7 @@ impl Document {
             let Some(sum) = total.checked_add(*size) else { return field("files[].size", size, "it is too much") };
             total = sum;
         }
-        // As the keeper reads it.
+        // Checked as the keeper reads it.
         let added = serde_json::to_vec(&self.added())?;
         if read_added(&added).is_err() {
             return field("files[]", self.added().len(), "disks were added that cannot be together");
@@ -265,7 +265,7 @@ impl Document {
         Ok(())
     }
 
-    /// The hardware address of the first card.
+    /// Returns the MAC address of the first interface.
     fn mac_address(&self) -> Result<[u8; 6], DocumentError> {
         let bytes: Option<Vec<u8>> = self
             .mac
@@ -279,7 +279,7 @@ impl Document {
         }
     }
 
-    /// The disks that were added.
+    /// Returns the hot-plugged disks.
     pub fn added(&self) -> Vec<Added> {
         let one = |file: &File| match &file.kept {
             Kept::AddedDisk { name, place, bytes } => Some(Added { name: name.clone(), place: *place, bytes: *bytes }),
@@ -288,12 +288,12 @@ impl Document {
         self.files.iter().filter_map(one).collect()
     }
 
-    /// Bytes of all files.
+    /// Returns the size of all files in bytes.
     pub fn size(&self) -> u64 {
         self.files.iter().map(|file| file.size).fold(0, u64::saturating_add)
     }
 
-    /// The machine's record: the same machine as this `fresh` one, but, if it is to stay who it is, with its identity.
+    /// Returns the record of the imported VM: `fresh`, with the exported identity unless `new_identity` is set.
     pub fn record(&self, fresh: VmRecord, new_identity: bool) -> Result<VmRecord, DocumentError> {
         let image = self.image.as_ref().map(|image| image.id);
         if new_identity {

@@ -1,5 +1,6 @@
-//! Owns: a machine on its way out: its files compressed one by one beside the machines, sent, and forgotten; then what it is. One that no pod
-//! holds stays as it is, and nobody may have it meanwhile; one that runs is copied first, and goes on.
+//! Exports a VM: compresses its files one by one next to the VMs' directories, sends each and removes the compressed copy, and
+//! finally sends the document. A stopped VM is locked during the export and does not change; a running one is copied first and
+//! continues to run.
 
 use super::document::{Document, File, Image, Kept, MACHINE};
 use super::{Folder, Place, Progress, TransferError, live};
@@ -17,34 +18,35 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// The most bytes of the list of disks that were added.
+/// The largest list of hot-plugged disks in bytes.
 const LIST: u64 = 64 << 10;
-/// The most bytes of a mark that names an image.
+/// The largest mark file with an image id in bytes.
 const MARK: u64 = 128;
-/// The most bytes of a disk's table of snapshots that are read.
+/// The largest part of a qcow2 snapshot table that is read, in bytes.
 const TABLE: u64 = 1 << 20;
 
-/// What has become of it.
+/// The result of an export.
 #[derive(Debug)]
 pub struct Exported {
-    /// The artifact's.
+    /// The artifact's digest.
     pub digest: Digest,
-    /// The snapshot in it with the memory of one that ran.
+    /// The snapshot that holds the memory of a running VM.
     pub snapshot: Option<String>,
 }
 
-/// What a machine keeps, before it is read.
+/// The files of a VM before they are read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Listed {
-    /// Where the files are.
+    /// The directory.
     pub dir: JailedDir,
-    /// With their names there.
+    /// The files' purposes and names.
     pub files: Vec<(Kept, String)>,
     pub secure_boot: bool,
     pub snapshots: Vec<String>,
 }
 
-/// Exports a machine, which runs in this container, or in none. Dropping the future ends it, and nothing of it stays on this node.
+/// Exports a VM, which runs in this container, or is stopped. Dropping the future cancels the export and leaves nothing on this
+/// node.
 pub async fn export(
     node: &Node,
     vm: &str,
@@ -56,7 +58,7 @@ pub async fn export(
     let artifacts = parts.images.artifacts(&place.name, place.auth, place.plain_http)?;
     let (record, ours) = match container {
         None => node.lend_vm(vm, "exported")?,
-        // Its pod has it, and one at a time copies it.
+        // The VM's pod holds it; the lock keeps a second export away.
         Some(_) => (parts.vms.known(vm)?, parts.vms.take(vm, "exported")?),
     };
     let work = parts.vms.work_folder();
@@ -73,7 +75,7 @@ pub async fn export(
                 run_blocking("list the files of the VM", move || list(&dir, &of)).await??
             }
         };
-        // What is copied is nobody's; what is not, must stay as it is.
+        // Copied files need no lock any more; a VM whose own files are sent must not change.
         let ours = Some(ours).filter(|_| snapshot.is_none());
         let digest = send(node, &record, listed, &work, &artifacts, progress).await?;
         drop(ours);
@@ -131,13 +133,13 @@ async fn send(
     Ok(artifacts.publish(&MACHINE, document, layers).await?)
 }
 
-/// What the image is called in registries: what is always the same first.
+/// Returns the image's names in registries: those with a digest first.
 fn names(node: &Node, id: Digest) -> Vec<String> {
     let known = node.parts().images.list().into_iter().find(|image| image.id == id);
     known.into_iter().flat_map(|image| image.repo_digests.into_iter().chain(image.repo_tags)).take(8).collect()
 }
 
-/// A file that was listed, and its bytes. Blocks.
+/// Opens a listed file and returns its size. Blocks.
 pub(super) fn opened(dir: &JailedDir, name: &str) -> Result<(std::fs::File, u64), FileError> {
     let lost = |error| at("open", Path::new(name))(error);
     let file = dir.open(name)?.ok_or_else(|| lost(std::io::ErrorKind::NotFound.into()))?;
@@ -145,9 +147,9 @@ pub(super) fn opened(dir: &JailedDir, name: &str) -> Result<(std::fs::File, u64)
     Ok((file, length))
 }
 
-/// The files of a machine's folder in the order of their names; those of disks that the next run would make anew are left out. Blocks.
+/// Lists the files in a VM's directory, sorted by name; disks that the next run would create anew are left out. Blocks.
 pub(super) fn list(dir: &JailedDir, record: &VmRecord) -> Result<Listed, TransferError> {
-    // The machine's own processes write there: only regular files are listed.
+    // The VM's own processes write to the directory: only regular files are listed.
     let names: BTreeSet<String> = dir.files()?.into_iter().collect();
     let added = added(dir)?;
     let (mut files, mut snapshots) = (Vec::new(), Vec::new());
@@ -176,12 +178,12 @@ pub(super) fn list(dir: &JailedDir, record: &VmRecord) -> Result<Listed, Transfe
                         let rule = "it lies over another image than the machine's first disk; of such a machine there is no export";
                         return Err(refused(disk)(rule));
                     }
-                    // Of an image before that one.
+                    // The disk lies over an image of an earlier run.
                     Some(_other) => continue,
                     None => false,
                 };
                 let (bytes, found) = look_at(dir, name)?.map_err(refused(disk))?;
-                // QEMU lists those of the first disk.
+                // QEMU lists the snapshots of the first disk.
                 if snapshots.is_empty() {
                     snapshots = found;
                 }
@@ -193,24 +195,24 @@ pub(super) fn list(dir: &JailedDir, record: &VmRecord) -> Result<Listed, Transfe
     Ok(Listed { dir: dir.clone(), files, secure_boot: names.contains("efi-secure"), snapshots })
 }
 
-/// The disks that were added.
+/// Returns the hot-plugged disks.
 fn added(dir: &JailedDir) -> Result<Vec<Added>, TransferError> {
     let Some(text) = dir.read(ADDED, LIST)? else { return Ok(Vec::new()) };
     let rule = "the list of disks that were added cannot be read";
     read_added(&text).map_err(|_told| TransferError::Disk { disk: ADDED.to_owned(), rule })
 }
 
-/// The image that a disk lies over, if it says so.
+/// Returns the backing image of a disk, if it has a mark.
 fn mark(dir: &JailedDir, name: &str) -> Result<Option<String>, FileError> {
     Ok(dir.read(name, MARK)?.map(|text| String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// As [`look`], of a file that was listed.
+/// Calls [`look`] for a listed file.
 fn look_at(dir: &JailedDir, name: &str) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
     look(&opened(dir, name)?.0, Path::new(name))
 }
 
-/// The bytes of a disk in qcow2, and the names of its snapshots; or why it is not taken. `path` is what it is called. Blocks.
+/// Returns the virtual size of a qcow2 disk and the names of its snapshots, or why it is rejected. `path` is for errors. Blocks.
 pub(super) fn look(file: &std::fs::File, path: &Path) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
     let head = piece(file, 0, qcow2::HEADER as u64).map_err(at("read", path))?;
     let size = match qcow2::format(&head) {
@@ -223,7 +225,7 @@ pub(super) fn look(file: &std::fs::File, path: &Path) -> Result<Result<(u64, Vec
     Ok(Ok((size, qcow2::snapshot_names(&table, count))))
 }
 
-/// At most so many bytes from there.
+/// Reads at most `most` bytes at an offset.
 fn piece(file: &std::fs::File, from: u64, most: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(most).unwrap_or_default()];
     let mut filled = 0;

@@ -1,5 +1,5 @@
-//! Owns: a machine on its way in: what it says it is, checked before anything is made; its files, verified, in a folder that nobody knows;
-//! and at last its record, with which it is there. A folder without a record is removed when the next daemon starts.
+//! Imports a VM: checks its document before anything is created, writes its verified files to a directory without a record, and
+//! finally adds the record, with which the VM exists. The next daemon removes a directory without a record.
 
 use super::document::{Document, File, Kept, MACHINE, MOST_BYTES, MOST_FILES};
 use super::export::look;
@@ -16,29 +16,29 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// What shall be made of an artifact.
+/// The parameters of an import.
 #[derive(Clone, Debug)]
 pub struct Import {
-    /// Its namespace.
+    /// The namespace of the new VM.
     pub namespace: String,
-    /// What it is called here.
+    /// The name of the new VM.
     pub name: String,
-    /// It becomes another machine than the one that was exported.
+    /// The new VM gets another identity than the exported one.
     pub new_identity: bool,
 }
 
-/// What has become of it.
+/// The result of an import.
 #[derive(Debug)]
 pub struct Imported {
-    /// The machine.
+    /// The VM.
     pub record: VmRecord,
-    /// The artifact's.
+    /// The artifact's digest.
     pub digest: Digest,
     /// Snapshots in its disks.
     pub snapshots: Vec<String>,
 }
 
-/// Imports a machine. Dropping the future ends it, and nothing of it stays.
+/// Imports a VM. Dropping the future cancels the import and leaves nothing.
 pub async fn import(node: &Node, asked: &Import, place: Place, progress: &Progress) -> Result<Imported, TransferError> {
     let parts = node.parts();
     let artifacts = parts.images.artifacts(&place.name, place.auth, place.plain_http)?;
@@ -52,7 +52,7 @@ pub async fn import(node: &Node, asked: &Import, place: Place, progress: &Progre
     let record = document.record(fresh, asked.new_identity).map_err(wrong)?;
     parts.vms.check_new(&record)?;
     if let Some(image) = &document.image {
-        // From now on it stays.
+        // From here on the image is kept.
         ours.need(image.id);
         if parts.images.status(&image.id.to_string())?.is_none() {
             return Err(TransferError::NoImage { id: image.id, names: image.names.clone() });
@@ -74,7 +74,7 @@ pub async fn import(node: &Node, asked: &Import, place: Place, progress: &Progre
     Ok(Imported { record, digest: found.digest, snapshots: document.snapshots })
 }
 
-/// To its end, even if nobody waits for it any more: half of it would be a machine without files.
+/// Runs to its end even if no caller waits: a partial result would be a VM without files.
 async fn add(node: Node, record: VmRecord, folder: Folder, ours: Busy) -> Result<VmRecord, TransferError> {
     let added = node.parts().vms.add(record.clone()).await;
     match added {
@@ -88,7 +88,7 @@ async fn add(node: Node, record: VmRecord, folder: Folder, ours: Busy) -> Result
     Ok(record)
 }
 
-/// The folder, where there is room for so many bytes. Blocks.
+/// Creates a directory, if its file system has `needed` free bytes. Blocks.
 fn room(path: PathBuf, needed: u64) -> Result<Folder, TransferError> {
     let folder = Folder::make(path)?;
     let stat = nix::sys::statvfs::statvfs(folder.path());
@@ -129,7 +129,7 @@ async fn bring(
     Ok(run_blocking("write the marks of the VM", move || marks(&document, &folder)).await??)
 }
 
-/// What the keeper looks for beside the files. Blocks.
+/// Writes the marks that the keeper expects beside the files. Blocks.
 fn marks(document: &Document, folder: &Path) -> Result<(), FileError> {
     let image = document.image.as_ref().map(|image| image.id.to_string());
     for file in &document.files {

@@ -1,5 +1,5 @@
-//! Owns: copies of the files of a machine that runs: its keeper takes a snapshot and has it stand still while they are made. If this process
-//! ends meanwhile, the keeper notices, and the machine goes on.
+//! Copies the files of a running VM: its keeper takes a snapshot and pauses it while they are copied. If this process ends
+//! meanwhile, the keeper notices, and resumes the VM.
 
 use super::export::{Listed, list, opened};
 use super::{Folder, TransferError};
@@ -17,10 +17,10 @@ use std::path::Path;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::net::UnixStream;
 
-/// Bytes of a refusal's words.
+/// The longest error text in bytes.
 const WORDS: u64 = 2000;
 
-/// Copies what the machine in this container has kept into a folder, as it is at one moment, with a snapshot of this name.
+/// Copies the files of the VM in this container into a directory, in a consistent state, with a snapshot of this name.
 pub async fn copy(
     node: &Node,
     container: String,
@@ -41,7 +41,7 @@ pub async fn copy(
         let from = JailedDir::new(node.parts().vms.folder(record));
         let (record, to) = (record.clone(), to.path().to_owned());
         let listed = run_blocking("copy the files of the VM", move || copies(&from, &record, &to)).await??;
-        // One that comes after all is copied says that nothing has changed meanwhile.
+        // A heartbeat after the copy proves that the VM was paused all the time.
         old(&mut beats);
         if !beat(&mut beats).await {
             return Err(refusal(stderr).await);
@@ -53,12 +53,12 @@ pub async fn copy(
     copied
 }
 
-/// Waits for one; false: there will be none.
+/// Waits for a heartbeat; returns `false` if none will come.
 async fn beat(beats: &mut UnixStream) -> bool {
     beats.read_u8().await.is_ok()
 }
 
-/// Takes those that have come.
+/// Discards the heartbeats that have arrived.
 fn old(beats: &mut UnixStream) {
     let mut buffer = [0; 256];
     while matches!(beats.try_read(&mut buffer), Ok(count) if count > 0) {}
@@ -66,15 +66,15 @@ fn old(beats: &mut UnixStream) {
 
 async fn refusal(stderr: impl AsyncRead + Unpin) -> TransferError {
     let mut words = Vec::new();
-    // What can be read of them is told.
+    // A partial error text is better than none.
     let _ = stderr.take(WORDS).read_to_end(&mut words).await;
     let words = String::from_utf8_lossy(&words);
     let words = words.trim();
     TransferError::NotHeld { words: if words.is_empty() { "it does not say why" } else { words }.to_owned() }
 }
 
-/// Blocks are shared where the file system can. The machine's own processes may change the folder meanwhile: of each file only as much
-/// is copied as it has when its turn comes. Blocks.
+/// Copies the files; blocks are shared where the file system supports it. The VM's own processes may change the directory
+/// meanwhile: of each file only the size that it has when its copy begins is copied. Blocks.
 fn copies(from: &JailedDir, record: &VmRecord, to: &Path) -> Result<Listed, TransferError> {
     let mut listed = list(from, record)?;
     for (kept, name) in &mut listed.files {
@@ -96,7 +96,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    /// The folder of a machine whose processes have been taken over.
+    /// Returns the directory of a VM whose processes are compromised.
     fn hostile() -> (tempfile::TempDir, JailedDir, VmRecord) {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("copy")).unwrap();

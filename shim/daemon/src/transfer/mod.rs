@@ -1,5 +1,5 @@
-//! Owns: machines that outlive their pods on their way to another node: out of what this node keeps of one into an artifact, and back.
-//! May use: the image store (artifacts), `vms`. Threads: tasks of the runtime; files are read and written on blocking threads.
+//! Moves persistent VMs to other nodes: exports a VM's data into an OCI artifact, and imports it. It uses the image store
+//! (artifacts) and `vms`. It runs in tasks of the runtime; files are read and written on the blocking pool.
 
 mod document;
 mod export;
@@ -21,70 +21,70 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Where an artifact lies, and how to get there.
+/// The location of an artifact, and how to access it.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
-    /// A reference as of an image, or `oci:/FOLDER:TAG`.
+    /// A reference like an image's, or `oci:/FOLDER:TAG`.
     pub name: String,
-    /// For the registry.
+    /// The credentials for the registry.
     pub auth: Option<Auth>,
-    /// By http, also if the configuration does not say so.
+    /// Uses plain http, whatever the configuration says.
     pub plain_http: bool,
 }
 
-/// Why a machine does not get there.
+/// Why an export or import failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
-    /// The registry, or the artifact.
+    /// The registry or the artifact failed.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// The machines of this node.
+    /// The persistent VM is not available.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// A pod has it.
+    /// A pod holds the VM.
     #[error(transparent)]
     Lifecycle(#[from] LifecycleError),
-    /// A file of the machine.
+    /// A file operation failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What the artifact says of the machine.
+    /// The artifact's document is invalid.
     #[error("{name} is no machine that can be taken")]
     Document {
         /// The artifact.
         name: String,
-        /// Why.
+        /// The cause.
         source: DocumentError,
     },
-    /// A disk of it.
+    /// A disk of the VM is rejected.
     #[error("disk {disk} cannot be taken: {rule}")]
     Disk {
-        /// Its name.
+        /// The disk's name.
         disk: String,
-        /// Why.
+        /// The broken rule.
         rule: &'static str,
     },
-    /// What its disks lie over.
+    /// The backing image of the VM's disks is missing.
     #[error("the machine's disk lies over image {id}, which is not in the store of this node: pull {} first", names.join(" or "))]
     NoImage {
-        /// Its id.
+        /// The image id.
         id: Digest,
-        /// What it is called elsewhere.
+        /// The image's names on the exporting node.
         names: Vec<String>,
     },
-    /// It runs, and does not stand still to be copied.
+    /// The running VM could not be paused for the copy.
     #[error("the machine cannot be copied while it runs: {words}")]
     NotHeld {
-        /// Its keeper's.
+        /// The keeper's error text.
         words: String,
     },
-    /// There is no room.
+    /// The file system lacks the space.
     #[error("the machine's files have {needed} bytes and the disk of {path} has {free}", path = path.display())]
     NoSpace {
-        /// Where they would be.
+        /// The directory.
         path: PathBuf,
-        /// Bytes.
+        /// Bytes that are needed.
         needed: u64,
-        /// Bytes.
+        /// Bytes that are free.
         free: u64,
     },
     /// A task of the runtime did not finish.
@@ -107,37 +107,37 @@ impl Classify for TransferError {
     }
 }
 
-/// What is being done, for whoever waits. Clones are the same.
+/// The progress of an operation, for its observers. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
-    /// Bytes of this step, and whether somebody waits.
+    /// The bytes of this step that were moved, and the flag of cancellation.
     pub moved: Moved,
     step: Arc<(Mutex<String>, AtomicU64)>,
 }
 
 impl Progress {
-    /// A new step with so many bytes; 0: nobody knows.
+    /// Begins a step with this many bytes; 0 if unknown.
     fn begin(&self, step: String, bytes: u64) {
         *self.step.0.lock().unwrap_or_else(PoisonError::into_inner) = step;
         self.step.1.store(bytes, Ordering::Relaxed);
         self.moved.set(0);
     }
 
-    /// The step, its bytes so far and all.
+    /// Returns the step, its bytes until now, and its total.
     pub fn now(&self) -> (String, u64, u64) {
         let step = self.step.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         (step, self.moved.bytes(), self.step.1.load(Ordering::Relaxed))
     }
 }
 
-/// A folder that goes with this value, unless it is kept.
+/// A directory that is removed on drop, unless it is kept.
 struct Folder {
     path: PathBuf,
     kept: bool,
 }
 
 impl Folder {
-    /// A new one. Blocks.
+    /// Creates the directory. Blocks.
     fn make(path: PathBuf) -> Result<Folder, FileError> {
         use nacelle_base::files::at;
         use std::os::unix::fs::DirBuilderExt;
@@ -153,7 +153,7 @@ impl Folder {
         self.kept = true;
     }
 
-    /// Waits until it is gone. What is left then, the next daemon removes.
+    /// Removes the directory. The next daemon removes what could not be removed.
     async fn remove(mut self) {
         self.kept = true;
         let path = std::mem::take(&mut self.path);

@@ -1,4 +1,4 @@
-//! Owns: a dump of a machine's memory on its way from the machine's keeper to whoever asked: piece by piece, as fast as that takes it.
+//! Streams a dump of a machine's memory from the machine's keeper to the client, at the client's speed.
 
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::{LifecycleError, Node};
@@ -10,16 +10,17 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-/// Bytes of a message.
+/// The largest message in bytes.
 const PIECE: usize = 128 << 10;
-/// Messages on their way.
+/// The largest number of queued messages.
 const PIECES: usize = 4;
-/// Bytes of a refusal's words.
+/// The longest error text in bytes.
 const WORDS: u64 = 2000;
 
 pub(super) type Pieces = mpsc::Receiver<Result<vm::Piece, Status>>;
 
-/// Has the machine in this container dump its memory. When the receiver is dropped, the command is given up, and the machine goes on.
+/// Starts the memory dump of the machine in this container. When the receiver is dropped, the dump is cancelled and the machine
+/// resumed.
 pub(super) async fn begin(node: &Node, container: String, format: String) -> Result<Pieces, Status> {
     let args = ["@vm", "memory-dump"].into_iter().map(str::to_owned);
     let args = args.chain(Some(format).filter(|format| !format.is_empty())).collect();
@@ -30,7 +31,7 @@ pub(super) async fn begin(node: &Node, container: String, format: String) -> Res
         tokio::select! {
             passed = pass_on(process, &tell) => {
                 if let Err(error) = passed {
-                    // Whoever asked may have gone just now.
+                    // The client may have gone meanwhile.
                     let _ = tell.send(Err(error)).await;
                 }
             }

@@ -1,4 +1,4 @@
-//! Owns: exports and imports as whoever asked is told of them: now and then how far it is, and at last what has become of it.
+//! Runs exports and imports for a client, and streams their progress and their result.
 
 use super::{VmService, check_name, of_record};
 use crate::cri::status::{refuse, status};
@@ -15,18 +15,18 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-/// Between two words of how far it is.
+/// Pause between two progress messages.
 const PAUSE: Duration = Duration::from_millis(500);
 
 pub(super) type Told = Pin<Box<dyn Stream<Item = Result<vm::Transfer, Status>> + Send>>;
 
-/// Begins an export. It is given up when nobody listens any more.
+/// Starts an export. It is cancelled when the client is gone.
 pub(super) fn export(service: &VmService, request: vm::ExportRequest) -> Result<Told, Status> {
     let vm::ExportRequest { machine, to } = request;
     let machine = machine.ok_or_else(|| refuse(Kind::Invalid, "machine is missing"))?;
     let (place, node) = (place("to", to)?, service.node.clone());
     let id = vms::id(&machine.namespace, &machine.name);
-    // One that has no pod, or that there is not, says so itself.
+    // A VM without a pod, or that does not exist, is handled by the export.
     let container = match node.holder(&id) {
         Some(_) => Some(service.find_running(&machine)?.id.to_string()),
         None => None,
@@ -38,7 +38,7 @@ pub(super) fn export(service: &VmService, request: vm::ExportRequest) -> Result<
     }))
 }
 
-/// Begins an import. It is given up when nobody listens any more.
+/// Starts an import. It is cancelled when the client is gone.
 pub(super) fn import(node: &Node, request: vm::ImportRequest) -> Result<Told, Status> {
     let vm::ImportRequest { from, to, new_identity } = request;
     let to = to.ok_or_else(|| refuse(Kind::Invalid, "to is missing"))?;
@@ -91,7 +91,7 @@ where
             tokio::select! {
                 ended = &mut work => break ended,
                 () = tell.closed() => {
-                    // Threads end soon; all else ends with the future.
+                    // Stops the work on blocking threads; the rest ends with the future.
                     progress.moved.give_up();
                     return;
                 }
@@ -100,12 +100,12 @@ where
             let now = progress.now();
             if before.as_ref() != Some(&now) {
                 let (step, bytes, total) = now.clone();
-                // Who does not read is not waited for.
+                // A slow client must not delay the transfer: progress messages are dropped.
                 let _ = tell.try_send(Ok(vm::Transfer { step, bytes, total, ..vm::Transfer::default() }));
                 before = Some(now);
             }
         };
-        // Whoever asked may have gone just now.
+        // The client may have gone meanwhile.
         let _ = tell.send(ended.map_err(status)).await;
     });
     Box::pin(ReceiverStream::new(told))
@@ -125,7 +125,7 @@ mod tests {
             Ok(vm::Transfer { digest: "d".into(), ..vm::Transfer::default() })
         });
         assert_eq!(told.next().await.unwrap().unwrap(), vm::Transfer { bytes: 5, ..vm::Transfer::default() });
-        // What is as it was is not said again.
+        // Unchanged progress is not sent again.
         assert!(tokio::time::timeout(Duration::from_millis(50), told.next()).await.is_err());
         go_on.send(()).unwrap();
         assert_eq!(told.next().await.unwrap().unwrap().digest, "d");

@@ -1,4 +1,4 @@
-//! Owns: the ways into a machine, its console and its screen, as pieces in both directions.
+//! Connects clients with a machine's console and screen, with data in both directions.
 
 use crate::cri::status::{refuse, status};
 use crate::streaming::Guests;
@@ -10,26 +10,26 @@ use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
-/// Where VNC is, if the machine has a screen.
+/// The port of VNC, if the machine has a screen.
 const SCREEN: u16 = 5900;
-/// For the first message to come.
+/// Time limit for the first message.
 const FIRST: Duration = Duration::from_secs(30);
-/// Bytes of a message.
+/// The largest message in bytes.
 const PIECE: usize = 32 << 10;
-/// Messages on their way.
+/// The largest number of queued messages.
 const PIECES: usize = 4;
 
-/// What comes back.
+/// The data from the machine.
 pub(super) type Pieces = mpsc::Receiver<Result<vm::Piece, Status>>;
 
-/// A way into a machine.
+/// A channel into a machine.
 #[derive(Clone, Copy)]
 pub(super) enum Way {
     Console,
     Screen,
 }
 
-/// The machine of the first message, and whether it has something to say already.
+/// Returns the machine of the first message, and the data in that message.
 pub(super) async fn first(
     asked: &mut (impl Stream<Item = Result<vm::WayRequest, Status>> + Unpin),
 ) -> Result<(vm::MachineRef, Vec<u8>), Status> {
@@ -39,7 +39,7 @@ pub(super) async fn first(
     Ok((machine.ok_or_else(missing)?, data))
 }
 
-/// Opens it: to the machine in this container, of this pod.
+/// Opens the channel to the machine in this container of this pod.
 pub(super) async fn open(
     guests: &Guests,
     (pod, container): (&str, &str),
@@ -62,7 +62,7 @@ pub(super) async fn open(
     Ok(told)
 }
 
-/// Until the machine has no more to say, or nobody listens. Whoever has no more to say goes on listening.
+/// Forwards data until the machine's output ends or the client is gone. The output continues after the end of the client's input.
 async fn pass(
     mut from: impl AsyncRead + Send + Unpin,
     mut to: impl AsyncWrite + Send + Unpin,
@@ -78,11 +78,11 @@ async fn pass(
             }
             match asked.next().await {
                 Some(Ok(vm::WayRequest { data, .. })) => said = data,
-                // An error: the caller is gone, and `tell` is closed.
+                // An error means that the client is gone, and `tell` is closed.
                 Some(Err(_)) | None => break,
             }
         }
-        // The end of what is said is no end of the way.
+        // The end of the input does not end the channel.
         let _ = to.shutdown().await;
         std::future::pending::<()>().await;
     };
@@ -127,7 +127,7 @@ mod tests {
         let mut said = [0; 5];
         machine.read_exact(&mut said).await.unwrap();
         assert_eq!(&said, b"login");
-        // It goes on when nobody speaks any more.
+        // The channel stays open after the end of the input.
         drop(ask);
         let mut rest = Vec::new();
         machine.read_to_end(&mut rest).await.unwrap();

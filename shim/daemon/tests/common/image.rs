@@ -1,4 +1,5 @@
-//! Owns: the image that tests use: an OCI layout with one small layer, in which are a text and what looks like a kernel.
+//! Provides the image of the tests: an OCI layout with one small layer, which contains a text file and a file in the format of a
+//! kernel.
 
 use super::World;
 use serde_json::json;
@@ -6,13 +7,13 @@ use sha2::{Digest, Sha256};
 use std::fs;
 use std::path::Path;
 
-/// Its name.
+/// The image's name.
 pub const NAME: &str = "test.local/tiny:1";
 
-/// Where the kernel is in it.
+/// The path of the kernel in the image.
 pub const KERNEL: &str = "/boot/vmlinux";
 
-/// An ELF image with one segment at 16 MiB, and an entry by PVH there.
+/// Returns an ELF image with one segment at 16 MiB and a PVH entry point in it.
 pub fn kernel() -> Vec<u8> {
     let mut bytes = vec![0; 0x210];
     bytes[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
@@ -37,7 +38,7 @@ fn blob(layout: &Path, bytes: &[u8]) -> String {
     format!("sha256:{hex}")
 }
 
-/// Puts the image into the node's store, before any daemon runs.
+/// Loads the image into the node's store, before any daemon runs.
 pub fn load(world: &World) {
     let layout = world.root.path().join("layout");
     fs::create_dir_all(layout.join("blobs/sha256")).unwrap();

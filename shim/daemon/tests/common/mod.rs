@@ -1,7 +1,6 @@
-//! Owns: a node without machines: the real daemon with its real stores and its real client of pod processes, on pod
-//! processes and networks that are scripted. Each step that the daemon takes in this world is counted, and can be
-//! made to fail or to hang.
-//! Threads: the world has a runtime of its own, so that a daemon can be killed by dropping the daemon's.
+//! Simulates a node without VMs: the real daemon, with its real stores and its real client of pod processes, on scripted pod
+//! processes and networks. Each step that the daemon takes on this node is counted, and can be made to fail or to hang. The
+//! simulation has a runtime of its own, so that a test can kill a daemon by dropping the daemon's runtime.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
@@ -34,16 +33,16 @@ use tokio::runtime::Runtime;
 use tonic::Status;
 use tonic::transport::Channel;
 
-/// For every wait: generous, because machines are slow and busy.
+/// Time limit of every wait, generous for slow and busy machines.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// A handler whose machines want more huge pages than any node has.
+/// A handler whose VMs need more huge pages than any node has.
 pub const HUGE_HANDLER: &str = "huge";
 
-/// A handler whose pods may shape their machines.
+/// A handler whose pods may set the resources of their VMs.
 pub const SHAPE_HANDLER: &str = "shaped";
 
-/// Counts steps; one of them fails, one of them hangs.
+/// Counts steps, and lets selected ones fail or hang.
 #[derive(Default)]
 pub struct Script {
     count: AtomicUsize,
@@ -56,7 +55,7 @@ pub struct Script {
 }
 
 impl Script {
-    /// One step. Fails or hangs if the script says so.
+    /// Runs one step, which fails or hangs if the script says so.
     pub async fn step(&self, name: &'static str) -> Result<(), &'static str> {
         let number = self.count.fetch_add(1, Ordering::SeqCst) + 1;
         self.names.lock().unwrap().push(name);
@@ -79,23 +78,23 @@ impl Script {
         Ok(())
     }
 
-    /// Steps from now on count from one, and only this one fails.
+    /// Restarts the count at one, and lets only the step with this number fail.
     pub fn fail_at(&self, number: usize) {
         self.count.store(0, Ordering::SeqCst);
         *self.fail.lock().unwrap() = BTreeSet::from([number]);
     }
 
-    /// The next steps of this name fail.
+    /// Lets the next `times` steps of this name fail.
     pub fn fail_named(&self, name: &'static str, times: usize) {
         *self.fail_named.lock().unwrap() = Some((name, times));
     }
 
-    /// The next requests of this name are refused as not possible now.
+    /// Rejects the next `times` requests of this name with a conflict.
     pub fn conflict(&self, name: &'static str, times: usize) {
         *self.conflict.lock().unwrap() = Some((name, times));
     }
 
-    /// Whether a request of this name is to be refused so.
+    /// Returns whether a request of this name is to be rejected with a conflict.
     pub fn conflicts(&self, name: &'static str) -> bool {
         match self.conflict.lock().unwrap().as_mut() {
             Some((which, left)) if *which == name && *left > 0 => {
@@ -115,7 +114,7 @@ impl Script {
         self.released.notify_waiters();
     }
 
-    /// No failures any more; how many steps there were.
+    /// Clears all failures; returns the number of steps until now.
     pub fn calm(&self) -> usize {
         self.fail.lock().unwrap().clear();
         *self.fail_named.lock().unwrap() = None;
@@ -127,12 +126,12 @@ impl Script {
     }
 }
 
-/// Networks of nobody.
+/// Simulated networks.
 pub struct FakeNetworks {
     script: Arc<Script>,
-    /// Namespaces that exist.
+    /// Existing network namespaces.
     pub netns: Mutex<BTreeSet<PodId>>,
-    /// Attachments that exist.
+    /// Existing attachments.
     pub attached: Mutex<BTreeSet<PodId>>,
 }
 
@@ -149,7 +148,7 @@ impl Networks for FakeNetworks {
     }
 
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
-        // Attached first: a plugin that fails may leave something.
+        // Attached before the step: a plugin that fails may leave something.
         self.attached.lock().unwrap().insert(pod.id.clone());
         self.script.step("setup").await.map_err(broken)?;
         let interface = Interface {
@@ -189,7 +188,7 @@ impl Networks for FakeNetworks {
     }
 }
 
-/// The node.
+/// The simulated node.
 pub struct World {
     pub root: tempfile::TempDir,
     pub script: Arc<Script>,
@@ -224,7 +223,7 @@ async fn connect(socket: PathBuf) -> Channel {
 }
 
 impl World {
-    /// A node with an image and no daemon.
+    /// Creates a node with an image and no daemon.
     pub fn new() -> World {
         let root = tempfile::tempdir().unwrap();
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -302,12 +301,12 @@ impl World {
         Daemon { runtime: Some(runtime), cri, images: ImageServiceClient::new(channel) }
     }
 
-    /// The service of machines of the daemon that serves now.
+    /// Returns a client of the running daemon's machine service.
     pub fn machines(&self) -> MachinesClient<Channel> {
         MachinesClient::new(self.run(connect(self.config().paths.socket)))
     }
 
-    /// Runs on the world's threads, at most for `LIMIT`.
+    /// Runs a future on the node's runtime, for at most `LIMIT`.
     #[track_caller]
     pub fn run<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime.block_on(async { tokio::time::timeout(LIMIT, work).await }).expect("it takes too long")
@@ -320,7 +319,7 @@ impl World {
         self.runtime.spawn(work)
     }
 
-    /// Waits until it is so.
+    /// Waits until the condition holds.
     #[track_caller]
     pub fn eventually(&self, what: &str, mut so: impl FnMut() -> bool) {
         let deadline = std::time::Instant::now() + LIMIT;
@@ -330,7 +329,7 @@ impl World {
         }
     }
 
-    /// What is on this node: processes, namespaces, attachments, folders.
+    /// Returns what exists on this node: processes, namespaces, attachments and directories.
     pub fn left(&self) -> Vec<String> {
         let mut left: Vec<String> = self.pods.alive().iter().map(|dir| format!("process {}", dir.display())).collect();
         left.extend(self.networks.netns.lock().unwrap().iter().map(|id| format!("netns {id}")));
@@ -342,14 +341,14 @@ impl World {
 }
 
 impl Drop for World {
-    /// A daemon that was killed may hold on to the pods for a moment longer than this program runs.
+    /// A killed daemon may hold the pods for a moment longer than the test runs.
     fn drop(&mut self) {
         self.pods.kill_all();
     }
 }
 
 impl Daemon {
-    /// As kill -9: nothing of it goes on.
+    /// Kills the daemon like SIGKILL: none of its work continues.
     pub fn kill(mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
@@ -388,7 +387,7 @@ pub fn container_config(name: &str) -> cri::ContainerConfig {
     }
 }
 
-/// The verbs of CRI in short.
+/// Short forms of CRI's RPCs.
 impl Daemon {
     pub async fn run_pod(&mut self, name: &str) -> Result<String, Status> {
         let request = cri::RunPodSandboxRequest { config: Some(pod_config(name)), runtime_handler: String::new() };
@@ -413,7 +412,8 @@ impl Daemon {
         self.create_from(pod, container_config(name)).await
     }
 
-    /// Only the guest can look up the name of a user, so this is answered when it has made the container.
+    /// Creates a container whose user has a name. Only the guest can look it up, so the response comes after the guest has
+    /// created the container.
     pub async fn create_named(&mut self, pod: &str, name: &str) -> Result<String, Status> {
         let mut config = container_config(name);
         let linux = config.linux.get_or_insert_default();

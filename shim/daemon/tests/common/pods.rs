@@ -1,4 +1,4 @@
-//! Owns: pod processes without machines: a sleeping child for the identity, and a server of pod.proto that keeps
+//! Simulates pod processes without VMs: a sleeping child process for the identity, and a server of pod.proto that keeps
 //! containers in memory and records them as the real one does.
 
 use super::Script;
@@ -23,7 +23,7 @@ type Answer<T> = Result<Response<T>, Status>;
 
 struct Process {
     child: Child,
-    /// Its threads, with all its connections: they end with it.
+    /// The threads with all connections, which end when this is dropped.
     runtime: tokio::runtime::Runtime,
     pod: Arc<FakePod>,
 }
@@ -32,11 +32,11 @@ struct Process {
 pub struct FakePods {
     script: Arc<Script>,
     processes: Mutex<BTreeMap<PathBuf, Process>>,
-    /// What machines were told of processors, one after the other.
+    /// The CPUs to which VMs were confined, in order.
     pub confined: Mutex<Vec<BTreeSet<u32>>>,
-    /// And how many of their own were to have one of these each.
+    /// The numbers of pinned vCPUs in the same requests.
     pub pinned: Mutex<Vec<Option<u32>>>,
-    /// The kernels that machines were started with, and what was in their files then.
+    /// The kernels with which VMs were started, and the contents of their files at that time.
     pub kernels: Mutex<Vec<(PathBuf, Option<Vec<u8>>)>>,
 }
 
@@ -51,27 +51,27 @@ impl FakePods {
         }
     }
 
-    /// The folders of those that live.
+    /// Returns the directories of the running processes.
     pub fn alive(&self) -> Vec<PathBuf> {
         let mut processes = self.processes.lock().unwrap();
         processes.iter_mut().filter_map(|(dir, p)| p.child.try_wait().unwrap().is_none().then(|| dir.clone())).collect()
     }
 
-    /// The only one there is.
+    /// Returns the only process.
     pub fn only(&self) -> Arc<FakePod> {
         let processes = self.processes.lock().unwrap();
         assert_eq!(processes.len(), 1);
         Arc::clone(&processes.values().next().unwrap().pod)
     }
 
-    /// The one of the pod with this id.
+    /// Returns the process of the pod with this id.
     pub fn of(&self, id: &str) -> Arc<FakePod> {
         let processes = self.processes.lock().unwrap();
         let found = processes.values().find(|process| process.pod.record.lock().unwrap().id.as_str() == id);
         Arc::clone(&found.unwrap().pod)
     }
 
-    /// Kills the process of this folder, as the kernel or somebody would.
+    /// Kills the process of this directory, as the kernel could.
     pub fn kill(&self, dir: &Path) {
         let mut processes = self.processes.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(mut process) = processes.remove(dir) {
@@ -82,7 +82,7 @@ impl FakePods {
     }
 
     pub fn kill_all(&self) {
-        // Also after a test that failed while it held the lock.
+        // The lock may be poisoned by a failed test.
         let processes = self.processes.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let dirs: Vec<_> = processes.keys().cloned().collect();
         drop(processes);
@@ -91,7 +91,7 @@ impl FakePods {
 
     async fn start(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<(), ClientError> {
         nacelle_pod::make_jail(dir).unwrap();
-        // As the real one it waits for a word, and ends without it.
+        // Like the real process, it waits for a line of input, and ends without it.
         let mut waits = Command::new("sh");
         waits.args(["-c", "read word && exec sleep 3600"]).stdin(Stdio::piped()).stdout(Stdio::null());
         let mut child = waits.spawn().unwrap();
@@ -177,17 +177,17 @@ pub struct FakePod {
     pid: i32,
     pub record: Mutex<PodRecord>,
     changes: watch::Sender<proto::PodState>,
-    /// What it was asked to make.
+    /// The creation requests that it got.
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
-    /// What it was asked to limit.
+    /// The update requests that it got.
     pub updates: Mutex<Vec<common::UpdateContainerRequest>>,
-    /// How many processors its machine was told to run.
+    /// The numbers of vCPUs that were requested.
     pub processors: Mutex<Vec<u32>>,
-    /// How much of its machine's reserve of memory it was told to use, in MiB.
+    /// The amounts of hot-plugged memory that were requested, in MiB.
     pub memory: Mutex<Vec<u64>>,
     pub configured: Mutex<Option<proto::ConfigureRequest>>,
     pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
-    /// What it says that its containers use; none: it hangs.
+    /// The statistics of its containers; `None`: the request hangs.
     pub stats: Mutex<Option<proto::StatsResponse>>,
 }
 
@@ -217,16 +217,16 @@ impl FakePod {
         }
     }
 
-    /// Changes the pod, records it and tells those who watch.
+    /// Changes the pod, records it and notifies the watchers.
     pub fn change(&self, change: impl FnOnce(&mut PodRecord)) {
         let mut record = self.record.lock().unwrap();
         change(&mut record);
-        // The folder may be gone: the process lives a little longer than its pod.
+        // The directory may be gone: the process lives a little longer than its pod.
         let _ = record.write(&self.dir);
         self.changes.send_replace(proto::PodState::from(&*record));
     }
 
-    /// Tells those who watch something that was never recorded.
+    /// Sends the watchers a state that was never recorded.
     pub fn lie(&self, state: proto::PodState) {
         self.changes.send_replace(state);
     }
@@ -387,7 +387,7 @@ impl proto::pod_server::Pod for Service {
             }
             record.phase = Phase::Stopped;
         });
-        // Our child, and not waited for yet: its id is its own.
+        // The child has not been waited for yet, so its process id is not reused.
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.0.pid), nix::sys::signal::Signal::SIGKILL).unwrap();
         Ok(Response::new(common::Empty {}))
     }

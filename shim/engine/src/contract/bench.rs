@@ -1,4 +1,4 @@
-//! Owns: what the behaviours stand on: a machine with its folder, questions to its guest, counts of what there is.
+//! Provides what the contract tests use: a VM with its run directory, commands to its guest, counts of leaked resources.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,44 +14,44 @@ use tempfile::TempDir;
 use crate::machine::{BOOT_PORT, Engine, GuestLink, Machine};
 use crate::{DiskSpec, EngineError, LinkError, MachineSpec};
 
-/// Longer than anything takes on a slow and busy node: only a defect waits for it.
+/// A limit that nothing reaches even on a slow and busy node; only a BUG does.
 pub(super) const LONG: Duration = Duration::from_secs(120);
-/// The port on which the guest listens.
+/// The vsock port on which the guest listens.
 pub(super) const PORT: u32 = 1025;
 
-/// An engine under test and what goes with it.
+/// An engine under test and its environment.
 pub trait World {
-    /// The engine.
+    /// Returns the engine.
     fn engine(&self) -> Box<dyn Engine>;
-    /// A kernel for it.
+    /// Returns the path of a kernel for the engine.
     fn kernel(&self) -> PathBuf;
-    /// An initramfs with the guest of this suite.
+    /// Returns the path of the initramfs with the guest of this suite.
     fn initrd(&self) -> PathBuf;
-    /// Makes the machine that lives in this folder die, as an accident would. `false`: it cannot be lost without this
-    /// process, because it runs in it; its own tests show what becomes of it then.
+    /// Kills the VM with this run directory from outside. Returns false if that is impossible because the VM runs in this
+    /// process; the engine's own tests then cover it.
     fn lose(&self, run_dir: &Path) -> bool;
-    /// Whether its guests read and write their disks (the fake's only see their size).
+    /// Returns whether the guests read and write their disks (the fake's see only their size).
     fn has_disks(&self) -> bool;
 }
 
-/// One machine on the bench. Dropping it kills the machine first, then removes its folder.
+/// A VM under test. Dropping it kills the VM first, then removes its run directory.
 pub struct Bench {
-    /// The machine, until somebody takes it.
+    /// The VM.
     pub machine: Box<dyn Machine>,
-    /// The way to its guest.
+    /// The link to its guest.
     pub link: Arc<dyn GuestLink>,
-    /// Its folder.
+    /// The run directory.
     pub folder: TempDir,
 }
 
-/// Waits for this process's turn: behaviours that count processes and descriptors cannot run side by side.
+/// Waits for the lock of the suite: tests that count processes and descriptors cannot run concurrently.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    // A behaviour that failed has dropped its machine.
+    // A test that panicked has dropped its VM.
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A machine of 128 MiB with one processor and these disks.
+/// Returns the specification of a VM of 128 MiB with one vCPU and these disks.
 pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
     MachineSpec {
         vcpus: 1,
@@ -74,7 +74,7 @@ pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSp
 }
 
 impl Bench {
-    /// Starts a machine, after `change` has had its way, and waits for the hello.
+    /// Starts a VM, whose specification `change` may modify, and waits for the hello.
     pub fn start(world: &dyn World, disks: Vec<DiskSpec>, change: impl FnOnce(&mut MachineSpec)) -> Bench {
         let folder = tempfile::tempdir().expect("a folder for the machine");
         let mut spec = spec(world, folder.path(), disks);
@@ -90,7 +90,7 @@ impl Bench {
         Bench { machine, link, folder }
     }
 
-    /// A machine of this shape from a snapshot, which stands still.
+    /// Restores a VM of this shape from a snapshot; it is paused.
     pub fn restore(world: &dyn World, from: &Path, disks: Vec<DiskSpec>, vcpus: u8) -> Result<Bench, EngineError> {
         let folder = tempfile::tempdir().expect("a folder for the machine");
         let spec = MachineSpec { vcpus, ..spec(world, folder.path(), disks) };
@@ -100,7 +100,7 @@ impl Bench {
         Ok(Bench { link: machine.link(), machine, folder })
     }
 
-    /// A connection to the guest's port, with time limits for reading and writing.
+    /// Connects to the guest's port, with timeouts for reading and writing.
     pub fn connect(&self) -> UnixStream {
         let stream = self.link.connect(PORT, LONG).expect("a connection to the guest");
         stream.set_read_timeout(Some(LONG)).expect("a time limit");
@@ -108,14 +108,14 @@ impl Bench {
         stream
     }
 
-    /// The guest's answer to a command, without the end of the line.
+    /// Sends a command; returns the guest's answer without the newline.
     pub fn ask(&self, command: &str) -> String {
         let stream = self.connect();
         tell(&stream, command);
         String::from_utf8(read_all(&stream)).expect("text").trim_end().to_owned()
     }
 
-    /// Waits until the guest gives this answer.
+    /// Repeats the command until the guest gives this answer.
     pub fn ask_until(&self, command: &str, answer: &str) {
         let mut last = String::new();
         eventually(&format!("the answer {answer:?} to {command:?}"), || {
@@ -130,7 +130,7 @@ pub(super) fn tell(mut stream: &UnixStream, command: &str) {
     stream.write_all(format!("{command}\n").as_bytes()).expect("to write a command");
 }
 
-/// Reads to the end.
+/// Reads to the end of the stream.
 pub(super) fn read_all(mut stream: &UnixStream) -> Vec<u8> {
     let mut bytes = Vec::new();
     stream.set_read_timeout(Some(LONG)).expect("a time limit");
@@ -138,7 +138,7 @@ pub(super) fn read_all(mut stream: &UnixStream) -> Vec<u8> {
     bytes
 }
 
-/// Polls until it is so.
+/// Polls until the condition holds.
 pub(super) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let until = Instant::now() + LONG;
     while !so() {
@@ -147,17 +147,17 @@ pub(super) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// Whether this is how a link to an ended machine answers.
+/// Returns whether the result is that of a link to a VM that has ended.
 pub(super) fn is_stopped<T>(result: &Result<T, LinkError>) -> bool {
     matches!(result, Err(LinkError::Stopped))
 }
 
-/// FNV-1a, 64 bits, as the guest computes it.
+/// Computes FNV-1a, 64 bits, as the guest does.
 pub fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// What this process has: open descriptors and children. Threads are not counted: those of other tests come and go.
+/// The open descriptors and children of this process. Threads are not counted, because those of other tests come and go.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Belongings {
     descriptors: usize,
@@ -175,7 +175,7 @@ impl Belongings {
         Ok(Belongings { descriptors: fs::read_dir("/proc/self/fd")?.count(), children })
     }
 
-    /// Waits until there is no more than this.
+    /// Waits until the process has no more descriptors and children than these.
     pub fn eventually_again(&self) {
         let mut now = None;
         let until = Instant::now() + LONG;

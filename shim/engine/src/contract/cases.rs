@@ -1,4 +1,4 @@
-//! Owns: the behaviours themselves.
+//! Defines the contract tests, one function for each behaviour.
 
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
@@ -18,7 +18,7 @@ fn growing() -> DiskSpec {
     DiskSpec::Growing { serial: "images".into() }
 }
 
-/// A started guest reaches the host, answers it and has what it was given.
+/// A started guest connects to the host, answers commands and has the specified resources.
 pub fn a_guest_says_hello(world: &dyn World) {
     let bench = Bench::start(world, vec![growing()], |_| ());
     assert_eq!(bench.machine.status(), MachineStatus::Running);
@@ -32,7 +32,7 @@ pub fn a_guest_says_hello(world: &dyn World) {
     }
 }
 
-/// Processors are counted right, also more than the node has.
+/// The guest has the specified number of vCPUs, even if that is more than the node has.
 pub fn two_and_four_processors(world: &dyn World) {
     for vcpus in [2, 4] {
         let bench = Bench::start(world, vec![], |spec| spec.vcpus = vcpus);
@@ -40,7 +40,7 @@ pub fn two_and_four_processors(world: &dyn World) {
     }
 }
 
-/// A guest that powers off within its grace period has shut down.
+/// A guest that powers off within its grace period ends with `Shutdown`.
 pub fn powering_off_is_a_shutdown(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     tell(&bench.connect(), "poweroff");
@@ -49,7 +49,7 @@ pub fn powering_off_is_a_shutdown(world: &dyn World) {
     assert_eq!(bench.machine.status(), MachineStatus::Exited(exit));
 }
 
-/// A guest whose kernel panics is told apart, and the console says why.
+/// A kernel panic is reported as such, and the console contains the reason.
 pub fn a_panic_is_told(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     tell(&bench.connect(), "panic");
@@ -62,7 +62,7 @@ pub fn a_panic_is_told(world: &dyn World) {
     assert!(log.contains("Attempted to kill init!"), "{log}");
 }
 
-/// A killed machine is gone for good, and every verb says so, however often.
+/// A killed VM stays ended, and every method reports that, however often it is called.
 pub fn a_kill_is_final(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     let open = bench.connect();
@@ -89,7 +89,7 @@ pub fn no_grace_is_a_kill(world: &dyn World) {
     assert_eq!(exit.how, ExitKind::Killed, "{exit:?}");
 }
 
-/// A machine that is lost by accident has died: nobody takes that for a shutdown.
+/// A VM that is lost ends with `Died`, not with `Shutdown`.
 pub fn a_lost_machine_has_died(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     if !world.lose(bench.folder.path()) {
@@ -100,7 +100,7 @@ pub fn a_lost_machine_has_died(world: &dyn World) {
     assert_eq!(bench.machine.stop(Stop::Kill).expect("to stop what has died"), exit);
 }
 
-/// A slot grows while the guest runs; what is placed on it can be read, what is taken away cannot.
+/// A slot grows while the guest runs; images that are placed can be read, images that were removed cannot.
 pub fn disks_grow_while_the_guest_runs(world: &dyn World) {
     let bench = Bench::start(world, vec![growing()], |_| ());
     let slot = &bench.machine.disks()[0];
@@ -125,7 +125,7 @@ pub fn disks_grow_while_the_guest_runs(world: &dyn World) {
     }
 }
 
-/// A file is a disk, in the order of the spec, writable or not as it says.
+/// File disks appear in the order of the specification, writable or not as specified.
 pub fn files_are_disks(world: &dyn World) {
     let files = tempfile::tempdir().expect("a folder for the disks");
     let disk = |name: &str, size: u64, read_only| {
@@ -148,7 +148,7 @@ pub fn files_are_disks(world: &dyn World) {
     }
 }
 
-/// A hundred connections at once, both ways, each with its own bytes and its own end.
+/// A hundred simultaneous connections in both directions carry their own bytes and end independently.
 pub fn hundred_connections(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     let streams: Vec<_> = (0..100).map(|_| bench.connect()).collect();
@@ -170,7 +170,7 @@ pub fn hundred_connections(world: &dyn World) {
     eventually("the port to be free again", || bench.link.listen(3000).is_ok());
 }
 
-/// Much more than any buffer holds goes through while the other side reads late, and nothing is lost.
+/// Much more data than all buffers hold passes without loss while the other side reads late.
 pub fn a_slow_reader_is_waited_for(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     let stream = bench.connect();
@@ -181,14 +181,14 @@ pub fn a_slow_reader_is_waited_for(world: &dyn World) {
             (&stream).write_all(&sent).expect("to write");
             stream.shutdown(Shutdown::Write).expect("to end");
         });
-        // Others get through meanwhile.
+        // Other connections make progress meanwhile.
         assert_eq!(bench.ask("cpus"), "1");
         assert_eq!(fnv(&read_all(&stream)), fnv(&sent));
         writer.join().expect("the writer");
     });
 }
 
-/// Where nobody listens a connection is refused, at once and on both sides; a wait has its end.
+/// A connection to a port without a listener is refused at once, on both sides; accept ends at its timeout.
 pub fn nobody_listens(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     assert!(matches!(bench.link.connect(4000, LONG), Err(LinkError::Refused { port: 4000 })));
@@ -198,7 +198,7 @@ pub fn nobody_listens(world: &dyn World) {
     assert!(matches!(nothing, Err(LinkError::Timeout { port: 4002, .. })), "{nothing:?}");
 }
 
-/// A paused guest does nothing and forgets nothing.
+/// A paused guest does nothing and keeps its state.
 pub fn a_machine_stands_still(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     let Some(pausable) = bench.machine.as_pausable() else { return };
@@ -226,7 +226,7 @@ pub fn a_machine_stands_still(world: &dyn World) {
     assert_eq!(bench.machine.stop(Stop::Kill).expect("to stop").how, ExitKind::Killed);
 }
 
-/// The address of a guest is its own affair: two machines may have the same.
+/// The context id of a guest is private to it: two VMs may have the same.
 pub fn two_machines_with_one_address(world: &dyn World) {
     let one = Bench::start(world, vec![], |_| ());
     let other = Bench::start(world, vec![], |spec| spec.vcpus = 2);
@@ -235,7 +235,7 @@ pub fn two_machines_with_one_address(world: &dyn World) {
     assert_eq!(other.ask("cpus"), "2");
 }
 
-/// Who waits for the guest learns of the machine's end, long before the time is over.
+/// A thread that waits for the guest returns when the VM ends, long before its timeout.
 pub fn waiting_ends_with_the_machine(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
     let incoming = bench.link.listen(5000).expect("a port");
@@ -250,7 +250,7 @@ pub fn waiting_ends_with_the_machine(world: &dyn World) {
     });
 }
 
-/// What cannot start says why, and there is nothing to clean up.
+/// A start that fails reports the cause and leaks nothing.
 pub fn a_bad_start_leaves_nothing(world: &dyn World) {
     let before = Belongings::count().expect("to count");
     let folder = tempfile::tempdir().expect("a folder");
@@ -275,7 +275,7 @@ pub fn a_bad_start_leaves_nothing(world: &dyn World) {
     before.eventually_again();
 }
 
-/// A machine that is dropped while it runs takes everything along: process, descriptors, sockets.
+/// Dropping a running VM releases its process, descriptors and sockets.
 pub fn dropping_leaves_nothing(world: &dyn World) {
     let before = Belongings::count().expect("to count");
     for _ in 0..2 {

@@ -1,21 +1,20 @@
-//! Owns: what every engine must show, as one function for each behaviour; tests run them on each engine with
-//! [`contract_tests!`](crate::contract_tests).
-//! May use: the traits only. Knows no particular engine.
+//! Defines the contract of all engines, as one test function for each behaviour; tests run them on each engine with
+//! [`contract_tests!`](crate::contract_tests). The functions use only the traits and know no particular engine.
 //!
-//! The guest under test connects to the host's port 1024 and says `hello`, then serves port 1025: a line with a
-//! command, the answer, the end.
+//! The guest under test connects to the host's port 1024 and sends `hello`, then serves port 1025. Each connection has one
+//! line with a command, then the answer, then the end of the stream.
 //!
 //! | command | answer |
 //! |---|---|
-//! | `echo` | every further byte, until the end |
-//! | `cpus`, `memory` | processors, MiB |
+//! | `echo` | all further bytes, until the end |
+//! | `cpus`, `memory` | number of vCPUs, MiB |
 //! | `size DISK`, `serial DISK` | bytes, text |
 //! | `sum DISK AT LENGTH` | FNV-1a (64 bits, hexadecimal) of these bytes |
 //! | `fill DISK AT BYTE LENGTH` | `ok` or `errno N` |
-//! | `call PORT` | `ok` after saying `called` to that port of the host, or `errno N` |
+//! | `call PORT` | `ok` after sending `called` to that port of the host, or `errno N` |
 //! | `random` | 16 bytes of getrandom, hexadecimal |
-//! | `nap MS` | after sleeping so long: milliseconds since the boot |
-//! | `connections` | how many there are to its port, this one included |
+//! | `nap MS` | milliseconds since the boot, after sleeping so long |
+//! | `connections` | number of connections to its port, including this one |
 //! | `hwrng` | 16 bytes of the entropy device, hexadecimal |
 //! | `poweroff`, `panic` | none |
 
@@ -27,8 +26,8 @@ pub use bench::{Bench, World, fnv, spec, turn};
 pub use cases::*;
 pub use snapshots::*;
 
-/// Makes a `#[test]` of each behaviour. The argument is a function that returns the world, or `None` after it has
-/// printed `skipped: why`. One behaviour at a time: they count what they leave behind.
+/// Defines a `#[test]` for each behaviour. The argument is a function that returns the `World`, or `None` after it has
+/// printed `skipped: why`. The tests run one at a time, because they count leaked resources.
 #[macro_export]
 macro_rules! contract_tests {
     ($world:path) => {

@@ -1,4 +1,4 @@
-//! Owns: the behaviours of machines that are saved and restored, for engines that have these powers.
+//! Defines the contract tests of saving and restoring VMs, for engines that support it.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::machine::{ExitKind, MachineStatus, Stop};
 const MIB: u64 = 1 << 20;
 const CONTENT: [u8; 4096] = [0x5a; 4096];
 
-/// A disk for images and one that is this file.
+/// Returns an image disk and a disk that is this file.
 fn disks(file: &Path) -> Vec<DiskSpec> {
     let file = DiskSpec::File { path: file.to_owned(), read_only: false, serial: "scratch".into() };
     vec![DiskSpec::Growing { serial: "images".into() }, file]
@@ -30,9 +30,8 @@ fn millis(bench: &Bench) -> u64 {
     bench.ask("nap 20").parse().expect("milliseconds")
 }
 
-/// A machine goes on after it was saved, and so do several that are restored from it at the same time: each finds its
-/// processors, memory and disks, its connections reset and its port open, time where it stood, and its own random
-/// numbers.
+/// A VM continues after it was saved, and so do several that are restored from it at the same time: each has the saved
+/// vCPUs, memory and disks, reset connections and an open port, continuing time, and random numbers of its own.
 pub fn saved_machines_go_on(world: &dyn World) {
     if world.engine().as_restorer().is_none() {
         return println!("skipped: this engine saves nothing");
@@ -89,13 +88,13 @@ pub fn saved_machines_go_on(world: &dyn World) {
             assert_eq!(bench.ask("call 3000"), "ok");
             assert_eq!(read_all(&incoming.accept(LONG).expect("a call")), b"called\n");
         }
-        // Connections of the one that was saved go on; its clones know that theirs are gone.
+        // Connections of the saved VM continue; the restored VMs see theirs as closed.
         clones.iter().for_each(|clone| clone.ask_until("connections", "1"));
         assert_eq!(bench.ask("connections"), "2");
         drop(open);
         bench.ask_until("connections", "1");
 
-        // Their disks and memories are their own.
+        // The disks and the memory of the restored VMs are independent.
         assert_eq!(clones[0].ask(&format!("fill 1 {MIB} 9 4096")), "ok");
         assert_eq!(clones[1].ask(&format!("sum 1 {MIB} 4096")), format!("{:016x}", fnv(&[7; 4096])));
         tell(&clones[0].connect(), "poweroff");
@@ -105,8 +104,8 @@ pub fn saved_machines_go_on(world: &dyn World) {
     }
 }
 
-/// A folder without a snapshot, and machines of another shape, are refused; nothing is left behind, and the machine that
-/// fits can be restored, and saved again.
+/// A directory without a snapshot, and a VM of another shape, are rejected without a leak; a VM of the same shape can be
+/// restored, and saved again.
 pub fn what_was_not_saved_is_not_restored(world: &dyn World) {
     if world.engine().as_restorer().is_none() {
         return println!("skipped: this engine saves nothing");

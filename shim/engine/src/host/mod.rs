@@ -1,7 +1,6 @@
-//! Owns: the engine that has no guest: the agent itself, in namespaces of the node, is the machine. It shares the node's
-//! kernel: what a VM keeps apart is kept apart by namespaces, control groups, capabilities and filters only.
-//! May use: `process`, `console`, `ended`. Knows no pod.
-//! Threads: per machine the warden (`process`).
+//! Implements the engine without a guest: the machine is the agent itself, in namespaces of the node. It shares the node's
+//! kernel, so only namespaces, cgroups, capabilities and seccomp filters isolate it. It knows no pods. Each machine has a
+//! warden thread (`process`).
 
 mod spawn;
 
@@ -16,26 +15,26 @@ use crate::machine::{Engine, Machine};
 use crate::process::Process;
 use crate::{CheckedSpec, EngineError, EngineKind, Limits};
 
-/// What an agent without a guest is started with.
+/// The parameters of an agent without a guest.
 #[derive(Clone, Debug)]
 pub struct HostSpec<'a> {
-    /// Its program, absolute.
+    /// The absolute path of the agent's program.
     pub program: &'a Path,
-    /// A folder of mode 0700 that exists and belongs to this machine: sockets.
+    /// An existing directory of mode 0700 for this machine's sockets.
     pub run_dir: &'a Path,
-    /// A folder of the node for what containers write; it is there.
+    /// An existing directory of the node for the writable layers of containers.
     pub scratch: &'a Path,
-    /// The file of its network namespace; none: the node's.
+    /// The file of the network namespace; `None` for the node's.
     pub netns: Option<&'a Path>,
-    /// Its PID namespace is the node's. Its containers' processes then outlive it if it is killed: they are to be killed
-    /// by their control group.
+    /// The agent uses the node's PID namespace. The processes of containers then outlive a killed agent, and must be killed
+    /// by their cgroup.
     pub node_pid: bool,
-    /// Its IPC namespace is the node's.
+    /// The agent uses the node's IPC namespace.
     pub node_ipc: bool,
 }
 
-/// The engine of one machine: its agent runs already, and waits for the first word. So it can be made while the process
-/// still has the rights that it takes, and started after they were given up.
+/// The engine of one machine, whose agent runs already and waits for the handshake. So it can be created while the process
+/// still has the needed rights, and started after they were dropped.
 pub struct Host {
     pid: u32,
     waiting: Mutex<Option<Waiting>>,
@@ -57,9 +56,9 @@ impl Drop for Waiting {
 }
 
 impl Host {
-    /// Starts the agent. To be called by the process's first thread, while it is the only one: the agent ends with it.
-    /// It inherits the control group, which is the root of those that it makes: nobody may be in it when it is told to
-    /// go on.
+    /// Starts the agent. The process's first thread must call this while it is the only one, because the agent ends with
+    /// that thread. The agent inherits the cgroup, which becomes the root of the containers' cgroups: no other process may
+    /// be in it when the machine starts.
     pub fn new(spec: &HostSpec) -> Result<Host, EngineError> {
         let (ends, theirs) = Ends::make(spec.run_dir)?;
         let inherited = theirs.numbers();
@@ -75,7 +74,7 @@ impl Host {
         Ok(Host { pid, waiting: Mutex::new(Some(Waiting { child: Some(child), ends: Some(ends) })) })
     }
 
-    /// The agent's process, a child of this one.
+    /// Returns the pid of the agent, a child of this process.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -86,12 +85,12 @@ impl Engine for Host {
         EngineKind::Host
     }
 
-    /// There are no devices, and a processor is the node's.
+    /// There are no devices, and the CPUs are the node's.
     fn limits(&self) -> Limits {
         Limits { vcpus: crate::spec::MAX_VCPUS, devices: 0, cpu_models: false }
     }
 
-    /// Of the spec only the console's file counts. It can be started once.
+    /// Uses only the console's file of the specification. Succeeds once.
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let log = spec.into_inner().console_log;
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -1,6 +1,5 @@
-//! Owns: the engine that runs machines in this process, on KVM.
-//! May use: `vmm` (its machine and devices), `console`, `ended`, `link`. Knows no pod.
-//! Threads: per machine the warden, which waits for its end, and those of the processors and devices.
+//! Implements the engine that runs VMs in this process, on KVM, with the VMM and devices of `vmm`. It knows no pods. Each
+//! VM has a warden thread, which waits for its end, and the threads of its vCPUs and devices.
 
 use std::fs;
 use std::io;
@@ -32,24 +31,23 @@ use crate::machine::{
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
-/// The most devices that a machine has beside those of its spec (and its console): vsock, rng, the share, balloon.
+/// The maximum number of devices besides those of the specification (and the console): vsock, rng, the share, balloon.
 const OWN_DEVICES: usize = 4;
-/// The kernel parameters of every machine: silence on the console, and a reset at a panic (the machine
-/// itself says how to reset). Linux takes 32 blocks of free memory out of use at a time until the host has taken them
-/// back, and checks only that as many of the order named here would stay: with its own choice (2 MiB) these may be
-/// all blocks (of up to 4 MiB) that a small guest has free, and on a busy node it dies of that. With one processor,
-/// Linux would replace thousands of lock prefixes at each start, switching address spaces twice for each
-/// (docs/contributor/machine.md has what that costs).
+/// The kernel parameters of every VM: no output on the console, and a reset at a panic (the VMM adds the way to reset).
+/// Free page reporting takes 32 blocks of free memory out of use at a time until the host has released them, and checks
+/// only that as many of the order named here remain: with the kernel's default order (2 MiB) these may be all blocks (of up
+/// to 4 MiB) that a small guest has free, which crashes it on a busy node. With one vCPU, Linux would replace thousands of
+/// lock prefixes at each boot, switching address spaces twice for each (docs/contributor/machine.md has the cost).
 const CMDLINE: [&str; 4] = ["quiet", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
-/// Longer than any wait: the warden asks again.
+/// The maximum duration of one wait; the warden then waits again.
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// The engine. Cheap to make; holds nothing.
+/// The engine. It holds no resources.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Kvm {}
 
 impl Kvm {
-    /// An engine on this node's `/dev/kvm`. Whether that runs guests at all, [`probe`](crate::probe()) finds out.
+    /// Returns an engine on this node's `/dev/kvm`. [`probe`](crate::probe()) determines whether that runs guests.
     pub fn new() -> Kvm {
         Kvm {}
     }
@@ -70,7 +68,7 @@ impl Engine for Kvm {
 
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
-        // Before anything is made of memory and processors.
+        // Checks the files before memory and vCPUs are created.
         for path in [&spec.kernel, &spec.initrd] {
             fs::File::open(path).map_err(file("open", path))?;
         }
@@ -104,7 +102,7 @@ impl Restorer for Kvm {
     }
 }
 
-/// How much of its memory is in pages of the node's pool.
+/// Returns how many MiB of the memory are pages of the node's hugetlb pool.
 fn huge_mib(spec: &MachineSpec) -> u32 {
     match spec.memory_pages {
         MemoryPages::Transparent => 0,
@@ -117,8 +115,7 @@ fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> EngineErro
     move |source| EngineError::File { what, path, source }
 }
 
-/// Puts a machine together: its console, disks and link, then what `builder` makes, with devices, then what `finish`
-/// makes of that.
+/// Assembles a VM: creates console, disks and link, calls `builder`, adds the devices, and calls `finish`.
 fn assemble(
     spec: MachineSpec,
     paused: bool,
@@ -177,19 +174,19 @@ fn config(spec: &MachineSpec) -> Config {
     }
 }
 
-/// The devices, in the order in which the guest finds them: disks and network interfaces are numbered by it.
+/// Creates the devices, in the order in which the guest finds them, which determines the numbers of disks and network interfaces.
 fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<Vec<Box<dyn Device>>, EngineError> {
     let mut devices: Vec<Box<dyn Device>> = slots.iter().map(Slot::device).collect();
     for (index, nic) in spec.nics.into_iter().enumerate() {
         let no_nic = |source| EngineError::Nic { index, source };
         let mut taps = vec![nic.tap];
         taps.extend(nic.more_queues);
-        // Where it cannot be had, threads of ours do the work.
+        // Without vhost-net, threads of this process serve the queues.
         let vhost = net::open_vhost(taps.len()).unwrap_or_else(|error| {
             tracing::warn!("the kernel does not serve network interfaces: {}", Chain(&error));
             Vec::new()
         });
-        let mtu = u16::try_from(nic.mtu).unwrap_or(u16::MAX); // checked to be no more
+        let mtu = u16::try_from(nic.mtu).unwrap_or(u16::MAX); // `check` limits it to 65535
         devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(no_nic)?.device());
     }
     devices.extend([vsock, Rng::new().device()]);
@@ -197,7 +194,7 @@ fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<
         let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
         devices.push(Fs::new(streams).map_err(no_share)?.lending().device());
     }
-    // A huge page that was given back may be another's when the guest wants it again, and then the process is killed.
+    // The node may give a released huge page to another process; the guest's next access would then kill this process.
     if spec.memory_pages == MemoryPages::Transparent {
         devices.push(Balloon::new().device());
     }
@@ -208,9 +205,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the machine's owner and its warden share.
+/// The state that the machine and its warden share.
 struct Running {
-    /// Until it has ended: then its memory, processors and devices go.
+    /// The VM; taken at its end, which releases memory, vCPUs and devices.
     vm: Mutex<Option<Arc<machine::Machine>>>,
     paused: AtomicBool,
     ended: Ended,
@@ -221,7 +218,7 @@ impl Running {
         lock(&self.vm).clone()
     }
 
-    /// Waits for the end and makes it known.
+    /// Waits for the end and records it.
     fn watch(&self, link: &Link, console: &Mutex<Console>) {
         let Some(vm) = self.vm() else { return };
         let exit = loop {
@@ -230,7 +227,7 @@ impl Running {
             }
         };
         drop(vm);
-        // With it go its devices, which may still hold what the guest has printed.
+        // This also drops the devices, which may still hold console output.
         drop(lock(&self.vm).take());
         link.end();
         let console = lock(console);
@@ -238,7 +235,7 @@ impl Running {
     }
 }
 
-/// The end as people speak of it. A kernel that panics resets, or, when it is too early for that, faults.
+/// Converts the end of the VM. A kernel that panics resets, or causes a triple fault if it is too early for that.
 fn how(exit: Exit, console: &Console) -> ExitKind {
     match exit {
         Exit::Killed => ExitKind::Killed,
@@ -294,7 +291,7 @@ impl Machine for KvmMachine {
     }
 
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
-        // A restored machine's memory is a file of usual pages.
+        // The memory of a restored VM is a file with normal pages.
         (!self.in_huge_pages).then_some(self as _)
     }
 }

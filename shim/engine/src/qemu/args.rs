@@ -1,5 +1,4 @@
-//! Owns: QEMU's command line: a typed machine on one side, words on the other.
-//! Pure.
+//! Builds QEMU's command line from a typed description of the VM. It performs no I/O.
 
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -13,54 +12,53 @@ use crate::Accelerator;
 use crate::console;
 use crate::spec::hex;
 
-/// The places for virtio devices on a microvm without ACPI.
+/// The number of virtio-mmio devices of a microvm without ACPI.
 pub(super) const PLACES: usize = 8;
 
-/// The kernel parameters of every machine: silence on the console, and a reset for each end, which QEMU
-/// turns into its own end (`-no-reboot`); as with engine `kvm`, `noreplace-smp`
-/// and `page_reporting_order`, too.
+/// The kernel parameters of every VM: no output on the console, and a reset at each end, which QEMU turns into its own exit
+/// (`-no-reboot`); `noreplace-smp` and `page_reporting_order` as with engine `kvm`.
 const CMDLINE: [&str; 5] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
 
-/// All that QEMU can emulate, but for the promise that strings of bytes are moved fast (ERMS): emulated they go byte by byte,
-/// and a guest that believes it copies and clears its pages in that way.
+/// All CPU features that QEMU can emulate, except fast string moves (ERMS, FSRM): emulated they move byte by byte, and a
+/// guest that sees these features uses them to copy and clear its pages.
 const EMULATED: &str = "max,erms=off,fsrm=off";
 
-/// All that QEMU is told.
+/// The description of a VM.
 #[derive(Debug)]
 pub(super) struct MicroVm<'a> {
     pub accelerator: Accelerator,
     pub topology: Topology,
     pub cpu_model: Option<&'a CpuModel>,
     pub memory_mib: u32,
-    /// Beside it: the kernel is kept from it.
+    /// The memory reserve, which the kernel does not use at boot.
     pub reserve_mib: u32,
     pub memory_pages: MemoryPages,
     pub console: ConsoleKind,
     pub kernel: &'a Path,
     pub initrd: &'a Path,
-    /// Kernel parameters that go with the accelerator.
+    /// The kernel parameters of the accelerator.
     pub timers: &'a [String],
     pub cmdline: &'a [String],
-    /// At most `PLACES`, in the order in which the guest finds them.
+    /// The devices, at most `PLACES`, in the order in which the guest finds them.
     pub devices: Vec<Device>,
-    /// The monitor: one end of a socket pair.
+    /// The monitor (QMP): one end of a socket pair.
     pub qmp: RawFd,
 }
 
-/// One virtio device.
+/// A virtio device.
 #[derive(Debug)]
 pub(super) enum Device {
-    /// Ours, over vhost-user.
+    /// A device of Nacelle, over vhost-user.
     VhostUser { kind: VhostKind, name: String, socket: PathBuf },
     /// QEMU's network device over an open tap.
     Net { tap: RawFd, mac: Mac, mtu: u32 },
-    /// QEMU's console, beside the serial port and on the same output.
+    /// QEMU's virtio console, on the same output as the serial port.
     Console,
-    /// QEMU's balloon, by which the guest reports what it does not use.
+    /// QEMU's balloon, by which the guest reports free pages.
     Balloon,
 }
 
-/// Which of our devices.
+/// The kind of a vhost-user device.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum VhostKind {
     Block,
@@ -70,7 +68,7 @@ pub(super) enum VhostKind {
 }
 
 impl VhostKind {
-    /// What QEMU must be told of it, because it answers for it.
+    /// Adds the options that QEMU itself must know.
     fn own(self, option: Opt) -> Opt {
         match self {
             VhostKind::Fs => option.set("tag", share::TAG).set("queue-size", share::QUEUE_SIZE),
@@ -78,7 +76,7 @@ impl VhostKind {
         }
     }
 
-    /// QEMU's name for the front end.
+    /// Returns QEMU's name of the front end.
     fn driver(self) -> &'static str {
         match self {
             VhostKind::Block => "vhost-user-blk",
@@ -89,7 +87,7 @@ impl VhostKind {
     }
 }
 
-/// An option's value: `driver,key=value,key=value`, with the commas of values doubled as QEMU wants it.
+/// An option's value: `driver,key=value,key=value`, with commas in values doubled, as QEMU requires.
 struct Opt(String);
 
 impl Opt {
@@ -105,7 +103,7 @@ impl Opt {
 }
 
 impl MicroVm<'_> {
-    /// The file descriptors that QEMU must inherit.
+    /// Returns the file descriptors that QEMU must inherit.
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.devices.iter().filter_map(|device| match device {
             Device::Net { tap, .. } => Some(*tap),
@@ -114,7 +112,7 @@ impl MicroVm<'_> {
         taps.chain([self.qmp]).collect()
     }
 
-    /// What the processors are, if nobody says more than that they are `all` there is.
+    /// Returns the CPU model; `all` if the specification names none.
     fn cpu(&self, all: &str) -> String {
         let Some(model) = self.cpu_model else { return all.to_owned() };
         let cpu = Opt::new(model.name.as_deref().unwrap_or(all));
@@ -123,7 +121,7 @@ impl MicroVm<'_> {
         if model.strict { cpu.set("enforce", "on").0 } else { cpu.0 }
     }
 
-    /// The words after the program's name.
+    /// Returns the arguments without the program's name.
     pub fn args(&self) -> Vec<String> {
         let mut args = Vec::with_capacity(48);
         let mut add = |name: &str, value: Option<String>| {
@@ -133,14 +131,14 @@ impl MicroVm<'_> {
         for flag in ["nodefaults", "no-user-config", "no-reboot"] {
             add(flag, None);
         }
-        // Its threads say what they run: nacelle-pod finds by that those that run the machine's processors.
+        // QEMU names its threads; nacelle-pod recognizes the vCPU threads by these names.
         add("name", Some("debug-threads=on".to_owned()));
         let on = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "on"));
         let off = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "off"));
         let machine = on(Opt::new("microvm"), &["pit", "pic", "rtc", "isa-serial", "auto-kernel-cmdline"]);
         let machine = off(machine, &["acpi", "graphics", "usb", "mem-merge", "dump-guest-core", "x-option-roms"]);
         add("machine", Some(machine.set("memory-backend", "ram").0));
-        // One thread for all emulated processors: with several, one may still run text that another has patched.
+        // One thread emulates all vCPUs: with several, one may still execute code that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
             Accelerator::Tcg => ("tcg,thread=single", EMULATED),
@@ -153,7 +151,7 @@ impl MicroVm<'_> {
         let memory = format!("{}M", made_mib(self.memory_mib, self.reserve_mib));
         add("m", Some(memory.clone()));
         let backend = Opt::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
-        // Taken now, because a page that is missing later is the end of QEMU.
+        // All pages are allocated at the start, because a page that is missing later kills QEMU.
         let backend = match self.memory_pages {
             MemoryPages::Transparent => backend,
             MemoryPages::Hugetlb => on(backend, &["hugetlb", "prealloc"]).set("hugetlbsize", "2M"),
@@ -172,11 +170,11 @@ impl MicroVm<'_> {
         add("initrd", Some(self.initrd.display().to_string()));
         let words = console::parameters(self.console).iter().chain(&CMDLINE).copied();
         let words = words.chain(self.timers.iter().chain(self.cmdline).map(String::as_str));
-        // QEMU tells it of all there is. From an address on it is to use none: what it adds later is another matter.
+        // QEMU's memory map contains the reserve. This parameter keeps the kernel from using it at boot; it can be added later.
         let kept = (self.reserve_mib > 0).then(|| format!("mem={}M", end(self.memory_mib) >> 20));
         let words = words.chain(kept.as_deref());
         add("append", Some(words.collect::<Vec<_>>().join(" ")));
-        // The guest finds the last place first.
+        // The guest finds the device with the last number first.
         for (device, place) in self.devices.iter().zip((0..PLACES).rev()) {
             for (name, option) in device.options(place) {
                 add(name, Some(option.0));
@@ -187,7 +185,7 @@ impl MicroVm<'_> {
 }
 
 impl Device {
-    /// The host's half, if it has one, and the guest's half.
+    /// Returns the options of the back end, if there is one, and of the front end.
     fn options(&self, place: usize) -> Vec<(&'static str, Opt)> {
         let bus = format!("virtio-mmio-bus.{place}");
         match self {

@@ -1,6 +1,5 @@
-//! Owns: the engine that runs machines in QEMU's microvm.
-//! May use: `vmm` (its devices reach QEMU over vhost-user), `console`, `ended`. Knows no pod.
-//! Threads: per machine the warden (`process`) and those of the devices.
+//! Implements the engine that runs VMs in QEMU's microvm, with the devices of `vmm` over vhost-user. It knows no pods. Each
+//! VM has a warden thread (`process`) and the threads of its devices.
 
 mod args;
 mod qmp;
@@ -36,15 +35,15 @@ use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, Pau
 use crate::process::{Process, Warden};
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, Slot};
 
-/// Where Debian has QEMU.
+/// The path of QEMU on Debian.
 pub const PROGRAM: &str = "/usr/bin/qemu-system-x86_64";
 
-/// How long QEMU may take to stop or start its processors.
+/// The limit for QEMU to stop or resume its vCPUs.
 const CONTROL_LIMIT: Duration = Duration::from_secs(60);
-/// The devices that every machine has beside those of its spec (and its console): vsock, rng and the share.
+/// The number of devices besides those of the specification (and the console): vsock, rng and the share.
 const OWN_DEVICES: usize = 3;
 
-/// The engine. Cheap to make; holds nothing.
+/// The engine. It holds no resources.
 #[derive(Clone, Debug)]
 pub struct Qemu {
     program: PathBuf,
@@ -52,7 +51,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// An engine that runs `program` (an absolute path; see [`PROGRAM`]) with `accelerator` (see [`choose`](crate::choose)).
+    /// Returns an engine that runs `program` (an absolute path; see [`PROGRAM`]) with `accelerator` (see [`choose`](crate::choose)).
     pub fn new(program: impl Into<PathBuf>, accelerator: Accelerator) -> Qemu {
         Qemu { program: program.into(), accelerator }
     }
@@ -73,7 +72,7 @@ impl Engine for Qemu {
             let path = path.to_owned();
             move |source| EngineError::File { what, path, source }
         };
-        // QEMU would say it too, but only in its last words, after it has started.
+        // QEMU would report a missing file too, but only after it has started.
         for path in [&spec.kernel, &spec.initrd] {
             fs::File::open(path).map_err(file("open", path))?;
         }
@@ -103,8 +102,8 @@ impl Engine for Qemu {
             devices.push(serve(VhostKind::Fs, "share".into(), fs.device())?);
         }
         devices.extend((spec.console == ConsoleKind::Virtio).then_some(Device::Console));
-        // Where there is a place left: nothing but the node misses it. A huge page that was given back may be another's when the guest
-        // wants it again.
+        // The balloon is optional: it only saves memory of the node. The node may give a released huge page to another
+        // process, which would kill QEMU at the guest's next access.
         if devices.len() < PLACES && spec.memory_pages == MemoryPages::Transparent {
             devices.push(Device::Balloon);
         }
@@ -150,7 +149,7 @@ impl Engine for Qemu {
     }
 }
 
-/// One of our devices behind a socket in the machine's folder. Dropping it ends the device and removes the socket.
+/// A device of Nacelle behind a socket in the run directory. Dropping it ends the device and removes the socket.
 struct Backend {
     name: String,
     socket: PathBuf,
@@ -158,7 +157,7 @@ struct Backend {
 }
 
 impl Backend {
-    /// The socket listens when this returns: QEMU finds it.
+    /// Serves the device. The socket listens when this returns.
     fn serve(run_dir: &Path, name: String, device: Box<dyn nacelle_vmm::Device>) -> Result<Backend, EngineError> {
         let socket = run_dir.join(format!("{name}.sock"));
         let listener = UnixListener::bind(&socket).map_err(|source| EngineError::File {
@@ -195,7 +194,7 @@ struct QemuMachine {
     paused: AtomicBool,
     memory_mib: u32,
     reserve_mib: u32,
-    // Dropped last: QEMU has gone by then.
+    // Dropped last, after QEMU has ended.
     backends: Vec<Backend>,
 }
 
@@ -235,7 +234,7 @@ impl Machine for QemuMachine {
 impl Reserve for QemuMachine {
     fn give_back(&self, used_mib: u32) -> Result<(), EngineError> {
         let ended = EngineError::Ended { what: "take memory back from" };
-        // Each of our devices maps the same memory; what one gives back is gone for all, and for QEMU.
+        // All devices map the same memory; releasing it through one mapping releases it for all, and for QEMU.
         let memory = self.backends.iter().filter_map(|backend| backend.server.as_ref()).find_map(Server::memory);
         let unused = reserve(self.memory_mib, self.reserve_mib, used_mib);
         let memory = memory.ok_or(ended)?;

@@ -1,5 +1,5 @@
-//! Owns: the language in which QEMU is told to pause and resume: one JSON object a line, over an inherited socket.
-//! The answers come from a process that a guest may have taken over: bounded, and believed about nothing but itself.
+//! Speaks QMP with QEMU, to pause and resume it: one JSON object a line, over an inherited socket. A guest may have
+//! compromised QEMU, so replies are bounded and trusted about nothing but QEMU itself.
 
 use nacelle_base::{json, retry};
 use std::io::{self, Read, Write};
@@ -9,51 +9,51 @@ use std::time::{Duration, Instant};
 use nacelle_base::{Classify, Kind};
 use serde_json::Value;
 
-/// The longest line that is read, in bytes.
+/// The maximum length of a line that is read, in bytes.
 pub(crate) const MAX_LINE: usize = 64 << 10;
-/// The longest piece of QEMU's own words in an error, in characters.
+/// The maximum length of QEMU's own text in an error, in characters.
 const MAX_WORDS: usize = 200;
 
-/// QEMU did not do what it was told.
+/// QEMU did not execute a command.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// The connection.
+    /// The connection failed.
     #[error("cannot speak with QEMU")]
     Io {
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// No answer.
+    /// QEMU did not reply in time.
     #[error("QEMU did not answer {command} within {limit:?}")]
     Timeout {
         /// The command.
         command: &'static str,
-        /// The time allowed.
+        /// The limit of the wait.
         limit: Duration,
     },
     /// QEMU has closed the connection.
     #[error("QEMU has gone")]
     Closed,
-    /// A line that is too long.
+    /// A line is too long.
     #[error("QEMU sent a line of more than {limit} bytes")]
     LineTooLong {
-        /// The longest.
+        /// The maximum length in bytes.
         limit: usize,
     },
-    /// A line that is no JSON object.
+    /// A line is not a JSON object.
     #[error("QEMU sent something that is no QMP message")]
     Garbled {
-        /// Why not.
+        /// The cause.
         source: serde_json::Error,
     },
-    /// QEMU refused.
+    /// QEMU rejected the command.
     #[error("QEMU refuses {command}: {words:?} ({class})")]
     Refused {
         /// The command.
         command: &'static str,
         /// QEMU's class of error.
         class: String,
-        /// QEMU's words, cut to 200 characters.
+        /// QEMU's description, cut to 200 characters.
         words: String,
     },
 }
@@ -68,15 +68,14 @@ impl Classify for QmpError {
     }
 }
 
-/// One connection to QEMU's monitor. The greeting is read with the first command, so that nobody waits for it when
-/// the machine starts.
+/// A connection to QEMU's monitor. The greeting is read with the first command, so that the start of the VM does not wait for it.
 pub(crate) struct Qmp {
     stream: UnixStream,
     buffer: Vec<u8>,
     greeted: bool,
 }
 
-/// What a line means to somebody who waits for an answer.
+/// The meaning of a line for a caller that waits for a reply.
 #[derive(Debug, PartialEq)]
 enum Message {
     Answer,
@@ -93,8 +92,8 @@ impl Qmp {
         Qmp { stream, buffer: Vec::new(), greeted: false }
     }
 
-    /// Gives a command without arguments and waits for the answer. After an error other than `Refused` the
-    /// connection is of no more use.
+    /// Executes a command without arguments and waits for the reply. After an error other than `Refused` the connection
+    /// must not be used any more.
     pub fn execute(&mut self, command: &'static str, limit: Duration) -> Result<(), QmpError> {
         let until = Instant::now() + limit;
         if !self.greeted {
@@ -172,7 +171,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// A QEMU that answers the commands with these lines, one each, and then goes.
+    /// Returns a QEMU that replies to each command with one of these lines, and then closes the connection.
     fn qemu(answers: &'static [&'static str]) -> (Qmp, std::thread::JoinHandle<Vec<String>>) {
         let (near, far) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || {

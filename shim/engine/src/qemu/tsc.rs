@@ -1,18 +1,18 @@
-//! Owns: the speed of the host's time-stamp counter, which is what an emulated guest reads as its own.
-//! Told to the guest (`tsc_early_khz=`), it needs no calibration against an emulated timer: on a busy host that takes
-//! a third of a second, and often fails, and then the guest's clock has ticks of 4 ms.
+//! Measures the frequency of the host's time-stamp counter, which an emulated guest reads as its own. With the parameter
+//! `tsc_early_khz=` the guest need not calibrate it against an emulated timer, which on a busy host takes a third of a
+//! second and often fails; then the guest's clock has a resolution of 4 ms only.
 #![allow(unsafe_code)] // reason: the instruction RDTSC.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// How long it is measured.
+/// The duration of one measurement.
 const WINDOW: Duration = Duration::from_millis(2);
-/// What a processor of this time can have, in kHz. Anything else is a failed measurement.
+/// The plausible frequencies in kHz. Any other result is a failed measurement.
 const PLAUSIBLE: std::ops::RangeInclusive<u128> = 400_000..=10_000_000;
 
-/// Kernel parameters for an emulated machine: its TSC's speed, and no local APIC timer, which would be calibrated too
-/// (the PIT does its work).
+/// Returns the kernel parameters for an emulated VM: its TSC's frequency, and no local APIC timer, which would need
+/// calibration too (the PIT replaces it).
 pub(super) fn parameters() -> &'static [String] {
     static WORDS: OnceLock<Vec<String>> = OnceLock::new();
     WORDS.get_or_init(|| match emulated_tsc() {
@@ -21,12 +21,12 @@ pub(super) fn parameters() -> &'static [String] {
     })
 }
 
-/// The kernel parameter for the speed of an emulated guest's TSC; none where this machine's counter does not run like a clock.
+/// Returns the kernel parameter with the frequency of an emulated guest's TSC; `None` if this host's counter is not constant.
 pub fn emulated_tsc() -> Option<String> {
     measure().map(|khz| format!("tsc_early_khz={khz}"))
 }
 
-/// The counter at a moment: of several readings the one that took least time.
+/// Returns the counter and its time: of several readings the one that took the least time.
 fn reading() -> (Instant, u64) {
     let one = || {
         let before = Instant::now();
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn two_measurements_agree() {
-        // One of them may be wrong when the node is busy or the machine itself has been stopped for a while.
+        // A measurement may be wrong when the node is busy, or was itself paused for a while.
         let mut pairs = (0..50).map(|_| measure().zip(measure()));
         if pairs.clone().all(|pair| pair.is_none()) {
             println!("skipped: this machine's time-stamp counter does not run like a clock");

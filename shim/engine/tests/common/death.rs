@@ -1,4 +1,4 @@
-//! Owns: a process that starts a machine and is killed.
+//! Starts a VM in a process and kills that process.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::LONG;
 
-/// The folder of a machine whose process was killed once its guest had said hello; `None` where there are no machines.
+/// Returns the run directory of a VM whose process was killed once its guest had said hello; `None` where VMs cannot run.
 /// The process runs the test named `test` again, which must call this first.
 pub fn killed_with_a_machine<W: World>(test: &str, find: fn() -> Result<W, String>) -> Option<TempDir> {
     const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";

@@ -1,4 +1,4 @@
-//! Owns: the node's pool of huge pages, made larger for a test, and what a machine takes of it.
+//! Enlarges the node's pool of huge pages for a test, and tests a VM that uses it.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -12,9 +12,9 @@ use nacelle_engine::{EngineError, ExitKind};
 use super::LONG;
 
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-/// Of a machine of 128 MiB.
+/// The number of huge pages of a VM of 128 MiB.
 const NEEDED: u64 = 64;
-/// More than any node has.
+/// More memory than any node has.
 const TOO_MUCH_MIB: u32 = 64 << 20;
 
 fn read(name: &str) -> Result<u64, String> {
@@ -28,7 +28,7 @@ fn set(pages: u64) -> Result<(), String> {
     fs::write(&path, pages.to_string()).map_err(|error| format!("{path:?}: {error}"))
 }
 
-/// A pool with pages for a machine, until this is dropped. One at a time on a node.
+/// A pool with enough pages for a VM, restored on drop. Only one may exist on a node at a time.
 struct Pool {
     before: u64,
     _lock: nix::fcntl::Flock<File>,
@@ -57,8 +57,8 @@ impl Drop for Pool {
     }
 }
 
-/// A machine in huge pages has all of them from its start on and gives them back; one that is too large ends before
-/// its guest has begun.
+/// A VM in huge pages allocates all of them at its start and releases them at its end; one that is too large fails before
+/// its guest runs.
 pub fn a_machine_in_huge_pages(world: Option<Box<impl World>>) {
     let _turn = turn();
     let Some(world) = world else { return };

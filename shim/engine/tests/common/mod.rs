@@ -1,5 +1,4 @@
-//! Owns: what the suites of the engines that boot machines share: the kernel, the guest, a tap, huge pages, a
-//! console, a process that dies.
+//! Provides what the tests of the VM engines share: the kernel, the guest, a tap, huge pages, a console, a process that is killed.
 
 mod death;
 mod huge;
@@ -19,10 +18,10 @@ use std::time::{Duration, Instant};
 use nacelle_engine::NicSpec;
 use nacelle_engine::contract::{Bench, World, fnv, turn};
 
-/// Longer than anything takes on a slow and busy node.
+/// A limit that nothing reaches even on a slow and busy node.
 pub const LONG: Duration = Duration::from_secs(120);
 
-/// The guest's kernel: `NACELLE_KERNEL`, or the newest that `guest/build kernel` has left.
+/// Returns the guest's kernel: `NACELLE_KERNEL`, or the newest result of `guest/build kernel`.
 pub fn kernel() -> Result<PathBuf, String> {
     let missing = "no guest kernel (NACELLE_KERNEL, guest/build kernel)";
     found_kernel().filter(|path| path.exists()).ok_or(missing.into())
@@ -51,8 +50,8 @@ fn output(command: &mut Command) -> Result<Vec<u8>, String> {
     }
 }
 
-/// The suite's guest: built once for each version of its sources, and kept in the target directory: a node without a
-/// compiler finds it there.
+/// Returns the guest of the suite. It is built once for each version of its sources and kept in the target directory, so
+/// that a node without a compiler can use it.
 pub fn initrd() -> Result<PathBuf, String> {
     static INITRD: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let build = || {
@@ -75,12 +74,11 @@ pub fn initrd() -> Result<PathBuf, String> {
     INITRD.get_or_init(build).clone()
 }
 
-/// What the guest sends comes out of the tap, and the guest sees the MAC and the MTU that it was given.
-/// The tap has a queue for each processor.
+/// What the guest sends arrives at the tap, and the guest sees the specified MAC address and MTU. The tap has a queue for each vCPU.
 pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static>>, vcpus: u8) {
     let _turn = turn();
     let Some(world) = world else { return };
-    // A thread of its own, because it leaves the namespace of this process.
+    // The test has a thread of its own, because it leaves the network namespace of this process.
     let test = move || {
         let taps = match tap::tap_in_new_namespace("tap0", vcpus.into()) {
             Ok(taps) => taps,

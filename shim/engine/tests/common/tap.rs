@@ -1,4 +1,4 @@
-//! Owns: a tap in a network namespace that only the calling thread is in.
+//! Creates a tap in a network namespace that only the calling thread has entered.
 #![allow(unsafe_code)] // reason: TUNSETIFF has no safe wrapper.
 
 use std::fs::OpenOptions;
@@ -8,7 +8,7 @@ use std::process::Command;
 
 nix::ioctl_write_int!(tunsetiff, b'T', 202);
 
-/// Moves this thread into a new network namespace and makes a tap of so many queues there that is up.
+/// Moves this thread into a new network namespace and creates a tap with so many queues there that is up.
 pub fn tap_in_new_namespace(name: &str, queues: usize) -> Result<Vec<OwnedFd>, String> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).map_err(|error| format!("unshare: {error}"))?;
     let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
@@ -36,7 +36,7 @@ fn queue(name: &str, flags: libc::c_int) -> Result<OwnedFd, String> {
     Ok(tun.into())
 }
 
-/// Frames that have come out of the tap on the node's side, in this thread's namespace.
+/// Returns how many frames the tap has delivered on the node's side, in this thread's namespace.
 pub fn frames_received(name: &str) -> u64 {
     let table = std::fs::read_to_string("/proc/thread-self/net/dev").unwrap();
     let line = table.lines().find_map(|line| line.trim_start().strip_prefix(&format!("{name}:")).map(str::to_owned));

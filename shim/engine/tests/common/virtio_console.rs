@@ -1,4 +1,4 @@
-//! Owns: a guest whose console is a virtio device.
+//! Tests a guest whose console is a virtio device.
 
 use std::io::Write;
 
@@ -8,14 +8,14 @@ use nacelle_engine::contract::{Bench, World, turn};
 
 use super::LONG;
 
-/// The kernel's early words come over the serial port and the later ones, a panic's among them, over the device: all in
-/// one log, in their order, and none twice.
+/// The kernel's early messages come over the serial port and the later ones, including a panic's, over the device: all are
+/// in one log, in order, and none twice.
 pub fn a_console_on_virtio_has_all_words_in_order(world: Option<Box<impl World>>) {
     let _turn = turn();
     let Some(world) = world else { return };
     let bench = Bench::start(&*world, vec![], |spec| {
         spec.console = ConsoleKind::Virtio;
-        spec.cmdline.push("loglevel=6".into()); // notices too
+        spec.cmdline.push("loglevel=6".into()); // includes notices
     });
     bench.connect().write_all(b"panic\n").unwrap();
     let exit = bench.machine.wait(LONG).unwrap();

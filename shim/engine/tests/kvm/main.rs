@@ -1,6 +1,6 @@
-//! Owns: Nacelle's own VMM under the contract, with the guest kernel and the small init of this suite.
-//! Skipped, with the reason, where KVM does not run guests on hardware, or where the kernel or a compiler is missing.
-//! `NACELLE_TEST_BOOTS` is the number of boots in a row of `boot_after_boot` (3 without it).
+//! Runs the contract tests on Nacelle's own VMM, with the guest kernel and the small init of this suite. Skipped, with the
+//! reason, where KVM does not run guests on hardware, or where the kernel or a compiler is missing. `NACELLE_TEST_BOOTS` is
+//! the number of boots in a row of `boot_after_boot` (default 3).
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -32,7 +32,7 @@ impl World for KvmWorld {
         self.initrd.clone()
     }
 
-    /// It runs in this process: see `a_kernel_that_faults_at_once_has_died` and `nothing_outlives_a_killed_process`.
+    /// The VM runs in this process: see `a_kernel_that_faults_at_once_has_died` and `nothing_outlives_a_killed_process`.
     fn lose(&self, _run_dir: &Path) -> bool {
         false
     }
@@ -42,7 +42,7 @@ impl World for KvmWorld {
     }
 }
 
-/// A node without a compiler finds it made.
+/// Builds the guest, so that a node without a compiler finds it.
 #[test]
 fn the_suites_guest_is_made() {
     common::initrd().unwrap();
@@ -108,7 +108,7 @@ fn a_missing_or_strange_kernel_is_named() {
     assert!(text.contains("strange"), "{text}");
 }
 
-/// An ELF file of one segment at 16 MiB, where it is entered.
+/// Returns an ELF file with one segment at 16 MiB, which is also its entry point.
 fn tiny_kernel(code: &[u8]) -> Vec<u8> {
     const HEADERS: u64 = 64 + 56;
     const AT: u64 = 16 << 20;
@@ -117,15 +117,15 @@ fn tiny_kernel(code: &[u8]) -> Vec<u8> {
     let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
     let words = |file: &mut Vec<u8>, words: &[u64]| words.iter().for_each(|word| file.extend(word.to_le_bytes()));
     words(&mut file, &[AT, 64, 0]); // entry, program headers, no section headers
-    // Flags; the header's size; size and number of program headers; no section headers.
+    // Flags; the size of the header; size and number of program headers; no section headers.
     file.extend([0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 64, 0, 0, 0, 0, 0]);
-    file.extend([1, 0, 0, 0, 7, 0, 0, 0]); // to be loaded; readable, writable, executable
+    file.extend([1, 0, 0, 0, 7, 0, 0, 0]); // type LOAD; readable, writable, executable
     words(&mut file, &[HEADERS, AT, AT, length, length, 4096]);
     file.extend(code);
     file
 }
 
-/// A fault that nothing in the guest handles is no shutdown: the machine is lost, and there is no panic to read.
+/// A triple fault is not a shutdown: the VM is lost, and there is no panic message to read.
 #[test]
 fn a_kernel_that_faults_at_once_has_died() {
     let _turn = turn();
@@ -144,7 +144,7 @@ fn a_kernel_that_faults_at_once_has_died() {
     assert!(matches!(link.connect(1025, LONG), Err(LinkError::Stopped)));
 }
 
-/// A machine can be started again and again in one process.
+/// VMs can be started repeatedly in one process.
 #[test]
 fn boot_after_boot() {
     let _turn = turn();
@@ -159,7 +159,7 @@ fn boot_after_boot() {
     }
 }
 
-/// The machine is in its process: with that it is gone, and no name of it stays in the file system but its log.
+/// The VM ends with its process, and leaves no file but its log.
 #[test]
 fn nothing_outlives_a_killed_process() {
     let Some(folder) = common::killed_with_a_machine("nothing_outlives_a_killed_process", find) else { return };

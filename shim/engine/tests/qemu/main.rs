@@ -1,5 +1,5 @@
-//! Owns: QEMU under the contract, with the guest kernel and a small init of this suite.
-//! Skipped, with the reason, where QEMU, the kernel or a compiler is missing.
+//! Runs the contract tests on QEMU, with the guest kernel and the small init of this suite. Skipped, with the reason, where
+//! QEMU, the kernel or a compiler is missing.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -44,7 +44,7 @@ impl World for QemuWorld {
     }
 }
 
-/// The QEMU processes whose sockets lie in this folder.
+/// Returns the QEMU processes whose sockets lie in this directory.
 fn qemus(run_dir: &Path) -> Vec<i32> {
     let folder = run_dir.to_str().unwrap();
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
@@ -115,7 +115,7 @@ fn qemu_inherits_only_what_it_needs() {
     let _turn = turn();
     let Some(world) = world() else { return };
     let folder = tempfile::tempdir().unwrap();
-    // A descriptor that somebody forgot to mark.
+    // A descriptor that is not marked close-on-exec by mistake.
     let secret = fs::File::create(folder.path().join("secret")).unwrap();
     nix::fcntl::fcntl(&secret, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
     let engine = world.engine();

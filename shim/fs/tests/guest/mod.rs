@@ -1,4 +1,4 @@
-//! Owns: a guest of the tests: requests as bytes, over the streams on which they are copied or over queues that are lent.
+//! Implements the guest of the tests: sends requests as bytes, over streams or over shared virtqueues.
 
 #[path = "../../../vmm/tests/guest/mod.rs"]
 #[allow(dead_code, reason = "written for other tests")]
@@ -34,14 +34,14 @@ pub const INIT: u32 = 26;
 const CREATE: u32 = 35;
 /// The share's root.
 pub const ROOT: u64 = 1;
-/// A process, its root's place, and the guest's side of its requests.
+/// A file-server process, the directory of its root, and the guest's side of its requests.
 pub struct Guest {
-    /// None of them if the queues are lent.
+    /// The streams; empty if the virtqueues are shared.
     pub streams: Vec<UnixStream>,
-    /// Of other shares.
+    /// The streams of further shares.
     pub others: Vec<[UnixStream; 2]>,
     pub machine: Option<Machine>,
-    /// Where the machine has its requests and answers.
+    /// The guest address of requests and replies.
     pub room: u64,
     pub pushed: UnixStream,
     pub pid: nix::unistd::Pid,
@@ -50,7 +50,7 @@ pub struct Guest {
     _scaffold: tempfile::TempDir,
 }
 
-/// The bytes of the request's place, and of its answer's.
+/// The space for a request, and for its reply, in bytes.
 pub const ROOM: u32 = 70_000;
 
 impl Guest {
@@ -58,7 +58,7 @@ impl Guest {
         Guest::made(false)
     }
 
-    /// One that is shown a part, over both ways.
+    /// Starts a guest whose share serves one volume, with or without shared virtqueues.
     pub fn of_part(lent: bool, container: &str, volumes: &[Volume], part: &str) -> std::io::Result<Guest> {
         let scaffold = tempfile::tempdir().unwrap();
         let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO, Shown::Parts(2)).unwrap();
@@ -81,7 +81,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// One whose memory the process has, and serves its queues.
+    /// Starts a guest whose virtqueues the file-server process serves.
     pub fn lent() -> Guest {
         Guest::made(true)
     }
@@ -115,7 +115,8 @@ impl Guest {
         guest
     }
 
-    /// The first request of a guest's kernel: the oldest protocol with what is needed; all that Linux 6.12 can do, submounts among it.
+    /// Sends the first request of a guest's kernel: the oldest protocol version with the needed features, and all flags of
+    /// Linux 6.12, including submounts.
     pub fn begin(&mut self) {
         let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
         self.ask(INIT, 0, &init).unwrap();
@@ -130,7 +131,7 @@ impl Guest {
         attach(namespace.as_fd(), taker, container, volumes)
     }
 
-    /// The next word about volumes that are pushed.
+    /// Receives the next message about copied-in volumes.
     pub fn told(&mut self) -> Told {
         let mut length = [0; 4];
         self.pushed.read_exact(&mut length).unwrap();
@@ -146,7 +147,7 @@ impl Guest {
         self.told()
     }
 
-    /// The files of a volume that is pushed, with what is in them.
+    /// Returns the files of a copied-in volume, with their contents.
     pub fn files(&mut self, id: u32) -> Vec<(String, String)> {
         let mut ask = Ask::Begin { id, afresh: true };
         let mut files = Vec::new();
@@ -168,13 +169,13 @@ impl Guest {
         detach(namespace.as_fd(), Taker::Share, container).unwrap();
     }
 
-    /// The bytes of the answer behind its header, or the error.
+    /// Sends a request; returns the reply without its header, or the error.
     pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
         let request = self.request(opcode, node, body);
         self.raw(&request)
     }
 
-    /// A request that has no answer.
+    /// Sends a request that has no reply.
     pub fn tell(&mut self, opcode: u32, node: u64, body: &[u8]) {
         let request = self.request(opcode, node, body);
         let answer = match self.machine {
@@ -184,7 +185,7 @@ impl Guest {
         assert!(answer.is_empty(), "{answer:?}");
     }
 
-    /// A request with its header.
+    /// Builds a request with its header.
     pub fn request(&self, opcode: u32, node: u64, body: &[u8]) -> Vec<u8> {
         let length = u32::try_from(40 + body.len()).unwrap();
         let mut request = Vec::new();
@@ -220,7 +221,7 @@ impl Guest {
         answer
     }
 
-    /// The same over the queue; request and answer are cut into pieces at these places.
+    /// Sends a request over the virtqueue; request and reply are split into buffers at these offsets.
     pub fn there(&mut self, request: &[u8], cuts: &[u32]) -> Vec<u8> {
         let (room, answer_at) = (self.room, self.room + u64::from(ROOM));
         let machine = self.machine.as_mut().unwrap();
@@ -239,7 +240,7 @@ impl Guest {
         answer
     }
 
-    /// The bytes that are written to the buffers of a request.
+    /// Makes a descriptor chain available and returns the number of bytes that were written to its buffers.
     pub fn chain(&mut self, buffers: &[(u64, u32, bool)]) -> u32 {
         answer(self.machine.as_mut().unwrap(), buffers)
     }
@@ -253,7 +254,7 @@ impl Guest {
         path.split('/').try_fold(ROOT, |node, name| self.lookup(node, name))
     }
 
-    /// User and group of a file: in `fuse_entry_out` (40 bytes) comes `fuse_attr`, whose numbers they are from byte 68 on.
+    /// Returns user and group of a file: `fuse_attr` follows 40 bytes of `fuse_entry_out` and contains them from byte 68 on.
     pub fn owner(&mut self, path: &str) -> Result<(u32, u32), i32> {
         let node = self.find(path)?;
         // `fuse_attr_out`: 16 bytes, then the attributes.
@@ -266,7 +267,7 @@ impl Guest {
         Ok(self.opened(node, flags)?.0)
     }
 
-    /// The number of an open file, and what Linux is told of it.
+    /// Opens a file; returns its handle and the flags for Linux.
     pub fn opened(&mut self, node: u64, flags: i32) -> Result<(u64, u32), i32> {
         let opened = self.ask(OPEN, node, &[flags as u32, 0].map(u32::to_le_bytes).concat())?;
         let told = u32::from_le_bytes(opened[8..12].try_into().unwrap());
@@ -282,7 +283,7 @@ impl Guest {
         Ok(String::from_utf8(self.ask(READ, node, &body)?).unwrap())
     }
 
-    /// The number of a new file that is open, and what Linux is told of it: behind `fuse_entry_out`, 128 bytes.
+    /// Creates a file; returns its handle and the flags for Linux, which follow 128 bytes of `fuse_entry_out`.
     pub fn created(&mut self, folder: u64, name: &str) -> Result<(u64, u32), i32> {
         let answer = self.create(folder, name)?;
         let told = u32::from_le_bytes(answer[136..140].try_into().unwrap());
@@ -313,11 +314,11 @@ fn answer(machine: &mut Machine, buffers: &[(u64, u32, bool)]) -> u32 {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // With the device the streams end.
+        // The streams end with the device.
         self.machine = None;
         for stream in &self.streams {
-            let _ = stream.shutdown(std::net::Shutdown::Both); // it may be gone
+            let _ = stream.shutdown(std::net::Shutdown::Both); // the process may be gone
         }
-        let _ = waitpid(self.pid, None); // or have been waited for
+        let _ = waitpid(self.pid, None); // the process may have been reaped
     }
 }

@@ -1,4 +1,4 @@
-//! Owns: tests of queues that are lent to the process that has the volumes, and of large requests over a stream.
+//! Tests virtqueues that are shared with the file-server process, and large requests over a stream.
 
 use super::guest::{GETATTR, Guest, Queue, READ, RELEASE, ROOM, ROOT, WRITE, eventually};
 use super::{folder, volume};
@@ -24,7 +24,7 @@ pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
     let node = guest.find("c/0/file").unwrap();
     let handle = guest.open(node, libc::O_RDWR).unwrap();
     let data: Vec<u8> = (0..50_000u32).map(|number| (number / 7) as u8).collect();
-    // However request and answer are cut.
+    // The result does not depend on how request and reply are split.
     for (round, cuts) in [&[][..], &[40, 80], &[1, 2, 3, 15, 16, 17, 79, 81, 4096], &[40_000]].into_iter().enumerate() {
         let at = round as u64 * 100_000;
         let body = [transfer(handle, at, 50_000), data.clone()].concat();
@@ -45,13 +45,13 @@ pub fn a_large_request_arrives_whole_over_a_stream() {
     guest.attach("c", &[volume(&folder)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let file = guest.open(node, libc::O_RDWR).unwrap();
-    // More than a stream takes at once, and the most that virtiofsd writes.
+    // More than a stream accepts at once, and the maximum that virtiofsd writes.
     for length in [300_000u32, 1 << 20] {
         let data: Vec<u8> = (0..length).map(|number| (number / 3) as u8).collect();
         let written = guest.ask(WRITE, node, &[transfer(file, 0, length), data.clone()].concat()).unwrap();
         assert_eq!(written[..4], length.to_le_bytes());
         assert!(fs::read(folder.join("file")).unwrap() == data, "{length}");
-        // As Linux asks: there is room for that and no more.
+        // As Linux requests it: with space for exactly the reply.
         assert!(guest.ask(READ, node, &transfer(file, 10, ROOM - 16)).unwrap() == data[10..][..ROOM as usize - 16]);
     }
     drop(guest);
@@ -66,7 +66,7 @@ pub fn a_queue_is_lent_taken_back_and_lent_again() {
         assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
         let machine = guest.machine.as_mut().unwrap();
         if round == 0 {
-            // Another interrupt, while it runs.
+            // Changes the interrupt while the virtqueue is in use.
             machine.queues[1].call = EventFd::new(libc::EFD_NONBLOCK).unwrap();
             machine.front.set_vring_call(1, &machine.queues[1].call).unwrap();
         } else {
@@ -93,10 +93,10 @@ pub fn what_nobody_waits_for_is_told_all_the_same() {
     let (alone, with, other) = (release(first), release(second), guest.request(GETATTR, node, &[0; 16]));
     let machine = guest.machine.as_mut().unwrap();
     let place = |number: u64| guest.room + 4096 * number;
-    // One alone, then one before a question, with one kick: an interrupt for each kick.
+    // A request without a waiter alone, then one before a request with a waiter, with one kick: one interrupt for each kick.
     for requests in [&[alone][..], &[with, other]] {
         let Queue { driver, kick, call } = &mut machine.queues[1];
-        let _ = call.read(); // of what was before
+        let _ = call.read(); // drains earlier interrupts
         driver.want_interrupt();
         for (number, request) in (0..).step_by(2).zip(requests) {
             machine.memory.write_slice(request, GuestAddress(place(number))).unwrap();
@@ -124,7 +124,7 @@ pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
     let (own, at) = (1u64 << 60, guest.room);
     let request = guest.request(GETATTR, ROOT, &[0; 16]);
     guest.machine.as_ref().unwrap().memory.write_slice(&request, GuestAddress(at)).unwrap();
-    // Outside the guest's memory, at its end, in this process's own; to be read behind what is to be written; without room.
+    // Invalid addresses: outside guest memory, at its end, in the process's own; a readable buffer after a writable one; no space.
     let long = request.len() as u32;
     for (buffers, written) in [
         (vec![(1 << 40, long, false), (at + 4096, 200, true)], 0),
@@ -140,7 +140,7 @@ pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
     ] {
         assert_eq!(guest.chain(&buffers), written, "{buffers:x?}");
     }
-    // A ring that makes no sense is served no more; the process and the other queue live.
+    // An invalid ring is not served any more; the process and the other virtqueue continue.
     let machine = guest.machine.as_mut().unwrap();
     machine.queues[1].driver.set_available(20_000);
     machine.queues[1].kick();

@@ -1,6 +1,6 @@
-//! Owns: the manifest of an artifact: an image manifest of OCI with a type of its own. Pure; what is read comes from strangers, and its size
-//! is bounded before it comes here.
-//! Source: OCI image specification 1.1, manifest.md, "Guidelines for Artifact Usage".
+//! Writes and reads the manifest of an artifact: an OCI image manifest with an artifact type (OCI image specification 1.1,
+//! manifest.md, "Guidelines for Artifact Usage"). The functions are pure. The bytes that they read are untrusted; the caller
+//! bounds their size.
 
 use crate::ImageError;
 use crate::manifest::{Descriptor, ManifestError, RawDescriptor};
@@ -9,34 +9,34 @@ use nacelle_model::digest::Digest;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// The media type of all manifests here.
+/// The media type of all artifact manifests.
 pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
-/// The one layer of an artifact without any: registries may want one.
+/// The single layer of an artifact without files: some registries require a layer.
 pub const NOTHING: &[u8] = b"{}";
-/// Its media type.
+/// The media type of `NOTHING`.
 const EMPTY: &str = "application/vnd.oci.empty.v1+json";
-/// What a layer is called where people look.
+/// The annotation with the display name of a layer.
 const TITLE: &str = "org.opencontainers.image.title";
 
-/// What an artifact is, by its media types.
+/// The media types of a kind of artifact.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ArtifactKind {
-    /// Of the artifact.
+    /// The artifact type.
     pub artifact: &'static str,
-    /// Of its configuration.
+    /// The media type of the configuration.
     pub config: &'static str,
-    /// Of its layers, which are compressed with zstd.
+    /// The media type of the layers, which are compressed with zstd.
     pub layer: &'static str,
 }
 
-/// A manifest that was checked.
+/// A validated manifest.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Found {
     pub config: Descriptor,
     pub layers: Vec<Descriptor>,
 }
 
-/// Always the same for the same content.
+/// Writes a manifest. The same content always gives the same bytes.
 pub fn write(kind: &ArtifactKind, config: &[u8], layers: &[(Descriptor, String)]) -> Vec<u8> {
     let descriptor =
         |kind: &str, digest: &Digest, size: u64| json!({ "mediaType": kind, "digest": digest, "size": size });
@@ -75,7 +75,7 @@ struct Raw {
     manifests: Option<Vec<serde::de::IgnoredAny>>,
 }
 
-/// Reads a manifest of this kind. `name` is what it was found under.
+/// Reads a manifest of this kind. `name` is the name that it was found under, for errors.
 pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Result<Found, ImageError> {
     let wrong = |source| ImageError::Manifest { what: format!("manifest of {name}"), source };
     let other = |found: &str| {
@@ -87,7 +87,7 @@ pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Resul
         return other(raw.media_type.as_deref().unwrap_or("no manifest"));
     };
     let of_config = config.media_type().unwrap_or_default();
-    // Registries and tools of before OCI 1.1 may drop the first.
+    // Registries and tools older than OCI 1.1 may drop the artifact type.
     let said = raw.artifact_type.as_deref().filter(|said| !said.is_empty()).unwrap_or(of_config);
     let known = [kind.artifact, kind.config].contains(&said) && of_config == kind.config;
     if raw.manifests.is_some() || raw.schema_version != 2 || !known {

@@ -1,5 +1,5 @@
-//! Owns: artifacts in an OCI image layout, a folder of the node: where there is no registry.
-//! Blocks on files. Source: OCI image specification 1.1, image-layout.md.
+//! Stores artifacts in an OCI image layout, a directory of the node, where there is no registry (OCI image specification 1.1,
+//! image-layout.md). All functions block on files.
 
 use super::{ArtifactKind, document};
 use crate::ImageError;
@@ -13,9 +13,9 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// The name of a manifest in a layout's index.
+/// The annotation with the name of a manifest in a layout's index.
 const NAME: &str = "org.opencontainers.image.ref.name";
-/// The file that makes a folder a layout.
+/// The content of the file that marks a directory as a layout.
 const MARK: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
 
 /// A name in a layout.
@@ -26,7 +26,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Of `/FOLDER` or `/FOLDER:TAG`; `whole` is what people wrote.
+    /// Parses `/FOLDER` or `/FOLDER:TAG`. `whole` is the text that the user wrote, for errors.
     pub fn parse(whole: &str, text: &str) -> Result<Layout, ImageError> {
         let (folder, tag) = match text.rsplit_once(':') {
             Some((folder, tag)) if !tag.contains('/') => (folder, tag),
@@ -44,7 +44,7 @@ impl Layout {
         Ok(Layout { folder, tag: tag.to_owned() })
     }
 
-    /// As people write it.
+    /// The name as users write it.
     pub fn name(&self) -> String {
         format!("oci:{}:{}", self.folder.display(), self.tag)
     }
@@ -56,11 +56,11 @@ impl Layout {
     fn make(&self) -> Result<(), ImageError> {
         let blobs = self.folder.join("blobs/sha256");
         std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?;
-        // Of exports that were killed.
+        // Drafts of exports that were killed.
         Ok(draft::sweep(&blobs)?)
     }
 
-    /// Copies a file there.
+    /// Copies a file into the layout as a blob.
     pub fn put(&self, from: &Path, blob: &Descriptor) -> Result<(), ImageError> {
         self.make()?;
         let path = self.blob(&blob.digest);
@@ -73,17 +73,17 @@ impl Layout {
         Ok(draft.keep()?)
     }
 
-    /// Writes a few bytes there.
+    /// Writes a small blob.
     pub fn put_bytes(&self, bytes: &[u8]) -> Result<(), ImageError> {
         self.make()?;
         Ok(write_whole(&self.blob(&Digest::of(bytes)), bytes)?)
     }
 
-    /// Writes a manifest, and gives it the name, which another may have had.
+    /// Writes a manifest and sets the name to it. The manifest that had the name before loses it.
     pub fn publish(&self, kind: &ArtifactKind, manifest: &[u8]) -> Result<(), ImageError> {
         self.put_bytes(manifest)?;
         let (mark, index) = (self.folder.join("oci-layout"), self.folder.join("index.json"));
-        // One after the other, whoever they are.
+        // The lock makes publishing processes take turns.
         let lock = File::open(&self.folder).map_err(at("open", &self.folder))?;
         lock.lock().map_err(at("lock", &self.folder))?;
         write_whole(&mark, MARK)?;
@@ -108,7 +108,7 @@ impl Layout {
         Ok(write_whole(&index, whole.to_string().as_bytes())?)
     }
 
-    /// The manifest of this name, verified, and its digest.
+    /// Returns the verified manifest of this name, and its digest.
     pub fn manifest(&self) -> Result<(Vec<u8>, Digest), ImageError> {
         let index = self.read(&self.folder.join("index.json"), MAX_MANIFEST, "index.json")?;
         let why = "it is no OCI layout: there is no index.json in it";
@@ -122,7 +122,7 @@ impl Layout {
         Ok((self.bytes(&wanted, MAX_MANIFEST, "manifest")?, wanted.digest))
     }
 
-    /// A small blob, verified.
+    /// Returns a small blob, verified.
     pub fn bytes(&self, wanted: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
         let path = self.blob(&wanted.digest);
         let why = "a part that it names is not in it";
@@ -134,7 +134,7 @@ impl Layout {
         }
     }
 
-    /// A blob, to be read.
+    /// Opens a blob for reading.
     pub fn open(&self, blob: &Descriptor) -> Result<File, ImageError> {
         let path = self.blob(&blob.digest);
         Ok(File::open(&path).map_err(at("open", &path))?)

@@ -1,6 +1,6 @@
-//! Owns: artifacts: what lies in a registry, or in an OCI layout, and is no image: a configuration and compressed files, as others of this
-//! project want to keep them there. What comes from there is bounded, and verified before it counts.
-//! May use: `registry`. Threads: as `Store`.
+//! Pushes and fetches artifacts: a configuration and compressed files that other crates of this project keep in a registry or in
+//! an OCI layout. An artifact is not an image. Everything that is fetched is bounded, and verified before it is used. Compression
+//! and file access block on blocking threads, as in `Store`.
 
 mod document;
 mod layout;
@@ -22,21 +22,21 @@ use std::io::{self, Read};
 use std::path::Path;
 use tokio::sync::mpsc;
 
-/// How a layout on the node is named, in place of a registry: `oci:/FOLDER` or `oci:/FOLDER:TAG`.
+/// The prefix of a name that means a layout on the node instead of a registry: `oci:/FOLDER` or `oci:/FOLDER:TAG`.
 const LAYOUT: &str = "oci:";
 
-/// An artifact as it was found, verified but for its layers.
+/// The manifest and configuration of an artifact. Both are verified; the layers are not yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Artifact {
-    /// Of its manifest.
+    /// The digest of the manifest.
     pub digest: Digest,
-    /// Its configuration.
+    /// The content of the configuration.
     pub config: Vec<u8>,
-    /// Its files, compressed.
+    /// The compressed files.
     pub layers: Vec<Descriptor>,
 }
 
-/// One name for artifacts, and the way there.
+/// The name of an artifact, and the client or layout behind it.
 pub struct Artifacts {
     place: Place,
 }
@@ -47,8 +47,8 @@ enum Place {
 }
 
 impl Store {
-    /// Artifacts under this name, which is a reference as of an image, or `oci:/FOLDER:TAG`. `plain_http`: the registry is asked by
-    /// http, also if the configuration does not say so.
+    /// Opens the artifacts of this name: an image reference, or `oci:/FOLDER:TAG`. `plain_http` means that the registry is
+    /// contacted over HTTP even if the configuration does not say so.
     pub fn artifacts(&self, name: &str, auth: Option<Auth>, plain_http: bool) -> Result<Artifacts, ImageError> {
         let place = match name.strip_prefix(LAYOUT) {
             Some(layout) => Place::Layout(Layout::parse(name, layout)?),
@@ -63,7 +63,7 @@ impl Store {
 }
 
 impl Artifacts {
-    /// Puts a file there.
+    /// Uploads a file.
     pub async fn put(&self, packed: &Packed, moved: &Moved) -> Result<(), ImageError> {
         let Packed { path, blob, .. } = packed;
         match &self.place {
@@ -80,7 +80,7 @@ impl Artifacts {
         }
     }
 
-    /// Puts configuration and manifest there, when all layers are, and gives them the name.
+    /// Publishes configuration and manifest under the name. All layers must have been uploaded.
     pub async fn publish(
         &self,
         kind: &'static ArtifactKind,
@@ -93,7 +93,7 @@ impl Artifacts {
         match &self.place {
             Place::Registry(session, reference) => {
                 if let Some(named) = reference.digest() {
-                    // It would not be found under it.
+                    // A later fetch by this digest would not find it.
                     if named != digest {
                         return Err(ImageError::Digest { what: format!("artifact {reference}"), got: digest });
                     }
@@ -119,7 +119,7 @@ impl Artifacts {
         Ok(digest)
     }
 
-    /// What lies under the name, if it is of this kind: with at most so many layers, and so many bytes of configuration.
+    /// Returns the artifact of the name if it is of this kind and has at most `most` layers and a bounded configuration.
     pub async fn find(
         &self,
         kind: &'static ArtifactKind,
@@ -147,8 +147,8 @@ impl Artifacts {
         Ok(Artifact { digest, config, layers: found.layers })
     }
 
-    /// Brings a file, and unpacks it into this one, which is empty. If it is not as `blob` and `content` say, that is an error,
-    /// and what the file has then means nothing.
+    /// Downloads a file and unpacks it into `to`, which is empty. Fails if the data do not match `blob` and `content`; the
+    /// content of the file is then undefined.
     pub async fn fetch(
         &self,
         blob: &Descriptor,
@@ -167,7 +167,8 @@ impl Artifacts {
                     packed::unpack(source, &blob, &content, &to, &path, &moved)
                 });
                 let (sent, taken) = tokio::join!(session.download(&wanted, 0, sender), taking);
-                // If the download broke off, the other end only knows that nothing came any more.
+                // If the download failed, the unpacking thread only sees that the stream ended, so the error of the download
+                // comes first.
                 sent.and_then(|()| taken?)
             }
             Place::Layout(layout) => {
@@ -178,7 +179,7 @@ impl Artifacts {
         }
     }
 
-    /// For people.
+    /// The name for messages.
     pub fn name(&self) -> String {
         match &self.place {
             Place::Registry(_, reference) => reference.to_string(),
@@ -187,7 +188,7 @@ impl Artifacts {
     }
 }
 
-/// A download as a stream.
+/// A download as a byte stream.
 struct Incoming {
     receiver: mpsc::Receiver<Part>,
     piece: Bytes,
@@ -209,7 +210,7 @@ impl Read for Incoming {
     }
 }
 
-/// A file of these bytes that was packed: for tests of what comes after.
+/// Packs a file of these bytes. For tests of later stages.
 #[cfg(test)]
 fn sample(folder: &Path, name: &str, bytes: &[u8]) -> Packed {
     let (from, to) = (folder.join(name), folder.join(format!("{name}.zst")));

@@ -1,6 +1,5 @@
-//! Owns: files of artifacts, compressed with zstd and back, with the digests of both forms. What is unpacked comes from strangers: no more is
-//! written than was announced, and no more memory taken than a window of 8 MiB.
-//! Blocks on files.
+//! Compresses files of artifacts with zstd and decompresses them, with the digests of both forms. Decompressed data are
+//! untrusted: no more is written than was announced, and the decoder's window is at most 8 MiB. All functions block on files.
 
 use super::Descriptor;
 use crate::ImageError;
@@ -15,24 +14,24 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// How hard is tried: zstd's own default.
+/// The compression level: zstd's default.
 const LEVEL: i32 = 3;
-/// The largest window of what is unpacked, as a power of two. That of `LEVEL` has 21.
+/// The largest window that is decompressed, as a power of two. `LEVEL` itself uses 21.
 const WINDOW: u32 = 23;
-/// Bytes at a time, and the smallest hole that is left.
+/// The bytes of one read, and the smallest hole that is kept.
 const PIECE: usize = 64 << 10;
 
-/// How many bytes have moved, and whether they shall go on. Clones are the same.
+/// The number of bytes transferred so far, and a flag that cancels the transfer. Clones share both.
 #[derive(Clone, Debug, Default)]
 pub struct Moved(Arc<(AtomicU64, AtomicBool)>);
 
 impl Moved {
-    /// So many.
+    /// Returns the number of bytes transferred.
     pub fn bytes(&self) -> u64 {
         self.0.0.load(Ordering::Relaxed)
     }
 
-    /// Counts from here.
+    /// Sets the number of bytes transferred.
     pub fn set(&self, bytes: u64) {
         self.0.0.store(bytes, Ordering::Relaxed);
     }
@@ -41,7 +40,7 @@ impl Moved {
         self.0.0.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Nobody wants them any more: threads that move them end soon.
+    /// Cancels the transfer: threads that take part in it end soon.
     pub fn give_up(&self) {
         self.0.1.store(true, Ordering::Relaxed);
     }
@@ -51,27 +50,28 @@ impl Moved {
     }
 }
 
-/// What a file has in it.
+/// The digest and size of an uncompressed file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
-    /// The digest of all of it.
+    /// The digest of the whole file.
     pub digest: Digest,
-    /// Its bytes.
+    /// The file's size in bytes.
     pub size: u64,
 }
 
 /// A file that was compressed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packed {
-    /// Where it lies.
+    /// The path of the compressed file.
     pub path: PathBuf,
-    /// As it is.
+    /// The compressed form.
     pub blob: Descriptor,
-    /// What is in it.
+    /// The uncompressed form.
     pub content: Content,
 }
 
-/// Compresses an open file, which is called `from`, into another one, which must not be there. `moved` counts what was read.
+/// Compresses an open file (`from` is its name in errors) into a new file, which must not exist. `moved` counts the bytes that
+/// are read.
 pub fn pack(source: File, from: &Path, to: &Path, moved: &Moved) -> Result<Packed, ImageError> {
     let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
     let mut content = Hashed::new(source);
@@ -94,7 +94,8 @@ pub fn pack(source: File, from: &Path, to: &Path, moved: &Moved) -> Result<Packe
     Ok(Packed { path: to.to_owned(), blob: Descriptor { digest, size }, content })
 }
 
-/// Unpacks a stream into an empty file, which is synced then; `path` is what the file is called. Both must be as announced.
+/// Unpacks a stream into an empty file and syncs it; `path` is its name in errors. Fails if either form differs from what was
+/// announced.
 pub fn unpack(
     source: impl Read,
     blob: &Descriptor,
@@ -104,10 +105,10 @@ pub fn unpack(
     moved: &Moved,
 ) -> Result<(), ImageError> {
     let what = format!("blob {}", blob.digest);
-    // One byte more than it may have, to see that it has.
+    // The limit is one byte more than announced, so that a longer stream is noticed.
     let mut source = Hashed::new(source.take(blob.size.saturating_add(1)));
     let unpacked = unpack_pieces(&mut source, content, to, path, moved)?;
-    // What follows the compressed data belongs to the digest.
+    // Bytes after the compressed data belong to the digest.
     io::copy(&mut source, &mut io::sink()).map_err(at("receive", path))?;
     let (digest, size) = source.done();
     if digest != blob.digest || size != blob.size {
@@ -120,7 +121,7 @@ pub fn unpack(
     Ok(())
 }
 
-/// The digest of what was written.
+/// Writes the stream to the file and returns the digest of the content.
 fn unpack_pieces(
     source: &mut impl Read,
     content: &Content,
@@ -141,7 +142,7 @@ fn unpack_pieces(
             return Err(ImageError::TooLarge { what: format!("the content {}", content.digest), limit: content.size });
         }
         hash.update(read);
-        // What is not written is zeros.
+        // A piece of zeros becomes a hole.
         if read.iter().any(|byte| *byte != 0) {
             to.write_all_at(read, done).map_err(at("write", path))?;
         }
@@ -156,7 +157,7 @@ fn unpack_pieces(
     }
 }
 
-/// Reads until the buffer is full, or nothing comes any more.
+/// Reads until the buffer is full or the stream ends.
 fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
@@ -169,7 +170,7 @@ fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(filled)
 }
 
-/// A stream whose bytes are counted and hashed as they pass.
+/// A stream that counts and hashes the bytes that pass.
 struct Hashed<T> {
     inner: T,
     hash: Sha256,
@@ -266,7 +267,7 @@ mod tests {
         {
             assert!(unpacked(&stored, &blob, &content).is_err());
         }
-        // More after the end, a bit that fell over, half of it, no zstd at all.
+        // Trailing bytes, a flipped bit, a truncated stream, and bytes that are not zstd.
         let mut longer = stored.clone();
         longer.push(0);
         let mut other = stored.clone();

@@ -1,6 +1,6 @@
-//! The index of a layer: what the tar said, without the files' data, in the compact form that lies on the disk. It is written and
-//! read entry by entry, so that no layer is in memory in another form. The bytes come from our own disk, but they are read as if
-//! they were hostile.
+//! Encodes and decodes the index of a layer: the content of the tar without the files' data, in the compact form of the store. It
+//! is written and read entry by entry, so that no layer is in memory in another form. The bytes come from our own disk, but they
+//! are read as if they were hostile.
 
 use super::{BLOCK, MAX_PATH};
 use crate::budget::{Budget, BudgetError};
@@ -8,16 +8,16 @@ use nacelle_model::digest::Digest;
 
 const MAGIC: &[u8; 8] = b"NACLAYR1";
 
-/// Chunks of a sparse file at most; bigger files have bigger chunks.
+/// The maximum number of chunks of a sparse file; larger files have larger chunks.
 pub const MAX_CHUNKS: u64 = 1 << 16;
 
-/// Bytes of a number that is written before it is known.
+/// The bytes reserved for a number that is known only at the end.
 const PADDED: usize = 10;
-/// Bytes before the entries: the mark, the length of the blob and the number of entries.
+/// The bytes before the entries: the magic, the length of the blob and the number of entries.
 const HEAD: usize = MAGIC.len() + 2 * PADDED;
-/// Bytes of the checksum at the end.
+/// The length in bytes of the checksum at the end.
 const SUM: usize = 32;
-/// Bytes by which an index grows at least.
+/// The least number of bytes by which the buffer of an index grows.
 const GROWTH: usize = 64 << 10;
 
 /// One entry of the tar.
@@ -25,33 +25,33 @@ const GROWTH: usize = 64 << 10;
 pub struct Entry {
     /// The path without `/` at either end and without `.` and `..`; empty for the root.
     pub path: Vec<u8>,
-    /// Owner, times, extended attributes.
+    /// The owner, the times and the extended attributes.
     pub meta: Meta,
-    /// What it is.
+    /// The kind of the entry.
     pub what: What,
 }
 
-/// What every file has.
+/// The attributes that every file has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Meta {
-    /// Permissions, with setuid, setgid and sticky; no file type.
+    /// The permissions with setuid, setgid and sticky, without the file type.
     pub mode: u16,
-    /// The owner.
+    /// The owner's UID.
     pub uid: u32,
-    /// The group.
+    /// The group's GID.
     pub gid: u32,
-    /// Seconds since 1970.
+    /// The modification time in seconds since 1970.
     pub mtime: i64,
-    /// Nanoseconds in the second.
+    /// The nanoseconds of the modification time.
     pub nanos: u32,
-    /// Full names and values, sorted by name, each name once.
+    /// The extended attributes, full names and values, sorted by name, each name once.
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// What an entry is.
+/// The kinds of an entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum What {
-    /// A folder.
+    /// A directory.
     Folder,
     /// A file.
     File(Data),
@@ -65,44 +65,44 @@ pub enum What {
     Block(Device),
     /// A named pipe.
     Fifo,
-    /// The path does not exist any more in the layers below.
+    /// The path does not exist in the layers below.
     Whiteout,
-    /// Nothing that the layers below have in this folder exists any more.
+    /// The directory hides all entries that it has in the layers below.
     Opaque,
 }
 
 /// A device number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// 12 bits.
+    /// The major number, 12 bits.
     pub major: u32,
-    /// 20 bits.
+    /// The minor number, 20 bits.
     pub minor: u32,
 }
 
-/// Where the data of a file are.
+/// The position of a file's data in the blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Data {
-    /// In one piece.
+    /// The data are in one piece.
     Flat {
-        /// Bytes.
+        /// The size in bytes.
         size: u64,
         /// The first block of the blob; 0 if the file is empty.
         block: u32,
     },
-    /// In chunks of equal size; what no chunk covers is zeros.
+    /// The data are in chunks of equal size. Ranges without a chunk are zeros.
     Chunks {
-        /// Bytes, with the holes.
+        /// The size in bytes, including the holes.
         size: u64,
-        /// A chunk has `BLOCK << bits` bytes.
+        /// The binary logarithm of the chunk size in blocks: a chunk has `BLOCK << bits` bytes.
         bits: u8,
-        /// The number of the chunk and its first block in the blob, ascending by number.
+        /// The number of the chunk and its first block in the blob, in ascending order of numbers.
         chunks: Vec<(u32, u32)>,
     },
 }
 
 impl Data {
-    /// Whether any of it lies in the blob.
+    /// Returns whether any of the data are in the blob.
     pub fn stored(&self) -> bool {
         match self {
             Data::Flat { size, .. } => *size > 0,
@@ -111,18 +111,18 @@ impl Data {
     }
 }
 
-/// Why bytes are no index.
+/// Reasons that bytes are not a valid index.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IndexError {
-    /// Not written by this version, or cut, or changed on disk.
+    /// Another version wrote the index, or it is truncated or corrupt.
     #[error("it does not begin and end as one")]
     Damaged,
-    /// The checksum is right and the content is not.
+    /// The checksum matches but an entry is invalid.
     #[error("entry {entry} is wrong: {why}")]
     Entry {
-        /// Its number.
+        /// The entry's number.
         entry: u64,
-        /// The rule it breaks.
+        /// The rule that the entry violates.
         why: &'static str,
     },
 }
@@ -135,12 +135,12 @@ pub struct IndexWriter {
 }
 
 impl IndexWriter {
-    /// One without entries.
+    /// Returns an index without entries.
     pub fn new() -> Self {
         IndexWriter { bytes: vec![0; HEAD], count: 0 }
     }
 
-    /// Adds an entry; the memory for it is charged first.
+    /// Adds an entry. The memory for it is charged first.
     pub fn push(&mut self, entry: &Entry, budget: &mut Budget) -> Result<(), BudgetError> {
         self.grow(encoded_length(entry), budget)?;
         encode_entry(&mut self.bytes, entry);
@@ -158,12 +158,12 @@ impl IndexWriter {
         Ok(())
     }
 
-    /// Entries so far.
+    /// The number of entries so far.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The whole, of a layer whose blob has so many bytes.
+    /// Returns the complete index of a layer whose blob has `blob_length` bytes.
     pub fn finish(mut self, blob_length: u64) -> Vec<u8> {
         let mut head = MAGIC.to_vec();
         padded(&mut head, blob_length);
@@ -177,17 +177,17 @@ impl IndexWriter {
     }
 }
 
-/// An index that was read, and is whole. Its entries are decoded one by one.
+/// An index whose checksum has been verified. Its entries are decoded one by one.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerIndex<'a> {
-    /// Bytes of the blob, a multiple of `BLOCK`.
+    /// The length of the blob in bytes, a multiple of `BLOCK`.
     pub blob_length: u64,
     count: u64,
     entries: &'a [u8],
 }
 
 impl<'a> LayerIndex<'a> {
-    /// Checks what `IndexWriter` wrote, but for its entries.
+    /// Verifies everything that `IndexWriter` wrote except the entries.
     pub fn open(bytes: &'a [u8]) -> Result<Self, IndexError> {
         let (body, sum) = bytes.split_last_chunk::<SUM>().ok_or(IndexError::Damaged)?;
         if Digest::of(body).0 != *sum {
@@ -202,13 +202,13 @@ impl<'a> LayerIndex<'a> {
         }
     }
 
-    /// The entries, in the order of the tar; the last one is an error if one is wrong.
+    /// Returns the entries in the order of the tar. The iterator ends after the first invalid entry.
     pub fn entries(&self) -> Entries<'a> {
         Entries { reader: Reader(self.entries), blocks: self.blob_length / BLOCK, at: 0, count: self.count }
     }
 }
 
-/// See [`LayerIndex::entries`].
+/// The iterator of [`LayerIndex::entries`].
 pub struct Entries<'a> {
     reader: Reader<'a>,
     blocks: u64,
@@ -221,7 +221,7 @@ impl Iterator for Entries<'_> {
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.at == self.count {
-            // What follows the last one belongs to nothing.
+            // Bytes after the last entry make the index invalid.
             return (!std::mem::take(&mut self.reader.0).is_empty()).then_some(Err(IndexError::Damaged));
         }
         let wrong = |why| IndexError::Entry { entry: self.at, why };
@@ -235,7 +235,7 @@ impl Iterator for Entries<'_> {
     }
 }
 
-/// The rules on which the later stages rely.
+/// Checks the rules that the later stages rely on.
 fn check(entry: &Entry, blocks: u64) -> Result<(), &'static str> {
     let clean = |path: &[u8]| path.is_empty() || super::clean(path).join(&b'/') == path;
     if !clean(&entry.path) || entry.path.len() > MAX_PATH {
@@ -274,7 +274,7 @@ fn number(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
-/// A number in `PADDED` bytes, whatever it is.
+/// Writes a number in exactly `PADDED` bytes.
 fn padded(out: &mut Vec<u8>, value: u64) {
     for digit in 0..PADDED {
         let bits = (value >> (7 * digit) & 0x7f) as u8;
@@ -282,7 +282,7 @@ fn padded(out: &mut Vec<u8>, value: u64) {
     }
 }
 
-/// At least as many bytes as `encode_entry` writes.
+/// Returns an upper bound of the bytes that `encode_entry` writes.
 fn encoded_length(entry: &Entry) -> usize {
     let texts = entry.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 2 * PADDED).sum::<usize>();
     let content = match &entry.what {

@@ -1,7 +1,8 @@
-//! Turns one layer's stream into a blob and an index, in one pass: hash, decompress, hash, tar, blob.
-//! Two blocking threads work on a layer, so that decompressing and writing overlap: the caller's, and one that `ingest` starts and
-//! that ends with it. Both end soon after the budget's caller has gone. In memory are one entry, the pieces that travel, and the
-//! encoded index; all of it is charged to the budget.
+//! Turns the stream of one layer into a blob and an index in one pass: hash, decompress, hash, tar, blob.
+//!
+//! Two blocking threads work on a layer, so that decompressing and writing overlap: the caller's, and one that `ingest` starts
+//! and that ends with it. Both end soon after the budget's caller has cancelled. In memory are one entry, the pieces in transit,
+//! and the encoded index; all of it is charged to the budget.
 
 use super::index::{Data, Device, Entry, IndexWriter, MAX_CHUNKS, Meta, What};
 use super::tar::{Archive, Header, Kind, TarError};
@@ -14,34 +15,35 @@ use std::io::{self, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Bytes of extended attributes of one file, so that they fit behind its inode.
+/// The maximum bytes of extended attributes of one file, so that they fit behind its inode.
 const MAX_XATTRS: usize = 128 << 10;
-/// The size of the pieces that travel between the threads and to the disk.
+/// The size in bytes of the pieces that pass between the threads and to the disk.
 const PIECE: usize = 256 << 10;
-/// Pieces on their way between the threads.
+/// The maximum number of pieces in transit between the threads.
 const PIECES: usize = 8;
-/// What a layer takes in memory whatever is in it: the pieces and buffers of both threads, the pieces of a download (16 of at most
-/// 408 KiB, hyper's largest), the headers before one entry as they come and as they are read, and the map of one sparse file.
+/// The memory in bytes that a layer takes whatever its content is: the pieces and buffers of both threads, the pieces of a
+/// download (16 of at most 408 KiB, hyper's largest), the headers before one entry in raw and parsed form, and the map of one
+/// sparse file.
 pub const FIXED: u64 = 32 << 20;
-/// Bytes at the beginning of a stream that say how it is packed: the magic number and the longest header of a frame in zstd
+/// The bytes at the beginning of a stream that identify the compression: the magic number and the longest header of a zstd frame
 /// (RFC 8878, section 3.1.1.1), which is longer than the magic number of gzip.
 const START: usize = 4 + 14;
-/// The window of a stream in zstd that says no larger one in its first frame, as a power of two: what the encoders of image builders
-/// use at most. A larger one is charged as well.
+/// The window charged for a zstd stream whose first frame does not ask for a larger one, as a power of two: the largest that the
+/// encoders of image builders use. A larger one is charged as well.
 const WINDOW: u32 = 25;
 /// The largest window, as a power of two: that of `zstd --ultra`.
 const MAX_WINDOW: u32 = 27;
 
-/// What one layer may have.
+/// The limits of one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes when it is unpacked.
+    /// The maximum size in bytes of the unpacked layer.
     pub bytes: u64,
-    /// Entries.
+    /// The maximum number of entries.
     pub entries: u64,
 }
 
-/// Why a layer was not taken.
+/// Reasons that a layer is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum LayerError {
     /// The source failed: the download, or the file.
@@ -50,26 +52,26 @@ pub enum LayerError {
     /// The compressed stream is damaged.
     #[error("cannot decompress the layer")]
     Decompress(#[source] io::Error),
-    /// The archive in it is not one that we take.
+    /// The stream is not a tar archive that is supported.
     #[error("the layer is not a proper tar archive")]
     Tar(#[from] TarError),
-    /// An entry is not one that we take.
+    /// The archive has an entry that is not supported.
     #[error("the layer's entry {path:?} cannot be taken: {why}")]
     Entry {
-        /// Its path.
+        /// The entry's path.
         path: String,
-        /// The rule it breaks.
+        /// The rule that the entry violates.
         why: &'static str,
     },
-    /// It has more than it may.
+    /// The layer exceeds a limit.
     #[error("the layer has more than {limit} {what}")]
     TooLarge {
         /// "bytes" or "entries".
         what: &'static str,
-        /// How many it may have.
+        /// The limit.
         limit: u64,
     },
-    /// It costs more than it may.
+    /// The layer exceeds its budget.
     #[error("the layer cannot be unpacked")]
     Budget(#[from] BudgetError),
     /// The blob cannot be written.
@@ -77,24 +79,24 @@ pub enum LayerError {
     Write(#[source] io::Error),
 }
 
-/// A layer that was read to its end. Nothing says yet that it is the right one.
+/// A layer that was read to its end. The caller still has to compare the digests with the expected ones.
 #[derive(Debug)]
 pub struct Ingested {
-    /// The digest of the stream as it came.
+    /// The digest of the stream as received.
     pub digest: Digest,
-    /// The digest of the tar in it.
+    /// The digest of the unpacked tar.
     pub diff_id: Digest,
-    /// What is in it, as `LayerIndex` reads it.
+    /// The index, as `LayerIndex` reads it.
     pub index: Vec<u8>,
 }
 
-/// Reads a layer from `source`, gzip, zstd or plain as its first bytes say, and writes the files' data into
-/// `blob`, which is synced then. The index is charged to the budget as long as that lives.
+/// Reads a layer from `source` (gzip, zstd or plain, detected by its first bytes) and writes the files' data into `blob`, which
+/// is synced at the end. The index is charged to the budget for the lifetime of the budget.
 pub fn ingest(source: impl Read, blob: &File, limits: Limits, budget: &mut Budget) -> Result<Ingested, LayerError> {
     let cancel = budget.cancel().clone();
     budget.charge(FIXED)?;
     let mut source = Hashing::new(source, &cancel);
-    // One read may return less, whatever the sender's pieces are.
+    // One read may return less than `START` bytes.
     let mut start = Vec::with_capacity(START);
     let read = (&mut source).take(START as u64).read_to_end(&mut start);
     read.map_err(|error| failed(error, &cancel, LayerError::Source))?;
@@ -108,9 +110,9 @@ pub fn ingest(source: impl Read, blob: &File, limits: Limits, budget: &mut Budge
         let unpacking = scope.spawn(move || unpack(receiver, blob, limits, budget));
         let fed = feed(source, packing, sender, &cancel);
         let unpacked = unpacking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        // If the reader stopped, it knows why, and the feeder only knows that nobody listens.
+        // If the unpacking thread stopped, its error is the cause; the feeder only saw that the channel was closed.
         match (fed, unpacked) {
-            // Either thread may be the first that finds it cancelled, and the other only sees what follows.
+            // Either thread may see the cancellation first; the other one only sees the consequences.
             (Err(_), _) | (_, Err(_)) if cancel.is_cancelled() => Err(BudgetError::Cancelled.into()),
             (_, Err(error @ LayerError::Budget(_))) => Err(error),
             (Err(Fed::Failed(error)), _) => Err(error),
@@ -131,12 +133,12 @@ enum Fed {
     Unheard,
 }
 
-/// An error of a stream, which may be that the work was cancelled.
+/// Converts an error of a stream, which may be the cancellation.
 fn failed(error: io::Error, cancel: &Cancel, what: impl FnOnce(io::Error) -> LayerError) -> LayerError {
     if cancel.is_cancelled() { BudgetError::Cancelled.into() } else { what(error) }
 }
 
-/// How a stream is compressed.
+/// The compression of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Packing {
     Plain,
@@ -148,7 +150,7 @@ enum Packing {
 }
 
 impl Packing {
-    /// That of a stream that begins so.
+    /// Detects the compression by the first bytes of a stream.
     fn of(start: &[u8]) -> Packing {
         match start {
             [0x1f, 0x8b, ..] => Packing::Gzip,
@@ -161,10 +163,10 @@ impl Packing {
     }
 }
 
-/// The window that the header of a frame asks for, as a power of two that is not smaller (RFC 8878, section 3.1.1.1).
+/// Returns the window that the header of a frame asks for, rounded up to a power of two (RFC 8878, section 3.1.1.1).
 fn window(frame: &[u8]) -> Option<u32> {
     let (&descriptor, rest) = frame.split_first()?;
-    // One segment: the window is the whole content. Its size follows the number of a dictionary.
+    // A single segment: the window is the whole content. The content size follows the dictionary id.
     if descriptor & 0x20 != 0 {
         let (dictionary, field) = (descriptor & 3, descriptor >> 6);
         let size = rest.get((1 << dictionary >> 1)..)?.get(..1 << field)?;
@@ -178,7 +180,7 @@ fn window(frame: &[u8]) -> Option<u32> {
     Some(10 + u32::from(value >> 3) + u32::from(value & 7 != 0))
 }
 
-/// First thread: hashes what comes and sends it decompressed to the second.
+/// The first thread: hashes the stream and sends it decompressed to the second.
 fn feed<R: Read>(
     mut source: BufReader<io::Chain<io::Cursor<Vec<u8>>, Hashing<R>>>,
     packing: Packing,
@@ -200,13 +202,13 @@ fn feed<R: Read>(
         Some(error) => Fed::Failed(failed(error, cancel, LayerError::Decompress)),
     })?;
     drop(sender);
-    // What follows the compressed data belongs to the digest.
+    // Bytes after the compressed data belong to the digest.
     io::copy(&mut source, &mut io::sink()).map_err(of_source)?;
     let (_start, hashing) = source.into_inner().into_inner();
     Ok(Digest(hashing.hash.finalize().into()))
 }
 
-/// Sends everything; the error is none if nobody listens.
+/// Sends everything. Returns no error if the receiver has gone.
 fn forward(mut stream: impl Read, sender: &SyncSender<Vec<u8>>, cancel: &Cancel) -> Result<(), Option<io::Error>> {
     loop {
         if cancel.is_cancelled() {
@@ -249,7 +251,7 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
-/// The pieces that the first thread sends, as a stream.
+/// The pieces from the first thread, as a stream.
 struct Pieces {
     receiver: Receiver<Vec<u8>>,
     piece: io::Cursor<Vec<u8>>,
@@ -270,7 +272,7 @@ impl Read for Pieces {
     }
 }
 
-/// Second thread: reads the tar, writes the blob.
+/// The second thread: reads the tar and writes the blob.
 fn unpack(
     receiver: Receiver<Vec<u8>>,
     blob: &File,
@@ -314,7 +316,7 @@ impl<R: Read> Read for Counted<R> {
     }
 }
 
-/// Checks one entry and stores its data; none for the private marks of an old storage driver.
+/// Checks one entry and stores its data. Returns `None` for the private marks of AUFS.
 fn entry<R: Read>(
     header: Header,
     archive: &mut Archive<R>,
@@ -372,7 +374,8 @@ fn entry<R: Read>(
     Ok(Some(Entry { path: parts.join(&b'/'), meta, what }))
 }
 
-/// Sorts them, the last of a name wins; takes away what would talk to the guest's overlay and what EROFS cannot hold.
+/// Sorts the attributes; the last of a name wins. Removes those that the guest's overlay would interpret and those that EROFS
+/// cannot store.
 fn clean_xattrs(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>) -> Result<(), &'static str> {
     xattrs.retain(|(name, _)| {
         let overlay = name.starts_with(b"trusted.overlay.") || name.starts_with(b"user.overlay.");
@@ -394,19 +397,19 @@ fn clean_xattrs(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>) -> Result<(), &'static str
     Ok(())
 }
 
-/// Writes the blob: data begin at block boundaries; gaps are holes or zeros.
+/// Writes the blob. Data begin at block boundaries; gaps are holes or zeros.
 struct BlobWriter<'a> {
     file: &'a File,
-    /// Bytes that belong at `start` and are not written yet.
+    /// Bytes from `start` on that are not written yet.
     buffer: Vec<u8>,
     start: u64,
-    /// The end of all that is reserved, a multiple of `BLOCK`.
+    /// The end of the reserved range, a multiple of `BLOCK`.
     end: u64,
     limit: u64,
 }
 
 impl BlobWriter<'_> {
-    /// Reserves whole blocks for so many bytes; returns where they begin.
+    /// Reserves whole blocks for `size` bytes and returns their offset.
     fn reserve(&mut self, size: u64) -> Result<u64, LayerError> {
         let too_large = LayerError::TooLarge { what: "bytes", limit: self.limit };
         let end = size.checked_next_multiple_of(BLOCK).and_then(|size| self.end.checked_add(size));
@@ -506,7 +509,7 @@ impl BlobWriter<'_> {
     }
 }
 
-/// The block at this byte; `reserve` has seen to it that it fits.
+/// Returns the number of the block at this offset. `reserve` has made sure that it fits.
 fn block(at: u64) -> u32 {
     u32::try_from(at / BLOCK).unwrap_or(u32::MAX)
 }

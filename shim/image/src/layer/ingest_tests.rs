@@ -1,4 +1,4 @@
-//! Tests of ingest with damaged, cut, odd and costly streams.
+//! Tests ingest with damaged, truncated, unusual and expensive streams.
 
 use super::*;
 use crate::budget::Pool;
@@ -112,7 +112,7 @@ fn a_bomb_ends_at_the_limit() {
     }
 }
 
-/// A tar of files, each with these pax records before it.
+/// Returns a tar of files, each with these pax records before it.
 fn with_records(files: usize, records: &[(&str, &[u8])]) -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
     for n in 0..files {
@@ -141,7 +141,7 @@ fn an_index_that_is_too_large_is_refused() {
     let value = vec![b'x'; 60_000];
     let tar = gzip(&with_records(99, &[("SCHILY.xattr.user.a", &value)]));
     let blob = tempfile::tempfile().unwrap();
-    // A quarter of it for a layer: its fixed part, and 2 MiB.
+    // A layer gets a quarter of the pool: here the fixed part and 2 MiB.
     let pool = Pool::new(4 * (FIXED + (2 << 20)));
     let mut budget = Budget::layer(&pool, &Cancel::default());
     let limits = Limits { bytes: 16 << 20, ..LIMITS };
@@ -153,7 +153,7 @@ fn an_index_that_is_too_large_is_refused() {
 
 #[test]
 fn a_layer_that_is_cancelled_ends() {
-    /// Zeros for ever; after some of them the caller goes.
+    /// Endless zeros. The caller cancels after some of them.
     struct Endless(Cancel, u64);
     impl Read for Endless {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -193,11 +193,11 @@ fn windows_of_zstd_are_those_of_the_first_frame() {
         let (blob, limits) = (tempfile::tempfile().unwrap(), Limits { bytes: 64 << 20, ..LIMITS });
         let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
         ingest(&stream[..], &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
-        // However small the pieces are in which it comes.
+        // The result does not depend on the size of the pieces.
         let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
         ingest(Bytewise(&stream), &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
     }
-    // The second frame must not ask for more than was charged.
+    // The second frame must not ask for a larger window than was charged.
     let mut encoder = zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
     encoder.window_log(27).unwrap();
     encoder.write_all(&sample()).unwrap();
@@ -230,13 +230,13 @@ proptest! {
         if let Ok((ingested, blob)) = take(&stream) {
             prop_assert_eq!(ingested.digest, Digest::of(&stream));
             prop_assert_eq!(blob.len() as u64, index(&ingested).blob_length);
-            // Whatever is taken keeps the rules on which the later stages rely.
+            // Every accepted layer satisfies the rules that the later stages rely on.
             prop_assert!(index(&ingested).entries().all(|entry| entry.is_ok()));
         }
     }
 }
 
-/// A stream of which each read returns one byte, as a slow sender's may.
+/// A stream of which each read returns one byte, as from a slow sender.
 struct Bytewise<'a>(&'a [u8]);
 
 impl Read for Bytewise<'_> {

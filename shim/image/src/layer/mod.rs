@@ -1,21 +1,21 @@
-//! Owns: one layer: from a tar stream to a blob with the files' data and an index with everything else.
-//! May use: nothing else of this crate but digests.
+//! Converts one layer from a tar stream to a blob with the files' data and an index with everything else. Uses nothing else of
+//! this crate but digests and the budget.
 
 pub mod index;
 pub mod ingest;
 pub mod tar;
 
-/// The unit of everything that a guest maps: the block size of the EROFS and the alignment of file data.
+/// The unit of everything that a guest maps, in bytes: the block size of the EROFS and the alignment of file data.
 pub const BLOCK: u64 = 4096;
 
-/// The longest name of one file or folder.
+/// The maximum length in bytes of the name of one file or directory.
 pub const MAX_NAME: usize = 255;
 
-/// The longest path and the longest symlink target that Linux takes, without the final NUL.
+/// The maximum length in bytes of a path and of a symlink target on Linux, without the final NUL.
 pub const MAX_PATH: usize = 4095;
 
-/// Splits a path into its parts, in the way in which tools that unpack layers into a folder do: `.` and empty parts
-/// vanish, `..` takes the part before it away and stays at the root when there is none.
+/// Splits a path into its parts as tools do that unpack layers into a directory: `.` and empty parts are dropped, and `..`
+/// removes the part before it or has no effect at the root.
 pub fn clean(path: &[u8]) -> Vec<&[u8]> {
     let mut parts: Vec<&[u8]> = Vec::new();
     for part in path.split(|&byte| byte == b'/') {

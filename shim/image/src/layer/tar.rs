@@ -1,41 +1,42 @@
-//! Owns: reading a tar stream from a stranger: ustar, GNU and pax headers, long names, all forms of sparse
-//! files. Nothing in it allocates more than the limits below, whatever the headers say.
+//! Reads an untrusted tar stream: ustar, GNU and pax headers, long names, and all forms of sparse files. Nothing here allocates
+//! more than the limits below, whatever the headers contain.
 
 use std::io::{self, Read};
 
-/// Bytes of one pax header or long name.
+/// The maximum size in bytes of one pax header or long name.
 const MAX_SPECIAL: u64 = 1 << 20;
-/// Bytes of all of them before one entry.
+/// The maximum size in bytes of all pax headers and long names before one entry.
 const MAX_SPECIALS: u64 = 4 << 20;
-/// Pieces of one sparse file.
+/// The maximum number of pieces of one sparse file.
 const MAX_PIECES: usize = 1 << 18;
-/// Extended attributes of one entry: what Linux allows users on the files of kernfs (KERNFS_MAX_USER_XATTRS in
-/// include/linux/kernfs.h). Their names are then far below the 64 KiB that listxattr(2) returns (XATTR_LIST_MAX).
+/// The maximum number of extended attributes of one entry: the number that Linux allows users on the files of kernfs
+/// (KERNFS_MAX_USER_XATTRS in include/linux/kernfs.h). Their names are then far below the 64 KiB that listxattr(2) returns
+/// (XATTR_LIST_MAX).
 const MAX_XATTRS: usize = 128;
 const BLOCK: u64 = 512;
 
-/// Why a stream is no tar that we take.
+/// Reasons that a stream is not a supported tar archive.
 #[derive(Debug, thiserror::Error)]
 pub enum TarError {
     /// The stream failed or ended inside an entry.
     #[error("cannot read the archive at byte {at}")]
     Read {
-        /// Bytes read before.
+        /// The offset in the stream.
         at: u64,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// A header breaks a rule.
+    /// A header violates a rule.
     #[error("the header before byte {at} of the archive is wrong: {why}")]
     Header {
-        /// Bytes read before.
+        /// The offset in the stream.
         at: u64,
-        /// The rule it breaks.
+        /// The rule that the header violates.
         why: &'static str,
     },
 }
 
-/// What kind of entry a header starts.
+/// The kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A regular file.
@@ -48,51 +49,50 @@ pub enum Kind {
     Char,
     /// A block device.
     Block,
-    /// A folder.
+    /// A directory.
     Folder,
     /// A named pipe.
     Fifo,
 }
 
-/// One entry, as the archive names it.
+/// One entry as the archive names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The path as it stands there: it may be absolute or hold `..`.
+    /// The path as in the archive: it may be absolute or contain `..`.
     pub path: Vec<u8>,
     /// The target of a link.
     pub link: Vec<u8>,
-    /// What it is.
+    /// The kind of the entry.
     pub kind: Kind,
     /// The lower 12 bits of the mode.
     pub mode: u16,
-    /// The owner.
+    /// The owner's UID.
     pub uid: u32,
-    /// The group.
+    /// The group's GID.
     pub gid: u32,
-    /// Seconds since 1970.
+    /// The modification time in seconds since 1970.
     pub mtime: i64,
-    /// Nanoseconds in the second.
+    /// The nanoseconds of the modification time.
     pub nanos: u32,
-    /// Device numbers.
+    /// The major and minor device number.
     pub device: (u32, u32),
-    /// Bytes of the file when it is unpacked.
+    /// The size in bytes of the unpacked file.
     pub size: u64,
-    /// `SCHILY.xattr` records, in the archive's order.
+    /// The `SCHILY.xattr` records in the archive's order.
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
-    /// For a sparse file, the pieces (offset, length) that have data, ascending; the data follow one another
-    /// in the stream.
+    /// For a sparse file, the pieces (offset, length) that have data, ascending. The data follow one another in the stream.
     pub sparse: Option<Vec<(u64, u64)>>,
-    /// Where the data begin in the stream.
+    /// The offset of the data in the stream.
     pub data_at: u64,
 }
 
-/// A tar stream. `next` gives an entry, `read` its data.
+/// A tar stream. `next` returns an entry, `read` its data.
 pub struct Archive<R> {
     stream: R,
     at: u64,
-    /// Bytes of data of the present entry not read yet.
+    /// The bytes of data of the current entry that have not been read.
     remaining: u64,
-    /// Bytes up to the next block after them.
+    /// The padding in bytes from the end of the data to the next block.
     padding: u64,
 }
 
@@ -111,17 +111,17 @@ impl<R: Read> Read for Archive<R> {
 }
 
 impl<R: Read> Archive<R> {
-    /// An archive that begins where the stream is.
+    /// Returns an archive that begins at the position of the stream.
     pub fn new(stream: R) -> Self {
         Archive { stream, at: 0, remaining: 0, padding: 0 }
     }
 
-    /// The stream, wherever it is.
+    /// Returns the stream at its current position.
     pub fn into_inner(self) -> R {
         self.stream
     }
 
-    /// The next entry, or none at the end of the archive. Data of the last one that nobody read are skipped.
+    /// Returns the next entry, or `None` at the end of the archive. Skips unread data of the previous one.
     pub fn next(&mut self) -> Result<Option<Header>, TarError> {
         let mut extra = Extra::default();
         let mut left = MAX_SPECIALS;
@@ -153,14 +153,14 @@ impl<R: Read> Archive<R> {
         self.padding = size.wrapping_neg() % BLOCK;
     }
 
-    /// Goes to the header after the present entry.
+    /// Skips to the header after the current entry.
     fn skip(&mut self) -> Result<(), TarError> {
         self.remaining = self.remaining.saturating_add(std::mem::take(&mut self.padding));
         io::copy(self, &mut io::sink()).map_err(|source| TarError::Read { at: self.at, source })?;
         Ok(())
     }
 
-    /// The next 512 bytes, or none if the stream ends here.
+    /// Returns the next 512 bytes, or `None` if the stream ends here.
     fn block(&mut self) -> Result<Option<Raw>, TarError> {
         let mut raw = [0; 512];
         let mut filled = 0;
@@ -179,7 +179,7 @@ impl<R: Read> Archive<R> {
         Ok(Some(Raw(raw)))
     }
 
-    /// The next header, or none at the end: a block of zeros, or no bytes at all.
+    /// Returns the next header, or `None` at the end: a block of zeros, or the end of the stream.
     fn header(&mut self) -> Result<Option<Raw>, TarError> {
         let Some(raw) = self.block()? else { return Ok(None) };
         if raw.0.iter().all(|&byte| byte == 0) {
@@ -188,7 +188,7 @@ impl<R: Read> Archive<R> {
         if raw.checksum_is_right() { Ok(Some(raw)) } else { Err(self.wrong("the checksum does not fit")) }
     }
 
-    /// The content of a pax header or long name.
+    /// Reads the content of a pax header or long name.
     fn special(&mut self, size: u64) -> Result<Vec<u8>, TarError> {
         if size > MAX_SPECIAL {
             return Err(self.wrong("a pax header or long name is longer than 1 MiB"));
@@ -256,7 +256,7 @@ impl<R: Read> Archive<R> {
         Ok(Header { path, link, kind, mode, uid, gid, mtime, nanos, device, size, xattrs, sparse, data_at })
     }
 
-    /// The map in an old GNU header and in the blocks that extend it.
+    /// Reads the map in an old GNU header and in the blocks that extend it.
     fn old_sparse_map(&mut self, raw: &Raw) -> Result<Vec<(u64, u64)>, TarError> {
         let mut map = Vec::new();
         let mut more = raw.pieces(386, 4, &mut map).map_err(|why| self.wrong(why))? && raw.0.get(482) == Some(&1);
@@ -270,7 +270,7 @@ impl<R: Read> Archive<R> {
         Ok(map)
     }
 
-    /// The map of pax format 1.0: decimal numbers, one a line, before the data, padded to a block.
+    /// Reads the map of pax format 1.0: decimal numbers, one a line, before the data, padded to a block.
     fn sparse_map_in_data(&mut self) -> Result<Vec<(u64, u64)>, TarError> {
         let start = self.remaining;
         let count = usize::try_from(self.line()?).ok().filter(|&count| count <= MAX_PIECES);
@@ -320,7 +320,7 @@ impl<R: Read> Archive<R> {
 }
 
 impl<R: io::Seek> Archive<io::BufReader<R>> {
-    /// Leaves the data of the present entry out without reading them.
+    /// Seeks past the data of the current entry without reading them.
     pub fn jump(&mut self) -> Result<(), TarError> {
         let length = self.remaining.saturating_add(std::mem::take(&mut self.padding));
         self.remaining = 0;
@@ -332,7 +332,7 @@ impl<R: io::Seek> Archive<io::BufReader<R>> {
     }
 }
 
-/// What the headers before an entry say about it.
+/// The values that the headers before an entry set for it.
 #[derive(Default)]
 struct Extra {
     path: Option<Vec<u8>>,
@@ -347,17 +347,17 @@ struct Extra {
 
 #[derive(Default)]
 struct Sparse {
-    /// Format 1.0: the map is before the data.
+    /// Format 1.0: the map precedes the data.
     version: Option<()>,
     name: Option<Vec<u8>>,
     size: Option<u64>,
     map: Option<Vec<(u64, u64)>>,
-    /// Format 0.0: an offset whose length has not come yet.
+    /// Format 0.0: an offset whose length has not been read yet.
     offset: Option<u64>,
 }
 
 impl Extra {
-    /// Takes the records `LENGTH KEY=VALUE\n` of a pax header.
+    /// Parses the records `LENGTH KEY=VALUE\n` of a pax header.
     fn pax(&mut self, mut content: &[u8]) -> Result<(), &'static str> {
         while !content.is_empty() {
             let (key, value, rest) = record(content).ok_or("a pax record is not LENGTH KEY=VALUE")?;
@@ -414,7 +414,7 @@ impl Extra {
     }
 }
 
-/// Splits the first record off: key, value, and what follows.
+/// Splits off the first record: key, value, and the rest.
 fn record(content: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let space = content.iter().take(8).position(|&byte| byte == b' ')?;
     let length = usize::try_from(decimal(content.get(..space)?)?).ok()?;
@@ -446,7 +446,7 @@ fn pairs(text: &[u8]) -> Option<Vec<(u64, u64)>> {
     Some(map)
 }
 
-/// `SECONDS` or `SECONDS.FRACTION`, perhaps negative.
+/// Parses `SECONDS` or `SECONDS.FRACTION`; it may be negative.
 fn time(text: &[u8]) -> Option<(i64, u32)> {
     let (negative, text) = match text.strip_prefix(b"-") {
         Some(text) => (true, text),
@@ -490,7 +490,7 @@ impl Raw {
         self.number(148, 8).is_some_and(|sum| sum == unsigned || sum == signed)
     }
 
-    /// The name, with the prefix field of the POSIX format.
+    /// Returns the name, with the prefix field of the POSIX format.
     fn path(&self) -> Vec<u8> {
         let name = until_nul(self.field(0, 100));
         let prefix = until_nul(self.field(345, 155));
@@ -501,7 +501,7 @@ impl Raw {
         }
     }
 
-    /// A number: octal text between spaces and NULs (none at all is 0), or base 256 if the first bit is set.
+    /// Parses a number: octal text between spaces and NULs (empty is 0), or base 256 if the first bit is set.
     fn number(&self, at: usize, length: usize) -> Option<i64> {
         let field = self.field(at, length);
         let (&first, rest) = field.split_first()?;
@@ -517,7 +517,7 @@ impl Raw {
         })
     }
 
-    /// Adds `count` pieces of an old sparse map; false if the map ends here.
+    /// Adds `count` pieces of an old sparse map. Returns false if the map ends here.
     fn pieces(&self, at: usize, count: usize, map: &mut Vec<(u64, u64)>) -> Result<bool, &'static str> {
         for piece in 0..count {
             let place = at + piece * 24;

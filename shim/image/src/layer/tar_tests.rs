@@ -1,9 +1,9 @@
-//! Owns: the tests of the tar reader: real forms, broken forms, any bytes.
+//! Tests the tar reader with real archives, broken archives and arbitrary bytes.
 
 use super::*;
 use proptest::prelude::*;
 
-/// A header block with a right checksum.
+/// Returns a header block with a correct checksum.
 fn block(name: &[u8], flag: u8, size: u64, change: impl FnOnce(&mut [u8; 512])) -> [u8; 512] {
     let mut raw = [0u8; 512];
     raw[..name.len()].copy_from_slice(name);
@@ -61,7 +61,7 @@ fn pax_headers_before_one_entry_have_an_end() {
     };
     assert_eq!(read(&many(4)).unwrap()[0].0.xattrs.len(), 4);
     assert!(matches!(read(&many(5)), Err(TarError::Header { .. })));
-    // Each entry has its own.
+    // The limit is per entry.
     assert_eq!(read(&[many(4), many(4)].concat()).unwrap().len(), 2);
 }
 

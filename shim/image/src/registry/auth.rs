@@ -1,4 +1,4 @@
-//! Owns: what registries ask before they answer: challenges, basic credentials, tokens.
+//! Authenticates to registries: parses challenges, sends basic credentials, and fetches tokens.
 
 use super::http::{Http, header, shown};
 use super::upload::Payload;
@@ -11,15 +11,15 @@ use bytes::Bytes;
 use nacelle_base::json;
 use serde::Deserialize;
 
-/// Bytes of a token server's answer.
+/// The maximum size in bytes of a token server's answer.
 const MAX_TOKEN: u64 = 1 << 20;
 
 /// One challenge of a WWW-Authenticate header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Challenge {
-    /// "Bearer", "Basic".
+    /// The scheme: "Bearer" or "Basic".
     pub scheme: String,
-    /// Names in lower case, and values.
+    /// The parameters: names in lower case, and values.
     pub parameters: Vec<(String, String)>,
 }
 
@@ -29,7 +29,7 @@ impl Challenge {
     }
 }
 
-/// Reads a WWW-Authenticate header: `Scheme key=value, key="value", Scheme2 ...`. What cannot be read ends it.
+/// Parses a WWW-Authenticate header: `Scheme key=value, key="value", Scheme2 ...`. Stops at the first syntax error.
 pub fn challenges(text: &str) -> Vec<Challenge> {
     let mut found: Vec<Challenge> = Vec::new();
     let mut rest = text;
@@ -77,7 +77,7 @@ fn parameter(text: &str) -> Option<(String, &str)> {
     None
 }
 
-/// The host (and port) in CRI's server_address, which may be a URL.
+/// Returns the host (and port) of CRI's server_address, which may be a URL.
 pub fn server(address: &str) -> String {
     let address = address.split_once("://").map_or(address, |(_, rest)| rest);
     let host = address.split('/').next().unwrap_or_default();
@@ -87,14 +87,14 @@ pub fn server(address: &str) -> String {
     }
 }
 
-/// The header that sends a token.
+/// Returns the header with a bearer token.
 pub fn bearer(token: &str) -> Result<HeaderValue, ImageError> {
     let mut value = header(&format!("Bearer {token}"))?;
     value.set_sensitive(true);
     Ok(value)
 }
 
-/// The header that sends user and password, if there are any.
+/// Returns the header with user and password, or `None` without credentials.
 pub fn basic(auth: &Auth) -> Option<Result<HeaderValue, ImageError>> {
     let encoded = if !auth.username.is_empty() {
         STANDARD.encode(format!("{}:{}", auth.username, auth.password))
@@ -117,7 +117,7 @@ struct TokenAnswer {
     access_token: Option<String>,
 }
 
-/// Asks the challenge's realm for a token to pull from this repository.
+/// Fetches a token for this repository from the challenge's realm.
 pub async fn token_for(
     http: &Http,
     base: &str,
@@ -160,7 +160,7 @@ pub async fn token_for(
     given.ok_or_else(no_token)
 }
 
-/// `key=value&...` with everything escaped that is not plain.
+/// Encodes fields as `key=value&...` and escapes all characters that are not unreserved.
 fn encode(fields: &[(&str, &str)]) -> String {
     let mut out = String::new();
     for (key, value) in fields {

@@ -1,5 +1,5 @@
-//! Owns: bringing one blob, from where an earlier attempt ended, over cut connections and mirrors. What is
-//! handed on is not verified: the reader at the other end of the channel does that.
+//! Downloads one blob, from the end of an earlier attempt on, across broken connections and mirrors. The bytes are not verified
+//! here: the reader at the other end of the channel does that.
 
 use super::{Endpoint, Session, is_passing};
 use crate::ImageError;
@@ -12,25 +12,25 @@ use nacelle_model::digest::Digest;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
 
-/// Attempts at one endpoint that bring nothing before it is given up.
+/// The attempts without progress after which an endpoint is skipped.
 pub const TRIES: u32 = 4;
 
-/// Waits before the next attempt: 0.1 s, doubled each time.
+/// Sleeps before the next attempt: 0.1 s, doubled each time.
 pub async fn pause(tries: u32) {
     tokio::time::sleep(Duration::from_millis(50 << tries.min(6))).await;
 }
 
-/// What travels to the reader. Without `End` the blob is not whole.
+/// The messages to the reader. Without `End` the blob is incomplete.
 #[derive(Debug)]
 pub enum Part {
     /// The next bytes.
     Data(Bytes),
-    /// That was all.
+    /// The end of the blob.
     End,
 }
 
 enum Failure {
-    /// The reader has gone; it knows why.
+    /// The reader closed the channel; its own error is the cause.
     Unheard,
     Error(ImageError),
 }
@@ -42,7 +42,7 @@ impl From<ImageError> for Failure {
 }
 
 impl Session {
-    /// Sends the bytes `from..` of a blob. Ends well too if the reader stops listening.
+    /// Sends the bytes of a blob from `from` on. Also returns `Ok` if the reader closes the channel.
     pub async fn download(&self, blob: &Descriptor, from: u64, to: Sender<Part>) -> Result<(), ImageError> {
         let mut at = from;
         let mut last = None;
@@ -106,7 +106,7 @@ impl Session {
         to.send(Part::End).await.map_err(|_cause| Failure::Unheard)
     }
 
-    /// A small blob as a whole, verified.
+    /// Downloads a small blob as a whole and verifies it.
     pub async fn small_blob(&self, blob: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
         if blob.size > limit {
             return Err(ImageError::TooLarge { what: what.to_owned(), limit });

@@ -1,5 +1,5 @@
-//! Owns: HTTP for the rest of the registry code: TLS per host, deadlines on progress, redirects that do not
-//! carry credentials to strangers, bodies of bounded size.
+//! Implements HTTP for the registry code: TLS per host, deadlines on progress, redirects that do not carry credentials to other
+//! hosts, and bodies of bounded size.
 
 use super::upload::{Outgoing, Payload};
 use crate::{Config, ImageError, RegistryConfig};
@@ -23,20 +23,20 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Redirects that are followed for one request.
+/// The maximum number of redirects of one request.
 const MAX_REDIRECTS: usize = 10;
-/// Bytes of a refusal's own words that are shown.
+/// The maximum bytes of an error answer that are read for the message.
 const MAX_MESSAGE: u64 = 16 << 10;
 
 type HttpClient = Client<HttpsConnector<HttpConnector>, Either<Full<Bytes>, Outgoing>>;
 
-/// The clients of this process, one for each way to check certificates.
+/// The clients of this process, one for each set of certificate checks.
 pub struct Http {
     config: Config,
     clients: Mutex<HashMap<Checks, HttpClient>>,
 }
 
-/// How certificates of a host are checked.
+/// How certificates of a host are verified.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Checks {
     skip: bool,
@@ -45,39 +45,39 @@ struct Checks {
 
 /// An answer whose body has not been read.
 pub struct Answer {
-    /// The URL that gave it, after redirects, without its query.
+    /// The URL that answered, after redirects, without its query.
     pub url: String,
-    /// The status.
+    /// The HTTP status.
     pub status: StatusCode,
-    /// The headers.
+    /// The response headers.
     pub headers: HeaderMap,
     body: Incoming,
     limit: Duration,
 }
 
-/// A header value of text that a stranger may have chosen.
+/// Converts text that may come from an untrusted server to a header value.
 pub fn header(text: &str) -> Result<HeaderValue, ImageError> {
     HeaderValue::from_str(text)
         .map_err(|_cause| ImageError::Protocol { url: String::new(), why: "a token holds control characters" })
 }
 
 impl Http {
-    /// Clients for this configuration.
+    /// Returns the clients for this configuration.
     pub fn new(config: Config) -> Http {
         Http { config, clients: Mutex::default() }
     }
 
-    /// What the configuration says about a host.
+    /// Returns the settings of a host.
     pub fn special(&self, host: &str) -> RegistryConfig {
         self.config.registries.get(host).cloned().unwrap_or_default()
     }
 
-    /// GET; redirects are followed, and the Authorization header goes to the first host only.
+    /// Sends a GET request. Follows redirects; the Authorization header goes to the first host only.
     pub async fn get(&self, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
         self.follow(Method::GET, url, headers).await
     }
 
-    /// GET or HEAD, as `get`.
+    /// Sends GET or HEAD, as `get`.
     pub async fn follow(&self, method: Method, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
         let mut url = url.clone();
         let mut headers = headers;
@@ -101,7 +101,8 @@ impl Http {
         Err(ImageError::Protocol { url: shown(&url), why: "it redirects more than 10 times" })
     }
 
-    /// One request, no redirects. The answer must begin within the configuration's limit, counted from the last byte that was sent.
+    /// Sends one request and follows no redirects. The answer must begin within the configured time limit, counted from the last
+    /// byte that was sent.
     pub async fn send(
         &self,
         method: Method,
@@ -124,7 +125,7 @@ impl Http {
         Ok(Answer { url: shown(url), status: parts.status, headers: parts.headers, body, limit })
     }
 
-    /// The client that checks this host's certificate as configured.
+    /// Returns the client that verifies this host's certificate as configured.
     async fn client(&self, host: &str) -> Result<HttpClient, ImageError> {
         let special = self.config.registries.get(host);
         let checks = Checks {
@@ -152,7 +153,7 @@ impl Http {
 }
 
 impl Answer {
-    /// Itself if it is a success, otherwise the error with the registry's own words.
+    /// Returns the answer if it is a success, otherwise an error with the registry's message.
     pub async fn ok(self) -> Result<Answer, ImageError> {
         if self.status.is_success() {
             return Ok(self);
@@ -162,7 +163,7 @@ impl Answer {
         Err(ImageError::Status { url, status, message: message(&body) })
     }
 
-    /// The next piece of the body, none at its end.
+    /// Returns the next piece of the body, or `None` at its end.
     pub async fn piece(&mut self) -> Result<Option<Bytes>, ImageError> {
         loop {
             let frame = tokio::time::timeout(self.limit, self.body.frame()).await;
@@ -180,7 +181,7 @@ impl Answer {
         }
     }
 
-    /// The whole body, which must not be larger than `limit`.
+    /// Returns the whole body, or an error if it is larger than `limit`.
     pub async fn all(mut self, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
         let mut all = Vec::new();
         while let Some(piece) = self.piece().await? {
@@ -193,7 +194,7 @@ impl Answer {
     }
 }
 
-/// The words of the first error in a registry's JSON.
+/// Returns the message of the first error in a registry's JSON.
 fn message(body: &[u8]) -> String {
     let json: serde_json::Value = json::read(body).unwrap_or_default();
     let text = json.pointer("/errors/0/message").or_else(|| json.get("details")).and_then(|text| text.as_str());
@@ -201,14 +202,14 @@ fn message(body: &[u8]) -> String {
         .unwrap_or_default()
 }
 
-/// A URL without what may be secret in it.
+/// Returns a URL without its query, which may contain secrets.
 pub fn shown(url: &Uri) -> String {
     let authority = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
     let authority = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
     format!("{}://{authority}{}", url.scheme_str().unwrap_or_default(), url.path())
 }
 
-/// The URL that a Location header means. Only http and https.
+/// Resolves a Location header. Returns `None` unless the result is http or https.
 pub fn join(base: &Uri, location: &str) -> Option<Uri> {
     let text = if location.starts_with("//") {
         format!("{}:{location}", base.scheme_str()?)
@@ -224,7 +225,7 @@ pub fn join(base: &Uri, location: &str) -> Option<Uri> {
     (matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()).then_some(uri)
 }
 
-/// Blocking: reads the system's certificates.
+/// Builds the TLS configuration. Blocks: it reads the system's certificates.
 fn tls(checks: &Checks) -> Result<rustls::ClientConfig, ImageError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder =
@@ -244,7 +245,7 @@ fn tls(checks: &Checks) -> Result<rustls::ClientConfig, ImageError> {
     Ok(builder.with_root_certificates(roots).with_no_client_auth())
 }
 
-/// Takes any certificate, because the administrator said so for this host; signatures are still checked.
+/// Accepts any certificate, because the administrator configured it for this host. Signatures are still verified.
 #[derive(Debug)]
 struct Unchecked(Arc<rustls::crypto::CryptoProvider>);
 

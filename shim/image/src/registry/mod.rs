@@ -1,5 +1,5 @@
-//! Owns: talking with registries: endpoints, tokens, manifests, blobs.
-//! May use: nothing of this crate but configuration, digests and manifests' limits.
+//! Communicates with a registry and its mirrors: endpoints, tokens, manifests and blobs. Of this crate it uses only the
+//! configuration, digests and the limits of manifests. Credentials go only to the endpoint that they are for.
 
 mod auth;
 pub mod download;
@@ -18,28 +18,28 @@ use nacelle_model::digest::Digest;
 use std::sync::Arc;
 use upload::Payload;
 
-/// One pull's conversation with a registry and its mirrors.
+/// The requests of one pull to a registry and its mirrors.
 pub struct Session {
     http: Arc<Http>,
-    /// Mirrors first, the registry itself last.
+    /// The endpoints in the order of use: the mirrors first, the registry itself last.
     endpoints: Vec<Endpoint>,
-    /// The registry that the reference names, for mirrors that serve several.
+    /// The registry that the reference names; mirrors that serve several registries need it.
     registry: String,
     repository: String,
 }
 
 struct Endpoint {
-    /// `https://host:port` or more, without a slash at the end.
+    /// The base URL, `https://host:port` or longer, without a final slash.
     base: String,
     mirror: bool,
-    /// The credentials that it may see.
+    /// The credentials that this endpoint may receive.
     auth: Option<Auth>,
-    /// The Authorization header that worked last.
+    /// The last Authorization header that the endpoint accepted.
     authorization: tokio::sync::Mutex<Option<HeaderValue>>,
 }
 
 impl Session {
-    /// A conversation about one repository; `plain`: by http, also if the configuration does not say so.
+    /// Returns a session for one repository. `plain` means HTTP even if the configuration does not say so.
     pub fn new(http: Arc<Http>, reference: &Reference, auth: Option<Auth>, plain: bool) -> Result<Session, ImageError> {
         let registry = reference.registry();
         let auth = auth.filter(|auth| *auth != Auth::default());
@@ -68,7 +68,7 @@ impl Session {
         Ok(Session { http, endpoints, registry: registry.to_owned(), repository: reference.repository().to_owned() })
     }
 
-    /// A manifest or index by tag or digest, and its digest. Of the first endpoint that has it.
+    /// Returns a manifest or index by tag or digest, and its digest, from the first endpoint that has it.
     pub async fn manifest(&self, tag: Option<&str>, digest: Option<Digest>) -> Result<(Vec<u8>, Digest), ImageError> {
         let by_digest = digest.map(|digest| digest.to_string());
         let name = by_digest.as_deref().or(tag).unwrap_or("latest");
@@ -114,7 +114,7 @@ impl Session {
         }
     }
 
-    /// A blob from this byte on.
+    /// Requests a blob from byte `from` on.
     async fn blob(&self, endpoint: &Endpoint, digest: Digest, from: u64) -> Result<Answer, ImageError> {
         let mut headers = HeaderMap::new();
         if from > 0 {
@@ -123,20 +123,20 @@ impl Session {
         self.get(endpoint, &format!("blobs/{digest}"), headers).await
     }
 
-    /// GET with the credentials that the endpoint wants. A refused answer comes back as it is.
+    /// Sends a GET request with the credentials that the endpoint wants. Returns an answer with an error status as it is.
     async fn get(&self, endpoint: &Endpoint, path: &str, headers: HeaderMap) -> Result<Answer, ImageError> {
         let url = self.url(endpoint, path)?;
         self.ask(endpoint, Method::GET, &url, headers, &Payload::none()).await
     }
 
-    /// A URL of the repository at this endpoint.
+    /// Returns a URL of the repository at this endpoint.
     fn url(&self, endpoint: &Endpoint, path: &str) -> Result<Uri, ImageError> {
         let query = if endpoint.mirror { format!("?ns={}", self.registry) } else { String::new() };
         let text = format!("{}/v2/{}/{path}{query}", endpoint.base, self.repository);
         text.parse().map_err(|_cause| ImageError::Url { text })
     }
 
-    /// A request with the credentials that the endpoint wants. A refused answer comes back as it is.
+    /// Sends a request with the credentials that the endpoint wants. Returns an answer with an error status as it is.
     async fn ask(
         &self,
         endpoint: &Endpoint,
@@ -177,7 +177,7 @@ impl Session {
         }
     }
 
-    /// The Authorization header that answers one of these challenges, if we can give one.
+    /// Returns the Authorization header that answers one of these challenges, or `None` if no credentials fit.
     async fn authorize(
         &self,
         endpoint: &Endpoint,
@@ -208,7 +208,7 @@ fn with_authorization(headers: &HeaderMap, authorization: Option<&HeaderValue>) 
     headers
 }
 
-/// Whether asking again soon may help.
+/// Returns whether a retry may help.
 fn is_passing(error: &ImageError) -> bool {
     match error {
         ImageError::Request { source, .. } => !source.is_connect(),

@@ -1,5 +1,5 @@
-//! Owns: putting blobs and manifests into a registry: each blob in one piece, as fast as the registry takes it, out of a file. Mirrors
-//! get nothing.
+//! Uploads blobs and manifests to a registry: each blob in one request, out of a file, as fast as the registry accepts it.
+//! Mirrors receive nothing.
 
 use super::http::{join, shown};
 use super::{Endpoint, Session, download, is_passing};
@@ -23,22 +23,22 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Bytes that are read at a time.
+/// The bytes of one read.
 const PIECE: usize = 256 << 10;
-/// Pieces on their way.
+/// The maximum number of pieces in transit.
 const PIECES: usize = 4;
 
-/// What a request brings with it.
+/// The body of a request.
 pub enum Payload {
-    /// Few bytes, or none.
+    /// A short body, or none.
     Bytes(Bytes),
-    /// A file, read anew for each attempt.
+    /// A file, opened again for each attempt.
     File {
-        /// The file.
+        /// The file's path.
         path: PathBuf,
-        /// Its bytes.
+        /// The file's size in bytes.
         size: u64,
-        /// Who counts what was sent.
+        /// The counter of the bytes that were sent.
         moved: Moved,
     },
 }
@@ -60,7 +60,7 @@ impl Payload {
         Ok(Either::Right(Outgoing { pieces, left: size, moved }))
     }
 
-    /// The answer, if it comes within the limit after the last byte that moved; none: it does not.
+    /// Returns the answer if it comes within the limit after the last byte that moved, otherwise `None`.
     pub async fn in_time<T>(&self, limit: Duration, answer: impl Future<Output = T>) -> Option<T> {
         let moved = || match self {
             Payload::Bytes(_) => 0,
@@ -78,7 +78,7 @@ impl Payload {
     }
 }
 
-/// Blocking. Ends when nobody listens.
+/// Reads the file into the channel. Blocks. Ends when the receiver is dropped.
 fn read(mut file: File, to: &mpsc::Sender<io::Result<Bytes>>) {
     loop {
         let mut piece = vec![0; PIECE];
@@ -93,7 +93,7 @@ fn read(mut file: File, to: &mpsc::Sender<io::Result<Bytes>>) {
     }
 }
 
-/// A file on its way.
+/// A file that is being sent, as a request body.
 pub struct Outgoing {
     pieces: mpsc::Receiver<io::Result<Bytes>>,
     left: u64,
@@ -133,12 +133,12 @@ impl Body for Outgoing {
 }
 
 impl Session {
-    /// The registry itself.
+    /// Returns the endpoint of the registry itself.
     fn registry(&self) -> Result<&Endpoint, ImageError> {
         self.endpoints.last().ok_or_else(|| ImageError::Url { text: self.registry.clone() })
     }
 
-    /// Puts a file there as a blob, unless the registry has it.
+    /// Uploads a file as a blob, unless the registry has it.
     pub async fn upload(&self, blob: &Descriptor, path: PathBuf, moved: &Moved) -> Result<(), ImageError> {
         let endpoint = self.registry()?;
         let before = moved.bytes();
@@ -165,7 +165,7 @@ impl Session {
         }
     }
 
-    /// Puts a few bytes there as a blob, unless the registry has it.
+    /// Uploads a few bytes as a blob, unless the registry has them.
     pub async fn upload_bytes(&self, bytes: &Bytes) -> Result<Descriptor, ImageError> {
         let endpoint = self.registry()?;
         let blob = Descriptor { digest: Digest::of(bytes), size: bytes.len() as u64 };
@@ -179,7 +179,7 @@ impl Session {
         let url = self.url(endpoint, &format!("blobs/{digest}"))?;
         let answer = self.ask(endpoint, Method::HEAD, &url, HeaderMap::new(), &Payload::none()).await?;
         match answer.status {
-            // Whoever may not look may still be allowed to put.
+            // A client without permission to read may still have permission to write.
             StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Ok(false),
             _ => answer.ok().await.map(|_there| true),
         }
@@ -202,13 +202,13 @@ impl Session {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
         let answer = match put.authority() == url.authority() && put.scheme() == url.scheme() {
             true => self.ask(endpoint, Method::PUT, &put, headers, payload).await?,
-            // Another host knows who we are by the place itself.
+            // Another host gets no credentials: the upload URL itself authorizes the request.
             false => self.http.send(Method::PUT, &put, headers, payload).await?,
         };
         created(&put, answer.ok().await?.status)
     }
 
-    /// Puts a manifest there, under a tag or its digest.
+    /// Uploads a manifest under a tag or its digest.
     pub async fn put_manifest(&self, tag: Option<&str>, kind: &'static str, bytes: &Bytes) -> Result<(), ImageError> {
         let endpoint = self.registry()?;
         let digest = Digest::of(bytes).to_string();

@@ -1,4 +1,4 @@
-//! Owns: artifacts sent to registries and brought from them: a real one, and one that wants tokens and breaks off.
+//! Tests artifacts with registries: a real one, and one that requires tokens and breaks connections.
 
 use crate::common::registry::{Registry, missing};
 use crate::common::server::{Asked, Reply, Server};
@@ -20,7 +20,7 @@ fn packed(folder: &Path, name: &str, bytes: &[u8]) -> Packed {
     pack(std::fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
 }
 
-/// Bytes that do not shrink.
+/// Returns incompressible bytes.
 fn noise(length: usize) -> Vec<u8> {
     let mut state = 7_u64;
     let next = |_| {
@@ -72,7 +72,7 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
     assert_eq!(at("2").find(&SAMPLE, 2, 7).await.unwrap_err().kind(), Kind::NotFound);
 }
 
-/// A registry that wants a token for what is asked, and breaks off when it has the first blob.
+/// A registry that requires a token and breaks the connection after the first blob.
 fn strict(blobs: &AtomicUsize, asked: &Asked) -> Reply {
     let host = asked.headers.get("host").cloned().unwrap_or_default();
     let token = asked.headers.get("authorization").map(String::as_str).unwrap_or_default();

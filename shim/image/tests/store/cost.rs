@@ -1,6 +1,6 @@
-//! What hostile and honest images cost: the memory that a load takes in a process of its own, against the size of the archive and the
-//! number of its files. `NACELLE_IMAGE_FILES=500000 cargo test -p nacelle-image --test store cost::large -- --ignored --nocapture`
-//! measures the limits of docs/contributor/images.md.
+//! Measures the cost of hostile and honest images: the memory that a load takes in a process of its own, compared with the size
+//! of the archive and the number of its files. `NACELLE_IMAGE_FILES=500000 cargo test -p nacelle-image --test store cost::large
+//! -- --ignored --nocapture` measures the limits of docs/contributor/images.md.
 
 use crate::common::{Packing, Tar, image, write_layout};
 use nacelle_base::{Chain, Classify, Kind};
@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-/// Layers of about this many entries that want memory or time.
+/// Returns layers of about `count` entries that need much memory or time.
 fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
     let mut tar = Tar::new();
     match name {
@@ -60,7 +60,7 @@ fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
     vec![tar.done()]
 }
 
-/// Records without a value.
+/// Returns pax records without a value.
 fn empty(names: &[String]) -> Vec<(&str, &[u8])> {
     names.iter().map(|name| (name.as_str(), &b""[..])).collect()
 }
@@ -71,7 +71,7 @@ fn memory(field: &str) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// Not a test of its own: loads the layout that the parent has written, and says what it took.
+/// Not a test of its own: the child process of `load`. It loads the layout that the parent has written and reports its cost.
 #[tokio::test(flavor = "multi_thread")]
 async fn load_in_a_process() {
     let Ok(folder) = std::env::var("COST_FOLDER") else { return };
@@ -94,7 +94,7 @@ struct Took {
     said: String,
 }
 
-/// Loads an image of these layers in a process of its own, with so much memory for unpacking.
+/// Loads an image of these layers in a process of its own, with `memory` bytes for unpacking.
 fn load(layers: Vec<Vec<u8>>, memory: u64) -> (u64, Took) {
     let folder = tempfile::tempdir().unwrap();
     let length = layers.iter().map(|layer| layer.len() as u64).sum();
@@ -117,7 +117,7 @@ const MIB: u64 = 1 << 20;
 
 #[test]
 fn the_memory_of_a_load_follows_the_size_of_its_layers() {
-    // A directory that has no entry of its own has two bytes in a path, and about 1 KiB in the tree and the metadata.
+    // A directory without an entry of its own has two bytes in a path, and about 1 KiB in the tree and the metadata.
     for (name, factor) in [
         ("many small attributes", 2),
         ("as many attributes as are allowed", 2),
@@ -141,14 +141,14 @@ fn what_is_charged_is_what_is_taken() {
         let (length, took) = load(hostile(name, count), memory);
         println!("{name}, {count}, {length} bytes: {} KiB, {} ms: {}", took.bytes >> 10, took.millis, took.said);
         assert!(took.said.starts_with("Exhausted") && took.said.contains("max_unpack_memory"), "{name}: {}", took.said);
-        // The budget is no more than half a guess either way.
+        // The measured memory is between a third of the budget and slightly more than the budget.
         assert!((memory / 3..memory + 16 * MIB).contains(&took.bytes), "{name}: {}", took.bytes);
     }
 }
 
 #[test]
 fn an_image_whose_links_lead_too_far_is_refused_soon() {
-    // All links would take hours to follow. That the error is about steps proves that a count has ended it, whatever time that took.
+    // Following all links would take hours. An error about steps proves that the limit ended it, however long that took.
     let (_, took) = load(hostile("chains of links", 2_000), 1 << 30);
     assert!(took.said.starts_with("Exhausted") && took.said.contains("steps"), "{} ms: {}", took.millis, took.said);
 }
@@ -186,7 +186,7 @@ fn the_memory_for_unpacking_has_a_least() {
     assert!(refused.to_string().contains("at least 402653184 bytes"), "{refused}");
 }
 
-/// What an honest image of many files takes.
+/// Measures the cost of an honest image of many files.
 #[test]
 #[ignore = "takes minutes; docs/contributor/images.md says how it is run"]
 fn large() {

@@ -1,4 +1,4 @@
-//! Owns: what happens when the disk is full during a pull.
+//! Tests pulls with a full disk.
 
 use crate::common::server::{Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
@@ -60,7 +60,7 @@ async fn fills(image: Image, text: &str) {
     assert_eq!(error.kind(), Kind::Exhausted, "{chain}");
     assert!(chain.contains(text), "{chain}");
     assert_eq!(files(small.0.path()), Vec::<String>::new());
-    // There is room for what fits, and nothing was forgotten.
+    // A smaller image fits, and the store still has its earlier images.
     assert_eq!(store.pull(&name("good"), None).await.unwrap().to_string(), fitting.config);
     let before = store.list();
     assert_eq!(store.pull(&name("large"), None).await.unwrap_err().kind(), Kind::Exhausted);

@@ -1,4 +1,4 @@
-//! Owns: pulls from servers that cut, lie, stall, loop and flood.
+//! Tests pulls from servers that break connections, send wrong data, stall, redirect in a loop and flood.
 
 use crate::common::server::{Asked, Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
@@ -27,7 +27,7 @@ fn store(folder: &Path, host: &str) -> Store {
     patient(folder, host, 60)
 }
 
-/// A store that waits so long for a byte.
+/// Opens a store with this progress timeout.
 fn patient(folder: &Path, host: &str, progress_timeout_seconds: u64) -> Store {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
     let config =
@@ -54,7 +54,7 @@ async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     panic!("not after a minute: {what}");
 }
 
-/// Pulls once from a server that answers as told, expects a failure of this kind, and that nothing is kept.
+/// Pulls once from a server that answers with `answer`, and expects an error of this kind and an empty store.
 async fn refused(kind: Kind, answer: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Server {
     let server = Server::start(answer);
     let folder = tempfile::tempdir().unwrap();
@@ -122,7 +122,7 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
         () = eventually("the first part is here", || here() >= 300_000) => {}
     }
     drop(place);
-    // The thread of the dropped pull lets the store go by itself.
+    // The thread of the dropped pull releases the store by itself.
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
     let config = Config { registries: [(server.host(), special)].into(), ..Config::default() };
     let mut again = None;
@@ -175,7 +175,7 @@ async fn damaged_content_is_refused_and_nothing_is_kept() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn another_layer_than_the_configuration_says_is_refused() {
-    // Right by its own digest, wrong by the digest of its content.
+    // The digest of the layer matches, the digest of its content does not.
     let tar = Tar::new().file("f", 0o644, b"x").done();
     let mut lying = image(&[(tar.clone(), Packing::Plain)]);
     let config = String::from_utf8(lying.blobs[&lying.config].clone()).unwrap();
@@ -308,7 +308,7 @@ async fn pulls_of_the_same_image_are_one() {
     let good = sample();
     let image = good.clone();
     let server = Server::start(move |asked| {
-        // Long enough that all have asked.
+        // Long enough for all requests to arrive.
         std::thread::sleep(Duration::from_millis(30));
         honest(&image, asked)
     });

@@ -1,5 +1,5 @@
-//! Owns: the tests of this crate that need more than itself: mounts, a registry, servers that misbehave, a
-//! full disk. One program, so that it is linked once.
+//! Contains the tests of this crate that need external resources: mounts, a registry, servers that misbehave, a full disk. They
+//! are one program, so that it is linked once.
 
 mod artifact;
 mod common;

@@ -1,4 +1,4 @@
-//! Owns: pulls from a real registry: http, https, password, mirrors, indexes, names.
+//! Tests pulls from a real registry: http, https, password, mirrors, indexes, names.
 
 use crate::common::registry::{Registry, missing};
 use crate::common::{Image, Packing, Tar, image, reopen};
@@ -62,13 +62,13 @@ async fn images_are_pulled_named_shared_and_removed() {
         "{before:?} {after:?}"
     );
     assert_eq!(store.list().len(), 2);
-    // The shared layer stays for the other image.
+    // The other image keeps the shared layer.
     store.remove(&format!("{host}/a/one:1"), &HashSet::new()).await.unwrap();
     assert_eq!(store.list().iter().map(|record| record.id).collect::<Vec<_>>(), [other]);
     for extent in store.rootfs(&other).await.unwrap().disk.extents {
         assert_eq!(std::fs::metadata(&extent.path).unwrap().len(), extent.length);
     }
-    // A tag that moves takes its name along.
+    // When a tag moves, the old image loses the name.
     registry.push(&one, "two:1", &[]);
     store.pull(&reference(&host, "two:1"), None).await.unwrap();
     let tags: Vec<_> = store.list().into_iter().map(|record| (record.id, record.repo_tags.len())).collect();

@@ -1,5 +1,5 @@
-//! Owns: the proof that what a guest mounts is what the layers say: compared file by file with what umoci
-//! unpacks, and with what is expected where tools differ.
+//! Tests that the mounted image matches its layers: compared file by file with what umoci unpacks, and with expected values where
+//! tools differ.
 
 use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
 use nacelle_base::{Classify, Kind};
@@ -39,7 +39,7 @@ fn noise(length: usize) -> Vec<u8> {
     std::iter::repeat_with(next).take(length).collect()
 }
 
-/// Three layers with everything that layers can hold and on which tools agree.
+/// Returns three layers with every feature that tools agree on.
 fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
     let long = "long/".to_owned() + &"n".repeat(200) + "/" + &"m".repeat(255);
     let mut base = Tar::new()
@@ -101,13 +101,13 @@ fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
     vec![(base.done(), Packing::Gzip), (middle.done(), Packing::Gzip), (top.done(), Packing::Gzip)]
 }
 
-/// Mounts what we make of these layers and compares it with what umoci unpacks; returns how many files there are.
+/// Mounts the image of these layers and compares it with umoci's result. Returns the number of files.
 async fn compare_with_umoci(layers: &[(Vec<u8>, Packing)]) -> usize {
     let folder = tempfile::tempdir().unwrap();
     let (_store, rootfs) = load(layers, folder.path()).await;
     let mounted = mount(&rootfs.disk);
     let bundle = folder.path().join("bundle");
-    // umoci takes the bare tag for a name.
+    // umoci expects the bare tag as the name.
     let layout = folder.path().join("layout");
     let index = std::fs::read_to_string(layout.join("index.json")).unwrap().replace("test:1", "t");
     std::fs::write(layout.join("index.json"), index).unwrap();
@@ -121,7 +121,8 @@ async fn compare_with_umoci(layers: &[(Vec<u8>, Packing)]) -> usize {
     for (path, ours) in &ours {
         let theirs = theirs.get_mut(path).unwrap();
         if theirs.mode & 0o170000 == 0o040000 {
-            // Folders of ext4 and tmpfs count differently, and umoci's times of changed folders are those of the change.
+            // Directories of ext4 and tmpfs have different link counts, and umoci sets the times of changed directories to the
+            // time of the change.
             theirs.names = ours.names;
             theirs.time = ours.time;
         }
@@ -162,7 +163,7 @@ fn any_tree_is_the_same_as_umoci_unpacks() {
         let mut tar = Tar::new().folder("./", 0o755);
         let mut first = None;
         for (number, (path, (kind, size, mode, xattr))) in files.iter().enumerate() {
-            // A prefix of its own keeps files out of each other's way.
+            // A separate prefix keeps the files of the cases apart.
             let path = format!("{number}-{path}");
             tar = match kind {
                 0 => tar.folder(&path, *mode),
@@ -313,7 +314,7 @@ async fn the_same_layers_give_the_same_bytes_and_all_packings_the_same_layer() {
 async fn erofs_utils_agree() {
     let folder = tempfile::tempdir().unwrap();
     let (_store, rootfs) = load(&rich_layers(), folder.path()).await;
-    // Version 1.5 reads everything from the first device, but wants the others to be named.
+    // Version 1.5 reads everything from the first device, but requires the others on the command line.
     let device = folder.path().join("device");
     let mut file = std::fs::File::create(&device).unwrap();
     for extent in &rootfs.disk.extents {
@@ -382,7 +383,7 @@ async fn archives_of_all_kinds_are_loaded() {
     let mut names = Vec::new();
     for (number, (tar, _)) in rich_layers().iter().enumerate() {
         names.push(format!("{number}/layer.tar"));
-        // The first is a link to where another image has it.
+        // The first layer is a link to the layer of another image.
         add(if number == 0 { "other/layer.tar" } else { &names[number] }, tar);
     }
     let mut link = Tar::header(EntryType::Symlink, 0o777, 0);
@@ -465,7 +466,7 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
         let copied = store.copy_file(&id, path, most, file).await.unwrap();
         (copied, std::fs::read(&to).unwrap())
     };
-    // The root is the image's: nothing leads above it.
+    // The root is the image's: no path leads above it.
     for path in ["/boot/vmlinux", "boot/vmlinux", "/up/vmlinux", "/../../boot/vmlinux"] {
         assert!(copy(path, 10_001).await == (Copied::All(10_001), kernel.clone()), "{path}");
     }

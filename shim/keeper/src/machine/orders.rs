@@ -1,4 +1,4 @@
-//! Owns: what is wanted of the machine while it is there: to run, to be off, to end.
+//! Handles the requested target states of the VM while it exists: to run, to be stopped, to end.
 
 use super::{Machine, State};
 use crate::error::KeeperError;
@@ -9,22 +9,22 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Between two presses of the power button: a guest that boots does not notice it.
+/// The interval between two presses of the power button: a guest that boots misses the first ones.
 const PRESS: Duration = Duration::from_secs(5);
 
 impl Machine {
-    /// Says what is wanted of it. The end is the last word.
+    /// Sets the requested target. `End` is final.
     pub fn order(&self, order: Order) {
         let mut changing = self.changing();
         if changing.order != Order::End {
             changing.order = order;
         }
         drop(changing);
-        // Also for whoever is only about to wait.
+        // Also wakes a task that is only about to wait.
         self.ordered.notify_one();
     }
 
-    /// It shall run. Of one that runs nothing is wanted, but if it was told to be off, it runs again after that.
+    /// Starts the VM. Has no effect on a running VM, except that one that was requested to stop runs again afterwards.
     pub fn switch_on(&self) {
         let mut changing = self.changing();
         if changing.live.is_none() {
@@ -35,7 +35,7 @@ impl Machine {
         }
     }
 
-    /// Presses the power button, again and again until it does not run any more.
+    /// Presses the power button repeatedly until the VM has stopped.
     pub fn press(self: &Arc<Self>) {
         let Ok(live) = self.live() else { return };
         if std::mem::replace(&mut self.changing().pressing, true) {
@@ -43,7 +43,7 @@ impl Machine {
         }
         tokio::spawn(async move {
             loop {
-                // One that stands still hears nothing.
+                // A paused VM does not receive the event.
                 let pressed = match live.ask("cont", Value::Null).await {
                     Ok(_) => live.ask("system_powerdown", Value::Null).await,
                     refused => refused,
@@ -56,13 +56,13 @@ impl Machine {
         });
     }
 
-    /// Its container shall end: by the power button.
+    /// Ends the container by the power button.
     pub fn stop(self: &Arc<Self>) {
         self.order(Order::End);
         self.press();
     }
 
-    /// Takes its power away, and ends its container. One that has not started never will.
+    /// Powers the VM off and ends its container. A VM that has not started never will.
     pub fn kill(&self) {
         self.order(Order::End);
         let created = *self.state.borrow() == State::Created;
@@ -73,12 +73,12 @@ impl Machine {
         }
     }
 
-    /// Takes its power away.
+    /// Powers the VM off.
     pub fn power_off(&self) -> Result<(), KeeperError> {
         self.live().map(|live| live.kill())
     }
 
-    /// After a run: the order that was given during it.
+    /// Ends a run, and returns the target that was requested during it.
     pub(super) fn ended_with_order(&self) -> Order {
         let mut changing = self.changing();
         changing.live = None;
@@ -89,7 +89,7 @@ impl Machine {
         }
     }
 
-    /// Waits at most so long for one of these orders, or for the end; `None` when the time is over.
+    /// Waits at most `limit` for one of these targets or for the end; returns `Order::None` after that.
     pub(super) async fn wait_for_order(&self, limit: Duration, wanted: &[Order]) -> Order {
         let until = Instant::now().checked_add(limit);
         loop {
@@ -110,7 +110,7 @@ impl Machine {
             if left.is_zero() {
                 return Order::None;
             }
-            // Told, or not: it is looked at again.
+            // Notified or not, the target is checked again.
             let _ = tokio::time::timeout(left, told).await;
         }
     }

@@ -1,4 +1,4 @@
-//! Owns: QEMU's words for network cards. Pure.
+//! Builds QEMU's arguments for network cards. The functions are pure.
 
 use super::{Args, Opt};
 use crate::network::hex;
@@ -8,19 +8,19 @@ use std::os::fd::RawFd;
 /// A network card.
 #[derive(Debug)]
 pub struct Card {
-    /// The queues of the tap behind it.
+    /// The queues of the card's tap.
     pub taps: Vec<RawFd>,
-    /// Its model.
+    /// The card's model.
     pub model: CardModel,
-    /// Its address.
+    /// The hardware address.
     pub mac: [u8; 6],
-    /// What the guest is told of the longest packet; 0: nothing.
+    /// The MTU that the guest receives; 0 for none.
     pub mtu: u32,
-    /// Its place in the order of booting.
+    /// The position in the boot order.
     pub boot_order: Option<u32>,
 }
 
-/// All cards, each with what is behind it.
+/// Adds all cards with their backends.
 pub(super) fn cards(args: &mut Args, cards: &[Card], board: Board) {
     for (n, card) in cards.iter().enumerate() {
         let name = format!("net{n}");
@@ -30,10 +30,10 @@ pub(super) fn cards(args: &mut Args, cards: &[Card], board: Board) {
         args.add("netdev", tap.set(if several { "fds" } else { "fd" }, numbers).set("vhost", "off"));
         let device = model(args, card.model).set("netdev", &name).set("mac", hex(&card.mac));
         let device = device.set_if("mq", several.then_some("on"));
-        // On PCI: an interrupt for each queue each way, for what else the card tells, and for its settings.
+        // On PCI: one interrupt per queue and direction, one for configuration changes, and one for the control queue.
         let vectors = (several && board != Board::Microvm).then(|| card.taps.len() * 2 + 2);
         let mtu = (card.model == CardModel::Virtio && card.mtu > 0).then_some(card.mtu);
-        // No program that the card brings with it, but where it is to boot from there. Only cards on PCI have one.
+        // No option ROM unless the VM boots from the card. Only PCI cards have one.
         let program = (card.boot_order.is_none() && board != Board::Microvm).then_some("");
         let device = device.set_if("vectors", vectors).set_if("host_mtu", mtu);
         args.device(device.set_if("bootindex", card.boot_order).set_if("romfile", program));

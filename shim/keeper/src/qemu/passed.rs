@@ -1,14 +1,14 @@
-//! Owns: QEMU's words for PCI devices of the node. Pure.
+//! Builds QEMU's arguments for passed-through PCI devices of the node. The functions are pure.
 
 use super::{Args, Opt};
 use nacelle_model::machine::{Board, MachineDocument};
 
-/// Where this process sees what is said of them: not in sysfs, of which it sees nothing.
+/// The directory where this process sees the devices' attributes: it does not see sysfs.
 const FOLDER: &str = "/dev/vfio";
-/// The first number of a port for one, after those of disks that are added.
+/// The first chassis number of the ports, after those of added disks.
 const CHASSIS: usize = 32;
 
-/// All of them, each behind a port of its own where the board has ports: as on boards that people buy.
+/// Adds all devices, each behind a root port of its own where the board has ports, as on physical boards.
 pub(super) fn devices(args: &mut Args, document: &MachineDocument) {
     for (n, device) in document.host_devices.iter().enumerate() {
         let port = (document.board == Board::Q35).then(|| format!("passed-port{n}"));

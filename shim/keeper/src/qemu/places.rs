@@ -1,29 +1,29 @@
-//! Owns: what QEMU is told of disks that were added to a machine, and of the places for more. Pure.
+//! Builds QEMU's arguments for disks that were added to a VM, and for the free slots. The functions are pure.
 
 use super::{Args, Opt, file};
 use crate::added::{Added, PLACES};
 use nacelle_model::machine::{Board, Cache};
 use std::path::PathBuf;
 
-/// The device on PCI whose functions are the places.
+/// The PCI device number whose functions are the slots.
 const DEVICE: u8 = 0x1c;
 
-/// The nodes of the block layer: the file, and the disk in it.
+/// Returns the names of the block nodes: the file, and the disk in it.
 pub fn nodes(disk: &Added) -> [String; 2] {
     [format!("top-added{}", disk.place), format!("disk-added{}", disk.place)]
 }
 
-/// The device of the guest.
+/// Returns the id of the guest's device.
 pub fn device(disk: &Added) -> String {
     format!("added-{}", disk.place)
 }
 
-/// What a place is plugged into; none: the board's bus takes devices at any time, wherever there is room.
+/// Returns the port that a slot is plugged into; `None` if the board's bus is hot-pluggable without ports.
 pub fn port(board: Board, place: u8) -> Option<String> {
     (board == Board::Q35).then(|| format!("place{place}"))
 }
 
-/// The places, and the disks in them.
+/// Adds the slots, and the disks in them.
 pub(super) fn places(args: &mut Args, board: Board, added: &[(Added, PathBuf)]) {
     for place in 0..PLACES {
         let Some(port) = port(board, place) else { continue };

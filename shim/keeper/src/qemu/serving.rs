@@ -1,10 +1,10 @@
-//! Owns: what QEMU is told of threads and queues of disks, and of disks that several machines write to. Pure.
-//! DiskSource: QEMU's manual, "iothread", and the properties of its disks ("iothread", "num-queues", "share-rw").
+//! Builds QEMU's arguments for threads and queues of disks, and for disks that several VMs write to (QEMU's manual, "iothread",
+//! and the disk properties "iothread", "num-queues", "share-rw"). The functions are pure.
 
 use super::{Args, Opt};
 use nacelle_model::machine::{Bus, Disk, MachineDocument};
 
-/// The threads that disks have beside the main one.
+/// Adds the threads of disks besides the main thread.
 pub(super) fn threads(args: &mut Args, document: &MachineDocument) {
     let last = document.disks.iter().filter_map(|disk| disk.serving.thread).max();
     for thread in 0..last.map_or(0, |last| last + 1) {
@@ -12,7 +12,7 @@ pub(super) fn threads(args: &mut Args, document: &MachineDocument) {
     }
 }
 
-/// What a disk's device is told of them.
+/// Sets the properties of a disk's device.
 pub(super) fn serving(device: Opt, disk: &Disk, processors: u32) -> Opt {
     let virtio = disk.bus == Bus::Virtio;
     let thread = disk.serving.thread.filter(|_| virtio).map(|thread| format!("thread{thread}"));
@@ -21,7 +21,7 @@ pub(super) fn serving(device: Opt, disk: &Disk, processors: u32) -> Opt {
     device.set_if("share-rw", disk.serving.shared.then_some("on"))
 }
 
-/// And its controller, where it has one of its own.
+/// Sets the properties of a disk's own controller.
 pub(super) fn controller(controller: Opt, disk: &Disk, processors: u32) -> Opt {
     controller.set_if("num_queues", disk.serving.queues.then_some(processors))
 }

@@ -1,13 +1,13 @@
-//! Owns: what QEMU is told of the machine's memory, and of the folders of the node that are shared with the guest: whoever answers
-//! its requests for files does so in that memory. Pure.
-//! Source: QEMU's manual, "memory-backend-memfd" and "vhost-user-fs-pci".
+//! Builds QEMU's arguments for the VM's memory, and for directories of the node that are shared with the guest (QEMU's manual,
+//! "memory-backend-memfd" and "vhost-user-fs-pci"). The file-server process accesses the guest's memory directly, so the memory
+//! must be shared. The functions are pure.
 
 use super::{Args, Opt};
 use nacelle_base::share::QUEUE_SIZE;
 use nacelle_model::machine::MachineDocument;
 use std::path::PathBuf;
 
-/// The machine's memory.
+/// Adds the VM's memory.
 pub(super) fn memory(args: &mut Args, document: &MachineDocument) {
     let memory = format!("{}M", document.memory_mib);
     args.add("m", Opt::new(&memory));
@@ -15,7 +15,7 @@ pub(super) fn memory(args: &mut Args, document: &MachineDocument) {
     let kind = if document.hugepages || shared { "memory-backend-memfd" } else { "memory-backend-ram" };
     let ram = Opt::new(kind).set("id", "ram").set("size", &memory);
     let ram = if shared { ram.set("share", "on") } else { ram };
-    // Taken now, because a page that is missing later is the end of QEMU.
+    // Allocated at the start, because a missing huge page later would kill QEMU.
     let ram = match document.hugepages {
         true => {
             let size = if document.largest_pages { "1G" } else { "2M" };
@@ -26,7 +26,7 @@ pub(super) fn memory(args: &mut Args, document: &MachineDocument) {
     args.add("object", ram);
 }
 
-/// The devices of its file systems, which are at these sockets.
+/// Adds the devices of the file systems at these sockets.
 pub(super) fn filesystems(args: &mut Args, document: &MachineDocument, sockets: &[PathBuf]) {
     for (n, (filesystem, socket)) in document.filesystems.iter().zip(sockets).enumerate() {
         let id = format!("share{n}");

@@ -1,17 +1,17 @@
-//! Owns: what QEMU is told of a machine's clock and timers. Pure.
-//! Source: QEMU's manual, "-rtc", and the properties of its machines.
+//! Builds QEMU's arguments for the clock and the timers of a VM (QEMU's manual, "-rtc", and the machine properties). The
+//! functions are pure.
 
 use super::{Args, Opt};
 use nacelle_engine::Accelerator;
 use nacelle_model::machine::Clock;
 
-/// The timers that a board has.
+/// Sets the timers of a board.
 pub(super) fn board(board: Opt, clock: &Clock) -> Opt {
     let word = |there: bool| if there { "on" } else { "off" };
     board.set_if("hpet", clock.hpet.map(word)).set_if("pit", clock.pit.map(word))
 }
 
-/// What becomes of ticks that came too late, and whose time the real-time clock follows.
+/// Adds the policy for missed ticks, and the base of the real-time clock.
 pub(super) fn timers(args: &mut Args, clock: &Clock, accelerator: Accelerator) {
     let rtc = Opt::new("base=utc").set_if("driftfix", clock.rtc_catches_up.then_some("slew"));
     args.add("rtc", rtc.set_if("clock", clock.rtc_is_guests.then_some("vm")));

@@ -1,4 +1,4 @@
-//! Owns: from a specification that was admitted to a machine: what is not run is refused by its field. Pure.
+//! Converts an admitted specification into a machine, and rejects unsupported fields by name. Pure.
 
 use super::clock::clock;
 use super::cpu::cpu_model;
@@ -21,53 +21,53 @@ use nacelle_model::pod::{PodConfig, PodName};
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::spec::{self as vmi, HostDiskKind, InstanceSpec, NicModel, Power, RunStrategy};
 
-/// What kubelet asks, and no runtime.
+/// Probes that kubelet runs and the runtime ignores.
 const PROBES: [&str; 2] = ["livenessProbe", "readinessProbe"];
 const BOARD: &str = "spec.domain.machine.type";
 
-/// Why a machine that is right is not run here.
+/// Why a valid specification cannot be run by this version.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// Fields that no machine of this version has.
+    /// The specification contains unsupported fields.
     #[error(
         "this version of Nacelle does not run machines with {}: take them out (docs/reference/vm-fields.md){}",
         fields.join(", "),
         fields.iter().find_map(|field| reason(field)).map(|why| format!("; {why}")).unwrap_or_default()
     )]
     Fields {
-        /// Their paths.
+        /// The fields' paths.
         fields: Vec<String>,
     },
-    /// A value that no machine of this version has.
+    /// The value is not supported.
     #[error("{field} is {value:?}, which this version of Nacelle does not run: {instead}")]
     Value {
-        /// Its path.
+        /// The field's path.
         field: String,
         /// The value.
         value: String,
-        /// What to say instead.
+        /// A supported alternative.
         instead: &'static str,
     },
-    /// Something that must be said.
+    /// A required field is missing.
     #[error("{field} is missing: {rule}")]
     Missing {
-        /// Its path.
+        /// The field's path.
         field: &'static str,
-        /// Why.
+        /// The reason.
         rule: &'static str,
     },
-    /// A value that is wrong, which only shows here.
+    /// A value breaks a rule that only the conversion checks.
     #[error("{field} is wrong: {rule}")]
     Wrong {
-        /// Its path.
+        /// The field's path.
         field: String,
-        /// The rule that it breaks.
+        /// The broken rule.
         rule: &'static str,
     },
 }
 
 impl Refused {
-    /// The field of a value, with which the text begins.
+    /// Returns the field of the rejected value, with which the error text begins.
     pub fn field(&self) -> &str {
         match self {
             Refused::Fields { .. } => "",
@@ -90,17 +90,17 @@ pub(super) fn value<T>(field: impl Into<String>, value: impl ToString, instead: 
     Err(Refused::Value { field: field.into(), value: value.to_string(), instead })
 }
 
-/// The fields that no machine of this version has.
+/// Returns the unsupported fields.
 pub fn not_honoured(admitted: &Admitted) -> Vec<String> {
     let fields = honoured::others(&nacelle_vmi::version::written(admitted.spec()));
-    // One word for a whole probe.
+    // A whole probe is reported as one field.
     let probe = |field: &str| PROBES.iter().find(|probe| field.starts_with(*probe)).map(|probe| (*probe).to_owned());
     let mut fields: Vec<String> = fields.into_iter().map(|field| probe(&field).unwrap_or(field)).collect();
     fields.dedup();
     fields.into_iter().map(|field| format!("spec.{field}")).collect()
 }
 
-/// Why no machine has the field, if there is more to say of it than that.
+/// Returns why the field is not supported, where a reason is known.
 pub fn reason(field: &str) -> Option<&'static str> {
     let probe = field.strip_prefix("spec.").is_some_and(|field| PROBES.contains(&field));
     probe.then_some(
@@ -108,7 +108,7 @@ pub fn reason(field: &str) -> Option<&'static str> {
     )
 }
 
-/// The first value that no machine of this version has, of fields that they have.
+/// Returns the first unsupported value among the supported fields.
 pub fn refused_value(admitted: &Admitted) -> Option<Refused> {
     let text = String::new;
     let name = PodName { name: text(), namespace: text(), uid: text(), attempt: 0 };
@@ -116,7 +116,7 @@ pub fn refused_value(admitted: &Admitted) -> Option<Refused> {
     made(admitted, whose, &MachineSettings::default()).err()
 }
 
-/// The machine of a pod.
+/// Builds the machine of a pod.
 pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &MachineSettings) -> Result<MachinePod, Refused> {
     let fields = not_honoured(admitted);
     if !fields.is_empty() {
@@ -126,7 +126,7 @@ pub fn build(admitted: &Admitted, pod: &PodConfig, machines: &MachineSettings) -
     made(admitted, whose, machines)
 }
 
-/// Whose machine it is.
+/// The owner of the machine.
 #[derive(Clone, Copy)]
 struct Whose<'a> {
     name: &'a PodName,
@@ -203,7 +203,7 @@ fn made(admitted: &Admitted, pod: Whose<'_>, machines: &MachineSettings) -> Resu
     })
 }
 
-/// When a machine that outlives its pod runs; none: it goes with it.
+/// Returns the run strategy of a persistent VM; `None` for a machine that ends with its pod.
 fn strategy(admitted: &Admitted) -> Result<Option<Runs>, Refused> {
     let off = admitted.power() == Power::Off;
     if admitted.name().is_none() {
@@ -233,20 +233,20 @@ fn processors(cpu: Option<&vmi::Cpu>) -> Result<Processors, Refused> {
     let cpu = cpu.cloned().unwrap_or_default();
     let one = |part: Option<u32>| part.unwrap_or(1);
     let CpuModel { name: model, features, strict } = cpu_model(&cpu)?;
-    // Which: that is the container's word.
+    // The CPUs themselves follow from the container's CPU list.
     let pins = (cpu.dedicated_cpu_placement == Some(true)).then(Vec::new);
     let (sockets, cores, threads) = (one(cpu.sockets), one(cpu.cores), one(cpu.threads));
     Ok(Processors { sockets, cores, threads, model, features, strict, pins })
 }
 
-/// In whole MiB, as QEMU counts.
+/// Returns the memory in whole MiB, as QEMU counts it.
 fn memory_mib(domain: &vmi::Domain) -> Result<u64, Refused> {
     let said = domain.memory.as_ref().and_then(|memory| memory.guest.as_ref());
     let mib = said.and_then(|guest| guest.bytes()).map(|bytes| bytes.div_ceil(1 << 20));
     mib.ok_or(Refused::Missing { field: "spec.domain.memory.guest", rule: "a machine must say how much memory it has" })
 }
 
-/// Whether its memory lies in huge pages, and whether these are the largest.
+/// Returns whether huge pages back the memory, and whether they are of the largest size.
 fn hugepages(domain: &vmi::Domain) -> Result<(bool, bool), Refused> {
     match domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref()).map(|pages| pages.page_size.as_str()) {
         None => Ok((false, false)),
@@ -268,7 +268,7 @@ fn board(domain: &vmi::Domain) -> Result<Board, Refused> {
     }
 }
 
-/// What the board without PCI, firmware's tables and screen cannot have.
+/// Rejects what the microvm board lacks: PCI, SMBIOS tables and a screen.
 fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
     let instead = "the board microvm, which kernelBoot has where none is said, does not have it: say spec.domain.machine.type q35, or take it out";
     let refuse = |field: String, what: &dyn ToString| value(field, what.to_string(), instead);
@@ -303,7 +303,7 @@ fn microvm(spec: &InstanceSpec) -> Result<(), Refused> {
             return refuse(format!("spec.domain.{field}"), said);
         }
     }
-    // The guest agent's port, the random source and the balloon; the keeper counts for itself.
+    // The guest agent's port, the random source and the balloon; the keeper reserves its own slots.
     let count = devices.disks.len() + devices.filesystems.len() + devices.interfaces.len() + 3;
     match Board::Microvm.places().is_some_and(|places| count > places) {
         true => refuse("spec.domain.devices.disks".into(), &count),
@@ -392,7 +392,7 @@ fn one_disk(
     };
     let cache = match disk.cache {
         Some(vmi::Cache::None) => Cache::None,
-        // What others write is not in the node's memory.
+        // The node's page cache would miss the writes of other machines.
         None if disk.shareable == Some(true) => Cache::None,
         Some(vmi::Cache::Writethrough) => Cache::Writethrough,
         Some(vmi::Cache::Writeback) | None => Cache::Writeback,
@@ -479,7 +479,7 @@ fn wish(
     Ok(RequestedDiskSource::CloudInitOf { data, user, network: secrets, keys: of_keys })
 }
 
-/// Folders that the guest mounts.
+/// Returns the file systems that the guest mounts.
 fn filesystems(spec: &InstanceSpec) -> Result<Vec<Filesystem>, Refused> {
     let one = |(n, one): (usize, &vmi::Filesystem)| {
         let volume = spec.volumes.iter().find(|volume| volume.name == one.name);
@@ -501,12 +501,12 @@ fn filesystems(spec: &InstanceSpec) -> Result<Vec<Filesystem>, Refused> {
     spec.domain.devices.filesystems.iter().enumerate().map(one).collect()
 }
 
-/// The label of a disk with files for which none is said, as KubeVirt's.
+/// The default label of a disk with files, the same as KubeVirt's.
 const LABEL: &str = "cfgdata";
-/// The longest label of a FAT file system.
+/// The longest label of a FAT file system in bytes.
 const LONGEST_LABEL: usize = 11;
 
-/// A disk with files that kubelet writes.
+/// Returns the source of a disk with files that kubelet writes.
 fn files(volume: &vmi::Volume) -> Result<Option<RequestedDiskSource>, Refused> {
     let (kind, what, label, expected) = if let Some(map) = &volume.config_map {
         ("configMap", &map.name, &map.volume_label, Vec::new())
@@ -526,7 +526,7 @@ fn files(volume: &vmi::Volume) -> Result<Option<RequestedDiskSource>, Refused> {
     Ok(Some(RequestedDiskSource::Files { what: format!("{kind} {what}"), label, expected }))
 }
 
-/// The secrets with public keys that get into the guest by this form of cloud-init's data.
+/// Returns the Secrets with public keys that get into the guest by this form of cloud-init data.
 fn key_secrets(spec: &InstanceSpec, form: &str) -> Vec<String> {
     let keys = spec.access_credentials.iter().filter_map(|credential| credential.ssh_public_key.as_ref());
     let ours = keys.filter(|key| {

@@ -1,10 +1,10 @@
-//! Owns: what of a specification's clock and timers a machine has. Pure.
+//! Converts the clock and the timers of a specification. Pure.
 
 use super::build::{Refused, value};
 use nacelle_model::machine::{Board, Clock};
 use nacelle_vmi::spec::{Domain, TickPolicy, Track};
 
-/// The clock of a machine on this board.
+/// Returns the clock of a machine with this board.
 pub fn clock(domain: &Domain, board: Board) -> Result<Clock, Refused> {
     let Some(said) = &domain.clock else { return Ok(Clock::default()) };
     let at = |field: &str| format!("spec.domain.clock.{field}");

@@ -1,5 +1,5 @@
-//! Owns: what the container of a machine pod may say. It has no programs of its own: what is for these is refused, but for what
-//! kubelet gives every container. Pure.
+//! Checks the container of a machine pod. It runs no programs: settings for programs are rejected, except those that kubelet
+//! gives to every container. Pure.
 
 use super::files::ANNOTATIONS;
 use super::passed::is_vfio;
@@ -10,11 +10,11 @@ use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Board;
 use nacelle_model::machine_pod::MachinePod;
 
-/// Mounts that kubelet gives every container; a machine does without (docs/user/vm/index.md).
+/// Mounts that kubelet adds to every container; a machine ignores them (docs/user/vm/index.md).
 const KUBELETS: [&str; 4] =
     ["/etc/hosts", "/etc/hostname", "/dev/termination-log", "/var/run/secrets/kubernetes.io/serviceaccount"];
 
-/// Something that only containers can have.
+/// A setting that only containers support.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field} is {value:?}: the container of a machine pod is its machine, {hint}")]
 pub struct NotForMachines {
@@ -29,7 +29,8 @@ impl Classify for NotForMachines {
     }
 }
 
-/// The processors of the node that those of the machine have to themselves, of the container's; none, if they do not.
+/// Returns the CPUs of the node to which the machine's vCPUs are pinned, from the container's CPU list; empty if they are not
+/// pinned.
 pub fn pins(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<u32>, NotForMachines> {
     if machine.processors.pins.is_none() {
         return Ok(Vec::new());
@@ -48,7 +49,7 @@ pub fn pins(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<u32>, 
     })
 }
 
-/// Whether this can be the container of a machine pod.
+/// Checks that this can be the container of a machine pod.
 pub fn check_container(machine: &MachinePod, config: &ContainerConfig) -> Result<(), NotForMachines> {
     pins(machine, config)?;
     let refuse = |field, value: &str, hint| Err(NotForMachines { field, value: value.to_owned(), hint });

@@ -1,10 +1,10 @@
-//! Owns: what a specification says processors are → what QEMU is told of them; of container pods' machines, too. Pure.
+//! Converts the CPU of a specification into QEMU's CPU model, for machine pods and the VMs of container pods. Pure.
 
 use super::build::{Refused, value};
 use nacelle_base::machine::CpuModel;
 use nacelle_vmi::spec::{Cpu, CpuFeaturePolicy};
 
-/// The model and abilities of processors; the default: all that the accelerator can.
+/// Returns the CPU model and its features; the default is everything that the accelerator supports.
 pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, Refused> {
     let name = Some(&cpu.model).filter(|name| !["", "host-passthrough", "host-model"].contains(&name.as_str()));
     let mut model = CpuModel { name: name.cloned(), ..CpuModel::default() };
@@ -23,7 +23,7 @@ pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, Refused> {
         };
         model.features.push((feature.name.clone(), there));
     }
-    // These names become words of a command line.
+    // These names become part of a QEMU argument.
     let rule = "letters, digits, '-', '_' and '.' make a name";
     match model.wrong() {
         Some(name) if model.name.as_deref() == Some(name) => value("spec.domain.cpu.model", name, rule),

@@ -1,5 +1,5 @@
-//! Owns: keys and passwords that the guest agent puts into a machine while it runs: which secrets have them, and what is in these
-//! now. Blocks on files.
+//! Handles SSH keys and passwords that the guest agent sets in a running machine: which secrets contain them, and the secrets'
+//! present contents. Blocks on files.
 
 use super::files::{lines_of_keys, read};
 use super::volumes::{VolumeError, at_secret, field};
@@ -11,12 +11,12 @@ use nacelle_model::mount::NodeVolume;
 use nacelle_vmi::spec::InstanceSpec;
 use std::path::Path;
 
-/// Who it is, in errors.
+/// The object's name in errors.
 const WHAT: &str = "of accessCredentials";
-/// The most of one kind, for one machine.
+/// The largest number of keys, and of passwords, of one machine.
 const MOST: usize = 256;
 
-/// Those of a specification that is right.
+/// Returns the credentials of a valid specification.
 pub(super) fn of(spec: &InstanceSpec) -> Vec<Credential> {
     let all = spec.access_credentials.iter().filter_map(|credential| {
         let secret =
@@ -31,7 +31,7 @@ pub(super) fn of(spec: &InstanceSpec) -> Vec<Credential> {
     all.collect()
 }
 
-/// Whether the container has a mount for each secret.
+/// Checks that the container has a mount for each secret.
 pub(super) fn check(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
     machine.credentials.iter().try_for_each(|credential| mount(credential.secret(), config).map(drop))
 }
@@ -48,7 +48,7 @@ fn mount<'a>(secret: &str, config: &'a ContainerConfig) -> Result<&'a NodeVolume
     }
 }
 
-/// What the secrets have now.
+/// Returns the present contents of the secrets.
 pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Credentials, VolumeError> {
     let mut all = Credentials::default();
     for credential in &machine.credentials {
@@ -70,7 +70,7 @@ pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Cre
                         }
                     }
                 }
-                // The keys of the secret are the users.
+                // The keys of the secret are user names.
                 Credential::Passwords { .. } => match String::from_utf8(bytes) {
                     Ok(text) if !text.trim_end_matches(['\r', '\n']).contains(char::is_control) => {
                         all.passwords.insert(name, text.trim_end_matches(['\r', '\n']).to_owned());

@@ -1,4 +1,4 @@
-//! Owns: the disks of a machine, found: in its container's image, or on the node.
+//! Locates the disks of a machine, in its container's image or on the node, and builds the machine's document.
 
 use super::VolumeError;
 use super::container::NotForMachines;
@@ -11,53 +11,53 @@ use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
 use nacelle_model::record::ContainerRecord;
 use std::collections::BTreeMap;
 
-/// Where images have their disks.
+/// The directory of disks in an image.
 const DISKS: &str = "disk";
 
-/// Why a disk is not found.
+/// Why a disk cannot be located.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// The image cannot be read.
     #[error("disk {disk}: its image cannot be read")]
     Image {
-        /// The disk.
+        /// The disk's name.
         disk: String,
-        /// Why.
+        /// The cause.
         source: ImageError,
     },
-    /// The image is another one.
+    /// The available image is not the requested one.
     #[error(
         "disk {disk} is to come from image {asked:?}, and {found} is another one: say the same image in both, or give the container an \
          image volume of it at {at}"
     )]
     OtherImage {
-        /// The disk.
+        /// The disk's name.
         disk: String,
-        /// As the specification names it.
+        /// The image in the specification.
         asked: String,
-        /// "the container's image".
+        /// The available image: "the container's image".
         found: &'static str,
-        /// Where an image volume is looked for.
+        /// The path at which an image volume would be used.
         at: String,
     },
-    /// It is not in the image.
+    /// The image does not contain the disk.
     #[error("disk {disk}: {rule}")]
     NotThere {
-        /// The disk.
+        /// The disk's name.
         disk: String,
-        /// What is expected.
+        /// The expected file.
         rule: &'static str,
     },
-    /// It is no volume of the container's.
+    /// The container lacks a suitable volume.
     #[error(transparent)]
     Volume(#[from] VolumeError),
-    /// What only containers can have.
+    /// The container has a setting that only containers support.
     #[error(transparent)]
     Container(#[from] NotForMachines),
-    /// A PCI device of the node.
+    /// A PCI device of the node is not available.
     #[error(transparent)]
     Passed(#[from] PassedError),
-    /// The document cannot be written.
+    /// The document cannot be serialized.
     #[error("the machine cannot be described")]
     Document(#[from] serde_json::Error),
 }
@@ -75,7 +75,7 @@ impl Classify for SourceError {
     }
 }
 
-/// The machine's document with its disks, for this container. `of_node`: those that its volumes are, by name.
+/// Returns the document of the machine in this container. `of_node` holds the disks from its volumes, by name.
 pub async fn document(
     machine: &MachinePod,
     container: &ContainerRecord,
@@ -142,6 +142,6 @@ async fn in_image(
             "the file has holes in the image's layer, and cannot be read as one piece: pack it without, or as qcow2",
         )
     })?;
-    // Up to the end of its block there are zeros.
+    // The file system fills the last block of a file with zeros.
     Ok(DiskSource::Image { image: image.id.to_string(), file: path, offset, length: file.size.next_multiple_of(512) })
 }

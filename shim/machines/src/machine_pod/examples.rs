@@ -1,5 +1,5 @@
-//! Owns: the table of docs/user/vm/migrating-from-kubevirt.md that tells of KubeVirt's kinds of examples (`shim/vmi/tests/manifests/examples`) what they become and
-//! whether they run: as far as it can be known without a node, to the container that CreateContainer is asked for.
+//! Tests the table in docs/user/vm/migrating-from-kubevirt.md about KubeVirt's examples (`shim/vmi/tests/manifests/examples`):
+//! what each becomes and whether it runs. The test covers what needs no node, up to the container of CreateContainer.
 
 use super::volumes::image_place;
 use super::{build, check_container, check_volumes};
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 const PAGE: &str = include_str!("../../../../docs/user/vm/migrating-from-kubevirt.md");
 
-/// What a manifest becomes, and the pods or their template.
+/// Returns the kind that a manifest becomes, and the pods or their template.
 fn converted(documents: Vec<Value>) -> Result<(&'static str, Value), Causes> {
     let mut catalogue = Catalogue::default();
     let mut made = None;
@@ -44,9 +44,9 @@ fn converted(documents: Vec<Value>) -> Result<(&'static str, Value), Causes> {
     Ok((becomes, pods))
 }
 
-/// What nodes refuse of it; nothing: it runs.
+/// Returns what nodes reject of the pods; empty if they run.
 fn refused(pods: &Value) -> Vec<String> {
-    // As nodes know it.
+    // Read as nodes do.
     let (annotations, causes) = manifest::annotations(pods);
     assert!(causes.is_empty());
     let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().expect("a machine");
@@ -67,7 +67,7 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Asks for the container as kubelet would.
+/// Requests the container as kubelet would.
 fn can_be_made(machine: &MachinePod, pod: &Value) {
     let container = &pod["containers"][0];
     let mut config = ContainerConfig { command: vec![], args: vec![], ..(*testing::container(1, 1).config).clone() };

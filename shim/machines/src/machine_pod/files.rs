@@ -1,6 +1,6 @@
-//! Owns: what kubelet has written of ConfigMaps, Secrets and the pod's own fields into a container's mounts, read for disks of a
-//! machine. Bounded; of links it follows the one that kubelet swaps, and no other.
-//! Blocks on files.
+//! Reads the files that kubelet has written from ConfigMaps, Secrets and the pod's own fields into a container's mounts, for
+//! disks of a machine. Their number and size are bounded, and the only symbolic link that is followed is the one that kubelet
+//! swaps at an update. Blocks on files.
 
 use super::volumes::{VolumeError, field};
 use base64::Engine as _;
@@ -22,27 +22,27 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Where a container has its pod's annotations, by the downward API.
+/// The container path of the downward API volume with the pod's annotations.
 pub(super) const ANNOTATIONS: &str = "/run/nacelle/pod";
-/// Their file in it.
+/// The file with the annotations in that volume.
 const ANNOTATIONS_FILE: &str = "annotations";
-/// Kubelet's link to the folder with the files as they are now.
+/// kubelet's link to the directory with the current files.
 const DATA: &str = "..data";
-/// The most bytes of all files of a disk.
+/// The largest size of all files of a disk, in bytes.
 const MOST_BYTES: usize = 4 << 20;
-/// The most files of a disk.
+/// The largest number of files of a disk.
 const MOST_FILES: usize = 1000;
-/// Folders in folders.
+/// The largest depth of directories.
 const DEPTH: usize = 8;
-/// The longest name.
+/// The longest file name in bytes.
 const LONGEST: usize = 255;
-/// Where secrets have data for cloud-init, as KubeVirt looks for it.
+/// The keys of cloud-init data in secrets, the same as in KubeVirt.
 const USER_DATA: [&str; 2] = ["userdata", "userData"];
 const NETWORK_DATA: [&str; 2] = ["networkdata", "networkData"];
 
 type Found = BTreeMap<String, Vec<u8>>;
 
-/// The disk of a volume with files.
+/// Returns the source of a disk with the files of a volume.
 pub fn files_of(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<DiskSource, VolumeError> {
     let RequestedDiskSource::Files { what, label, expected } = &disk.source else {
         return field("config.mounts.host_path", &mount.host_path, "it is none of files");
@@ -56,7 +56,7 @@ pub fn files_of(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<
     Ok(DiskSource::Files(FilesDisk { label: label.clone(), files }))
 }
 
-/// Data for cloud-init, with what is in these secrets.
+/// Returns cloud-init data, including that in these secrets.
 pub fn cloud_init_of(
     disk: &Disk<RequestedDiskSource>,
     mounts: &BTreeMap<String, &NodeVolume>,
@@ -99,7 +99,7 @@ pub fn cloud_init_of(
     Ok(DiskSource::CloudInit(data))
 }
 
-/// The public keys in a file, one a line; none: there is something else in it.
+/// Returns the public keys in a file, one per line; `None` if it contains anything else.
 pub(super) fn lines_of_keys(bytes: &[u8]) -> Option<Vec<String>> {
     let right = |line: &&str| line.split_whitespace().count() >= 2 && !line.contains(char::is_control);
     let lines = std::str::from_utf8(bytes).ok()?.lines().map(str::trim);
@@ -107,28 +107,28 @@ pub(super) fn lines_of_keys(bytes: &[u8]) -> Option<Vec<String>> {
     lines.iter().all(right).then(|| lines.into_iter().map(str::to_owned).collect())
 }
 
-/// The container's mount with the annotations of its pod, if it has one.
+/// Returns the container's mount with the annotations of its pod, if there is one.
 pub fn annotations_mount(config: &ContainerConfig) -> Option<&NodeVolume> {
     config.node_volumes.iter().find(|mount| mount.container_path == ANNOTATIONS)
 }
 
-/// An annotation of the pod as it is now; none: the pod has none of this name. One with letters that need a backslash is as
-/// kubelet writes it.
+/// Returns the present value of a pod's annotation; `None` if the pod lacks it. Characters that kubelet escapes with a backslash
+/// stay escaped.
 pub fn annotation_of(mount: &NodeVolume, key: &str) -> Result<Option<String>, VolumeError> {
     let Some(bytes) = read(ANNOTATIONS_FILE, mount)?.remove(ANNOTATIONS_FILE) else {
         let rule = format!("there is no file {ANNOTATIONS_FILE} in it: fieldPath metadata.annotations writes one");
         return field("config.mounts.host_path", &mount.host_path, rule);
     };
-    // Kubernetes' pkg/fieldpath, FormatMap: a line for each, KEY="VALUE", with the value as Go quotes it.
+    // Written by FormatMap in Kubernetes' pkg/fieldpath: a line KEY="VALUE" for each, with Go's quoting.
     let text = String::from_utf8_lossy(&bytes);
     let value = |line: &str| Some(line.strip_prefix(key)?.strip_prefix("=\"")?.strip_suffix('"')?.to_owned());
     Ok(text.lines().find_map(value))
 }
 
-/// All files, by their paths.
+/// Reads all files; the result is keyed by path.
 pub(super) fn read(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
     match read_once(disk, mount) {
-        // Kubelet has written them anew meanwhile.
+        // kubelet has replaced the files meanwhile.
         Err(VolumeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => read_once(disk, mount),
         read => read,
     }
@@ -151,7 +151,7 @@ fn read_once(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
             let opened = reader.open(folder.as_fd(), &target, path)?;
             opened.ok_or_else(|| reader.wrong(format!("{DATA} leads to a link")))?
         }
-        // Not of kubelet's making.
+        // The directory was not written by kubelet.
         Err(Errno::ENOENT) => folder,
         Err(errno) => return Err(reader.failed("read", &path.join(DATA), errno)),
     };
@@ -180,7 +180,7 @@ impl Reader<'_> {
         VolumeError::Io { whose: format!("disk {}", self.disk), what, path: path.to_owned(), source: errno.into() }
     }
 
-    /// Opens an entry of a folder; none: it is a link.
+    /// Opens an entry of a directory; `None` if it is a symbolic link.
     fn open(&self, folder: impl AsFd, name: &OsStr, path: &Path) -> Result<Option<OwnedFd>, VolumeError> {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
@@ -241,7 +241,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether a FAT file system can have this name.
+/// Returns whether a FAT file system can hold this name.
 fn right(name: &str) -> bool {
     let strange = |c: char| c.is_control() || "\"*/:<>?\\|".contains(c);
     name.len() <= LONGEST && !name.contains(strange) && !name.ends_with(['.', ' '])
@@ -283,7 +283,7 @@ mod tests {
         }
     }
 
-    /// As kubelet writes them.
+    /// Writes files as kubelet does.
     fn written(folder: &Path, files: &[(&str, &str)]) {
         let inner = folder.join("..2026_11_23_05_00_00.1");
         fs::create_dir_all(&inner).unwrap();
@@ -309,7 +309,7 @@ mod tests {
         let found = |key| annotation_of(&mount(folder.path()), key).unwrap();
         assert_eq!(found(key).as_deref(), Some("paused"));
         assert_eq!(found("vm.nacelle.dev/powe"), None);
-        // Another folder, and the link is swapped.
+        // An update: a new directory, and the link is swapped.
         let next = folder.path().join("..2026_11_23_05_00_00.2");
         fs::create_dir(&next).unwrap();
         fs::write(next.join("annotations"), "vm.nacelle.dev/power=\"off\"\n").unwrap();

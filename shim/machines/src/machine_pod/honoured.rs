@@ -1,12 +1,12 @@
-//! Owns: which fields of a specification are honoured for machine pods. Whatever else a document says is refused by its name.
+//! Lists the fields of a specification that machine pods support. All others are rejected by name.
 
 use serde_json::Value;
 
-/// Paths of fields; `[]` is any entry of a list, `*` at the end is all below.
+/// Paths of fields; `[]` stands for any entry of a list, and `*` at the end for everything below.
 const FIELDS: &[&str] = &[
     "architecture",
     "startStrategy",
-    // A machine goes with its pod: the other ways are refused by the rules.
+    // Accepted because a machine ends with its pod; the rules reject the other strategies.
     "evictionStrategy",
     "terminationGracePeriodSeconds",
     "domain.cpu.cores",
@@ -119,14 +119,14 @@ const FIELDS: &[&str] = &[
     "volumes[].cloudInitConfigDrive.networkDataSecretRef.name",
 ];
 
-/// The fields of a document that nobody would honour, with their places.
+/// Returns the unsupported fields of a document, by their paths in it.
 pub fn others(document: &Value) -> Vec<String> {
     let mut found = Vec::new();
     walk(document, String::new(), String::new(), &mut found);
     found
 }
 
-/// Whether the field with this path is honoured, with all that is below it.
+/// Returns whether the field with this path is supported, with everything below it.
 pub fn known(path: &str) -> bool {
     FIELDS.iter().any(|field| match field.strip_suffix(".*") {
         Some(above) => path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '['])),
@@ -134,7 +134,7 @@ pub fn known(path: &str) -> bool {
     })
 }
 
-/// `place` is where it is in the document, `path` the same as the list above has it.
+/// Walks the document. `place` is the path with list indices, `path` the same in the notation of [`FIELDS`].
 fn walk(value: &Value, place: String, path: String, found: &mut Vec<String>) {
     if known(&path) {
         return;
@@ -151,7 +151,7 @@ fn walk(value: &Value, place: String, path: String, found: &mut Vec<String>) {
                 walk(value, format!("{place}[{n}]"), format!("{path}[]"), found);
             }
         }
-        // An empty object on the way to fields says nothing.
+        // An empty object above supported fields has no meaning.
         Value::Object(_) if FIELDS.iter().any(|field| field.starts_with(&format!("{path}."))) => {}
         Value::Null => {}
         _ => found.push(place),

@@ -1,4 +1,4 @@
-//! Owns: the kernel by which a machine starts without firmware, and in which image it lies.
+//! Converts the kernel boot section of a specification: the kernel of a machine without firmware, and its image.
 
 use super::build::{Refused, value};
 use super::volumes::KERNEL_BOOT;
@@ -6,7 +6,7 @@ use nacelle_model::machine::Kernel;
 use nacelle_model::machine_pod::RequestedDiskSource;
 use nacelle_vmi::spec::InstanceSpec;
 
-/// The kernel lies in an image, as a disk does. A volume with the name of that image's must be the same.
+/// Returns the kernel, which lies in an image like a disk. A volume with the same image name must refer to the same image.
 pub(super) fn kernel(spec: &InstanceSpec) -> Result<Option<Kernel<RequestedDiskSource>>, Refused> {
     let boot = spec.domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let Some((boot, container)) = boot.and_then(|boot| Some((boot, boot.container.as_ref()?))) else { return Ok(None) };

@@ -1,6 +1,6 @@
-//! Owns: machine pods: pods whose container is a machine of its own making. What their annotations say becomes a machine here, and
-//! what their container says becomes its disks.
-//! May use: `vmi` (what people write), `keeper` (what the machine's process is told), the image store, files of volumes.
+//! Implements machine pods, whose container is a machine: converts their annotations into the machine, and the volumes of their
+//! container into its disks. It uses `vmi` (the users' specification), `keeper` (the document of the keeper), the image store and
+//! files in volumes.
 
 mod build;
 mod clock;
@@ -34,14 +34,14 @@ use nacelle_model::record::VmRecord;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;
 
-/// Gives a machine that outlives its pods what is the same in all its runs: where nothing else is said, its identity and the
-/// addresses of its cards; and for cloud-init what tells it from a new machine. What it keeps is in `folder`.
+/// Gives a persistent VM the properties that are the same in all its runs, unless the specification sets them: its UUID, the MAC
+/// addresses of its interfaces, and cloud-init's instance id. `folder` is the directory of its disks.
 pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
     if machine.identity.uuid.is_empty() {
         machine.identity.uuid.clone_from(&vm.uuid);
     }
-    // The pod's own interface has the machine's address, or the first one where it has none of that; those of the others follow from
-    // who it is, so that copies and exports need not say them.
+    // The pod's own interface, or the first one if the machine lacks that, has the VM's MAC address. Those of the others are
+    // derived from the UUID, so that copies and exports need not store them.
     let own = machine.cards.iter().position(|card| card.interface == INTERFACE).unwrap_or(0);
     for (n, card) in machine.cards.iter_mut().enumerate() {
         card.mac.get_or_insert_with(|| if n == own { vm.mac } else { further_mac(&vm.uuid, &card.interface) });
@@ -54,7 +54,7 @@ pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
     machine.keep = Some(folder);
 }
 
-/// The address of a further card of this machine: a station's own, administered here.
+/// Returns the MAC address of a further interface of this machine: unicast and locally administered.
 fn further_mac(uuid: &str, interface: &str) -> [u8; 6] {
     let digest: [u8; 32] = Sha256::digest(format!("{uuid}/{interface}")).into();
     let [a, b, c, d, e, f, ..] = digest;

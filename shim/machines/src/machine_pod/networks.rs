@@ -1,4 +1,4 @@
-//! Owns: the cards of a machine, and which of the pod's interfaces each is joined to. Pure.
+//! Converts the network interfaces of a machine, and selects the pod's interface to which each one is connected. Pure.
 
 use super::build::{Refused, value};
 use crate::multus::{self, Asked, NETWORKS};
@@ -6,10 +6,10 @@ use nacelle_model::StringMap;
 use nacelle_model::machine::{Card, CardModel, INTERFACE};
 use nacelle_vmi::spec::{InstanceSpec, Multus, NicModel};
 
-/// The most queues of a card.
+/// The largest number of queues of an interface.
 const MOST_QUEUES: u32 = 8;
 
-/// The cards, for a pod of this namespace with these annotations, and a machine with so many processors.
+/// Returns the interfaces for a pod in this namespace with these annotations, and a machine with this many vCPUs.
 pub(super) fn cards(
     spec: &InstanceSpec,
     annotations: &StringMap,
@@ -57,9 +57,9 @@ pub(super) fn cards(
     Ok(cards)
 }
 
-/// Finds the interfaces of Multus' networks, each once.
+/// Finds the interfaces of Multus networks, each of which can be used once.
 struct Finder<'a> {
-    /// What the pod asks for; none: it says nothing, and the specification's networks are all there are.
+    /// The networks in the pod's annotation; `None` without one: then the networks of the specification are used.
     asked: Option<Vec<Asked>>,
     namespace: &'a str,
     taken: usize,
@@ -109,7 +109,7 @@ mod tests {
         let of = |name: &str, network: &str| json!({ "name": name, "multus": { "networkName": network } });
         let pod = json!({ "name": "p", "pod": {} });
         let all = json!([of("x", "a"), pod, of("y", "other/b"), of("z", "a")]);
-        // By their order, or as the annotation has them.
+        // In the order of the specification, or of the annotation.
         let none = || json!({});
         assert_eq!(built(all.clone(), None, none()).unwrap(), [one("net1"), one("eth0"), one("net2"), one("net3")]);
         let said = "other/b, more, home/a@lan, a";

@@ -1,5 +1,5 @@
-//! Owns: PCI devices of the node that a machine gets by VFIO: what is in the groups that its container names, whether it can be had,
-//! and where QEMU finds it: in a folder of the pod's that its processes see as /dev/vfio.
+//! Passes PCI devices of the node to a machine by VFIO: lists the devices in the IOMMU groups that its container names, checks
+//! that they are available, and creates their nodes for QEMU in a directory of the pod that the pod's processes see as /dev/vfio.
 //! Reads sysfs; see the kernel's Documentation/driver-api/vfio.rst.
 
 use nacelle_base::files::{FileError, at};
@@ -14,21 +14,22 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 
-/// Where the node has what containers of such devices name: a number for each group, and one for all of them.
+/// The node's directory of VFIO devices: a number for each group, and one device for all of them.
 const NODES: &str = "/dev/vfio";
-/// What every holder of a group needs beside it.
+/// The device that every user of a group needs in addition.
 const CONTAINER: &str = "vfio";
-/// Where the kernel tells of its devices.
+/// The mount point of sysfs.
 const SYSFS: &str = "/sys";
-/// A bridge between PCI buses, which is in a group with what is behind it, and is nobody's device (PCI class code 06 04).
+/// The PCI class of a bridge (06 04), which shares a group with the devices behind it and is not passed itself.
 const BRIDGE: &str = "0x0604";
-/// Drivers that leave a device to nobody: it does not stand in its group's way, and cannot be had (drivers/vfio/vfio_main.c).
+/// The driver of devices that are not used: such a device does not block its group, and cannot be passed
+/// (drivers/vfio/vfio_main.c).
 const NOBODYS: &str = "pci-stub";
 
-/// Why devices cannot be had.
+/// Why devices are not available.
 #[derive(Debug, thiserror::Error)]
 pub enum PassedError {
-    /// No group.
+    /// The path is not a VFIO group.
     #[error(
         "config.devices.host_path is {path:?}: /dev/vfio/NUMBER, the group of a PCI device, is what a machine can have of that folder"
     )]
@@ -36,13 +37,13 @@ pub enum PassedError {
         /// The path.
         path: String,
     },
-    /// A group that is not there, or has nothing in it.
+    /// The group does not exist, or is empty.
     #[error("config.devices.host_path is {path:?}: the node's kernel has no PCI device in this IOMMU group")]
     Nothing {
         /// The path.
         path: String,
     },
-    /// Another driver has a device of the group.
+    /// Another driver uses a device of the group.
     #[error(
         "config.devices.host_path is {path:?}: of its IOMMU group the node itself uses {address} (driver {driver}): whoever has one device of a \
          group has all of them; bind it to vfio-pci"
@@ -50,28 +51,28 @@ pub enum PassedError {
     Used {
         /// The path.
         path: String,
-        /// The device.
+        /// The device's PCI address.
         address: String,
-        /// Its driver.
+        /// The device's driver.
         driver: String,
     },
-    /// More than a machine has places for.
+    /// The number of devices exceeds the machine's slots.
     #[error("the machine is to have {count} PCI devices of the node, and has places for {MOST_HOST_DEVICES}")]
     TooMany {
-        /// How many.
+        /// The number of devices.
         count: usize,
     },
-    /// Rights that a device behind an IOMMU cannot be given in part.
+    /// The permissions of a passed device cannot be restricted.
     #[error(
         "config.devices.permissions is {permissions:?} of {path:?}: a machine reads and writes its PCI devices; say \"rw\""
     )]
     Rights {
-        /// As was asked.
+        /// The requested permissions.
         permissions: String,
         /// The path.
         path: String,
     },
-    /// Sysfs, or the pod's folder.
+    /// An operation on sysfs or in the pod's directory failed.
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -88,33 +89,33 @@ impl Classify for PassedError {
     }
 }
 
-/// Whether a container that asks for it means devices by VFIO.
+/// Returns whether this device request is for VFIO.
 pub fn is_vfio(device: &DeviceRequest) -> bool {
     Path::new(&device.host_path).starts_with(NODES)
 }
 
-/// The groups of a container, with the addresses of the devices of each.
+/// The IOMMU groups of a container, with the PCI addresses of their devices.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Passed(BTreeMap<u32, Vec<String>>);
 
 impl Passed {
-    /// Looks for them. Blocks.
+    /// Finds the groups of these device requests. Blocks.
     pub fn find(devices: &[DeviceRequest]) -> Result<Passed, PassedError> {
         Ok(Passed(groups(devices, Path::new(SYSFS))?))
     }
 
-    /// Whether there is none.
+    /// Returns whether there is no group.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The devices, in the order of groups and addresses.
+    /// Returns the devices, sorted by group and address.
     pub fn devices(&self) -> Vec<HostDevice> {
         self.0.values().flatten().map(|address| HostDevice { address: address.clone() }).collect()
     }
 
-    /// Puts them where the machine of the pod of this folder finds them, which has not started yet. What an earlier container had is taken
-    /// out. Blocks.
+    /// Creates the device nodes for the machine of the pod with this directory, which must not have started. Removes those of an
+    /// earlier container. Blocks.
     pub fn place(&self, pod: &Path) -> Result<(), PassedError> {
         let folder = pod.join(VFIO_DIR);
         clear(&folder)?;
@@ -131,7 +132,7 @@ impl Passed {
     }
 }
 
-/// What is in each group that is asked for.
+/// Returns the devices of each requested group.
 fn groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<String>>, PassedError> {
     let mut groups = BTreeMap::new();
     for device in devices.iter().filter(|device| is_vfio(device)) {
@@ -143,7 +144,7 @@ fn groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<S
         if name == CONTAINER {
             continue;
         }
-        // "+1" is a number, and no name of a group.
+        // "+1" parses as a number, but is not the name of a group.
         let digits = name.bytes().all(|byte| byte.is_ascii_digit());
         let number = name.parse::<u32>().ok().filter(|_| digits);
         let number = number.ok_or_else(|| PassedError::NoGroup { path: path.clone() })?;
@@ -156,7 +157,7 @@ fn groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<S
     Ok(groups)
 }
 
-/// The addresses of the devices of a group that a machine can have, all of which must be VFIO's.
+/// Returns the addresses of a group's devices that can be passed, all of which must have a VFIO driver.
 fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedError> {
     let folder = sysfs.join(format!("kernel/iommu_groups/{number}/devices"));
     let nothing = || PassedError::Nothing { path: path.to_owned() };
@@ -167,7 +168,7 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
     let mut members = Vec::new();
     for entry in entries {
         let entry = entry.map_err(at("read", &folder))?;
-        // Devices of other buses are nothing that a machine could have.
+        // Devices of other buses cannot be passed.
         let Ok(address) = entry.file_name().into_string() else { continue };
         let class = entry.path().join("class");
         if !is_pci_address(&address) || fs::read_to_string(class).is_ok_and(|class| class.starts_with(BRIDGE)) {
@@ -178,7 +179,7 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
             link => {
                 let link = link.map_err(at("read", &entry.path()))?;
                 let driver = link.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                // Also mlx5_vfio_pci and its like, of makers who know more of their devices.
+                // Includes vendor drivers such as mlx5_vfio_pci.
                 match driver.replace('_', "-") {
                     vfio if vfio == "vfio-pci" || vfio.ends_with("-vfio-pci") => members.push(address),
                     nobodys if nobodys == NOBODYS => {}
@@ -191,10 +192,10 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
     if members.is_empty() { Err(nothing()) } else { Ok(members) }
 }
 
-/// Empties the folder. The machine's processes only read it: by path it is what it was made as.
+/// Empties the directory. The machine's processes can only read it, so its paths are as the daemon created them.
 fn clear(folder: &Path) -> Result<(), PassedError> {
     let entries = match fs::read_dir(folder) {
-        // A pod of a daemon that did not pass devices.
+        // The pod was created by a daemon that could not pass devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         entries => entries.map_err(at("read", folder))?,
     };
@@ -208,7 +209,7 @@ fn clear(folder: &Path) -> Result<(), PassedError> {
     Ok(())
 }
 
-/// Makes the node's device of this name again, for the owner alone.
+/// Creates a copy of the node's device with this name, accessible to its owner only.
 fn node(folder: &Path, name: &str) -> Result<(), PassedError> {
     let (of_node, path) = (Path::new(NODES).join(name), folder.join(name));
     let metadata = fs::metadata(&of_node).map_err(at("read", &of_node))?;
@@ -217,7 +218,7 @@ fn node(folder: &Path, name: &str) -> Result<(), PassedError> {
     Ok(())
 }
 
-/// Makes what QEMU reads of a device: which group it is in.
+/// Creates the sysfs entries that QEMU reads of a device: the link to its group.
 fn describe(device: &Path, group: u32) -> Result<(), PassedError> {
     fs::create_dir(device).map_err(at("make", device))?;
     Ok(symlink(format!("../{group}"), device.join("iommu_group")).map_err(at("make", device))?)
@@ -236,7 +237,7 @@ mod tests {
         paths.iter().map(device).collect()
     }
 
-    /// A group with these devices: address, class, driver.
+    /// Creates a group with these devices: address, class, driver.
     fn group(sysfs: &Path, number: u32, members: &[(&str, &str, Option<&str>)]) {
         for (address, class, driver) in members {
             let folder = sysfs.join(format!("kernel/iommu_groups/{number}/devices/{address}"));

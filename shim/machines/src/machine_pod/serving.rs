@@ -1,10 +1,10 @@
-//! Owns: which threads and queues the disks of a machine have, and which of them other machines may write to, too. Pure.
+//! Determines the I/O threads and queues of a machine's disks, and which disks other machines may write to as well. Pure.
 
 use super::build::{Refused, value};
 use nacelle_model::machine::{Board, Serving};
 use nacelle_vmi::spec::{Bus, Disk, InstanceSpec, IoThreadsPolicy};
 
-/// How the disks are served, in their order.
+/// Returns how the disks are served, in their order.
 pub fn serving(spec: &InstanceSpec, processors: u32, board: Board) -> Result<Vec<Serving>, Refused> {
     let domain = &spec.domain;
     let disks = &domain.devices.disks;
@@ -21,7 +21,7 @@ pub fn serving(spec: &InstanceSpec, processors: u32, board: Board) -> Result<Vec
         }
     }
     let own = u32::try_from(disks.iter().filter(|disk| alone(disk)).count()).unwrap_or(u32::MAX);
-    // Of those that share: two for each processor at most, with those of single disks.
+    // The shared threads: at most two for each vCPU, including the dedicated threads of disks.
     let together = match domain.io_threads_policy {
         None => 0,
         Some(IoThreadsPolicy::Shared) => 1,
@@ -49,7 +49,7 @@ fn bus(disk: &Disk) -> Option<Bus> {
     cdrom.or(disk.disk.as_ref().and_then(|target| target.bus))
 }
 
-/// Only what is byte by byte the node's: of a file in another format each machine has a part in its memory.
+/// Only a raw disk can be shared: of other formats each machine caches metadata in its memory.
 fn can_be_shared(n: usize, disk: &Disk, spec: &InstanceSpec) -> Result<(), Refused> {
     let volume = spec.volumes.iter().find(|volume| volume.name == disk.name);
     match volume.is_some_and(|volume| volume.persistent_volume_claim.is_some() || volume.host_disk.is_some()) {

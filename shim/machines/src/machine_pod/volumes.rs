@@ -1,6 +1,5 @@
-//! Owns: the volumes of a machine pod's container: where its disks are among its mounts and devices, and the files of those that are
-//! the node's, opened.
-//! May use: files of the node, beneath the paths that the container was given. Blocks on them.
+//! Finds a machine's disks among the mounts and devices of its container, and opens the files of those on the node. It accesses
+//! only files below the paths that the container got. Blocks on files.
 
 use super::credentials;
 use nacelle_base::retry::retry_transient;
@@ -20,56 +19,56 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Where the container has block volumes.
+/// The container's directory of block volumes.
 const DEVICES: &str = "/dev/nacelle";
-/// Where it has folders and files.
+/// The container's directory of mounted volumes.
 const FOLDERS: &str = "/run/nacelle/vm";
-/// The disk in a claim's file system, as KubeVirt calls it.
+/// The disk file in a claim's file system, the same as in KubeVirt.
 const IN_CLAIM: &str = "disk.img";
-/// What a disk has whole ones of.
+/// The sector size in bytes: a disk consists of whole sectors.
 const SECTOR: u64 = 512;
 
 /// Why a volume cannot be a disk.
 #[derive(Debug, thiserror::Error)]
 pub enum VolumeError {
-    /// What was said of it, or what is there, is wrong.
+    /// A field of the request, or the file that it names, is invalid.
     #[error("{field} is {value:?}: {rule}")]
     Field {
-        /// The field of the request.
+        /// The field's path.
         field: &'static str,
-        /// What it says.
+        /// The value.
         value: String,
-        /// What is expected.
+        /// The rule.
         rule: String,
     },
-    /// The container does not have it.
+    /// The container lacks the mount or device.
     #[error("{whose} is {what}, which the container has not: {rule}")]
     Missing {
-        /// "disk data".
+        /// The user of the volume: "disk data".
         whose: String,
-        /// "claim data".
+        /// The volume: "claim data".
         what: String,
-        /// Where it is expected.
+        /// The expected path.
         rule: String,
     },
-    /// The node itself uses it.
+    /// The node itself uses the device.
     #[error("disk {disk}: {path} is in use on the node (mounted, or part of another device): stop that first")]
     Busy {
-        /// The disk.
+        /// The disk's name.
         disk: String,
-        /// The device.
+        /// The device's path.
         path: String,
     },
-    /// The node's answer.
+    /// A file operation failed.
     #[error("{whose}: cannot {what} {}", path.display())]
     Io {
-        /// "disk data".
+        /// The user of the volume: "disk data".
         whose: String,
-        /// "open".
+        /// The operation: "open".
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -84,26 +83,26 @@ impl Classify for VolumeError {
     }
 }
 
-/// Where a container has a disk of its machine.
+/// The source of a machine's disk in the container.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Place<'a> {
     /// A block device.
     Device(&'a DeviceRequest),
-    /// A folder with the disk in it, or the file that is the disk.
+    /// A directory with the disk in it, or the file that is the disk.
     Mount(&'a NodeVolume),
-    /// A folder with files that are to be on it.
+    /// A directory with the files of the disk.
     Files(&'a NodeVolume),
-    /// Folders of secrets, by their names.
+    /// Directories of secrets, by name.
     Secrets(BTreeMap<String, &'a NodeVolume>),
 }
 
-/// Whether the machine has a disk of this device.
+/// Returns whether this device is a disk of the machine.
 pub fn names_device(machine: &MachinePod, path: &str) -> bool {
     let claims = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Claim { .. }));
     claims.into_iter().any(|disk| Path::new(path) == Path::new(DEVICES).join(&disk.name))
 }
 
-/// Whether the machine has a disk of this mount.
+/// Returns whether this mount is a disk of the machine.
 pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
     let secret = |credential: &Credential| Path::new(path) == at_secret(credential.secret());
     machine.credentials.iter().any(secret)
@@ -116,23 +115,23 @@ pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
         })
 }
 
-/// Where the container has the image with the machine's kernel, if it is another one than its own.
+/// The name of the image volume with the machine's kernel, if that is not in the container's image.
 pub(super) const KERNEL_BOOT: &str = "kernel-boot";
 
-/// What of the machine lies in an image volume at this path: the disk of its name, or kernel and initial file system.
+/// Returns whether the image volume at this path is for the machine: for the disk of that name, or for kernel and initramfs.
 pub fn names_image(machine: &MachinePod, path: &str) -> bool {
     let at = |name: &str| Path::new(path) == Path::new(FOLDERS).join(name);
     let disks = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Image { .. }));
     disks.into_iter().any(|disk| at(&disk.name)) || (machine.kernel.is_some() && at(KERNEL_BOOT))
 }
 
-/// Where the image volume is in which what has this name lies.
+/// Returns the container path of the image volume for this disk or kernel.
 pub fn image_place(name: &str) -> PathBuf {
     Path::new(FOLDERS).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
 }
 
-/// The image in which what has this name lies: that of the image volume for it (`images` are those of the container's image volumes, in
-/// their order), else the container's own.
+/// Returns the image with this disk or kernel: that of its image volume, otherwise the container's own. `images` are the images
+/// of the container's image volumes, in their order.
 pub fn image_of<'a>(
     name: &str,
     config: &ContainerConfig,
@@ -144,7 +143,7 @@ pub fn image_of<'a>(
     volumes.find(|(volume, _)| Path::new(&volume.container_path) == at).map_or(own, |(_, image)| image)
 }
 
-/// The images under the disks that the guest writes to, each once.
+/// Returns the backing images of the disks that the guest writes to, without duplicates.
 pub fn images_under(
     machine: &MachinePod,
     config: &ContainerConfig,
@@ -163,7 +162,7 @@ pub fn images_under(
     under
 }
 
-/// The secrets that are needed for it.
+/// Returns the secrets that the disk needs.
 fn secrets(wish: &RequestedDiskSource) -> impl Iterator<Item = &String> {
     let (some, many) = match wish {
         RequestedDiskSource::CloudInitOf { user, network, keys, .. } => {
@@ -178,14 +177,14 @@ pub(super) fn at_secret(name: &str) -> PathBuf {
     Path::new(FOLDERS).join(format!("secret-{name}"))
 }
 
-/// Whether the container has what its machine's disks are made of, as they need it. Looks at no file.
+/// Checks that the container has the volumes of its machine's disks, in the required form. Accesses no file.
 pub fn check_volumes(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
     credentials::check(machine, config)?;
     machine.disks.iter().try_for_each(|disk| place(disk, config).map(drop))?;
     machine.filesystems.iter().try_for_each(|one| shared(one, config).map(drop))
 }
 
-/// Where the container has the folder of a file system.
+/// Returns the container's mount with the directory of a file system.
 pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
     let at = Path::new(FOLDERS).join(&one.name);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
@@ -198,7 +197,7 @@ pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a N
         let rule = "mounts of a guest are its own kernel's: the node does not see them";
         return field("config.mounts.propagation", "PROPAGATION_BIDIRECTIONAL", rule);
     }
-    // Devices of the node are never opened by its guest.
+    // The guest never opens device nodes of the node.
     match mount.options.iter().find(|option| !matches!(option, MountOption::Noatime | MountOption::Nodev)) {
         Some(option) => {
             let rule = "the guest mounts it, and says how: leave it out";
@@ -208,7 +207,7 @@ pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a N
     }
 }
 
-/// The folder of a file system on the node, without links.
+/// Resolves the directory of a file system on the node.
 pub fn folder(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, VolumeError> {
     let path = Path::new(&mount.host_path);
     let failed = |source| VolumeError::Io {
@@ -224,7 +223,7 @@ pub fn folder(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, Volume
     }
 }
 
-/// Where the container has the disk; none: it is not the node's.
+/// Returns the source of the disk in the container; `None` for a disk without a volume.
 pub fn place<'a>(
     disk: &Disk<RequestedDiskSource>,
     config: &'a ContainerConfig,
@@ -291,7 +290,8 @@ pub(super) fn field<T>(field: &'static str, value: &str, rule: impl Into<String>
     Err(VolumeError::Field { field, value: value.to_owned(), rule: rule.into() })
 }
 
-/// Whether nobody on the node has the device for himself: what is mounted, or part of another device, no guest may write to.
+/// Checks that no process of the node uses the device exclusively: a guest must not write to a device that is mounted or part of
+/// another one.
 pub fn unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Result<(), VolumeError> {
     if disk.read_only {
         return Ok(());
@@ -299,12 +299,12 @@ pub fn unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Resul
     let alone = OpenOptions::new().read(true).custom_flags(OFlag::O_EXCL.bits()).open(&device.host_path);
     match alone.map_err(|error| error.raw_os_error().map(Errno::from_raw)) {
         Err(Some(Errno::EBUSY)) => Err(VolumeError::Busy { disk: disk.name.clone(), path: device.host_path.clone() }),
-        // Other failures are told by whoever opens it to use it.
+        // The later open that uses the device reports other failures.
         _ => Ok(()),
     }
 }
 
-/// Opens the file of a disk in what is mounted for it; its path.
+/// Opens the file of a disk in its mount; returns its path too.
 pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
     let mounted = Path::new(&mount.host_path);
     let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
@@ -509,7 +509,7 @@ mod tests {
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file machine.img"), "{error}");
         let (found, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();
         assert_eq!((found, file.metadata().unwrap().len()), (path.clone(), 1 << 20));
-        // One that is there has its size.
+        // An existing file keeps its size.
         std::fs::write(&path, [1; 512]).unwrap();
         let (_, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();
         assert_eq!(file.metadata().unwrap().len(), 512);

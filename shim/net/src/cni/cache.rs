@@ -1,8 +1,7 @@
-//! Owns: what is remembered of each attachment, one file a pod, so that DEL and CHECK say the same as ADD did
-//! even after a restart and with another configuration. And who may run plugins for a pod: whoever holds the
-//! lock of its input file. A plugin has that file as its standard input and so holds the lock too: what a
-//! daemon started that was killed since is waited for by the next one.
-//! Threads: blocks.
+//! Records each attachment, one file a pod, so that DEL and CHECK send the same as ADD did even after a restart and with another
+//! configuration. The module also serializes the plugins of a pod: only the holder of the lock of the pod's input file may run
+//! plugins. A plugin has that file as its standard input and therefore holds the lock too, so a new daemon waits for the plugins
+//! that a killed one started. All functions block.
 
 use super::CniError;
 use super::config::{NetworkList, read_limited};
@@ -19,9 +18,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// More than the largest configuration and the largest result, each of 1 MiB.
+/// More than the largest configuration and the largest result together, each of 1 MiB.
 const MAX_RECORD: u64 = 8 << 20;
-/// Values of a record: of a configuration, arguments and a result, each of which may have `json::VALUES`.
+/// The maximum number of JSON values of a record: a configuration, arguments and a result, each of which may have `json::VALUES`.
 const MAX_VALUES: usize = 4 * json::VALUES;
 
 #[derive(Clone, Debug)]
@@ -29,32 +28,32 @@ pub(crate) struct Cache {
     pub dir: PathBuf,
 }
 
-/// One attachment. Written before ADD without, and after it with its result.
+/// One attachment. Written before ADD without its result, and after it with it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub id: PodId,
     pub netns: PathBuf,
     pub interface: String,
-    /// CNI_ARGS.
+    /// The value of CNI_ARGS.
     pub args: String,
-    /// Arguments by capability.
+    /// The runtime arguments by capability.
     pub capabilities: Map<String, Value>,
     /// The configuration list.
     pub network: Map<String, Value>,
     pub result: Option<Map<String, Value>>,
-    /// Set when the pod is gone and DEL has not succeeded: it is still to be done.
+    /// Set when the pod is gone but DEL has not succeeded: DEL will be retried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owed: Option<Owed>,
 }
 
-/// A DEL that is still to be done.
+/// A pending DEL of a pod that is gone.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Owed {
-    /// When it failed first, in seconds since 1970.
+    /// When DEL first failed, in seconds since 1970.
     pub since: u64,
-    /// How often it was tried.
+    /// The number of attempts.
     pub attempts: u32,
-    /// Why it failed last.
+    /// The error of the last attempt.
     pub error: String,
 }
 
@@ -70,7 +69,7 @@ impl Cache {
         self.dir.join(format!("{id}.json"))
     }
 
-    /// Keeps the record durably, in the place of an earlier one of this pod.
+    /// Writes the record durably. It replaces an earlier one of this pod.
     pub fn write(&self, record: &Record) -> Result<(), CniError> {
         let path = self.path(&record.id);
         fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
@@ -78,7 +77,7 @@ impl Cache {
         Ok(write_whole(&path, &bytes)?)
     }
 
-    /// The pod's record, if there is one, and its network.
+    /// Returns the pod's record, if there is one, and its network.
     pub fn read(&self, id: &PodId) -> Result<Option<(Record, NetworkList)>, CniError> {
         let path = self.path(id);
         let bytes = match read_limited(&path, MAX_RECORD) {
@@ -95,7 +94,7 @@ impl Cache {
         Ok((record, network))
     }
 
-    /// The pod's input file, locked; nothing while a plugin or somebody else holds it.
+    /// Locks the pod's input file. Returns `None` while a plugin or another process holds it.
     pub fn claim(&self, id: &PodId) -> Result<Option<Claim>, CniError> {
         let path = self.input_path(id);
         fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
@@ -109,7 +108,7 @@ impl Cache {
         }
     }
 
-    /// Forgets the pod.
+    /// Removes the record and the input file of the pod.
     pub fn remove(&self, id: &PodId) -> Result<(), CniError> {
         remove_if_there(&self.path(id))?;
         Ok(remove_if_there(&self.input_path(id))?)
@@ -119,7 +118,7 @@ impl Cache {
         self.dir.join(format!("{id}.input"))
     }
 
-    /// All pods that have a record, or an input file: a killed daemon may have left that alone.
+    /// Returns all pods that have a record or an input file; a killed daemon may have left only the latter.
     pub fn ids(&self) -> Result<BTreeSet<PodId>, CniError> {
         let entries = match fs::read_dir(&self.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
@@ -135,19 +134,19 @@ impl Cache {
     }
 }
 
-/// The right to run plugins for a pod, one after the other.
+/// The exclusive right to run plugins for a pod, one after the other.
 #[derive(Debug)]
 pub(crate) struct Claim {
     file: File,
-    /// Whether a plugin that was started may still run: then it has the lock, and keeps it when this goes.
+    /// A plugin that was started may still run. It has the lock then, and keeps it when this value is dropped.
     running: AtomicBool,
 }
 
 impl Claim {
-    /// Runs one plugin: `run` is given its standard input. If the caller gives up meanwhile, the right is
-    /// not given back before the plugin and what it started have ended.
+    /// Runs one plugin: `run` receives its standard input. If the future is dropped meanwhile, the lock is not released before
+    /// the plugin and its children have ended.
     pub async fn run<T, R: Future<Output = T>>(&self, input: Vec<u8>, run: impl FnOnce(File) -> R) -> io::Result<T> {
-        // The same open file, and so the same lock.
+        // The duplicate shares the open file description, and so the lock.
         let mut file = self.file.try_clone()?;
         let filled = run_blocking("write a CNI input file", move || fill(&mut file, &input).map(|()| file)).await;
         let file = filled.map_err(io::Error::other)??;
@@ -168,7 +167,7 @@ impl Drop for Claim {
     }
 }
 
-/// Makes `input` what is read from the file.
+/// Replaces the content of the file by `input`.
 pub(super) fn fill(file: &mut File, input: &[u8]) -> io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;

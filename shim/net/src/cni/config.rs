@@ -1,4 +1,4 @@
-//! Owns: network configurations: finding the one that counts, checking it, and what a plugin is fed from it.
+//! Finds and validates the network configuration, and builds the input of each plugin from it.
 
 use super::CniError;
 use nacelle_base::json;
@@ -7,20 +7,20 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// More than any configuration needs; a file of this size is a mistake.
+/// The maximum size in bytes of a configuration file; a larger one is a mistake.
 const MAX_FILE: u64 = 1 << 20;
 const MAX_PLUGINS: usize = 32;
 
-/// A version of the CNI specification that we speak.
+/// A supported version of the CNI specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Version {
     V0_3_0,
     V0_3_1,
-    /// CHECK, and the result at DEL.
+    /// Adds CHECK, and the previous result at DEL.
     V0_4_0,
-    /// Addresses in results say no IP version.
+    /// Drops the IP version of addresses in results.
     V1_0_0,
-    /// STATUS and GC.
+    /// Adds STATUS and GC.
     V1_1_0,
 }
 
@@ -42,7 +42,7 @@ impl Version {
     }
 }
 
-/// A checked network: a chain of at least one plugin.
+/// A validated network: a chain of at least one plugin.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct NetworkList {
     pub name: String,
@@ -52,17 +52,17 @@ pub(crate) struct NetworkList {
     pub plugins: Vec<Plugin>,
 }
 
-/// One plugin of a chain and its configuration, as it was written.
+/// One plugin of a chain, and its configuration as written.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Plugin {
-    /// The name of the binary; no path.
+    /// The name of the binary, without a path.
     pub kind: String,
     conf: Map<String, Value>,
 }
 
 impl NetworkList {
-    /// The network that counts in this folder: the first `*.conf`, `*.conflist` or `*.json` in lexical
-    /// order. Blocks; reads a few KB, which costs less than remembering it would be worth.
+    /// Returns the network of this directory: the first `*.conf`, `*.conflist` or `*.json` in lexical order. Blocks. The result
+    /// is not cached, because reading a few KB is cheap.
     pub fn load(dir: &Path) -> Result<NetworkList, CniError> {
         let path = first_file(dir)?;
         let bytes = read_limited(&path, MAX_FILE)?;
@@ -75,7 +75,7 @@ impl NetworkList {
         }
     }
 
-    /// Checks a configuration list.
+    /// Validates a configuration list.
     pub fn from_list(what: &str, mut list: Map<String, Value>) -> Result<NetworkList, CniError> {
         let Some(Value::Array(plugins)) = list.remove("plugins") else {
             return Err(field(what, "plugins", &Value::Null, "a list of plugins is expected"));
@@ -96,7 +96,7 @@ impl NetworkList {
         })
     }
 
-    /// Checks the configuration of a single plugin: a list of one.
+    /// Validates the configuration of a single plugin: a list of one.
     pub fn from_single(what: &str, conf: Map<String, Value>) -> Result<NetworkList, CniError> {
         Ok(NetworkList {
             name: name(what, &conf)?,
@@ -107,7 +107,7 @@ impl NetworkList {
         })
     }
 
-    /// The list as `from_list` reads it: what the cache keeps.
+    /// Returns the list in the form that `from_list` reads; the cache keeps it.
     pub fn to_list(&self) -> Map<String, Value> {
         let plugins = self.plugins.iter().map(|plugin| Value::Object(plugin.conf.clone())).collect();
         Map::from_iter([
@@ -136,13 +136,13 @@ impl Plugin {
         Ok(Plugin { kind, conf })
     }
 
-    /// Whether the plugin wants this argument of the runtime.
+    /// Returns whether the plugin declares this capability.
     pub fn wants(&self, capability: &str) -> bool {
         self.conf.get("capabilities").and_then(|all| all.get(capability)) == Some(&Value::Bool(true))
     }
 
-    /// What the plugin reads on its standard input: its configuration, the arguments that it wants, and
-    /// `extra` (the previous result, say).
+    /// Returns the standard input of the plugin: its configuration, the arguments of its capabilities, and `extra` (for example
+    /// the previous result).
     pub fn input(&self, network: &NetworkList, arguments: &Map<String, Value>, extra: Map<String, Value>) -> Vec<u8> {
         let mut input = self.conf.clone();
         input.insert("name".to_owned(), network.name.clone().into());
@@ -175,7 +175,7 @@ fn first_file(dir: &Path) -> Result<PathBuf, CniError> {
     first.ok_or_else(none)
 }
 
-/// Reads a file that must not have more than `limit` bytes.
+/// Reads a file of at most `limit` bytes.
 pub(super) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, CniError> {
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
@@ -201,7 +201,7 @@ fn name(what: &str, conf: &Map<String, Value>) -> Result<String, CniError> {
     text.map(str::to_owned).ok_or_else(|| field(what, "name", value, RULE))
 }
 
-/// `cniVersions` (1.1.0) lists versions of which the highest known one counts; else it is `cniVersion`.
+/// The version is the highest supported one of `cniVersions` (since 1.1.0), or else `cniVersion`.
 fn version(what: &str, conf: &Map<String, Value>) -> Result<Version, CniError> {
     const RULE: &str = "0.3.0, 0.3.1, 0.4.0, 1.0.0 or 1.1.0 is expected";
     let known = |value: &Value| value.as_str().and_then(Version::parse);
@@ -213,7 +213,7 @@ fn version(what: &str, conf: &Map<String, Value>) -> Result<Version, CniError> {
     known(value).ok_or_else(|| field(what, "cniVersion", value, RULE))
 }
 
-/// A flag may be written as a word, as older configurations do.
+/// Older configurations may write a flag as a string.
 fn flag(what: &str, conf: &Map<String, Value>, name: &'static str) -> Result<bool, CniError> {
     match conf.get(name) {
         None | Some(Value::Null) => Ok(false),

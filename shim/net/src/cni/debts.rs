@@ -1,6 +1,6 @@
-//! DELs that are owed: those of pods that are gone and whose plugins failed. A pod's end never waits for a plugin longer than
-//! its limit; what the plugins hold (an address, a rule) stays with them, and DEL is tried again, by this daemon and the next
-//! ones, until it succeeds. The pod's record in the cache says that it is owed, and has all that DEL needs.
+//! Retries pending DELs: those of pods that are gone and whose plugins failed. The end of a pod never waits for a plugin longer
+//! than its time limit. Until DEL succeeds, the plugins keep the pod's resources (an address, a rule), and this daemon and later
+//! ones retry. The pod's record in the cache marks DEL as pending and has all that DEL needs.
 
 use super::cache::{Owed, Record};
 use super::{Cni, CniError};
@@ -13,34 +13,34 @@ use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 use tokio::time::{sleep, timeout};
 
-/// How often DEL is tried before the pod goes without it, and the pauses in between. A plugin that is not installed, or did not
-/// end within its deadline, is not tried again at once.
+/// The pauses between the attempts at DEL before the pod ends without it. If a plugin is not installed or exceeded its deadline,
+/// there is no immediate retry.
 const PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
-/// Between attempts at an owed DEL: the first pause, which doubles, and the longest.
+/// The pause between attempts at a pending DEL: the first pause, which doubles, and the maximum.
 const RETRY: (Duration, Duration) = (Duration::from_secs(15), Duration::from_secs(600));
-/// The longest text of an error that is kept, in characters.
+/// The maximum length of a recorded error text in characters.
 const ERROR_LENGTH: usize = 1000;
 
-/// A DEL that is owed, as it is shown.
+/// A pending DEL, for display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OwedDelete {
     /// The pod, which is gone.
     pub pod: PodId,
-    /// The name of the network whose plugins have something of it.
+    /// The name of the network whose plugins hold resources of the pod.
     pub network: String,
-    /// When DEL failed first, in seconds since 1970.
+    /// When DEL first failed, in seconds since 1970.
     pub since: u64,
-    /// How often it was tried.
+    /// The number of attempts.
     pub attempts: u32,
-    /// Why it failed last.
+    /// The error of the last attempt.
     pub error: String,
 }
 
-/// What this process knows of owed DELs.
+/// The state of pending DELs in this process.
 #[derive(Debug, Default)]
 pub(super) struct Debts {
     of: BTreeMap<PodId, Due>,
-    /// Configurations and plugins as they were at the last look: a change may be what DEL has waited for.
+    /// The configurations and plugins at the last check. If they have changed, DEL may succeed now.
     seen: Option<Vec<(OsString, SystemTime)>>,
 }
 
@@ -51,19 +51,19 @@ struct Due {
 }
 
 impl Cni {
-    /// Detaches a pod that ends, within `limit`; what its plugins do not give back by then is owed: the answer is why.
+    /// Detaches a pod that ends, within `limit`. If DEL does not succeed by then, it is pending, and the error is returned.
     pub async fn release(&self, id: &PodId, limit: Duration) -> Option<CniError> {
         let too_slow = CniError::TooSlow { command: "DEL", seconds: limit.as_secs() };
         let Err(error) = timeout(limit, self.del_some_times(id)).await.unwrap_or(Err(too_slow)) else {
             self.debts().of.remove(id);
             return None;
         };
-        // Recorded before it can be settled, which removes the record.
+        // Recorded before `settle` can succeed, which removes the record.
         self.note(id, &error).await;
         let (pause, seen) = (RETRY.0, self.look().await);
         {
             let mut debts = self.debts();
-            // What changes from now on may mend it.
+            // Changes from now on may help DEL.
             if debts.of.is_empty() {
                 debts.seen = Some(seen);
             }
@@ -85,7 +85,7 @@ impl Cni {
         self.del(id).await
     }
 
-    /// Takes over what daemons before this one owe for pods that are still known.
+    /// Takes over the pending DELs of earlier daemons.
     pub async fn take_over_debts(&self) -> Result<(), CniError> {
         for owed in self.owed().await? {
             self.debts().of.entry(owed.pod).or_insert(Due { at: Instant::now(), pause: RETRY.0 });
@@ -93,7 +93,7 @@ impl Cni {
         Ok(())
     }
 
-    /// Tries the owed DELs whose time has come; all of them if configurations or plugins have changed. Each has `limit`.
+    /// Retries the pending DELs that are due, or all if configurations or plugins have changed. Each may take `limit`.
     pub async fn settle(&self, limit: Duration) {
         if self.debts().of.is_empty() {
             return;
@@ -127,8 +127,8 @@ impl Cni {
         }
     }
 
-    /// Writes into the pod's record that DEL is owed. Best effort: without it the next daemon finds a record without a pod,
-    /// and does the same.
+    /// Records in the pod's record that DEL is pending. Best effort: without the mark the next daemon finds a record without a
+    /// pod, and does the same.
     async fn note(&self, id: &PodId, error: &CniError) {
         let record = match self.read(id).await {
             Ok(Some((record, _))) => record,
@@ -143,7 +143,7 @@ impl Cni {
         }
     }
 
-    /// All DELs that are owed, by their records.
+    /// Returns all pending DELs, from the records.
     pub async fn owed(&self) -> Result<Vec<OwedDelete>, CniError> {
         let mut all = Vec::new();
         for pod in self.ids().await? {
@@ -153,26 +153,26 @@ impl Cni {
                     all.push(OwedDelete { pod, network: network.name, since, attempts, error });
                 }
                 Ok(_) => {}
-                // It may be owed, or belong to a pod that runs; the others are shown all the same.
+                // This record may be of a pending DEL or of a running pod. The others are returned all the same.
                 Err(error) => tracing::warn!(%pod, error = %Chain(&error), "a CNI record cannot be read"),
             }
         }
         Ok(all)
     }
 
-    /// The configurations and plugins as they are.
+    /// Returns the current state of configurations and plugins.
     async fn look(&self) -> Vec<(OsString, SystemTime)> {
         let directories: Vec<PathBuf> = self.exec.bin_dirs.iter().chain([&self.conf_dir]).cloned().collect();
         run_blocking("list the CNI plugins", move || look(&directories)).await.unwrap_or_default()
     }
 
     fn debts(&self) -> MutexGuard<'_, Debts> {
-        // Changed by single inserts and removals: a panic in between leaves it whole.
+        // The map changes by single inserts and removals, so a panic in between leaves it consistent.
         self.debts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The files in these directories and when they were changed; a directory that cannot be read has none.
+/// Returns the files in these directories and their modification times. An unreadable directory counts as empty.
 fn look(directories: &[PathBuf]) -> Vec<(OsString, SystemTime)> {
     let entries = |directory: &PathBuf| std::fs::read_dir(directory).into_iter().flatten().flatten();
     let mut all: Vec<_> = directories

@@ -1,4 +1,4 @@
-//! Owns: what can go wrong between us and CNI plugins.
+//! Defines the errors of the CNI chain.
 
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
@@ -9,16 +9,16 @@ use std::path::PathBuf;
 /// A failure of the CNI chain.
 #[derive(Debug, thiserror::Error)]
 pub enum CniError {
-    /// The configuration folder holds no configuration: the network add-on is not installed yet.
+    /// The configuration directory has no configuration: the network add-on is not installed yet.
     #[error("no CNI configuration (*.conf, *.conflist, *.json) in {dir}", dir = dir.display())]
     NoConfig {
-        /// The folder.
+        /// The directory.
         dir: PathBuf,
     },
     /// A configuration or cache file could not be read or written.
     #[error("cannot keep CNI state")]
     File {
-        /// Which and why.
+        /// The file and the reason.
         #[from]
         source: FileError,
     },
@@ -35,7 +35,7 @@ pub enum CniError {
     Json {
         /// The file or the plugin's answer.
         what: String,
-        /// Where and why.
+        /// The position and the reason.
         source: serde_json::Error,
     },
     /// A field of a configuration has a value that is not allowed.
@@ -45,117 +45,117 @@ pub enum CniError {
         what: String,
         /// The field.
         field: &'static str,
-        /// Its value, cut.
+        /// The value, truncated.
         value: String,
-        /// What is allowed.
+        /// The values that are allowed.
         rule: &'static str,
     },
-    /// Something that a plugin is told by CNI_ARGS has a character that would be read as a separator.
+    /// A value for CNI_ARGS contains a character that plugins would read as a separator.
     #[error("{field} {value:?} cannot be told to CNI plugins: ';', '=' and control characters are not allowed")]
     Argument {
-        /// K8S_POD_NAME and so on.
+        /// The key, for example K8S_POD_NAME.
         field: &'static str,
-        /// The value, cut.
+        /// The value, truncated.
         value: String,
     },
-    /// The plugin is in none of the folders.
+    /// The plugin is in none of the directories.
     #[error("CNI plugin {plugin} is in none of {dirs:?}")]
     NoPlugin {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// Where it was looked for.
+        /// The directories that were searched.
         dirs: Vec<PathBuf>,
     },
-    /// The plugin does not speak the version of the configuration.
+    /// The plugin does not support the version of the configuration.
     #[error("CNI plugin {plugin} does not support version {version} of the configuration, only {supported:?}")]
     Version {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
         /// The version of the configuration.
         version: String,
-        /// What the plugin says of itself.
+        /// The versions that the plugin reports.
         supported: Vec<String>,
     },
-    /// The plugin could not be started, fed or read.
+    /// The plugin could not be started, or its input or output failed.
     #[error("cannot run CNI plugin {plugin} for {command}")]
     Exec {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// ADD, DEL and so on.
+        /// The command: ADD, DEL and so on.
         command: &'static str,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// The plugin did not end in time and was killed.
+    /// The plugin exceeded its deadline and was killed.
     #[error("CNI plugin {plugin} did not finish {command} within {seconds} s and was killed")]
     Timeout {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// ADD, DEL and so on.
+        /// The command: ADD, DEL and so on.
         command: &'static str,
-        /// The limit.
+        /// The deadline in seconds.
         seconds: u64,
     },
-    /// All plugins together did not end in time; the one that ran was killed.
+    /// The plugins together exceeded their time limit; the running one was killed.
     #[error("the CNI plugins did not finish {command} within {seconds} s")]
     TooSlow {
-        /// DEL or GC.
+        /// The command: DEL or GC.
         command: &'static str,
-        /// The limit.
+        /// The limit in seconds.
         seconds: u64,
     },
-    /// The plugin printed more than an answer may have, and was killed.
+    /// The plugin's output exceeded its limit, and the plugin was killed.
     #[error("CNI plugin {plugin} printed more than {limit} bytes for {command} and was killed")]
     TooMuchOutput {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// ADD, DEL and so on.
+        /// The command: ADD, DEL and so on.
         command: &'static str,
         /// The limit in bytes.
         limit: u64,
     },
-    /// The plugin refused with an error of the CNI form.
+    /// The plugin returned an error object of the CNI specification.
     #[error("CNI plugin {plugin} refused {command} with code {code}: {message}")]
     Plugin {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// ADD, DEL and so on.
+        /// The command: ADD, DEL and so on.
         command: &'static str,
-        /// The code: below 100 from the specification.
+        /// The error code; codes below 100 are defined by the specification.
         code: u64,
-        /// Its message and details.
+        /// The message and details of the plugin.
         message: String,
     },
-    /// The plugin failed without an error of the CNI form.
+    /// The plugin failed without an error object.
     #[error("CNI plugin {plugin} failed {command} with {status}: {output}")]
     Failed {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// ADD, DEL and so on.
+        /// The command: ADD, DEL and so on.
         command: &'static str,
-        /// How it ended.
+        /// The exit status or signal.
         status: String,
-        /// The end of what it printed.
+        /// The end of the plugin's output.
         output: String,
     },
-    /// CHECK was asked for a pod that has no network.
+    /// CHECK was called for a pod that has no network.
     #[error("no CNI result is kept for pod {pod}")]
     NotAttached {
         /// The pod.
         pod: String,
     },
-    /// A plugin that was started for the pod before, perhaps by a daemon that was killed since, still runs.
+    /// A plugin that was started for the pod earlier still runs, perhaps one of a daemon that was killed.
     #[error("a CNI plugin still runs for pod {pod}")]
     Busy {
         /// The pod.
         pod: String,
     },
-    /// The input of a plugin could not be prepared.
+    /// The standard input of a plugin could not be prepared.
     #[error("cannot prepare the input of CNI plugin {plugin}")]
     Input {
-        /// Its name.
+        /// The plugin's name.
         plugin: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
     /// A task of the runtime did not finish.

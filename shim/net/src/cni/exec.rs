@@ -1,6 +1,5 @@
-//! Owns: running one plugin once: found, fed, read within limits, killed with all its children when it
-//! exceeds them, and its failure understood.
-//! Threads: async; a call that is given up kills its plugin.
+//! Runs one plugin once: finds it, writes its input, reads its output within limits, and parses its error. A plugin that exceeds
+//! a limit is killed with all its children. Everything is async; dropping the future kills the plugin.
 
 use super::CniError;
 use nacelle_base::json;
@@ -16,12 +15,12 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::{Child, Command as Process};
 
-/// More than any result needs.
+/// The maximum size of the standard output in bytes; more than any result needs.
 const MAX_OUTPUT: u64 = 1 << 20;
-/// Of standard error so much is kept for the log; the rest is read and dropped.
+/// The bytes of standard error that are kept for the log; the rest is read and dropped.
 const MAX_LOG: u64 = 16 << 10;
 
-/// What is killed ends at once, unless the kernel holds it.
+/// How long to wait for a killed plugin; it ends at once unless the kernel blocks it.
 const KILL_WAIT: Duration = Duration::from_secs(5);
 
 /// A command of the CNI protocol.
@@ -48,14 +47,14 @@ impl Command {
     }
 }
 
-/// Where plugins are and how long one may take.
+/// The plugin directories and the deadline of one plugin.
 #[derive(Clone, Debug)]
 pub(crate) struct Exec {
     pub bin_dirs: Vec<PathBuf>,
     pub deadline: Duration,
 }
 
-/// The error form of the CNI protocol.
+/// The error object of the CNI protocol.
 #[derive(Deserialize)]
 struct WireError {
     code: u64,
@@ -64,7 +63,7 @@ struct WireError {
 }
 
 impl Exec {
-    /// The plugin's file: in the first folder that has one.
+    /// Returns the path of the plugin in the first directory that has it.
     pub async fn find(&self, plugin: &str) -> Result<PathBuf, CniError> {
         for dir in &self.bin_dirs {
             let path = dir.join(plugin);
@@ -75,8 +74,8 @@ impl Exec {
         Err(CniError::NoPlugin { plugin: plugin.to_owned(), dirs: self.bin_dirs.clone() })
     }
 
-    /// Runs the plugin with `input` as its standard input, and returns what it printed. The plugin and what it
-    /// starts hold `input` open as long as they live.
+    /// Runs the plugin with `input` as its standard input, and returns its output. The plugin and its children hold `input` open
+    /// for their lifetime.
     pub async fn run(
         &self,
         plugin: &str,
@@ -136,10 +135,10 @@ struct Ran {
     status: ExitStatus,
 }
 
-/// A plugin and its children: one process group, killed when this is dropped before the plugin was waited for.
+/// A plugin and its children: one process group, killed if this is dropped before the plugin was reaped.
 struct Group {
     child: Child,
-    /// Set until the plugin was waited for: its number is its own so long.
+    /// Set until the plugin has been reaped: its PID cannot be reused before.
     group: Option<Pid>,
 }
 
@@ -164,13 +163,13 @@ impl Group {
         Ok(Group { child, group })
     }
 
-    /// Nothing if it printed too much. Waits for the end of both outputs before it waits for the plugin, so
-    /// that a child left behind that holds them is covered by the deadline.
+    /// Reads the output; `None` if it exceeds the limit. Waits for the end of both outputs before it waits for the plugin, so
+    /// that the deadline also covers an orphaned child that holds them.
     async fn read(&mut self) -> io::Result<Option<Ran>> {
         let (stdout, stderr) = (self.child.stdout.take(), self.child.stderr.take());
         let read = async {
             let output = read_up_to(stdout, MAX_OUTPUT + 1).await?;
-            // Too much ends it all: the pipe is closed, and the group is killed.
+            // Output beyond the limit ends the run: the pipe is closed, and the group is killed.
             if output.len() as u64 > MAX_OUTPUT {
                 Err(io::Error::from(io::ErrorKind::FileTooLarge))
             } else {
@@ -197,7 +196,7 @@ impl Group {
 }
 
 impl Group {
-    /// Kills all of it and waits for the plugin, so that what is run next finds it gone.
+    /// Kills the group and waits for the plugin, so that it is gone when the next command runs.
     async fn kill(mut self) {
         self.signal();
         let ended = tokio::time::timeout(KILL_WAIT, self.child.wait()).await;
@@ -229,7 +228,7 @@ async fn read_up_to(from: Option<impl AsyncRead + Unpin>, limit: u64) -> io::Res
     Ok(bytes)
 }
 
-/// The start of what a plugin said, on one line.
+/// Returns the start of a plugin's output, on one line.
 fn printable(bytes: &[u8]) -> String {
     const MAX: usize = 2000;
     let text = String::from_utf8_lossy(bytes);

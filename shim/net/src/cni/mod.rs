@@ -1,8 +1,8 @@
-//! Owns: the CNI runtime: which network, which plugins, in which order, and what they answered.
+//! Implements the CNI runtime: selects the network, runs its plugins in order and keeps their results.
 //!
-//! ADD goes through the chain forwards, DEL backwards. What ADD was told is written down before it starts;
-//! DEL, CHECK and GC speak from that, never from today's configuration.
-//! Threads: async; GC waits until nothing else runs, and holds everything else off.
+//! ADD runs the chain forwards, DEL backwards. The input of ADD is recorded before ADD starts; DEL, CHECK and GC use the record
+//! and never today's configuration. Everything is async. GC waits until no other command runs, and blocks all others while it
+//! runs.
 
 mod cache;
 mod config;
@@ -41,9 +41,9 @@ pub use types::{Bandwidth, InterfaceUsage, PodRef};
 
 /// The name of the pod's default interface.
 pub(crate) const INTERFACE: &str = "eth0";
-/// How many pods are attached or detached at the same time.
+/// The maximum number of pods that are attached or detached at the same time.
 const MAX_PARALLEL: u32 = 64;
-/// How often it is looked whether a plugin of a former daemon has ended.
+/// The interval of the checks whether a plugin of a former daemon has ended.
 const CLAIM_POLL: Duration = Duration::from_millis(10);
 
 /// The CNI runtime of this node.
@@ -57,7 +57,7 @@ pub(crate) struct Cni {
     debts: Mutex<Debts>,
 }
 
-/// What a plugin said of itself, and which state of its file said it.
+/// The versions that a plugin supports, and the state of its file when it was asked.
 #[derive(Clone, Debug)]
 struct Spoken {
     file: (Option<SystemTime>, u64),
@@ -82,7 +82,7 @@ impl Cni {
         }
     }
 
-    /// Attaches the pod. What an earlier attempt left is detached first.
+    /// Attaches the pod. First detaches what an earlier attempt left.
     pub async fn add(&self, pod: &PodRef, netns: &Path) -> Result<CniResult, CniError> {
         let _turn = self.turn(1).await;
         let (args, capabilities) = (pod.args()?, pod.capabilities());
@@ -122,13 +122,13 @@ impl Cni {
         CniResult::from_raw("the CNI result", record.result.unwrap_or_default(), network.version)
     }
 
-    /// Detaches the pod; one that is not attached is no failure.
+    /// Detaches the pod. Succeeds if the pod is not attached.
     pub async fn del(&self, id: &PodId) -> Result<(), CniError> {
         let _turn = self.turn(1).await;
         self.detach(id).await
     }
 
-    /// Asks all plugins whether the attachment is still as they made it.
+    /// Runs CHECK of all plugins: whether the attachment is as they made it.
     pub async fn check(&self, id: &PodId) -> Result<(), CniError> {
         let _turn = self.turn(1).await;
         let none = || CniError::NotAttached { pod: id.to_string() };
@@ -147,7 +147,7 @@ impl Cni {
         Ok(())
     }
 
-    /// Whether ADD can be expected to work.
+    /// Returns an error unless ADD is expected to succeed.
     pub async fn status(&self) -> Result<(), CniError> {
         let network = self.network().await?;
         for plugin in &network.plugins {
@@ -166,8 +166,8 @@ impl Cni {
         Ok(())
     }
 
-    /// Tells the plugins of today's network that only attachments of these pods are valid. Goes on after
-    /// failures; returns the first one.
+    /// Runs GC of the plugins of today's network with the attachments of these pods as the valid ones. Continues after failures
+    /// and returns the first one.
     pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), CniError> {
         let _turn = self.turn(MAX_PARALLEL).await;
         let network = match self.network().await {
@@ -179,7 +179,7 @@ impl Cni {
         }
         let mut valid = Vec::new();
         for id in keep {
-            // A record that cannot be read is valid too: better kept than taken from a running pod.
+            // An unreadable record counts as valid: GC must not detach a pod that may be running.
             let of_this = match self.read(id).await {
                 Ok(Some((_, other))) => other.name == network.name,
                 Ok(None) => false,
@@ -211,7 +211,7 @@ impl Cni {
         CniResult::parse(&what, &output, network.version).map(|result| result.raw)
     }
 
-    /// After a failed ADD: what could not be taken back stays remembered, for the next DEL.
+    /// Cleans up after a failed ADD. What cannot be cleaned up stays in the record, for the next DEL.
     async fn take_back(&self, claim: &Claim, record: &Record, network: &NetworkList, ran: &[Plugin]) {
         let mut undone = self.del_chain(claim, record, network, ran).await;
         if undone.is_ok() {
@@ -225,7 +225,7 @@ impl Cni {
     async fn detach(&self, id: &PodId) -> Result<(), CniError> {
         if self.read(id).await?.is_some() {
             let claim = self.claim(id).await?;
-            // Again: whoever held the file may have changed it.
+            // Read again: the previous holder of the file may have changed it.
             if let Some((record, network)) = self.read(id).await? {
                 self.del_chain(&claim, &record, &network, &network.plugins).await?;
             }
@@ -233,7 +233,7 @@ impl Cni {
         self.forget(id).await
     }
 
-    /// DEL backwards. A plugin that fails does not keep the others from giving back what they hold.
+    /// Runs DEL backwards through the chain. After a failure of one plugin the others still run.
     async fn del_chain(
         &self,
         claim: &Claim,
@@ -241,7 +241,7 @@ impl Cni {
         network: &NetworkList,
         plugins: &[Plugin],
     ) -> Result<(), CniError> {
-        // After a reboot, or when its mount was lost, there is no namespace; plugins know that by an empty path.
+        // After a reboot, or if its mount was lost, the namespace does not exist; CNI expects an empty path then.
         let netns = record.netns.clone();
         let there = run_blocking("look at a network namespace", move || is_namespace(&netns)).await?;
         let environment = record.environment(if there { &record.netns } else { Path::new("") });
@@ -255,7 +255,7 @@ impl Cni {
         first
     }
 
-    /// The versions that a plugin says it speaks; asked again when its file changes.
+    /// Returns the versions that a plugin supports. The plugin is asked again when its file changes.
     async fn versions(&self, plugin: &str) -> Result<Vec<String>, CniError> {
         let path = self.exec.find(plugin).await?;
         let file = match tokio::fs::metadata(&path).await {
@@ -290,7 +290,7 @@ impl Cni {
         ran.map_err(|source| CniError::Input { plugin: plugin.kind.clone(), source })?
     }
 
-    /// Runs a plugin for no pod.
+    /// Runs a plugin without a pod.
     async fn ask(&self, plugin: &str, command: Command, input: &[u8]) -> Result<Vec<u8>, CniError> {
         let failed = |source| CniError::Input { plugin: plugin.to_owned(), source };
         let memory = memfd_create(c"cni", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?;
@@ -299,7 +299,7 @@ impl Cni {
         self.exec.run(plugin, command, &[], file).await
     }
 
-    /// The right to run plugins for the pod, once no plugin runs for it.
+    /// Returns the claim to run plugins for the pod. Waits while a plugin runs for it, at most for the plugin deadline (`Busy`).
     async fn claim(&self, id: &PodId) -> Result<Claim, CniError> {
         let end = Instant::now() + self.exec.deadline;
         loop {
@@ -315,7 +315,7 @@ impl Cni {
     }
 
     async fn turn(&self, weight: u32) -> Option<SemaphorePermit<'_>> {
-        // Never closed, so never an error.
+        // The semaphore is never closed, so this is never an error.
         self.turns.acquire_many(weight).await.ok()
     }
 
@@ -339,7 +339,7 @@ impl Cni {
         run_blocking("remove a CNI record", move || cache.remove(&id)).await?
     }
 
-    /// All pods that are attached, or were when something failed.
+    /// Returns all pods that are attached, or were when something failed.
     pub async fn ids(&self) -> Result<BTreeSet<PodId>, CniError> {
         let cache = self.cache.clone();
         run_blocking("list the CNI records", move || cache.ids()).await?
@@ -357,7 +357,7 @@ impl Record {
     }
 }
 
-/// Whether DEL can name this namespace; if that cannot be found out, the plugins shall say why.
+/// Returns whether DEL can name this namespace. If that cannot be determined, returns true: the plugins report the error.
 fn is_namespace(path: &Path) -> bool {
     match NetNs::open(path) {
         Err(NetError::NotNetns { .. }) => false,

@@ -1,4 +1,4 @@
-//! Owns: what a plugin prints at ADD: read as tolerantly as other runtimes do, and made ready for the next one.
+//! Parses the result of ADD as tolerantly as other runtimes do, and prepares it as the input of the next plugin.
 
 use super::CniError;
 use super::config::{Version, field, parse_object};
@@ -11,16 +11,16 @@ use std::net::IpAddr;
 /// The result of a chain.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct CniResult {
-    /// The interfaces inside the pod, as named there.
+    /// The interfaces inside the pod, by their names there.
     pub interfaces: Vec<String>,
     /// The pod's addresses in the order of the result.
     pub ips: Vec<IpAddr>,
     pub dns: DnsConfig,
-    /// The result itself, of the version of the configuration: `prevResult`.
+    /// The result itself, in the version of the configuration: `prevResult`.
     pub raw: Map<String, Value>,
 }
 
-/// Null and absent mean the same everywhere.
+/// The JSON form. Null and absent are the same everywhere.
 #[derive(Deserialize)]
 struct Wire {
     interfaces: Option<Vec<WireInterface>>,
@@ -48,15 +48,15 @@ struct WireDns {
 }
 
 impl CniResult {
-    /// Reads what `what` (a plugin) printed for a configuration of this version.
+    /// Parses the output of `what` (a plugin) for a configuration of this version.
     pub fn parse(what: &str, bytes: &[u8], version: Version) -> Result<CniResult, CniError> {
         CniResult::from_raw(what, parse_object(what, bytes)?, version)
     }
 
-    /// The same from JSON that was kept.
+    /// Parses a result that was kept as JSON.
     pub fn from_raw(what: &str, mut raw: Map<String, Value>, version: Version) -> Result<CniResult, CniError> {
         let of_version = raw.get("cniVersion").unwrap_or(&Value::Null);
-        // Without a version it is of the version that was asked for.
+        // A result without a version has the version of the configuration.
         let known = of_version.is_null() || of_version.as_str().is_some_and(|text| Version::parse(text).is_some());
         if !known {
             return Err(field(what, "cniVersion", of_version, "a version from 0.3.0 to 1.1.0 is expected"));
@@ -75,7 +75,7 @@ impl CniResult {
     }
 }
 
-/// The values end up in a text file, one a word: nothing in them may end the word.
+/// The values are written to a text file as single words, so none may contain a separator.
 fn resolver(what: &str, dns: WireDns) -> Result<DnsConfig, CniError> {
     let mut searches = dns.search.unwrap_or_default();
     if let Some(domain) = dns.domain.filter(|domain| !domain.is_empty() && !searches.contains(domain)) {
@@ -90,7 +90,7 @@ fn resolver(what: &str, dns: WireDns) -> Result<DnsConfig, CniError> {
     }
 }
 
-/// From 1.0.0 on an address does not say its IP version; before, it had to.
+/// Since 1.0.0 an address has no IP version; before, the field was required.
 fn to_version(raw: &mut Map<String, Value>, version: Version) {
     raw.insert("cniVersion".to_owned(), version.as_str().into());
     let ips = raw.get_mut("ips").and_then(Value::as_array_mut).into_iter().flatten();

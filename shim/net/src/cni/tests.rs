@@ -1,4 +1,4 @@
-//! Owns: what the parsers of configurations, results and records accept and refuse.
+//! Tests which configurations, results and records the parsers accept and reject.
 
 use super::cache::Cache;
 use super::config::{NetworkList, Version, parse_object};
@@ -34,7 +34,7 @@ fn the_first_file_in_lexical_order_counts() {
     assert_eq!((found.name.as_str(), found.plugins.len(), found.disable_gc), ("c", 2, true));
     write("20.json", r#"{"cniVersion":"0.4.0","name":"b","type":"x"}"#);
     assert_eq!((load().unwrap().name.as_str(), load().unwrap().version), ("b", Version::V0_4_0));
-    // A broken first file is told, not passed over: the pods would silently get another network.
+    // A broken first file is an error. If it were skipped, the pods would silently get another network.
     write("10.conf", r#"{"cniVersion":"0.4.0","name":"a"}"#);
     let error = load().unwrap_err();
     assert!(error.to_string().contains("10.conf: field type"), "{error}");
@@ -86,13 +86,13 @@ fn results_of_every_version_are_read() {
     assert_eq!(read.interfaces, ["eth0"]);
     assert_eq!(read.ips, ["10.1.0.5".parse::<std::net::IpAddr>().unwrap()]);
     assert_eq!(read.raw["ips"][0]["version"], "4");
-    // For a plugin of a newer version it is rewritten, and the other way round.
+    // The result is rewritten for a plugin of a newer version, and of an older one.
     let new = result(old, Version::V1_0_0).unwrap();
     assert_eq!((&new.raw["cniVersion"], new.raw["ips"][0].get("version")), (&json!("1.0.0"), None));
     let text = r#"{"cniVersion":"1.1.0","ips":[{"address":"fd00::5/64"}],"dns":null,"interfaces":null}"#;
     let back = result(text, Version::V0_3_1).unwrap();
     assert_eq!((&back.raw["cniVersion"], &back.raw["ips"][0]["version"]), (&json!("0.3.1"), &json!("6")));
-    // As tolerant as others: nothing but an object is needed.
+    // As tolerant as other runtimes: any object is accepted.
     assert_eq!(result("{}", Version::V1_1_0).unwrap().raw["cniVersion"], "1.1.0");
     for bad in ["", "7", "[]", r#"{"ips":[{}]}"#, r#"{"ips":[{"address":"10.0.0.1"}]}"#, r#"{"ips":{}}"#] {
         assert!(matches!(result(bad, Version::V1_0_0), Err(CniError::Json { .. })), "{bad}");
@@ -121,7 +121,7 @@ fn a_record_comes_back_and_an_unknown_version_is_refused() {
         result: None,
         owed: None,
     };
-    // As daemons wrote it that did not know of owed DELs.
+    // The form of daemons older than pending DELs.
     assert!(!serde_json::to_string(&record).unwrap().contains("owed"));
     cache.write(&record).unwrap();
     assert_eq!(cache.read(&id).unwrap(), Some((record.clone(), network)));
@@ -133,12 +133,12 @@ fn a_record_comes_back_and_an_unknown_version_is_refused() {
     cache.remove(&id).unwrap();
     cache.remove(&id).unwrap();
     assert_eq!(cache.read(&id).unwrap(), None);
-    // Of a daemon that was killed before it wrote the record.
+    // The input file of a daemon that was killed before it wrote the record.
     drop(cache.claim(&id).unwrap());
     assert_eq!(cache.ids().unwrap(), [id].into());
 }
 
-/// JSON in which the words of CNI are frequent.
+/// JSON with many keys of CNI.
 fn cni_json() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         Just("1.0.0"),

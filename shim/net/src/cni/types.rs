@@ -1,4 +1,4 @@
-//! Owns: what the daemon says of a pod to CNI, and the DNS part of what CNI says back.
+//! Defines the description of a pod for CNI, and the DNS part of CNI's result.
 
 use super::CniError;
 use cni_plugin::config::BandwidthLimits;
@@ -7,53 +7,53 @@ use nacelle_base::PodId;
 use nacelle_model::network::{DnsConfig, PortMapping};
 use serde_json::{Map, Value, json};
 
-/// A pod, as the plugins are told of it.
+/// The pod that the plugins act on.
 #[derive(Clone, Debug)]
 pub struct PodRef {
-    /// The id of the PodSandbox: CNI_CONTAINERID.
+    /// The id of the PodSandbox, for CNI_CONTAINERID.
     pub id: PodId,
-    /// K8S_POD_NAME.
+    /// The pod's name, for K8S_POD_NAME.
     pub name: String,
-    /// K8S_POD_NAMESPACE.
+    /// The pod's namespace, for K8S_POD_NAMESPACE.
     pub namespace: String,
-    /// K8S_POD_UID.
+    /// The pod's UID, for K8S_POD_UID.
     pub uid: String,
-    /// hostPorts; those with `host_port` 0 ask for none and are passed over.
+    /// The hostPorts. Mappings with `host_port` 0 are ignored.
     pub port_mappings: Vec<PortMapping>,
-    /// Limits, if the pod asks for some.
+    /// The bandwidth limits, if the pod has any.
     pub bandwidth: Option<Bandwidth>,
-    /// DNS of the pod, for plugins that want to know (capability `dns`).
+    /// The DNS configuration of the pod, for plugins with the capability `dns`.
     pub dns: Option<DnsConfig>,
-    /// The node's pod CIDRs as UpdateRuntimeConfig told them (capability `ipRanges`); empty if unknown.
+    /// The node's pod CIDRs from UpdateRuntimeConfig (capability `ipRanges`); empty if unknown.
     pub pod_cidrs: Vec<IpNet>,
-    /// The interfaces beside the default one, by their names in the namespace.
+    /// The interfaces in addition to the default one, by their names in the namespace.
     pub further: Vec<String>,
-    /// Who uses the interfaces.
+    /// The user of the interfaces.
     pub usage: InterfaceUsage,
 }
 
-/// Who uses the interfaces of a pod's namespace.
+/// The user of the interfaces in a pod's namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InterfaceUsage {
-    /// The pod's processes, in the namespace. A further interface that the plugins did not create is left out.
+    /// The pod's processes use them in the namespace. A further interface that the plugins did not create is left out.
     Namespace,
-    /// The guest, in their place. A further interface that the plugins did not create is left out.
+    /// The guest uses them in place of the namespace. A further interface that the plugins did not create is left out.
     Guest,
-    /// The guest, in their place. The pod is not attached if a further interface is missing.
+    /// The guest uses them in place of the namespace. The pod is not attached if a further interface is missing.
     GuestNeedsAll,
 }
 
 /// Limits of a pod's traffic, in bits per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bandwidth {
-    /// To the pod.
+    /// The limit of traffic to the pod.
     pub ingress_bps: Option<u64>,
-    /// From the pod.
+    /// The limit of traffic from the pod.
     pub egress_bps: Option<u64>,
 }
 
 impl PodRef {
-    /// CNI_ARGS: the words of Kubernetes that plugins know.
+    /// Returns CNI_ARGS with the keys of Kubernetes that plugins know.
     pub(super) fn args(&self) -> Result<String, CniError> {
         let mut args = "IgnoreUnknown=1".to_owned();
         let pairs = [
@@ -71,7 +71,7 @@ impl PodRef {
         Ok(args)
     }
 
-    /// The arguments of the runtime by capability, in the form of the CNI conventions.
+    /// Returns the runtime arguments by capability, in the form of the CNI conventions.
     pub(super) fn capabilities(&self) -> Map<String, Value> {
         let mut all = Map::new();
         let ports: Vec<Value> = self.port_mappings.iter().filter(|port| port.host_port != 0).map(port).collect();
@@ -101,7 +101,7 @@ fn port(port: &PortMapping) -> Value {
     })
 }
 
-/// A plugin that limits wants a burst as well: the largest one that it accepts, so that only the rate counts.
+/// A plugin with a rate limit also requires a burst: the largest one that it accepts, so that only the rate matters.
 fn limits(bandwidth: Bandwidth) -> Option<BandwidthLimits> {
     const BURST: usize = u32::MAX as usize;
     let rate = |bps: Option<u64>| bps.filter(|bps| *bps > 0).map(|bps| usize::try_from(bps).unwrap_or(usize::MAX));

@@ -1,4 +1,4 @@
-//! Owns: a guest as far as the network can tell: a reader and writer of frames on a tap.
+//! Simulates a guest from the network's point of view: reads and writes frames on a tap.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use crate::common::LIMIT;
@@ -11,10 +11,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
-/// The virtio-net header before each frame, as a tap has it from the start.
+/// The length of the virtio-net header before each frame of a new tap.
 const HEADER: usize = 10;
 const BROADCAST: Mac = [0xff; 6];
-/// An EtherType for experiments: the end of what a test waits for.
+/// An EtherType for experiments. A frame of it ends the wait of a test.
 const MARK: [u8; 2] = [0x88, 0xb5];
 
 pub struct Guest {
@@ -24,7 +24,7 @@ pub struct Guest {
     pub v6: Option<Ipv6Addr>,
 }
 
-/// What a guest saw.
+/// A frame that a guest received.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Seen {
     ArpRequest { from: Mac, who: Ipv4Addr, tell: Ipv4Addr },
@@ -91,7 +91,7 @@ impl Guest {
         self.send(to, [8, 0], &packet);
     }
 
-    /// A datagram without a checksum; `piece` is what IP's head says of fragments.
+    /// Sends a datagram without a checksum; `piece` is the fragment field of the IP header.
     pub fn udp(&self, to: Mac, destination: Ipv4Addr, port: u16, payload: &[u8], piece: [u8; 2]) {
         let udp = u16::try_from(8 + payload.len()).unwrap();
         let length = (20 + udp).to_be_bytes();
@@ -116,7 +116,7 @@ impl Guest {
         self.icmp(to, destination, 0, number);
     }
 
-    /// Asks who has an IPv6 address (neighbour solicitation).
+    /// Sends a neighbour solicitation for an IPv6 address.
     pub fn ask_v6(&self, who: Ipv6Addr) {
         let tail = &who.octets()[13..];
         let group = [&[0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0xff], tail].concat();
@@ -134,7 +134,7 @@ impl Guest {
         self.send([0x33, 0x33, 0xff, tail[0], tail[1], tail[2]], [0x86, 0xdd], &packet);
     }
 
-    /// The next frame.
+    /// Returns the next frame.
     pub fn next(&self) -> Seen {
         let end = Instant::now() + LIMIT;
         loop {
@@ -150,7 +150,7 @@ impl Guest {
         read(&buffer[HEADER..length]).unwrap_or(Seen::Other)
     }
 
-    /// All frames up to and including the first one that fits.
+    /// Returns all frames up to and including the first one that matches.
     pub fn until(&self, fits: impl Fn(&Seen) -> bool) -> Vec<Seen> {
         let mut all = Vec::new();
         loop {

@@ -1,5 +1,5 @@
-//! Owns: a guest with a real stack: a namespace whose only interface is a tap, and a relay that copies frames
-//! and their virtio-net headers between it and the machine's tap, as an engine does.
+//! Simulates a guest with a real network stack: a namespace whose only interface is a tap, and a relay that copies frames and
+//! their virtio-net headers between it and the VM's tap, as an engine does.
 #![allow(unsafe_code, reason = "TUNSETOFFLOAD has no safe wrapper")]
 
 use crate::common::ip;
@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 nix::ioctl_write_int_bad!(
-    /// Says which unfinished packets the reader of the tap takes.
+    /// Sets which offloads the reader of the tap supports.
     tunsetoffload,
     libc::TUNSETOFFLOAD
 );
 
-/// Larger than the largest segment that the kernel leaves unfinished.
+/// Larger than the largest segment that the kernel leaves unsegmented.
 const FRAME: usize = 80 * 1024;
 
 pub struct Kernel {
@@ -62,7 +62,7 @@ impl Drop for Kernel {
 fn configure(attachment: &Attachment) {
     let eth0 = &attachment.network.interfaces[0];
     let mac = eth0.mac.map(|byte| format!("{byte:02x}")).join(":");
-    // A guest has IPv6; only the tap of a machine has it off.
+    // A guest has IPv6; only the tap of a VM has it disabled.
     std::fs::write("/proc/sys/net/ipv6/conf/eth0/disable_ipv6", "0").unwrap();
     ip(&["link", "set", "eth0", "address", &mac, "mtu", &eth0.mtu.to_string(), "up"]);
     for address in &eth0.addresses {
@@ -87,7 +87,7 @@ fn relay(mut from: &File, mut to: &File, stop: &AtomicBool) {
         if poll(&mut fds, PollTimeout::from(50u8)).is_ok_and(|ready| ready > 0)
             && let Ok(length) = from.read(&mut frame)
         {
-            // A frame may be lost on its way, as on any wire.
+            // A frame may be lost, as on any network.
             let _ = to.write_all(&frame[..length]);
         }
     }

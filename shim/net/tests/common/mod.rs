@@ -1,5 +1,5 @@
-//! Owns: the world of a test: a thread with a network and a mount namespace of its own, which plays the node,
-//! so that no bridge, rule or mount touches the machine. All of it goes when the thread ends.
+//! Provides a test environment: a thread with a network and a mount namespace of its own, which plays the node, so that no
+//! bridge, rule or mount affects the test machine. Everything is removed when the thread ends.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use nacelle_base::PodId;
@@ -10,7 +10,7 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Far more than anything here takes, also on a busy machine.
+/// Far longer than any step here takes, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
 const PLUGINS: &str = "/usr/lib/cni";
 
@@ -19,7 +19,7 @@ pub struct World {
     pub network: Network,
 }
 
-/// Runs the test in a world of its own, or says why not.
+/// Runs the test in an environment of its own, or reports why it cannot.
 pub fn in_a_world<F: Future<Output = ()>>(needs: &[&str], test: impl FnOnce(World) -> F + Send) {
     if let Some(why) = missing(needs) {
         println!("skipped: {why}");
@@ -60,7 +60,7 @@ fn missing(needs: &[&str]) -> Option<String> {
     if needs.contains(&"host-local") && !Path::new("/proc/sys/net/ipv6").exists() {
         return Some("no IPv6 in this kernel".to_owned());
     }
-    // On a thread of its own: the question must not change this one.
+    // On a thread of its own, because the check changes the namespaces of its thread.
     let allowed = std::thread::spawn(|| unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWNET)).join().unwrap();
     allowed.err().map(|errno| format!("no namespaces of our own: {errno}"))
 }
@@ -71,23 +71,23 @@ impl World {
         World { dir: dir.to_owned(), network: Network::new(config(dir)) }
     }
 
-    /// A folder of this world.
+    /// A directory of this environment.
     pub fn dir(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// A second daemon over the same folders, whose plugins may take `deadline`.
+    /// Returns a second daemon's network over the same directories, with another plugin deadline.
     pub fn again(&self, deadline: Duration) -> Network {
         Network::new(NetConfig { plugin_deadline: deadline, ..config(&self.dir) })
     }
 
-    /// Writes a CNI configuration; `DIR` in it stands for the folder of this world.
+    /// Writes a CNI configuration; `DIR` in it is replaced by the directory of this environment.
     pub fn conf(&self, name: &str, text: &str) {
         let text = text.replace("DIR", self.dir.to_str().unwrap());
         std::fs::write(self.dir.join("conf").join(name), text).unwrap();
     }
 
-    /// Gives a new pod its namespace and network.
+    /// Creates the namespace and the network of a new pod.
     pub async fn pod(&self, number: u8) -> (PodRef, Attachment) {
         let pod = pod(number);
         self.network.create_netns(&pod.id).await.unwrap();
@@ -95,7 +95,7 @@ impl World {
         (pod, attachment)
     }
 
-    /// The names of what is in a folder, also below it; empty if there is no such folder.
+    /// Returns the names of all files below a directory; empty if it does not exist.
     pub fn files(&self, name: &str) -> Vec<String> {
         let mut names = Vec::new();
         let mut folders = vec![self.dir(name)];
@@ -139,12 +139,12 @@ pub fn pod(number: u8) -> PodRef {
     }
 }
 
-/// Runs ip(8) in this thread's namespace and returns what it printed.
+/// Runs ip(8) in this thread's namespace and returns its output.
 pub fn ip(args: &[&str]) -> String {
     run("ip", args)
 }
 
-/// Runs ip(8) in the namespace of that name.
+/// Runs ip(8) in the namespace of this name.
 pub fn ip_in(netns: &Path, args: &[&str]) -> String {
     netns::run_in(&nacelle_net::NetNs::open(netns).unwrap(), || ip(args)).unwrap()
 }
@@ -155,7 +155,7 @@ pub fn run(program: &str, args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The names of the interfaces in this thread's namespace.
+/// Returns the names of the interfaces in this thread's namespace.
 pub fn links() -> Vec<String> {
     let text = ip(&["-o", "link"]);
     let name = |line: &str| line.split(": ").nth(1).map(|name| name.split('@').next().unwrap().to_owned());

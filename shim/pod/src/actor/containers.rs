@@ -1,4 +1,4 @@
-//! Owns: the actor's half that concerns single containers: requests, what their effects report, the images they use.
+//! Handles the actor's requests for single containers and the events that their effects report, and counts the users of images.
 
 use super::{Actor, Answers, Entry, Live, News, Reply, send, tell};
 use crate::container::{self, Attach, Ended, ImageUse, Started};
@@ -91,7 +91,7 @@ impl Actor {
         })
     }
 
-    /// Counts this container as a user of each of its images, the root's first; of none if one has no place.
+    /// Counts this container as a user of each of its images, the root's first; if one image cannot be placed, counts it for none.
     fn acquire(
         &mut self,
         slot: Option<&Slot>,
@@ -103,7 +103,7 @@ impl Actor {
             let (placement, new) = match self.images.acquire(key, &image) {
                 Ok(acquired) => acquired,
                 Err(error) => {
-                    // Nothing was attached yet: what is new is forgotten, the rest has a user less.
+                    // No image was attached yet: new images are forgotten, the others lose this user.
                     for (key, _) in images_of(request).take(uses.len()) {
                         if let Some(placement) = self.images.release(key) {
                             self.attached.remove(key);
@@ -142,7 +142,7 @@ impl Actor {
             self.record.containers.push(container::made_record(id, &response));
             entry.response = response;
             if self.agent.is_none() {
-                // The machine went while the reply was on its way.
+                // The VM was gone before the reply arrived.
                 self.lose("the machine is gone");
             }
         } else if let Some(entry) = self.containers.remove(id) {
@@ -254,7 +254,7 @@ impl Actor {
                 if act == ContainerAction::Remove {
                     let (id, own, agent) = (id.to_owned(), self.own.clone(), self.agent.clone());
                     tokio::spawn(async move {
-                        // Without a machine there is nothing left to remove.
+                        // Without a VM there is nothing left to remove.
                         let removed = match agent {
                             Some(agent) => agent.remove_container(&id).await,
                             None => Ok(()),
@@ -267,7 +267,7 @@ impl Actor {
     }
 
     pub(super) fn removed(&mut self, id: &str, outcome: Result<(), PodError>, answers: &mut Answers) {
-        // What the machine took with it when it died is removed all the same.
+        // What was lost with the VM counts as removed.
         let outcome = match outcome {
             Err(PodError::Died { .. }) => Ok(()),
             _ if self.agent.is_none() => Ok(()),
@@ -303,7 +303,7 @@ impl Actor {
         let Some(entry) = self.containers.get(id) else {
             return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
         };
-        // One that has not started opens its log when it does.
+        // A container that has not started opens its log when it starts.
         let Some((_, log, _)) = &entry.started else { return tell(reply, Ok(())) };
         let log = Arc::clone(log);
         tokio::spawn(async move {
@@ -313,7 +313,7 @@ impl Actor {
         });
     }
 
-    /// This container, if it runs.
+    /// Returns this container if it runs.
     pub(super) fn running(&self, id: &str) -> Result<Live, Failure> {
         let Some(entry) = self.containers.get(id) else {
             return Err(PodError::NoContainer { id: id.to_owned() }.into());
@@ -337,16 +337,16 @@ impl Actor {
         tokio::spawn(async move {
             let done = tokio::select! {
                 done = exec::run(agent, request) => done,
-                // Nobody waits any more: the command is killed with its future.
+                // The requester has disconnected: dropping the future kills the command.
                 () = reply.closed() => return,
             };
             tell(reply, done.map_err(Failure::from));
         });
     }
 
-    /// A container less that uses these images and devices, and has these copies.
+    /// Removes one container from the users of these images and devices, and its copied-in volumes.
     fn release_all(&mut self, request: &pod::CreateContainerRequest) {
-        // A volume stays until the pod ends.
+        // A device of a volume stays attached until the pod ends.
         for device in request.devices.iter().filter(|device| !device.of_volume) {
             self.release_device(&device.key);
         }
@@ -358,7 +358,7 @@ impl Actor {
         }
     }
 
-    /// One user of an image less; with the last one it is taken off the machine.
+    /// Removes one user of an image; when the last is gone, detaches the image from the VM.
     fn release(&mut self, key: &str) {
         let Some(placement) = self.images.release(key) else { return };
         self.attached.remove(key);
@@ -372,7 +372,7 @@ impl Actor {
     }
 }
 
-/// The images that a container uses, by key: its root, then its volumes.
+/// Returns the images that a container uses, by key: its root first, then its volumes.
 fn images_of(request: &pod::CreateContainerRequest) -> impl Iterator<Item = (&str, &[pod::Extent])> {
     let volumes = request.volumes.iter().map(|volume| (volume.image_key.as_str(), volume.image.as_slice()));
     std::iter::once((request.image_key.as_str(), request.image.as_slice())).chain(volumes)

@@ -1,5 +1,5 @@
-//! Owns: the actor's part that concerns block devices of the node, and files with volumes: those that were handed over and wait
-//! for their container, and those that containers have.
+//! Handles the actor's requests for block devices of the node and for disk files: those that were offered and wait for
+//! their container, and those that containers use.
 
 use super::{Actor, News, Reply, send, tell};
 use crate::container::{Attached, DeviceAttach, DeviceUse};
@@ -14,17 +14,17 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-/// A device or disk that was handed over for a container.
+/// A device or disk that the daemon offers for a container.
 pub struct Offer {
-    /// The container.
+    /// The id of the container.
     pub id: String,
-    /// Where it will have it, or the name of a disk.
+    /// The device's path in the container, or the name of a disk.
     pub device: String,
-    /// Opened.
+    /// The open device or file.
     pub file: File,
 }
 
-/// A device that containers have.
+/// A device that containers use.
 pub(super) struct Held {
     placed: Arc<Placed>,
     attached: Attached,
@@ -32,7 +32,7 @@ pub(super) struct Held {
 }
 
 impl Actor {
-    /// Keeps it until its container is made, or it is withdrawn by the number in the answer.
+    /// Keeps the offer until its container is created, or until it is withdrawn by the number in the reply.
     pub(super) fn offer(&mut self, offer: Offer, reply: Reply<u64>) {
         self.offered += 1;
         self.offers.insert(self.offered, offer);
@@ -40,13 +40,13 @@ impl Actor {
     }
 
     fn offer_of(&self, id: &str, device: &str) -> Option<u64> {
-        // The newest, if a daemon that is no more has left one.
+        // The newest offer counts: a daemon that was killed may have left an older one.
         let mut all = self.offers.iter().rev();
         let fits = |offer: &Offer| offer.id == id && offer.device == device;
         all.find(|(_, offer)| fits(offer)).map(|(number, _)| *number)
     }
 
-    /// Whether a container can have the devices that it asks for. Changes nothing.
+    /// Checks whether a container can have the devices that it requests. Changes nothing.
     pub(super) fn check_devices(&self, request: &pod::CreateContainerRequest) -> Result<Option<Slot>, Failure> {
         let Some(first) = request.devices.first() else { return Ok(None) };
         let path = |device: &pod::BlockDevice| PathBuf::from(&device.path);
@@ -64,7 +64,7 @@ impl Actor {
         slot.map(Some).ok_or_else(|| PodError::from(DeviceError::NoDisk { path: path(first) }).into())
     }
 
-    /// The disks that a container asks for, by their names: all, or none.
+    /// Takes the disks that a container requests, by name: all of them, or none.
     pub(super) fn take_disks(&mut self, request: &pod::CreateContainerRequest) -> Result<Vec<(String, File)>, Failure> {
         let mut numbers = Vec::with_capacity(request.disks.len());
         for disk in &request.disks {
@@ -76,7 +76,7 @@ impl Actor {
         Ok(offers.map(|offer| (offer.device, offer.file)).collect())
     }
 
-    /// Counts a container as a user of its devices, which were checked.
+    /// Counts a container as a user of its devices, which `check_devices` has accepted.
     pub(super) fn acquire_devices(
         &mut self,
         slot: Option<&Slot>,
@@ -87,7 +87,7 @@ impl Actor {
             match self.acquire_device(slot, &request.id, device) {
                 Some(found) => uses.push(found),
                 None => {
-                    // It was checked that this cannot be; nothing was attached yet.
+                    // `check_devices` has excluded this; nothing was attached yet.
                     for done in request.devices.iter().take(uses.len()) {
                         self.forget_device(&done.key);
                     }
@@ -129,7 +129,7 @@ impl Actor {
         Some(DeviceUse { number, attach: Some(attach), attached })
     }
 
-    /// One user less of what nobody has begun to attach.
+    /// Removes one user of a device whose attachment has not begun.
     pub(super) fn forget_device(&mut self, key: &str) {
         if let Some(number) = self.devices.release(key) {
             self.devices.free(number);
@@ -139,7 +139,7 @@ impl Actor {
         }
     }
 
-    /// One user of a device less; with the last one it is taken off the machine.
+    /// Removes one user of a device; when the last is gone, detaches the device from the VM.
     pub(super) fn release_device(&mut self, key: &str) {
         let Some(number) = self.devices.release(key) else { return };
         let Some(held) = self.held.remove(key) else { return self.devices.free(number) };

@@ -263,7 +263,7 @@ mod tests {
             containers: vec![container],
             interfaces: vec![interface],
             scratch: Some(FileSystem { device: "/dev/vdb".into(), bytes: 1, inodes: 2, free_inodes: 3 }),
-            // Half of the memory; so the other half is used.
+            // Half of the memory is free, so the other half is used.
             free_bytes: Some(1 << 26),
         };
         // The two messages have the same fields, by number; free and used bytes are equal here.

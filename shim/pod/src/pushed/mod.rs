@@ -1,8 +1,8 @@
-//! Owns: volumes of the node that the guest gets copies of (configMap, secret, projected, downwardAPI): one task for each
-//! that is written as kubelet writes, which pushes it for every container that mounts it, and again whenever it has changed,
-//! until the pod ends; and copies that are one container's. The daemon has no part in it once a container is made.
-//! docs/contributor/volumes.md is the map.
-//! Threads: tasks of the runtime; [`Pushed`] is cheap to clone.
+//! Copies volumes of the node into the guest (configMap, secret, projected, downwardAPI). For each volume that kubelet
+//! updates, one task copies it for every container that mounts it, and again after every change, until the pod ends; other
+//! copies belong to one container and are made once. The daemon is not involved after the creation of a container.
+//!
+//! docs/contributor/volumes.md describes the whole. The tasks run on the async runtime; [`Pushed`] is cheap to clone.
 
 mod room;
 
@@ -18,19 +18,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
-/// Parts that wait for the guest.
+/// The number of parts that are read ahead of the guest.
 const AHEAD: usize = 2;
-/// How often a volume is read anew that changes while it is read, and the pause before.
+/// How often a volume that changes while it is read is read again, and the pause before each attempt.
 const AGAIN: (u32, Duration) = (50, Duration::from_millis(20));
-/// After a push that failed; the second is the longest.
+/// The first and the longest pause after a copy that failed.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// The longest text of the other process that is passed on.
+/// The maximum length of an error text of the file-server process that is passed on.
 const MAX_TEXT: usize = 1024;
 
-/// A container that wants a volume: where it lies, and who waits for it.
+/// A request of a container for a volume, and the channel for the reply.
 type Wish = (pod::PushedVolume, oneshot::Sender<Result<(), Failure>>);
 
-/// The volumes of the pod that are pushed.
+/// The copied-in volumes of the pod.
 #[derive(Clone, Default)]
 pub struct Pushed {
     room: Option<Room>,
@@ -38,7 +38,7 @@ pub struct Pushed {
 }
 
 impl Pushed {
-    /// Asking through this stream, if there is one; each answer may take `limit`.
+    /// Creates the client of the file-server process at the other end of this stream, if there is one; each reply may take `limit`.
     pub fn new(stream: Option<UnixStream>, limit: Duration) -> Pushed {
         let room = stream.map(|stream| Room::new(stream, limit)).transpose();
         let room = room.unwrap_or_else(|error| {
@@ -48,7 +48,7 @@ impl Pushed {
         Pushed { room, live: Arc::default() }
     }
 
-    /// Has the guest know this volume as it is now.
+    /// Copies the present content of this volume into the guest.
     pub async fn bring(&self, agent: &Agent, volume: &pod::PushedVolume) -> Result<(), Failure> {
         let gone = || Failure::from(PodError::NoReader { path: volume.path.clone() });
         let room = self.room.clone().ok_or_else(gone)?;
@@ -71,7 +71,7 @@ impl Pushed {
         told.await.unwrap_or_else(|_task_is_gone| Err(gone()))
     }
 
-    /// Takes what is a container's own out of the guest, when that is gone.
+    /// Removes a container's own copies from the guest, after the container is gone.
     pub fn drop_copies(&self, agent: Agent, volumes: &[pod::PushedVolume]) {
         let names: Vec<String> =
             volumes.iter().filter(|volume| !volume.live).map(|volume| volume.name.clone()).collect();
@@ -88,7 +88,7 @@ impl Pushed {
     }
 }
 
-/// The pushing of one volume.
+/// The copying of one volume.
 struct Push {
     agent: Agent,
     room: Room,
@@ -96,7 +96,7 @@ struct Push {
 }
 
 impl Push {
-    /// Opens the volume and pushes it. It is to be closed.
+    /// Opens the volume and copies it. The caller must close the volume.
     async fn first(&mut self, volume: &pod::PushedVolume) -> (Volume, Result<(), PodError>) {
         let opened = self.room.number();
         let ask = Ask::Open { id: opened.id, live: volume.live, place: volume.place.clone() };
@@ -107,7 +107,7 @@ impl Push {
         (opened, done)
     }
 
-    /// Pushes the volume whenever a container wants it, and whenever it has changed.
+    /// Copies the volume whenever a container requests it, and whenever it has changed.
     async fn follow(mut self, mut wished: mpsc::UnboundedReceiver<Wish>) {
         let mut current: Option<(Volume, String)> = None;
         let mut pause: Option<Duration> = None;
@@ -117,7 +117,7 @@ impl Push {
                 match (changed, pause) {
                     (None, _) => std::future::pending().await,
                     (Some(changed), None) => changed.notified().await,
-                    // News or not, it is tried again.
+                    // A failed copy is repeated after the pause, or earlier if the volume changes.
                     (Some(changed), Some(pause)) => drop(tokio::time::timeout(pause, changed.notified()).await),
                 }
             };
@@ -134,7 +134,7 @@ impl Push {
                     if let Some(old) = old {
                         self.room.close(&old).await;
                     }
-                    // Who has given up is not there any more.
+                    // The requester may have stopped waiting.
                     let _ = tell.send(done.map_err(Failure::from));
                 }
                 () = news => {
@@ -144,7 +144,7 @@ impl Push {
                             tracing::debug!(path, "a change was pushed");
                             pause = None;
                         }
-                        // What ends the machine ends this.
+                        // These errors mean that the VM or the file-server process has ended.
                         Err(PodError::Died { .. } | PodError::Ending | PodError::NoReader { .. }) => return,
                         Err(error) => {
                             tracing::warn!("a change of a volume does not reach the guest: {}", Chain(&error));
@@ -156,7 +156,7 @@ impl Push {
         }
     }
 
-    /// Pushes what the volume is now. While it changes it is read anew.
+    /// Copies the present content of the volume. If the volume changes meanwhile, it is read again.
     async fn push(&mut self, volume: &Volume, path: &str, mut afresh: bool) -> Result<(), PodError> {
         let mut tries = 0;
         loop {
@@ -175,7 +175,7 @@ impl Push {
         let (send, parts) = mpsc::channel(AHEAD);
         let (pushed, read) = tokio::join!(self.agent.push_volume(parts), self.read(id, path, afresh, send));
         match (pushed, read) {
-            // It broke off because the reading did.
+            // The request to the guest broke off because the reading failed.
             (_, Err(error)) => Err(error),
             (Err(error @ (PodError::Died { .. } | PodError::Ending)), _) => Err(error),
             (Err(source), Ok(())) => Err(PodError::Untaken { path: path.to_owned(), source: Box::new(source) }),
@@ -183,7 +183,7 @@ impl Push {
         }
     }
 
-    /// Reads the volume, part by part, as long as the guest takes them.
+    /// Reads the volume, part by part, as fast as the guest accepts them.
     async fn read(
         &self,
         id: u32,
@@ -208,7 +208,7 @@ impl Push {
     }
 }
 
-/// Why there is no answer, or another one.
+/// Returns the error for a missing or unexpected reply.
 fn unread(path: &str, told: Option<Told>) -> PodError {
     let path = path.to_owned();
     match told {

@@ -1,7 +1,8 @@
-//! Owns: the pod process's end of its conversation with the process that has the files (`nacelle-fs`): questions and their
-//! answers, in order, and the news that a volume has changed. That process answers a guest's requests too, so it is not
-//! believed: words are bounded, and waits end.
-//! Threads: two tasks, one that reads and one that writes; a [`Room`] is cheap to clone.
+//! Implements the pod process's side of the channel to the file-server process (`nacelle-fs`) for copied-in volumes:
+//! requests, replies in the same order, and notifications that a volume has changed. The file-server process also serves a
+//! guest's requests, so it is not trusted: messages are bounded, and waits have limits.
+//!
+//! Two tasks read and write the channel; a [`Room`] is cheap to clone.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
 use crate::agent::tokio_stream_of;
@@ -20,16 +21,16 @@ use tokio::sync::{Notify, mpsc, oneshot};
 
 #[derive(Default)]
 struct State {
-    /// Who waits for an answer, the first for the next one.
+    /// The senders for the outstanding replies, in the order of the requests.
     waiting: VecDeque<oneshot::Sender<Told>>,
-    /// Who wants to know of changes.
+    /// The notifiers of the open volumes, by number.
     watching: BTreeMap<u32, Arc<Notify>>,
     over: bool,
 }
 
 type Question = (Ask, oneshot::Sender<Told>);
 
-/// The conversation.
+/// The channel to the file-server process.
 #[derive(Clone)]
 pub struct Room {
     state: Arc<Mutex<State>>,
@@ -38,11 +39,11 @@ pub struct Room {
     limit: Duration,
 }
 
-/// A volume that is open for reading; to be closed.
+/// A volume that is open for reading. The caller must close it.
 pub struct Volume {
-    /// Its number.
+    /// The number of the volume on this channel.
     pub id: u32,
-    /// Says that it has changed.
+    /// Notifies that the volume has changed.
     pub changed: Arc<Notify>,
 }
 
@@ -51,7 +52,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Room {
-    /// Through this stream; each answer may take `limit`.
+    /// Creates the channel on this stream; each reply may take `limit`.
     pub fn new(stream: UnixStream, limit: Duration) -> Result<Room, PodError> {
         let (read, write) = tokio_stream_of(stream)?.into_split();
         let state = Arc::<Mutex<State>>::default();
@@ -61,14 +62,14 @@ impl Room {
         Ok(Room { state, questions, next: Arc::default(), limit })
     }
 
-    /// Asks; none: nobody answers any more, or not in time.
+    /// Sends a request and waits for the reply; returns `None` after the limit, or if the channel is closed.
     pub async fn ask(&self, ask: Ask) -> Option<Told> {
         let (tell, told) = oneshot::channel();
         self.questions.send((ask, tell)).ok()?;
         tokio::time::timeout(self.limit, told).await.ok()?.ok()
     }
 
-    /// A number for a volume, and the news of its changes from now on.
+    /// Allocates the number of a volume, and its notifier.
     pub fn number(&self) -> Volume {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let changed = Arc::<Notify>::default();
@@ -79,7 +80,7 @@ impl Room {
     /// Closes a volume.
     pub async fn close(&self, volume: &Volume) {
         lock(&self.state).watching.remove(&volume.id);
-        // If nobody answers there is nothing left to close.
+        // Without a reply the process is gone, and the volume closed with it.
         let _ = self.ask(Ask::Close { id: volume.id }).await;
     }
 }
@@ -114,7 +115,7 @@ async fn listen(mut stream: OwnedReadHalf, state: Arc<Mutex<State>>) {
                 watching.notify_one();
             }
         } else if let Some(waiting) = state.waiting.pop_front() {
-            // Who has waited long enough is not there any more.
+            // The requester may have stopped waiting.
             let _ = waiting.send(told);
         }
     };
@@ -139,7 +140,7 @@ mod tests {
     use super::*;
     use std::io::{Read, Write};
 
-    /// The other end: reads questions, and says what it is told to say.
+    /// The other end of the channel: reads requests, and sends what the test prescribes.
     struct Other(UnixStream);
 
     impl Other {
@@ -192,7 +193,7 @@ mod tests {
     async fn nobody_waits_for_ever() {
         let (room, mut other) = room(Duration::from_millis(50));
         assert_eq!(room.ask(Ask::Next { id: 0 }).await, None);
-        // The late answer is not taken for that of the next question.
+        // The late reply is not taken for the reply to the next request.
         let late = std::thread::spawn(move || {
             for id in 0..2 {
                 other.asked();

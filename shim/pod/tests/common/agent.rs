@@ -1,5 +1,5 @@
-//! Owns: an agent for guests of the fake engine. A container's "OCI specification" is a script: words separated by
-//! ';': `out:TEXT`, `err:TEXT`, `big:BYTES`, `cat` (its input to its output), `exit:CODE`, `hold` (until a signal),
+//! Implements an agent for guests of the fake engine. A container's "OCI specification" is a script of words separated by
+//! ';': `out:TEXT`, `err:TEXT`, `big:BYTES`, `cat` (copies its input to its output), `exit:CODE`, `hold` (until a signal),
 //! `stubborn` (until SIGKILL).
 
 use nacelle_engine::ExitKind;
@@ -14,32 +14,32 @@ use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
 use tonic::{Code, Request, Response, Status};
 
-/// What goes wrong in one request.
+/// The failure of one request.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// No answer, ever.
+    /// The agent never replies.
     Hang,
-    /// The machine dies.
+    /// The VM dies.
     Die,
-    /// An error.
+    /// The agent replies with an error.
     Refuse(Code, String),
 }
 
-/// What goes wrong in the handshake.
+/// The failure of the handshake.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Boot {
-    /// Nothing.
+    /// The handshake succeeds.
     #[default]
     Good,
-    /// The agent never calls.
+    /// The agent never connects.
     Silent,
-    /// It sends these bytes as its hello.
+    /// The agent sends these bytes as its hello.
     Hello(Vec<u8>),
-    /// It reports this.
+    /// The agent reports this error.
     Report(String),
-    /// It sends these bytes as its report.
+    /// The agent sends these bytes as its report.
     RawReport(Vec<u8>),
-    /// The machine dies instead of a hello.
+    /// The VM dies instead of a hello.
     Die,
 }
 
@@ -53,7 +53,7 @@ struct Process {
     streams: Streams,
 }
 
-/// What the tests see and say.
+/// The state that agent and tests share.
 #[derive(Default)]
 pub struct Shared {
     pub boot: Mutex<Boot>,
@@ -84,7 +84,7 @@ impl Shared {
         guest.end(ExitKind::Panicked);
     }
 
-    /// The capacity of a disk of the machine.
+    /// Returns the capacity of a disk of the VM in bytes.
     pub fn disk_capacity(&self, disk: usize) -> u64 {
         self.guest.lock().unwrap().as_ref().unwrap().disks[disk].capacity()
     }
@@ -110,7 +110,7 @@ impl Shared {
                 (process.script.clone(), process.signals.subscribe())
             };
             let stream = |kind: common::Stream| loop {
-                // As the real one: what is written waits in a pipe until somebody reads.
+                // As in the real agent, output waits in a pipe until a client reads.
                 let processes = shared.processes.lock().unwrap();
                 match processes.get(&key) {
                     None => return None,
@@ -166,7 +166,7 @@ impl Shared {
 struct Service(Arc<Shared>);
 
 impl Service {
-    /// How many streams a container has; waiting for them is for the caller.
+    /// Returns how many streams a container has; the caller may poll it.
     fn connected(&self, id: &str) -> Result<usize, Status> {
         let processes = self.0.processes.lock().unwrap();
         let process = processes.get(&(id.to_owned(), String::new()));
@@ -247,7 +247,7 @@ impl Agent for Service {
     async fn start_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
         self.gate("start").await?;
         let id = request.into_inner().id;
-        // The streams are on their way, if they come before the start; the test hangs if they are not.
+        // Waits for the streams, which the pod process must open before the start; otherwise the test hangs.
         while self.connected(&id)? == 0 {
             tokio::time::sleep(std::time::Duration::from_millis(1)).await;
         }
@@ -339,7 +339,7 @@ impl Agent for Service {
         assert_eq!((address, all), (128 << 20, 512 << 20));
         match bytes >> 20 {
             384 => Err(Status::failed_precondition("that memory is in use")),
-            // One that lies.
+            // A false reply.
             1 => Ok(Response::new(common::SetMemoryResponse { bytes: 0 })),
             mib => Ok(Response::new(common::SetMemoryResponse { bytes: mib.next_multiple_of(128) << 20 })),
         }
@@ -383,7 +383,7 @@ fn read_frame<M: Message + Default>(mut stream: &UnixStream) -> Option<M> {
     M::decode(body.as_slice()).ok()
 }
 
-/// The guest: handshake, then the services, until the machine is ended.
+/// Runs the guest: handshake, then the services, until the VM is ended.
 pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
     *shared.guest.lock().unwrap() = Some(guest.clone());
     guest.print("booting\n");
@@ -393,7 +393,7 @@ pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
         return ExitKind::Panicked;
     }
     if boot != Boot::Silent && shake(shared, guest, &boot).is_none() {
-        // The host hung up; the machine is killed soon.
+        // The host closed the connection; it will kill the VM.
     }
     let (Ok(()), Ok(())) = (guest.listen(1026), guest.listen(1025)) else { return ExitKind::Killed };
     {
@@ -416,7 +416,7 @@ pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
 }
 
 fn shake(shared: &Shared, guest: &Guest, boot: &Boot) -> Option<()> {
-    // The host listens as soon as the machine runs, which may be a little after us.
+    // The host listens soon after the VM was started, which may be after the first attempt.
     let stream = loop {
         match guest.connect(1024) {
             Ok(stream) => break stream,
@@ -448,7 +448,7 @@ fn streams(shared: &Shared, guest: &Guest) {
         let Some(open) = read_frame::<proto::StreamOpen>(&stream) else { continue };
         shared.opened.lock().unwrap().push(open.clone());
         if open.stream() == common::Stream::Port {
-            // Port 7 says back what it hears; nobody answers on others.
+            // Port 7 echoes; all others refuse the connection.
             let error = if open.port == 7 { String::new() } else { "Connection refused\n(os error 111)".into() };
             let _ = (&*stream).write_all(&frame(&proto::StreamOpened { error }));
             if open.port == 7 {

@@ -1,5 +1,5 @@
-//! Owns: the `main` of test programs that are their own pod process: `TEST --dir DIR` serves, everything else is
-//! as with cargo's test programs.
+//! Provides the `main` of test programs that are their own pod process: `TEST --dir DIR` serves a pod; with any other
+//! arguments the program behaves as cargo's test programs do.
 
 use nacelle_pod::identity;
 use nacelle_pod::spec::PodSpec;
@@ -62,14 +62,14 @@ fn serve(dir: &Path) -> ExitCode {
     }
 }
 
-/// Kills the pod process of a directory, if it is not this one.
+/// Kills the pod process of a directory, unless it is this process.
 pub fn end(dir: &Path) {
     if let Ok(Some(identity)) = identity::read(dir)
         && identity::is_alive(&identity).unwrap_or(false)
         && identity.pid != i32::try_from(std::process::id()).unwrap_or_default()
     {
         let pid = nix::unistd::Pid::from_raw(identity.pid);
-        // One that ended meanwhile is as good.
+        // The process may have ended meanwhile.
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
     }
 }

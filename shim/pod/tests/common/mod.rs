@@ -1,4 +1,4 @@
-//! Owns: a pod process on a thread of the test, on the fake engine, and a client for it.
+//! Runs a pod process on a thread of the test, with the fake engine, and creates a client for it.
 
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// A specification for the fake engine.
+/// Returns a specification for the fake engine.
 pub fn spec(root: &Path) -> PodSpec {
     PodSpec {
         version: VERSION,
@@ -51,23 +51,23 @@ pub fn spec(root: &Path) -> PodSpec {
     }
 }
 
-/// What specifications say of an engine when they mean the fake one.
+/// Returns the engine that specifications name when the test uses the fake one.
 pub fn fake() -> EngineSpec {
     EngineSpec::Qemu { binary: "/fake".into(), accelerator: Accelerator::Tcg }
 }
 
-/// The name of a control group that is a test's own.
+/// Returns the path of a cgroup that only this test uses.
 pub fn cgroup(root: &Path) -> PathBuf {
     Path::new("nacelle").join(root.file_name().unwrap())
 }
 
-/// An engine whose guests run the fake agent.
+/// Returns an engine whose guests run the fake agent.
 pub fn engine(shared: &Arc<Shared>) -> Fake {
     let shared = Arc::clone(shared);
     Fake::new(move |guest: Guest| agent::guest(&shared, &guest))
 }
 
-/// One pod and everything around it.
+/// A pod process and its environment.
 pub struct World {
     pub root: tempfile::TempDir,
     pub dir: PathBuf,
@@ -76,7 +76,7 @@ pub struct World {
 }
 
 impl World {
-    /// A world whose pod has not begun.
+    /// Creates a world whose pod has not begun.
     pub fn new() -> World {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("run");
@@ -105,12 +105,12 @@ impl World {
         }
     }
 
-    /// A world with a pod that is ready.
+    /// Creates a world with a pod that is ready.
     pub async fn ready() -> (World, PodClient) {
         World::ready_with(|_| {}).await
     }
 
-    /// The same with another specification.
+    /// Creates a world with a ready pod whose specification `change` modified.
     pub async fn ready_with(change: impl FnOnce(&mut PodSpec)) -> (World, PodClient) {
         let mut world = World::new();
         let client = world.boot(change, Script::default()).await;
@@ -118,7 +118,7 @@ impl World {
         (world, client)
     }
 
-    /// A request for a container with this script.
+    /// Returns a request for a container with this script.
     pub fn container(&self, id: &str, script: &str) -> pod::CreateContainerRequest {
         pod::CreateContainerRequest {
             id: id.into(),
@@ -134,29 +134,29 @@ impl World {
         }
     }
 
-    /// Where a container's log is.
+    /// Returns the path of a container's log.
     pub fn log(&self, id: &str) -> PathBuf {
         self.root.path().join("logs").join(id).join("0.log")
     }
 
-    /// The log without its times.
+    /// Returns the log without its times.
     pub fn log_text(&self, id: &str) -> String {
         let text = std::fs::read_to_string(self.log(id)).unwrap();
         text.lines().map(|line| line.split_once(' ').unwrap().1.to_owned() + "\n").collect()
     }
 
-    /// Makes and starts a container.
+    /// Creates and starts a container.
     pub async fn run(&self, client: &PodClient, id: &str, script: &str) {
         client.create_container(self.container(id, script)).await.unwrap();
         client.start_container(id).await.unwrap();
     }
 
-    /// What the process recorded.
+    /// Returns the record that the process wrote.
     pub fn record(&self) -> PodRecord {
         record::read(&self.dir).unwrap().unwrap()
     }
 
-    /// Waits for the process to end after a Stop; says how, and checks that it left nothing.
+    /// Waits for the process to end after a stop; returns its record, and checks that it leaked nothing.
     pub async fn end(mut self) -> PodRecord {
         let process = self.process.take().unwrap();
         let code = tokio::task::spawn_blocking(move || process.join().unwrap()).await.unwrap();
@@ -169,7 +169,7 @@ impl World {
     }
 }
 
-/// Waits until a condition holds that no event announces; fails with `what` after [`LIMIT`].
+/// Polls a condition that no event announces; fails with `what` after [`LIMIT`].
 pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = std::time::Instant::now() + LIMIT;
     while !holds() {
@@ -178,7 +178,7 @@ pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// What lies in a directory, in order.
+/// Returns the sorted names in a directory.
 pub fn names(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = entries.collect();
@@ -190,7 +190,7 @@ pub fn network() -> pod::ConfigureRequest {
     pod::ConfigureRequest { interfaces: vec![], routes: vec![], dns: None }
 }
 
-/// Waits until the pod is as wanted.
+/// Waits until the state of the pod satisfies `wanted`.
 pub async fn until(client: &PodClient, what: &str, wanted: impl Fn(&pod::PodState) -> bool) -> pod::PodState {
     let deadline = Instant::now() + LIMIT;
     loop {
@@ -211,7 +211,7 @@ pub async fn exited(client: &PodClient, id: &str) -> pod::ContainerState {
     state.containers.into_iter().find(|container| container.id == id).unwrap()
 }
 
-/// The kind of a refusal.
+/// Returns the kind of a failure.
 pub fn kind<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> nacelle_base::Kind {
     nacelle_base::Classify::kind(&outcome.unwrap_err())
 }

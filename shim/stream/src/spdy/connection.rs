@@ -1,6 +1,5 @@
-//! Owns: one connection: a task that reads frames and hands bytes to streams, a task that writes, and their end.
-//! Bounded: frames, headers, streams, and what waits in each; a stream whose reader does not read holds up the
-//! connection, and with it the peer.
+//! Runs one connection: a task reads frames and passes bytes to the streams, another one writes. Frames, headers, streams, and
+//! the queue of each stream are bounded: a stream that is not read blocks the connection, and thereby the peer.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::frame::{self, Control, FrameError, HEAD, Head};
@@ -16,28 +15,28 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// Streams at once.
+/// The maximum number of streams at a time.
 const STREAMS: usize = 512;
-/// A window before anybody speaks of it (section 2.6.8).
+/// The initial window in bytes if no side has set another one (section 2.6.8).
 const WINDOW: u32 = 64 << 10;
-/// For the peer to read the last bytes and to hang up, when all is said.
+/// The time that the peer has to read the last bytes and to close the connection.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// A stream that the peer has opened.
 pub(crate) struct Stream {
-    /// What it said of it.
+    /// The stream's headers.
     pub headers: Headers,
-    /// Its bytes.
+    /// The bytes from the peer.
     pub reader: Reader,
-    /// Ours.
+    /// The bytes to the peer.
     pub writer: Writer,
 }
 
 /// A connection whose peer opens streams.
 pub(crate) struct Connection {
-    /// The streams; none: the connection has ended. Closed: further ones are refused.
+    /// The new streams. The channel ends with the connection; when the receiver is closed, further streams are refused.
     pub streams: mpsc::Receiver<Stream>,
-    /// What ends with it.
+    /// The lifetime of the connection.
     pub life: Life,
     out: mpsc::Sender<Out>,
 }
@@ -55,7 +54,7 @@ enum Broken {
 }
 
 impl Connection {
-    /// Speaks SPDY as the server on this connection.
+    /// Serves SPDY on this connection.
     pub fn serve(io: impl AsyncRead + AsyncWrite + Send + 'static) -> Connection {
         let (input, output) = tokio::io::split(io);
         let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
@@ -78,12 +77,13 @@ impl Connection {
         Connection { streams, life, out }
     }
 
-    /// Waits until the peer has hung up, which it does when all streams have ended; if it does not, hangs up.
+    /// Waits until the peer closes the connection, which it does when all streams have ended. Closes the connection itself after
+    /// a timeout.
     pub async fn end(self) {
         if tokio::time::timeout(LINGER, self.life.gone.cancelled()).await.is_err() {
-            // A writer that has ended has said all it could.
+            // A writer that has ended has sent all it could.
             let _ = self.out.send(Out::End).await;
-            // The writer hangs up when it has said so; one that cannot, never will.
+            // The writer closes the connection after `End`. The timeout covers a writer that is blocked.
             let _ = tokio::time::timeout(LINGER, self.life.gone.cancelled()).await;
         }
         self.life.gone.cancel();
@@ -97,10 +97,10 @@ impl Drop for Connection {
 }
 
 struct Entry {
-    /// None: the peer has ended its half.
+    /// `None` after the peer has ended its half.
     data: Option<mpsc::Sender<Bytes>>,
     window: Arc<Window>,
-    /// We have ended ours.
+    /// Cancelled when we have ended our half.
     ended: CancellationToken,
 }
 
@@ -112,10 +112,10 @@ struct Inbound<R> {
     decoder: Decoder,
     streams: HashMap<u32, Entry>,
     session: Arc<Window>,
-    /// Windows of new streams: whether they hold, and how large they are.
+    /// For the windows of new streams: whether the peer enforces them, and their size.
     initial: (bool, u32),
     last: u32,
-    /// Bytes that came and were not told of in the session's window.
+    /// Bytes that were received and not yet added to the session's window.
     owed: usize,
 }
 
@@ -133,7 +133,7 @@ impl<R: AsyncRead + Unpin> Inbound<R> {
         life.gone.cancel();
     }
 
-    /// Until the peer hangs up between two frames.
+    /// Reads frames until the peer closes the connection between two frames.
     async fn read(&mut self) -> Result<(), Broken> {
         loop {
             let mut start = [0; HEAD];
@@ -162,10 +162,10 @@ impl<R: AsyncRead + Unpin> Inbound<R> {
             self.life.moved();
             let entry = self.streams.get(&id);
             if let Some(data) = entry.and_then(|entry| entry.data.as_ref()) {
-                // Nobody reads it any more: it is thrown away.
+                // A stream without a reader discards its bytes.
                 let _ = data.send(Bytes::from(chunk)).await;
             }
-            // What holds the peer back is each stream's window, and TCP.
+            // The window of each stream, and TCP, limit the peer, so the session's window always reopens.
             self.owed += count;
             if self.owed >= TELL {
                 let owed = u32::try_from(std::mem::take(&mut self.owed)).unwrap_or(u32::MAX);
@@ -181,7 +181,7 @@ impl<R: AsyncRead + Unpin> Inbound<R> {
     async fn control(&mut self, control: Control) -> Result<(), Broken> {
         match control {
             Control::Open { id, last, deaf: _, headers } => {
-                // Read in any case: the next ones depend on it.
+                // The headers are decoded in any case: the next blocks depend on them.
                 let headers = self.decoder.decode(&headers)?;
                 self.open(id, last, headers).await?;
             }
@@ -194,7 +194,7 @@ impl<R: AsyncRead + Unpin> Inbound<R> {
             Control::Reset(id) => {
                 if let Some(entry) = self.streams.remove(&id) {
                     entry.ended.cancel();
-                    // Whoever waits for it goes on, and sees that.
+                    // A writer that waits for the window wakes up and sees that the stream has ended.
                     entry.window.change(i64::from(u32::MAX));
                 }
             }
@@ -232,14 +232,14 @@ impl<R: AsyncRead + Unpin> Inbound<R> {
         let windows = vec![Arc::clone(&window), Arc::clone(&self.session)];
         let writer = Writer::new(id, self.out.clone(), windows, ended.clone());
         self.streams.insert(id, Entry { data: Some(data).filter(|_| !last), window, ended });
-        // The reply comes before anything else of the stream.
+        // The reply must precede all other frames of the stream.
         if self.out.send(Out::Opened(id)).await.is_ok() {
             place.send(Stream { headers, reader, writer });
         }
         Ok(())
     }
 
-    /// The peer sends no more in this stream.
+    /// Handles the end of the peer's half of the stream.
     fn half(&mut self, id: u32) {
         if let Some(entry) = self.streams.get_mut(&id) {
             entry.data = None;

@@ -1,39 +1,39 @@
-//! Owns: the frames (section 2.2): reading what the peer wrote, writing ours. Pure. Lengths are bounded before memory is
-//! taken; data frames are not held, only their heads are read here.
+//! Parses and writes frames (section 2.2). All functions are pure. Lengths are checked before memory is allocated. Only the
+//! headers of data frames are parsed here; their bytes are not buffered.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-/// Bytes of a frame's head.
+/// The length in bytes of a frame's header.
 pub const HEAD: usize = 8;
-/// The most bytes that a control frame may have after its head.
+/// The maximum length in bytes of a control frame after its header.
 pub const MAX_CONTROL: u32 = 16 << 10;
 
 const FIN: u8 = 1;
 const UNIDIRECTIONAL: u8 = 2;
 const VERSION: u16 = 3;
-/// Stream ids, deltas and the like have 31 bits.
+/// The mask of stream ids, window deltas and the like, which have 31 bits.
 const LOW: u32 = 0x7fff_ffff;
-/// SETTINGS: the size of new streams' windows (section 2.6.4).
+/// SETTINGS: the initial window of new streams (section 2.6.4).
 const INITIAL_WINDOW: u32 = 7;
 
-/// A frame's head.
+/// A frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Head {
-    /// So many bytes of a stream follow.
+    /// A data frame: bytes of a stream follow.
     Data {
         /// The stream.
         id: u32,
-        /// The stream's last.
+        /// Whether the stream ends with this frame.
         last: bool,
-        /// At most 16 MiB.
+        /// The number of bytes, less than 16 MiB.
         length: u32,
     },
-    /// A control frame, of at most [`MAX_CONTROL`] bytes.
+    /// A control frame of at most [`MAX_CONTROL`] bytes.
     Control {
-        /// Its type.
+        /// The frame's type.
         kind: u16,
-        /// Its flags.
+        /// The frame's flags.
         flags: u8,
-        /// Bytes that follow.
+        /// The number of bytes that follow.
         length: u32,
     },
 }
@@ -41,66 +41,66 @@ pub enum Head {
 /// A control frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Control {
-    /// The peer opens a stream.
+    /// SYN_STREAM: the peer opens a stream.
     Open {
         /// The stream.
         id: u32,
-        /// The peer will send nothing in it.
+        /// Whether the peer will send nothing in it.
         last: bool,
-        /// It wants nothing from us in it.
+        /// Whether the peer accepts nothing in it.
         deaf: bool,
         /// The compressed headers.
         headers: Vec<u8>,
     },
-    /// Further headers of a stream, compressed.
+    /// HEADERS: further headers of a stream.
     Headers {
         /// The stream.
         id: u32,
-        /// The stream's last.
+        /// Whether the stream ends with this frame.
         last: bool,
         /// The compressed headers.
         headers: Vec<u8>,
     },
-    /// A stream is broken off.
+    /// RST_STREAM: a stream is aborted.
     Reset(u32),
-    /// The windows of streams have this size from now on.
+    /// SETTINGS: the new initial window of streams.
     InitialWindow(u32),
-    /// To be sent back.
+    /// PING: must be echoed.
     Ping(u32),
-    /// The peer opens no more streams.
+    /// GOAWAY: the peer opens no more streams.
     GoAway,
-    /// The peer takes so many bytes more of a stream, or of all (0).
+    /// WINDOW_UPDATE: the peer accepts this many bytes more of a stream, or of all (0).
     Window(u32, u32),
-    /// Nothing that matters to us.
+    /// A frame that is ignored.
     Other,
 }
 
-/// Why bytes are no frame.
+/// Reasons that a frame is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// Another version of the protocol, or another protocol.
+    /// The frame has another protocol version, or is not SPDY.
     #[error("a control frame has version {got}; {VERSION} is expected")]
     Version {
-        /// The frame's.
+        /// The frame's version.
         got: u16,
     },
-    /// Longer than is taken.
+    /// The frame exceeds the maximum length.
     #[error("a control frame of {got} bytes is longer than {MAX_CONTROL}")]
     TooLong {
-        /// The frame's length.
+        /// The frame's length in bytes.
         got: u32,
     },
-    /// Too short for its type, or of another length than its type has.
+    /// The length is wrong for the type.
     #[error("a control frame of type {kind} has {got} bytes, which is not its length")]
     Length {
         /// The frame's type.
         kind: u16,
-        /// Its length.
+        /// The frame's length in bytes.
         got: usize,
     },
 }
 
-/// Reads a head.
+/// Parses a header.
 pub fn head(bytes: [u8; HEAD]) -> Result<Head, FrameError> {
     let [a, b, c, d, flags, x, y, z] = bytes;
     let length = u32::from_be_bytes([0, x, y, z]);
@@ -117,7 +117,7 @@ pub fn head(bytes: [u8; HEAD]) -> Result<Head, FrameError> {
     Ok(Head::Control { kind: u16::from_be_bytes([c, d]), flags, length })
 }
 
-/// Reads the rest of a control frame.
+/// Parses the rest of a control frame.
 pub fn control(kind: u16, flags: u8, body: &[u8]) -> Result<Control, FrameError> {
     let wrong = || FrameError::Length { kind, got: body.len() };
     let number = |at: usize| -> Result<u32, FrameError> {
@@ -157,7 +157,7 @@ pub fn control(kind: u16, flags: u8, body: &[u8]) -> Result<Control, FrameError>
             exactly(8)?;
             Control::Window(number(0)? & LOW, number(4)? & LOW)
         }
-        // Replies to streams that we do not open, and what later versions may bring.
+        // Replies to streams, which we never open, and types of later versions.
         _ => Control::Other,
     })
 }
@@ -176,34 +176,34 @@ fn two(first: u32, second: u32) -> Vec<u8> {
     [first.to_be_bytes(), second.to_be_bytes()].concat()
 }
 
-/// The head of a data frame of fewer than 16 MiB.
+/// Returns the header of a data frame of less than 16 MiB.
 pub fn data(id: u32, last: bool, length: usize) -> [u8; HEAD] {
     let [a, b, c, d] = (id & LOW).to_be_bytes();
     let [_, x, y, z] = u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes();
     [a, b, c, d, if last { FIN } else { 0 }, x, y, z]
 }
 
-/// SYN_REPLY: a stream is accepted.
+/// Returns SYN_REPLY: a stream is accepted.
 pub fn opened(id: u32, headers: &[u8]) -> Vec<u8> {
     write(2, 0, &[&id.to_be_bytes()[..], headers].concat())
 }
 
-/// RST_STREAM with "refused stream": a stream is not accepted.
+/// Returns RST_STREAM with "refused stream".
 pub fn refused(id: u32) -> Vec<u8> {
     write(3, 0, &two(id, 3))
 }
 
-/// PING, sent back.
+/// Returns PING with the peer's id.
 pub fn ping(id: u32) -> Vec<u8> {
     write(6, 0, &id.to_be_bytes())
 }
 
-/// GOAWAY: all is well, and over.
+/// Returns GOAWAY with the status OK.
 pub fn go_away(last: u32) -> Vec<u8> {
     write(7, 0, &two(last, 0))
 }
 
-/// WINDOW_UPDATE: so many bytes more of a stream, or of all (0).
+/// Returns WINDOW_UPDATE: this many bytes more of a stream, or of all (0).
 pub fn window(id: u32, bytes: u32) -> Vec<u8> {
     write(9, 0, &two(id, bytes & LOW))
 }
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A frame of ours, read again.
+    /// Parses one of our own frames.
     fn read(frame: &[u8]) -> Control {
         let Head::Control { kind, flags, length } = head(frame[..HEAD].try_into().unwrap()).unwrap() else {
             panic!("a control frame")

@@ -1,51 +1,51 @@
-//! Owns: the header blocks (section 2.6.10): pairs of texts, compressed with one zlib stream per direction that knows
-//! the protocol's dictionary. Bounded: a block may not unpack to more than [`MAX_BLOCK`] bytes.
+//! Encodes and decodes header blocks (section 2.6.10): pairs of strings, compressed with one zlib stream per direction and the
+//! protocol's dictionary. A block must not decompress to more than [`MAX_BLOCK`] bytes.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
 
-/// What both sides know before the first byte.
+/// The zlib dictionary of the protocol.
 const DICTIONARY: &[u8] = include_bytes!("dictionary.bin");
-/// The most bytes of a block, unpacked.
+/// The maximum size in bytes of a decompressed block.
 pub const MAX_BLOCK: usize = 16 << 10;
-/// The most pairs of a block.
+/// The maximum number of pairs of a block.
 pub const MAX_PAIRS: u32 = 64;
 
-/// Why a block of headers is no use. The connection is not, either: its next blocks depend on this one.
+/// Reasons that a header block is invalid. The connection is lost with it, because later blocks depend on it.
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
-    /// Not what zlib writes, or not with this dictionary.
+    /// The block is not zlib data, or not with this dictionary.
     #[error("a block of headers cannot be unpacked")]
     Packed {
-        /// Why.
+        /// The reason.
         source: flate2::DecompressError,
     },
-    /// Too long when unpacked.
+    /// The decompressed block is too long.
     #[error("a block of headers unpacks to more than {MAX_BLOCK} bytes")]
     TooLong,
-    /// Too many pairs.
+    /// The block has too many pairs.
     #[error("a block of headers has {got} pairs; {MAX_PAIRS} are allowed")]
     TooMany {
-        /// As it says.
+        /// The number of pairs in the block.
         got: u32,
     },
-    /// It ends before its last pair, or goes on after it.
+    /// The block ends before its last pair, or continues after it.
     #[error("a block of headers is cut off or too long for its pairs")]
     Cut,
 }
 
-/// Pairs of a lower-case name and a value.
+/// The headers: pairs of a lower-case name and a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Headers(Vec<(String, String)>);
 
 impl Headers {
-    /// The value of a name, given in lower case.
+    /// Returns the value of a name in lower case.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 }
 
-/// Reads the peer's blocks, in their order.
+/// Decodes the peer's blocks. They must be decoded in their order.
 pub struct Decoder(Decompress);
 
 impl Default for Decoder {
@@ -55,7 +55,7 @@ impl Default for Decoder {
 }
 
 impl Decoder {
-    /// Unpacks a block and reads its pairs.
+    /// Decompresses and parses a block.
     pub fn decode(&mut self, packed: &[u8]) -> Result<Headers, HeaderError> {
         pairs(&self.unpack(packed)?)
     }
@@ -86,7 +86,7 @@ impl Decoder {
                         return Ok(block);
                     }
                     if status == Status::StreamEnd || before == (from, filled) {
-                        // The stream of a connection has no end.
+                        // The zlib stream of a connection must not end.
                         return Err(HeaderError::Cut);
                     }
                 }
@@ -121,18 +121,18 @@ fn text(block: &mut &[u8]) -> Result<String, HeaderError> {
     Ok(String::from_utf8_lossy(text).into_owned())
 }
 
-/// Writes our blocks, in their order.
+/// Encodes our blocks, in their order.
 pub struct Encoder(Compress);
 
 impl Encoder {
-    /// The first block knows the dictionary.
+    /// Returns an encoder with the dictionary set.
     pub fn new() -> Result<Encoder, flate2::CompressError> {
         let mut compress = Compress::new(Compression::fast(), true);
         compress.set_dictionary(DICTIONARY)?;
         Ok(Encoder(compress))
     }
 
-    /// A block of these pairs, whose names are in lower case.
+    /// Returns a block of these pairs, whose names are in lower case.
     pub fn encode(&mut self, headers: &[(&str, &str)]) -> Result<Vec<u8>, flate2::CompressError> {
         let long = |length: usize| u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes();
         let mut block = long(headers.len()).to_vec();
@@ -140,7 +140,7 @@ impl Encoder {
             block.extend_from_slice(&long(text.len()));
             block.extend_from_slice(text.as_bytes());
         }
-        // Room for what does not shrink, and for the marks around it.
+        // Enough for incompressible data and the overhead of zlib.
         let mut packed = Vec::with_capacity(block.len() + block.len() / 8 + 64);
         self.0.compress_vec(&block, &mut packed, FlushCompress::Sync)?;
         Ok(packed)

@@ -1,5 +1,5 @@
-//! Owns: SPDY/3.1, as far as clients of CRI speak it: streams over one connection, opened by the peer.
-//! The protocol: "SPDY Protocol - Draft 3.1" of the Chromium project; sections are named by its numbers.
+//! Implements SPDY/3.1 as far as clients of CRI use it: streams over one connection, opened by the peer. The protocol is "SPDY
+//! Protocol - Draft 3.1" of the Chromium project; comments cite its sections by number.
 
 mod connection;
 pub mod frame;

@@ -1,4 +1,4 @@
-//! Owns: a node of a few lines behind a real streaming server, and a client that speaks SPDY frame by frame.
+//! Provides a minimal node behind a real streaming server, and a client that speaks SPDY frame by frame.
 
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
@@ -13,7 +13,7 @@ use tokio::net::{TcpStream, UnixStream};
 
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// Waits, and not for ever.
+/// Waits for a future, for a bounded time.
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(LIMIT, what).await.expect("within a minute")
 }
@@ -22,7 +22,7 @@ pub async fn soon<T>(what: impl Future<Output = T>) -> T {
 #[error("there is no {0}")]
 pub struct Missing(String);
 
-/// What processes do: `cat`, `spew BYTES`, `hold` (says "up", for ever), `exit CODE`, `missing`.
+/// The fake node. Its processes are `cat`, `spew BYTES`, `hold` (prints "up" and runs forever), `exit CODE` and `missing`.
 #[derive(Default)]
 pub struct Node {
     pub sizes: Mutex<Vec<Size>>,
@@ -55,7 +55,7 @@ impl Guests for Node {
                 }
                 _ => i32::try_from(number).unwrap(),
             };
-            // It was not killed.
+            // The process was not killed.
             drop(guard.1.take());
             Ok(code)
         };
@@ -66,12 +66,12 @@ impl Guests for Node {
         Ok(Process { exec_id, detaches: false, stdin: Some(input), stdout: Some(output), stderr: None, end })
     }
 
-    /// A container that says back what it hears, for ever; "once": until the end of its input.
+    /// Attaches to a container that echoes its input, forever; "once" until the end of its input.
     async fn attach(&self, attach: &Attach) -> Result<Process<Missing>, Missing> {
         let once = attach.container == "once";
         let ((input, mut stdin), (output, mut stdout)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
         let end = Box::pin(async move {
-            // Who attaches is gone: nothing to say any more.
+            // The client has disconnected: nothing to report.
             let _ = tokio::io::copy(&mut stdin, &mut stdout).await;
             if !once {
                 std::future::pending::<()>().await;
@@ -82,14 +82,14 @@ impl Guests for Node {
         Ok(Process { exec_id: String::new(), detaches: !once, stdin, stdout, stderr: None, end })
     }
 
-    /// Port 7 says back what it hears, port 9 nothing, ever; nobody answers on others.
+    /// Connects to a port: 7 echoes, 9 never answers, others refuse the connection.
     async fn dial(&self, pod: &str, port: u16) -> Result<UnixStream, Missing> {
         let (near, mut far) = UnixStream::pair().unwrap();
         match port {
             7 => {
                 tokio::spawn(async move {
                     let (mut from, mut to) = far.split();
-                    // The client may be gone.
+                    // The client may have disconnected.
                     let _ = tokio::io::copy(&mut from, &mut to).await;
                 });
             }
@@ -113,7 +113,7 @@ impl Guests for Node {
     }
 }
 
-/// A server that serves.
+/// Starts a server that serves.
 pub async fn serve(idle: Duration) -> (Server, Arc<Node>) {
     let config = Config { address: ([127, 0, 0, 1], 0).into(), idle, tls: None };
     let (server, listener) = Server::bind(&config).await.unwrap();
@@ -133,7 +133,7 @@ pub fn command(words: &str) -> Exec {
     }
 }
 
-/// Sends a request for an upgrade; the status line, and the connection after the headers.
+/// Sends a request for an upgrade. Returns the status line, and the connection after the headers.
 pub async fn ask(url: &str, headers: &str) -> (String, TcpStream) {
     let (host, path) = url.strip_prefix("http://").unwrap().split_once('/').unwrap();
     let mut connection = TcpStream::connect(host).await.unwrap();
@@ -149,14 +149,14 @@ pub async fn ask(url: &str, headers: &str) -> (String, TcpStream) {
 pub const V4: &str = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: v5.channel.k8s.io\r\n\
                       X-Stream-Protocol-Version: v4.channel.k8s.io\r\n";
 
-/// What came of one stream.
+/// The bytes received on one stream.
 #[derive(Debug, Default, Clone)]
 pub struct Came {
     pub bytes: Vec<u8>,
     pub last: bool,
 }
 
-/// A client.
+/// A SPDY client.
 pub struct Client {
     pub connection: TcpStream,
     encoder: Encoder,
@@ -219,7 +219,7 @@ impl Client {
         self.write(&frame).await;
     }
 
-    /// Reads one frame; false: the server has hung up.
+    /// Reads one frame. Returns false if the server has closed the connection.
     pub async fn read(&mut self) -> bool {
         let mut head = [0; frame::HEAD];
         if soon(self.connection.read_exact(&mut head)).await.is_err() {
@@ -247,7 +247,7 @@ impl Client {
         true
     }
 
-    /// Reads until this stream has ended; all of it.
+    /// Reads until this stream has ended, and returns all of its bytes.
     pub async fn all(&mut self, id: u32) -> Vec<u8> {
         while !self.came.get(&id).is_some_and(|came| came.last) {
             assert!(self.read().await, "the server hung up before the end of stream {id}: {:?}", self.controls);
@@ -255,7 +255,7 @@ impl Client {
         self.came[&id].bytes.clone()
     }
 
-    /// The status that the error stream tells.
+    /// Returns the status from the error stream.
     pub async fn status(&mut self, id: u32) -> serde_json::Value {
         serde_json::from_slice(&self.all(id).await).unwrap()
     }

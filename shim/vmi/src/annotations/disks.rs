@@ -1,18 +1,18 @@
-//! Owns: the short form of disks: `NAME=KIND:WHAT[,OPTION...]`, one a line or separated by semicolons.
+//! Parses the short form of disks: `NAME=KIND:WHAT[,OPTION...]`, one a line or separated by semicolons.
 
 use crate::Quantity;
 use crate::cause::{Causes, Rule};
 use crate::spec::{Bus, Cache};
 use serde_json::{Value, json};
 
-/// How many there may be.
+/// The maximum number of disks.
 const MAX_DISKS: usize = 32;
-/// What a disk can be, and what it is called in the specification.
+/// The kinds of disks in the short form.
 const KINDS: &[&str] = &["image", "claim", "empty", "host"];
-/// What can be said of one.
+/// The options of a disk.
 const OPTIONS: &[&str] = &["bus", "boot", "cache", "serial", "readonly", "cdrom"];
 
-/// Reads all; each is a disk and its volume. `at` is the annotation's field.
+/// Parses all disks; each results in a disk and its volume. `at` is the path of the annotation.
 pub(super) fn read(text: &str, at: &str, causes: &mut Causes) -> Vec<(Value, Value)> {
     let entries: Vec<&str> = text.split(['\n', ';']).map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.len() > MAX_DISKS {

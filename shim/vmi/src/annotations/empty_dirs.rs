@@ -1,18 +1,18 @@
-//! Owns: the sizes of emptyDirs, of which CRI says nothing: `NAME=SIZE,NAME=SIZE`. Nodes read them for volumes (docs/contributor/volumes.md); here
-//! they are right or wrong like all that pods say.
+//! Parses the size limits of emptyDirs, which CRI does not contain: `NAME=SIZE,NAME=SIZE`. Nodes use them for volumes
+//! (docs/contributor/volumes.md); here they are only validated.
 
 use crate::Quantity;
 use crate::rules::label;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::collections::BTreeMap;
 
-/// Volumes that one pod may name.
+/// The maximum number of volumes of a pod.
 pub const MANY: usize = 64;
-/// What is expected.
+/// The rule, for causes.
 pub const RULE: &str = "NAME=SIZE,NAME=SIZE is expected: names of the pod's volumes, each once and at most 64; sizes of 16Mi to 4Ti, \
                         whole bytes, as Kubernetes writes quantities";
 
-/// Volumes and their sizes; nothing, if the text breaks the rule.
+/// Returns the volumes and their sizes in bytes, or `None` if the text violates the rule.
 pub fn limits(text: &str) -> Option<BTreeMap<String, u64>> {
     let mut found = BTreeMap::new();
     for entry in text.split(',') {

@@ -1,5 +1,5 @@
-//! Owns: the annotations `vm.nacelle.dev/...`: which there are, what each means, and how they become one specification
-//! with the document among them. They come from whoever may make a pod: bounded, and every one understood or refused.
+//! Defines the annotations `vm.nacelle.dev/...` and their meaning, and merges them with the document among them into one
+//! specification. Any client that may create a pod can set them, so they are bounded, and each is either understood or rejected.
 
 mod disks;
 pub mod empty_dirs;
@@ -11,10 +11,10 @@ use crate::tree::Tree;
 use crate::{read, version};
 use std::collections::BTreeMap;
 
-/// What all of them begin with.
+/// The prefix of all of these annotations.
 pub const PREFIX: &str = "vm.nacelle.dev/";
 
-/// All of them: the name after the prefix, and what it says.
+/// All annotations: the name after the prefix, and its description.
 pub const ALL: &[(&str, &str)] = &[
     ("spec", "the whole specification, in YAML or JSON, in the shape of KubeVirt's VirtualMachineInstanceSpec"),
     ("api-version", "the version of that document: `v1` (if it is missing) or `v1alpha1`"),
@@ -53,16 +53,16 @@ pub const ALL: &[(&str, &str)] = &[
     ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/user/empty-dir.md); nothing of the machine's own"),
 ];
 
-/// What is wished beside the specification.
+/// The settings outside of the specification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wishes {
-    /// What the pod is.
+    /// The kind of the pod.
     pub kind: Option<PodKind>,
-    /// The machine that it is a run of.
+    /// The name of the persistent VM of which the pod is a run.
     pub name: Option<String>,
-    /// When that runs.
+    /// The run strategy of the persistent VM.
     pub run_strategy: Option<RunStrategy>,
-    /// What it shall do at first.
+    /// The initial power state.
     pub power: Option<Power>,
     /// The instance type.
     pub instancetype: Option<String>,
@@ -70,23 +70,23 @@ pub struct Wishes {
     pub preference: Option<String>,
     /// The presets.
     pub presets: Vec<String>,
-    /// Public keys.
+    /// The public SSH keys.
     pub ssh_keys: Vec<String>,
 }
 
-/// The field that an annotation is.
+/// Returns the path of an annotation, for causes.
 pub fn field(name: &str) -> String {
     format!("metadata.annotations[{PREFIX}{name}]")
 }
 
-/// The annotations among these that are ours: name after the prefix, and value.
+/// Returns the annotations with our prefix: name after the prefix, and value.
 pub fn ours(annotations: &BTreeMap<String, String>) -> BTreeMap<&str, &str> {
     let named = annotations.iter().filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, value.as_str())));
     named.collect()
 }
 
-/// The specification and the wishes that annotations say. What can be understood is returned beside what cannot; without a
-/// document that can be read there is no specification.
+/// Returns the specification and the settings of these annotations. Valid parts are returned even if others are not; without a
+/// document that can be parsed there is no specification.
 pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, Wishes, Causes) {
     let mut causes = Causes::default();
     let bytes: usize = annotations.iter().map(|(key, value)| key.len() + value.len()).sum();
@@ -111,7 +111,7 @@ pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, Wishes, Causes
     (readable.then_some(tree), wishes, causes)
 }
 
-/// The document among them, as v1: an empty one if there is none, and nothing if it cannot be read.
+/// Returns the document as v1: an empty one if there is none, and `None` if it cannot be parsed.
 fn document(annotations: &BTreeMap<&str, &str>, causes: &mut Causes) -> Option<Tree> {
     let version = match annotations.get("api-version") {
         None => version::Version::V1,

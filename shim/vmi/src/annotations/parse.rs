@@ -1,4 +1,4 @@
-//! Owns: what each short annotation says, and where in the specification it says it.
+//! Parses the short annotations, and sets the fields of the specification that they stand for.
 
 use super::{PREFIX, Wishes, disks, field};
 use crate::Quantity;
@@ -8,13 +8,13 @@ use crate::tree::Tree;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Two sources say different things of one field.
+/// Two sources set a field to different values.
 const CONFLICT: Rule = Rule("annotation-conflict");
-/// How many presets a pod may name, and how many keys.
+/// The maximum number of presets, and of keys, of a pod.
 const MAX_NAMES: usize = 16;
 const MAX_KEYS: usize = 64;
 
-/// Reads all short annotations.
+/// Parses all short annotations.
 pub(super) fn short(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes: &mut Causes) -> Wishes {
     let mut reader = Reader { annotations, tree, causes };
     let wishes = reader.wishes();
@@ -65,7 +65,7 @@ impl<'a> Reader<'a> {
 
     fn number(&mut self, name: &str) -> Option<u32> {
         let text = self.text(name)?;
-        // No sign, no blanks: what `parse` lets through besides.
+        // `parse` also accepts a sign, which is not allowed here.
         let number =
             Some(text).filter(|text| text.bytes().all(|b| b.is_ascii_digit())).and_then(|text| text.parse().ok());
         if number.is_none() {
@@ -136,7 +136,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A number of processors is a topology if the document has none, else it must be the number of that.
+    /// Sets the number of cores if the document has no CPU topology; otherwise the number must be that of the topology.
     fn count(&mut self, cpus: u32) {
         let parts = ["cores", "sockets", "threads"];
         let part = |key: &&str| self.tree.get(&["domain", "cpu", key]).and_then(Value::as_u64);
@@ -175,7 +175,7 @@ impl<'a> Reader<'a> {
             let secure = loader["efi"]["secureBoot"] == true;
             self.set("firmware", &["domain", "firmware", "bootloader"], loader);
             if secure {
-                // Without it the guest could change what it was checked with.
+                // Without SMM the guest could change the variables that secure boot relies on.
                 self.set("firmware", &["domain", "features", "smm"], json!({ "enabled": true }));
             }
         }

@@ -1,5 +1,5 @@
-//! Owns: the way of KubeVirt's manifests into pods, ReplicaSets, Deployments and machine records: each machine is admitted,
-//! and what cannot be converted is refused with its reason.
+//! Converts KubeVirt's manifests to pods, ReplicaSets, Deployments and VM records. Each VM is admitted; what cannot be converted
+//! is rejected with its reason.
 
 use super::lift::{connect, lift};
 use super::{KUBEVIRT, bare, pod};
@@ -13,7 +13,7 @@ use crate::{admit, read, refused};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The objects of a manifest above its machine.
+/// The fields of a manifest outside of the VM that must be objects.
 const OBJECTS: &[&str] = &[
     "metadata",
     "metadata.annotations",
@@ -26,12 +26,12 @@ const OBJECTS: &[&str] = &[
     "spec.template.spec",
 ];
 
-/// What is said of the pods beside the manifest.
+/// The settings of the pods that are not in the manifest.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Their RuntimeClass.
+    /// The RuntimeClass of the pods.
     pub runtime_class: String,
-    /// The image of a machine whose disks are in no image.
+    /// The image of a VM whose disks are in no image.
     pub image: String,
 }
 
@@ -41,12 +41,12 @@ impl Default for Options {
     }
 }
 
-/// What a manifest became.
+/// The result of a conversion.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Converted {
     /// The documents.
     pub documents: Vec<Value>,
-    /// What somebody must know or do.
+    /// Notes about what the user must know or do.
     pub notes: Vec<String>,
 }
 
@@ -95,7 +95,7 @@ fn instance(mut document: Value, catalogue: &Catalogue, options: &Options) -> Re
     let (mut pod, notes) = pod::template(&spec, admitted.said(), &metadata, lifted, options);
     pod["apiVersion"] = json!("v1");
     pod["kind"] = json!("Pod");
-    // An instance runs once.
+    // A VirtualMachineInstance runs once.
     pod["spec"]["restartPolicy"] = json!("Never");
     Ok(Converted { documents: vec![pod], notes })
 }
@@ -147,7 +147,7 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     let mut lifted = lift(&mut document["spec"]["template"]["spec"]);
     for matcher in ["instancetype", "preference"] {
         let Some(fields) = document["spec"].get_mut(matcher).and_then(Value::as_object_mut) else { continue };
-        // Which state of it the cluster had used.
+        // The revision of it in the cluster.
         fields.remove("revisionName");
         if fields.contains_key("inferFromVolume") {
             let message = "volumes are not looked into: name it";
@@ -181,7 +181,7 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     {
         written_out(annotations, catalogue)?;
     }
-    // Labels of its own, so that it counts no pod of another.
+    // A label of its own, so that the selector matches no other pod.
     let label = json!({ format!("{PREFIX}machine"): name });
     template["metadata"]["labels"][format!("{PREFIX}machine")] = json!(name);
     let replicas = i32::from(strategy != RunStrategy::Halted);
@@ -197,7 +197,7 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
         "metadata": written(&machine.metadata),
         "spec": {
             "replicas": replicas,
-            // Two pods cannot be runs of one machine at the same time.
+            // Two pods cannot be runs of one VM at the same time.
             "strategy": { "type": "Recreate" },
             "selector": { "matchLabels": label },
             "template": template,
@@ -206,7 +206,7 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     Ok(Converted { documents: vec![version::encode(&machine, Version::V1), deployment], notes })
 }
 
-/// What an instance type and a preference say that no node knows is written into the pod's document.
+/// Writes the fields of an instance type and a preference that no node knows into the pod's document.
 fn written_out(annotations: &mut Value, catalogue: &Catalogue) -> Result<(), Causes> {
     let strings = annotations.as_object().into_iter().flatten();
     let strings = strings.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
@@ -219,7 +219,7 @@ fn written_out(annotations: &mut Value, catalogue: &Catalogue) -> Result<(), Cau
     Ok(())
 }
 
-/// What is looked into, or written to, before anything knows its type, must be an object where it is said.
+/// Checks that fields which are accessed before the types are checked are objects where they are present.
 fn objects(document: &Value, causes: &mut Causes) {
     for at in OBJECTS {
         let said = at.split('.').try_fold(document, |value, key| value.get(key));
@@ -229,7 +229,7 @@ fn objects(document: &Value, causes: &mut Causes) {
     }
 }
 
-/// Annotations by which KubeVirt changes a machine.
+/// Rejects annotations by which KubeVirt changes a VM.
 fn annotated(metadata: &Value, at: &str, causes: &mut Causes) {
     for (key, reason) in refused::ANNOTATIONS {
         if metadata["annotations"].get(*key).is_some_and(|value| !value.is_null()) {
@@ -238,7 +238,7 @@ fn annotated(metadata: &Value, at: &str, causes: &mut Causes) {
     }
 }
 
-/// What used to say when a machine runs.
+/// Converts the older field for the run strategy.
 fn running(spec: &mut Value, causes: &mut Causes) {
     let Some(fields) = spec.as_object_mut() else { return };
     let Some(running) = fields.remove("running").filter(|running| !running.is_null()) else { return };

@@ -1,5 +1,5 @@
-//! Owns: what KubeVirt's machines say otherwise than those of Nacelle: fields that a pod says itself go to the pod, and what means
-//! the same in other words is said in ours, with a note.
+//! Translates the parts of KubeVirt's VMs that Nacelle expresses differently: fields that belong to the pod move to the pod, and
+//! equivalent fields are rewritten, with a note.
 
 use crate::quantity::Quantity;
 use crate::spec::{Empty, InstanceSpec};
@@ -7,7 +7,7 @@ use crate::version::written;
 use serde_json::{Map, Value, json};
 
 const MIB: u64 = 1 << 20;
-/// Fields that a pod says itself: they go from the machine to the pod.
+/// The fields that belong to the pod: they move from the VM to the pod.
 const LIFTED: &[&str] = &[
     "affinity",
     "nodeSelector",
@@ -20,26 +20,27 @@ const LIFTED: &[&str] = &[
     "dnsPolicy",
     "dnsConfig",
 ];
-/// Where a machine says how much memory it has, the first that counts first.
+/// The paths of the memory size, in the order of their precedence.
 const MEMORY: [&str; 3] =
     ["/domain/memory/guest", "/domain/resources/requests/memory", "/domain/resources/limits/memory"];
 
-/// What was taken out of a machine's specification because the pod says it.
+/// The parts of a VM's specification that move to the pod.
 #[derive(Default)]
 pub(super) struct Lifted {
-    /// Fields of the pod.
+    /// The fields of the pod.
     pub fields: Map<String, Value>,
-    /// Names of secrets for pulling images.
+    /// The names of image pull secrets.
     pub pull_secrets: Vec<String>,
-    /// When the image is pulled.
+    /// The image pull policy.
     pub pull_policy: Option<String>,
-    /// Ports of the container.
+    /// The ports of the container.
     pub ports: Vec<Value>,
-    /// What somebody must know or do.
+    /// Notes about what the user must know or do.
     pub notes: Vec<String>,
 }
 
-/// Takes out what the pod says, and says the rest in our words. What has another shape than KubeVirt's stays, and is refused.
+/// Removes the fields of the pod and rewrites the others. A field with another shape than KubeVirt's stays, and is rejected
+/// later.
 pub(super) fn lift(run: &mut Value) -> Lifted {
     let mut lifted = Lifted::default();
     let Some(fields) = run.as_object_mut() else { return lifted };
@@ -83,7 +84,7 @@ fn pulled(image: &mut Map<String, Value>, lifted: &mut Lifted) {
     }
 }
 
-/// A board of some version of QEMU's is that of ours; an empty word says nothing.
+/// Replaces a versioned board of QEMU by ours. An empty value means no board.
 fn board(run: &mut Value, notes: &mut Vec<String>) {
     let Some(domain) = run.get_mut("domain").and_then(Value::as_object_mut) else { return };
     let said = domain.get("machine").and_then(|machine| machine.get("type")).and_then(Value::as_str);
@@ -97,7 +98,7 @@ fn board(run: &mut Value, notes: &mut Vec<String>) {
     notes.push(format!("board {said} becomes {ours}, of the QEMU that there is"));
 }
 
-/// Machines have whole mebibytes, and no more memory than is said.
+/// Rounds the memory down to whole mebibytes.
 fn memory(run: &mut Value, notes: &mut Vec<String>) {
     let Some(said) = MEMORY.iter().find_map(|at| run.pointer(at).filter(|said| !said.is_null())) else { return };
     let text = said.as_str().map_or_else(|| said.to_string(), str::to_owned);
@@ -115,8 +116,8 @@ fn memory(run: &mut Value, notes: &mut Vec<String>) {
     memory.insert("guest".to_owned(), json!(whole));
 }
 
-/// An interface behind the pod's address has the pod's own; its ports are the container's, for whoever names them. For a
-/// specification that is right.
+/// Changes an interface behind the pod's address to the pod's own interface. Its ports become ports of the container, for clients
+/// that look them up. The specification must be valid.
 pub(super) fn connect(spec: &mut InstanceSpec, lifted: &mut Lifted) {
     let InstanceSpec { networks, domain, .. } = spec;
     for interface in &mut domain.devices.interfaces {

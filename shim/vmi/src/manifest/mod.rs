@@ -1,4 +1,4 @@
-//! Owns: manifests with machines: which documents there are, where in each the specification is, and whether it is right.
+//! Finds the VMs in manifests: which documents there are and where their specifications are, and validates them.
 
 mod convert;
 mod lift;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Workloads whose pods are made of a template, and where it is.
+/// The workloads with a pod template, and the path of the template.
 const WORKLOADS: &[(&str, &str)] = &[
     ("Pod", "/metadata"),
     ("PodTemplate", "/template/metadata"),
@@ -28,28 +28,28 @@ const WORKLOADS: &[(&str, &str)] = &[
     ("Job", "/spec/template/metadata"),
     ("CronJob", "/spec/jobTemplate/spec/template/metadata"),
 ];
-/// Kinds of machines.
+/// The kinds of VMs.
 const MACHINES: [&str; 3] = ["VirtualMachine", "VirtualMachineInstance", "VirtualMachineInstanceReplicaSet"];
-/// The group of KubeVirt's documents.
+/// The API group of KubeVirt's documents.
 const KUBEVIRT: &str = "kubevirt.io/";
 
-/// What was found of one document.
+/// The result of the validation of one document.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Verdict {
-    /// Its kind.
+    /// The document's kind.
     pub kind: String,
-    /// Its name.
+    /// The document's name.
     pub name: String,
-    /// Whether it says anything of a machine.
+    /// Whether the document describes a VM.
     pub machine: bool,
-    /// What is wrong.
+    /// The causes of rejection.
     pub causes: Causes,
-    /// What was admitted of it; of a machine of KubeVirt's, what `convert` makes of it.
+    /// The admitted specification; for a VM of KubeVirt, the one that `convert` produces.
     #[serde(skip)]
     pub admitted: Option<Box<Admitted>>,
 }
 
-/// Checks all documents of a file. Its instance types, preferences and presets count for its other documents.
+/// Validates all documents of a file. Its instance types, preferences and presets are available to its other documents.
 pub fn validate(documents: &[Value], catalogue: &Catalogue) -> Vec<Verdict> {
     let mut catalogue = catalogue.clone();
     let mut verdicts: Vec<Option<Verdict>> = Vec::new();
@@ -62,7 +62,7 @@ pub fn validate(documents: &[Value], catalogue: &Catalogue) -> Vec<Verdict> {
     all.map(|(document, verdict)| verdict.unwrap_or_else(|| one(document, &catalogue))).collect()
 }
 
-/// Whether a document is part of a catalogue.
+/// Returns whether a document is part of a catalogue.
 pub fn is_catalogue(document: &Value) -> bool {
     let kind = document["kind"].as_str().unwrap_or_default();
     ["Instancetype", "Preference", "InstancePreset"].iter().any(|end| kind.ends_with(end))
@@ -77,7 +77,7 @@ fn verdict(document: &Value, machine: bool, outcome: Result<Option<Admitted>, Ca
     Verdict { kind: text("/kind"), name: text("/metadata/name"), machine, causes, admitted }
 }
 
-/// Checks one document that is no part of a catalogue.
+/// Validates one document that is not part of a catalogue.
 pub fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
     let kind = document["kind"].as_str();
     let group = document["apiVersion"].as_str().unwrap_or_default();
@@ -125,12 +125,12 @@ pub fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
     verdict(document, true, outcome)
 }
 
-/// Where the metadata of a workload's pods is.
+/// Returns the path of the metadata of a workload's pods.
 fn template(kind: &str) -> Option<&'static str> {
     WORKLOADS.iter().find(|(known, _)| *known == kind).map(|(_, at)| *at)
 }
 
-/// Whether `one` knows what to make of a document of this kind, in this group or version of one.
+/// Returns whether `one` supports documents of this kind in this group or group version.
 pub fn is_known(api_version: &str, kind: &str) -> bool {
     let group = api_version.split_once('/').map_or("", |(group, _)| group);
     match template(kind) {
@@ -139,18 +139,18 @@ pub fn is_known(api_version: &str, kind: &str) -> bool {
     }
 }
 
-/// Whether documents of this kind are machines themselves, and not workloads with pods that are.
+/// Returns whether documents of this kind are VMs themselves, in contrast to workloads with pods.
 pub fn is_machine(kind: &str) -> bool {
     MACHINES.contains(&kind)
 }
 
-/// The RuntimeClass that a workload's pods name.
+/// Returns the RuntimeClass of a workload's pods.
 pub fn runtime_class(document: &Value) -> Option<&str> {
     let above = template(document["kind"].as_str()?)?.strip_suffix("metadata")?;
     document.pointer(&format!("{above}spec/runtimeClassName"))?.as_str()
 }
 
-/// The annotations of a workload's pods.
+/// Returns the annotations of a workload's pods.
 pub fn annotations(document: &Value) -> (BTreeMap<String, String>, Causes) {
     let mut causes = Causes::default();
     let at = document["kind"].as_str().and_then(template);
@@ -168,7 +168,7 @@ pub fn annotations(document: &Value) -> (BTreeMap<String, String>, Causes) {
     (read, causes)
 }
 
-/// An object without what a cluster adds to it.
+/// Returns an object without the fields that a cluster adds.
 pub fn bare(document: &Value) -> Value {
     let mut document = document.clone();
     if let Some(fields) = document.as_object_mut() {
@@ -183,26 +183,26 @@ pub fn bare(document: &Value) -> Value {
     document
 }
 
-/// Of metadata what a person says.
+/// Removes the fields of metadata that a cluster adds.
 fn said(metadata: &mut Value) {
     if let Some(fields) = metadata.as_object_mut() {
         fields.retain(|key, value| {
             ["name", "namespace", "labels", "annotations"].contains(&key.as_str()) && !value.is_null()
         });
-        // What `kubectl apply` keeps there is the manifest once more.
+        // The annotation of `kubectl apply` repeats the manifest.
         if let Some(annotations) = fields.get_mut("annotations").and_then(Value::as_object_mut) {
             annotations.remove("kubectl.kubernetes.io/last-applied-configuration");
         }
     }
 }
 
-/// Documents as YAML.
+/// Formats documents as YAML.
 pub fn text(documents: &[Value]) -> String {
     let one = |document: &Value| serde_saphyr::to_string(document).unwrap_or_else(|_| format!("{document:#}\n"));
     documents.iter().map(one).collect::<Vec<_>>().join("---\n")
 }
 
-/// The OpenAPI document of a version.
+/// Returns the OpenAPI document of a version.
 pub fn openapi(version: version::Version) -> Value {
     let schemas = match version {
         version::Version::V1 => vec![
@@ -220,7 +220,7 @@ pub fn openapi(version: version::Version) -> Value {
     crate::schema::openapi(version.word(), schemas)
 }
 
-/// Objects say their version and kind besides.
+/// Adds the version and the kind to the schema of an object.
 fn object(mut schema: Value) -> Value {
     let known = schema.get_mut("properties").and_then(Value::as_object_mut);
     let properties: &mut Map<String, Value> = match known {

@@ -1,4 +1,4 @@
-//! Owns: the pod of a machine: its container is the machine, with the image, the volumes and the sizes that it needs.
+//! Builds the pod of a VM: its container is the VM, with the image, the volumes and the resources that it needs.
 
 use super::convert::Options;
 use super::lift::Lifted;
@@ -9,25 +9,25 @@ use serde_json::{Map, Value, json};
 
 /// The container's name.
 const CONTAINER: &str = "machine";
-/// Where block volumes are in the container.
+/// The directory of block volumes in the container.
 const DEVICES: &str = "/dev/nacelle";
-/// Where folders are in the container.
+/// The parent of the mount points of other volumes in the container.
 const FOLDERS: &str = "/run/nacelle/vm";
 
-/// What asks the guest agent whether it is there, in the words of the container's exec.
+/// The command of a guest agent ping, for the container's exec.
 const GUEST_PING: [&str; 2] = ["@vm", "guest-ping"];
-/// What asks the machine whether it runs.
+/// The command of the check whether the VM runs.
 const RUNNING: [&str; 2] = ["@vm", "running"];
-/// The volume with the pod's annotations, and where it is in the container.
+/// The volume with the pod's annotations, and its mount point in the container.
 const ANNOTATIONS: [&str; 2] = ["pod-annotations", "/run/nacelle/pod"];
-/// Which networks Multus adds to the pod's own.
+/// The annotation with the networks that Multus adds to the pod's own.
 const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
-/// Which one takes the place of that.
+/// The annotation with the network that replaces the pod's own.
 const DEFAULT_NETWORK: &str = "v1.multus-cni.io/default-network";
-/// The volume with the kernel, where it is not in the container's image.
+/// The volume with the kernel, if it is not in the container's image.
 const KERNEL_BOOT: &str = "kernel-boot";
 
-/// What is collected of the volumes.
+/// The volumes and mounts so far.
 #[derive(Default)]
 struct Parts {
     image: Option<String>,
@@ -37,7 +37,7 @@ struct Parts {
     notes: Vec<String>,
 }
 
-/// The template of the pod, and what somebody must know or do. `said` is the specification with its instance type.
+/// Returns the template of the pod, and notes for the user. `said` is the specification with its instance type.
 pub(super) fn template(
     spec: &InstanceSpec,
     said: &InstanceSpec,
@@ -63,13 +63,14 @@ pub(super) fn template(
     if let Some(policy) = lifted.pull_policy {
         container["imagePullPolicy"] = json!(policy);
     }
-    // kubelet asks these: what the guest's ports answer at the pod's address, what its agent answers by the container's exec.
+    // kubelet runs these probes: against the guest's ports at the pod's address, and against the guest agent by the container's
+    // exec.
     for (key, probe) in [("livenessProbe", &mut spec.liveness_probe), ("readinessProbe", &mut spec.readiness_probe)] {
         if let Some(probe) = probe.take() {
             container[key] = asked(&probe);
         }
     }
-    // As KubeVirt has it: a machine that stands still, or is off, is not ready.
+    // As in KubeVirt: a VM that is paused or stopped is not ready.
     if container["readinessProbe"].is_null() {
         container["readinessProbe"] = json!({ "exec": { "command": RUNNING }, "periodSeconds": 5 });
     }
@@ -109,7 +110,7 @@ pub(super) fn template(
     (json!({ "metadata": metadata, "spec": fields }), parts.notes)
 }
 
-/// Has the machine follow the annotations of its pod (`vm.nacelle.dev/power`), which kubelet writes into a volume.
+/// Makes the VM follow the annotations of its pod (`vm.nacelle.dev/power`), which kubelet writes into a volume.
 pub(super) fn follow_annotations(template: &mut Value) {
     let [name, path] = ANNOTATIONS;
     let mut name = name.to_owned();
@@ -123,7 +124,7 @@ pub(super) fn follow_annotations(template: &mut Value) {
     push(&mut spec["containers"][0]["volumeMounts"], json!({ "name": name, "mountPath": path, "readOnly": true }));
 }
 
-/// One entry more, in a list that may be missing.
+/// Appends an entry to a list that may be missing.
 fn push(list: &mut Value, entry: Value) {
     match list {
         Value::Array(entries) => entries.push(entry),
@@ -132,7 +133,7 @@ fn push(list: &mut Value, entry: Value) {
 }
 
 impl Parts {
-    /// `shared`: the guest mounts it.
+    /// Adds a volume; `shared` means that the guest mounts it.
     fn add(&mut self, volume: &Volume, shared: bool) {
         let name = &volume.name;
         if let Some(disk) = &volume.container_disk {
@@ -185,7 +186,7 @@ impl Parts {
         }
     }
 
-    /// A volume that the machine sees as a folder, or that Nacelle makes a disk of.
+    /// Adds a volume that the VM sees as a directory, or that Nacelle converts to a disk.
     fn folder(&mut self, name: &str, mut volume: Value) {
         volume["name"] = json!(name);
         self.volumes.push(volume);
@@ -193,7 +194,7 @@ impl Parts {
     }
 }
 
-/// What Multus is to make for the networks of the specification, in the order of its interfaces: annotations of the pod.
+/// Returns the pod's annotations for Multus, for the networks of the specification in the order of its interfaces.
 fn multus(spec: &InstanceSpec) -> Vec<(&'static str, Value)> {
     let (mut asked, mut said) = (Vec::new(), Vec::new());
     for interface in &spec.domain.devices.interfaces {
@@ -218,12 +219,12 @@ fn multus(spec: &InstanceSpec) -> Vec<(&'static str, Value)> {
     said
 }
 
-/// The image with the kernel that is started at once.
+/// Returns the image with the kernel of a direct boot.
 fn kernel_image(spec: &InstanceSpec) -> Option<String> {
     Some(spec.domain.firmware.as_ref()?.kernel_boot.as_ref()?.container.as_ref()?.image.clone())
 }
 
-/// Secrets that are named beside the volumes, each once.
+/// Returns the secrets that are referenced outside of the volumes, each once.
 fn secrets(spec: &InstanceSpec) -> Vec<String> {
     let clouds = spec.volumes.iter().filter_map(Volume::cloud_init);
     let data = clouds.flat_map(|(_, data)| [&data.secret_ref, &data.network_data_secret_ref]);
@@ -239,7 +240,7 @@ fn secrets(spec: &InstanceSpec) -> Vec<String> {
     names
 }
 
-/// A probe as a container has it.
+/// Converts a probe to that of a container.
 fn asked(probe: &Probe) -> Value {
     let mut value = written(probe);
     if let Some(fields) = value.as_object_mut()
@@ -253,7 +254,7 @@ fn asked(probe: &Probe) -> Value {
     value
 }
 
-/// What the container asks of the node: what the machine says; it may use its memory, and no less than it asks for.
+/// Returns the resources of the container: those of the VM, with the memory as the limit and the least request.
 fn sizes(spec: &InstanceSpec) -> Map<String, Value> {
     let mut sizes = Map::new();
     if let Some(resources) = &spec.domain.resources {
@@ -263,7 +264,7 @@ fn sizes(spec: &InstanceSpec) -> Map<String, Value> {
             }
         }
     }
-    // kubelet gives processors to pods that ask for whole ones, and for no more than they may have.
+    // kubelet assigns dedicated CPUs only to pods whose CPU request is an integer and equals the limit.
     if let Some(cpu) = spec.domain.cpu.as_ref().filter(|cpu| cpu.dedicated_cpu_placement == Some(true)) {
         let count = [cpu.sockets, cpu.cores, cpu.threads].iter().map(|part| part.unwrap_or(1)).product::<u32>();
         let limits = sizes.entry("limits").or_insert_with(|| json!({}));

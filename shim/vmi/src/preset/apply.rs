@@ -1,5 +1,5 @@
-//! Owns: how presets, an instance type and a preference become part of a specification. Presets and instance types may not
-//! contradict it, and an error names both sides; a preference only says what nobody else says.
+//! Merges presets, an instance type and a preference into a specification. Presets and instance types must not conflict with it,
+//! and an error names both sources; a preference only sets fields that are not set.
 
 use super::{Catalogue, PreferenceSpec, Topology};
 use crate::annotations::Wishes;
@@ -11,24 +11,24 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// What was applied, and the fields that came of it.
+/// What was applied from the catalogue, and the fields that it set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Applied {
-    /// The fields of the specification and who said them, where it was not the document.
+    /// The paths of fields and their sources, where the source is not the document.
     pub fields: BTreeMap<String, String>,
-    /// The instance type, as it was then.
+    /// The name of the instance type.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub instancetype: Option<String>,
-    /// The preference.
+    /// The name of the preference.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preference: Option<String>,
-    /// The presets, in their order.
+    /// The names of the presets, in their order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub presets: Vec<String>,
 }
 
-/// Puts into the tree what the wishes name.
+/// Merges into the tree what the settings name.
 pub fn apply(mut tree: Tree, wishes: &Wishes, catalogue: &Catalogue, causes: &mut Causes) -> (InstanceSpec, Applied) {
     for name in &wishes.presets {
         match catalogue.presets.get(name) {
@@ -57,7 +57,7 @@ pub fn apply(mut tree: Tree, wishes: &Wishes, catalogue: &Catalogue, causes: &mu
         }
     }
     let Tree { value, mut from } = tree;
-    // The shape was checked where each source was read.
+    // The shape was checked where each source was parsed.
     let (mut spec, wrong) = typed::<InstanceSpec>(Value::Object(value), ROOT);
     causes.extend(wrong);
     if let Some((name, preference)) = preference {
@@ -81,7 +81,7 @@ fn unknown<'a>(field: &str, what: &str, name: &str, known: impl Iterator<Item = 
     causes.invalid(Rule("preset-unknown"), format!("spec.{field}"), name, message);
 }
 
-/// An instance type is a fixed size: the specification says none.
+/// Sets the size of an instance type. The specification must not set one itself.
 fn size(tree: &mut Tree, name: &str, topology: Topology, catalogue: &Catalogue, causes: &mut Causes) {
     let Some(kind) = catalogue.instancetypes.get(name) else { return };
     let from = format!("instance type {name}");
@@ -133,7 +133,7 @@ fn size(tree: &mut Tree, name: &str, topology: Topology, catalogue: &Catalogue, 
     }
 }
 
-/// A preference says what nobody else says.
+/// Sets the fields of a preference that are not set.
 fn prefer(spec: &mut InstanceSpec, preference: &PreferenceSpec, from: &str, fields: &mut BTreeMap<String, String>) {
     let mut said = |field: String| drop(fields.insert(field, from.to_owned()));
     let devices = &preference.devices;
@@ -177,7 +177,7 @@ fn prefer(spec: &mut InstanceSpec, preference: &PreferenceSpec, from: &str, fiel
     }
 }
 
-/// Whether a disk has its bus from the preference.
+/// Sets the bus of a disk from the preference. Returns whether it did.
 fn plug(disk: &mut Disk, preference: &PreferenceSpec) -> bool {
     if disk.bus().is_some() {
         return false;
@@ -194,7 +194,7 @@ fn plug(disk: &mut Disk, preference: &PreferenceSpec) -> bool {
     disk.bus().is_some()
 }
 
-/// What a preference demands must be there.
+/// Checks the requirements of a preference.
 fn demand(spec: &InstanceSpec, preference: &PreferenceSpec, name: &str, causes: &mut Causes) {
     let rule = Rule("preference-requirement");
     if let Some(least) = preference.requirements.cpu.guest {

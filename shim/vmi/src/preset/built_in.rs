@@ -1,11 +1,11 @@
-//! Owns: the instance types that are there without a document: the u1 series of KubeVirt's common instance types (a
-//! processor for each four gibibytes), so that manifests that name them mean here what they mean there.
+//! Contains the built-in instance types: the u1 series of KubeVirt's common instance types (one vCPU for each 4 GiB), so that
+//! manifests with these names have the same meaning here.
 
 use super::{InstancetypeCpu, InstancetypeMemory, InstancetypeSpec};
 use crate::Quantity;
 use std::collections::BTreeMap;
 
-/// Name, processors, memory in MiB.
+/// The name, the number of vCPUs, the memory in MiB.
 const U1: &[(&str, u32, u64)] = &[
     ("u1.nano", 1, 512),
     ("u1.micro", 1, 1024),

@@ -1,5 +1,5 @@
-//! Owns: instance types, preferences and presets: what they are, which there are, and how they become part of a
-//! specification.
+//! Defines instance types, preferences and presets, and the catalogue of them. `apply` merges them into a specification. The doc
+//! comments in this file are descriptions in the OpenAPI schema.
 
 mod apply;
 mod built_in;
@@ -154,7 +154,7 @@ words! {
     }
 }
 
-/// The kinds of a catalogue's documents.
+/// The kinds of documents in a catalogue.
 const KINDS: &[&str] = &[
     "VirtualMachineInstancetype",
     "VirtualMachineClusterInstancetype",
@@ -163,26 +163,26 @@ const KINDS: &[&str] = &[
     "VirtualMachineInstancePreset",
 ];
 
-/// Everything that can be named.
+/// The instance types, preferences and presets that specifications can name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Catalogue {
-    /// Instance types.
+    /// The instance types by name.
     pub instancetypes: BTreeMap<String, InstancetypeSpec>,
-    /// Preferences.
+    /// The preferences by name.
     pub preferences: BTreeMap<String, PreferenceSpec>,
-    /// Presets.
+    /// The presets by name.
     pub presets: BTreeMap<String, PresetSpec>,
 }
 
 impl Default for Catalogue {
-    /// What is there without any document.
+    /// Returns the built-in catalogue.
     fn default() -> Catalogue {
         Catalogue { instancetypes: built_in::instancetypes(), preferences: BTreeMap::new(), presets: BTreeMap::new() }
     }
 }
 
 impl Catalogue {
-    /// Adds what a document says; one of the same name is replaced if it is built in, else refused.
+    /// Adds a document. It replaces a built-in entry of the same name; a duplicate of another document is rejected.
     pub fn add(&mut self, mut document: Value, at: &str) -> Result<(), Causes> {
         let mut causes = Causes::default();
         let kind = document["kind"].as_str().unwrap_or_default().to_owned();

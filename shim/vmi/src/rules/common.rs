@@ -1,37 +1,37 @@
-//! Owns: what names, paths and the like look like, for all rules.
+//! Provides the checks of names, paths and the like for all rules.
 
 use crate::cause::{Causes, Rule};
 use std::collections::BTreeMap;
 
-/// What Kubernetes calls a DNS label.
+/// The rule of a DNS label.
 pub const LABEL: &str =
     "must be at most 63 lower case letters, digits and '-', and begin and end with a letter or a digit";
 
-/// Whether a name is a DNS label.
+/// Returns whether a name is a DNS label.
 pub fn label(name: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     !name.is_empty() && name.len() <= 63 && name.bytes().all(inner) && !name.starts_with('-') && !name.ends_with('-')
 }
 
-/// What Kubernetes calls a DNS subdomain.
+/// The rule of a DNS subdomain.
 pub const SUBDOMAIN: &str = "must be at most 253 lower case letters, digits, '-' and '.', as names of objects are";
 
-/// Whether a name is a DNS subdomain.
+/// Returns whether a name is a DNS subdomain.
 pub fn subdomain(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label)
 }
 
-/// The rules that a name breaks.
+/// The rules for the names of a list.
 pub struct Naming {
-    /// It must be there.
+    /// The name must be set.
     pub there: Rule,
-    /// It must look like one.
+    /// The name must be well formed.
     pub looks: Rule,
-    /// Nothing else in the list has it.
+    /// The name must be unique in the list.
     pub once: Rule,
 }
 
-/// Names of a list: there, well formed, each once. Returns where each is.
+/// Checks the names of a list, and returns the index of each.
 pub fn names<'a>(
     list: impl Iterator<Item = &'a str>,
     at: &str,
@@ -54,23 +54,23 @@ pub fn names<'a>(
     known
 }
 
-/// Whether a path is absolute and stays where it says.
+/// Returns whether a path is absolute and has no `..`.
 pub fn absolute(path: &str) -> bool {
     path.starts_with('/') && path.len() <= 4096 && !path.contains('\0') && path.split('/').all(|part| part != "..")
 }
 
-/// What `absolute` asks.
+/// The rule of `absolute`.
 pub const ABSOLUTE: &str = "must be an absolute path of at most 4096 bytes without '..'";
 
-/// Whether a text has only characters that can be seen, and blanks.
+/// Returns whether a text has only printable characters and blanks.
 pub fn printable(text: &str) -> bool {
     text.chars().all(|c| c.is_ascii_graphic() || c == ' ')
 }
 
-/// Whether a text could be a reference of an image.
+/// Returns whether a text is a plausible image reference.
 pub fn image(text: &str) -> bool {
     text.len() <= 512 && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"./:@_-".contains(&b))
 }
 
-/// What `image` asks.
+/// The rule of `image`.
 pub const IMAGE: &str = "must be a reference of an image of at most 512 characters";

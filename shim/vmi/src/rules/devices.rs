@@ -1,11 +1,11 @@
-//! Owns: the rules of file systems, inputs, watchdogs and the console.
+//! Checks the rules of file systems, inputs, watchdogs and the console.
 
 use super::common::{Naming, label, names};
 use crate::cause::{Causes, Rule};
 use crate::spec::{Devices, InstanceSpec};
 
 const AT: &str = "spec.domain.devices";
-/// What a virtio-fs device has room for.
+/// The maximum length of the tag of a virtio-fs device.
 const MAX_TAG: usize = 36;
 const FILESYSTEMS: Naming = Naming {
     there: Rule("filesystem-name-missing"),
@@ -15,7 +15,7 @@ const FILESYSTEMS: Naming = Naming {
 const INPUTS: Naming =
     Naming { there: Rule("input-name-missing"), looks: Rule("input-name"), once: Rule("input-name-twice") };
 
-/// All of them.
+/// Checks all of these devices.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
     filesystems(spec, causes);
     let devices = &spec.domain.devices;

@@ -1,4 +1,4 @@
-//! Owns: the rules of disks, and of the order of booting.
+//! Checks the rules of disks and of the boot order.
 
 use super::common::{Naming, label, names, printable};
 use crate::cause::{Causes, Rule};
@@ -6,12 +6,12 @@ use crate::spec::{Bus, Cache, CustomBlockSize, Disk, InstanceSpec, Io};
 use std::collections::BTreeMap;
 
 const AT: &str = "spec.domain.devices.disks";
-/// No board has room for more.
+/// The maximum number of disks of any board.
 const MAX_DISKS: usize = 32;
 const NAMES: Naming =
     Naming { there: Rule("disk-name-missing"), looks: Rule("disk-name"), once: Rule("disk-name-twice") };
 
-/// All disks.
+/// Checks all disks.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
     let disks = &spec.domain.devices.disks;
     if disks.len() > MAX_DISKS {
@@ -108,7 +108,7 @@ fn blocks(size: &CustomBlockSize, at: &str, causes: &mut Causes) {
     }
 }
 
-/// Disks and interfaces are in one order.
+/// Checks the boot order, which disks and interfaces share.
 fn order(spec: &InstanceSpec, causes: &mut Causes) {
     let devices = &spec.domain.devices;
     let disks = devices.disks.iter().enumerate().map(|(index, disk)| (format!("{AT}[{index}]"), disk.boot_order));

@@ -1,4 +1,4 @@
-//! Owns: the rules of the machine itself: processors, memory, firmware, clock.
+//! Checks the rules of the domain: CPUs, memory, firmware, clock.
 
 use super::common::{ABSOLUTE, IMAGE, absolute, image, printable};
 use crate::annotations::Wishes;
@@ -8,18 +8,18 @@ use crate::spec::{Bootloader, Domain, Firmware, InstanceSpec, KernelBoot, PodKin
 const CPU: &str = "spec.domain.cpu";
 const MEMORY: &str = "spec.domain.memory";
 const FIRMWARE: &str = "spec.domain.firmware";
-/// No engine takes more.
+/// The maximum number of vCPUs of any engine.
 const MAX_CPUS: u32 = 255;
-/// Less does not start.
+/// The minimum memory of a VM that boots, in bytes.
 const MIN_MEMORY: u64 = 32 << 20;
-/// No engine takes more.
+/// The maximum memory of any engine, in bytes.
 const MAX_MEMORY: u64 = 4 << 40;
 const MIB: u64 = 1 << 20;
-/// What kernels take.
+/// The maximum length of a kernel command line.
 const MAX_COMMAND_LINE: usize = 2000;
 const BOARDS: &[&str] = &["microvm", "q35", "pc"];
 
-/// Processors.
+/// Checks the vCPUs.
 pub fn processors(domain: &Domain, causes: &mut Causes) {
     let Some(cpu) = &domain.cpu else { return };
     for (part, count) in [("cores", cpu.cores), ("sockets", cpu.sockets), ("threads", cpu.threads)] {
@@ -67,7 +67,7 @@ pub fn processors(domain: &Domain, causes: &mut Causes) {
     }
 }
 
-/// Memory.
+/// Checks the memory.
 pub fn memory(domain: &Domain, kind: PodKind, causes: &mut Causes) {
     let memory = domain.memory.as_ref();
     let Some(guest) = memory.and_then(|memory| memory.guest.as_ref()) else {
@@ -121,7 +121,7 @@ fn rest(domain: &Domain, guest: Option<u64>, causes: &mut Causes) {
     }
 }
 
-/// What the pod asks of the node.
+/// Checks the resources that the pod requests of the node.
 pub fn resources(domain: &Domain, causes: &mut Causes) {
     let Some(resources) = &domain.resources else { return };
     let at = "spec.domain.resources";
@@ -153,7 +153,7 @@ pub fn resources(domain: &Domain, causes: &mut Causes) {
     }
 }
 
-/// Board, firmware, kernel.
+/// Checks board, firmware and kernel.
 pub fn firmware(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
     let domain = &spec.domain;
     let board = domain.machine.as_ref().map(|board| board.kind.as_str());
@@ -240,7 +240,7 @@ fn kernel_boot(kernel: &KernelBoot, kind: Option<PodKind>, causes: &mut Causes) 
     }
     let at = format!("{at}.container");
     let Some(container) = &kernel.container else {
-        // A machine for containers has a kernel already, which takes words.
+        // The VM of a container pod has a kernel already, which accepts parameters.
         if kind == Some(PodKind::Container) && !args.is_empty() {
             return;
         }
@@ -265,14 +265,14 @@ fn kernel_boot(kernel: &KernelBoot, kind: Option<PodKind>, causes: &mut Causes) 
     }
 }
 
-/// The clock.
+/// Checks the clock.
 pub fn clock(domain: &Domain, causes: &mut Causes) {
     let Some(clock) = &domain.clock else { return };
     let at = "spec.domain.clock";
     match (&clock.utc, &clock.timezone) {
         (Some(_), Some(_)) => causes.forbidden(Rule("clock-both"), at, "must be one of utc and timezone"),
         (Some(utc), None) => {
-            // What a real-time clock can be off: a day more than any time zone.
+            // The maximum offset of a real-time clock in seconds: a day more than any time zone.
             const MOST: u64 = 36 * 3600;
             if utc.offset_seconds.is_some_and(|offset| offset.unsigned_abs() > MOST) {
                 let message = format!("must be between -{MOST} and {MOST}");

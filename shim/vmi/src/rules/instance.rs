@@ -1,4 +1,4 @@
-//! Owns: the rules of what surrounds the domain: probes, credentials, strategies.
+//! Checks the rules of the fields around the domain: probes, credentials, strategies.
 
 use super::common::{SUBDOMAIN, subdomain};
 use crate::cause::{Causes, Rule};
@@ -7,10 +7,10 @@ use crate::spec::{
     UserPassword,
 };
 
-/// A day; nothing that ends a pod waits longer.
+/// The maximum grace period in seconds: a day.
 const MAX_GRACE: i64 = 24 * 3600;
 
-/// All of it.
+/// Checks all of these fields.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
     if let Some(probe) = &spec.liveness_probe {
         check_probe(probe, "spec.livenessProbe", true, causes);

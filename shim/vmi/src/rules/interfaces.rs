@@ -1,4 +1,4 @@
-//! Owns: the rules of network interfaces and of what they are connected to.
+//! Checks the rules of network interfaces and of their networks.
 
 use super::common::{Naming, SUBDOMAIN, label, names, subdomain};
 use crate::cause::{Causes, Rule};
@@ -8,14 +8,14 @@ use std::net::IpAddr;
 
 const AT: &str = "spec.domain.devices.interfaces";
 const NETWORKS: &str = "spec.networks";
-/// No board has room for more.
+/// The maximum number of interfaces of any board.
 const MAX_INTERFACES: usize = 16;
 const NAMES: Naming =
     Naming { there: Rule("interface-name-missing"), looks: Rule("interface-name"), once: Rule("interface-name-twice") };
 const NETWORK_NAMES: Naming =
     Naming { there: Rule("network-name-missing"), looks: Rule("network-name"), once: Rule("network-name-twice") };
 
-/// All interfaces and networks.
+/// Checks all interfaces and networks.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
     let interfaces = &spec.domain.devices.interfaces;
     if interfaces.len() > MAX_INTERFACES {
@@ -82,7 +82,7 @@ fn connected(spec: &InstanceSpec, interface: &Interface, at: &str, causes: &mut 
     }
 }
 
-/// The address in one way of writing, if there is one that is right.
+/// Returns the hardware address in a canonical form, if it is valid.
 fn address(interface: &Interface, at: &str, causes: &mut Causes) -> Option<String> {
     let text = &interface.mac_address;
     if text.is_empty() {

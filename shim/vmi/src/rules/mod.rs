@@ -1,5 +1,5 @@
-//! Owns: the rules of a specification with its defaults: each asks one thing of one field, all are asked, and every answer is
-//! told. One file for each subject.
+//! Checks the rules of a specification after its defaults were set. Each rule checks one property of one field; all rules are
+//! checked, and all violations are reported. There is one file for each subject.
 
 mod common;
 mod devices;
@@ -16,7 +16,7 @@ use crate::annotations::Wishes;
 use crate::cause::Causes;
 use crate::spec::{InstanceSpec, PodKind};
 
-/// Asks everything.
+/// Checks all rules.
 pub fn check(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
     let kind = wishes.kind.unwrap_or(PodKind::Container);
     domain::processors(&spec.domain, causes);

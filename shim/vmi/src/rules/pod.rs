@@ -1,11 +1,11 @@
-//! Owns: the rules of what a pod of each kind may wish: a machine that runs containers is shaped, not made.
+//! Checks which settings a pod of each kind may use: the VM of a container pod can be configured but not replaced.
 
 use super::common::{LABEL, SUBDOMAIN, label, subdomain};
 use crate::annotations::{PREFIX, Wishes, field};
 use crate::cause::{Causes, Rule};
 use crate::spec::{InstanceSpec, PodKind, Power, RunStrategy};
 
-/// All of it.
+/// Checks all of these settings.
 pub fn check(spec: &InstanceSpec, wishes: &Wishes, kind: PodKind, causes: &mut Causes) {
     if wishes.name.as_deref().is_some_and(|name| !subdomain(name)) {
         causes.invalid(Rule("vm-name"), field("name"), &wishes.name, SUBDOMAIN);
@@ -19,7 +19,7 @@ pub fn check(spec: &InstanceSpec, wishes: &Wishes, kind: PodKind, causes: &mut C
     }
 }
 
-/// A machine for containers has its system from Nacelle.
+/// Checks a container pod, whose VM runs Nacelle's own system.
 fn container(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
     let only = format!("is for machine pods ({PREFIX}kind: machine): in a container pod containers run in the machine");
     let domain = &spec.domain;
@@ -78,14 +78,14 @@ fn container(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
     }
 }
 
-/// A machine has something to boot, and is one whose life makes sense.
+/// Checks a machine pod: it needs something to boot, and consistent strategies.
 fn machine(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
     let direct = spec.domain.firmware.as_ref().is_some_and(|firmware| firmware.kernel_boot.is_some());
     let data =
         |source: &&str| !source.starts_with("cloudInit") && !["configMap", "secret", "downwardAPI"].contains(source);
     let disk = spec.domain.devices.disks.iter().any(|disk| {
         let volume = spec.volumes.iter().find(|volume| volume.name == disk.name);
-        // One with no source is wrong already.
+        // Other rules report a volume without a source.
         volume.is_none_or(|volume| volume.sources().is_empty() || volume.sources().iter().any(data))
     });
     if !direct && !disk {

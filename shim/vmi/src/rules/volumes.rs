@@ -1,4 +1,4 @@
-//! Owns: the rules of volumes.
+//! Checks the rules of volumes.
 
 use super::common::{ABSOLUTE, IMAGE, Naming, SUBDOMAIN, absolute, image, label, names, subdomain};
 use crate::cause::{Causes, Rule};
@@ -8,11 +8,11 @@ use base64::Engine;
 const AT: &str = "spec.volumes";
 const NAMES: Naming =
     Naming { there: Rule("volume-name-missing"), looks: Rule("volume-name"), once: Rule("volume-name-twice") };
-/// Fields of a pod that its own volumes can show.
+/// The fields of a pod that a downwardAPI volume can contain.
 const FIELDS: &[&str] =
     &["metadata.name", "metadata.namespace", "metadata.uid", "metadata.labels", "metadata.annotations"];
 
-/// All volumes.
+/// Checks all volumes.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
     names(spec.volumes.iter().map(|volume| volume.name.as_str()), AT, &NAMES, causes);
     let mut cloud_init = 0;

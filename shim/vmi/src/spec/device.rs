@@ -1,4 +1,5 @@
-//! Owns: the devices of a machine: disks, interfaces, file systems and the rest.
+//! Defines the devices of a VM: disks, interfaces, file systems and the rest. The doc comments of the fields are descriptions in
+//! the OpenAPI schema.
 
 use super::{Empty, Rng, document, words};
 

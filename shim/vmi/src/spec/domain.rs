@@ -1,4 +1,5 @@
-//! Owns: the machine itself: processors, memory, firmware, clock, features.
+//! Defines the domain of a VM: CPUs, memory, firmware, clock, features. The doc comments of the fields are descriptions in the
+//! OpenAPI schema.
 
 use super::{Devices, document, words};
 use crate::Quantity;

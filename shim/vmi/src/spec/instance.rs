@@ -1,4 +1,5 @@
-//! Owns: the outer part of a specification: what surrounds the domain.
+//! Defines the outer part of a specification, around the domain. The doc comments of the fields are descriptions in the OpenAPI
+//! schema.
 
 use super::{Domain, Network, Volume, document, words};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};

@@ -1,4 +1,5 @@
-//! Owns: a machine that outlives its runs (KubeVirt's VirtualMachine): when it runs, what sizes it, what a run of it is.
+//! Defines a persistent VM (KubeVirt's VirtualMachine): its run strategy, its instance type, and the template of its runs. The
+//! doc comments of the fields are descriptions in the OpenAPI schema.
 
 use super::{InstanceSpec, document, words};
 use std::collections::BTreeMap;

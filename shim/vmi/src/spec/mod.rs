@@ -1,7 +1,8 @@
-//! Owns: the specification of a machine: the shape of KubeVirt's VirtualMachineInstanceSpec (kubevirt.io/v1), without what
-//! cannot mean anything here (`crate::refused`). This is the internal type and, field by field, version v1.
+//! Defines the specification of a VM: the shape of KubeVirt's VirtualMachineInstanceSpec (kubevirt.io/v1) without the fields that
+//! have no meaning here (`crate::refused`). It is the internal type and, field by field, version v1.
 //!
-//! Every field may be missing: what must be there is a rule, so that everything that is wrong is told at once.
+//! Every field is optional in the type: required fields are a matter of the rules, so that all problems are reported at once. The
+//! doc comments of the fields are descriptions in the OpenAPI schema.
 
 mod device;
 mod domain;

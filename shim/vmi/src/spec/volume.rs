@@ -1,4 +1,5 @@
-//! Owns: where the data of disks and file systems is, and what interfaces are connected to.
+//! Defines the volumes of disks and file systems, and the networks of interfaces. The doc comments of the fields are descriptions
+//! in the OpenAPI schema.
 
 use super::{Empty, document, words};
 use crate::Quantity;

@@ -1,19 +1,19 @@
-//! Owns: what a conversion to an older version loses, as edits that bring it back: only where the older document still
-//! says what it said, so that what somebody changed in it meanwhile is not undone.
+//! Records what a conversion to an older version loses, as edits that restore it. An edit is only applied if the older document
+//! still has the value that it had, so that later changes by a user are not undone.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// One thing that was lost.
+/// An edit that restores one lost value.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Edit {
-    /// Where.
+    /// The path.
     at: Vec<Step>,
-    /// What the older document says there; null: nothing.
+    /// The value in the older document; null if it is missing there.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     was: Value,
-    /// What is right; null: nothing.
+    /// The correct value; null if the field must be missing.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     is: Value,
 }
@@ -24,13 +24,13 @@ pub(super) struct Edit {
 enum Step {
     /// A field.
     Key(String),
-    /// A place of a list whose items have no names.
+    /// The index in a list whose items have no names.
     Place(usize),
     /// The item of a list that has this name.
     Item { name: String },
 }
 
-/// How `old` becomes `new`.
+/// Returns the edits that turn `old` into `new`.
 pub(super) fn difference(new: &Value, old: &Value) -> Vec<Edit> {
     let mut edits = Vec::new();
     compare(new, old, &mut Vec::new(), &mut edits);
@@ -63,7 +63,7 @@ fn fields(new: &Map<String, Value>, old: &Map<String, Value>, at: &mut Vec<Step>
     }
 }
 
-/// The names of a list's items, if each has one of its own.
+/// Returns the names of a list's items, if all have distinct names.
 fn unique(list: &[Value]) -> Option<Vec<&str>> {
     let names: Option<Vec<&str>> = list.iter().map(|item| item.get("name").and_then(Value::as_str)).collect();
     let names = names?;
@@ -72,7 +72,7 @@ fn unique(list: &[Value]) -> Option<Vec<&str>> {
     sorted.windows(2).all(|two| two.first() != two.last()).then_some(names)
 }
 
-/// Does the edits that still fit.
+/// Applies the edits that still match.
 pub(super) fn apply(value: &mut Value, edits: Vec<Edit>) {
     for edit in edits {
         let Some((last, above)) = edit.at.split_last() else { continue };
@@ -123,7 +123,7 @@ mod tests {
         let mut same = old.clone();
         apply(&mut same, edits.clone());
         assert_eq!(same, new);
-        // One is gone, the others have changed places; and it shall not run.
+        // One item is gone and the others have moved; and a user has stopped it.
         let mut changed = json!({ "b": { "c": [ { "name": "z" }, { "name": "y" } ] }, "d": "Halted" });
         apply(&mut changed, edits);
         assert_eq!(

@@ -1,5 +1,5 @@
-//! Owns: the versions of the documents. Each is converted to and from one internal type (`crate::spec`, which has the shape
-//! of v1), without loss: what v1alpha1 cannot say travels in an annotation and comes back.
+//! Converts the versions of the documents to and from one internal type (`crate::spec`, which has the shape of v1), without loss:
+//! what v1alpha1 cannot express is carried in an annotation and restored.
 
 mod carry;
 pub mod record;
@@ -42,7 +42,7 @@ pub fn typed<T: JsonSchema + DeserializeOwned + Default>(mut value: Value, at: &
 
 /// The tree of a type.
 pub fn written(value: &impl Serialize) -> Value {
-    // Strings, numbers, lists and maps with strings as keys: there is nothing in it that JSON could not write.
+    // The value consists of strings, numbers, lists and maps with string keys: all of it is valid JSON.
     serde_json::to_value(value).unwrap_or_default()
 }
 
@@ -66,7 +66,7 @@ pub fn tree(value: Value, version: Version, carried: Option<&str>) -> (Tree, Cau
                     Err(wrong) => causes.extend(wrong),
                 }
             }
-            // What was carried comes from strangers, like all of it.
+            // The carried fields are as untrusted as the rest.
             let (spec, wrong) = typed::<InstanceSpec>(value, ROOT);
             causes.extend(wrong);
             (Tree::of(written(&spec)), causes)
@@ -123,7 +123,7 @@ pub fn decode(mut value: Value) -> Result<VirtualMachine, Causes> {
         Some(Version::V1) => {
             let (mut machine, wrong) = typed::<VirtualMachine>(value, "");
             causes.extend(wrong);
-            // It belongs to the other version.
+            // The annotation belongs to the other version.
             machine.metadata.annotations.remove(CARRIED);
             machine
         }

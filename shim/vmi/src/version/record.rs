@@ -1,4 +1,4 @@
-//! Owns: machines as they are stored: a document of some version, read whichever it is, and written in the newest.
+//! Writes and reads the stored records of persistent VMs: a document of any version is read, and the newest version is written.
 
 use super::{Version, decode, encode};
 use crate::cause::Causes;
@@ -9,21 +9,21 @@ use serde_json::json;
 /// The version that is written.
 pub const STORED: Version = Version::V1;
 
-/// A stored machine.
+/// A stored VM.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
-    /// The machine.
+    /// The VM.
     pub machine: VirtualMachine,
-    /// It was stored in an older version: it should be written again.
+    /// The record has an older version and should be written again.
     pub old: bool,
 }
 
-/// What is stored of a machine.
+/// Returns the record of a VM.
 pub fn write(machine: &VirtualMachine) -> String {
     encode(machine, STORED).to_string()
 }
 
-/// Reads what was stored by this or any earlier version.
+/// Reads a record of this or any earlier version.
 pub fn read(text: &str) -> Result<Stored, Causes> {
     let value = read::one(text, "record")?;
     let newest = json!(format!("{}/{}", super::GROUP, STORED.word()));

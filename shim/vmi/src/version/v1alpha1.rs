@@ -1,4 +1,5 @@
-//! Owns: version v1alpha1: processors are cores, disks in images are registry disks, a machine runs or does not.
+//! Defines version v1alpha1: CPUs are cores, disks in images are registry disks, and a VM runs or does not. The doc comments of
+//! the fields are descriptions in the OpenAPI schema.
 
 use crate::Quantity;
 use crate::spec::{

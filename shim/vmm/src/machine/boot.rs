@@ -1,4 +1,4 @@
-//! Owns: what a kernel finds when it starts: zero page or PVH start information, descriptor and page tables, registers.
+//! Prepares the boot state that a kernel expects: zero page or PVH start information, descriptor and page tables, registers.
 
 use super::kernel::{Entry, KernelError, Loaded};
 use super::layout::{self, memory_map};
@@ -8,7 +8,7 @@ use linux_loader::bootparam::boot_params;
 use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
 use vm_memory::{Bytes, GuestAddress};
 
-/// The segments that both entries want: code, data and a task, at the selectors of Linux' boot protocol.
+/// The segments that both entry points need: code, data and a task, at the selectors of Linux' boot protocol.
 #[derive(Clone, Copy)]
 struct Descriptor {
     selector: u16,
@@ -25,13 +25,13 @@ const DATA: Descriptor = Descriptor { selector: 0x18, access: 0x93, flags: 0xc, 
 const TASK: Descriptor = Descriptor { selector: 0x20, access: 0x8b, flags: 0x0, limit: 0x67 };
 
 impl Descriptor {
-    /// As it lies in a descriptor table (AMD64 manual, volume 2, 4.7 and 4.8); the base is 0.
+    /// Encodes the descriptor as a table entry (AMD64 manual, volume 2, 4.7 and 4.8) with base 0.
     fn entry(self) -> u64 {
         let limit = u64::from(self.limit);
         (limit & 0xffff) | u64::from(self.access) << 40 | (limit >> 16) << 48 | u64::from(self.flags) << 52
     }
 
-    /// As KVM wants it.
+    /// Encodes the descriptor as KVM's segment register.
     fn segment(self) -> kvm_segment {
         let bit = |byte: u8, at: u8| byte >> at & 1;
         let pages = bit(self.flags, 3) == 1;
@@ -51,7 +51,7 @@ impl Descriptor {
     }
 }
 
-/// The words of a command line as one; it must fit where it goes.
+/// Joins the kernel command-line parameters. Fails if the line with its closing zero exceeds `CMDLINE_MAX` bytes.
 pub(super) fn cmdline(words: impl IntoIterator<Item = String>) -> Result<String, KernelError> {
     let line = words.into_iter().collect::<Vec<_>>().join(" ");
     match line.len() + 1 {
@@ -60,7 +60,7 @@ pub(super) fn cmdline(words: impl IntoIterator<Item = String>) -> Result<String,
     }
 }
 
-/// Writes all that the kernel finds in memory. `initrd` is its address and size.
+/// Writes all boot data to memory. `initrd` is the address and size of the initramfs.
 pub(super) fn prepare(
     memory: &Memory,
     memory_mib: u32,
@@ -84,10 +84,10 @@ pub(super) fn prepare(
     }
 }
 
-/// The boot parameters of Linux ("The Linux/x86 Boot Protocol", "zero page").
+/// Returns the boot parameters of Linux ("The Linux/x86 Boot Protocol", "zero page").
 fn zero_page(memory_mib: u32, kernel: &Loaded, cmdline: &str, initrd: Option<(u64, u64)>) -> boot_params {
     let mut page = boot_params { hdr: kernel.header.unwrap_or_default(), ..Default::default() };
-    page.hdr.type_of_loader = 0xff; // none that has a number
+    page.hdr.type_of_loader = 0xff; // a boot loader without an assigned number
     page.hdr.boot_flag = 0xaa55;
     page.hdr.header = u32::from_le_bytes(*b"HdrS");
     page.hdr.cmd_line_ptr = layout::CMDLINE as u32;
@@ -118,7 +118,7 @@ impl Writer<'_> {
         self.memory.write_obj(object, GuestAddress(at)).map_err(|source| KernelError::Write { source })
     }
 
-    /// The descriptor table, and an interrupt table with nothing in it.
+    /// Writes the descriptor table, and an empty interrupt table.
     fn tables(&mut self, code: Descriptor) -> Result<(), KernelError> {
         let mut table = [0u64; GDT_ENTRIES];
         for descriptor in [code, DATA, TASK] {
@@ -129,7 +129,7 @@ impl Writer<'_> {
         self.object(layout::IDT, 0u64)
     }
 
-    /// The first 4 GiB, one to one, in pages of 2 MiB.
+    /// Writes page tables that map the first 4 GiB one to one, in pages of 2 MiB.
     fn page_tables(&mut self) -> Result<(), KernelError> {
         const PRESENT_WRITABLE: u64 = 0x3;
         const LARGE: u64 = 0x80;
@@ -144,7 +144,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// PVH's start information (`xen/include/public/arch-x86/hvm/start_info.h`).
+    /// Writes PVH's start information (`xen/include/public/arch-x86/hvm/start_info.h`).
     fn start_info(&mut self, memory_mib: u32, initrd: Option<(u64, u64)>) -> Result<(), KernelError> {
         const MAGIC: u32 = 0x336e_c578;
         let map = memory_map(memory_mib);
@@ -170,10 +170,10 @@ impl Writer<'_> {
     }
 }
 
-/// Null, nothing, code, data, task.
+/// The number of GDT entries: null, unused, code, data, task.
 const GDT_ENTRIES: usize = 5;
 
-/// The boot processor's general registers.
+/// Returns the general registers of the boot vCPU.
 pub(super) fn registers(entry: Entry) -> kvm_regs {
     let regs = kvm_regs { rflags: 0x2, ..Default::default() };
     match entry {
@@ -182,7 +182,7 @@ pub(super) fn registers(entry: Entry) -> kvm_regs {
     }
 }
 
-/// Sets the boot processor's segments and control registers; what an APIC needs stays as KVM made it.
+/// Sets the segments and control registers of the boot vCPU. The fields of the APIC keep KVM's values.
 pub(super) fn set_special_registers(sregs: &mut kvm_sregs, entry: Entry) {
     const CR0_PROTECTED: u64 = 1 | 1 << 4; // PE, ET
     const CR0_PAGING: u64 = 1 << 31;
@@ -226,7 +226,7 @@ mod tests {
         memory.read_obj(GuestAddress(at)).unwrap()
     }
 
-    /// Walks the page tables as a processor does.
+    /// Walks the page tables as a CPU does.
     fn translate(memory: &Memory, address: u64) -> Option<u64> {
         let mut table = layout::PAGE_TABLES[0];
         for shift in [39, 30, 21] {
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn segments_are_those_of_the_table() {
-        // What Linux' boot protocol asks for, in the encoding of its own boot code.
+        // The values that Linux' boot protocol requires, in the encoding of Linux' own boot code.
         assert_eq!(CODE_64.entry(), 0x00af_9b00_0000_ffff);
         assert_eq!(CODE_32.entry(), 0x00cf_9b00_0000_ffff);
         assert_eq!(DATA.entry(), 0x00cf_9300_0000_ffff);

@@ -1,4 +1,4 @@
-//! Owns: how a machine is put together, in the order that KVM wants.
+//! Creates a VM in the order of calls that KVM requires.
 
 use super::bus::Bus;
 use super::genid::GenerationId;
@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryRegion, GuestRegionMmap};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// A machine that is being made: its memory is there and devices are attached; nothing runs.
+/// A VM under construction: its memory exists and devices are attached, but no vCPU runs.
 pub struct Builder {
     config: Config,
     supported: Vec<kvm_cpuid_entry2>,
@@ -30,9 +30,9 @@ pub struct Builder {
     windows: Bus,
     transports: Vec<Arc<Transport>>,
     serial: Option<Arc<SerialPort>>,
-    /// What devices share with their drivers.
+    /// The memory regions that devices share with their drivers.
     shared: Vec<Arc<GuestRegionMmap<()>>>,
-    /// Takes what the guest writes and nobody needs to know.
+    /// The ioeventfd for guest writes that this process need not handle.
     unheard: EventFd,
     vm: Arc<VmFd>,
     /// Dropped last.
@@ -40,15 +40,15 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Opens KVM and makes memory and interrupt controllers.
+    /// Opens KVM and creates the memory and the interrupt controllers.
     pub fn new(config: Config) -> Result<Builder, Error> {
         let mib = layout::made_mib(config.memory_mib, config.reserve_mib);
         let memory = GuestMemory::new(mib, config.backing, config.pages);
         Builder::with_memory(config, memory)
     }
 
-    /// As [`new`](Builder::new), with the memory that was saved to `file` (see [`Machine::save`]), which must not change as long as
-    /// the machine lives: it is mapped privately.
+    /// Like [`new`](Builder::new), with the memory that was saved to `file` (see [`Machine::save`]). The file is mapped
+    /// privately and must not change as long as the VM lives.
     pub fn with_saved_memory(config: Config, file: &File) -> Result<Builder, Error> {
         let mib = layout::made_mib(config.memory_mib, config.reserve_mib);
         let memory = GuestMemory::from_file(mib, file, config.pages);
@@ -96,12 +96,12 @@ impl Builder {
         })
     }
 
-    /// The guest's memory, all zero but for what was saved.
+    /// Returns the guest's memory, which is zero except for saved content.
     pub fn memory(&self) -> &Arc<Memory> {
         self.memory.memory()
     }
 
-    /// Gives the machine a serial port (`ttyS0`) whose output goes to `console`.
+    /// Adds a serial port (`ttyS0`) whose output goes to `console`.
     pub fn serial(&mut self, console: Console) -> Result<(), Error> {
         let (port, line) = SerialPort::new(console)?;
         self.vm.register_irqfd(&line, legacy::COM1_GSI).map_err(Error::call("take an interrupt"))?;
@@ -111,7 +111,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Puts a device behind the next window of registers, with an interrupt of its own.
+    /// Attaches a device to the next window of registers, with an interrupt of its own.
     pub fn attach(&mut self, device: Box<dyn Device>) -> Result<Arc<Transport>, Error> {
         let (address, gsi) =
             layout::window(self.transports.len()).ok_or(Error::Devices { max: layout::MAX_DEVICES })?;
@@ -125,7 +125,7 @@ impl Builder {
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
             self.vm.register_ioevent(kick, &notify, queue).map_err(Error::call("take a notification"))?;
         }
-        // Each interrupt ends with this write: answered by the kernel it is one exit less to this process.
+        // Every interrupt is acknowledged by this write. If the kernel handles it, the vCPU does not exit to this process.
         let (register, queues_only) = mmio::INTERRUPT_ACK;
         let acknowledge = IoEventAddress::Mmio(address + register);
         let unheard = self.vm.register_ioevent(&self.unheard, &acknowledge, queues_only);
@@ -135,7 +135,7 @@ impl Builder {
         Ok(transport)
     }
 
-    /// Memory that a device shares with its driver, behind that of the others.
+    /// Creates the memory region that a device shares with its driver, above the regions of earlier devices. Returns `None` for size 0.
     fn share(&mut self, size: u64) -> Result<Option<Arc<GuestRegionMmap<()>>>, Error> {
         if size == 0 {
             return Ok(None);
@@ -154,7 +154,7 @@ impl Builder {
         Ok(Some(shared))
     }
 
-    /// Loads the kernel and lets the machine run.
+    /// Loads the kernel and starts the VM.
     pub fn start(self) -> Result<Machine, Error> {
         let vcpus = self.make_vcpus()?;
         let entry = self.load()?;
@@ -169,22 +169,22 @@ impl Builder {
         Ok(machine)
     }
 
-    /// Puts the machine where `state` was saved. It stands still until [`Machine::resume`].
+    /// Restores the VM from a saved `state`. It stays paused until [`Machine::resume`].
     pub fn restore(self, state: &MachineState) -> Result<Machine, Error> {
         let vcpus = self.make_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;
-        // The first thing that the guest sees: its generation id is another.
+        // The interrupt notifies the guest, before it runs on, that its generation id has changed.
         for active in [true, false] {
             let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
             raised.map_err(Error::call("raise an interrupt"))?;
         }
         let machine = self.spawn(vcpus)?;
-        // Its threads have begun; now they stand still, and the machine may be saved again.
+        // Waits until the new threads are paused; from then on the VM may be saved again.
         machine.pause()?;
         Ok(machine)
     }
 
-    /// Kernel, initial file system and tables. Where the kernel starts.
+    /// Loads kernel and initramfs and writes the tables. Returns the entry point of the kernel.
     fn load(&self) -> Result<Entry, Error> {
         let Config { memory_mib, kernel: path, initrd, cmdline, vcpus, .. } = &self.config;
         let at = |path: &Path| {
@@ -197,7 +197,7 @@ impl Builder {
             Some(file) => Some(kernel::load_initrd(memory, *memory_mib, &kernel, file).map_err(at(file))?),
             None => None,
         };
-        // The caller's words come last: they win.
+        // The caller's parameters come last, so that they take precedence.
         let words = ["reboot=k".to_owned(), layout::announce_generation_id()].into_iter();
         let words = words.chain((0..self.transports.len()).filter_map(layout::announce)).chain(cmdline.iter().cloned());
         let line = boot::cmdline(words).map_err(at(path))?;
@@ -228,7 +228,7 @@ impl Builder {
         prepare_signal()?;
         let vcpus: Vec<_> = vcpus.into_iter().map(|fd| Arc::new(Mutex::new(fd))).collect();
         let (ports, windows) = (Arc::new(self.ports), Arc::new(self.windows));
-        // From here on dropping the machine ends the threads that there are.
+        // If a later step fails, dropping this value ends the threads started so far.
         let machine = Machine {
             config: self.config,
             control: self.control,
@@ -249,7 +249,7 @@ impl Builder {
     }
 }
 
-/// A signal to this thread, a child's end say, may interrupt it: it starts threads of the kernel.
+/// Creates the VM. KVM starts kernel threads for it, and a signal to this thread (such as SIGCHLD) may interrupt that; then it retries.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, Error> {
     const TRIES: usize = 100;
     let interrupted = |made: &Result<VmFd, kvm_ioctls::Error>| {
@@ -260,7 +260,7 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, Error> {
     made.map_err(Error::call("make a machine"))
 }
 
-/// Opens KVM, if it is one that can hold a machine.
+/// Opens KVM and checks that it has all required capabilities.
 fn open() -> Result<Kvm, Error> {
     let kvm = Kvm::new().map_err(|source| Error::Open { source })?;
     match kvm.get_api_version() {
@@ -284,7 +284,7 @@ fn open() -> Result<Kvm, Error> {
     }
 }
 
-/// What firmware would have set.
+/// Sets the model-specific registers that firmware would have set.
 fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     const MISC_ENABLE: u32 = 0x1a0;
     const FAST_STRING: u64 = 1;
@@ -303,8 +303,8 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     }
 }
 
-/// The two PICs keep their interrupts to themselves until a kernel has set them up, as a PC's firmware leaves them: KVM
-/// makes them with all lines open and vectors from 0, where processors have exceptions.
+/// Masks all interrupts of the two PICs, as a PC's firmware does, until a kernel initializes them. KVM creates them with all
+/// lines unmasked and vectors from 0, which are those of CPU exceptions.
 fn mask_old_controllers(vm: &VmFd) -> Result<(), Error> {
     for chip_id in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE] {
         let mut chip = kvm_irqchip { chip_id, ..Default::default() };
@@ -315,7 +315,7 @@ fn mask_old_controllers(vm: &VmFd) -> Result<(), Error> {
     Ok(())
 }
 
-/// LINT0 takes the old interrupt controller's interrupts, LINT1 is the NMI: as a PC's firmware leaves them.
+/// Sets LINT0 to deliver the interrupts of the PICs and LINT1 to deliver NMIs, as a PC's firmware does.
 fn set_local_interrupts(vcpu: &VcpuFd) -> Result<(), Error> {
     const LINT0: usize = 0x350;
     const LINT1: usize = 0x360;

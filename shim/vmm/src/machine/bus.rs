@@ -1,17 +1,17 @@
-//! Owns: which device answers an access to a port or to an address that is not memory.
-//! Threads: the vCPUs', all at once.
+//! Routes an access to a port or to an address outside memory to the device at that address. The threads of all vCPUs call it
+//! concurrently.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use crate::mmio::Transport;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A device with registers. It is called on the threads of the vCPUs, several at once, and must not block.
+/// A device with registers. The threads of the vCPUs call it, several at once; it must not block.
 pub trait BusDevice: Send + Sync {
-    /// The guest reads `data.len()` bytes (1, 2, 4 or 8) at `offset` into the device's range.
+    /// Handles a read of `data.len()` bytes (1, 2, 4 or 8) at `offset` into the device's range.
     fn read(&self, offset: u64, data: &mut [u8]);
 
-    /// The guest writes.
+    /// Handles a write of `data.len()` bytes (1, 2, 4 or 8) at `offset` into the device's range.
     fn write(&self, offset: u64, data: &[u8]);
 }
 
@@ -25,20 +25,20 @@ impl BusDevice for Transport {
     }
 }
 
-/// The devices of one address space. Made once, before the guest runs.
+/// The devices of one address space. It does not change after the guest has started.
 #[derive(Default)]
 pub(super) struct Bus {
-    /// By first address: length and device. The ranges do not overlap.
+    /// Length and device by first address. The ranges do not overlap.
     ranges: BTreeMap<u64, (u64, Arc<dyn BusDevice>)>,
 }
 
 impl Bus {
-    /// Puts a device at `start`. The caller sees to it that ranges do not overlap.
+    /// Inserts a device at `start`. The caller ensures that ranges do not overlap.
     pub fn insert(&mut self, start: u64, length: u64, device: Arc<dyn BusDevice>) {
         self.ranges.insert(start, (length, device));
     }
 
-    /// The device at `address`, and how far into its range that is. An access must lie in the range as a whole.
+    /// Returns the device at `address` and the offset into its range. The whole access must lie in the range.
     fn find(&self, address: u64, length: usize) -> Option<(u64, &dyn BusDevice)> {
         let (start, (range, device)) = self.ranges.range(..=address).next_back()?;
         let offset = address - start;
@@ -46,7 +46,7 @@ impl Bus {
         (end <= *range).then_some((offset, &**device))
     }
 
-    /// The guest reads; where nothing is, all ones.
+    /// Handles a read of the guest. Without a device at the address, it returns all ones.
     pub fn read(&self, address: u64, data: &mut [u8]) {
         match self.find(address, data.len()) {
             Some((offset, device)) => device.read(offset, data),
@@ -54,7 +54,7 @@ impl Bus {
         }
     }
 
-    /// The guest writes; where nothing is, nothing happens.
+    /// Handles a write of the guest. Without a device at the address, it is ignored.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((offset, device)) = self.find(address, data.len()) {
             device.write(offset, data);
@@ -69,7 +69,7 @@ mod tests {
     use proptest::prelude::*;
     use std::sync::Mutex;
 
-    /// Remembers its last access.
+    /// Records the last access.
     #[derive(Default)]
     struct Spy(Mutex<Option<(u64, usize)>>);
 

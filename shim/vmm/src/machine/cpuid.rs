@@ -1,5 +1,5 @@
-//! Owns: what the CPUID instruction says in the guest: what KVM supports, and where each processor stands.
-//! Pure, except that [`name`] asks the processor: edits a list of entries.
+//! Edits the CPUID entries that KVM supports into those of each vCPU of a guest. All functions are pure, except that [`name`]
+//! executes CPUID on the host.
 
 use core::arch::x86_64::__cpuid;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
@@ -10,22 +10,22 @@ const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1, EDX: more than one logical processor in the package.
 const HTT: u32 = 1 << 28;
-/// Leaf 0x8000_0001, ECX: the legacy way to say that.
+/// Leaf 0x8000_0001, ECX: the legacy bit with the same meaning.
 const CMP_LEGACY: u32 = 1 << 1;
 
-/// The processor's name (leaves 0x8000_0002 to 4), which KVM leaves out: its entries are zero.
+/// The leaves of the CPU's brand string, which are zero in the entries that KVM supports.
 const NAME: RangeInclusive<u32> = 0x8000_0002..=0x8000_0004;
 
-/// Where a processor stands: one package, one thread a core; the APIC id is the index.
+/// The position of a vCPU in the topology: one package, one thread per core; the APIC id is the index.
 #[derive(Clone, Copy)]
 struct Place {
     id: u32,
     vcpus: u32,
-    /// Bits of an APIC id that tell processors apart.
+    /// The number of bits of an APIC id that distinguish vCPUs.
     bits: u32,
 }
 
-/// Gives the guest's processors the name of the node's, where it has one.
+/// Copies the node's CPU brand string into the entries, if the node's CPU has one.
 pub(super) fn name(supported: &mut [kvm_cpuid_entry2]) {
     let highest = __cpuid(0x8000_0000).eax;
     for entry in supported.iter_mut().filter(|entry| NAME.contains(&entry.function) && entry.function <= highest) {
@@ -34,12 +34,12 @@ pub(super) fn name(supported: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// The entries for processor `id` of `vcpus`, from those that KVM supports.
+/// Returns the entries for vCPU `id` of `vcpus`, derived from those that KVM supports.
 pub(super) fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u8, vcpus: u8) -> Vec<kvm_cpuid_entry2> {
     let vcpus = u32::from(vcpus.max(1));
     let place = Place { id: u32::from(id), vcpus, bits: vcpus.next_power_of_two().trailing_zeros() };
     let topology = [0xb, 0x1f];
-    // The last one is AMD's variant, without which a guest looks at the others.
+    // The last leaf is AMD's variant. Without it a guest falls back to the others.
     let told = |leaf: u32| !topology.contains(&leaf) && leaf != 0x8000_0026;
     let mut entries: Vec<_> = supported.iter().filter(|entry| told(entry.function)).copied().collect();
     entries.iter_mut().for_each(|entry| place.edit(entry));
@@ -59,15 +59,15 @@ impl Place {
                 entry.ecx |= TSC_DEADLINE | HYPERVISOR;
                 set(&mut entry.edx, HTT, vcpus > 1);
             }
-            // Deterministic cache parameters (Intel), cache topology (AMD): who shares this cache, and how many cores.
-            // An entry of type 0 ends the list.
+            // Deterministic cache parameters (Intel), cache topology (AMD): the threads that share this cache, and the number
+            // of cores. An entry of type 0 ends the list.
             0x4 | 0x8000_001d if entry.eax & 0x1f != 0 => {
                 let level = entry.eax >> 5 & 0x7;
                 let sharing = if level >= 3 { (1 << bits) - 1 } else { 0 };
                 let cores = if entry.function == 0x4 { (1 << bits) - 1 } else { 0 };
                 entry.eax = entry.eax & 0x3fff | sharing << 14 | cores << 26;
             }
-            // No counters of events: a guest that finds them spends its boot on them.
+            // No performance counters: a guest that finds them spends boot time on setting them up.
             0xa => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
             0x8000_0001 => set(&mut entry.ecx, CMP_LEGACY, vcpus > 1),
             0x8000_0008 => entry.ecx = bits << 12 | (vcpus - 1),
@@ -76,7 +76,7 @@ impl Place {
         }
     }
 
-    /// Extended topology: threads, then cores, then the end (Intel manual, volume 2A, CPUID leaves 0BH and 1FH).
+    /// Returns the extended topology: threads, then cores, then the end (Intel manual, volume 2A, CPUID leaves 0BH and 1FH).
     fn topology(self, function: u32) -> [kvm_cpuid_entry2; 3] {
         let Place { id, vcpus, bits } = self;
         let level = |index: u32, eax, ebx, kind: u32| kvm_cpuid_entry2 {
@@ -97,7 +97,7 @@ fn set(register: &mut u32, bit: u32, on: bool) {
     *register = if on { *register | bit } else { *register & !bit };
 }
 
-/// The processor's signature and features as leaf 1 tells them, for tables of the firmware.
+/// Returns the CPU's signature and features as in leaf 1, for the firmware tables.
 pub(super) fn signature(entries: &[kvm_cpuid_entry2]) -> (u32, u32) {
     entries.iter().find(|entry| entry.function == 1).map_or((0, 0), |entry| (entry.eax, entry.edx))
 }

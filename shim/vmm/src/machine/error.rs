@@ -1,35 +1,35 @@
-//! Owns: the ways in which a machine cannot be made, driven or saved.
+//! Defines the errors of creating, driving and saving a VM.
 
 use super::kernel::KernelError;
 use super::memory::MemoryError;
 use nacelle_base::{Classify, Kind};
 use std::path::PathBuf;
 
-/// A machine cannot be made, driven or saved.
+/// An operation on a VM failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// No or too many processors.
+    /// The number of vCPUs is 0 or exceeds the maximum.
     #[error("a machine with {got} vCPUs: KVM gives 1 to {max} here")]
     Vcpus {
-        /// Asked for.
+        /// The requested number.
         got: u8,
-        /// The most that the host gives.
+        /// The maximum of the host.
         max: usize,
     },
     /// `/dev/kvm` cannot be opened.
     #[error("cannot open /dev/kvm")]
     Open {
-        /// Why not.
+        /// The cause.
         source: kvm_ioctls::Error,
     },
-    /// A KVM of another time.
+    /// KVM has an unsupported API version.
     #[error("KVM has API version {got}, not 12")]
     Version {
-        /// What it says.
+        /// The version that KVM reports.
         got: i32,
     },
-    /// KVM cannot do something that a machine needs.
+    /// KVM lacks a capability that a VM needs.
     #[error("this KVM has no {capability}")]
     Missing {
         /// The capability, by its name in `linux/kvm.h`.
@@ -38,108 +38,108 @@ pub enum Error {
     /// A call to KVM failed.
     #[error("KVM does not {what}")]
     Call {
-        /// What it should do.
+        /// The operation that KVM should perform.
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: kvm_ioctls::Error,
     },
-    /// Guest memory cannot be made.
+    /// Guest memory cannot be allocated.
     #[error("cannot make {mib} MiB of guest memory")]
     Memory {
-        /// Asked for.
+        /// The requested size in MiB.
         mib: u32,
-        /// Why not.
+        /// The cause.
         source: MemoryError,
     },
-    /// The kernel or its initial file system cannot be loaded.
+    /// The kernel or its initramfs cannot be loaded.
     #[error("cannot load {path:?}")]
     Load {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: KernelError,
     },
-    /// More devices than there are windows.
+    /// There are more devices than register windows.
     #[error("room for {max} devices only")]
     Devices {
-        /// The most.
+        /// The maximum number of devices.
         max: usize,
     },
     /// A device cannot be attached.
     #[error("cannot attach a {device} device")]
     Attach {
-        /// What it is.
+        /// The kind of the device.
         device: crate::DeviceKind,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// A device cannot go on from its saved state.
+    /// A device cannot be restored from its saved state.
     #[error("cannot restore the {device} device")]
     Restore {
-        /// What it is.
+        /// The kind of the device.
         device: crate::DeviceKind,
-        /// Why not.
+        /// The cause.
         source: crate::mmio::RestoreError,
     },
-    /// A device cannot go on after a pause.
+    /// A device cannot resume after a pause.
     #[error("cannot resume the {device} device")]
     Resume {
-        /// What it is.
+        /// The kind of the device.
         device: crate::DeviceKind,
-        /// Why not.
+        /// The cause.
         source: crate::StartError,
     },
-    /// An eventfd or a thread cannot be made.
+    /// An eventfd or a thread cannot be created.
     #[error("cannot make {what}")]
     Make {
-        /// What.
+        /// The object to create.
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The machine has ended: it cannot be paused, resumed or saved any more.
+    /// The VM has ended: it can no longer be paused, resumed or saved.
     #[error("the machine has ended: {exit}")]
     Ended {
-        /// How.
+        /// How the VM ended.
         exit: super::Exit,
     },
-    /// The machine runs; its state can only be taken while it is paused.
+    /// The VM is running; its state can only be saved while it is paused.
     #[error("the machine is not paused")]
     NotPaused,
-    /// A processor did not stop in time.
+    /// A vCPU did not stop in time.
     #[error("a processor of the machine did not stop within {seconds} s")]
     Stuck {
-        /// The time it had.
+        /// The timeout in seconds.
         seconds: u64,
     },
-    /// A saved register that KVM does not take.
+    /// KVM rejects the saved value of a register.
     #[error("KVM does not take {value:#x} for the model-specific register {index:#x}")]
     Msr {
-        /// Its number.
+        /// The number of the register.
         index: u32,
-        /// The value saved.
+        /// The saved value.
         value: u64,
     },
-    /// A machine that was saved on a processor with features that this one does not have.
+    /// The VM was saved on a CPU with features that this CPU lacks.
     #[error("the machine was saved on a processor that has {missing}, which this one has not")]
     Processor {
-        /// The first difference.
+        /// The first missing feature.
         missing: String,
     },
-    /// A saved state that does not fit the machine.
+    /// The saved state does not match the VM's configuration.
     #[error("a saved state with {saved} {what} for a machine with {here}")]
     Mismatch {
-        /// Of what: "vCPUs", "devices".
+        /// The property that differs: "vCPUs", "devices".
         what: &'static str,
-        /// How many the state has.
+        /// The number in the state.
         saved: usize,
-        /// How many the machine has.
+        /// The number in the VM.
         here: usize,
     },
 }
 
 impl Error {
-    /// For `map_err`: KVM refused to do `what`.
+    /// Returns a function for `map_err` that reports that KVM refused to do `what`.
     pub(super) fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Error {
         move |source| Error::Call { what, source }
     }

@@ -1,5 +1,5 @@
-//! Owns: whether a processor can go on as another one: a saved machine has read CPUID and acts on it.
-//! Pure: compares two lists of entries.
+//! Checks whether a saved vCPU can continue on this node: the guest has read CPUID before and relies on it. Pure: compares two
+//! lists of entries.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -13,7 +13,7 @@ enum Register {
     Edx,
 }
 
-/// Words of feature bits, and the bits in them that follow what the guest has switched on (OSXSAVE, OSPKE).
+/// Registers with feature bits (leaf, subleaf, register), and their bits that follow what the guest has enabled (OSXSAVE, OSPKE).
 const FEATURES: [(u32, u32, Register, u32); 22] = [
     (0x1, 0, Register::Ecx, 1 << 27),
     (0x1, 0, Register::Edx, 0),
@@ -63,8 +63,8 @@ fn find(entries: &[Entry], function: u32, index: u32) -> Option<&Entry> {
     entries.iter().find(|entry| (entry.function, entry.index) == (function, index))
 }
 
-/// The first thing that the saved processor had and that a processor of a new machine does not have `here`; `None`: it
-/// can go on here. (What KVM says that it supports is not the measure: some change what they are given.)
+/// Returns the first feature that the saved vCPU had and that a vCPU of a new VM does not have `here`, or `None` if the saved vCPU can
+/// continue here. (The list of features that KVM supports is not the criterion: KVM changes some of the entries that it is given.)
 pub(super) fn missing(here: &[Entry], saved: &[Entry]) -> Option<String> {
     let vendor = |entries| find(entries, 0, 0).map(|entry| [entry.ebx, entry.edx, entry.ecx]);
     if vendor(saved) != vendor(here) {

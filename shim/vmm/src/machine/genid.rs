@@ -1,18 +1,17 @@
-//! Owns: the generation id: 16 random bytes that a machine has from its making or restore to its end, so that a guest
-//! whose memory came from a snapshot finds others than it knows (docs/contributor/devices/genid.md).
-//! Threads: the vCPUs'.
+//! Implements the generation id: 16 random bytes, fixed from the creation or restore of a VM to its end. A guest whose memory
+//! came from a snapshot finds another id than the one it knows (docs/contributor/devices/genid.md). The vCPUs' threads call it.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::{BusDevice, Error};
 
-/// The bytes of an id.
+/// The length of an id in bytes.
 const BYTES: usize = 16;
 
-/// The id of this machine. The guest reads it; an interrupt after a restore tells it to.
+/// The id of this VM. The guest reads it; an interrupt after a restore notifies the guest of the change.
 pub(super) struct GenerationId([u8; BYTES]);
 
 impl GenerationId {
-    /// An id that no other machine has.
+    /// Generates a random id.
     pub fn new() -> Result<GenerationId, Error> {
         let mut id = [0; BYTES];
         nacelle_base::random::fill(&mut id).map_err(|source| Error::Make { what: "a generation id", source })?;

@@ -1,4 +1,4 @@
-//! Owns: a running machine as others hold it.
+//! Defines the handle of a VM, which pauses, resumes, saves and ends it.
 
 use super::legacy::SerialPort;
 use super::memory::GuestMemory;
@@ -12,22 +12,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How a machine has ended.
+/// The reason for which a VM ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The guest asked for a reset: it rebooted, powered off or panicked; its console says which.
+    /// The guest requested a reset: it rebooted, powered off or panicked; its console shows which.
     Reset,
-    /// A processor met a fault that nothing in the guest handles.
+    /// A vCPU had a fault that no handler of the guest handles.
     TripleFault {
-        /// Which processor, and its registers where KVM has kept them.
+        /// The vCPU, and its registers if KVM has kept them.
         what: String,
     },
-    /// KVM or a thread of ours could not go on.
+    /// KVM or a thread of this process failed.
     Failed {
-        /// Which processor, and all that is known.
+        /// The vCPU and the details of the failure.
         what: String,
     },
-    /// We ended it.
+    /// [`Machine::kill`] ended the VM.
     Killed,
 }
 
@@ -42,8 +42,7 @@ impl std::fmt::Display for Exit {
     }
 }
 
-/// A machine that runs, stands still or has ended. Dropping it kills it and leaves nothing behind: no thread, no
-/// descriptor, no memory.
+/// A VM that runs, is paused or has ended. Dropping it kills the VM and releases everything: threads, descriptors and memory.
 pub struct Machine {
     pub(super) config: Config,
     pub(super) control: Arc<Control>,
@@ -57,29 +56,30 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// What it was made from.
+    /// Returns the configuration that the VM was created from.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Its memory. Whoever keeps this must drop it before the machine, otherwise it stays mapped for ever.
+    /// Returns the VM's memory. A caller that keeps the reference must drop it before this [`Machine`]; otherwise the memory is
+    /// never unmapped.
     pub fn memory(&self) -> &Arc<Memory> {
         self.memory.memory()
     }
 
-    /// Its devices, in the order in which they were attached.
+    /// Returns the VM's devices, in the order in which they were attached.
     pub fn transports(&self) -> &[Arc<Transport>] {
         &self.transports
     }
 
-    /// Stops all processors, then all queues. On return nothing of the guest runs. May be repeated.
+    /// Pauses all vCPUs, then all queues. On return the guest does nothing. May be repeated.
     pub fn pause(&self) -> Result<(), Error> {
         self.control.pause()?;
         self.transports.iter().for_each(|transport| transport.pause());
         Ok(())
     }
 
-    /// Lets queues and processors run again. May be repeated.
+    /// Resumes queues and vCPUs. May be repeated.
     pub fn resume(&self) -> Result<(), Error> {
         for transport in &self.transports {
             transport.resume().map_err(|source| Error::Resume { device: transport.kind(), source })?;
@@ -90,8 +90,8 @@ impl Machine {
         self.control.resume()
     }
 
-    /// Tells each processor's guest that it stood still, lest its watchdogs bark. One without a paravirtual clock
-    /// cannot be told.
+    /// Notifies the guest on each vCPU that it was paused, so that its watchdogs do not fire. Impossible for a vCPU without a
+    /// paravirtual clock.
     fn tell_pause(&self) {
         for vcpu in &self.vcpus {
             if let Err(error) = vcpu.lock().unwrap_or_else(PoisonError::into_inner).kvmclock_ctrl() {
@@ -100,17 +100,17 @@ impl Machine {
         }
     }
 
-    /// How it has ended, if it has: no processor runs any more then.
+    /// Returns how the VM ended, or `None` while a vCPU still runs.
     pub fn exit(&self) -> Option<Exit> {
         self.control.exit()
     }
 
-    /// Waits until it has ended; `None` after `timeout`. Once it has ended, always the same answer.
+    /// Waits until the VM has ended. Returns `None` after `timeout`. After the end it always returns the same value.
     pub fn wait(&self, timeout: Duration) -> Option<Exit> {
         self.control.wait(timeout)
     }
 
-    /// Ends it; one that has ended already stays as it ended. On return no processor runs any more.
+    /// Ends the VM. If it has ended already, its exit reason does not change. On return no vCPU runs.
     pub fn kill(&self) -> Result<Exit, Error> {
         self.control.end(Exit::Killed);
         let stuck = Error::Stuck { seconds: 60 };
@@ -120,7 +120,7 @@ impl Machine {
         self.control.exit().ok_or(stuck)
     }
 
-    /// All that the machine is beside its memory, while it is paused. It stays so.
+    /// Returns the whole state of a paused VM except its memory. The VM stays paused.
     pub fn save(&self) -> Result<MachineState, Error> {
         if !self.control.is_paused() {
             return Err(Error::NotPaused);

@@ -1,4 +1,4 @@
-//! Owns: harnesses: what a guest does at ports and addresses where no virtio device is, and files that are no kernel.
+//! Provides fuzz harnesses for accesses to ports and addresses that belong to no virtio device, and for files that are loaded as kernels.
 
 use super::bus::Bus;
 use super::genid::GenerationId;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use vm_memory::GuestAddress;
 
-/// Accesses of three bytes each: how, where, and the value (or, with more of them, the first of its bytes).
+/// Performs accesses of three bytes each: kind and width, position, and value (repeated to the width of the access).
 pub(crate) fn ports(data: &[u8]) {
     let (resets, printed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let (reset, print) = (resets.clone(), printed.clone());
@@ -47,7 +47,7 @@ pub(crate) fn ports(data: &[u8]) {
     assert!(resets.load(Ordering::Relaxed) <= writes && printed.load(Ordering::Relaxed) <= writes);
 }
 
-/// A file that is to be loaded as a kernel.
+/// Loads these bytes as a kernel.
 pub(crate) fn image(data: &[u8]) {
     const MIB: u32 = 16;
     let memory = Memory::from_ranges(&[(GuestAddress(0), (MIB as usize) << 20)]).expect("memory");

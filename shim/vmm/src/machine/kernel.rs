@@ -1,4 +1,5 @@
-//! Owns: what a kernel's file must be like, and how it gets into guest memory: read in place, after its headers have been checked.
+//! Checks the headers of a kernel's file and loads the kernel and the initramfs into guest memory. It does not trust any byte
+//! of the file.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::layout::{self, HIGH};
@@ -15,61 +16,61 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use vm_memory::{Bytes, GuestAddress};
 
-/// The most segments that a kernel may have (Linux has five).
+/// The maximum number of segments of a kernel (Linux has five).
 const MAX_SEGMENTS: usize = 64;
-/// The most bytes of notes that are looked through.
+/// The maximum size of an ELF note segment in bytes.
 const MAX_NOTES: u64 = 1 << 20;
 /// The offset of a bzImage's 64-bit entry (`startup_64`) into its protected-mode code.
 const BZ_IMAGE_ENTRY: u64 = 0x200;
 
-/// A kernel or initial file system cannot be loaded.
+/// A kernel or initramfs cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
     /// The file cannot be read.
     #[error("the file cannot be read")]
     Read {
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// Neither an ELF file nor a bzImage.
+    /// The file is neither an ELF file nor a bzImage.
     #[error("neither an ELF image nor a bzImage for x86-64")]
     Format,
-    /// An ELF image whose headers make no sense.
+    /// The headers of an ELF image are inconsistent.
     #[error("the ELF image is broken: {what}")]
     Elf {
-        /// What is wrong.
+        /// The inconsistency.
         what: &'static str,
     },
-    /// A kernel without an entry that this machine knows.
+    /// The kernel has no supported entry point.
     #[error("the image has no 64-bit or PVH entry")]
     Entry,
-    /// The loader could not use it.
+    /// The loader rejected the image.
     #[error("the image cannot be loaded")]
     Loader {
-        /// Why not.
+        /// The cause.
         source: linux_loader::loader::Error,
     },
-    /// It needs more room than there is.
+    /// The kernel or the initramfs does not fit in low memory.
     #[error("it needs memory up to {needs:#x}, and low memory ends at {end:#x}")]
     Memory {
-        /// The end of what it needs.
+        /// The end address of the required memory.
         needs: u64,
-        /// The end of the memory below the hole for devices.
+        /// The end address of the memory below the hole for devices.
         end: u64,
     },
-    /// The kernel's command line is too long.
+    /// The kernel command line is too long.
     #[error("the kernel's command line has {got} bytes, at most {max}")]
     Cmdline {
-        /// Its length.
+        /// The length in bytes, with the closing zero.
         got: usize,
-        /// The most.
+        /// The maximum in bytes.
         max: usize,
     },
-    /// Guest memory cannot be written where something fixed belongs.
+    /// A fixed table cannot be written to guest memory.
     #[error("guest memory cannot be written")]
     Write {
-        /// Why not.
+        /// The cause.
         source: vm_memory::GuestMemoryError,
     },
 }
@@ -85,27 +86,27 @@ impl Classify for KernelError {
     }
 }
 
-/// Where a kernel starts.
+/// The entry point of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Entry {
-    /// In 64-bit mode with a zero page (boot protocol of Linux, "64-bit boot protocol").
+    /// The address of the 64-bit entry; it expects a zero page (boot protocol of Linux, "64-bit boot protocol").
     Long(u64),
-    /// In 32-bit mode with PVH's start information (Xen's "x86/HVM direct boot ABI").
+    /// The address of the 32-bit entry; it expects PVH's start information (Xen's "x86/HVM direct boot ABI").
     Pvh(u64),
 }
 
-/// A kernel that lies in guest memory.
+/// A kernel that has been loaded into guest memory.
 #[derive(Debug)]
 pub(super) struct Loaded {
-    /// Where it starts.
+    /// The entry point.
     pub entry: Entry,
-    /// The first address that it does not need.
+    /// The first address above the memory that the kernel needs.
     pub end: u64,
-    /// The header that it came with (bzImage).
+    /// The setup header of a bzImage.
     pub header: Option<setup_header>,
 }
 
-/// Loads the kernel at `path`.
+/// Loads the kernel at `path`. `low_end` is the end of the memory below the hole.
 pub(super) fn load(memory: &Memory, low_end: u64, path: &Path) -> Result<Loaded, KernelError> {
     let read = |source| KernelError::Read { source };
     let mut file = File::open(path).map_err(read)?;
@@ -119,7 +120,8 @@ pub(super) fn load(memory: &Memory, low_end: u64, path: &Path) -> Result<Loaded,
     }
 }
 
-/// Refuses a file that no machine with this memory starts, as far as its headers tell. Where `pvh`, an ELF image must have that entry.
+/// Checks the headers of a kernel's file. Fails if no VM with this much memory can start it. If `pvh` is set, an ELF image must
+/// have a PVH entry.
 pub fn check_kernel(file: &File, memory_mib: u32, pvh: bool) -> Result<(), KernelError> {
     let read = |source| KernelError::Read { source };
     let (low_end, length) = (layout::low_end(memory_mib), file.metadata().map_err(read)?.len());
@@ -140,7 +142,7 @@ pub fn check_kernel(file: &File, memory_mib: u32, pvh: bool) -> Result<(), Kerne
     }
 }
 
-/// Reads the first bytes of a file, as many as there are.
+/// Reads up to `data.len()` bytes from the start of a file. Returns their number.
 fn read_some(file: &File, data: &mut [u8]) -> io::Result<usize> {
     let mut done = 0;
     while let Some(rest) = data.get_mut(done..).filter(|rest| !rest.is_empty()) {
@@ -172,7 +174,7 @@ fn load_elf(
     Ok(Loaded { entry, end, header: None })
 }
 
-/// An ELF image's headers, and the end of the memory that it needs.
+/// Reads and checks an ELF image's headers. Returns them with the end address of the memory that the image needs.
 fn read_elf(
     file: &File,
     low_end: u64,
@@ -190,7 +192,7 @@ fn read_elf(
     Ok((header, segments, end))
 }
 
-/// The entry that a note of the image names ("x86/HVM direct boot ABI", XEN_ELFNOTE_PHYS32_ENTRY).
+/// Returns the entry point that a note of the image names ("x86/HVM direct boot ABI", XEN_ELFNOTE_PHYS32_ENTRY).
 fn pvh_entry(file: &File, segments: &[Segment]) -> io::Result<Option<u64>> {
     for segment in segments.iter().filter(|segment| segment.kind == Segment::NOTE) {
         let mut notes = vec![0; usize::try_from(segment.in_file.min(MAX_NOTES)).unwrap_or_default()];
@@ -215,7 +217,7 @@ fn pvh_note(mut notes: &[u8]) -> Option<u64> {
     }
 }
 
-/// What we use of an ELF header: "ELF-64 Object File Format", figure 2.
+/// The used fields of an ELF header ("ELF-64 Object File Format", figure 2).
 struct ElfHeader {
     entry: u64,
     table: u64,
@@ -243,7 +245,7 @@ impl ElfHeader {
     }
 }
 
-/// What we use of a program header: "ELF-64 Object File Format", figure 6.
+/// The used fields of a program header ("ELF-64 Object File Format", figure 6).
 #[derive(Clone, Debug, Default)]
 struct Segment {
     kind: u32,
@@ -272,13 +274,13 @@ impl Segment {
         Some(self.address..self.address.checked_add(self.in_memory)?)
     }
 
-    /// Does the byte at `address` come from this segment of the file?
+    /// Returns whether the byte at `address` is loaded from the file by this segment.
     fn runs(&self, address: u64) -> bool {
         self.kind == Segment::LOAD && address.checked_sub(self.address).is_some_and(|offset| offset < self.in_file)
     }
 }
 
-/// Segments must lie in the file, in low memory above 1 MiB, and beside each other. The end of the last one.
+/// Checks that the segments lie in the file and in low memory above 1 MiB, and do not overlap. Returns the end of the last one.
 fn check_segments(segments: &[Segment], low_end: u64, file_length: u64) -> Result<u64, KernelError> {
     let broken = |what| KernelError::Elf { what };
     let mut ranges = Vec::new();
@@ -320,7 +322,7 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
-/// What we use of a bzImage's header: "The Linux/x86 Boot Protocol", "Details of Header Fields".
+/// The used fields of a bzImage's header ("The Linux/x86 Boot Protocol", "Details of Header Fields").
 struct BzHeader {
     version: u16,
     flags: u16,
@@ -329,7 +331,7 @@ struct BzHeader {
 }
 
 impl BzHeader {
-    /// From the first of these bytes of the file on.
+    /// The offset of the header in the file.
     const AT: u64 = 0x202;
 
     fn read(file: &File, length: u64) -> Result<BzHeader, KernelError> {
@@ -348,7 +350,7 @@ impl BzHeader {
         fields().ok_or(KernelError::Format)
     }
 
-    /// Where it ends when it has been copied to 1 MiB, at most.
+    /// Returns an upper bound for the end of the image after it has been copied to 1 MiB.
     fn room(&self, length: u64, low_end: u64) -> Result<u64, KernelError> {
         match HIGH.checked_add(length) {
             Some(needs) if needs > low_end => Err(KernelError::Memory { needs, end: low_end }),
@@ -357,9 +359,9 @@ impl BzHeader {
         }
     }
 
-    /// The end of the memory that it needs: it unpacks itself to where it wants to run.
+    /// Returns the end of the memory that the kernel needs: it decompresses itself to its preferred address.
     fn needs(&self, copied_end: u64, low_end: u64) -> Result<u64, KernelError> {
-        /// "2.12: xloadflags", and its bit for a 64-bit entry at 0x200.
+        /// The first version with the field `xloadflags` (2.12), and the bit of that field for a 64-bit entry at 0x200.
         const VERSION_WITH_FLAGS: u16 = 0x20c;
         const HAS_64_BIT_ENTRY: u16 = 1;
         if self.version < VERSION_WITH_FLAGS || self.flags & HAS_64_BIT_ENTRY == 0 {
@@ -374,7 +376,7 @@ impl BzHeader {
     }
 }
 
-/// A bzImage goes to 1 MiB and needs room where it wants to run.
+/// Loads a bzImage at 1 MiB, if there is also enough memory at its preferred address.
 fn load_bzimage(memory: &Memory, low_end: u64, file: &mut File, length: u64) -> Result<Loaded, KernelError> {
     let fields = BzHeader::read(file, length)?;
     fields.room(length, low_end)?;
@@ -383,14 +385,14 @@ fn load_bzimage(memory: &Memory, low_end: u64, file: &mut File, length: u64) -> 
     let header = loaded.setup_header.ok_or(KernelError::Format)?;
     let entry = HIGH + BZ_IMAGE_ENTRY;
     let end = fields.needs(loaded.kernel_end, low_end)?;
-    // The number of its sectors may leave next to nothing to run.
+    // The header's sector count may leave no code to run.
     if loaded.kernel_end <= entry {
         return Err(KernelError::Entry);
     }
     Ok(Loaded { entry: Entry::Long(entry), end, header: Some(header) })
 }
 
-/// Reads the initial file system at `path` into memory above `kernel_end`; its address and size.
+/// Reads the initramfs at `path` into memory above the kernel. Returns its address and size.
 pub(super) fn load_initrd(
     memory: &Memory,
     memory_mib: u32,
@@ -567,7 +569,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(300))]
 
-        /// Whatever a file says, loading it ends, with a kernel that lies in memory or an error.
+        /// Loading any file ends with a kernel in memory or with an error.
         #[test]
         fn any_headers_load_or_are_refused(
             entry in any::<u64>(),
@@ -585,7 +587,7 @@ mod tests {
         }
     }
 
-    /// Numbers that are often almost right.
+    /// Returns numbers that are often close to valid ones.
     fn near() -> impl Strategy<Value = u64> {
         prop_oneof![0u64..0x400, (0u64..17).prop_map(|mib| mib * MIB), any::<u64>(), Just(u64::MAX)]
     }

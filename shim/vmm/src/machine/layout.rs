@@ -1,35 +1,35 @@
-//! Owns: where things lie in the guest's physical address space, as pure arithmetic.
+//! Defines the layout of the guest's physical address space, as pure arithmetic.
 
 use linux_loader::bootparam::boot_e820_entry;
 use std::ops::Range;
 
 /// One MiB, in bytes.
 pub(super) const MIB: u64 = 1 << 20;
-/// Memory below this address is one region; the rest lies above [`HIGH_MEMORY`].
+/// The start of the hole for devices. Memory below this address is one region; the rest starts at [`HIGH_MEMORY`].
 pub(super) const HOLE: u64 = 3 << 30;
-/// Where memory goes on above the hole for devices.
+/// The start of the memory above the hole for devices.
 pub(super) const HIGH_MEMORY: u64 = 4 << 30;
 
-/// The address and the interrupt of the generation id; the interrupt is that of a second serial port, which is not there.
+/// The address and the interrupt of the generation id. The interrupt is that of a second serial port, which the VM does not have.
 pub(super) const GENERATION_ID: (u64, u32) = (WINDOWS - WINDOW_SIZE, 3);
 /// The address of the first device's registers.
 pub const WINDOWS: u64 = 0xd000_0000;
-/// The bytes of registers that one device has.
+/// The size in bytes of one device's register window.
 pub const WINDOW_SIZE: u64 = 0x1000;
-/// The interrupt of the first device; each has its own. The lines below are the timer's, the serial port's and such.
+/// The interrupt of the first device; each device has its own. Lower numbers belong to the timer, the serial port and similar devices.
 pub const FIRST_GSI: u32 = 5;
-/// The pins of the interrupt controller for devices (the IO-APIC that KVM makes).
+/// The number of pins of the interrupt controller (the IO-APIC that KVM creates).
 pub(super) const GSIS: u32 = 24;
-/// The most devices of a machine.
+/// The maximum number of devices of a VM.
 pub const MAX_DEVICES: usize = (GSIS - FIRST_GSI) as usize;
 
-/// The place for memory that devices share with their drivers.
+/// The address range of the memory that devices share with their drivers.
 pub(super) const SHARED: Range<u64> = 0xd800_0000..0xe000_0000;
-/// Each device's begins at a multiple of this: a large page of the guest's.
+/// The alignment of each device's shared memory: a large page of the guest.
 pub(super) const SHARED_UNIT: u64 = 2 << 20;
 
-/// Where Intel processors keep a task state segment (three pages) and an identity-mapping page table for a guest in
-/// real mode; KVM wants a place that the guest does not use.
+/// The address at which Intel CPUs keep a task state segment (three pages) and an identity-mapping page table for a guest in
+/// real mode. KVM requires an address that the guest does not use.
 pub(super) const IDENTITY_MAP: u64 = 0xfffb_c000;
 pub(super) const TSS: usize = 0xfffb_d000;
 
@@ -40,22 +40,22 @@ pub(super) const PVH_MODULES: u64 = 0x6040;
 pub(super) const PVH_MEMORY_MAP: u64 = 0x6060;
 pub(super) const ZERO_PAGE: u64 = 0x7000;
 pub(super) const STACK: u64 = 0x8ff0;
-/// Page tables: the top, the middle, and four directories that map 1 GiB each.
+/// The page tables: the top level, the middle level, and four directories that map 1 GiB each.
 pub(super) const PAGE_TABLES: [u64; 6] = [0x9000, 0xa000, 0xb000, 0xc000, 0xd000, 0xe000];
 pub(super) const CMDLINE: u64 = 0x2_0000;
-/// The longest kernel command line with its closing zero (`COMMAND_LINE_SIZE` on x86).
+/// The maximum length of the kernel command line with its closing zero (`COMMAND_LINE_SIZE` on x86).
 pub(super) const CMDLINE_MAX: usize = 2048;
-/// The end of what the guest may use below 1 MiB.
+/// The end of the memory below 1 MiB that the guest may use.
 pub(super) const BASE_MEMORY_END: u64 = 0x9_fc00;
-/// Where a kernel looks for tables of the firmware.
+/// The address at which a kernel looks for firmware tables.
 pub(super) const MP_TABLE: u64 = 0xf_0000;
-/// Where kernels begin.
+/// The lowest load address of a kernel.
 pub(super) const HIGH: u64 = MIB;
 
 pub(super) const E820_RAM: u32 = 1;
 pub(super) const E820_RESERVED: u32 = 2;
 
-/// The guest's memory as (address, length) of its regions; they lie one after the other on the host.
+/// Returns the guest's memory as (address, length) of its regions, which are contiguous on the host.
 pub(super) fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
     let size = u64::from(memory_mib) * MIB;
     match size.checked_sub(HOLE) {
@@ -64,10 +64,10 @@ pub(super) fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
     }
 }
 
-/// What a kernel adds to its memory at a time, and what a reserve consists of.
+/// The granularity at which a kernel hot-adds memory, and of a reserve, in MiB.
 pub const BLOCK_MIB: u32 = 128;
 
-/// How much memory a machine is made with that has some in reserve: this begins with a whole block.
+/// Returns the memory that a VM is created with, in MiB. If it has a reserve, the reserve starts at a block boundary.
 pub fn made_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
     match reserve_mib {
         0 => memory_mib,
@@ -75,12 +75,13 @@ pub fn made_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
     }
 }
 
-/// Where the last `reserve_mib` of so much memory lie, but for the first `used_mib` of them. The hole begins and ends with a whole block.
+/// Returns the address ranges of the last `reserve_mib` of the memory, without the first `used_mib` of them. The hole begins
+/// and ends at a block boundary.
 pub fn reserve(memory_mib: u32, reserve_mib: u32, used_mib: u32) -> Vec<Range<u64>> {
     let made = made_mib(memory_mib, reserve_mib);
     let first = u64::from(made - reserve_mib.saturating_sub(used_mib)) * MIB;
     let after = |(start, length): (u64, u64)| {
-        // As far into the memory as the region begins.
+        // The amount of memory below this region.
         let before = if start < HIGH_MEMORY { start } else { start - (HIGH_MEMORY - HOLE) };
         let skipped = first.saturating_sub(before).min(length);
         start + skipped..start + length
@@ -88,17 +89,17 @@ pub fn reserve(memory_mib: u32, reserve_mib: u32, used_mib: u32) -> Vec<Range<u6
     regions(made).into_iter().map(after).filter(|range| !range.is_empty()).collect()
 }
 
-/// The address at which so much memory ends.
+/// Returns the end address of the memory.
 pub fn end(memory_mib: u32) -> u64 {
     regions(memory_mib).last().map_or(0, |(start, length)| start + length)
 }
 
-/// The end of the memory below the hole.
+/// Returns the end address of the memory below the hole.
 pub(super) fn low_end(memory_mib: u32) -> u64 {
     (u64::from(memory_mib) * MIB).min(HOLE)
 }
 
-/// The map of memory that the kernel is told.
+/// Returns the memory map for the kernel (e820).
 pub(super) fn memory_map(memory_mib: u32) -> Vec<boot_e820_entry> {
     let entry = |addr, end, kind| boot_e820_entry { addr, size: end - addr, r#type: kind };
     let mut map = vec![entry(0, BASE_MEMORY_END, E820_RAM), entry(BASE_MEMORY_END, HIGH, E820_RESERVED)];
@@ -108,26 +109,26 @@ pub(super) fn memory_map(memory_mib: u32) -> Vec<boot_e820_entry> {
     map
 }
 
-/// Where an initial file system of `size` bytes lies: as high as it can below `limit` (what the boot protocol allows)
-/// and the hole, at a page; `None` if it does not fit above `kernel_end`.
+/// Returns the address of an initramfs of `size` bytes: page-aligned and as high as possible below the hole and `limit` (a
+/// field of the boot protocol). Returns `None` if it does not fit above `kernel_end`.
 pub(super) fn initrd_address(memory_mib: u32, limit: u64, kernel_end: u64, size: u64) -> Option<u64> {
     let end = low_end(memory_mib).min(limit);
     let address = end.checked_sub(size)? & !0xfff;
     (address >= kernel_end.max(HIGH)).then_some(address)
 }
 
-/// The address of the registers and the interrupt of device `index`.
+/// Returns the register address and the interrupt of device `index`.
 pub(super) fn window(index: usize) -> Option<(u64, u32)> {
     (index < MAX_DEVICES).then(|| (WINDOWS + index as u64 * WINDOW_SIZE, FIRST_GSI + index as u32))
 }
 
-/// The word of the kernel's command line that announces the generation id to our driver in the guest's kernel.
+/// Returns the kernel command-line parameter that announces the generation id to Nacelle's driver in the guest's kernel.
 pub(super) fn announce_generation_id() -> String {
     let (address, gsi) = GENERATION_ID;
     format!("nacelle_genid={address:#x}:{gsi}")
 }
 
-/// The word of the kernel's command line that announces device `index`.
+/// Returns the kernel command-line parameter that announces device `index`.
 pub(super) fn announce(index: usize) -> Option<String> {
     window(index).map(|(address, gsi)| format!("virtio_mmio.device=4K@{address:#x}:{gsi}"))
 }
@@ -215,7 +216,7 @@ mod tests {
                 prop_assert!(range.start % block == 0 && range.end % block == 0 && range.start >= told);
                 prop_assert!(regions(made).iter().any(|(start, length)| *start <= range.start && range.end <= start + length));
             }
-            // What is not used are the last ones.
+            // The last blocks of the reserve are the unused ones.
             let rest = reserve(mib, reserve_mib, used * BLOCK_MIB);
             let left = u64::from(blocks.saturating_sub(used)) * block;
             prop_assert_eq!(rest.iter().map(|range| range.end - range.start).sum::<u64>(), left);

@@ -1,5 +1,5 @@
-//! Owns: the two relics at ports of a PC: the keyboard controller that resets the machine, and the serial port.
-//! Threads: the vCPUs'.
+//! Implements the two legacy devices at I/O ports: the keyboard controller, which resets the VM, and the serial port. The
+//! vCPUs' threads call them.
 
 use super::bus::BusDevice;
 use super::{Console, Error};
@@ -10,15 +10,15 @@ use vm_superio::serial::NoEvents;
 use vm_superio::{I8042Device, Serial, Trigger};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// The ports of the keyboard controller: 0x60 and 0x64.
+/// The first port of the keyboard controller, which uses 0x60 and 0x64.
 pub(super) const I8042: u64 = 0x60;
 pub(super) const I8042_PORTS: u64 = 5;
-/// The first serial port, and its interrupt.
+/// The first port of the first serial port, and its interrupt.
 pub(super) const COM1: u64 = 0x3f8;
 pub(super) const COM1_PORTS: u64 = 8;
 pub(super) const COM1_GSI: u32 = 4;
 
-/// Something that happens when a device says so.
+/// A trigger that calls a closure.
 pub(super) struct Call<F>(F);
 
 impl<F: Fn()> Trigger for Call<F> {
@@ -30,7 +30,7 @@ impl<F: Fn()> Trigger for Call<F> {
     }
 }
 
-/// The keyboard controller: no keyboard, but writing 0xfe to its command port calls `reset`.
+/// The keyboard controller. It has no keyboard; writing 0xfe to its command port calls `reset`.
 pub(super) struct Keyboard<F: Fn()>(Mutex<I8042Device<Call<F>>>);
 
 impl<F: Fn()> Keyboard<F> {
@@ -57,7 +57,7 @@ impl<F: Fn() + Send> BusDevice for Keyboard<F> {
     }
 }
 
-/// What the guest writes, on its way to the console.
+/// Passes the guest's serial output to the console.
 pub(super) struct Sink(Console);
 
 impl io::Write for Sink {
@@ -82,11 +82,11 @@ impl Trigger for Line {
     }
 }
 
-/// The serial port. Nothing can be typed into it.
+/// The serial port. It receives no input.
 pub(super) struct SerialPort(Mutex<Serial<Line, NoEvents, Sink>>);
 
 impl SerialPort {
-    /// The port, and the eventfd of its interrupt.
+    /// Returns the port and the eventfd of its interrupt.
     pub fn new(console: Console) -> Result<(SerialPort, EventFd), Error> {
         let make = |source| Error::Make { what: "an interrupt for the serial port", source };
         let line = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(make)?;
@@ -94,7 +94,7 @@ impl SerialPort {
         Ok((SerialPort(Mutex::new(Serial::new(Line(ours), Sink(console)))), line))
     }
 
-    /// What its driver has written.
+    /// Returns the registers as the driver wrote them.
     pub fn save(&self) -> SerialState {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner).state();
         SerialState {
@@ -106,7 +106,7 @@ impl SerialPort {
         }
     }
 
-    /// Writes it again, as the driver did. A driver that waits for an interrupt to send more gets one.
+    /// Writes the registers as the driver did. A driver that waits to send more gets an interrupt.
     pub fn restore(&self, saved: &SerialState) {
         const LATCH: u8 = 1 << 7;
         let [low, high] = saved.divisor;
@@ -127,18 +127,18 @@ impl SerialPort {
     }
 }
 
-/// The registers of a serial port that keep what is written to them.
+/// The registers of a serial port that retain written values.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SerialState {
-    /// DLL and DLM.
+    /// The divisor latch, low and high byte (DLL and DLM).
     pub divisor: [u8; 2],
-    /// LCR.
+    /// The line control register (LCR).
     pub line_control: u8,
-    /// IER.
+    /// The interrupt enable register (IER).
     pub interrupt_enable: u8,
-    /// MCR.
+    /// The modem control register (MCR).
     pub modem_control: u8,
-    /// SCR.
+    /// The scratch register (SCR).
     pub scratch: u8,
 }
 

@@ -1,4 +1,4 @@
-//! Owns: guest memory on the host: one reservation, aligned to huge pages, with inaccessible pages around it.
+//! Allocates guest memory on the host: one address-space reservation, aligned to huge pages, with inaccessible pages around it.
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM by address.
 
 use super::layout;
@@ -22,53 +22,53 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion,
 /// The size of a huge page, in bytes.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Guest memory cannot be made.
+/// Guest memory cannot be allocated.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// A size that no machine can have.
+    /// The size is not supported.
     #[error("the size must be {min_mib} MiB or more, and a multiple of {step_mib} MiB")]
     Size {
-        /// The least.
+        /// The minimum in MiB.
         min_mib: u32,
-        /// The unit: 2 for huge pages.
+        /// The required granularity in MiB: 2 for huge pages.
         step_mib: u32,
     },
-    /// The host does not give the address space or the memory.
+    /// The host refused the address space or the memory.
     #[error("the host does not map it")]
     Map {
-        /// Why not.
+        /// The cause.
         source: Errno,
     },
-    /// The host's pool of huge pages is too small.
+    /// The host's pool of huge pages has too few free pages.
     #[error("the host has not enough free huge pages of 2 MiB: see /proc/sys/vm/nr_hugepages")]
     HugePages {
-        /// What it said.
+        /// The error of the host.
         source: Errno,
     },
-    /// The pool has the pages, and this process may not have them.
+    /// The pool has enough pages, but the limit of this process's cgroup is too low.
     #[error("its control group does not give it the huge pages: see hugetlb.2MB.max there")]
     HugePageLimit {
-        /// What the host said.
+        /// The error of the host.
         source: Errno,
     },
-    /// The file for shared memory, or of saved memory, cannot be used.
+    /// An operation on the file of shared or saved memory failed.
     #[error("its file cannot be {what}")]
     File {
-        /// "made", "measured", "mapped", "duplicated".
+        /// The operation: "made", "measured", "mapped", "duplicated".
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// A file of saved memory that is not as long as the memory.
+    /// The file of saved memory is shorter or longer than the memory.
     #[error("its file has {got} bytes, not {want}")]
     Length {
-        /// The length of the file.
+        /// The length of the file in bytes.
         got: u64,
-        /// The length of the memory.
+        /// The length of the memory in bytes.
         want: u64,
     },
-    /// The regions do not form a memory.
+    /// The memory regions overlap or are misaligned.
     #[error("its regions do not fit together")]
     Regions,
 }
@@ -85,14 +85,14 @@ impl Classify for MemoryError {
     }
 }
 
-/// The reservation. Unmapped when dropped, unless somebody still has the memory: then it stays, for ever.
+/// The address-space reservation. Dropping it unmaps it, unless a region is still referenced: then it is leaked and an error is logged.
 struct Reservation {
     start: NonNull<libc::c_void>,
     length: usize,
     regions: Vec<Arc<MmapRegion<()>>>,
 }
 
-// SAFETY: only its address and length are used, and only to unmap it, by whoever drops it.
+// SAFETY: only its address and length are used, and only to unmap it, on the thread that drops it.
 unsafe impl Send for Reservation {}
 // SAFETY: as above; a shared reference gives access to nothing.
 unsafe impl Sync for Reservation {}
@@ -103,22 +103,22 @@ impl Drop for Reservation {
             tracing::error!("guest memory is still in use after its machine: it stays mapped");
             return;
         }
-        // SAFETY: mapped by `reserve` with this length; nobody else has a region of it (and nobody can get one from
-        // us any more), so no pointer into it is in use.
+        // SAFETY: mapped by `reserve` with this length; no region of it is referenced any more (and no new reference can be
+        // obtained from this value), so no pointer into it is in use.
         if let Err(error) = unsafe { munmap(self.start, self.length) } {
             tracing::error!(%error, "cannot unmap guest memory");
         }
     }
 }
 
-/// Guest memory that its machine holds until the end.
+/// Guest memory that its VM owns until its end.
 pub(super) struct GuestMemory {
     /// Dropped before the reservation.
     memory: Arc<Memory>,
     _reservation: Reservation,
 }
 
-/// What is mapped into the reservation.
+/// The backing of the mappings in the reservation.
 struct Source<'a> {
     file: Option<&'a File>,
     flags: MapFlags,
@@ -126,7 +126,7 @@ struct Source<'a> {
 }
 
 impl GuestMemory {
-    /// New memory, all zero; populated when touched, except pages of the pool, which are taken now.
+    /// Allocates zeroed memory. Pages are populated on first access, except pages of the hugetlb pool, which are allocated at once.
     pub fn new(mib: u32, backing: Backing, pages: HostPages) -> Result<GuestMemory, MemoryError> {
         let in_pool = pages == HostPages::Hugetlb;
         let step_mib = if in_pool { 2 } else { 1 };
@@ -158,8 +158,8 @@ impl GuestMemory {
         Ok(mapped)
     }
 
-    /// Memory with the content of `file`, which must not change as long as the machine lives. What the guest writes
-    /// stays private; pages are read when touched.
+    /// Maps the content of `file`, which must not change as long as the VM lives. Pages are read on first access; writes of the
+    /// guest stay private.
     pub fn from_file(mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
         let want = u64::from(mib) * layout::MIB;
         match file.metadata().map_err(|source| MemoryError::File { what: "measured", source })?.len() {
@@ -190,14 +190,14 @@ impl GuestMemory {
         Ok(GuestMemory { memory: Arc::new(memory), _reservation: reservation })
     }
 
-    /// Takes all pages now. Mapping has reserved them in the pool, but a control group may have a limit of its own,
-    /// and then whoever touches a page that cannot be had is killed.
+    /// Populates all pages. Mapping has reserved them in the pool, but a cgroup may have a lower limit, and then the process
+    /// that touches a page above it is killed.
     fn populate(&self) -> Result<(), MemoryError> {
         for region in self.memory.iter() {
             let start = NonNull::new(region.as_ptr().cast()).ok_or(MemoryError::Regions)?;
-            // SAFETY: our own mapping as a whole; pages are added where there is none, and no content changes.
+            // SAFETY: the range is a whole mapping of this value; pages are added where there is none, and no content changes.
             match unsafe { madvise(start, region.len() as usize, MmapAdvise::MADV_POPULATE_WRITE) } {
-                // The latter: a host with Linux before 5.14, which cannot.
+                // EINVAL: the host runs Linux before 5.14, which does not have this advice.
                 Ok(()) | Err(Errno::EINVAL) => {}
                 Err(source) => return Err(MemoryError::HugePageLimit { source }),
             }
@@ -205,26 +205,26 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// Gives the memory to a machine. The caller drops the machine (all its descriptors) before this.
+    /// Registers the memory with the VM. The caller must drop the VM (all its descriptors) before this memory.
     pub fn give_to(&self, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
         for (slot, region) in (0..).zip(self.memory.iter()) {
             let region = slot_of(slot, region);
-            // SAFETY: the region is mapped, and stays so as long as the machine can run.
+            // SAFETY: the region is mapped, and stays so as long as the VM can run.
             unsafe { vm.set_user_memory_region(region) }?;
         }
         Ok(())
     }
 
-    /// Gives the machine memory that a device shares, the `number`th of such.
+    /// Registers memory that a device shares with its driver. `number` counts such regions from 0.
     pub fn give_shared(&self, vm: &VmFd, number: usize, shared: &GuestRegionMmap<()>) -> Result<(), kvm_ioctls::Error> {
         let slot = self.memory.num_regions().saturating_add(number);
-        let region = slot_of(u32::try_from(slot).unwrap_or(u32::MAX), shared); // KVM refuses what it has no slot for
-        // SAFETY: the region is mapped, and the device's transport, which the caller holds as long as the machine can run, keeps it.
+        let region = slot_of(u32::try_from(slot).unwrap_or(u32::MAX), shared); // KVM rejects a slot above its maximum
+        // SAFETY: the region is mapped, and the device's transport, which the caller holds as long as the VM can run, keeps it.
         unsafe { vm.set_user_memory_region(region) }
     }
 }
@@ -239,7 +239,7 @@ fn slot_of(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_regi
     }
 }
 
-/// Memory that can be shared with other processes, for a place in the guest outside of [`GuestMemory`].
+/// Allocates memory that can be shared with other processes, at a guest address outside [`GuestMemory`].
 pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>, MemoryError> {
     let file = memfd(size, HostPages::Small).map_err(|source| MemoryError::File { what: "made", source })?;
     let length = usize::try_from(size).map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
@@ -251,7 +251,7 @@ pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>
     GuestRegionMmap::new(region, GuestAddress(address)).map(Arc::new).ok_or(MemoryError::Regions)
 }
 
-/// Reserves address space for `size` bytes at an address aligned to huge pages, with nothing around it.
+/// Reserves address space for `size` bytes at an address aligned to huge pages, with inaccessible pages around it.
 fn reserve(size: usize) -> Result<(Reservation, NonNull<libc::c_void>), MemoryError> {
     let length = size
         .checked_next_multiple_of(HUGE_PAGE)
@@ -259,12 +259,12 @@ fn reserve(size: usize) -> Result<(Reservation, NonNull<libc::c_void>), MemoryEr
         .and_then(NonZeroUsize::new)
         .ok_or(MemoryError::Map { source: Errno::ENOMEM })?;
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-    // SAFETY: an anonymous mapping at a place of the kernel's choice touches nothing that exists.
+    // SAFETY: an anonymous mapping at an address of the kernel's choice touches nothing that exists.
     let start = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, flags) }
         .map_err(|source| MemoryError::Map { source })?;
     let reservation = Reservation { start, length: length.get(), regions: Vec::new() };
     let first = (start.addr().get() + 1).next_multiple_of(HUGE_PAGE);
-    // SAFETY: at most one huge page into a reservation that is two of them longer than `size`.
+    // SAFETY: the pointer moves by at most one huge page, into a reservation that is two huge pages longer than `size`.
     let aligned = unsafe { start.byte_add(first - start.addr().get()) };
     Ok((reservation, aligned))
 }
@@ -280,7 +280,7 @@ fn map_region(
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     let flags = source.flags | MapFlags::MAP_FIXED;
     let done = match source.file {
-        // SAFETY: the range lies in our own reservation, to which nobody has a pointer.
+        // SAFETY: the range lies in this module's own reservation, and nothing has a pointer into it.
         Some(file) => unsafe { mmap(Some(at.addr()), size, protection, flags, file, offset as libc::off_t) },
         // SAFETY: as above.
         None => unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) },
@@ -294,29 +294,29 @@ fn map_region(
     advise(at, size.get(), pages);
     let mut builder =
         MmapRegionBuilder::new(size.get()).with_mmap_prot(protection.bits()).with_mmap_flags(source.flags.bits());
-    // Also of private memory: whoever saves it again must know that pages never touched are in the file.
+    // This also applies to private memory: when it is saved again, pages that were never touched must be found in the file.
     if let Some(file) = source.file {
         let file = file.try_clone().map_err(|source| MemoryError::File { what: "duplicated", source })?;
         builder = builder.with_file_offset(FileOffset::new(file, offset));
     }
-    // SAFETY: the mapping was made above and stays until the reservation is dropped, which checks that nobody has
-    // the region any more.
+    // SAFETY: the mapping was made above and stays until the reservation is dropped, which checks that the region is not
+    // referenced any more.
     let region = unsafe { builder.with_raw_mmap_pointer(at.as_ptr().cast()) }.build();
     region.map(Arc::new).map_err(|_unaligned| MemoryError::Regions)
 }
 
-/// Children do not get guest memory, nor do core files; and the size of pages. None of it is vital.
+/// Excludes guest memory from child processes and core dumps, and sets the page size. A failure is only logged.
 fn advise(at: NonNull<libc::c_void>, size: usize, pages: Option<MmapAdvise>) {
     let advice = [MmapAdvise::MADV_DONTFORK, MmapAdvise::MADV_DONTDUMP].into_iter().chain(pages);
     for advice in advice {
-        // SAFETY: our own mapping; none of these changes its content.
+        // SAFETY: the range is a mapping of this module; none of these advices changes its content.
         if let Err(error) = unsafe { madvise(at, size, advice) } {
             tracing::debug!(%error, ?advice, "the host does not take advice on guest memory");
         }
     }
 }
 
-/// A file in memory that nobody can shorten.
+/// Creates a memfd that is sealed against changes of its size.
 fn memfd(size: u64, pages: HostPages) -> io::Result<File> {
     let mut flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     if pages == HostPages::Hugetlb {
@@ -335,7 +335,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use vm_memory::Bytes;
 
-    /// The ranges of this process's mappings that touch `address`, with their permissions.
+    /// Returns the ranges of this process's mappings that overlap the page of `address`, with their permissions.
     fn mapped(address: usize) -> Option<String> {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         maps.lines().find_map(|line| {
@@ -359,7 +359,7 @@ mod tests {
             assert_eq!(mapped(start).unwrap().get(..3), Some("rw-"));
             assert_eq!(mapped(start - 1).unwrap().get(..3), Some("---"));
             assert_eq!(mapped(start + length).unwrap().get(..3), Some("---"));
-            // Addresses may be another's at once, a file is ours alone.
+            // Another mapping may reuse an address immediately; the file's inode is unique to this memory.
             let file = region.file_offset().map(|offset| offset.file().metadata().unwrap().ino());
             let is_mapped = |inode: u64| {
                 let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -408,7 +408,7 @@ mod tests {
         assert_eq!(one.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x015a);
     }
 
-    /// A field of the mapping in /proc/self/smaps that begins at `address`.
+    /// Returns a field of the mapping in /proc/self/smaps that begins at `address`.
     fn smaps(address: usize, field: &str) -> Option<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&format!("{address:x}-")));

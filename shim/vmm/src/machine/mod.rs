@@ -1,6 +1,5 @@
-//! Owns: the machine itself: memory, kernel, processors, interrupt controllers, the bus, and how it runs and ends.
-//! May use: KVM. Knows which devices there are only as [`crate::Device`].
-//! Threads: one `vcpuN` for each processor; every handle may be used from any thread.
+//! Implements the VM: memory, kernel, vCPUs, interrupt controllers and the bus, and how a VM runs and ends. Uses KVM; knows
+//! devices only as [`crate::Device`]. Each vCPU has a thread `vcpuN`; every handle may be used from any thread.
 //!
 //! ```no_run
 //! use nacelle_vmm::machine::{Builder, Config};
@@ -42,36 +41,36 @@ pub use state::{MachineState, VcpuState, VmState};
 
 use std::path::PathBuf;
 
-/// The most virtual processors of a machine.
+/// The maximum number of vCPUs of a VM.
 pub const MAX_VCPUS: u8 = 64;
 
-/// Takes what the guest writes to its serial port, on the thread of the vCPU that writes; must not block.
+/// Receives what the guest writes to its serial port. It is called on the thread of the writing vCPU and must not block.
 pub type Console = Box<dyn FnMut(&[u8]) + Send>;
 
-/// What a machine shall be.
+/// The configuration of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Virtual processors, 1 to [`MAX_VCPUS`].
+    /// The number of vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
-    /// Guest memory in MiB, at least 16.
+    /// The guest's memory in MiB, at least 16.
     pub memory_mib: u32,
-    /// Memory beside it that the guest's kernel is not told of, and may add while it runs: whole blocks of [`BLOCK_MIB`]. Where it
-    /// lies, [`reserve`] says.
+    /// Memory in addition that is not in the guest's memory map; the guest's kernel can hot-add it while it runs. A multiple of
+    /// [`BLOCK_MIB`], in MiB. [`reserve`] computes its addresses.
     pub reserve_mib: u32,
-    /// What lies under the guest's memory.
+    /// The host memory that backs the guest's memory.
     pub backing: Backing,
-    /// The size of the host's pages there.
+    /// The page size of the backing memory.
     pub pages: HostPages,
-    /// The guest kernel: an uncompressed ELF `vmlinux`, or a bzImage.
+    /// The guest's kernel: an uncompressed ELF `vmlinux`, or a bzImage.
     pub kernel: PathBuf,
-    /// The initial file system.
+    /// The initramfs.
     pub initrd: Option<PathBuf>,
-    /// Kernel parameters, one word each. What the machine needs itself (its devices, how to reset) is added.
+    /// Kernel command-line parameters, one per element. The parameters that the VM itself needs (its devices, how to reset) are added.
     pub cmdline: Vec<String>,
 }
 
 impl Default for Config {
-    /// One processor, 128 MiB of private memory and no kernel.
+    /// Returns a configuration with one vCPU, 128 MiB of private memory and no kernel.
     fn default() -> Config {
         Config {
             vcpus: 1,
@@ -86,25 +85,25 @@ impl Default for Config {
     }
 }
 
-/// What lies under a guest's memory. Private memory with huge pages is the fastest.
+/// The kind of host memory that backs a guest's memory. Private memory with huge pages is the fastest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// Anonymous memory of this process alone.
+    /// Anonymous memory, private to this process.
     #[default]
     Private,
-    /// A memfd that other processes can map (vhost-user devices).
+    /// A memfd that other processes can map (for vhost-user devices).
     Shared,
 }
 
-/// The size of the host's pages under a guest's memory.
+/// The page size of the host memory that backs a guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostPages {
-    /// 2 MiB where the host has transparent huge pages for such memory, 4 KiB elsewhere.
+    /// 2 MiB if the host has transparent huge pages for such memory, otherwise 4 KiB.
     #[default]
     Transparent,
-    /// 4 KiB, also where the host would give transparent huge pages.
+    /// 4 KiB, even if the host would use transparent huge pages.
     Small,
-    /// 2 MiB from the host's hugetlb pool, all taken when the machine is made. A file of saved memory must be one of hugetlbfs, and its
-    /// pages are copied when they are written.
+    /// 2 MiB from the host's hugetlb pool, all allocated when the VM is created. A file of saved memory must be on hugetlbfs;
+    /// its pages are copied on write.
     Hugetlb,
 }

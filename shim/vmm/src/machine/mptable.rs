@@ -1,12 +1,11 @@
-//! Owns: the MultiProcessor Specification's tables (version 1.4), by which a kernel without ACPI finds its processors
-//! and the IO-APIC.
+//! Builds the tables of the MultiProcessor Specification (version 1.4), in which a kernel without ACPI finds its vCPUs and the IO-APIC.
 
 use super::layout::{GSIS, MP_TABLE};
 
 const LOCAL_APIC: u32 = 0xfee0_0000;
 const IO_APIC: u32 = 0xfec0_0000;
 const APIC_VERSION: u8 = 0x14;
-/// The number of the one bus, ISA: its interrupts are edge-triggered and active high unless told otherwise.
+/// The id of the only bus, ISA, whose interrupts are edge-triggered and active high by default.
 const BUS: u8 = 0;
 const ALL_LOCAL_APICS: u8 = 0xff;
 /// Types of interrupt entries (table 4-9).
@@ -14,8 +13,8 @@ const INT: u8 = 0;
 const NMI: u8 = 1;
 const EXT_INT: u8 = 3;
 
-/// The floating pointer and the table behind it, to be put at [`MP_TABLE`]. APIC ids count from 0; the IO-APIC's is
-/// the one after the last processor's.
+/// Returns the floating pointer structure followed by the configuration table, to be written to [`MP_TABLE`]. APIC ids count
+/// from 0; the id of the IO-APIC follows that of the last vCPU.
 pub(super) fn table(vcpus: u8, signature: u32, features: u32) -> Vec<u8> {
     let io_apic_id = vcpus;
     let mut entries = Vec::new();
@@ -45,10 +44,10 @@ pub(super) fn table(vcpus: u8, signature: u32, features: u32) -> Vec<u8> {
     header.extend(((44 + entries.len()) as u16).to_le_bytes());
     header.extend([4, 0]); // revision, checksum
     header.extend(b"NACELLE MACHINE     ");
-    header.extend([0; 6]); // no table of the maker's
+    header.extend([0; 6]); // no OEM table
     header.extend(count.to_le_bytes());
     header.extend(LOCAL_APIC.to_le_bytes());
-    header.extend([0; 4]); // no further table
+    header.extend([0; 4]); // no extended table
     header.extend(entries);
     header[7] = checksum(&header);
 
@@ -60,7 +59,7 @@ pub(super) fn table(vcpus: u8, signature: u32, features: u32) -> Vec<u8> {
     pointer
 }
 
-/// The byte that makes the sum of all 0.
+/// Returns the byte that makes the sum of all bytes 0 (modulo 256).
 fn checksum(bytes: &[u8]) -> u8 {
     bytes.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte)).wrapping_neg()
 }

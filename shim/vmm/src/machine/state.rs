@@ -1,4 +1,4 @@
-//! Owns: the state of processors and in-kernel devices, saved and restored in the order that KVM wants.
+//! Saves and restores the state of vCPUs and in-kernel devices, in the order of calls that KVM requires.
 #![allow(unsafe_code)] // reason: KVM's call that sets the extended registers trusts the size of what it is given.
 
 use super::legacy::{SerialPort, SerialState};
@@ -13,12 +13,12 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// All that a machine is, beside its memory.
+/// The whole state of a VM except its memory.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct MachineState {
-    /// Interrupt controllers and clock.
+    /// The state that all vCPUs share: interrupt controllers and clock.
     pub vm: VmState,
-    /// The processors, by number.
+    /// The vCPUs, by number.
     pub vcpus: Vec<VcpuState>,
     /// The devices, in the order in which they were attached.
     pub devices: Vec<TransportState>,
@@ -26,7 +26,7 @@ pub struct MachineState {
     pub serial: Option<SerialState>,
 }
 
-/// What belongs to all processors together.
+/// The state that all vCPUs share.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmState {
     /// The two PICs and the IO-APIC.
@@ -35,37 +35,37 @@ pub struct VmState {
     pub clock: kvm_clock_data,
 }
 
-/// One processor.
+/// The state of one vCPU.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VcpuState {
-    /// What CPUID says.
+    /// The CPUID entries.
     pub cpuid: Vec<kvm_cpuid_entry2>,
-    /// Whether it runs, halts or waits for its start.
+    /// Whether the vCPU runs, is halted or waits for its start.
     pub mp_state: kvm_mp_state,
-    /// General registers.
+    /// The general registers.
     pub regs: kvm_regs,
-    /// Segments and control registers.
+    /// The segments and control registers.
     pub sregs: kvm_sregs,
-    /// Which extended state is on.
+    /// The extended control registers, which enable extended state.
     pub xcrs: kvm_xcrs,
-    /// Floating point and vectors.
+    /// The floating-point and vector registers.
     pub xsave: Box<kvm_xsave>,
-    /// Debug registers.
+    /// The debug registers.
     pub debug: kvm_debugregs,
     /// The local APIC.
     pub lapic: kvm_lapic_state,
-    /// Model-specific registers: those that KVM has.
+    /// The model-specific registers that KVM supports.
     pub msrs: Vec<kvm_msr_entry>,
-    /// Exceptions and interrupts on their way.
+    /// The pending exceptions and interrupts.
     pub events: kvm_vcpu_events,
-    /// The speed of the TSC, in kHz.
+    /// The frequency of the TSC in kHz.
     pub tsc_khz: u32,
 }
 
-/// Registers that are written last: the deadline of the local APIC's timer makes sense only beside the TSC.
+/// The registers that are written last: the deadline of the local APIC's timer depends on the TSC.
 const TSC_DEADLINE: u32 = 0x6e0;
 
-/// The state of a machine that stands still.
+/// Returns the state of a paused VM.
 pub(super) fn save(
     vm: &VmFd,
     vcpus: &[Arc<Mutex<VcpuFd>>],
@@ -86,8 +86,8 @@ pub(super) fn save(
     Ok(MachineState { vm: VmState { chips, clock }, vcpus, devices, serial: serial.map(SerialPort::save) })
 }
 
-/// The order is KVM's: `KVM_GET_MP_STATE` may take pending events and change all else, the local APIC may change when
-/// it is read, and events are only known at the end.
+/// Reads the state of a vCPU in KVM's order: `KVM_GET_MP_STATE` may take pending events and change all other state, reading the
+/// local APIC may change it, and events are final only at the end.
 fn save_vcpu(fd: &VcpuFd, msrs: &[u32]) -> Result<VcpuState, Error> {
     Ok(VcpuState {
         mp_state: fd.get_mp_state().map_err(Error::call("tell whether a processor runs"))?,
@@ -109,7 +109,7 @@ fn cpuid(fd: &VcpuFd) -> Result<Vec<kvm_cpuid_entry2>, Error> {
     Ok(cpuid.as_slice().to_vec())
 }
 
-/// The registers of the list that this processor has. KVM stops at one that it has not.
+/// Reads those registers of the list that the vCPU has. KVM stops at the first register that does not exist.
 fn save_msrs(fd: &VcpuFd, mut list: &[u32]) -> Result<Vec<kvm_msr_entry>, Error> {
     let mut saved = Vec::with_capacity(list.len());
     while !list.is_empty() {
@@ -118,13 +118,13 @@ fn save_msrs(fd: &VcpuFd, mut list: &[u32]) -> Result<Vec<kvm_msr_entry>, Error>
         let mut msrs = Msrs::from_entries(&entries).map_err(|_many| Error::Missing { capability: "KVM_GET_MSRS" })?;
         let got = fd.get_msrs(&mut msrs).map_err(Error::call("tell model-specific registers"))?;
         saved.extend(msrs.as_slice().iter().take(got));
-        // The one that it stopped at is left out.
+        // Skips the register at which KVM stopped.
         list = list.get(got + usize::from(got < some.len())..).unwrap_or_default();
     }
     Ok(saved)
 }
 
-/// Gives a machine that has not run yet the state of another.
+/// Restores the saved state in a VM that has not run yet.
 pub(super) fn restore(
     vm: &VmFd,
     vcpus: &[VcpuFd],
@@ -144,7 +144,7 @@ pub(super) fn restore(
     for chip in &state.vm.chips {
         vm.set_irqchip(chip).map_err(Error::call("set an interrupt controller's state"))?;
     }
-    // Without its flags: the guest's clock goes on where it stood, whatever time has passed since.
+    // No flags: the guest's clock continues from the saved value, regardless of the time that has passed since.
     let clock = kvm_clock_data { clock: state.vm.clock.clock, ..Default::default() };
     vm.set_clock(&clock).map_err(Error::call("set the time"))?;
     for (transport, saved) in transports.iter().zip(&state.devices) {
@@ -156,8 +156,8 @@ pub(super) fn restore(
     Ok(())
 }
 
-/// CPUID first, because it decides which registers there are; control registers before the local APIC, whose address
-/// and mode they hold; events last, because others clear them.
+/// Restores a vCPU. CPUID comes first, because it decides which registers exist; control registers come before the local APIC,
+/// because they hold its address and mode; events come last, because other calls clear them.
 fn restore_vcpu(fd: &VcpuFd, saved: &VcpuState) -> Result<(), Error> {
     if let Some(missing) = fit::missing(&cpuid(fd)?, &saved.cpuid) {
         return Err(Error::Processor { missing });
@@ -173,8 +173,8 @@ fn restore_vcpu(fd: &VcpuFd, saved: &VcpuState) -> Result<(), Error> {
     fd.set_regs(&saved.regs).map_err(Error::call("set registers"))?;
     fd.set_sregs(&saved.sregs).map_err(Error::call("set control registers"))?;
     fd.set_xcrs(&saved.xcrs).map_err(Error::call("set extended control registers"))?;
-    // SAFETY: KVM reads as many bytes as a kvm_xsave has: it would read more only after this process had asked for
-    // dynamic features (ARCH_REQ_XCOMP_GUEST_PERM), which it never does.
+    // SAFETY: KVM reads as many bytes as a kvm_xsave has: it would read more only after this process had asked for dynamic
+    // features (ARCH_REQ_XCOMP_GUEST_PERM), which it never does.
     unsafe { fd.set_xsave(&saved.xsave) }.map_err(Error::call("set extended registers"))?;
     fd.set_debug_regs(&saved.debug).map_err(Error::call("set debug registers"))?;
     fd.set_lapic(&saved.lapic).map_err(Error::call("set an interrupt controller's state"))?;
@@ -184,7 +184,7 @@ fn restore_vcpu(fd: &VcpuFd, saved: &VcpuState) -> Result<(), Error> {
     fd.set_vcpu_events(&saved.events).map_err(Error::call("set pending events"))
 }
 
-/// KVM stops at a register that it does not take; that is fine where it holds the value already.
+/// Writes the registers. KVM stops at a register whose value it rejects; this is an error unless the register already has the value.
 fn restore_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), Error> {
     let many = |_many| Error::Missing { capability: "KVM_SET_MSRS" };
     while !entries.is_empty() {

@@ -1,5 +1,5 @@
-//! Owns: a guest of thirteen bytes in kernel mode that tells a processor from an interpreter.
-//! Threads: one guest belongs to one thread.
+//! Runs a guest of thirteen bytes in kernel mode, whose speed distinguishes hardware virtualization from an interpreter. A
+//! guest must stay on one thread.
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM, and both take unsafe calls.
 
 use std::num::NonZeroUsize;
@@ -17,57 +17,57 @@ const CODE_AT: usize = 0x4000;
 const CODE: [u8; 13] = [0xb9, 0xa0, 0x86, 0x01, 0x00, 0xff, 0xc9, 0x75, 0xfc, 0xe6, 0x10, 0xeb, 0xf3];
 const PORT: u16 = 0x10;
 
-/// The probe's guest does not run.
+/// The probe's guest cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum TinyError {
     /// `/dev/kvm` cannot be opened.
     #[error("cannot open /dev/kvm")]
     Open {
-        /// Why not.
+        /// The cause.
         source: kvm_ioctls::Error,
     },
-    /// A KVM of another time.
+    /// KVM has an unsupported API version.
     #[error("KVM has API version {got}, not 12")]
     Version {
-        /// What it says.
+        /// The version that KVM reports.
         got: i32,
     },
-    /// There is no memory for it.
+    /// Memory for the guest cannot be mapped.
     #[error("cannot map memory for the probe's guest")]
     Map {
-        /// Why not.
+        /// The cause.
         source: nix::Error,
     },
     /// A call to KVM failed.
     #[error("KVM does not {what}")]
     Call {
-        /// What it should do.
+        /// The operation that KVM should perform.
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: kvm_ioctls::Error,
     },
-    /// It did something else than run its loop.
+    /// The guest exited other than by its write to the port.
     #[error("the probe's guest left in an unexpected way: {exit}")]
     Exit {
-        /// How it left.
+        /// The exit as KVM reports it.
         exit: String,
     },
 }
 
-/// A mapping that outlives the guest it is given to.
+/// A mapping that outlives the guest that uses it.
 struct Mapping(NonNull<libc::c_void>);
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `TinyGuest::new` with this length; the guest that used it is dropped before it, and no
-        // reference into it exists.
+        // SAFETY: mapped by `TinyGuest::new` with this length; the guest that used it is dropped before it, and no reference
+        // into it exists.
         if let Err(error) = unsafe { munmap(self.0, MEMORY.get()) } {
             tracing::warn!(%error, "cannot unmap the memory of the probe's guest");
         }
     }
 }
 
-/// The guest. Fields are dropped in this order.
+/// The probe's guest. The order of the fields is the order in which they are dropped.
 pub struct TinyGuest {
     vcpu: VcpuFd,
     _vm: VmFd,
@@ -79,7 +79,7 @@ fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> TinyError {
 }
 
 impl TinyGuest {
-    /// A guest that is about to run.
+    /// Creates a guest that is ready to run.
     pub fn new() -> Result<TinyGuest, TinyError> {
         let kvm = Kvm::new().map_err(|source| TinyError::Open { source })?;
         match kvm.get_api_version() {
@@ -88,25 +88,25 @@ impl TinyGuest {
         }
         let vm = kvm.create_vm().map_err(call("make a machine"))?;
         let (protection, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE);
-        // SAFETY: an anonymous mapping at a place of the kernel's choice touches nothing that exists.
+        // SAFETY: an anonymous mapping at an address of the kernel's choice touches nothing that exists.
         let memory = unsafe { mmap_anonymous(None, MEMORY, protection, flags) }
             .map(Mapping)
             .map_err(|source| TinyError::Map { source })?;
-        // SAFETY: the mapping has this length, is readable and writable, and nobody else refers to it yet.
+        // SAFETY: the mapping has this length, is readable and writable, and nothing else refers to it yet.
         fill(unsafe { std::slice::from_raw_parts_mut(memory.0.as_ptr().cast::<u8>(), MEMORY.get()) });
         let region = kvm_userspace_memory_region {
             memory_size: MEMORY.get() as u64,
             userspace_addr: memory.0.as_ptr().addr() as u64,
             ..Default::default()
         };
-        // SAFETY: the region is the mapping, which lives as long as the machine does.
+        // SAFETY: the region is the mapping, which lives as long as the VM does.
         unsafe { vm.set_user_memory_region(region) }.map_err(call("take memory"))?;
         let vcpu = vm.create_vcpu(0).map_err(call("make a processor"))?;
         enter_long_mode(&vcpu)?;
         Ok(TinyGuest { vcpu, _vm: vm, _memory: memory })
     }
 
-    /// Runs the loop once more.
+    /// Runs the loop once and returns the time that it took.
     pub fn run(&mut self) -> Result<Duration, TinyError> {
         let start = Instant::now();
         loop {
@@ -120,7 +120,7 @@ impl TinyGuest {
     }
 }
 
-/// Page tables that map the first 2 MiB one to one, and the code.
+/// Writes page tables that map the first 2 MiB one to one, and the code.
 fn fill(memory: &mut [u8]) {
     const PRESENT_WRITABLE: u64 = 0x3;
     const LARGE: u64 = 0x80;

@@ -1,6 +1,6 @@
-//! Owns: the threads of the processors: how they run, stand still and end, and who makes them.
-//! Threads: one `vcpuN` for each processor. The others reach them by a flag and a real-time signal, which is sent
-//! again until it has been noticed: one that falls between looking at the flag and entering the guest is lost.
+//! Runs the vCPUs: starts, pauses, resumes and ends their threads, one `vcpuN` per vCPU. Other threads reach a vCPU by a flag
+//! and a real-time signal. The signal is repeated until the vCPU reacts: a signal that arrives between the check of the flag
+//! and the entry into the guest is lost.
 
 use super::bus::Bus;
 use super::{Error, Exit};
@@ -14,12 +14,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
-/// The wait before a processor that has not noticed a signal gets another one.
+/// The interval at which a vCPU that has not reacted is signalled again.
 const AGAIN: Duration = Duration::from_millis(2);
-/// How long all processors may take to notice that they shall stop.
+/// The time within which all vCPUs must react to a request to pause or end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What the processors shall do.
+/// The target state of the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Want {
@@ -28,19 +28,19 @@ enum Want {
     End,
 }
 
-/// What all threads of the processors share with those who drive them.
+/// The state that the vCPUs' threads share with the threads that control the VM.
 pub(super) struct Control {
     /// A copy of `State::want` for the fast path.
     want: AtomicU8,
     state: Mutex<State>,
     changed: Condvar,
-    /// Somebody is ending the other processors already.
+    /// A thread is already ending the other vCPUs.
     reaped: AtomicBool,
 }
 
 struct State {
     want: Want,
-    /// Kernel thread ids of the processors whose threads live, and whether they stand still.
+    /// The kernel thread ids of the running vCPU threads, and whether each vCPU is paused.
     threads: BTreeMap<u8, (i32, bool)>,
     exit: Option<Exit>,
 }
@@ -65,7 +65,7 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// Ends the machine, unless it has ended already. The processors follow.
+    /// Ends the VM, unless it has ended already. The vCPUs end asynchronously.
     pub fn end(&self, exit: Exit) {
         let mut state = self.lock();
         if state.exit.is_none() {
@@ -75,19 +75,19 @@ impl Control {
         self.set(&mut state, Want::End);
     }
 
-    /// How the machine ended, once no processor runs any more.
+    /// Returns how the VM ended, or `None` while a vCPU still runs.
     pub fn exit(&self) -> Option<Exit> {
         self.lock().ended()
     }
 
-    /// Waits for the end.
+    /// Waits until no vCPU runs. Returns `None` after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Option<Exit> {
         let state = self.lock();
         let waited = self.changed.wait_timeout_while(state, timeout, |state| state.ended().is_none());
         waited.unwrap_or_else(PoisonError::into_inner).0.ended()
     }
 
-    /// Signals processors that do not do what they shall until all do; `false` if they do not in time.
+    /// Signals the vCPUs that are not paused until `done` holds. Returns `false` after [`PATIENCE`].
     fn signal_until(&self, mut state: MutexGuard<'_, State>, done: impl Fn(&State) -> bool) -> bool {
         let give_up = Instant::now() + PATIENCE;
         while !done(&state) {
@@ -105,7 +105,7 @@ impl Control {
         true
     }
 
-    /// Stops all processors where they are.
+    /// Pauses all vCPUs and waits until they are paused.
     pub fn pause(&self) -> Result<(), Error> {
         let mut state = self.lock();
         if let Some(exit) = &state.exit {
@@ -122,7 +122,7 @@ impl Control {
         }
     }
 
-    /// Lets them run (again).
+    /// Lets the vCPUs run.
     pub fn resume(&self) -> Result<(), Error> {
         let mut state = self.lock();
         if let Some(exit) = &state.exit {
@@ -132,13 +132,13 @@ impl Control {
         Ok(())
     }
 
-    /// Do all processors stand still, and will they until somebody says otherwise?
+    /// Returns whether all vCPUs are paused and stay so until another call changes that.
     pub fn is_paused(&self) -> bool {
         let state = self.lock();
         state.want == Want::Pause && state.threads.values().all(|(_, still)| *still)
     }
 
-    /// Sees to it that the threads of all processors end; [`Control::end`] has been called.
+    /// Waits until the threads of all vCPUs have ended, after [`Control::end`]. Returns `false` after [`PATIENCE`].
     pub fn reap(&self) -> bool {
         self.signal_until(self.lock(), |state| state.threads.is_empty())
     }
@@ -151,7 +151,7 @@ impl Control {
         }
     }
 
-    /// Stands still until something else is wanted.
+    /// Waits, paused, until the target state changes.
     fn park(&self, id: u8) {
         let mut state = self.lock();
         state.set_still(id, true);
@@ -160,7 +160,7 @@ impl Control {
         waited.unwrap_or_else(PoisonError::into_inner).set_still(id, false);
     }
 
-    /// The last thing a processor's thread does: the first one to come here ends the others.
+    /// Removes a vCPU whose thread is about to end. The first thread that ends makes the others end too.
     fn retire(&self, id: u8) {
         let mut state = self.lock();
         state.threads.remove(&id);
@@ -190,16 +190,16 @@ fn signal() -> i32 {
 
 extern "C" fn nothing(_signal: libc::c_int, _info: *mut libc::siginfo_t, _context: *mut libc::c_void) {}
 
-/// Makes the signal interrupt a processor and do nothing else. Process-wide; may be repeated.
+/// Installs a handler for the signal that only interrupts a vCPU. Affects the whole process; may be repeated.
 pub(super) fn prepare_signal() -> Result<(), Error> {
     register_signal_handler(signal(), nothing)
         .map_err(|error| Error::Make { what: "a signal handler", source: error.into() })
 }
 
-/// What a processor's thread works with.
+/// The data of a vCPU's thread.
 pub(super) struct Vcpu {
     pub id: u8,
-    /// The thread has it while it runs, others while it stands still.
+    /// Locked by the thread while the vCPU runs; other threads may lock it while the vCPU is paused.
     pub fd: Arc<Mutex<VcpuFd>>,
     pub control: Arc<Control>,
     pub ports: Arc<Bus>,
@@ -207,7 +207,7 @@ pub(super) struct Vcpu {
 }
 
 impl Vcpu {
-    /// Starts the thread; it stands still until [`Control::resume`]. On return it can be signalled.
+    /// Starts the thread, in the paused state; [`Control::resume`] lets the vCPU run. On return the thread can be signalled.
     pub fn spawn(self) -> Result<JoinHandle<()>, Error> {
         let (id, control) = (self.id, self.control.clone());
         let (registered, told) = mpsc::channel::<()>();
@@ -220,7 +220,7 @@ impl Vcpu {
             drop(retire);
         })
         .map_err(|source| Error::Make { what: "a processor's thread", source })?;
-        // Nothing is ever sent: the thread lets go of its end when it is registered, or dead.
+        // No message is ever sent: the receiver returns when the thread has dropped the sender, after its registration or its death.
         let _ = told.recv();
         Ok(thread)
     }
@@ -246,7 +246,7 @@ impl Vcpu {
         }
     }
 
-    /// Runs the guest until it leaves, and does what it left for.
+    /// Runs the guest until its next exit and handles the exit. Returns the reason if the VM must end.
     fn step(&self, fd: &mut VcpuFd) -> Option<Exit> {
         let failed = |what: String| Some(Exit::Failed { what: format!("vCPU {}: {what}", self.id) });
         match fd.run() {
@@ -269,7 +269,7 @@ impl Vcpu {
     }
 }
 
-/// An access to a device that the guest was interrupted in is only done when the guest is entered again.
+/// Completes a device access at which the guest exited. KVM does that only on the next entry into the guest.
 fn finish_access(fd: &mut VcpuFd) {
     fd.set_kvm_immediate_exit(1);
     match fd.run() {
@@ -279,21 +279,21 @@ fn finish_access(fd: &mut VcpuFd) {
     fd.set_kvm_immediate_exit(0);
 }
 
-/// What KVM tells about an error of its own: the kind, its data, and where the guest was.
+/// Describes KVM's internal error: its kind, its data, and the guest's instruction pointer.
 fn internal_error(fd: &mut VcpuFd) -> String {
     let rip = fd.get_regs().map_or(0, |regs| regs.rip);
     let (suberror, data) = sys::internal_error(fd);
     format!("KVM cannot go on at {rip:#x}: suberror {suberror}, data {data:x?}")
 }
 
-/// Where a processor is, in one line.
+/// Describes the state of a vCPU in one line.
 fn state(fd: &VcpuFd) -> String {
     /// The base of the code segment after a reset.
     const RESET: u64 = 0xffff_0000;
     let (Ok(regs), Ok(sregs)) = (fd.get_regs(), fd.get_sregs()) else {
         return "its registers cannot be read".to_owned();
     };
-    // On AMD a processor's state is undefined after a triple fault.
+    // On AMD, the state of a CPU after a triple fault is undefined.
     if (regs.rip, sregs.cs.base) == (0xfff0, RESET) {
         return "KVM has reset its registers".to_owned();
     }
@@ -315,7 +315,7 @@ fn state(fd: &VcpuFd) -> String {
     text
 }
 
-/// Retires the processor when its thread ends, even in a panic.
+/// Retires the vCPU when its thread ends, even after a panic.
 struct Retire<'a> {
     id: u8,
     control: &'a Control,

@@ -1,5 +1,5 @@
-//! Owns: the bytes of the file `state`: a header of 32 bytes (magic, version, length, checksum) and a JSON document.
-//! Reading trusts nothing: any bytes end in a value or an error.
+//! Encodes and decodes the file `state`: a header of 32 bytes (magic, version, checksum, length) and a JSON document. The
+//! reader trusts no byte: any input gives a state or an error.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -7,14 +7,14 @@ use std::path::Path;
 
 use super::SnapshotError;
 
-/// The version that is written; older ones are converted when they are read.
+/// The version of newly written files. Older ones are converted when they are read.
 pub const VERSION: u32 = 1;
 
-/// The most bytes that the file `state` has: 64 processors need less than a fourth of it.
+/// The maximum size of the file `state` in bytes. A VM with 64 vCPUs needs less than a fourth of it.
 pub const MAX_STATE_BYTES: u64 = 16 << 20;
 
 const MAGIC: [u8; 8] = *b"NACELLE\x1a";
-/// Magic, version, checksum, length of the document, and eight bytes that are 0.
+/// The size of the header: magic, version, checksum, length of the document, and eight zero bytes.
 const HEADER: usize = 32;
 
 struct Header {
@@ -33,7 +33,7 @@ impl Header {
         bytes
     }
 
-    /// The header and the document; `None`: it is neither.
+    /// Splits the bytes into header and document. Returns `None` if they do not start with a header.
     fn split(bytes: &[u8]) -> Option<(Header, &[u8])> {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (version, rest) = rest.split_first_chunk()?;
@@ -49,7 +49,7 @@ impl Header {
     }
 }
 
-/// The checksum covers what decides how the document is read, too.
+/// Computes the checksum. It covers the version too, because the version decides how the document is read.
 fn checksum(version: u32, document: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&version.to_le_bytes());
@@ -57,12 +57,12 @@ fn checksum(version: u32, document: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// The file's bytes for this state.
+/// Encodes a state as the bytes of the file.
 pub(super) fn seal(state: &impl Serialize) -> Result<Vec<u8>, SnapshotError> {
     wrap(&serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?)
 }
 
-/// The file's bytes for this document.
+/// Adds the header to a document.
 pub(super) fn wrap(document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
     let length = document.len() as u64;
     let bytes = length.saturating_add(HEADER as u64);
@@ -74,14 +74,14 @@ pub(super) fn wrap(document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
     Ok(bytes)
 }
 
-/// The state in the file's bytes; `path` is for messages.
+/// Decodes the state from the file's bytes. `path` is used in error messages only.
 pub(super) fn open<S: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<S, SnapshotError> {
     let path = || path.to_owned();
     if bytes.len() as u64 > MAX_STATE_BYTES {
         return Err(SnapshotError::TooLarge { bytes: bytes.len() as u64, max: MAX_STATE_BYTES });
     }
     let (header, document) = Header::split(bytes).ok_or_else(|| SnapshotError::NotASnapshot { path: path() })?;
-    // The version comes first: a newer one may have another header after it.
+    // Checks the version first, because a newer version may have a different header after it.
     if !(1..=VERSION).contains(&header.version) {
         return Err(SnapshotError::Version { path: path(), got: header.version });
     }

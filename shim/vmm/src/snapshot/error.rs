@@ -1,4 +1,4 @@
-//! Owns: what can be wrong with a snapshot.
+//! Defines the errors of writing and reading snapshots.
 
 use nacelle_base::{Classify, Kind};
 use std::io;
@@ -9,88 +9,88 @@ use super::envelope::VERSION;
 /// A snapshot could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    /// There is something in the folder already.
+    /// The directory exists and is not empty.
     #[error("{} exists already", path.display())]
     Exists {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
     },
-    /// The folder has no name that a file can have.
+    /// The path has no valid file name.
     #[error("{} is no place for a snapshot", path.display())]
     Place {
-        /// The folder.
+        /// The path.
         path: PathBuf,
     },
-    /// A file could not be used.
+    /// An operation on a file failed.
     #[error("cannot {what} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation, as an infinitive.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// The state cannot be written down.
+    /// The state cannot be serialized.
     #[error("cannot write the machine's state down")]
     Encode {
-        /// Why not.
+        /// The cause.
         source: serde_json::Error,
     },
-    /// The state is larger than any machine's.
+    /// The state exceeds the maximum size.
     #[error("a state of {bytes} bytes: at most {max}")]
     TooLarge {
-        /// Its size.
+        /// The size of the state in bytes.
         bytes: u64,
-        /// The most.
+        /// The maximum in bytes.
         max: u64,
     },
-    /// The file is something else.
+    /// The file does not begin with a valid header.
     #[error("{} is no machine's state", path.display())]
     NotASnapshot {
         /// The file.
         path: PathBuf,
     },
-    /// A version that this Nacelle does not know.
+    /// This release cannot read the format version.
     #[error("{} has format version {got}; this Nacelle reads 1 to {VERSION}", path.display())]
     Version {
         /// The file.
         path: PathBuf,
-        /// Its version.
+        /// The version of the file.
         got: u32,
     },
-    /// Bytes are missing or too many.
+    /// The file is shorter or longer than its header states.
     #[error("{} has {got} bytes instead of {expected}", path.display())]
     Length {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// The file's length in bytes.
         got: u64,
-        /// The length that it should have.
+        /// The length that the header states.
         expected: u64,
     },
-    /// Bytes are not those that were written.
+    /// The content does not match its checksum.
     #[error("{} is damaged: its checksum is {got:08x} instead of {expected:08x}", path.display())]
     Checksum {
         /// The file.
         path: PathBuf,
-        /// Of the bytes that are there.
+        /// The checksum of the content.
         got: u32,
-        /// As written.
+        /// The checksum in the header.
         expected: u32,
     },
-    /// The state is whole, and is not what it should be.
+    /// The document is intact but does not have the expected structure.
     #[error("{} does not describe a machine", path.display())]
     Decode {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The cause.
         source: serde_json::Error,
     },
-    /// The machine's state cannot be taken.
+    /// The VM's state cannot be saved.
     #[error("cannot take the machine's state")]
     Machine {
-        /// Why not.
+        /// The cause.
         source: crate::machine::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! Owns: a folder that appears whole or not at all: written beside its place under another name, flushed, renamed.
+//! Writes a directory that appears atomically: under a temporary name in the same parent directory, flushed, then renamed.
 
 use nix::errno::Errno;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::SnapshotError;
 
-/// A folder that is being written. Dropping it removes what there is of it.
+/// A directory that is being written. Dropping it before `commit` removes it.
 #[derive(Debug)]
 pub(super) struct Folder {
     target: PathBuf,
@@ -24,7 +24,7 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Snapshot
 }
 
 impl Folder {
-    /// Begins to write what shall be `target`. What a crash leaves is `.NAME.PID.N.partial` beside it.
+    /// Creates the temporary directory for `target`. After a crash, `.NAME.PID.N.partial` remains in the parent directory.
     pub(super) fn begin(target: &Path) -> Result<Folder, SnapshotError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let no_place = || SnapshotError::Place { path: target.to_owned() };
@@ -33,7 +33,7 @@ impl Folder {
             here if here.as_os_str().is_empty() => PathBuf::from("."),
             parent => parent.to_owned(),
         };
-        // Found out before memory is written; the rename is what decides.
+        // An early check, before memory is written; the rename is authoritative.
         match fs::read_dir(target).map(|mut entries| entries.next().is_some()) {
             Ok(true) => return Err(SnapshotError::Exists { path: target.to_owned() }),
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("look into", target)(error)),
@@ -41,12 +41,12 @@ impl Folder {
         }
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let partial = parent.join(format!(".{name}.{}.{number}.partial", std::process::id()));
-        // The guest's memory is nobody else's business.
+        // Mode 0700: no other user may read the guest's memory.
         DirBuilder::new().mode(0o700).create(&partial).map_err(failed("make the folder", &partial))?;
         Ok(Folder { target: target.to_owned(), parent, partial, done: false })
     }
 
-    /// Writes one file and flushes it.
+    /// Writes one file and flushes it to disk.
     pub(super) fn file(&self, name: &str, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SnapshotError> {
         let path = self.partial.join(name);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
@@ -55,7 +55,7 @@ impl Folder {
         file.sync_all().map_err(failed("flush", &path))
     }
 
-    /// Makes the folder appear.
+    /// Renames the directory to its final name.
     pub(super) fn commit(mut self) -> Result<(), SnapshotError> {
         let flush = |path: &Path| File::open(path).and_then(|folder| folder.sync_all()).map_err(failed("flush", path));
         flush(&self.partial)?;

@@ -1,5 +1,5 @@
-//! Owns: the file `memory`: the guest's memory, region after region, in which pages of zeros are holes.
-//! Threads: writing uses up to four for the time of the call.
+//! Writes the file `memory`: the guest's memory, region after region, with holes in place of zero pages. Writing uses up to
+//! four threads for the duration of the call.
 
 use crate::virtio::Memory;
 use nix::errno::Errno;
@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress};
 
 const PAGE: usize = 4096;
-/// What one thread takes at a time.
+/// The unit of work of one thread, in bytes.
 const PIECE: usize = 1 << 20;
 const MAX_THREADS: usize = 4;
-/// An entry of /proc/PID/pagemap: the page is in memory, or in swap (kernel's admin-guide/mm/pagemap).
+/// Bits of an entry of /proc/PID/pagemap: the page is in memory or in swap (kernel's admin-guide/mm/pagemap).
 const IS_SOMEWHERE: u64 = 0b11 << 62;
 
-/// A part of a region, at most [`PIECE`] long, and where it goes in the file.
+/// A part of a region, at most [`PIECE`] bytes long, and its offset in the file.
 struct Piece<'a> {
     region: &'a GuestRegionMmap<()>,
     start: usize,
@@ -25,7 +25,7 @@ struct Piece<'a> {
     at: u64,
 }
 
-/// Writes all of memory, sparsely. Nobody may write to it meanwhile.
+/// Writes the whole memory as a sparse file. The guest must be paused: no thread may write to the memory meanwhile.
 pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
     let total = memory.iter().map(GuestMemoryRegion::len).sum();
     file.set_len(total)?;
@@ -37,7 +37,7 @@ pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
         pieces.extend((0..size).step_by(PIECE).map(piece));
         at += region.len();
     }
-    // Without it everything is looked at.
+    // Without the pagemap, every page is read.
     let pagemap = File::open("/proc/self/pagemap").ok();
     let next = AtomicUsize::new(0);
     let work = || -> io::Result<()> {
@@ -62,8 +62,8 @@ pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
 }
 
 impl Piece<'_> {
-    /// Not if no page of it was ever touched: then it is zeros, or a hole in the file that it is mapped from.
-    /// To read it would make page tables, and pages of the file, for nothing.
+    /// Returns `false` if no page of the piece was ever touched: then it is zero, or a hole in the file that it is mapped from.
+    /// Reading such pages would only allocate page tables and pages of the file.
     fn may_hold_something(&self, pagemap: Option<&File>) -> bool {
         let Some(pagemap) = pagemap else { return true };
         let address = (self.region.as_ptr() as usize).saturating_add(self.start);
@@ -90,7 +90,7 @@ impl Piece<'_> {
         }
     }
 
-    /// Writes the runs of pages that are not zeros.
+    /// Writes the runs of non-zero pages.
     fn write(&self, file: &File, buffer: &mut [u8]) -> io::Result<()> {
         let slice = self.region.get_slice(MemoryRegionAddress(self.start as u64), self.length);
         slice.map_err(io::Error::other)?.copy_to(buffer);

@@ -1,5 +1,5 @@
-//! Owns: what a saved machine is on disk: a folder with two files, `state` and `memory`. See docs/contributor/snapshots.md.
-//! May use: `machine`, which owns what a machine's state consists of.
+//! Saves and opens snapshots. A snapshot is a directory with two files, `state` and `memory`; see
+//! docs/contributor/snapshots.md. The module [`machine`] defines the content of a VM's state.
 //!
 //! ```no_run
 //! use nacelle_vmm::{machine::Machine, rng::Rng, snapshot};
@@ -35,12 +35,12 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 
-/// The name of the file with everything but memory.
+/// The name of the file that holds everything except the memory.
 pub const STATE_FILE: &str = "state";
 /// The name of the file with the guest's memory.
 pub const MEMORY_FILE: &str = "memory";
 
-/// The document in the file `state`, version 1. New fields are optional; anything else is a new version.
+/// The document in the file `state`, version 1. New fields must be optional; any other change needs a new version.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document<S> {
     memory_mib: u32,
@@ -53,15 +53,15 @@ fn is_zero(mib: &u32) -> bool {
     *mib == 0
 }
 
-/// A snapshot that was read.
+/// A snapshot read from disk, without its memory.
 #[derive(Debug)]
 pub struct Snapshot<S = MachineState> {
     document: Document<S>,
     memory: File,
 }
 
-/// Writes a machine that is paused to `dir`, which must not exist, or be empty. Afterwards the snapshot is there, whole
-/// and on stable storage, or it is not there at all. The machine stays as it is.
+/// Writes the snapshot of a paused VM to `dir`, which must be empty or not exist. Afterwards `dir` holds the whole snapshot, on
+/// stable storage, or no snapshot at all. The VM stays paused.
 pub fn save(machine: &Machine, dir: &Path) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
     let Config { memory_mib, reserve_mib, .. } = *machine.config();
@@ -69,8 +69,8 @@ pub fn save(machine: &Machine, dir: &Path) -> Result<(), SnapshotError> {
     write(dir, &document, machine.memory())
 }
 
-/// Reads the snapshot in `dir`, except its memory. Any bytes may lie there: what comes back is a snapshot or an error,
-/// and at most [`MAX_STATE_BYTES`] are read.
+/// Reads the snapshot in `dir` except its memory. The files may hold any bytes: the result is a snapshot or an error, and at
+/// most [`MAX_STATE_BYTES`] are read.
 pub fn open(dir: &Path) -> Result<Snapshot, SnapshotError> {
     read(dir)
 }
@@ -104,7 +104,7 @@ fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
     }
 }
 
-/// For `fuzz`: reads these bytes as a file `state`, and as the document of one that is whole.
+/// Harness for `fuzz`: reads these bytes as a file `state`, and as the document of a file with a valid header.
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) fn harness(data: &[u8]) {
     let whole = envelope::wrap(data).unwrap_or_default();
@@ -117,35 +117,35 @@ pub(crate) fn harness(data: &[u8]) {
 }
 
 impl Snapshot {
-    /// The state, for [`Builder::restore`].
+    /// Returns the state, for [`Builder::restore`].
     pub fn state(&self) -> &MachineState {
         &self.document.machine
     }
 
-    /// Processors.
+    /// Returns the number of vCPUs.
     pub fn vcpus(&self) -> usize {
         self.document.machine.vcpus.len()
     }
 
-    /// Memory, in MiB.
+    /// Returns the size of the memory in MiB.
     pub fn memory_mib(&self) -> u32 {
         self.document.memory_mib
     }
 
-    /// Memory in reserve, in MiB.
+    /// Returns the size of the memory reserve in MiB.
     pub fn reserve_mib(&self) -> u32 {
         self.document.reserve_mib
     }
 
-    /// The devices, in the order in which the builder must get devices like them.
+    /// Returns the kinds of the devices, in the order in which the caller must attach them to the builder.
     pub fn devices(&self) -> impl Iterator<Item = DeviceKind> {
         self.document.machine.devices.iter().map(|transport| transport.device.kind())
     }
 
-    /// A builder with the snapshot's memory, mapped privately: pages come from the file when they are touched, and what
-    /// the guest writes stays in this process. The file must stay as it is as long as the machine lives.
+    /// Returns a builder with the snapshot's memory, mapped privately: pages are read from the file on first access, and writes
+    /// of the guest stay in this process. The file must not change as long as the VM lives.
     pub fn builder(&self) -> Result<Builder, machine::Error> {
-        let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any machine
+        let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
         let (memory_mib, reserve_mib) = (self.memory_mib(), self.reserve_mib());
         Builder::with_saved_memory(Config { vcpus, memory_mib, reserve_mib, ..Config::default() }, &self.memory)
     }

@@ -1,4 +1,4 @@
-//! Owns: the tests of the format: what was written comes back, and nothing else does.
+//! Tests the snapshot format: a written snapshot is read back unchanged, and any other bytes are rejected.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
 use super::*;
@@ -16,7 +16,7 @@ fn write<S: Serialize>(dir: &Path, state: &S, memory: &Memory) -> Result<(), Sna
     super::write(dir, &Document { memory_mib: 8, reserve_mib: 0, machine: state }, memory)
 }
 
-/// Maps a snapshot's memory as a machine does.
+/// Maps a snapshot's memory as a VM does.
 fn map<S>(saved: &Snapshot<S>) -> Memory {
     let mut at = 0;
     let regions = layout().into_iter().map(|(start, size)| {
@@ -35,7 +35,7 @@ fn layout() -> Layout {
     vec![(GuestAddress(0), 5 * MIB), (GuestAddress(1 << 32), 3 * MIB)]
 }
 
-/// Memory with something at its ends, across a border of pieces, and holes between.
+/// Returns memory with data at its ends and across the border of two pieces, and holes between.
 fn memory() -> Memory {
     let memory = Memory::from_ranges(&layout()).unwrap();
     memory.write_slice(b"first", GuestAddress(0)).unwrap();
@@ -75,13 +75,13 @@ fn what_was_written_comes_back() {
     assert_eq!((file.len(), file.mode() & 0o777), (8 * MIB as u64, 0o600));
     assert!(file.blocks() * 512 < 4 * MIB as u64, "{} blocks: zeros are holes", file.blocks());
 
-    // Two machines from one snapshot: what one writes, neither the other nor the file sees.
+    // Two VMs from one snapshot: a write of one is visible neither to the other nor in the file.
     let [one, two] = [(); 2].map(|()| map(&saved));
     assert!(bytes(&one) == bytes(&memory));
     one.write_slice(b"changed", GuestAddress(2 * MIB as u64)).unwrap();
     assert!(bytes(&two) == bytes(&memory));
 
-    // A restored machine can be saved again: pages that it never touched are in the file only.
+    // A restored VM can be saved again; the pages that it never touched are only in the file.
     let again = folder.path().join("s2");
     let three = map(&saved);
     three.write_slice(b"changed", GuestAddress(2 * MIB as u64)).unwrap();
@@ -99,7 +99,7 @@ fn a_snapshot_is_there_whole_or_not_at_all() {
     assert_eq!(error.kind(), Kind::AlreadyExists, "{error}");
     assert_eq!(read::<i32>(&dir).unwrap().document.machine, 1, "the old one stays");
 
-    // One that comes into being while we write.
+    // The target directory appears while the snapshot is written.
     let partial = Folder::begin(&folder.path().join("late")).unwrap();
     partial.file("state", |_| Ok(())).unwrap();
     std::fs::create_dir_all(folder.path().join("late/x")).unwrap();
@@ -111,7 +111,7 @@ fn a_snapshot_is_there_whole_or_not_at_all() {
     drop(partial);
     assert_eq!(entries(folder.path()), ["late", "s"]);
 
-    // An empty folder is as good as none.
+    // An empty target directory is accepted.
     std::fs::create_dir(folder.path().join("empty")).unwrap();
     write(&folder.path().join("empty"), &3, &memory()).unwrap();
     assert_eq!(read::<i32>(&folder.path().join("empty")).unwrap().document.machine, 3);
@@ -175,7 +175,7 @@ fn version_1_is_written_as_it_always_was() {
     assert_eq!(sealed[..], golden[..]);
 }
 
-/// A machine with one processor and an entropy device, as version 1 wrote it.
+/// The state of a VM with one vCPU and an entropy device, as version 1 wrote it.
 #[test]
 fn a_machine_of_version_1_is_read() {
     let golden = include_bytes!("../../tests/corpus/snapshot/document");
@@ -193,7 +193,7 @@ proptest! {
     fn any_change_of_a_byte_is_found(at in 0..39_usize, by in 1..=255_u8) {
         let mut bytes = envelope::seal(&[1, 2, 3]).unwrap();
         prop_assert_eq!(bytes.len(), 39);
-        // Eight bytes of the header are kept for later and not looked at.
+        // The last eight bytes of the header are reserved and not checked.
         prop_assume!(!(24..32).contains(&at));
         bytes[at] ^= by;
         prop_assert!(opened(&bytes).is_err());

@@ -1,5 +1,5 @@
-//! Owns: the ways in which a machine reaches a device.
-//! May use: the [`Device`](crate::Device) trait; knows no particular device.
+//! Contains the transports, through which a guest or a front end drives a device. They use only the [`Device`](crate::Device)
+//! trait and know no particular device.
 
 pub mod mmio;
 pub mod vhost_user;

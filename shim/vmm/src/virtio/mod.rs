@@ -1,5 +1,5 @@
-//! Owns: what a virtio device is to a transport, and the devices.
-//! May use: `vm-memory`, `virtio-queue`. Knows no transport.
+//! Defines the interface between virtio devices and transports, and contains the devices. It uses `vm-memory` and
+//! `virtio-queue` and knows no transport.
 
 pub mod balloon;
 pub mod block;
@@ -28,16 +28,16 @@ use nacelle_base::{Classify, Kind};
 use std::os::fd::OwnedFd;
 use virtio_queue::QueueState;
 
-/// The memory of a guest as devices see it.
+/// The memory of a guest as the devices see it.
 pub type Memory = vm_memory::GuestMemoryMmap<()>;
 
-/// `VIRTIO_RING_F_INDIRECT_DESC`, `VIRTIO_RING_F_EVENT_IDX` and `VIRTIO_F_VERSION_1`: what every device offers.
+/// The features that every device offers: `VIRTIO_RING_F_INDIRECT_DESC`, `VIRTIO_RING_F_EVENT_IDX` and `VIRTIO_F_VERSION_1`.
 pub const COMMON_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
 
-/// The number of the memory that a device shares with its driver, if it does; 0 would be a window to files (VIRTIO 1.2, 5.11.4).
+/// The id of the memory region that a device shares with its driver, if it has one. Id 0 would be the DAX window (VIRTIO 1.2, 5.11.4).
 pub const SHARED_ID: u32 = 1;
 
-/// The kind of a device; the number is its virtio id.
+/// The kind of a device. The number is its virtio device id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum DeviceKind {
@@ -49,16 +49,16 @@ pub enum DeviceKind {
     Console = 3,
     /// An entropy source.
     Rng = 4,
-    /// Memory that the guest gives back.
+    /// A balloon, through which the guest returns memory.
     Balloon = 5,
     /// A socket between host and guest.
     Vsock = 19,
-    /// A file system of the node.
+    /// A file system of the node (virtio-fs).
     Fs = 26,
 }
 
 impl DeviceKind {
-    /// The virtio device id.
+    /// Returns the virtio device id.
     pub const fn id(self) -> u32 {
         self as u32
     }
@@ -78,16 +78,16 @@ impl std::fmt::Display for DeviceKind {
     }
 }
 
-/// How a device tells the guest that something happened. Given by the transport; callable from any thread.
+/// Notifies the guest. Implemented by the transport; callable from any thread.
 pub trait Interrupt: Send + Sync {
-    /// The used ring of queue `index` has grown.
+    /// Notifies the guest that the used ring of queue `index` has grown.
     fn queue(&self, index: u16);
-    /// The configuration space has changed.
+    /// Notifies the guest that the configuration space has changed.
     fn config(&self);
-    /// The guest broke the rules of queue `index`, which is served no more until it resets the device.
+    /// Reports that the guest violated the rules of queue `index`. The queue is no longer served until the guest resets the device.
     fn broken(&self, _index: u16) {}
-    /// An eventfd by which somebody else (the kernel) can interrupt for queue `index` without us; `None`: this
-    /// transport has none. Asked for anew each time the queue starts.
+    /// Returns an eventfd by which another component (the kernel) can interrupt the guest for queue `index` directly, or `None`
+    /// if the transport has none. Requested again each time the queue starts.
     fn eventfd(&self, _index: u16) -> Option<OwnedFd> {
         None
     }
@@ -96,30 +96,30 @@ pub trait Interrupt: Send + Sync {
 /// A queue could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The device has no queue of that number.
+    /// The device has no queue with this number.
     #[error("a {device} device has no queue {index}")]
     NoSuchQueue {
-        /// The device.
+        /// The kind of the device.
         device: DeviceKind,
-        /// The queue asked for.
+        /// The number of the queue.
         index: u16,
     },
     /// The queue runs already.
     #[error("queue {index} of a {device} device runs already")]
     Running {
-        /// The device.
+        /// The kind of the device.
         device: DeviceKind,
-        /// The queue asked for.
+        /// The number of the queue.
         index: u16,
     },
-    /// The thread that serves the queue could not be made.
+    /// The thread that serves the queue could not be created.
     #[error("cannot serve queue {index} of a {device} device")]
     Thread {
-        /// The device.
+        /// The kind of the device.
         device: DeviceKind,
-        /// The queue asked for.
+        /// The number of the queue.
         index: u16,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
 }
@@ -134,54 +134,53 @@ impl Classify for StartError {
     }
 }
 
-/// A virtio device. It holds no queue of its own: the transport owns them, hands each one in with
-/// [`start`](Device::start) and takes its state back with [`stop`](Device::stop).
+/// A virtio device. The transport owns the queues: it passes each one to the device with [`start`](Device::start) and takes its
+/// state back with [`stop`](Device::stop).
 pub trait Device: Send {
-    /// What it is.
+    /// Returns the kind of the device.
     fn kind(&self) -> DeviceKind;
 
-    /// The feature bits it offers.
+    /// Returns the feature bits that the device offers.
     fn features(&self) -> u64;
 
-    /// The driver and the device have agreed on these features. Called while no queue runs and before the first one
-    /// is started, also after a restore; [`reset`](Device::reset) forgets them.
+    /// Sets the features that driver and device have negotiated. Called while no queue runs and before the first one is
+    /// started, also after a restore; [`reset`](Device::reset) clears them.
     fn acknowledge(&mut self, _features: u64) {}
 
-    /// The largest size of each of its queues, a power of two.
+    /// Returns the maximum size of each queue, a power of two.
     fn queue_sizes(&self) -> &[u16];
 
-    /// The bytes of memory, apart from the guest's own, that it would share with its driver (VIRTIO 1.2, section 2.10): a
-    /// driver that knows of it puts queues and buffers there, and others need not see more of the guest than that. 0: none. A
-    /// transport may have none to give.
+    /// Returns the size in bytes of the memory, separate from the guest's own, that the device would share with its driver
+    /// (VIRTIO 1.2, section 2.10), or 0 for none. A driver that supports it places queues and buffers there, and then other
+    /// processes need no access to the rest of the guest's memory. A transport may not provide such memory.
     fn shared_memory(&self) -> u64 {
         0
     }
 
-    /// Reads the configuration space from byte `offset`; bytes beyond its end are 0.
+    /// Reads the configuration space from byte `offset`. Bytes beyond its end are 0.
     fn read_config(&self, offset: u32, data: &mut [u8]);
 
-    /// Writes the configuration space; what cannot be written is left as it is.
+    /// Writes the configuration space. Writes to read-only bytes are ignored.
     fn write_config(&mut self, _offset: u32, _data: &[u8]) {}
 
-    /// Starts to serve a queue. Buffers that lie in it already are seen without a kick.
+    /// Starts serving a queue. Buffers that are already in it are processed without a kick.
     fn start(&mut self, ring: Ring) -> Result<(), StartError>;
 
-    /// Stops serving queue `index` and gives its state back; on return no request of it is in flight and
-    /// guest memory is no longer touched on its behalf. `None`: it did not run.
+    /// Stops serving queue `index` and returns its state, or `None` if it was not running. On return no request of the queue is
+    /// in flight, and the device no longer accesses guest memory for it.
     fn stop(&mut self, index: u16) -> Option<QueueState>;
 
-    /// Stops all queues and forgets what the guest's driver did: connections, acknowledged state.
+    /// Stops all queues and discards the state that the driver has set up: connections, negotiated features.
     fn reset(&mut self);
 
-    /// What it must know to go on in another process. Called only while no queue runs.
+    /// Returns the state from which the device can continue in another process. Called only while no queue runs.
     fn save(&self) -> DeviceState;
 
-    /// Goes on from a saved state. Called on a fresh device, or one that was reset, while no queue runs; an error
-    /// leaves it as it was.
+    /// Restores a saved state. Called on a new or reset device while no queue runs. On an error the device is unchanged.
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError>;
 }
 
-/// Copies the part of a configuration space that starts at `offset`; what lies beyond its end is 0.
+/// Copies the part of a configuration space that starts at `offset`. Bytes beyond its end are 0.
 pub(crate) fn read_config(config: &[u8], offset: u32, data: &mut [u8]) {
     data.fill(0);
     let there = config.iter().skip(offset as usize);

@@ -1,34 +1,34 @@
-//! Owns: the buffers of one request: checked lists of pieces of guest memory.
+//! Collects and checks the buffers of one request, as lists of pieces of guest memory.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Memory;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions, VolatileSlice};
 
-/// The most pieces that a request may have. Linux sends at most 256 on our queues.
+/// The maximum number of pieces in a request. Linux sends at most 256 on these queues.
 pub(crate) const MAX_PIECES: usize = 1024;
 
-/// What is wrong with a chain of descriptors.
+/// An error in a descriptor chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadChain {
-    /// No descriptor can be read at its head.
+    /// No descriptor can be read at the head.
     #[error("a chain without a descriptor")]
     Empty,
-    /// More pieces than any driver sends.
+    /// The chain has more pieces than any driver sends.
     #[error("a chain of more than {MAX_PIECES} descriptors")]
     TooLong,
-    /// A loop, an index out of range, a bad indirect table or more than 4 GiB.
+    /// The chain has a loop, an index out of range, a bad indirect table or more than 4 GiB.
     #[error("a chain that does not end")]
     Endless,
-    /// A buffer for the device to read behind one for it to write.
+    /// A device-readable buffer follows a device-writable one.
     #[error("a readable buffer behind a writable one")]
     Order,
-    /// A buffer that is not guest memory.
+    /// A buffer is not in guest memory.
     #[error("a buffer of {length} bytes at {address:#x}, outside guest memory")]
     Outside {
-        /// Where it begins.
+        /// The guest address of the buffer.
         address: u64,
-        /// Its bytes.
+        /// The length of the buffer in bytes.
         length: usize,
     },
 }
@@ -39,7 +39,7 @@ struct Piece {
     length: usize,
 }
 
-/// Pieces of guest memory, one after the other, together at most 4 GiB.
+/// A list of pieces of guest memory, together at most 4 GiB.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pieces {
     list: Vec<Piece>,
@@ -49,14 +49,14 @@ pub struct Pieces {
 /// The buffers of one request.
 #[derive(Clone, Debug, Default)]
 pub struct Buffers {
-    /// What the guest gives to the device.
+    /// The buffers that the device reads.
     pub readable: Pieces,
-    /// What the device may fill.
+    /// The buffers that the device may write.
     pub writable: Pieces,
 }
 
 impl Buffers {
-    /// Collects the buffers of a chain and checks that they end, are in order and lie in guest memory.
+    /// Collects the buffers of a chain. Checks that the chain ends, is in order and lies in guest memory.
     pub fn collect(memory: &Memory, chain: DescriptorChain<&Memory>) -> Result<Buffers, BadChain> {
         let mut buffers = Buffers::default();
         let mut more = None;
@@ -94,33 +94,33 @@ impl Pieces {
         }
     }
 
-    /// Bytes of all pieces.
+    /// Returns the total length in bytes.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether there is no byte.
+    /// Returns whether the total length is 0.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// Where the pieces lie in the guest's memory, each not empty.
+    /// Returns the guest address ranges of the pieces. None is empty.
     pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
         self.list.iter().map(|piece| piece.address.0..piece.address.0.saturating_add(piece.length as u64))
     }
 
-    /// Cuts off the first `count` bytes; `None` (and nothing is cut) if there are fewer.
+    /// Removes and returns the first `count` bytes. Returns `None`, without a change, if there are fewer.
     pub fn take_front(&mut self, count: usize) -> Option<Pieces> {
         let back = self.cut(count)?;
         Some(std::mem::replace(self, back))
     }
 
-    /// Cuts off the last `count` bytes; `None` (and nothing is cut) if there are fewer.
+    /// Removes and returns the last `count` bytes. Returns `None`, without a change, if there are fewer.
     pub fn take_back(&mut self, count: usize) -> Option<Pieces> {
         self.cut(self.length.checked_sub(count)?)
     }
 
-    /// Keeps the first `count` bytes and returns the others; `None` (and nothing is cut) if there are fewer.
+    /// Keeps the first `count` bytes and returns the others. Returns `None`, without a change, if there are fewer.
     fn cut(&mut self, count: usize) -> Option<Pieces> {
         let length = self.length.checked_sub(count)?;
         let (mut whole, mut left) = (0, count);
@@ -139,14 +139,14 @@ impl Pieces {
         Some(Pieces { list, length })
     }
 
-    /// The pieces as memory; one piece may become several where regions meet.
+    /// Returns the pieces as slices of memory. A piece that spans several regions gives several slices.
     pub fn slices<'m>(&self, memory: &'m Memory, access: Permissions) -> Result<Vec<VolatileSlice<'m>>, BadChain> {
         let mut slices = Vec::with_capacity(self.list.len());
         self.add_slices(memory, access, &mut slices)?;
         Ok(slices)
     }
 
-    /// The pieces as memory, behind what is in `slices` already.
+    /// Appends the pieces, as slices of memory, to `slices`.
     pub fn add_slices<'m>(
         &self,
         memory: &'m Memory,
@@ -155,7 +155,7 @@ impl Pieces {
     ) -> Result<(), BadChain> {
         for piece in &self.list {
             let outside = || BadChain::Outside { address: piece.address.0, length: piece.length };
-            // `GuestMemory` and not the backend's method of the same name: this one knows permissions.
+            // `GuestMemory::get_slices`, unlike the backend's method of the same name, checks permissions.
             let found = GuestMemory::get_slices(memory, piece.address, piece.length, access);
             for slice in found.map_err(|_why| outside())? {
                 slices.push(slice.map_err(|_why| outside())?);
@@ -164,7 +164,7 @@ impl Pieces {
         Ok(())
     }
 
-    /// Copies the first bytes into `bytes`; returns how many there were.
+    /// Copies the first bytes into `bytes`. Returns the number of copied bytes.
     pub fn read(&self, memory: &Memory, bytes: &mut [u8]) -> Result<usize, BadChain> {
         let mut rest = bytes;
         let mut done = 0;
@@ -180,12 +180,12 @@ impl Pieces {
         Ok(done)
     }
 
-    /// Copies `bytes` to the first pieces; returns how many fitted.
+    /// Copies `bytes` to the start of the pieces. Returns the number of copied bytes.
     pub fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<usize, BadChain> {
         self.write_at(memory, 0, bytes)
     }
 
-    /// Copies `bytes` to the pieces, `skip` bytes from their begin; returns how many fitted.
+    /// Copies `bytes` to the pieces, starting at byte `skip`. Returns the number of copied bytes.
     pub fn write_at(&self, memory: &Memory, skip: usize, bytes: &[u8]) -> Result<usize, BadChain> {
         let (mut skip, mut rest, mut done) = (skip, bytes, 0);
         for piece in &self.list {

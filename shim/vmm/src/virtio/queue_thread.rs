@@ -1,5 +1,5 @@
-//! Owns: a thread that serves one queue: at once what needs no waiting, the rest one after the other.
-//! Threads: itself; it waits for a kick or for [`QueueThread::stop`].
+//! Runs a thread that serves one queue: requests that need no waiting at once, the others one after the other. The thread waits
+//! for a kick or for [`QueueThread::stop`].
 
 use super::Memory;
 use super::ring::{Request, Ring};
@@ -15,12 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
 use virtio_queue::QueueState;
 
-/// Requests that are begun before the guest is told of those that are done.
+/// The maximum number of requests that are begun before the guest is notified of completed ones.
 const BATCH: usize = 64;
-/// Requests that wait at a time; what comes then stays in the ring.
+/// The maximum number of requests that wait at a time; further requests stay in the ring.
 const WAITING: usize = 32;
-/// Looks at an empty queue before the guest is asked to kick again: some microseconds. Its next request often comes
-/// within them, and needs then neither a kick, which is an exit of its processor, nor a thread that wakes up.
+/// The number of polls of an empty queue before the thread asks the guest for kicks again (some microseconds). The guest's next
+/// request often arrives within them, and then needs neither a kick, which is a vCPU exit, nor the wake-up of a thread.
 const LOOKS: usize = 256;
 
 /// A running thread and the queue that it serves.
@@ -30,8 +30,7 @@ pub(crate) struct QueueThread {
     thread: JoinHandle<Ring>,
 }
 
-/// The wish that a thread ends: its descriptor is readable from then on. It also becomes readable by a
-/// [`nudge`](QueueThread::nudge).
+/// The request that a thread stops. Its descriptor is readable from then on, and also after a [`nudge`](QueueThread::nudge).
 #[derive(Debug)]
 pub(crate) struct Stop {
     asked: AtomicBool,
@@ -39,12 +38,12 @@ pub(crate) struct Stop {
 }
 
 impl Stop {
-    /// Whether the thread is to give its ring back.
+    /// Returns whether the thread must stop and return its ring.
     pub(crate) fn asked(&self) -> bool {
         self.asked.load(Ordering::Acquire)
     }
 
-    /// Takes note of nudges. The wish to stop stays.
+    /// Clears nudges. A request to stop remains.
     pub(crate) fn heard(&self) {
         let _ = self.wake.read(); // it may have been read already
     }
@@ -67,7 +66,7 @@ impl QueueThread {
         QueueThread::run(name, ThreadKind::Queue, ring, |ring, stop| serve(ring, stop, begin, finish))
     }
 
-    /// Starts a thread that serves the ring in its own way, until it is asked to stop.
+    /// Starts a thread that runs `serve` until it is asked to stop.
     pub(crate) fn run(
         name: &str,
         kind: ThreadKind,
@@ -81,14 +80,14 @@ impl QueueThread {
         Ok(QueueThread { stop, thread })
     }
 
-    /// Wakes the thread if it waits, to look around.
+    /// Wakes the thread if it waits, so that it checks its state again.
     pub(crate) fn nudge(&self) {
         if let Err(error) = self.stop.wake.write(1) {
             tracing::error!("cannot wake a queue's thread: {error}");
         }
     }
 
-    /// Waits for the request in flight and takes the queue back.
+    /// Waits for the requests in flight and returns the queue's state, or `None` if the thread has panicked.
     pub(crate) fn stop(self) -> Option<QueueState> {
         self.stop.asked.store(true, Ordering::Release);
         self.nudge();
@@ -102,9 +101,9 @@ impl QueueThread {
     }
 }
 
-/// Serves requests until asked to stop. `begin` does without waiting what it can, and returns the bytes that it wrote to
-/// the guest; what it could not do is left to `finish`, which may wait: one after the other, while what needs no waiting
-/// overtakes them. The guest is told of many requests at once, but always before one is waited for.
+/// Serves requests until asked to stop. `begin` performs a request if that needs no waiting, and returns the number of bytes
+/// written to the guest; otherwise `finish` performs it and may block. Waiting requests are finished one after the other, while
+/// requests that need no waiting overtake them. Notifications of the guest are batched, but sent before each wait.
 pub(crate) fn serve<Rest>(
     mut ring: Ring,
     stop: &Stop,
@@ -148,7 +147,7 @@ pub(crate) fn serve<Rest>(
     }
 }
 
-/// Looks for a request, or the wish to stop, for a moment.
+/// Polls briefly for a request or the request to stop.
 fn comes_soon(ring: &Ring, stop: &Stop) -> bool {
     (0..LOOKS).any(|_| {
         std::hint::spin_loop();
@@ -156,7 +155,7 @@ fn comes_soon(ring: &Ring, stop: &Stop) -> bool {
     })
 }
 
-/// Waits for a kick (unless the ring is broken) or the wish to stop.
+/// Waits for a kick (unless the ring is broken) or the request to stop.
 fn wait(ring: &mut Ring, stop: &Stop) {
     let mut events = vec![PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
     if !ring.is_broken() {
@@ -196,7 +195,7 @@ mod tests {
         fn config(&self) {}
     }
 
-    /// Serves what the driver has made available: whatever waits, until the test says so.
+    /// Serves the requests that the driver has made available; requests that wait do so until the test permits them to finish.
     fn serve_all(driver: &Driver) -> (QueueThread, Arc<Count>, Sender<()>) {
         let (desc_table, avail_ring, used_ring) = driver.addresses();
         let state = QueueState {

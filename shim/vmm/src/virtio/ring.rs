@@ -1,5 +1,5 @@
-//! Owns: a queue with all that serving it takes: memory, kick, interrupt; and what happens when the guest's
-//! driver breaks its rules: a bad chain is given back empty, a bad ring is served no more.
+//! Combines a queue with the memory, kick and interrupt that serving it takes, and enforces its rules: an invalid chain is
+//! returned to the guest unprocessed, and a broken ring is no longer served.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::pieces::{BadChain, Buffers};
@@ -18,14 +18,14 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError};
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`.
 const NO_INTERRUPT: u16 = 1;
 
-/// A queue that is handed to a device.
+/// A queue that a transport passes to a device.
 pub struct Ring {
     index: u16,
     queue: Queue,
     memory: Arc<Memory>,
     kick: OwnedFd,
     interrupt: Arc<dyn Interrupt>,
-    /// Requests given back since the guest was told last.
+    /// The number of requests returned since the guest was last notified.
     unsignalled: u16,
     broken: bool,
 }
@@ -33,15 +33,15 @@ pub struct Ring {
 /// One request of the guest.
 #[derive(Debug)]
 pub(crate) struct Request {
-    /// Its number, for [`Ring::done`].
+    /// The index of the first descriptor, for [`Ring::done`].
     pub head: u16,
-    /// Its buffers.
+    /// The buffers of the request.
     pub buffers: Buffers,
 }
 
 impl Ring {
-    /// Puts a ring together. `queue` is ready and lies in `memory`; `kick` becomes readable when the guest has
-    /// added buffers (an eventfd), and is made non-blocking.
+    /// Creates a ring. `queue` must be ready and lie in `memory`. `kick` becomes readable when the guest has added buffers (an
+    /// eventfd); it is made non-blocking.
     pub fn new(
         index: u16,
         queue: Queue,
@@ -54,27 +54,28 @@ impl Ring {
         Ok(Ring { index, queue, memory, kick, interrupt, unsignalled: 0, broken: false })
     }
 
-    /// Which queue of the device this is.
+    /// Returns the number of the queue in its device.
     pub fn index(&self) -> u16 {
         self.index
     }
 
-    /// The memory in which it lies.
+    /// Returns the memory that holds the queue.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// How the guest is told things.
+    /// Returns the means to notify the guest.
     pub fn interrupt(&self) -> &Arc<dyn Interrupt> {
         &self.interrupt
     }
 
-    /// Where it lies and how far it is served.
+    /// Returns the addresses of the queue and the position in it.
     pub(crate) fn state(&self) -> QueueState {
         self.queue.state()
     }
 
-    /// Somebody else has served it up to this index of the available ring, and has given back all that it took.
+    /// Sets the position after another component has served the queue up to this index of the available ring and has returned
+    /// all requests that it took.
     pub(crate) fn served_until(&mut self, next_avail: u16) {
         self.queue.set_next_avail(next_avail);
         match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
@@ -83,8 +84,8 @@ impl Ring {
         }
     }
 
-    /// Somebody else has served it, gave requests back in their order, and has gone: the next is the first that is not
-    /// given back.
+    /// Sets the position after another component has served the queue in order and has ended: the next request is the first
+    /// that was not returned.
     pub(crate) fn served_in_order(&mut self) {
         match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
             Ok(used) => self.served_until(used.0),
@@ -92,7 +93,7 @@ impl Ring {
         }
     }
 
-    /// Kicks, as the guest does.
+    /// Kicks the queue, as the guest does.
     pub(crate) fn kick(&self) -> io::Result<()> {
         match retry_interrupted(|| nix::unistd::write(&self.kick, &1u64.to_ne_bytes())) {
             Ok(_) | Err(Errno::EAGAIN) => Ok(()), // a full counter is a kick too
@@ -100,13 +101,13 @@ impl Ring {
         }
     }
 
-    /// What is left when the ring is served no more.
+    /// Returns the state of a queue that is no longer served.
     pub fn into_state(self) -> QueueState {
         self.state()
     }
 
-    /// The next request, or `None` if there is none (or the ring is broken). Chains that make no sense are given
-    /// back with no bytes written and skipped.
+    /// Returns the next request, or `None` if there is none or the ring is broken. Invalid chains are returned to the guest
+    /// with no bytes written, and skipped.
     pub(crate) fn pop(&mut self) -> Option<Request> {
         loop {
             let (head, buffers) = self.pop_any()?;
@@ -120,7 +121,8 @@ impl Ring {
         }
     }
 
-    /// The next request, or what is wrong with it: then it is to be given back with no bytes written, in its turn.
+    /// Returns the next request, or the error in its chain. The caller must return an invalid chain to the guest in order, with
+    /// no bytes written.
     pub(crate) fn pop_any(&mut self) -> Option<(u16, Result<Buffers, BadChain>)> {
         while !self.broken {
             let memory = &*self.memory;
@@ -132,7 +134,7 @@ impl Ring {
                 }
             };
             let Some(chain) = chain else {
-                // Either nothing is there, or the ring itself cannot be read.
+                // Either the queue is empty, or the ring itself cannot be read.
                 let next = self.queue.next_avail();
                 match self.queue.avail_idx(memory, Ordering::Acquire) {
                     Ok(index) if index.0 == next => return None,
@@ -154,28 +156,28 @@ impl Ring {
         None
     }
 
-    /// Whether [`pop`](Ring::pop) would look at something. Costs little.
+    /// Returns whether [`pop`](Ring::pop) would find an entry. The check is cheap.
     pub(crate) fn has_more(&self) -> bool {
         let next = self.queue.next_avail();
         !self.broken && self.queue.avail_idx(&*self.memory, Ordering::Acquire).is_ok_and(|index| index.0 != next)
     }
 
-    /// Puts a request back, so that it is the next one again. Only for the one popped last and not done.
+    /// Makes the last popped request the next one again. It must not be done yet.
     pub(crate) fn unpop(&mut self) {
         self.queue.go_to_previous_position();
     }
 
-    /// Puts the last `count` requests back. Only for those popped last, and none of them done.
+    /// Makes the last `count` popped requests the next ones again. None of them may be done yet.
     pub(crate) fn unpop_many(&mut self, count: u16) {
         self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(count));
     }
 
-    /// Gives a request back to the guest with `written` bytes in its writable buffers.
+    /// Returns a request to the guest, with `written` bytes in its writable buffers.
     pub(crate) fn done(&mut self, head: u16, written: u32) {
         self.done_together(&[(head, written)]);
     }
 
-    /// Gives several requests back at once: the guest sees all of them or none.
+    /// Returns several requests at once: the guest sees all of them or none.
     pub(crate) fn done_together(&mut self, used: &[(u16, u32)]) {
         if !self.broken
             && let Err(error) = self.publish(used)
@@ -184,7 +186,7 @@ impl Ring {
         }
     }
 
-    /// Fills the used ring behind its index and then moves the index (Virtio 1.2, 2.7.8).
+    /// Writes the entries behind the index of the used ring and then moves the index (Virtio 1.2, 2.7.8).
     fn publish(&mut self, used: &[(u16, u32)]) -> Result<(), Error> {
         let (ring, size) = (GuestAddress(self.queue.used_ring()), self.queue.size().max(1));
         if used.iter().any(|(head, _)| *head >= size) {
@@ -203,7 +205,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Interrupts the guest if it wants to know of what was given back.
+    /// Interrupts the guest if it requested a notification of the returned buffers.
     pub(crate) fn signal(&mut self) {
         let given = std::mem::take(&mut self.unsignalled);
         if given == 0 || self.broken {
@@ -216,10 +218,10 @@ impl Ring {
         }
     }
 
-    /// Whether the guest asked for an interrupt within the last `given` buffers (Virtio 1.2, 2.7.7 and 2.7.10).
+    /// Returns whether the guest requested an interrupt within the last `given` buffers (Virtio 1.2, 2.7.7 and 2.7.10).
     fn wants_signal(&self, given: u16) -> Result<bool, GuestMemoryError> {
         let available = GuestAddress(self.queue.avail_ring());
-        // What was given back is visible before the wish is read, or both sides could wait.
+        // The returned buffers must be visible before the request for a notification is read; otherwise both sides could wait.
         fence(Ordering::SeqCst);
         if self.queue.event_idx_enabled() {
             let at = available.unchecked_add(4 + 2 * u64::from(self.queue.size()));
@@ -231,7 +233,7 @@ impl Ring {
         }
     }
 
-    /// Tells the guest that no kick is needed: the queue is being looked at.
+    /// Asks the guest not to kick, because the queue is being polled.
     pub(crate) fn quiet(&mut self) {
         if !self.broken
             && let Err(error) = self.queue.disable_notification(&*self.memory)
@@ -240,7 +242,7 @@ impl Ring {
         }
     }
 
-    /// Asks the guest to kick again. `true`: something came meanwhile, look again.
+    /// Asks the guest to kick again. Returns `true` if a request has arrived meanwhile, so that the caller must look again.
     pub(crate) fn rearm(&mut self) -> bool {
         if self.broken {
             return false;
@@ -254,15 +256,15 @@ impl Ring {
         }
     }
 
-    /// Asks the guest to kick when it adds a request to those that it has made available, also if they were not
-    /// popped yet; returns the index of that next one.
+    /// Asks the guest for a kick when it adds a request to those already available, whether popped or not. Returns the index of
+    /// that next request.
     pub(crate) fn await_more(&mut self) -> u16 {
         let next = self.queue.next_avail();
         if self.broken {
             return next;
         }
         let mut offered = next;
-        // A guest that adds requests all the time needs no kick to be seen.
+        // If the guest keeps adding requests, no kick is needed to notice them.
         for _ in 0..16 {
             let more = self.queue.avail_idx(&*self.memory, Ordering::Acquire).and_then(|index| {
                 offered = index.0;
@@ -282,7 +284,7 @@ impl Ring {
         offered
     }
 
-    /// Takes note of a kick. A descriptor that cannot be read breaks the ring, so that nobody waits on it.
+    /// Clears a kick. If the descriptor cannot be read, the ring is broken, so that no thread waits for it.
     pub(crate) fn kicked(&mut self) {
         match retry_interrupted(|| nix::unistd::read(&self.kick, &mut [0; 8])) {
             Ok(1..) | Err(Errno::EAGAIN) => {}
@@ -290,7 +292,7 @@ impl Ring {
         }
     }
 
-    /// The ring is served no more, and the guest is told to reset the device.
+    /// Marks the ring as broken: it is no longer served, and the guest is asked to reset the device.
     fn breaks(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.broken, true) {
             guest_warn!(queue = self.index, "the guest broke a queue: {why}");
@@ -298,7 +300,7 @@ impl Ring {
         }
     }
 
-    /// Whether the ring is served no more because the guest broke it.
+    /// Returns whether the guest broke the ring, so that it is no longer served.
     pub(crate) fn is_broken(&self) -> bool {
         self.broken
     }

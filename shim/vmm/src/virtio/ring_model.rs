@@ -1,4 +1,4 @@
-//! Owns: a ring against a model of a queue: what is popped, given back and interrupted for, whatever the order.
+//! Tests a ring against a model of a queue: which requests are popped, returned and interrupted for, in any order of operations.
 
 use super::ring::Ring;
 use super::{Interrupt, Memory};
@@ -48,8 +48,8 @@ proptest! {
         };
         let count = Arc::<Count>::default();
         let mut ring = ring(driver.memory.clone(), state, count.clone());
-        // Available, popped, given back; the request popped last; the index of the used ring now and when the guest
-        // was signalled last; the index after which it wants to be.
+        // The available, popped and returned requests; the request popped last; the index of the used ring now and at the last
+        // signal; the index after which the guest wants an interrupt.
         let (mut waiting, mut popped, mut used) = (VecDeque::new(), Vec::new(), VecDeque::new());
         let mut last = None;
         let (mut now, mut signalled, mut event, mut silent) = (start, start, 0u16, false);
@@ -95,7 +95,7 @@ proptest! {
                     last = None;
                 }
                 10 => {
-                    // Means something only without event indexes.
+                    // Only has an effect without event indexes.
                     silent = choice % 2 == 1;
                     driver.memory.write_obj(u16::from(silent), GuestAddress(avail_ring)).unwrap();
                 }

@@ -1,4 +1,4 @@
-//! Owns: a device of the tests without a transport: a driver starts and stops its queues by hand.
+//! Drives a device in tests without a transport: the test starts and stops its queues itself.
 
 use super::{Device, Memory};
 use crate::fuzz::{ring, ring_from};
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use virtio_queue::QueueState;
 use vm_memory::{Bytes, GuestAddress};
 
-/// How long a test waits for anything.
+/// The timeout of every wait in a test.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Polls a condition until it holds.
+/// Polls a condition until it holds; panics after [`LIMIT`].
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -20,7 +20,7 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A device, its memory and the driver's side of its queues, which lie at the begin of memory.
+/// A device, its memory and the driver's side of its queues, which lie at the start of memory.
 pub struct Scripted {
     pub memory: Arc<Memory>,
     pub device: Box<dyn Device>,
@@ -29,7 +29,7 @@ pub struct Scripted {
 }
 
 impl Scripted {
-    /// All features are agreed on, no queue runs. `ranges`: guest memory.
+    /// Creates a device with all offered features negotiated and no queue running. `ranges` is the guest memory.
     pub fn new(mut device: Box<dyn Device>, ranges: &[(GuestAddress, usize)]) -> Scripted {
         let memory = Arc::new(Memory::from_ranges(ranges).unwrap());
         device.acknowledge(device.features());
@@ -38,7 +38,7 @@ impl Scripted {
         Scripted { memory, device, drivers, states: vec![None; count] }
     }
 
-    /// Starts a queue from where it was stopped.
+    /// Starts a queue at the position where it was stopped.
     pub fn start(&mut self, index: u16) {
         let at = usize::from(index);
         let ring = match self.states[at].take() {
@@ -48,21 +48,21 @@ impl Scripted {
         self.device.start(ring).unwrap();
     }
 
-    /// Stops a queue that runs.
+    /// Stops a running queue.
     pub fn stop(&mut self, index: u16) {
         let state = self.device.stop(index);
         assert!(state.is_some(), "queue {index} did not run");
         self.states[usize::from(index)] = state;
     }
 
-    /// A queue that the driver has set up anew.
+    /// Replaces a queue with a new, empty one.
     pub fn renew(&mut self, index: u16) {
         self.drivers[usize::from(index)] = Driver::new(self.memory.clone(), u64::from(index) * QUEUE_BYTES, 16);
         self.states[usize::from(index)] = None;
         self.memory.write_slice(&[0; QUEUE_BYTES as usize], GuestAddress(u64::from(index) * QUEUE_BYTES)).unwrap();
     }
 
-    /// Waits for the next request that comes back; the bytes that the device says it wrote.
+    /// Waits for the next returned request. Returns the number of bytes that the device reports as written.
     pub fn wait(&mut self, index: u16) -> u32 {
         let mut used = None;
         eventually("a request to come back", || {
@@ -72,7 +72,7 @@ impl Scripted {
         used.unwrap().1
     }
 
-    /// Puts one request into a queue that does not run and lets the device serve it.
+    /// Puts one request into a stopped queue and lets the device serve it.
     pub fn request(&mut self, index: u16, buffers: &[(u64, u32, bool)]) -> u32 {
         self.drivers[usize::from(index)].submit(buffers);
         self.start(index);

@@ -1,30 +1,30 @@
-//! Owns: what devices keep over a save and restore, and why one cannot go on from it.
+//! Defines the state that devices save and restore, and the errors of restoring it.
 
 use super::{DeviceKind, balloon, block, console, net, vsock};
 use nacelle_base::{Classify, Kind};
 use serde::{Deserialize, Serialize};
 
-/// The state of a device, without its queues (those are the transport's) and without what the host gave it.
+/// The state of a device, without its queues (the transport saves them) and without the resources that the host provided.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceState {
-    /// Of a balloon.
+    /// The state of a balloon.
     Balloon(balloon::State),
-    /// Of a file-system device: nothing. Files that the guest had open are not open again.
+    /// The state of a file-system device, which is empty. Files that the guest had open are not reopened.
     Fs,
-    /// Of a disk.
+    /// The state of a block device.
     Block(block::State),
-    /// Of a console.
+    /// The state of a console.
     Console(console::State),
-    /// Of a network interface.
+    /// The state of a network interface.
     Net(net::State),
-    /// Of an entropy source: nothing.
+    /// The state of an entropy source, which is empty.
     Rng,
-    /// Of a socket device.
+    /// The state of a socket device.
     Vsock(vsock::State),
 }
 
 impl DeviceState {
-    /// The device that it belongs to.
+    /// Returns the kind of device that the state belongs to.
     pub fn kind(&self) -> DeviceKind {
         match self {
             DeviceState::Balloon(_) => DeviceKind::Balloon,
@@ -37,39 +37,39 @@ impl DeviceState {
         }
     }
 
-    /// The error of a `device` that was given this state of another kind.
+    /// Returns the error for a `device` that received this state of another kind.
     pub(crate) fn wrong(&self, device: DeviceKind) -> StateError {
         StateError::Kind { device, state: self.kind() }
     }
 }
 
-/// A device cannot go on from a saved state.
+/// A device cannot be restored from a saved state.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// It is the state of another sort of device.
+    /// The state belongs to another kind of device.
     #[error("a {device} device cannot go on as a {state} device")]
     Kind {
-        /// The device.
+        /// The kind of the device.
         device: DeviceKind,
-        /// What the state is of.
+        /// The kind that the state belongs to.
         state: DeviceKind,
     },
-    /// The device is not as the guest knows it.
+    /// A property of the device differs from the saved one.
     #[error("the guest knows a {device} device with {what} {saved}, it has {here}")]
     Differs {
-        /// The device.
+        /// The kind of the device.
         device: DeviceKind,
-        /// What differs.
+        /// The property.
         what: &'static str,
-        /// What it was.
+        /// The saved value.
         saved: String,
-        /// What it is.
+        /// The value of this device.
         here: String,
     },
 }
 
 impl StateError {
-    /// The error for a property that is not as it was.
+    /// Returns the error for a property that differs.
     pub(crate) fn differs(
         device: DeviceKind,
         what: &'static str,

@@ -1,4 +1,4 @@
-//! Owns: tests of what hostile drivers do to rings and requests.
+//! Tests how rings and requests handle hostile drivers.
 
 use super::block::{self, Slot};
 use super::pieces::{BadChain, Buffers, MAX_PIECES};
@@ -12,7 +12,7 @@ fn driver() -> Driver {
     Driver::new(memory(), 0, 16)
 }
 
-/// What becomes of the chain at `head`, alone in its queue.
+/// Collects the chain at `head`, alone in its queue.
 fn collect(driver: &mut Driver, head: u16) -> Result<Buffers, BadChain> {
     use virtio_queue::{Queue, QueueOwnedT, QueueState};
     driver.offer(head);
@@ -126,13 +126,13 @@ fn a_bad_chain_comes_back_empty_and_the_next_is_served() {
 
 #[test]
 fn a_broken_ring_is_served_no_more() {
-    // More requests than the queue has room for.
+    // More requests than the queue has entries.
     let mut driver = driver();
     driver.set_available(17);
     let mut broken = ring(&driver, 0);
     assert!(broken.pop().is_none() && broken.is_broken());
     assert!(!broken.rearm(), "nobody waits in a loop");
-    // A head that does not exist cannot be given back.
+    // A head out of range cannot be returned to the guest.
     driver.offer(99);
     let mut broken = ring(&driver, 0);
     assert!(broken.pop().is_none() && broken.is_broken());

@@ -1,5 +1,4 @@
-//! Owns: a thread that serves all queues of a small device, so that such a device costs one thread.
-//! Threads: itself, while a queue is served.
+//! Runs one thread that serves all queues of a small device. The thread exists while a queue is served.
 
 use super::ring::{Request, Ring};
 use super::{DeviceKind, Interrupt, Memory, StartError};
@@ -14,10 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use virtio_queue::QueueState;
 
-/// Requests of one queue that are served before the others have their turn.
+/// The number of requests of one queue that are served before the other queues get their turn.
 const BATCH: usize = 64;
 
-/// The queues of a device that are served, by a thread that runs while there is one.
+/// The queues of a device, served by a thread that runs while at least one of them is started.
 #[derive(Debug)]
 pub(crate) struct Served {
     device: DeviceKind,
@@ -27,19 +26,19 @@ pub(crate) struct Served {
     way: Arc<Way>,
 }
 
-/// The way from a device's handle to its guest and its thread, while a queue is served.
+/// The channel from a device's handle to its guest and its thread, while a queue is served.
 #[derive(Default)]
 pub(crate) struct Way(Mutex<Option<(Arc<dyn Interrupt>, Bell)>>);
 
 impl Way {
-    /// Makes the thread look at requests again that it could not serve before.
+    /// Makes the thread retry requests that it could not serve before.
     pub fn ring(&self) {
         if let Some((_, bell)) = &*self.open() {
             bell.ring();
         }
     }
 
-    /// Tells the guest that the configuration space has changed.
+    /// Notifies the guest that the configuration space has changed.
     pub fn config_changed(&self) {
         let interrupt = self.open().as_ref().map(|(interrupt, _)| interrupt.clone());
         if let Some(interrupt) = interrupt {
@@ -58,7 +57,7 @@ impl std::fmt::Debug for Way {
     }
 }
 
-/// The thread and the way to it.
+/// The thread and the channel to it.
 #[derive(Debug)]
 struct Worker {
     commands: Option<Sender<Command>>,
@@ -84,20 +83,21 @@ impl Bell {
     }
 
     fn quiet(&self) {
-        // Nothing to read: nobody has rung.
+        // Fails if the eventfd was not written.
         let _ = self.0.read();
     }
 }
 
 impl Served {
-    /// None yet, of a device that has `queues` queues (at most 32). `way` is open while one is served.
+    /// Creates the value, with no queue started, for a device that has `queues` queues (at most 32). `way` is open while a
+    /// queue is served.
     pub fn none(device: DeviceKind, queues: &[u16], way: Arc<Way>) -> Served {
         Served { device, queues: queues.len() as u16, running: 0, worker: None, way }
     }
 
-    /// Serves one more queue: `handle` is called with its number for each request. It returns the bytes that it
-    /// wrote to the guest, or `None` if the request must wait: it is the queue's next one again after a kick or
-    /// the bell. The `handle` of the queue that was started first serves all of them.
+    /// Serves one more queue: `handle` is called with the queue's number for each request. It returns the number of bytes
+    /// written to the guest, or `None` if the request must wait: then it is the queue's next request after a kick or the bell.
+    /// The `handle` of the queue that was started first serves all of them.
     pub fn start(
         &mut self,
         ring: Ring,
@@ -124,7 +124,7 @@ impl Served {
         Ok(())
     }
 
-    /// Takes a queue back; no request of it is in flight then. `None`: it is not served.
+    /// Stops a queue and returns its state, or `None` if it was not running. Afterwards none of its requests is in flight.
     pub fn stop(&mut self, index: u16) -> Option<QueueState> {
         if index >= self.queues || self.running & 1 << index == 0 {
             return None;
@@ -141,7 +141,7 @@ impl Served {
         state
     }
 
-    /// Takes all queues back.
+    /// Stops all queues.
     pub fn reset(&mut self) {
         (0..self.queues).for_each(|index| _ = self.stop(index));
     }
@@ -190,7 +190,7 @@ fn run(inbox: &Receiver<Command>, bell: &Bell, mut handle: impl FnMut(u16, &Memo
                 Ok(Command::Take(index, answer)) => {
                     let at = rings.iter().position(|ring| ring.index() == index);
                     let ring = at.map(|at| rings.swap_remove(at));
-                    // Nobody waits any more: then nobody wants the state.
+                    // If the caller no longer waits, the state is not needed.
                     let _ = answer.send(ring.map(Ring::into_state));
                 }
                 Err(TryRecvError::Empty) => break,
@@ -207,7 +207,7 @@ fn run(inbox: &Receiver<Command>, bell: &Bell, mut handle: impl FnMut(u16, &Memo
     }
 }
 
-/// Serves a batch of requests. `true`: there are more. The guest kicks for what comes later.
+/// Serves a batch of requests. Returns `true` if there are more; otherwise the guest kicks for later ones.
 fn serve(ring: &mut Ring, handle: &mut impl FnMut(u16, &Memory, Request) -> Option<u32>) -> bool {
     let memory = ring.memory().clone();
     ring.quiet();

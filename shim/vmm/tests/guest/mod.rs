@@ -1,4 +1,4 @@
-//! Owns: a machine without a CPU: memory, and a vhost-user front end that drives one device as QEMU would.
+//! Simulates a VM without a CPU: memory, and a vhost-user front end that drives one device as QEMU would.
 
 #[path = "../../src/testing.rs"]
 #[allow(dead_code, reason = "each test file uses a part of it")]
@@ -24,17 +24,17 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use testing::{Driver, QUEUE_BYTES};
 
-/// How long a test waits for anything.
+/// The timeout of every wait in a test.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Guest memory: two regions of 8 MiB with a hole between them.
+/// The size of each of the two regions of guest memory, which have a hole between them.
 pub const REGION: u64 = 8 << 20;
 pub const SECOND: u64 = 64 << 20;
-/// Queues lie at the begin of memory, everything else from here on.
+/// The first address behind the queues, which lie at the start of memory.
 pub const FREE: u64 = 0x20000;
 
 const F_PROTOCOL: u64 = 1 << 30;
 
-/// Polls a condition until it holds.
+/// Polls a condition until it holds; panics after [`LIMIT`].
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -52,7 +52,7 @@ pub fn memory(seals: SealFlag) -> Arc<Memory> {
     Arc::new(Memory::from_ranges_with_files(ranges).unwrap())
 }
 
-/// A queue as the front end has it.
+/// A queue as the front end uses it.
 pub struct Queue {
     pub driver: Driver,
     pub kick: EventFd,
@@ -60,7 +60,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Waits for the next request that comes back.
+    /// Waits for the next returned request.
     pub fn wait_used(&mut self) -> (u16, u32) {
         let start = Instant::now();
         loop {
@@ -81,9 +81,9 @@ impl Queue {
     }
 }
 
-/// Waits (a while, not for ever) until an eventfd is written.
+/// Waits for at most a second until an eventfd is written.
 fn wait(event: &EventFd) {
-    // The event lives as long as the borrow: it is the caller's.
+    // The caller owns the event, so it lives as long as the borrow.
     #[allow(unsafe_code, reason = "EventFd has no AsFd")]
     // SAFETY: `event` is open while this function runs.
     let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
@@ -112,7 +112,7 @@ impl Machine {
         machine
     }
 
-    /// Serves a device and connects, no more.
+    /// Serves a device and connects to it, without starting a queue.
     pub fn connected(device: Box<dyn Device>) -> Machine {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("device.sock");
@@ -123,7 +123,7 @@ impl Machine {
         Machine { memory, front, queues, channel, server, socket, next: FREE, _dir: dir }
     }
 
-    /// What QEMU does when the guest's driver is ready.
+    /// Sets up the device as QEMU does when the guest's driver is ready.
     pub fn set_up(&mut self, count: usize) {
         let regions: Vec<_> =
             self.memory.iter().map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap()).collect();
@@ -138,7 +138,7 @@ impl Machine {
         }
     }
 
-    /// Starts a queue from index `base` of its available ring.
+    /// Starts a queue at index `base` of its available ring.
     pub fn start(&mut self, index: usize, queue: &Queue, base: u16) {
         let host = |at: u64| self.memory.get_host_address(GuestAddress(at)).unwrap() as u64;
         let (descriptors, available, used) = queue.driver.addresses();
@@ -159,12 +159,12 @@ impl Machine {
         self.front.set_vring_enable(index, true).unwrap();
     }
 
-    /// The front end goes away; the server talks to one at a time, so the next one is served then.
+    /// Disconnects the front end, so that the server accepts the next one.
     pub fn hang_up(&mut self) {
         self.front = Frontend::from_stream(UnixStream::pair().unwrap().0, 1);
     }
 
-    /// Memory of the guest that nobody uses yet.
+    /// Allocates unused guest memory and returns its address.
     pub fn allocate(&mut self, bytes: u64) -> u64 {
         let at = self.next;
         self.next += bytes.next_multiple_of(4096);
@@ -177,7 +177,7 @@ impl Machine {
         self.front.get_config(0, size, VhostUserConfigFlags::empty(), &empty).unwrap().1
     }
 
-    /// Waits until the device says that its configuration has changed.
+    /// Waits until the device reports a configuration change.
     pub fn wait_config_change(&mut self) {
         self.channel.set_read_timeout(Some(LIMIT)).unwrap();
         let mut message = [0; 12];
@@ -190,7 +190,7 @@ fn libc_nonblock() -> i32 {
     nix::sys::eventfd::EfdFlags::EFD_NONBLOCK.bits()
 }
 
-/// Connects and agrees on features, as QEMU does before the guest runs.
+/// Connects and negotiates features, as QEMU does before the guest runs.
 pub fn connect(socket: &std::path::Path) -> (Frontend, UnixStream) {
     let mut front = Frontend::connect(socket, 8).unwrap();
     front.set_owner().unwrap();

@@ -1,4 +1,4 @@
-//! Owns: tests of the configuration space, the control queue and several pairs.
+//! Tests the configuration space, the control queue and several pairs.
 
 use crate::guest::{By, Guest, HEADER, KIND, MAC, each, frame, host};
 use crate::host::Host;
@@ -50,23 +50,23 @@ fn commands_are_answered_and_bad_ones_refused() {
         assert_eq!(guest.command(&[5, 0, 0x82, 0, 0, 0, 0, 0, 0, 0], 1), ok);
         assert_eq!(guest.command(&[5, 0, 0, 4, 0, 0, 0, 0, 0, 0], 1), bad, "UDP fragmentation");
         assert_eq!(guest.command(&[7, 7, 7], 1), bad);
-        // A long answer is one byte, and without room for it nothing is done.
+        // The answer is always one byte. Without space for it the command is not executed.
         assert_eq!(guest.command(&[0, 0, 1], 100), ok);
         assert_eq!(guest.command(&[1, 1, 2, 7, 7, 7, 7, 7], 0), (0, 0xee));
         assert_eq!(guest.config()[..6], [2, 9, 9, 9, 9, 9]);
-        // A reset forgets.
+        // A reset restores the initial address.
         guest.reset();
         assert_eq!(guest.config()[..6], MAC);
     });
 }
 
-/// Frames to the guest arrive in this queue sooner or later, of many flows.
+/// Sends frames of many flows to the guest. Returns whether one arrives in this queue within `limit`.
 fn arrives(guest: &mut Guest, index: usize, limit: Duration) -> bool {
     let start = Instant::now();
     let mut source = 0u8;
     while start.elapsed() < limit {
         source = source.wrapping_add(1);
-        // The kernel chooses the queue by addresses and ports.
+        // The kernel selects the queue by addresses and ports.
         let mut bytes = frame(60, 1);
         bytes[12..14].copy_from_slice(&[8, 0]);
         bytes.splice(14..34, [0x45, 0, 0, 60, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, source, 10, 0, 0, 2]);

@@ -1,4 +1,4 @@
-//! Owns: tests of frames in both directions.
+//! Tests frames in both directions.
 
 use crate::guest::{By, Guest, HEADER, KIND, each, frame, host};
 use nacelle_vmm::DeviceState;
@@ -11,13 +11,13 @@ const GUEST_TSO4: u64 = 1 << 7;
 const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 17;
 const NO_HEADER: [u8; 10] = [0; 10];
 
-/// The frame in this many buffers of a queue: the header of the first says how many.
+/// Reads one frame from the queue and returns it with the number of its buffers, which the header contains.
 fn gather(guest: &mut Guest, index: usize, first: u64) -> (Vec<u8>, u16) {
     let (_, written) = guest.wait_used(index);
     let mut bytes = guest.read(guest.buffer(index, first), written as usize);
     let count = u16::from_le_bytes([bytes[10], bytes[11]]);
     for number in 1..count {
-        // All of them are there as soon as the first one is.
+        // All buffers are returned together with the first one.
         let (_, written) = guest.queues[index].take_used().expect("the rest of the frame");
         bytes.extend(guest.read(guest.buffer(index, first + u64::from(number)), written as usize));
     }
@@ -78,7 +78,7 @@ fn a_long_frame_is_spread_over_buffers_and_waits_for_them() {
         let mut guest = guest();
         guest.set_up(PLAIN | MRG_RXBUF);
         let long = frame(1500, 7);
-        // One after the other: only the last one makes the frame complete.
+        // Buffers are provided one after the other; the frame is complete only with the last one.
         guest.host.send(NO_HEADER, &long);
         for number in 0..16 {
             assert_eq!(guest.next_used(0, Duration::from_millis(1)), None, "{number}");
@@ -86,7 +86,7 @@ fn a_long_frame_is_spread_over_buffers_and_waits_for_them() {
         }
         let (bytes, count) = gather(&mut guest, 0, 0);
         assert_eq!((&bytes[HEADER..], count), (long.as_slice(), 16));
-        // All there before.
+        // All buffers are provided before.
         (16..26).for_each(|number| guest.provide(0, number, 200));
         guest.host.send(NO_HEADER, &long);
         let (bytes, count) = gather(&mut guest, 0, 16);
@@ -108,7 +108,7 @@ fn without_merging_what_does_not_fit_is_dropped_and_the_next_one_is_not() {
     assert_eq!((&bytes[HEADER..], count), (frame(300, 2).as_slice(), 1));
 }
 
-/// A TCP segment of `length` bytes in IPv4, and the header that lets the kernel cut it up: without checksums,
+/// Returns a TCP segment of `length` bytes in IPv4, and the header that lets the kernel segment it: without checksums, in
 /// segments of 1448 bytes (Virtio 1.2, 5.1.6).
 fn segments(length: usize) -> (Vec<u8>, [u8; 10]) {
     let mut frame = [[0xff; 6], [2, 0, 0, 0, 0, 9]].concat();
@@ -118,7 +118,7 @@ fn segments(length: usize) -> (Vec<u8>, [u8; 10]) {
     let sum: u32 = frame[14..34].chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum();
     let sum = !((sum & 0xffff) + (sum >> 16)) as u16;
     frame[24..26].copy_from_slice(&sum.to_be_bytes());
-    // Ports, numbers, 20 bytes of header, ACK; the sum of the pseudo header (any will do here).
+    // Ports, sequence numbers, 20 bytes of header, ACK; the sum of the pseudo header (any value works here).
     frame.extend([0x10, 0, 0x20, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0x50, 0x10, 2, 0, 0, 0, 0, 0]);
     frame.extend((0..length).map(|at| (at % 251) as u8));
     let (needs_csum, tcp4) = (1, 1);
@@ -154,7 +154,7 @@ fn the_guest_gets_whole_what_it_said_it_takes_whole() {
         assert_eq!((bytes.len(), count), (HEADER + whole.len(), 30));
         assert_eq!((bytes[1], &bytes[4..6]), (1, [0xa8, 5].as_slice()));
         assert_eq!(bytes[HEADER + 54..], whole[54..]);
-        // And in segments what it did not.
+        // Without the offload, the guest receives segments.
         guest.reset();
         guest.set_up(PLAIN | MRG_RXBUF);
         (0..32).for_each(|number| guest.provide(0, number, 2048));
@@ -184,7 +184,7 @@ fn a_machine_goes_on_where_it_stopped() {
         let DeviceState::Net(state) = &saved else { panic!("{saved:?}") };
         assert_eq!((state.mac, state.max_pairs, state.pairs, state.offloads), ([2; 6], 1, 1, 0));
 
-        // Another process, another tap.
+        // Another process with another tap.
         let mut other = fresh();
         std::mem::swap(&mut guest.device, &mut other.device);
         std::mem::swap(&mut guest.host, &mut other.host);
@@ -193,7 +193,7 @@ fn a_machine_goes_on_where_it_stopped() {
         guest.device.acknowledge(PLAIN | MRG_RXBUF | GUEST_CSUM | 1 << 2 | 1 << 23);
         assert_eq!(guest.device.save(), saved);
         assert_eq!(guest.config()[..6], [2; 6]);
-        // A frame of the guest from before is sent without a kick.
+        // A frame that the guest submitted before is sent without a kick.
         let at = guest.buffer(1, 5);
         let bytes = [[0; HEADER].as_slice(), &frame(100, 3)].concat();
         guest.memory.write_slice(&bytes, GuestAddress(at)).unwrap();
@@ -221,6 +221,6 @@ fn the_guest_is_told_when_its_interface_is_gone() {
     guest.host.remove();
     guest.wait_config_change();
     assert_eq!(guest.config()[6..8], [0, 0]);
-    // It can still send, and gets its buffers back.
+    // The guest can still send, and gets its buffers back.
     guest.send(1, [0; HEADER], &frame(100, 2), &[]);
 }

@@ -1,4 +1,4 @@
-//! Owns: a guest's driver of a network device, without a machine or a transport.
+//! Simulates a guest's driver of a network device, without a VM or a transport.
 
 use crate::host::Host;
 use crate::testing::{Driver, QUEUE_BYTES};
@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use virtio_queue::{Queue, QueueState};
 use vm_memory::{Bytes, GuestAddress};
 
-/// How long a test waits for anything.
+/// The timeout of every wait in a test.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// The header before a frame in a queue.
+/// The size of the header before a frame in a queue.
 pub const HEADER: usize = 12;
 /// An EtherType for experiments.
 pub const KIND: [u8; 2] = [0x88, 0xb5];
@@ -24,7 +24,7 @@ const QUEUE_SIZE: u16 = 128;
 const BUFFERS: u64 = 1 << 20;
 const BUFFER: u64 = 128 << 10;
 
-/// Where the interrupts go.
+/// The destination of the interrupts.
 struct Line {
     queues: Vec<EventFd>,
     config: EventFd,
@@ -54,24 +54,24 @@ pub struct Guest {
     line: Arc<Line>,
 }
 
-/// Whether the kernel serves the queues.
+/// The server of the queues: threads of this process or the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     Us,
     Kernel,
 }
 
-/// Why a test cannot run here.
+/// Prints why a test cannot run here.
 fn skipped(why: impl std::fmt::Display) {
     println!("skipped: {why}");
 }
 
-/// A tap in a namespace, or the word that there is none here.
+/// Returns a tap in a namespace, or prints that none can be created here.
 pub fn host(queues: usize) -> Option<Host> {
     Host::new(queues).map_err(|error| skipped(format!("no tap in a namespace here: {error}"))).ok()
 }
 
-/// Runs the test with each way of serving that there is here.
+/// Runs the test with each server of queues that is available here.
 pub fn each(pairs: usize, test: impl Fn(&dyn Fn() -> Guest)) {
     if host(1).is_none() {
         return;
@@ -90,7 +90,7 @@ fn event() -> EventFd {
 }
 
 impl Guest {
-    /// A device of so many pairs with all its queues stopped.
+    /// Creates a device with this many pairs and all its queues stopped.
     pub fn new(by: By, pairs: usize) -> Guest {
         let host = Host::new(pairs).unwrap();
         let taps = host.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
@@ -111,7 +111,7 @@ impl Guest {
         (0..self.kicks.len()).map(driver).collect()
     }
 
-    /// What a driver does that agrees to these features: all queues run.
+    /// Negotiates these features and starts all queues, as a driver does.
     pub fn set_up(&mut self, features: u64) {
         self.device.acknowledge(features & self.device.features());
         for index in 0..self.queues.len() {
@@ -134,7 +134,7 @@ impl Guest {
         (0..self.queues.len()).map(|index| self.device.stop(index as u16).unwrap()).collect()
     }
 
-    /// The device begins anew, and the driver with it.
+    /// Resets the device and the driver.
     pub fn reset(&mut self) {
         self.device.reset();
         self.queues = self.fresh_queues();
@@ -144,17 +144,17 @@ impl Guest {
         self.kicks[index].write(1).unwrap();
     }
 
-    /// Memory for buffer `number` of a queue.
+    /// Returns the address of buffer `number` of a queue.
     pub fn buffer(&self, index: usize, number: u64) -> u64 {
         BUFFERS + (index as u64 * 32 + number % 32) * BUFFER
     }
 
-    /// Waits for the next request of a queue that comes back.
+    /// Waits for the next request that the device returns on a queue.
     pub fn wait_used(&mut self, index: usize) -> (u16, u32) {
         self.next_used(index, LIMIT).expect("no request came back")
     }
 
-    /// The next request of a queue that comes back within this time.
+    /// Returns the next request that the device returns on a queue within `limit`.
     pub fn next_used(&mut self, index: usize, limit: Duration) -> Option<(u16, u32)> {
         let start = Instant::now();
         loop {
@@ -185,14 +185,14 @@ impl Guest {
         config
     }
 
-    /// Provides a buffer for frames of the host.
+    /// Provides a buffer for received frames.
     pub fn provide(&mut self, index: usize, number: u64, bytes: u32) {
         let at = self.buffer(index, number);
         self.queues[index].submit(&[(at, bytes, true)]);
         self.kick(index);
     }
 
-    /// Sends a frame in pieces of these sizes and what is left, and waits until it comes back.
+    /// Sends a frame in pieces of these sizes plus a last piece with the rest, and waits until it is returned.
     pub fn send(&mut self, index: usize, header: [u8; HEADER], frame: &[u8], cuts: &[usize]) -> u32 {
         let bytes = [&header, frame].concat();
         let at = self.buffer(index, 0);
@@ -214,7 +214,7 @@ impl Guest {
         bytes
     }
 
-    /// A command on the control queue, with room for so many bytes of an answer.
+    /// Sends a command on the control queue, with space for `room` bytes of an answer.
     pub fn command(&mut self, bytes: &[u8], room: u32) -> (u32, u8) {
         let index = self.queues.len() - 1;
         self.command_on(index, bytes, room)
@@ -235,13 +235,13 @@ impl Guest {
     }
 }
 
-/// Waits until an eventfd is written; takes note of it.
+/// Waits until an eventfd is written, and clears it. Returns whether it was written in time.
 fn wait(event: &EventFd, limit: Duration) -> bool {
     let timeout = u16::try_from(limit.as_millis()).unwrap();
     poll(&mut [PollFd::new(event.as_fd(), PollFlags::POLLIN)], timeout).unwrap() > 0 && event.read().is_ok()
 }
 
-/// A frame to or from the guest, with this many bytes behind its addresses and type.
+/// Returns a frame to or from the guest, with `length` bytes behind its addresses and type.
 pub fn frame(length: usize, seed: u8) -> Vec<u8> {
     let mut frame = [[0xff; 6], MAC].concat();
     frame.extend(KIND);

@@ -1,4 +1,4 @@
-//! Owns: the host's side of a tap in a network namespace of its own: all frames that go through it.
+//! Implements the host's side of a tap in a network namespace of its own, with access to all frames that pass through it.
 #![allow(unsafe_code, reason = "ioctls of taps and packet sockets have no safe wrapper")]
 
 use crate::guest::LIMIT;
@@ -6,7 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
-/// A tap and a packet socket on it. Frames of the socket have a header of virtio-net before them (10 bytes).
+/// A tap and a packet socket on it. Frames at the socket are preceded by a virtio-net header of 10 bytes.
 pub struct Host {
     pub taps: Vec<OwnedFd>,
     socket: OwnedFd,
@@ -14,7 +14,7 @@ pub struct Host {
     index: i32,
 }
 
-/// The header before each frame on the packet socket.
+/// The size of the header before each frame at the packet socket.
 pub const HEADER: usize = 10;
 
 fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -29,7 +29,7 @@ fn request(flags: i32) -> libc::ifreq {
     request
 }
 
-/// One queue of the tap `t` of this thread's namespace.
+/// Opens one queue of the tap `t` in this thread's namespace.
 pub fn open_tap(flags: i32) -> io::Result<OwnedFd> {
     let tun = OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
     // SAFETY: the descriptor is open, and the kernel reads one ifreq.
@@ -38,14 +38,14 @@ pub fn open_tap(flags: i32) -> io::Result<OwnedFd> {
 }
 
 impl Host {
-    /// A tap of so many queues, up. An error: this cannot be done here.
+    /// Creates a tap with this many queues and sets it up. Fails if that is not permitted or supported here.
     pub fn new(queues: usize) -> io::Result<Host> {
         let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
         Host::with_flags(queues, libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | several)
     }
 
     pub fn with_flags(queues: usize, flags: i32) -> io::Result<Host> {
-        // A thread of its own: its namespace ends with it, but for those who hold it.
+        // A thread of its own, whose namespace ends with it, except for holders of its descriptors.
         std::thread::spawn(move || Host::here(queues, flags)).join().expect("the thread of a namespace")
     }
 
@@ -53,12 +53,12 @@ impl Host {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)?;
         let namespace = File::open("/proc/thread-self/ns/net")?;
         let taps = (0..queues).map(|_| open_tap(flags)).collect::<io::Result<Vec<_>>>()?;
-        // A kernel without IPv6 has no such file.
+        // Fails on a kernel without IPv6, which has no such file.
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/t/disable_ipv6", "1");
         let all = i32::from((libc::ETH_P_ALL as u16).to_be());
         // SAFETY: no memory is involved.
         let socket = checked(unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, all) })?;
-        // SAFETY: the kernel has just made it; nobody else has it.
+        // SAFETY: the kernel has just made the descriptor; nothing else owns it.
         let socket = unsafe { OwnedFd::from_raw_fd(socket) };
         let mut up = request(libc::IFF_UP | libc::IFF_RUNNING);
         // SAFETY: the descriptor is open, and the kernel reads one ifreq.
@@ -85,16 +85,16 @@ impl Host {
         Ok(Host { taps, socket, namespace, index })
     }
 
-    /// Sends one frame to the guest, if its tap is not full.
+    /// Sends one frame to the guest, unless its tap is full.
     pub fn send(&self, header: [u8; HEADER], frame: &[u8]) {
         let bytes = [&header, frame].concat();
         match nix::unistd::write(&self.socket, &bytes) {
-            Err(nix::errno::Errno::ENOBUFS) => {} // a tap that nobody reads is full at some time, and drops
+            Err(nix::errno::Errno::ENOBUFS) => {} // a tap that is not read becomes full, and drops
             sent => assert_eq!(sent.expect("a frame to the tap"), bytes.len()),
         }
     }
 
-    /// The next frame of the guest with this EtherType, header included.
+    /// Receives the next frame of the guest with this EtherType, header included.
     pub fn receive(&self, kind: [u8; 2]) -> Vec<u8> {
         loop {
             let event = nix::poll::PollFd::new(self.socket.as_fd(), nix::poll::PollFlags::POLLIN);
@@ -124,9 +124,9 @@ impl Host {
             nix::sched::setns(namespace, nix::sched::CloneFlags::CLONE_NEWNET).expect("the namespace");
             // SAFETY: no memory is involved.
             let socket = checked(unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) });
-            // SAFETY: the kernel has just made it; nobody else has it.
+            // SAFETY: the kernel has just made the descriptor; nothing else owns it.
             let socket = unsafe { OwnedFd::from_raw_fd(socket.expect("a netlink socket")) };
-            // nlmsghdr: length, RTM_DELLINK, NLM_F_REQUEST, number, port; ifinfomsg with the index.
+            // nlmsghdr: length, RTM_DELLINK, NLM_F_REQUEST, sequence number, port; ifinfomsg with the index.
             let mut message = [0u8; 32];
             message[0..4].copy_from_slice(&32u32.to_ne_bytes());
             message[4..6].copy_from_slice(&17u16.to_ne_bytes());

@@ -1,12 +1,11 @@
-//! Owns: tests of what a hostile driver does to a network device: it harms itself only.
+//! Tests that a hostile driver of a network device harms only itself.
 
 use crate::guest::{By, Guest, HEADER, KIND, each, frame};
 use crate::testing::{Driver, NEXT, WRITE};
 
 const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 17 | 1 << 15;
 
-/// Offers what makes no sense and waits until it comes back. The kernel may give the queue up: then the driver
-/// begins anew.
+/// Offers an invalid frame and waits until it is returned. The kernel may stop serving the queue; then the driver resets the device.
 fn bad(guest: &mut Guest, features: u64, offer: impl Fn(&mut Driver) -> u16) {
     offer(&mut guest.queues[1]);
     guest.kick(1);
@@ -25,19 +24,19 @@ fn frames_that_make_no_sense_come_back_and_the_next_one_is_sent() {
         let features = PLAIN | 1 | 1 << 11;
         guest.set_up(features);
         let at = guest.buffer(1, 0);
-        // Too short for a header, for addresses; too long; only room for the device; outside of memory.
+        // Too short for a header, too short for addresses, too long, only writable; then outside memory.
         for (length, writable) in [(0, false), (11, false), (25, false), (70_000, false), (2000, true)] {
             bad(&mut guest, features, |queue| queue.submit(&[(at, length, writable)]));
         }
         for outside in [u64::MAX - 5, 1 << 40] {
             bad(&mut guest, features, |queue| queue.submit(&[(outside, 100, false)]));
         }
-        // Segments of no bytes, a checksum beyond the end: the kernel looks at them.
+        // Segments of no bytes, and a checksum beyond the end: the kernel checks them.
         for header in [[1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0, 0]] {
             guest.send(1, header, &frame(100, 1), &[]);
         }
         guest.send(1, [0; HEADER], &frame(100, 9), &[]);
-        // Of the bad ones some may have left: they are frames.
+        // Some of the invalid frames may have been sent, because they are frames too.
         while guest.host.receive(KIND)[10..] != frame(100, 9) {}
     });
 }
@@ -47,7 +46,7 @@ fn buffers_that_make_no_sense_come_back_and_the_next_one_is_filled() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN);
-        // Without room for a header, to be read only, in the wrong order, a loop.
+        // Too small for a header, read-only, in the wrong order, and a loop.
         let at = guest.buffer(0, 0);
         guest.queues[0].submit(&[(at, 11, true)]);
         guest.queues[0].submit(&[(at, 1000, false)]);
@@ -59,7 +58,7 @@ fn buffers_that_make_no_sense_come_back_and_the_next_one_is_filled() {
         guest.kick(0);
         guest.host.send([0; 10], &frame(200, 1));
         guest.host.send([0; 10], &frame(200, 2));
-        // However that ends, a reset makes all good.
+        // A reset makes the device work again in every case.
         guest.reset();
         guest.set_up(PLAIN);
         for number in 0..4 {

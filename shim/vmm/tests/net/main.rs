@@ -1,5 +1,5 @@
-//! Owns: the network device over a real tap, driven by a scripted driver. Needs root and /dev/net/tun; with
-//! vhost-net where the node has it.
+//! Tests the network device over a real tap, with a scripted driver. Needs root and /dev/net/tun. The tests also run with
+//! vhost-net if the node supports it.
 
 #[path = "../../src/testing.rs"]
 #[allow(dead_code, reason = "each test file uses a part of it")]

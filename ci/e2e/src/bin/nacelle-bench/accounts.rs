@@ -1,4 +1,4 @@
-//! Owns: how far what Nacelle says of pods is from what the node's kernel counts for their control groups.
+//! Measures how far Nacelle's statistics of pods differ from what the node's kernel counts for their cgroups.
 
 use crate::cri::{Cri, Pod};
 use crate::density;
@@ -8,7 +8,8 @@ use nacelle_e2e::{Image, eventually};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// What a container does, and how: 64 MiB each, and then it sleeps. What holds the memory of a process has twice as much while it reads it.
+/// The loads of a container: 64 MiB each, then the container sleeps. The process that holds memory uses twice as much while it
+/// reads.
 const LOADS: [(&str, &str); 5] = [
     ("nothing", "touch /full"),
     ("memory of a process", "(head -c 33554432 /dev/urandom; touch /full; sleep 1000000) | tail -c 33554432"),
@@ -16,11 +17,12 @@ const LOADS: [(&str, &str); 5] = [
     ("files on its root", "head -c 67108864 /dev/urandom >/blob; sync; touch /full"),
     ("work", "touch /full; while :; do :; done"),
 ];
-/// For how long it is left alone then.
+/// How long a container is left alone before it is measured.
 const SETTLED: Duration = Duration::from_secs(8);
 
-/// What was said of a pod, in bytes and nanoseconds, and what was counted just before and just after that: no two can be asked at the same moment.
-/// Errors are told with both: how far it is from the nearer one (0 between them), and from the later one.
+/// The statistics of a pod in bytes and nanoseconds, and the kernel's counts just before and just after them, because the two
+/// cannot be read at the same moment. Errors are computed for both: the distance from the nearer count (0 between them), and from
+/// the later one.
 struct Moment {
     accounts: Value,
     stats: f64,
@@ -29,12 +31,13 @@ struct Moment {
 }
 
 impl Moment {
-    /// One figure of the accounts.
+    /// Returns one figure of the statistics.
     fn said(&self, account: &str, figure: &str) -> f64 {
         self.accounts[account][figure].as_f64().unwrap_or(f64::NAN)
     }
 
-    /// How far a figure is from what was counted around it, in percent: 0 if it lies between the two; and from what was counted after it.
+    /// Returns the error of a figure in percent: its distance from the counts around it (0 if it is between them), and from the
+    /// later count.
     fn errors(&self, account: &str, figure: &str, counted: fn(&Group) -> f64) -> [f64; 2] {
         let said = self.said(account, figure);
         let (one, other) = (counted(&self.before), counted(&self.group));
@@ -42,8 +45,8 @@ impl Moment {
     }
 }
 
-/// Each load in two pods. Returns `[{"engine", "load", "said": {...}, "counted_before": {...}, "counted": {...}, "errors": {...: %}, "errors_after":
-/// {...: %}}, ...]`, the memory in MiB; null if the node's kernel does not count.
+/// Measures each load in two pods. Returns `[{"engine", "load", "said": {...}, "counted_before": {...}, "counted": {...},
+/// "errors": {...: %}, "errors_after": {...: %}}, ...]`, the memory in MiB; null if the node's kernel does not count.
 pub fn measure() -> Value {
     let node = density::node();
     let image = node.image(&Image::busybox(), "busybox:1");

@@ -1,4 +1,4 @@
-//! Owns: what is measured, and against whom.
+//! Defines the benchmarks and their peers.
 
 use crate::Measured;
 use crate::containerd::Containerd;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 type Bench = fn(usize) -> Measured;
 
-/// Name, what it measures, how.
+/// The name of a benchmark, what it measures, and its function.
 pub const ALL: &[(&str, &str, Bench)] = &[
     ("ready", "RunPodSandbox until the pod is ready, against plain QEMU microvm until init", ready),
     ("ready-tuned", "the same, against QEMU microvm with the kernel parameters that our engine found", ready_tuned),
@@ -40,7 +40,7 @@ fn shrink(runs: usize) -> Measured {
     resizes(runs, 1)
 }
 
-/// Machines that get and then lose a processor and a block of memory; the first or the second is measured.
+/// Measures the hot-plug and unplug of a vCPU and a block of memory; `which` selects one of the two steps.
 fn resizes(runs: usize, which: usize) -> Measured {
     let extra = handler("grows", "memory_mib = 128\nmax_vcpus = 2\nmax_memory_mib = 256\n");
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
@@ -48,7 +48,7 @@ fn resizes(runs: usize, which: usize) -> Measured {
     let mut measured = Measured::new("ms", "a new pod");
     for _ in 0..runs {
         let (pod, started) = cri.run_pod_with("grows", false);
-        // The first time a processor starts it is calibrated, and a block is made known.
+        // The first plug of a vCPU calibrates it, and the first plug of a memory block announces it.
         for _ in 0..2 {
             let took = [cri.resize(&pod, 2, 256 << 20), cri.resize(&pod, 1, 128 << 20)];
             measured.ours.push(took[which]);
@@ -59,7 +59,7 @@ fn resizes(runs: usize, which: usize) -> Measured {
     measured
 }
 
-/// A node whose pods have IPv4 only: the plugins' wait for duplicate address detection is not what is measured.
+/// Returns a node whose pods have IPv4 only: the plugins' duplicate address detection of IPv6 is not part of the measurement.
 fn node() -> Node {
     Node::with(Options { ipv6: false, ..Options::default() })
 }
@@ -76,7 +76,7 @@ fn ready_tuned(runs: usize) -> Measured {
     boots(runs, "qemu microvm, tuned", timers)
 }
 
-/// The kernel parameters about clocks that our engine gave the machine that runs on the node.
+/// Returns the kernel parameters about clocks that our engine passed to the running VM.
 fn timers(node: &Node) -> Vec<String> {
     let machine = node.processes("qemu")[0];
     let line = fs::read_to_string(format!("/proc/{machine}/cmdline")).expect("the machine runs");
@@ -89,7 +89,7 @@ fn boots(runs: usize, peer: &'static str, tuning: impl Fn(&Node) -> Vec<String>)
     let mut cri = ours(&node);
     let plain = microvm::initramfs(node.folder());
     let mut measured = Measured::new("ms", peer);
-    // The first of each fills the page cache.
+    // The first run of each fills the page cache.
     for run in 0..=runs {
         let (pod, took) = cri.run_pod();
         let parameters = tuning(&node);
@@ -103,7 +103,7 @@ fn boots(runs: usize, peer: &'static str, tuning: impl Fn(&Node) -> Vec<String>)
     measured
 }
 
-/// Ours and containerd on one node, each with the image and a pod.
+/// Measures Nacelle and containerd on one node, each with the image and a pod.
 fn side_by_side(measure: impl Fn(&mut Cri, &Pod, &str) -> f64, runs: usize) -> Measured {
     let node = node();
     let image = node.registry.push(&Image::busybox(), "busybox:1");
@@ -143,7 +143,7 @@ fn exec(runs: usize) -> Measured {
     side_by_side(one, runs)
 }
 
-/// Layers that look like software: half of each page repeats, half is noise.
+/// Returns layers that resemble software: half of each page repeats, half is noise.
 fn large() -> Image {
     (0..4_u64).fold(Image::busybox(), |image, layer| {
         image.layer(|files| {
@@ -185,7 +185,7 @@ fn pull(runs: usize) -> Measured {
     measured
 }
 
-/// Kilobytes of a line of /proc/PID/FILE.
+/// Returns a field of /proc/PID/FILE in KiB.
 pub fn kilobytes(pid: i32, file: &str, line: &str) -> f64 {
     let text = fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
     let value = text.lines().find_map(|found| found.strip_prefix(line)?.split_whitespace().next()?.parse().ok());
@@ -201,7 +201,7 @@ fn pod_memory(runs: usize) -> Measured {
         let (pod, _) = cri.run_pod();
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
         cri.exec(&container, &["/bin/true"]);
-        // The guest's memory is shared with QEMU; what is private is the process's own.
+        // The guest's memory is shared with QEMU; private memory is the process's own.
         let process = node.processes("nacelle-pod ")[0];
         let own = ["Private_Clean:", "Private_Dirty:"].map(|line| kilobytes(process, "smaps_rollup", line));
         measured.ours.push(own.iter().sum::<f64>() / 1024.0);
@@ -242,7 +242,7 @@ fn daemon_memory_of_fifty(runs: usize) -> Measured {
     measured
 }
 
-/// For how long a pod that does nothing is looked at.
+/// How long an idle pod is observed.
 const IDLE: Duration = Duration::from_secs(30);
 
 fn idle(runs: usize) -> Measured {
@@ -252,7 +252,7 @@ fn idle(runs: usize) -> Measured {
     let mut measured = Measured { peers: vec![0.2], ..Measured::new("%", "budget") };
     let (pod, _) = cri.run_pod();
     cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 100000"]);
-    // What a start leaves to be done.
+    // Work that a start leaves for later is done by then.
     std::thread::sleep(Duration::from_secs(5));
     let programs = ["nacelle-pod ", "nacelle-fs ", "nacelle-agent ", "qemu"];
     let processes = programs.map(|name| node.processes(name));
@@ -269,11 +269,11 @@ fn idle(runs: usize) -> Measured {
     measured
 }
 
-/// How long a process was on a processor, those of its threads that have ended included: fields 14 and 15 of its `stat`, in
-/// hundredths of a second (proc(5)).
+/// Returns the CPU time of a process, including its ended threads: fields 14 and 15 of its `stat`, in hundredths of a second
+/// (proc(5)).
 fn on_processor(pid: i32) -> Duration {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).expect("the pod runs");
-    // The command's name may hold spaces and brackets: fields count from the last one.
+    // The command's name may contain spaces and parentheses: fields count from the last one.
     let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields).split_whitespace().skip(11).take(2);
     Duration::from_millis(fields.filter_map(|field| field.parse::<u64>().ok()).sum::<u64>() * 10)
 }

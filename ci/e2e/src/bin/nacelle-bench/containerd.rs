@@ -1,4 +1,4 @@
-//! Owns: the peer containerd (Debian's, with runc) on the same node: same registry, same CNI configuration.
+//! Runs the peer containerd (Debian's, with runc) on the same node, with the same registry and CNI configuration.
 
 use crate::cri::Cri;
 use nacelle_e2e::{Image, Node, census, eventually};
@@ -6,14 +6,14 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
 
-/// A containerd of our own; it ends with this, and so does what it started.
+/// A containerd of our own. Dropping it ends it and everything that it started.
 pub struct Containerd {
     process: Child,
     folder: PathBuf,
 }
 
 impl Containerd {
-    /// Starts it on the node and waits until it answers.
+    /// Starts containerd on the node and waits until it answers.
     pub fn start(node: &Node) -> (Self, Cri) {
         let folder = node.folder().join("containerd");
         fs::create_dir_all(folder.join("logs")).expect("the node's folder is writable");
@@ -56,7 +56,7 @@ impl Containerd {
 
 impl Drop for Containerd {
     fn drop(&mut self) {
-        // What has ended already is what we want.
+        // It may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
         for (pid, _) in census::processes(&self.folder) {

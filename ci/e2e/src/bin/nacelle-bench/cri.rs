@@ -1,4 +1,4 @@
-//! Owns: CRI spoken directly, so that no client program is measured along.
+//! Implements a CRI client, so that the measurement includes no client program.
 
 use nacelle_e2e::cri::{container_config, pod_config};
 use nacelle_proto::cri;
@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tonic::transport::Channel;
 
-/// A runtime behind a socket.
+/// A client of a runtime's socket.
 pub struct Cri {
     runtime: tokio::runtime::Runtime,
     pods: RuntimeServiceClient<Channel>,
     images: ImageServiceClient<Channel>,
     logs: PathBuf,
-    /// The control group in which those of pods are made.
+    /// The parent cgroup of the pods.
     pub group: String,
     next: u32,
 }
@@ -26,7 +26,8 @@ pub struct Pod {
 }
 
 impl Cri {
-    /// Connects to `socket`; log files go below `logs`, whose last part tells this client's pods from those of others.
+    /// Connects to `socket`. Log files go below `logs`, whose last component distinguishes this client's pods from those of
+    /// others.
     pub fn connect(socket: &Path, logs: &Path) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let path = socket.to_owned();
@@ -54,12 +55,12 @@ impl Cri {
         format!("{what}-{folder}-{}", self.next)
     }
 
-    /// RunPodSandbox; returns the pod and the milliseconds it took.
+    /// Calls RunPodSandbox; returns the pod and the duration in milliseconds.
     pub fn run_pod(&mut self) -> (Pod, f64) {
         self.run_pod_with("", false)
     }
 
-    /// The same with a handler, and for containers that are privileged.
+    /// Like `run_pod`, with a handler, and with `privileged` for privileged containers.
     pub fn run_pod_with(&mut self, handler: &str, privileged: bool) -> (Pod, f64) {
         let name = self.name("pod");
         let security = cri::LinuxSandboxSecurityContext { privileged, ..Default::default() };
@@ -80,7 +81,7 @@ impl Cri {
         (Pod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
     }
 
-    /// UpdatePodSandboxResources: what the pod's containers may use together; returns the milliseconds.
+    /// Calls UpdatePodSandboxResources with the resources of the pod's containers together; returns the duration in milliseconds.
     pub fn resize(&mut self, pod: &Pod, cpus: i64, memory: i64) -> f64 {
         let (cpu_period, cpu_quota) = (100_000, cpus * 100_000);
         let containers =
@@ -95,7 +96,7 @@ impl Cri {
         milliseconds(start)
     }
 
-    /// StopPodSandbox and RemovePodSandbox.
+    /// Calls StopPodSandbox and RemovePodSandbox.
     pub fn remove_pod(&mut self, pod: &Pod) {
         let stop = cri::StopPodSandboxRequest { pod_sandbox_id: pod.id.clone() };
         self.runtime.block_on(self.pods.stop_pod_sandbox(stop)).expect("StopPodSandbox");
@@ -103,12 +104,12 @@ impl Cri {
         self.runtime.block_on(self.pods.remove_pod_sandbox(remove)).expect("RemovePodSandbox");
     }
 
-    /// CreateContainer and StartContainer; returns the id and the milliseconds until the log has a first byte.
+    /// Calls CreateContainer and StartContainer; returns the id, and the milliseconds until the first byte in the log.
     pub fn start(&mut self, pod: &Pod, image: &str, command: &[&str]) -> (String, f64) {
         self.start_with(pod, image, command, &[], None)
     }
 
-    /// The same with folders of the node: what each is, and where the container has it; and privileged, with a device of the node.
+    /// Like `start`, with directories of the node and their paths in the container, or privileged with a device of the node.
     pub fn start_with(
         &mut self,
         pod: &Pod,
@@ -143,14 +144,14 @@ impl Cri {
         (id, milliseconds(start))
     }
 
-    /// ExecSync; returns the milliseconds.
+    /// Calls ExecSync; returns the duration in milliseconds.
     pub fn exec(&mut self, container: &str, command: &[&str]) -> f64 {
         let start = Instant::now();
         self.output(container, command);
         milliseconds(start)
     }
 
-    /// ExecSync; returns what it printed.
+    /// Calls ExecSync; returns the output.
     pub fn output(&mut self, container: &str, command: &[&str]) -> String {
         let request = cri::ExecSyncRequest {
             container_id: container.to_owned(),
@@ -162,14 +163,14 @@ impl Cri {
         String::from_utf8_lossy(&answer.stdout).into_owned()
     }
 
-    /// The accounts of a verbose PodSandboxStatus.
+    /// Returns the statistics in a verbose PodSandboxStatus.
     pub fn accounts(&mut self, pod: &Pod) -> serde_json::Value {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.id.clone(), verbose: true };
         let answer = self.runtime.block_on(self.pods.pod_sandbox_status(request)).expect("PodSandboxStatus");
         serde_json::from_str(&answer.into_inner().info["accounts"]).expect("JSON")
     }
 
-    /// The memory of PodSandboxStats, in bytes; not a number if there is none.
+    /// Returns the memory of PodSandboxStats in bytes; NaN if there is none.
     pub fn memory(&mut self, pod: &Pod) -> f64 {
         let request = cri::PodSandboxStatsRequest { pod_sandbox_id: pod.id.clone() };
         let answer = self.runtime.block_on(self.pods.pod_sandbox_stats(request)).expect("PodSandboxStats");
@@ -177,7 +178,7 @@ impl Cri {
         memory.map_or(f64::NAN, |bytes| bytes.value as f64)
     }
 
-    /// PullImage; returns the milliseconds.
+    /// Calls PullImage; returns the duration in milliseconds.
     pub fn pull(&mut self, image: &str) -> f64 {
         let spec = cri::ImageSpec { image: image.to_owned(), ..Default::default() };
         let request = cri::PullImageRequest { image: Some(spec), ..Default::default() };
@@ -186,7 +187,7 @@ impl Cri {
         milliseconds(start)
     }
 
-    /// RemoveImage.
+    /// Calls RemoveImage.
     pub fn remove_image(&mut self, image: &str) {
         let spec = cri::ImageSpec { image: image.to_owned(), ..Default::default() };
         let request = cri::RemoveImageRequest { image: Some(spec) };
@@ -202,7 +203,7 @@ fn cri_device(path: &str) -> cri::Device {
     cri::Device { container_path: path.to_owned(), host_path: path.to_owned(), permissions: "rwm".into() }
 }
 
-/// Milliseconds since `start`.
+/// Returns the milliseconds since `start`.
 pub fn milliseconds(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1000.0
 }

@@ -1,4 +1,4 @@
-//! Owns: many clients that make and remove pods at once: how long each call takes, by the number of pods there.
+//! Measures many clients that create and remove pods concurrently: the duration of each call by the number of existing pods.
 
 use crate::cri::{Cri, Pod, milliseconds};
 use nacelle_e2e::node::Options;
@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// One call: its name, how many pods there were when it began, its milliseconds.
+/// One call: its name, the number of pods when it began, its duration in milliseconds.
 struct Call(&'static str, usize, f64);
 
-/// `pods` pods with a container each, made by `clients` clients at once; then as many remove them. Fails (panics) on any
-/// error and if anything is left. Returns `{"engine", "pods", "clients", "calls": [[NAME, PODS, MILLISECONDS], ...]}`.
+/// Creates `pods` pods with a container each by `clients` concurrent clients, then removes them the same way. Panics on any error
+/// and if anything is leaked. Returns `{"engine", "pods", "clients", "calls": [[NAME, PODS, MILLISECONDS], ...]}`.
 pub fn measure(pods: usize, clients: usize) -> Value {
     let extra = "[sandbox]\nboot_seconds = 900\nanswer_seconds = 600\n".to_owned();
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });

@@ -1,4 +1,4 @@
-//! Owns: what a pod that sleeps costs the node's memory, by the number of pods: ours, containerd's, and plain machines.
+//! Measures the node's memory per sleeping pod by the number of pods: Nacelle's, containerd's, and plain VMs.
 
 use crate::containerd::Containerd;
 use crate::cri::{Cri, Pod};
@@ -10,13 +10,13 @@ use serde_json::{Value, json};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// Who can be measured.
+/// The subjects that can be measured.
 pub const WHO: [&str; 4] = ["nacelle", "containerd", "qemu", "accounts"];
-/// How long the node is left alone before it is looked at.
+/// How long the node is left alone before it is measured.
 const SETTLED: Duration = Duration::from_secs(8);
 
 /// Returns `{"engine", "density": [{"runtime", "pods", "pss", "used", ...: MiB for each pod}, ...], "accounts": [...]}`; the
-/// latter is what [`accounts::measure`] returns.
+/// latter is the result of [`accounts::measure`].
 pub fn measure(who: &[&str], stages: &[usize]) -> Value {
     let mut density = Vec::new();
     for who in who {
@@ -38,14 +38,14 @@ pub fn node() -> Node {
     node
 }
 
-/// A client whose pods have their control groups in the node's.
+/// Returns a client whose pods have their cgroups in the node's.
 pub fn ours(node: &Node) -> Cri {
     let mut cri = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
     cri.group = census::cgroup_parent(node.folder());
     cri
 }
 
-/// Makes pods until there are so many, for each number, and looks; `processes` finds those of all pods.
+/// Creates pods up to each of these numbers, and measures at each; `processes` returns the processes of all pods.
 fn stages<P>(
     runtime: &str,
     stages: &[usize],
@@ -79,7 +79,7 @@ fn stages<P>(
     (pods, rows)
 }
 
-/// A pod with one container that sleeps.
+/// Creates a pod with one container that sleeps.
 fn sleeping(cri: &mut Cri, image: &str) -> Pod {
     let (pod, _) = cri.run_pod();
     cri.start(&pod, image, &["/bin/sh", "-c", "echo here; exec sleep 1000000"]);
@@ -90,7 +90,7 @@ fn nacelle(numbers: &[usize]) -> Vec<Value> {
     let node = node();
     let image = node.image(&Image::busybox(), "busybox:1");
     let mut cri = ours(&node);
-    // What only the first one needs.
+    // Allocations that only the first pod causes.
     let first = sleeping(&mut cri, &image);
     cri.remove_pod(&first);
     let charged = |pods: f64| {

@@ -1,5 +1,5 @@
-//! Owns: how fast files are, by fio: in our pods, in containerd's containers on the same disk, and in plain QEMU with
-//! Debian's virtiofsd.
+//! Measures file systems with fio: in our pods, in containerd's containers on the same disk, and in plain QEMU with Debian's
+//! virtiofsd.
 
 use crate::containerd::Containerd;
 use crate::cri::Cri;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What is measured: its name, fio's options, and the figure that counts of fio's answer.
+/// The benchmarks: the name, fio's options, and the figure of fio's result.
 const JOBS: [(&str, &str, &str); 7] = [
     ("read, MB/s", "--rw=read --bs=128k --size=64m", "read.bw_bytes"),
     ("random reads of 4 KiB, /s", "--rw=randread --bs=4k --size=64m --runtime=4", "read.iops"),
@@ -26,19 +26,20 @@ const JOBS: [(&str, &str, &str); 7] = [
     ("files removed, /s", "--ioengine=filedelete --filesize=4k --nrfiles=2000", "read.iops"),
 ];
 
-/// Where files are looked at in a container.
+/// The directories in a container that are measured.
 const PLACES: [(&str, &str); 4] =
     [("/own", "root"), ("/shared", "volume"), ("/empty", "emptyDir"), ("/block", "block volume")];
 
-/// The handler whose emptyDirs are disks of machines.
+/// The handler whose emptyDirs are disks of VMs.
 const DISKS: &str = "disks";
 
-/// Before and after fio's answer to each job, in what a guest prints.
+/// Separates the results of the jobs in the output of a guest.
 const MARK: &str = "=====";
-/// How long a machine may take for all jobs.
+/// The time limit of a VM for all jobs.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Runs the jobs `runs` times in each place in turn; or only on our volume and in plain QEMU. Returns `[{"runtime", "operation", "p50", "samples"}, ...]`.
+/// Runs the jobs `runs` times, alternating between all directories, or only on our volume and in plain QEMU. Returns
+/// `[{"runtime", "operation", "p50", "samples"}, ...]`.
 pub fn measure(runs: usize, only_volumes: bool) -> Value {
     let node = Node::with(Options { ipv6: false, extra: disks(), ..Options::default() });
     let fio = fio();
@@ -52,7 +53,7 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     let (containerd, mut theirs) = Containerd::start(&node);
     let mut ours = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
     let disks = ["ours.raw", "containerd's.raw"].map(|name| Disk::new(&node.folder().join(name)));
-    // Where kubelet has what a pod writes to and loses: a disk of the machine, which containerd has not.
+    // The path of an emptyDir of kubelet: a disk of the VM, which containerd does not have.
     let empty = node.folder().join("pods/p/volumes/kubernetes.io~empty-dir/empty");
     fs::create_dir_all(&empty).expect("the node's folder is writable");
     let start = |cri: &mut Cri, handler: &str, folders: &[(&Path, &str)], disk: &Disk| {
@@ -73,7 +74,7 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
             samples.entry((runtime.clone(), job)).or_default().push(figure);
         }
     };
-    // The first of each does not count.
+    // The first run of each does not count.
     for run in 0..=runs {
         for (place, what) in PLACES.into_iter().filter(|(place, _)| !only_volumes || *place == "/shared") {
             let name = |who: &str| format!("{who}, {what}");
@@ -104,7 +105,8 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     rows.collect()
 }
 
-/// All jobs in a folder, and what fio says of each. What is there is dropped from the caches of who runs this.
+/// Returns the script that runs all jobs in a directory and prints fio's results. It drops the files from the caches of the
+/// system where it runs.
 fn script(place: &str) -> String {
     JOBS.iter().fold(format!("cd {place} && rm -rf job && mkdir job && cd job"), |script, (_, options, _)| {
         format!(
@@ -113,12 +115,12 @@ fn script(place: &str) -> String {
     })
 }
 
-/// The figures of all jobs, from what the script printed.
+/// Returns the figures of all jobs from the output of the script.
 fn figures(said: &str) -> Vec<f64> {
     let answers: Vec<&str> = said.split(MARK).skip(1).step_by(2).collect();
     assert_eq!(answers.len(), JOBS.len(), "{said}");
     let figure = |(answer, (name, _, path)): (&str, &(&str, &str, &str))| {
-        // Warnings may stand before it.
+        // Warnings may precede the JSON.
         let json = answer.find('{').and_then(|start| answer.get(start..)).unwrap_or_default();
         let parsed: Value = serde_json::from_str(json).unwrap_or_else(|error| panic!("{name}: {error}: {answer}"));
         let value = path.split('.').fold(&parsed["jobs"][0], |value, key| &value[key]).as_f64();
@@ -128,7 +130,7 @@ fn figures(said: &str) -> Vec<f64> {
     answers.into_iter().zip(&JOBS).map(figure).collect()
 }
 
-/// fio and the libraries it needs: where each lies in a root, and what is in it. `NACELLE_FIO` is a folder with such a root.
+/// Returns fio and its libraries: their paths in a root, and their contents. `NACELLE_FIO` is a directory with such a root.
 fn fio() -> Vec<(String, Vec<u8>)> {
     let root = part("NACELLE_FIO");
     let found = call("find", [root.as_os_str(), "-type".as_ref(), "f".as_ref()]).ok();
@@ -148,12 +150,12 @@ fn image(files: &[(String, Vec<u8>)]) -> Image {
     })
 }
 
-/// The configuration of [`DISKS`].
+/// Returns the configuration of [`DISKS`].
 fn disks() -> String {
     handler(DISKS, "empty_dir = \"disk\"\nempty_dir_mib = 512\n")
 }
 
-/// A loop device with a file system. Dropping it lets go of it.
+/// A loop device with a file system. Dropping it detaches it.
 struct Disk(String);
 
 impl Disk {
@@ -170,7 +172,8 @@ impl Drop for Disk {
     }
 }
 
-/// A plain QEMU microvm, with a kernel without our changes, that runs the jobs on a folder of the node over Debian's virtiofsd, once for each start.
+/// A plain QEMU microvm with an unpatched kernel. Each boot runs the jobs once on a directory of the node, over Debian's
+/// virtiofsd.
 struct Guest {
     folder: PathBuf,
     shared: PathBuf,
@@ -205,10 +208,10 @@ impl Guest {
         Guest { folder, shared: shared.to_owned() }
     }
 
-    /// Boots it; what it printed until it ended.
+    /// Boots the VM and returns its output.
     fn run(&self) -> String {
         let socket = self.folder.join("fs.sock");
-        // One of an earlier run.
+        // A socket of an earlier run.
         let _ = fs::remove_file(&socket);
         let log = |name: &str| File::create(self.folder.join(name)).expect("the node's folder is writable");
         let mut server = Command::new("/usr/lib/qemu/virtiofsd");
@@ -253,12 +256,12 @@ impl Guest {
     }
 }
 
-/// A child that is killed when it is not needed any more.
+/// A child that is killed when this is dropped.
 struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        // What has ended already is what we want.
+        // It may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,4 @@
-//! Owns: what is measured of a machine alone, without a daemon: the start, disks and the network, against QEMU microvm.
+//! Measures a VM without a daemon: the boot, disks and the network, compared with QEMU microvm.
 
 use crate::Measured;
 use crate::cri::Cri;
@@ -14,42 +14,42 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long one sample of throughput takes, in seconds. Where the clock counts instructions, one is as good as five.
+/// Returns the duration of one throughput sample in seconds. Where the clock counts instructions, one second is as good as five.
 fn sample_seconds() -> u32 {
     if std::env::var_os("NODE_ICOUNT").is_some() { 1 } else { 5 }
 }
 
-/// How long each machine sends or receives before that: TCP has found its pace then.
+/// The seconds that each VM sends or receives before a sample: TCP has reached its rate by then.
 const WARM_UP: u32 = 1;
-/// Where disks lie as they do on a node: on a file system with a device below it. Memory file systems, in which the rest
-/// lies, know no reads that do not wait.
+/// The directory of the disks: on a file system with a device below it, as on a node. In-memory file systems, which hold the
+/// rest, have no reads that wait.
 const DISKS: &str = "/var/tmp";
-/// Threads that read at once: a queue of some depth.
+/// The number of concurrent readers, for some queue depth.
 const READERS: u32 = 8;
 
-/// A folder for machines and what they are made of.
+/// A directory for VMs and their parts.
 struct Place {
     folder: tempfile::TempDir,
     initrd: PathBuf,
 }
 
 impl Place {
-    /// With the agent in the guest.
+    /// Returns a directory with the agent in the guest.
     fn agent() -> Place {
         Place { folder: tempfile::tempdir().expect("a folder"), initrd: part("NACELLE_INITRD") }
     }
 
-    /// With the guest of the engines' contract, which takes commands.
+    /// Returns a directory with the guest of the engines' contract, which accepts commands.
     fn commands(folder: &Path) -> Place {
         Place { folder: tempfile::tempdir_in(folder).expect("a folder"), initrd: part("NACELLE_COMMANDS_INITRD") }
     }
 
-    /// A machine's description: as a pod has it, an empty disk for images and one to write on.
+    /// Returns the description of a VM like that of a pod: an empty disk for images and a writable one.
     fn setup(&self, disk_mib: u64) -> Setup {
         let disk = |name: &str, mib: u64| {
             let path = self.folder.path().join(name);
             if !path.exists() {
-                // With content: a hole is read without the disk.
+                // The disk has content, because a hole is read without the disk.
                 let mut file = fs::File::create(&path).expect("the bench's folder is writable");
                 let block = vec![0x5a; 1 << 20];
                 (0..mib).for_each(|_| file.write_all(&block).expect("the bench's folder has room"));
@@ -69,7 +69,7 @@ impl Place {
     }
 }
 
-/// Samples of ours and of QEMU in turn; the first of each fills the page cache and does not count.
+/// Alternates samples of Nacelle and QEMU; the first of each fills the page cache and does not count.
 fn in_turn(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f64>) {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for run in 0..=runs {
@@ -82,7 +82,7 @@ fn in_turn(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f6
     (ours, theirs)
 }
 
-/// Process start to the agent's answer.
+/// Measures the time from process start to the agent's first message.
 pub fn boot(runs: usize) -> Measured {
     let place = Place::agent();
     let setup = place.setup(1);
@@ -98,10 +98,10 @@ pub fn boot(runs: usize) -> Measured {
         }
         timeline.total
     });
-    // The first one of each does not count.
+    // The first sample of each does not count.
     let of =
         |lines: &[Timeline], part: fn(&Timeline) -> f64| median(&lines.iter().skip(1).map(part).collect::<Vec<_>>());
-    // The same kernel on the same processor: what it does before it has a clock takes as long with QEMU.
+    // With the same kernel on the same CPU, the time before the kernel has a clock is the same with QEMU.
     let unclocked = of(&our_lines, Timeline::unclocked);
     let bar = |name: &str, lines: &[Timeline]| {
         let (vmm, kernel) = (of(lines, Timeline::vmm) - unclocked, of(lines, |line| line.kernel) + unclocked);
@@ -120,8 +120,8 @@ pub fn boot(runs: usize) -> Measured {
     Measured { ours, peers, details, ..Measured::new("ms", "qemu microvm") }
 }
 
-/// Process start to the agent's answer, restored from a snapshot of a guest that waits for its configuration; the
-/// peer is a boot of the same.
+/// Measures the time from process start to the agent's first message for a restore from a snapshot of a guest that waits for its
+/// configuration; the peer is a boot of the same guest.
 pub fn snapshot(runs: usize) -> Measured {
     let place = Place::agent();
     let setup = place.setup(1);
@@ -137,7 +137,7 @@ pub fn snapshot(runs: usize) -> Measured {
     Measured { ours, peers, details, ..Measured::new("ms", "a cold boot") }
 }
 
-/// Random reads of 4 KiB, a second.
+/// Measures random reads of 4 KiB per second.
 pub fn blk(runs: usize) -> Measured {
     let place = Place::commands(Path::new(DISKS));
     let setup = place.setup(256);
@@ -150,7 +150,7 @@ fn number(answer: &str) -> f64 {
     answer.parse().unwrap_or_else(|_no_number| panic!("the guest says {answer:?}"))
 }
 
-/// TCP from the guest to the node, in MB a second.
+/// Measures TCP from the guest to the node in MB/s.
 pub fn net_send(runs: usize) -> Measured {
     net(runs, |machine, seconds| {
         let listener = TcpListener::bind((NODE, 0)).expect("a port");
@@ -166,7 +166,7 @@ pub fn net_send(runs: usize) -> Measured {
     })
 }
 
-/// TCP from the node to the guest, in MB a second.
+/// Measures TCP from the node to the guest in MB/s.
 pub fn net_receive(runs: usize) -> Measured {
     net(runs, |machine, seconds| {
         let source = std::thread::spawn(move || {
@@ -191,10 +191,10 @@ pub fn net_receive(runs: usize) -> Measured {
 
 const NODE: &str = "10.99.0.1";
 const GUEST: &str = "10.99.0.2";
-/// On which the guest listens.
+/// The port that the guest listens on.
 const PORT: u16 = 5001;
 
-/// `sample` lets a machine send or receive for so many seconds, and returns bytes a second.
+/// Measures a network direction. `sample` lets a VM send or receive for this many seconds, and returns bytes per second.
 fn net(runs: usize, sample: impl Fn(&mut Machine, u32) -> f64) -> Measured {
     let place = Place::commands(&std::env::temp_dir());
     let tap = "benchtap0";
@@ -210,7 +210,7 @@ fn net(runs: usize, sample: impl Fn(&mut Machine, u32) -> f64) -> Measured {
     Measured { ours, peers, ..Measured::new("MB/s", "qemu microvm, vhost-net") }
 }
 
-/// Resident memory of the pod process beside the guest's, in MiB, against the budget.
+/// Measures the resident memory of the pod process except guest memory in MiB, against the budget.
 pub fn memory(runs: usize) -> Measured {
     let node = Node::with(Options { ipv6: false, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
@@ -228,8 +228,8 @@ pub fn memory(runs: usize) -> Measured {
     measured
 }
 
-/// Resident MiB of a process outside of guest memory, which is its largest mapping and what a device shares with the guest; and
-/// those that are not pages of files, which all pods share.
+/// Returns the resident MiB of a process outside of guest memory, which is its largest mapping and the memory that a device
+/// shares with the guest; and the part of them that is not file pages, which all pods share.
 fn beside_guest(pid: i32) -> (f64, f64) {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the pod process runs");
     let (mut all, mut guest, mut largest, mut size, mut shared) = ([0; 2], [0; 2], 0, 0, false);

@@ -1,5 +1,5 @@
-//! Owns: one machine under measurement, as a process of its own: Nacelle's VMM (this program once more, as
-//! `nacelle-bench --machine`) or plain QEMU microvm. The same kernel, initramfs and disks; both need working KVM.
+//! Runs one VM under measurement in a process of its own: Nacelle's VMM (this program again, as `nacelle-bench --machine`) or
+//! plain QEMU microvm, with the same kernel, initramfs and disks. Both need working KVM.
 
 use nacelle_engine::kvm::Kvm;
 use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, MachineSpec, NicSpec};
@@ -16,66 +16,66 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::time::Duration;
 use vsock::{VMADDR_CID_ANY, VsockListener, VsockStream};
 
-/// The port on which the guest of the engines' contract takes commands.
+/// The port on which the guest of the engines' contract accepts commands.
 const COMMANDS: u32 = 1025;
-/// More than any start takes.
+/// The time limit of a start; none takes as long.
 pub const LIMIT: Duration = Duration::from_secs(120);
-/// Before a folder: the command that pauses and saves one of our machines, and answers how many ms that took.
+/// The command `save DIRECTORY`: pauses and saves one of our VMs; the answer is the duration in milliseconds.
 pub const SAVE: &str = "save ";
-/// The first word of `nacelle-bench --machine DESCRIPTION`.
+/// The first argument of `nacelle-bench --machine DESCRIPTION`.
 pub const SERVE: &str = "--machine";
 
-/// Who runs the machine.
+/// The VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vmm {
-    /// Nacelle's.
+    /// Nacelle's VMM.
     Ours,
     /// `qemu -M microvm` with KVM.
     Qemu,
 }
 
-/// What both are given.
+/// The description of a VM for both VMMs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Setup {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
     pub memory_mib: u32,
-    /// Raw files, writable.
+    /// Raw, writable disk files.
     pub disks: Vec<PathBuf>,
-    /// The name of a tap that is made in this network namespace.
+    /// The name of a tap, created in this network namespace.
     pub tap: Option<String>,
-    /// Restore a machine that was saved there (ours only), instead of booting.
+    /// The directory of a saved VM that is restored instead of booting (ours only).
     pub from: Option<PathBuf>,
-    /// A folder of the machine's own.
+    /// A directory of the VM's own.
     pub folder: PathBuf,
 }
 
-/// How a start went, in milliseconds.
+/// The durations of a start in milliseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeline {
     /// From the start of the process to the guest's first message.
     pub total: f64,
-    /// What of that the VMM took until the guest ran: of ours, which says so.
+    /// The VMM's part until the guest ran; only ours reports it.
     pub setup: Option<f64>,
-    /// What of that the guest's kernel took until its init ran, by its own clock.
+    /// The guest kernel's part until its init ran, by its own clock.
     pub kernel: f64,
-    /// What of that the init took to send the message.
+    /// The init's part until it sent the message.
     pub init: f64,
 }
 
 impl Timeline {
-    /// What is left: the VMM, and the kernel before it has a clock.
+    /// Returns the rest: the VMM, and the kernel before it has a clock.
     pub fn vmm(&self) -> f64 {
         self.total - self.kernel - self.init
     }
 
-    /// What the kernel takes before it has a clock.
+    /// Returns the time that the kernel takes before it has a clock.
     pub fn unclocked(&self) -> f64 {
         self.setup.map_or(0.0, |setup| self.vmm() - setup)
     }
 }
 
-/// A started machine. Dropping it kills it.
+/// A running VM. Dropping it kills it.
 pub struct Machine {
     process: Child,
     way: Way,
@@ -87,23 +87,23 @@ enum Way {
     Qemu { cid: u32, _boot: VsockStream },
 }
 
-/// What the guest said, and when (CLOCK_MONOTONIC of the node, nanoseconds).
+/// The guest's first message, and when it arrived (CLOCK_MONOTONIC of the node, nanoseconds).
 #[derive(Serialize, Deserialize)]
 struct Hello {
     at: u64,
-    /// When the guest began to run; 0 if nobody knows.
+    /// When the guest began to run; 0 if unknown.
     running: u64,
     started: u64,
     sent: u64,
 }
 
-/// CLOCK_MONOTONIC in nanoseconds.
+/// Returns CLOCK_MONOTONIC in nanoseconds.
 pub fn now() -> u64 {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the node has a clock");
     u64::try_from(Duration::from(time).as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The agent's hello, or that of the contract's guest, which has no clock in it.
+/// Reads the agent's first message, or that of the contract's guest, which contains no clock.
 fn read_hello(mut stream: impl Read) -> Hello {
     let mut head = [0; 4];
     stream.read_exact(&mut head).expect("a hello");
@@ -118,7 +118,7 @@ fn read_hello(mut stream: impl Read) -> Hello {
 }
 
 impl Machine {
-    /// Starts one and waits for its hello.
+    /// Starts a VM and waits for its first message.
     pub fn start(vmm: Vmm, setup: &Setup) -> Machine {
         let (process, way, started, hello) = match vmm {
             Vmm::Ours => start_ours(setup),
@@ -134,7 +134,7 @@ impl Machine {
         Machine { process, way, timeline }
     }
 
-    /// Gives the contract's guest a command; its answer.
+    /// Sends the contract's guest a command and returns its answer.
     pub fn ask(&mut self, command: &str) -> String {
         match &mut self.way {
             Way::Ours { commands, answers } => {
@@ -152,7 +152,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // What has ended already is what we want.
+        // It may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -182,8 +182,8 @@ fn start_ours(setup: &Setup) -> (Child, Way, u64, Hello) {
     (process, Way::Ours { commands, answers }, started, hello)
 }
 
-/// The child's half of `start_ours`: a machine of our engine, its hello as JSON, then a line of answer for each line
-/// of command, until the input ends.
+/// Runs the child of `start_ours`: starts a VM of our engine, prints its first message as JSON, then one line of answer for each
+/// line of command, until the input ends.
 pub fn serve(description: &str) -> ExitCode {
     let setup: Setup = serde_json::from_str(description).expect("the parent describes the machine");
     let disks = setup.disks.iter().enumerate();
@@ -246,7 +246,7 @@ pub fn serve(description: &str) -> ExitCode {
 }
 
 fn start_qemu(setup: &Setup) -> (Child, Way, u64, Hello) {
-    // Context ids below 3 are taken; each machine of this process has its own.
+    // Context ids below 3 are reserved; each VM of this process has its own.
     let cid = 3 + std::process::id() % 1_000_000;
     let boot = VsockListener::bind_with_cid_port(VMADDR_CID_ANY, BOOT_PORT).expect("vsock's boot port is free");
     let mut command = Command::new("qemu-system-x86_64");

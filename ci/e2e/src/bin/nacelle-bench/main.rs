@@ -1,4 +1,5 @@
-//! Owns: the benchmarks of docs/reference/budgets.md: ours and a peer in turn, medians and their ratio. `ci/bench` starts it.
+//! Runs the benchmarks of docs/reference/budgets.md: Nacelle and a peer, alternating; it prints medians and their ratio.
+//! `ci/bench` starts it.
 
 mod accounts;
 mod benches;
@@ -17,13 +18,13 @@ mod vm;
 
 use std::process::ExitCode;
 
-/// What was measured: samples of ours and of the peer, taken in turn.
+/// The result of a benchmark: samples of Nacelle and of the peer, taken alternately.
 struct Measured {
     unit: &'static str,
     peer: &'static str,
     ours: Vec<f64>,
     peers: Vec<f64>,
-    /// More than one number, for those who plot; null if there is nothing more to say.
+    /// Further data for the plots; null if there are none.
     details: serde_json::Value,
 }
 

@@ -1,14 +1,14 @@
-//! Owns: what processes, control groups and the node have in memory, as the node's kernel says (proc(5)).
+//! Reads the memory of processes, cgroups and the node from the node's kernel (proc(5)).
 
 use nacelle_e2e::census;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Bytes of a mebibyte.
+/// The number of bytes of a MiB.
 pub const MIB: f64 = 1_048_576.0;
 
-/// These processes and all that descend from them.
+/// Returns these processes and all their descendants.
 pub fn with_descendants(roots: &[i32]) -> BTreeSet<i32> {
     let parents: Vec<(i32, i32)> = fs::read_dir("/proc")
         .expect("/proc is mounted")
@@ -32,18 +32,18 @@ pub fn with_descendants(roots: &[i32]) -> BTreeSet<i32> {
     }
 }
 
-/// The parent, of /proc/PID/stat; the command's name may hold anything.
+/// Returns the parent from /proc/PID/stat; the command's name may contain any characters.
 fn parent(stat: &str) -> Option<i32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// The proportional memory of processes, in bytes, by the program's name.
+/// Returns the proportional memory (PSS) of processes in bytes, by the program's name.
 pub fn proportional(processes: &BTreeSet<i32>) -> BTreeMap<String, f64> {
     let mut programs = BTreeMap::new();
     for pid in processes {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         let kib = crate::benches::kilobytes(*pid, "smaps_rollup", "Pss:");
-        // Of one that has ended meanwhile there is none.
+        // A process that has ended meanwhile has none.
         if kib.is_finite() {
             *programs.entry(name.trim().to_owned()).or_insert(0.0) += kib * 1024.0;
         }
@@ -51,16 +51,16 @@ pub fn proportional(processes: &BTreeSet<i32>) -> BTreeMap<String, f64> {
     programs
 }
 
-/// The node's memory, in bytes.
+/// The memory in use on the node, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct InUse {
-    /// What is in use and not the cache of files.
+    /// All memory in use except the page cache.
     pub all: f64,
-    /// Of that the kernel's own: its structures, stacks, page tables and counters of each processor.
+    /// The part of the kernel: its structures, stacks, page tables and per-CPU counters.
     pub kernel: f64,
 }
 
-/// What of the node's memory is in use now.
+/// Reads the memory in use on the node.
 pub fn in_use() -> InUse {
     let text = fs::read_to_string("/proc/meminfo").expect("/proc is mounted");
     let of = |name: &str| {
@@ -73,20 +73,20 @@ pub fn in_use() -> InUse {
     InUse { all: of("MemTotal") - of("MemFree") - files, kernel }
 }
 
-/// What the kernel has counted for a pod's control group and those below it, in bytes and nanoseconds.
+/// The kernel's counts for a pod's cgroup and those below it, in bytes and nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
-    /// All that is charged to it.
+    /// All charged memory.
     pub all: f64,
-    /// Of that what belongs to no file.
+    /// The anonymous part.
     pub anonymous: f64,
-    /// Of that the kernel's own structures.
+    /// The part of kernel structures.
     pub kernel: f64,
-    /// Processor time.
+    /// The CPU time.
     pub cpu_nanos: f64,
 }
 
-/// The group of the pod of this id, or that of all pods of a node; none where the kernel does not count.
+/// Reads the cgroup of the pod with this id, or that of all pods of a node; `None` where the kernel does not count.
 pub fn group(folder: &Path, pod: Option<&str>) -> Option<Group> {
     let groups = census::cgroups(folder).into_iter();
     let folders: BTreeSet<PathBuf> = match pod {
@@ -101,7 +101,7 @@ pub fn group(folder: &Path, pod: Option<&str>) -> Option<Group> {
             |name: &&str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<f64>().ok());
         names.iter().map(one).try_fold(0.0, |sum, one| Some(sum + one?))
     };
-    // Of cgroup v2, or of v1.
+    // The fields of cgroup v2, or of v1.
     Some(Group {
         all: number("memory.current").or_else(|| number("memory.usage_in_bytes"))?,
         anonymous: of("memory.stat", &["anon", "shmem"])
@@ -111,7 +111,7 @@ pub fn group(folder: &Path, pod: Option<&str>) -> Option<Group> {
     })
 }
 
-/// Has the kernel count the memory of the pods' groups where it does so only if asked, as kubelet asks.
+/// Enables memory counting for the pods' cgroups where the kernel requires that, as kubelet does.
 pub fn count(folder: &Path) {
     let root = Path::new("/sys/fs/cgroup");
     if !root.join("cgroup.controllers").exists() {

@@ -1,4 +1,4 @@
-//! Owns: the floor of a pod's start: plain QEMU microvm, the same kernel, an init that only says that it is there.
+//! Measures the lower bound of a pod's start: plain QEMU microvm with the same kernel and an init that only prints a line.
 
 use crate::cri::milliseconds;
 use nacelle_e2e::{eventually, part, run};
@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-/// An init that only says [`MARK`].
+/// The source of an init that only prints [`MARK`].
 const INIT: &str = include_str!("init.c");
-/// What it says.
+/// The line that the init prints.
 pub const MARK: &[u8] = b"init is here";
 
-/// Builds that init into an initramfs below `folder`, unless `NACELLE_PLAIN_INITRD` is one (the node has no compiler).
+/// Builds an initramfs with that init below `folder`, unless `NACELLE_PLAIN_INITRD` names one (the node has no compiler).
 pub fn initramfs(folder: &Path) -> PathBuf {
     if let Some(made) = std::env::var_os("NACELLE_PLAIN_INITRD") {
         return made.into();
@@ -30,7 +30,7 @@ pub fn initramfs(folder: &Path) -> PathBuf {
     archive
 }
 
-/// From the start of QEMU to the line of init, in milliseconds; `tuning` are further kernel parameters.
+/// Measures the milliseconds from the start of QEMU to the line of the init; `tuning` are further kernel parameters.
 pub fn boot(initramfs: &Path, tuning: &[String]) -> f64 {
     let (mut machine, took) = start(initramfs, "tcg", tuning);
     machine.kill().expect("QEMU is our child");
@@ -38,7 +38,7 @@ pub fn boot(initramfs: &Path, tuning: &[String]) -> f64 {
     took
 }
 
-/// The same of a machine that goes on, with this accelerator.
+/// Like `boot`, for a VM that keeps running, with this accelerator.
 pub fn start(initramfs: &Path, accel: &str, tuning: &[String]) -> (Child, f64) {
     let parameters = format!("console=ttyS0 quiet reboot=t panic=-1 {}", tuning.join(" "));
     let start = Instant::now();
@@ -67,7 +67,7 @@ pub fn start(initramfs: &Path, accel: &str, tuning: &[String]) -> (Child, f64) {
     (machine, took)
 }
 
-/// Whether the init is there, by what the console has said.
+/// Returns whether the console output contains the line of the init.
 pub fn says_mark(said: &[u8]) -> bool {
     said.windows(MARK.len()).any(|window| window == MARK)
 }

@@ -1,6 +1,6 @@
-//! Owns: the floor of a boot: a VMM that does nothing but load the same kernel and initramfs (this program once more, as
-//! `nacelle-bench --minimal DESCRIPTION`), from the start of its process until an init that only says that it is there. A
-//! serial port is its only device.
+//! Measures the lower bound of a boot: a VMM that only loads the same kernel and initramfs (this program again, as `nacelle-bench
+//! --minimal DESCRIPTION`), from the start of its process until an init that only reports that it runs. A serial port is its only
+//! device.
 
 use crate::machines::{LIMIT, Setup, now};
 use crate::microvm::says_mark;
@@ -9,22 +9,22 @@ use nacelle_vmm::machine::{Builder, Config};
 use std::process::{Command, ExitCode};
 use std::sync::mpsc::channel;
 
-/// The first word of `nacelle-bench --minimal DESCRIPTION`.
+/// The first argument of `nacelle-bench --minimal DESCRIPTION`.
 pub const SERVE: &str = "--minimal";
-/// As our engine has them, and the init that lies beside the agent.
+/// The parameters of our engine, and the init that is in the agent's initramfs.
 const CMDLINE: [&str; 5] = ["console=ttyS0", "quiet", "panic=-1", "noreplace-smp", "rdinit=/floor"];
 
-/// A boot, in milliseconds.
+/// The durations of a boot in milliseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Floor {
     /// Until the guest ran.
     pub vmm: f64,
-    /// From then until its init was there.
+    /// From then until its init ran.
     pub kernel: f64,
 }
 
 impl Floor {
-    /// From the start of the process until the guest's init was there.
+    /// Returns the time from the start of the process until the guest's init ran.
     pub fn total(&self) -> f64 {
         self.vmm + self.kernel
     }
@@ -43,7 +43,7 @@ pub fn boot(setup: &Setup) -> Floor {
     Floor { vmm: ms(started, running), kernel: ms(running, there) }
 }
 
-/// The child's half: boots, and says when the guest ran and when its init was there (CLOCK_MONOTONIC, nanoseconds).
+/// Runs the child: boots, and prints when the guest ran and when its init ran (CLOCK_MONOTONIC, nanoseconds).
 pub fn serve(description: &str) -> ExitCode {
     let Setup { kernel, initrd, memory_mib, .. } = serde_json::from_str(description).expect("a description");
     let cmdline = CMDLINE.map(str::to_owned).to_vec();
@@ -53,7 +53,7 @@ pub fn serve(description: &str) -> ExitCode {
     let console = move |bytes: &[u8]| {
         said.extend_from_slice(bytes);
         if says_mark(&said) {
-            // Once is enough: then nobody listens any more.
+            // Only the first message is received.
             let _ = there.send(now());
         }
     };

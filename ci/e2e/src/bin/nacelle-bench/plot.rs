@@ -1,4 +1,4 @@
-//! Owns: the plots of the documentation as SVG, from what the benches print as JSON. Pure.
+//! Draws the plots of the documentation as SVG from the JSON of the benchmarks. The functions are pure.
 
 use serde_json::Value;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ const WIDTH: f64 = 560.0;
 const ROW: f64 = 44.0;
 const TOP: f64 = 56.0;
 
-/// One bar for each entry of `details`.
+/// Draws one bar for each entry of `details`.
 pub fn boot(measured: &Value) -> String {
     let bars = measured["details"].as_array().map(Vec::as_slice).unwrap_or_default();
     let part = |bar: &Value, key: &str| bar[key].as_f64().unwrap_or(0.0).max(0.0);
@@ -53,7 +53,7 @@ pub fn boot(measured: &Value) -> String {
 
 const COLOURS: [&str; 5] = ["#4c6ef5", "#f59f00", "#37b24d", "#e64980", "#868e96"];
 
-/// Places of `keys` in the order in which they first come.
+/// Returns the distinct keys in the order of their first occurrence.
 fn distinct<'a>(keys: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut found = Vec::new();
     for key in keys {
@@ -72,7 +72,7 @@ fn opened(width: f64, height: f64, title: &str) -> String {
     )
 }
 
-/// Squares with names, from left to right.
+/// Draws labelled squares from left to right.
 fn legend(svg: &mut String, names: &[&str], left: f64, y: f64, step: f64) {
     for (n, name) in names.iter().enumerate() {
         let (x, colour) = (left + step * n as f64, COLOURS[n % COLOURS.len()]);
@@ -87,17 +87,17 @@ fn legend(svg: &mut String, names: &[&str], left: f64, y: f64, step: f64) {
     }
 }
 
-/// Medians of critest's benchmarks, `[{"runtime", "operation", "p50"}, ...]` in ms.
+/// Draws the medians of critest's benchmarks, `[{"runtime", "operation", "p50"}, ...]` in ms.
 pub fn critest(measured: &Value) -> String {
     bars(measured, "critest -benchmark: medians (ms, logarithmic)", LEFT)
 }
 
-/// What `files::measure` returns.
+/// Draws the result of `files::measure`.
 pub fn files(measured: &Value) -> String {
     bars(measured, "Files, by fio: medians (logarithmic, longer is faster)", LEFT + 110.0)
 }
 
-/// `[{"runtime", "operation", "p50"}, ...]`: a bar each, by operation, from `left` on, on a logarithmic scale.
+/// Draws `[{"runtime", "operation", "p50"}, ...]`: one bar each, by operation, from `left` on, on a logarithmic scale.
 fn bars(measured: &Value, title: &str, left: f64) -> String {
     let rows = measured.as_array().map(Vec::as_slice).unwrap_or_default();
     let text = |row: &'_ Value, key: &str| row[key].as_str().unwrap_or_default().to_owned();
@@ -135,7 +135,7 @@ fn bars(measured: &Value, title: &str, left: f64) -> String {
     svg
 }
 
-/// What `crowd::measure` returns: a dot for each call, by the number of pods there when it began.
+/// Draws the result of `crowd::measure`: a dot for each call, by the number of pods when it began.
 pub fn crowd(measured: &Value) -> String {
     let calls = measured["calls"].as_array().map(Vec::as_slice).unwrap_or_default();
     let names = distinct(calls.iter().filter_map(|call| call[0].as_str()));
@@ -187,8 +187,8 @@ pub fn crowd(measured: &Value) -> String {
     svg
 }
 
-/// What `density::measure` returns in `density`, of several engines: a line for each runtime, by the number of pods. Memory is on a
-/// logarithmic scale.
+/// Draws `density` of the result of `density::measure` of several engines: a line for each runtime, by the number of pods, with
+/// memory on a logarithmic scale.
 pub fn density(measured: &Value) -> String {
     let rows = measured["density"].as_array().map(Vec::as_slice).unwrap_or_default();
     let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or(0.0);

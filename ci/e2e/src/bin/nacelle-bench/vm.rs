@@ -1,4 +1,5 @@
-//! Owns: what is done with a whole machine of 1 GiB: snapshots, dumps, copies, exports, beside the time that the node takes to write as many bytes.
+//! Measures operations on a whole VM of 1 GiB: snapshots, dumps, copies, exports, each compared with the time that the node takes
+//! to write as many bytes.
 
 use crate::{cri::milliseconds, median};
 use nacelle_e2e::machine::{Debian, annotated, container, node};
@@ -11,17 +12,17 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
 
-/// What the guest has in memory beside its system, in MiB: letters that cannot be packed.
+/// The MiB of random, incompressible letters in the guest's memory in addition to its system.
 const FILLED: usize = 512;
 
-/// An operation's samples: milliseconds, bytes that it wrote.
+/// The samples of an operation: milliseconds, bytes written.
 type Samples = BTreeMap<&'static str, Vec<(f64, u64)>>;
 
-/// A machine with Debian and 1 GiB, and each operation `runs` times. Returns `[{"operation", "p50" (ms), "bytes", "written" (ms for as many
-/// bytes to a file, with fsync), "ratio"}]`.
+/// Runs a VM with Debian and 1 GiB, and each operation `runs` times. Returns `[{"operation", "p50" (ms), "bytes", "written" (ms
+/// for as many bytes to a file, with fsync), "ratio"}]`.
 ///
 /// # Panics
-/// If anything fails: there is no figure then.
+/// If anything fails, because there is no figure then.
 pub fn measure(runs: usize) -> Value {
     let debian = Debian::found().expect("ci/bench names the disk of Debian");
     let node = node();
@@ -41,7 +42,7 @@ pub fn measure(runs: usize) -> Value {
     let pod = node.crictl.run_pod_of("vm", annotated(&node, "db", &annotations));
     let machine = pod.start(container(&image, 0));
     eventually("the guest agent answers", || (machine.exec("true").code == 0).then_some(()));
-    // Half of the memory is what a tmpfs takes by itself, and a little less than that is there.
+    // A tmpfs takes half of the memory by default, and slightly less than that is available.
     let fill = format!("mount -o remount,size=90% /dev/shm && head -c {FILLED}M /dev/urandom >/dev/shm/filled && sync");
     machine.exec(&fill).ok();
 
@@ -95,14 +96,14 @@ fn vm(node: &Node, words: &[&str]) -> String {
     call(nacelle_e2e::part("NACELLE_BIN"), words).ok()
 }
 
-/// Bytes of a snapshot: of memory and devices.
+/// Returns the bytes of a snapshot: of memory and devices.
 fn snapshot(node: &Node, name: &str) -> u64 {
     let all: Value = serde_json::from_str(&vm(node, &["snapshots", "db"])).expect("it is JSON");
     let all = all.as_array().cloned().unwrap_or_default();
     all.iter().find(|one| one["name"] == name).and_then(|one| one["bytes"].as_u64()).expect("it was taken")
 }
 
-/// Bytes of all files below a folder.
+/// Returns the bytes of all files below a directory.
 fn size(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).expect("it is a folder");
     let one = |entry: fs::DirEntry| match entry.metadata() {
@@ -112,7 +113,7 @@ fn size(folder: &Path) -> u64 {
     entries.map(|entry| one(entry.expect("it can be read"))).sum()
 }
 
-/// Bytes that the files of machines have on the disk, of one machine.
+/// Returns the disk usage of the only VM's files in bytes.
 fn kept(node: &Node) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let folders = fs::read_dir(node.folder().join("root/machines")).expect("machines are there");
@@ -123,7 +124,7 @@ fn kept(node: &Node) -> u64 {
     folders.map(|folder| size(folder.expect("it can be read"))).max().unwrap_or_default()
 }
 
-/// Milliseconds to write so many bytes into a file, and to have them on the disk.
+/// Measures the milliseconds to write this many bytes into a file and sync it.
 fn written(node: &Node, bytes: u64) -> f64 {
     let path = node.folder().join("floor");
     let piece: Vec<u8> = (0..1u32 << 18).flat_map(|n| n.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();

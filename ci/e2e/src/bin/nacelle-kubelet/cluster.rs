@@ -1,5 +1,5 @@
-//! Owns: the rest of a cluster, as small as it can be: etcd, an API server that lets everybody in, the controller of
-//! replica sets, kubectl. There are no other controllers and no scheduler: cases make what those would have made.
+//! Runs the rest of a minimal cluster: etcd, an API server that authorizes every request, the replica set controller, kubectl.
+//! There are no other controllers and no scheduler: the cases create the objects that those would create.
 
 use crate::kubelet::{ADDRESS, NODE};
 use crate::pods::{ObservedPod, container, wait};
@@ -13,10 +13,10 @@ use std::process::{Child, Command, Stdio};
 
 const ETCD: &str = "http://127.0.0.1:2379";
 const SERVER: &str = "https://127.0.0.1:6443";
-/// Of somebody who may do everything, in a network of its own.
+/// The token of an administrator, in a network of its own.
 const TOKEN: &str = "nobody-else-is-here";
 
-/// An API server, its store, a controller.
+/// An API server, its store, and a controller.
 pub struct Cluster {
     netns: Netns,
     folder: PathBuf,
@@ -24,7 +24,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts all and waits until they answer.
+    /// Starts all processes and waits until they answer.
     pub fn start(node: &Node) -> Self {
         let folder = node.folder().join("cluster");
         fs::create_dir_all(&folder).expect("the node's folder is writable");
@@ -76,7 +76,7 @@ impl Cluster {
                 "--bind-address=127.0.0.1",
             ]);
         });
-        // What other controllers would have made.
+        // The objects that other controllers would create.
         cluster
             .apply(&json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}).to_string());
         let ca = json!({
@@ -95,7 +95,7 @@ impl Cluster {
         self.processes.push(child);
     }
 
-    /// The file with which kubelet finds the API server.
+    /// Returns the path of kubelet's kubeconfig.
     pub fn kubeconfig(&self) -> PathBuf {
         self.folder.join("kubeconfig")
     }
@@ -110,41 +110,41 @@ impl Cluster {
         fs::write(self.kubeconfig(), config.to_string()).expect("the folder is writable");
     }
 
-    /// kubectl, to be run.
+    /// Returns a kubectl command.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.netns.command(part("KUBECTL"));
         command.arg(format!("--kubeconfig={}", self.kubeconfig().display())).args(arguments).env("HOME", &self.folder);
         command
     }
 
-    /// What kubectl prints, however it ends.
+    /// Runs kubectl and returns its output and exit code.
     pub fn kubectl(&self, arguments: &[&str]) -> Output {
         run(&mut self.command(arguments))
     }
 
-    /// Makes or changes what a manifest describes.
+    /// Applies a manifest.
     #[track_caller]
     pub fn apply(&self, manifest: &str) {
         feed(&mut self.command(&["apply", "-f", "-"]), manifest.as_bytes()).ok();
     }
 
-    /// What the API server answers to a GET.
+    /// Sends the API server a GET request.
     fn ask(&self, path: &str) -> Output {
         let token = format!("Authorization: Bearer {TOKEN}");
         run(self.netns.command("curl").args(["-ksf", "--max-time", "60", "-H", &token, &format!("{SERVER}{path}")]))
     }
 
-    /// An object; none: there is none.
+    /// Returns an object, if it exists.
     pub fn object(&self, path: &str) -> Option<Value> {
         serde_json::from_str(&self.ask(path).stdout).ok()
     }
 
-    /// The node as the API server has it.
+    /// Returns the Node object.
     pub fn node(&self) -> Option<Value> {
         self.object(&format!("/api/v1/nodes/{NODE}"))
     }
 
-    /// Makes the pod of a manifest and, in the scheduler's place, gives it to the node.
+    /// Creates the pod of a manifest and binds it to the node.
     #[track_caller]
     pub fn pod(&self, name: &str, manifest: &str) -> ApiPod<'_> {
         let pod = ApiPod { cluster: self, name: name.to_owned() };
@@ -153,7 +153,7 @@ impl Cluster {
         pod
     }
 
-    /// Gives a pod to the node; one that has a node is refused.
+    /// Binds a pod to the node. A pod that is bound already is rejected.
     pub fn bind(&self, name: &str) -> Output {
         let binding = json!({
             "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name},
@@ -167,14 +167,14 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for process in self.processes.iter_mut().rev() {
-            // One that has ended already is what we want.
+            // It may have ended already.
             let _ = process.kill();
             let _ = process.wait();
         }
     }
 }
 
-/// A pod of the API server; it is deleted with this.
+/// A pod of the API server; dropping this deletes it.
 pub struct ApiPod<'c> {
     cluster: &'c Cluster,
     name: String,
@@ -185,14 +185,14 @@ impl ObservedPod for ApiPod<'_> {
         &self.name
     }
 
-    /// From the API server.
+    /// Returns the pod from the API server.
     fn object(&self) -> Option<Value> {
         self.cluster.object(&format!("/api/v1/namespaces/default/pods/{}", self.name))
     }
 }
 
 impl ApiPod<'_> {
-    /// Waits until a container of it waits for this reason, and returns the message.
+    /// Waits until a container of the pod waits for this reason, and returns the message.
     #[track_caller]
     pub fn waits(&self, name: &str, reason: &str) -> String {
         self.until(reason, |pod| {
@@ -201,18 +201,18 @@ impl ApiPod<'_> {
         })
     }
 
-    /// What a shell in its first container prints, by `kubectl exec`.
+    /// Runs a shell script in the pod's first container by `kubectl exec` and returns the output. Panics if it fails.
     #[track_caller]
     pub fn shell(&self, script: &str) -> String {
         self.try_shell(script).ok()
     }
 
-    /// The same, however it ends.
+    /// Like `shell`, but returns the failure.
     pub fn try_shell(&self, script: &str) -> Output {
         self.cluster.kubectl(&["exec", &self.name, "--", "sh", "-c", script])
     }
 
-    /// Deletes it and waits until it is gone.
+    /// Deletes the pod and waits until it is gone.
     #[track_caller]
     pub fn delete(self) {
         self.cluster.kubectl(&["delete", "pod", &self.name, "--timeout=240s"]).ok();

@@ -1,18 +1,18 @@
-//! Owns: a disk of the node that pods are given: a loop device over a file.
+//! Provides a disk of the node for pods: a loop device over a file.
 
 use crate::pods::wait;
 use crate::world::World;
 use nacelle_e2e::run::call;
 use std::path::PathBuf;
 
-/// It is on the node until [`detach`](Self::detach), or until the case has failed.
+/// The disk. It exists until [`detach`](Self::detach), or until the case has failed.
 pub struct Disk {
     file: PathBuf,
     device: String,
 }
 
 impl Disk {
-    /// One with so many MiB.
+    /// Creates a disk of this many MiB.
     #[track_caller]
     pub fn new(world: &World, name: &str, mib: u32) -> Self {
         let file = world.node.folder().join(format!("{name}.raw"));
@@ -21,19 +21,19 @@ impl Disk {
         Self { file, device }
     }
 
-    /// Its block device.
+    /// Returns the path of the block device.
     pub fn device(&self) -> &str {
         &self.device
     }
 
-    /// Makes it so many MiB large.
+    /// Grows the disk to this many MiB.
     #[track_caller]
     pub fn grow(&self, mib: u32) {
         call("truncate", [format!("--size={mib}M").as_ref(), self.file.as_os_str()]).ok();
         call("losetup", ["--set-capacity", &self.device]).ok();
     }
 
-    /// Takes it from the node when kubelet has let go of it.
+    /// Removes the disk after kubelet has released it.
     #[track_caller]
     pub fn detach(self) {
         wait("kubelet has let go of the device", || {
@@ -47,7 +47,7 @@ impl Disk {
 impl Drop for Disk {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The kernel does so when nobody has it open.
+            // The kernel detaches it when the last descriptor is closed.
             call("losetup", ["--detach", &self.device]);
         }
     }

@@ -1,4 +1,4 @@
-//! Owns: the kubelet process: its configuration, its start and end, its HTTP APIs.
+//! Runs the kubelet process: its configuration, its start and end, its HTTP APIs.
 
 use nacelle_e2e::node::Netns;
 use nacelle_e2e::run::{Output, run};
@@ -12,13 +12,13 @@ use std::process::{Child, Stdio};
 pub const NODE: &str = "node";
 /// The node's address, on an interface of its own.
 pub const ADDRESS: &str = "192.0.2.10";
-/// What everybody may read.
+/// The read-only port.
 const OPEN: u16 = 10255;
-/// What this kubelet lets everybody on its loopback interface do.
+/// The authenticated port, which this kubelet opens to every client on its loopback interface.
 pub const CLOSED: u16 = 10250;
 const INTERFACE: &str = "node0";
 
-/// A kubelet without an API server: it runs the pods whose manifests lie in a folder.
+/// A kubelet without an API server: it runs the static pods of a manifest directory.
 pub struct Kubelet {
     netns: Netns,
     folder: PathBuf,
@@ -27,7 +27,7 @@ pub struct Kubelet {
 }
 
 impl Kubelet {
-    /// Starts one on this node and waits until it is well.
+    /// Starts kubelet on this node and waits until it is healthy.
     pub fn start(node: &Node) -> Self {
         let folder = node.folder().join("kubelet");
         fs::create_dir_all(folder.join("manifests")).expect("the node's folder is writable");
@@ -44,7 +44,7 @@ impl Kubelet {
         for group in groups(&folder) {
             fs::create_dir(&group).expect("control groups can be made");
         }
-        // One after the other: those that the node keeps for itself are not needed. In cgroup v1 there is no such file.
+        // One after the other, because controllers that the node does not delegate are not needed. cgroup v1 has no such file.
         for controller in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"] {
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
         }
@@ -53,7 +53,7 @@ impl Kubelet {
         kubelet
     }
 
-    /// Starts it again after [`kill`](Self::kill).
+    /// Starts kubelet again after [`kill`](Self::kill).
     pub fn again(&mut self) {
         let log = File::options().create(true).append(true).open(self.log_file()).expect("the folder is writable");
         let process = self
@@ -77,14 +77,14 @@ impl Kubelet {
         });
     }
 
-    /// Starts it anew, for the API server that this file tells of.
+    /// Restarts kubelet with the API server of this kubeconfig.
     pub fn join(&mut self, kubeconfig: PathBuf) {
         self.kubeconfig = Some(kubeconfig);
         self.kill();
         self.again();
     }
 
-    /// Kills it with SIGKILL.
+    /// Kills kubelet with SIGKILL.
     pub fn kill(&mut self) {
         if let Some(mut process) = self.process.take() {
             process.kill().expect("kubelet is our child");
@@ -92,12 +92,12 @@ impl Kubelet {
         }
     }
 
-    /// Its process id. nsenter has become kubelet by exec.
+    /// Returns kubelet's PID. nsenter has become kubelet by exec.
     pub fn pid(&self) -> u32 {
         self.process.as_ref().map_or(0, Child::id)
     }
 
-    /// The folder in which manifests of pods lie.
+    /// Returns the directory of the manifests.
     pub fn manifests(&self) -> PathBuf {
         self.folder.join("manifests")
     }
@@ -106,7 +106,7 @@ impl Kubelet {
         self.folder.join("kubelet.log")
     }
 
-    /// The last lines of its log that say `word`.
+    /// Returns the last lines of kubelet's log that contain `word`.
     pub fn log_of(&self, word: &str) -> String {
         let log = fs::read_to_string(self.log_file()).unwrap_or_default();
         let mut lines: Vec<&str> = log.lines().rev().filter(|line| line.contains(word)).take(40).collect();
@@ -118,25 +118,25 @@ impl Kubelet {
         run(self.netns.command("curl").args(["-sS", "--max-time", "120"]).args(arguments))
     }
 
-    /// What its open port answers.
+    /// Sends a GET request to the read-only port.
     #[track_caller]
     pub fn get(&self, path: &str) -> String {
         self.curl(&["-f", &format!("http://127.0.0.1:{OPEN}{path}")]).ok()
     }
 
-    /// The same as JSON.
+    /// Like `get`, parsed as JSON.
     #[track_caller]
     pub fn json(&self, path: &str) -> Value {
         let text = self.get(path);
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// What its own port answers, with method and path.
+    /// Sends a request with this method and path to the authenticated port.
     pub fn ask(&self, method: &str, path: &str) -> Output {
         self.curl(&["-k", "--fail-with-body", "-X", method, &format!("https://127.0.0.1:{CLOSED}{path}")])
     }
 
-    /// A command in the node's network.
+    /// Returns the node's network namespace.
     pub fn netns(&self) -> &Netns {
         &self.netns
     }
@@ -152,26 +152,26 @@ impl Drop for Kubelet {
     }
 }
 
-/// The control group in which kubelet makes those of its pods, and Nacelle those beside them: in v2's one tree, or in each of v1's.
+/// Returns the cgroups that are the parent of kubelet's pods and of Nacelle's: one in v2, or one in each hierarchy of v1.
 fn groups(folder: &Path) -> Vec<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
     let trees = if root.join("cgroup.controllers").exists() {
         vec![root.to_owned()]
     } else {
         let trees = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.path());
-        // Names that are links lead to one that is there, too.
+        // Links lead to a hierarchy that is in the list already.
         trees.filter(|tree| tree.join("cgroup.procs").exists() && !tree.is_symlink()).collect()
     };
     trees.into_iter().map(|tree| tree.join(group(folder))).collect()
 }
 
-/// Its name.
+/// Returns the name of the cgroup.
 fn group(folder: &Path) -> String {
     let node = folder.parent().expect("kubelet's folder lies in the node's");
     nacelle_e2e::census::cgroup_parent(node).trim_start_matches('/').to_owned()
 }
 
-/// Removes what kubelet leaves of its groups: they are empty, or in use, which the node's end finds.
+/// Removes kubelet's remaining cgroups. They are empty; one that is in use is found by the node's census.
 fn remove_groups(group: &Path) {
     for entry in fs::read_dir(group).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir()) {
         remove_groups(&entry.path());
@@ -179,7 +179,7 @@ fn remove_groups(group: &Path) {
     let _ = fs::remove_dir(group);
 }
 
-/// As on a node of one's own, but for what makes tests quick, and what must not fire in them.
+/// The configuration of a dedicated node, except for settings that make tests fast and evictions that must not happen.
 fn configuration(folder: &Path, socket: &Path) -> Value {
     let endpoint = format!("unix://{}", socket.display());
     json!({

@@ -1,7 +1,7 @@
-//! Owns: a real kubelet against Nacelle: which cases there are, running them, and the count. `ci/kubelet` starts it, in
-//! namespaces of its own.
+//! Runs a real kubelet against Nacelle: it runs the cases and counts the results. `ci/kubelet` starts it, in namespaces of its
+//! own.
 //!
-//! Cases that share the node run beside each other; those that kill daemons have it for themselves, one after the other.
+//! Cases that share the node run concurrently; those that kill daemons run exclusively, one after the other.
 
 mod cases;
 mod cluster;
@@ -19,7 +19,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 use world::World;
 
-/// How the cases went.
+/// The results of the cases.
 #[derive(Default)]
 struct Count {
     passed: usize,
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
         world.join();
         beside(&world, cluster, &mut count);
     }
-    // That nothing is left is no success where nothing was there.
+    // The final check for leaks is no success if no case passed.
     let passed = count.passed;
     let started = Instant::now();
     let keep = std::env::var_os("KUBELET_KEEP").is_some();
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
     if count.failed.is_empty() && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs cases on a few threads, each named after its case: so its panic is.
+/// Runs cases on a few threads, each named after its case, so that a panic message contains the name.
 fn beside(world: &World, cases: Vec<Shared>, count: &mut Count) {
     let (queue, count) = (Mutex::new(VecDeque::from(cases)), Mutex::new(count));
     let next = || queue.lock().expect("no case panics with the queue").pop_front();
@@ -107,7 +107,7 @@ fn beside(world: &World, cases: Vec<Shared>, count: &mut Count) {
     });
 }
 
-/// Cases at the same time: kubelet mostly waits, emulated machines do not.
+/// Returns the number of concurrent cases: kubelet mostly waits, emulated VMs do not.
 fn workers() -> usize {
     let here = std::env::var("KUBELET_WORKERS").ok().and_then(|text| text.parse().ok());
     here.unwrap_or(if nacelle_e2e::node::engine() == "host" { 6 } else { 2 })

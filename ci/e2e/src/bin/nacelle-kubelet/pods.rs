@@ -1,4 +1,4 @@
-//! Owns: a static pod as a case sees it: its manifest, what kubelet says of it, what it does when asked.
+//! Provides static pods for the cases: the manifest, the status from kubelet, commands in containers.
 
 use crate::kubelet::{Kubelet, NODE};
 use crate::websocket::Exec;
@@ -10,15 +10,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The manifests that a user may copy.
+/// The directory of the example manifests for users.
 const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/examples");
 
-/// The text of `docs/examples/NAME.yaml`.
+/// Returns the text of `docs/examples/NAME.yaml`.
 pub fn example(name: &str) -> String {
     fs::read_to_string(Path::new(EXAMPLES).join(format!("{name}.yaml"))).expect("the repository is here")
 }
 
-/// Asks `question` until it has an answer; each time it costs kubelet a little.
+/// Polls `question` until it returns a value, at an interval that does not load kubelet.
 #[track_caller]
 pub fn wait<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + LIMIT;
@@ -63,7 +63,7 @@ impl ObservedPod for StaticPod<'_> {
         &self.name
     }
 
-    /// From kubelet.
+    /// Returns the pod from kubelet.
     fn object(&self) -> Option<Value> {
         let pods = self.kubelet.json("/pods");
         let all = pods["items"].as_array()?;
@@ -71,29 +71,29 @@ impl ObservedPod for StaticPod<'_> {
     }
 }
 
-/// A pod whose manifest is there until this is dropped.
+/// A pod whose manifest exists until this is dropped.
 pub struct StaticPod<'w> {
     kubelet: &'w Kubelet,
     world: &'w World,
     name: String,
-    /// The manifest outlives this.
+    /// The manifest is kept when this is dropped.
     stays: bool,
 }
 
 impl<'w> StaticPod<'w> {
-    /// Puts a manifest where kubelet finds it; the pod's name must be `name`.
+    /// Writes a manifest into kubelet's directory; the pod's name must be `name`.
     pub fn new(world: &'w World, name: &str, manifest: &str) -> Self {
         let pod = Self { kubelet: &world.kubelet, world, name: name.to_owned(), stays: false };
         pod.change(manifest);
         pod
     }
 
-    /// The example of this name.
+    /// Creates the pod of an example.
     pub fn example(world: &'w World, name: &str) -> Self {
         Self::new(world, name, &example(name))
     }
 
-    /// Another manifest in place of the one that is there.
+    /// Replaces the manifest.
     pub fn change(&self, manifest: &str) {
         let draft = self.world.node.folder().join(format!("{}.yaml", self.name));
         fs::write(&draft, manifest).expect("the node's folder is writable");
@@ -104,24 +104,24 @@ impl<'w> StaticPod<'w> {
         self.kubelet.manifests().join(format!("{}.yaml", self.name))
     }
 
-    /// The pod's name in kubelet's API.
+    /// Returns the pod's name in kubelet's API.
     pub fn full_name(&self) -> String {
         format!("{}-{NODE}", self.name)
     }
 
-    /// What a command in a container prints, through kubelet.
+    /// Runs a command in a container through kubelet and returns its output. Panics if it fails.
     #[track_caller]
     pub fn run(&self, container: &str, command: &[&str]) -> String {
         self.try_run(container, command).ok()
     }
 
-    /// The same, however it ends.
+    /// Like `run`, but returns the failure.
     pub fn try_run(&self, container: &str, command: &[&str]) -> Output {
         let path = format!("/run/default/{}/{container}?cmd={}", self.full_name(), encoded(&command.join(" ")));
         self.kubelet.ask("POST", &path)
     }
 
-    /// What a shell in a container prints, and how it ends: streamed, through kubelet.
+    /// Runs a shell script in a container through kubelet's streams, and returns output and status.
     pub fn shell(&self, container: &str, script: &str, input: &[u8]) -> Exec {
         let mut path = format!("/exec/default/{}/{container}?output=1&error=1&input=1", self.full_name());
         for word in ["sh", "-c", script] {
@@ -130,13 +130,13 @@ impl<'w> StaticPod<'w> {
         Exec::run(self.kubelet.netns(), &path, input)
     }
 
-    /// A container's log, through kubelet.
+    /// Returns a container's log through kubelet.
     #[track_caller]
     pub fn log(&self, container: &str) -> String {
         self.kubelet.ask("GET", &format!("/containerLogs/default/{}/{container}", self.full_name())).ok()
     }
 
-    /// Removes the manifest and waits until kubelet has forgotten the pod and nothing of it runs.
+    /// Removes the manifest and waits until kubelet has forgotten the pod and no process of it is left.
     #[track_caller]
     pub fn remove(self) {
         self.withdraw();
@@ -147,13 +147,13 @@ impl<'w> StaticPod<'w> {
         });
     }
 
-    /// Removes the manifest; kubelet takes the pod down.
+    /// Removes the manifest; kubelet then stops the pod.
     pub fn withdraw(&self) {
-        // Twice is as good as once.
+        // It may have been removed already.
         let _ = fs::remove_file(self.manifest());
     }
 
-    /// Leaves the pod to itself.
+    /// Keeps the manifest.
     pub fn stays(mut self) {
         self.stays = true;
     }
@@ -172,20 +172,20 @@ impl Drop for StaticPod<'_> {
     }
 }
 
-/// Whether a condition of a pod is true.
+/// Returns whether a condition of a pod is true.
 pub fn condition(pod: &Value, kind: &str) -> bool {
     let conditions = pod["status"]["conditions"].as_array();
     conditions.is_some_and(|all| all.iter().any(|one| one["type"] == kind && one["status"] == "True"))
 }
 
-/// The status of a container, or of an init container.
+/// Returns the status of a container, or of an init container.
 pub fn container<'p>(pod: &'p Value, name: &str) -> &'p Value {
     let lists = ["containerStatuses", "initContainerStatuses"].map(|list| pod["status"][list].as_array());
     let found = lists.into_iter().flatten().flatten().find(|status| status["name"] == name);
     found.unwrap_or(&Value::Null)
 }
 
-/// A word as a URL's query holds it.
+/// Encodes a word for the query of a URL.
 fn encoded(word: &str) -> String {
     word.bytes().fold(String::new(), |mut text, byte| {
         if byte.is_ascii_alphanumeric() {

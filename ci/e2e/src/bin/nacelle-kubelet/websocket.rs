@@ -1,5 +1,5 @@
-//! Owns: a client of kubelet's streams (exec, attach): WebSocket with the protocol `v5.channel.k8s.io`, over a TLS connection
-//! that `openssl s_client` makes.
+//! Implements a client of kubelet's streams (exec, attach): WebSocket with the protocol `v5.channel.k8s.io`, over a TLS
+//! connection of `openssl s_client`.
 
 use crate::kubelet::CLOSED;
 use nacelle_e2e::node::Netns;
@@ -17,20 +17,20 @@ const ENDED: u8 = 255;
 const BINARY: u8 = 2;
 const CLOSE: u8 = 8;
 
-/// What a stream brought, from its first byte to its end.
+/// The output of a stream, from its first byte to its end.
 #[derive(Debug, Default)]
 pub struct Exec {
     pub stdout: String,
     pub stderr: String,
-    /// The last word of the server: a `Status` of Kubernetes.
+    /// The final `Status` of the server.
     pub status: Value,
 }
 
 impl Exec {
-    /// Asks kubelet for a stream, sends `input` and its end, and reads all that comes.
+    /// Requests a stream from kubelet, sends `input` and its end, and reads all output.
     ///
     /// # Panics
-    /// When kubelet refuses, or the stream breaks off.
+    /// If kubelet rejects the request, or the stream breaks.
     #[track_caller]
     pub fn run(netns: &Netns, path: &str, input: &[u8]) -> Self {
         let mut client = netns
@@ -58,7 +58,7 @@ impl Exec {
         }
         let head = String::from_utf8_lossy(&head);
         assert!(head.starts_with("HTTP/1.1 101 "), "kubelet refused {path}: {head}");
-        // A command that ends early does not read all.
+        // A command that ends early does not read all of its input.
         let sent = input.chunks(16 << 10).try_for_each(|part| to.write_all(&frame(STDIN, part)));
         let _ = sent.and_then(|()| to.write_all(&frame(ENDED, &[STDIN])));
         let mut channels: [Vec<u8>; 4] = Default::default();
@@ -73,7 +73,7 @@ impl Exec {
             }
         }
         drop(to);
-        // It ends by itself, or with the last pipe.
+        // The client ends by itself, or when its last pipe is closed.
         let _ = client.kill();
         client.wait().expect("openssl is our child");
         let text = |channel: u8| String::from_utf8_lossy(&channels[usize::from(channel)]).into_owned();
@@ -81,7 +81,7 @@ impl Exec {
         Self { stdout: text(STDOUT), stderr: text(STDERR), status }
     }
 
-    /// The exit code that the status tells of.
+    /// Returns the exit code in the status.
     pub fn code(&self) -> Option<i32> {
         if self.status["status"] == "Success" {
             return Some(0);
@@ -91,7 +91,7 @@ impl Exec {
     }
 }
 
-/// A message of a client: masked, with a mask that changes nothing.
+/// Returns a client's frame, masked with zeros.
 fn frame(channel: u8, bytes: &[u8]) -> Vec<u8> {
     let length = bytes.len() + 1;
     let mut frame = vec![0x80 | BINARY];
@@ -108,7 +108,7 @@ fn frame(channel: u8, bytes: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The next message of a server; none: it hung up.
+/// Returns the next message of a server, or `None` if it closed the connection.
 fn next(from: &mut impl Read) -> Option<(u8, Vec<u8>)> {
     let mut head = [0; 2];
     from.read_exact(&mut head).ok()?;

@@ -1,4 +1,4 @@
-//! Owns: a node with Nacelle and a kubelet on it, and its end.
+//! Provides a node with Nacelle and a kubelet, and checks it at the end.
 
 use crate::cluster::Cluster;
 use crate::kubelet::Kubelet;
@@ -8,10 +8,10 @@ use nacelle_e2e::{Image, Node, eventually};
 use std::fs;
 use std::path::PathBuf;
 
-/// Nearly all images of the examples are this one; a registry on loopback has it in place of Docker's.
+/// The image of almost all examples; a registry on loopback serves it in place of Docker's.
 const IMAGE: &str = "library/busybox:1.36";
 
-/// What the machines of docs/examples say.
+/// The annotations of the machine pods in docs/examples.
 const ANNOTATIONS: [&str; 6] = ["kind", "name", "memory", "disks", "run-strategy", "power"];
 
 /// A node whose kubelet runs its pods on Nacelle.
@@ -20,12 +20,12 @@ pub struct World {
     pub node: Node,
     /// kubelet.
     pub kubelet: Kubelet,
-    /// The cluster of which the node is a part, once it has joined.
+    /// The cluster, once the node has joined it.
     pub cluster: Option<Cluster>,
 }
 
 impl World {
-    /// Starts everything and waits until kubelet is well.
+    /// Starts everything and waits until kubelet is healthy.
     pub fn new() -> Self {
         let mirror = |host: &str| format!("[images.registries.{host:?}]\nmirrors = [\"http://127.0.0.1:5000\"]\n\n");
         let policy = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n";
@@ -45,7 +45,7 @@ impl World {
         Self { node, kubelet, cluster: None }
     }
 
-    /// Starts a cluster, and kubelet as its node.
+    /// Starts a cluster, and restarts kubelet as its node.
     pub fn join(&mut self) {
         let cluster = Cluster::start(&self.node);
         self.kubelet.join(cluster.kubeconfig());
@@ -53,14 +53,14 @@ impl World {
         self.cluster = Some(cluster);
     }
 
-    /// A folder of the node that pods are given, made anew.
+    /// Creates an empty directory of the node for pods.
     pub fn folder(&self, name: &str) -> PathBuf {
         let folder = self.node.folder().join(name);
         fs::create_dir_all(&folder).expect("the node's folder is writable");
         folder
     }
 
-    /// Copies the logs of both to where `KUBELET_LOGS` says.
+    /// Copies the logs of both daemons to the directory `KUBELET_LOGS`.
     fn keep_logs(&self) {
         let Some(place) = std::env::var_os("KUBELET_LOGS").map(PathBuf::from) else { return };
         let engine = nacelle_e2e::node::engine();
@@ -70,7 +70,7 @@ impl World {
         }
     }
 
-    /// Takes kubelet down when it has cleaned up after all pods, and looks at what it left.
+    /// Stops kubelet after it has cleaned up all pods, and checks what it left.
     pub fn end(self, keep: bool, all_well: bool) {
         if keep {
             let (folder, pid) = (self.node.folder().display(), self.node.daemon_pid());
@@ -92,7 +92,7 @@ impl World {
         self.keep_logs();
         drop(self.kubelet);
         drop(self.cluster);
-        // The node's own end fails if anything of a pod is left.
+        // Dropping the node fails if anything of a pod is leaked.
         drop(self.node);
     }
 }

@@ -1,6 +1,6 @@
-//! What two containers do with one directory: `hold DIR` waits in one for what `meet DIR` does in another. Each step is something that
-//! works only where one kernel has one inode for both: a UNIX socket, a FIFO, locks of both kinds, a shared mapping, inotify. With
-//! `ro` the one that meets may not write. Prints a line for each step; ends with an error after five minutes.
+//! Tests that two containers share one directory: `hold DIR` in one container waits for what `meet DIR` does in another. Each
+//! step works only if one kernel has a single inode for both: a UNIX socket, a FIFO, locks of both kinds, a shared mapping,
+//! inotify. With `ro` the process that meets cannot write. Prints a line for each step; fails after five minutes.
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
@@ -16,7 +16,7 @@ use std::time::Duration;
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
 const LIMIT: Duration = Duration::from_secs(300);
-/// What the holder writes into the mapping from the start, the one that meets, and the holder then.
+/// The bytes in the mapping: the holder's first, that of the process that meets, and the holder's last.
 const HELD: u8 = b'#';
 const ASKED: u8 = b'?';
 const ANSWERED: u8 = b'!';
@@ -38,7 +38,7 @@ fn main() -> Outcome {
     }
 }
 
-/// A lock of the whole file, as fcntl has them.
+/// Returns a lock of the whole file for fcntl.
 fn record_lock(kind: i32) -> FcntlArg<'static> {
     let lock = libc::flock { l_type: kind as libc::c_short, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
     FcntlArg::F_SETLK(Box::leak(Box::new(lock)))
@@ -85,7 +85,7 @@ fn hold(dir: &Path, read_only: bool) -> Outcome {
         let event = reader.next()?;
         println!("event: {}", event.file_name().unwrap_or_default().to_string_lossy());
     }
-    // Locks are held until the other one has seen them.
+    // Locks are held until the other process has seen them.
     listener.accept()?;
     println!("done");
     Ok(())

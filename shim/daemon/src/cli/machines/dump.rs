@@ -1,4 +1,4 @@
-//! Owns: writing what the daemon sends to a file that is there when all has come, and not before; or to the standard output.
+//! Writes what the daemon sends to standard output, or to a file that appears only when it is complete.
 
 use super::told;
 use anyhow::Context;
@@ -12,7 +12,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::signal::unix::{SignalKind, signal};
 use tonic::Streaming;
 
-/// Writes all pieces; if it is interrupted, or there is no room, or an error comes, nothing stays.
+/// Writes all pieces. After an interrupt or an error no file is left.
 pub(super) async fn write(pieces: Streaming<vm::Piece>, output: Option<PathBuf>) -> anyhow::Result<()> {
     let Some(path) = output else {
         anyhow::ensure!(!std::io::stdout().is_terminal(), "a memory dump is no text: say --output FILE");
@@ -41,11 +41,11 @@ async fn copy(mut pieces: Streaming<vm::Piece>, to: &mut (impl AsyncWrite + Unpi
     to.flush().await.context("cannot write the memory dump")
 }
 
-/// A file beside the one that it shall become, which goes with this value.
+/// A temporary file next to the output file, removed on drop.
 struct Partial(PathBuf);
 
 impl Partial {
-    /// Memory has secrets in it: nobody else may read the file.
+    /// Creates the temporary file. A memory dump contains secrets: no other user may read it.
     fn make(path: &Path) -> anyhow::Result<(Partial, File)> {
         let mut name = path.file_name().context("--output names no file")?.to_owned();
         name.push(OsString::from(format!(".partial.{}", std::process::id())));
@@ -62,7 +62,7 @@ impl Partial {
 
 impl Drop for Partial {
     fn drop(&mut self) {
-        // One that was kept is not there any more.
+        // The file no longer has this name after it was renamed to the output file.
         let _ = std::fs::remove_file(&self.0);
     }
 }

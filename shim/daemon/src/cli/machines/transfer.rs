@@ -1,4 +1,5 @@
-//! Owns: `nacelle vm export` and `import`: credentials as others keep them, and how far it is, on a terminal.
+//! Implements `nacelle vm export` and `import`: reads registry credentials from the usual files, and shows the progress on a
+//! terminal.
 
 use super::{Client, Name, told};
 use anyhow::Context;

@@ -1,4 +1,4 @@
-//! Owns: `nacelle vm console` and `nacelle vm vnc`: a terminal, or a port of this node, with a machine behind it.
+//! Implements `nacelle vm console` and `nacelle vm vnc`: connects a terminal or a port of this node with a machine.
 
 use super::{Client, told};
 use anyhow::Context;
@@ -13,14 +13,14 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// Ctrl and `]`: as with telnet and virsh.
+/// Ctrl-], as in telnet and virsh.
 const LEAVE: u8 = 0x1d;
-/// Bytes of a message.
+/// The largest amount of data in a message, in bytes.
 const PIECE: usize = 4096;
-/// Messages on their way.
+/// The largest number of queued messages.
 const PIECES: usize = 4;
 
-/// The terminal as it was, when this value goes.
+/// Restores the terminal's attributes on drop.
 struct Raw(Termios);
 
 impl Raw {
@@ -35,12 +35,13 @@ impl Raw {
 
 impl Drop for Raw {
     fn drop(&mut self) {
-        // A terminal that is gone needs nothing.
+        // Errors are ignored: a terminal that is gone needs no reset.
         let _ = tcsetattr(std::io::stdin(), SetArg::TCSANOW, &self.0);
     }
 }
 
-/// The console of a machine on this terminal, or on standard input and output, until the machine's process ends or somebody leaves.
+/// Connects this terminal, or standard input and output, with a machine's console, until the machine's process ends or the user
+/// leaves.
 pub(super) async fn console(mut client: Client, machine: vm::MachineRef) -> anyhow::Result<()> {
     let (speak, said) = mpsc::channel(PIECES);
     speak.send(vm::WayRequest { machine: Some(machine), data: Vec::new() }).await?;
@@ -51,7 +52,7 @@ pub(super) async fn console(mut client: Client, machine: vm::MachineRef) -> anyh
         eprint!("the console of the machine; Ctrl-] leaves it\r\n");
     }
     let (leave, mut left) = mpsc::channel::<()>(1);
-    // A thread of its own: a read of the standard input cannot be given up, and ends with the program.
+    // A thread of its own: a read of standard input cannot be cancelled, and ends with the program.
     std::thread::spawn(move || read_stdin(&speak, &leave, terminal));
     let mut stdout = tokio::io::stdout();
     let shown = tokio::select! {
@@ -63,7 +64,7 @@ pub(super) async fn console(mut client: Client, machine: vm::MachineRef) -> anyh
     shown
 }
 
-/// Until it ends, or Ctrl-] is typed.
+/// Forwards standard input until its end or Ctrl-].
 fn read_stdin(speak: &mpsc::Sender<vm::WayRequest>, leave: &mpsc::Sender<()>, terminal: bool) {
     let mut buffer = [0; PIECE];
     while let Ok(count @ 1..) = retry_interrupted(|| std::io::stdin().read(&mut buffer)) {
@@ -74,7 +75,7 @@ fn read_stdin(speak: &mpsc::Sender<vm::WayRequest>, leave: &mpsc::Sender<()>, te
             return;
         }
         if end.is_some() {
-            // Nobody waits for it any more, or it is heard.
+            // A failure means that the receiver is gone, and the session has ended.
             let _ = leave.blocking_send(());
             return;
         }
@@ -89,9 +90,9 @@ async fn show(pieces: &mut Streaming<vm::Piece>, to: &mut (impl AsyncWrite + Unp
     Ok(())
 }
 
-/// Listens for VNC's clients, and passes each on to the machine's screen, until it is interrupted.
+/// Listens for VNC clients and connects each with the machine's screen, until it is interrupted.
 pub(super) async fn vnc(client: Client, machine: vm::MachineRef, listen: SocketAddr) -> anyhow::Result<()> {
-    // Before somebody waits in vain.
+    // Fails now, and not at the first client, if the machine has no screen.
     drop(screen(client.clone(), machine.clone()).await?);
     let listener = TcpListener::bind(listen).await.with_context(|| format!("cannot listen on {listen}"))?;
     println!("vnc://{}", listener.local_addr()?);
@@ -127,7 +128,7 @@ async fn screen(
     Ok((speak, pieces))
 }
 
-/// Until the viewer ends.
+/// Forwards the viewer's data until its end.
 async fn hear(mut from: impl AsyncRead + Unpin, speak: mpsc::Sender<vm::WayRequest>) {
     let mut buffer = vec![0; PIECE];
     while let Ok(count @ 1..) = from.read(&mut buffer).await {

@@ -1,4 +1,4 @@
-//! Owns: ContainerConfig → `ContainerConfig` of ours.
+//! Converts CRI's ContainerConfig into `ContainerConfig`.
 
 use super::device::devices;
 use super::resources::{fields, resources};
@@ -12,8 +12,8 @@ use nacelle_model::security::{Capabilities, PidMode, RunAs, SeccompPolicy};
 use nacelle_proto::cri;
 use std::path::{Component, Path, PathBuf};
 
-/// The file of the node with the seccomp profile that this container asks for. A privileged one has no filter,
-/// whatever it asks for.
+/// Returns the node's file with the seccomp profile that this container requests. A privileged container has no filter, whatever
+/// it requests.
 pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<PathBuf>, FieldError> {
     let linux = config.and_then(|config| config.linux.as_ref());
     match linux.and_then(|linux| linux.security_context.as_ref()).filter(|security| !security.privileged) {
@@ -25,8 +25,8 @@ pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<P
     }
 }
 
-/// Checks and converts; `profile` is what was in the file of [`seccomp_profile`]; what the pod shares with the node, and its
-/// user namespace, are its containers', too.
+/// Checks and converts a container's configuration. `profile` holds the contents of the file of [`seccomp_profile`]. The
+/// containers of a pod share its namespaces of the node and its user namespace.
 pub fn container_config(
     config: Option<&cri::ContainerConfig>,
     profile: Option<SeccompProfile>,
@@ -114,7 +114,7 @@ fn log_path(text: &str) -> Result<String, FieldError> {
     }
 }
 
-/// None: as the image says.
+/// Returns `None` for the stop signal of the image.
 fn stop_signal(signal: i32) -> Result<Option<u32>, FieldError> {
     let unknown = || FieldError::Bad {
         field: "config.stop_signal",
@@ -127,7 +127,7 @@ fn stop_signal(signal: i32) -> Result<Option<u32>, FieldError> {
     }
 }
 
-/// The number on Linux of CRI's signal; none for "as the image says".
+/// Returns the Linux number of a CRI signal; `None` for the stop signal of the image.
 pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
     let name = signal.as_str_name().strip_prefix("SIGNAL_SIG")?;
     crate::signals::number(&name.replace("PLUS", "+").replace("MINUS", "-"))
@@ -152,7 +152,7 @@ fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldEr
     })
 }
 
-/// `node`: what the pod shares with the node, which its containers do then, too.
+/// Returns the PID namespace mode. `node` holds the pod's namespaces of the node, which its containers share.
 fn pid(options: Option<&cri::NamespaceOption>, node: NodeNamespaces) -> Result<PidMode, FieldError> {
     let options = options.cloned().unwrap_or_default();
     for (field, mode, shared) in [
@@ -216,7 +216,7 @@ fn paths(field: &'static str, paths: &[String]) -> Result<Vec<String>, FieldErro
     }
 }
 
-/// What a container asks for: a filter, or the file that has it.
+/// A request for a seccomp filter, or for the file with one.
 enum Asked {
     Unconfined,
     RuntimeDefault,
@@ -238,7 +238,7 @@ fn asked_seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<Asked,
         (None, "" | "unconfined") => return Ok(Asked::Unconfined),
         (None, path) => ("config.linux.security_context.seccomp_profile_path", path),
     };
-    // The old field has this in front, and some callers write it into the new one.
+    // The prefix belongs to the deprecated field; some clients write it into the new field too.
     let file = path.strip_prefix("localhost/").unwrap_or(path);
     if file.starts_with('/') && !file.contains('\0') {
         Ok(Asked::File(file.into()))
@@ -254,7 +254,7 @@ fn seccomp(
     Ok(match (asked_seccomp(security)?, profile) {
         (Asked::RuntimeDefault, _) => SeccompPolicy::RuntimeDefault,
         (Asked::File(_), Some(profile)) => SeccompPolicy::Localhost(Box::new(profile)),
-        // Nobody read the file: of a privileged container.
+        // The file is not read for a privileged container.
         (Asked::Unconfined | Asked::File(_), _) => SeccompPolicy::Unconfined,
     })
 }

@@ -1,4 +1,4 @@
-//! Owns: DeviceRequest → `DeviceRequest` of ours, and what CDI devices add to a request.
+//! Converts CRI's devices into `DeviceRequest`, and adds the edits of CDI devices to a request.
 
 use super::{FieldError, bad, not_yet};
 use crate::cdi::Edits;
@@ -8,14 +8,14 @@ use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
-/// Devices that one container may ask for.
+/// The largest number of devices that one container may request.
 const MOST: usize = 256;
-/// Longer paths Linux takes in no call.
+/// The longest path in bytes that Linux accepts in a call.
 const PATH_MAX: usize = 4095;
-/// File systems of the container's own below /dev.
+/// File systems below /dev that each container has for itself.
 const OWN: [&str; 3] = ["/dev/pts", "/dev/shm", "/dev/mqueue"];
 
-/// Checks and converts.
+/// Checks and converts the devices of a container.
 pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<DeviceRequest>, FieldError> {
     if asked.len() > MOST {
         return bad("config.devices", asked.len(), format!("at most {MOST} are allowed"));
@@ -53,7 +53,7 @@ pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Ve
     Ok(devices)
 }
 
-/// Adds what a container gets with its CDI devices to what it asks for, to be checked like that.
+/// Adds the edits of a container's CDI devices to its request, so that they are checked like the rest of it.
 pub fn with_edits(config: &mut cri::ContainerConfig, edits: Edits) {
     let env = |(key, value): (String, String)| cri::KeyValue { key, value: value.into_bytes() };
     config.envs.extend(edits.env.into_iter().map(env));

@@ -1,4 +1,4 @@
-//! Owns: what the emptyDirs of a pod are, by its handler and its annotation → `EmptyDirs`.
+//! Determines the emptyDir rules of a pod, `EmptyDirs`, from its handler and its annotation.
 
 use super::{FieldError, bad, cut};
 use crate::config::{EmptyDir, EngineSetting, Handler};
@@ -7,12 +7,12 @@ use nacelle_model::pod::PodConfig;
 use nacelle_vmi::annotations::empty_dirs as annotation;
 use std::collections::BTreeMap;
 
-/// The annotation with the sizes of emptyDirs, of which CRI says nothing.
+/// The annotation with the sizes of emptyDirs, which CRI does not transmit.
 pub const LIMITS: &str = "vm.nacelle.dev/empty-dir-limits";
-/// The same, as errors name it.
+/// The annotation's field in errors.
 const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
 
-/// None: the pod is no machine, or its owners are mapped by the node. Then a size cannot be kept, and is refused.
+/// Returns `None` if the pod has no guest, or the node maps its owner ids. A size limit cannot be enforced then, and is rejected.
 pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs>, FieldError> {
     let asked = pod.annotations.get(LIMITS);
     let limits = asked.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;

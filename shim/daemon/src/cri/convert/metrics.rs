@@ -1,5 +1,5 @@
-//! Owns: figures → metrics with the names of cAdvisor: one table says what each is called, what it means, and where it
-//! is read. docs/reference/statistics.md, "Metrics".
+//! Converts figures into metrics with cAdvisor's names. One table holds the name, the description and the source of each metric;
+//! docs/reference/statistics.md, "Metrics", documents them.
 
 use super::report::container_is_visible;
 use super::stats::measured;
@@ -11,15 +11,15 @@ use nacelle_model::state::ContainerState;
 use nacelle_proto::{common, cri};
 
 const NANOS: u64 = 1_000_000_000;
-/// The kernel's period of cpu.max, µs, and the shares that stand for its usual weight.
+/// The kernel's default period of cpu.max in µs, and the shares that correspond to its default weight.
 const USUAL_PERIOD: u64 = 100_000;
 const USUAL_SHARES: u64 = 1024;
 
-/// What every metric is labelled with, as kubelet labels those of cAdvisor. Of a pod's own, `container` and `image` are
-/// empty, which is to have none.
+/// The labels of every metric, the same that kubelet gives to cAdvisor's metrics. In a pod's own metrics `container` and `image`
+/// are empty, which means "no label".
 const BASE: [&str; 6] = ["container", "id", "image", "name", "namespace", "pod"];
 
-/// A container that runs.
+/// A running container.
 struct Running<'a> {
     record: &'a ContainerRecord,
     at: i64,
@@ -28,13 +28,13 @@ struct Running<'a> {
     scratch: Option<&'a common::FileSystem>,
 }
 
-/// A pod that answers.
+/// A pod with figures.
 struct Pod<'a> {
     figures: &'a Figures,
     cost: Option<Cost>,
 }
 
-/// Values with those of the labels that the metric has beside [`BASE`].
+/// Values of a metric, each with those of its labels that follow [`BASE`].
 type Values = Vec<(Vec<String>, u64)>;
 
 enum Read {
@@ -171,7 +171,7 @@ impl Pod<'_> {
     }
 }
 
-/// cAdvisor's words. The kernel's figures are of the group and of those below it, so both scopes are the same.
+/// Returns page faults by cAdvisor's labels. The kernel counts a cgroup with its descendants, so both scopes have the same value.
 fn faults(container: &Running) -> Values {
     let usage = container.usage;
     let all = usage.page_faults.saturating_add(usage.major_page_faults);
@@ -214,7 +214,7 @@ fn seconds(nanos: i64) -> u64 {
     u64::try_from(nanos).unwrap_or(0) / NANOS
 }
 
-/// What [`pod`] may answer.
+/// Returns the descriptors of all metrics of [`pod`].
 pub fn descriptors() -> Vec<cri::MetricDescriptor> {
     let descriptor = |family: &Family| cri::MetricDescriptor {
         name: family.name.to_owned(),
@@ -224,7 +224,7 @@ pub fn descriptors() -> Vec<cri::MetricDescriptor> {
     FAMILIES.iter().map(descriptor).collect()
 }
 
-/// The metrics of a pod and of its containers that run.
+/// Returns the metrics of a pod and of its running containers.
 pub fn pod(view: &View, figures: &Figures, cost: Option<Cost>) -> cri::PodSandboxMetrics {
     let id = view.pod.id.as_str();
     let name = &view.pod.config.name;
@@ -252,7 +252,8 @@ pub fn pod(view: &View, figures: &Figures, cost: Option<Cost>) -> cri::PodSandbo
     cri::PodSandboxMetrics { pod_sandbox_id: id.to_owned(), metrics, container_metrics: running.collect() }
 }
 
-/// A metric's time is 0, which is now; what was measured before has the time of that.
+/// Returns the samples of a metric family. A timestamp of 0 stands for the present; values measured earlier have the time of
+/// their measurement.
 fn samples<'a>(
     families: impl Iterator<Item = (&'a Family, Values)>,
     base: &[&str; BASE.len()],

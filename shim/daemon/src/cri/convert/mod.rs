@@ -1,5 +1,5 @@
-//! Owns: the border between CRI and the daemon: requests become checked nouns here, records become answers here.
-//! No other module of the daemon sees a CRI type except the services that call these functions.
+//! Converts between CRI and the daemon's model: requests become checked values of the model, and records become responses.
+//! Besides the services that call these functions, no module of the daemon uses a CRI type.
 
 mod container;
 mod device;
@@ -31,71 +31,71 @@ use nacelle_model::StringMap;
 use nacelle_proto::cri;
 use std::collections::HashMap;
 
-/// A field of a request that cannot be taken.
+/// Why a field of a request is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FieldError {
-    /// It is not there.
+    /// The field is missing.
     #[error("{field} is missing")]
     Missing {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
     },
-    /// Its value breaks a rule.
+    /// The value breaks a rule.
     #[error("{field} is {value:?}: {rule}")]
     Bad {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
-        /// Its value, cut.
+        /// The value, truncated.
         value: String,
-        /// What is allowed.
+        /// The rule.
         rule: String,
     },
-    /// It asks for something that Nacelle does not do yet.
+    /// Nacelle does not support the value yet.
     #[error("{field} is {value:?}, which Nacelle does not support yet: {instead}")]
     NotYet {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
-        /// Its value, cut.
+        /// The value, truncated.
         value: String,
-        /// What to do instead.
+        /// The advice for the user.
         instead: &'static str,
     },
-    /// It asks for a namespace of the node.
+    /// The field requests a namespace of the node.
     #[error(
         "{field} is NODE, a namespace of the host, which this node's configuration refuses: a machine cannot share it; \
          sandbox.host_namespaces = \"run-on-host\" has such pods run without one"
     )]
     HostNamespace {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
     },
-    /// It asks for what a machine cannot share with the node.
+    /// The field requests something that a VM cannot share with the node.
     #[error(
         "{field} is {value:?}, which a VM cannot have: its mounts and devices are its own kernel's; run the pod by a handler \
          whose engine is host (this node has: {handlers}), or privileged, with sandbox.privileged = \"run-on-host\""
     )]
     NeedsHost {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
-        /// Its value.
+        /// The value.
         value: &'static str,
-        /// The handlers that could run it.
+        /// The handlers that support it.
         handlers: String,
     },
-    /// It asks for what this pod cannot have here.
+    /// The field requests something that is not available to this pod.
     #[error("{field} is {value:?}: {why}")]
     NotHere {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
-        /// Its value, cut.
+        /// The value, truncated.
         value: String,
-        /// Why, and what to do.
+        /// The reason and the advice.
         why: &'static str,
     },
-    /// A container asks for a namespace of the node that its pod does not have.
+    /// A container requests a namespace of the node that its pod does not have.
     #[error("{field} is NODE, but the pod has a namespace of its own: a container has its pod's")]
     NotThePods {
-        /// Its path in the request.
+        /// The field's path in the request.
         field: &'static str,
     },
 }
@@ -129,7 +129,7 @@ fn pairs(map: &HashMap<String, String>) -> StringMap {
     map.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
-/// A name: something, without control characters.
+/// Checks a name: it must not be empty or contain control characters.
 fn name(field: &'static str, value: &str) -> Result<String, FieldError> {
     if value.is_empty() {
         return Err(FieldError::Missing { field });
@@ -140,7 +140,7 @@ fn name(field: &'static str, value: &str) -> Result<String, FieldError> {
     Ok(value.to_owned())
 }
 
-/// The image that a field names.
+/// Returns the image name in a field.
 fn name_of_image(field: &'static str, image: &cri::ImageSpec) -> Result<String, FieldError> {
     if image.image.is_empty() {
         return Err(FieldError::Missing { field });
@@ -151,7 +151,7 @@ fn name_of_image(field: &'static str, image: &cri::ImageSpec) -> Result<String, 
     Ok(image.image.clone())
 }
 
-/// A number that Linux takes for a user or a group.
+/// Checks a user id or group id: it must be valid on Linux.
 fn id_number(field: &'static str, value: i64) -> Result<u32, FieldError> {
     match u32::try_from(value) {
         Ok(id) if id != u32::MAX => Ok(id),
@@ -159,7 +159,7 @@ fn id_number(field: &'static str, value: i64) -> Result<u32, FieldError> {
     }
 }
 
-/// Profiles of AppArmor: the guest's kernel has none, which is what RuntimeDefault and Unconfined come to.
+/// Checks the AppArmor profiles. The guest's kernel has no AppArmor, which satisfies RuntimeDefault and Unconfined.
 fn apparmor(
     field: &'static str,
     profile: Option<&cri::SecurityProfile>,

@@ -1,4 +1,4 @@
-//! Owns: PodSandboxConfig → `PodConfig`.
+//! Converts CRI's PodSandboxConfig into `PodConfig`.
 
 use super::resources::{fields, pod_resources};
 use super::{FieldError, apparmor, bad, id_number, name, pairs, users};
@@ -10,13 +10,14 @@ use nacelle_model::resources::cpu_milli;
 use nacelle_proto::cri;
 use std::path::PathBuf;
 
-/// Sysctls that are a pod's own; the agent keeps the same list.
+/// Namespaced sysctls, by prefix; the agent has the same list.
 const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "fs.mqueue."];
-/// Longest host name that Linux takes.
+/// The longest host name in bytes that Linux accepts.
 const HOSTNAME: usize = 64;
 
-/// Checks and converts. `handler` is the request's runtime_handler, whose existence the caller checks; `policy` says what
-/// becomes of pods that ask for namespaces of the node, and of privileged ones. What depends on the handler is left out.
+/// Checks and converts a pod's configuration. `handler` is the request's runtime_handler, whose existence the caller checks;
+/// `policy` determines the handling of pods with namespaces of the node, and of privileged ones. The parts that depend on the
+/// handler are left out.
 pub fn pod_config(
     config: Option<&cri::PodSandboxConfig>,
     handler: &str,
@@ -40,7 +41,7 @@ pub fn pod_config(
         (linux.overhead.as_ref(), fields!("config.linux.overhead")),
     )?;
     let user_namespace = users::of_pod(&namespaces)?;
-    // With users of its own it has no rights on the node that it could need.
+    // In a user namespace a privileged pod has no rights on the node that it could need.
     let on_host = security.privileged && user_namespace.is_none() && policy.privileged == PrivilegedPods::RunOnHost;
     Ok(PodConfig {
         hostname: hostname(&config.hostname, &name.name, shares)?,
@@ -69,12 +70,12 @@ pub fn pod_config(
     })
 }
 
-/// A limit, if there is one.
+/// Returns a limit, or `None` if the value is not positive.
 fn positive(bytes: i64) -> Option<u64> {
     u64::try_from(bytes).ok().filter(|bytes| *bytes > 0)
 }
 
-/// The namespaces of the node that a pod shall have, if that is allowed.
+/// Returns the requested namespaces of the node, if the policy allows them.
 fn node_namespaces(namespaces: &cri::NamespaceOption, policy: HostNamespaces) -> Result<NodeNamespaces, FieldError> {
     use cri::NamespaceMode::{Container, Node, Pod};
     for (field, mode, allowed) in [
@@ -115,13 +116,13 @@ fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), Fie
     )
 }
 
-/// kubelet sends none for a pod with the node's network: it is called as the node.
+/// Returns the pod's host name. For a pod with the node's network kubelet sends none, and the name is the node's.
 fn hostname(hostname: &str, pod: &str, node: NodeNamespaces) -> Result<String, FieldError> {
     if hostname.is_empty() {
         if let Some(name) = nix::unistd::gethostname().ok().filter(|name| node.network && !name.is_empty()) {
             return Ok(name.to_string_lossy().into_owned());
         }
-        // A host name has no other characters than these, and a pod's name is nothing else in Kubernetes.
+        // A host name may contain only these characters, and in Kubernetes a pod's name contains no others.
         let usable = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
         let name: String = pod.chars().filter(usable).take(HOSTNAME - 1).collect();
         return Ok(if name.is_empty() { "pod".to_owned() } else { name });
@@ -171,7 +172,7 @@ fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<DnsConfig>, FieldError> {
     Ok(Some(DnsConfig { servers: dns.servers.clone(), searches: dns.searches.clone(), options: dns.options.clone() }))
 }
 
-/// None: a port of the pod that no port of the node leads to.
+/// Returns `None` for a port without a port of the node.
 fn port(port: &cri::PortMapping) -> Option<Result<PortMapping, FieldError>> {
     (port.host_port != 0).then(|| {
         let number = |field, value: i32| match u16::try_from(value) {
@@ -202,8 +203,8 @@ fn port(port: &cri::PortMapping) -> Option<Result<PortMapping, FieldError>> {
     })
 }
 
-/// The name of a sysctl with dots between its parts. Both spellings are in use, and as sysctl(8) has it, the first separator says
-/// which: net/ipv4/conf/eth0.1/forwarding is net.ipv4.conf.eth0/1.forwarding.
+/// Returns a sysctl's name with dots as separators. Both spellings are in use, and as in sysctl(8) the first separator decides:
+/// net/ipv4/conf/eth0.1/forwarding is net.ipv4.conf.eth0/1.forwarding.
 fn dotted(key: &str) -> String {
     let swap = |c| match c {
         '/' => '.',

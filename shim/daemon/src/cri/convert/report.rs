@@ -1,4 +1,4 @@
-//! Owns: records → CRI: what lists and statuses say, and which of them a filter lets through.
+//! Converts records into CRI's lists, statuses and events, and applies the filters of lists.
 
 use super::container::signal_number;
 use super::users;
@@ -39,12 +39,12 @@ pub(super) fn pod_metadata(pod: &PodRecord) -> cri::PodSandboxMetadata {
     }
 }
 
-/// Whether a pod is shown.
+/// Returns whether lists contain the pod.
 pub fn is_visible(pod: &PodRecord) -> bool {
     shown::pod(pod).is_some()
 }
 
-/// Whether the filter lets the pod through.
+/// Returns whether the pod matches the filter.
 pub fn pod_passes(pod: &PodRecord, filter: Option<&cri::PodSandboxFilter>) -> bool {
     let Some(filter) = filter else { return true };
     pod.id.as_str().starts_with(&filter.id)
@@ -52,7 +52,7 @@ pub fn pod_passes(pod: &PodRecord, filter: Option<&cri::PodSandboxFilter>) -> bo
         && selected(&pod.config.labels, &filter.label_selector)
 }
 
-/// A pod in a list.
+/// Returns the pod's entry in a list.
 pub fn pod(pod: &PodRecord) -> cri::PodSandbox {
     cri::PodSandbox {
         id: pod.id.to_string(),
@@ -65,7 +65,7 @@ pub fn pod(pod: &PodRecord) -> cri::PodSandbox {
     }
 }
 
-/// A pod's status.
+/// Returns the pod's status.
 pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
     let mut ips = pod.ips.iter().map(ToString::to_string);
     let node = pod.config.node_namespaces;
@@ -94,19 +94,20 @@ pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
     }
 }
 
-/// Containers as lists and statuses have them: the newest first. Of those with one name kubelet takes the first for the latest.
+/// Sorts containers for lists and statuses, the newest first: of several with one name, kubelet takes the first one for the
+/// latest.
 pub fn newest_first<'c>(containers: impl Iterator<Item = &'c ContainerRecord>) -> Vec<&'c ContainerRecord> {
     let mut shown: Vec<_> = containers.filter(|container| container_is_visible(container)).collect();
     shown.sort_by_key(|container| std::cmp::Reverse((container.created_at, container.config.attempt)));
     shown
 }
 
-/// The statuses of a pod's containers.
+/// Returns the statuses of a pod's containers.
 pub fn container_statuses(view: &View) -> Vec<cri::ContainerStatus> {
     newest_first(view.containers.values()).into_iter().map(container_status).collect()
 }
 
-/// An event, with all that is known of its pod at that moment.
+/// Converts an event, with the state of its pod at that time.
 pub fn event(event: &Event) -> cri::ContainerEventResponse {
     let kind = match event.kind {
         EventKind::Created => cri::ContainerEventType::ContainerCreatedEvent,
@@ -123,7 +124,7 @@ pub fn event(event: &Event) -> cri::ContainerEventResponse {
     }
 }
 
-/// What `crictl inspectp` shows beside the status: JSON. `console`: the end of the guest's console.
+/// Returns the JSON that `crictl inspectp` shows in addition to the status. `console` is the end of the guest's console output.
 pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
     let pod = &view.pod;
     let left: Vec<_> = pod.left.iter().map(|left| serde_json::json!({ "what": left.what, "why": left.why })).collect();
@@ -152,12 +153,12 @@ fn container_state(container: &ContainerRecord) -> cri::ContainerState {
     }
 }
 
-/// Whether a container is shown.
+/// Returns whether lists contain the container.
 pub fn container_is_visible(container: &ContainerRecord) -> bool {
     shown::container(container).is_some()
 }
 
-/// Whether the filter lets the container through.
+/// Returns whether the container matches the filter.
 pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::ContainerFilter>) -> bool {
     let Some(filter) = filter else { return true };
     container.id.as_str().starts_with(&filter.id)
@@ -178,7 +179,7 @@ pub(super) fn metadata(container: &ContainerRecord) -> cri::ContainerMetadata {
     cri::ContainerMetadata { name: container.config.name.clone(), attempt: container.config.attempt }
 }
 
-/// A container in a list.
+/// Returns the container's entry in a list.
 pub fn container(container: &ContainerRecord) -> cri::Container {
     let id = container.image.id.to_string();
     cri::Container {
@@ -195,7 +196,7 @@ pub fn container(container: &ContainerRecord) -> cri::Container {
     }
 }
 
-/// The word that kubelet and people look for.
+/// Returns the reason of a container's state, in the words that kubelet and users expect.
 fn reason(container: &ContainerRecord) -> &'static str {
     match container.state {
         ContainerState::Exited if container.oom_killed => "OOMKilled",
@@ -206,7 +207,7 @@ fn reason(container: &ContainerRecord) -> &'static str {
     }
 }
 
-/// A container's status.
+/// Returns the container's status.
 pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
     let config = &container.config;
     let signal = |number: u32| {
@@ -228,7 +229,7 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
         started_at: container.started_at,
         finished_at: container.finished_at,
         exit_code: container.exit_code,
-        // What kubelet shows to people: the name, where it asked by the id that a pull gave it.
+        // kubelet shows this to users: the image's name, even if the container was requested by the image id of a pull.
         image: Some(cri::ImageSpec { image: config.user_image.clone(), ..image_spec(container) }),
         image_ref: container.image.reference.clone(),
         reason: reason(container).to_owned(),
@@ -246,7 +247,7 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
     }
 }
 
-/// An image volume. It lies on no path of the node.
+/// Returns the mount of an image volume, which has no path on the node.
 fn volume((volume, image): (&ImageVolume, &ContainerImage)) -> cri::Mount {
     cri::Mount {
         container_path: volume.container_path.clone(),
@@ -304,7 +305,7 @@ fn resources(resources: &Resources) -> cri::LinuxContainerResources {
     }
 }
 
-/// An image.
+/// Returns the image's entry in a list.
 pub fn image(image: &ImageRecord) -> cri::Image {
     let (uid, username) = match &image.user {
         RunAs::Uid(uid) => (Some(cri::Int64Value { value: *uid }), String::new()),

@@ -1,18 +1,18 @@
 //! Converts CRI's LinuxContainerResources, of containers and of pods, into `Resources`.
 //!
-//! This is the only place that gives these numbers a meaning: 0 is "not set" (in a change: "stays as it is"), and every way of
-//! saying "no limit" becomes [`UNLIMITED`]. kubelet sends what the file of its control group reads where there is no limit:
-//! -1 for cgroup v2, and the largest multiple of a page, 9223372036854771712, for cgroup v1.
+//! No other module interprets these numbers: 0 is "not set" (in a change: "unchanged"), and every notation of "no limit" becomes
+//! [`UNLIMITED`]. Where there is no limit, kubelet sends the contents of its cgroup's file: -1 for cgroup v2, and the largest
+//! multiple of a page, 9223372036854771712, for cgroup v1.
 
 use super::{FieldError, bad, not_yet, pairs};
 use nacelle_base::cpulist;
 use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, PodResources, Resources, UNLIMITED};
 use nacelle_proto::cri;
 
-/// No node has as many bytes, or as many microseconds of quota: from here on a limit is none.
+/// A limit from here on, in bytes or in microseconds of quota, exceeds every node and counts as "no limit".
 const ENDLESS: i64 = i64::MAX / 2;
 
-/// The names of the fields of limits, below where they stand in the request.
+/// Returns the paths of the limits' fields below a given field of the request.
 macro_rules! fields {
     ($below:literal) => {
         [
@@ -28,12 +28,12 @@ macro_rules! fields {
 }
 pub(super) use fields;
 
-/// A change of the limits of a container; what is not set stays as it is.
+/// Converts a change of a container's limits; unset limits stay.
 pub fn resources_change(linux: Option<&cri::LinuxContainerResources>) -> Result<Resources, FieldError> {
     resources(linux.ok_or(FieldError::Missing { field: "linux" })?, fields!("linux"))
 }
 
-/// A change of what a pod may have; what is not set stays as it is.
+/// Converts a change of a pod's resources; unset limits stay.
 pub fn pod_resources_change(request: &cri::UpdatePodSandboxResourcesRequest) -> Result<PodResources, FieldError> {
     for part in request.resources.iter().chain(&request.overhead) {
         if let Some(list) = [&part.cpuset_cpus, &part.cpuset_mems].into_iter().find(|list| !list.is_empty()) {
@@ -44,10 +44,10 @@ pub fn pod_resources_change(request: &cri::UpdatePodSandboxResourcesRequest) -> 
     pod_resources((request.resources.as_ref(), fields!("resources")), (request.overhead.as_ref(), fields!("overhead")))
 }
 
-/// One part of what a pod may have, and the names of its fields.
+/// One part of a pod's resources, and the paths of its fields.
 type Part<'a> = (Option<&'a cri::LinuxContainerResources>, [&'static str; 7]);
 
-/// What a pod may have: its containers together, and the pod beside them.
+/// Converts a pod's resources: those of all its containers together, and the pod's overhead.
 pub(super) fn pod_resources(containers: Part<'_>, overhead: Part<'_>) -> Result<PodResources, FieldError> {
     let part = |(asked, fields): Part<'_>| {
         asked.map(|asked| resources(asked, fields)).transpose().map(Option::unwrap_or_default)
@@ -55,7 +55,7 @@ pub(super) fn pod_resources(containers: Part<'_>, overhead: Part<'_>) -> Result<
     Ok(PodResources { containers: part(containers)?, overhead: part(overhead)? })
 }
 
-/// Checks and converts.
+/// Checks and converts limits.
 pub(super) fn resources(
     asked: &cri::LinuxContainerResources,
     fields: [&'static str; 7],
@@ -93,7 +93,7 @@ pub(super) fn resources(
         memory_limit: limit(asked.memory_limit_in_bytes),
         memory_swap_limit: limit(asked.memory_swap_limit_in_bytes),
         oom_score_adj: asked.oom_score_adj,
-        // kubelet names every size of its node, with a limit of 0 for those of which the container has none.
+        // kubelet sends every huge page size of its node, with a limit of 0 for the sizes that the container does not use.
         hugepages: asked
             .hugepage_limits
             .iter()
@@ -105,12 +105,12 @@ pub(super) fn resources(
     })
 }
 
-/// A limit of which 0 means "not set".
+/// Converts a limit of which 0 means "not set".
 fn limit(value: i64) -> i64 {
     if (0..ENDLESS).contains(&value) { value } else { UNLIMITED }
 }
 
-/// A limit of huge pages, of which 0 means "none of them".
+/// Converts a limit of huge pages, of which 0 means "no pages".
 fn pages_limit(bytes: u64) -> u64 {
     if bytes >= ENDLESS.unsigned_abs() { NO_HUGEPAGE_LIMIT } else { bytes }
 }
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What memory.limit_in_bytes of cgroup v1 reads where there is no limit.
+    /// The contents of memory.limit_in_bytes of cgroup v1 without a limit.
     const NONE_IN_V1: i64 = 9_223_372_036_854_771_712;
 
     fn converted(asked: &cri::LinuxContainerResources) -> Resources {
@@ -154,7 +154,7 @@ mod tests {
             let taken = converted(&cri::LinuxContainerResources { hugepage_limits: pages, ..Default::default() });
             assert_eq!(taken.hugepages, [("2MB".to_owned(), u64::MAX)]);
         }
-        // cpu.weight of 1 is what kubelet sends as 2 shares; 0 and a period of 0 are "not set".
+        // kubelet sends cpu.weight 1 as 2 shares; 0 and a period of 0 mean "not set".
         let small = cri::LinuxContainerResources { cpu_shares: 2, ..Default::default() };
         assert_eq!((converted(&small).cpu_shares, converted(&small).cpu_quota), (2, 0));
     }

@@ -1,18 +1,18 @@
-//! Decides what becomes of the SELinux labels that pods and containers ask for. No container of Nacelle gets one.
+//! Checks the SELinux labels that pods and containers request. No container of Nacelle gets a label.
 //!
-//! In a VM, and on a node without SELinux, a label names nothing: it is ignored, as other runtimes do. Containers of engine `host`
-//! on a node with SELinux are refused a label by name, because they would run without the confinement that was asked for.
+//! In a VM, and on a node without SELinux, a label has no meaning and is ignored, as other runtimes do. For containers of engine
+//! `host` on a node with SELinux a label is rejected by name, because they would run without the requested confinement.
 
 use super::{FieldError, not_yet};
 use nacelle_proto::cri;
 use std::path::Path;
 
-/// Whether this node enforces labels: SELinux is in the kernel, and its file system is mounted.
+/// Returns whether this node enforces labels: SELinux is in the kernel, and its file system is mounted.
 pub fn node_has_selinux() -> bool {
     Path::new("/sys/fs/selinux/enforce").exists()
 }
 
-/// Checks the label of a pod. `enforced`: its containers run under a kernel that has labels.
+/// Checks the label of a pod. `enforced` means that the kernel of its containers enforces labels.
 pub fn pod_label(config: Option<&cri::PodSandboxConfig>, enforced: bool) -> Result<(), FieldError> {
     let security = config.and_then(|config| config.linux.as_ref()?.security_context.as_ref());
     label(
@@ -22,7 +22,7 @@ pub fn pod_label(config: Option<&cri::PodSandboxConfig>, enforced: bool) -> Resu
     )
 }
 
-/// Checks the label of a container, as [`pod_label`].
+/// Checks the label of a container, like [`pod_label`].
 pub fn container_label(config: Option<&cri::ContainerConfig>, enforced: bool) -> Result<(), FieldError> {
     let security = config.and_then(|config| config.linux.as_ref()?.security_context.as_ref());
     label(

@@ -1,5 +1,5 @@
-//! Owns: a specification that a container pod's annotations make → `VmShape`: what of it the machine can have, and the refusal,
-//! field by field, of what it cannot.
+//! Converts the VM specification in a container pod's annotations into `VmShape`. Fields that a container pod's VM cannot have
+//! are rejected one by one.
 
 use crate::config::Handler;
 use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
@@ -19,46 +19,46 @@ const MEMORY: &str = "spec.domain.memory.guest";
 const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
 const KERNEL_IMAGE: &str = "spec.domain.firmware.kernelBoot.container.image";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
-/// Fields that are named, if many are refused.
+/// The largest number of rejected fields that an error lists.
 const TOLD: usize = 20;
 
-/// Why a machine cannot have this shape.
+/// Why a VM cannot have this shape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
-    /// The pod has no machine.
+    /// The pod has no VM.
     #[error(
         "config.annotations shape a machine, and the pod has none: its engine is host, by its handler or by what it shares with the node"
     )]
     NoMachine,
-    /// What no machine of a container pod is made by.
+    /// The specification contains fields that do not apply to the VM of a container pod.
     #[error(
         "config.annotations say {fields}, by which this version of Nacelle does not make machines of container pods (docs/user/vm/container-pods.md): take that out"
     )]
     NotHonoured {
-        /// Their paths, and who said them.
+        /// The fields' paths, and the annotations that set them.
         fields: String,
     },
-    /// What no processor of a machine is.
+    /// The number of vCPUs or their topology is invalid.
     #[error("config.annotations: {0}")]
     Processor(#[from] Refused),
-    /// A value that this node cannot give.
+    /// This node cannot provide the value.
     #[error("config.annotations: {field} is {value}: {why}")]
     NotHere {
-        /// Its path.
+        /// The field's path.
         field: &'static str,
-        /// Its value.
+        /// The value.
         value: String,
-        /// Why, and what to do.
+        /// The reason and the advice.
         why: &'static str,
     },
-    /// A value that breaks a rule.
+    /// The value breaks a rule.
     #[error("config.annotations: {field} is {value}: {rule}")]
     Bad {
-        /// Its path.
+        /// The field's path.
         field: &'static str,
-        /// Its value.
+        /// The value.
         value: String,
-        /// What is allowed.
+        /// The rule.
         rule: String,
     },
 }
@@ -77,7 +77,7 @@ fn bad<T>(field: &'static str, value: impl ToString, rule: String) -> Result<T, 
     Err(ShapeError::Bad { field, value: value.to_string(), rule })
 }
 
-/// The shape that a specification gives to the machine of a pod of this handler on this engine.
+/// Returns the shape that a specification gives to the VM of a pod of this handler on this engine.
 pub fn shape(
     admitted: &Admitted,
     pod: &PodConfig,
@@ -106,7 +106,7 @@ pub fn shape(
     })
 }
 
-/// Nothing, if they are all that the node can.
+/// Returns the CPU model; `None` for all features of the node's CPUs.
 fn cpu_model(admitted: &Admitted, engine: &EngineSpec) -> Result<Option<CpuModel>, ShapeError> {
     let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
     let model = machine_pod::cpu_model(cpu)?;
@@ -151,7 +151,7 @@ fn processors(admitted: &Admitted, pod: &PodConfig, engine: &EngineSpec) -> Resu
         EngineSpec::Kvm {} if sockets > 1 || threads > 1 => {
             "engine kvm arranges virtual processors as cores of one socket: say so many cores"
         }
-        // Its firmware counts processors without gaps.
+        // QEMU's firmware requires CPU numbers without gaps.
         EngineSpec::Qemu { .. } if sockets > 1 && !cores.is_power_of_two() => {
             "with more than one socket, engine qemu needs cores that are a power of two"
         }
@@ -160,8 +160,8 @@ fn processors(admitted: &Admitted, pod: &PodConfig, engine: &EngineSpec) -> Resu
     Err(ShapeError::NotHere { field: CPU, value, why })
 }
 
-/// The machine's memory is this as a whole: what its kernel and agent need is part of it, and the containers' limits must fit
-/// beside the handler's share, as in a machine that nobody shapes.
+/// Returns the VM's total memory in MiB. It includes the memory of its kernel and agent, and the containers' limits must fit
+/// beside the handler's share, as in a VM without a shape.
 fn memory(admitted: &Admitted, pod: &PodConfig, pages: MemoryPages, own: u64) -> Result<Option<u64>, ShapeError> {
     let Some(guest) = admitted.said().domain.memory.as_ref().and_then(|memory| memory.guest.as_ref()) else {
         return Ok(None);
@@ -223,7 +223,7 @@ fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, Sh
     Ok(words)
 }
 
-/// Its image is named as kubelet names images.
+/// Returns the pod's own kernel. Its image is named as in kubelet.
 fn kernel(admitted: &Admitted) -> Result<Option<OwnKernel>, ShapeError> {
     let boot = admitted.said().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let Some(container) = boot.and_then(|boot| boot.container.as_ref()) else { return Ok(None) };
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(error.kind(), Kind::Unsupported);
         let told = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): its initial file system is Nacelle's";
         assert!(error.to_string().contains(told) && !error.to_string().contains("kernelPath"), "{error}");
-        // What an older daemon has recorded, and what this one does.
+        // A record of an older daemon, and one of this daemon.
         assert_eq!(serde_json::from_str::<VmShape>("{}").unwrap(), VmShape::default());
         let shape = kernel("a:1").unwrap();
         assert_eq!(serde_json::from_value::<VmShape>(serde_json::to_value(&shape).unwrap()).unwrap(), shape);

@@ -1,4 +1,4 @@
-//! Owns: figures → CRI: which figure goes into which field, and which containers and pods a filter lets through.
+//! Converts figures into CRI's statistics, and applies the filters of their lists.
 
 use super::report::{map, metadata, pod_metadata, selected};
 use crate::accounting::{Account, Figures, Used};
@@ -8,7 +8,7 @@ use nacelle_model::state::ContainerState;
 use nacelle_proto::{common, cri};
 use serde_json::json;
 
-/// Whether the filter lets the container through.
+/// Returns whether the container matches the filter.
 pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::ContainerStatsFilter>) -> bool {
     let Some(filter) = filter else { return true };
     container.id.as_str().starts_with(&filter.id)
@@ -16,7 +16,7 @@ pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::Contai
         && selected(&container.config.labels, &filter.label_selector)
 }
 
-/// Whether the filter lets the pod through.
+/// Returns whether the pod matches the filter.
 pub fn pod_passes(pod: &PodRecord, filter: Option<&cri::PodSandboxStatsFilter>) -> bool {
     let Some(filter) = filter else { return true };
     pod.id.as_str().starts_with(&filter.id) && selected(&pod.config.labels, &filter.label_selector)
@@ -64,8 +64,8 @@ fn io(usage: &common::Usage, timestamp: i64) -> Option<cri::IoUsage> {
     psi(usage.io_pressure).map(|psi| cri::IoUsage { timestamp, psi: Some(psi) })
 }
 
-/// A container's figures, as far as there are some: one that does not run uses nothing but its disk. `mountpoint` is
-/// that of ImageFsInfo.
+/// Returns a container's statistics, as far as there are figures: a stopped container uses only its disk. `mountpoint` is that of
+/// ImageFsInfo.
 pub fn container(record: &ContainerRecord, figures: Option<&Figures>, mountpoint: &str) -> cri::ContainerStats {
     let found = figures.and_then(|figures| Some((figures.at, figures.containers.get(record.id.as_str())?)));
     let used =
@@ -95,13 +95,13 @@ pub fn container(record: &ContainerRecord, figures: Option<&Figures>, mountpoint
     }
 }
 
-/// When a layer was measured; CRI wants a time after 1970.
+/// Returns the time of a layer's measurement; CRI requires a time after 1970.
 pub(super) fn measured(at: i64, layer: &common::Layer) -> i64 {
     let age = i64::try_from(layer.age_ms).unwrap_or(i64::MAX).saturating_mul(1_000_000);
     at.saturating_sub(age).max(1)
 }
 
-/// Without a default interface there is no network: kubelet reads one without asking whether it is there, and ends if it is not.
+/// Returns `None` without a default interface: kubelet dereferences that without a check, and crashes if it is missing.
 fn network(figures: &Figures) -> Option<cri::NetworkUsage> {
     let interface = |found: &common::InterfaceUsage| cri::NetworkInterfaceUsage {
         name: found.name.clone(),
@@ -115,7 +115,7 @@ fn network(figures: &Figures) -> Option<cri::NetworkUsage> {
     Some(cri::NetworkUsage { timestamp: figures.at, default_interface, interfaces: interfaces.collect() })
 }
 
-/// A pod's figures with those of its containers.
+/// Returns a pod's statistics, with those of its containers.
 pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxStats {
     let timestamp = figures.at;
     let shown = view.containers.values().filter(|container| super::report::container_is_visible(container));
@@ -139,8 +139,8 @@ pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxS
     }
 }
 
-/// What CRI has no field for: what the containers use in the guest, what its kernel and agent use beside them, what the machine costs the
-/// node and for what, what is between them, and what the node's kernel has counted for the pod.
+/// Returns the figures for which CRI has no field: use of the containers in the guest, use of the guest's kernel and agent, the
+/// VM's cost on the node by purpose, the difference between them, and the node's own counters for the pod.
 pub fn accounts(figures: Option<&Figures>, account: Option<Account>) -> serde_json::Value {
     let both = |cpu: i128, memory: i128| json!({ "cpuNanos": clamp(cpu), "memoryBytes": clamp(memory) });
     let used = figures.and_then(|figures| figures.pod.as_ref()).map(|used| &used.usage);
@@ -251,7 +251,7 @@ mod tests {
         let mut figures = figures("a");
         let told = network(&figures).unwrap();
         assert_eq!((told.default_interface.unwrap().name.as_str(), told.interfaces.len()), ("eth0", 1));
-        // A machine pod's, or a guest that says so.
+        // A machine pod, or a guest that reports no interfaces.
         figures.interfaces = Default::default();
         assert_eq!(network(&figures), None);
     }

@@ -1,15 +1,16 @@
-//! Owns: NamespaceOption.userns_options and the mappings of mounts → the pod's user namespace, the same for all its containers.
+//! Converts NamespaceOption.userns_options and the id mappings of mounts into the pod's user namespace, the same for all its
+//! containers.
 
 use super::{FieldError, bad};
 use nacelle_model::namespace::{IdRange, UserNamespace};
 use nacelle_proto::cri;
 
-/// Where pods and containers ask for it.
+/// The field in which pods and containers request a user namespace.
 const FIELD: &str = "config.linux.security_context.namespace_options.userns_options";
-/// Fewer numbers would not do for what images have: `nobody` is 65534.
+/// The smallest number of ids: images use `nobody`, 65534.
 const LEAST: u32 = 65_536;
 
-/// That of a pod: POD with one range each of users and groups, or none.
+/// Returns a pod's user namespace: mode POD with one range each of users and groups, or none.
 pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, FieldError> {
     let Some(asked) = &options.userns_options else { return Ok(None) };
     match asked.mode() {
@@ -18,7 +19,7 @@ pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, F
         cri::NamespaceMode::Pod => {
             let users = range("config.linux.security_context.namespace_options.userns_options.uids", &asked.uids)?;
             let groups = range("config.linux.security_context.namespace_options.userns_options.gids", &asked.gids)?;
-            // The least that can be is what belongs to the pod alone.
+            // With user namespace POD none of the other namespaces may be the node's.
             let modes = [options.network(), options.pid(), options.ipc()];
             if modes.contains(&cri::NamespaceMode::Node) {
                 return bad(
@@ -33,10 +34,10 @@ pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, F
     }
 }
 
-/// Checks that a container asks for what its pod has.
+/// Checks that a container requests the user namespace of its pod.
 pub fn of_container(options: Option<&cri::NamespaceOption>, pod: Option<UserNamespace>) -> Result<(), FieldError> {
     let asked = options.and_then(|options| options.userns_options.as_ref());
-    // Whether it goes with the other namespaces is the pod's matter.
+    // The pod's check covers the combination with other namespaces.
     let alone = cri::NamespaceOption { userns_options: asked.cloned(), ..Default::default() };
     let got = of_pod(&alone)?;
     if got == pod {
@@ -45,7 +46,8 @@ pub fn of_container(options: Option<&cri::NamespaceOption>, pod: Option<UserName
     bad(FIELD, told(got), format!("a container has its pod's user namespace: {}", told(pod)))
 }
 
-/// Whether a mount shows owners through the pod's user namespace: its mappings are the pod's, or there are none.
+/// Returns whether a mount maps owner ids through the pod's user namespace: it has the pod's mappings, or none. Other mappings
+/// are rejected.
 pub fn of_mount(mount: &cri::Mount, pod: Option<UserNamespace>) -> Result<bool, FieldError> {
     let field = "config.mounts.uidMappings, gidMappings";
     if mount.uid_mappings.is_empty() && mount.gid_mappings.is_empty() {
@@ -58,7 +60,7 @@ pub fn of_mount(mount: &cri::Mount, pod: Option<UserNamespace>) -> Result<bool, 
     bad(field, told(Some(asked)), format!("none, or those of the pod are allowed: {}", told(pod)))
 }
 
-/// As CRI tells it.
+/// Returns the user namespace in CRI's form.
 pub fn report(namespace: UserNamespace) -> cri::UserNamespace {
     let mapping = |range: IdRange| vec![cri::IdMapping { host_id: range.first, container_id: 0, length: range.count }];
     cri::UserNamespace {
@@ -91,7 +93,7 @@ fn range(field: &'static str, mappings: &[cri::IdMapping]) -> Result<IdRange, Fi
     if length < LEAST {
         return bad(field, format!("length {length}"), format!("at least {LEAST} is needed: images have so many"));
     }
-    // The largest number of all is nobody's.
+    // The largest id is reserved.
     if host_id.checked_add(length).is_none() {
         return bad(field, format!("host_id {host_id} with length {length}"), "it must end at 4294967294 or before");
     }

@@ -1,4 +1,4 @@
-//! Owns: ContainerConfig.mounts → image volumes and volumes of the node; every other kind of mount is refused by its name.
+//! Converts ContainerConfig.mounts into image volumes and volumes of the node; other kinds of mounts are rejected by name.
 
 use super::{FieldError, bad, name_of_image, not_yet, users};
 use crate::config::{Config, EngineSetting};
@@ -10,14 +10,14 @@ use nacelle_proto::cri;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-/// Longer paths Linux takes in no call.
+/// The longest path in bytes that Linux accepts in a call.
 const PATH_MAX: usize = 4095;
-/// The option that is a field as well.
+/// The mount option that duplicates the field `readonly`.
 const READ_ONLY: &str = "ro";
-/// Where a container's devices are.
+/// The directory of a container's devices.
 const DEV: &str = "/dev";
 
-/// Checks and converts; in the order in which they are mounted, so that a volume inside another lies on top of it.
+/// Checks and converts mounts, and sorts them into mount order, so that a volume inside another one covers it.
 pub fn volumes(
     mounts: &[cri::Mount],
     users: Option<UserNamespace>,
@@ -42,8 +42,8 @@ pub fn volumes(
     Ok((of_images, of_node))
 }
 
-/// Refuses what a VM cannot have: mounts that the node sees, and the node's `/dev` in place of that of its own kernel. Which devices
-/// it cannot have is known when they are looked at.
+/// Rejects what a VM cannot have: mounts that propagate to the node, and the node's `/dev` in place of that of the guest's
+/// kernel. Devices that a VM cannot have are rejected later, when they are opened.
 pub fn for_a_guest(config: &ContainerConfig, node: &Config) -> Result<(), FieldError> {
     let both_ways = |volume: &NodeVolume| volume.propagation == Propagation::BothWays;
     let over_dev = |volume: &NodeVolume| Path::new(&volume.container_path) == Path::new(DEV);
@@ -60,7 +60,7 @@ pub fn for_a_guest(config: &ContainerConfig, node: &Config) -> Result<(), FieldE
     Err(FieldError::NeedsHost { field, value, handlers })
 }
 
-/// What a mount takes away besides; "ro" is `readonly` in another word.
+/// Returns the restrictive options of a mount, without "ro", which is `readonly`.
 fn options(mount: &cri::Mount, users: Option<UserNamespace>) -> Result<BTreeSet<MountOption>, FieldError> {
     let field = "config.mounts.mount_options";
     let mut options = BTreeSet::new();

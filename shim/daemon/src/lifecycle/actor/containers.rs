@@ -1,4 +1,4 @@
-//! Owns: the containers of a pod's actor: what is asked of them and what happens to them.
+//! The containers of a pod's actor: handles requests for them, and events of them.
 
 use super::super::error::LifecycleError;
 use super::super::make::{self, Prepared, Told, told};
@@ -16,9 +16,9 @@ use nacelle_proto::pod as proto;
 use nacelle_store::Change;
 use std::sync::Arc;
 
-/// The exit code of a container that could not be started, as other runtimes have it.
+/// Exit code of a container that could not be started, the same as in other runtimes.
 const START_FAILED: i32 = 128;
-/// That of one that was removed while it ran: killed by signal 9.
+/// Exit code of a container that was removed while it ran: killed by signal 9.
 const KILLED: i32 = 128 + 9;
 
 fn lost_code() -> i32 {
@@ -80,7 +80,7 @@ impl Actor {
         });
     }
 
-    /// Makes one that a daemon before this one may have begun with.
+    /// Creates a container whose creation an earlier daemon may have begun.
     pub(super) fn make_again(&self, id: ContainerId) {
         let Some(entry) = self.containers.get(&id).filter(|entry| entry.record.state == ContainerState::Creating)
         else {
@@ -99,13 +99,14 @@ impl Actor {
         });
     }
 
-    /// Answers as soon as only the guest's work is left, which then goes on beside whatever the caller does next.
+    /// Answers the request as soon as only work in the guest is left; that work continues concurrently with the caller's next
+    /// request.
     pub(super) async fn prepared(&mut self, id: ContainerId, result: Result<Box<Prepared>, LifecycleError>) {
         let prepared = match result {
             Ok(prepared) => prepared,
             Err(error) => return self.made(id, Err(error)).await,
         };
-        // A container that is being removed stays until this is answered.
+        // A container that is being removed keeps its entry until this result has arrived.
         let Some(entry) = self.containers.get_mut(&id) else { return };
         if entry.record.state == ContainerState::Creating && prepared.is_certain() {
             entry.record.answered = true;
@@ -117,7 +118,7 @@ impl Actor {
         self.effect(async move { Message::Made(id, timeline.measure("made", making).await) });
     }
 
-    /// The record of a container that may be made.
+    /// Returns the record of a new container if it may be created.
     fn check_new(
         &self,
         config: ContainerConfig,
@@ -175,7 +176,7 @@ impl Actor {
         entry.record.timeline = entry.timeline.steps();
         let ask = match result {
             Ok(user) => {
-                // One that is removed already was never anybody's.
+                // No caller knows a container that is removed before its creation is complete.
                 if entry.record.state == ContainerState::Creating {
                     entry.record.answered = true;
                     entry.record.user = Some(user);
@@ -185,7 +186,7 @@ impl Actor {
             Err(error) => {
                 tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
                 entry.record.message = clip(&Chain(&error).to_string());
-                // Told when what was half made is gone, so that asking again meets nothing of it.
+                // Reported only after the cleanup, so that a repeated request finds nothing of the failed attempt.
                 entry.make_error = Some(error);
                 if entry.record.answered && entry.record.state == ContainerState::Creating {
                     entry.record.start_failed = true;
@@ -202,7 +203,7 @@ impl Actor {
         }
         let Some(entry) = self.containers.get_mut(&id) else { return };
         tell(&mut entry.made, &Ok(id.clone()));
-        // What was asked of it meanwhile.
+        // Requests that arrived during the creation.
         let (start, update) = (!entry.started.is_empty(), !entry.updates.is_empty());
         if let Some(error) = &entry.make_error {
             tell(&mut entry.started, &Err(error.clone()));
@@ -221,7 +222,7 @@ impl Actor {
         match entry.record.state.step(ContainerEvent::Start) {
             Err(source) => {
                 let refused = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
-                // One that was never made says why.
+                // A container whose creation failed returns that error.
                 drop(answer.send(Err(entry.make_error.clone().unwrap_or(refused))));
             }
             Ok((ContainerState::Running, _)) => drop(answer.send(Ok(()))),
@@ -234,7 +235,7 @@ impl Actor {
         }
     }
 
-    /// Has a container that was made started, for all who wait for that.
+    /// Starts a created container for all requests that wait for its start.
     async fn begin_start(&mut self, id: &ContainerId) {
         let Some(entry) = self.containers.get(id) else { return };
         let mut next = entry.record.clone();
@@ -293,11 +294,11 @@ impl Actor {
                 let work = make::stop(Arc::clone(&self.parts), client, id.clone(), grace);
                 self.effect(async move { Message::Stopped(id, work.await, stopping) });
             }
-            // The pod process is searched for.
+            // The pod process is being searched for.
             (Ok((_, ContainerAction::Stop)), None) if self.pod.state == state::PodState::Ready => {
                 self.stopped(id, Err(self.silent()), stopping).await;
             }
-            // It ends with its machine, which is on its way down.
+            // The container ends with its VM, which is being stopped.
             (Ok((_, ContainerAction::Stop)), None) => self.wait_stopped.push(stopping.answer),
             _ => drop(stopping.answer.send(Ok(()))),
         }
@@ -320,7 +321,7 @@ impl Actor {
             }
             Err(error) => Err(error),
         };
-        // Whatever was said: it counts that it does not run.
+        // Whatever the result is, what counts is that the container does not run.
         let runs = self
             .containers
             .get(&id)
@@ -367,7 +368,7 @@ impl Actor {
     }
 
     pub(super) async fn removed(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
-        // Without a machine there is nothing left of it but the record.
+        // Without a VM only the record of the container is left.
         let result = if self.pod.state == state::PodState::Ready { result } else { Ok(()) };
         let result = match result {
             Ok(()) => self.commit(vec![Change::ForgetContainer(id.clone())]).await,
@@ -407,7 +408,7 @@ impl Actor {
         }
     }
 
-    /// Takes a container out, which ends it if it still runs, and tells so.
+    /// Removes the container's entry, which ends the container if it still runs, and sends the event.
     pub(super) fn leave(&mut self, id: &ContainerId) -> Option<Entry> {
         let record = &mut self.containers.get_mut(id)?.record;
         if record.started_at != 0 && record.finished_at == 0 {
@@ -419,7 +420,7 @@ impl Actor {
         entry
     }
 
-    /// Takes over what a pod process says of its containers; what cannot be is passed over.
+    /// Applies the container states that a pod process reports; impossible ones are ignored.
     pub(super) async fn apply(&mut self, state: &proto::PodState) {
         for container in &state.containers {
             let Ok(id) = container.id.parse::<ContainerId>() else { continue };
@@ -447,7 +448,7 @@ impl Actor {
         if record.started_at == 0 {
             record.started_at = told.started_at;
         }
-        // The start may have been dated here, by the clock at the answer.
+        // The start may have been dated here, by the node's clock at the time of the response.
         record.finished_at = told.finished_at.max(record.started_at);
         record.exit_code = told.exit_code;
         record.oom_killed = told.oom_killed;
@@ -468,7 +469,7 @@ impl Actor {
         self.exited(id, told).await;
     }
 
-    /// What still ran has ended with the machine.
+    /// Marks the containers that still ran as ended with the VM.
     pub(super) async fn lose_running(&mut self, why: &str) {
         let ids: Vec<_> = self.containers.keys().cloned().collect();
         for id in ids {
@@ -476,7 +477,8 @@ impl Actor {
         }
     }
 
-    /// Takes a step of a container, records and shows it. None: refused, which for what happens is a defect or a lie.
+    /// Applies an event to a container's state, then records and publishes it. Returns `None` if the state rejects the event: for
+    /// a reported event this is a bug, or the pod process sent a false report.
     async fn step_container(&mut self, id: &ContainerId, ask: ContainerEvent) -> Option<ContainerAction> {
         let entry = self.containers.get_mut(id)?;
         let from = entry.record.state;

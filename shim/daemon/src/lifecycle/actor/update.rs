@@ -1,5 +1,5 @@
-//! Owns: changing the limits of a container: one change after the other, recorded when the guest has taken it; and those
-//! of the pod, which its machine follows as far as it can.
+//! Changes the limits of containers and pods. Changes of a container are applied one at a time, and each is recorded after the
+//! guest has applied it. A change of the pod resizes its VM as far as the VM can follow.
 
 use super::super::error::{LifecycleError, at};
 use super::super::make;
@@ -28,7 +28,7 @@ impl Actor {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
         entry.updates.push_back((change, answer));
-        // One that is being made is changed when it is made.
+        // A change of a container that is being created is applied after the creation.
         if entry.updates.len() > 1 {
             return;
         }
@@ -38,7 +38,7 @@ impl Actor {
         }
     }
 
-    /// The processors of its containers, and of this one that there will be. What a change that is under way says counts already.
+    /// Returns the CPUs of the pod's containers and of a container to be created. A change that is being applied counts already.
     fn wanted(&self, new: Option<&Resources>) -> BTreeSet<u32> {
         let of = self.live().map(|entry| match entry.updates.front() {
             Some((change, _)) if !change.cpuset_cpus.is_empty() => change.cpuset_cpus.as_str(),
@@ -51,7 +51,7 @@ impl Actor {
         self.containers.values().filter(|entry| is_live(entry.record.state))
     }
 
-    /// How many processors its machine has, if each is to have one of the node's to itself.
+    /// Returns the number of the VM's vCPUs if each of them is pinned to a CPU of its own.
     fn pinned(&self) -> Option<u32> {
         let config = &self.pod.config;
         let shaped = config.shape.as_ref().is_some_and(|shape| shape.pinned);
@@ -59,8 +59,8 @@ impl Actor {
         self.pod.machine.filter(|_| shaped || machine).map(|machine| machine.vcpus)
     }
 
-    /// Refuses what would leave the machine fewer processors of the node than it has, if each is to have one to itself. Who names none
-    /// takes none away.
+    /// Rejects a change that would leave a VM with pinned vCPUs fewer CPUs of the node than it has vCPUs. A container without a
+    /// CPU list takes no CPU away.
     pub(super) fn enough(&self, new: Option<&Resources>, asked: &str) -> Result<(), LifecycleError> {
         let Some(vcpus) = self.pinned().filter(|_| !asked.is_empty()) else { return Ok(()) };
         let left = self.wanted(new).len();
@@ -71,7 +71,7 @@ impl Actor {
         Err(LifecycleError::TooFewProcessors { id, asked, left, vcpus })
     }
 
-    /// Answers the changes of a container that are refused so, until one is not.
+    /// Completes the leading changes of a container that are rejected for this reason.
     fn refuse_too_few(&mut self, id: &ContainerId) {
         loop {
             let entry = self.containers.get(id).filter(|entry| is_live(entry.record.state));
@@ -83,13 +83,13 @@ impl Actor {
         }
     }
 
-    /// Has the machine run where its containers may, and this one that there will be.
+    /// Confines the VM to the CPUs of the pod's containers and of a container to be created.
     pub(super) async fn confine(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
         if self.client.is_none() || !self.parts.has_guest(&self.pod) {
             return Ok(());
         }
-        // Processors of a machine pod's machine that have some of the node to themselves stay there until it is told of others: its keeper
-        // has put them there, and does so again.
+        // Pinned vCPUs of a machine pod's machine keep their CPUs until the machine gets other pins: the keeper has pinned them,
+        // and pins them again.
         let kept = self.pod.config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
         let moves = |entry: &Entry| entry.updates.front().is_some_and(|(change, _)| !change.cpuset_cpus.is_empty());
         if kept && !self.live().any(moves) && (new.is_none() || self.live().next().is_some()) {
@@ -117,7 +117,7 @@ impl Actor {
         Ok(())
     }
 
-    /// Begins with the first change that waits; those that cannot be are answered.
+    /// Starts the first pending change that is possible, and rejects those before it.
     pub(super) async fn begin_update(&mut self, id: &ContainerId) {
         self.refuse_too_few(id);
         if self.containers.get(id).is_none_or(|entry| entry.updates.is_empty()) {
@@ -137,7 +137,7 @@ impl Actor {
                 let processors = pins(config.machine.as_deref(), &next);
                 let change = if guest { &change.in_guest() } else { &**change };
                 let limits = oci::limits(&next, change);
-                // 0 is the way to say nothing.
+                // In this field 0 means unset.
                 let adjustment = i32::try_from(change.oom_score_adj).ok().filter(|adjustment| *adjustment != 0);
                 let update =
                     make::update(Arc::clone(&self.parts), client.clone(), id.clone(), limits, adjustment, processors);
@@ -162,8 +162,8 @@ impl Actor {
         }
     }
 
-    /// Has the machine get the memory that its containers may use together after the change of this one, where nobody says what the
-    /// pod may have (kubelet does, and does it first). The answer never comes if there is nothing to do.
+    /// Grows the VM's memory to what its containers may use together after the change of this one, for a pod without limits of
+    /// its own (kubelet changes the pod's limits, and does so first). The receiver never resolves if there is nothing to do.
     async fn grow_for(&mut self, id: &ContainerId) -> oneshot::Receiver<Result<(), LifecycleError>> {
         let (tell, told) = oneshot::channel();
         let Some(machine) = self.pod.machine.filter(|machine| machine.reserve_used().is_some()) else { return told };
@@ -203,7 +203,7 @@ impl Actor {
         }
     }
 
-    /// What the pod may have: its machine gets as many processors and as much memory as that needs, then it is recorded.
+    /// Changes the pod's resources: resizes the VM to hold them, then records them.
     pub(super) async fn update_pod(&mut self, change: Box<PodResources>, answer: Answer<()>) {
         self.change_size(Wish::Pod(change), answer).await;
     }
@@ -215,7 +215,7 @@ impl Actor {
         }
     }
 
-    /// Takes the changes that wait until one asks something of the machine.
+    /// Applies pending changes up to the first one that needs a resize of the VM.
     async fn begin_pod_updates(&mut self) {
         while let Some((wish, _)) = self.updates.front() {
             let done = match self.next_size(wish) {
@@ -241,8 +241,8 @@ impl Actor {
         }
     }
 
-    /// What the pod may have after a change, how large its machine is then, and whom to ask for that: nobody where a
-    /// machine keeps its size.
+    /// Returns the pod's resources after a change, the VM's resources that follow, and the client to ask for the resize: `None`
+    /// if the VM keeps its size.
     fn next_size(
         &self,
         wish: &Wish,
@@ -256,14 +256,14 @@ impl Actor {
                 let next = known.unwrap_or_default().changed_by(change);
                 (Some(next.clone()), next.containers)
             }
-            // Never less than there is: what else is in the machine is the pod's to say.
+            // Never less than the current size: memory for other uses of the VM is part of the pod's limits.
             Wish::Containers(bytes) => {
                 let least = self.pod.machine.map_or(0, |machine| machine.memory);
                 let memory_limit = i64::try_from(least.max(*bytes)).unwrap_or(i64::MAX);
                 (known, Resources { memory_limit, ..Resources::default() })
             }
         };
-        // Of a pod that is older than the record of its machine, what it was promised is known.
+        // For a pod whose record is older than the record of VM resources, the promised size follows from its configuration.
         let config = &self.pod.config;
         let vcpus = config.cpu_limit_milli.map_or(1, |milli| u32::try_from(milli.div_ceil(1000)).unwrap_or(u32::MAX));
         let promised = VmResources {
@@ -281,14 +281,14 @@ impl Actor {
             has,
             wanted,
         })?;
-        // The agent of a pod that is older than the bound may not know how.
+        // The agent of a pod that is older than the `max_vcpus` field may not support it.
         let processors = machine.max_vcpus > 0 && size::grows(config);
         let to = if processors { sized } else { VmResources { vcpus: machine.vcpus, ..sized } };
         let sizes = make::Resize { from: machine, to, processors };
         if !(processors || machine.reserve_used().is_some()) || !self.parts.has_guest(&self.pod) {
             return Ok((next, sizes, None));
         }
-        // Also where the record says that it is so: an answer may have been lost.
+        // Sent even if the record shows this size already: an earlier response may have been lost.
         let client = self.client.clone().ok_or_else(|| self.not_ready())?;
         Ok((next, sizes, Some(client)))
     }
@@ -300,7 +300,7 @@ impl Actor {
     ) {
         let result = match resized {
             Ok(machine) => {
-                // It is so, whether that is kept or not.
+                // The resize has happened, whether or not the record can be written.
                 self.pod.resources = next;
                 self.pod.machine = Some(machine);
                 self.keep_pod().await;
@@ -315,14 +315,14 @@ impl Actor {
     }
 }
 
-/// The processors of the node that those of a machine pod's machine are to have to themselves; none, if they do not.
+/// Returns the CPUs of the node to which the vCPUs of a machine pod's machine are pinned; empty if they are not pinned.
 fn pins(machine: Option<&MachinePod>, next: &Resources) -> Vec<u32> {
     let Some(machine) = machine.filter(|machine| machine.processors.pins.is_some()) else { return Vec::new() };
     let count = usize::try_from(machine.processors.count()).unwrap_or(usize::MAX);
     numbers(&next.cpuset_cpus).unwrap_or_default().into_iter().take(count).collect()
 }
 
-/// Whether a container may run on the processors that it has.
+/// Returns whether a container may run on the CPUs of its limits.
 fn is_live(state: ContainerState) -> bool {
     matches!(
         state,

@@ -1,4 +1,4 @@
-//! Owns: what the tests of this crate share: building images, servers that misbehave, looking at trees.
+//! Shared helpers of this crate's tests: build images, run servers that misbehave, compare file trees.
 
 pub mod registry;
 pub mod server;
@@ -15,13 +15,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// `sha256:...` of these bytes.
+/// Returns `sha256:...` of these bytes.
 pub fn digest(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
 }
 
-/// Opens a store that has just been closed. A process that another test starts at this moment has the lock's descriptor
-/// too, until it runs its program.
+/// Opens a store that has just been closed. A process that another test starts at this moment inherits the lock's descriptor
+/// until it executes its program.
 pub fn reopen(folder: &Path, config: &Config) -> Store {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -34,7 +34,7 @@ pub fn reopen(folder: &Path, config: &Config) -> Store {
     }
 }
 
-/// How a layer is sent.
+/// The compression of a layer.
 #[derive(Clone, Copy, Debug)]
 pub enum Packing {
     Plain,
@@ -42,7 +42,7 @@ pub enum Packing {
     Zstd,
 }
 
-/// Packs a tar.
+/// Compresses a tar.
 pub fn pack(tar: &[u8], packing: Packing) -> Vec<u8> {
     match packing {
         Packing::Plain => tar.to_vec(),
@@ -64,7 +64,7 @@ pub struct Image {
     pub layers: Vec<String>,
 }
 
-/// An image of these tars.
+/// Builds an image of these tars.
 pub fn image(tars: &[(Vec<u8>, Packing)]) -> Image {
     let mut image = Image::default();
     let mut layers = Vec::new();
@@ -117,7 +117,7 @@ pub fn write_layout(image: &Image, folder: &Path, name: &str) {
     fs::write(folder.join("index.json"), serde_json::to_vec(&index).unwrap()).unwrap();
 }
 
-/// A tar that is written entry by entry.
+/// A builder that writes a tar entry by entry.
 pub struct Tar(pub tar::Builder<Vec<u8>>);
 
 impl Tar {
@@ -125,7 +125,7 @@ impl Tar {
         Tar(tar::Builder::new(Vec::new()))
     }
 
-    /// A header with settled owner and time.
+    /// Returns a header with fixed owner and time.
     pub fn header(kind: tar::EntryType, mode: u32, size: u64) -> tar::Header {
         let mut header = tar::Header::new_gnu();
         header.set_entry_type(kind);
@@ -163,7 +163,7 @@ impl Tar {
         self
     }
 
-    /// An entry whose name the builder would refuse.
+    /// Adds an entry whose name the builder would reject.
     pub fn raw(mut self, path: &[u8], kind: tar::EntryType, link: &[u8], content: &[u8]) -> Tar {
         let mut header = Tar::header(kind, 0o644, content.len() as u64);
         header.as_old_mut().name[..path.len()].copy_from_slice(path);
@@ -173,7 +173,7 @@ impl Tar {
         self
     }
 
-    /// Pax records for the next entry.
+    /// Adds pax records for the next entry.
     pub fn pax(mut self, records: &[(&str, &[u8])]) -> Tar {
         self.0.append_pax_extensions(records.iter().copied()).unwrap();
         self
@@ -184,7 +184,7 @@ impl Tar {
     }
 }
 
-/// What a file looks like to those who use it.
+/// The attributes of a file that a user can see.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
     pub mode: u32,
@@ -196,7 +196,7 @@ pub struct Seen {
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
 }
 
-/// Everything below a folder, by path.
+/// Returns everything below a directory, by path.
 pub fn look(root: &Path) -> BTreeMap<Vec<u8>, Seen> {
     let mut seen = BTreeMap::new();
     let mut todo = vec![root.to_owned()];
@@ -234,7 +234,7 @@ pub fn look(root: &Path) -> BTreeMap<Vec<u8>, Seen> {
     seen
 }
 
-/// The hash of a file, without reading what of it is surely zeros twice: holes are cheap to read.
+/// Returns the hash of a file. Holes are hashed without being read, because large sparse files are slow to read.
 fn content(path: &Path) -> String {
     let mut hash = Sha256::new();
     let mut file = File::open(path).unwrap();
@@ -259,7 +259,7 @@ impl Drop for Mounted {
     }
 }
 
-/// Whether this machine can mount an EROFS from a file; says why not.
+/// Returns whether this machine can mount an EROFS from a file, or the reason why not.
 pub fn can_mount() -> Result<(), String> {
     if !nix::unistd::geteuid().is_root() {
         return Err("mounting needs root".into());
@@ -280,7 +280,7 @@ pub fn can_mount() -> Result<(), String> {
     if numbers < vec![6, 6] { Err(format!("kernel {release} is older than 6.6")) } else { Ok(()) }
 }
 
-/// Mounts an image as a guest would see it: its pieces one after the other on one device.
+/// Mounts an image as a guest sees it: its pieces one after the other on one device.
 pub fn mount(disk: &ImageDisk) -> Mounted {
     let folder = tempfile::tempdir().unwrap();
     let device = folder.path().join("device");

@@ -1,4 +1,4 @@
-//! Owns: a real registry (Debian's docker-registry) on loopback, for as long as a test runs.
+//! Runs a real registry (Debian's docker-registry) on loopback for the duration of a test.
 
 use super::{Image, write_layout};
 use std::io::{BufRead, BufReader};
@@ -20,7 +20,7 @@ impl Drop for Registry {
     }
 }
 
-/// Why the tools for these tests are not here, if they are not.
+/// Returns the name of a missing tool of these tests, if one is missing.
 pub fn missing() -> Option<String> {
     let runs =
         |tool: &str| Command::new(tool).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
@@ -36,7 +36,8 @@ fn run(command: &mut Command) {
 }
 
 impl Registry {
-    /// Over http, or over https with a certificate of our own authority; with the user `u` and password `p:w`.
+    /// Starts a registry over http, or over https with a certificate of our own authority; with `password`, the user is `u` and
+    /// the password `p:w`.
     pub fn start(tls: bool, password: bool) -> Registry {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
@@ -72,22 +73,22 @@ impl Registry {
         let after = line.split("listening on ").nth(1).unwrap();
         let address = after.split(['"', ',', ' ']).next().unwrap();
         let port = address.rsplit(':').next().unwrap().parse().unwrap();
-        // Its pipe must not fill up.
+        // The pipe of the registry must not fill up.
         std::thread::spawn(move || lines.for_each(drop));
         Registry { port, child, folder, password }
     }
 
-    /// `127.0.0.1:port`, or the name in the certificate.
+    /// Returns `127.0.0.1:port`, or the host name of the certificate.
     pub fn host(&self) -> String {
         format!("127.0.0.1:{}", self.port)
     }
 
-    /// The authority that signed the certificate.
+    /// Returns the path of the authority's certificate.
     pub fn ca(&self) -> PathBuf {
         self.folder.path().join("ca.pem")
     }
 
-    /// Puts an image there. `more` goes to skopeo.
+    /// Pushes an image. `more` are additional arguments of skopeo.
     pub fn push(&self, image: &Image, name: &str, more: &[&str]) {
         let layout = tempfile::tempdir_in(self.folder.path()).unwrap();
         write_layout(image, layout.path(), "t");
@@ -103,7 +104,7 @@ impl Registry {
     }
 }
 
-/// An authority and a certificate for 127.0.0.1 that it signed.
+/// Creates an authority and a certificate for 127.0.0.1 that it signed.
 fn authority(folder: &Path) {
     let openssl = |arguments: &[&str]| run(Command::new("openssl").args(arguments).current_dir(folder));
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];

@@ -1,4 +1,4 @@
-//! Owns: a small HTTP server on loopback that does what a test tells it, right or wrong.
+//! Runs a small HTTP server on loopback that answers as the test specifies, correctly or not.
 
 use super::Image;
 use std::collections::HashMap;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What was asked.
+/// A received request.
 #[derive(Clone, Debug)]
 pub struct Asked {
     pub method: String,
@@ -18,24 +18,24 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// The first byte of the range that is asked for.
+    /// Returns the first byte of the requested range.
     pub fn from(&self) -> usize {
         let range = self.headers.get("range").and_then(|range| range.strip_prefix("bytes="));
         range.and_then(|range| range.strip_suffix('-')).map_or(0, |from| from.parse().unwrap())
     }
 }
 
-/// What is answered.
+/// A reply.
 #[derive(Clone, Debug, Default)]
 pub struct Reply {
     pub status: u16,
     pub headers: Vec<(String, String)>,
     pub body: Vec<u8>,
-    /// The connection is cut after so many bytes of the body.
+    /// Cut the connection after this many bytes of the body.
     pub cut: Option<usize>,
-    /// After the body nothing comes, but the connection stays.
+    /// Send nothing after the body, but keep the connection open.
     pub stall: bool,
-    /// The body is sent again and again.
+    /// Send the body again and again.
     pub endless: bool,
 }
 
@@ -53,7 +53,7 @@ impl Reply {
         self
     }
 
-    /// The rest of a body, as a server answers that knows ranges.
+    /// Returns the rest of a body, as a server with range support answers.
     pub fn range(body: &[u8], from: usize) -> Reply {
         if from == 0 {
             return Reply::ok(body);
@@ -90,7 +90,7 @@ impl Server {
                     return;
                 }
                 let (answer, notes, stop) = (Arc::clone(&answer), Arc::clone(&notes), Arc::clone(&stop));
-                // A client that goes away is no failure of the test.
+                // A client that disconnects does not fail the test.
                 std::thread::spawn(move || serve(stream, &*answer, &notes, &stop).unwrap_or_default());
             }
         });
@@ -101,7 +101,7 @@ impl Server {
         self.address.to_string()
     }
 
-    /// Everything that was asked so far.
+    /// Returns all requests so far.
     pub fn asked(&self) -> Vec<Asked> {
         self.asked.lock().unwrap().clone()
     }
@@ -152,7 +152,7 @@ fn serve(
     Ok(())
 }
 
-/// The right answer to a question about this image, which has the tag `t`.
+/// Answers a request for this image, which has the tag `t`, correctly.
 pub fn honest(image: &Image, asked: &Asked) -> Reply {
     let name = asked.path.rsplit('/').next().unwrap().split('?').next().unwrap();
     let name = if name == "t" { image.manifest.as_str() } else { name };

@@ -1,7 +1,6 @@
-//! Owns: the registers: what the driver may write when, and when a queue runs: it is ready, the driver has said
-//! DRIVER_OK, and the machine is not paused.
-//! Threads: one at a time, under the transport's lock; stopping a queue waits for the request in flight, so nothing
-//! that a queue needs to finish may take that lock.
+//! Implements the registers: which values the driver may write in which state, and when a queue runs. A queue runs while it is
+//! ready, the driver has set DRIVER_OK and the VM is not paused. All calls are serialized by the transport's lock. Stopping a
+//! queue waits for the request in flight, so no code that a queue needs to finish a request may take that lock.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::line::Line;
@@ -17,7 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 const VERSION: u32 = 2;
-/// "NACL"; the specification reserves no numbers.
+/// The vendor id "NACL"; the specification reserves no numbers.
 const VENDOR: u32 = u32::from_le_bytes(*b"NACL");
 
 const ACKNOWLEDGE: u32 = 1;
@@ -39,12 +38,12 @@ pub(super) struct Front {
     kicks: Arc<[EventFd]>,
     line: Arc<Line>,
     registers: Registers,
-    /// The queues that the device has.
+    /// For each queue of the device, whether it is being served.
     running: Vec<bool>,
     paused: bool,
-    /// The configuration space when it was last looked at.
+    /// The configuration space when it was last compared.
     config: Vec<u8>,
-    /// It has changed since the driver began to read it, and the driver could not be told.
+    /// The configuration space has changed since the driver began to read it, and the driver has not been notified yet.
     untold: bool,
 }
 
@@ -132,7 +131,7 @@ impl Front {
         self.device.write_config(offset, data);
     }
 
-    /// Stops all queues and keeps where they stand.
+    /// Stops all queues and records their positions.
     pub(super) fn pause(&mut self) {
         if !std::mem::replace(&mut self.paused, true) {
             self.look_at_config();
@@ -141,7 +140,7 @@ impl Front {
         }
     }
 
-    /// Lets the queues run that ran before, or that the driver has made ready since.
+    /// Starts the queues that ran before the pause or that the driver has made ready since.
     pub(super) fn resume(&mut self) -> Result<(), StartError> {
         if !std::mem::replace(&mut self.paused, false) {
             return Ok(());
@@ -151,7 +150,7 @@ impl Front {
         started
     }
 
-    /// What is needed to go on elsewhere; pauses first.
+    /// Pauses and returns the state from which the transport can continue in another process.
     pub(super) fn save(&mut self) -> TransportState {
         self.pause();
         TransportState {
@@ -165,7 +164,7 @@ impl Front {
         }
     }
 
-    /// Goes on from a saved state, paused. An error leaves a device that was reset.
+    /// Restores a saved state, in the paused state. On an error the device is reset.
     pub(super) fn restore(&mut self, state: &TransportState) -> Result<(), RestoreError> {
         self.reset();
         self.paused = true;
@@ -218,7 +217,7 @@ impl Front {
         guest_warn!(device = %self.kind, "the guest's driver did {what}: {value:#x}");
     }
 
-    /// The registers after a reset.
+    /// Returns the registers after a reset.
     fn blank(&self) -> Registers {
         let queue = |size: &u16| QueueRegisters { size: (*size).into(), ..QueueRegisters::default() };
         Registers { queues: self.device.queue_sizes().iter().map(queue).collect(), ..Registers::default() }
@@ -232,7 +231,7 @@ impl Front {
         self.registers.status & bit != 0
     }
 
-    /// Whether queues that are ready run, unless the machine is paused.
+    /// Returns whether ready queues run (unless the VM is paused).
     fn is_live(&self) -> bool {
         self.has(DRIVER_OK) && !self.has(FAILED)
     }
@@ -252,7 +251,7 @@ impl Front {
         }
     }
 
-    /// One step of the initialisation; `false`: it is not its turn.
+    /// Performs one step of the initialization. Returns `false` if the step is not allowed in the current state.
     fn step(&mut self, bit: u32) -> bool {
         let before = match bit {
             ACKNOWLEDGE | FAILED => 0,
@@ -268,7 +267,7 @@ impl Front {
                 let features = self.registers.features;
                 let offered = features & !self.device.features() == 0 && !self.registers.excess_features;
                 if !offered || features & F_VERSION_1 == 0 {
-                    return false; // the driver reads the status back and sees that they are not accepted
+                    return false; // the driver reads the status back and sees that the features are not accepted
                 }
                 self.device.acknowledge(features);
             }
@@ -278,19 +277,19 @@ impl Front {
         self.registers.status |= bit;
         if bit == DRIVER_OK {
             self.line.open();
-            // A failure is told to the driver by NEEDS_RESET.
+            // A failure is reported to the driver by NEEDS_RESET.
             let _ = self.start_all();
         }
         true
     }
 
-    /// The driver begins anew: nothing is left of what it did.
+    /// Resets the device and discards everything that the driver has set up.
     fn reset(&mut self) {
         self.stop_all();
         self.device.reset();
         self.line.close();
         for kick in self.kicks.iter() {
-            let _ = kick.read(); // an error: nothing was in it
+            let _ = kick.read(); // fails if the counter is 0
         }
         self.registers = self.blank();
         self.config = self.read_all();
@@ -313,7 +312,7 @@ impl Front {
         Some((index, self.registers.queues.get(usize::from(index))?))
     }
 
-    /// Writes a register of the selected queue, which may not be ready.
+    /// Writes a register of the selected queue, unless the queue is ready.
     fn set_up(&mut self, write: impl FnOnce(&mut QueueRegisters)) {
         let index = usize::try_from(self.registers.queue_select).unwrap_or(usize::MAX);
         match self.registers.queues.get_mut(index) {
@@ -343,7 +342,7 @@ impl Front {
         }
         if let Some(queue) = self.registers.queues.get_mut(usize::from(index)) {
             queue.ready = ready;
-            // Each time a queue is made ready it begins anew.
+            // A queue that is made ready again starts from the beginning.
             queue.next_available = 0;
             queue.next_used = 0;
         }
@@ -352,7 +351,7 @@ impl Front {
         }
     }
 
-    /// A queue as the driver has set it up, if that is valid; otherwise what is wrong.
+    /// Returns the queue as the driver has set it up, or what is invalid about it.
     fn queue(&self, index: u16, queue: &QueueRegisters, features: u64) -> Result<Queue, &'static str> {
         const SIZE: &str = "a queue ready with a size that is zero, no power of two or too large";
         let max_size = self.device.queue_sizes().get(usize::from(index)).copied().unwrap_or(0);
@@ -378,8 +377,7 @@ impl Front {
         Ok(made)
     }
 
-    /// Starts what is ready, in the order of the numbers, and tells the driver if the configuration space is not
-    /// what it read.
+    /// Starts all ready queues in the order of their numbers, and notifies the driver if the configuration space has changed.
     fn start_all(&mut self) -> Result<(), StartError> {
         if self.paused || !self.is_live() {
             return Ok(());
@@ -406,7 +404,7 @@ impl Front {
         if !queue.ready {
             return Ok(());
         }
-        // It was valid when it was made ready, and memory does not change.
+        // The queue was valid when it was made ready, and memory does not change.
         let Ok(made) = self.queue(index, queue, self.registers.features) else { return Ok(()) };
         let line: Arc<dyn Interrupt> = self.line.clone();
         let ring = sys::duplicate(kick).and_then(|kick| Ring::new(index, made, self.memory.clone(), kick, line));
@@ -450,7 +448,7 @@ impl Front {
                 queue.next_available = state.next_avail;
                 queue.next_used = state.next_used;
             }
-            // Its thread has ended badly, and nobody knows where the queue stands.
+            // The queue's thread has panicked, and the position of the queue is lost.
             None => {
                 queue.ready = false;
                 self.line.broken(index);
@@ -458,7 +456,7 @@ impl Front {
         }
     }
 
-    /// Takes note of a configuration space that is another than before.
+    /// Compares the configuration space with the last known one and records a change.
     fn look_at_config(&mut self) {
         let now = self.read_all();
         if now != self.config {
@@ -468,7 +466,7 @@ impl Front {
         }
     }
 
-    /// The whole configuration space, without the zeros at its end.
+    /// Returns the whole configuration space without trailing zeros.
     fn read_all(&self) -> Vec<u8> {
         let mut bytes = vec![0; CONFIG_BYTES];
         self.device.read_config(0, &mut bytes);
@@ -486,7 +484,7 @@ impl Drop for Front {
 }
 
 fn low(number: u64) -> u32 {
-    number as u32 // its lower half
+    number as u32 // the lower half
 }
 
 fn high(number: u64) -> u32 {

@@ -1,5 +1,4 @@
-//! Owns: a guest's driver at the level of registers, for the tests and the fuzz harness: it can do everything right,
-//! and anything else.
+//! Simulates a guest's driver at the level of registers, for the tests and the fuzz harness. It can follow the specification or break it.
 
 use super::{Transport, reg};
 use crate::testing::{Driver, QUEUE_BYTES};
@@ -15,11 +14,11 @@ use std::time::{Duration, Instant};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Guest memory, in bytes. Queues lie at its begin.
+/// The size of guest memory in bytes. The queues lie at its start.
 pub(crate) const MEMORY: usize = 1 << 20;
-/// What lies from here on belongs to no queue.
+/// The address from which no memory belongs to a queue.
 pub(crate) const BUFFERS: u64 = 16 * QUEUE_BYTES;
-/// How long anything may take.
+/// The timeout of every wait.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) const ACKNOWLEDGE: u32 = 1;
@@ -30,7 +29,7 @@ pub(crate) const NEEDS_RESET: u32 = 64;
 pub(crate) const FAILED: u32 = 128;
 pub(crate) const LIVE: u32 = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
 
-/// Polls a condition until it holds.
+/// Polls a condition until it holds; panics after [`LIMIT`].
 pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -53,13 +52,13 @@ impl Guest {
         Guest::over(memory, device)
     }
 
-    /// Another processor of the same guest.
+    /// Returns another vCPU of the same guest.
     pub(crate) fn processor(&self) -> Guest {
         let (memory, transport) = (self.memory.clone(), self.transport.clone());
         Guest { memory, transport, irq: self.irq.try_clone().expect("a copy"), queues: Vec::new() }
     }
 
-    /// A guest with this memory, which it may know from before.
+    /// Creates a guest with this memory, which an earlier guest may have used.
     pub(crate) fn over(memory: Arc<Memory>, device: Box<dyn Device>) -> Guest {
         let irq = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
         let ours = irq.try_clone().expect("a copy");
@@ -100,7 +99,7 @@ impl Guest {
         word(0) | word(1) << 32
     }
 
-    /// Begins anew and agrees on these features.
+    /// Resets the device and negotiates these features.
     pub(crate) fn negotiate(&mut self, features: u64) {
         self.set(reg::STATUS, 0);
         self.queues.clear();
@@ -113,7 +112,7 @@ impl Guest {
         self.step(FEATURES_OK);
     }
 
-    /// Sets the selected queue up at its usual place.
+    /// Selects a queue and sets its size and addresses.
     pub(crate) fn lay(&self, index: u16, size: u32) {
         let base = u64::from(index) * QUEUE_BYTES;
         let (descriptors, available, used) = Driver::new(self.memory.clone(), base, 1).addresses();
@@ -127,7 +126,7 @@ impl Guest {
         }
     }
 
-    /// Lays a queue out, empty, and makes it ready.
+    /// Sets up an empty queue and makes it ready.
     pub(crate) fn ready(&self, index: u16, size: u16) -> Driver {
         let base = u64::from(index) * QUEUE_BYTES;
         vm_memory::Bytes::write_slice(&*self.memory, &[0; QUEUE_BYTES as usize], GuestAddress(base)).expect("memory");
@@ -136,7 +135,7 @@ impl Guest {
         Driver::new(self.memory.clone(), base, size)
     }
 
-    /// Does all that a driver does, with all features that are offered.
+    /// Initializes the device as a driver does, with all offered features.
     pub(crate) fn start(&mut self) {
         self.negotiate(self.offered());
         for index in 0.. {
@@ -158,7 +157,7 @@ impl Guest {
         self.set(reg::QUEUE_NOTIFY, queue as u32);
     }
 
-    /// Waits for the next request of a queue that comes back.
+    /// Waits for the next request that the device returns on a queue.
     pub(crate) fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         let mut used = None;
         eventually("a request to come back", || {
@@ -168,7 +167,7 @@ impl Guest {
         used.expect("a request")
     }
 
-    /// Waits for an interrupt, acknowledges it and returns what it was for.
+    /// Waits for an interrupt, acknowledges it and returns the InterruptStatus.
     pub(crate) fn wait_interrupt(&self) -> u32 {
         eventually("an interrupt", || self.irq.read().is_ok());
         let what = self.get(reg::INTERRUPT_STATUS);
@@ -177,10 +176,10 @@ impl Guest {
     }
 }
 
-/// How many sorts of [`device`] there are.
+/// The number of kinds of [`device`].
 pub(crate) const DEVICES: u8 = 6;
 
-/// One of the devices that need nothing from the host.
+/// Returns one of the devices that need no resource of the host.
 pub(crate) fn device(which: u8) -> Box<dyn Device> {
     match which % DEVICES {
         0 => Rng::new().device(),
@@ -196,12 +195,12 @@ pub(crate) fn device(which: u8) -> Box<dyn Device> {
     }
 }
 
-/// All of them.
+/// Returns one device of each kind.
 pub(crate) fn devices() -> impl Iterator<Item = Box<dyn Device>> {
     (0..DEVICES).map(device)
 }
 
-/// The queue on which a device gives every request back, if it has one.
+/// Returns the queue on which a device returns every request at once, if it has one.
 pub(crate) fn answering(kind: DeviceKind) -> Option<usize> {
     match kind {
         DeviceKind::Block | DeviceKind::Rng | DeviceKind::Balloon => Some(0),
@@ -210,7 +209,7 @@ pub(crate) fn answering(kind: DeviceKind) -> Option<usize> {
     }
 }
 
-/// Does to a device's registers what these bytes say; then a driver that keeps the rules finds it in order.
+/// Performs the register accesses that these bytes describe, then checks that the device works for a well-behaved driver.
 pub(crate) fn registers(device: Box<dyn Device>, data: &[u8]) {
     let mut guest = Guest::new(device);
     let mut rest = data;
@@ -254,7 +253,7 @@ pub(crate) fn act(guest: &mut Guest, op: u8, place: u8, value: u8) {
             guest.set(reg::QUEUE_READY, (value % 4).into());
         }
         13 => {
-            // Whatever lies in memory is a queue's, too.
+            // Any address below 64 KiB may belong to a queue.
             let at = u64::from(place) << 8 | u64::from(value);
             vm_memory::Bytes::write_slice(&*guest.memory, &[op, value, 0, 0], GuestAddress(at)).expect("memory");
             guest.kick((place % 8).into());

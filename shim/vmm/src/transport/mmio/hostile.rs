@@ -1,5 +1,5 @@
-//! Owns: tests of real devices behind registers, with drivers that break the rules of queues, begin anew in
-//! mid-flight, flood, or are saved and go on elsewhere.
+//! Tests real devices behind registers with drivers that break the rules of queues, reset the device with requests in flight,
+//! or flood it, and with devices that are saved and restored.
 
 use super::harness::*;
 use super::{TransportState, reg};
@@ -19,13 +19,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress};
 
-/// A disk of 1 MiB.
+/// Returns a disk of 1 MiB.
 fn disk() -> Slot {
     let file = memfd(1 << 20);
     Slot::read_write("disk", format!("/proc/self/fd/{}", file.as_raw_fd()).as_ref(), 1 << 20).unwrap()
 }
 
-/// Lays out a request to a disk at `at` and submits it: 512 bytes in or out, status behind them.
+/// Writes a block request at `at` and submits it: 512 bytes in or out, followed by the status byte.
 fn submit(driver: &mut Driver, at: u64, kind: u32, sector: u64) -> u16 {
     driver.memory.write_obj(kind, GuestAddress(at)).unwrap();
     driver.memory.write_obj(sector, GuestAddress(at + 8)).unwrap();
@@ -58,7 +58,7 @@ fn a_disk_is_read_and_written_and_grows() {
     assert_ne!(guest.get(reg::CONFIG_GENERATION), generation);
 }
 
-/// What a driver can do to queue 0; whether that breaks the queue for good, or only the request.
+/// A way to break the rules of queue 0, and whether it breaks the queue permanently or only fails the request.
 type Trick = (&'static str, bool, fn(&mut Driver));
 
 const TRICKS: [Trick; 9] = [
@@ -87,7 +87,7 @@ const TRICKS: [Trick; 9] = [
         let (descriptors, available, used) = driver.addresses();
         driver.describe(3, descriptors, 64, NEXT, 4);
         driver.describe(4, available, 4, NEXT, 5);
-        // Beyond what the test reads of the used ring.
+        // Outside the part of the used ring that the test reads.
         driver.describe(5, used + 0x800, 64, WRITE, 0);
         driver.offer(3);
     }),
@@ -116,7 +116,7 @@ fn a_guest_that_breaks_a_queue_harms_itself_only() {
                 guest.kick(queue);
                 guest.wait_used(queue);
             }
-            // In order again after a reset.
+            // After a reset the queue works again.
             guest.start();
             guest.queues[queue].submit(&[(BUFFERS, 16, false), (BUFFERS + 16, 1, true)]);
             guest.kick(queue);
@@ -174,7 +174,7 @@ fn a_flood_of_notifications_is_no_more_than_work() {
     }
 }
 
-/// Runs `work` on a thread until told to stop.
+/// Runs `work` repeatedly on a thread until `stop` is set.
 fn meanwhile(stop: &Arc<AtomicBool>, mut work: impl FnMut() + Send + 'static) -> JoinHandle<()> {
     let stop = stop.clone();
     std::thread::spawn(move || {
@@ -191,7 +191,7 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
     let mut guest = Guest::new(slot.device());
     let stop = Arc::new(AtomicBool::new(false));
     let transport = guest.transport.clone();
-    // Not for ever: requests are served in between only.
+    // Pauses a limited number of times, because requests are served only between pauses.
     let pauser = std::thread::spawn(move || {
         for _ in 0..300 {
             transport.pause();
@@ -220,7 +220,7 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
             submit(&mut guest.queues[0], BUFFERS + request * 1024, 0, 0);
         }
         guest.kick(0);
-        // The disk may be too small for it at the moment: then it comes back all the same.
+        // A request beyond the disk's current end is returned too.
         (0..8).for_each(|_| _ = guest.wait_used(0));
     }
     stop.store(true, Ordering::Relaxed);
@@ -237,10 +237,10 @@ fn processors_that_do_not_agree_harm_nobody_else() {
                 std::thread::spawn(move || {
                     let mut number = seed;
                     for _ in 0..1500 {
-                        // Any numbers will do (Knuth's), but the same ones each time.
+                        // Any pseudo-random numbers suffice (Knuth's constants); they are the same in each run.
                         number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                         let [op, place, value, ..] = (number >> 24).to_le_bytes();
-                        // Saving is for the host, and alone.
+                        // Only the host may save, and not concurrently with others.
                         if op % 16 < 14 {
                             act(&mut processor, op, place, value);
                         }
@@ -258,7 +258,7 @@ fn processors_that_do_not_agree_harm_nobody_else() {
     }
 }
 
-/// Saves a guest's device, writes the state out, and goes on with another device over the same memory.
+/// Saves a guest's device, serializes the state, and restores it in another device over the same memory.
 fn move_to(guest: Guest, device: Box<dyn Device>) -> Guest {
     let written = serde_json::to_vec(&guest.transport.save()).unwrap();
     let Guest { memory, queues, transport, .. } = guest;
@@ -285,7 +285,7 @@ fn a_disk_goes_on_where_it_was_saved() {
             submit(&mut guest.queues[0], BUFFERS, 0, sector);
         }
         guest.transport.pause();
-        // Not handled before the machine was saved, and its kick is lost.
+        // This request is not handled before the save, and its kick is lost.
         submit(&mut guest.queues[0], BUFFERS + 1024, 0, sector);
         guest = move_to(guest, slot.device());
         guest.transport.resume().unwrap();
@@ -294,7 +294,7 @@ fn a_disk_goes_on_where_it_was_saved() {
         let read: [u8; 32] = guest.memory.read_obj(GuestAddress(BUFFERS + 1024 + 512)).unwrap();
         assert_eq!(read, [round as u8; 32]);
     }
-    // It is the same disk, at least as large.
+    // The same disk, at least as large as before.
     guest.transport.pause();
     let state = guest.transport.save();
     drop(guest);
@@ -325,12 +325,12 @@ const CID: u32 = 5;
 const RX: usize = 0;
 const TX: usize = 1;
 const EVENT: usize = 2;
-/// Where the guest's packet goes out, where packets come in, and where events do.
+/// The addresses of the guest's packet and of the buffers for incoming packets and events.
 const OUT: u64 = BUFFERS;
 const IN: u64 = BUFFERS + 0x1000;
 const NEWS: u64 = BUFFERS + 0x8000;
 
-/// A vsock guest with buffers in all its queues.
+/// Returns a vsock guest with buffers in all its queues.
 fn socket_guest(vsock: &Vsock) -> Guest {
     let mut guest = Guest::new(vsock.device());
     guest.start();
@@ -361,7 +361,7 @@ fn send(guest: &mut Guest, op: u16, guest_port: u32, host_port: u32) {
     guest.wait_used(TX);
 }
 
-/// The next packet for the guest; its buffer is offered again.
+/// Returns the next packet for the guest and offers its buffer again.
 fn receive(guest: &mut Guest) -> Header {
     let (head, length) = guest.wait_used(RX);
     assert_eq!(length, 44);
@@ -374,7 +374,7 @@ fn receive(guest: &mut Guest) -> Header {
     Header::parse(&bytes)
 }
 
-/// The guest connects to `port`, which `accept` takes.
+/// Connects the guest to `port` and accepts the connection on the host.
 fn connect(guest: &mut Guest, vsock: &crate::virtio::vsock::Listener, from: u32) -> UnixStream {
     send(guest, Op::REQUEST, from, vsock.port());
     assert_eq!(receive(guest).op, Op::RESPONSE);
@@ -389,7 +389,7 @@ fn a_restored_guest_hears_first_that_its_connections_are_gone() {
     let mut old = connect(&mut guest, &listener, 77);
     guest.transport.save();
 
-    // Another process: the host listens and connects before the guest runs again.
+    // In the other process, the host listens and connects before the guest runs again.
     let other = Vsock::new(CID).unwrap();
     let listener = other.listen(1024).unwrap();
     let mut guest = move_to(guest, other.device());
@@ -402,7 +402,7 @@ fn a_restored_guest_hears_first_that_its_connections_are_gone() {
 
     assert_eq!(guest.wait_used(EVENT).1, 4);
     assert_eq!(guest.memory.read_obj::<u32>(GuestAddress(NEWS)).unwrap(), 0);
-    // What the guest sends on the connection that it believes in is answered, but not before it has taken note.
+    // A packet of the guest on its lost connection is answered, but only after the guest has seen the transport reset.
     send(&mut guest, Op::CREDIT_REQUEST, 77, 1024);
     assert_eq!(guest.queues[RX].take_used(), None);
     guest.queues[EVENT].want_interrupt();
@@ -415,7 +415,7 @@ fn a_restored_guest_hears_first_that_its_connections_are_gone() {
     seen.sort();
     assert_eq!(seen, [(Op::REQUEST, 9), (Op::RST, 77)]);
     assert_eq!(guest.queues[EVENT].take_used(), None, "told once");
-    // The port is open as before, and so is the guest's.
+    // The host's port is still open, and so is the guest's.
     connect(&mut guest, &listener, 78);
     send(&mut guest, Op::RST, 9, asked);
     assert!(matches!(thread.join().unwrap(), Err(VsockError::Refused { port: 9 })));
@@ -441,7 +441,7 @@ fn a_guest_without_room_for_the_news_hears_it_when_it_has() {
         guest.queues[EVENT].submit(&[(NEWS, 4, true)]);
         guest.kick(EVENT);
         assert_eq!(receive(&mut guest).op, Op::REQUEST);
-        // A driver that begins anew has no connections that could be gone.
+        // A driver that resets the device has no connections that could be lost.
         guest.transport.pause();
         let mut guest = move_to(guest, vsock.device());
         guest.transport.resume().unwrap();

@@ -1,5 +1,5 @@
-//! Owns: the way from a device to the guest: the interrupt's eventfd and the bits that say what it is for.
-//! Threads: used from the devices' threads, the host's and the virtual processors'; holds no lock and never waits.
+//! Delivers a device's interrupts to the guest: the interrupt's eventfd and the bits of InterruptStatus. The threads of the
+//! devices, of the host and of the vCPUs use it; it takes no lock and never blocks.
 
 use crate::sys;
 use crate::virtio::Interrupt;
@@ -7,9 +7,9 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use vmm_sys_util::eventfd::EventFd;
 
-/// In InterruptStatus: the used ring of a queue has grown.
+/// A bit of InterruptStatus: the used ring of a queue has grown.
 pub(super) const USED: u32 = 1;
-/// In InterruptStatus: the configuration space has changed, or the device needs a reset.
+/// A bit of InterruptStatus: the configuration space has changed, or the device needs a reset.
 pub(super) const CONFIG: u32 = 2;
 
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub(super) struct Line {
     irq: EventFd,
     status: AtomicU32,
     generation: AtomicU32,
-    /// The driver has said DRIVER_OK: it may be interrupted.
+    /// The driver has set DRIVER_OK, so it may be interrupted.
     live: AtomicBool,
     needs_reset: AtomicBool,
 }
@@ -33,14 +33,14 @@ impl Line {
         }
     }
 
-    /// InterruptStatus as the guest reads it. The bit for queues is set as long as the device is live, because others
-    /// interrupt too (vhost-net), and because acknowledging it need not reach us: for a configuration interrupt the
-    /// driver looks at its queues once more than it needs to, which the specification lets it.
+    /// Returns InterruptStatus as the guest reads it. The bit for queues is set as long as the device is live, because other
+    /// sources (vhost-net) interrupt too and because acknowledgements of this bit may not reach this process. As a result the
+    /// driver checks its queues also on a configuration interrupt, which the specification allows.
     pub(super) fn status(&self) -> u32 {
         self.pending() | if self.live.load(Ordering::Acquire) { USED } else { 0 }
     }
 
-    /// The bits that the guest has not acknowledged, without [`USED`].
+    /// Returns the bits that the guest has not acknowledged, without [`USED`].
     pub(super) fn pending(&self) -> u32 {
         self.status.load(Ordering::Acquire)
     }
@@ -57,24 +57,24 @@ impl Line {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// The configuration space has changed since the guest looked at it.
+    /// Records that the configuration space has changed since the guest read it.
     pub(super) fn next_generation(&self) {
         self.generation.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// From now on the driver may be interrupted.
+    /// Allows interrupts.
     pub(super) fn open(&self) {
         self.live.store(true, Ordering::Release);
     }
 
-    /// The driver has begun anew, or failed: it is not interrupted. The queues have stopped before.
+    /// Disables interrupts, after the driver has reset the device or failed. The queues must have stopped before.
     pub(super) fn close(&self) {
         self.live.store(false, Ordering::Release);
         self.needs_reset.store(false, Ordering::Release);
         self.status.store(0, Ordering::Release);
     }
 
-    /// Goes on from what was saved.
+    /// Restores the saved state.
     pub(super) fn restore(&self, pending: u32, generation: u32, live: bool, needs_reset: bool) {
         self.status.store(pending & !USED, Ordering::Release);
         self.generation.store(generation, Ordering::Release);
@@ -82,8 +82,7 @@ impl Line {
         self.live.store(live, Ordering::Release);
     }
 
-    /// Interrupts once more: an interrupt may have been on its way while the machine stood still. One too many does no
-    /// harm.
+    /// Sends one more interrupt, because one may have been lost while the VM was paused. A spurious interrupt does no harm.
     pub(super) fn remind(&self) {
         self.fire();
     }

@@ -1,9 +1,9 @@
-//! Owns: virtio over MMIO, version 2 (VIRTIO 1.2, section 4.2): a window of registers through which the guest's
-//! driver finds and sets up one device.
-//! May use: the [`Device`] trait; knows no particular device and no KVM.
-//! Threads: called from the virtual processors' threads and from whoever pauses the machine. One lock orders them;
-//! QueueNotify and the interrupt registers do not take it. Devices interrupt without any lock, so whoever waits
-//! under the lock for a queue to stop is never waited for.
+//! Implements virtio over MMIO, version 2 (VIRTIO 1.2, section 4.2): a window of registers through which the guest's driver
+//! finds and sets up one device. It uses only the [`Device`] trait and knows neither a particular device nor KVM.
+//!
+//! The threads of the vCPUs call it, and the thread that pauses the VM. One lock orders the calls; QueueNotify and the
+//! interrupt registers do not take it. Devices interrupt without any lock, so waiting under the lock until a queue has stopped
+//! cannot deadlock.
 
 mod front;
 #[cfg(any(test, feature = "fuzz"))]
@@ -33,14 +33,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use vm_memory::GuestRegionMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// Where the driver writes the number of a queue that it has added buffers to; the place for ioeventfds.
+/// The register to which the driver writes the number of a queue with new buffers; the address for ioeventfds.
 pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
 
-/// Where the driver acknowledges interrupts, and what it writes there (4 bytes) when queues were all that one was for.
-/// That changes nothing, so the machine may have the kernel swallow it.
+/// The register with which the driver acknowledges interrupts, and the value (4 bytes) for an interrupt that concerned only
+/// queues. That write has no effect, so the kernel may handle it with an ioeventfd.
 pub const INTERRUPT_ACK: (u64, u32) = (reg::INTERRUPT_ACK, line::USED);
 
-/// The most bytes of a configuration space.
+/// The maximum size of a configuration space in bytes.
 const CONFIG_BYTES: usize = 256;
 
 /// The registers' offsets (VIRTIO 1.2, table 4.1). QueueReset (0xc0) belongs to a feature that is not offered.
@@ -76,7 +76,7 @@ mod reg {
     pub const CONFIG: u64 = 0x100;
 }
 
-/// One device in its window of the guest's addresses. Dropping it stops the device.
+/// One device in its register window. Dropping it stops the device.
 pub struct Transport {
     kind: DeviceKind,
     kicks: Arc<[EventFd]>,
@@ -85,14 +85,14 @@ pub struct Transport {
 }
 
 impl Transport {
-    /// Puts `device` behind registers. Its queues lie in `memory`; each write to `irq` is to become one (edge)
+    /// Creates the transport of `device`. Its queues lie in `memory`; each write to `irq` must cause one (edge-triggered)
     /// interrupt of the guest.
     pub fn new(device: Box<dyn Device>, memory: Arc<Memory>, irq: EventFd) -> io::Result<Arc<Transport>> {
         Transport::sharing(device, memory, irq, None)
     }
 
-    /// The same, with memory that the device shares with its driver, which the guest has beside its own: queues and
-    /// buffers may lie there, too.
+    /// Like `new`, with memory that the device shares with its driver, separate from the guest's own memory. Queues and buffers
+    /// may lie in it too.
     pub fn sharing(
         device: Box<dyn Device>,
         memory: Arc<Memory>,
@@ -110,40 +110,40 @@ impl Transport {
         Ok(Arc::new(Transport { kind, kicks, line, front }))
     }
 
-    /// What the device is.
+    /// Returns the kind of the device.
     pub fn kind(&self) -> DeviceKind {
         self.kind
     }
 
-    /// One eventfd a queue, for the machine to have written by the kernel when the guest writes the queue's number
-    /// (4 bytes) to [`QUEUE_NOTIFY`].
+    /// Returns one eventfd per queue, to be registered as ioeventfd for a guest's write of the queue's number (4 bytes) to
+    /// [`QUEUE_NOTIFY`].
     pub fn kicks(&self) -> &[EventFd] {
         &self.kicks
     }
 
-    /// Stops all queues, waits for their requests in flight and keeps where they stand. Again: nothing.
+    /// Stops all queues, waits for their requests in flight and records their positions. Has no effect if already paused.
     pub fn pause(&self) {
         self.front().pause();
     }
 
-    /// Lets the queues run again. A queue that cannot be started is an error, and the guest is told to reset the
-    /// device; the others run.
+    /// Starts the queues again. If a queue cannot be started, returns an error and requests a device reset from the guest; the
+    /// other queues run.
     pub fn resume(&self) -> Result<(), StartError> {
         self.front().resume()
     }
 
-    /// What is needed to go on in another process. Pauses first, and stays paused.
+    /// Pauses and returns the state from which the transport can continue in another process. The transport stays paused.
     pub fn save(&self) -> TransportState {
         self.front().save()
     }
 
-    /// Goes on from a saved state: with a device like the one saved and the guest's memory as it was. Is paused
-    /// then, also after an error, when the device is as after a reset.
+    /// Restores a saved state. The device must match the saved one, and the guest's memory must be as it was at the save. The
+    /// transport is paused afterwards, also after an error, which leaves the device reset.
     pub fn restore(&self, state: &TransportState) -> Result<(), RestoreError> {
         self.front().restore(state)
     }
 
-    /// The guest reads `data.len()` bytes at `offset` of the window. What cannot be read is 0.
+    /// Handles a read of `data.len()` bytes at `offset` of the window. Returns 0 for unreadable registers.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         match Place::of(offset, data.len()) {
@@ -159,7 +159,7 @@ impl Transport {
         }
     }
 
-    /// The guest writes `data` at `offset` of the window. What cannot be written stays as it is.
+    /// Handles a write of `data` at `offset` of the window. Invalid writes are ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
         match (Place::of(offset, data.len()), <[u8; 4]>::try_from(data)) {
             (Some(Place::Config(offset)), _) => self.front().write_config(offset, data),
@@ -179,7 +179,7 @@ impl Transport {
         let kick = usize::try_from(queue).ok().and_then(|index| self.kicks.get(index));
         match kick.map(|kick| kick.write(1)) {
             Some(Ok(())) => {}
-            // A counter that is full has its reader awake already.
+            // If the counter is full, its reader is awake already.
             Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Some(Err(error)) => tracing::error!("cannot kick a queue: {error}"),
             None => guest_warn!(device = %self.kind, queue, "the guest notified a queue that does not exist"),
@@ -201,16 +201,16 @@ impl std::fmt::Debug for Transport {
     }
 }
 
-/// What an access is to.
+/// The target of an access.
 enum Place {
-    /// The register at this offset, all 32 bits of it.
+    /// The register at this offset, with its full width of 32 bits.
     Register(u64),
-    /// The configuration space from this byte on.
+    /// The configuration space, starting at this byte.
     Config(u32),
 }
 
 impl Place {
-    /// `None`: an access of a width or alignment that there is not.
+    /// Returns `None` for an access of invalid width or alignment.
     fn of(offset: u64, length: usize) -> Option<Place> {
         match offset.checked_sub(reg::CONFIG) {
             Some(inside) if matches!(length, 1 | 2 | 4 | 8) => Some(Place::Config(u32::try_from(inside).ok()?)),

@@ -1,5 +1,5 @@
-//! Owns: memory that a device shares with its driver apart from the guest's own (VIRTIO 1.2, section 2.10): where it lies, and
-//! what is kept of it over a save and restore.
+//! Implements the memory that a device shares with its driver, separate from the guest's own (VIRTIO 1.2, section 2.10): the
+//! registers that describe it, and its save and restore.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::reg;
@@ -15,13 +15,13 @@ const PAGE: usize = 4096;
 /// A page of shared memory that is not all zero.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedPage {
-    /// Its number, from the beginning of that memory.
+    /// The number of the page, counted from the start of the shared memory.
     pub number: u32,
-    /// Its 4096 bytes.
+    /// The content, 4096 bytes.
     pub bytes: Vec<u8>,
 }
 
-/// The memory that a device shares; most have none.
+/// The shared memory of a device; most devices have none.
 #[derive(Debug, Default)]
 pub(super) struct Shared(Option<Arc<GuestRegionMmap<()>>>);
 
@@ -30,7 +30,7 @@ impl Shared {
         Shared(region)
     }
 
-    /// The guest's memory with this beside it; `None`: they overlap.
+    /// Returns the guest's memory with the shared memory added, or `None` if they overlap.
     pub fn beside(&self, memory: Arc<Memory>) -> Option<Arc<Memory>> {
         match &self.0 {
             None => Some(memory),
@@ -38,7 +38,7 @@ impl Shared {
         }
     }
 
-    /// What the driver reads at a register of the region that it has selected: all ones if there is none.
+    /// Returns the value of a register of the selected region: all ones if the region does not exist.
     pub fn read(&self, register: u64, selected: u32) -> u32 {
         let region = self.0.as_ref().filter(|_| selected == SHARED_ID);
         let number = match register {
@@ -48,11 +48,11 @@ impl Shared {
         let number = number.unwrap_or(u64::MAX);
         match register {
             reg::SHM_LEN_HIGH | reg::SHM_BASE_HIGH => (number >> 32) as u32,
-            _ => number as u32, // its lower half
+            _ => number as u32, // the lower half
         }
     }
 
-    /// What is in it. Its file is read: to touch a page makes one.
+    /// Returns the non-zero pages. It reads the file, because a read through the mapping would allocate pages.
     pub fn save(&self) -> Vec<SharedPage> {
         let Some((region, file)) = self.0.as_ref().and_then(|region| Some((region, region.file_offset()?))) else {
             return Vec::new();
@@ -72,7 +72,7 @@ impl Shared {
         (0..pages).filter_map(page).collect()
     }
 
-    /// Puts back what was in it, and nothing else; the number of a page that it has no place for.
+    /// Writes the pages back, and nothing else. Fails with the number of the first page outside the shared memory.
     pub fn restore(&self, pages: &[SharedPage]) -> Result<(), u64> {
         let before = self.save().into_iter().map(|page| SharedPage { bytes: vec![0; PAGE], ..page });
         for SharedPage { number, bytes } in before.collect::<Vec<_>>().iter().chain(pages) {
@@ -85,7 +85,7 @@ impl Shared {
     }
 }
 
-/// The error of memory that overlaps the guest's.
+/// Returns the error for shared memory that overlaps the guest's.
 pub(super) fn overlaps() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "the memory that it shares overlaps the guest's")
 }

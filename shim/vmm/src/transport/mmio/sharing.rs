@@ -1,5 +1,5 @@
-//! Owns: tests of memory that a device shares with its driver: that it is found, that a queue in it is lent with it and nothing
-//! else of the guest, and that it comes back after a restore.
+//! Tests memory that a device shares with its driver: the driver finds it, only this memory is shared with a consumer of a
+//! queue that lies in it, and a restore brings its content back.
 
 use super::harness::{Guest, MEMORY};
 use super::{RestoreError, SharedPage, Transport, reg};
@@ -17,7 +17,7 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const BYTES: usize = 2 << 20;
-/// Where the other of the two memories lies: queues lie at 0.
+/// The address of the second of the two memories; the queues lie at 0.
 const FAR: u64 = 1 << 32;
 
 fn region(address: u64) -> Arc<GuestRegionMmap<()>> {
@@ -25,7 +25,7 @@ fn region(address: u64) -> Arc<GuestRegionMmap<()>> {
     Arc::new(GuestRegionMmap::new(mapped, GuestAddress(address)).unwrap())
 }
 
-/// A guest whose own memory begins at `own`, with a device that shares memory at `shared`.
+/// Returns a guest whose own memory begins at `own`, with a device that shares memory at `shared`.
 fn guest(device: Box<dyn Device>, own: u64, shared: u64) -> Guest {
     let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(own), MEMORY)]).unwrap());
     let region = region(shared);
@@ -35,7 +35,7 @@ fn guest(device: Box<dyn Device>, own: u64, shared: u64) -> Guest {
     Guest { memory: Arc::new(memory.insert_region(region).unwrap()), transport, irq, queues: Vec::new() }
 }
 
-/// A device for files, and the other ends of its streams.
+/// Returns a file-system device and the other ends of its streams.
 fn files() -> (Box<dyn Device>, [UnixStream; 2]) {
     let (first, its) = UnixStream::pair().unwrap();
     let (second, theirs) = UnixStream::pair().unwrap();
@@ -70,7 +70,7 @@ fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
         let (descriptors, available, used) = guest.queues[index].addresses();
         let regions = vec![Region { address: 0, length: BYTES as u64, offset: 0 }];
         assert_eq!(lent, Lent { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions });
-        // Its kick, its interrupt, and the memory.
+        // The kick, the interrupt and the memory.
         assert_eq!(fds, 3);
     }
     let back = thread::spawn(move || {
@@ -126,7 +126,7 @@ fn what_is_in_it_comes_back() {
         let error = here.transport.restore(&with(wrong)).unwrap_err();
         assert!(matches!(error, RestoreError::Invalid { .. }), "{error}");
     }
-    // A device that shares nothing has no place for it.
+    // A device without shared memory rejects saved pages.
     let none = Guest::new(Rng::new().device());
     assert!(none.transport.restore(&with(SharedPage { number: 0, bytes })).is_err());
 }

@@ -1,4 +1,4 @@
-//! Owns: what a transport keeps over a save and restore, and why it cannot go on from it.
+//! Defines the state of a transport that survives save and restore, and the errors of restoring it.
 
 use super::shared::SharedPage;
 use crate::virtio::{DeviceKind, DeviceState, StateError};
@@ -8,42 +8,42 @@ use serde::{Deserialize, Serialize};
 /// The state of a transport and its device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
-    /// What the driver has written.
+    /// The registers as the driver has written them.
     pub registers: Registers,
-    /// Interrupts that the driver has not acknowledged.
+    /// The interrupts that the driver has not acknowledged.
     pub interrupts: u32,
-    /// ConfigGeneration.
+    /// The register ConfigGeneration.
     pub generation: u32,
-    /// The configuration space as the driver knows it, without the zeros at its end.
+    /// The configuration space as last compared, without trailing zeros.
     pub config: Vec<u8>,
-    /// The configuration space has changed since the driver read it, and the driver was not told.
+    /// The configuration space has changed since the driver read it, and the driver has not been notified.
     pub config_untold: bool,
-    /// What is in the memory that the device shares with its driver.
+    /// The non-zero pages of the memory that the device shares with its driver.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shared: Vec<SharedPage>,
-    /// The device's own.
+    /// The state of the device itself.
     pub device: DeviceState,
 }
 
-/// The registers that keep what the driver writes to them.
+/// The registers that retain the values that the driver writes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registers {
-    /// Status.
+    /// The register Status.
     pub status: u32,
     /// The features of words 0 and 1 that the driver has accepted.
     pub features: u64,
     /// The driver has accepted features of words that do not exist.
     pub excess_features: bool,
-    /// DeviceFeaturesSel.
+    /// The register DeviceFeaturesSel.
     pub device_features_select: u32,
-    /// DriverFeaturesSel.
+    /// The register DriverFeaturesSel.
     pub driver_features_select: u32,
-    /// QueueSel.
+    /// The register QueueSel.
     pub queue_select: u32,
-    /// SHMSel.
+    /// The register SHMSel.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub shared_select: u32,
-    /// Each queue's.
+    /// The registers of each queue.
     pub queues: Vec<QueueRegisters>,
 }
 
@@ -51,39 +51,39 @@ fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
-/// What the driver has written for one queue, and how far the device has come with it.
+/// The registers of one queue, and the position of the device in it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueRegisters {
-    /// QueueSize, whatever the driver wrote.
+    /// The register QueueNum, not validated.
     pub size: u32,
-    /// QueueDesc: where the descriptors lie.
+    /// The register QueueDesc: the address of the descriptor table.
     pub descriptors: u64,
-    /// QueueDriver: where the available ring lies.
+    /// The register QueueDriver: the address of the available ring.
     pub available: u64,
-    /// QueueDevice: where the used ring lies.
+    /// The register QueueDevice: the address of the used ring.
     pub used: u64,
-    /// QueueReady; then size and addresses are valid.
+    /// The register QueueReady. If set, size and addresses are valid.
     pub ready: bool,
-    /// The next entry of the available ring that the device looks at.
+    /// The index of the next entry of the available ring that the device reads.
     pub next_available: u16,
-    /// The next entry of the used ring that the device writes.
+    /// The index of the next entry of the used ring that the device writes.
     pub next_used: u16,
 }
 
-/// A transport cannot go on from a saved state.
+/// A transport cannot be restored from a saved state.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// The state makes no sense, or none with this device and memory.
+    /// The state is invalid in itself, or for this device and memory.
     #[error("the saved state of a {device} device's transport has {what} {value:#x}")]
     Invalid {
         /// The device.
         device: DeviceKind,
-        /// What is wrong.
+        /// The invalid property.
         what: &'static str,
-        /// Its value.
+        /// The value of the property.
         value: u64,
     },
-    /// The device cannot go on from its part.
+    /// The device rejected its part of the state.
     #[error("cannot restore a device")]
     Device(#[from] StateError),
 }

@@ -1,4 +1,4 @@
-//! Owns: tests of the registers against a device that keeps a diary, by drivers that follow the rules and that do not.
+//! Tests the registers against a device that records its calls, with drivers that follow the specification and drivers that break it.
 
 use super::harness::*;
 use super::{INTERRUPT_ACK, RestoreError, TransportState, reg};
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use std::sync::{Arc, Mutex};
 use virtio_queue::QueueState;
 
-/// What a device was asked to do.
+/// A recorded call of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Entry {
     Features(u64),
@@ -25,7 +25,7 @@ impl Diary {
         self.0.lock().unwrap().push(entry);
     }
 
-    /// What was noted since the last time.
+    /// Returns the calls recorded since the last time.
     fn take(&self) -> Vec<Entry> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
@@ -128,7 +128,7 @@ fn a_driver_finds_the_device_and_only_whole_registers() {
         guest.set(reg::SHM_SEL, select);
         assert_eq!([0xb0, 0xb4, 0xb8, 0xbc].map(|register| guest.get(register)), [u32::MAX; 4]);
     }
-    // Those that can be written only, and those that do not exist.
+    // Write-only registers, and offsets without a register.
     for register in [0x14, 0x20, 0x24, 0x30, 0x38, 0x50, 0x64, 0x80, 0x94, 0xa0, 0xac, 0xc0, 0x28, 0x3c, 0x40, 0xf8] {
         assert_eq!(guest.get(register), 0, "{register:#x}");
     }
@@ -137,7 +137,7 @@ fn a_driver_finds_the_device_and_only_whole_registers() {
         guest.transport.read(offset, &mut bytes);
         assert_eq!(bytes, vec![0; length], "{length} bytes at {offset:#x}");
     }
-    // A status of the wrong width is none.
+    // A write of the wrong width to Status is ignored.
     guest.transport.write(reg::STATUS, &[1]);
     guest.transport.write(reg::STATUS, &[1, 0]);
     guest.transport.write(reg::STATUS, &[1, 0, 0, 0, 0, 0, 0, 0]);
@@ -181,7 +181,7 @@ fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
         let told = diary.take().contains(&Entry::Features(features));
         assert_eq!((guest.status() & FEATURES_OK != 0, told), (good, good), "{features:#x}");
     }
-    // A word that does not exist.
+    // A feature word that does not exist.
     guest.negotiate(0);
     guest.set(reg::DRIVER_FEATURES_SEL, 1);
     guest.set(reg::DRIVER_FEATURES, 1);
@@ -189,12 +189,12 @@ fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
     guest.set(reg::DRIVER_FEATURES, 1);
     guest.step(FEATURES_OK);
     assert_eq!(guest.status(), ACKNOWLEDGE | DRIVER);
-    // Too late.
+    // Features after FEATURES_OK are ignored.
     guest.negotiate(V1);
     guest.set(reg::DRIVER_FEATURES_SEL, 0);
     guest.set(reg::DRIVER_FEATURES, 1 << 5);
     assert_eq!(guest.transport.save().registers.features, V1);
-    // Too early.
+    // Features before DRIVER are ignored.
     guest.set(reg::STATUS, 0);
     guest.step(ACKNOWLEDGE);
     guest.set(reg::DRIVER_FEATURES, 1 << 5);
@@ -244,7 +244,7 @@ fn a_driver_that_has_failed_must_begin_anew() {
     guest.set(reg::QUEUE_READY, 1);
     assert_eq!(diary.take(), []);
     guest.start();
-    // Unknown bits are no status.
+    // A status with unknown bits is ignored.
     guest.set(reg::STATUS, LIVE | 0x100);
     guest.set(reg::STATUS, u32::MAX);
     assert_eq!(guest.status(), LIVE);
@@ -299,7 +299,7 @@ fn a_queue_is_ready_only_if_it_is_valid() {
         assert_eq!(attempt(size, good), ready, "{size}");
     }
     assert!(!attempt(1 << 16 | 16, good) && !attempt(u32::MAX, good));
-    // Sizes of the three parts, with 16 descriptors: 256, 38 and 134 bytes.
+    // The sizes of the three parts with 16 descriptors: 256, 38 and 134 bytes.
     assert!(attempt(16, [last - 256, last - 38, last - 136]));
     for bad in [
         [last - 240, 0x6000, 0x7000],
@@ -314,14 +314,14 @@ fn a_queue_is_ready_only_if_it_is_valid() {
     ] {
         assert!(!attempt(16, bad), "{bad:x?}");
     }
-    // What is ready does not move, and what does not exist cannot be set up.
+    // A ready queue keeps its addresses, and a queue that does not exist cannot be set up.
     guest.ready(1, 16);
     let before = guest.transport.save();
     guest.lay(1, 32);
     guest.lay(4, 32);
     guest.set(reg::QUEUE_READY, 1);
     assert_eq!(guest.transport.save().registers.queues, before.registers.queues);
-    // Not before the features are known: they change how queues work.
+    // A queue cannot be made ready before the features are negotiated, because they change how queues work.
     guest.set(reg::STATUS, 0);
     guest.ready(0, 16);
     assert_eq!(guest.get(reg::QUEUE_READY), 0);
@@ -360,7 +360,8 @@ fn interrupts_say_what_they_are_for() {
     line.queue(0);
     line.config();
     assert_ne!(guest.get(reg::CONFIG_GENERATION), generation);
-    // What is swallowed by the machine changes nothing; a change of the configuration is seen until it is acknowledged.
+    // The acknowledgement that the VM lets the kernel handle has no effect; a configuration change stays visible until it is
+    // acknowledged.
     let (register, queues_only) = INTERRUPT_ACK;
     for _ in 0..2 {
         assert_eq!(guest.get(reg::INTERRUPT_STATUS), 3);
@@ -371,7 +372,7 @@ fn interrupts_say_what_they_are_for() {
     line.config();
     guest.set(reg::INTERRUPT_ACK, u32::MAX);
     assert_eq!(guest.get(reg::INTERRUPT_STATUS), 1);
-    // After a reset nobody is interrupted, whoever still holds the line.
+    // After a reset the guest is not interrupted, even if a device still holds the line.
     line.queue(0);
     guest.irq.read().unwrap();
     guest.set(reg::STATUS, 0);
@@ -411,7 +412,7 @@ fn a_broken_queue_asks_for_a_reset() {
     guest.transport.restore(&state).unwrap();
     assert_eq!(guest.status(), LIVE | NEEDS_RESET);
     guest.start();
-    // A queue that the host cannot serve is no better.
+    // A queue that the host cannot serve has the same effect.
     let mut guest = Guest::new(Box::new(Toy { fails: true, ..Toy::default() }));
     guest.negotiate(guest.offered());
     guest.ready(0, 16);
@@ -427,7 +428,7 @@ fn changes_of_the_configuration_are_told_sooner_or_later() {
     let config = toy.config.clone();
     let mut guest = Guest::new(Box::new(toy));
     let change = || config.lock().unwrap()[5] += 1;
-    // Between the driver's look and DRIVER_OK.
+    // The configuration changes between the driver's read and DRIVER_OK.
     guest.negotiate(guest.offered());
     guest.get(reg::CONFIG_GENERATION);
     change();
@@ -435,7 +436,7 @@ fn changes_of_the_configuration_are_told_sooner_or_later() {
     assert!(guest.irq.read().is_err());
     guest.step(DRIVER_OK);
     assert_eq!(guest.wait_interrupt(), 3);
-    // While the machine stands still, and while it lies in a file.
+    // The configuration changes while the VM is paused, and while it is saved.
     guest.transport.pause();
     let state = guest.transport.save();
     change();
@@ -460,7 +461,7 @@ fn a_pause_keeps_the_queues_where_they_are() {
     guest.transport.pause();
     guest.transport.pause();
     assert_eq!(diary.take(), [0, 2].map(Entry::Stop));
-    // What the driver does meanwhile takes effect later.
+    // Changes by the driver during a pause take effect later.
     guest.set(reg::QUEUE_SEL, 2);
     guest.set(reg::QUEUE_READY, 0);
     guest.ready(1, 16);
@@ -471,7 +472,7 @@ fn a_pause_keeps_the_queues_where_they_are() {
     let at =
         |state: &TransportState| state.registers.queues.iter().map(|queue| queue.next_available).collect::<Vec<_>>();
     assert_eq!(at(&guest.transport.save()), [14, 7, 0, 0], "each stop of the toy counts 7");
-    // The driver begins anew while the machine stands still.
+    // The driver resets the device during a pause.
     diary.take();
     guest.start();
     assert_eq!(diary.take(), [Entry::Reset, Entry::Features(guest.offered())]);
@@ -518,7 +519,7 @@ fn states_that_make_no_sense_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any state at all, as from a file that somebody has changed: it is refused or it can be worked with.
+    /// Any state, for example from a manipulated file, is rejected or works.
     #[test]
     fn any_state_is_survived(
         status in prop_oneof![Just(LIVE), Just(11), any::<u32>()],

@@ -1,4 +1,4 @@
-//! Owns: the fuzz harness of the vhost-user messages: a session with a device that does nothing.
+//! Provides the fuzz harness of the vhost-user messages: a session with a device that does nothing.
 
 use super::session::Session;
 use super::wire::{Header, Message, parse};
@@ -9,10 +9,10 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use virtio_queue::QueueState;
 
-/// The most messages of one conversation.
+/// The maximum number of messages in one conversation.
 const MESSAGES: usize = 64;
 
-/// Memory that cannot shrink, as a front end hands it over.
+/// Creates a memfd that cannot shrink, as a front end shares it.
 pub(crate) fn memfd(bytes: u64) -> File {
     let flags = MFdFlags::MFD_ALLOW_SEALING | MFdFlags::MFD_CLOEXEC;
     let file = File::from(memfd_create(c"fuzz", flags).expect("a memfd"));

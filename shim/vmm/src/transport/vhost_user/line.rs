@@ -1,6 +1,5 @@
-//! Owns: the way back to the front end: the call descriptors of the queues and the backend channel.
-//! Threads: used from the devices' threads and changed by the server's; each lock is held for one non-blocking
-//! write at most.
+//! Delivers notifications to the front end: by the call descriptors of the queues and by the backend channel. The devices'
+//! threads use it, and the server's thread changes it; each lock is held for at most one non-blocking write.
 
 use super::wire;
 use crate::guest_warn;
@@ -17,7 +16,7 @@ use std::sync::{Mutex, MutexGuard};
 #[derive(Debug)]
 pub(super) struct Line {
     calls: Vec<Mutex<Option<OwnedFd>>>,
-    /// Whether somebody has asked for a copy of the call.
+    /// For each queue, whether a copy of the call descriptor has been requested.
     copied: Vec<AtomicBool>,
     channel: Mutex<Option<OwnedFd>>,
 }
@@ -35,13 +34,13 @@ impl Line {
         }
     }
 
-    /// Whether who serves queue `index` may have a copy of its call, or would like to: another one is then to be given to
-    /// him by starting the queue again.
+    /// Returns whether a copy of queue `index`'s call descriptor has been requested. If so, the queue must be restarted when
+    /// the descriptor changes, so that the holder of the copy receives the new one.
     pub(super) fn is_copied(&self, index: u16) -> bool {
         self.copied.get(usize::from(index)).is_some_and(|copied| copied.load(Ordering::Acquire))
     }
 
-    /// Gives queue `index` another call descriptor. What happened meanwhile is not lost: it is called at once.
+    /// Sets the call descriptor of queue `index` and signals it once, so that no earlier notification is lost.
     pub(super) fn set_call(&self, index: u16, call: Option<OwnedFd>) -> io::Result<()> {
         if let Some(call) = &call {
             let flags = OFlag::from_bits_retain(fcntl(call, FcntlArg::F_GETFL)?);

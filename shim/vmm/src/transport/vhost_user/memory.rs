@@ -1,4 +1,4 @@
-//! Owns: the guest memory that a front end shares, and its two sorts of addresses.
+//! Maps the guest memory that a front end shares, and translates its two kinds of addresses.
 
 use super::wire::{Region, WireError};
 use crate::virtio::Memory;
@@ -7,7 +7,7 @@ use std::fs::File;
 use std::sync::Arc;
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 
-/// Mapped guest memory.
+/// The guest memory of a front end, mapped.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub memory: Arc<Memory>,
@@ -22,7 +22,7 @@ struct Span {
 }
 
 impl Shared {
-    /// Maps the regions. Only memory that cannot shrink is taken: a touch beyond its end would kill this process.
+    /// Maps the regions. Rejects memory that could shrink, because an access beyond its end would kill this process.
     pub(super) fn map(mut regions: Vec<Region>) -> Result<Shared, WireError> {
         regions.sort_by_key(|region| region.guest);
         let spans = regions.iter().map(|region| Span { user: region.user, guest: region.guest, length: region.length });
@@ -31,7 +31,7 @@ impl Shared {
         Ok(Shared { memory: Arc::new(Memory::from_regions(mapped)?), spans })
     }
 
-    /// The guest's address for an address of the front end.
+    /// Translates an address of the front end into a guest address.
     pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
         self.spans.iter().find_map(|span| {
             let inside = user.checked_sub(span.user).filter(|inside| *inside < span.length)?;

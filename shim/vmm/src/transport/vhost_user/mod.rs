@@ -1,6 +1,5 @@
-//! Owns: the vhost-user server: one device behind one unix socket, driven by another process (the front end).
-//! May use: the [`Device`] trait.
-//! Threads: one per server; it reads the front end's messages and starts and stops the device's queues.
+//! Implements the vhost-user server: one device behind one unix socket, driven by another process (the front end). It uses only the
+//! [`Device`] trait. Each server has one thread, which reads the front end's messages and starts and stops the device's queues.
 
 mod line;
 mod memory;
@@ -25,18 +24,18 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A front end that does not take an answer for so long is given up.
+/// The time after which a front end that does not read a reply is disconnected.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A vhost-user server could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The thread or its wake-up could not be made.
+    /// The thread or its eventfd could not be created.
     #[error("cannot start the vhost-user server of a {device} device")]
     Start {
-        /// The device that was to be served.
+        /// The kind of the device.
         device: DeviceKind,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -49,7 +48,7 @@ impl Classify for ServeError {
     }
 }
 
-/// The memory of the front end, as long as there is one.
+/// The memory of the current front end, if any.
 type Seen = Arc<Mutex<Weak<Memory>>>;
 
 /// A running vhost-user server. Dropping it stops it.
@@ -61,12 +60,12 @@ pub struct Server {
 }
 
 impl Server {
-    /// The guest's memory, if there is a front end that has shared it. Not to be kept: it stays mapped as long.
+    /// Returns the guest's memory, if a front end has shared it. The caller must not keep the reference: it keeps the memory mapped.
     pub fn memory(&self) -> Option<Arc<Memory>> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
     }
 
-    /// Ends the connection, stops the device's queues and joins the thread.
+    /// Closes the connection, stops the device's queues and joins the thread.
     pub fn stop(self) {
         drop(self);
     }
@@ -83,8 +82,8 @@ impl Drop for Server {
     }
 }
 
-/// Serves `device` to one front end at a time on `listener`. After a front end has gone (or was sent away
-/// because of a message that makes no sense), the device is reset and the next one is accepted.
+/// Serves `device` to one front end at a time on `listener`. When a front end disconnects, or is disconnected because of an
+/// invalid message, the device is reset and the next connection is accepted.
 pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, ServeError> {
     let kind = device.kind();
     let start = |source| ServeError::Start { device: kind, source };
@@ -113,7 +112,7 @@ fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &Event
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
                 guest_warn!(device = %device.kind(), "cannot accept a vhost-user front end: {error}");
-                // Out of descriptors, most likely: try again a little later, unless told to stop.
+                // Most likely no descriptor is free: retries a little later, unless the server is stopped.
                 let later = Instant::now() + Duration::from_millis(100);
                 let told = retry::poll(&mut [PollFd::new(stop.as_fd(), PollFlags::POLLIN)], Some(later));
                 if told.is_ok_and(|events| events > 0) {
@@ -137,7 +136,7 @@ fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd, seen: &
     Ok(())
 }
 
-/// Waits until `fd` is readable; `false`: it is time to stop.
+/// Waits until `fd` is readable. Returns `false` if the server is being stopped.
 fn wait(fd: &impl AsFd, stop: &EventFd) -> bool {
     loop {
         let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];

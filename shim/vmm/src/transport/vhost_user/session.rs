@@ -1,4 +1,4 @@
-//! Owns: what one front end has set up, and the rule when a queue runs: it has memory, addresses, a size and a
+//! Holds the state that one front end has set up, and decides when a queue runs: when it has memory, addresses, a size and a
 //! kick, and is enabled.
 
 use super::line::Line;
@@ -20,10 +20,10 @@ const P_CONFIG: u64 = 1 << 9;
 const P_RESET_DEVICE: u64 = 1 << 13;
 const PROTOCOL: u64 = P_MQ | P_REPLY_ACK | P_BACKEND_REQ | P_CONFIG | P_RESET_DEVICE;
 
-/// QEMU's MMIO transport offers the guest queues of this size, whatever the device behind it would choose.
+/// The size of the queues that QEMU's MMIO transport offers to the guest, regardless of the device behind it.
 const FRONT_END_SIZE: u16 = 1024;
 
-/// One conversation with a front end.
+/// The state of the connection to one front end.
 pub(super) struct Session<'d> {
     device: &'d mut dyn Device,
     features: u64,
@@ -31,11 +31,11 @@ pub(super) struct Session<'d> {
     memory: Option<Shared>,
     queues: Vec<Setup>,
     line: Arc<Line>,
-    /// The configuration space as the front end read it last.
+    /// The configuration space as the front end last read it.
     seen: Option<Vec<u8>>,
 }
 
-/// What the front end has said about one queue.
+/// The configuration of one queue.
 #[derive(Debug, Default)]
 struct Setup {
     size: u16,
@@ -60,12 +60,12 @@ impl<'d> Session<'d> {
         }
     }
 
-    /// What the front end has shared, as long as it is.
+    /// Returns the memory that the front end shares at present.
     pub(super) fn memory(&self) -> Weak<Memory> {
         self.memory.as_ref().map_or_else(Weak::new, |shared| Arc::downgrade(&shared.memory))
     }
 
-    /// Whether messages without an answer are acknowledged on request.
+    /// Returns whether messages without a reply are acknowledged on request.
     pub(super) fn acknowledges(&self) -> bool {
         self.protocol & P_REPLY_ACK != 0
     }
@@ -90,7 +90,7 @@ impl<'d> Session<'d> {
                 }
                 return Ok(Answer::Config { offset, data });
             }
-            // The front end may name bits of its own; those that are not ours mean nothing to us.
+            // Unknown bits are ignored, because a front end may set bits of its own.
             Ask::SetFeatures(bits) => {
                 self.stop_all();
                 self.features = bits & self.offered();
@@ -173,7 +173,7 @@ impl<'d> Session<'d> {
         found.ok_or(WireError::NoQueue { index })
     }
 
-    /// A queue that may be set up anew: if it runs, it is stopped first.
+    /// Stops a queue if it runs and returns its configuration for changes.
     fn idle(&mut self, index: u32) -> Result<&mut Setup, WireError> {
         self.stop(self.index(index)?);
         self.queue(index)
@@ -225,7 +225,7 @@ impl<'d> Session<'d> {
         if !ready.is_valid(&*shared.memory) {
             return Err(bad(virtio_queue::Error::FindMemoryRegion));
         }
-        // The protocol has no message for it: what was given back is what the used ring says.
+        // The protocol has no message for the index of the used ring, so it is read from the ring.
         let used = ready.used_idx(&*shared.memory, Ordering::Acquire).map_err(bad)?;
         ready.set_next_used(used.0);
         let line: Arc<dyn Interrupt> = self.line.clone();
@@ -236,8 +236,8 @@ impl<'d> Session<'d> {
         Ok(())
     }
 
-    /// The front end reads the configuration early, and listens for changes only while queues run: tell it of
-    /// those that happened in between.
+    /// Notifies the front end of configuration changes that it missed: it reads the configuration early and handles changes
+    /// only while queues run.
     fn tell_of_changes(&self) {
         let running = self.queues.iter().any(|queue| queue.running);
         if let Some(seen) = self.seen.as_ref().filter(|_| running) {

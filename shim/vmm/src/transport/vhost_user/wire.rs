@@ -1,4 +1,4 @@
-//! Owns: the messages of the vhost-user protocol: reading them from the socket, what they say, answers.
+//! Reads, parses and writes the messages of the vhost-user protocol. It trusts no byte of a message.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use nacelle_base::descriptors::{MAX_DESCRIPTORS, try_receive_with_descriptors};
@@ -12,14 +12,14 @@ const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// The longest body, in bytes.
+/// The maximum length of a body in bytes.
 const MAX_BODY: usize = 4096;
-/// The most bytes of a configuration space.
+/// The maximum size of a configuration space in bytes.
 const MAX_CONFIG: usize = 256;
-/// Set in the number of a queue when no descriptor comes with it.
+/// The flag in a queue's number that marks a message without a descriptor.
 const NO_FD: u64 = 1 << 8;
 
-/// A conversation with a front end cannot go on.
+/// The connection to a front end must be closed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WireError {
     #[error("the connection failed")]
@@ -50,14 +50,14 @@ pub(crate) enum WireError {
     Start(#[from] crate::StartError),
 }
 
-/// The head of a message.
+/// The header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub request: u32,
     pub flags: u32,
 }
 
-/// A message as it came.
+/// A received message, not yet parsed.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub header: Header,
@@ -65,7 +65,7 @@ pub(crate) struct Message {
     pub fds: Vec<OwnedFd>,
 }
 
-/// Guest memory that the front end shares.
+/// A region of guest memory that the front end shares.
 #[derive(Debug)]
 pub(crate) struct Region {
     pub guest: u64,
@@ -75,7 +75,7 @@ pub(crate) struct Region {
     pub fd: OwnedFd,
 }
 
-/// Where the parts of a queue lie, as addresses of the front end.
+/// The addresses of the parts of a queue, in the front end's address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Addresses {
     pub descriptors: u64,
@@ -83,7 +83,7 @@ pub(crate) struct Addresses {
     pub available: u64,
 }
 
-/// What the front end asks for.
+/// A parsed request of the front end.
 #[derive(Debug)]
 pub(crate) enum Ask {
     GetFeatures,
@@ -107,7 +107,7 @@ pub(crate) enum Ask {
     SetConfig { offset: u32, data: Vec<u8> },
 }
 
-/// What the answer to a message is, if it has one of its own.
+/// The reply to a message, if the protocol defines one.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
     Done,
@@ -116,7 +116,7 @@ pub(crate) enum Answer {
     Config { offset: u32, data: Vec<u8> },
 }
 
-/// Reads one message; `ready` waits for bytes and says whether to go on. `None`: the end.
+/// Reads one message. `ready` waits for bytes and returns whether to continue. Returns `None` at the end of the stream.
 pub(crate) fn receive(stream: &UnixStream, ready: impl Fn() -> bool) -> Result<Option<Message>, WireError> {
     let mut head = [0; HEADER];
     let mut fds = Vec::new();
@@ -181,7 +181,7 @@ fn receive_some(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -
     Ok(count)
 }
 
-/// Takes numbers from the front of some bytes.
+/// Reads numbers from the front of a byte slice.
 struct Fields<'b>(&'b [u8]);
 
 impl Fields<'_> {
@@ -200,7 +200,7 @@ impl Fields<'_> {
     }
 }
 
-/// Understands a message; everything in it has been checked for its form afterwards.
+/// Parses a message. On success the form of every field has been checked.
 pub(crate) fn parse(message: Message) -> Result<Ask, WireError> {
     let Message { header: Header { request, .. }, body, fds } = message;
     let wrong = WireError::Body { request, bytes: body.len(), fds: fds.len() };
@@ -271,7 +271,8 @@ fn regions(body: &[u8], fds: Vec<OwnedFd>) -> Option<Vec<Region>> {
     fields.0.is_empty().then_some(found)
 }
 
-/// Both messages about the configuration space look alike; the caller says which it is.
+/// Parses the body of the two messages about the configuration space, which have the same form. The returned function takes
+/// whether the message is SET_CONFIG.
 fn config(body: &[u8]) -> Option<impl FnOnce(bool) -> Ask> {
     let mut fields = Fields(body);
     let (offset, size, _flags) = (fields.u32()?, fields.u32()?, fields.u32()?);
@@ -282,7 +283,7 @@ fn config(body: &[u8]) -> Option<impl FnOnce(bool) -> Ask> {
     Some(move |set| if set { Ask::SetConfig { offset, data } } else { Ask::GetConfig { offset, size } })
 }
 
-/// Sends the answer to a message; a message without one is acknowledged if that is agreed and wished for.
+/// Sends the reply to a message. A message without one is acknowledged if that is negotiated and requested.
 pub(crate) fn reply(
     mut stream: &UnixStream,
     header: Header,
@@ -305,7 +306,7 @@ pub(crate) fn reply(
     Ok(stream.write_all(&message)?)
 }
 
-/// The bytes of a message.
+/// Encodes a message.
 pub(crate) fn encode(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
     let size = u32::try_from(body.len()).unwrap_or(u32::MAX);
     let mut message = [request.to_ne_bytes(), flags.to_ne_bytes(), size.to_ne_bytes()].concat();
@@ -313,7 +314,7 @@ pub(crate) fn encode(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
     message
 }
 
-/// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`, which wants no answer.
+/// Encodes `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`, without a request for a reply.
 pub(crate) fn config_change() -> Vec<u8> {
     encode(2, VERSION, &[])
 }

@@ -1,4 +1,4 @@
-//! Owns: the balloon as a transport sees it (VIRTIO 1.2, 5.5).
+//! Implements [`Device`] for the balloon (VIRTIO 1.2, 5.5).
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::State;
@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use virtio_queue::QueueState;
 
-/// Of its inflate, deflate, statistics and reporting queue. Linux sends one request at a time on each.
+/// The sizes of the inflate, deflate, statistics and reporting queue. Linux sends one request at a time on each.
 const QUEUES: &[u16] = &[128, 128, 64, 128];
 
 const STATS_VQ: u64 = 1 << 1;
 const DEFLATE_ON_OOM: u64 = 1 << 2;
 const REPORTING: u64 = 1 << 5;
 
-/// Where the driver writes how many pages it has given.
+/// The offset of `actual`, the number of pages that the driver has put into the balloon.
 const ACTUAL: usize = 4;
 
 #[derive(Debug)]

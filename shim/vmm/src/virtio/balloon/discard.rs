@@ -1,10 +1,10 @@
-//! Owns: how memory of a guest is given back to the host.
-//! What is right depends on what lies behind a region:
-//! - private anonymous memory: MADV_DONTNEED; the guest finds zeros there later;
-//! - a shared mapping (memfd, shared hugetlb): MADV_REMOVE, which frees it for all who map it; zeros too;
-//! - a private mapping of a snapshot's file: MADV_DONTNEED frees the copies that the guest has made. It finds the
-//!   file's bytes there later, which virtio allows (without VIRTIO_BALLOON_F_PAGE_POISON the driver expects
-//!   nothing), and which are no secret to it: they were its memory when it was restored.
+//! Releases guest memory to the host. The method and its effect depend on the backing of the region:
+//! - private anonymous memory: MADV_DONTNEED; the guest later reads zeros;
+//! - a shared mapping (memfd, shared hugetlb): MADV_REMOVE, which frees the memory in every process that maps it; the guest
+//!   later reads zeros;
+//! - a private mapping of a snapshot's file: MADV_DONTNEED frees the copies that the guest has made. The guest later reads the
+//!   file's bytes, which virtio allows (without VIRTIO_BALLOON_F_PAGE_POISON the driver expects no particular content). They
+//!   are no secret to the guest: they were its memory when it was restored.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Metrics;
@@ -15,10 +15,10 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-/// Bytes of a page, the unit of the balloon.
+/// The size of a page in bytes, the unit of the balloon.
 pub(super) const PAGE: u64 = 4096;
 
-/// Gives back the whole pages of `bytes` (guest addresses) that are memory of the guest.
+/// Releases the whole pages in `bytes` (guest addresses) that are guest memory.
 pub(super) fn discard(metrics: &Metrics, memory: &Memory, bytes: Range<u64>) {
     let (start, end) = (bytes.start.next_multiple_of(PAGE), bytes.end & !(PAGE - 1));
     let mut there = 0;

@@ -1,5 +1,5 @@
-//! Owns: the host's handle to a balloon: how much the guest should give, and what it says.
-//! Threads: `statistics` is held for moments only.
+//! Defines the host's handle to a balloon, which sets its target size and reads its statistics. The lock `statistics` is held
+//! only briefly.
 
 use super::Metrics;
 use super::device::BalloonDevice;
@@ -8,26 +8,26 @@ use crate::virtio::worker::Way;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A balloon in a guest's memory. Clones are handles to the same one.
+/// A balloon in a guest's memory. Clones are handles to the same balloon.
 #[derive(Clone, Debug, Default)]
 pub struct Balloon(Arc<Shared>);
 
-/// What handle and device share.
+/// The state that handle and device share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
-    /// Pages that the host wants in the balloon, and that the guest says are.
+    /// The number of pages that the host requests, and the number that the guest reports.
     pub(super) target: AtomicU32,
     pub(super) actual: AtomicU32,
     pub(super) metrics: Metrics,
-    /// Whether the driver uses the statistics queue.
+    /// Whether the statistics queue has been negotiated.
     pub(super) statistics_agreed: AtomicBool,
     wish: AtomicBool,
     statistics: Mutex<Option<Statistics>>,
     pub(super) way: Arc<Way>,
 }
 
-/// What a guest's kernel says of its memory (VIRTIO 1.2, 5.5.6.4), in bytes or events since its start. Only the
-/// guest's word: fit for display, not for limits.
+/// The statistics that a guest's kernel reports about its memory (VIRTIO 1.2, 5.5.6.4), in bytes or in events since boot. They
+/// are not verified: use them for display, not for limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Bytes swapped in.
@@ -36,20 +36,20 @@ pub struct Statistics {
     pub swapped_out: Option<u64>,
     /// Page faults that needed I/O.
     pub major_faults: Option<u64>,
-    /// Page faults that did not.
+    /// Page faults that needed no I/O.
     pub minor_faults: Option<u64>,
     /// Unused bytes.
     pub free: Option<u64>,
-    /// All bytes.
+    /// Total memory in bytes.
     pub total: Option<u64>,
-    /// Bytes that programs could have without swapping.
+    /// Bytes that programs could allocate without swapping.
     pub available: Option<u64>,
     /// Bytes of the page cache.
     pub caches: Option<u64>,
 }
 
 impl Statistics {
-    /// Entries of a tag and a value, without padding; unknown tags and what is left over are skipped.
+    /// Parses entries of a tag and a value, without padding. Unknown tags and an incomplete entry at the end are skipped.
     pub(super) fn parse(bytes: &[u8]) -> Statistics {
         let mut all = Statistics::default();
         let (entries, _rest) = bytes.as_chunks::<10>();
@@ -72,39 +72,39 @@ impl Statistics {
 }
 
 impl Balloon {
-    /// An empty balloon.
+    /// Creates an empty balloon.
     pub fn new() -> Balloon {
         Balloon::default()
     }
 
-    /// Asks the guest to have `pages` pages of 4 KiB in the balloon. It does so as well as it can, when it can.
+    /// Sets the number of pages of 4 KiB that the guest should have in the balloon. The guest complies as far and as soon as it can.
     pub fn set_target(&self, pages: u32) {
         self.0.target.store(pages, Ordering::SeqCst);
         self.0.way.config_changed();
     }
 
-    /// Pages of 4 KiB that the guest should have in the balloon.
+    /// Returns the requested number of pages of 4 KiB.
     pub fn target(&self) -> u32 {
         self.0.target.load(Ordering::SeqCst)
     }
 
-    /// Pages of 4 KiB that it says are in there.
+    /// Returns the number of pages of 4 KiB that the guest reports to be in the balloon.
     pub fn actual(&self) -> u32 {
         self.0.actual.load(Ordering::SeqCst)
     }
 
-    /// Asks the guest for news of its memory; they come when they come.
+    /// Requests new statistics from the guest, which arrive at some later time.
     pub fn ask_statistics(&self) {
         self.0.wish.store(true, Ordering::SeqCst);
         self.0.way.ring();
     }
 
-    /// The last news of the guest's memory; it tells once without being asked.
+    /// Returns the last statistics of the guest, if any. The guest sends the first ones unasked.
     pub fn statistics(&self) -> Option<Statistics> {
         *self.0.statistics()
     }
 
-    /// What it has done.
+    /// Returns the counters.
     pub fn metrics(&self) -> &Metrics {
         &self.0.metrics
     }
@@ -114,7 +114,7 @@ impl Balloon {
         &self.0
     }
 
-    /// The device for a transport.
+    /// Returns the device for a transport.
     pub fn device(&self) -> Box<dyn Device> {
         Box::new(BalloonDevice::new(self.0.clone()))
     }
@@ -129,7 +129,7 @@ impl Shared {
         *self.statistics() = Some(statistics);
     }
 
-    /// Whether somebody has asked for news since the last time.
+    /// Returns and clears whether statistics have been requested.
     pub(super) fn take_wish(&self) -> bool {
         self.wish.swap(false, Ordering::SeqCst)
     }

@@ -1,20 +1,20 @@
-//! Owns: what a balloon counts.
+//! Defines the counters of a balloon.
 
 use std::sync::atomic::AtomicU64;
 
-/// Counters of a balloon, from its making on.
+/// Counters of a balloon since its creation.
 #[derive(Debug, Default)]
 pub struct Metrics {
     /// Pages of 4 KiB that the guest put into the balloon.
     pub inflated_pages: AtomicU64,
-    /// Pages of 4 KiB that it took out again.
+    /// Pages of 4 KiB that the guest took out of the balloon.
     pub deflated_pages: AtomicU64,
-    /// Bytes that it reported as free.
+    /// Bytes that the guest reported as free.
     pub reported_bytes: AtomicU64,
-    /// Bytes given back to the host, for either reason.
+    /// Bytes released to the host, inflated or reported.
     pub freed_bytes: AtomicU64,
-    /// Pages and ranges that are not memory of the guest, and ends of lists that were too long.
+    /// Pages and ranges outside guest memory, and truncated lists.
     pub refused: AtomicU64,
-    /// Ranges that the host's kernel did not take back.
+    /// Ranges that the host's kernel could not release.
     pub failed: AtomicU64,
 }

@@ -1,5 +1,5 @@
-//! Owns: the virtio balloon: memory that the guest gives back, asked for or of its own accord.
-//! Threads: one while a queue runs.
+//! Implements the virtio balloon, through which the guest returns memory on request (inflation) or on its own (free page
+//! reporting). One thread serves all queues while a queue runs.
 
 mod device;
 mod discard;

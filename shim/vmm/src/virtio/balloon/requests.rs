@@ -1,4 +1,4 @@
-//! Owns: the requests of the balloon's queues.
+//! Serves the requests of the balloon's queues.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::discard::{PAGE, discard};
@@ -9,18 +9,18 @@ use crate::virtio::pieces::Pieces;
 use crate::virtio::ring::Request;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-/// The queues, by number. Those of features that are not agreed on do not exist, and the ones behind them move up
-/// (as Linux has it): without statistics, reporting is queue 2.
+/// The queues, by number. Queues of features that were not negotiated do not exist, and the later ones move up (as in Linux):
+/// without statistics, reporting is queue 2.
 pub(crate) const INFLATE: u16 = 0;
 pub(crate) const DEFLATE: u16 = 1;
 pub(crate) const STATISTICS: u16 = 2;
 
-/// The most pages in one request; Linux sends 256.
+/// The maximum number of pages in one request; Linux sends 256.
 pub(super) const MAX_PAGES: usize = 16384;
-/// The most bytes of statistics; Linux sends 16 of 10 bytes each.
+/// The maximum size of the statistics in bytes; Linux sends 16 entries of 10 bytes each.
 const MAX_STATISTICS: usize = 1024;
 
-/// Serves a request of queue `index`; `None`: it stays with the device.
+/// Serves a request of queue `index`. Returns `None` if the device keeps the request for now.
 pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Request) -> Option<u32> {
     match index {
         INFLATE => inflate(shared, memory, &request.buffers.readable),
@@ -36,7 +36,7 @@ pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Reque
     Some(0)
 }
 
-/// Gives back the pages of a list of page numbers; those that lie side by side at once.
+/// Releases the pages of a list of page numbers; adjacent pages are released together.
 fn inflate(shared: &Shared, memory: &Memory, list: &Pieces) {
     let metrics = &shared.metrics;
     let mut bytes = vec![0; list.len().min(MAX_PAGES * 4)];
@@ -64,7 +64,7 @@ fn inflate(shared: &Shared, memory: &Memory, list: &Pieces) {
     }
 }
 
-/// Gives back what the guest reports as free.
+/// Releases the memory that the guest reports as free.
 fn report(shared: &Shared, memory: &Memory, free: &Pieces) {
     for range in free.ranges() {
         shared.metrics.reported_bytes.fetch_add(range.end.saturating_sub(range.start), Relaxed);
@@ -72,7 +72,7 @@ fn report(shared: &Shared, memory: &Memory, free: &Pieces) {
     }
 }
 
-/// Keeps what the guest says of its memory. The buffer goes back when the host asks for news.
+/// Stores the guest's statistics. The buffer is returned to the guest when the host requests new statistics.
 fn statistics(shared: &Shared, memory: &Memory, list: &Pieces) -> Option<u32> {
     let mut bytes = vec![0; list.len().min(MAX_STATISTICS)];
     match list.read(memory, &mut bytes) {

@@ -1,12 +1,12 @@
-//! Owns: what a balloon keeps over a save and restore.
+//! Defines the state of a balloon that is saved and restored.
 
 use serde::{Deserialize, Serialize};
 
-/// What the guest was asked for and what it has given, in pages of 4 KiB.
+/// The requested and the reported size of the balloon, in pages of 4 KiB.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
-    /// Pages that it should give.
+    /// The number of pages that the host requests.
     pub target: u32,
-    /// Pages that it says it has given.
+    /// The number of pages that the guest reports.
     pub actual: u32,
 }

@@ -1,4 +1,4 @@
-//! Owns: tests of the balloon with a driver that can be as wrong as it likes.
+//! Tests the balloon with a driver that can break any rule.
 
 use super::Balloon;
 use super::requests::{DEFLATE, INFLATE, MAX_PAGES, STATISTICS};
@@ -11,7 +11,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 const REPORTING: u16 = 3;
 const STATS_VQ: u64 = 1 << 1;
-/// Guest memory: two regions with a hole; queues and lists lie at the begin, pages to give from `PAGES` on.
+/// Guest memory consists of two regions with a hole. Queues and lists lie at its start, the pages for the balloon from `PAGES` on.
 const LISTS: u64 = 0x20000;
 const PAGES: u64 = 0x80000;
 const FIRST_END: u64 = 0x100000;
@@ -46,7 +46,7 @@ impl Machine {
         }
     }
 
-    /// Whether a page has what `fill` wrote; it has that or zeros.
+    /// Returns whether a page still has the content that `fill` wrote; otherwise it must be zero.
     fn is_there(&self, page: u64) -> bool {
         let mut bytes = [0; 4096];
         self.inner.memory.read_slice(&mut bytes, GuestAddress(page)).unwrap();
@@ -72,7 +72,7 @@ fn number(page: u64) -> u32 {
 fn inflated_pages_go_back_to_the_host() {
     let mut machine = Machine::new();
     machine.fill();
-    // In two runs and alone, in no order, one of them twice.
+    // Two runs and a single page, unordered, one page twice.
     let pages = [PAGES + 0x2000, PAGES, PAGES + 0x1000, SECOND, PAGES + 0x9000, SECOND];
     machine.inflate(&pages.map(number));
     assert_eq!(machine.given(), [PAGES, PAGES + 0x1000, PAGES + 0x2000, PAGES + 0x9000, SECOND]);
@@ -90,7 +90,7 @@ fn inflated_pages_go_back_to_the_host() {
 fn only_memory_of_the_guest_is_given_back() {
     let mut machine = Machine::new();
     machine.fill();
-    // In the hole between the regions, behind the last one, as far as numbers go; and one that is right.
+    // Pages in the hole between the regions, behind the last one and at the largest page number; and one valid page.
     let wrong = [FIRST_END, SECOND - 4096, SECOND_END, u64::from(u32::MAX) * 4096];
     let mut list: Vec<u32> = wrong.map(number).to_vec();
     list.push(number(PAGES));
@@ -98,7 +98,7 @@ fn only_memory_of_the_guest_is_given_back() {
     assert_eq!(machine.given(), [PAGES]);
     assert_eq!(machine.count(|metrics| &metrics.refused), 4);
     assert_eq!(machine.count(|metrics| &metrics.freed_bytes), 4096);
-    // A run that goes on behind the end of its region.
+    // A run that continues behind the end of its region.
     machine.inflate(&[number(FIRST_END - 4096), number(FIRST_END)]);
     assert_eq!(machine.given(), [PAGES, FIRST_END - 4096]);
     assert_eq!(machine.count(|metrics| &metrics.refused), 5);
@@ -114,7 +114,7 @@ fn odd_lists_harm_nobody() {
     machine.request(INFLATE, &[(LISTS, 4096, true)]);
     assert!(machine.given().is_empty());
     assert_eq!(machine.count(|metrics| &metrics.inflated_pages), 1);
-    // A list that is longer than any driver's, over and over the same megabyte: only its begin counts.
+    // A list longer than any driver's, which repeats the same megabyte: only its first pages count.
     let buffers = [(0, FIRST_END as u32, false); 8];
     machine.request(INFLATE, &buffers);
     assert_eq!(machine.count(|metrics| &metrics.inflated_pages), 1 + MAX_PAGES as u64);
@@ -130,7 +130,7 @@ fn reported_ranges_are_given_back_as_whole_pages() {
     );
     assert_eq!(machine.given(), [PAGES, PAGES + 0x1000, PAGES + 0x2000, PAGES + 0x5000, SECOND, SECOND + 0x1000]);
     assert_eq!(machine.count(|metrics| &metrics.reported_bytes), 0x3000 + 0x2000 + 0x20 + 0x2000);
-    // What is for the device to read is not free memory.
+    // A device-readable buffer is not free memory.
     machine.request(REPORTING, &[(PAGES + 0x10000, 0x1000, false)]);
     assert!(machine.is_there(PAGES + 0x10000));
 }
@@ -170,7 +170,7 @@ fn the_guest_is_asked_and_answers() {
     assert_eq!(config, [4, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0]);
     device.write_config(4, &7u32.to_le_bytes());
     assert_eq!(balloon.actual(), 7);
-    // Byte by byte, across its borders, and beyond.
+    // Byte by byte, across the borders of the field, and beyond.
     device.write_config(5, &[1]);
     assert_eq!(balloon.actual(), 0x107);
     device.write_config(0, &[0xff; 5]);
@@ -196,12 +196,12 @@ fn statistics_come_when_asked_for() {
     let free = || balloon.statistics().and_then(|statistics| statistics.free);
     eventually("statistics", || free() == Some(1000));
     assert_eq!(machine.balloon.statistics().and_then(|statistics| statistics.total), Some(1 << 30));
-    // The buffer stays until somebody asks.
+    // The device keeps the buffer until statistics are requested.
     assert_eq!(machine.inner.drivers[usize::from(STATISTICS)].take_used(), None);
     machine.balloon.ask_statistics();
     machine.inner.wait(STATISTICS);
     machine.inner.stop(STATISTICS);
-    // One that is held when the queue stops is looked at again.
+    // A buffer that the device keeps when the queue stops is processed again.
     tell(&mut machine, 2000);
     for _ in 0..2 {
         machine.inner.start(STATISTICS);

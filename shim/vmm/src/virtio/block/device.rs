@@ -1,4 +1,4 @@
-//! Owns: the block device as a transport sees it: features, configuration space, its one queue.
+//! Implements [`Device`] for a slot: features, configuration space and the one queue.
 
 use super::SECTOR;
 use super::slot::Shared;
@@ -20,16 +20,16 @@ const F_DISCARD: u64 = 1 << 13;
 const F_WRITE_ZEROES: u64 = 1 << 14;
 
 const QUEUE_SIZE: u16 = 256;
-/// Data segments of a request: a queue's size less header and status.
+/// The maximum number of data segments in a request: the size of a queue less header and status.
 const SEG_MAX: u32 = 254;
-/// Blocks of the host are 2^3 sectors.
+/// The host's blocks have 2^3 sectors.
 const PHYSICAL_EXPONENT: u8 = 3;
 
-/// The most sectors that one segment of a discard may have (2 GiB).
+/// The maximum number of sectors in one segment of a discard (2 GiB).
 pub(super) const MAX_DISCARD_SECTORS: u32 = 1 << 22;
-/// The most sectors that one segment of a write-zeroes may have (128 MiB).
+/// The maximum number of sectors in one segment of a write-zeroes (128 MiB).
 pub(super) const MAX_ZEROES_SECTORS: u32 = 1 << 18;
-/// The most segments of a discard or write-zeroes.
+/// The maximum number of segments in a discard or write-zeroes.
 pub(super) const MAX_RANGES: u32 = 32;
 
 /// The device of a slot.
@@ -44,7 +44,7 @@ impl SlotDevice {
         SlotDevice { shared, thread: None }
     }
 
-    /// `struct virtio_blk_config`.
+    /// Returns the configuration space (`struct virtio_blk_config`).
     fn config(&self) -> Vec<u8> {
         let mut config = Vec::with_capacity(60);
         config.extend((self.shared.view().capacity() / SECTOR).to_le_bytes());

@@ -1,69 +1,69 @@
-//! Owns: what can go wrong when the host changes a slot.
+//! Defines the errors of changing a slot.
 
 use nacelle_base::{Classify, Kind};
 use std::path::PathBuf;
 
-/// A slot could not be made or changed. The slot is as it was.
+/// A slot could not be created or changed. An existing slot is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// A serial number is 1 to 20 bytes of printable ASCII.
+    /// The serial number does not consist of 1 to 20 bytes of printable ASCII.
     #[error("{serial:?} is no serial number of a disk: it has 1 to 20 printable ASCII characters")]
     Serial {
-        /// The one given.
+        /// The serial number.
         serial: String,
     },
-    /// Offsets and lengths are multiples of 512 and small enough to add up.
+    /// An offset or length is not a multiple of 512, or too large.
     #[error("{what} {value} is not a multiple of 512 or too large")]
     Unaligned {
-        /// Which number.
+        /// The name of the number.
         what: &'static str,
-        /// The number, in bytes.
+        /// The number in bytes.
         value: u64,
     },
-    /// Nothing to place.
+    /// The image is empty.
     #[error("cannot place an image of no bytes at {at}")]
     Empty {
-        /// Where it should have gone, in bytes.
+        /// The requested position in bytes.
         at: u64,
     },
-    /// Something lies there already.
+    /// The range overlaps another one.
     #[error("cannot place {length} bytes at {at}: {other_length} bytes lie at {other}")]
     Overlap {
-        /// Where it should have gone, in bytes.
+        /// The requested position in bytes.
         at: u64,
-        /// Its length in bytes.
+        /// The length in bytes.
         length: u64,
-        /// Where the other one begins, in bytes.
+        /// The position of the other range in bytes.
         other: u64,
-        /// The other one's length in bytes.
+        /// The length of the other range in bytes.
         other_length: u64,
     },
-    /// The file cannot be opened or made as long as the slot.
+    /// The file cannot be opened, or not extended to the size of the slot.
     #[error("cannot use {path} as a disk")]
     Open {
         /// The file or block device.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The file ends before the extent does.
+    /// The file is shorter than the extent requires.
     #[error("{path} has {length} bytes, {needed} are needed")]
     TooShort {
         /// The file or block device.
         path: PathBuf,
-        /// Its length in bytes.
+        /// The length of the file in bytes.
         length: u64,
-        /// Where the extent ends, in bytes.
+        /// The end of the extent in bytes.
         needed: u64,
     },
-    /// The operation belongs to another sort of slot (place: read-only; place_volume: for volumes; resize: read-write).
+    /// The slot is of the wrong kind for the operation (place: read-only; place_volume: for volumes; resize: read-write).
     #[error("slot {serial} is {sort}: cannot {operation} it")]
     WrongSort {
-        /// The slot.
+        /// The serial number of the slot.
         serial: String,
-        /// Its sort.
+        /// The kind of the slot.
         sort: &'static str,
-        /// What was asked.
+        /// The operation.
         operation: &'static str,
     },
 }

@@ -1,5 +1,5 @@
-//! Owns: the virtio block device: a slot whose backing and size change while the guest runs.
-//! Threads: one while its queue runs; a [`Slot`] may be used from any thread.
+//! Implements the virtio block device: a slot whose backing and size can change while the guest runs. One thread serves it
+//! while its queue runs; a [`Slot`] may be used from any thread.
 
 mod device;
 mod error;
@@ -16,5 +16,5 @@ pub use state::State;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use worker::{begin, finish};
 
-/// Bytes of a sector, the unit of the protocol.
+/// The size of a sector in bytes, the unit of the protocol.
 const SECTOR: u64 = 512;

@@ -1,6 +1,5 @@
-//! Owns: the host's handle to a block device: what it shows and how large it is.
-//! Threads: `changing` is held by one change at a time, over its file operations; `now` only for moments and
-//! never over I/O. Order: `changing`, then `now`.
+//! Defines the host's handle to a block device, which changes its content and size. One change at a time holds the lock
+//! `changing`, during its file operations; `now` is held only briefly and never during I/O. Lock order: `changing`, then `now`.
 
 use super::device::SlotDevice;
 use super::table::{MAX_CAPACITY, Source, Table, Writes};
@@ -13,20 +12,19 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The longest serial number, in bytes.
+/// The maximum length of a serial number in bytes.
 pub(super) const SERIAL: usize = 20;
 
-/// A block device that exists from boot and whose backing changes while the guest runs. Clones are handles to
-/// the same slot.
+/// A block device that exists from boot and whose backing changes while the guest runs. Clones are handles to the same slot.
 #[derive(Clone, Debug)]
 pub struct Slot(Arc<Shared>);
 
-/// What handle and device share.
+/// The state that handle and device share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(super) serial: String,
     pub(super) metrics: Metrics,
-    /// The host cannot tell whether a read of this disk would wait for a device.
+    /// The host does not support reads from the page cache only, so every read of this disk may block.
     pub(super) unsure: AtomicBool,
     changing: Mutex<()>,
     now: Mutex<Now>,
@@ -37,11 +35,11 @@ struct Now {
     interrupt: Option<Arc<dyn Interrupt>>,
 }
 
-/// What the slot shows at one moment. A request works on one view from its begin to its end.
+/// The content of the slot at one moment. A request uses one view from its start to its end.
 #[derive(Clone, Debug)]
 pub(super) enum View {
     ReadOnly(Arc<Table>),
-    /// Some of what is placed may be written.
+    /// Files and block devices at their positions; some of them are writable.
     Volumes(Arc<Table>),
     ReadWrite {
         file: Arc<File>,
@@ -51,7 +49,7 @@ pub(super) enum View {
 }
 
 impl View {
-    /// Bytes.
+    /// Returns the capacity in bytes.
     pub(super) fn capacity(&self) -> u64 {
         match self {
             View::ReadOnly(table) | View::Volumes(table) => table.capacity(),
@@ -63,7 +61,7 @@ impl View {
         matches!(self, View::ReadOnly(_))
     }
 
-    /// The map of what is placed, if this is a slot for that.
+    /// Returns the map of the placed ranges, if this kind of slot has one.
     pub(super) fn table(&self) -> Option<&Arc<Table>> {
         match self {
             View::ReadOnly(table) | View::Volumes(table) => Some(table),
@@ -71,7 +69,7 @@ impl View {
         }
     }
 
-    /// The same sort of slot with another map.
+    /// Returns a view of the same kind with another map.
     fn with(&self, table: Table) -> View {
         match self {
             View::Volumes(_) => View::Volumes(Arc::new(table)),
@@ -93,7 +91,7 @@ impl Shared {
         self.now.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Makes a slot on which things are placed at least so large, in bytes.
+    /// Increases the capacity of a slot for placed ranges to at least `capacity` bytes.
     pub(super) fn grow(&self, capacity: u64) {
         let _alone = self.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let view = self.view();
@@ -102,7 +100,7 @@ impl Shared {
         }
     }
 
-    /// Shows something else from now on; tells the guest if the size is another.
+    /// Replaces the view, and notifies the guest if the size changes.
     fn show(&self, view: View) {
         let mut now = self.now();
         let resized = view.capacity() != now.view.capacity();
@@ -116,14 +114,14 @@ impl Shared {
 }
 
 impl Slot {
-    /// A read-only slot that shows nothing yet: its capacity is 0 and grows with [`place`](Slot::place).
-    /// The guest finds it by `serial` (1 to 20 printable ASCII characters) in /sys/block/*/serial.
+    /// Creates a read-only slot without content: its capacity is 0 and grows with [`place`](Slot::place). The guest finds it by
+    /// `serial` (1 to 20 printable ASCII characters) in /sys/block/*/serial.
     pub fn read_only(serial: &str) -> Result<Slot, BlockError> {
         Slot::new(serial, View::ReadOnly(Arc::default()))
     }
 
-    /// A read-write slot over a raw file or block device that exists; a shorter file is made `size` bytes long
-    /// (sparse). `size` is a multiple of 512.
+    /// Creates a read-write slot over an existing raw file or block device. A shorter file is extended to `size` bytes
+    /// (sparse). `size` must be a multiple of 512.
     pub fn read_write(serial: &str, path: &Path, size: u64) -> Result<Slot, BlockError> {
         aligned("size", size)?;
         let open = |source| BlockError::Open { path: path.to_owned(), source };
@@ -132,8 +130,8 @@ impl Slot {
         Slot::new(serial, View::ReadWrite { file: Arc::new(file), path: Arc::new(path.to_owned()), size })
     }
 
-    /// A slot that shows nothing yet, as a read-only one, on which [`place_volume`](Slot::place_volume) places what may be
-    /// written.
+    /// Creates a slot without content like [`read_only`](Slot::read_only), on which [`place_volume`](Slot::place_volume) places
+    /// writable ranges.
     pub fn volumes(serial: &str) -> Result<Slot, BlockError> {
         Slot::new(serial, View::Volumes(Arc::default()))
     }
@@ -151,9 +149,9 @@ impl Slot {
         })))
     }
 
-    /// Shows the pieces of `disk`, one after the other, from byte `at` (a multiple of 512). The files are opened
-    /// here and may be unlinked afterwards. The capacity becomes at least the end of the image, rounded up to
-    /// 1 MiB, and the guest is told; it never shrinks. Placing on top of something else is an error.
+    /// Places the pieces of `disk`, one after the other, from byte `at` (a multiple of 512). The files are opened here and may
+    /// be unlinked afterwards. The capacity grows to at least the end of the image, rounded up to 1 MiB, and the guest is
+    /// notified; it never shrinks. Fails if the range overlaps another one.
     pub fn place(&self, at: u64, disk: &ImageDisk) -> Result<(), BlockError> {
         aligned("offset", at)?;
         let mut end = at;
@@ -180,8 +178,9 @@ impl Slot {
         Ok(())
     }
 
-    /// Shows the first `length` bytes of a file or block device from byte `at` of a slot for volumes, instead of what was placed
-    /// there before, if anything: then it is the same thing, opened for more, or longer than it was. `name` is for errors.
+    /// Places the first `length` bytes of a file or block device at byte `at` of a slot for volumes. Replaces the range that
+    /// was placed there before, if any; the caller must pass the same file or device then, with more access or a greater
+    /// length. `name` is used in error messages.
     pub fn place_volume(
         &self,
         at: u64,
@@ -215,8 +214,8 @@ impl Slot {
         Ok(())
     }
 
-    /// Takes away what was placed at byte `at`; the range reads as zeros from then on (requests in flight may
-    /// still read the old bytes). `false`: nothing lay there.
+    /// Removes the range placed at byte `at`, which then reads as zeros (requests in flight may still read the old bytes).
+    /// Returns `false` if no range was placed there.
     pub fn unplace(&self, at: u64) -> bool {
         let _alone = self.alone();
         let view = self.0.view();
@@ -225,8 +224,8 @@ impl Slot {
         true
     }
 
-    /// Gives a read-write slot a new size in bytes (a multiple of 512) and tells the guest. A file grows with it
-    /// (sparse); it is never cut.
+    /// Changes the size of a read-write slot (in bytes, a multiple of 512) and notifies the guest. A file is extended (sparse)
+    /// but never truncated.
     pub fn resize(&self, size: u64) -> Result<(), BlockError> {
         aligned("size", size)?;
         let _alone = self.alone();
@@ -236,22 +235,22 @@ impl Slot {
         Ok(())
     }
 
-    /// The size that the guest sees, in bytes.
+    /// Returns the size that the guest sees, in bytes.
     pub fn capacity(&self) -> u64 {
         self.0.view().capacity()
     }
 
-    /// The serial number by which the guest finds it.
+    /// Returns the serial number by which the guest finds the disk.
     pub fn serial(&self) -> &str {
         &self.0.serial
     }
 
-    /// What it has done.
+    /// Returns the counters.
     pub fn metrics(&self) -> &Metrics {
         &self.0.metrics
     }
 
-    /// The device for a transport. Meant to be called once per slot.
+    /// Returns the device for a transport. Call it once per slot.
     pub fn device(&self) -> Box<dyn Device> {
         Box::new(SlotDevice::new(self.0.clone()))
     }
@@ -284,7 +283,7 @@ fn aligned(what: &'static str, value: u64) -> Result<(), BlockError> {
 }
 
 fn length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
-    // The end is the length of block devices too, whose metadata has none.
+    // Seeking to the end also works for block devices, whose metadata contains no length.
     file.seek(SeekFrom::End(0)).map_err(|source| BlockError::Open { path: path.to_owned(), source })
 }
 

@@ -1,18 +1,18 @@
-//! Owns: what a block device keeps over a save and restore, and whether a slot can go on from it.
+//! Defines the state of a block device that is saved and restored, and checks it against a slot.
 
 use super::slot::Shared;
 use super::table::MAX_CAPACITY;
 use crate::virtio::{DeviceKind, StateError};
 use serde::{Deserialize, Serialize};
 
-/// The state of a block device: what the guest knows of it. Its content is the host's.
+/// The properties of a block device that the guest knows. The content of the disk is not part of the state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     /// The serial number.
     pub serial: String,
-    /// Whether the guest may not write.
+    /// Whether the disk is read-only for the guest.
     pub read_only: bool,
-    /// Bytes.
+    /// The capacity in bytes.
     pub capacity: u64,
 }
 
@@ -22,8 +22,8 @@ impl State {
         State { serial: shared.serial.clone(), read_only: view.is_read_only(), capacity: view.capacity() }
     }
 
-    /// Whether a slot can be as the guest knows it: the same disk; a file no smaller than it was. One on
-    /// which things are placed can be given its old size, and shows zeros where they were until they are placed again.
+    /// Checks that a slot can take the role of the saved one: the same disk, and a file at least as large as before. A slot for
+    /// placed ranges can be enlarged to its old size; its ranges read as zeros until they are placed again.
     pub(super) fn check(&self, shared: &Shared) -> Result<(), StateError> {
         let here = State::of(shared);
         let differs = |what, saved: &dyn ToString, now: &dyn ToString| {

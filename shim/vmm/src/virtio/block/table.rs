@@ -1,4 +1,4 @@
-//! Owns: which bytes of a slot on which things are placed come from where. Pure: no I/O, no locks; a change makes a new table.
+//! Maps the bytes of a slot to the placed files. Pure: it performs no I/O and takes no lock; a change creates a new table.
 
 use super::SECTOR;
 use std::fs::File;
@@ -6,28 +6,28 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// The capacity grows in steps of this many bytes.
+/// The granularity of the capacity in bytes.
 const STEP: u64 = 1 << 20;
 
-/// No slot is larger than this many bytes.
+/// The maximum capacity of a slot in bytes.
 pub(super) const MAX_CAPACITY: u64 = 1 << 60;
 
-/// A piece of a file, opened.
+/// An extent of an open file.
 #[derive(Clone, Debug)]
 pub(super) struct Source {
     pub file: Arc<File>,
     pub offset: u64,
     pub length: u64,
-    /// None: it is only read.
+    /// The state of writes; `None` for a read-only source.
     pub writes: Option<Arc<Writes>>,
 }
 
-/// What is known of what was written to a source; it goes on when the source is replaced by another of the same thing.
+/// The state of writes to a source. It is kept when the source is replaced by another one of the same file or device.
 #[derive(Debug, Default)]
 pub(super) struct Writes {
-    /// Something was written since the last flush.
+    /// Data was written since the last flush.
     pub pending: AtomicBool,
-    /// Something that was written was lost: the host says so once, the guest is told for ever.
+    /// Written data was lost. The host reports an error once; the guest gets an error for every later flush.
     pub lost: AtomicBool,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Writes {
 struct Mapped {
     start: u64,
     source: Source,
-    /// Where the image of which this is a part was placed.
+    /// The position of the image that this extent belongs to.
     image: u64,
 }
 
@@ -45,12 +45,12 @@ impl Mapped {
     }
 }
 
-/// What lies at some byte of a slot, up to the next change.
+/// The content at a byte of a slot, up to the next boundary.
 #[derive(Debug)]
 pub(super) enum Here<'t> {
-    /// Bytes of a source's file, from this offset, so many.
+    /// A source, the offset in its file, and the number of bytes.
     File(&'t Source, u64, u64),
-    /// Zeros, so many.
+    /// The number of zero bytes.
     Hole(u64),
 }
 
@@ -67,8 +67,8 @@ impl Table {
         self.capacity
     }
 
-    /// The table with an image placed at `at`; the error is the range that is in the way. The caller has checked
-    /// that everything is aligned and ends before [`MAX_CAPACITY`].
+    /// Returns the table with an image placed at `at`, or the existing range that it would overlap. The caller must have
+    /// checked that all numbers are aligned and the image ends before [`MAX_CAPACITY`].
     pub(super) fn with(&self, at: u64, sources: Vec<Source>) -> Result<Table, Range<u64>> {
         let end = sources.iter().fold(at, |end, source| end.saturating_add(source.length));
         if let Some(other) = self.images().find(|other| other.start < end && at < other.end) {
@@ -86,14 +86,14 @@ impl Table {
         Ok(table)
     }
 
-    /// The table without the image placed at `at`; `None` if there is none.
+    /// Returns the table without the image placed at `at`, or `None` if there is none.
     pub(super) fn without(&self, at: u64) -> Option<Table> {
         let mut table = self.clone();
         table.mapped.retain(|mapped| mapped.image != at);
         (table.mapped.len() < self.mapped.len()).then_some(table)
     }
 
-    /// The table with this source instead of the image at `at`, or beside the others if there is none.
+    /// Returns the table with this source in place of the image at `at`, if there is one.
     pub(super) fn replaced(&self, at: u64, source: Source) -> Result<Table, Range<u64>> {
         match self.without(at) {
             Some(table) => table.with(at, vec![source]),
@@ -101,22 +101,22 @@ impl Table {
         }
     }
 
-    /// The first source of the image at `at`.
+    /// Returns the first source of the image at `at`.
     pub(super) fn source(&self, at: u64) -> Option<&Source> {
         self.mapped.iter().find(|mapped| mapped.image == at).map(|mapped| &mapped.source)
     }
 
-    /// All of them.
+    /// Returns the sources of all images.
     pub(super) fn sources(&self) -> impl Iterator<Item = &Source> {
         self.mapped.iter().map(|mapped| &mapped.source)
     }
 
-    /// The table with at least this capacity.
+    /// Returns the table with at least this capacity.
     pub(super) fn grown(&self, capacity: u64) -> Table {
         Table { capacity: self.capacity.max(capacity), ..self.clone() }
     }
 
-    /// The ranges that images take.
+    /// Returns the ranges of the images.
     fn images(&self) -> impl Iterator<Item = Range<u64>> {
         self.mapped.chunk_by(|one, two| one.image == two.image).filter_map(|parts| {
             let (first, last) = (parts.first()?, parts.last()?);
@@ -124,7 +124,7 @@ impl Table {
         })
     }
 
-    /// What lies at byte `at`.
+    /// Returns the content at byte `at`.
     pub(super) fn at(&self, at: u64) -> Here<'_> {
         let next = self.mapped.partition_point(|mapped| mapped.end() <= at);
         match self.mapped.get(next) {
@@ -145,7 +145,7 @@ mod tests {
 
     const SECTORS: u64 = 64;
 
-    /// What lies in one sector: the image and the sector of its file; nothing.
+    /// The content of each sector: the image and the sector of its file, or `None`.
     type Model = Vec<Option<(u64, u64)>>;
 
     fn look(table: &Table, sector: u64) -> Option<u64> {
@@ -180,7 +180,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Against a list with one entry for each sector.
+        /// Compares the table with a list of one entry per sector.
         #[test]
         fn a_table_shows_what_was_placed(
             asks in prop::collection::vec((0..SECTORS, prop::collection::vec((0..100u64, 1..8u64), 0..4)), 1..40)

@@ -1,5 +1,5 @@
-//! Owns: one request to a block device: read it, check it, do it, answer.
-//! Threads: called from the queue's thread; works on one view of the slot.
+//! Processes one request to a block device: reads, checks and performs it and writes the status. The queue's thread calls it;
+//! each request works on one view of the slot.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::SECTOR;
@@ -22,14 +22,14 @@ use vm_memory::Permissions;
 const HEADER: usize = 16;
 const RANGE: usize = 16;
 
-/// The most data of a read or write. Linux sends at most 4 MiB.
+/// The maximum data size of a read or write in bytes. Linux sends at most 4 MiB.
 const MAX_DATA: usize = 64 << 20;
 
 const STATUS_OK: u8 = 0;
 const STATUS_FAILED: u8 = 1;
 const STATUS_UNSUPPORTED: u8 = 2;
 
-/// What a request asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ask {
     Read { sector: u64 },
@@ -41,10 +41,10 @@ enum Ask {
     Unknown(u32),
 }
 
-/// How long a read may take.
+/// Whether a read may block.
 #[derive(Clone, Copy, Debug)]
 enum Patience {
-    /// As long as a copy from the page cache.
+    /// The read only copies from the page cache.
     None,
     Any,
 }
@@ -57,7 +57,7 @@ struct Range {
     flags: u32,
 }
 
-/// Why a request failed.
+/// The reason for which a request failed.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
     #[error("a request without room for its status")]
@@ -109,15 +109,16 @@ impl Range {
     }
 }
 
-/// A request as far as it is understood.
+/// A parsed request.
 pub(crate) struct Job {
     ask: Ask,
-    /// What is left beside header and status.
+    /// The buffers without header and status.
     buffers: Buffers,
     status: Pieces,
 }
 
-/// Does a request if that needs no waiting, and returns the bytes written to the guest.
+/// Performs a request if that does not block, and returns the number of bytes written to the guest. Otherwise returns the job
+/// for [`finish`].
 pub(crate) fn begin(shared: &Shared, memory: &Memory, request: Request) -> Result<u32, Job> {
     let Buffers { mut readable, mut writable } = request.buffers;
     let Some(status) = writable.take_back(1) else {
@@ -139,7 +140,7 @@ pub(crate) fn begin(shared: &Shared, memory: &Memory, request: Request) -> Resul
                 shared.unsure.store(true, Ordering::Relaxed);
                 Err(job)
             }
-            // Also one that has found only a part: it is read again as a whole, and fails then if it must.
+            // This includes partial reads: `finish` reads the whole request again and reports an error if there is one.
             Err(Failure::Host(_)) => Err(job),
             result => Ok(answer(shared, memory, &job.status, result)),
         },
@@ -147,12 +148,12 @@ pub(crate) fn begin(shared: &Shared, memory: &Memory, request: Request) -> Resul
     }
 }
 
-/// Does a request however long that takes; returns the bytes written to the guest.
+/// Performs a request, which may block. Returns the number of bytes written to the guest.
 pub(crate) fn finish(shared: &Shared, memory: &Memory, job: &Job) -> u32 {
     answer(shared, memory, &job.status, execute(shared, memory, job))
 }
 
-/// Tells the guest how its request went; returns the bytes written to it, with the status.
+/// Writes the status of a request. Returns the number of bytes written to the guest, including the status.
 fn answer(shared: &Shared, memory: &Memory, status: &Pieces, result: Result<usize, Failure>) -> u32 {
     let (code, data) = match result {
         Ok(written) => (STATUS_OK, written),
@@ -179,7 +180,7 @@ fn count(counter: &AtomicU64, by: usize) {
     counter.fetch_add(by as u64, Ordering::Relaxed);
 }
 
-/// Does what is asked; returns the bytes written to the guest's buffers.
+/// Performs the operation. Returns the number of bytes written to the guest's buffers.
 fn execute(shared: &Shared, memory: &Memory, job: &Job) -> Result<usize, Failure> {
     let Buffers { readable, writable } = &job.buffers;
     let view = shared.view();
@@ -235,16 +236,16 @@ fn execute(shared: &Shared, memory: &Memory, job: &Job) -> Result<usize, Failure
     }
 }
 
-/// A piece of a file that is to be changed.
+/// A range of a file to be changed.
 struct Target<'v> {
     file: &'v File,
     at: u64,
     length: u64,
-    /// It is a volume of its own, which may be a block device.
+    /// The file is that of a volume, which may be a block device.
     volume: bool,
 }
 
-/// The files behind a range of the disk, all of which may be written; they count as written from here on.
+/// Returns the file ranges behind a range of the disk and marks them as written. Fails if any of them is read-only.
 fn targets(view: &View, mut at: u64, length: u64) -> Result<Vec<Target<'_>>, Failure> {
     let table = match view {
         View::ReadOnly(_) => return Err(Failure::ReadOnly),
@@ -253,7 +254,7 @@ fn targets(view: &View, mut at: u64, length: u64) -> Result<Vec<Target<'_>>, Fai
     };
     let (mut found, mut left) = (Vec::with_capacity(1), length);
     while left > 0 {
-        // Where nothing lies, nothing can be written.
+        // A hole is not writable.
         let Here::File(Source { file, writes: Some(writes), .. }, offset, there) = table.at(at) else {
             return Err(Failure::ReadOnly);
         };
@@ -266,7 +267,7 @@ fn targets(view: &View, mut at: u64, length: u64) -> Result<Vec<Target<'_>>, Fai
     Ok(found)
 }
 
-/// Has all that was written to volumes reach them. A request does not say which it means: what is lost of one is told to all.
+/// Flushes the written data of all volumes. A flush request does not name a volume, so lost data of one volume fails every flush.
 fn flush(table: &Table) -> Result<(), Failure> {
     let mut lost = None;
     for source in table.sources() {
@@ -283,7 +284,7 @@ fn flush(table: &Table) -> Result<(), Failure> {
     lost.map_or(Ok(()), Err)
 }
 
-/// Checks that `length` bytes from `sector` lie on the disk; returns where they begin, in bytes.
+/// Checks that `length` bytes from `sector` lie on the disk. Returns their offset in bytes.
 fn check(view: &View, sector: u64, length: usize) -> Result<u64, Failure> {
     if length > MAX_DATA || !(length as u64).is_multiple_of(SECTOR) {
         return Err(Failure::Length(length));
@@ -335,7 +336,7 @@ fn read_file(file: &File, memory: &Memory, at: u64, to: &Pieces, patience: Patie
     Ok(())
 }
 
-/// Reads and checks the ranges of a discard or write-zeroes: begin and length in bytes, and flags.
+/// Reads and checks the ranges of a discard or write-zeroes. Returns offset and length in bytes, and flags.
 fn ranges(
     view: &View,
     memory: &Memory,
@@ -364,7 +365,7 @@ fn ranges(
     Ok(found)
 }
 
-/// Tells whoever keeps these bytes that nobody needs them: a hint, of which it makes what it can.
+/// Discards a range. This is only a hint: a device or file system without support is no error.
 fn discard(target: &Target<'_>) -> io::Result<()> {
     let &Target { file, at, length, volume } = target;
     if volume && file.metadata()?.file_type().is_block_device() {
@@ -389,21 +390,21 @@ fn allocate(file: &File, how: FallocateFlags, at: u64, length: u64) -> Result<()
     }
     let number = |value: u64| i64::try_from(value).map_err(|_wide| Errno::EFBIG);
     let (at, length) = (number(at)?, number(length)?);
-    // On tmpfs any signal interrupts it.
+    // On tmpfs any signal interrupts fallocate.
     retry_interrupted(|| fallocate(file, how, at, length))
 }
 
-/// Makes a range zero: by a hole if allowed, else by allocated zeros; written out where neither is known.
+/// Zeroes a range: by punching a hole if allowed, otherwise by allocated zeros; if neither is supported, by writing zeros.
 fn zero(file: &File, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
     let keep = FallocateFlags::FALLOC_FL_ZERO_RANGE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let done = if may_unmap { punch(file, at, length) } else { allocate(file, keep, at, length) };
     match done {
         Ok(()) => return Ok(()),
-        // EINVAL: a device whose blocks are larger than these bytes.
+        // EINVAL: the device's blocks are larger than the range.
         Err(Errno::EOPNOTSUPP | Errno::EINVAL) => {}
         Err(error) => return Err(error.into()),
     }
-    // Not a constant: the program has it in memory then, in each pod, and few ever come here.
+    // Not a constant, because that would occupy memory in every pod's process for a rare case.
     let zeros = vec![0; 64 << 10];
     let (mut at, mut left) = (at, length);
     while left > 0 {
@@ -433,7 +434,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let good = folder.path().join("good");
         std::fs::write(&good, [0; 512]).unwrap();
-        // /dev/zero cannot be synchronised: whatever is written to it is lost.
+        // /dev/zero cannot be synchronized, so that written data counts as lost.
         let table = Table::default().replaced(0, source(good.to_str().unwrap())).unwrap();
         let table = table.replaced(SECTOR, source("/dev/zero")).unwrap();
         flush(&table).unwrap();

@@ -1,4 +1,4 @@
-//! Owns: the console as a transport sees it (VIRTIO 1.2, 5.3): one port, its size, emergency writes.
+//! Implements [`Device`] for the console (VIRTIO 1.2, 5.3): one port, its size, and emergency writes.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::State;
@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use virtio_queue::QueueState;
 
-/// Of its input and its output queue.
+/// The sizes of the input and the output queue.
 const QUEUES: &[u16] = &[64, 64];
 
 const SIZE: u64 = 1 << 0;
 const EMERGENCY_WRITE: u64 = 1 << 2;
 
-/// Where the driver, or a kernel that has none yet, writes single characters.
+/// The offset of the emergency-write register, to which the driver, or a kernel without a driver yet, writes single characters.
 const EMERGENCY: u32 = 8;
 
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl Device for ConsoleDevice {
     }
 
     fn read_config(&self, offset: u32, data: &mut [u8]) {
-        // One port; the emergency register reads 0.
+        // One port; the emergency-write register reads as 0.
         let [c0, c1, r0, r1] = self.shared.size();
         read_config(&[c0, c1, r0, r1, 1, 0, 0, 0, 0, 0, 0, 0], offset, data);
     }

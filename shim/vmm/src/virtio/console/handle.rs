@@ -1,6 +1,5 @@
-//! Owns: the host's handle to a console: where output goes, what waits to be read.
-//! Threads: `sink` is held while it takes bytes, by the device's thread or (emergency writes) a vCPU's; the other
-//! locks for moments only.
+//! Defines the host's handle to a console: the sink of its output and the queue of its input. The lock `sink` is held during a
+//! call of the sink, by the device's thread or (emergency writes) a vCPU's thread; the other locks are held only briefly.
 
 use super::Metrics;
 use super::device::ConsoleDevice;
@@ -10,17 +9,17 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Takes what a guest prints. It must not block for long (the guest waits meanwhile) nor keep all of it.
+/// Receives the guest's output. It must not block for long, because the guest waits meanwhile, and must not store an unlimited amount.
 pub type Sink = Box<dyn FnMut(&[u8]) + Send>;
 
-/// The most bytes of input that wait for the guest.
+/// The maximum number of input bytes that wait for the guest.
 pub const INPUT_BYTES: usize = 4096;
 
-/// A console with one port, which Linux calls hvc0. Clones are handles to the same one.
+/// A console with one port, which Linux calls hvc0. Clones are handles to the same console.
 #[derive(Clone, Debug)]
 pub struct Console(Arc<Shared>);
 
-/// What handle and device share.
+/// The state that handle and device share.
 pub(crate) struct Shared {
     pub(super) metrics: Metrics,
     sink: Mutex<Sink>,
@@ -30,7 +29,7 @@ pub(crate) struct Shared {
 }
 
 impl Console {
-    /// A console whose output goes to `sink`.
+    /// Creates a console whose output goes to `sink`.
     pub fn new(sink: Sink) -> Console {
         Console(Arc::new(Shared {
             metrics: Metrics::default(),
@@ -41,7 +40,7 @@ impl Console {
         }))
     }
 
-    /// Types `bytes`; returns how many of them fitted. Try again later with the rest: the guest reads slowly.
+    /// Queues `bytes` as input. Returns the number of bytes that fitted; the caller should retry later with the rest.
     pub fn input(&self, bytes: &[u8]) -> usize {
         let mut input = lock(&self.0.input);
         let taken = bytes.len().min(INPUT_BYTES.saturating_sub(input.len()));
@@ -51,13 +50,13 @@ impl Console {
         taken
     }
 
-    /// Tells the guest how large the terminal is, in characters.
+    /// Reports the size of the terminal to the guest, in characters.
     pub fn resize(&self, columns: u16, rows: u16) {
         self.0.set_size(columns, rows);
         self.0.way.config_changed();
     }
 
-    /// What it has done.
+    /// Returns the counters.
     pub fn metrics(&self) -> &Metrics {
         &self.0.metrics
     }
@@ -67,7 +66,7 @@ impl Console {
         &self.0
     }
 
-    /// The device for a transport.
+    /// Returns the device for a transport.
     pub fn device(&self) -> Box<dyn Device> {
         Box::new(ConsoleDevice::new(self.0.clone()))
     }
@@ -78,19 +77,19 @@ impl Shared {
         self.size.store(u32::from(columns) | u32::from(rows) << 16, Ordering::SeqCst);
     }
 
-    /// Columns and rows, as the configuration space has them.
+    /// Returns columns and rows in the encoding of the configuration space.
     pub(super) fn size(&self) -> [u8; 4] {
         self.size.load(Ordering::SeqCst).to_le_bytes()
     }
 
-    /// The next input, at most `room` bytes; `None` if there is none.
+    /// Takes the next input, at most `room` bytes. Returns `None` if there is none.
     pub(super) fn next_input(&self, room: usize) -> Option<Vec<u8>> {
         let mut input = lock(&self.input);
         let count = input.len().min(room);
         (!input.is_empty()).then(|| input.drain(..count).collect())
     }
 
-    /// Takes what the guest has printed.
+    /// Passes the guest's output to the sink.
     pub(super) fn print(&self, bytes: &[u8]) {
         self.metrics.output_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         lock(&self.sink)(bytes);

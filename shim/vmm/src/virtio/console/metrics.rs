@@ -1,16 +1,16 @@
-//! Owns: what a console counts.
+//! Defines the counters of a console.
 
 use std::sync::atomic::AtomicU64;
 
-/// Counters of a console, from its making on.
+/// Counters of a console since its creation.
 #[derive(Debug, Default)]
 pub struct Metrics {
     /// Bytes that the guest printed.
     pub output_bytes: AtomicU64,
-    /// Bytes that it printed by emergency writes, which are among those above.
+    /// Bytes that the guest printed by emergency writes, included in `output_bytes`.
     pub emergency_bytes: AtomicU64,
-    /// Bytes at the ends of requests that were too long.
+    /// Bytes cut off from requests that were too long.
     pub dropped_bytes: AtomicU64,
-    /// Bytes given to the guest.
+    /// Bytes of input passed to the guest.
     pub input_bytes: AtomicU64,
 }

@@ -1,5 +1,4 @@
-//! Owns: the virtio console: what the guest prints, and what is typed to it.
-//! Threads: one while a queue runs.
+//! Implements the virtio console, with the guest's output and its input. One thread serves both queues while a queue runs.
 
 mod device;
 mod handle;

@@ -1,4 +1,4 @@
-//! Owns: the requests of the console's queues.
+//! Serves the requests of the console's queues.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::handle::Shared;
@@ -12,10 +12,10 @@ use std::sync::atomic::Ordering::Relaxed;
 pub(crate) const INPUT: u16 = 0;
 pub(crate) const OUTPUT: u16 = 1;
 
-/// The most bytes that are taken of one request; Linux sends a page at most.
+/// The maximum number of bytes processed of one request; Linux sends at most a page.
 pub const MAX_BYTES: usize = 64 << 10;
 
-/// Serves a request of queue `index`; `None`: there is no input for it yet.
+/// Serves a request of queue `index`. Returns `None` if there is no input for it yet.
 pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Request) -> Option<u32> {
     match index {
         INPUT => input(shared, memory, &request.buffers.writable),

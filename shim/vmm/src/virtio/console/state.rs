@@ -1,12 +1,12 @@
-//! Owns: what a console keeps over a save and restore.
+//! Defines the state of a console that is saved and restored.
 
 use serde::{Deserialize, Serialize};
 
-/// How large the guest believes the terminal to be, in characters. Input that it had not taken is not kept.
+/// The size of the terminal as the guest knows it. Input that the guest had not read is not saved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
-    /// Characters in a row.
+    /// The number of characters in a row.
     pub columns: u16,
-    /// Rows.
+    /// The number of rows.
     pub rows: u16,
 }

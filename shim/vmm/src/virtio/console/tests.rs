@@ -1,4 +1,4 @@
-//! Owns: tests of the console with a driver that can be as wrong as it likes.
+//! Tests the console with a driver that can break any rule.
 
 use super::requests::{INPUT, OUTPUT};
 use super::{Console, INPUT_BYTES, MAX_BYTES};
@@ -13,7 +13,7 @@ use vm_memory::{Bytes, GuestAddress};
 const AT: u64 = 0x20000;
 const MEMORY: usize = 0x100000;
 
-/// A console and what it has printed.
+/// Returns a console and its output so far.
 fn console() -> (Console, Arc<Mutex<Vec<u8>>>) {
     let printed = Arc::new(Mutex::new(Vec::new()));
     let to = printed.clone();
@@ -33,7 +33,7 @@ fn output_reaches_the_sink_in_order() {
     machine.request(OUTPUT, &[(AT + 8, 5, false)]);
     assert_eq!(*printed.lock().unwrap(), b"one two three");
     assert_eq!(console.metrics().output_bytes.load(Relaxed), 13);
-    // What the device could write is not output.
+    // Device-writable buffers are not output.
     machine.request(OUTPUT, &[(AT, 4, true)]);
     assert_eq!(printed.lock().unwrap().len(), 13);
 }
@@ -61,7 +61,7 @@ fn input_waits_for_room_and_room_for_input() {
     machine.memory.read_slice(&mut bytes, GuestAddress(AT)).unwrap();
     assert_eq!(&bytes, b"early");
 
-    // The buffer is there first; it survives a stop of the queue.
+    // The buffer is available before the input, and survives a stop of the queue.
     machine.drivers[usize::from(INPUT)].submit(&[(AT, 100, true)]);
     machine.start(INPUT);
     machine.stop(INPUT);
@@ -80,7 +80,7 @@ fn a_guest_that_does_not_read_costs_a_page() {
     assert_eq!(console.input(&[7]), 0);
     assert_eq!(machine.request(INPUT, &[(AT, 10, true)]), 10);
     assert_eq!(console.input(&[7; 100]), 10);
-    // Room of no bytes takes nothing and is given back.
+    // A request without writable bytes consumes no input and is returned.
     assert_eq!(machine.request(INPUT, &[(AT, 10, false)]), 0);
     assert_eq!(console.input(&[7]), 0);
 }
@@ -93,7 +93,7 @@ fn a_kernel_without_a_driver_can_print() {
         device.write_config(8, &u32::from(character).to_le_bytes());
     }
     device.write_config(8, b"!");
-    // Not the register, or nothing at all.
+    // Writes to other offsets, or of no bytes, print nothing.
     device.write_config(0, b"xxxx");
     device.write_config(9, b"x");
     device.write_config(u32::MAX, b"x");
@@ -131,7 +131,7 @@ fn a_flood_does_not_keep_the_host_from_stopping_it() {
             }
             machine.start(index);
         }
-        // More than there is, without end: the ring says so itself.
+        // An index far beyond the queue's size: the ring itself detects that.
         machine.drivers[usize::from(OUTPUT)].set_available(0x8000);
         console.input(b"x");
         assert!(machine.device.start(ring(&machine.drivers[1], 1)).is_err());

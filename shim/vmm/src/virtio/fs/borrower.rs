@@ -1,4 +1,4 @@
-//! Owns: for tests: what the process that has the files is told over a stream when it is lent a queue.
+//! Plays, in tests, the file-server process at the other end of the stream, as far as it receives shared queues.
 
 use nacelle_base::retry::retry_interrupted;
 use nacelle_base::share::{HEADER, LEND, Lent};
@@ -7,14 +7,14 @@ use std::io::{IoSliceMut, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// The next two numbers; none at the end.
+/// Reads the next two numbers. Returns `None` at the end of the stream.
 pub fn header(stream: &mut UnixStream) -> Option<[u32; 2]> {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header).ok()?;
     Some([0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap())))
 }
 
-/// Takes a queue: what is said of it, and how many descriptors come with it. None at the end.
+/// Receives a shared queue. Returns its description and the number of descriptors that come with it, or `None` at the end of the stream.
 pub fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
     let [word, length] = header(stream)?;
     assert_eq!(word, LEND);

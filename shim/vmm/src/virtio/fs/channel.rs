@@ -1,4 +1,5 @@
-//! Owns: requests: the guest's bytes to the process that has the files, its answers to the guest. If that process is gone, or answers nothing sensible, the guest is told of an I/O error, now and from then on.
+//! Passes the guest's requests as bytes to the file-server process, and its answers to the guest. If that process ends or sends
+//! an invalid answer, this and every later request of the guest fails with an I/O error.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Metrics;
@@ -21,49 +22,49 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vm_memory::{Permissions, VolatileSlice};
 
-/// How long a queue that is to stop waits for the answer to the request in flight: the node's file system may hang.
+/// The time for which a queue that is being stopped waits for the answer to the request in flight. The node's file system may hang.
 const LAST_ANSWER: Duration = Duration::from_secs(5);
-/// `struct fuse_out_header`: an answer without more.
+/// The size of `struct fuse_out_header`, which is an answer without payload.
 const OUT_HEADER: usize = 16;
-/// Where `struct fuse_in_header` has the number of the request, which its answer repeats.
+/// The field `unique` in `struct fuse_in_header`: the id of the request, which the answer repeats.
 const UNIQUE: std::ops::Range<usize> = 8..16;
 
-/// A request that is passed on before it is its turn is not longer than this.
+/// The maximum size of a request that is sent ahead of its turn.
 const SHORT: usize = 8 << 10;
-/// Bytes of such requests that are on their way: the stream takes them at once, also while the other process waits until an
-/// answer is taken from it.
+/// The maximum number of bytes of such requests in flight. The stream accepts that many at once, even while the other process
+/// waits for this process to read an answer.
 const AHEAD: usize = 32 << 10;
-/// The most slices of memory in one call.
+/// The maximum number of memory slices in one call.
 const MAX_SLICES: usize = 1024;
 
-/// The way to the process that has the files. Requests are passed on, and their answers taken, in the order of their
-/// [`begin`](Channel::begin)s; short ones are passed on while earlier answers are still to come.
+/// The channel to the file-server process. Requests are sent, and their answers received, in the order of
+/// [`begin`](Channel::begin); short requests are sent while earlier answers are still outstanding.
 #[derive(Debug)]
 pub(super) struct Channel {
-    /// None: it is given up.
+    /// `None` after a failure of the stream.
     stream: Option<UnixStream>,
-    /// The requests that were begun and are not finished.
+    /// The requests that were begun but not finished.
     begun: VecDeque<Begun>,
     metrics: Arc<Metrics>,
 }
 
-/// How far a request is.
+/// The progress of a request.
 #[derive(Clone, Copy, Debug)]
 enum Begun {
-    /// So many bytes were passed on, which are all.
+    /// The whole request was sent, with this many bytes.
     Asked(usize),
-    /// So many bytes were passed on; the rest follows when it is its turn.
+    /// This many bytes were sent; the rest follows in turn.
     Rest(usize),
 }
 
 impl Channel {
-    /// A channel over a connected stream.
+    /// Creates a channel over a connected stream.
     pub fn new(stream: UnixStream, metrics: Arc<Metrics>) -> io::Result<Channel> {
         stream.set_nonblocking(true)?;
         Ok(Channel { stream: Some(stream), begun: VecDeque::new(), metrics })
     }
 
-    /// Lends the queue to the other process, if its memory can be shared. No request is begun.
+    /// Shares the queue with the other process, if its memory is shared memory. Returns whether it did. No request may be in flight.
     pub fn lend(&mut self, ring: &Ring) -> bool {
         let Some((stream, loan)) = self.stream.as_ref().zip(Loan::of(ring)) else { return false };
         match loan.send(stream) {
@@ -75,7 +76,7 @@ impl Channel {
         }
     }
 
-    /// Waits until a queue that was lent is to stop, and takes it back. If that fails it is served from here on.
+    /// Waits until a shared queue must stop, and takes it back. After a failure this process serves the queue.
     pub fn hold(&mut self, ring: &mut Ring, stop: &Stop) {
         let Some(stream) = &self.stream else { return };
         if let Err(error) = hold(ring, stream, stop) {
@@ -83,20 +84,20 @@ impl Channel {
         }
     }
 
-    /// From now on the guest is told of I/O errors.
+    /// Closes the channel. From now on every request of the guest fails with an I/O error.
     fn give_up(&mut self, error: &io::Error) {
         if self.stream.take().is_some() {
             tracing::error!("the volumes of the node are out of reach: {error}");
         }
     }
 
-    /// Passes a request on if that needs no waiting. Each one is to be [`finish`](Channel::finish)ed, in the same order.
+    /// Sends a request if that does not block. The caller must [`finish`](Channel::finish) all requests in the same order.
     pub fn begin(&mut self, memory: &Memory, buffers: &Buffers) {
         let begun = self.ask_ahead(memory, buffers).unwrap_or(Begun::Rest(0));
         self.begun.push_back(begun);
     }
 
-    /// None: it has to wait for its turn, where what is wrong with it is also found.
+    /// Returns `None` if the request must wait for its turn, when its errors are detected too.
     fn ask_ahead(&mut self, memory: &Memory, buffers: &Buffers) -> Option<Begun> {
         let under_way = self.begun.iter().try_fold(0, |sum, begun| match begun {
             Begun::Asked(bytes) => Some(sum + bytes),
@@ -113,7 +114,7 @@ impl Channel {
         Some(if sent == length { Begun::Asked(length) } else { Begun::Rest(sent) })
     }
 
-    /// Passes a request on, if that was not done before, and its answer back; returns the bytes that the guest was given.
+    /// Sends a request, unless that was done before, and receives its answer. Returns the number of bytes written to the guest.
     pub fn finish(&mut self, memory: &Memory, buffers: &Buffers, stop: &Stop) -> u32 {
         let begun = self.begun.pop_front().unwrap_or(Begun::Rest(0));
         let written = match self.ask(begun, memory, buffers, stop) {
@@ -132,12 +133,12 @@ impl Channel {
         written.ok().and_then(|written| u32::try_from(written).ok()).unwrap_or(0)
     }
 
-    /// The bytes of the answer, which the guest has then.
+    /// Receives the answer into the guest's buffers. Returns its length in bytes.
     fn ask(&mut self, begun: Begun, memory: &Memory, buffers: &Buffers, stop: &Stop) -> io::Result<usize> {
         let stream = self.stream.as_ref().ok_or(io::ErrorKind::NotConnected);
         let mut waiting = Waiting::new(stop);
         if let Begun::Rest(sent) = begun {
-            // Half a request ends the stream.
+            // After a partial request the stream is unusable.
             let or_end = |bad| if sent == 0 { bad } else { io::Error::other(bad) };
             let mut header = header(buffers).map_err(or_end)?;
             let request = message(memory, &mut header, &buffers.readable, Permissions::Read).map_err(or_end)?;
@@ -145,12 +146,12 @@ impl Channel {
         }
         let mut header = [0; ANSWER_HEADER];
         let answer = message(memory, &mut header, &buffers.writable, Permissions::Write).map_err(io::Error::other)?;
-        // Nothing else can come, so it can be taken at once.
+        // No other answer can arrive, so header and payload can be read together.
         let alone = self.begun.is_empty();
         waiting.receive_message(stream?, &answer, room(buffers), alone)
     }
 
-    /// Tells the guest of an I/O error, if it left room for that.
+    /// Answers the request with an I/O error, if the guest's buffers are large enough for it.
     fn refuse(&mut self, memory: &Memory, buffers: &Buffers) -> io::Result<usize> {
         let mut request = [0; UNIQUE.end];
         let got = buffers.readable.read(memory, &mut request).map_err(io::Error::other)?;
@@ -165,7 +166,7 @@ impl Channel {
     }
 }
 
-/// What stands before a request on the stream.
+/// Returns the header of a request on the stream.
 fn header(buffers: &Buffers) -> io::Result<[u8; HEADER]> {
     let length = buffers.readable.len();
     if length > MAX_MESSAGE {
@@ -176,7 +177,7 @@ fn header(buffers: &Buffers) -> io::Result<[u8; HEADER]> {
     Ok((u64::from(length) | u64::from(room) << 32).to_le_bytes())
 }
 
-/// A header, and the guest's memory where the bytes behind it are or will be.
+/// Returns a header followed by the guest's buffers for its payload.
 fn message<'m>(
     memory: &'m Memory,
     header: &'m mut [u8],
@@ -189,7 +190,7 @@ fn message<'m>(
     Ok(slices)
 }
 
-/// The bytes `from` to `to` of some slices, or the first of them: no more than one call takes.
+/// Returns the bytes `from` to `to` of some slices, limited to the number of slices that one call accepts.
 fn window<'m>(slices: &[VolatileSlice<'m>], from: usize, to: usize) -> Vec<VolatileSlice<'m>> {
     let mut start = 0;
     let cut = slices.iter().filter_map(|slice| {
@@ -201,12 +202,12 @@ fn window<'m>(slices: &[VolatileSlice<'m>], from: usize, to: usize) -> Vec<Volat
     cut.take(MAX_SLICES).collect()
 }
 
-/// The room for an answer.
+/// Returns the maximum length of the answer in bytes.
 fn room(buffers: &Buffers) -> usize {
     buffers.writable.len().min(MAX_MESSAGE)
 }
 
-/// Waiting for the other process; a queue that is to stop waits for a while only.
+/// Waits for the other process. The wait is limited as soon as the queue must stop.
 pub(super) struct Waiting<'a> {
     stop: &'a Stop,
     until: Option<Instant>,
@@ -217,7 +218,7 @@ impl<'a> Waiting<'a> {
         Waiting { stop, until: None }
     }
 
-    // read(2) and write(2): the filter of a queue's thread knows no recv and send.
+    // These are read(2) and write(2), because the seccomp filter of a queue's thread does not allow recv and send.
     pub fn send(&mut self, stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             match retry_interrupted(|| nix::unistd::write(stream, bytes)) {
@@ -228,7 +229,7 @@ impl<'a> Waiting<'a> {
         Ok(())
     }
 
-    /// Sends what is behind the first `sent` bytes of these slices.
+    /// Sends the slices without their first `sent` bytes.
     fn send_slices(&mut self, stream: &UnixStream, slices: &[VolatileSlice<'_>], mut sent: usize) -> io::Result<()> {
         loop {
             let rest = window(slices, sent, usize::MAX);
@@ -242,8 +243,8 @@ impl<'a> Waiting<'a> {
         }
     }
 
-    /// Receives a header and what is behind it, of at most `room` bytes, and returns how many these are. `alone`: nothing else is
-    /// on its way.
+    /// Receives a header and a payload of at most `room` bytes. Returns the length of the payload. `alone` means that no other
+    /// answer is in flight.
     fn receive_message(
         &mut self,
         stream: &UnixStream,
@@ -254,7 +255,7 @@ impl<'a> Waiting<'a> {
         let wrong = |what| io::Error::new(io::ErrorKind::InvalidData, what);
         let (mut got, mut length) = (0, None);
         if alone {
-            // Nobody answers as fast as that.
+            // An answer can hardly have arrived yet.
             self.or_wait(Errno::EAGAIN, stream, PollFlags::POLLIN)?;
         }
         loop {
@@ -293,7 +294,7 @@ impl<'a> Waiting<'a> {
         Ok(())
     }
 
-    /// Waits if that is what the error says.
+    /// Waits for the stream if the error is EAGAIN, returns at once if it is EINTR, and fails otherwise.
     fn or_wait(&mut self, error: Errno, stream: &UnixStream, wanted: PollFlags) -> io::Result<()> {
         match error {
             Errno::EAGAIN => {}

@@ -1,4 +1,4 @@
-//! Owns: the file-system device as a transport sees it.
+//! Implements [`Device`] for the file-system device.
 
 use super::channel::Channel;
 use super::metrics::Metrics;
@@ -16,23 +16,24 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use virtio_queue::QueueState;
 
-/// The bytes that the configuration space has for the tag; the number of request queues follows.
+/// The size of the field `tag` in the configuration space; the number of request queues follows it.
 const TAG_ROOM: usize = 36;
-/// What it shares with its driver: the least that our guests' kernel takes, some requests of 496 KiB and many small ones.
+/// The size of the memory that the device shares with its driver: the minimum that Nacelle's guest kernel accepts, enough for
+/// some requests of 496 KiB and many small ones.
 const SHARED_BYTES: u64 = 2 << 20;
 
-/// The file-system device. Its queues are for requests of high priority, and for the others.
+/// The file-system device. It has one queue for high-priority requests and one for the others.
 #[derive(Debug)]
 pub struct Fs {
     metrics: Arc<Metrics>,
     lends: bool,
-    /// A queue's thread holds its own while it runs.
+    /// Locked by a queue's thread while it runs.
     channels: [Arc<Mutex<Channel>>; QUEUES],
     threads: [Option<QueueThread>; QUEUES],
 }
 
 impl Fs {
-    /// A device whose requests are answered at the other ends of these streams, one for each queue.
+    /// Creates a device whose requests are answered at the other ends of these streams, one per queue.
     pub fn new(streams: [UnixStream; QUEUES]) -> io::Result<Fs> {
         let metrics = Arc::new(Metrics::default());
         let [first, second] = streams;
@@ -41,27 +42,27 @@ impl Fs {
         Ok(Fs { metrics, lends: false, channels, threads: [None, None] })
     }
 
-    /// A device that shows one part of the volumes (`nacelle_base::share::part`); the process at the other ends must be one that
-    /// shows parts. Blocks until it has said that the part is there.
+    /// Creates a device for one part of the volumes (`nacelle_base::share::part`). The process at the other ends must support
+    /// parts. Blocks until it has confirmed that the part exists.
     pub fn of_part(streams: [UnixStream; QUEUES], part: &str) -> io::Result<Fs> {
         let [first, _] = &streams;
         show(first, part)?;
         Fs::new(streams)
     }
 
-    /// The same; queues that lie in memory that can be shared, the guest's own or the device's ([`Device::shared_memory`]), are
-    /// served by the process at the other ends itself, which gets that memory, too.
+    /// Shares queues with the process at the other ends, which then serves them directly, if they lie in shared memory: the
+    /// guest's own or the device's ([`Device::shared_memory`]). That process receives this memory.
     pub fn lending(mut self) -> Fs {
         self.lends = true;
         self
     }
 
-    /// What it has done; stays readable after the device is given away.
+    /// Returns the counters, which remain readable after the device has been passed to a transport.
     pub fn metrics(&self) -> Arc<Metrics> {
         self.metrics.clone()
     }
 
-    /// The device for a transport.
+    /// Returns the device for a transport.
     pub fn device(self) -> Box<dyn Device> {
         Box::new(self)
     }

@@ -1,5 +1,5 @@
-//! Owns: lending a queue, over memory that can be shared, to the process that has the files: it serves the queue where it
-//! lies, without a copy and without this process between. docs/contributor/devices/fs.md.
+//! Shares a queue with the file-server process, if it lies in shared memory. That process then serves the queue in place,
+//! without a copy and without this process in between. See docs/contributor/devices/fs.md.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::channel::Waiting;
@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 
-/// A queue as it is lent.
+/// A queue about to be shared, with its descriptors.
 pub(super) struct Loan<'r> {
     lent: Lent,
     call: OwnedFd,
@@ -24,7 +24,7 @@ pub(super) struct Loan<'r> {
 }
 
 impl<'r> Loan<'r> {
-    /// None: others cannot reach the memory in which it lies, or cannot interrupt the guest.
+    /// Returns `None` if the queue does not lie in shared memory, or if the transport has no eventfd to interrupt the guest.
     pub fn of(ring: &'r Ring) -> Option<Loan<'r>> {
         let (mut regions, mut files) = (Vec::new(), Vec::new());
         for region in ring.memory().iter().filter(|region| region.flags() & libc::MAP_SHARED != 0) {
@@ -52,7 +52,7 @@ impl<'r> Loan<'r> {
         Some(Loan { lent, call, ring, files })
     }
 
-    /// Hands it over. The stream takes so little at once: nothing else is on its way.
+    /// Sends the queue to the other process. The stream accepts the few bytes at once, because nothing else is in flight.
     pub fn send(self, stream: &UnixStream) -> io::Result<()> {
         let lent = self.lent.encode();
         let length = u32::try_from(lent.len()).unwrap_or(0); // at most MAX_LENT
@@ -68,22 +68,22 @@ impl<'r> Loan<'r> {
     }
 }
 
-/// Waits until the queue is to stop, takes it back, and notes in `ring` how far it is served. After an error the ring is as
-/// whoever served it has left it.
+/// Waits until the queue must stop, takes it back, and sets the position in `ring`. After an error the position is the one that
+/// the other process has left in the used ring.
 pub(super) fn hold(ring: &mut Ring, stream: &UnixStream, stop: &Stop) -> io::Result<()> {
     let taken = until_stopped(stream, stop).and_then(|()| take_back(stream, stop));
     match &taken {
         Ok(next_avail) => ring.served_until(*next_avail),
         Err(_) => {
             ring.served_in_order();
-            // It may have been about to tell the guest of some.
+            // The other process may have ended before it notified the guest of returned requests.
             ring.interrupt().queue(ring.index());
         }
     }
     taken.map(|_next| ())
 }
 
-/// An error: the other process has gone, or says something without being asked.
+/// Fails if the other process has ended or sends unsolicited data.
 fn until_stopped(stream: &UnixStream, stop: &Stop) -> io::Result<()> {
     while !stop.asked() {
         let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(stream.as_fd(), PollFlags::POLLIN)];
@@ -99,7 +99,7 @@ fn until_stopped(stream: &UnixStream, stop: &Stop) -> io::Result<()> {
     Ok(())
 }
 
-/// The next index of the available ring.
+/// Requests the queue back. Returns the next index of the available ring.
 fn take_back(stream: &UnixStream, stop: &Stop) -> io::Result<u16> {
     let mut waiting = Waiting::new(stop);
     waiting.send(stream, &[RETURN, 0].map(u32::to_le_bytes).concat())?;

@@ -1,12 +1,12 @@
-//! Owns: what a file-system device counts.
+//! Defines the counters of a file-system device.
 
 use std::sync::atomic::AtomicU64;
 
-/// Counters since the device was made.
+/// Counters of a file-system device since its creation.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    /// Requests that were answered, or needed no answer.
+    /// Requests that were answered or needed no answer.
     pub requests: AtomicU64,
-    /// Requests that could not be passed on.
+    /// Requests that could not be sent or answered.
     pub failed: AtomicU64,
 }

@@ -1,7 +1,6 @@
-//! Owns: the file-system device (virtio-fs; VIRTIO 1.2, 5.11): its requests go as bytes over a stream to another process,
-//! which has the files, and its answers come back; or that process serves the queues itself, in memory that is shared with
-//! it. Here is nothing that opens a file. docs/contributor/devices/fs.md.
-//! Threads: one a queue. Requests are answered one after the other; short ones are passed on ahead of that.
+//! Implements the file-system device (virtio-fs; VIRTIO 1.2, 5.11). Its requests are sent as bytes over a stream to the file-server
+//! process, which returns the answers; or that process serves the queues itself, in shared memory. No code here opens a file. See
+//! docs/contributor/devices/fs.md. Each queue has a thread, which answers requests one after the other; short requests are sent ahead.
 
 #[cfg(test)]
 pub(crate) mod borrower;

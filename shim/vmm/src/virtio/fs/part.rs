@@ -1,4 +1,4 @@
-//! Owns: saying which part of the volumes a share shows, before anybody asks for a file. docs/contributor/devices/fs.md.
+//! Selects the part of the volumes that a share contains, before the first file request. See docs/contributor/devices/fs.md.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use nacelle_base::retry;
@@ -7,10 +7,10 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// How long the other process may take: the node's file system may hang.
+/// The timeout for the answer of the other process. The node's file system may hang.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Says it on the share's first stream, and hears whether it is there. No request is under way. Blocks.
+/// Sends the selection on the share's first stream and waits for the confirmation. No request may be in flight.
 pub(super) fn show(mut stream: &UnixStream, part: &str) -> io::Result<()> {
     if part.len() > MAX_PART {
         return Err(io::ErrorKind::InvalidInput.into());

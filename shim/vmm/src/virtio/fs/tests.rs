@@ -1,4 +1,4 @@
-//! Owns: tests of the file-system device with a driver, and a process beside it, that can be as wrong as they like.
+//! Tests the file-system device with a driver and a file-server process that can both break any rule.
 
 use super::Fs;
 use crate::virtio::scripted::Scripted;
@@ -16,7 +16,7 @@ const AT: u64 = 0x20000;
 const ROOM: u64 = 0x40000;
 const MEMORY: usize = 0x400000;
 
-/// A device, and the other ends of its streams.
+/// Returns a device and the other ends of its streams.
 fn fs() -> (Fs, [UnixStream; 2]) {
     let (first, its) = UnixStream::pair().unwrap();
     let (second, theirs) = UnixStream::pair().unwrap();
@@ -27,7 +27,7 @@ fn scripted(fs: Fs) -> Scripted {
     Scripted::new(fs.device(), &[(GuestAddress(0), MEMORY)])
 }
 
-/// Takes a request: its bytes and the room for its answer.
+/// Receives a request. Returns its bytes and the maximum length of its answer.
 fn take(stream: &mut UnixStream) -> (Vec<u8>, usize) {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header).unwrap();
@@ -43,7 +43,7 @@ fn answer(stream: &mut UnixStream, length: u32, bytes: &[u8]) -> io::Result<()> 
     stream.write_all(bytes)
 }
 
-/// The error of an answer, and the number of the request that it is to.
+/// Reads an error answer: length, error number and the id of the request.
 fn refusal(machine: &Scripted) -> (u32, i32, u64) {
     let read = |at| GuestAddress(ROOM + at);
     let memory = &machine.memory;
@@ -90,7 +90,7 @@ fn requests_and_answers_cross_whole() {
     let mut bytes = [0; 10];
     machine.memory.read_slice(&mut bytes, GuestAddress(ROOM)).unwrap();
     assert_eq!(&bytes, b"hel\0\0\0\0\0lo");
-    // Some have no answer.
+    // Some requests have no answer.
     assert_eq!(machine.request(1, &[(AT, 40, false)]), 0);
     let (taken, without) = other.join().unwrap();
     assert!(taken.0 == request, "70,000 bytes");
@@ -104,7 +104,7 @@ fn short_requests_do_not_wait_for_the_answers_to_others() {
     let (fs, [_first, mut second]) = fs();
     let metrics = fs.metrics();
     let mut machine = scripted(fs);
-    // A long one between them: it is passed on when all before it are answered, and so are those behind it.
+    // A long request among short ones is sent after all earlier ones were answered, and so are the later ones.
     let lengths: [u32; 5] = [40, 50, 60_000, 40, 70];
     for length in lengths {
         machine.drivers[1].submit(&[(AT, length, false), (ROOM, 1, true)]);
@@ -133,7 +133,7 @@ fn short_requests_do_not_wait_for_the_answers_to_others() {
 fn a_stream_that_takes_half_a_request_gets_the_rest() {
     let (first, _its) = UnixStream::pair().unwrap();
     let (second, mut theirs) = UnixStream::pair().unwrap();
-    // The least that Linux allows: less than one of these requests at a time.
+    // The minimum that Linux allows: less than one of these requests at a time.
     setsockopt(&second, sockopt::SndBuf, &1).unwrap();
     let mut machine = scripted(Fs::new([first, second]).unwrap());
     let request: Vec<u8> = (0..6_000u32).map(|number| number as u8).collect();
@@ -213,9 +213,9 @@ proptest! {
         let sent = other.join().unwrap();
         let whole = length <= room && length as usize <= bytes.len();
         let refusal = if room < 16 { 0 } else { 16 };
-        // The device may hang up at a length that it refuses, before the bytes are sent.
+        // The device may close the stream after an invalid length, before all bytes are sent.
         prop_assert!(sent.is_ok() || !whole, "{:?}", sent);
-        // What is more than the answer is seen if it comes with it, and else spoils the next one.
+        // Surplus bytes are detected if they arrive together with the answer; otherwise they corrupt the next one.
         let more = bytes.len() > length as usize;
         prop_assert!(if whole { written == length || more && written == refusal } else { written == refusal }, "{}", written);
         let mut behind = [0; 300];

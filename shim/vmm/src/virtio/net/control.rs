@@ -1,30 +1,30 @@
-//! Owns: commands on the control queue (Virtio 1.2, 5.1.6.5): what they may be, not what follows from them.
+//! Parses and checks commands on the control queue (Virtio 1.2, 5.1.6.5). It does not execute them.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-/// The most bytes of a command. The longest one is the table of addresses, which is only checked.
+/// The maximum size of a command in bytes. The longest one is the table of addresses, which is only checked.
 pub(crate) const MAX_COMMAND: usize = 16 << 10;
 
-/// What the driver may ask for, given what was agreed on.
+/// The commands that the negotiated features allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Allowed {
-    /// Pairs of queues; 1 if the driver knows of no more.
+    /// The number of queue pairs; 1 if the driver did not negotiate several.
     pub pairs: u16,
-    /// Offloads that can be switched.
+    /// The offloads that can be changed.
     pub offloads: u64,
-    /// Whether the address can be set.
+    /// Whether the driver may set the address.
     pub mac: bool,
 }
 
-/// A good command.
+/// A valid command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
-    /// Which frames the driver wants to see: nothing follows, it sees all.
+    /// A change of the receive filter. It has no effect, because the driver receives all frames.
     Filter,
-    /// The interface's address.
+    /// The new address of the interface.
     Mac([u8; 6]),
-    /// Pairs of queues to use from now on.
+    /// The number of queue pairs to use from now on.
     Pairs(u16),
-    /// What the driver takes unfinished from now on.
+    /// The offloads that the driver accepts from now on.
     Offloads(u64),
 }
 
@@ -39,7 +39,7 @@ const OFFLOADS: u8 = 5;
 const OFFLOADS_SET: u8 = 0;
 
 impl Command {
-    /// Reads a command; `None`: unknown, of the wrong length or out of range.
+    /// Parses a command. Returns `None` if it is unknown, of the wrong length or out of range.
     pub(crate) fn parse(bytes: &[u8], allowed: Allowed) -> Option<Command> {
         let (&[class, command], body) = bytes.split_first_chunk()?;
         match (class, command) {
@@ -65,14 +65,14 @@ impl Command {
     }
 }
 
-/// What follows a table of addresses: a count, then so many of six bytes.
+/// Returns the bytes behind a table of addresses, which is a count followed by that many addresses of six bytes.
 fn skip_table(bytes: &[u8]) -> Option<&[u8]> {
     let (count, rest) = bytes.split_first_chunk()?;
     let length = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;
     rest.get(length..)
 }
 
-/// The address of one interface.
+/// Returns whether the address is that of a single interface.
 fn is_unicast(mac: [u8; 6]) -> bool {
     let [first, ..] = mac;
     first & 1 == 0 && mac != [0; 6]

@@ -1,7 +1,6 @@
-//! Owns: the network device as a transport sees it, and what its control queue does.
-//! Threads: any. The pairs are behind one lock, the configuration space behind another; a thread that serves a pair
-//! takes the second only, so the first may be held while waiting for it. Nobody waits for the control queue's
-//! thread under a lock.
+//! Implements [`Device`] for the network device, and the control queue. It may be called on any thread. One lock protects the
+//! pairs, another the configuration space; a thread that serves a pair takes only the second, so the first may be held while
+//! waiting for such a thread. No code waits for the control queue's thread under a lock.
 
 use super::control::{Allowed, Command, MAX_COMMAND};
 use super::pair::Pair;
@@ -19,29 +18,29 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use virtio_queue::QueueState;
 
-/// Descriptors of the queues for transmission and of the control queue.
+/// The size of each transmit queue and of the control queue.
 const SIZE: u16 = 256;
 
-/// Descriptors of each queue for reception. A frame of 64 KiB takes 17 of the guest's buffers. When those left are too
-/// few for the next frame, vhost-net looks at them over and over instead of waiting for more (handle_rx in
-/// drivers/vhost/net.c); with 30 frames' worth that is rare, with 15 it cost a fifth of the throughput.
+/// The size of each receive queue. A frame of 64 KiB takes 17 of the guest's buffers. If too few are left for the next frame,
+/// vhost-net polls them repeatedly instead of waiting for more (handle_rx in drivers/vhost/net.c). With 30 frames' worth that
+/// is rare; with 15 it cost a fifth of the throughput.
 const RECEIVE_SIZE: u16 = 512;
 
 /// `VIRTIO_NET_S_LINK_UP`.
 const LINK_UP: u16 = 1;
 
-/// What a network device is made of.
+/// The configuration and resources of a network device.
 #[derive(Debug)]
 pub struct NetConfig {
-    /// Open queues of one tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, 1 to [`MAX_PAIRS`]; several also with
-    /// `IFF_MULTI_QUEUE`. A pair of queues for each.
+    /// Open queues of one tap with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, 1 to [`MAX_PAIRS`]; several also need
+    /// `IFF_MULTI_QUEUE`. Each serves one pair of queues.
     pub taps: Vec<OwnedFd>,
-    /// The address that the guest's driver begins with.
+    /// The initial address of the guest's interface.
     pub mac: [u8; 6],
-    /// The largest MTU that the guest may set, in bytes: 68 and above.
+    /// The maximum MTU that the guest may set, in bytes: 68 or more.
     pub mtu: u16,
-    /// Open files of vhost-net, as many as taps, or none: then threads of ours serve the queues.
-    /// [`open_vhost`](super::open_vhost) has them.
+    /// Open files of vhost-net ([`open_vhost`](super::open_vhost)), as many as taps, or none: then threads of this process
+    /// serve the queues.
     pub vhost: Vec<OwnedFd>,
 }
 
@@ -49,10 +48,10 @@ pub struct NetConfig {
 #[derive(Debug)]
 pub struct Net {
     shared: Arc<Shared>,
-    /// The largest size of each queue.
+    /// The maximum size of each queue.
     sizes: Vec<u16>,
     features: u64,
-    /// The address before the guest set one.
+    /// The initial address.
     mac: [u8; 6],
     control: Option<QueueThread>,
 }
@@ -64,7 +63,7 @@ struct Shared {
     traffic: Mutex<Traffic>,
 }
 
-/// What the guest sees in the configuration space.
+/// The content of the configuration space.
 struct Face {
     mac: [u8; 6],
     up: bool,
@@ -73,25 +72,25 @@ struct Face {
     interrupt: Option<Arc<dyn Interrupt>>,
 }
 
-/// The pairs, and what was agreed on.
+/// The pairs, and the negotiated state.
 #[derive(Debug)]
 struct Traffic {
     pairs: Vec<Pair>,
     features: u64,
     active: u16,
     offloads: u64,
-    /// The driver had switched offloads when it was saved; they hold in place of what is agreed on.
+    /// The offloads that the driver had set before the save. They replace the negotiated ones.
     restored: Option<u64>,
 }
 
-/// A queue by its number.
+/// A queue, identified from its number.
 enum Queue {
     Control,
     Data { pair: usize, place: usize },
 }
 
 impl Net {
-    /// Takes the taps. They are made non-blocking and get a header of 12 bytes.
+    /// Creates the device. The taps are made non-blocking, and their frame header is set to 12 bytes.
     pub fn new(config: NetConfig) -> Result<Net, NetError> {
         let NetConfig { taps, mac, mtu, vhost } = config;
         let count = u16::try_from(taps.len()).ok().filter(|count| (1..=MAX_PAIRS).contains(count));
@@ -121,17 +120,17 @@ impl Net {
         Ok(Net { shared: Arc::new(shared), sizes, features, mac, control: None })
     }
 
-    /// What it has done; stays readable after the device is given away.
+    /// Returns the counters, which remain readable after the device has been passed to a transport.
     pub fn metrics(&self) -> Arc<Metrics> {
         self.shared.metrics.clone()
     }
 
-    /// The device for a transport.
+    /// Returns the device for a transport.
     pub fn device(self) -> Box<dyn Device> {
         Box::new(self)
     }
 
-    /// Which queue that is: the control queue stands behind the pairs that the driver knows of (Virtio 1.2, 5.1.2).
+    /// Returns the queue with this number. The control queue follows the pairs that the driver has negotiated (Virtio 1.2, 5.1.2).
     fn queue(&self, index: u16) -> Option<Queue> {
         let multi = self.shared.traffic().features & feature::MQ != 0;
         let control = if multi { self.sizes.len() - 1 } else { 2 };
@@ -144,7 +143,8 @@ impl Net {
     }
 }
 
-/// What a device with so many pairs offers. UDP fragmentation is not among it: Linux has given it up.
+/// Returns the features that a device with `max_pairs` pairs offers. UDP fragmentation is not included, because Linux no longer
+/// supports it.
 fn offered(max_pairs: u16, uso: bool) -> u64 {
     use feature::*;
     let uso = if uso { GUEST_USO | HOST_USO } else { 0 };
@@ -163,7 +163,7 @@ impl Shared {
         self.face.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Tells the guest that the interface is no more.
+    /// Reports to the guest that the link is down, because the interface no longer exists.
     fn link_down(&self) {
         let mut face = self.face();
         face.up = false;
@@ -174,7 +174,7 @@ impl Shared {
         }
     }
 
-    /// Serves a command; returns the bytes written to the guest.
+    /// Executes a command. Returns the number of bytes written to the guest.
     fn command(&self, memory: &Memory, mut request: Request) -> u32 {
         self.metrics.commands.fetch_add(1, Ordering::Relaxed);
         let Some(answer) = request.buffers.writable.take_front(1) else {
@@ -220,7 +220,7 @@ impl Traffic {
         Allowed { pairs, offloads: self.features & switched, mac: has(feature::CTRL_MAC_ADDR) }
     }
 
-    /// The first `count` pairs take part.
+    /// Makes the first `count` pairs active and the others inactive.
     fn set_active(&mut self, count: u16) -> std::io::Result<()> {
         for (index, pair) in self.pairs.iter_mut().enumerate() {
             pair.set_active(index < usize::from(count))?;
@@ -229,9 +229,9 @@ impl Traffic {
         Ok(())
     }
 
-    /// What the tap may leave undone in frames for the guest.
+    /// Sets the offloads of the tap for frames to the guest.
     fn set_offloads(&mut self, bits: u64) -> std::io::Result<()> {
-        // It belongs to the interface: one queue speaks for all, and the first takes part always.
+        // Offloads belong to the interface, not to a queue. The first queue sets them, because it is always attached.
         if let Some(first) = self.pairs.first() {
             first.tap().offload(bits)?;
         }

@@ -1,39 +1,39 @@
-//! Owns: what can go wrong when a network device is made.
+//! Defines the errors of creating a network device.
 
 use super::MAX_PAIRS;
 use nacelle_base::{Classify, Kind};
 
-/// A network device could not be made.
+/// A network device could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
-    /// A device has 1 to [`MAX_PAIRS`] taps.
+    /// The number of taps is not 1 to [`MAX_PAIRS`].
     #[error("{got} taps for a network device: it takes 1 to {MAX_PAIRS}")]
     Taps {
-        /// Given.
+        /// The number of taps.
         got: usize,
     },
-    /// vhost-net is for all taps or none.
+    /// The number of vhost-net files is neither 0 nor the number of taps.
     #[error("{got} handles of vhost-net for {taps} taps")]
     Vhosts {
-        /// Given.
+        /// The number of vhost-net files.
         got: usize,
-        /// The taps.
+        /// The number of taps.
         taps: usize,
     },
-    /// A tap is `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, and `IFF_MULTI_QUEUE` if there are several.
+    /// The tap does not have exactly the flags `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, and `IFF_MULTI_QUEUE` if there are several taps.
     #[error("the tap has flags {got:#x}, {needed:#x} are needed")]
     TapFlags {
-        /// Of the tap.
+        /// The flags of the tap.
         got: u32,
-        /// Needed.
+        /// The required flags.
         needed: u32,
     },
-    /// The kernel refused.
+    /// A system call failed.
     #[error("cannot {what}")]
     System {
-        /// What was attempted.
+        /// The operation, as an infinitive.
         what: &'static str,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
 }

@@ -1,24 +1,24 @@
-//! Owns: what a network device counts. The kernel's own work (vhost-net) is in the tap's counters only.
+//! Defines the counters of a network device. Frames that the kernel handles (vhost-net) are counted by the tap only.
 
 use std::sync::atomic::AtomicU64;
 
-/// Counters of a network device, from its making on.
+/// Counters of a network device since its creation.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    /// Frames given to the guest.
+    /// Frames passed to the guest.
     pub received: AtomicU64,
-    /// Their bytes, headers included.
+    /// Bytes of frames passed to the guest, headers included.
     pub received_bytes: AtomicU64,
-    /// Frames taken from the guest.
+    /// Frames received from the guest.
     pub sent: AtomicU64,
-    /// Their bytes, headers included.
+    /// Bytes of frames received from the guest, headers included.
     pub sent_bytes: AtomicU64,
-    /// Frames to the guest that did not fit into what it provides, or were on their way at a stop.
+    /// Frames to the guest that did not fit into its buffers, or were in flight when the queue stopped.
     pub receive_drops: AtomicU64,
-    /// Frames of the guest that made no sense, or that the kernel refused.
+    /// Frames of the guest that were invalid or that the kernel rejected.
     pub send_drops: AtomicU64,
     /// Commands on the control queue.
     pub commands: AtomicU64,
-    /// Those of them that were refused.
+    /// Commands on the control queue that were rejected.
     pub bad_commands: AtomicU64,
 }

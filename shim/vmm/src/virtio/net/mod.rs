@@ -1,6 +1,5 @@
-//! Owns: the virtio network device (Virtio 1.2, 5.1) over an open tap: one to [`MAX_PAIRS`] pairs of queues and a
-//! control queue. A pair is served by two threads of ours or by the kernel (vhost-net).
-//! Threads: two for each pair that the kernel does not serve, one for the control queue.
+//! Implements the virtio network device (Virtio 1.2, 5.1) over an open tap: one to [`MAX_PAIRS`] pairs of queues and a control
+//! queue. Two threads of this process or the kernel (vhost-net) serve a pair; another thread serves the control queue.
 
 mod control;
 mod device;
@@ -25,13 +24,13 @@ pub(crate) use {
     worker::{Need, Receiver, Sender},
 };
 
-/// The most pairs of queues of a device.
+/// The maximum number of queue pairs of a device.
 pub const MAX_PAIRS: u16 = 8;
 
-/// `struct virtio_net_hdr` with `num_buffers` (Virtio 1.2, 5.1.6): before each frame, in queues and at the tap.
+/// The size of `struct virtio_net_hdr` with `num_buffers` (Virtio 1.2, 5.1.6), which precedes each frame in queues and at the tap.
 pub(crate) const HEADER: usize = 12;
 
-/// The longest frame, header included: 64 KiB of an IP packet behind an Ethernet header with two VLAN tags.
+/// The maximum frame size, header included: an IP packet of 64 KiB behind an Ethernet header with two VLAN tags.
 pub(crate) const MAX_FRAME: usize = HEADER + 14 + 8 + 65535;
 
 /// Feature bits (Virtio 1.2, 5.1.3; those of UDP segmentation: 1.3).
@@ -56,7 +55,7 @@ mod feature {
     pub const GUEST_USO6: u64 = 1 << 55;
     pub const HOST_USO: u64 = 1 << 56;
 
-    /// What the driver may switch while the device runs, by the same bits.
+    /// The offloads that the driver may change while the device runs, with the same bits.
     pub const GUEST_OFFLOADS: u64 = GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN | GUEST_USO;
     pub const GUEST_USO: u64 = GUEST_USO4 | GUEST_USO6;
 }

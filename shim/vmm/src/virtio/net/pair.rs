@@ -1,4 +1,4 @@
-//! Owns: a pair of queues, its tap, and who serves it: two threads of ours or the kernel.
+//! Manages a pair of queues with its tap, served by two threads of this process or by the kernel.
 
 use super::tap::Tap;
 use super::vhost::Vhost;
@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use virtio_queue::QueueState;
 
-/// The queues of a pair, by their places in it.
+/// The indexes of the queues in a pair.
 pub(super) const RECEIVE: usize = 0;
 
 /// A pair of queues and its tap.
@@ -22,7 +22,7 @@ pub(super) struct Pair {
     queues: [Option<Side>; 2],
 }
 
-/// A queue that runs.
+/// A running queue.
 #[derive(Debug)]
 enum Side {
     Ours(QueueThread),
@@ -42,13 +42,13 @@ impl Pair {
         self.vhost.as_ref()
     }
 
-    /// Whether queue `place` of the pair runs.
+    /// Returns whether queue `place` of the pair runs.
     pub(super) fn runs(&self, place: usize) -> bool {
         self.queues[place].is_some()
     }
 
-    /// Serves queue `place` of the pair; frames go as long as the pair is active. `gone` is called when the
-    /// interface is no more.
+    /// Starts serving queue `place` of the pair. Frames flow while the pair is active. `gone` is called when the interface no
+    /// longer exists.
     pub(super) fn start(
         &mut self,
         place: usize,
@@ -57,7 +57,7 @@ impl Pair {
         metrics: &Arc<Metrics>,
         gone: impl Fn() + Send + 'static,
     ) -> io::Result<()> {
-        // Where nobody else can interrupt the guest, nobody else serves its queues.
+        // Without an eventfd to interrupt the guest, the kernel cannot serve its queues.
         let call = self.vhost.as_ref().and_then(|_| ring.interrupt().eventfd(ring.index()));
         let side = match (&mut self.vhost, call) {
             (Some(vhost), Some(call)) => {
@@ -100,7 +100,7 @@ impl Pair {
         }
     }
 
-    /// Takes part in the traffic, or not. Its queues may run or not, in both cases.
+    /// Makes the pair active or inactive in the interface's traffic, whether its queues run or not.
     pub(super) fn set_active(&mut self, active: bool) -> io::Result<()> {
         if active == self.tap.is_attached() {
             return Ok(());

@@ -1,16 +1,16 @@
-//! Owns: what a network interface keeps over a save and restore.
+//! Defines the state of a network interface that is saved and restored.
 
 use serde::{Deserialize, Serialize};
 
-/// What the guest's driver did. The frames of its queues are not kept, nor are those on their way.
+/// The state that the guest's driver has set. Frames in the queues and in flight are not saved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     /// The address, which the guest may have set.
     pub mac: [u8; 6],
-    /// Pairs of queues that the device has.
+    /// The number of queue pairs of the device.
     pub max_pairs: u16,
-    /// Pairs that the driver uses.
+    /// The number of pairs that the driver uses.
     pub pairs: u16,
-    /// What the driver takes unfinished: feature bits 1, 7 to 9, 54 and 55 (Virtio 1.2, 5.1.3).
+    /// The offloads that the driver accepts: feature bits 1, 7 to 9, 54 and 55 (Virtio 1.2, 5.1.3).
     pub offloads: u64,
 }

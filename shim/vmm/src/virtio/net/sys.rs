@@ -1,4 +1,4 @@
-//! Owns: the ioctls of tap and vhost-net that no crate wraps.
+//! Wraps the ioctls of tap and vhost-net that no crate wraps.
 #![allow(unsafe_code, reason = "the ioctls of taps and VHOST_NET_SET_BACKEND have no safe wrapper")]
 
 use libc::{c_int, c_uint};
@@ -12,7 +12,7 @@ fn checked(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The `IFF_*` flags of a tap.
+/// Returns the `IFF_*` flags of a tap.
 pub(super) fn tap_flags(tap: BorrowedFd<'_>) -> io::Result<u32> {
     // SAFETY: ifreq is plain data, for which all zeros is a value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -23,14 +23,14 @@ pub(super) fn tap_flags(tap: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(u32::from(u16::from_ne_bytes(flags.to_ne_bytes())))
 }
 
-/// The bytes of the header before each frame.
+/// Sets the size in bytes of the header before each frame.
 pub(super) fn set_header_size(tap: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
     let size = c_int::try_from(bytes).map_err(|_large| io::Error::from(io::ErrorKind::InvalidInput))?;
     // SAFETY: the descriptor is open, and the kernel reads one int.
     retry_interrupted(|| checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETVNETHDRSZ, &size) }))
 }
 
-/// What may be left undone in frames that are read: `TUN_F_*`. For all queues of the interface.
+/// Sets the offloads (`TUN_F_*`) of frames that are read, for all queues of the interface.
 pub(super) fn set_offload(tap: BorrowedFd<'_>, bits: c_uint) -> io::Result<()> {
     retry_interrupted(|| {
         // SAFETY: the descriptor is open, and the argument is a number.
@@ -38,7 +38,7 @@ pub(super) fn set_offload(tap: BorrowedFd<'_>, bits: c_uint) -> io::Result<()> {
     })
 }
 
-/// Whether a queue of a tap with several takes part.
+/// Attaches or detaches a queue of a multi-queue tap.
 pub(super) fn set_queue(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     // SAFETY: ifreq is plain data, for which all zeros is a value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -48,15 +48,15 @@ pub(super) fn set_queue(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     retry_interrupted(|| checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETQUEUE, &request) }))
 }
 
-/// Gives a queue of vhost-net its tap, or takes it away; on return the kernel no longer touches the queue then.
+/// Sets or removes the tap of a vhost-net queue. After the removal the kernel no longer accesses the queue.
 pub(super) fn set_backend(vhost: BorrowedFd<'_>, queue: u32, tap: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let file = vhost_vring_file { index: queue, fd: tap.map_or(-1, |tap| tap.as_raw_fd()) };
     // SAFETY: the descriptor is open, and the kernel reads one struct.
     retry_interrupted(|| checked(unsafe { libc::ioctl(vhost.as_raw_fd(), VHOST_NET_SET_BACKEND(), &file) }))
 }
 
-/// An eventfd as the crate `vhost` wants it.
+/// Converts an eventfd to the type that the crate `vhost` expects.
 pub(super) fn event(fd: OwnedFd) -> EventFd {
-    // SAFETY: the descriptor is open and owned, and nobody else has it any more.
+    // SAFETY: the descriptor is open and owned, and nothing else has it any more.
     unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) }
 }

@@ -1,4 +1,4 @@
-//! Owns: the open tap of a pair: its flags, its header, what the kernel may leave undone in frames for the guest.
+//! Prepares the open tap of a pair: its flags, its header size, and its offloads for frames to the guest.
 
 use super::feature;
 use super::{HEADER, NetError, sys};
@@ -11,18 +11,19 @@ const TUN_F_CSUM: u32 = 0x01;
 const TUN_F_TSO4: u32 = 0x02;
 const TUN_F_TSO6: u32 = 0x04;
 const TUN_F_TSO_ECN: u32 = 0x08;
-const TUN_F_USO: u32 = 0x20 | 0x40; // IPv4 and IPv6: the kernel takes both or none
+const TUN_F_USO: u32 = 0x20 | 0x40; // IPv4 and IPv6: the kernel accepts both or none
 
 /// One queue of a tap.
 #[derive(Debug)]
 pub(super) struct Tap {
     fd: OwnedFd,
-    /// Whether the kernel gives it frames. A tap with one queue always takes part.
+    /// Whether the queue receives frames. A tap with a single queue is always attached.
     attached: AtomicBool,
 }
 
 impl Tap {
-    /// Checks and prepares an open tap. It stays non-blocking: that belongs to the open file, whoever has it.
+    /// Checks and prepares an open tap. It becomes non-blocking, also for other processes, because that is a property of the
+    /// open file description.
     pub(super) fn new(fd: OwnedFd, several: bool) -> Result<Tap, NetError> {
         let system = |what| move |source| NetError::System { what, source };
         let several = if several { libc::IFF_MULTI_QUEUE } else { 0 };
@@ -39,18 +40,18 @@ impl Tap {
         Ok(Tap { fd, attached: AtomicBool::new(true) })
     }
 
-    /// Whether the kernel can cut up UDP (Linux 6.2).
+    /// Returns whether the kernel supports UDP segmentation offload (Linux 6.2).
     pub(super) fn has_uso(&self) -> bool {
         let with = sys::set_offload(self.as_fd(), TUN_F_CSUM | TUN_F_USO);
         with.is_ok()
     }
 
-    /// Says what the guest takes unfinished: bits of [`feature::GUEST_OFFLOADS`].
+    /// Sets the offloads that the guest accepts: bits of [`feature::GUEST_OFFLOADS`].
     pub(super) fn offload(&self, guest: u64) -> io::Result<()> {
         sys::set_offload(self.as_fd(), tun_bits(guest))
     }
 
-    /// Takes part in the interface's traffic, or not.
+    /// Attaches the queue to the interface's traffic or detaches it.
     pub(super) fn attach(&self, on: bool) -> io::Result<()> {
         if self.attached.swap(on, Ordering::AcqRel) == on {
             return Ok(());
@@ -58,7 +59,7 @@ impl Tap {
         sys::set_queue(self.as_fd(), on).inspect_err(|_failed| self.attached.store(!on, Ordering::Release))
     }
 
-    /// Whether it takes part.
+    /// Returns whether the queue is attached.
     pub(super) fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Acquire)
     }
@@ -70,7 +71,7 @@ impl AsFd for Tap {
     }
 }
 
-/// The tap's bits for the driver's. Without checksums there is no segmentation (Virtio 1.2, 5.1.3.1).
+/// Converts the driver's feature bits into the tap's. Without checksum offload there is no segmentation offload (Virtio 1.2, 5.1.3.1).
 fn tun_bits(guest: u64) -> u32 {
     let has = |bits: u64| guest & bits == bits;
     let bit = |bits: u64, tun: u32| if has(bits) { tun } else { 0 };

@@ -1,6 +1,6 @@
-//! Owns: a pair of queues that the kernel serves (vhost-net; linux/vhost.h).
-//! The kernel takes the addresses of a ring as addresses of this process, so each part of a ring is first shown to
-//! lie in one piece of guest memory. What it finds in a ring it checks against the table of guest memory.
+//! Lets the kernel serve a pair of queues (vhost-net; linux/vhost.h). The kernel takes the addresses of a ring as addresses of
+//! this process, so each part of a ring is first checked to lie in one piece of guest memory. The kernel checks the addresses
+//! that it finds in a ring against the table of guest memory.
 
 use super::tap::Tap;
 use super::{NetError, feature, sys};
@@ -16,10 +16,10 @@ use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 const DEVICE: &str = "/dev/vhost-net";
 
-/// The features that concern the kernel's half of the work.
+/// The features that the kernel must implement for the queues that it serves.
 const OURS: u64 = COMMON_FEATURES | feature::MRG_RXBUF;
 
-/// Opens vhost-net for `pairs` pairs of queues; none where the kernel has no vhost-net.
+/// Opens vhost-net for `pairs` pairs of queues. Returns no files if the kernel has no vhost-net.
 pub fn open(pairs: usize) -> Result<Vec<OwnedFd>, NetError> {
     let one = || OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(DEVICE);
     match (0..pairs).map(|_| one().map(OwnedFd::from)).collect() {
@@ -29,17 +29,17 @@ pub fn open(pairs: usize) -> Result<Vec<OwnedFd>, NetError> {
     }
 }
 
-/// The kernel's half of a pair.
+/// The vhost-net file of a pair.
 #[derive(Debug)]
 pub(super) struct Vhost {
     fd: OwnedFd,
-    /// Whether this process is known to the kernel as the owner of the memory.
+    /// Whether this process has been set as the owner.
     owned: bool,
-    /// Which of the two queues are set up.
+    /// Whether each of the two queues is set up.
     ready: [bool; 2],
 }
 
-/// The open file as the crate `vhost` wants it.
+/// The open file with the guest's memory, as the crate `vhost` expects it.
 struct Handle<'v> {
     fd: &'v OwnedFd,
     memory: Arc<Memory>,
@@ -64,7 +64,7 @@ impl Vhost {
         Vhost { fd, owned: false, ready: [false; 2] }
     }
 
-    /// Those of `offered` that can be kept if the kernel serves the queues.
+    /// Returns those features of `offered` that remain possible if the kernel serves the queues.
     pub(super) fn features(&self, offered: u64) -> Result<u64, NetError> {
         let handle = Handle { fd: &self.fd, memory: Arc::default() };
         let here = handle.get_features().map_err(|error| NetError::System {
@@ -74,12 +74,12 @@ impl Vhost {
         Ok(offered & (here | !OURS))
     }
 
-    /// Sets a queue of the pair up. The kernel does not serve it before [`connect`](Vhost::connect).
+    /// Sets up a queue of the pair. The kernel does not serve it before [`connect`](Vhost::connect).
     pub(super) fn set_up(&mut self, queue: usize, ring: &Ring, call: OwnedFd, features: u64) -> io::Result<()> {
         let state = ring.state();
         let memory = ring.memory();
         let size = usize::from(state.size);
-        // Virtio 1.2, 2.7: with the event indexes at their ends.
+        // The sizes include the event indexes at the ends of the rings (Virtio 1.2, 2.7).
         let parts = [(state.desc_table, 16 * size), (state.avail_ring, 6 + 2 * size), (state.used_ring, 6 + 8 * size)];
         for (address, length) in parts {
             GuestMemoryBackend::get_slice(&**memory, GuestAddress(address), length).map_err(io::Error::other)?;
@@ -110,25 +110,25 @@ impl Vhost {
         };
         setup().map_err(io::Error::other)?;
         self.owned = true;
-        // The kernel keeps both descriptors open for itself.
+        // The kernel duplicates both descriptors.
         handle.set_vring_call(queue, &sys::event(call)).map_err(io::Error::other)?;
         handle.set_vring_kick(queue, &sys::event(ring.as_fd().try_clone_to_owned()?)).map_err(io::Error::other)?;
         self.ready[queue] = true;
         Ok(())
     }
 
-    /// The kernel serves the queue from now on, and at once what lies in it.
+    /// Lets the kernel serve the queue, starting with the requests that are already in it.
     pub(super) fn connect(&self, queue: usize, ring: &Ring, tap: &Tap) -> io::Result<()> {
         sys::set_backend(self.fd.as_fd(), queue as u32, Some(tap.as_fd()))?; // 0 or 1
         ring.kick()
     }
 
-    /// The kernel stops serving the queue: on return it touches neither ring nor buffers.
+    /// Stops the kernel from serving the queue: on return it accesses neither ring nor buffers.
     pub(super) fn disconnect(&self, queue: usize) -> io::Result<()> {
         sys::set_backend(self.fd.as_fd(), queue as u32, None) // 0 or 1
     }
 
-    /// Stops, and notes in `ring` how far it is served.
+    /// Stops the queue and sets the position in `ring`.
     pub(super) fn take_back(&mut self, queue: usize, ring: &mut Ring) -> io::Result<()> {
         self.ready[queue] = false;
         self.disconnect(queue)?;
@@ -139,7 +139,7 @@ impl Vhost {
     }
 }
 
-/// Guest memory as the kernel's table wants it.
+/// Returns guest memory as the kernel's memory table.
 fn regions(memory: &Memory) -> Vec<VhostUserMemoryRegionInfo> {
     let one = |region: &vm_memory::GuestRegionMmap<()>| VhostUserMemoryRegionInfo {
         guest_phys_addr: region.start_addr().raw_value(),

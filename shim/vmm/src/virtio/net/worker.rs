@@ -1,7 +1,6 @@
-//! Owns: frames between a queue and a tap, without a copy: one readv or writev a frame, straight from or to guest
-//! memory. A received frame that is longer than what was provided for it goes on in a buffer of ours until the
-//! guest provides more.
-//! Threads: one a queue. It waits for the tap while the guest has buffers, and for the guest while it has none.
+//! Moves frames between a queue and a tap without an intermediate copy: one readv or writev per frame, directly from or to guest memory.
+//! The part of a received frame that exceeds the guest's buffers is kept in a spill buffer until the guest provides more. Each queue has
+//! one thread; it waits for the tap while the guest has buffers available, otherwise for the guest.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::tap::Tap;
@@ -20,43 +19,43 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vm_memory::{Permissions, VolatileSlice};
 
-/// Frames between two looks at whether to stop or interrupt.
+/// The number of frames between two checks for a stop request and an interrupt.
 const BATCH: usize = 64;
 
-/// The most slices of guest memory in one call; the kernel takes 1024.
+/// The maximum number of slices of guest memory in one call; the kernel accepts 1024.
 const MAX_SLICES: usize = 1000;
 
-/// The shortest frame: its addresses and type.
+/// The minimum frame size: header, addresses and type.
 const MIN_FRAME: usize = HEADER + 14;
 
-/// Where `num_buffers` lies in the header, which the tap leaves to us (Virtio 1.2, 5.1.6).
+/// The offset of `num_buffers` in the header, which the tap does not fill in (Virtio 1.2, 5.1.6).
 const NUM_BUFFERS: usize = 10;
 
-/// What has to happen before it makes sense to go on.
+/// The event to wait for before the next step.
 #[derive(Debug)]
 pub(crate) enum Need {
-    /// Nothing.
+    /// None: the queue can continue after other work.
     Turn,
-    /// Requests of the guest.
+    /// Buffers or frames of the guest.
     Guest,
-    /// The tap's frames, or room in it.
+    /// Frames at the tap, or space in it.
     Tap,
-    /// The tap works no more, or not for now.
+    /// The tap does not work, permanently or at present.
     Parked(io::Error),
 }
 
-/// The guest's side of frames that arrive.
+/// The guest's side of received frames.
 pub(crate) struct Receiver {
     ring: Ring,
     metrics: Arc<Metrics>,
-    /// A frame may use several of the guest's buffers (`VIRTIO_NET_F_MRG_RXBUF`).
+    /// Whether a frame may span several of the guest's buffers (`VIRTIO_NET_F_MRG_RXBUF`).
     mergeable: bool,
-    /// Buffers taken from the ring and not given back, and their bytes.
+    /// The buffers taken from the ring and not returned, and their total size.
     rooms: VecDeque<Room>,
     capacity: usize,
-    /// How long frames are lately.
+    /// The expected size of the next frame, from recent frames.
     expected: usize,
-    /// What did not fit: one byte more than any frame has.
+    /// The buffer for bytes that do not fit; one byte larger than any frame.
     spill: Box<[u8]>,
     held: Option<Held>,
 }
@@ -67,7 +66,7 @@ struct Room {
     pieces: Pieces,
 }
 
-/// A frame that has arrived: its first `placed` bytes are in the rooms, the rest is spilt.
+/// A received frame: its first `placed` bytes are in the guest's buffers, the rest in the spill buffer.
 #[derive(Clone, Copy)]
 struct Held {
     length: usize,
@@ -88,7 +87,7 @@ impl Receiver {
         }
     }
 
-    /// Gives the guest frames, as many as there are, or at most a batch.
+    /// Receives frames for the guest until none is left, at most one batch.
     pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> Need {
         let mut need = Need::Turn;
         for _ in 0..BATCH {
@@ -101,7 +100,7 @@ impl Receiver {
         need
     }
 
-    /// The ring, with what was not used put back. A frame that waits for buffers is lost.
+    /// Returns the ring, with the unused buffers put back. A frame that waits for buffers is dropped.
     pub(crate) fn into_ring(mut self) -> Ring {
         if self.held.is_some() {
             count(&self.metrics.receive_drops);
@@ -143,7 +142,7 @@ impl Receiver {
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Need::Tap,
             Some(libc::EINTR) => Need::Turn,
-            // The kernel could not put it there, or has no header for it; the frame is gone.
+            // The kernel could not write the frame, or has no header for it, and has dropped it.
             Some(libc::EFAULT | libc::EINVAL) => {
                 count(&self.metrics.receive_drops);
                 Need::Turn
@@ -152,12 +151,12 @@ impl Receiver {
         }
     }
 
-    /// Takes buffers of the guest until they have `wanted` bytes, or one if a frame must fit into one. At the front
-    /// is one that has room for a header, or there is none.
+    /// Takes buffers of the guest until they have `wanted` bytes, or one buffer if a frame must fit into one. Afterwards the
+    /// first buffer, if any, is large enough for a header.
     fn provide(&mut self, wanted: usize) {
         while self.capacity < wanted && (self.mergeable || self.rooms.is_empty()) {
             let Some((head, buffers)) = self.ring.pop_any() else { break };
-            // A chain that makes no sense has no room, and is given back when it is its turn.
+            // An invalid chain counts as an empty buffer and is returned in order.
             let pieces = buffers.map(|buffers| buffers.writable).unwrap_or_default();
             if self.rooms.is_empty() && pieces.len() < HEADER {
                 self.ring.done(head, 0);
@@ -168,7 +167,7 @@ impl Receiver {
         }
     }
 
-    /// Reads a frame; `None`: the guest has no buffer for it.
+    /// Reads a frame. Returns `None` if the guest has no buffer for it.
     fn read(&mut self, tap: BorrowedFd<'_>) -> io::Result<Option<Held>> {
         self.provide(self.expected);
         if self.rooms.is_empty() {
@@ -190,14 +189,14 @@ impl Receiver {
         slices.push(VolatileSlice::from(&mut *self.spill));
         let length = read_stream(tap, &slices)?;
         if length < HEADER {
-            return Err(io::ErrorKind::UnexpectedEof.into()); // no tap with a header
+            return Err(io::ErrorKind::UnexpectedEof.into()); // the tap does not prepend a header
         }
-        // Long frames come in rows; a short one among them changes little.
+        // Long frames arrive in sequences; a short one between them has little effect.
         self.expected = length.max(self.expected - self.expected.saturating_sub(length) / 16);
         Ok(Some(Held { length, placed: length.min(offered) }))
     }
 
-    /// Completes a frame that fits into the rooms and gives them back.
+    /// Completes a frame that fits into the taken buffers, and returns these to the guest.
     fn deliver(&mut self, held: Held) {
         let spilt = held.length - held.placed;
         let mut used = Vec::new();
@@ -224,7 +223,7 @@ impl Receiver {
         self.metrics.received_bytes.fetch_add(held.length as u64, Ordering::Relaxed);
     }
 
-    /// Gives back what stands at the front and has no room for a header.
+    /// Returns buffers from the front that are too small for a header.
     fn first_has_room(&mut self) {
         while let Some(room) = self.rooms.front()
             && room.pieces.len() < HEADER
@@ -236,7 +235,7 @@ impl Receiver {
     }
 }
 
-/// Writes to the rooms as if they were one, from byte `at` on.
+/// Writes to the buffers as if they were contiguous, from byte `at` on.
 fn write_at(ring: &Ring, rooms: &VecDeque<Room>, at: usize, bytes: &[u8]) {
     let (mut skip, mut rest) = (at, bytes);
     for room in rooms {
@@ -252,7 +251,7 @@ fn write_at(ring: &Ring, rooms: &VecDeque<Room>, at: usize, bytes: &[u8]) {
     }
 }
 
-/// The guest's side of frames that leave.
+/// The guest's side of sent frames.
 pub(crate) struct Sender {
     ring: Ring,
     metrics: Arc<Metrics>,
@@ -263,12 +262,12 @@ impl Sender {
         Sender { ring, metrics }
     }
 
-    /// The ring.
+    /// Returns the ring.
     pub(crate) fn into_ring(self) -> Ring {
         self.ring
     }
 
-    /// Sends frames of the guest, as many as there are, or at most a batch.
+    /// Sends frames of the guest until none is left, at most one batch.
     pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> Need {
         let memory = self.ring.memory().clone();
         let mut need = Need::Turn;
@@ -296,7 +295,7 @@ impl Sender {
                     need = Need::Tap;
                     break;
                 }
-                // A header that the kernel does not take, an interface that is down: frames may be lost.
+                // The kernel rejects the header, or the interface is down: the frame is dropped.
                 Err(error) => {
                     guest_warn!(queue = self.ring.index(), bytes = frame.len(), "a frame was dropped: {error}");
                     count(&self.metrics.send_drops);
@@ -309,7 +308,7 @@ impl Sender {
     }
 }
 
-/// Hands one frame to the tap, whole.
+/// Writes one whole frame to the tap.
 fn send(tap: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
     loop {
         match write_stream(tap, slices) {
@@ -319,7 +318,7 @@ fn send(tap: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> 
     }
 }
 
-/// Serves a queue of frames to the guest until asked to stop. `gone` is told when the interface is no more.
+/// Serves a receive queue until asked to stop. `gone` is called when the interface no longer exists.
 pub(super) fn receive(
     ring: Ring,
     stop: &Stop,
@@ -352,7 +351,7 @@ pub(super) fn receive(
     receiver.into_ring()
 }
 
-/// Serves a queue of frames from the guest until asked to stop.
+/// Serves a transmit queue until asked to stop.
 pub(super) fn transmit(ring: Ring, stop: &Stop, tap: &Tap, metrics: Arc<Metrics>) -> Ring {
     let mut sender = Sender::new(ring, metrics);
     sender.ring.quiet();
@@ -380,11 +379,11 @@ fn wait_kick(stop: &Stop, ring: &mut Ring) {
     }
 }
 
-/// Waits for this, for a nudge or for the wish to stop.
+/// Waits for `other`, for a nudge or for the request to stop.
 fn wait(stop: &Stop, other: Option<(BorrowedFd<'_>, PollFlags)>) {
     let mut events = vec![PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
     events.extend(other.map(|(fd, flags)| PollFd::new(fd, flags)));
-    // After a failure the caller looks again.
+    // After a failure the caller checks its state again.
     let _ = retry::poll(&mut events, None);
     if !stop.asked() && events.first().is_some_and(|event| event.any().unwrap_or(true)) {
         stop.heard();

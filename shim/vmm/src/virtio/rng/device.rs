@@ -1,4 +1,4 @@
-//! Owns: the entropy device as a transport sees it.
+//! Implements [`Device`] for the entropy device.
 
 use super::metrics::Metrics;
 use super::worker;
@@ -16,17 +16,17 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A device whose queue does not run yet.
+    /// Creates a device.
     pub fn new() -> Rng {
         Rng::default()
     }
 
-    /// What it has done; stays readable after the device is given away.
+    /// Returns the counters, which remain readable after the device has been passed to a transport.
     pub fn metrics(&self) -> Arc<Metrics> {
         self.metrics.clone()
     }
 
-    /// The device for a transport.
+    /// Returns the device for a transport.
     pub fn device(self) -> Box<dyn Device> {
         Box::new(self)
     }

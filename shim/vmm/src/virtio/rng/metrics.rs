@@ -1,12 +1,12 @@
-//! Owns: what an entropy device counts.
+//! Defines the counters of an entropy device.
 
 use std::sync::atomic::AtomicU64;
 
-/// Counters of an entropy device, from its making on.
+/// Counters of an entropy device since its creation.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    /// Requests answered.
+    /// Completed requests.
     pub requests: AtomicU64,
-    /// Random bytes given.
+    /// Random bytes passed to the guest.
     pub bytes: AtomicU64,
 }

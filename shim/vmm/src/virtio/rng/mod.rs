@@ -1,5 +1,4 @@
-//! Owns: the virtio entropy device: random bytes from the host's kernel.
-//! Threads: one while its queue runs.
+//! Implements the virtio entropy device, with random bytes from the host's kernel. One thread serves it while its queue runs.
 
 mod device;
 mod metrics;

@@ -1,4 +1,4 @@
-//! Owns: one request for entropy.
+//! Serves one request for entropy.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Metrics;
@@ -7,10 +7,10 @@ use crate::virtio::Memory;
 use crate::virtio::ring::Request;
 use std::sync::atomic::Ordering;
 
-/// The most bytes that one request gets; a driver that wants more asks again. Linux asks for 64 at a time.
+/// The maximum number of bytes per request; a driver that needs more asks again. Linux asks for 64 at a time.
 pub const MAX_BYTES: usize = 4096;
 
-/// Fills the writable buffers of a request; returns the bytes written.
+/// Fills the writable buffers of a request. Returns the number of bytes written.
 pub(crate) fn fill(metrics: &Metrics, memory: &Memory, request: Request) -> u32 {
     let mut bytes = [0; MAX_BYTES];
     let wanted = request.buffers.writable.len().min(MAX_BYTES);

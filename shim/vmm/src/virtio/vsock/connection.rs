@@ -1,5 +1,5 @@
-//! Owns: one connection: what each side may still send, what waits to be written to the host's end, and what
-//! is to be told to the guest next. It does no queue work.
+//! Implements the state of one connection: the credit of both sides, the data that waits to be written to the host's end, and
+//! the next packet for the guest. It does not access queues.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::packet::{Header, Op, SHUT_RECEIVE, SHUT_SEND, STREAM};
@@ -18,19 +18,19 @@ use std::sync::mpsc::SyncSender;
 use std::time::Instant;
 use vm_memory::Permissions;
 
-/// The name of a connection: the ports at both ends.
+/// The key of a connection: the ports at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub host: u32,
     pub guest: u32,
 }
 
-/// A connection that the host wants and the guest has not answered.
+/// A connection request of the host that the guest has not answered.
 #[derive(Debug)]
 pub(super) struct Wanted {
-    /// The number by which the caller can give it up.
+    /// The number by which the caller can cancel the request.
     pub id: u64,
-    /// The end that the caller gets.
+    /// The end of the socket pair that the caller receives.
     pub end: UnixStream,
     pub answer: SyncSender<Result<UnixStream, VsockError>>,
 }
@@ -44,18 +44,18 @@ pub(super) enum Next {
         op: u16,
         flags: u32,
     },
-    /// At most so many bytes of the host's.
+    /// A data packet with at most this many bytes.
     Data {
         most: u32,
     },
 }
 
-/// What became of data from the guest.
+/// The result of taking data from the guest.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Taken {
-    /// It is written or waits.
+    /// The data is written or waits.
     Well,
-    /// The guest sent more than it may.
+    /// The guest exceeded its credit.
     TooMuch,
 }
 
@@ -64,13 +64,13 @@ pub(super) struct Connection {
     pub key: Key,
     pub stream: UnixStream,
     pub wanted: Option<Wanted>,
-    /// Whether it waits for its turn to send to the guest.
+    /// Whether the connection is in the queue of those with packets for the guest.
     pub queued: bool,
 
     // From the host to the guest.
-    /// The host's end may have bytes for the guest.
+    /// Whether the host's end may have bytes for the guest.
     pub readable: bool,
-    /// The host's end is closed altogether: it takes nothing any more.
+    /// Whether the host's end is closed in both directions and takes no more data.
     pub hung_up: bool,
     end_seen: bool,
     sent: u32,
@@ -79,19 +79,19 @@ pub(super) struct Connection {
     credit_asked: bool,
 
     // From the guest to the host.
-    /// The host's end may take bytes.
+    /// Whether the host's end may accept bytes.
     pub writable: bool,
     waiting: VecDeque<u8>,
     taken: u32,
     taken_told: u32,
-    /// The host's end takes no more; what comes is thrown away.
+    /// Whether the host's end accepts no more data; data from the guest is discarded.
     deaf: bool,
 
-    /// The sides that the guest has shut, as in the flags of a packet.
+    /// The directions that the guest has shut down, as in the flags of a packet.
     guest_shut: u32,
-    /// The sides that the guest knows we have shut.
+    /// The directions that this side has shut down, as far as the guest has been notified.
     host_shut: u32,
-    /// The guest has reset the connection and wants to hear no more of it.
+    /// Whether the guest has reset the connection and must receive no more packets for it.
     pub reset: bool,
     hello: Option<u16>,
     update_due: bool,
@@ -99,12 +99,12 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// A connection that the guest asked for.
+    /// Creates a connection that the guest requested.
     pub(super) fn accepted(key: Key, stream: UnixStream) -> Connection {
         Connection::new(key, stream, None, Op::RESPONSE)
     }
 
-    /// A connection that the host asks for.
+    /// Creates a connection that the host requests.
     pub(super) fn asked(key: Key, stream: UnixStream, wanted: Wanted) -> Connection {
         Connection::new(key, stream, Some(wanted), Op::REQUEST)
     }
@@ -136,29 +136,29 @@ impl Connection {
         }
     }
 
-    /// Whether the guest has heard of it.
+    /// Returns whether the guest has been sent the connection's first packet.
     pub(super) fn is_known(&self) -> bool {
         self.hello.is_none()
     }
 
-    /// Asks again, after the guest's driver has forgotten everything.
+    /// Sends the request again, after the guest's driver was reset.
     pub(super) fn ask_again(&mut self) {
         self.hello = Some(Op::REQUEST);
     }
 
-    /// Takes note of the guest's buffer, which every packet tells.
+    /// Records the guest's buffer space, which every packet contains.
     pub(super) fn credit(&mut self, header: &Header) {
         self.guest_window = header.buf_alloc;
         self.guest_taken = header.fwd_cnt;
         self.credit_asked &= self.room() == 0;
     }
 
-    /// Bytes that the guest has room for. A guest that counts wrongly gets nothing.
+    /// Returns the number of bytes that the guest's buffer can take; 0 if the guest's numbers are inconsistent.
     fn room(&self) -> u32 {
         self.guest_window.saturating_sub(self.sent.wrapping_sub(self.guest_taken))
     }
 
-    /// What is to be told to the guest next.
+    /// Returns the next packet for the guest.
     pub(super) fn next(&self) -> Next {
         let control = |op, flags| Next::Control { op, flags };
         if let Some(op) = self.hello {
@@ -184,14 +184,14 @@ impl Connection {
         Next::Nothing
     }
 
-    /// The sides that are shut on the host.
+    /// Returns the directions that are shut down on the host.
     fn shut(&self) -> u32 {
         let silent = self.end_seen || self.guest_shut & SHUT_RECEIVE != 0;
         let deaf = self.deaf || (silent && self.hung_up);
         (if silent { SHUT_SEND } else { 0 }) | (if deaf { SHUT_RECEIVE } else { 0 })
     }
 
-    /// The header of a packet that is sent now; counts it as sent.
+    /// Returns the header of a packet, and records the packet as sent.
     pub(super) fn header(&mut self, guest_cid: u64, op: u16, flags: u32, length: u32) -> Header {
         match op {
             Op::REQUEST | Op::RESPONSE => self.hello = None,
@@ -216,18 +216,19 @@ impl Connection {
         }
     }
 
-    /// The guest wants to know how much it may send.
+    /// Schedules a credit update, which the guest has requested.
     pub(super) fn tell_credit(&mut self) {
         self.update_due = true;
     }
 
-    /// Reads from the host's end into guest memory. 0: nothing at the moment, or the end; see [`next`](Self::next).
+    /// Reads from the host's end into guest memory. Returns 0 if there is no data at present or the end is reached; see
+    /// [`next`](Self::next).
     pub(super) fn read(&mut self, memory: &Memory, room: &Pieces) -> Result<u32, BadChain> {
         let slices = room.slices(memory, Permissions::Write)?;
         match sys::read_stream(self.stream.as_fd(), &slices) {
             Ok(0) => {
                 self.end_seen = true;
-                // Whether it is closed for good is known already, though its event may not have come.
+                // Checks now whether both directions are closed, because the event for it may arrive later.
                 let mut state = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
                 let found = retry::poll(&mut state, Some(Instant::now())).unwrap_or(0) > 0;
                 self.hung_up |= found && state.iter().any(|state| state.any().unwrap_or(false));
@@ -243,7 +244,7 @@ impl Connection {
         Ok(0)
     }
 
-    /// Takes data from the guest: writes what the host's end takes, keeps the rest.
+    /// Takes data from the guest: writes as much as the host's end accepts, and keeps the rest.
     pub(super) fn take(&mut self, memory: &Memory, mut payload: Pieces) -> Result<Taken, BadChain> {
         if self.guest_shut & SHUT_SEND != 0 || self.waiting.len() + payload.len() > WINDOW as usize {
             return Ok(Taken::TooMuch);
@@ -264,7 +265,7 @@ impl Connection {
         Ok(Taken::Well)
     }
 
-    /// Writes what waits, as far as the host's end takes it.
+    /// Writes waiting data as far as the host's end accepts it.
     pub(super) fn flush(&mut self) {
         while self.writable && !self.deaf && !self.waiting.is_empty() {
             let (front, _) = self.waiting.as_slices();
@@ -282,7 +283,7 @@ impl Connection {
         self.plan_update();
     }
 
-    /// Counts the outcome of a write to the host's end; returns the bytes written.
+    /// Records the result of a write to the host's end. Returns the number of bytes written.
     fn wrote(&mut self, outcome: io::Result<usize>) -> usize {
         match outcome {
             Ok(count) => {
@@ -296,21 +297,22 @@ impl Connection {
         0
     }
 
-    /// The guest is told of room after each quarter of the window, unless another packet tells it anyway.
+    /// Schedules a credit update after each quarter of the window, unless another packet has carried the credit meanwhile.
     fn plan_update(&mut self) {
         self.update_due |= self.taken.wrapping_sub(self.taken_told) >= WINDOW / 4;
     }
 
-    /// The guest has shut these sides (as in the flags of a packet).
+    /// Records that the guest has shut down these directions (as in the flags of a packet).
     pub(super) fn shut_by_guest(&mut self, sides: u32) {
         self.guest_shut |= sides & (SHUT_SEND | SHUT_RECEIVE);
         if self.guest_shut & SHUT_RECEIVE != 0 {
-            // The host's writers get EPIPE; an end that is gone already needs no telling.
+            // Writers on the host now get EPIPE. The call fails only if the other end is already closed.
             let _ = self.stream.shutdown(Shutdown::Read);
         }
     }
 
-    /// Passes the guest's end of data on once all of it is written. `true`: nothing is left to do for either side.
+    /// Shuts down the host's end for writing once all data of a guest that has shut down is written. Returns `true` if both
+    /// directions are finished.
     pub(super) fn settle(&mut self) -> bool {
         if self.guest_shut & SHUT_SEND != 0 && self.waiting.is_empty() && !self.ended {
             self.ended = true;
@@ -320,14 +322,14 @@ impl Connection {
         (self.guest_shut == both && (self.waiting.is_empty() || self.deaf)) || self.host_shut == both
     }
 
-    /// Throws away what the host sent and the guest will not take: closed with bytes unread, our end would give
-    /// the host a reset instead of the end. It sends no more, so this ends with its socket's buffer.
+    /// Discards data of the host that the guest no longer accepts. If this end were closed with unread bytes, the host would
+    /// see a reset instead of the end of data. No new data can arrive, so the loop is bounded by the socket's buffer.
     pub(super) fn drop_unread(&mut self) {
         let mut bytes = [0; 4096];
         while self.guest_shut & SHUT_RECEIVE != 0 && matches!(self.stream.read(&mut bytes), Ok(1..)) {}
     }
 
-    /// Whether the guest is to hear that the connection is over.
+    /// Returns whether the guest must be notified of the end of the connection.
     pub(super) fn owes_reset(&self) -> bool {
         !self.reset && self.host_shut != (SHUT_SEND | SHUT_RECEIVE)
     }

@@ -1,4 +1,4 @@
-//! Owns: the vsock device as a transport sees it.
+//! Implements [`Device`] for the vsock device.
 
 use super::State;
 use super::worker::{Command, Control};
@@ -58,7 +58,7 @@ impl Device for VsockDevice {
         }
         let (answer, done) = sync_channel(1);
         if self.control.send(Command::Forget(answer)).is_ok() {
-            let _ = done.recv(); // an error: the thread is gone, and everything with it
+            let _ = done.recv(); // fails if the thread has ended, and all connections with it
         }
     }
 
@@ -72,7 +72,7 @@ impl Device for VsockDevice {
                 Err(StateError::differs(self.kind(), "guest_cid", guest_cid, self.guest_cid))
             }
             DeviceState::Vsock(_) => {
-                // An error means that the thread is gone: then no queue can be started either.
+                // Fails only if the thread has ended; then no queue can be started either.
                 let _ = self.control.send(Command::Restored);
                 Ok(())
             }

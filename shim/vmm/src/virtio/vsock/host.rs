@@ -1,4 +1,4 @@
-//! Owns: the host's handle to a vsock device.
+//! Defines the host's handle to a vsock device.
 
 use super::device::VsockDevice;
 use super::worker::{Command, Control};
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
-/// A vsock device. Clones are handles to the same device; its thread ends with the last of them, its
-/// listeners and its [`device`](Vsock::device).
+/// A vsock device. Clones are handles to the same device. Its thread ends when the last of the handles, listeners and the
+/// [`device`](Vsock::device) is dropped.
 #[derive(Clone, Debug)]
 pub struct Vsock {
     guest_cid: u32,
@@ -21,7 +21,7 @@ pub struct Vsock {
 }
 
 impl Vsock {
-    /// A device for the guest with context id `guest_cid` (3 or more).
+    /// Creates a device for the guest with context id `guest_cid` (3 or more).
     pub fn new(guest_cid: u32) -> Result<Vsock, VsockError> {
         if u64::from(guest_cid) <= HOST_CID || guest_cid == u32::MAX {
             return Err(VsockError::Cid { cid: guest_cid });
@@ -31,9 +31,8 @@ impl Vsock {
         Ok(Vsock { guest_cid, control: Arc::new(control), metrics, next_id: Arc::default() })
     }
 
-    /// Connects to `port` in the guest and waits at most `limit` for its answer; blocks the calling thread.
-    /// Before the guest's driver is up the request waits. The stream is one end of a socket pair, in blocking
-    /// mode; `shutdown` and closing mean what they mean for a socket.
+    /// Connects to `port` in the guest. Blocks the calling thread for at most `limit`, also while the guest's driver is not initialized
+    /// yet. The stream is one end of a socket pair, in blocking mode; `shutdown` and closing have the usual meaning for sockets.
     pub fn connect(&self, port: u32, limit: Duration) -> Result<UnixStream, VsockError> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (answer, result) = sync_channel(1);
@@ -44,12 +43,12 @@ impl Vsock {
                 self.control.send(Command::GiveUp(id))?;
                 Err(VsockError::Timeout { port, limit })
             }
-            // Dropped without an answer: the transport was reset or the device has gone.
+            // The request was dropped without an answer: the transport was reset or the device has stopped.
             Err(RecvTimeoutError::Disconnected) => Err(VsockError::Stopped),
         }
     }
 
-    /// Takes connections that the guest makes to `port` of the host, until the listener is dropped.
+    /// Accepts connections of the guest to `port` of the host until the listener is dropped.
     pub fn listen(&self, port: u32) -> Result<Listener, VsockError> {
         let (incoming, connections) = sync_channel(BACKLOG);
         let (answer, result) = sync_channel(1);
@@ -61,29 +60,29 @@ impl Vsock {
         }
     }
 
-    /// Drops all connections and tells the guest so (as after a snapshot is restored); it keeps its listeners.
-    /// Whoever waits in [`connect`](Vsock::connect) gets [`VsockError::Stopped`].
+    /// Closes all connections and notifies the guest of that (as after the restore of a snapshot). Listeners stay. Callers that
+    /// wait in [`connect`](Vsock::connect) get [`VsockError::Stopped`].
     pub fn reset_transport(&self) -> Result<(), VsockError> {
         self.control.send(Command::ResetTransport)
     }
 
-    /// The context id of the guest.
+    /// Returns the context id of the guest.
     pub fn guest_cid(&self) -> u32 {
         self.guest_cid
     }
 
-    /// What it has done.
+    /// Returns the counters.
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
     }
 
-    /// The device for a transport. Meant to be called once.
+    /// Returns the device for a transport. Call it once.
     pub fn device(&self) -> Box<dyn Device> {
         Box::new(VsockDevice::new(self.guest_cid, self.control.clone()))
     }
 }
 
-/// A port of the host on which the guest may connect.
+/// A port of the host to which the guest may connect.
 #[derive(Debug)]
 pub struct Listener {
     port: u32,
@@ -92,7 +91,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// The next connection; waits at most `limit`, blocking the calling thread.
+    /// Returns the next connection. Blocks the calling thread for at most `limit`.
     pub fn accept(&self, limit: Duration) -> Result<UnixStream, VsockError> {
         self.connections.recv_timeout(limit).map_err(|error| match error {
             RecvTimeoutError::Timeout => VsockError::Timeout { port: self.port, limit },
@@ -100,7 +99,7 @@ impl Listener {
         })
     }
 
-    /// The port.
+    /// Returns the port.
     pub fn port(&self) -> u32 {
         self.port
     }
@@ -108,7 +107,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // An error means that the device has gone before.
+        // Fails only if the device has stopped before.
         let _ = self.control.send(Command::Unlisten(self.port));
     }
 }

@@ -1,16 +1,16 @@
-//! Owns: what a vsock device counts.
+//! Defines the counters of a vsock device.
 
 use std::sync::atomic::AtomicU64;
 
-/// Counters of a vsock device, from its making on.
+/// Counters of a vsock device since its creation.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    /// Connections that came to be, whoever made them.
+    /// Connections established from either side.
     pub connections: AtomicU64,
     /// Bytes sent to the guest.
     pub to_guest_bytes: AtomicU64,
     /// Bytes received from the guest.
     pub from_guest_bytes: AtomicU64,
-    /// Packets of the guest that made no sense or broke the rules.
+    /// Packets of the guest that were invalid or violated the protocol.
     pub bad_packets: AtomicU64,
 }

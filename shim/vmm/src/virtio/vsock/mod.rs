@@ -1,5 +1,5 @@
-//! Owns: the virtio socket device in user space. A connection ends, on the host, in one end of a socket pair.
-//! Threads: one per device, which owns all connections; [`Vsock`] and [`Listener`] may be used from any thread.
+//! Implements the virtio socket device in user space. On the host, a connection ends in one end of a socket pair. Each device
+//! has one thread, which owns all connections; [`Vsock`] and [`Listener`] may be used from any thread.
 
 mod connection;
 mod device;
@@ -23,13 +23,13 @@ pub(crate) use {muxer::Muxer, packet::Header};
 /// The context id of the host.
 pub const HOST_CID: u64 = 2;
 
-/// The most connections at a time, whoever made them.
+/// The maximum number of simultaneous connections, from either side.
 pub const MAX_CONNECTIONS: usize = 512;
 
-/// The most bytes of one connection that the guest may send before the host has taken them.
+/// The receive window of a connection: the maximum number of bytes that the guest may send before the host has taken them.
 pub const WINDOW: u32 = 128 << 10;
 
-/// The most connections of one listener that nobody has accepted yet.
+/// The maximum number of connections of one listener that have not been accepted.
 pub const BACKLOG: usize = 64;
 
 /// The numbers of the queues.

@@ -1,5 +1,5 @@
-//! Owns: all connections of a device and the work on its three queues.
-//! Threads: the device's own; whoever holds it calls [`Muxer::run`] after every event.
+//! Manages all connections of a device and processes its three queues. It runs on the device's thread, which must call
+//! [`Muxer::run`] after every event.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::connection::{Connection, Key, Next, Taken, Wanted};
@@ -17,16 +17,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, TrySendError};
 
-/// Refusals that wait for a buffer of the guest; with so many, nothing more is taken from it.
+/// The maximum number of resets that wait for a buffer of the guest. At the maximum, no more packets are taken from the guest.
 const MAX_REPLIES: usize = 256;
 
-/// Packets each way before other events get their turn.
+/// The number of packets in each direction before other events are processed.
 const BUDGET: usize = 256;
 
-/// The first port that the host connects from; below are those it listens on.
+/// The first port that the host connects from; lower ports are for listeners.
 const FIRST_PORT: u32 = 1 << 30;
 
-/// The event that tells the guest that all its connections are gone.
+/// The event that notifies the guest that all its connections are closed.
 const TRANSPORT_RESET: u32 = 0;
 
 /// The connections and queues of a device.
@@ -44,26 +44,26 @@ pub(crate) struct Muxer {
     notice: Notice,
 }
 
-/// How far the guest has been told that all its connections are gone. Until it has taken note of it, nothing else is
-/// sent to it: its driver would drop connections that are made meanwhile.
+/// The progress of notifying the guest that all its connections are closed. No other packet is sent to the guest before it has
+/// processed the notification, because its driver would drop connections made meanwhile.
 #[derive(Debug, PartialEq, Eq)]
 enum Notice {
-    /// Nothing to tell.
+    /// No notification is due.
     None,
-    /// It waits for a buffer in the event queue.
+    /// The notification waits for a buffer in the event queue.
     Due,
-    /// It lies in a buffer. When the guest has added buffers to these, it has seen it.
+    /// The notification is in a buffer. The guest has processed it when it has made a buffer with the index `offered` available.
     Given { offered: u16 },
 }
 
 impl Key {
-    /// The number by which epoll names it.
+    /// Returns the number that identifies the connection to epoll.
     fn token(self) -> u64 {
         u64::from(self.host) << 32 | u64::from(self.guest)
     }
 
     fn from_token(token: u64) -> Key {
-        Key { host: (token >> 32) as u32, guest: token as u32 } // its two halves
+        Key { host: (token >> 32) as u32, guest: token as u32 } // the two halves
     }
 }
 
@@ -83,12 +83,12 @@ impl Muxer {
         }
     }
 
-    /// The place of a queue; `None`: there is no such queue.
+    /// Returns the slot of a queue, or `None` if no queue has this number.
     pub(crate) fn ring(&mut self, index: u16) -> Option<&mut Option<Ring>> {
         self.rings.get_mut(usize::from(index))
     }
 
-    /// Takes connections to `port`; `false`: somebody does already.
+    /// Accepts connections to `port` from now on. Returns `false` if the port is in use.
     pub(crate) fn listen(&mut self, port: u32, incoming: SyncSender<UnixStream>) -> bool {
         match self.listeners.entry(port) {
             Entry::Occupied(_) => false,
@@ -99,19 +99,19 @@ impl Muxer {
         }
     }
 
-    /// Takes no more connections to `port`.
+    /// Stops accepting connections to `port`.
     pub(super) fn unlisten(&mut self, port: u32) {
         self.listeners.remove(&port);
     }
 
-    /// Asks the guest for a connection; the answer goes to `answer`.
+    /// Requests a connection from the guest. The result is sent to `answer`.
     pub(crate) fn connect(&mut self, port: u32, id: u64, answer: SyncSender<Result<UnixStream, VsockError>>) {
         match self.ask(port) {
             Ok((key, ours, end)) => {
                 self.connections.insert(key, Connection::asked(key, ours, Wanted { id, end, answer }));
                 self.enqueue(key);
             }
-            // Whoever asked may have gone meanwhile.
+            // The receiver may have been dropped meanwhile.
             Err(error) => drop(answer.try_send(Err(error))),
         }
     }
@@ -131,7 +131,7 @@ impl Muxer {
         Ok((key, ours, end))
     }
 
-    /// The caller does not wait for this connection any more.
+    /// Cancels a connection request whose caller no longer waits.
     pub(super) fn give_up(&mut self, id: u64) {
         let is_it = |connection: &Connection| connection.wanted.as_ref().is_some_and(|wanted| wanted.id == id);
         if let Some(key) = self.connections.values().find(|one| is_it(one)).map(|one| one.key) {
@@ -139,7 +139,7 @@ impl Muxer {
         }
     }
 
-    /// The guest's driver has begun anew: its connections are gone, those it has not answered are asked for again.
+    /// Handles a reset of the guest's driver: closes its connections, and requests the unanswered ones again.
     pub(crate) fn forget(&mut self) {
         self.notice = Notice::None;
         self.connections.retain(|_, connection| connection.wanted.is_some());
@@ -151,7 +151,7 @@ impl Muxer {
         keys.into_iter().for_each(|key| self.enqueue(key));
     }
 
-    /// Drops all connections, also those not answered yet, and tells the guest so.
+    /// Drops all connections, including unanswered requests, and notifies the guest.
     pub(crate) fn reset_transport(&mut self) {
         self.connections.clear();
         self.forget();
@@ -161,12 +161,12 @@ impl Muxer {
         }
     }
 
-    /// The guest goes on from a saved state and knows connections that are gone. Those that the host has asked for
-    /// meanwhile are made once the guest knows.
+    /// Handles a restore: the guest knows connections that no longer exist. Connections that the host requested meanwhile are
+    /// made after the guest has been notified.
     pub(crate) fn restored(&mut self) {
         self.forget();
-        // Far from the ports of those that are gone: the guest keeps their sockets until their owners close them, and
-        // would take a new connection between the same ports for an old one.
+        // The new port is far from those of the old connections: the guest keeps their sockets until their owners close them,
+        // and would mistake a new connection between the same ports for an old one.
         let mut random = [0; 4];
         if nacelle_base::random::fill(&mut random).is_ok() {
             self.next_port = FIRST_PORT | u32::from_le_bytes(random) >> 2;
@@ -174,7 +174,7 @@ impl Muxer {
         self.notice = Notice::Due;
     }
 
-    /// Tells the guest that its connections are gone, if that is due; `true`: nothing keeps it from other packets.
+    /// Notifies the guest that its connections are closed, if that is due. Returns `true` if other packets may be sent.
     fn tell(&mut self) -> bool {
         if self.notice == Notice::None {
             return true;
@@ -199,17 +199,17 @@ impl Muxer {
         false
     }
 
-    /// Takes note of a kick.
+    /// Handles a kick.
     pub(super) fn kicked(&mut self, index: u16) {
         if let Some(Some(ring)) = self.rings.get_mut(usize::from(index)) {
             ring.kicked();
             if ring.is_broken() {
-                let _ = self.epoll.delete(&*ring); // it may be gone already
+                let _ = self.epoll.delete(&*ring); // it may have been removed already
             }
         }
     }
 
-    /// Takes note of what epoll says about a connection's host end.
+    /// Handles epoll events of a connection's host end.
     pub(super) fn stirred(&mut self, token: u64, flags: EpollFlags) {
         let key = Key::from_token(token);
         let Some(connection) = self.connections.get_mut(&key) else { return };
@@ -221,7 +221,7 @@ impl Muxer {
         self.after(key);
     }
 
-    /// Works on the queues until nothing is left to do; `true`: there is more, but others come first.
+    /// Processes the queues until no work is left. Returns `true` if there is more work after the budget is used up.
     pub(crate) fn run(&mut self) -> bool {
         let mut budget = BUDGET;
         loop {
@@ -230,14 +230,14 @@ impl Muxer {
             if budget == 0 {
                 return true;
             }
-            // With the replies still full, the guest gives a buffer for them (and a kick) before anything goes on.
+            // If the replies are still full, the guest must provide a buffer for them (and a kick) first.
             if !more || self.replies.len() >= MAX_REPLIES {
                 return false;
             }
         }
     }
 
-    /// Takes packets from the guest; `true`: look again, after sending.
+    /// Takes packets from the guest. Returns `true` if there may be more after sending.
     fn receive(&mut self, budget: &mut usize) -> bool {
         let Some(mut ring) = self.take_ring(TX) else { return false };
         ring.quiet();
@@ -280,7 +280,7 @@ impl Muxer {
         guest_warn!(cid = self.guest_cid, "the guest sent a vsock packet with {what}");
     }
 
-    /// Reads a packet; those that are not for us are answered or dropped here.
+    /// Parses a packet. Packets for other destinations or of other types are answered or dropped here.
     fn parse(&mut self, ring: &Ring, request: Request) -> Result<Option<(Header, Pieces)>, BadChain> {
         let mut payload = request.buffers.readable;
         let Some(head) = payload.take_front(HEADER) else {
@@ -309,7 +309,7 @@ impl Muxer {
         Ok(Some((header, payload)))
     }
 
-    /// Answers a packet that belongs to nothing, and ends the connection if it belongs to one.
+    /// Answers a packet with a reset, and ends the connection that it belongs to, if any.
     fn refuse(&mut self, header: &Header) {
         self.remove(Key { host: header.dst_port, guest: header.src_port }, false);
         if header.op != Op::RST {
@@ -408,7 +408,7 @@ impl Muxer {
         self.enqueue(key);
     }
 
-    /// After something happened to a connection: is it over, has it something for the guest?
+    /// Updates a connection after an event: removes it if it is finished, and queues it if it has a packet for the guest.
     fn after(&mut self, key: Key) {
         let Some(connection) = self.connections.get_mut(&key) else { return };
         if connection.settle() {
@@ -428,11 +428,11 @@ impl Muxer {
         }
     }
 
-    /// Ends a connection; the host's end sees its end, a caller who waits for it learns that it is refused.
+    /// Removes a connection. The host's end reads the end of data; a caller that waits for the connection gets [`VsockError::Refused`].
     fn remove(&mut self, key: Key, tell_guest: bool) {
         let Some(mut connection) = self.connections.remove(&key) else { return };
         if connection.queued {
-            // Or a guest that connects and resets, and takes no packets, would make the list grow for ever.
+            // Otherwise a guest that connects and resets, and takes no packets, would make the list grow without bound.
             self.ready.retain(|other| *other != key);
         }
         if let Some(wanted) = connection.wanted.take() {
@@ -443,7 +443,7 @@ impl Muxer {
         }
     }
 
-    /// Fills the guest's buffers with what is for it.
+    /// Fills the guest's receive buffers with pending packets.
     fn send(&mut self, budget: &mut usize) {
         if !self.tell() {
             return;
@@ -481,8 +481,8 @@ impl Muxer {
         self.put_ring(ring);
     }
 
-    /// The header of the next packet for the guest; its payload is in `room` already. `None`: nothing to send
-    /// after all.
+    /// Returns the header of the next packet for the guest, after writing its payload to `room`. Returns `None` if there is no
+    /// packet to send.
     fn next_packet(&mut self, ring: &Ring, mut room: Pieces) -> Option<Header> {
         if let Some(reply) = self.replies.pop_front() {
             return Some(reply);
@@ -514,7 +514,7 @@ impl Muxer {
         header
     }
 
-    /// Takes a ring out, so that it and the connections can be worked on together.
+    /// Takes a ring out of the muxer, so that the ring and the connections can be borrowed together.
     fn take_ring(&mut self, index: u16) -> Option<Ring> {
         self.ring(index)?.take()
     }

@@ -1,21 +1,21 @@
-//! Owns: the header of a vsock packet: its bytes and its fields. Pure.
+//! Encodes and decodes the header of a vsock packet. Pure.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-/// Bytes of a header.
+/// The size of a header in bytes.
 pub(crate) const HEADER: usize = 44;
 
-/// The most payload of one packet, in bytes; Linux sends no more.
+/// The maximum payload of one packet in bytes; Linux sends no more.
 pub(crate) const MAX_PAYLOAD: u32 = 64 << 10;
 
 /// The type of a stream connection's packets.
 pub(crate) const STREAM: u16 = 1;
 
-/// In the flags of [`Op::SHUTDOWN`]: the sender receives no more.
+/// A flag of [`Op::SHUTDOWN`]: the sender will receive no more data.
 pub(crate) const SHUT_RECEIVE: u32 = 1;
-/// In the flags of [`Op::SHUTDOWN`]: the sender sends no more.
+/// A flag of [`Op::SHUTDOWN`]: the sender will send no more data.
 pub(crate) const SHUT_SEND: u32 = 2;
 
-/// What a packet is for.
+/// The operation of a packet.
 #[allow(non_snake_case, reason = "a namespace of constants")]
 pub(crate) mod Op {
     pub(crate) const REQUEST: u16 = 1;
@@ -27,23 +27,23 @@ pub(crate) mod Op {
     pub(crate) const CREDIT_REQUEST: u16 = 7;
 }
 
-/// `struct virtio_vsock_hdr`.
+/// The header of a packet (`struct virtio_vsock_hdr`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {
     pub src_cid: u64,
     pub dst_cid: u64,
     pub src_port: u32,
     pub dst_port: u32,
-    /// Bytes of payload.
+    /// The length of the payload in bytes.
     pub length: u32,
-    /// Stream or something else.
+    /// The socket type: [`STREAM`], or anything from a guest.
     pub kind: u16,
     /// One of [`Op`], or anything from a guest.
     pub op: u16,
     pub flags: u32,
-    /// The sender's buffer for this connection, in bytes.
+    /// The size of the sender's buffer for this connection, in bytes.
     pub buf_alloc: u32,
-    /// How many bytes the sender has taken out of that buffer since the begin, modulo 2^32.
+    /// The total number of bytes that the sender has taken out of that buffer, modulo 2^32.
     pub fwd_cnt: u32,
 }
 
@@ -85,7 +85,7 @@ impl Header {
         bytes
     }
 
-    /// The refusal of this packet.
+    /// Returns the reset that answers this packet.
     pub(crate) fn reset(&self) -> Header {
         Header {
             src_cid: self.dst_cid,

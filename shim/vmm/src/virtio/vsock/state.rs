@@ -1,9 +1,8 @@
-//! Owns: what a vsock device keeps over a save and restore.
+//! Defines the state of a vsock device that is saved and restored.
 
 use serde::{Deserialize, Serialize};
 
-/// The state of a vsock device. Connections are not kept: the guest is told that they are gone. Listeners belong to
-/// the host.
+/// The state of a vsock device. Connections are not saved: the guest is notified that they are closed. Listeners belong to the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     /// The context id of the guest.

@@ -1,4 +1,4 @@
-//! Owns: the thread of a vsock device: it waits for kicks, for the host's ends and for commands.
+//! Runs the thread of a vsock device, which waits for kicks, for the host's ends of connections and for commands.
 
 use super::muxer::Muxer;
 use super::{Metrics, VsockError};
@@ -14,11 +14,11 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
 use std::thread::Builder;
 use virtio_queue::QueueState;
 
-/// The upper half of the numbers by which epoll names what is not a connection: no port of the host.
+/// The upper half of the epoll tokens of everything other than connections. No port of the host has this number.
 const OURS: u64 = (u32::MAX as u64) << 32;
 const WAKE: u64 = OURS | u32::MAX as u64;
 
-/// What the thread is asked to do.
+/// A command for the thread.
 pub(super) enum Command {
     Start(Ring, SyncSender<Result<(), StartError>>),
     Stop(u16, SyncSender<Option<QueueState>>),
@@ -32,7 +32,7 @@ pub(super) enum Command {
     Quit,
 }
 
-/// The way to the thread. The last one to go ends it.
+/// The channel to the thread. Dropping the last reference ends the thread.
 #[derive(Debug)]
 pub(super) struct Control {
     commands: Sender<Command>,
@@ -52,7 +52,7 @@ impl Control {
         Ok(Control { commands, wake })
     }
 
-    /// Hands a command to the thread; an error means that the thread is gone.
+    /// Sends a command to the thread. Fails if the thread has ended.
     pub(super) fn send(&self, command: Command) -> Result<(), VsockError> {
         self.commands.send(command).map_err(|_gone| VsockError::Stopped)?;
         self.wake.write(1).map(drop).map_err(|error| VsockError::Resources { source: error.into() })
@@ -61,7 +61,7 @@ impl Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
-        // An error means that the thread has gone before.
+        // Fails only if the thread has ended before.
         let _ = self.send(Command::Quit);
     }
 }
@@ -106,7 +106,7 @@ impl Worker {
     }
 
     fn obey(&mut self, command: Command) {
-        // Whoever asked may have gone meanwhile: answers that nobody takes are dropped.
+        // The requester may have stopped waiting; then the answer is dropped.
         match command {
             Command::Start(ring, answer) => drop(answer.send(self.start(ring))),
             Command::Stop(index, answer) => drop(answer.send(self.stop(index))),
@@ -139,7 +139,7 @@ impl Worker {
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
         let ring = self.muxer.ring(index)?.take()?;
-        let _ = self.epoll.delete(&ring); // a broken one is not watched any more
+        let _ = self.epoll.delete(&ring); // a broken ring is no longer registered
         Some(ring.into_state())
     }
 }

@@ -1,5 +1,6 @@
-//! Owns: the case in which the API server asks `nacelle admission`: its certificate by the recipe of docs/reference/vm-admission.md, its manifests as the
-//! program prints them. Only its pods are missing, which nobody schedules here: the program runs at the Service's address instead.
+//! Tests `nacelle admission` as a webhook of the API server, with the certificate of the recipe in docs/reference/vm-admission.md
+//! and the manifests that the program prints. Its pods do not run, because there is no scheduler here: the program runs at the
+//! Service's address instead.
 
 use super::Outcome;
 use crate::cluster::Cluster;
@@ -49,7 +50,7 @@ spec:
     command: [sh, -c, \"trap 'exit 0' TERM; sleep 1000000 & wait\"]
 ";
 
-/// The server, asked by the API server until this is dropped.
+/// The webhook server. The API server calls it until this is dropped.
 struct Asked<'w> {
     cluster: &'w Cluster,
     process: Child,
@@ -57,17 +58,17 @@ struct Asked<'w> {
 
 impl Drop for Asked<'_> {
     fn drop(&mut self) {
-        // First nobody asks any more: other cases go on.
+        // The webhooks are removed first, so that other cases are not affected.
         for kind in ["validating", "mutating"] {
             self.cluster.kubectl(&["delete", &format!("{kind}webhookconfiguration"), "nacelle-admission"]);
         }
-        // One that has ended already is what we want.
+        // It may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// The commands of docs/reference/vm-admission.md, as far as they make the certificate.
+/// Runs the commands of docs/reference/vm-admission.md that create the certificate.
 fn certificate(folder: &Path) {
     let script = format!(
         "ns={SPACE}\nkey='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'\n\
@@ -117,7 +118,7 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
     let create = |manifest: &str, more: &[&str]| -> Output {
         feed(&mut cluster.command(&[&["create", "-f", "-"], more].concat()), manifest.as_bytes())
     };
-    // The API server hears of webhooks a moment later.
+    // The API server notices new webhooks with a delay.
     let told = wait("the API server asks", || {
         let output = create(WRONG, &["--dry-run=server"]);
         (output.code != 0).then_some(output.stderr)
@@ -140,7 +141,7 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
     assert!(warned.code == 0 && warned.stderr.starts_with(warning), "{warned:?}");
     cluster.kubectl(&["delete", "pod", "warned", "--force", "--grace-period=0"]).ok();
 
-    // What the catalogue of the server means reaches the guest.
+    // The server's catalogue affects the guest.
     cluster.apply(CLASS);
     let pod = cluster.pod("sized", SIZED);
     let object = pod.object().expect("it was created");

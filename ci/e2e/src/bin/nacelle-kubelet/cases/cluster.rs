@@ -1,4 +1,4 @@
-//! Owns: cases that need an API server: what kubelet takes from it, and what kubectl does with a pod.
+//! Tests cases that need an API server: what kubelet gets from it, and kubectl on pods.
 
 use super::Outcome;
 use super::runs::waiting;
@@ -16,7 +16,7 @@ pub(super) fn cluster(world: &World) -> &Cluster {
     world.cluster.as_ref().expect("the node has joined")
 }
 
-/// The documents of an example: its pod, and all else.
+/// Returns the documents of an example: its pod, and all others.
 fn documents(name: &str) -> (String, String) {
     let text = example(name);
     let (pods, others): (Vec<_>, Vec<_>) = text.split("\n---\n").partition(|part| part.contains("\nkind: Pod\n"));
@@ -45,7 +45,7 @@ pub fn configuration_that_changes(world: &World) -> Outcome {
     let cluster = cluster(world);
     let (pod, others) = documents("configured");
     let pod = cluster.pod("configured", &pod);
-    // It waits for what does not exist yet.
+    // The pod waits for objects that do not exist yet.
     pod.waits("main", "ContainerCreating");
     cluster.apply(&others);
     pod.ready();
@@ -53,7 +53,7 @@ pub fn configuration_that_changes(world: &World) -> Outcome {
     assert_eq!(pod.shell("cat /all/password; stat -L -c %a /secret/password"), "hunter2400");
     let token = pod.shell("cat /var/run/secrets/kubernetes.io/serviceaccount/token");
     assert_eq!(token.split('.').count(), 3, "{token}");
-    // What kubelet swaps in is there for the pod, but for subPath.
+    // The pod sees the updates of kubelet, except with subPath.
     cluster.apply(&others.replace("blue", "green"));
     wait("the pod sees the new settings", || (pod.shell("cat /settings/colour") == "green").then_some(()));
     assert_eq!(pod.shell("cat /part; ls -A /settings | sort | tail -1"), "bluecolour");
@@ -82,7 +82,7 @@ pub fn two_handlers_side_by_side(world: &World) -> Outcome {
     Outcome::Passed
 }
 
-/// A PersistentVolume and a claim that are each other's, as the controller would have made them.
+/// Creates a PersistentVolume and a claim that are bound to each other, as the controller would.
 pub(super) fn claim(cluster: &Cluster, manifest: &str, name: &str) {
     cluster.apply(manifest);
     let patch = |kind: &str, patch: Value, further: &[&str]| {
@@ -109,7 +109,7 @@ pub fn a_database_with_a_claim(world: &World) -> Outcome {
         let url = format!("http://{}:2379/v3/kv/{what}", address.as_str().expect("a Ready pod has an address"));
         world.node.run("curl", &["-sf", "--max-time", "60", "-d", body, &url]).ok()
     };
-    // Its probes ask over gRPC.
+    // The probes use gRPC.
     let pod = cluster.pod("database", &pod_manifest);
     let status = pod.ready();
     put(&status["status"]["podIP"], "put", "{\"key\": \"Zm9v\", \"value\": \"YmFy\"}");
@@ -131,7 +131,7 @@ pub fn a_raw_block_volume(world: &World) -> Outcome {
     let pod = cluster.pod("block", &pod);
     pod.ready();
     pod.shell("echo written by the pod | dd of=/dev/data conv=notrunc,fsync");
-    // The page cache of a file and that of a loop device over it are two.
+    // The page cache of a file and that of a loop device over it are separate.
     let written = call("head", ["-c", "18", disk.device()]).stdout;
     assert_eq!(written, "written by the pod");
     pod.delete();
@@ -219,8 +219,8 @@ pub fn eviction(world: &World) -> Outcome {
     let volume = "  volumes: [{name: data, emptyDir: {sizeLimit: 8Mi}}]\n";
     let mounts = "    volumeMounts: [{name: data, mountPath: /data}]\n";
     let evicted = |name: &str, manifest: &str, file: &str, word: &str| {
-        // kubelet 1.36 calls a pod Succeeded that it has evicted, if it looks at its containers once more before it has removed
-        // them, and all ended well (`getPhase`).
+        // kubelet 1.36 reports Succeeded for a pod that it has evicted if it checks the containers once more before it has
+        // removed them, and all exited with 0 (`getPhase`).
         let pod = cluster.pod(name, &manifest.replace("exit 0", "exit 143"));
         pod.ready();
         pod.shell(&format!("dd if=/dev/zero of={file} bs=1M count=20"));
@@ -246,7 +246,7 @@ pub fn a_volume_with_a_limit(world: &World) -> Outcome {
     cluster.apply(&class);
     let pod = cluster.pod("limited-volume", &pod);
     pod.ready();
-    // kubectl exec ends as the command does.
+    // kubectl exec returns the exit code of the command.
     let run = |container: &str, script: &str| {
         cluster.kubectl(&["exec", "limited-volume", "-c", container, "--", "sh", "-c", script])
     };
@@ -256,12 +256,12 @@ pub fn a_volume_with_a_limit(world: &World) -> Outcome {
         let pods = summary["pods"].as_array()?.iter().find(|pod| pod["podRef"]["name"] == "limited-volume")?;
         pods["volume"].as_array()?.iter().find(|volume| volume["name"] == "data")?["usedBytes"].as_u64()
     };
-    // Ready says that both were started, no more.
+    // Ready only means that both containers were started.
     wait("the writer's word", || (run("reader", "cat /seen/word").stdout == "of the writer").then_some(()));
     assert_eq!(run("reader", "stat -c '%a %g' /data").ok(), "2777 3000");
     let full = run("writer", "dd if=/dev/urandom of=/data/much bs=1M count=64");
     assert!(full.code != 0 && full.stderr.contains("No space left"), "{full:?}");
-    // kubelet sees how much that is: not more than the limit, and so it leaves the pod alone.
+    // kubelet's usage is not above the limit, so it does not evict the pod.
     let most = wait("kubelet measures the full volume", || used().filter(|used| *used > 24 << 20));
     assert!(most <= 32 << 20, "{most}");
     run("writer", "rm /data/much && sync").ok();
@@ -273,7 +273,7 @@ pub fn a_volume_with_a_limit(world: &World) -> Outcome {
     Outcome::Passed
 }
 
-/// Machines that may grow, and what they cost beside their containers.
+/// A RuntimeClass with resizable VMs, and their overhead.
 const GROWING: &str = "apiVersion: node.k8s.io/v1
 kind: RuntimeClass
 metadata: {name: growing}
@@ -282,14 +282,14 @@ overhead:
   podFixed: {memory: 256Mi, cpu: 100m}
 ";
 
-/// Asks for other limits of its container.
+/// Requests other limits for the pod's container.
 fn resize(cluster: &Cluster, cpu: &str, memory: &str) {
     let limits = json!({"name": "main", "resources": {"limits": {"cpu": cpu, "memory": memory}}});
     let patch = json!({"spec": {"containers": [limits]}}).to_string();
     cluster.kubectl(&["patch", "pod", "resized", "--subresource=resize", "-p", &patch]).ok();
 }
 
-/// A pod's conditions of these types.
+/// Returns the resize conditions of a pod.
 fn resizes(pod: &Value) -> Vec<Value> {
     let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
     let of = |condition: &Value| condition["type"].as_str().is_some_and(|name| name.starts_with("PodResize"));
@@ -314,13 +314,13 @@ pub fn a_size_that_changes(world: &World) -> Outcome {
         assert_eq!(limits, format!("{cpu} 100000\n{}", memory << 20));
         if guest {
             assert_eq!(pod.shell("nproc"), processors);
-            // Blocks of 128 MiB beside the 64 MiB for containers that it was born with.
+            // Blocks of 128 MiB, in addition to the initial 64 MiB for containers.
             let blocks = memory.saturating_sub(64).div_ceil(128);
             assert_eq!(total(), born + ((blocks * 128) << 10), "{memory} MiB");
         }
     };
     seen("20000", 64, "1");
-    // Up and down, each by itself and both at once.
+    // Up and down, each limit by itself and both at once.
     for (cpu, memory, quota, mib, processors) in [
         ("2500m", "64Mi", "250000", 64, "3"),
         ("1200m", "48Mi", "120000", 48, "2"),
@@ -338,7 +338,7 @@ pub fn a_size_that_changes(world: &World) -> Outcome {
         seen(quota, mib, processors);
     }
     if guest {
-        // More than the machine can have: the pod says so, and goes on with what it had.
+        // More than the maximum of the VM: the pod reports it, and continues with its resources.
         resize(cluster, "4", "40Mi");
         let said = pod.until("the resize is refused", |pod| {
             let messages =

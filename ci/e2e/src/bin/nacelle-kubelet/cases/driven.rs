@@ -1,5 +1,4 @@
-//! Owns: the case of volumes that a driver of the Container Storage Interface has, and the process that is the driver
-//! (`ci/kubelet.d/driver`).
+//! Tests volumes of a CSI driver, and runs the driver's process (`ci/kubelet.d/driver`).
 
 use super::Outcome;
 use super::cluster::{claim, cluster};
@@ -16,20 +15,20 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Child, Command};
 
-/// Its name: kubelet keeps volumes apart by it.
+/// The driver's name; kubelet keeps volumes apart by it.
 const DRIVER: &str = "disks.example";
 
-/// What an administrator says of the driver: that no volume has to be attached to the node first, and that its volumes grow.
+/// The CSIDriver and StorageClass: volumes need no attachment to the node, and can be expanded.
 const REGISTERED: &str = "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {name: disks.example}\n\
     spec: {attachRequired: false, podInfoOnMount: false, fsGroupPolicy: File, volumeLifecycleModes: [Persistent]}\n\
     ---\napiVersion: storage.k8s.io/v1\nkind: StorageClass\nmetadata: {name: driven}\n\
     provisioner: disks.example\nallowVolumeExpansion: true\n";
 
-/// The driver, until this is dropped.
+/// The driver's process, until this is dropped.
 struct Driver(Child);
 
 impl Driver {
-    /// Starts one that has these volumes; kubelet finds it by itself.
+    /// Starts a driver with these volumes; kubelet finds it by itself.
     fn start(volumes: &[(&str, &Disk)], log: &Path) -> Self {
         let log = File::create(log).expect("the node's folder is writable");
         let pairs = volumes.iter().map(|(name, disk)| format!("{name}={}", disk.device()));
@@ -46,7 +45,7 @@ impl Drop for Driver {
     }
 }
 
-/// A volume of the driver's and a claim to it.
+/// Returns a volume of the driver and a claim to it.
 fn volume(name: &str, mode: &str) -> String {
     let common = "accessModes: [ReadWriteOnce], storageClassName: driven";
     format!(
@@ -58,7 +57,7 @@ fn volume(name: &str, mode: &str) -> String {
     )
 }
 
-/// Asks for 64 MiB, and says, in the place of who makes volumes larger, that they are there and the node has to follow.
+/// Requests 64 MiB, and acts as the external resizer: the volume has grown and the node must follow.
 fn ask_for_more(cluster: &Cluster, name: &str) {
     let patch = |kind: &str, patch: Value, further: &[&str]| {
         let patch = patch.to_string();
@@ -74,14 +73,14 @@ fn ask_for_more(cluster: &Cluster, name: &str) {
     patch("pvc", json!({"status": status}), &["--subresource=status"]);
 }
 
-/// Whether there is `CAP_SYS_RESOURCE`, which ext4 wants of who resizes it while it is mounted (fs/ext4/ioctl.c).
+/// Returns whether the process has `CAP_SYS_RESOURCE`, which ext4 requires for resizing a mounted file system (fs/ext4/ioctl.c).
 fn may_grow_ext4() -> bool {
     let status = fs::read_to_string("/proc/self/status").expect("proc is mounted");
     let set = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("it has capabilities");
     u64::from_str_radix(set.trim(), 16).expect("a number in base 16") & (1 << 24) != 0
 }
 
-/// What kubelet says of the bytes of the pod's volume.
+/// Returns kubelet's statistics of the bytes of the pod's volume.
 fn figures(cluster: &Cluster, pod: &str, volume: &str) -> Option<Value> {
     let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
     let summary: Value = serde_json::from_str(&summary).expect("kubelet answers in JSON");
@@ -121,11 +120,11 @@ pub fn volumes_of_a_driver(world: &World) -> Outcome {
     assert_ne!(pod.try_shell("touch /seen/other").code, 0);
     let (room, size) = sizes_of(&pod.shell(sizes));
     assert!(room < 32 << 10 && size == 32 << 20, "{room} {size}");
-    // What kubelet warns and evicts by.
+    // The figures by which kubelet warns and evicts.
     let said = wait("kubelet has asked the driver", || figures(cluster, "driven", "files")?["capacityBytes"].as_u64());
     assert_eq!(said, room << 10);
 
-    // Both grow while the pod runs; where the kernel lets nobody grow a mounted ext4, only the disk.
+    // Both grow while the pod runs; without the capability for ext4 only the disk grows.
     let grow = &volumes[usize::from(!may_grow_ext4())..];
     for (name, disk) in grow {
         disk.grow(64);
@@ -143,7 +142,7 @@ pub fn volumes_of_a_driver(world: &World) -> Outcome {
     }
     pod.delete();
 
-    // Another pod finds what the first one left.
+    // Another pod finds the data of the first one.
     let pod = cluster.pod("driven-again", &waiting("driven-again", spec, main));
     pod.ready();
     assert_eq!(pod.shell("cat /part/file; head -c 5 /dev/data"), "first\nfirst");

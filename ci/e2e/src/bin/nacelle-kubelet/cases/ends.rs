@@ -1,4 +1,4 @@
-//! Owns: cases of containers and pods that end: jobs, crashes, limits, hooks, deadlines.
+//! Tests containers and pods that end: jobs, crashes, limits, hooks, deadlines.
 
 use super::Outcome;
 use super::runs::{waiting, with_folder};
@@ -14,7 +14,7 @@ pub fn a_job_that_is_tried_again(world: &World) -> Outcome {
     assert_eq!(job["state"]["terminated"]["reason"], "Completed");
     assert_eq!(job["lastState"]["terminated"]["exitCode"], 3);
     assert_eq!(pod.log("job"), "the result is 42");
-    // The sidecar was told to go when the work was done.
+    // kubelet stopped the sidecar after the job was done.
     assert_eq!(container(&status, "helper")["state"]["terminated"]["exitCode"], 0);
     pod.remove();
     Outcome::Passed
@@ -67,7 +67,7 @@ pub fn hooks_and_last_words(world: &World) -> Outcome {
     let status = pod.ready();
     let lines = || fs::read_to_string(folder.join("lines")).unwrap_or_default();
     assert_eq!(lines(), "postStart\n");
-    // Its last words, when it ends without being asked by kubelet.
+    // The termination message of a container that ends by itself.
     pod.try_run("main", &["kill", "1"]);
     let again = pod.until("it came again", |pod| {
         let main = container(pod, "main");
@@ -77,7 +77,7 @@ pub fn hooks_and_last_words(world: &World) -> Outcome {
     assert_eq!((&last["exitCode"], &last["message"]), (&7.into(), &"told to go\n".into()));
     assert_ne!(container(&again, "main")["containerID"], container(&status, "main")["containerID"]);
     pod.until("its second start is told", |_| (lines() == "postStart\nTERM\npostStart\n").then_some(()));
-    // And in order, when kubelet takes it down.
+    // The order of the shutdown by kubelet.
     pod.remove();
     assert_eq!(lines(), "postStart\nTERM\npostStart\npreStop\nlater\nTERM\n");
     Outcome::Passed

@@ -1,4 +1,4 @@
-//! Owns: pods that are machines under kubelet: what kubectl does with one, and a replica set of them.
+//! Tests machine pods under kubelet: kubectl on a machine pod, and a replica set of machine pods.
 
 use super::Outcome;
 use crate::cluster::{ApiPod, Cluster};
@@ -11,10 +11,10 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::process::{Child, Stdio};
 
-/// The image of the examples, and the memory of their machines: here they have a smaller disk, which needs less.
+/// The image of the examples, and the memory of their VMs, with replacements: the disk here is smaller and needs less.
 const SAID: [(&str, &str); 2] = [("registry.example/debian-disk:12", "boot:1"), ("memory: 1Gi", "memory: 64Mi")];
 
-/// The documents of an example of machines: the pods, and all else.
+/// Returns the documents of an example of machine pods: the pods, and all others.
 fn documents(world: &World, name: &str) -> Vec<String> {
     let image = Image::busybox().layer(|layer| layer.file("disk/boot.img", &boot_disk(), 0o440));
     world.node.registry.push(&image, "library/boot:1");
@@ -26,7 +26,7 @@ fn cluster(world: &World) -> &Cluster {
     world.cluster.as_ref().expect("the node has joined")
 }
 
-/// What kubectl prints of a pod's machine.
+/// Returns the output of kubectl for a verb of a pod's VM.
 fn vm(cluster: &Cluster, pod: &str, verb: &str) -> String {
     cluster.kubectl(&["exec", pod, "--", "@vm", verb]).ok()
 }
@@ -63,7 +63,7 @@ pub fn a_machine(world: &World) -> Outcome {
     let object = pod.ready();
     says(cluster, "machine", "boot 1\n");
     assert_eq!(object["status"]["containerStatuses"][0]["started"], true, "{object}");
-    // Its console is the container's.
+    // The VM's console is the container's.
     let mut attach = cluster.command(&["attach", "-i", "machine"]);
     let mut attached: Child =
         attach.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("kubectl");
@@ -72,7 +72,7 @@ pub fn a_machine(world: &World) -> Outcome {
     says(cluster, "machine", "typed");
     attached.kill().expect("kubectl is our child");
     attached.wait().expect("kubectl is our child");
-    // One that stands still is not Ready.
+    // A paused VM is not Ready.
     vm(cluster, "machine", "pause");
     not_ready(&pod);
     assert_eq!(phase(cluster, "machine"), "Paused");
@@ -89,7 +89,7 @@ pub fn a_machine(world: &World) -> Outcome {
     });
     forward.kill().expect("kubectl is our child");
     forward.wait().expect("kubectl is our child");
-    // By its annotation, which kubelet writes into the volume.
+    // By the pod's annotation, which kubelet writes into the volume.
     told_to(cluster, "off");
     wait("it is off", || (phase(cluster, "machine") == "Stopped").then_some(()));
     not_ready(&pod);
@@ -105,7 +105,7 @@ pub fn a_machine(world: &World) -> Outcome {
     let ours = pods.iter().find(|pod| pod["podRef"]["name"] == "machine").expect("it is one");
     let memory = ours["containers"][0]["memory"]["workingSetBytes"].as_u64();
     assert!(memory.is_some_and(|bytes| (1 << 20..=64 << 20).contains(&bytes)), "{ours}");
-    // A pod of the same name runs what the last one has left.
+    // A pod of the same name runs the persistent VM of the last one.
     pod.delete();
     let pod = cluster.pod("machine", manifest);
     pod.ready();
@@ -114,7 +114,7 @@ pub fn a_machine(world: &World) -> Outcome {
     Outcome::Passed
 }
 
-/// The names of the pods of the set that are to live.
+/// Returns the names of the live pods of the set.
 fn members(cluster: &Cluster) -> BTreeSet<String> {
     let pods = cluster.object("/api/v1/namespaces/default/pods?labelSelector=app%3Dmachines").unwrap_or_default();
     let living =
@@ -129,7 +129,7 @@ pub fn a_set_of_machines(world: &World) -> Outcome {
     let cluster = cluster(world);
     cluster.apply(&documents(world, "machine")[0]);
     cluster.apply(&documents(world, "replica-set")[0]);
-    // In the scheduler's place.
+    // Binds the pods in place of a scheduler.
     let ready = |wanted: u64| {
         wait(&format!("{wanted} machines are Ready"), || {
             for name in members(cluster) {
@@ -146,7 +146,7 @@ pub fn a_set_of_machines(world: &World) -> Outcome {
     for name in &three {
         says(cluster, name, "boot 1\n");
     }
-    // Whoever goes has another in its place, that begins anew.
+    // A deleted member is replaced by another one, which starts anew.
     let gone = three.first().expect("there are three");
     cluster.kubectl(&["delete", "pod", gone, "--timeout=240s"]).ok();
     let after = ready(3);
@@ -154,7 +154,7 @@ pub fn a_set_of_machines(world: &World) -> Outcome {
     for name in &after {
         says(cluster, name, "boot 1\n");
     }
-    // One that powers itself off has ended, and its container is started again: the pod stays.
+    // A VM that powers itself off has ended, and its container is restarted: the pod stays.
     let member = after.first().expect("there are three");
     feed(&mut cluster.command(&["attach", "-i", member]), b"q");
     wait("its container has been started again", || {

@@ -1,4 +1,4 @@
-//! Owns: the list of cases.
+//! Lists the cases.
 
 mod admission;
 mod cluster;
@@ -12,20 +12,20 @@ mod volumes;
 
 use crate::world::World;
 
-/// What became of a case that did not fail.
+/// The result of a case that did not fail.
 pub enum Outcome {
-    /// It did what it should.
+    /// The case passed.
     Passed,
-    /// It cannot be tried here, and why.
+    /// The case cannot run here, with the reason.
     Skipped(&'static str),
 }
 
 /// A case that shares the node with others.
 pub type Shared = (&'static str, fn(&World) -> Outcome);
-/// A case that has the node for itself.
+/// A case that needs the node exclusively.
 pub type Alone = (&'static str, fn(&mut World) -> Outcome);
 
-/// Those that take long come first.
+/// The cases that share the node. Long ones come first.
 pub const SHARED: &[Shared] = &[
     ("crash loop", ends::crash_loop),
     ("log rotation", shows::log_rotation),
@@ -50,7 +50,7 @@ pub const SHARED: &[Shared] = &[
     ("evented PLEG", shows::evented_pleg),
 ];
 
-/// Those that need an API server: the node joins it when all others are done.
+/// The cases that need an API server: the node joins it after all others are done.
 pub const CLUSTER: &[Shared] = &[
     ("eviction", cluster::eviction),
     ("a machine", machines::a_machine),
@@ -70,7 +70,7 @@ pub const CLUSTER: &[Shared] = &[
     ("a host port", cluster::a_host_port),
 ];
 
-/// In this order.
+/// The cases that need the node exclusively, in this order.
 pub const ALONE: &[Alone] = &[
     ("kubelet killed", restarts::kubelet_killed),
     ("nacelle killed", restarts::nacelle_killed),

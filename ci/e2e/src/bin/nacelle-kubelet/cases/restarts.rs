@@ -1,18 +1,18 @@
-//! Owns: cases in which kubelet or Nacelle is killed.
+//! Tests cases in which kubelet or Nacelle is killed.
 
 use super::Outcome;
 use super::runs::waiting;
 use crate::pods::{ObservedPod, StaticPod, container, wait};
 use crate::world::World;
 
-/// A pod that runs is the same after `kill`, and others can come.
+/// Checks that a running pod is unchanged after `kill`, and that new pods can start.
 fn survive(world: &mut World, name: &str, kill: impl FnOnce(&mut World)) -> Outcome {
     let manifest = waiting(name, "", "    readinessProbe: {exec: {command: [\"true\"]}, periodSeconds: 1}\n");
     let pod = StaticPod::new(world, name, &manifest);
     let before = pod.ready();
     pod.stays();
     kill(world);
-    // The same manifest in its place: the handle of a pod that is there.
+    // The same manifest again: returns a handle of the existing pod.
     let pod = StaticPod::new(world, name, &manifest);
     let later = StaticPod::new(world, "later", &waiting("later", "", ""));
     later.ready();

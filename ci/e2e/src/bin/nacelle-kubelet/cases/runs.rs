@@ -1,10 +1,10 @@
-//! Owns: cases of pods that come up and run: probes, init containers, users, names, the network.
+//! Tests pods that start and run: probes, init containers, users, names, the network.
 
 use super::Outcome;
 use crate::pods::{ObservedPod, StaticPod, condition, container, example, wait};
 use crate::world::World;
 
-/// A pod of one container that waits; `spec` and `main` are further lines for the two, indented as there.
+/// Returns a pod with one container that waits; `spec` and `main` are further lines for the two, with their indentation.
 pub fn waiting(name: &str, spec: &str, main: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec:\n{spec}  \
@@ -22,14 +22,14 @@ pub fn web_server_with_probes(world: &World) -> Outcome {
     let first = container(&status, "web").clone();
     assert_eq!(first["restartCount"], 0);
 
-    // Not ready while the page is missing, and nothing restarts for it.
+    // Not ready while the page is missing, and the container is not restarted for it.
     pod.run("web", &["mv", "/www/index.html", "/www/away"]);
     pod.until("it is not Ready", |pod| (!condition(pod, "Ready")).then_some(()));
     pod.run("web", &["mv", "/www/away", "/www/index.html"]);
     let again = pod.ready();
     assert_eq!(container(&again, "web")["containerID"], first["containerID"]);
 
-    // Dead when the liveness probe says so: another container, of the same pod.
+    // After a failed liveness probe there is another container, of the same pod.
     pod.run("web", &["rm", "/www/alive"]);
     let second = pod.until("it was restarted", |pod| {
         let web = container(pod, "web");
@@ -51,7 +51,7 @@ pub fn init_container_and_sidecar(world: &World) -> Outcome {
     assert_eq!((&prepare["exitCode"], &prepare["reason"]), (&0.into(), &"Completed".into()));
     assert_eq!(container(&status, "clock")["ready"], true);
 
-    // A sidecar that ends comes again; the main container does not notice.
+    // A sidecar that ends is restarted; the main container is not affected.
     let main = container(&status, "main")["containerID"].clone();
     pod.try_run("clock", &["kill", "1"]);
     let after = pod.until("the sidecar came again", |pod| {
@@ -92,7 +92,7 @@ pub fn a_missing_image(world: &World) -> Outcome {
         let backs_off = why == "ImagePullBackOff" && waiting["message"].as_str()?.contains("nowhere:7");
         backs_off.then_some(())
     });
-    // Once it is there, the pod comes up.
+    // The pod starts once the image exists.
     world.node.registry.push(&nacelle_e2e::Image::busybox(), "library/nowhere:7");
     pod.ready();
     pod.remove();
@@ -127,7 +127,7 @@ pub fn restricted(world: &World) -> Outcome {
 pub fn user_namespace(world: &World) -> Outcome {
     let pod = StaticPod::example(world, "user-namespace");
     pod.ready();
-    // Ready says that it was started, no more.
+    // Ready only means that the container was started.
     wait("it has made its file", || (pod.try_run("main", &["stat", "/data/mine"]).code == 0).then_some(()));
     let map = pod.log("main");
     let numbers: Vec<u64> = map.split_whitespace().filter_map(|word| word.parse().ok()).collect();
@@ -156,7 +156,7 @@ pub fn what_a_pod_knows_of_itself(world: &World) -> Outcome {
     Outcome::Passed
 }
 
-/// The example with another folder of the node.
+/// Returns the example with another directory of the node.
 pub fn with_folder(name: &str, from: &str, to: &std::path::Path) -> String {
     example(name).replace(from, &to.display().to_string())
 }

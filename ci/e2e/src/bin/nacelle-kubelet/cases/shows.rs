@@ -1,4 +1,4 @@
-//! Owns: cases of what kubelet shows of pods: streams, logs, statistics, metrics.
+//! Tests what kubelet reports of pods: streams, logs, statistics, metrics.
 
 use super::Outcome;
 use super::runs::waiting;
@@ -20,7 +20,7 @@ pub fn exec_attach_and_logs(world: &World) -> Outcome {
     assert_eq!(pod.shell("main", "wc -c", &much).stdout.trim(), "300000");
     assert_ne!(pod.try_run("main", &["false"]).code, 0);
 
-    // What is attached to ends when its input does: it was to be open once.
+    // The container ends with the attached input, because it has stdinOnce.
     let path = format!("/attach/default/{}/main?output=1&error=1&input=1", pod.full_name());
     let attached = Exec::run(world.kubelet.netns(), &path, b"one\ntwo\n");
     assert_eq!(attached.stdout, "got one\ngot two\n");
@@ -47,7 +47,7 @@ pub fn log_rotation(world: &World) -> Outcome {
     let folder = format!("/var/log/pods/default_{}_{uid}/main", pod.full_name());
     let files = || fs::read_dir(&folder).map_or(0, Iterator::count);
     wait("the log was turned over twice", || (files() == 3).then_some(()));
-    // The log that kubelet reads is the one that is written.
+    // The log that kubelet reads is the log that is written.
     let number = |text: &str| text.split(' ').nth(1).and_then(|word| word.parse::<u64>().ok());
     let last = || pod.log("main").lines().last().and_then(number).unwrap_or(0);
     let before = last();
@@ -56,7 +56,7 @@ pub fn log_rotation(world: &World) -> Outcome {
     Outcome::Passed
 }
 
-/// The element of a list whose field at `pointer` is this.
+/// Returns the element of a list whose field at `pointer` has this value.
 fn find<'v>(list: &'v Value, pointer: &str, is: &str) -> Option<&'v Value> {
     list.as_array()?.iter().find(|item| item.pointer(pointer).and_then(Value::as_str) == Some(is))
 }

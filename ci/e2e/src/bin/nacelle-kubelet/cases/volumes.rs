@@ -1,4 +1,4 @@
-//! Owns: cases of volumes.
+//! Tests volumes.
 
 use super::Outcome;
 use super::runs::{waiting, with_folder};
@@ -10,14 +10,14 @@ pub fn scratch(world: &World) -> Outcome {
     let pod = StaticPod::example(world, "scratch");
     pod.ready();
     let reader = |script: &str| pod.shell("reader", script, b"");
-    // Ready says that both were started, no more.
+    // Ready only means that both containers were started.
     let words = || reader("cat /disk/word /memory/word").stdout;
     crate::pods::wait("the writer's words", || (words() == "on disk\nin memory\n").then_some(()));
     assert_ne!(reader("touch /disk/file").code(), Some(0), "a read-only volume");
-    // What one writes the other sees, also below a part of it.
+    // A write of one container is visible to the other, also in a subPath.
     assert_eq!(reader("echo mine >/seen/part").code(), Some(0));
     assert_eq!(pod.run("writer", &["cat", "/disk/sub/part"]), "mine");
-    // The limit of the one in memory is the file system's.
+    // The limit of the in-memory volume is that of the file system.
     let full = reader("dd if=/dev/zero of=/memory/much bs=1M count=16");
     assert!(full.code() != Some(0) && full.stderr.contains("No space left"), "{full:?}");
     pod.remove();
@@ -25,7 +25,7 @@ pub fn scratch(world: &World) -> Outcome {
 }
 
 pub fn huge_pages(world: &World) -> Outcome {
-    // Those that the node promises to pods: kubelet admits nobody beyond them.
+    // The huge pages that the node offers to pods: kubelet admits no pod beyond them.
     let pool = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages").unwrap_or_default();
     if pool.trim().parse().unwrap_or(0) < 4 {
         return Outcome::Skipped("the node has no four huge pages in its pool");
@@ -45,7 +45,7 @@ pub fn huge_pages(world: &World) -> Outcome {
     if nacelle_e2e::node::engine() != "host" {
         assert_eq!(shell("owner", "awk '/^HugePages_Total/ {print $2}' /proc/meminfo").stdout, "4\n");
     }
-    // Who has none takes nobody's; who has some, no more than they are.
+    // A container without a limit gets none, and one with a limit gets no more than that.
     assert_ne!(shell("other", "fallocate -l 2M /pages/other").code(), Some(0));
     assert_eq!(shell("owner", "rm -f /pages/other && fallocate -l 4M /pages/more").code(), Some(0));
     assert_ne!(shell("owner", "fallocate -l 2M /pages/too-much").code(), Some(0));

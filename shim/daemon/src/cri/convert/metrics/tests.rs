@@ -1,4 +1,4 @@
-//! Owns: what is sent is described, and nothing that critest looks for is missing.
+//! Tests that each metric has a descriptor and that none of those that critest expects is missing.
 
 use super::*;
 use crate::accounting::Used;
@@ -42,7 +42,7 @@ fn usage() -> common::Usage {
     }
 }
 
-/// A pod with a container that runs and has everything, and one that does not.
+/// Returns a pod with one running container that has all figures, and one that has stopped.
 fn world() -> (View, Figures) {
     let mut record = container_record(2, 1);
     record.state = ContainerState::Running;
@@ -186,7 +186,7 @@ fn without_a_cost_or_details_there_is_less() {
     assert!(sent.metrics.iter().all(|metric| metric.name.starts_with("container_network_")));
     let names: BTreeSet<_> = sent.container_metrics[0].metrics.iter().map(|metric| metric.name.as_str()).collect();
     assert!(names.contains("container_cpu_usage_seconds_total") && !names.contains("container_fs_usage_bytes"));
-    // One that has no control group any more has none at all.
+    // A container without a cgroup has no samples.
     figures.containers.values_mut().for_each(|found| found.used = None);
     assert!(pod(&view, &figures, None).container_metrics.is_empty());
 }
