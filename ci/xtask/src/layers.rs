@@ -1,4 +1,4 @@
-//! Owns: the arrows between crates, compared with `ci/layers.toml`.
+//! Checks that the dependencies between the crates are those of `ci/layers.toml`, and that libraries have typed errors.
 
 use crate::Finding;
 use serde::Deserialize;

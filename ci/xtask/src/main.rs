@@ -5,6 +5,7 @@ mod calls;
 mod decoders;
 mod files;
 mod jailed;
+mod language;
 mod layers;
 mod servers;
 mod shape;
@@ -50,6 +51,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(jailed::check(root, &files)?);
     found.extend(servers::check(&files));
     found.extend(budgets::check(root)?);
+    found.extend(language::check(root, &files)?);
     Ok(found)
 }
 

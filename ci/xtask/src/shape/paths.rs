@@ -41,7 +41,8 @@ pub fn named<'a>(tokens: &[Token<'a>]) -> Vec<NamedPath<'a>> {
                 found.extend(paths.map(|names| NamedPath { inside: modules.names(), names }));
                 at += 1 + length;
             }
-            _ if token.is_name() && !matches!(before, "::" | ".") => {
+            // After `as` a path may begin with `::`.
+            _ if token.is_name() && token.text != "as" && !matches!(before, "::" | ".") => {
                 let names = path_at(tokens, at);
                 at += 2 * names.len() - 1;
                 if names.len() > 1 {

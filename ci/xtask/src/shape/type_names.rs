@@ -24,13 +24,19 @@ pub struct SharedName {
     pub places: Vec<String>,
 }
 
-pub fn count(files: &[SourceFile<'_>]) -> TypeNames {
+/// Returns where each name of a public type stands.
+pub fn places(files: &[SourceFile<'_>]) -> BTreeMap<String, Vec<String>> {
     let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for file in files {
         for (name, line) in public_types(&tokens(&file.code)) {
             places.entry(name.to_owned()).or_default().push(format!("{}:{line}", file.place));
         }
     }
+    places
+}
+
+pub fn count(files: &[SourceFile<'_>]) -> TypeNames {
+    let places = places(files);
     let types = places.values().map(Vec::len).sum();
     let shared = places.into_iter().filter(|(_, places)| places.len() > 1);
     let mut shared: Vec<SharedName> = shared.map(|(name, places)| SharedName { name, places }).collect();
