@@ -247,6 +247,8 @@ async fn write<T: AsyncRead + AsyncWrite + Unpin>(
         Ok::<_, Error>(())
     };
     let ended = tokio::select! {
+        // A connection that was broken off is not also closed with Normal: the end of the client's input ends its command.
+        biased;
         () = life.gone.cancelled() => Ok(()),
         ended = all => ended,
     };

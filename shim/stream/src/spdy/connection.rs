@@ -282,6 +282,8 @@ async fn write(mut output: impl AsyncWrite + Unpin, mut written: mpsc::Receiver<
         output.shutdown().await
     };
     let ended: io::Result<()> = tokio::select! {
+        // A connection that was broken off is not also closed as if all had been said.
+        biased;
         () = life.gone.cancelled() => Ok(()),
         ended = all => ended,
     };
