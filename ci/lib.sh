@@ -113,12 +113,12 @@ need_go() {
     fi
 }
 
-# go_program FILE FOLDER PACKAGE [LINKER-OPTION]: builds a program of the Go module in a folder of this repository, once.
+# go_program FILE DIRECTORY PACKAGE [LINKER-OPTION]: builds a program of the Go module in a directory of this repository, once.
 go_program() {
-    local file=$1 folder=$2 package=$3
+    local file=$1 directory=$2 package=$3
     [ ! -x "$file" ] || return 0
     need_go
-    (cd "$folder" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+    (cd "$directory" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
         long "building $(basename "$file")" go build -trimpath -o "$file.$$" -ldflags "-s -w ${4:-}" "$package") ||
         die "cannot build $(basename "$file")"
     mv "$file.$$" "$file"
@@ -193,7 +193,7 @@ kubernetes_programs() {
     export CSI_DRIVER
 }
 
-# The test programs of a cargo test command line, built: one line each with folder, arguments that name it, file.
+# The test programs of a cargo test command line, built: one line each with directory, arguments that name it, file.
 test_programs() {
     local manifest kind name file package
     ${CARGO:-cargo} test --no-run --message-format=json-render-diagnostics "$@" |

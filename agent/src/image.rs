@@ -317,7 +317,7 @@ impl Disks {
     pub fn mount_shared_volumes(&self) -> Result<(), DiskError> {
         let mut mounted = self.share_mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if !*mounted {
-            let directory = Path::new(share::FOLDER);
+            let directory = Path::new(share::DIRECTORY);
             fs::create_dir_all(directory)
                 .and_then(|()| {
                     Ok(mount(Some(share::TAG), directory, Some("virtiofs"), MsFlags::MS_NODEV, None::<&str>)?)

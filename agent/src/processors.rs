@@ -145,7 +145,7 @@ mod tests {
             assert!(matches!(error, ProcessorsError::Count { there: 4, .. }), "{error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
-        let (_folder, alone) = guest(&[]);
+        let (_directory, alone) = guest(&[]);
         alone.set_online_count(1).unwrap();
         assert!(alone.set_online_count(2).is_err());
     }

@@ -20,7 +20,7 @@ log_of() { cat "$work/$1.log"; }
 groups_of_pods() { find /sys/fs/cgroup -type d -path "*$group/*" -name 'nacelle-*' | wc -l; }
 leases() { find "$work/leases" -name '10.88.*' | wc -l; }
 
-# nacelle_here --here FOLDER IMAGE...: a daemon with these images, and a kubelet as soon as kubeadm has written what it reads.
+# nacelle_here --here DIRECTORY IMAGE...: a daemon with these images, and a kubelet as soon as kubeadm has written what it reads.
 nacelle_here() {
     local image tree
     shift 2

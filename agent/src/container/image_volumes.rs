@@ -32,8 +32,8 @@ pub struct ImageVolumeMount {
 pub enum ImageVolumeError {
     #[error("ImageVolumeMountFailed: the image of the volume at {} has no {sub_path:?}", at.display())]
     Missing { at: PathBuf, sub_path: String },
-    #[error("ImageVolumeMountFailed: {sub_path:?} in the image of the volume at {} is no folder", at.display())]
-    NoFolder { at: PathBuf, sub_path: String },
+    #[error("ImageVolumeMountFailed: {sub_path:?} in the image of the volume at {} is no directory", at.display())]
+    NoDirectory { at: PathBuf, sub_path: String },
     #[error(
         "ImageVolumeMountFailed: the sub-path {sub_path:?} of the volume at {} is not one: a relative path without .. is",
         at.display()
@@ -41,7 +41,7 @@ pub enum ImageVolumeError {
     SubPath { at: PathBuf, sub_path: String },
     #[error("ImageVolumeMountFailed: {} is no path below / for a volume", at.display())]
     Path { at: PathBuf },
-    #[error("ImageVolumeMountFailed: the container's {} is not a folder, or leads to none", at.display())]
+    #[error("ImageVolumeMountFailed: the container's {} is not a directory, or leads to none", at.display())]
     Occupied { at: PathBuf, source: Box<RootPathError> },
     #[error("ImageVolumeMountFailed: cannot make the container's {}", at.display())]
     Place { at: PathBuf, source: Box<RootPathError> },
@@ -86,7 +86,7 @@ fn find_source(image: &Path, volume: &ImageVolumeMount) -> Result<PathBuf, Image
     }
     match rootfs::find(image, path) {
         Ok(Some((found, true))) => Ok(found),
-        Ok(Some((_, false))) => Err(ImageVolumeError::NoFolder { at, sub_path }),
+        Ok(Some((_, false))) => Err(ImageVolumeError::NoDirectory { at, sub_path }),
         Ok(None) => Err(ImageVolumeError::Missing { at, sub_path }),
         Err(source) => Err(ImageVolumeError::Look { at, sub_path, source: source.source }),
     }
@@ -173,7 +173,7 @@ mod tests {
             assert_eq!(error.kind(), Kind::Invalid);
         }
         let error = prepare_mount(&root, &image, &volume("etc/passwd", "/mnt"), None).unwrap_err();
-        assert!(matches!(error, ImageVolumeError::NoFolder { .. }), "{error}");
+        assert!(matches!(error, ImageVolumeError::NoDirectory { .. }), "{error}");
         for sub_path in ["/etc", "../root", "etc/../etc", ".."] {
             let error = prepare_mount(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
             assert!(matches!(error, ImageVolumeError::SubPath { .. }), "{sub_path}: {error}");

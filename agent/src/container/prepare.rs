@@ -57,7 +57,7 @@ pub(super) fn prepare_container(
         let mount = image_volumes::prepare_mount(&root, &image, volume, owner);
         mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
     }
-    let is_shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::FOLDER));
+    let is_shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::DIRECTORY));
     if spec.mounts().iter().flatten().any(is_shared) {
         pod.disks.mount_shared_volumes()?;
     }

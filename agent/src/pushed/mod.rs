@@ -31,7 +31,7 @@ pub struct Volumes {
 
 impl Default for Volumes {
     fn default() -> Volumes {
-        Volumes { directory: push::FOLDER.into(), mounted: Arc::default(), busy: BusyNames::default() }
+        Volumes { directory: push::DIRECTORY.into(), mounted: Arc::default(), busy: BusyNames::default() }
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A crictl for one daemon.
 pub struct Crictl {
-    folder: PathBuf,
+    directory: PathBuf,
     socket: PathBuf,
     netns: Netns,
 }
@@ -24,16 +24,16 @@ fn next() -> u32 {
 }
 
 impl Crictl {
-    /// Returns a crictl for the runtime at `socket`; its files go to `folder`.
-    pub fn new(folder: &Path, netns: &Netns, socket: &Path) -> Self {
-        Self { folder: folder.to_owned(), socket: socket.to_owned(), netns: netns.clone() }
+    /// Returns a crictl for the runtime at `socket`; its files go to `directory`.
+    pub fn new(directory: &Path, netns: &Netns, socket: &Path) -> Self {
+        Self { directory: directory.to_owned(), socket: socket.to_owned(), netns: netns.clone() }
     }
 
     fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let endpoint = format!("unix://{}", self.socket.display());
         let mut command = self.netns.command(crate::part("CRICTL"));
         command.args(["--runtime-endpoint", &endpoint, "--image-endpoint", &endpoint, "--timeout", "180s"]);
-        command.args(arguments).env("HOME", &self.folder);
+        command.args(arguments).env("HOME", &self.directory);
         command
     }
 
@@ -52,7 +52,7 @@ impl Crictl {
         let command = self.command(arguments);
         let words = [command.get_program()].into_iter().chain(command.get_args());
         let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_string_lossy())).collect();
-        let line = format!("stty cols 77 rows 33; HOME={} exec {}", self.folder.display(), quoted.join(" "));
+        let line = format!("stty cols 77 rows 33; HOME={} exec {}", self.directory.display(), quoted.join(" "));
         run(Command::new("script").args(["-qec", &line, "/dev/null"]))
     }
 
@@ -84,27 +84,27 @@ impl Crictl {
 
     /// Like `spawn`, for a crictl that keeps printing; also returns the file with its output.
     pub fn spawn_printing<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> (Child, PathBuf) {
-        let path = self.folder.join(format!("crictl-{}.out", next()));
-        let output = fs::File::create(&path).expect("the node's folder is writable");
+        let path = self.directory.join(format!("crictl-{}.out", next()));
+        let output = fs::File::create(&path).expect("the node's directory is writable");
         let mut command = self.command(arguments);
         command.stdin(Stdio::null()).stdout(output).stderr(self.complaints_file());
         (command.spawn().expect("crictl can be started"), path)
     }
 
     fn complaints_file(&self) -> fs::File {
-        let file = fs::File::options().create(true).append(true).open(self.folder.join(COMPLAINTS));
-        file.expect("the node's folder is writable")
+        let file = fs::File::options().create(true).append(true).open(self.directory.join(COMPLAINTS));
+        file.expect("the node's directory is writable")
     }
 
     /// Returns the errors of all crictls that were started and not waited for.
     pub fn complaints(&self) -> String {
-        fs::read_to_string(self.folder.join(COMPLAINTS)).unwrap_or_default()
+        fs::read_to_string(self.directory.join(COMPLAINTS)).unwrap_or_default()
     }
 
     /// Writes a document as crictl's input; returns its path.
     pub fn file(&self, what: &str, document: &Value) -> String {
-        let path = self.folder.join(format!("{what}-{}.json", next()));
-        fs::write(&path, document.to_string()).expect("the node's folder is writable");
+        let path = self.directory.join(format!("{what}-{}.json", next()));
+        fs::write(&path, document.to_string()).expect("the node's directory is writable");
         path.display().to_string()
     }
 
@@ -142,11 +142,11 @@ pub struct Pod(pub Value);
 impl Pod {
     /// Returns a pod of this name; `logs` is the directory of its logs.
     pub fn new(name: &str, logs: &Path) -> Self {
-        let folder = logs.join(format!("{name}-{}", next()));
-        fs::create_dir_all(&folder).expect("the node's folder is writable");
+        let directory = logs.join(format!("{name}-{}", next()));
+        fs::create_dir_all(&directory).expect("the node's directory is writable");
         Self(json!({
             "metadata": {"name": name, "namespace": "e2e", "uid": format!("uid-{name}-{}", next()), "attempt": 0},
-            "log_directory": folder.display().to_string(),
+            "log_directory": directory.display().to_string(),
             "labels": {"app": name},
             "linux": {"cgroup_parent": crate::census::cgroup_parent(logs)},
         }))

@@ -27,8 +27,8 @@ impl Image {
     pub fn busybox() -> Self {
         let mut layer = Layer::new();
         let busybox = fs::read(BUSYBOX).expect("busybox-static is installed");
-        for folder in ["bin", "dev", "etc", "proc", "sys", "tmp", "root", "var"] {
-            layer.folder(folder, if folder == "tmp" { 0o1777 } else { 0o755 });
+        for directory in ["bin", "dev", "etc", "proc", "sys", "tmp", "root", "var"] {
+            layer.directory(directory, if directory == "tmp" { 0o1777 } else { 0o755 });
         }
         layer.file("bin/busybox", &busybox, 0o755);
         let applets = crate::run::call(BUSYBOX, ["--list"]).ok();
@@ -61,13 +61,13 @@ impl Image {
         self
     }
 
-    /// Writes the OCI layout into `folder`, with gzip layers and one manifest; returns the manifest's digest.
-    pub fn write(&self, folder: &Path) -> String {
-        let blobs = folder.join("blobs/sha256");
-        fs::create_dir_all(&blobs).expect("the test's folder is writable");
+    /// Writes the OCI layout into `directory`, with gzip layers and one manifest; returns the manifest's digest.
+    pub fn write(&self, directory: &Path) -> String {
+        let blobs = directory.join("blobs/sha256");
+        fs::create_dir_all(&blobs).expect("the test's directory is writable");
         let put = |bytes: &[u8], media_type: &str| {
             let digest = hex::encode(Sha256::digest(bytes));
-            fs::write(blobs.join(&digest), bytes).expect("the test's folder is writable");
+            fs::write(blobs.join(&digest), bytes).expect("the test's directory is writable");
             json!({"mediaType": media_type, "digest": format!("sha256:{digest}"), "size": bytes.len()})
         };
         let mut layers = Vec::new();
@@ -92,16 +92,17 @@ impl Image {
         let digest = entry["digest"].as_str().unwrap_or_default().to_owned();
         entry["annotations"] = json!({"org.opencontainers.image.ref.name": "latest"});
         let index = json!({"schemaVersion": 2, "manifests": [entry]});
-        fs::write(folder.join("index.json"), index.to_string()).expect("the test's folder is writable");
-        fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("the folder is writable");
+        fs::write(directory.join("index.json"), index.to_string()).expect("the test's directory is writable");
+        fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#)
+            .expect("the directory is writable");
         digest
     }
 
     /// Like [`write`](Self::write), into a new directory below `parent`; returns the directory.
     pub fn layout(&self, parent: &Path, name: &str) -> PathBuf {
-        let folder = parent.join(format!("layout-{}", name.replace(['/', ':'], "-")));
-        self.write(&folder);
-        folder
+        let directory = parent.join(format!("layout-{}", name.replace(['/', ':'], "-")));
+        self.write(&directory);
+        directory
     }
 }
 
@@ -133,7 +134,7 @@ impl Layer {
     }
 
     /// Adds a directory.
-    pub fn folder(&mut self, path: &str, mode: u32) {
+    pub fn directory(&mut self, path: &str, mode: u32) {
         self.append(&format!("{path}/"), tar::EntryType::Directory, mode, None, &[]);
     }
 

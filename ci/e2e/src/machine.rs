@@ -68,13 +68,13 @@ pub fn boot_image(node: &Node) -> String {
 
 /// The parts of Debian that `ci/disk-image` builds.
 pub struct Debian {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl Debian {
     /// Returns the directory that the environment names; `None` if Debian cannot run here.
     pub fn found() -> Option<Debian> {
-        std::env::var_os("NACELLE_DISK_IMAGE").map(|folder| Debian { folder: folder.into() })
+        std::env::var_os("NACELLE_DISK_IMAGE").map(|directory| Debian { directory: directory.into() })
     }
 
     /// Returns one of its files: `disk.qcow2`, `vmlinuz`, `initrd.img`.
@@ -82,7 +82,7 @@ impl Debian {
     /// # Panics
     /// If it is missing.
     pub fn part(&self, name: &str) -> Vec<u8> {
-        std::fs::read(self.folder.join(name)).expect("ci/disk-image has made it")
+        std::fs::read(self.directory.join(name)).expect("ci/disk-image has made it")
     }
 
     /// Returns an image with its disk, its kernel at `/boot/vmlinuz` and its initial file system at `/boot/initrd.img`.
@@ -111,7 +111,7 @@ impl Debian {
 pub fn annotated(node: &Node, name: &str, annotations: &[(&str, &str)]) -> Pod {
     let all: serde_json::Map<String, Value> =
         annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
-    Pod::new(name, &node.folder().join("logs")).set("annotations", Value::Object(all))
+    Pod::new(name, &node.directory().join("logs")).set("annotations", Value::Object(all))
 }
 
 /// Returns the container of a machine pod.

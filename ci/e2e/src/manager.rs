@@ -24,12 +24,12 @@ impl Manager {
     ///
     /// # Panics
     /// If the directory is not writable.
-    pub fn new(folder: &Path, watchdog: Duration) -> Self {
-        let (socket, path) = (folder.join("nacelle.sock"), folder.join("notify.sock"));
+    pub fn new(directory: &Path, watchdog: Duration) -> Self {
+        let (socket, path) = (directory.join("nacelle.sock"), directory.join("notify.sock"));
         // Like a manager that was restarted.
         let _ = fs::remove_file(&socket);
-        let socket = UnixListener::bind(socket).expect("the node's folder is writable");
-        let notify = UnixDatagram::bind(&path).expect("the node's folder is writable");
+        let socket = UnixListener::bind(socket).expect("the node's directory is writable");
+        let notify = UnixDatagram::bind(&path).expect("the node's directory is writable");
         Self { socket, notify, path, watchdog }
     }
 

@@ -72,7 +72,7 @@ pub struct Node {
     pub registry: Registry,
     /// The node's network namespace.
     pub netns: Netns,
-    folder: PathBuf,
+    directory: PathBuf,
     daemon: Option<Child>,
     disk: bool,
     before: Census,
@@ -90,30 +90,32 @@ impl Node {
     pub fn with(options: Options) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("e2e-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let parent = std::env::var_os("NACELLE_TEST_FOLDER").unwrap_or_else(|| "/var/tmp".into());
+        let parent = std::env::var_os("NACELLE_TEST_DIRECTORY").unwrap_or_else(|| "/var/tmp".into());
         let temporary = tempfile::Builder::new().prefix(&format!("nacelle-{name}-")).tempdir_in(parent);
-        let temporary = temporary.expect("the folder for the node's folder is writable");
-        let folder = temporary.path().to_owned();
+        let temporary = temporary.expect("the directory for the node's directory is writable");
+        let directory = temporary.path().to_owned();
         for part in ["root", "run", "cni", "netns", "logs"] {
-            fs::create_dir(folder.join(part)).expect("the node's folder is writable");
+            fs::create_dir(directory.join(part)).expect("the node's directory is writable");
         }
         let netns = Netns::new(&name);
         if let Some(mib) = options.disk_mib {
-            let (image, root) = (folder.join("disk.ext4"), folder.join("root"));
+            let (image, root) = (directory.join("disk.ext4"), directory.join("root"));
             call("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
             call("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
             call("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
         }
-        fs::write(folder.join("cni/10-e2e.conflist"), cni(&folder, &options)).expect("the node's folder is writable");
-        let registry = Registry::start(&netns, &folder, options.registry, 5000);
-        fs::write(folder.join("config.toml"), config(&folder, &registry, &options)).expect("the folder is writable");
-        let crictl = Crictl::new(&folder, &netns, &folder.join("nacelle.sock"));
-        let before = Census::take(&folder, &netns);
+        fs::write(directory.join("cni/10-e2e.conflist"), cni(&directory, &options))
+            .expect("the node's directory is writable");
+        let registry = Registry::start(&netns, &directory, options.registry, 5000);
+        fs::write(directory.join("config.toml"), config(&directory, &registry, &options))
+            .expect("the directory is writable");
+        let crictl = Crictl::new(&directory, &netns, &directory.join("nacelle.sock"));
+        let before = Census::take(&directory, &netns);
         let mut node = Self {
             crictl,
             registry,
             netns,
-            folder,
+            directory,
             daemon: None,
             disk: options.disk_mib.is_some(),
             before,
@@ -145,12 +147,12 @@ impl Node {
 
     /// Returns the daemon's command line.
     fn words(&self) -> [OsString; 4] {
-        let config = self.folder.join("config.toml");
+        let config = self.directory.join("config.toml");
         [crate::part("NACELLE_BIN").into(), "serve".into(), "--config".into(), config.into()]
     }
 
     fn spawn(&self, mut command: Command) -> Child {
-        let log = File::options().create(true).append(true).open(self.folder.join("daemon.log")).expect("writable");
+        let log = File::options().create(true).append(true).open(self.directory.join("daemon.log")).expect("writable");
         command.stdout(log.try_clone().expect("a file can be duplicated")).stderr(log);
         command.spawn().expect("nsenter is installed")
     }
@@ -180,7 +182,7 @@ impl Node {
 
     /// Returns a new connection to the daemon, for CRI without crictl. Must be called in a tokio runtime.
     pub fn channel(&self) -> Channel {
-        let socket = self.folder.join("nacelle.sock");
+        let socket = self.directory.join("nacelle.sock");
         Endpoint::from_static("http://nacelle").connect_with_connector_lazy(tower::service_fn(move |_| {
             let socket = socket.clone();
             async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
@@ -194,17 +196,17 @@ impl Node {
 
     /// Returns the daemon's log.
     pub fn log(&self) -> String {
-        fs::read_to_string(self.folder.join("daemon.log")).unwrap_or_default()
+        fs::read_to_string(self.directory.join("daemon.log")).unwrap_or_default()
     }
 
     /// Returns the node's directory, with `root`, `run`, `cni`, `netns`, `logs`.
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Returns the resources on the node that did not exist before the daemon started.
     pub fn left(&self) -> Vec<String> {
-        Census::take(&self.folder, &self.netns).beyond(&self.before)
+        Census::take(&self.directory, &self.netns).beyond(&self.before)
     }
 
     /// Returns the PIDs of the VMs of pods: the QEMU processes, with our own VMM the pod processes, without guests the agents.
@@ -218,7 +220,7 @@ impl Node {
 
     /// Returns the PIDs of the processes whose command line names this node's run directory and `word`.
     pub fn processes(&self, word: &str) -> Vec<i32> {
-        crate::census::processes(&self.folder.join("run"))
+        crate::census::processes(&self.directory.join("run"))
             .into_iter()
             .filter(|(_, line)| line.contains(word))
             .map(|(pid, _)| pid)
@@ -252,7 +254,7 @@ impl Drop for Node {
             let tail: Vec<_> = log.lines().rev().take(60).collect();
             eprintln!("--- the end of the daemon's log");
             tail.iter().rev().for_each(|line| eprintln!("{line}"));
-            for file in crate::census::pod_logs(&self.folder) {
+            for file in crate::census::pod_logs(&self.directory) {
                 eprintln!("--- {}", file.display());
                 eprintln!("{}", fs::read_to_string(&file).unwrap_or_default());
             }
@@ -270,16 +272,16 @@ impl Drop for Node {
             }
         }
         self.kill();
-        for (pid, _) in crate::census::processes(&self.folder) {
+        for (pid, _) in crate::census::processes(&self.directory) {
             call("kill", ["-9", &pid.to_string()]);
         }
-        for mount in crate::census::mounts(&self.folder).iter().rev() {
+        for mount in crate::census::mounts(&self.directory).iter().rev() {
             call("umount", ["--lazy", mount]);
         }
         if self.disk {
-            call("umount", [self.folder.join("root")]);
+            call("umount", [self.directory.join("root")]);
         }
-        crate::census::remove_cgroup_parent(&self.folder);
+        crate::census::remove_cgroup_parent(&self.directory);
         assert!(failing || left.is_empty(), "left on the node when all pods were removed: {left:#?}");
     }
 }
@@ -301,8 +303,8 @@ const PLUGINS: [&str; 3] =
     ["/opt/cni/bin", "/usr/lib/cni", concat!(env!("CARGO_MANIFEST_DIR"), "/../../shim/net/tests/plugins")];
 
 /// Writes the configuration of Debian's plugins, with hostPort.
-fn cni(folder: &Path, options: &Options) -> String {
-    let data = folder.join("leases");
+fn cni(directory: &Path, options: &Options) -> String {
+    let data = directory.join("leases");
     let mut ranges = vec![json!([{"subnet": "10.88.0.0/24"}])];
     let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
     if options.ipv6 {
@@ -327,8 +329,8 @@ pub fn handler(name: &str, more: &str) -> String {
     format!("[handlers.{name}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\n{more}\n", engine())
 }
 
-fn config(folder: &Path, registry: &Registry, options: &Options) -> String {
-    let path = |name: &str| folder.join(name).display().to_string();
+fn config(directory: &Path, registry: &Registry, options: &Options) -> String {
+    let path = |name: &str| directory.join(name).display().to_string();
     let mut text = format!(
         "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\ncni_bin_dirs = {PLUGINS:?}\n\n",
         path("root"),

@@ -23,43 +23,43 @@ pub enum Kind {
 pub struct Registry {
     kind: Kind,
     port: u16,
-    folder: PathBuf,
+    directory: PathBuf,
     process: Child,
     netns: Netns,
 }
 
 impl Registry {
-    /// Starts a registry on `127.0.0.1:port` of the node; its data are below `folder`.
-    pub fn start(netns: &Netns, folder: &Path, kind: Kind, port: u16) -> Self {
-        let folder = folder.join(format!("registry-{port}"));
-        fs::create_dir_all(folder.join("data")).expect("the node's folder is writable");
+    /// Starts a registry on `127.0.0.1:port` of the node; its data are below `directory`.
+    pub fn start(netns: &Netns, directory: &Path, kind: Kind, port: u16) -> Self {
+        let directory = directory.join(format!("registry-{port}"));
+        fs::create_dir_all(directory.join("data")).expect("the node's directory is writable");
         let mut config = format!(
             "version: 0.1\nlog: {{level: warn}}\nstorage: {{filesystem: {{rootdirectory: {}}}, delete: {{enabled: true}}}}\n\
              http:\n  addr: 127.0.0.1:{port}\n",
-            folder.join("data").display()
+            directory.join("data").display()
         );
         if kind == Kind::HttpsWithPassword {
-            certificate(&folder);
+            certificate(&directory);
             let hash = call("htpasswd", ["-Bbn", LOGIN.0, LOGIN.1]).ok();
-            fs::write(folder.join("htpasswd"), hash).expect("the node's folder is writable");
+            fs::write(directory.join("htpasswd"), hash).expect("the node's directory is writable");
             config += &format!(
                 "  tls: {{certificate: {0}/server.crt, key: {0}/server.key}}\n\
                  auth: {{htpasswd: {{realm: e2e, path: {0}/htpasswd}}}}\n",
-                folder.display()
+                directory.display()
             );
         }
-        fs::write(folder.join("config.yml"), config).expect("the node's folder is writable");
-        let log = fs::File::create(folder.join("log")).expect("the node's folder is writable");
+        fs::write(directory.join("config.yml"), config).expect("the node's directory is writable");
+        let log = fs::File::create(directory.join("log")).expect("the node's directory is writable");
         let process = netns
             .command("docker-registry")
             .arg("serve")
-            .arg(folder.join("config.yml"))
+            .arg(directory.join("config.yml"))
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a file can be duplicated"))
             .stderr(log)
             .spawn()
             .expect("docker-registry is installed");
-        let registry = Self { kind, port, folder, process, netns: netns.clone() };
+        let registry = Self { kind, port, directory, process, netns: netns.clone() };
         eventually("the registry answers", || {
             let answer = run(registry.netns.command("curl").args(["-ks", "-o", "/dev/null"]).arg(registry.url("/v2/")));
             (answer.code == 0).then_some(())
@@ -79,17 +79,17 @@ impl Registry {
 
     /// Returns the file with the CA certificate of this registry.
     pub fn ca(&self) -> PathBuf {
-        self.folder.join("ca.crt")
+        self.directory.join("ca.crt")
     }
 
     /// Returns the directory of the registry's blobs, for a test that corrupts one.
     pub fn data(&self) -> PathBuf {
-        self.folder.join("data")
+        self.directory.join("data")
     }
 
     /// Pushes an image as `name:tag`; returns its complete reference.
     pub fn push(&self, image: &Image, name: &str) -> String {
-        let layout = image.layout(&self.folder, name);
+        let layout = image.layout(&self.directory, name);
         let reference = format!("{}/{name}", self.host());
         let mut copy = self.netns.command("skopeo");
         copy.args(["copy", "--quiet", "--dest-tls-verify=false"]);
@@ -112,11 +112,12 @@ impl Drop for Registry {
 }
 
 /// Creates a CA and a certificate for 127.0.0.1 with openssl.
-fn certificate(folder: &Path) {
+fn certificate(directory: &Path) {
     let openssl = |arguments: &[&str]| {
-        run(std::process::Command::new("openssl").current_dir(folder).args(arguments)).ok();
+        run(std::process::Command::new("openssl").current_dir(directory).args(arguments)).ok();
     };
-    fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n").expect("the folder is writable");
+    fs::write(directory.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        .expect("the directory is writable");
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"];
     let ca = [&["req", "-x509"][..], &key, &["-subj", "/CN=e2e CA", "-keyout", "ca.key", "-out", "ca.crt"]].concat();
     openssl(&ca);

@@ -15,12 +15,12 @@ struct Disk {
 }
 
 impl Disk {
-    fn new(folder: &Path, name: &str, mib: u32) -> Disk {
-        Disk::with(folder, name, mib, &[])
+    fn new(directory: &Path, name: &str, mib: u32) -> Disk {
+        Disk::with(directory, name, mib, &[])
     }
 
-    fn with(folder: &Path, name: &str, mib: u32, options: &[&str]) -> Disk {
-        let file = folder.join(name);
+    fn with(directory: &Path, name: &str, mib: u32, options: &[&str]) -> Disk {
+        let file = directory.join(name);
         call("truncate", [format!("--size={mib}M").as_ref(), file.as_os_str()]).ok();
         let words = ["--find", "--show"].iter().chain(options).map(|word| (*word).to_owned());
         let device = call("losetup", words.chain([file.display().to_string()])).ok();
@@ -54,16 +54,16 @@ fn device(host: impl AsRef<Path>, at: &str, permissions: &str) -> Value {
 fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
     let mut node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let disk = Disk::new(node.folder(), "disk.raw", 16);
+    let disk = Disk::new(node.directory(), "disk.raw", 16);
     call("chown", ["3:6", &disk.device]).ok();
     call("chmod", ["640", &disk.device]).ok();
     // Kubelet passes a link to the device.
-    let link = node.folder().join("the-disk");
+    let link = node.directory().join("the-disk");
     std::os::unix::fs::symlink(&disk.device, &link).unwrap();
     let with = |name: &str, devices: Value| Container::sh(name, &image, "sleep 600").set("devices", devices);
 
     let pod_id = {
-        let pod = node.crictl.run_pod(Pod::new("blocks", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("blocks", node.directory()));
         let reader = pod.start(with("reader", json!([device(&link, "/dev/data", "r")])));
         let writer = pod.start(with("writer", json!([device(&disk.device, "/dev/disks/data", "rwm")])));
         let plain = pod.start(with("plain", json!([])));
@@ -105,7 +105,7 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
     eventually("the node sees what was written", || (disk.begins(16) == "after the daemon").then_some(()));
 
     // A grown disk grows in the container.
-    let pod = node.crictl.pod(&pod_id, Pod::new("blocks", node.folder()));
+    let pod = node.crictl.pod(&pod_id, Pod::new("blocks", node.directory()));
     let again = pod.start(with("again", json!([device(&link, "/dev/data", "mrw")])));
     assert_eq!(again.exec("head -c 16 /dev/data").ok(), "after the daemon");
     call("truncate", ["--size=24M".as_ref(), disk.file.as_os_str()]).ok();
@@ -129,9 +129,9 @@ fn a_block_device_is_the_nodes_in_all_containers_that_have_it() {
 fn a_file_system_on_a_block_device_is_mounted_in_a_container() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let (one, two) = (Disk::new(node.folder(), "one.raw", 16), Disk::with(node.folder(), "two.raw", 16, &["-r"]));
+    let (one, two) = (Disk::new(node.directory(), "one.raw", 16), Disk::with(node.directory(), "two.raw", 16, &["-r"]));
     call("mkfs.ext4", ["-q", &one.device]).ok();
-    let mut config = Pod::new("mounts", node.folder());
+    let mut config = Pod::new("mounts", node.directory());
     config.0["linux"]["security_context"] = json!({"privileged": true});
     let pod = node.crictl.run_pod(config);
     let security = json!({"security_context": {"privileged": true}});
@@ -142,7 +142,7 @@ fn a_file_system_on_a_block_device_is_mounted_in_a_container() {
     // Even a privileged container cannot write to a read-only device.
     assert_ne!(container.exec("echo x | dd of=/dev/xvdb conv=notrunc").code, 0);
     pod.remove();
-    let mnt = node.folder().join("mnt");
+    let mnt = node.directory().join("mnt");
     fs::create_dir(&mnt).unwrap();
     call("mount", [one.device.as_ref(), mnt.as_os_str()]).ok();
     let kept = fs::read_to_string(mnt.join("file"));
@@ -154,22 +154,22 @@ fn a_file_system_on_a_block_device_is_mounted_in_a_container() {
 fn what_is_no_usable_block_device_is_refused() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("refusing", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("refusing", node.directory()));
     let refused = |host: &Path, permissions: &str, code: &str, word: &str| {
         let asked = Container::sh("c", &image, "true").set("devices", json!([device(host, "/dev/x", permissions)]));
         let answer = pod.try_create(asked).err();
         assert!(answer.contains(code) && answer.contains(word), "{answer}");
         assert!(answer.contains(host.to_str().unwrap()), "{answer}");
     };
-    let file = node.folder().join("file");
+    let file = node.directory().join("file");
     fs::write(&file, "").unwrap();
     refused(&file, "rw", "InvalidArgument", "neither a device");
-    refused(&node.folder().join("none"), "rw", "InvalidArgument", "neither a device");
+    refused(&node.directory().join("none"), "rw", "InvalidArgument", "neither a device");
     if engine() != "host" {
         refused("/dev/zero".as_ref(), "rw", "Unimplemented", "only block devices reach a machine");
-        let read_only = Disk::with(node.folder(), "read-only.raw", 1, &["-r"]);
+        let read_only = Disk::with(node.directory(), "read-only.raw", 1, &["-r"]);
         refused(read_only.device.as_ref(), "rw", "FailedPrecondition", "cannot be opened to read and write");
-        let gone = Disk::new(node.folder(), "gone.raw", 1);
+        let gone = Disk::new(node.directory(), "gone.raw", 1);
         call("losetup", ["--detach", &gone.device]).ok();
         refused(gone.device.as_ref(), "rw", "FailedPrecondition", "nothing is behind it");
         assert_eq!(node.crictl.call(["ps", "-aq"]), "");

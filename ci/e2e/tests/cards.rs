@@ -26,7 +26,7 @@ fn room() -> usize {
 
 /// Returns the hardware addresses of the running VM's cards, in their order.
 fn macs(node: &Node) -> Vec<String> {
-    let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
+    let lines = nacelle_e2e::census::processes(&node.directory().join("run"));
     let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -netdev ")).expect("the machine runs");
     line.split([' ', ',']).filter(|word| word.starts_with("mac=")).map(str::to_owned).collect()
 }
@@ -74,7 +74,8 @@ fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
 fn the_guest_of_containers_has_the_networks_that_its_annotation_asks_for() {
     let node = node(&["net1", "lan"]);
     let image = node.image(&Image::busybox(), "busybox:1");
-    let several = |networks: &str| Pod::new("several", node.folder()).set("annotations", json!({ NETWORKS: networks }));
+    let several =
+        |networks: &str| Pod::new("several", node.directory()).set("annotations", json!({ NETWORKS: networks }));
     let many = vec!["a"; room() + 1].join(",");
     let refused = node.crictl.try_call(["runp", &node.crictl.file("pod", &several(&many).0)]).err();
     assert!(refused.contains("Unimplemented") && refused.contains(NETWORKS), "{refused}");

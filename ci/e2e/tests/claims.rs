@@ -19,8 +19,8 @@ struct Block {
 
 impl Block {
     fn new(node: &Node) -> Block {
-        let file = node.folder().join("block.raw");
-        fs::write(&file, boot_disk()).expect("the folder is there");
+        let file = node.directory().join("block.raw");
+        fs::write(&file, boot_disk()).expect("the directory is there");
         let device = call("losetup", ["--find", "--show", &file.display().to_string()]).ok();
         Block { file, device }
     }
@@ -102,15 +102,15 @@ fn a_block_claim_is_one_machines_and_keeps_what_it_wrote() {
 fn a_file_claim_survives_the_death_of_all_that_had_it() {
     let mut node = node();
     let image = boot_image(&node);
-    let folder = node.folder().join("claim");
-    fs::create_dir(&folder).expect("the node's folder is there");
-    fs::write(folder.join("disk.img"), boot_disk()).expect("the folder is there");
+    let directory = node.directory().join("claim");
+    fs::create_dir(&directory).expect("the node's directory is there");
+    fs::write(directory.join("disk.img"), boot_disk()).expect("the directory is there");
     let disks = "root=claim:system,boot=1";
     let config = pod(&node, "first", disks);
     let again = Pod(config.0.clone());
     let id = {
         let first = node.crictl.run_pod_of("vm", config);
-        first.start(on_mount(&image, 0, &[("root", &folder, false)])).says("boot 1\n");
+        first.start(on_mount(&image, 0, &[("root", &directory, false)])).says("boot 1\n");
         first.id.clone()
     };
     // The keeper's command line also names QEMU, but not its disks.
@@ -125,7 +125,7 @@ fn a_file_claim_survives_the_death_of_all_that_had_it() {
     eventually("nothing is left", || node.left().is_empty().then_some(()));
 
     let second = node.crictl.run_pod_of("vm", pod(&node, "second", disks));
-    let running = second.start(on_mount(&image, 0, &[("root", &folder, false)]));
+    let running = second.start(on_mount(&image, 0, &[("root", &directory, false)]));
     running.says("boot 2\n");
     // The next daemon finds the VM with its disk.
     let third = pod(&node, "third", disks);
@@ -134,22 +134,22 @@ fn a_file_claim_survives_the_death_of_all_that_had_it() {
     node.kill();
     node.start();
     let third = node.crictl.run_pod_of("vm", third);
-    let told = third.try_create(on_mount(&image, 0, &[("root", &folder, false)])).err();
+    let told = third.try_create(on_mount(&image, 0, &[("root", &directory, false)])).err();
     assert!(told.contains("in use by another machine"), "{told}");
     let state = || node.crictl.json(["inspect", "-o", "json", &running])["status"]["state"].clone();
     eventually("the machine is found again", || (state() == "CONTAINER_RUNNING").then_some(()));
     node.crictl.pod(&id, second).remove();
-    third.start(on_mount(&image, 1, &[("root", &folder, false)])).says("boot 3\n");
+    third.start(on_mount(&image, 1, &[("root", &directory, false)])).says("boot 3\n");
     third.remove();
-    assert_eq!(fs::read(folder.join("disk.img")).expect("it is there")[512], 3);
+    assert_eq!(fs::read(directory.join("disk.img")).expect("it is there")[512], 3);
 }
 
 #[test]
 fn files_of_the_node_are_disks_and_are_made_where_they_shall_be() {
     let node = node();
     let image = boot_image(&node);
-    let [system, data] = ["system.img", "data.img"].map(|name| node.folder().join(name));
-    fs::write(&system, boot_disk()).expect("the node's folder is there");
+    let [system, data] = ["system.img", "data.img"].map(|name| node.directory().join(name));
+    fs::write(&system, boot_disk()).expect("the node's directory is there");
     let spec = json!({
         "domain": {
             "memory": { "guest": "64Mi" },
@@ -175,12 +175,12 @@ fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
     let image = boot_image(&node);
     let block = Block::new(&node);
     let [empty, linked, odd] = ["empty", "linked", "odd"].map(|name| {
-        let folder = node.folder().join(name);
-        fs::create_dir(&folder).expect("the node's folder is there");
-        folder
+        let directory = node.directory().join(name);
+        fs::create_dir(&directory).expect("the node's directory is there");
+        directory
     });
-    symlink(&block.file, linked.join("disk.img")).expect("the folder is there");
-    fs::write(odd.join("disk.img"), [0; 700]).expect("the folder is there");
+    symlink(&block.file, linked.join("disk.img")).expect("the directory is there");
+    fs::write(odd.join("disk.img"), [0; 700]).expect("the directory is there");
     let pod = node.crictl.run_pod_of("vm", pod(&node, "refused", "root=claim:system,boot=1"));
     let both = on_device(&image, 0, &block.device, "rw");
     let mount = json!({"host_path": empty, "container_path": "/run/nacelle/vm/root"});
@@ -196,7 +196,7 @@ fn what_a_claim_cannot_be_is_refused_and_changes_nothing() {
         (on_mount(&image, 0, &[("root", &linked, false)]), "disk.img is a link"),
         (on_mount(&image, 0, &[("root", &odd, false)]), "disk.img has 700 bytes"),
         (on_mount(&image, 0, &[("root", &odd, true)]), "config.mounts.readonly is \"true\""),
-        (on_mount(&image, 0, &[("root", &block.file, false)]), "needs a folder"),
+        (on_mount(&image, 0, &[("root", &block.file, false)]), "needs a directory"),
     ] {
         let told = pod.try_create(container).err();
         assert!(told.contains(words) || told.contains(&words.replace('"', "\\\"")), "{words:?} in {told}");
@@ -265,15 +265,15 @@ fn a_claim_that_is_shareable_is_written_by_several_machines_and_by_no_other() {
 
 /// Returns a directory as kubelet makes it of a ConfigMap or a Secret.
 fn projected(node: &Node, name: &str, files: &[(&str, &str)]) -> PathBuf {
-    let folder = node.folder().join(name);
-    let inner = folder.join("..2026_11_23_05_00_00.1");
-    fs::create_dir_all(&inner).expect("the node's folder is there");
-    symlink("..2026_11_23_05_00_00.1", folder.join("..data")).expect("the folder is there");
+    let directory = node.directory().join(name);
+    let inner = directory.join("..2026_11_23_05_00_00.1");
+    fs::create_dir_all(&inner).expect("the node's directory is there");
+    symlink("..2026_11_23_05_00_00.1", directory.join("..data")).expect("the directory is there");
     for (file, text) in files {
-        fs::write(inner.join(file), text).expect("the folder is there");
-        symlink(Path::new("..data").join(file), folder.join(file)).expect("the folder is there");
+        fs::write(inner.join(file), text).expect("the directory is there");
+        symlink(Path::new("..data").join(file), directory.join(file)).expect("the directory is there");
     }
-    folder
+    directory
 }
 
 /// Returns the in-memory file systems that are disks of a VM, by their labels, with their files.
@@ -367,7 +367,7 @@ fn what_kubelet_writes_is_on_disks_in_memory() {
     ];
     assert_eq!(disks, expected.map(|(label, files)| (label.to_owned(), files)).into());
     // The secret is on no disk of the node but in its source.
-    let found = call("grep", ["-rl".as_ref(), "s3cr3t".as_ref(), node.folder().as_os_str()]).stdout;
+    let found = call("grep", ["-rl".as_ref(), "s3cr3t".as_ref(), node.directory().as_os_str()]).stdout;
     let found: Vec<_> =
         found.lines().filter(|path| ![&secret, &user].iter().any(|from| Path::new(path).starts_with(from))).collect();
     assert!(found.is_empty(), "{found:?}");

@@ -40,7 +40,7 @@ struct Scene<'a> {
 
 impl<'a> Scene<'a> {
     fn new(node: &'a Node, image: &str, sharing: Sharing) -> Scene<'a> {
-        let mut pod = Pod::new("confined", node.folder());
+        let mut pod = Pod::new("confined", node.directory());
         pod.0["linux"]["security_context"] =
             json!({"namespace_options": {"pid": i32::from(sharing == Sharing::Target)}});
         let pod = node.crictl.run_pod(pod);
@@ -178,7 +178,7 @@ fn no_container_begins_outside_its_root() {
 fn a_container_that_may_trace_sees_no_other_in_the_making() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let mut pod = Pod::new("traced", node.folder());
+    let mut pod = Pod::new("traced", node.directory());
     pod.0["linux"]["security_context"] = json!({"namespace_options": {"pid": 0}});
     let pod = node.crictl.run_pod(pod);
     let mut linux = pid(0, "");

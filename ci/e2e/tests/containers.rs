@@ -10,7 +10,7 @@ use std::path::Path;
 fn ends_are_told_as_they_were() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ends", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("ends", node.directory()));
     let good = pod.start(Container::sh("good", &image, "echo done"));
     let bad = pod.start(Container::sh("bad", &image, "exit 42"));
     let killed = pod.start(Container::sh("killed", &image, "kill -9 $$"));
@@ -44,7 +44,7 @@ fn a_container_out_of_memory_dies_alone() {
     }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("oom", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("oom", node.directory()));
     let neighbour = pod.start(Container::sh("neighbour", &image, "echo here; sleep 600"));
     let limits = json!({"resources": {"memory_limit_in_bytes": 16 << 20, "memory_swap_limit_in_bytes": 16 << 20}});
     let hungry = pod.start(Container::sh("hungry", &image, "tail /dev/zero").set("linux", limits));
@@ -70,7 +70,7 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
     let node = Node::new();
     let image =
         node.image(&Image::busybox().config("User", json!("app")).config("WorkingDir", json!("/work")), "app:1");
-    let pod = node.crictl.run_pod(Pod::new("spec", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("spec", node.directory()));
     let own = pod.start(
         Container::sh("own", &image, "id; pwd; echo $GREETING; echo $PATH; touch /x || echo refused")
             .set("envs", json!([{"key": "GREETING", "value": "hello there"}])),
@@ -113,15 +113,15 @@ fn groups_rights_and_paths_are_as_the_security_context_says() {
     let image = node.image(
         &Image::busybox().layer(|layer| {
             layer.file("etc/secret", b"secret", 0o644);
-            layer.folder("hidden", 0o755);
+            layer.directory("hidden", 0o755);
             layer.file("hidden/file", b"hidden", 0o644);
-            layer.folder("kept", 0o777);
+            layer.directory("kept", 0o777);
             // Busybox keeps the rights of a setuid file for this applet; its shell runs the plain one unless given a path.
             layer.file("bin/ping", &fs::read("/bin/busybox").unwrap(), 0o4755);
         }),
         "groups:1",
     );
-    let mut pod = Pod::new("groups", node.folder());
+    let mut pod = Pod::new("groups", node.directory());
     let sysctls = [("kernel.shm_rmid_forced", "1"), ("fs.mqueue.msg_max", "100"), ("net/ipv4/ip_forward", "1")];
     pod.0["linux"]["sysctls"] = sysctls.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     let pod = node.crictl.run_pod(pod);
@@ -174,7 +174,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let write = |name: &str, profile: Value| {
-        let file = node.folder().join(name);
+        let file = node.directory().join(name);
         fs::write(&file, profile.to_string()).unwrap();
         file
     };
@@ -196,7 +196,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
             "capabilities": {"add_capabilities": ["SYS_ADMIN"]},
         }})
     };
-    let pod = node.crictl.run_pod(Pod::new("seccomp", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("seccomp", node.directory()));
     let script = "grep Seccomp: /proc/self/status; chmod 755 /tmp 2>&1; hostname other 2>&1; mkdir /x && echo made";
     let container = Container::sh("one", &image, &format!("{script}; sleep 600")).set("linux", linux(&file));
     let one = pod.start(container);
@@ -245,7 +245,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     let broken = write("broken.json", json!(["no profile"]));
     for (file, code, words) in [
         (file.as_path(), "InvalidArgument", "No such file"),
-        (node.folder(), "InvalidArgument", "is not a regular file"),
+        (node.directory(), "InvalidArgument", "is not a regular file"),
         (broken.as_path(), "InvalidArgument", "is no profile"),
         (notify.as_path(), "Unimplemented", "SCMP_ACT_NOTIFY"),
         (Path::new("profile.json"), "InvalidArgument", "absolute path"),
@@ -260,7 +260,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
 fn commands_run_beside_a_large_environment() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("large", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("large", node.directory()));
     let envs: Vec<Value> = (0..7000).map(|n| json!({"key": format!("V{n}"), "value": "x".repeat(150)})).collect();
     let one = pod.start(Container::sh("one", &image, "sleep 600").set("envs", json!(envs)));
     assert_eq!(one.exec("echo ${#V6999}").ok(), "150");
@@ -270,7 +270,7 @@ fn commands_run_beside_a_large_environment() {
 #[test]
 fn more_images_than_the_machine_has_disks() {
     let node = Node::new();
-    let pod = node.crictl.run_pod(Pod::new("many", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("many", node.directory()));
     let mut containers = Vec::new();
     for number in 0..7 {
         let image = Image::busybox().layer(|layer| layer.file("who", format!("image {number}").as_bytes(), 0o644));
@@ -299,7 +299,7 @@ fn more_images_than_the_machine_has_disks() {
 fn an_exec_that_takes_too_long_is_ended() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("exec", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("exec", node.directory()));
     let container = pod.start(Container::sh("one", &image, "sleep 600"));
     let answer = node.crictl.try_call(["exec", "--sync", "--timeout", "2", &container.id, "/bin/sleep", "555"]).err();
     assert!(answer.contains("DeadlineExceeded"), "{answer}");
@@ -315,7 +315,7 @@ fn an_exec_that_takes_too_long_is_ended() {
 fn a_log_is_reopened_where_kubelet_moved_it() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("logs", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("logs", node.directory()));
     let container =
         pod.start(Container::sh("one", &image, "i=0; while :; do echo line $i; i=$((i+1)); sleep 0.05; done"));
     container.says("line 3");
@@ -335,7 +335,7 @@ fn a_log_is_reopened_where_kubelet_moved_it() {
 fn devices_are_given_with_the_rights_that_were_asked_for() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let mut config = Pod::new("devices", node.folder());
+    let mut config = Pod::new("devices", node.directory());
     config.0["linux"]["security_context"] = json!({"privileged": true});
     let pod = node.crictl.run_pod(config);
     let device = |host: &str, at: &str, permissions: &str| json!({"host_path": host, "container_path": at, "permissions": permissions});
@@ -378,13 +378,13 @@ fn devices_are_given_with_the_rights_that_were_asked_for() {
 
 #[test]
 fn cdi_devices_bring_what_their_specifications_say() {
-    let folder = tempfile::tempdir().expect("there is a folder for such");
-    let extra = format!("[sandbox]\ncdi_dirs = [{:?}]\n", folder.path());
+    let directory = tempfile::tempdir().expect("there is a directory for such");
+    let extra = format!("[sandbox]\ncdi_dirs = [{:?}]\n", directory.path());
     let node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
-    let of_node = node.folder().join("driver");
-    fs::create_dir(&of_node).expect("the node's folder is writable");
-    fs::write(of_node.join("lib"), "of the driver").expect("the node's folder is writable");
+    let of_node = node.directory().join("driver");
+    fs::create_dir(&of_node).expect("the node's directory is writable");
+    fs::write(of_node.join("lib"), "of the driver").expect("the node's directory is writable");
     let edits = json!({
         "env": ["CDI_TEST=a=b"],
         "mounts": [{"hostPath": of_node, "containerPath": "/driver", "options": ["ro", "rbind", "nosuid"]}],
@@ -397,8 +397,8 @@ fn cdi_devices_bring_what_their_specifications_say() {
         .map(|(name, edits)| json!({"name": name, "containerEdits": edits}))
         .collect();
     let spec = json!({"cdiVersion": "0.6.0", "kind": "nacelle.test/thing", "devices": devices});
-    fs::write(folder.path().join("thing.json"), spec.to_string()).expect("the folder is ours");
-    let pod = node.crictl.run_pod(Pod::new("cdi", node.folder()));
+    fs::write(directory.path().join("thing.json"), spec.to_string()).expect("the directory is ours");
+    let pod = node.crictl.run_pod(Pod::new("cdi", node.directory()));
     let with = |name: &str| {
         let device = json!([{"name": format!("nacelle.test/thing={name}")}]);
         Container::sh("c", &image, "sleep 600").set("CDI_devices", device)
@@ -424,7 +424,7 @@ fn cdi_devices_bring_what_their_specifications_say() {
 fn programs_that_are_not_root_may_use_low_ports_and_ping() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ports", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("ports", node.directory()));
     let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
     let container = pod.start(Container::sh("c", &image, "sleep 600").set("linux", user));
     let said = |script: &str| container.exec(script).ok();
@@ -452,7 +452,7 @@ fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
         }),
         "links:1",
     );
-    let volume = node.folder().join("volume");
+    let volume = node.directory().join("volume");
     fs::create_dir(&volume).unwrap();
     fs::write(volume.join("token"), "secret").unwrap();
     let mount = |at: &str, from: &Path| json!({"container_path": at, "host_path": from});
@@ -461,7 +461,7 @@ fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
         mount("/conf", &volume.join("token")),
         mount("/work/deep", &volume),
     ]);
-    let pod = node.crictl.run_pod(Pod::new("links", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("links", node.directory()));
     let script = "pwd -P; cat /var/run/secrets/kubernetes.io/serviceaccount/token /run/conf /opt/app/work/deep/token; echo; \
                   grep -c localhost /etc/hosts /third; readlink /var/run; readlink /etc/hosts; test -s /run/systemd/resolve/stub-resolv.conf";
     let container =
@@ -479,22 +479,22 @@ fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
 #[test]
 fn what_is_in_the_way_of_a_mount_is_named() {
     let node = Node::new();
-    let stolen = node.folder().join("stolen");
+    let stolen = node.directory().join("stolen");
     fs::create_dir(&stolen).unwrap();
     let image = node.image(
         &Image::busybox().layer(|layer| {
             layer.file("file", b"", 0o644);
-            layer.folder("directory", 0o755);
+            layer.directory("directory", 0o755);
             layer.symlink("loop", "loop");
             layer.symlink("to-root", "/");
         }),
         "way:1",
     );
-    let volume = node.folder().join("volume");
+    let volume = node.directory().join("volume");
     fs::create_dir(&volume).unwrap();
     fs::write(volume.join("inside"), "").unwrap();
     let mount = |at: &str, from: &Path| json!({"container_path": at, "host_path": from});
-    let pod = node.crictl.run_pod(Pod::new("way", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("way", node.directory()));
     let refused = |name: &str, image: &str, mounts: Value, cwd: &str| {
         let container = Container::sh(name, image, "true").set("mounts", mounts).set("working_dir", json!(cwd));
         let made = pod.try_create(container);
@@ -529,7 +529,7 @@ fn what_is_in_the_way_of_a_mount_is_named() {
     let to = format!("/node{}", stolen.display());
     let image = node.image(
         &Image::busybox().layer(|layer| {
-            layer.folder(to.trim_start_matches('/'), 0o755);
+            layer.directory(to.trim_start_matches('/'), 0o755);
             layer.symlink("dev", &to);
         }),
         "dev:1",

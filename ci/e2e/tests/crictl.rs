@@ -8,7 +8,7 @@ use std::fs;
 fn a_pod_with_two_containers_is_one_machine() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("pair", node.folder()).set("hostname", json!("nacelle-guest")));
+    let pod = node.crictl.run_pod(Pod::new("pair", node.directory()).set("hostname", json!("nacelle-guest")));
     let first =
         pod.start(Container::sh("first", &image, "uname -r; hostname; cat /proc/sys/kernel/random/boot_id; sleep 600"));
     let second = pod.start(Container::sh("second", &image, "cat /proc/sys/kernel/random/boot_id; echo no >&2; exit 3"));
@@ -42,7 +42,7 @@ fn a_pod_with_two_containers_is_one_machine() {
 fn lists_and_states_are_what_kubelet_expects() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("listed", node.folder()).set("annotations", json!({"a": "b"})));
+    let pod = node.crictl.run_pod(Pod::new("listed", node.directory()).set("annotations", json!({"a": "b"})));
     let pods = node.crictl.json(["pods", "-o", "json"]);
     assert_eq!(pods["items"][0]["id"], json!(pod.id));
     assert_eq!(pods["items"][0]["state"], "SANDBOX_READY");
@@ -92,7 +92,7 @@ fn the_other_commands_of_crictl_answer() {
     let used = node.registry.push(&Image::busybox(), "used:1");
     let unused = node.image(&Image::busybox().config("User", json!("1000")), "unused:1");
 
-    let pod = Pod::new("run", node.folder());
+    let pod = Pod::new("run", node.directory());
     let container = Container::sh("talks", &used, "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; echo two");
     let (pod, container) = (node.crictl.file("pod", &pod.0), node.crictl.file("container", &container.0));
     let id = node.crictl.call(["run", &container, &pod]);
@@ -122,7 +122,7 @@ fn the_other_commands_of_crictl_answer() {
 fn how_a_pod_came_up_is_told_and_drawn() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("flight", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("flight", node.directory()));
     let container = pod.start(Container::sh("c", &image, "sleep 600"));
     let guest = nacelle_e2e::node::engine() != "host";
     let info = node.crictl.json(["inspectp", "-o", "json", &pod.id])["info"].take();
@@ -142,7 +142,7 @@ fn how_a_pod_came_up_is_told_and_drawn() {
 
     let nacelle = |arguments: &[&str]| {
         let mut command = node.netns.command(nacelle_e2e::part("NACELLE_BIN"));
-        command.arg("pods").args(arguments).arg("--config").arg(node.folder().join("config.toml"));
+        command.arg("pods").args(arguments).arg("--config").arg(node.directory().join("config.toml"));
         run::run(&mut command).ok()
     };
     let list = nacelle(&[]);

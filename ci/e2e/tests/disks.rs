@@ -21,27 +21,27 @@ fn node() -> Node {
 }
 
 /// Kubelet's directory of a pod.
-struct Folder(PathBuf);
+struct Directory(PathBuf);
 
-impl Folder {
-    fn new(node: &Node, uid: &str) -> Folder {
-        Folder(node.folder().join("kubelet/pods").join(uid))
+impl Directory {
+    fn new(node: &Node, uid: &str) -> Directory {
+        Directory(node.directory().join("kubelet/pods").join(uid))
     }
 
     /// Creates a volume as kubelet does, for the pod's group.
     fn volume(&self, name: &str) -> PathBuf {
-        let folder = self.0.join("volumes/kubernetes.io~empty-dir").join(name);
-        fs::create_dir_all(&folder).expect("the node's folder is writable");
-        chown(&folder, None, Some(2000)).expect("it is ours");
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o2777)).expect("it is ours");
-        folder
+        let directory = self.0.join("volumes/kubernetes.io~empty-dir").join(name);
+        fs::create_dir_all(&directory).expect("the node's directory is writable");
+        chown(&directory, None, Some(2000)).expect("it is ours");
+        fs::set_permissions(&directory, fs::Permissions::from_mode(0o2777)).expect("it is ours");
+        directory
     }
 
     /// Mounts a part of a volume as kubelet does for a `subPath`.
     fn part(&self, volume: &Path, part: &str, number: u32) -> Mounted {
         let at = self.0.join("volume-subpaths").join(volume.file_name().unwrap()).join(format!("c/{number}"));
-        for folder in [&volume.join(part), &at] {
-            fs::create_dir_all(folder).expect("the node's folder is writable");
+        for directory in [&volume.join(part), &at] {
+            fs::create_dir_all(directory).expect("the node's directory is writable");
         }
         call("mount", ["--bind".as_ref(), volume.join(part).as_os_str(), at.as_os_str()]).ok();
         Mounted(at)
@@ -78,20 +78,20 @@ fn next(pod: &Pod, attempt: u32) -> Pod {
 #[test]
 fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
     if engine() == "host" {
-        println!("skipped: without a guest such volumes are folders of the node");
+        println!("skipped: without a guest such volumes are directories of the node");
         return;
     }
     let mut node = node();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = Folder::new(&node, "0d3c");
-    let (volume, other) = (folder.volume("scratch"), folder.volume("other"));
-    let neighbours = Folder::new(&node, "0e4d").volume("scratch");
-    let (part, trap) = (folder.part(&volume, "deep/part", 0), folder.part(&volume, "trap", 1));
+    let directory = Directory::new(&node, "0d3c");
+    let (volume, other) = (directory.volume("scratch"), directory.volume("other"));
+    let neighbours = Directory::new(&node, "0e4d").volume("scratch");
+    let (part, trap) = (directory.part(&volume, "deep/part", 0), directory.part(&volume, "trap", 1));
     let with = |name: &str, mounts: Value| Container::sh(name, &image, "sleep 600").set("mounts", mounts);
-    let asked = Pod::new("disk", node.folder()).set("annotations", json!({LIMITS: "scratch=16Mi"}));
+    let asked = Pod::new("disk", node.directory()).set("annotations", json!({LIMITS: "scratch=16Mi"}));
     let (pod_id, one_id) = {
         let pod = node.crictl.run_pod_of("disks", next(&asked, 0));
-        let neighbour = node.crictl.run_pod_of("disks", Pod::new("neighbour", node.folder()));
+        let neighbour = node.crictl.run_pod_of("disks", Pod::new("neighbour", node.directory()));
         let one = pod.start(with("one", json!([mount(&volume, "/cache"), mount(&other, "/other")])));
         let two = pod.start(with("two", json!([mount(&volume, "/same"), mount(&part.0, "/part")])));
         let far = neighbour.start(with("far", json!([mount(&neighbours, "/cache")])));
@@ -159,23 +159,23 @@ fn an_empty_dir_on_a_disk_of_the_machine_has_a_limit() {
     assert_eq!(last.exec("cat /cache/first /cache/second /part/file").ok(), "of the first\nkept\nback");
     third.remove();
     drop((part, trap));
-    fs::remove_dir_all(&folder.0).expect("nobody holds anything of it");
+    fs::remove_dir_all(&directory.0).expect("nobody holds anything of it");
 }
 
 #[test]
 fn a_node_that_is_full_fails_the_volume_and_nothing_else() {
     if engine() == "host" {
-        println!("skipped: without a guest such volumes are folders of the node");
+        println!("skipped: without a guest such volumes are directories of the node");
         return;
     }
     let node = node();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let kubelet = node.folder().join("kubelet");
-    fs::create_dir(&kubelet).expect("the node's folder is writable");
+    let kubelet = node.directory().join("kubelet");
+    fs::create_dir(&kubelet).expect("the node's directory is writable");
     call("mount", ["-t", "tmpfs", "-o", "size=24m", "none", kubelet.to_str().unwrap()]).ok();
     let mounted = Mounted(kubelet);
-    let volume = Folder::new(&node, "0d3c").volume("scratch");
-    let asked = Pod::new("full", node.folder()).set("annotations", json!({LIMITS: "scratch=1Gi"}));
+    let volume = Directory::new(&node, "0d3c").volume("scratch");
+    let asked = Pod::new("full", node.directory()).set("annotations", json!({LIMITS: "scratch=1Gi"}));
     let with = || Container::sh("c", &image, "sleep 600").set("mounts", json!([mount(&volume, "/cache")]));
     let pod = node.crictl.run_pod_of("disks", next(&asked, 0));
     let container = pod.start(with());
@@ -195,9 +195,9 @@ fn a_node_that_is_full_fails_the_volume_and_nothing_else() {
 fn sizes_and_volumes_that_cannot_be_are_refused() {
     let node = node();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = Folder::new(&node, "0d3c");
+    let directory = Directory::new(&node, "0d3c");
     let refused = |handler: &str, limits: &str, code: &str, words: &str| {
-        let pod = Pod::new("refused", node.folder()).set("annotations", json!({LIMITS: limits}));
+        let pod = Pod::new("refused", node.directory()).set("annotations", json!({LIMITS: limits}));
         let file = node.crictl.file("pod", &pod.0);
         let answer = node.crictl.try_call(["runp", "--runtime", handler, &file]).err();
         assert!(answer.contains(code) && answer.contains(words) && answer.contains(LIMITS), "{answer}");
@@ -211,10 +211,10 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
         refused("disks", "a=16Mi", "FailedPrecondition", "no machine");
     }
 
-    let pod = node.crictl.run_pod_of("disks", Pod::new("refusing", node.folder()));
+    let pod = node.crictl.run_pod_of("disks", Pod::new("refusing", node.directory()));
     let with = |name: &str, mount: Value| Container::sh(name, &image, "sleep 600").set("mounts", json!([mount]));
     // A volume with files on the node is shared, even after they are removed.
-    let filled = folder.volume("filled");
+    let filled = directory.volume("filled");
     fs::write(filled.join("file"), "of the node").unwrap();
     let one = pod.start(with("one", mount(&filled, "/cache")));
     assert_eq!(one.exec("cat /cache/file && rm /cache/file && echo word >/cache/word").ok(), "of the node");
@@ -225,7 +225,7 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
     assert_eq!(one.exec("cat /cache/two").ok(), "of two");
     assert!(!filled.join(FILE).exists());
 
-    let on_disk = folder.volume("on-disk");
+    let on_disk = directory.volume("on-disk");
     if !guest {
         // Pods without a guest cannot use a VM's disk.
         pod.start(with("plain", mount(&on_disk, "/cache"))).exec("echo word >/cache/word").ok();
@@ -243,16 +243,16 @@ fn sizes_and_volumes_that_cannot_be_are_refused() {
     refused("told", told, "Unimplemented", "propagation");
     // A damaged file system or a link is not a volume; the VM and its other volumes continue.
     for name in ["damaged", "astray"] {
-        folder.volume(name);
+        directory.volume(name);
     }
-    fs::write(folder.volume("damaged").join(FILE), vec![7; 16 << 20]).unwrap();
-    refused("damaged", mount(&folder.volume("damaged"), "/cache"), "FailedPrecondition", "damaged");
-    std::os::unix::fs::symlink("/dev/zero", folder.volume("astray").join(FILE)).unwrap();
-    let answer = pod.try_create(with("astray", mount(&folder.volume("astray"), "/cache"))).err();
+    fs::write(directory.volume("damaged").join(FILE), vec![7; 16 << 20]).unwrap();
+    refused("damaged", mount(&directory.volume("damaged"), "/cache"), "FailedPrecondition", "damaged");
+    std::os::unix::fs::symlink("/dev/zero", directory.volume("astray").join(FILE)).unwrap();
+    let answer = pod.try_create(with("astray", mount(&directory.volume("astray"), "/cache"))).err();
     assert!(answer.contains(FILE), "{answer}");
     // A volume that is created anew can be used.
-    fs::remove_file(folder.volume("damaged").join(FILE)).unwrap();
-    let fresh = pod.start(with("fresh", mount(&folder.volume("damaged"), "/cache")));
+    fs::remove_file(directory.volume("damaged").join(FILE)).unwrap();
+    let fresh = pod.start(with("fresh", mount(&directory.volume("damaged"), "/cache")));
     fresh.exec("echo word >/cache/word").ok();
     assert_eq!(one.exec("cat /cache/two").ok(), "of two");
     pod.remove();

@@ -31,7 +31,7 @@ fn crictl_and_others_are_told_of_a_life() {
     let life = ["CREATED", "STARTED", "STOPPED", "DELETED"].map(|kind| format!("CONTAINER_{kind}_EVENT"));
     // crictl does not report when it has subscribed: pods are created and removed until it prints one.
     let pod = eventually("crictl is told of a pod", || {
-        let pod = node.crictl.run_pod(Pod::new("told", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("told", node.directory()));
         if kinds(&printed(&file), &pod.id) == life[..2] {
             return Some(pod);
         }

@@ -96,7 +96,7 @@ fn a_command_whose_caller_goes_away_ends() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
         let mut cri = Cri::new(node.channel());
-        let pod = CriPod::run(&mut cri, "gone", &node.folder().join("logs")).await.expect("the pod starts");
+        let pod = CriPod::run(&mut cri, "gone", &node.directory().join("logs")).await.expect("the pod starts");
         let left = Arc::default();
         let mut client = Client { cri, number: 0, pod, image, left, errors: Vec::new(), execs: 0, starts: 0 };
         let container_id = client.start().await.expect("it starts");
@@ -137,7 +137,7 @@ fn no_command_and_no_container_start_fails() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let (done, took) = runtime.block_on(async {
         let mut cri = Cri::new(node.channel());
-        let pod = CriPod::run(&mut cri, "execs", &node.folder().join("logs")).await.expect("the pod starts");
+        let pod = CriPod::run(&mut cri, "execs", &node.directory().join("logs")).await.expect("the pod starts");
         let (start, left) = (Instant::now(), Arc::new(AtomicU64::new(execs)));
         let mut running = JoinSet::new();
         for number in 0..clients {

@@ -61,15 +61,15 @@ fn they_do_what_posix_says() {
         layer.file("etc/pjdfstest.toml", PJDFSTEST.as_bytes(), 0o644);
     });
     let image = node.image(&image, "filesystems:1");
-    let shared = node.folder().join("shared");
-    fs::create_dir(&shared).expect("the node's folder is writable");
+    let shared = node.directory().join("shared");
+    fs::create_dir(&shared).expect("the node's directory is writable");
     fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).expect("it is ours");
-    let disk = node.folder().join("disk.ext4");
+    let disk = node.directory().join("disk.ext4");
     call("truncate", ["--size=64M".as_ref(), disk.as_os_str()]).ok();
     call("mkfs.ext4", ["-q".as_ref(), disk.as_os_str()]).ok();
     let disk = Loop(call("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok());
     // Privileged, because a third of the tests is about root's rights.
-    let pod = Pod::new("files", node.folder());
+    let pod = Pod::new("files", node.directory());
     let pod = node.crictl.run_pod(pod.set("linux", json!({"security_context": {"privileged": true}})));
     let container = pod.start(
         Container::sh("c", &image, "sleep 3600")
@@ -117,12 +117,12 @@ fn they_do_what_posix_says() {
 #[test]
 fn what_is_removed_from_a_root_is_free_at_once_and_soon_the_nodes() {
     if engine() == "host" {
-        println!("skipped: without a guest the root is a folder of the node");
+        println!("skipped: without a guest the root is a directory of the node");
         return;
     }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("removing", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("removing", node.directory()));
     let one = pod.start(Container::sh("one", &image, "sleep 600"));
     // The disk's file is unlinked; the process that has it open leads to it.
     let open = |pid| fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().map(|file| file.path());

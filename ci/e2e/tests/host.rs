@@ -43,7 +43,7 @@ fn a_pod_without_a_guest_has_namespaces_of_its_own() {
     }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod_of("host", Pod::new("own", node.folder()).set("hostname", json!("own-name")));
+    let pod = node.crictl.run_pod_of("host", Pod::new("own", node.directory()).set("hostname", json!("own-name")));
     let container = pod.start(Container::sh("c", &image, "trap 'exit 7' TERM; echo up; while :; do sleep 1; done"));
     container.says("up");
     let said = |script: &str| container.exec(script).ok();
@@ -60,7 +60,7 @@ fn a_pod_without_a_guest_has_namespaces_of_its_own() {
     assert!(said("ls /proc | grep -c '^[0-9]'").parse::<u32>().expect("a number") < 10);
     assert_eq!(container.exec("ls -d /node /run/nacelle 2>/dev/null").stdout, "");
     said("touch /written && echo x >/dev/null");
-    let group = nacelle_e2e::census::cgroups(node.folder());
+    let group = nacelle_e2e::census::cgroups(node.directory());
     assert!(group.iter().any(|group| group.join("pod").join(&container.id).is_dir()), "{group:?}");
 
     let second = pod.start(Container::sh("d", &image, "cat /written; sleep 600"));
@@ -70,7 +70,7 @@ fn a_pod_without_a_guest_has_namespaces_of_its_own() {
     assert_eq!(second.exec("echo still here").ok(), "still here");
     pod.remove();
     assert_eq!(node.left(), Vec::<String>::new());
-    let scratch = fs::read_dir(node.folder().join("root/scratch")).map(|entries| entries.count());
+    let scratch = fs::read_dir(node.directory().join("root/scratch")).map(|entries| entries.count());
     assert_eq!(scratch.unwrap_or(0), 0, "what containers wrote is gone");
 }
 
@@ -81,7 +81,7 @@ fn nothing_is_left_when_the_process_of_such_a_pod_is_killed() {
     }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod_of("host", Pod::new("killed", node.folder()));
+    let pod = node.crictl.run_pod_of("host", Pod::new("killed", node.directory()));
     let marker = format!("sleep 60{}", std::process::id());
     let container = pod.start(Container::sh("c", &image, &format!("{marker} & {marker} & echo up; wait")));
     container.says("up");
@@ -108,7 +108,7 @@ fn pods_with_namespaces_of_the_node_run_without_a_guest_where_that_is_allowed() 
     let image = node.image(&Image::busybox(), "busybox:1");
     for (field, kind) in [("network", "net"), ("pid", "pid"), ("ipc", "ipc")] {
         let options = namespaces(json!({field: 2}));
-        let mut config = Pod::new(field, node.folder());
+        let mut config = Pod::new(field, node.directory());
         config.0["linux"]["security_context"] = options["security_context"].clone();
         // The default handler, whose engine uses VMs.
         let pod = node.crictl.run_pod(config);
@@ -128,7 +128,7 @@ fn pods_with_namespaces_of_the_node_run_without_a_guest_where_that_is_allowed() 
         assert_eq!(node.left(), Vec::<String>::new());
     }
     // A pod with its own network cannot have a container with the node's.
-    let pod = node.crictl.run_pod_of("host", Pod::new("own", node.folder()));
+    let pod = node.crictl.run_pod_of("host", Pod::new("own", node.directory()));
     let refused = pod.try_create(Container::sh("c", &image, "true").set("linux", namespaces(json!({"network": 2}))));
     let refused = refused.err();
     assert!(refused.contains("FailedPrecondition") && refused.contains("namespace of its own"), "{refused}");
@@ -138,7 +138,7 @@ fn pods_with_namespaces_of_the_node_run_without_a_guest_where_that_is_allowed() 
 #[test]
 fn pods_with_namespaces_of_the_node_are_refused_without_that_leave() {
     let node = Node::new();
-    let pod = Pod::new("a", node.folder()).set("linux", namespaces(json!({"network": 2})));
+    let pod = Pod::new("a", node.directory()).set("linux", namespaces(json!({"network": 2})));
     let file = node.crictl.file("pod", &pod.0);
     let answer = node.crictl.try_call(["runp", "--runtime", "host", &file]).err();
     assert!(answer.contains("FailedPrecondition") && answer.contains("run-on-host"), "{answer}");
@@ -150,10 +150,10 @@ struct Mounted(PathBuf);
 
 impl Mounted {
     fn new(node: &Node, name: &str, propagation: &str) -> Mounted {
-        let folder = node.folder().join(name);
-        fs::create_dir(&folder).expect("the node's folder is writable");
-        call("mount", ["--bind".as_ref(), folder.as_os_str(), folder.as_os_str()]).ok();
-        let mounted = Mounted(folder);
+        let directory = node.directory().join(name);
+        fs::create_dir(&directory).expect("the node's directory is writable");
+        call("mount", ["--bind".as_ref(), directory.as_os_str(), directory.as_os_str()]).ok();
+        let mounted = Mounted(directory);
         call("mount", [propagation.as_ref(), mounted.0.as_os_str()]).ok();
         mounted
     }
@@ -177,16 +177,16 @@ fn privileged() -> Value {
 }
 
 fn privileged_pod(node: &Node, name: &str) -> Pod {
-    let mut pod = Pod::new(name, node.folder());
+    let mut pod = Pod::new(name, node.directory());
     pod.0["linux"]["security_context"] = privileged()["security_context"].clone();
     pod
 }
 
 /// Returns a container that sees a directory of the node with bidirectional propagation, with host-to-container propagation, and
 /// with none.
-fn three_ways(image: &str, folder: &Mounted) -> Container {
+fn three_ways(image: &str, directory: &Mounted) -> Container {
     let way =
-        |at: &str, propagation: u8| json!({"host_path": folder.0, "container_path": at, "propagation": propagation});
+        |at: &str, propagation: u8| json!({"host_path": directory.0, "container_path": at, "propagation": propagation});
     let mounts = json!([way("/both", 2), way("/heard", 1), way("/alone", 0)]);
     Container::sh("c", image, "echo up; sleep 600").set("linux", privileged()).set("mounts", mounts)
 }
@@ -202,7 +202,7 @@ fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
     let shared = Mounted::new(&node, "shared", "--make-shared");
     // The default handler, whose engine uses VMs.
     let pod = node.crictl.run_pod(privileged_pod(&node, "both"));
-    let before = mounts(node.folder());
+    let before = mounts(node.directory());
     let container = pod.start(three_ways(&image, &shared));
     container.says("up");
     let said = |script: &str| container.exec(script).ok();
@@ -214,7 +214,7 @@ fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
     assert_eq!(fs::read_to_string(shared.below("inner/file")).expect("the node sees it"), "of the pod\n");
     assert_eq!(said("cat /heard/inner/file; ls /alone/inner"), "of the pod");
     let outer = shared.below("outer");
-    fs::create_dir(&outer).expect("the folder is writable");
+    fs::create_dir(&outer).expect("the directory is writable");
     call("mount", ["-t".as_ref(), "tmpfs".as_ref(), "outer".as_ref(), outer.as_os_str()]).ok();
     fs::write(outer.join("file"), "of the node\n").expect("the mount is writable");
     assert_eq!(said("cat /both/outer/file /heard/outer/file; ls /alone/outer"), "of the node\nof the node");
@@ -227,7 +227,7 @@ fn mounts_below_a_volume_go_both_ways_where_that_is_asked() {
     node.crictl.call(["rm", "-f", &container.id]);
     assert_eq!(fs::read_to_string(shared.below("inner/file")).expect("it is the node's now"), "of the pod\n");
     call("umount", [shared.below("inner")]).ok();
-    assert_eq!(mounts(node.folder()), before);
+    assert_eq!(mounts(node.directory()), before);
     pod.remove();
     drop(shared);
     assert_eq!(node.left(), Vec::<String>::new());
@@ -241,7 +241,7 @@ fn volumes_of_the_node_lie_over_dev_and_in_sys() {
     let node = Node::new();
     let image = node.image(&Image::busybox().layer(|layer| layer.symlink("to-proc", "/proc")), "busybox:1");
     let pod = node.crictl.run_pod_of("host", privileged_pod(&node, "over-dev"));
-    let log = node.folder().join("termination-log");
+    let log = node.directory().join("termination-log");
     fs::write(&log, "from the node").expect("written");
     let mount = |at: &str, of: &Path| json!({"container_path": at, "host_path": of.display().to_string()});
     // The mounts of a CSI driver with kubelet's file for the termination message, and of a CNI plugin.
@@ -259,15 +259,15 @@ fn volumes_of_the_node_lie_over_dev_and_in_sys() {
         node.crictl.in_terminal(["exec", "-it", &driver.id, "/bin/sh", "-c", "echo at a terminal; tty"]).ok();
     assert!(terminal.contains("at a terminal"), "{terminal}");
 
-    let mounts = [mount("/sys/fs", Path::new("/sys/fs")), mount("/sys/kernel", node.folder())];
+    let mounts = [mount("/sys/fs", Path::new("/sys/fs")), mount("/sys/kernel", node.directory())];
     let agent = Container::sh("agent", &image, "echo up; sleep 600").set("mounts", json!(mounts));
     let agent = pod.start(agent);
     agent.says("up");
     let found = agent.exec("stat -c %d /sys/fs/cgroup; stat -c %d /sys/kernel").ok();
-    let expected = call("stat", ["-c", "%d", "/sys/fs/cgroup", &node.folder().display().to_string()]).ok();
+    let expected = call("stat", ["-c", "%d", "/sys/fs/cgroup", &node.directory().display().to_string()]).ok();
     assert_eq!(found, expected);
 
-    let wrong = |at: &str| Container::sh("wrong", &image, "true").set("mounts", json!([mount(at, node.folder())]));
+    let wrong = |at: &str| Container::sh("wrong", &image, "true").set("mounts", json!([mount(at, node.directory())]));
     for (at, why) in [("/proc/sys", "only a few of its files"), ("/sys/none-such", "in which nothing can be made")] {
         let refused = pod.try_create(wrong(at)).err();
         assert!(refused.contains("InvalidArgument") && refused.contains(why), "{at}: {refused}");
@@ -277,10 +277,10 @@ fn volumes_of_the_node_lie_over_dev_and_in_sys() {
     let refused = node.crictl.try_call(["start", &linked.id]).err();
     assert!(refused.contains("InvalidArgument") && refused.contains("leads to /proc/sys"), "{refused}");
     // The same for a link in the volume that a container has at /dev, where another container may have put it.
-    let devices = node.folder().join("devices");
+    let devices = node.directory().join("devices");
     fs::create_dir(&devices).expect("a directory");
     std::os::unix::fs::symlink("/proc/sys", devices.join("to-proc")).expect("a link");
-    let mounts = json!([mount("/dev", &devices), mount("/dev/to-proc", node.folder())]);
+    let mounts = json!([mount("/dev", &devices), mount("/dev/to-proc", node.directory())]);
     let linked = pod.create(Container::sh("late", &image, "true").set("mounts", mounts));
     let refused = node.crictl.try_call(["start", &linked.id]).err();
     assert!(refused.contains("InvalidArgument") && refused.contains("/proc/sys"), "{refused}");
@@ -304,14 +304,14 @@ fn volumes_that_fail_or_lose_their_pod_leave_no_mounts() {
         let table = fs::read_to_string("/proc/self/mountinfo").expect("/proc is mounted");
         let volumes = table.lines().filter(|line| line.contains("/run/nacelle/volumes")).count();
         // The network namespace belongs to the pod: it goes when the pod is known to have ended.
-        let netns = node.folder().join("netns");
+        let netns = node.directory().join("netns");
         let others: Vec<_> =
-            mounts(node.folder()).into_iter().filter(|point| !Path::new(point).starts_with(&netns)).collect();
+            mounts(node.directory()).into_iter().filter(|point| !Path::new(point).starts_with(&netns)).collect();
         (others, volumes)
     };
     let before = all();
     for propagation in [1, 2] {
-        let volume = |folder: &Mounted, at: &str, propagation: u8| json!({"host_path": folder.0, "container_path": at, "propagation": propagation});
+        let volume = |directory: &Mounted, at: &str, propagation: u8| json!({"host_path": directory.0, "container_path": at, "propagation": propagation});
         let mounts = json!([volume(&shared, "/good", 2), volume(&alone, "/bad", propagation)]);
         let refused =
             pod.try_create(Container::sh("r", &image, "true").set("linux", privileged()).set("mounts", mounts));

@@ -50,7 +50,7 @@ fn a_password_is_needed_and_used() {
     assert!(!wrong.contains("wrong\""), "the password must not be printed: {wrong}");
     assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
     node.crictl.call(["pull", "--creds", &format!("{}:{}", LOGIN.0, LOGIN.1), &image]);
-    let pod = node.crictl.run_pod(Pod::new("private", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("private", node.directory()));
     pod.start(Container::sh("one", &image, "echo from a private registry")).says("private registry");
     pod.remove();
     assert!(!node.log().contains(LOGIN.1), "the password is in the daemon's log");
@@ -92,8 +92,8 @@ fn a_full_disk_fails_the_pull_and_nothing_else() {
 #[test]
 fn an_archive_is_loaded_without_a_registry() {
     let node = Node::new();
-    let layout = Image::busybox().layout(node.folder(), "archive");
-    let archive = node.folder().join("archive.tar");
+    let layout = Image::busybox().layout(node.directory(), "archive");
+    let archive = node.directory().join("archive.tar");
     let copy = [
         "copy".to_owned(),
         "--quiet".to_owned(),
@@ -102,18 +102,18 @@ fn an_archive_is_loaded_without_a_registry() {
     ];
     run::call("skopeo", copy).ok();
     let mut load = node.netns.command(nacelle_e2e::part("NACELLE_BIN"));
-    load.args(["image", "load", "--config"]).arg(node.folder().join("config.toml")).arg(&archive);
+    load.args(["image", "load", "--config"]).arg(node.directory().join("config.toml")).arg(&archive);
     let said = run::run(&mut load).ok();
     assert!(said.contains("example.org/loaded:1"), "{said}");
-    let pod = node.crictl.run_pod(Pod::new("loaded", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("loaded", node.directory()));
     pod.start(Container::sh("one", "example.org/loaded:1", "echo loaded")).says("loaded");
     pod.remove();
 }
 
 /// Returns the largest file below a directory.
-fn largest(folder: &Path) -> PathBuf {
-    fn all(folder: &Path, files: &mut Vec<(u64, PathBuf)>) {
-        for entry in fs::read_dir(folder).expect("the folder is readable").flatten() {
+fn largest(directory: &Path) -> PathBuf {
+    fn all(directory: &Path, files: &mut Vec<(u64, PathBuf)>) {
+        for entry in fs::read_dir(directory).expect("the directory is readable").flatten() {
             if entry.path().is_dir() {
                 all(&entry.path(), files);
             } else {
@@ -122,6 +122,6 @@ fn largest(folder: &Path) -> PathBuf {
         }
     }
     let mut files = Vec::new();
-    all(folder, &mut files);
+    all(directory, &mut files);
     files.into_iter().max().expect("the registry has a blob").1
 }

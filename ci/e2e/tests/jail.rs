@@ -25,7 +25,7 @@ fn process(node: &Node) -> PathBuf {
 fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("jailed", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("jailed", node.directory()));
     let container = pod.start(Container::sh("c", &image, "echo up; sleep 600"));
     container.says("up");
     let process = process(&node);
@@ -43,17 +43,17 @@ fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
     assert!(threads > 4, "{threads}");
     // The daemon's store, other pods and the node are invisible.
     let root = process.join("root");
-    let folder = |name: &str| root.join(node.folder().strip_prefix("/").expect("absolute")).join(name);
-    assert!(folder("root/images").is_dir());
-    assert_eq!(fs::read_dir(folder("root/scratch")).expect("its disk").count(), 1, "its own disk, and no template");
+    let directory = |name: &str| root.join(node.directory().strip_prefix("/").expect("absolute")).join(name);
+    assert!(directory("root/images").is_dir());
+    assert_eq!(fs::read_dir(directory("root/scratch")).expect("its disk").count(), 1, "its own disk, and no template");
     for gone in ["root/state.redb", "root/cni", "config.toml", "nacelle.sock", "netns"] {
-        assert!(!folder(gone).exists(), "{gone}");
+        assert!(!directory(gone).exists(), "{gone}");
     }
     for gone in ["proc/self", "sys/kernel", "etc/passwd", "var/lib", "boot", "dev/net/tun"] {
         assert!(!root.join(gone).exists(), "{gone}");
     }
-    assert!(fs::write(folder("root/images/x"), "").is_err());
-    let groups = nacelle_e2e::census::cgroups(node.folder());
+    assert!(fs::write(directory("root/images/x"), "").is_err());
+    let groups = nacelle_e2e::census::cgroups(node.directory());
     for group in &groups {
         let members = fs::read_to_string(group.join("cgroup.procs")).expect("a control group");
         assert!(members.lines().any(|pid| process.ends_with(pid)), "{}: {members}", group.display());
@@ -65,7 +65,7 @@ fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
 fn a_process_that_its_filter_kills_is_reported_as_such_and_leaves_nothing() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("killed", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("killed", node.directory()));
     let container = pod.start(Container::sh("c", &image, "echo up; sleep 600"));
     container.says("up");
     let process = process(&node);
@@ -124,13 +124,13 @@ fn a_vm_boots_beside_a_control_group_whose_cpu_quota_would_throttle_it() {
         let pod = node.crictl.run_pod(pod);
         (pod, begin.elapsed())
     };
-    let (plain, usual) = timed(Pod::new("plain", node.folder()));
+    let (plain, usual) = timed(Pod::new("plain", node.directory()));
     plain.remove();
     let group = SmallGroup::new(&format!("e2e-small-{}", std::process::id()));
     let name = group.0.file_name().expect("a name").to_string_lossy().into_owned();
     let resources = json!({"cpu_period": 100_000, "cpu_quota": 1000, "cpu_shares": 10});
     let linux = json!({"cgroup_parent": format!("/{name}"), "resources": resources});
-    let (pod, took) = timed(Pod::new("small", node.folder()).set("linux", linux));
+    let (pod, took) = timed(Pod::new("small", node.directory()).set("linux", linux));
     println!("without a quota: {usual:?}, with one: {took:?}");
     // With 0.01 CPU a boot takes about a hundred times as long. Other work on the node slows it down by less than ten times.
     assert!(took < usual * 10, "{took:?} instead of {usual:?}");

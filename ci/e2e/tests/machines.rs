@@ -112,7 +112,7 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
         (container(&image, 0), "another one"),
         (Container::sh("machine", &image, "true"), "config.command"),
         (
-            container(&image, 0).set("mounts", json!([{"host_path": node.folder(), "container_path": "/data"}])),
+            container(&image, 0).set("mounts", json!([{"host_path": node.directory(), "container_path": "/data"}])),
             "config.mounts.container_path",
         ),
     ] {
@@ -132,7 +132,7 @@ fn named(node: &Node, image: &str, more: &[(&str, &str)]) -> Pod {
 
 /// Returns the identity arguments of QEMU.
 fn identity(node: &Node) -> Vec<String> {
-    let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
+    let lines = nacelle_e2e::census::processes(&node.directory().join("run"));
     let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -uuid ")).expect("the machine runs");
     let words: Vec<&str> = line.split([' ', ',']).collect();
     let uuid = words.windows(2).find(|pair| pair[0] == "-uuid").expect("it has one")[1];
@@ -254,7 +254,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     let machine = pod.start(container(&image, 0));
     machine.says("boot 1\n");
     let running = || {
-        let lines = nacelle_e2e::census::processes(&node.folder().join("run"));
+        let lines = nacelle_e2e::census::processes(&node.directory().join("run"));
         lines.into_iter().filter(|(_, line)| line.contains(" -uuid ")).map(|(pid, _)| pid).collect::<Vec<_>>()
     };
     let boots = |output: &str| output.matches("boot ").count();
@@ -279,7 +279,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     assert!(counts.iter().all(|count| (b'1'..=b'1' + 21).contains(count)), "{counts:?}");
     node.crictl.call(["stop", "--timeout", "60", &machine.id]);
     machine.exited();
-    if let Ok(mut disks) = fs::read_dir(node.folder().join("root/machines")) {
+    if let Ok(mut disks) = fs::read_dir(node.directory().join("root/machines")) {
         let disk = disks.next().expect("it keeps its disk").expect("it can be read").path().join("root.qcow2");
         let check = std::process::Command::new("qemu-img").arg("check").arg(&disk).output();
         // Without the program the check is skipped; 3 means leaked clusters.
@@ -293,7 +293,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
 fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     let node = node();
     let image = boot_image(&node);
-    let config = node.folder().join("config.toml").display().to_string();
+    let config = node.directory().join("config.toml").display().to_string();
     let program = nacelle_e2e::part("NACELLE_BIN");
     let vm = |words: &[&str]| {
         let words = [&["vm"], words, &["--config", &config]].concat();
@@ -351,7 +351,7 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
         snap("delete-snapshot", "five").ok();
     }
     assert_eq!(of("snapshots", "db").ok().trim(), "[]");
-    let picture = node.folder().join("screen.png");
+    let picture = node.directory().join("screen.png");
     vm(&["screenshot", "db", "--namespace", "e2e", "--output", &picture.display().to_string()]).ok();
     assert!(fs::read(&picture).expect("it is there").starts_with(b"\x89PNG"));
     // Only a VM that outlives its pods can be stopped.
@@ -446,7 +446,8 @@ fn let_in(node: &Node, machine: &str, exec: impl Fn(&str) -> Output) {
     eventually("the password is there", || exec("getent shadow root").stdout.starts_with("root:$").then_some(()));
     let status = || node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).ok();
     eventually("it is told who is not there", || status().contains("stranger").then_some(()));
-    fs::write(node.folder().join("keys/admins"), "ssh-ed25519 AAAAC3Nz second@e2e\n").expect("the folder is there");
+    fs::write(node.directory().join("keys/admins"), "ssh-ed25519 AAAAC3Nz second@e2e\n")
+        .expect("the directory is there");
     eventually("the second key is there", || has("second@e2e").then_some(()));
     assert!(!has("first@e2e"), "the first one is not");
     assert!(exec(&format!("grep -vc @e2e {mine}")).ok().trim() != "0", "cloud-init's is");
@@ -464,7 +465,7 @@ fn debian(start: Start) {
     }
     let node = node();
     let image = debian.image(&node);
-    let ssh = node.folder().join("key");
+    let ssh = node.directory().join("key");
     nacelle_e2e::run::call("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()]).ok();
     let key = fs::read_to_string(ssh.with_extension("pub")).expect("ssh-keygen has made it");
     let disks = format!("root=image:{image},boot=1;data=empty:64Mi,serial=data");
@@ -495,10 +496,10 @@ fn debian(start: Start) {
     let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
     let secrets = [("keys", "admins", "ssh-ed25519 AAAAC3Nz first@e2e\n"), ("words", "root", "a word of e2e\n")];
     let mounts = secrets.map(|(secret, file, text)| {
-        let folder = node.folder().join(secret);
-        fs::create_dir(&folder).expect("the node's folder is writable");
-        fs::write(folder.join(file), text).expect("it is");
-        json!({"host_path": folder, "container_path": format!("/run/nacelle/vm/secret-{secret}"), "readonly": true})
+        let directory = node.directory().join(secret);
+        fs::create_dir(&directory).expect("the node's directory is writable");
+        fs::write(directory.join(file), text).expect("it is");
+        json!({"host_path": directory, "container_path": format!("/run/nacelle/vm/secret-{secret}"), "readonly": true})
     });
     let mounts = if start == Start::Kernel { mounts.to_vec() } else { Vec::new() };
     let machine = pod.start(container(&image, 0).set("mounts", json!(mounts)));

@@ -17,13 +17,13 @@ fn a_restart_under_a_service_manager_is_a_pause() {
     let mut node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     assert!(node.end());
-    let manager = Manager::new(node.folder(), WATCHDOG);
+    let manager = Manager::new(node.directory(), WATCHDOG);
     node.start_by(&manager);
     let said = manager.hears_of("READY=1");
     assert_eq!(value(&said, "STATUS"), "serving CRI; pods: 0");
 
     let id = {
-        let pod = node.crictl.run_pod(Pod::new("survivor", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("survivor", node.directory()));
         pod.start(Container::sh("alive", &image, "trap 'exit 0' TERM; while :; do sleep 0.1; done")).id.clone()
     };
     assert_eq!(value(&manager.hears_of("STATUS=serving CRI; pods: 1"), "WATCHDOG"), "1");
@@ -57,7 +57,7 @@ fn a_restart_under_a_service_manager_is_a_pause() {
     // On SIGTERM it sends a notification, and leaves the socket to the manager, which owns it.
     assert!(node.end());
     manager.hears_of("STOPPING=1");
-    UnixStream::connect(node.folder().join("nacelle.sock")).unwrap();
+    UnixStream::connect(node.directory().join("nacelle.sock")).unwrap();
     assert_eq!(node.machines(), machines);
     node.start_by(&manager);
     assert_eq!(node.crictl.call(["exec", "--sync", &id, "echo", "alive"]), "alive");
@@ -67,7 +67,7 @@ fn a_restart_under_a_service_manager_is_a_pause() {
 fn a_socket_that_is_not_the_configured_one_is_refused() {
     let mut node = Node::new();
     assert!(node.end());
-    let elsewhere = tempfile::tempdir_in(node.folder()).unwrap();
+    let elsewhere = tempfile::tempdir_in(node.directory()).unwrap();
     let manager = Manager::new(elsewhere.path(), WATCHDOG);
     let mut daemon = node.spawn_by(&manager);
     assert!(!daemon.wait().unwrap().success());

@@ -29,7 +29,7 @@ fn many_pods_at_once_are_as_many_machines() {
     runtime.block_on(async {
         let mut pods = JoinSet::new();
         for number in 0..count {
-            pods.spawn(one(node.channel(), number, image.clone(), node.folder().join("logs")));
+            pods.spawn(one(node.channel(), number, image.clone(), node.directory().join("logs")));
         }
         let (pods, machines): (Vec<_>, BTreeSet<_>) =
             pods.join_all().await.into_iter().map(|pod| pod.expect("a pod runs")).unzip();

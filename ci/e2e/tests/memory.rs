@@ -18,27 +18,27 @@ struct Mounted(PathBuf);
 impl Mounted {
     /// Creates a volume as kubelet does: the medium's file system over the volume's directory, for the pod's group.
     fn new(node: &Node, name: &str, kind: &str, options: &str) -> Mounted {
-        let folder = Mounted::pod(node).join("volumes/kubernetes.io~empty-dir").join(name);
-        fs::create_dir_all(&folder).expect("the node's folder is writable");
-        call("mount", ["-t", kind, "-o", options, "none", folder.to_str().unwrap()]).ok();
-        chown(&folder, None, Some(2000)).expect("it is ours");
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o2777)).expect("it is ours");
-        Mounted(folder)
+        let directory = Mounted::pod(node).join("volumes/kubernetes.io~empty-dir").join(name);
+        fs::create_dir_all(&directory).expect("the node's directory is writable");
+        call("mount", ["-t", kind, "-o", options, "none", directory.to_str().unwrap()]).ok();
+        chown(&directory, None, Some(2000)).expect("it is ours");
+        fs::set_permissions(&directory, fs::Permissions::from_mode(0o2777)).expect("it is ours");
+        Mounted(directory)
     }
 
     /// Mounts a part of this volume as kubelet does for a `subPath`.
     fn part(&self, node: &Node, part: &str, number: u32) -> Mounted {
         let name = self.0.file_name().unwrap();
         let at = Mounted::pod(node).join("volume-subpaths").join(name).join(format!("c/{number}"));
-        for folder in [&self.0.join(part), &at] {
-            fs::create_dir_all(folder).expect("the node's folder is writable");
+        for directory in [&self.0.join(part), &at] {
+            fs::create_dir_all(directory).expect("the node's directory is writable");
         }
         call("mount", ["--bind".as_ref(), self.0.join(part).as_os_str(), at.as_os_str()]).ok();
         Mounted(at)
     }
 
     fn pod(node: &Node) -> PathBuf {
-        node.folder().join("kubelet/pods/0d3c")
+        node.directory().join("kubelet/pods/0d3c")
     }
 }
 
@@ -68,7 +68,7 @@ fn an_empty_dir_in_memory_is_memory_of_the_machine() {
     let (part, again) = (volume.part(&node, "deep/part", 0), volume.part(&node, "trap", 1));
     let guest = engine() != "host";
     {
-        let pod = node.crictl.run_pod(Pod::new("memory", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("memory", node.directory()));
         let with = |name: &str, mounts: Value| Container::sh(name, &image, "sleep 600").set("mounts", mounts);
         let one = pod.start(with("one", json!([mount(&volume.0, "/cache")])));
         let two = pod.start(with("two", json!([mount(&volume.0, "/same"), mount(&part.0, "/part")])));
@@ -114,7 +114,7 @@ fn what_a_machine_would_not_see_is_refused() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let volume = Mounted::new(&node, "filled", "tmpfs", "size=4m");
     fs::write(volume.0.join("file"), "of the node").unwrap();
-    let pod = node.crictl.run_pod(Pod::new("refusing", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("refusing", node.directory()));
     let with = |name: &str, mount: Value| Container::sh(name, &image, "true").set("mounts", json!([mount]));
     let answer = refused(&node, &pod, with("filled", mount(&volume.0, "/cache")));
     assert!(answer.contains("FailedPrecondition") && answer.contains("has files on the node"), "{answer}");
@@ -146,7 +146,7 @@ fn huge_pages_are_memory_of_the_machine_as_many_as_the_limits_allow() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let volume = Mounted::new(&node, "huge", "hugetlbfs", "pagesize=2M");
     {
-        let pod = node.crictl.run_pod(Pod::new("huge", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("huge", node.directory()));
         let asked = |name: &str, size: &str, mib: u64| {
             // Kubelet also names the sizes that a container has none of.
             let limits = json!([{"page_size": size, "limit": mib << 20}, {"page_size": "1GB", "limit": 0}]);
@@ -214,7 +214,7 @@ fn a_huge_page_can_be_a_gibibyte_where_the_processor_has_such() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let volume = Mounted::new(&node, "giant", "hugetlbfs", "pagesize=1G");
     {
-        let pod = node.crictl.run_pod_of("large", Pod::new("giant", node.folder()));
+        let pod = node.crictl.run_pod_of("large", Pod::new("giant", node.directory()));
         let look = pod.start(Container::sh("look", &image, "sleep 600"));
         let asked = |name: &str, pages: u64| {
             let limits = json!([{"page_size": "1GB", "limit": pages << 30}, {"page_size": "2MB", "limit": 0}]);

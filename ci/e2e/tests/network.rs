@@ -8,10 +8,10 @@ fn pods_reach_each_other_and_the_node() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let server = node.crictl.run_pod(
-        Pod::new("server", node.folder())
+        Pod::new("server", node.directory())
             .set("port_mappings", json!([{"protocol": 0, "container_port": 8080, "host_port": 18080}])),
     );
-    let client = node.crictl.run_pod(Pod::new("client", node.folder()).set(
+    let client = node.crictl.run_pod(Pod::new("client", node.directory()).set(
         "dns_config",
         json!({"servers": ["10.88.0.53"], "searches": ["example.internal"], "options": ["ndots:3"]}),
     ));
@@ -60,7 +60,7 @@ fn pods_reach_each_other_and_the_node() {
 fn pods_see_the_sysctls_and_the_name_they_asked_for() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = Pod::new("settings", node.folder())
+    let pod = Pod::new("settings", node.directory())
         .set("hostname", json!("settings-host"))
         .set("linux", json!({"sysctls": {"net.ipv4.ip_unprivileged_port_start": "81", "kernel.shm_rmid_forced": "1"}}));
     let pod = node.crictl.run_pod(pod);
@@ -74,25 +74,25 @@ fn pods_see_the_sysctls_and_the_name_they_asked_for() {
 /// Replaces the node's CNI configuration.
 fn configure(node: &Node, plugins: serde_json::Value) {
     let text = json!({"cniVersion": "1.0.0", "name": "own", "plugins": plugins}).to_string();
-    std::fs::write(node.folder().join("cni/10-e2e.conflist"), text).unwrap();
+    std::fs::write(node.directory().join("cni/10-e2e.conflist"), text).unwrap();
 }
 
 #[test]
 fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
     let mut node = Node::new();
-    let folder = node.folder().to_owned();
+    let directory = node.directory().to_owned();
     let bridge = json!({
         "type": "bridge", "bridge": "cni0", "isGateway": true,
-        "ipam": {"type": "host-local", "dataDir": folder.join("leases"), "ranges": [[{"subnet": "10.88.0.0/24"}]]},
+        "ipam": {"type": "host-local", "dataDir": directory.join("leases"), "ranges": [[{"subnet": "10.88.0.0/24"}]]},
     });
-    configure(&node, json!([bridge, {"type": "nacelle-fake", "dir": folder, "tag": "fake", "del": "broken"}]));
-    std::fs::write(folder.join("broken"), "").unwrap();
-    let pod = node.crictl.run_pod(Pod::new("owing", &folder));
+    configure(&node, json!([bridge, {"type": "nacelle-fake", "dir": directory, "tag": "fake", "del": "broken"}]));
+    std::fs::write(directory.join("broken"), "").unwrap();
+    let pod = node.crictl.run_pod(Pod::new("owing", &directory));
     pod.remove();
     // Everything on the node is gone; only the plugins are called again.
     eventually("nothing is left", || node.left().is_empty().then_some(()));
     let check = |node: &Node| {
-        let config = folder.join("config.toml").display().to_string();
+        let config = directory.join("config.toml").display().to_string();
         let bin = nacelle_e2e::part("NACELLE_BIN").display().to_string();
         ["check", "pods"].map(|command| node.run(&bin, &[command, "--config", &config]).stdout)
     };
@@ -104,10 +104,10 @@ fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
     node.kill();
     node.start();
     eventually("the plugin is asked again", || check(&node)[1].contains(" times, goes on)").then_some(()));
-    std::fs::remove_file(folder.join("broken")).unwrap();
-    std::fs::write(folder.join("cni/20-other.conf"), "").unwrap();
+    std::fs::remove_file(directory.join("broken")).unwrap();
+    std::fs::write(directory.join("cni/20-other.conf"), "").unwrap();
     eventually("the plugin has given back what it had", || {
-        let left = std::fs::read_dir(folder.join("root/cni")).unwrap().count();
+        let left = std::fs::read_dir(directory.join("root/cni")).unwrap().count();
         (left == 0).then_some(())
     });
     assert!(!check(&node)[1].contains("CNI DEL"));
@@ -121,7 +121,7 @@ fn permanent_neighbours_and_host_routes_reach_the_guest() {
         node.run("ip", &["addr", "add", address, "dev", "lo"]).ok();
     }
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("routed", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("routed", node.directory()));
     assert_eq!(pod.ip(), "10.80.7.5");
     let shell = pod.start(Container::sh("shell", &image, "sleep 600"));
     let neighbours = shell.exec("ip neigh show").ok();

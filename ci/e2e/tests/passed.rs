@@ -151,11 +151,11 @@ fn a_machine_has_a_network_card_of_the_node() {
     call("ip", ["address", "replace", &format!("{NODE}/24"), "dev", near]).ok();
     call("ip", ["link", "set", near, "up"]).ok();
 
-    let specifications = tempfile::tempdir().expect("a folder");
+    let specifications = tempfile::tempdir().expect("a directory");
     let nodes = json!([{ "path": "/dev/vfio/vfio" }, { "path": card.node() }]);
     let devices = json!([{ "name": "card", "containerEdits": { "deviceNodes": nodes } }]);
     let said = json!({ "cdiVersion": "0.6.0", "kind": "nacelle.test/pci", "devices": devices });
-    fs::write(specifications.path().join("pci.json"), said.to_string()).expect("the folder is writable");
+    fs::write(specifications.path().join("pci.json"), said.to_string()).expect("the directory is writable");
     let extra = format!("[sandbox]\ncdi_dirs = [{:?}]\n", specifications.path());
     let node = node_with(Options { extra, ..Options::default() });
     let image = image(&node, &debian);
@@ -200,7 +200,7 @@ fn a_machine_has_a_network_card_of_the_node() {
     let pod = node.crictl.run_pod_of("vm", machine(&node, "microvm", &image, "microvm"));
     refused(&pod, asked(&card.node()), "microvm has no PCI");
     pod.remove();
-    let pod = node.crictl.run_pod(Pod::new("containers", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("containers", node.directory()));
     refused(&pod, with(Container::sh("plain", &image, "true"), &[&card.node()]), "a machine pod");
     pod.remove();
     card.bind("virtio-pci");
@@ -208,11 +208,11 @@ fn a_machine_has_a_network_card_of_the_node() {
 
 /// Returns whether the VM's processes see the group.
 fn placed(node: &Node, pod: &str, group: &str) -> bool {
-    let pods = fs::read_dir(node.folder().join("run/pods")).expect("the daemon's folder is there");
-    let folders = pods.map(|entry| entry.expect("it is readable").path());
-    let mut of_pod =
-        folders.filter(|folder| folder.file_name().is_some_and(|name| pod.starts_with(&*name.to_string_lossy())));
-    of_pod.any(|folder| folder.join("vfio").join(group).exists())
+    let pods = fs::read_dir(node.directory().join("run/pods")).expect("the daemon's directory is there");
+    let directories = pods.map(|entry| entry.expect("it is readable").path());
+    let mut of_pod = directories
+        .filter(|directory| directory.file_name().is_some_and(|name| pod.starts_with(&*name.to_string_lossy())));
+    of_pod.any(|directory| directory.join("vfio").join(group).exists())
 }
 
 /// The card can access only the VM's memory: the locked memory is bounded.

@@ -15,10 +15,10 @@ struct Volume(PathBuf);
 
 impl Volume {
     fn new(node: &Node, plugin: &str, name: &str) -> Volume {
-        let folder = node.folder().join("kubelet/pods/0d3c/volumes").join(plugin).join(name);
-        fs::create_dir_all(&folder).expect("the node's folder is writable");
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("it is ours");
-        Volume(folder)
+        let directory = node.directory().join("kubelet/pods/0d3c/volumes").join(plugin).join(name);
+        fs::create_dir_all(&directory).expect("the node's directory is writable");
+        fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("it is ours");
+        Volume(directory)
     }
 
     /// Writes these files as kubelet does: a new directory, one rename, then the visible links.
@@ -86,11 +86,11 @@ fn changes_reach_containers_at_once_and_whole_with_or_without_a_daemon() {
     let machine = engine() != "host";
     let conf = Volume::new(&node, "kubernetes.io~configmap", "conf");
     conf.write("..1", &files(&[("a", "one"), ("b", "one"), ("gone", "soon")]));
-    let part = node.folder().join("kubelet/pods/0d3c/volume-subpaths/conf/c/0");
-    fs::create_dir_all(part.parent().expect("it has one")).expect("the node's folder is writable");
-    fs::write(&part, "a part").expect("the node's folder is writable");
+    let part = node.directory().join("kubelet/pods/0d3c/volume-subpaths/conf/c/0");
+    fs::create_dir_all(part.parent().expect("it has one")).expect("the node's directory is writable");
+    fs::write(&part, "a part").expect("the node's directory is writable");
     let (id, second, log) = {
-        let pod = node.crictl.run_pod(Pod::new("pushed", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("pushed", node.directory()));
         let single = json!({"host_path": part, "container_path": "/etc/part", "readonly": true});
         let mounts = json!([conf.at("/conf"), conf.at("/again"), single]);
         let one = pod.start(Container::sh("one", &image, WATCH).set("mounts", mounts));
@@ -154,7 +154,7 @@ fn ten_thousand_files_are_a_volume_and_odd_ones_are_refused() {
     let many = Volume::new(&node, "kubernetes.io~secret", "many");
     let mut all: Vec<_> = (0..10_000).map(|n| (format!("key-{n}"), format!("secret {n}\n"))).collect();
     many.write("..1", &all);
-    let pod = node.crictl.run_pod(Pod::new("many", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("many", node.directory()));
     let begin = Instant::now();
     let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", json!([many.at("/many")])));
     println!("a container with 10,000 files was there after {:?}", begin.elapsed());

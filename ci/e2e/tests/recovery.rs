@@ -13,7 +13,7 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     let mut node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let (pod_id, alive, ended) = {
-        let pod = node.crictl.run_pod(Pod::new("survivor", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("survivor", node.directory()));
         let counter = "echo $$ >/pid; trap 'exit 9' USR1; i=0; while :; do i=$((i+1)); echo tick $i; sleep 0.2; done";
         let alive = pod.start(Container::sh("alive", &image, counter));
         let ended = pod.start(Container::sh("ended", &image, "exit 4"));
@@ -35,7 +35,7 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
     node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 $(cat /pid)) >/dev/null 2>&1 &"]);
     node.kill();
     eventually("the container has ended without a daemon", || {
-        let record = find(node.folder(), "state.json", &alive)?;
+        let record = find(node.directory(), "state.json", &alive)?;
         record.contains("exited").then_some(())
     });
     node.start();
@@ -45,8 +45,8 @@ fn a_daemon_killed_at_rest_finds_everything_again() {
 }
 
 /// Returns the text of the record of this container's pod.
-fn find(folder: &std::path::Path, name: &str, word: &str) -> Option<String> {
-    for entry in std::fs::read_dir(folder).ok()?.flatten() {
+fn find(directory: &std::path::Path, name: &str, word: &str) -> Option<String> {
+    for entry in std::fs::read_dir(directory).ok()?.flatten() {
         let path = entry.path();
         if path.is_dir() && !path.is_symlink() {
             if let Some(found) = find(&path, name, word) {
@@ -78,7 +78,7 @@ fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let offsets = [5, 60, 250, 900].map(Duration::from_millis);
     for after in offsets {
-        let pod = Pod::new("cut", node.folder());
+        let pod = Pod::new("cut", node.directory());
         let file = node.crictl.file("pod", &pod.0);
         killed_during(&mut node, &["runp", &file], after);
         // kubelet retries with the same name; the answer is a pod, or that the unfinished one must be removed first.
@@ -137,7 +137,7 @@ fn state_of(node: &Node, id: &str) -> String {
 }
 
 fn pod_with_sleeper<'a>(node: &'a Node, image: &str, name: &str) -> (RunningPod<'a>, RunningContainer<'a>) {
-    let pod = node.crictl.run_pod(Pod::new(name, node.folder()));
+    let pod = node.crictl.run_pod(Pod::new(name, node.directory()));
     let container = pod.start(Container::sh("sleeper", image, "sleep 600"));
     (pod, container)
 }
@@ -212,7 +212,7 @@ fn with_word(word: &str) -> Vec<String> {
 
 /// Removes everything below the node's run directory, as if its tmpfs was lost.
 fn lose_run(node: &Node) {
-    for entry in std::fs::read_dir(node.folder().join("run")).expect("the run directory").flatten() {
+    for entry in std::fs::read_dir(node.directory().join("run")).expect("the run directory").flatten() {
         nacelle_e2e::run::call("rm", ["-rf", &entry.path().display().to_string()]);
     }
 }
@@ -223,7 +223,7 @@ fn what_runs_is_ended_if_run_is_lost_while_there_is_no_daemon() {
     let image = node.image(&Image::busybox(), "busybox:1");
     // A number that no other test sleeps for: without a guest the process is the node's.
     let (pod_id, container) = {
-        let pod = node.crictl.run_pod(Pod::new("lost", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("lost", node.directory()));
         let container = pod.start(Container::sh("sleeper", &image, "sleep 604857"));
         (pod.id.clone(), container.id.clone())
     };

@@ -19,7 +19,7 @@ fn pods_that_cannot_be_are_refused_before_anything_exists() {
         // The directory of its logs is the test's own.
         assert_eq!(node.left(), Vec::<String>::new(), "{answer}");
     };
-    let pod = |name: &str| Pod::new(name, node.folder());
+    let pod = |name: &str| Pod::new(name, node.directory());
     refuse(pod("a"), &["--runtime", "nonsense"], "InvalidArgument", &["nonsense", "other"]);
     refuse(pod("a").set("hostname", json!("no host name")), &[], "InvalidArgument", &["hostname"]);
     let host = json!({"security_context": {"namespace_options": {"network": 2}}});
@@ -37,7 +37,7 @@ fn pods_that_cannot_be_are_refused_before_anything_exists() {
 fn containers_that_cannot_be_are_refused_and_the_pod_lives() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("refusing", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("refusing", node.directory()));
     let refuse = |container: Container, code: &str, words: &[&str]| {
         let answer = pod.try_create(container).err();
         assert!(answer.contains(code), "{code}: {answer}");
@@ -87,8 +87,8 @@ fn names_that_do_not_exist_are_not_found_and_removing_them_is_fine() {
 
 #[test]
 fn a_configuration_with_a_mistake_is_refused_with_its_line() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("config.toml");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("config.toml");
     fs::write(&file, "[paths]\nroot = \"/nowhere\"\nrot = \"/typo\"\n").unwrap();
     let binary = nacelle_e2e::part("NACELLE_BIN");
     let answer = call(&binary, ["serve".as_ref(), "--config".as_ref(), file.as_os_str()]);

@@ -19,7 +19,7 @@ fn node() -> Node {
 
 fn pod(node: &Node, annotations: &[(&str, &str)]) -> Pod {
     let all: Map<String, Value> = annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
-    Pod::new("shaped", &node.folder().join("logs")).set("annotations", Value::Object(all))
+    Pod::new("shaped", &node.directory().join("logs")).set("annotations", Value::Object(all))
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
     let image = node.image(&Image::busybox(), "busybox:1");
     let (kernel, release) = other_kernel();
     let with_kernel = Image::busybox().layer(|layer| {
-        layer.folder("boot", 0o755);
+        layer.directory("boot", 0o755);
         layer.file("boot/vmlinux", &kernel, 0o600);
         layer.file("boot/readme", b"this is no kernel\n", 0o644);
         layer.symlink("boot/passwd", "/etc/passwd");

@@ -11,32 +11,32 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 /// The directories of a VM: a ConfigMap's, which kubelet writes, and a claim.
-struct Folders {
+struct Directories {
     settings: PathBuf,
     data: PathBuf,
 }
 
-impl Folders {
-    fn new(node: &Node) -> Folders {
-        let [settings, data] = ["settings", "data"].map(|name| node.folder().join(name));
-        fs::create_dir_all(&data).expect("the node's folder is there");
-        fs::create_dir(&settings).expect("the node's folder is there");
-        fs::write(node.folder().join("secret"), "of the node").expect("the node's folder is there");
-        symlink("../secret", data.join("up")).expect("the folder is there");
-        let folders = Folders { settings, data };
-        folders.say("first");
-        symlink("..data/greeting", folders.settings.join("greeting")).expect("the folder is there");
-        folders
+impl Directories {
+    fn new(node: &Node) -> Directories {
+        let [settings, data] = ["settings", "data"].map(|name| node.directory().join(name));
+        fs::create_dir_all(&data).expect("the node's directory is there");
+        fs::create_dir(&settings).expect("the node's directory is there");
+        fs::write(node.directory().join("secret"), "of the node").expect("the node's directory is there");
+        symlink("../secret", data.join("up")).expect("the directory is there");
+        let directories = Directories { settings, data };
+        directories.say("first");
+        symlink("..data/greeting", directories.settings.join("greeting")).expect("the directory is there");
+        directories
     }
 
     /// Writes as kubelet does: into a new directory, which is then swapped in.
     fn say(&self, text: &str) {
         let inner = self.settings.join(format!("..{text}"));
-        fs::create_dir(&inner).expect("the folder is there");
-        fs::write(inner.join("greeting"), text).expect("the folder is there");
+        fs::create_dir(&inner).expect("the directory is there");
+        fs::write(inner.join("greeting"), text).expect("the directory is there");
         let link = self.settings.join("..data_tmp");
-        symlink(inner.file_name().expect("it has one"), &link).expect("the folder is there");
-        fs::rename(link, self.settings.join("..data")).expect("the folder is there");
+        symlink(inner.file_name().expect("it has one"), &link).expect("the directory is there");
+        fs::rename(link, self.settings.join("..data")).expect("the directory is there");
     }
 
     fn container(&self, image: &str, attempt: u32) -> Container {
@@ -72,12 +72,12 @@ fn filesystems(board: &str, root: &str) -> Value {
 const MOUNT: &str = "mkdir -p /s /d && mount -t virtiofs settings /s && mount -t virtiofs data /d";
 
 #[test]
-fn a_guest_mounts_folders_of_the_node_on_pci() {
+fn a_guest_mounts_directories_of_the_node_on_pci() {
     debian("q35");
 }
 
 #[test]
-fn a_guest_mounts_folders_of_the_node_in_memory() {
+fn a_guest_mounts_directories_of_the_node_in_memory() {
     debian("microvm");
 }
 
@@ -88,27 +88,27 @@ fn debian(board: &str) {
     };
     let node = node();
     let image = debian.image(&node);
-    let folders = Folders::new(&node);
+    let directories = Directories::new(&node);
     let mut spec = filesystems(board, &image);
     spec["domain"]["firmware"] = json!({ "kernelBoot": {
         "container": { "image": image, "kernelPath": "/boot/vmlinuz", "initrdPath": "/boot/initrd.img" },
         "kernelArgs": debian.command_line(),
     } });
     let pod = node.crictl.run_pod_of("vm", machine(&node, &spec));
-    let first = pod.start(folders.container(&image, 0));
+    let first = pod.start(directories.container(&image, 0));
     let answers = || eventually("the guest agent answers", || (first.exec("true").code == 0).then_some(()));
     answers();
     assert_eq!(first.exec(&format!("{MOUNT}; cat /s/greeting")).ok(), "first");
-    folders.say("second");
+    directories.say("second");
     eventually("the guest sees what kubelet writes", || {
         (first.exec("cat /s/greeting").stdout == "second").then_some(())
     });
     let refused = first.exec("touch /s/new 2>&1 | cat").ok();
     assert!(refused.contains("Read-only file system"), "{refused}");
     first.exec("echo guest >/d/of-guest && dd if=/dev/zero of=/d/large bs=1M count=8 conv=fsync").ok();
-    assert_eq!(fs::read_to_string(folders.data.join("of-guest")).expect("the guest has written it"), "guest\n");
-    assert_eq!(fs::metadata(folders.data.join("large")).expect("the guest has written it").len(), 8 << 20);
-    fs::write(folders.data.join("of-node"), "node").expect("the folder is there");
+    assert_eq!(fs::read_to_string(directories.data.join("of-guest")).expect("the guest has written it"), "guest\n");
+    assert_eq!(fs::metadata(directories.data.join("large")).expect("the guest has written it").len(), 8 << 20);
+    fs::write(directories.data.join("of-node"), "node").expect("the directory is there");
     eventually("the guest sees what the node writes", || (first.exec("cat /d/of-node").stdout == "node").then_some(()));
     // Links out of the directory lead nowhere in the guest, and devices of the node are inaccessible.
     assert_eq!(first.exec("cat /d/up").code, 1);
@@ -126,7 +126,7 @@ fn debian(board: &str) {
     // The next container has a new view of the same directories.
     node.crictl.call(["stop", "--timeout", "0", &first.id]);
     first.exited();
-    let second = pod.start(folders.container(&image, 1));
+    let second = pod.start(directories.container(&image, 1));
     node.crictl.call(["rm", &first.id]);
     eventually("the guest agent answers", || (second.exec("true").code == 0).then_some(()));
     assert_eq!(second.exec(&format!("{MOUNT}; cat /s/greeting /d/of-node")).ok(), "secondnode");
@@ -139,37 +139,37 @@ fn debian(board: &str) {
     assert_eq!(second.exec("hostname >/root/still && cat /root/still").code, 0);
     pod.remove();
     eventually("nothing is left", || node.left().is_empty().then_some(()));
-    assert_eq!(fs::read_to_string(folders.data.join("of-guest")).expect("the claim stays"), "guest\n");
+    assert_eq!(fs::read_to_string(directories.data.join("of-guest")).expect("the claim stays"), "guest\n");
 }
 
 #[test]
-fn folders_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that_had_them() {
+fn directories_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that_had_them() {
     let mut node = node();
     let image = boot_image(&node);
-    let folders = Folders::new(&node);
+    let directories = Directories::new(&node);
     let spec = filesystems("q35", &image);
     let pod = machine(&node, &spec);
     let again = Pod(pod.0.clone());
     let pod = node.crictl.run_pod_of("vm", pod);
     let mount = |host: &Path| json!({"host_path": host, "container_path": "/run/nacelle/vm/settings"});
-    let data = json!({"host_path": folders.data, "container_path": "/run/nacelle/vm/data"});
+    let data = json!({"host_path": directories.data, "container_path": "/run/nacelle/vm/data"});
     let with = |settings: Value| container(&image, 0).set("mounts", json!([settings, data.clone()]));
     let option = |key: &str, value: Value| {
-        let mut mount = mount(&folders.settings);
+        let mut mount = mount(&directories.settings);
         mount[key] = value;
         mount
     };
     for (container, words) in [
         (container(&image, 0), "file system settings is configMap settings, which the container has not"),
-        (with(mount(&folders.settings.join("greeting"))), "file system settings needs a folder"),
-        (with(mount(&folders.settings.join("nowhere"))), "file system settings: cannot find"),
+        (with(mount(&directories.settings.join("greeting"))), "file system settings needs a directory"),
+        (with(mount(&directories.settings.join("nowhere"))), "file system settings: cannot find"),
         (with(option("propagation", json!(2))), "config.mounts.propagation"),
     ] {
         let told = pod.try_create(container).err();
         assert!(told.contains(words), "{words:?} in {told}");
     }
     let id = {
-        pod.start(folders.container(&image, 0)).says("boot 1\n");
+        pod.start(directories.container(&image, 0)).says("boot 1\n");
         pod.id.clone()
     };
     assert_eq!(node.processes("nacelle-fs").len(), 1);
@@ -185,7 +185,7 @@ fn folders_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that
     // All processes die.
     let id = {
         let pod = node.crictl.run_pod_of("vm", machine(&node, &spec));
-        pod.start(folders.container(&image, 0)).says("boot 2\n");
+        pod.start(directories.container(&image, 0)).says("boot 2\n");
         pod.id.clone()
     };
     node.kill();
@@ -198,5 +198,5 @@ fn folders_that_cannot_be_shared_are_refused_and_those_that_are_go_with_all_that
     node.start();
     node.crictl.pod(&id, again).remove();
     eventually("nothing is left", || node.left().is_empty().then_some(()));
-    assert!(folders.data.join("up").is_symlink() && folders.settings.join("greeting").exists());
+    assert!(directories.data.join("up").is_symlink() && directories.settings.join("greeting").exists());
 }

@@ -42,7 +42,7 @@ fn figures_follow_what_containers_do() {
     const MIB: u64 = 1 << 20;
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("stats", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("stats", node.directory()));
     let idle = pod.start(Container::sh("idle", &image, "sleep 6000"));
     let busy = pod.start(Container::sh("busy", &image, "while :; do :; done"));
 
@@ -123,7 +123,7 @@ fn figures_follow_what_containers_do() {
 fn limits_filters_and_processes() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("limits", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("limits", node.directory()));
     let limited = serde_json::json!({"resources": {"memory_limit_in_bytes": 33_554_432}});
     let one = pod.start(Container::sh("one", &image, "sleep 6000 & sleep 6000").set("linux", limited));
     let two = pod.create(Container::sh("two", &image, "true"));
@@ -161,7 +161,7 @@ fn metrics(list: &Value, name: &str) -> Vec<(Vec<String>, u64)> {
 fn metrics_of_a_container() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("metrics", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("metrics", node.directory()));
     let limited = serde_json::json!({"resources": {
         "cpu_period": 100_000, "cpu_quota": 20_000, "cpu_shares": 1024, "memory_limit_in_bytes": 67_108_864,
         "memory_swap_limit_in_bytes": 67_108_864,
@@ -246,7 +246,7 @@ fn a_machine_costs_what_the_nodes_kernel_counts() {
     let guest = engine() != "host";
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("cost", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("cost", node.directory()));
     let busy = "dd if=/dev/urandom of=/dev/shm/blob bs=1M count=32 && touch /full; while :; do :; done";
     let busy = pod.start(Container::sh("busy", &image, busy));
     eventually("it has its memory", || (busy.exec("test -e /full").code == 0).then_some(()));
@@ -272,7 +272,7 @@ fn a_machine_costs_what_the_nodes_kernel_counts() {
     pod.remove();
 
     let mut check = node.netns.command(part("NACELLE_BIN"));
-    check.args(["check", "--overhead", "--config"]).arg(node.folder().join("config.toml"));
+    check.args(["check", "--overhead", "--config"]).arg(node.directory().join("config.toml"));
     let said = run::run(&mut check).ok();
     assert_eq!(guest, said.contains("kind: RuntimeClass"), "{said}");
     assert_eq!(guest, said.contains("overhead: {podFixed: {memory: "), "{said}");
@@ -290,7 +290,7 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
     }
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("killed", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("killed", node.directory()));
     let hungry = pod.start(Container::sh("hungry", &image, "sleep 6000"));
     let used = |group: &Path, now: &str| fs::read_to_string(group.join(now)).ok()?.trim().parse::<u64>().ok();
     let limit = |group: &Path, now: &str, most: &str| -> Option<()> {
@@ -308,7 +308,7 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
         Some(())
     };
     let files = [("memory.current", "memory.max"), ("memory.usage_in_bytes", "memory.limit_in_bytes")];
-    let groups = cgroups(node.folder());
+    let groups = cgroups(node.directory());
     let limited = groups.iter().flat_map(|group| files.iter().filter_map(|(now, most)| limit(group, now, most)));
     assert_eq!(limited.count(), 1, "the pod has one group that counts memory: {groups:?}");
     // The answer may be lost with the VM.

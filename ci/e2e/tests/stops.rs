@@ -29,7 +29,7 @@ struct Running {
 impl Running {
     async fn start(node: &Node, image: &str, name: &str) -> Running {
         let mut cri = Cri::new(node.channel());
-        let logs = node.folder().join("logs");
+        let logs = node.directory().join("logs");
         let pod = CriPod::run(&mut cri, name, &logs).await.expect("the pod starts");
         let container = container_config("stubborn", image, &["sh", "-c", STUBBORN]);
         let container = pod.start_container(&mut cri, container).await.expect("the container starts");

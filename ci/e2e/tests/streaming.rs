@@ -13,7 +13,7 @@ const WAIT_FOR_SIZE: &str =
 fn commands_have_streams_codes_and_terminals() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("streams", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("streams", node.directory()));
     let container = pod.start(Container::sh("one", &image, "sleep 600"));
     let exec = |flags: &str, script: &str, input: &[u8]| {
         let flags = flags.split_whitespace();
@@ -49,7 +49,7 @@ fn commands_have_streams_codes_and_terminals() {
 fn a_command_ends_with_its_client() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ends", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("ends", node.directory()));
     let container = pod.start(Container::sh("one", &image, "sleep 600"));
     let mut client = node.crictl.spawn(["exec", &container.id, "/bin/sleep", "333"]);
     eventually("the command runs", || container.exec("ps").ok().contains("sleep 333").then_some(()));
@@ -69,7 +69,7 @@ fn a_command_ends_with_its_client() {
 fn a_container_is_attached_to() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("attached", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("attached", node.directory()));
     let script = "while read line; do echo got $line; done; echo over; exit 4";
     let once = Container::sh("once", &image, script).set("stdin", json!(true)).set("stdin_once", json!(true));
     let once = pod.start(once);
@@ -99,7 +99,7 @@ fn a_container_is_attached_to() {
 fn ports_are_forwarded() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ports", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("ports", node.directory()));
     pod.start(Container::sh("down", &image, "exec nc -ll -p 7001 -e seq 1 200000"));
     pod.start(Container::sh("up", &image, "exec nc -ll -p 7002 -e sha256sum"));
     let speak = |port: &str, bytes: &[u8]| feed(node.netns.command("busybox").args(["nc", "127.0.0.1", port]), bytes);

@@ -18,7 +18,7 @@ fn named(node: &Node, image: &str, name: &str) -> Pod {
 
 /// Returns the arguments of `nacelle vm` for this node.
 fn words(node: &Node, words: &[&str]) -> Vec<String> {
-    let config = node.folder().join("config.toml").display().to_string();
+    let config = node.directory().join("config.toml").display().to_string();
     let all = [&["vm"], words, &["--namespace", "e2e", "--config", &config]].concat();
     all.into_iter().map(str::to_owned).collect()
 }
@@ -32,8 +32,8 @@ fn describe(node: &Node, name: &str) -> Value {
 }
 
 /// Returns the number of directories of VMs and of operations on them.
-fn folders(node: &Node) -> usize {
-    fs::read_dir(node.folder().join("root/machines")).expect("it is there").count()
+fn directories(node: &Node) -> usize {
+    fs::read_dir(node.directory().join("root/machines")).expect("it is there").count()
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn a_machine_moves_through_a_registry() {
     node.kill();
     child.wait().expect("it is ours");
     node.start();
-    assert_eq!(folders(&node), 1, "nothing is left");
+    assert_eq!(directories(&node), 1, "nothing is left");
     assert_eq!(digest(&vm(&node, &["export", "db", &reference]).ok()), first, "the same machine, the same artifact");
     let skopeo = node.run("skopeo", &["inspect", "--raw", "--tls-verify=false", &format!("docker://{reference}")]).ok();
     let manifest: Value = serde_json::from_str(&skopeo).expect("it is JSON");
@@ -86,7 +86,7 @@ fn a_machine_moves_through_a_registry() {
         refused.contains("FailedPrecondition") && refused.contains("pull 127.0.0.1:5000/boot@sha256:"),
         "{refused}"
     );
-    assert_eq!(folders(&node), 0);
+    assert_eq!(directories(&node), 0);
     node.crictl.call(["pull", &image]);
     let by_digest = format!("{}/machines/db@{first}", node.registry.host());
     vm(&node, &["import", &by_digest, "db"]).ok();
@@ -103,16 +103,16 @@ fn a_machine_moves_through_a_registry() {
         pod.remove();
         vm(&node, &["delete", name]).ok();
     }
-    assert_eq!(folders(&node), 0);
+    assert_eq!(directories(&node), 0);
 }
 
 #[test]
 fn registries_are_asked_as_they_want_it() {
     let mut node = node();
     let image = boot_image(&node);
-    let plain = Registry::start(&node.netns, node.folder(), Kind::Http, 5001);
-    let secret = Registry::start(&node.netns, node.folder(), Kind::HttpsWithPassword, 5002);
-    let mut config = fs::File::options().append(true).open(node.folder().join("config.toml")).expect("it is there");
+    let plain = Registry::start(&node.netns, node.directory(), Kind::Http, 5001);
+    let secret = Registry::start(&node.netns, node.directory(), Kind::HttpsWithPassword, 5002);
+    let mut config = fs::File::options().append(true).open(node.directory().join("config.toml")).expect("it is there");
     write!(config, "\n[images.registries.{:?}]\nca_file = {:?}\n", secret.host(), secret.ca()).expect("it is writable");
     node.kill();
     node.start();
@@ -126,12 +126,12 @@ fn registries_are_asked_as_they_want_it() {
     let to = format!("{}/db:1", secret.host());
     let refused = vm(&node, &["export", "db", &to]).err();
     assert!(refused.contains("PermissionDenied"), "{refused}");
-    let file = node.folder().join("auth.json");
+    let file = node.directory().join("auth.json");
     let auths = json!({ "auths": { secret.host(): { "username": LOGIN.0, "password": LOGIN.1 } } });
-    fs::write(&file, auths.to_string()).expect("the node's folder is writable");
+    fs::write(&file, auths.to_string()).expect("the node's directory is writable");
     let file = file.display().to_string();
     vm(&node, &["export", "db", &to, "--authfile", &file]).ok();
-    let layout = format!("oci:{}:db", node.folder().join("layout").display());
+    let layout = format!("oci:{}:db", node.directory().join("layout").display());
     vm(&node, &["export", "db", &layout]).ok();
     vm(&node, &["delete", "db"]).ok();
     vm(&node, &["import", &to, "db", "--authfile", &file]).ok();
@@ -155,7 +155,7 @@ fn state(node: &Node, machine: &str) -> String {
 /// Returns the byte of the guest's memory in which the program on the disk counts its boots.
 fn count_in_memory(node: &Node) -> u8 {
     const COUNT: u64 = 0x8000;
-    let file = node.folder().join("memory");
+    let file = node.directory().join("memory");
     vm(node, &["memory-dump", "db", "--output", &file.display().to_string()]).ok();
     let dump = fs::read(&file).expect("it is there");
     let eight = |at: usize| u64::from_le_bytes(dump[at..at + 8].try_into().expect("eight bytes"));
@@ -189,7 +189,7 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     let nothing = |node: &Node| {
         let snapshots = || vm(node, &["snapshots", "db"]).stdout;
         eventually("its snapshot is gone", || (snapshots().trim() == "[]").then_some(()));
-        eventually("nothing is left", || (folders(node) == 1).then_some(()));
+        eventually("nothing is left", || (directories(node) == 1).then_some(()));
     };
     vm(&node, &["reset", "db"]).ok();
     says(&log, "boot 2", 1);
@@ -205,7 +205,7 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     says(&log, "boot 3", 1);
     // A paused VM stays paused.
     vm(&node, &["pause", "db"]).ok();
-    let layout = format!("oci:{}:db", node.folder().join("layout").display());
+    let layout = format!("oci:{}:db", node.directory().join("layout").display());
     vm(&node, &["export", "db", &layout]).ok();
     assert_eq!(state(&node, &id), "paused");
     vm(&node, &["unpause", "db"]).ok();

@@ -10,7 +10,7 @@ use std::path::Path;
 /// Starts a second daemon, with directories of its own except those that `shared` names ("socket", "run", "netns"), and returns
 /// the error with which it ends.
 fn second(node: &Node, shared: &[(&str, &Path)]) -> String {
-    let own = node.folder().join("second");
+    let own = node.directory().join("second");
     let path = |name: &str| {
         let of = shared.iter().find(|(other, _)| *other == name);
         of.map_or_else(|| own.join(name), |(_, path)| (*path).to_owned())
@@ -20,10 +20,10 @@ fn second(node: &Node, shared: &[(&str, &Path)]) -> String {
         path("root"),
         path("run"),
         path("socket"),
-        node.folder().join("cni"),
+        node.directory().join("cni"),
         path("netns"),
     );
-    let config = node.folder().join("second.toml");
+    let config = node.directory().join("second.toml");
     fs::write(&config, text).unwrap();
     // A daemon that starts all the same is ended by timeout(1), with another exit code.
     let mut command = node.netns.command("timeout");
@@ -38,29 +38,29 @@ fn a_second_daemon_takes_nothing_from_the_first() {
     let mut node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let id = {
-        let pod = node.crictl.run_pod(Pod::new("first", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("first", node.directory()));
         let container = pod.start(Container::sh("c", &image, "echo up; sleep 1000"));
         container.says("up");
         container.id.clone()
     };
     let works = |node: &Node| assert_eq!(node.crictl.call(["exec", "--sync", &id, "echo", "works"]).trim(), "works");
 
-    let socket = node.folder().join("nacelle.sock");
+    let socket = node.directory().join("nacelle.sock");
     let inode = fs::metadata(&socket).unwrap().ino();
     let error = second(&node, &[("socket", &socket)]);
     assert!(error.contains("another daemon uses it") && error.contains(&socket.display().to_string()), "{error}");
     assert_eq!(fs::metadata(&socket).unwrap().ino(), inode);
-    assert!(!node.folder().join("second").exists(), "it has made nothing");
+    assert!(!node.directory().join("second").exists(), "it has made nothing");
 
-    let error = second(&node, &[("run", &node.folder().join("run"))]);
+    let error = second(&node, &[("run", &node.directory().join("run"))]);
     assert!(error.contains("paths.run") && error.contains("another daemon uses that directory"), "{error}");
-    let error = second(&node, &[("netns", &node.folder().join("netns"))]);
+    let error = second(&node, &[("netns", &node.directory().join("netns"))]);
     assert!(error.contains("network.netns_dir"), "{error}");
-    let error = second(&node, &[("root", &node.folder().join("root"))]);
+    let error = second(&node, &[("root", &node.directory().join("root"))]);
     assert!(error.contains("state.redb"), "{error}");
     works(&node);
 
-    let foreign = node.folder().join("foreign.sock");
+    let foreign = node.directory().join("foreign.sock");
     let listener = UnixListener::bind(&foreign).unwrap();
     let inode = fs::metadata(&foreign).unwrap().ino();
     let error = second(&node, &[("socket", &foreign)]);
@@ -68,7 +68,7 @@ fn a_second_daemon_takes_nothing_from_the_first() {
     assert_eq!(fs::metadata(&foreign).unwrap().ino(), inode);
     UnixStream::connect(&foreign).unwrap();
     drop(listener);
-    let file = node.folder().join("file.sock");
+    let file = node.directory().join("file.sock");
     fs::write(&file, "precious").unwrap();
     let error = second(&node, &[("socket", &file)]);
     assert!(error.contains("a regular file has that name"), "{error}");
@@ -92,7 +92,7 @@ fn a_second_daemon_takes_nothing_from_the_first() {
 fn what_a_killed_daemon_was_writing_is_removed_by_the_next_one() {
     let mut node = Node::new();
     node.kill();
-    let root = node.folder().join("root");
+    let root = node.directory().join("root");
     let drafts =
         ["cni/a.json.tmp.77.1", "cni/a.tmp.1.0", "images/index.json.tmp.1.2", "scratch/scratch-v1-64.ext4.tmp.9.9"];
     for draft in drafts {

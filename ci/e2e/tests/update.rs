@@ -16,7 +16,7 @@ use std::time::Instant;
 fn limits_change_both_ways_before_and_after_the_start() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("limits", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("limits", node.directory()));
     let resources =
         json!({"memory_limit_in_bytes": 32 << 20, "cpu_period": 100_000, "cpu_quota": 50_000, "cpu_shares": 512});
     let container = pod.create(Container::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources})));
@@ -69,7 +69,7 @@ fn processors_of_the_node_are_kept_to() {
     let online = fs::read_to_string("/sys/devices/system/cpu/online").expect("Linux says so");
     let first = online.trim().split(['-', ',']).next().expect("there is one").to_owned();
     let all = allowed(vec![i32::try_from(node.daemon_pid()).expect("a pid")]);
-    let pod = node.crictl.run_pod(Pod::new("processors", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("processors", node.directory()));
     let resources = json!({"resources": {"cpuset_cpus": first}});
     let refused = json!({"resources": {"cpuset_cpus": "1023"}});
     let refused = pod.try_create(Container::sh("x", &image, "true").set("linux", refused)).err();
@@ -117,7 +117,7 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
     let mut node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let limits = json!({"resources": {"cpu_period": 100_000, "cpu_quota": 100_000}});
-    let asked = Pod::new("grows", &node.folder().join("logs")).set("linux", limits);
+    let asked = Pod::new("grows", &node.directory().join("logs")).set("linux", limits);
     let again = Pod(asked.0.clone());
     let id = {
         let pod = node.crictl.run_pod_of("grows", asked);
@@ -194,7 +194,7 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
     let mut node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let limits = json!({"resources": {"memory_limit_in_bytes": 64 << 20}});
-    let asked = Pod::new("grows", &node.folder().join("logs")).set("linux", limits);
+    let asked = Pod::new("grows", &node.directory().join("logs")).set("linux", limits);
     let again = Pod(asked.0.clone());
     let resize = |node: &Node, pod: &str, mib: i64| {
         give(node, pod, cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() })
@@ -265,7 +265,7 @@ fn memory_that_was_needed_once_goes_back_to_the_node() {
     let extra = handler("large", "memory_mib = 1280\nscratch_mib = 512\n");
     let node = Node::with(Options { extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod_of("large", Pod::new("large", node.folder()));
+    let pod = node.crictl.run_pod_of("large", Pod::new("large", node.directory()));
     let hog = pod.start(hog(&image, 1024));
     hog.says("it is there");
     let full = taken(&node);

@@ -31,9 +31,9 @@ fn linux(first: u32, own_pid: bool) -> Value {
 /// Tests volumes of the node, with its owners and with those of the user namespace. All are on a tmpfs, which supports id-mapped
 /// mounts.
 fn volumes_of_the_node(pod: &RunningPod, image: &str) {
-    let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
-    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
-    let shared = folder.path().join("shared");
+    let directory = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
+    let shared = directory.path().join("shared");
     fs::create_dir(&shared).expect("it is ours");
     fs::write(shared.join("of-root"), "").expect("it is ours");
     let of_node = |at: &str| json!({"container_path": at, "host_path": shared});
@@ -52,7 +52,7 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
         assert_eq!(owner(name), of, "{name}");
     }
     // A volume that kubelet writes for the pod: a copy, in a VM.
-    let conf = folder.path().join("pods/u/volumes/kubernetes.io~configmap/conf");
+    let conf = directory.path().join("pods/u/volumes/kubernetes.io~configmap/conf");
     fs::create_dir_all(conf.join("..1")).expect("it is ours");
     fs::write(conf.join("..1/key"), "value").expect("it is ours");
     fs::set_permissions(conf.join("..1/key"), fs::Permissions::from_mode(0o400)).expect("it is ours");
@@ -77,8 +77,8 @@ fn users_inside_are_others_outside() {
     let image = node.image(&Image::busybox().layer(|layer| layer.file("mine", b"root's", 0o600)), "busybox:1");
     let mut asked = linux(OUTSIDE, false);
     asked["sysctls"] = json!({"kernel.shm_rmid_forced": "1", "net.ipv4.ip_unprivileged_port_start": "5"});
-    asked["cgroup_parent"] = json!(cgroup_parent(node.folder()));
-    let pod = node.crictl.run_pod(Pod::new("users", node.folder()).set("linux", asked));
+    asked["cgroup_parent"] = json!(cgroup_parent(node.directory()));
+    let pod = node.crictl.run_pod(Pod::new("users", node.directory()).set("linux", asked));
     let refused = pod.try_create(Container::sh("other", &image, "true").set("linux", linux(0, false))).err();
     assert!(refused.contains("InvalidArgument") && refused.contains("its pod's user namespace"), "{refused}");
 
@@ -102,7 +102,7 @@ fn users_inside_are_others_outside() {
     assert!(said("grep -c . /proc/mounts && ls /dev/mqueue /sys/class/net").contains("eth0"));
     if engine() == "host" {
         // CNI owns the network; the users of the processes are visible on the node.
-        let groups = cgroups(node.folder()).into_iter().map(|group| group.join("pod").join(&one.id));
+        let groups = cgroups(node.directory()).into_iter().map(|group| group.join("pod").join(&one.id));
         let pids: String = groups.filter_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok()).collect();
         let owned = |pid: &str| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

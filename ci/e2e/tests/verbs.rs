@@ -26,7 +26,7 @@ fn words<'a>(words: &[&'a str], config: &'a str) -> Vec<&'a str> {
 }
 
 fn vm(node: &Node, told: &[&str]) -> Output {
-    let config = node.folder().join("config.toml").display().to_string();
+    let config = node.directory().join("config.toml").display().to_string();
     call(nacelle_e2e::part("NACELLE_BIN"), words(told, &config))
 }
 
@@ -38,7 +38,7 @@ fn state(node: &Node, machine: &str) -> String {
 
 /// Starts a dump whose output is not read.
 fn stalled(node: &Node, machine: &str) -> Child {
-    let config = node.folder().join("config.toml").display().to_string();
+    let config = node.directory().join("config.toml").display().to_string();
     let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
     let command = command.args(words(&["memory-dump", "db"], &config)).stdout(Stdio::piped()).stderr(Stdio::null());
     let child = command.spawn().expect("it can be started");
@@ -55,11 +55,11 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
         let machine = pod.start(container(&image, 0));
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
-    let folder = node.folder().join("dumps");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    let file = folder.join("memory");
+    let directory = node.directory().join("dumps");
+    fs::create_dir(&directory).expect("the node's directory is writable");
+    let file = directory.join("memory");
     let output = file.display().to_string();
-    let names = || fs::read_dir(&folder).expect("it is there").count();
+    let names = || fs::read_dir(&directory).expect("it is there").count();
     assert!(vm(&node, &["memory-dump", "db", "--output", &output]).err().contains("is off"));
     assert!(vm(&node, &["memory-dump", "no", "--output", &output]).err().contains("NotFound"));
     assert_eq!(names(), 0, "nothing is left of a dump that was none");
@@ -115,24 +115,24 @@ fn phase(node: &Node, machine: &str) -> String {
 }
 
 /// Writes the annotations of a pod as kubelet does: a new directory, and a link that is swapped.
-fn annotate(folder: &Path, power: &str) {
-    let count = fs::read_dir(folder).expect("it is there").count();
+fn annotate(directory: &Path, power: &str) {
+    let count = fs::read_dir(directory).expect("it is there").count();
     let name = format!("..2026_11_23_{count}");
-    fs::create_dir(folder.join(&name)).expect("it is new");
+    fs::create_dir(directory.join(&name)).expect("it is new");
     let text = format!("app=\"say \\\"hello\\\"\"\nvm.nacelle.dev/power=\"{power}\"\n");
-    fs::write(folder.join(&name).join("annotations"), text).expect("it can be written");
-    symlink(&name, folder.join("..data_tmp")).expect("it is new");
-    fs::rename(folder.join("..data_tmp"), folder.join("..data")).expect("it can be swapped");
+    fs::write(directory.join(&name).join("annotations"), text).expect("it can be written");
+    symlink(&name, directory.join("..data_tmp")).expect("it is new");
+    fs::rename(directory.join("..data_tmp"), directory.join("..data")).expect("it can be swapped");
 }
 
 #[test]
 fn the_power_follows_the_annotations_that_kubelet_writes() {
     let mut node = node();
     let image = boot_image(&node);
-    let folder = node.folder().join("annotations");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    annotate(&folder, "on");
-    let mount = json!([{"host_path": folder, "container_path": "/run/nacelle/pod", "readonly": true}]);
+    let directory = node.directory().join("annotations");
+    fs::create_dir(&directory).expect("the node's directory is writable");
+    annotate(&directory, "on");
+    let mount = json!([{"host_path": directory, "container_path": "/run/nacelle/pod", "readonly": true}]);
     let (pod, id, log) = {
         let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
         let machine = pod.start(container(&image, 0).set("mounts", mount));
@@ -143,14 +143,14 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
         eventually(&format!("it is {wanted}"), || (phase(node, &id) == wanted).then_some(()));
     };
     eventually("it has booted", || says("boot 1").then_some(()));
-    annotate(&folder, "off");
+    annotate(&directory, "off");
     becomes(&node, "Stopped");
-    annotate(&folder, "paused");
+    annotate(&directory, "paused");
     becomes(&node, "Paused");
-    annotate(&folder, "on");
+    annotate(&directory, "on");
     becomes(&node, "Running");
     eventually("it has booted again", || says("boot 2").then_some(()));
-    annotate(&folder, "paused");
+    annotate(&directory, "paused");
     becomes(&node, "Paused");
 
     // An invalid value changes nothing: the state that a verb has set stays. The test waits for the logged error, so the value
@@ -159,11 +159,11 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     let says_in_log = |node: &Node, text: &str, times: usize| {
         eventually(text, || (node.log().matches(text).count() >= times).then_some(()));
     };
-    annotate(&folder, "sideways");
+    annotate(&directory, "sideways");
     says_in_log(&node, "the annotation is \"sideways\"", 1);
     assert_eq!(phase(&node, &id), "Running");
     // The same after a restart of the daemon: a value takes effect once.
-    annotate(&folder, "paused");
+    annotate(&directory, "paused");
     let follows = "power=\"paused\"";
     let before = node.log().matches(follows).count();
     node.kill();
@@ -172,10 +172,10 @@ fn the_power_follows_the_annotations_that_kubelet_writes() {
     assert_eq!(phase(&node, &id), "Running");
     // A value that is set while there is no daemon is applied by the next one.
     node.kill();
-    annotate(&folder, "off");
+    annotate(&directory, "off");
     node.start();
     becomes(&node, "Stopped");
-    annotate(&folder, "on");
+    annotate(&directory, "on");
     becomes(&node, "Running");
     node.crictl.call(["rmp", "--force", &pod]);
 }
@@ -188,7 +188,7 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
     // The container has no stdin.
     let machine = pod.start(container(&image, 0));
     machine.says("boot 1\n");
-    let config = node.folder().join("config.toml").display().to_string();
+    let config = node.directory().join("config.toml").display().to_string();
     let start = |told: &[&str]| {
         let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
         let command = command.args(words(told, &config)).stdin(Stdio::piped()).stdout(Stdio::piped());

@@ -17,8 +17,8 @@ const OUTSIDE: u32 = 196_608;
 fn program(layer: &mut Layer, path: &str, name: &str) {
     layer.file(name, &fs::read(path).expect("cargo built it"), 0o755);
     let linked = call("ldd", [path]).ok();
-    for folder in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
-        layer.folder(folder, 0o755);
+    for directory in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
+        layer.directory(directory, 0o755);
     }
     for library in linked.split_whitespace().filter(|word| word.starts_with('/')) {
         layer.file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
@@ -33,8 +33,8 @@ struct Volume {
 }
 
 impl Volume {
-    fn new(folder: &Path) -> Volume {
-        let parent = folder.join("parent");
+    fn new(directory: &Path) -> Volume {
+        let parent = directory.join("parent");
         let (whole, part) = (parent.join("whole"), parent.join("whole/part"));
         fs::create_dir_all(&part).expect("the node's directory is writable");
         for path in [&parent, &whole, &part] {
@@ -133,21 +133,21 @@ fn three(node: &Node, volume: &Volume, pod: Pod, linux: &Value, mount: &Value) {
 #[test]
 fn a_volume_a_part_of_it_and_its_parent_are_one_file_system() {
     let node = Node::new();
-    let volume = Volume::new(node.folder());
-    three(&node, &volume, Pod::new("views", node.folder()), &json!({}), &json!({}));
+    let volume = Volume::new(node.directory());
+    three(&node, &volume, Pod::new("views", node.directory()), &json!({}), &json!({}));
 }
 
 #[test]
 fn they_are_one_file_system_in_a_user_namespace() {
     let node = Node::new();
     // A file system that supports id-mapped mounts.
-    let folder = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
-    let volume = Volume::new(folder.path());
+    let directory = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
+    let volume = Volume::new(directory.path());
     let mapping = json!([{"container_id": 0, "host_id": OUTSIDE, "length": 65_536}]);
     let users = json!({"mode": 0, "uids": mapping, "gids": mapping});
     let linux = json!({"security_context": {"namespace_options": {"userns_options": users}}});
     let mount = json!({"uidMappings": mapping, "gidMappings": mapping});
-    let pod = Pod::new("views", node.folder()).set("linux", linux.clone());
+    let pod = Pod::new("views", node.directory()).set("linux", linux.clone());
     three(&node, &volume, pod, &linux, &mount);
 }
 
@@ -155,8 +155,8 @@ fn they_are_one_file_system_in_a_user_namespace() {
 fn what_no_container_may_write_the_node_refuses_and_a_file_can_be_a_volume() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let volume = Volume::new(node.folder());
-    let pod = node.crictl.run_pod(Pod::new("views", node.folder()));
+    let volume = Volume::new(node.directory());
+    let pod = node.crictl.run_pod(Pod::new("views", node.directory()));
     let container = |name: &str| Container::sh(name, &image, "sleep 600");
     let read = Seer::new(&pod, container("read"), &volume.parent, &json!({"readonly": true}), "/v/whole/part");
     let file = Seer::new(&pod, container("file"), &volume.whole.join("file"), &json!({}), "/");

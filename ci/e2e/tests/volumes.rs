@@ -14,9 +14,9 @@ use std::time::{Duration, SystemTime};
 /// Returns an image with some files.
 fn data() -> Image {
     Image::busybox().layer(|layer| {
-        layer.folder("conf", 0o755);
+        layer.directory("conf", 0o755);
         layer.file("conf/app", b"of the volume", 0o644);
-        layer.folder("conf/deep", 0o755);
+        layer.directory("conf/deep", 0o755);
         layer.file("conf/deep/er", b"deeper", 0o644);
         layer.symlink("current", "/conf/deep");
         layer.symlink("out", "../../../../run/nacelle");
@@ -63,7 +63,7 @@ fn images_are_seen_beside_the_containers_own_and_stay_while_they_are() {
     let volume = node.image(&data().layer(|layer| layer.file("weight", &[7; 3 << 20], 0o644)), "data:1");
     let volume_id = node.crictl.json(["inspecti", "-o", "json", &volume])["status"]["id"].as_str().unwrap().to_owned();
     let (one_id, two_id) = {
-        let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
+        let pod = node.crictl.run_pod(Pod::new("volumes", node.directory()));
         let mounts = json!([
             // Below the next mount, and listed before it: they are mounted in the order of their depth.
             mount("/mnt/all/conf/deep", &volume, "bin"),
@@ -124,7 +124,7 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
     let volume = node.image(&data(), "data:1");
-    let pod = node.crictl.run_pod(Pod::new("refused", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("refused", node.directory()));
     let with = |key: &str, value: Value| {
         let mut mount = mount("/mnt", &volume, "");
         mount[key] = value;
@@ -133,8 +133,8 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
     let rows = [
         (mount("/mnt", &volume, "none"), "ImageVolumeMountFailed", "at /mnt has no "),
         (mount("/mnt", &volume, "out"), "ImageVolumeMountFailed", "at /mnt has no "),
-        (mount("/mnt", &volume, "conf/app"), "ImageVolumeMountFailed", "is no folder"),
-        (mount("/etc/passwd", &volume, ""), "ImageVolumeMountFailed", "/etc/passwd is not a folder"),
+        (mount("/mnt", &volume, "conf/app"), "ImageVolumeMountFailed", "is no directory"),
+        (mount("/etc/passwd", &volume, ""), "ImageVolumeMountFailed", "/etc/passwd is not a directory"),
         (mount("/mnt", &volume, "/conf"), "InvalidArgument", "image_sub_path"),
         (mount("/mnt", &volume, "conf/../.."), "InvalidArgument", "image_sub_path"),
         (mount("/proc/self", &volume, ""), "InvalidArgument", "container_path"),
@@ -165,12 +165,13 @@ fn asking_each_time() -> Options {
 fn what_the_node_changes_is_seen_soon() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = node.folder().join("shared");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    let write = |name: &str, text: &str| fs::write(folder.join(name), text).expect("the node's folder is writable");
+    let directory = node.directory().join("shared");
+    fs::create_dir(&directory).expect("the node's directory is writable");
+    let write =
+        |name: &str, text: &str| fs::write(directory.join(name), text).expect("the node's directory is writable");
     write("one", "first");
-    let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
-    let mounts = json!([{"host_path": folder, "container_path": "/all"}]);
+    let pod = node.crictl.run_pod(Pod::new("volumes", node.directory()));
+    let mounts = json!([{"host_path": directory, "container_path": "/all"}]);
     let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts));
     assert_eq!(container.exec("cat /all/one").ok(), "first");
     write("one", "second, and longer");
@@ -178,37 +179,37 @@ fn what_the_node_changes_is_seen_soon() {
     nacelle_e2e::eventually("the change is seen", || {
         (container.exec("cat /all/one /all/two").stdout == "second, and longernew").then_some(())
     });
-    fs::remove_file(folder.join("one")).expect("it is ours");
+    fs::remove_file(directory.join("one")).expect("it is ours");
     nacelle_e2e::eventually("it is gone", || (container.exec("ls /all").ok() == "two").then_some(()));
     // A container's own changes are visible to it and to the node at once.
     container.exec("mv /all/two /all/three && echo more >>/all/three && rm /all/three && echo x >/all/four").ok();
     assert_eq!(container.exec("ls /all").ok(), "four");
-    assert_eq!(fs::read_to_string(folder.join("four")).expect("it is there"), "x\n");
+    assert_eq!(fs::read_to_string(directory.join("four")).expect("it is there"), "x\n");
     pod.remove();
     assert_eq!(node.left(), Vec::<String>::new());
 }
 
 #[test]
-fn folders_and_files_of_the_node_are_volumes() {
+fn directories_and_files_of_the_node_are_volumes() {
     let node = Node::with(asking_each_time());
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = node.folder().join("shared");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    let write = |path: &Path, text: &str| fs::write(path, text).expect("the node's folder is writable");
-    write(&folder.join("from-node"), "of the node");
-    write(&node.folder().join("secret"), "not for pods");
-    std::os::unix::fs::symlink("../secret", folder.join("link")).expect("the node's folder is writable");
+    let directory = node.directory().join("shared");
+    fs::create_dir(&directory).expect("the node's directory is writable");
+    let write = |path: &Path, text: &str| fs::write(path, text).expect("the node's directory is writable");
+    write(&directory.join("from-node"), "of the node");
+    write(&node.directory().join("secret"), "not for pods");
+    std::os::unix::fs::symlink("../secret", directory.join("link")).expect("the node's directory is writable");
     let of_node =
         |of: &Path, at: &str, readonly: bool| json!({"host_path": of, "container_path": at, "readonly": readonly});
-    let pod = node.crictl.run_pod(Pod::new("volumes", node.folder()));
-    let file = folder.join("from-node");
+    let pod = node.crictl.run_pod(Pod::new("volumes", node.directory()));
+    let file = directory.join("from-node");
     let mounts =
-        json!([of_node(&folder, "/rw", false), of_node(&folder, "/ro", true), of_node(&file, "/etc/one", true)]);
+        json!([of_node(&directory, "/rw", false), of_node(&directory, "/ro", true), of_node(&file, "/etc/one", true)]);
     let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts.clone()));
     assert_eq!(container.exec("cat /ro/from-node /etc/one").ok(), "of the nodeof the node");
     container.exec("echo back >/rw/from-pod && chown 1234:5678 /rw/from-pod && chmod 600 /rw/from-pod").ok();
-    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("the pod has written"), "back\n");
-    let written = fs::metadata(folder.join("from-pod")).expect("the pod has written");
+    assert_eq!(fs::read_to_string(directory.join("from-pod")).expect("the pod has written"), "back\n");
+    let written = fs::metadata(directory.join("from-pod")).expect("the pod has written");
     assert_eq!((written.uid(), written.gid(), written.mode()), (1234, 5678, 0o100600));
     for written in ["/ro/from-pod", "/ro/new", "/etc/one"] {
         assert_ne!(container.exec(&format!("echo over >{written}")).code, 0, "{written} is read-only");
@@ -217,15 +218,15 @@ fn folders_and_files_of_the_node_are_volumes() {
     write(&file, "changed");
     assert_eq!(container.exec("cat /rw/from-node /etc/one").ok(), "changedchanged");
     container.exec("dd if=/dev/zero of=/rw/big bs=1M count=3 2>/dev/null && sync").ok();
-    assert_eq!(fs::metadata(folder.join("big")).expect("the pod has written").len(), 3 << 20);
+    assert_eq!(fs::metadata(directory.join("big")).expect("the pod has written").len(), 3 << 20);
     assert_eq!(container.exec("dd if=/ro/big bs=1M 2>/dev/null | wc -c").ok(), (3 << 20).to_string());
     // Only the volumes are there.
     for out in ["/rw/../secret", "/rw/link"] {
         assert_ne!(container.exec(&format!("cat {out}")).code, 0, "{out}");
     }
     // As in other runtimes, a missing directory is created. Two containers have separate volumes.
-    let none = folder.join("none");
-    let mounts = json!([of_node(&none, "/none", false), of_node(&folder, "/all", false)]);
+    let none = directory.join("none");
+    let mounts = json!([of_node(&none, "/none", false), of_node(&directory, "/all", false)]);
     let later = pod.start(Container::sh("d", &image, "sleep 600").set("mounts", mounts));
     later.exec("touch /none/made && test -f /all/none/made").ok();
     assert!(none.join("made").is_file(), "{none:?}");
@@ -241,7 +242,7 @@ fn folders_and_files_of_the_node_are_volumes() {
         assert_eq!(engine(), "host");
     }
     pod.remove();
-    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("what was written stays"), "back\n");
+    assert_eq!(fs::read_to_string(directory.join("from-pod")).expect("what was written stays"), "back\n");
     assert_eq!(node.left(), Vec::<String>::new());
 }
 
@@ -265,10 +266,10 @@ fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
         return; // there is no such process
     }
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = node.folder().join("shared");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    let pod = node.crictl.run_pod(Pod::new("seen", node.folder()));
-    let mounts = json!([{"host_path": folder, "container_path": "/rw"}]);
+    let directory = node.directory().join("shared");
+    fs::create_dir(&directory).expect("the node's directory is writable");
+    let pod = node.crictl.run_pod(Pod::new("seen", node.directory()));
+    let mounts = json!([{"host_path": directory, "container_path": "/rw"}]);
     let script =
         "exec 3>/rw/held; echo opened; while [ ! -e /rw/go ]; do sleep 0.2; done; exec 3>&-; echo closed; sleep 600";
     let container = pod.start(Container::sh("c", &image, script).set("mounts", mounts));
@@ -277,7 +278,7 @@ fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
     assert_eq!(open_files(share, "held"), 1);
     let ahead = container.exec("cat /sys/class/bdi/*/read_ahead_kb").ok();
     assert!(ahead.lines().any(|kib| kib == "496"), "{ahead}");
-    fs::write(folder.join("go"), "").expect("the node's folder is writable");
+    fs::write(directory.join("go"), "").expect("the node's directory is writable");
     container.says("closed");
     // The guest's close() does not wait for this.
     nacelle_e2e::eventually("it is closed here, too", || (open_files(share, "held") == 0).then_some(()));
@@ -299,23 +300,23 @@ fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
 fn what_is_there_already_is_opened_and_not_made() {
     let node = Node::with(asking_each_time());
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = node.folder().join("shared");
+    let directory = node.directory().join("shared");
     let mode =
         |path: &Path, mode: u32| fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("it is ours");
     let write = |name: &str, bits: u32| {
-        fs::write(folder.join(name), "of the node\n").expect("the node's folder is writable");
-        mode(&folder.join(name), bits);
+        fs::write(directory.join(name), "of the node\n").expect("the node's directory is writable");
+        mode(&directory.join(name), bits);
     };
-    let text = |name: &str| fs::read_to_string(folder.join(name)).expect("it is there");
-    fs::create_dir_all(folder.join("closed")).expect("the node's folder is writable");
-    mode(&folder, 0o777);
+    let text = |name: &str| fs::read_to_string(directory.join(name)).expect("it is there");
+    fs::create_dir_all(directory.join("closed")).expect("the node's directory is writable");
+    mode(&directory, 0o777);
     for (name, bits) in [("secret", 0o600), ("open", 0o666), ("closed/open", 0o666)] {
         write(name, bits);
     }
-    std::os::unix::fs::symlink("target", folder.join("dangling")).expect("the node's folder is writable");
-    let pod = node.crictl.run_pod(Pod::new("created", node.folder()));
+    std::os::unix::fs::symlink("target", directory.join("dangling")).expect("the node's directory is writable");
+    let pod = node.crictl.run_pod(Pod::new("created", node.directory()));
     let mounts = json!([
-        {"host_path": folder, "container_path": "/all"}, {"host_path": folder, "container_path": "/ro", "readonly": true},
+        {"host_path": directory, "container_path": "/all"}, {"host_path": directory, "container_path": "/ro", "readonly": true},
     ]);
     let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
     let sleeps = Container::sh("c", &image, "sleep 600").set("mounts", mounts).set("linux", user);
@@ -342,7 +343,7 @@ fn what_is_there_already_is_opened_and_not_made() {
         ("of the node\nmore\n".to_owned(), "of the node\nmore\n".to_owned())
     );
     assert_eq!((text("made"), text("target")), ("x\n".to_owned(), "y\n".to_owned()));
-    assert_eq!(fs::metadata(folder.join("target")).expect("it was made").uid(), 1000);
+    assert_eq!(fs::metadata(directory.join("target")).expect("it was made").uid(), 1000);
     // A file that did not exist a moment ago, and one that exists again.
     container.exec("test ! -e /all/later").ok();
     write("later", 0o666);
@@ -350,7 +351,7 @@ fn what_is_there_already_is_opened_and_not_made() {
     assert_eq!(text("later"), "last\n");
     // The permissions follow the node, also while files are created.
     container.exec("echo 1 >/all/one").ok();
-    mode(&folder, 0o755);
+    mode(&directory, 0o755);
     assert!(container.exec("echo 2 >/all/two").err().contains("Permission denied"));
     pod.remove();
     assert_eq!(node.left(), Vec::<String>::new());
@@ -360,19 +361,19 @@ fn what_is_there_already_is_opened_and_not_made() {
 fn mount_options_take_away() {
     let node = Node::new();
     let image = node.image(&Image::busybox(), "busybox:1");
-    let folder = node.folder().join("shared");
-    fs::create_dir(&folder).expect("the node's folder is writable");
-    let (script, read) = (folder.join("script"), folder.join("read"));
-    fs::write(&script, "#!/bin/sh\necho runs\n").expect("the node's folder is writable");
+    let directory = node.directory().join("shared");
+    fs::create_dir(&directory).expect("the node's directory is writable");
+    let (script, read) = (directory.join("script"), directory.join("read"));
+    fs::write(&script, "#!/bin/sh\necho runs\n").expect("the node's directory is writable");
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("it is ours");
-    fs::write(&read, "some").expect("the node's folder is writable");
+    fs::write(&read, "some").expect("the node's directory is writable");
     // The last read precedes the last write: the next read would update the access time.
     let long_ago = fs::FileTimes::new().set_accessed(SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30));
     let set = fs::File::options().write(true).open(&read).and_then(|file| file.set_times(long_ago));
     set.expect("it is ours");
     let mount = |at: &str, options: &[&str]| cri::Mount {
         container_path: at.to_owned(),
-        host_path: folder.display().to_string(),
+        host_path: directory.display().to_string(),
         mount_options: options.iter().map(|option| (*option).to_owned()).collect(),
         ..Default::default()
     };
@@ -390,7 +391,7 @@ fn mount_options_take_away() {
         of_image("/image", &[]),
         of_image("/image-noexec", &["noexec"]),
     ];
-    let pod = node.crictl.run_pod(Pod::new("options", node.folder()));
+    let pod = node.crictl.run_pod(Pod::new("options", node.directory()));
     let refused = create_with(&node, &pod.id, &image, vec![mount("/x", &["noexec", "uid=0"])]).unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("mount_options is \"uid=0\""), "{refused}");
     let id = create_with(&node, &pod.id, &image, mounts).expect("all of this is possible");

@@ -113,21 +113,21 @@ mod tests {
 
     #[test]
     fn a_peer_is_there_if_its_program_is() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = std::env::join_paths([Path::new("/nowhere"), folder.path()]).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let path = std::env::join_paths([Path::new("/nowhere"), directory.path()]).unwrap();
         assert_eq!(in_path("firecracker", path.clone()), None);
-        std::fs::write(folder.path().join("firecracker"), "").unwrap();
-        assert_eq!(in_path("firecracker", path), Some(folder.path().join("firecracker")));
+        std::fs::write(directory.path().join("firecracker"), "").unwrap();
+        assert_eq!(in_path("firecracker", path), Some(directory.path().join("firecracker")));
     }
 
     #[test]
     fn peers_boot_what_we_boot() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let (kernel, initrd) = (Path::new("/b/vmlinux"), Path::new("/b/initrd"));
-        let qemu = Peer::Qemu.arguments(kernel, initrd, folder.path()).unwrap();
+        let qemu = Peer::Qemu.arguments(kernel, initrd, directory.path()).unwrap();
         assert!(qemu.iter().any(|word| word == "/b/vmlinux") && qemu.iter().any(|word| word == "/b/initrd"));
-        Peer::Firecracker.arguments(kernel, initrd, folder.path()).unwrap();
-        let written = std::fs::read(folder.path().join("firecracker.json")).unwrap();
+        Peer::Firecracker.arguments(kernel, initrd, directory.path()).unwrap();
+        let written = std::fs::read(directory.path().join("firecracker.json")).unwrap();
         let document: serde_json::Value = serde_json::from_slice(&written).unwrap();
         assert_eq!(document["boot-source"]["kernel_image_path"], "/b/vmlinux");
         assert!(document["boot-source"]["boot_args"].as_str().unwrap().contains("quiet"));

@@ -63,15 +63,15 @@ mod tests {
 
     #[test]
     fn a_pool_is_set_back_also_when_it_does_not_get_its_pages() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().unwrap();
+        let file = |name: &str| directory.path().join(name);
         for (name, pages) in [("nr_hugepages", "3\n"), ("free_hugepages", "3\n"), ("resv_hugepages", "1\n")] {
             fs::write(file(name), pages).unwrap();
         }
-        let error = enlarge(folder.path(), 5).unwrap_err();
+        let error = enlarge(directory.path(), 5).unwrap_err();
         assert!(error.to_string().contains("2 pages of 2 MiB are free of the 5"), "{error}");
         assert_eq!(fs::read_to_string(file("nr_hugepages")).unwrap(), "3");
-        let guard = enlarge(folder.path(), 2).unwrap();
+        let guard = enlarge(directory.path(), 2).unwrap();
         assert_eq!(fs::read_to_string(file("nr_hugepages")).unwrap(), "5");
         drop(guard);
         assert_eq!(fs::read_to_string(file("nr_hugepages")).unwrap(), "3");

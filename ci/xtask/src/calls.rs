@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Programs that run on a node or in a guest.
-const FOLDERS: [&str; 2] = ["agent/src", "shim"];
+const DIRECTORIES: [&str; 2] = ["agent/src", "shim"];
 
 /// The file that makes such calls for the others.
 const HELPER: &str = "shim/base/src/retry.rs";
@@ -91,7 +91,7 @@ const REPEATED: [&str; 3] = ["retry_interrupted", "retry_transient", "when_ready
 
 /// `files` are all Rust files: their places and their texts.
 pub fn check(files: &[(String, String)]) -> Vec<Finding> {
-    let runs = |place: &str| FOLDERS.iter().any(|folder| place.starts_with(&format!("{folder}/")));
+    let runs = |place: &str| DIRECTORIES.iter().any(|directory| place.starts_with(&format!("{directory}/")));
     let mut found = Vec::new();
     for (place, text) in files.iter().filter(|(place, _)| runs(place) && !is_test(place)) {
         if [HELPER, NUMBERS].contains(&place.as_str()) {

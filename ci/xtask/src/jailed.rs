@@ -41,7 +41,7 @@ const CALLS: [&str; 28] = [
 ];
 
 /// What names a path in a pod's jail, or in the directory of a VM's disks, which its pod writes.
-const NAMES: [&str; 4] = ["jail_dir(", ".in_jail(", "vms.folder(", "\"jail"];
+const NAMES: [&str; 4] = ["jail_dir(", ".in_jail(", "vms.directory(", "\"jail"];
 
 /// What the list allows.
 #[derive(Default)]
@@ -141,7 +141,7 @@ mod tests {
         for line in [
             "let part = nacelle_pod::jail_dir(&dir);",
             "SOCKET_FILE.in_jail(&dir)",
-            "std::fs::read(parts.vms.folder(&record).join(name))",
+            "std::fs::read(parts.vms.directory(&record).join(name))",
             "parts.pod_dir(&id).join(\"jail/state.json\")",
         ] {
             assert_eq!(broken(line, None, false).len(), 1, "{line}");

@@ -128,31 +128,31 @@ mod tests {
 
     #[test]
     fn replaces_whole_and_leaves_nothing_beside() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.json");
         write_whole(&path, b"one").unwrap();
         write_whole(&path, b"two").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-        let error = write_whole(&folder.path().join("none/a"), b"").unwrap_err();
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+        let error = write_whole(&directory.path().join("none/a"), b"").unwrap_err();
         assert!(error.to_string().starts_with("cannot write "), "{error}");
     }
 
     #[test]
     fn removing_twice_is_fine() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a");
         fs::write(&path, "").unwrap();
         remove_if_there(&path).unwrap();
         remove_if_there(&path).unwrap();
-        remove_tree_if_there(&folder.path().join("none")).unwrap();
+        remove_tree_if_there(&directory.path().join("none")).unwrap();
     }
 
     #[test]
     fn a_tree_of_any_depth_and_shape_is_removed_and_nothing_beyond_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let (tree, kept) = (folder.path().join("tree"), folder.path().join("kept"));
+        let directory = tempfile::tempdir().unwrap();
+        let (tree, kept) = (directory.path().join("tree"), directory.path().join("kept"));
         fs::create_dir(&tree).unwrap();
         fs::create_dir(&kept).unwrap();
         fs::write(kept.join("file"), "").unwrap();

@@ -1,8 +1,8 @@
 //! Defines the protocol of copied-in volumes: limits, paths in the guest, and the messages between the pod process, which
 //! sends requests, and the file-server process (`nacelle-fs`), which reads the files. It performs no I/O.
 
-/// The directory in which the agent keeps copied-in volumes; each is `FOLDER/NAME`.
-pub const FOLDER: &str = "/run/nacelle/pushed";
+/// The directory in which the agent keeps copied-in volumes; each is `DIRECTORY/NAME`.
+pub const DIRECTORY: &str = "/run/nacelle/pushed";
 /// The symbolic link to the directory with a volume's present files. Replacing the link changes all of them atomically.
 pub const DATA: &str = "..data";
 /// The maximum number of files, directories and links of a volume.

@@ -4,8 +4,8 @@
 
 /// The virtio-fs tag of the share.
 pub const TAG: &str = "nacelle";
-/// The mount point of the share in the guest; each volume is `FOLDER/CONTAINER/NUMBER` in it.
-pub const FOLDER: &str = "/run/nacelle/volumes";
+/// The mount point of the share in the guest; each volume is `DIRECTORY/CONTAINER/NUMBER` in it.
+pub const DIRECTORY: &str = "/run/nacelle/volumes";
 /// The number of queues of the device, and of streams to the file-server process: one for high-priority requests and one
 /// for all others.
 pub const QUEUES: usize = 2;

@@ -26,7 +26,7 @@ pub enum CdiError {
     Name { name: String },
     #[error("{count} CDI devices are too many for one container")]
     TooMany { count: usize },
-    #[error("no CDI specification has the device {name}: looked in {}{}", folders(looked), skipped(unread))]
+    #[error("no CDI specification has the device {name}: looked in {}{}", directories(looked), skipped(unread))]
     Unknown { name: String, looked: Vec<PathBuf>, unread: Vec<String> },
     #[error("the CDI device {name} is in both {} and {}", one.display(), other.display())]
     Twice { name: String, one: PathBuf, other: PathBuf },
@@ -45,7 +45,7 @@ impl Classify for CdiError {
     }
 }
 
-fn folders(list: &[PathBuf]) -> String {
+fn directories(list: &[PathBuf]) -> String {
     list.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
@@ -133,19 +133,19 @@ struct SpecMount {
 }
 
 /// Returns the edits for a container that requests these devices. Later directories take precedence.
-pub fn find(names: &[String], folders: &[PathBuf]) -> Result<Edits, CdiError> {
+pub fn find(names: &[String], directories: &[PathBuf]) -> Result<Edits, CdiError> {
     if names.len() > MAX_NAMES {
         return Err(CdiError::TooMany { count: names.len() });
     }
     let mut unread = Vec::new();
-    let read: Vec<_> = folders.iter().rev().map(|folder| specs(folder, &mut unread)).collect();
+    let read: Vec<_> = directories.iter().rev().map(|directory| specs(directory, &mut unread)).collect();
     let mut edits = Edits::default();
     let mut used = BTreeSet::new();
     for name in names {
         let (kind, device) = parts(name)?;
         let found = read.iter().find_map(|specs| one(specs, name, kind, device).transpose()).transpose()?;
         let Some((path, spec, device)) = found else {
-            return Err(CdiError::Unknown { name: name.clone(), looked: folders.to_vec(), unread });
+            return Err(CdiError::Unknown { name: name.clone(), looked: directories.to_vec(), unread });
         };
         if used.insert((path.clone(), None)) {
             add(&mut edits, &spec.container_edits, name, path)?;
@@ -192,9 +192,9 @@ fn parts(name: &str) -> Result<(&str, &str), CdiError> {
 }
 
 /// Returns the specifications in a directory, sorted by file name. Invalid files are skipped and added to `unread`.
-fn specs(folder: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
+fn specs(directory: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
     let mut paths: Vec<PathBuf> =
-        fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+        fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     paths.sort();
     let mut specs = Vec::new();
     for path in paths {
@@ -278,17 +278,17 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
-    fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().unwrap();
+    fn directory(files: &[(&str, Value)]) -> tempfile::TempDir {
+        let directory = tempfile::tempdir().unwrap();
         for (name, content) in files {
-            fs::write(folder.path().join(name), content.to_string()).unwrap();
+            fs::write(directory.path().join(name), content.to_string()).unwrap();
         }
-        folder
+        directory
     }
 
-    fn ask(names: &[&str], folders: &[&tempfile::TempDir]) -> Result<Edits, CdiError> {
+    fn ask(names: &[&str], directories: &[&tempfile::TempDir]) -> Result<Edits, CdiError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        find(&names, &folders.iter().map(|folder| folder.path().to_owned()).collect::<Vec<_>>())
+        find(&names, &directories.iter().map(|directory| directory.path().to_owned()).collect::<Vec<_>>())
     }
 
     fn spec(kind: &str, device: &str, edits: Value) -> Value {
@@ -310,8 +310,8 @@ mod tests {
         );
         whole["containerEdits"] = json!({ "env": ["GPU=a=b"] });
         whole["devices"].as_array_mut().unwrap().push(json!({ "name": "1" }));
-        let folder = folder(&[("gpu.json", whole), ("notes.txt", json!("x"))]);
-        let edits = ask(&["vendor.com/gpu=0", "vendor.com/gpu=1", "vendor.com/gpu=0"], &[&folder]).unwrap();
+        let directory = directory(&[("gpu.json", whole), ("notes.txt", json!("x"))]);
+        let edits = ask(&["vendor.com/gpu=0", "vendor.com/gpu=1", "vendor.com/gpu=0"], &[&directory]).unwrap();
         let node = |host: &str, at: &str, permissions: &str| (host.to_owned(), at.to_owned(), permissions.to_owned());
         assert_eq!(
             edits,
@@ -326,15 +326,15 @@ mod tests {
                 groups: vec![44],
             }
         );
-        assert_eq!(ask(&[], &[&folder]).unwrap(), Edits::default());
+        assert_eq!(ask(&[], &[&directory]).unwrap(), Edits::default());
     }
 
     #[test]
-    fn later_folders_go_before_and_a_name_has_one_meaning() {
+    fn later_directories_go_before_and_a_name_has_one_meaning() {
         let env = |value: &str| spec("v/c", "d", json!({ "env": [format!("A={value}")] }));
-        let (first, second) = (folder(&[("a.json", env("first"))]), folder(&[("b.json", env("second"))]));
+        let (first, second) = (directory(&[("a.json", env("first"))]), directory(&[("b.json", env("second"))]));
         assert_eq!(ask(&["v/c=d"], &[&first, &second]).unwrap().env[0].1, "second");
-        let both = folder(&[("a.json", env("1")), ("b.json", env("2"))]);
+        let both = directory(&[("a.json", env("1")), ("b.json", env("2"))]);
         assert!(matches!(ask(&["v/c=d"], &[&both]), Err(CdiError::Twice { .. })));
     }
 
@@ -345,7 +345,7 @@ mod tests {
             spec("v/m", "tmp", json!({ "mounts": [{ "hostPath": "x", "containerPath": "/x", "type": "tmpfs" }] }));
         let owned = spec("v/o", "owned", json!({ "deviceNodes": [{ "path": "/dev/null", "uid": 5 }] }));
         let environment = spec("v/e", "bad", json!({ "env": ["A"] }));
-        let folder = folder(&[
+        let directory = directory(&[
             ("hook.json", hooked),
             ("mount.json", mounted),
             ("env.json", environment),
@@ -353,7 +353,7 @@ mod tests {
             ("broken.json", json!("x")),
             ("other.yaml", json!({})),
         ]);
-        std::os::unix::fs::symlink("/dev/zero", folder.path().join("endless.json")).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", directory.path().join("endless.json")).unwrap();
         for (name, kind, words) in [
             ("v/c=hook", Kind::Unsupported, &["v/c=hook", "hooks", "hook.json"][..]),
             ("v/o=owned", Kind::Unsupported, &["deviceNodes.uid"]),
@@ -361,24 +361,24 @@ mod tests {
             ("v/e=bad", Kind::Invalid, &["\"A\" is no variable"]),
             ("v/c=none", Kind::Invalid, &["v/c=none", "YAML", "broken.json", "endless.json: no regular file"]),
         ] {
-            let error = ask(&[name], &[&folder]).unwrap_err();
+            let error = ask(&[name], &[&directory]).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
         }
         for name in ["", "v", "v/c", "v=d", "/c=d", "v/=d", "v/c=", "v/c=d d", "../c=d", "v/c=d\n", "v/-c=d"] {
-            assert!(matches!(ask(&[name], &[&folder]), Err(CdiError::Name { .. })), "{name:?}");
+            assert!(matches!(ask(&[name], &[&directory]), Err(CdiError::Name { .. })), "{name:?}");
         }
-        assert!(matches!(ask(&["v/c=d"; MAX_NAMES + 1], &[&folder]), Err(CdiError::TooMany { .. })));
+        assert!(matches!(ask(&["v/c=d"; MAX_NAMES + 1], &[&directory]), Err(CdiError::TooMany { .. })));
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn no_file_is_a_danger(bytes in proptest::collection::vec(any::<u8>(), 0..200), name in ".{0,40}") {
-            let folder = tempfile::tempdir().unwrap();
-            fs::write(folder.path().join("a.json"), &bytes).unwrap();
-            let _ = ask(&[&name, "v/c=d"], &[&folder]);
-            prop_assert!(ask(&["v/c=d"], &[&folder]).is_err());
+            let directory = tempfile::tempdir().unwrap();
+            fs::write(directory.path().join("a.json"), &bytes).unwrap();
+            let _ = ask(&[&name, "v/c=d"], &[&directory]);
+            prop_assert!(ask(&["v/c=d"], &[&directory]).is_err());
         }
     }
 }

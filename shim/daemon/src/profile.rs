@@ -57,8 +57,8 @@ mod tests {
 
     #[test]
     fn files_are_read_with_bounds() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
         std::fs::write(path("good"), r#"{"defaultAction": "SCMP_ACT_LOG"}"#).unwrap();
         std::os::unix::fs::symlink("good", path("link")).unwrap();
         std::fs::write(path("long"), vec![b' '; 256 * 1024 + 1]).unwrap();
@@ -66,15 +66,15 @@ mod tests {
         assert_eq!(read(&path("good")).unwrap(), read(&path("link")).unwrap());
         assert!(matches!(read(&path("none")), Err(ProfileFileError::Read { .. })));
         assert!(matches!(read(&path("long")), Err(ProfileFileError::TooLong { .. })));
-        for name in [path("pipe"), folder.path().to_owned(), "/dev/zero".into()] {
+        for name in [path("pipe"), directory.path().to_owned(), "/dev/zero".into()] {
             assert!(matches!(read(&name), Err(ProfileFileError::NoFile { .. })), "{}", name.display());
         }
     }
 
     #[test]
     fn an_unusable_profile_is_reported_with_its_file_and_its_cause() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("p.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("p.json");
         for (text, kind, cause) in [
             ("{}", Kind::Invalid, "it is no profile"),
             (r#"{"defaultAction": "SCMP_ACT_NOTIFY"}"#, Kind::Unsupported, "SCMP_ACT_NOTIFY"),

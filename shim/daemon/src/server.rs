@@ -130,9 +130,9 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
     let with = config.clone();
     let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
         let paths = &with.paths;
-        for folder in [&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()] {
+        for directory in [&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()] {
             let mut make = std::fs::DirBuilder::new();
-            make.recursive(true).mode(0o700).create(folder).map_err(at("create", folder))?;
+            make.recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
         }
         // The state store first: its lock keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;

@@ -315,15 +315,15 @@ mod tests {
 
     #[test]
     fn only_the_socket_of_the_configuration_is_taken() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let hand = || {
             let _ = std::fs::remove_file(&path);
             let handed = listener(UnixListener::bind(&path).unwrap().into()).unwrap();
             Supervisor { handed: Some(handed), ..Supervisor::default() }
         };
         assert!(hand().take_listener(&path).unwrap().is_some());
-        assert!(hand().take_listener(&folder.path().join("./s")).unwrap().is_some());
+        assert!(hand().take_listener(&directory.path().join("./s")).unwrap().is_some());
         let other = hand().take_listener(Path::new("/run/other.sock")).unwrap_err();
         assert!(other.to_string().ends_with("and paths.socket is /run/other.sock: make them the same"), "{other}");
         assert!(Supervisor::default().take_listener(&path).unwrap().is_none());
@@ -341,8 +341,8 @@ mod tests {
 
     #[test]
     fn a_manager_that_does_not_read_holds_nobody_up() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify");
         let manager = UnixDatagram::bind(&path).unwrap();
         let address = SocketAddr::from_pathname(&path).unwrap();
         let supervisor = Supervisor { notify: Some((sender().unwrap(), address)), ..Supervisor::default() };

@@ -17,7 +17,7 @@ struct Serving {
     child: Child,
     address: String,
     log: Arc<Mutex<Vec<String>>>,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 impl Drop for Serving {
@@ -28,25 +28,28 @@ impl Drop for Serving {
     }
 }
 
-fn openssl(folder: &Path, arguments: &[&str]) {
-    let made = Command::new("openssl").args(arguments).current_dir(folder).output().unwrap();
+fn openssl(directory: &Path, arguments: &[&str]) {
+    let made = Command::new("openssl").args(arguments).current_dir(directory).output().unwrap();
     assert!(made.status.success(), "{arguments:?}: {made:?}");
 }
 
 /// Creates a CA, unless it exists, and a certificate of it for 127.0.0.1.
-fn certificate(folder: &Path, serial: &str) {
+fn certificate(directory: &Path, serial: &str) {
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
-    if !folder.join("ca.crt").exists() {
+    if !directory.join("ca.crt").exists() {
         let authority = ["-subj", "/CN=authority", "-days", "2", "-keyout", "ca.key", "-out", "ca.crt"];
-        openssl(folder, &[&["req", "-x509"], &key[..], &authority].concat());
+        openssl(directory, &[&["req", "-x509"], &key[..], &authority].concat());
     }
-    std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1").unwrap();
-    openssl(folder, &[&["req", "-subj", "/CN=admission", "-keyout", "new.key", "-out", "new.csr"], &key[..]].concat());
+    std::fs::write(directory.join("names"), "subjectAltName=IP:127.0.0.1").unwrap();
+    openssl(
+        directory,
+        &[&["req", "-subj", "/CN=admission", "-keyout", "new.key", "-out", "new.csr"], &key[..]].concat(),
+    );
     let sign =
         ["x509", "-req", "-in", "new.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-days", "2", "-extfile", "names"];
-    openssl(folder, &[&sign[..], &["-set_serial", serial, "-out", "new.crt"]].concat());
+    openssl(directory, &[&sign[..], &["-set_serial", serial, "-out", "new.crt"]].concat());
     for file in ["key", "crt"] {
-        std::fs::rename(folder.join(format!("new.{file}")), folder.join(format!("tls.{file}"))).unwrap();
+        std::fs::rename(directory.join(format!("new.{file}")), directory.join(format!("tls.{file}"))).unwrap();
     }
 }
 
@@ -58,12 +61,12 @@ fn serve(more: &[&str]) -> Option<Serving> {
             return None;
         }
     }
-    let folder = tempfile::tempdir().unwrap();
-    certificate(folder.path(), "1001");
+    let directory = tempfile::tempdir().unwrap();
+    certificate(directory.path(), "1001");
     let mut child = Command::new(env!("CARGO_BIN_EXE_nacelle"))
         .args(["admission", "--listen", "127.0.0.1:0", "--tls-cert", "tls.crt", "--tls-key", "tls.key"])
         .args(more)
-        .current_dir(folder.path())
+        .current_dir(directory.path())
         .env_remove("NACELLE_LOG")
         .stderr(Stdio::piped())
         .spawn()
@@ -71,7 +74,7 @@ fn serve(more: &[&str]) -> Option<Serving> {
     let log: Arc<Mutex<Vec<String>>> = Arc::default();
     let (lines, stderr) = (Arc::clone(&log), BufReader::new(child.stderr.take().unwrap()));
     std::thread::spawn(move || stderr.lines().map_while(Result::ok).for_each(|line| lines.lock().unwrap().push(line)));
-    let mut serving = Serving { child, address: String::new(), log, folder };
+    let mut serving = Serving { child, address: String::new(), log, directory };
     serving.address =
         serving.logged("address=", 1).split("address=").nth(1).unwrap().split_whitespace().next().unwrap().to_owned();
     Some(serving)
@@ -107,7 +110,7 @@ impl Serving {
         ])
         .args(arguments)
         .arg(format!("{scheme}://{}{path}", self.address))
-        .current_dir(self.folder.path())
+        .current_dir(self.directory.path())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
@@ -343,13 +346,13 @@ fn a_new_certificate_needs_no_restart() {
     };
     assert_eq!(serial(), "serial=03E9");
     // A half-finished change: the key does not match the certificate.
-    let key = server.folder.path().join("tls.key");
+    let key = server.directory.path().join("tls.key");
     let right = std::fs::read(&key).unwrap();
-    std::fs::copy(server.folder.path().join("ca.key"), &key).unwrap();
+    std::fs::copy(server.directory.path().join("ca.key"), &key).unwrap();
     server.logged("the certificate stays the one that it was", 1);
     assert_eq!(serial(), "serial=03E9");
     std::fs::write(&key, right).unwrap();
-    certificate(server.folder.path(), "1002");
+    certificate(server.directory.path(), "1002");
     server.logged("a new certificate", 1);
     assert_eq!(serial(), "serial=03EA");
     assert_eq!(server.ask("https", "/healthz", &[], None).0, 200);
@@ -358,7 +361,7 @@ fn a_new_certificate_needs_no_restart() {
 #[test]
 fn a_review_that_is_under_way_is_answered_at_the_end() {
     let Some(server) = serve(&[]) else { return };
-    let Serving { address, folder, .. } = &server;
+    let Serving { address, directory, .. } = &server;
     // The second half of the body follows after the signal.
     let body = json!({ "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {
         "uid": "late", "operation": "CREATE", "kind": { "group": "", "version": "v1", "kind": "Pod" }, "object": wrong() } });
@@ -366,7 +369,7 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
     let (first, second) = body.split_at(body.len() / 2);
     let mut client = Command::new("timeout")
         .args(["60", "openssl", "s_client", "-quiet", "-verify_return_error", "-CAfile", "ca.crt", "-connect", address])
-        .current_dir(folder.path())
+        .current_dir(directory.path())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -398,10 +401,13 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
 
 #[test]
 fn what_cannot_be_served_is_said() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let run = |arguments: &[&str]| {
-        let output =
-            Command::new(env!("CARGO_BIN_EXE_nacelle")).arg("admission").args(arguments).current_dir(&folder).output();
+        let output = Command::new(env!("CARGO_BIN_EXE_nacelle"))
+            .arg("admission")
+            .args(arguments)
+            .current_dir(&directory)
+            .output();
         let output = output.unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap(), String::from_utf8(output.stdout).unwrap())
     };
@@ -409,11 +415,11 @@ fn what_cannot_be_served_is_said() {
     assert!(code == Some(1) && told.contains("none.crt"), "{told}");
     let (code, told, _) = run(&["--tls-cert", "none.crt"]);
     assert!(code == Some(2) && told.contains("--tls-key"), "{told}");
-    std::fs::write(folder.path().join("both.pem"), "-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
+    std::fs::write(directory.path().join("both.pem"), "-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
         .unwrap();
     let (code, told, _) = run(&["manifests", "--ca-file", "both.pem"]);
     assert!(code == Some(1) && told.contains("has a private key"), "{told}");
-    std::fs::write(folder.path().join("ca.crt"), "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n")
+    std::fs::write(directory.path().join("ca.crt"), "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n")
         .unwrap();
     let (code, _, text) = run(&["manifests", "--ca-file", "ca.crt", "--namespace", "other"]);
     assert_eq!(code, Some(0));

@@ -168,7 +168,7 @@ fn a_machine_that_dies_is_told_its_containers_first() {
         let pod = daemon.run_pod("a").await.unwrap();
         let id = daemon.create(&pod, "c").await.unwrap();
         daemon.start(&id).await.unwrap();
-        world.pods.alive().iter().for_each(|folder| world.pods.kill(folder));
+        world.pods.alive().iter().for_each(|directory| world.pods.kill(directory));
         for (kind, id) in [(CREATED, &pod), (STARTED, &pod), (CREATED, &id), (STARTED, &id)] {
             subscriber.expect(kind, id).await;
         }

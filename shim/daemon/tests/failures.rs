@@ -89,8 +89,8 @@ fn what_cannot_be_given_back_after_a_failed_start_is_kept_for_the_next_daemon_to
         }
         // Stopped during the boot: the start is cancelled, and the cleanup fails once.
         let id = {
-            let folder = world.pods.alive().pop().unwrap();
-            folder.file_name().unwrap().to_str().unwrap().to_owned()
+            let directory = world.pods.alive().pop().unwrap();
+            directory.file_name().unwrap().to_str().unwrap().to_owned()
         };
         assert!(daemon.stop_pod(&id).await.is_err());
         assert_eq!(run.await.unwrap().unwrap_err().code(), Code::FailedPrecondition);
@@ -144,8 +144,8 @@ fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
         daemon.start(&id).await.unwrap();
         (pod, id)
     });
-    let folder = world.pods.alive().pop().unwrap();
-    world.pods.kill(&folder);
+    let directory = world.pods.alive().pop().unwrap();
+    world.pods.kill(&directory);
     world.eventually("the container has ended", || {
         world.run(daemon.status(&id)).unwrap().state() == cri::ContainerState::ContainerExited
     });

@@ -18,13 +18,13 @@ async fn run(daemon: &mut Daemon, image: &str, annotations: &[(&str, &str)]) -> 
 }
 
 #[test]
-fn a_kernel_is_in_the_folder_of_its_pod_until_the_machine_has_it() {
+fn a_kernel_is_in_the_directory_of_its_pod_until_the_machine_has_it() {
     let world = World::new();
     let mut daemon = world.daemon();
     let pod = world.run(run(&mut daemon, image::NAME, &[("kernel", KERNEL)])).unwrap();
-    let folder = world.pods.alive().pop().unwrap();
+    let directory = world.pods.alive().pop().unwrap();
     let started = world.pods.kernels.lock().unwrap().clone();
-    let kernel = nacelle_pod::jail_dir(&folder).join("kernel");
+    let kernel = nacelle_pod::jail_dir(&directory).join("kernel");
     assert_eq!(started, [(kernel.clone(), Some(image::kernel()))]);
     assert!(!kernel.exists(), "the directory is memory");
     let shown = |daemon: &mut Daemon| {
@@ -93,8 +93,8 @@ fn a_pod_that_is_stopped_does_not_wait_for_its_kernels_image() {
     let asked = world.spawn(async move { run(&mut other, &name, &[("kernel", KERNEL)]).await });
     let asker = silent.accept().unwrap();
     let pods = world.config().paths.pods();
-    let folder = std::fs::read_dir(pods).unwrap().next().unwrap().unwrap().file_name();
-    world.run(daemon.stop_pod(folder.to_str().unwrap())).unwrap();
+    let directory = std::fs::read_dir(pods).unwrap().next().unwrap().unwrap().file_name();
+    world.run(daemon.stop_pod(directory.to_str().unwrap())).unwrap();
     let error = world.run(asked).unwrap().unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
     assert!(error.message().contains("while it was booting"), "{error}");

@@ -61,8 +61,8 @@ fn a_pod_that_died_without_a_daemon_is_told() {
     });
     daemon.kill();
     world.pods.only().exit(&a, 5);
-    let folder = world.pods.alive().pop().unwrap();
-    world.pods.kill(&folder);
+    let directory = world.pods.alive().pop().unwrap();
+    world.pods.kill(&directory);
     let mut daemon = world.daemon();
     world.run(async {
         assert_eq!(daemon.status(&a).await.unwrap().exit_code, 5);
@@ -85,8 +85,8 @@ fn a_pod_whose_run_directory_is_lost_is_ended_before_it_is_said_to_be() {
         (pod, container)
     });
     daemon.kill();
-    let folder = world.pods.alive().pop().unwrap();
-    std::fs::remove_dir_all(&folder).unwrap();
+    let directory = world.pods.alive().pop().unwrap();
+    std::fs::remove_dir_all(&directory).unwrap();
     let mut daemon = world.daemon();
     assert_eq!(world.pods.alive(), Vec::<std::path::PathBuf>::new());
     world.run(async {
@@ -96,7 +96,7 @@ fn a_pod_whose_run_directory_is_lost_is_ended_before_it_is_said_to_be() {
     });
     // The process is lost while the daemon runs, together with the directory around its own: the next pod gets a directory all
     // the same.
-    std::fs::remove_dir_all(folder.parent().unwrap()).unwrap();
+    std::fs::remove_dir_all(directory.parent().unwrap()).unwrap();
     world.run(async {
         let next = daemon.run_pod("b").await.unwrap();
         daemon.remove_pod(&next).await.unwrap();
@@ -150,7 +150,7 @@ fn what_was_half_made_or_half_removed_does_not_outlive_its_machine() {
         daemon.kill();
         asked.abort();
         world.script.release();
-        world.pods.alive().iter().for_each(|folder| world.pods.kill(folder));
+        world.pods.alive().iter().for_each(|directory| world.pods.kill(directory));
         let mut daemon = world.daemon();
         world.run(async {
             let states: Vec<_> = daemon.containers().await.iter().map(cri::Container::state).collect();

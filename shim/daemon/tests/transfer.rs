@@ -31,24 +31,24 @@ fn disk(word: &str) -> Vec<u8> {
 
 /// Creates untrusted artifacts.
 struct Stranger {
-    folder: PathBuf,
+    directory: PathBuf,
     store: Store,
 }
 
 impl Stranger {
     fn new(world: &World) -> Stranger {
-        let folder = world.root.path().join("stranger");
-        fs::create_dir(&folder).unwrap();
-        let store = Store::open(&folder.join("store"), Config::default()).unwrap();
-        Stranger { folder, store }
+        let directory = world.root.path().join("stranger");
+        fs::create_dir(&directory).unwrap();
+        let store = Store::open(&directory.join("store"), Config::default()).unwrap();
+        Stranger { directory, store }
     }
 
     fn name(&self, tag: &str) -> String {
-        format!("oci:{}:{tag}", self.folder.join("layout").display())
+        format!("oci:{}:{tag}", self.directory.join("layout").display())
     }
 
     fn packed(&self, bytes: &[u8]) -> Packed {
-        let [from, to] = ["plain", "packed"].map(|name| self.folder.join(name));
+        let [from, to] = ["plain", "packed"].map(|name| self.directory.join(name));
         fs::write(&from, bytes).unwrap();
         if to.exists() {
             fs::remove_file(&to).unwrap();
@@ -119,8 +119,8 @@ fn kept(world: &World) -> Vec<Vec<String>> {
         names.sort();
         names
     };
-    let folder = world.config().paths.machines();
-    names(&folder).iter().map(|name| names(&folder.join(name))).collect()
+    let directory = world.config().paths.machines();
+    names(&directory).iter().map(|name| names(&directory.join(name))).collect()
 }
 
 #[test]
@@ -175,9 +175,9 @@ fn a_machine_comes_out_of_an_artifact_and_goes_into_one() {
         let moved = vm::MachineRef { namespace: "default".into(), name: "moved".into() };
         assert_eq!(client.clone().describe(moved).await.unwrap().into_inner().uuid, UUID);
     });
-    let folder = fs::read_dir(world.config().paths.machines()).unwrap().next().unwrap().unwrap().path();
-    assert_eq!(fs::read(folder.join("disk0.qcow2")).unwrap(), disk("first"));
-    assert_eq!(fs::read(folder.join("disk1.qcow2")).unwrap(), disk("second"));
+    let directory = fs::read_dir(world.config().paths.machines()).unwrap().next().unwrap().unwrap().path();
+    assert_eq!(fs::read(directory.join("disk0.qcow2")).unwrap(), disk("first"));
+    assert_eq!(fs::read(directory.join("disk1.qcow2")).unwrap(), disk("second"));
 }
 
 #[test]

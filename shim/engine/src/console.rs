@@ -135,22 +135,22 @@ mod tests {
 
     #[test]
     fn the_log_of_a_machine_is_read_from_its_end() {
-        let folder = tempfile::tempdir().unwrap();
-        let (dir, log) = (JailedDir::new(folder.path()), JailedFile::new("console.log"));
+        let directory = tempfile::tempdir().unwrap();
+        let (dir, log) = (JailedDir::new(directory.path()), JailedFile::new("console.log"));
         let tail = |limit| log_tail(&dir, log, limit);
         assert_eq!(tail(9).unwrap(), None);
-        std::fs::write(folder.path().join("console.log"), "one\ntwo\nthree\n").unwrap();
+        std::fs::write(directory.path().join("console.log"), "one\ntwo\nthree\n").unwrap();
         let shown = [100, 11, 10].map(|limit| tail(limit).unwrap().unwrap());
         assert_eq!(shown, ["one\ntwo\nthree", "two\nthree", "three"]);
-        std::fs::remove_file(folder.path().join("console.log")).unwrap();
-        std::os::unix::fs::symlink("/etc/passwd", folder.path().join("console.log")).unwrap();
+        std::fs::remove_file(directory.path().join("console.log")).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", directory.path().join("console.log")).unwrap();
         assert!(tail(9).is_err());
     }
 
     #[test]
     fn the_file_stays_small_and_has_the_newest() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("console.log");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("console.log");
         let mut console = Console::open(&path).unwrap();
         for n in 0..5_000 {
             console.push(format!("{n:->500}\n").as_bytes());
@@ -169,8 +169,8 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn no_output_is_too_much(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9000), 0..8)) {
-            let folder = tempfile::tempdir().unwrap();
-            let mut console = Console::open(&folder.path().join("log")).unwrap();
+            let directory = tempfile::tempdir().unwrap();
+            let mut console = Console::open(&directory.path().join("log")).unwrap();
             for piece in &pieces {
                 console.push(piece);
                 prop_assert!(console.tail.len() <= 3 * TAIL);

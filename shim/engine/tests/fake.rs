@@ -109,7 +109,7 @@ fn world() -> Option<Box<dyn World>> {
 
 nacelle_engine::contract_tests!(world);
 
-fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>, EngineError> {
+fn start(fake: &Fake, directory: &Path) -> Result<Box<dyn nacelle_engine::Machine>, EngineError> {
     let spec = MachineSpec {
         vcpus: 1,
         topology: None,
@@ -123,8 +123,8 @@ fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>,
         cmdline: vec![],
         disks: vec![],
         nics: vec![],
-        run_dir: folder.to_owned(),
-        console_log: folder.join("console.log"),
+        run_dir: directory.to_owned(),
+        console_log: directory.join("console.log"),
         guest_cid: 3,
         shares: Vec::new(),
     };
@@ -134,21 +134,21 @@ fn start(fake: &Fake, folder: &Path) -> Result<Box<dyn nacelle_engine::Machine>,
 #[test]
 fn the_script_is_followed() {
     let _turn = turn();
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let patient = |guest: Guest| {
         guest.listen(7).unwrap();
         while guest.accept(7).is_ok() {}
         ExitKind::Killed
     };
     let fake = Fake::new(patient).with_script(Script { fail_start: true, ..Script::default() });
-    assert!(matches!(start(&fake, folder.path()), Err(EngineError::Scripted)));
+    assert!(matches!(start(&fake, directory.path()), Err(EngineError::Scripted)));
 
     let dies = Script { die_after: Some(Duration::from_millis(1)), ..Script::default() };
-    let machine = start(&Fake::new(patient).with_script(dies), folder.path()).unwrap();
+    let machine = start(&Fake::new(patient).with_script(dies), directory.path()).unwrap();
     assert!(matches!(machine.wait(LONG).unwrap().how, ExitKind::Died { .. }));
 
     let refuses = Script { refuse_connections: true, ..Script::default() };
-    let machine = start(&Fake::new(patient).with_script(refuses), folder.path()).unwrap();
+    let machine = start(&Fake::new(patient).with_script(refuses), directory.path()).unwrap();
     assert!(matches!(machine.link().connect(7, LONG), Err(LinkError::Refused { port: 7 })));
     assert_eq!(machine.stop(Stop::Kill).unwrap().how, ExitKind::Killed);
 }
@@ -156,13 +156,13 @@ fn the_script_is_followed() {
 #[test]
 fn the_guest_decides_how_it_ends() {
     let _turn = turn();
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let machine = start(
         &Fake::new(|guest: Guest| {
             guest.print("bye\n");
             ExitKind::Shutdown
         }),
-        folder.path(),
+        directory.path(),
     );
     let exit = machine.unwrap().wait(LONG).unwrap();
     assert_eq!((exit.how, exit.console_tail.as_str()), (ExitKind::Shutdown, "bye"));

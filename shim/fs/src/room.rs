@@ -202,8 +202,8 @@ fn build(scaffold: &Path) -> nix::Result<OwnedFd> {
     mount(Some("nacelle"), scaffold, Some("tmpfs"), flags, Some("mode=0755,size=1m,nr_inodes=64k"))?;
     chdir(scaffold)?;
     let [shown, places, pushed] = [SHOWN, PLACES, PUSHED].map(|path| path.trim_start_matches('/'));
-    for folder in [shown, places, pushed] {
-        mkdir(folder, mode)?;
+    for directory in [shown, places, pushed] {
+        mkdir(directory, mode)?;
     }
     mount(Some(places), shown, none, MsFlags::MS_BIND, none)?;
     mount(none, shown, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY, none)?;

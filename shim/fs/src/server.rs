@@ -219,7 +219,7 @@ impl Server {
                 }
             }
         } else {
-            tracing::warn!("the guest asks for a file by a name that leads out of its folder");
+            tracing::warn!("the guest asks for a file by a name that leads out of its directory");
             libc::EACCES
         };
         self.refuse(memory, head, writable, error).unwrap_or(0)

@@ -26,11 +26,11 @@ const ENTRY: usize = 48;
 pub(crate) enum TreeError {
     #[error("it changed while it was read")]
     Changed,
-    #[error("it has more than {MAX_ENTRIES} files, folders and links")]
+    #[error("it has more than {MAX_ENTRIES} files, directories and links")]
     Many,
     #[error("its files have more than {MAX_BYTES} bytes")]
     Large,
-    #[error("{path} is more than {MAX_DEPTH} folders deep, or longer than {MAX_PATH} bytes")]
+    #[error("{path} is more than {MAX_DEPTH} directories deep, or longer than {MAX_PATH} bytes")]
     Deep { path: String },
     #[error("{path} is {what}")]
     Odd { path: String, what: &'static str },
@@ -52,7 +52,7 @@ impl TreeError {
 
 /// A directory with entries that are still to be read.
 struct Level {
-    folder: OwnedFd,
+    directory: OwnedFd,
     path: Vec<u8>,
     names: VecDeque<Vec<u8>>,
 }
@@ -85,25 +85,25 @@ fn failed(what: &'static str, path: &[u8]) -> impl FnOnce(Errno) -> TreeError {
     move |error| TreeError::Read { what, path, source: error.into() }
 }
 
-fn below(folder: &[u8], name: &[u8]) -> Vec<u8> {
-    if folder.is_empty() { name.to_vec() } else { [folder, b"/", name].concat() }
+fn below(directory: &[u8], name: &[u8]) -> Vec<u8> {
+    if directory.is_empty() { name.to_vec() } else { [directory, b"/", name].concat() }
 }
 
 /// Opens an entry of a directory for reading; follows no symbolic link and crosses no mount point.
-fn open(folder: impl AsFd, name: &[u8], more: OFlags) -> Result<OwnedFd, Errno> {
+fn open(directory: impl AsFd, name: &[u8], more: OFlags) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC | more;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    retry_transient(|| openat2(&folder, OsStr::from_bytes(name), flags, Mode::empty(), resolve))
+    retry_transient(|| openat2(&directory, OsStr::from_bytes(name), flags, Mode::empty(), resolve))
 }
 
-fn link(folder: impl AsFd, name: &[u8]) -> Result<Vec<u8>, Errno> {
-    readlinkat(folder, OsStr::from_bytes(name), Vec::new()).map(std::ffi::CString::into_bytes)
+fn link(directory: impl AsFd, name: &[u8]) -> Result<Vec<u8>, Errno> {
+    readlinkat(directory, OsStr::from_bytes(name), Vec::new()).map(std::ffi::CString::into_bytes)
 }
 
 /// Returns the sorted names in a directory; fails with `None` if there are more than `most`.
-fn list(folder: BorrowedFd, most: usize) -> Result<VecDeque<Vec<u8>>, Option<Errno>> {
+fn list(directory: BorrowedFd, most: usize) -> Result<VecDeque<Vec<u8>>, Option<Errno>> {
     let mut names = Vec::new();
-    for entry in Dir::read_from(folder).map_err(Some)? {
+    for entry in Dir::read_from(directory).map_err(Some)? {
         let entry = entry.map_err(Some)?;
         let name = entry.file_name().to_bytes();
         if name == b"." || name == b".." {
@@ -119,7 +119,7 @@ fn list(folder: BorrowedFd, most: usize) -> Result<VecDeque<Vec<u8>>, Option<Err
 }
 
 /// Returns whether this is a name of a directory beside the link [`DATA`] that the link may refer to.
-pub(crate) fn is_data_folder(name: &[u8]) -> bool {
+pub(crate) fn is_data_directory(name: &[u8]) -> bool {
     name.starts_with(b"..") && name.len() > 2 && name != DATA.as_bytes() && !name.contains(&b'/')
 }
 
@@ -141,7 +141,7 @@ impl Walk {
                 let file = walk.reopen()?;
                 walk.begin_file(file, Vec::new(), &stat)?;
             }
-            _ => return Err(TreeError::Odd { path: shown(&[]), what: "no folder" }),
+            _ => return Err(TreeError::Odd { path: shown(&[]), what: "no directory" }),
         }
         Ok(walk)
     }
@@ -158,8 +158,8 @@ impl Walk {
     /// Reads the volume's root, its links, and opens the directory that they refer to.
     fn begin_live(&mut self, stat: &Stat, known: Option<&[u8]>) -> Result<(), TreeError> {
         let data = match link(&self.root, DATA.as_bytes()) {
-            Ok(data) if is_data_folder(&data) => data,
-            Ok(_) => return Err(TreeError::Odd { path: DATA.into(), what: "no link to a folder beside it" }),
+            Ok(data) if is_data_directory(&data) => data,
+            Ok(_) => return Err(TreeError::Odd { path: DATA.into(), what: "no link to a directory beside it" }),
             Err(Errno::INVAL) => return Err(TreeError::Odd { path: DATA.into(), what: "no link" }),
             Err(error) => return Err(failed("follow", DATA.as_bytes())(error)),
         };
@@ -183,19 +183,19 @@ impl Walk {
         }
         self.data = Some(data.clone());
         if known != Some(&data) {
-            let folder = open(&self.root, &data, OFlags::DIRECTORY).map_err(gone_or("open", &data))?;
-            let stat = fstat(&folder).map_err(failed("look at", &data))?;
-            self.enter(folder, data, &stat)?;
+            let directory = open(&self.root, &data, OFlags::DIRECTORY).map_err(gone_or("open", &data))?;
+            let stat = fstat(&directory).map_err(failed("look at", &data))?;
+            self.enter(directory, data, &stat)?;
         }
         Ok(())
     }
 
-    fn look(&self, folder: BorrowedFd, name: &[u8], path: &[u8]) -> Result<Stat, TreeError> {
-        statat(folder, OsStr::from_bytes(name), AtFlags::SYMLINK_NOFOLLOW).map_err(gone_or("look at", path))
+    fn look(&self, directory: BorrowedFd, name: &[u8], path: &[u8]) -> Result<Stat, TreeError> {
+        statat(directory, OsStr::from_bytes(name), AtFlags::SYMLINK_NOFOLLOW).map_err(gone_or("look at", path))
     }
 
-    fn names(&self, folder: BorrowedFd, path: &[u8]) -> Result<VecDeque<Vec<u8>>, TreeError> {
-        list(folder, MAX_ENTRIES.saturating_sub(self.entries)).map_err(|error| match error {
+    fn names(&self, directory: BorrowedFd, path: &[u8]) -> Result<VecDeque<Vec<u8>>, TreeError> {
+        list(directory, MAX_ENTRIES.saturating_sub(self.entries)).map_err(|error| match error {
             Some(error) => failed("list", path)(error),
             None => TreeError::Many,
         })
@@ -213,13 +213,13 @@ impl Walk {
         Ok(())
     }
 
-    fn enter(&mut self, folder: OwnedFd, path: Vec<u8>, stat: &Stat) -> Result<(), TreeError> {
+    fn enter(&mut self, directory: OwnedFd, path: Vec<u8>, stat: &Stat) -> Result<(), TreeError> {
         if self.levels.len() >= MAX_DEPTH {
             return Err(TreeError::Deep { path: shown(&path) });
         }
-        let names = self.names(folder.as_fd(), &path)?;
+        let names = self.names(directory.as_fd(), &path)?;
         self.push(entry(path.clone(), stat))?;
-        self.levels.push(Level { folder, path, names });
+        self.levels.push(Level { directory, path, names });
         Ok(())
     }
 
@@ -283,15 +283,15 @@ impl Walk {
     fn visit(&mut self, name: &[u8]) -> Result<(), TreeError> {
         let Some(level) = self.levels.last() else { return Ok(()) };
         let path = below(&level.path, name);
-        let stat = self.look(level.folder.as_fd(), name, &path)?;
-        let opened = |more| open(&level.folder, name, more).map_err(gone_or("open", &path));
+        let stat = self.look(level.directory.as_fd(), name, &path)?;
+        let opened = |more| open(&level.directory, name, more).map_err(gone_or("open", &path));
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {
-                let folder = opened(OFlags::DIRECTORY)?;
-                self.enter(folder, path, &stat)
+                let directory = opened(OFlags::DIRECTORY)?;
+                self.enter(directory, path, &stat)
             }
             FileType::Symlink => {
-                let to = link(&level.folder, name).map_err(gone_or("follow", &path))?;
+                let to = link(&level.directory, name).map_err(gone_or("follow", &path))?;
                 self.push(TreeEntry { data: to, ..entry(path, &stat) })
             }
             FileType::RegularFile => {
@@ -303,7 +303,7 @@ impl Walk {
                 }
                 self.begin_file(file, path, &stat)
             }
-            _ => Err(TreeError::Odd { path: shown(&path), what: "neither file, folder nor link" }),
+            _ => Err(TreeError::Odd { path: shown(&path), what: "neither file, directory nor link" }),
         }
     }
 

@@ -57,7 +57,7 @@ fn written() -> tempfile::TempDir {
 }
 
 #[test]
-fn a_volume_of_kubelet_is_its_links_and_the_folder_behind_them() {
+fn a_volume_of_kubelet_is_its_links_and_the_directory_behind_them() {
     let volume = written();
     let entries = whole(volume.path(), true, None).unwrap();
     let expected = [
@@ -104,12 +104,12 @@ fn a_change_while_it_is_read_is_noticed() {
 }
 
 #[test]
-fn files_and_folders_are_read_as_they_are() {
+fn files_and_directories_are_read_as_they_are() {
     let volume = written();
     let file = whole(&volume.path().join("..one/key"), false, None).unwrap();
     assert_eq!((file.len(), file[0].data.as_slice(), file[0].path.len()), (1, b"value".as_slice(), 0));
-    let folder = whole(&volume.path().join("..one/deep"), false, None).unwrap();
-    assert_eq!(paths(&folder), ["the volume itself", "er", "er/key"]);
+    let directory = whole(&volume.path().join("..one/deep"), false, None).unwrap();
+    assert_eq!(paths(&directory), ["the volume itself", "er", "er/key"]);
     let empty = tempfile::tempdir().unwrap();
     assert_eq!(whole(empty.path(), false, None).unwrap().len(), 1);
     fs::write(empty.path().join("full"), vec![1; PART]).unwrap();
@@ -147,7 +147,7 @@ fn what_is_no_file_is_refused_and_does_not_hang() {
     let odd = volume.path().join("..one/odd");
     nix::unistd::mkfifo(&odd, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let error = whole(volume.path(), true, None).unwrap_err();
-    assert_eq!((error.why(), error.to_string().as_str()), (Why::Odd, "..one/odd is neither file, folder nor link"));
+    assert_eq!((error.why(), error.to_string().as_str()), (Why::Odd, "..one/odd is neither file, directory nor link"));
     fs::remove_file(&odd).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(&odd).unwrap();
     assert_eq!(whole(volume.path(), true, None).unwrap_err().why(), Why::Odd);

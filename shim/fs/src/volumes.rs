@@ -7,7 +7,7 @@ use crate::error::ShareError;
 use crate::room::{PLACES, PUSHED, SHOWN};
 use crate::sys;
 use nacelle_base::mounts::{self, Change};
-use nacelle_base::share::FOLDER;
+use nacelle_base::share::DIRECTORY;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 use std::fs::{self, File, Permissions};
@@ -24,7 +24,7 @@ pub enum Taker {
     /// The file-server process, for copied-in volumes: the n-th of a container is at the place `CONTAINER/n`, which the
     /// guest cannot reach. Copies that were made stay when the volumes are unmounted.
     Pushed,
-    /// The agent of a pod without a guest, which finds the volumes at the same path as in a guest: `nacelle_base::share::FOLDER`.
+    /// The agent of a pod without a guest, which finds the volumes at the same path as in a guest: `nacelle_base::share::DIRECTORY`.
     Agent,
 }
 
@@ -76,11 +76,11 @@ pub struct Owners {
 
 impl Taker {
     /// Returns the directory in which the volumes are mounted, and the one in which mount points are created.
-    fn folders(self) -> (&'static Path, &'static Path) {
+    fn directories(self) -> (&'static Path, &'static Path) {
         let (shown, places) = match self {
             Taker::Share => (SHOWN, PLACES),
             Taker::Pushed => (PUSHED, PUSHED),
-            Taker::Agent => (FOLDER, FOLDER),
+            Taker::Agent => (DIRECTORY, DIRECTORY),
         };
         (Path::new(shown), Path::new(places))
     }
@@ -101,9 +101,9 @@ pub fn attach(process: BorrowedFd, taker: Taker, container: &str, volumes: &[Vol
     let trees = volumes.iter().map(|volume| copy(volume, taker)).collect::<Result<Vec<_>, _>>()?;
     let done = inside(process, || {
         let mut done = Ok(());
-        for (number, (volume, (tree, folder))) in volumes.iter().zip(&trees).enumerate() {
+        for (number, (volume, (tree, directory))) in volumes.iter().zip(&trees).enumerate() {
             let place = Path::new(container).join(number.to_string());
-            done = place_tree(taker, tree.as_fd(), *folder, &place).map_err(failed("mount", &volume.path));
+            done = place_tree(taker, tree.as_fd(), *directory, &place).map_err(failed("mount", &volume.path));
             if done.is_err() {
                 // The caller needs the first error.
                 let _ = take_back(taker, container);
@@ -132,7 +132,7 @@ fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
     check(volume)?;
     let tree = mounts::copy(&volume.path, true).map_err(failed("open", &volume.path))?;
     let metadata = File::from(tree.try_clone().map_err(failed("open", &volume.path))?).metadata();
-    let folder = metadata.map_err(failed("open", &volume.path))?.is_dir();
+    let directory = metadata.map_err(failed("open", &volume.path))?.is_dir();
     let propagation = match volume.propagation {
         Propagation::Private => libc::MS_PRIVATE,
         Propagation::FromNode => libc::MS_SLAVE,
@@ -159,7 +159,7 @@ fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
         });
         mapped.map_err(|source| ShareError::Owners { path: volume.path.clone(), source })?;
     }
-    Ok((tree, folder))
+    Ok((tree, directory))
 }
 
 /// Rejects a volume that requires propagation if its mount does not propagate.
@@ -189,13 +189,13 @@ fn lies_on(path: &Path) -> io::Result<(PathBuf, bool, bool)> {
     Ok((at.into(), has("shared:"), has("master:")))
 }
 
-fn place_tree(taker: Taker, tree: BorrowedFd, folder: bool, place: &Path) -> io::Result<()> {
-    let (shown, places) = taker.folders();
+fn place_tree(taker: Taker, tree: BorrowedFd, directory: bool, place: &Path) -> io::Result<()> {
+    let (shown, places) = taker.directories();
     let place_for_it = places.join(place);
-    make_folder(places)?;
-    make_folder(place_for_it.parent().unwrap_or(places))?;
-    if folder {
-        make_folder(&place_for_it)?;
+    make_directory(places)?;
+    make_directory(place_for_it.parent().unwrap_or(places))?;
+    if directory {
+        make_directory(&place_for_it)?;
     } else {
         File::create(&place_for_it)?;
     }
@@ -203,7 +203,7 @@ fn place_tree(taker: Taker, tree: BorrowedFd, folder: bool, place: &Path) -> io:
 }
 
 /// Creates a directory of mode 0755, independent of this process's umask.
-fn make_folder(path: &Path) -> io::Result<()> {
+fn make_directory(path: &Path) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         made => made.and_then(|()| fs::set_permissions(path, Permissions::from_mode(0o755))),
@@ -211,7 +211,7 @@ fn make_folder(path: &Path) -> io::Result<()> {
 }
 
 fn take_back(taker: Taker, container: &str) -> io::Result<()> {
-    let (shown, places) = taker.folders();
+    let (shown, places) = taker.directories();
     let volumes = match fs::read_dir(shown.join(container)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         volumes => volumes?.collect::<Result<Vec<_>, _>>()?,

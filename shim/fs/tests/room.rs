@@ -30,37 +30,37 @@ fn volume(path: &Path) -> Volume {
 }
 
 /// Creates a directory of the node with a file, on a separate file system with shared mounts.
-fn folder() -> (tempfile::TempDir, PathBuf) {
+fn directory() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let none = None::<&str>;
     mount(Some("test"), dir.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
     mount(none, dir.path(), none, MsFlags::MS_SHARED, none).unwrap();
-    let folder = dir.path().join("volume");
-    fs::create_dir(&folder).unwrap();
-    fs::write(folder.join("file"), "of the node").unwrap();
+    let directory = dir.path().join("volume");
+    fs::create_dir(&directory).unwrap();
+    fs::write(directory.join("file"), "of the node").unwrap();
     fs::write(dir.path().join("secret"), "not for the guest").unwrap();
-    (dir, folder)
+    (dir, directory)
 }
 
-fn folders_and_files_are_shared_as_asked() {
+fn directories_and_files_are_shared_as_asked() {
     for guest in [Guest::new, Guest::lent] {
-        folders_and_files(guest());
+        directories_and_files(guest());
     }
 }
 
-fn folders_and_files(mut guest: Guest) {
-    let (dir, folder) = folder();
+fn directories_and_files(mut guest: Guest) {
+    let (dir, directory) = directory();
     let read_only = Volume { access: VolumeAccess::ReadOnly, ..volume(&dir.path().join("other")) };
     fs::create_dir(&read_only.path).unwrap();
     fs::write(read_only.path.join("file"), "not to be written").unwrap();
-    guest.attach("c", &[volume(&folder), read_only, volume(&folder.join("file"))]).unwrap();
+    guest.attach("c", &[volume(&directory), read_only, volume(&directory.join("file"))]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     assert_eq!(guest.read("c/2").unwrap(), "of the node");
     (guest.user, guest.group) = (1234, 1234);
-    fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    fs::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let node = guest.find("c/0").unwrap();
     guest.create(node, "made").unwrap();
-    let made = fs::metadata(folder.join("made")).unwrap();
+    let made = fs::metadata(directory.join("made")).unwrap();
     assert_eq!((made.uid(), made.gid(), made.mode()), (1234, 1234, 0o100644));
     (guest.user, guest.group) = (0, 0);
     let node = guest.find("c/1").unwrap();
@@ -76,7 +76,7 @@ fn folders_and_files(mut guest: Guest) {
     guest.detach("c");
     assert_eq!(guest.find("c"), Err(libc::ENOENT));
     // A name can be used again.
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
     drop(guest);
     umount2(dir.path(), MntFlags::empty()).unwrap();
@@ -89,12 +89,12 @@ fn a_file_is_one_inode_through_all_volumes_that_have_it() {
 }
 
 fn one_inode(mut guest: Guest) {
-    let (dir, folder) = folder();
-    let part = folder.join("part");
+    let (dir, directory) = directory();
+    let part = directory.join("part");
     fs::create_dir(&part).unwrap();
     fs::write(part.join("inner"), "inner").unwrap();
     // A file that is read-only in all volumes cannot be written, however it is reached.
-    guest.attach("read", &[Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) }]).unwrap();
+    guest.attach("read", &[Volume { access: VolumeAccess::ReadOnly, ..volume(&directory) }]).unwrap();
     let paths = ["read/0", "read/0/file", "read/0/part", "read/0/part/inner"];
     let [whole, file, of_part, inner] = paths.map(|path| guest.find(path).unwrap());
     for node in [file, inner] {
@@ -135,7 +135,7 @@ fn one_inode(mut guest: Guest) {
     let forget = |guest: &mut Guest, node: u64| guest.tell(FORGET, node, &u64::MAX.to_le_bytes());
     forget(&mut guest, file);
     assert_eq!(guest.open(file, libc::O_RDONLY), Err(libc::EBADF));
-    guest.attach("again", &[volume(&folder)]).unwrap();
+    guest.attach("again", &[volume(&directory)]).unwrap();
     assert_eq!(guest.find("again/0").unwrap(), whole);
     assert!(guest.find("again/0/part/moved").unwrap() > file);
     drop(guest);
@@ -150,10 +150,10 @@ fn the_end_of_a_file_is_asked_for_only_where_it_does_something() {
 
 fn ends_of_files(mut guest: Guest) {
     const NO_FLUSH: u32 = 1 << 5; // FOPEN_NOFLUSH
-    let (dir, folder) = folder();
-    let below = folder.join("below");
+    let (dir, directory) = directory();
+    let below = directory.join("below");
     fs::create_dir(&below).unwrap();
-    guest.attach("c", &[Volume { propagation: Propagation::FromNode, ..volume(&folder) }]).unwrap();
+    guest.attach("c", &[Volume { propagation: Propagation::FromNode, ..volume(&directory) }]).unwrap();
     let (root, node) = (guest.find("c/0").unwrap(), guest.find("c/0/file").unwrap());
     let mut number = 0;
     let mut asks_of_writers = |told: u32| {
@@ -185,18 +185,18 @@ fn ends_of_files(mut guest: Guest) {
 }
 
 fn what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let one = |name: &str, text: &str| {
-        fs::create_dir(folder.join(name)).unwrap();
-        fs::write(folder.join(name).join("key"), text).unwrap();
-        symlink(name, folder.join("..data_tmp")).unwrap();
-        fs::rename(folder.join("..data_tmp"), folder.join("..data")).unwrap();
+        fs::create_dir(directory.join(name)).unwrap();
+        fs::write(directory.join(name).join("key"), text).unwrap();
+        symlink(name, directory.join("..data_tmp")).unwrap();
+        fs::rename(directory.join("..data_tmp"), directory.join("..data")).unwrap();
     };
-    fs::remove_file(folder.join("file")).unwrap();
+    fs::remove_file(directory.join("file")).unwrap();
     one("..1", "one");
-    symlink("..data/key", folder.join("key")).unwrap();
+    symlink("..data/key", directory.join("key")).unwrap();
     let mut guest = Guest::new();
-    guest.attach_as(Taker::Pushed, "c", &[volume(&folder), volume(&folder.join("..1/key"))]).unwrap();
+    guest.attach_as(Taker::Pushed, "c", &[volume(&directory), volume(&directory.join("..1/key"))]).unwrap();
     let pair = |path: &str, text: &str| vec![(path.to_owned(), text.to_owned())];
     let open = |id, live, n: u32| Ask::Open { id, live, place: format!("c/{n}") };
     for (id, live) in [(7, true), (8, true), (9, false)] {
@@ -251,11 +251,11 @@ fn nobody_walks_out() {
 }
 
 fn walk_out(mut guest: Guest) {
-    let (dir, folder) = folder();
-    symlink("../secret", folder.join("up")).unwrap();
-    symlink(dir.path().join("secret"), folder.join("away")).unwrap();
-    symlink("/", folder.join("root")).unwrap();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    let (dir, directory) = directory();
+    symlink("../secret", directory.join("up")).unwrap();
+    symlink(dir.path().join("secret"), directory.join("away")).unwrap();
+    symlink("/", directory.join("root")).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0").unwrap();
     for name in ["..", "../secret", ".", "root/etc", "/etc/passwd", "../../../../../etc"] {
         assert_eq!(guest.lookup(node, name), Err(libc::EACCES), "{name}");
@@ -294,8 +294,8 @@ fn walk_out(mut guest: Guest) {
 }
 
 fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
-    let (dir, folder) = folder();
-    let below = folder.join("below");
+    let (dir, directory) = directory();
+    let below = directory.join("below");
     fs::create_dir(&below).unwrap();
     let none = None::<&str>;
     let on = |place: &Path, name: &str| {
@@ -303,11 +303,11 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
         fs::write(place.join(name), name).unwrap();
     };
     on(&below, "early");
-    let late = folder.join("late");
+    let late = directory.join("late");
     fs::create_dir(&late).unwrap();
-    let hears = || Volume { propagation: Propagation::FromNode, ..volume(&folder) };
-    let read_only = || Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) };
-    let all = || Volume { access: VolumeAccess::RecursiveReadOnly, ..volume(&folder) };
+    let hears = || Volume { propagation: Propagation::FromNode, ..volume(&directory) };
+    let read_only = || Volume { access: VolumeAccess::ReadOnly, ..volume(&directory) };
+    let all = || Volume { access: VolumeAccess::RecursiveReadOnly, ..volume(&directory) };
     let seeing = |volumes: &[Volume]| {
         let mut guest = Guest::new();
         guest.attach("c", volumes).unwrap();
@@ -316,8 +316,13 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
         }
         guest
     };
-    let guests =
-        [vec![volume(&folder)], vec![hears()], vec![read_only()], vec![all()], vec![volume(&folder), hears(), all()]];
+    let guests = [
+        vec![volume(&directory)],
+        vec![hears()],
+        vec![read_only()],
+        vec![all()],
+        vec![volume(&directory), hears(), all()],
+    ];
     let [mut deaf, mut hearing, mut of_mount, mut of_all, mut of_several] = guests.map(|volumes| seeing(&volumes));
     // The volume is read-only; mounts below it only if that is recursive, and only if no other volume is writable.
     for (guest, written) in [(&mut of_mount, Ok(())), (&mut of_all, Err(libc::EROFS)), (&mut of_several, Ok(()))] {
@@ -338,46 +343,46 @@ fn mounts_of_the_node_are_heard_of_where_that_is_asked() {
 }
 
 fn reading_changes_no_times_where_that_is_asked() {
-    let (_dir, folder) = folder();
+    let (_dir, directory) = directory();
     let ago = SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30);
     for name in ["plain", "kept"] {
-        fs::write(folder.join(name), name).unwrap();
-        let file = fs::File::options().write(true).open(folder.join(name)).unwrap();
+        fs::write(directory.join(name), name).unwrap();
+        let file = fs::File::options().write(true).open(directory.join(name)).unwrap();
         file.set_times(fs::FileTimes::new().set_accessed(ago)).unwrap();
     }
-    let kept = Volume { no_access_times: true, ..volume(&folder) };
+    let kept = Volume { no_access_times: true, ..volume(&directory) };
     let [mut guest, mut other] = [Guest::new(), Guest::new()];
     guest.attach("c", std::slice::from_ref(&kept)).unwrap();
-    other.attach("c", &[kept, volume(&folder)]).unwrap();
-    let accessed = |name: &str| fs::metadata(folder.join(name)).unwrap().accessed().unwrap();
+    other.attach("c", &[kept, volume(&directory)]).unwrap();
+    let accessed = |name: &str| fs::metadata(directory.join(name)).unwrap().accessed().unwrap();
     assert_eq!(guest.read("c/0/kept").unwrap(), "kept");
     assert_eq!(accessed("kept"), ago);
     // Access times are updated if another volume of the pod contains the file too.
     assert_eq!(other.find("c/0").unwrap(), other.find("c/1").unwrap());
     assert_eq!(other.read("c/0/plain").unwrap(), "plain");
     // Access times are not updated if the node's own file system keeps none.
-    fs::read(folder.join("kept")).unwrap();
+    fs::read(directory.join("kept")).unwrap();
     assert_eq!(accessed("plain") == ago, accessed("kept") == ago);
 }
 
 fn owners_are_shown_and_written_shifted_where_that_is_asked() {
-    let (dir, folder) = folder();
-    fs::write(folder.join("of-nobody"), "").unwrap();
-    std::os::unix::fs::chown(folder.join("of-nobody"), Some(70_000), Some(70_000)).unwrap();
+    let (dir, directory) = directory();
+    fs::write(directory.join("of-nobody"), "").unwrap();
+    std::os::unix::fs::chown(directory.join("of-nobody"), Some(70_000), Some(70_000)).unwrap();
     let mut guest = Guest::new();
     let owners = Owners { users: (100_000, 65_536), groups: (200_000, 65_536) };
-    let mapped = Volume { owners: Some(owners), ..volume(&folder) };
-    guest.attach("c", &[mapped, volume(&folder)]).unwrap();
+    let mapped = Volume { owners: Some(owners), ..volume(&directory) };
+    guest.attach("c", &[mapped, volume(&directory)]).unwrap();
     assert_ne!(guest.find("c/0/file").unwrap(), guest.find("c/1/file").unwrap(), "their owners differ");
     let root = guest.owner("c/0/file").unwrap();
     assert_eq!((root, guest.owner("c/1/file").unwrap()), ((100_000, 200_000), (0, 0)));
     assert_eq!(guest.owner("c/0/of-nobody").unwrap(), (65_534, 65_534));
     // A user without a mapping writes nothing; a mapped user owns the files on the node's disk under its mapped id.
-    fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    fs::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let node = guest.find("c/0").unwrap();
     (guest.user, guest.group) = (100_007, 200_008);
     guest.create(node, "made").unwrap();
-    let made = fs::metadata(folder.join("made")).unwrap();
+    let made = fs::metadata(directory.join("made")).unwrap();
     assert_eq!((made.uid(), made.gid()), (7, 8));
     (guest.user, guest.group) = (7, 8);
     assert_eq!(guest.create(node, "other"), Err(libc::EOVERFLOW));
@@ -386,13 +391,13 @@ fn owners_are_shown_and_written_shifted_where_that_is_asked() {
 }
 
 fn a_mount_that_tells_nobody_is_no_volume_that_hears() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let none = None::<&str>;
     let guest = Guest::new();
-    let asking = |propagation| Volume { propagation, ..volume(&folder) };
+    let asking = |propagation| Volume { propagation, ..volume(&directory) };
     mount(none, dir.path(), none, MsFlags::MS_SLAVE, none).unwrap(); // no peers: private
     for propagation in [Propagation::FromNode, Propagation::BothWays] {
-        let refused = guest.attach("c", &[volume(&folder), asking(propagation)]).unwrap_err();
+        let refused = guest.attach("c", &[volume(&directory), asking(propagation)]).unwrap_err();
         assert!(matches!(&refused, ShareError::NotShared { at, .. } if at == dir.path()), "{refused}");
     }
     guest.attach("c", &[asking(Propagation::Private)]).unwrap();
@@ -401,8 +406,8 @@ fn a_mount_that_tells_nobody_is_no_volume_that_hears() {
 }
 
 fn an_agent_has_mounts_that_the_node_sees_and_gives_them_back() {
-    let (dir, folder) = folder();
-    let inner = folder.join("inner");
+    let (dir, directory) = directory();
+    let inner = directory.join("inner");
     fs::create_dir(&inner).unwrap();
     let home = tempfile::tempdir().unwrap();
     let mut agent = Command::new(std::env::current_exe().unwrap())
@@ -416,8 +421,8 @@ fn an_agent_has_mounts_that_the_node_sees_and_gives_them_back() {
     let mut word = [0];
     done.read_exact(&mut word).unwrap();
     let namespace = File::open(format!("/proc/{pid}/ns/mnt")).unwrap();
-    let both = Volume { propagation: Propagation::BothWays, ..volume(&folder) };
-    attach(namespace.as_fd(), Taker::Agent, "c", &[both, volume(&folder.join("file"))]).unwrap();
+    let both = Volume { propagation: Propagation::BothWays, ..volume(&directory) };
+    attach(namespace.as_fd(), Taker::Agent, "c", &[both, volume(&directory.join("file"))]).unwrap();
     let before = mounts();
     go.write_all(b"!").unwrap();
     done.read_exact(&mut word).unwrap();
@@ -459,9 +464,9 @@ fn mounts() -> usize {
 }
 
 fn what_cannot_be_shared_is_not_shared_in_part() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let mut guest = Guest::new();
-    let none = guest.attach("c", &[volume(&folder), volume(&folder.join("none"))]).unwrap_err();
+    let none = guest.attach("c", &[volume(&directory), volume(&directory.join("none"))]).unwrap_err();
     assert!(matches!(none, ShareError::Volume { what: "open", .. }), "{none}");
     assert_eq!(guest.find("c"), Err(libc::ENOENT));
     drop(guest);
@@ -475,8 +480,8 @@ fn bytes_that_are_no_requests_harm_nobody() {
 }
 
 fn random_bytes(mut guest: Guest) {
-    let (dir, folder) = folder();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    let (dir, directory) = directory();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     let mut state = 1u64;
     let mut random = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -504,10 +509,10 @@ fn random_bytes(mut guest: Guest) {
 
 fn a_part_is_all_that_its_guest_sees() {
     for lent in [false, true] {
-        let (_dir, folder) = folder();
-        symlink("../secret", folder.join("up")).unwrap();
-        let read_only = Volume { access: VolumeAccess::ReadOnly, ..volume(&folder) };
-        let volumes = [volume(&folder), read_only, volume(&folder.join("file"))];
+        let (_dir, directory) = directory();
+        symlink("../secret", directory.join("up")).unwrap();
+        let read_only = Volume { access: VolumeAccess::ReadOnly, ..volume(&directory) };
+        let volumes = [volume(&directory), read_only, volume(&directory.join("file"))];
         for (part, errno) in [
             ("c/2", libc::ENOTDIR),
             ("c/3", libc::ENOENT),
@@ -526,7 +531,7 @@ fn a_part_is_all_that_its_guest_sees() {
         let link = guest.find("up").unwrap();
         guest.lookup(link, "x").unwrap_err();
         guest.create(ROOT, "new").unwrap();
-        assert!(folder.join("new").exists());
+        assert!(directory.join("new").exists());
         // The VM is reset: its kernel begins anew, and the process must not remember the old state.
         let before = guest.find("file").unwrap();
         guest.begin();
@@ -553,7 +558,7 @@ fn it_ends_with_the_pod_process() {
 
 fn main() -> ExitCode {
     let tests: [(&str, fn()); 21] = [
-        ("folders_and_files_are_shared_as_asked", folders_and_files_are_shared_as_asked),
+        ("directories_and_files_are_shared_as_asked", directories_and_files_are_shared_as_asked),
         ("a_file_is_one_inode_through_all_volumes_that_have_it", a_file_is_one_inode_through_all_volumes_that_have_it),
         (
             "the_end_of_a_file_is_asked_for_only_where_it_does_something",

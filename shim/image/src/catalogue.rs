@@ -204,8 +204,8 @@ mod tests {
 
     #[test]
     fn images_are_found_by_every_form_of_name() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("index.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.json");
         let mut catalogue = Catalogue::open(&path).unwrap();
         let (a, b) = (Digest([0xab; 32]), Digest([0xba; 32]));
         let by_digest = format!("docker.io/library/x@{}", Digest([1; 32]));
@@ -244,8 +244,8 @@ mod tests {
 
     #[test]
     fn a_short_id_of_two_images_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut catalogue = Catalogue::open(&folder.path().join("i")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let mut catalogue = Catalogue::open(&directory.path().join("i")).unwrap();
         let (mut one, mut two) = ([7; 32], [7; 32]);
         (one[31], two[31]) = (1, 2);
         catalogue
@@ -272,8 +272,8 @@ mod tests {
 
     #[test]
     fn unknown_versions_and_damage_are_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("index.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.json");
         std::fs::write(&path, r#"{"version":9}"#).unwrap();
         assert!(matches!(Catalogue::open(&path), Err(ImageError::Version { version: 9, .. })));
         std::fs::write(&path, r#"{"version":1,"images":{"x":{}}}"#).unwrap();

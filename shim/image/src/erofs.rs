@@ -109,7 +109,7 @@ struct Placed<'t> {
 enum Content<'t> {
     None,
     /// Names, inodes and kinds of a directory's entries, sorted and cut into blocks, and the length of all.
-    Folder {
+    Directory {
         blocks: Vec<Vec<(&'t [u8], Ino, u8)>>,
         length: usize,
     },
@@ -124,7 +124,7 @@ impl Content<'_> {
     /// The bytes that may follow the inode directly or be in blocks of their own.
     fn movable(&self) -> usize {
         match self {
-            Content::Folder { length, .. } => *length,
+            Content::Directory { length, .. } => *length,
             Content::Symlink(target) => target.len(),
             Content::None | Content::Chunks { .. } => 0,
         }
@@ -199,20 +199,21 @@ impl<'t> Plan<'t> {
             charge(inode, budget)?;
             let mut below = Vec::new();
             let content = match &inode.body {
-                Body::Folder(children) => {
+                Body::Directory(children) => {
                     for &child in children.values() {
-                        let folder = matches!(tree.inodes.get(child).map(|inode| &inode.body), Some(Body::Folder(_)));
+                        let directory =
+                            matches!(tree.inodes.get(child).map(|inode| &inode.body), Some(Body::Directory(_)));
                         if let Some((_, names)) = self.places.get_mut(&child) {
                             *names = names.saturating_add(1);
                             continue;
                         }
-                        self.places.insert(child, (0, if folder { 2 } else { 1 }));
-                        if let Some((_, names)) = self.places.get_mut(&ino).filter(|_| folder) {
+                        self.places.insert(child, (0, if directory { 2 } else { 1 }));
+                        if let Some((_, names)) = self.places.get_mut(&ino).filter(|_| directory) {
                             *names = names.saturating_add(1);
                         }
                         below.push((child, ino));
                     }
-                    folder_content(tree, children, ino, parent)
+                    directory_content(tree, children, ino, parent)
                 }
                 Body::Symlink(target) => Content::Symlink(target),
                 Body::File { data: Data::Chunks { size, bits, chunks }, .. } => {
@@ -276,7 +277,7 @@ impl<'t> Plan<'t> {
         }
         let base = |layer: &usize| self.used.get(layer).copied().unwrap_or(0);
         let (kind, size, layout, value) = match (&placed.inode.body, &placed.content) {
-            (Body::Folder(_), _) => (0o040_000, placed.content.movable() as u64, 0, placed.block),
+            (Body::Directory(_), _) => (0o040_000, placed.content.movable() as u64, 0, placed.block),
             (Body::Symlink(target), _) => (0o120_000, target.len() as u64, 0, placed.block),
             (Body::File { data: Data::Chunks { size, bits, .. }, .. }, _) => (0o100_000, *size, 4, u32::from(*bits)),
             (Body::File { layer, data: Data::Flat { size, block } }, _) => {
@@ -308,7 +309,7 @@ impl<'t> Plan<'t> {
         match &placed.content {
             Content::None => {}
             Content::Symlink(target) => Field { out, at: content_at }.bytes(target),
-            Content::Folder { blocks, .. } => self.folder(out, content_at, blocks),
+            Content::Directory { blocks, .. } => self.directory(out, content_at, blocks),
             Content::Chunks { count, chunks, .. } => {
                 let Body::File { layer, .. } = &placed.inode.body else { return Ok(()) };
                 let mut field = Field { out, at: after.next_multiple_of(4) };
@@ -322,7 +323,7 @@ impl<'t> Plan<'t> {
         Ok(())
     }
 
-    fn folder(&self, out: &mut [u8], at: usize, blocks: &[Vec<(&[u8], Ino, u8)>]) {
+    fn directory(&self, out: &mut [u8], at: usize, blocks: &[Vec<(&[u8], Ino, u8)>]) {
         let meta_block = self.meta_block();
         for (number, block) in blocks.iter().enumerate() {
             let start = at + number * BLOCK_LEN;
@@ -342,7 +343,7 @@ impl<'t> Plan<'t> {
 /// Charges the memory of an inode in the plan, and the steps for it: its place, the copy of its attributes, and twice the names
 /// of a directory, which are in the list of inodes to be placed and in the directory's blocks.
 fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
-    let names = if let Body::Folder(children) = &inode.body { children.len() + 2 } else { 0 };
+    let names = if let Body::Directory(children) = &inode.body { children.len() + 2 } else { 0 };
     budget.step(1 + names as u64)?;
     let xattrs = inode.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>();
     let of_names = names as u64 * (NAME + size_of::<(Ino, Ino)>() as u64);
@@ -350,7 +351,7 @@ fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
 }
 
 /// Returns a directory's entries with `.` and `..`, sorted by their bytes and cut into blocks.
-fn folder_content<'t>(tree: &'t Tree, children: &'t BTreeMap<Vec<u8>, Ino>, ino: Ino, parent: Ino) -> Content<'t> {
+fn directory_content<'t>(tree: &'t Tree, children: &'t BTreeMap<Vec<u8>, Ino>, ino: Ino, parent: Ino) -> Content<'t> {
     let mut entries: Vec<(&[u8], Ino, u8)> = vec![(b".", ino, 2), (b"..", parent, 2)];
     entries.extend(children.iter().map(|(name, &child)| {
         (name.as_slice(), child, tree.inodes.get(child).map_or(0, |inode| kind_number(&inode.body)))
@@ -371,13 +372,13 @@ fn folder_content<'t>(tree: &'t Tree, children: &'t BTreeMap<Vec<u8>, Ino>, ino:
             block.push(entry);
         }
     }
-    Content::Folder { blocks, length: full + length }
+    Content::Directory { blocks, length: full + length }
 }
 
 fn kind_number(body: &Body) -> u8 {
     match body {
         Body::File { .. } => 1,
-        Body::Folder(_) => 2,
+        Body::Directory(_) => 2,
         Body::Char(_) => 3,
         Body::Block(_) => 4,
         Body::Fifo => 5,

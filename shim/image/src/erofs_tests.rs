@@ -85,7 +85,7 @@ fn holes_cannot_make_the_metadata_huge() {
 fn what_does_not_fit_the_budget_is_not_written() {
     let names: Vec<_> = (0..20_000).map(|n| format!("{n:0200}")).collect();
     let (tree, budget) =
-        measured([&layer(names.iter().map(|name| crate::tree::tests::entry(name, What::Folder)).collect())]);
+        measured([&layer(names.iter().map(|name| crate::tree::tests::entry(name, What::Directory)).collect())]);
     let (tree, needed) = (tree.unwrap(), budget.peak());
     let mut budget = Budget::image(&Pool::new(needed / 4), &Cancel::default(), 1 << 20);
     assert!(matches!(write(&tree, &[], &mut budget), Err(ErofsError::Budget(BudgetError::Memory { .. }))));
@@ -103,7 +103,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn folders_hold_their_names_in_order(names in prop::collection::btree_set("[ -.0-9a-zA-Z\u{e9}]{1,120}", 0..150)) {
+    fn directories_hold_their_names_in_order(names in prop::collection::btree_set("[ -.0-9a-zA-Z\u{e9}]{1,120}", 0..150)) {
         let mut names: Vec<String> = names.into_iter().filter(|name| name != "." && name != "..").collect();
         let metadata = written(&merged(&names), &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
         names.extend([".".to_owned(), "..".to_owned()]);

@@ -3,7 +3,7 @@
 
 use crate::ImageError;
 use crate::budget::{BudgetError, Cancel};
-use crate::folder::Part;
+use crate::directory::Part;
 use crate::install::Shared;
 use crate::layer::BLOCK;
 use crate::layer::index::Data;
@@ -39,15 +39,15 @@ pub enum Copied {
 
 impl Shared {
     /// Implements `Store::files`. Blocks.
-    pub fn files(&self, id: ImageId, folder: &str, cancel: &Cancel) -> Result<Option<Vec<ImageFile>>, ImageError> {
+    pub fn files(&self, id: ImageId, directory: &str, cancel: &Cancel) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
         let (mut tree, _, mut budget) = self.merge(&stored.layers, cancel)?;
         let over = |source: BudgetError| ImageError::Tree(source.into());
-        let Some(found) = tree.list(folder, &mut budget).map_err(over)? else { return Ok(None) };
+        let Some(found) = tree.list(directory, &mut budget).map_err(over)? else { return Ok(None) };
         let file = |(name, inode): (&[u8], &Inode)| {
             let Body::File { layer, data } = &inode.body else { return None };
-            let blob = self.folder.path((Part::Layer, *stored.layers.get(*layer)?));
+            let blob = self.directory.path((Part::Layer, *stored.layers.get(*layer)?));
             let (size, place) = match data {
                 Data::Flat { size, block } => (*size, Some((blob, u64::from(*block) * BLOCK))),
                 Data::Chunks { size, .. } => (*size, None),
@@ -70,9 +70,9 @@ impl Shared {
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
         let (mut tree, _, mut budget) = self.merge(&stored.layers, cancel)?;
         let over = |source: BudgetError| ImageError::Tree(source.into());
-        let (folder, name) = path.rsplit_once('/').unwrap_or(("", path));
+        let (directory, name) = path.rsplit_once('/').unwrap_or(("", path));
         let found = tree
-            .list(folder, &mut budget)
+            .list(directory, &mut budget)
             .map_err(over)?
             .unwrap_or_default()
             .into_iter()
@@ -83,7 +83,7 @@ impl Shared {
             return Ok(Copied::TooLarge(*size));
         }
         let Some(diff_id) = stored.layers.get(*layer) else { return Ok(Copied::Missing) };
-        let blob = self.folder.path((Part::Layer, *diff_id));
+        let blob = self.directory.path((Part::Layer, *diff_id));
         let copied = File::open(&blob).and_then(|mut from| copy(&mut from, data, to));
         copied.map(|()| Copied::All(*size)).map_err(at("copy a file out of", &blob)).map_err(ImageError::from)
     }

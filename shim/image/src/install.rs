@@ -6,8 +6,8 @@
 
 use crate::budget::{Budget, BudgetError, Cancel, Pool};
 use crate::catalogue::{Catalogue, Images, Published, Stored, find, give_tag, take_away};
+use crate::directory::{Part, Pin, StoreDirectory, delete};
 use crate::erofs::{self, Blob};
-use crate::folder::{Folder, Part, Pin, delete};
 use crate::layer::index::LayerIndex;
 use crate::layer::ingest::{LayerError, Limits, ingest};
 use crate::manifest::Descriptor;
@@ -43,7 +43,7 @@ pub struct Shared {
     /// The references that must not be garbage-collected, in their full form.
     pub pinned: HashSet<String>,
     /// The files.
-    pub folder: Folder,
+    pub directory: StoreDirectory,
     /// The HTTP clients.
     pub http: Arc<Http>,
     /// Permits for layers in progress.
@@ -117,7 +117,7 @@ impl Shared {
         let tree = tree_name(&diff_ids);
         let keys = diff_ids.iter().map(|diff_id| (Part::Layer, *diff_id));
         let keys: Vec<_> = keys.chain([(Part::Config, id), (Part::Tree, tree)]).collect();
-        let pins: Vec<Pin> = keys.iter().map(|key| self.folder.pin(*key)).collect();
+        let pins: Vec<Pin> = keys.iter().map(|key| self.directory.pin(*key)).collect();
         let (threads, cancel) = (TaskTracker::new(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
         let installed = self.install_pinned(config, layers, names, &threads, &pins, &cancel).await;
@@ -126,7 +126,7 @@ impl Shared {
             threads.close();
             threads.wait().await; // Threads of cancelled layers may still have run.
             drop(pins);
-            self.folder.forget_unfinished();
+            self.directory.forget_unfinished();
             self.sweep(None).await?;
         }
         installed
@@ -168,14 +168,14 @@ impl Shared {
 
     fn enough_space(&self, layers: &[(Digest, Source)]) -> Result<(), ImageError> {
         let needed =
-            layers.iter().filter(|(diff_id, _)| !self.folder.has_layer(*diff_id)).map(|(_, source)| match source {
+            layers.iter().filter(|(diff_id, _)| !self.directory.has_layer(*diff_id)).map(|(_, source)| match source {
                 Source::Registry(_, blob) => blob.size,
                 Source::Archive(..) => 0,
             });
         let needed = needed.fold(0u64, u64::saturating_add);
-        let free = self.folder.free()?;
+        let free = self.directory.free()?;
         if needed > free {
-            return Err(ImageError::NoSpace { path: self.folder.root().to_owned(), needed, free });
+            return Err(ImageError::NoSpace { path: self.directory.root().to_owned(), needed, free });
         }
         Ok(())
     }
@@ -188,8 +188,8 @@ impl Shared {
         threads: TaskTracker,
         cancel: Cancel,
     ) -> Result<(), ImageError> {
-        let making = self.folder.pin((Part::Layer, diff_id)).lock_owned().await;
-        if self.folder.has_layer(diff_id) {
+        let making = self.directory.pin((Part::Layer, diff_id)).lock_owned().await;
+        if self.directory.has_layer(diff_id) {
             return Ok(());
         }
         let _permit = self.layers.acquire().await; // The semaphore is never closed.
@@ -222,7 +222,7 @@ impl Shared {
     }
 
     fn partial_is_here(&self, blob: &Descriptor) -> bool {
-        self.folder.path((Part::Partial, blob.digest)).exists()
+        self.directory.path((Part::Partial, blob.digest)).exists()
     }
 
     /// Downloads and unpacks at the same time. Also returns whether it resumed an earlier download.
@@ -235,7 +235,7 @@ impl Shared {
         threads: &TaskTracker,
         cancel: &Cancel,
     ) -> (Result<(), ImageError>, bool) {
-        let partial = self.folder.pin((Part::Partial, blob.digest)).lock_owned().await;
+        let partial = self.directory.pin((Part::Partial, blob.digest)).lock_owned().await;
         let (sender, receiver) = mpsc::channel(PIECES);
         let (start_sender, start) = oneshot::channel();
         let (shared, wanted, cancel) = (Arc::clone(self), blob.clone(), cancel.clone());
@@ -258,8 +258,8 @@ impl Shared {
         receiver: Receiver<Piece>,
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
-        let (file, mut length) = self.folder.partial(blob.digest)?;
-        let path = self.folder.path((Part::Partial, blob.digest));
+        let (file, mut length) = self.directory.partial(blob.digest)?;
+        let path = self.directory.path((Part::Partial, blob.digest));
         if length > blob.size {
             file.set_len(0).map_err(at("truncate", &path))?;
             length = 0;
@@ -290,7 +290,7 @@ impl Shared {
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
         let limits = Limits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
-        let blob = self.folder.temporary()?;
+        let blob = self.directory.temporary()?;
         let name = digest.unwrap_or(diff_id);
         let mut budget = Budget::layer(&self.pool, cancel);
         let ingested = ingest(stream, &blob.file, limits, &mut budget);
@@ -305,7 +305,7 @@ impl Shared {
                 got: ingested.diff_id,
             });
         }
-        Ok(self.folder.keep_layer(diff_id, blob, &ingested.index)?)
+        Ok(self.directory.keep_layer(diff_id, blob, &ingested.index)?)
     }
 
     /// Writes the tree, the configuration and the entry in the list. Blocks.
@@ -321,7 +321,7 @@ impl Shared {
         let (parsed, _) =
             parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
         let (tree, tree_length, blobs) = self.tree(&diff_ids, cancel)?;
-        write_whole(&self.folder.path((Part::Config, id)), &config)?;
+        write_whole(&self.directory.path((Part::Config, id)), &config)?;
         let different: HashSet<Digest> = diff_ids.iter().copied().collect();
         let parts =
             different.iter().map(|diff_id| (Part::Layer, *diff_id)).chain([(Part::Config, id), (Part::Tree, tree)]);
@@ -329,7 +329,7 @@ impl Shared {
             tags: Default::default(),
             digests: Default::default(),
             user: parsed.user,
-            size: parts.map(|key| self.folder.size(key)).sum(),
+            size: parts.map(|key| self.directory.size(key)).sum(),
             added: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             layers: diff_ids,
             tree,
@@ -353,7 +353,7 @@ impl Shared {
         let (merged, blobs, mut budget) = self.merge(diff_ids, cancel)?;
         let metadata = erofs::write(&merged, &blobs, &mut budget)?;
         tracing::debug!(tree = %tree, bytes = budget.peak(), steps = budget.steps(), "what merging the layers took");
-        write_whole(&self.folder.path((Part::Tree, tree)), &metadata.bytes)?;
+        write_whole(&self.directory.path((Part::Tree, tree)), &metadata.bytes)?;
         let used = metadata.used.iter().filter_map(|layer| blobs.get(*layer)).map(|blob| (blob.diff_id, blob.length));
         Ok((tree, metadata.bytes.len() as u64, used.collect()))
     }
@@ -361,7 +361,7 @@ impl Shared {
     /// Merges these layers. Returns the tree, its blobs and the budget that the tree is charged to. Blocks.
     pub fn merge(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<(Tree, Vec<Blob>, Budget), ImageError> {
         let lengths =
-            diff_ids.iter().map(|diff_id| self.folder.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
+            diff_ids.iter().map(|diff_id| self.directory.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
         let all = lengths.iter().sum::<u64>();
         if all > MAX_INDEXES {
             return Err(ImageError::TooLarge {
@@ -374,7 +374,7 @@ impl Shared {
         let (mut tree, mut blobs) = (Tree::new(), Vec::new());
         for (layer, (diff_id, length)) in diff_ids.iter().zip(lengths).enumerate() {
             budget.charge(length).map_err(over)?;
-            let (bytes, path) = self.folder.index(*diff_id)?;
+            let (bytes, path) = self.directory.index(*diff_id)?;
             let index = LayerIndex::open(&bytes).map_err(|source| ImageError::Index { path, source })?;
             tree.apply(layer, &index, &mut budget)?;
             blobs.push(Blob { diff_id: *diff_id, length: index.blob_length });
@@ -401,15 +401,15 @@ impl Shared {
             })?;
         }
         let live = needed(&catalogue.images());
-        self.folder.release(before.difference(&live).copied());
-        let away = self.folder.take_away(&live)?;
+        self.directory.release(before.difference(&live).copied());
+        let away = self.directory.take_away(&live)?;
         drop(catalogue);
         Ok(delete(away)?)
     }
 
     /// Returns an image's configuration. Blocks.
     pub fn image_config(&self, id: ImageId) -> Result<ImageConfig, ImageError> {
-        let path = self.folder.path((Part::Config, id));
+        let path = self.directory.path((Part::Config, id));
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
         let parsed = manifest::parse_config(&bytes);
         Ok(parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?.0)

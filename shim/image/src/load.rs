@@ -185,7 +185,7 @@ fn blob_name(digest: Digest) -> String {
 
 /// A directory or archive with members.
 enum Container {
-    Folder(PathBuf),
+    Directory(PathBuf),
     Tar { path: PathBuf, file: Arc<File>, members: HashMap<Vec<u8>, (u64, u64)> },
 }
 
@@ -210,7 +210,7 @@ impl Container {
     fn open(path: &Path, budget: &mut Budget) -> Result<Container, ImageError> {
         let file = File::open(path).map_err(at("open", path))?;
         if file.metadata().map_err(at("read", path))?.is_dir() {
-            return Ok(Container::Folder(path.to_owned()));
+            return Ok(Container::Directory(path.to_owned()));
         }
         let read_error = |source| ImageError::ArchiveRead { path: path.to_owned(), source };
         let mut archive = Archive::new(BufReader::new(&file));
@@ -246,7 +246,7 @@ impl Container {
 
     fn path(&self) -> &Path {
         match self {
-            Container::Folder(path) | Container::Tar { path, .. } => path,
+            Container::Directory(path) | Container::Tar { path, .. } => path,
         }
     }
 
@@ -264,8 +264,8 @@ impl Container {
             Container::Tar { file, members, .. } => Ok(members
                 .get(parts.join(&b'/').as_slice())
                 .map(|&(at, left)| Member { file: Arc::clone(file), at, left })),
-            Container::Folder(folder) => {
-                let path = folder.join(String::from_utf8_lossy(&parts.join(&b'/')).as_ref());
+            Container::Directory(directory) => {
+                let path = directory.join(String::from_utf8_lossy(&parts.join(&b'/')).as_ref());
                 match File::open(&path) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
                     file => {

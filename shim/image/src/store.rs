@@ -2,8 +2,8 @@
 
 use crate::budget::{Cancel, Pool};
 use crate::catalogue::{Catalogue, find, record};
+use crate::directory::{Part, StoreDirectory};
 use crate::files::{Copied, ImageFile};
-use crate::folder::{Folder, Part};
 use crate::install::Shared;
 use crate::registry::Http;
 use crate::{Auth, Config, ImageError, Reference, load, pull};
@@ -125,13 +125,13 @@ impl Store {
     pub fn open(root: &Path, config: Config) -> Result<Store, ImageError> {
         let pinned = config.pinned.iter().map(|name| Reference::parse(name).map(|reference| reference.to_string()));
         let pinned = pinned.collect::<Result<_, _>>()?;
-        let folder = Folder::open(root)?;
-        let catalogue = Catalogue::open(&folder.catalogue())?;
+        let directory = StoreDirectory::open(root)?;
+        let catalogue = Catalogue::open(&directory.catalogue())?;
         let (published, catalogue) = (catalogue.published(), Mutex::new(catalogue));
         let http = Arc::new(Http::new(config.clone()));
         let pool = Pool::new(config.unpack_memory()?);
         let layers = Semaphore::new(config.layers_at_a_time());
-        let shared = Arc::new(Shared { config, pinned, folder, http, layers, pool, catalogue, published });
+        let shared = Arc::new(Shared { config, pinned, directory, http, layers, pool, catalogue, published });
         shared.sweep_now(None, None)?;
         Ok(Store { shared, flights: Arc::default() })
     }
@@ -211,22 +211,22 @@ impl Store {
     }
 
     /// Returns the directory of the store, the same as in [`FsInfo`].
-    pub fn folder(&self) -> &Path {
-        self.shared.folder.root()
+    pub fn directory(&self) -> &Path {
+        self.shared.directory.root()
     }
 
     /// Returns the disk usage of the store.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);
-        Ok(run_blocking("measure the image store", move || shared.folder.info()).await??)
+        Ok(run_blocking("measure the image store", move || shared.directory.info()).await??)
     }
 
     /// Returns the regular files of a directory of an image, for callers that read them in place. The image must be in the store
     /// or have been in use since it was removed. Returns `None` if the image has no such directory.
-    pub async fn files(&self, id: &ImageId, folder: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
-        let (shared, id, folder, cancel) = (Arc::clone(&self.shared), *id, folder.to_owned(), Cancel::default());
+    pub async fn files(&self, id: &ImageId, directory: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
+        let (shared, id, directory, cancel) = (Arc::clone(&self.shared), *id, directory.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        run_blocking("list the files of an image", move || shared.files(id, &folder, &cancel)).await?
+        run_blocking("list the files of an image", move || shared.files(id, &directory, &cancel)).await?
     }
 
     /// Copies a file of an image, by its path in it, into an empty file. Links to directories are followed inside the image. A
@@ -246,7 +246,7 @@ impl Store {
             let tree = (Part::Tree, stored.tree, stored.tree_length);
             let blobs = stored.blobs.iter().map(|&(diff_id, length)| (Part::Layer, diff_id, length));
             let extents = [tree].into_iter().chain(blobs).map(|(part, digest, length)| Extent {
-                path: shared.folder.path((part, digest)),
+                path: shared.directory.path((part, digest)),
                 offset: 0,
                 length,
             });

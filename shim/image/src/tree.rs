@@ -48,7 +48,7 @@ pub type Listing<'t> = Vec<(&'t [u8], &'t Inode)>;
 #[derive(Debug)]
 pub enum Body {
     /// A directory: names and inodes.
-    Folder(BTreeMap<Vec<u8>, Ino>),
+    Directory(BTreeMap<Vec<u8>, Ino>),
     /// A file, with its data in the blob of this layer.
     File {
         /// The layer, counted from the lowest, which is 0.
@@ -113,7 +113,7 @@ impl From<BudgetError> for Wrong {
 impl Tree {
     /// Returns a tree with an empty root.
     pub fn new() -> Tree {
-        let root = Inode { meta: Meta { mode: 0o755, ..Meta::default() }, body: Body::Folder(BTreeMap::new()) };
+        let root = Inode { meta: Meta { mode: 0o755, ..Meta::default() }, body: Body::Directory(BTreeMap::new()) };
         Tree { inodes: vec![root], last: None }
     }
 
@@ -143,16 +143,16 @@ impl Tree {
         Ok(())
     }
 
-    fn folder(&self, ino: Ino) -> Option<&BTreeMap<Vec<u8>, Ino>> {
+    fn directory(&self, ino: Ino) -> Option<&BTreeMap<Vec<u8>, Ino>> {
         match self.inodes.get(ino).map(|inode| &inode.body) {
-            Some(Body::Folder(children)) => Some(children),
+            Some(Body::Directory(children)) => Some(children),
             _ => None,
         }
     }
 
-    fn folder_mut(&mut self, ino: Ino) -> Option<&mut BTreeMap<Vec<u8>, Ino>> {
+    fn directory_mut(&mut self, ino: Ino) -> Option<&mut BTreeMap<Vec<u8>, Ino>> {
         match self.inodes.get_mut(ino).map(|inode| &mut inode.body) {
-            Some(Body::Folder(children)) => Some(children),
+            Some(Body::Directory(children)) => Some(children),
             _ => None,
         }
     }
@@ -174,8 +174,8 @@ impl Tree {
     }
 
     /// Gives an inode a name in a directory. An inode that had the name loses it.
-    fn name(&mut self, folder: Ino, name: &[u8], ino: Ino, budget: &mut Budget) -> Result<(), Wrong> {
-        let children = self.folder_mut(folder).ok_or("its directory cannot be created")?;
+    fn name(&mut self, directory: Ino, name: &[u8], ino: Ino, budget: &mut Budget) -> Result<(), Wrong> {
+        let children = self.directory_mut(directory).ok_or("its directory cannot be created")?;
         if let Some(place) = children.get_mut(name) {
             *place = ino;
             self.last = None;
@@ -189,7 +189,7 @@ impl Tree {
 
     /// Returns the directory at this path, with links followed inside the root. Creates missing directories if `make`, otherwise
     /// returns `None` for them.
-    fn find_folder(&mut self, path: &[u8], make: bool, budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
+    fn find_directory(&mut self, path: &[u8], make: bool, budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
         if let Some((last, ino)) = &self.last
             && last == path
         {
@@ -217,9 +217,9 @@ impl Tree {
                 at = above.pop().unwrap_or(0);
                 continue;
             }
-            let child = self.folder(at).and_then(|children| children.get(part)).copied();
+            let child = self.directory(at).and_then(|children| children.get(part)).copied();
             let child = match child.and_then(|child| self.inodes.get(child).map(|inode| (child, &inode.body))) {
-                Some((child, Body::Folder(_))) => child,
+                Some((child, Body::Directory(_))) => child,
                 Some((_, Body::Symlink(target))) => {
                     followed += 1;
                     if followed > MAX_LINKS {
@@ -238,7 +238,7 @@ impl Tree {
                     if part.len() > crate::layer::MAX_NAME {
                         return Err("its path leads to a name longer than 255 bytes".into());
                     }
-                    let body = Body::Folder(BTreeMap::new());
+                    let body = Body::Directory(BTreeMap::new());
                     let new = self.add(Meta { mode: 0o755, ..Meta::default() }, body, budget)?;
                     self.name(at, part, new, budget)?;
                     new
@@ -257,12 +257,12 @@ impl Tree {
 
     /// Returns the entries of a directory by its path from the root, with links followed; `None` if there is no such directory.
     pub fn list(&mut self, path: &str, budget: &mut Budget) -> Result<Option<Listing<'_>>, BudgetError> {
-        let folder = match self.find_folder(path.as_bytes(), false, budget) {
+        let directory = match self.find_directory(path.as_bytes(), false, budget) {
             Err(Wrong::Budget(error)) => return Err(error),
             Err(Wrong::Rule(_)) | Ok(None) => return Ok(None),
-            Ok(Some(folder)) => folder,
+            Ok(Some(directory)) => directory,
         };
-        let Some(children) = self.folder(folder) else { return Ok(None) };
+        let Some(children) = self.directory(directory) else { return Ok(None) };
         budget.charge(children.len() as u64 * 3 * size_of::<&[u8]>() as u64)?;
         let named = children.iter().filter_map(|(name, ino)| Some((name.as_slice(), self.inodes.get(*ino)?)));
         Ok(Some(named.collect()))
@@ -270,14 +270,14 @@ impl Tree {
 
     fn take_away(&mut self, entry: &Entry, budget: &mut Budget) -> Result<(), BudgetError> {
         let (parents, name) = split(&entry.path);
-        let folder = if entry.what == What::Opaque { entry.path.as_slice() } else { parents };
-        match self.find_folder(folder, false, budget) {
+        let directory = if entry.what == What::Opaque { entry.path.as_slice() } else { parents };
+        match self.find_directory(directory, false, budget) {
             Err(Wrong::Budget(error)) => return Err(error),
             // The layers below have nothing here. If they have a link or file in place of the opaque directory, the directory of
             // this layer replaces it.
             Err(Wrong::Rule(_)) | Ok(None) => {}
-            Ok(Some(folder)) => {
-                if let Some(children) = self.folder_mut(folder) {
+            Ok(Some(directory)) => {
+                if let Some(children) = self.directory_mut(directory) {
                     if entry.what == What::Opaque {
                         children.clear();
                     } else {
@@ -304,16 +304,16 @@ impl Tree {
                 let ino = self.link_target(&target, budget)?;
                 return self.place(path, ino, budget);
             }
-            What::Folder => match self.existing_folder(path, budget)? {
-                Some(folder) => {
+            What::Directory => match self.existing_directory(path, budget)? {
+                Some(directory) => {
                     budget.charge(of_xattrs(&meta))?;
-                    if let Some(inode) = self.inodes.get_mut(folder) {
+                    if let Some(inode) = self.inodes.get_mut(directory) {
                         let before = std::mem::replace(&mut inode.meta, meta);
                         budget.refund(of_xattrs(&before));
                     }
                     return Ok(());
                 }
-                None => Body::Folder(BTreeMap::new()),
+                None => Body::Directory(BTreeMap::new()),
             },
             What::File(data) => Body::File { layer, data },
             What::Symlink(target) => Body::Symlink(target.into()),
@@ -326,22 +326,22 @@ impl Tree {
     }
 
     /// Returns the directory that has exactly this path. Its last part is not followed.
-    fn existing_folder(&mut self, path: &[u8], budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
+    fn existing_directory(&mut self, path: &[u8], budget: &mut Budget) -> Result<Option<Ino>, Wrong> {
         if path.is_empty() {
             return Ok(Some(0));
         }
         let (parents, name) = split(path);
-        let parent = self.find_folder(parents, true, budget)?;
-        let child = parent.and_then(|parent| self.folder(parent)).and_then(|children| children.get(name)).copied();
-        Ok(child.filter(|&child| self.folder(child).is_some()))
+        let parent = self.find_directory(parents, true, budget)?;
+        let child = parent.and_then(|parent| self.directory(parent)).and_then(|children| children.get(name)).copied();
+        Ok(child.filter(|&child| self.directory(child).is_some()))
     }
 
     fn link_target(&mut self, path: &[u8], budget: &mut Budget) -> Result<Ino, Wrong> {
         let (parents, name) = split(path);
-        let parent = self.find_folder(parents, false, budget)?;
-        let target = parent.and_then(|parent| self.folder(parent)).and_then(|children| children.get(name)).copied();
+        let parent = self.find_directory(parents, false, budget)?;
+        let target = parent.and_then(|parent| self.directory(parent)).and_then(|children| children.get(name)).copied();
         let target = target.ok_or("the file that it links to is not there")?;
-        if self.folder(target).is_some() { Err("it is a hard link to a directory".into()) } else { Ok(target) }
+        if self.directory(target).is_some() { Err("it is a hard link to a directory".into()) } else { Ok(target) }
     }
 
     /// Gives an inode a name. An inode that had the name loses it.
@@ -350,7 +350,7 @@ impl Tree {
         if name.is_empty() {
             return Err("the root is not a directory".into());
         }
-        let parent = self.find_folder(parents, true, budget)?.ok_or("its directory cannot be created")?;
+        let parent = self.find_directory(parents, true, budget)?.ok_or("its directory cannot be created")?;
         self.name(parent, name, ino, budget)
     }
 }

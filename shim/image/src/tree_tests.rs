@@ -45,7 +45,7 @@ fn flat(tree: &Tree) -> BTreeMap<String, Option<(usize, u64)>> {
     let mut todo = vec![(String::new(), 0)];
     while let Some((path, ino)) = todo.pop() {
         match &tree.inodes[ino].body {
-            Body::Folder(children) => {
+            Body::Directory(children) => {
                 for (name, child) in children {
                     let name = String::from_utf8_lossy(name);
                     todo.push((if path.is_empty() { name.into_owned() } else { format!("{path}/{name}") }, *child));
@@ -81,7 +81,7 @@ fn links_are_names_of_one_file_until_one_is_replaced() {
     let below = layer(vec![entry("a", file(1)), entry("b", What::Hardlink(b"a".to_vec()))]);
     let above = layer(vec![entry("a", file(2)), entry("c", What::Hardlink(b"b".to_vec()))]);
     let tree = merge([&below, &above]).unwrap();
-    let Body::Folder(root) = &tree.inodes[0].body else { panic!("no folder") };
+    let Body::Directory(root) = &tree.inodes[0].body else { panic!("no directory") };
     assert_eq!(root[b"b".as_slice()], root[b"c".as_slice()]);
     assert_ne!(root[b"a".as_slice()], root[b"b".as_slice()]);
 }
@@ -113,7 +113,7 @@ fn contradictions_are_refused_with_layer_and_path() {
 /// Returns a chain of links, each of which leads through the previous one and contains `dots` times `./`, and entries that go
 /// through the last link, alternating below two names, so that consecutive look-ups differ.
 fn chain(links: usize, dots: usize, entries: usize) -> Vec<u8> {
-    let mut all = vec![entry("d", What::Folder), entry("l0", What::Symlink(b"d".to_vec()))];
+    let mut all = vec![entry("d", What::Directory), entry("l0", What::Symlink(b"d".to_vec()))];
     for n in 1..links {
         let target = [b"./".repeat(dots), format!("l{}", n - 1).into_bytes()].concat();
         all.push(entry(&format!("l{n}"), What::Symlink(target)));
@@ -139,7 +139,7 @@ fn steps_follow_the_size_of_the_layers() {
         chain(250, 2040, 100),
         chain(250, 1, 5000),
         layer((0..2000).map(|n| entry(&format!("{}{n}", deep(n % 1000)), file(1))).collect()),
-        layer((0..2000).map(|n| entry(&format!("d{n}/{}", deep(500)), What::Folder)).collect()),
+        layer((0..2000).map(|n| entry(&format!("d{n}/{}", deep(500)), What::Directory)).collect()),
         layer((0..5000).map(|n| entry(&format!("a{}/x", n % 7), What::Whiteout)).collect()),
     ] {
         let (_, budget) = measured([&index]);
@@ -160,16 +160,16 @@ fn files_of_one_directory_are_found_at_once() {
 #[test]
 fn a_name_that_is_replaced_is_not_found_where_it_was() {
     let tree = merge([&layer(vec![
-        entry("a", What::Folder),
+        entry("a", What::Directory),
         entry("a/x", file(1)),
-        entry("b", What::Folder),
+        entry("b", What::Directory),
         entry("a", What::Symlink(b"b".to_vec())),
         entry("a/y", file(1)),
     ])])
     .unwrap();
     assert!(flat(&tree).contains_key("b/y") && !flat(&tree).contains_key("a/x"));
     let tree = merge([
-        &layer(vec![entry("a", What::Folder), entry("a/x", file(1))]),
+        &layer(vec![entry("a", What::Directory), entry("a/x", file(1))]),
         &layer(vec![entry("a/x", What::Whiteout), entry("a", What::Whiteout), entry("a/z", file(1))]),
     ])
     .unwrap();
@@ -189,7 +189,7 @@ fn a_tree_that_is_cancelled_ends() {
 #[derive(Clone, Debug)]
 enum Step {
     File(String),
-    Folder(String),
+    Directory(String),
     Whiteout(String),
     Opaque(String),
 }
@@ -198,7 +198,7 @@ fn step() -> impl Strategy<Value = Step> {
     let path = prop::collection::vec("[ab]", 1..4).prop_map(|parts| parts.join("/"));
     (0..4u8, path).prop_map(|(kind, path)| match kind {
         0 => Step::File(path),
-        1 => Step::Folder(path),
+        1 => Step::Directory(path),
         2 => Step::Whiteout(path),
         _ => Step::Opaque(path),
     })
@@ -228,7 +228,7 @@ fn model(layers: &[Vec<Step>]) -> Option<Model> {
         for (size, step) in layer.iter().enumerate() {
             let (path, what) = match step {
                 Step::File(path) => (path, Some((number, size as u64))),
-                Step::Folder(path) => (path, None),
+                Step::Directory(path) => (path, None),
                 _ => continue,
             };
             for (at, _) in path.match_indices('/') {
@@ -254,7 +254,7 @@ proptest! {
         let indexes: Vec<_> = layers.iter().map(|steps| {
             layer(steps.iter().enumerate().map(|(size, step)| match step {
                 Step::File(path) => entry(path, file(size as u64)),
-                Step::Folder(path) => entry(path, What::Folder),
+                Step::Directory(path) => entry(path, What::Directory),
                 Step::Whiteout(path) => entry(path, What::Whiteout),
                 Step::Opaque(path) => entry(path, What::Opaque),
             }).collect())
@@ -270,10 +270,10 @@ proptest! {
         let entries = entries.into_iter().map(|(path, target, kind)| {
             let path = crate::layer::clean(path.as_bytes()).join(&b'/');
             let what = match kind {
-                _ if path.is_empty() => What::Folder,
+                _ if path.is_empty() => What::Directory,
                 0 => What::Symlink(target.into_bytes()),
                 1 => What::Hardlink(crate::layer::clean(target.as_bytes()).join(&b'/')),
-                2 => What::Folder,
+                2 => What::Directory,
                 3 => What::Whiteout,
                 _ => file(1),
             };

@@ -17,11 +17,11 @@ const V1: [&str; 7] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Returns the cgroup's directory in each hierarchy of this node; none for a path that would lead out of them.
-pub fn folders(group: &Path) -> Vec<PathBuf> {
-    folders_below(Path::new(ROOT), group)
+pub fn directories(group: &Path) -> Vec<PathBuf> {
+    directories_below(Path::new(ROOT), group)
 }
 
-fn folders_below(root: &Path, group: &Path) -> Vec<PathBuf> {
+fn directories_below(root: &Path, group: &Path) -> Vec<PathBuf> {
     let mut below = PathBuf::new();
     for part in group.components() {
         match part {
@@ -48,13 +48,13 @@ pub fn memory_limit(group: &Path) -> Option<u64> {
 }
 
 fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
-    let limit = |folder: &Path, file: &str| {
-        let limit = fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok()?;
+    let limit = |directory: &Path, file: &str| {
+        let limit = fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok()?;
         // cgroup v1 reports a cgroup without a limit as the largest possible number of pages.
         Some(limit).filter(|limit| *limit < i64::MAX as u64 / 2)
     };
-    least_below(root, group, |folder| {
-        ["memory.max", "memory.limit_in_bytes"].into_iter().filter_map(|file| limit(folder, file)).min()
+    least_below(root, group, |directory| {
+        ["memory.max", "memory.limit_in_bytes"].into_iter().filter_map(|file| limit(directory, file)).min()
     })
 }
 
@@ -64,11 +64,11 @@ pub fn cpu_limit(group: &Path) -> Option<u64> {
 }
 
 fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
-    let read = |folder: &Path, file: &str| fs::read_to_string(folder.join(file)).ok();
-    least_below(root, group, |folder| {
+    let read = |directory: &Path, file: &str| fs::read_to_string(directory.join(file)).ok();
+    least_below(root, group, |directory| {
         // Quota and period are in one file of cgroup v2, in two of v1. Without a limit the quota is "max", or negative.
-        let text = read(folder, "cpu.max")
-            .or_else(|| Some([read(folder, "cpu.cfs_quota_us")?, read(folder, "cpu.cfs_period_us")?].concat()))?;
+        let text = read(directory, "cpu.max")
+            .or_else(|| Some([read(directory, "cpu.cfs_quota_us")?, read(directory, "cpu.cfs_period_us")?].concat()))?;
         let mut numbers = text.split_whitespace().map(str::parse::<u64>);
         let (quota, period) = (numbers.next()?.ok()?, numbers.next()?.ok().filter(|period| *period > 0)?);
         Some(quota.saturating_mul(1000) / period)
@@ -77,9 +77,10 @@ fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
 
 /// Returns the smallest limit of a cgroup and its ancestors, in all hierarchies.
 fn least_below(root: &Path, group: &Path, limit: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
-    let folders = folders_below(root, group);
-    let within = folders.iter().flat_map(|folder| folder.ancestors().take_while(|above| above.starts_with(root)));
-    within.filter(|folder| *folder != root).filter_map(limit).min()
+    let directories = directories_below(root, group);
+    let within =
+        directories.iter().flat_map(|directory| directory.ancestors().take_while(|above| above.starts_with(root)));
+    within.filter(|directory| *directory != root).filter_map(limit).min()
 }
 
 /// The resource usage of a cgroup.
@@ -112,19 +113,20 @@ fn usage_below(root: &Path, groups: &str, part: &str) -> Option<Usage> {
         })?;
         let group = Path::new(group);
         let group = if group.ends_with(part) { group.parent()? } else { group };
-        folders_below(root, group).into_iter().find(|folder| folder.join(file).exists())
+        directories_below(root, group).into_iter().find(|directory| directory.join(file).exists())
     };
-    let number = |folder: &Path, file: &str| fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok();
-    let lines = |folder: &Path, file: &str, names: &[&str]| {
-        let text = fs::read_to_string(folder.join(file)).ok()?;
+    let number =
+        |directory: &Path, file: &str| fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok();
+    let lines = |directory: &Path, file: &str, names: &[&str]| {
+        let text = fs::read_to_string(directory.join(file)).ok()?;
         let of =
             |name: &&str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<u64>().ok());
         names.iter().map(of).try_fold(0_u64, |sum, one| Some(sum.saturating_add(one?)))
     };
     let group = |current: &str, peak: &str, anonymous: &[&str]| {
-        let folder = with("memory", current)?;
-        let memory_bytes = number(&folder, current)?;
-        Some((memory_bytes, lines(&folder, "memory.stat", anonymous)?, number(&folder, peak)))
+        let directory = with("memory", current)?;
+        let memory_bytes = number(&directory, current)?;
+        Some((memory_bytes, lines(&directory, "memory.stat", anonymous)?, number(&directory, peak)))
     };
     let (memory_bytes, anonymous_bytes, peak_bytes) = group("memory.current", "memory.peak", &["anon", "shmem"])
         .or_else(|| group("memory.usage_in_bytes", "memory.max_usage_in_bytes", &["total_rss", "total_shmem"]))?;
@@ -140,29 +142,29 @@ pub fn oom_kills(group: &Path) -> u64 {
 }
 
 fn oom_kills_below(root: &Path, group: &Path) -> u64 {
-    let of = |folder: &PathBuf| {
-        let files = ["memory.events.local", "memory.oom_control"].map(|file| fs::read_to_string(folder.join(file)));
+    let of = |directory: &PathBuf| {
+        let files = ["memory.events.local", "memory.oom_control"].map(|file| fs::read_to_string(directory.join(file)));
         let text = files.into_iter().find_map(Result::ok)?;
         text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok())
     };
-    folders_below(root, group).iter().find_map(of).unwrap_or(0)
+    directories_below(root, group).iter().find_map(of).unwrap_or(0)
 }
 
 /// Creates the cgroup if it is missing, with all controllers that the node allows (an existing one keeps those that its
 /// creator has enabled), and moves the calling process into it. Continues after a failure, and returns the first one.
 pub fn join(group: &Path) -> Result<(), FileError> {
     let mut first = Ok(());
-    for folder in folders(group) {
-        let file = folder.join("cgroup.procs");
-        let missing = !folder.exists();
-        let made = fs::create_dir_all(&folder).map_err(at("create", &folder));
+    for directory in directories(group) {
+        let file = directory.join("cgroup.procs");
+        let missing = !directory.exists();
+        let made = fs::create_dir_all(&directory).map_err(at("create", &directory));
         if missing && made.is_ok() {
             hand_down(group);
         }
         let joined = made.and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
         if let Err(error) = joined {
             // The cgroup was just created, and would stay empty.
-            let _ = fs::remove_dir(&folder);
+            let _ = fs::remove_dir(&directory);
             first = first.and(Err(error));
         }
     }
@@ -180,19 +182,21 @@ fn hand_down_below(root: &Path, group: &Path) {
     if !is_v2(root) {
         return;
     }
-    let Some(folder) = folders_below(root, group).pop() else { return };
-    let mut above: Vec<&Path> = folder.ancestors().skip(1).take_while(|folder| folder.starts_with(root)).collect();
+    let Some(directory) = directories_below(root, group).pop() else { return };
+    let mut above: Vec<&Path> =
+        directory.ancestors().skip(1).take_while(|directory| directory.starts_with(root)).collect();
     above.reverse();
-    for folder in above {
-        let Ok(controllers) = fs::read_to_string(folder.join("cgroup.controllers")) else { return };
+    for directory in above {
+        let Ok(controllers) = fs::read_to_string(directory.join("cgroup.controllers")) else { return };
         // Only the node's root cgroup, which has no type, may have both processes and enabled controllers.
-        let with_processes = || fs::read_to_string(folder.join("cgroup.procs")).map_or(true, |text| !text.is_empty());
-        if folder.join("cgroup.type").exists() && with_processes() {
+        let with_processes =
+            || fs::read_to_string(directory.join("cgroup.procs")).map_or(true, |text| !text.is_empty());
+        if directory.join("cgroup.type").exists() && with_processes() {
             return;
         }
         for controller in controllers.split_whitespace() {
             // A controller that cannot be enabled does not prevent the others.
-            let _ = fs::write(folder.join("cgroup.subtree_control"), format!("+{controller}"));
+            let _ = fs::write(directory.join("cgroup.subtree_control"), format!("+{controller}"));
         }
     }
 }
@@ -200,23 +204,23 @@ fn hand_down_below(root: &Path, group: &Path) {
 /// Kills all processes in the cgroup and its children, and removes it from every hierarchy; succeeds if it does not exist.
 /// Blocks until the processes have ended. Continues after a failure and returns the first one.
 pub fn remove(group: &Path) -> Result<(), FileError> {
-    let folders = folders(group);
-    for folder in &folders {
-        kill_all(folder);
+    let directories = directories(group);
+    for directory in &directories {
+        kill_all(directory);
     }
     let deadline = Instant::now() + LIMIT;
     let mut first = Ok(());
-    for folder in folders {
+    for directory in directories {
         loop {
-            match remove_tree(&folder) {
+            match remove_tree(&directory) {
                 Ok(()) => break,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => break,
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
-                    kill_all(&folder);
+                    kill_all(&directory);
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => {
-                    first = first.and(Err(at("remove", &folder)(error)));
+                    first = first.and(Err(at("remove", &directory)(error)));
                     break;
                 }
             }
@@ -226,8 +230,8 @@ pub fn remove(group: &Path) -> Result<(), FileError> {
 }
 
 /// Removes a cgroup after its children.
-fn remove_tree(folder: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(folder)? {
+fn remove_tree(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
         let entry = entry?;
         if entry.file_type()?.is_dir() {
             match remove_tree(&entry.path()) {
@@ -236,7 +240,7 @@ fn remove_tree(folder: &Path) -> io::Result<()> {
             }
         }
     }
-    fs::remove_dir(folder)
+    fs::remove_dir(directory)
 }
 
 fn is_v2(root: &Path) -> bool {
@@ -244,13 +248,13 @@ fn is_v2(root: &Path) -> bool {
 }
 
 /// Kills the processes of a cgroup and its children. A process that is missed is killed when removing the cgroup fails.
-fn kill_all(folder: &Path) {
-    let at_once = fs::OpenOptions::new().write(true).open(folder.join("cgroup.kill"));
+fn kill_all(directory: &Path) {
+    let at_once = fs::OpenOptions::new().write(true).open(directory.join("cgroup.kill"));
     if at_once.and_then(|mut file| io::Write::write_all(&mut file, b"1")).is_ok() {
         return;
     }
     // This file does not exist before Linux 5.14, nor in cgroup v1.
-    let file = folder.join("cgroup.procs");
+    let file = directory.join("cgroup.procs");
     let members = || fs::read_to_string(&file).unwrap_or_default();
     for line in members().lines() {
         let Ok(pid) = line.trim().parse() else { continue };
@@ -261,7 +265,7 @@ fn kill_all(folder: &Path) {
             let _ = pidfd_signal(&handle, libc::SIGKILL);
         }
     }
-    for below in fs::read_dir(folder).into_iter().flatten().flatten() {
+    for below in fs::read_dir(directory).into_iter().flatten().flatten() {
         if below.file_type().is_ok_and(|kind| kind.is_dir()) {
             kill_all(&below.path());
         }
@@ -281,12 +285,12 @@ mod tests {
         }
         fs::create_dir(root.path().join("blkio")).unwrap();
         std::os::unix::fs::symlink("memory", root.path().join("cpu")).unwrap();
-        let folders = |group: &str| folders_below(root.path(), Path::new(group));
-        assert_eq!(folders("/a/b"), [root.path().join("memory/a/b"), root.path().join("pids/a/b")]);
+        let directories = |group: &str| directories_below(root.path(), Path::new(group));
+        assert_eq!(directories("/a/b"), [root.path().join("memory/a/b"), root.path().join("pids/a/b")]);
         fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
-        assert_eq!(folders("a/b"), [root.path().join("a/b")]);
+        assert_eq!(directories("a/b"), [root.path().join("a/b")]);
         for bad in ["../a", "a/../../b", "", "/"] {
-            assert_eq!(folders(bad), Vec::<PathBuf>::new(), "{bad}");
+            assert_eq!(directories(bad), Vec::<PathBuf>::new(), "{bad}");
         }
     }
 
@@ -294,9 +298,9 @@ mod tests {
     fn the_least_cpu_time_of_all_groups_above_counts() {
         let root = tempfile::tempdir().unwrap();
         let file = |group: &str, file: &str, text: &str| {
-            let folder = root.path().join(group);
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join(file), text).unwrap();
+            let directory = root.path().join(group);
+            fs::create_dir_all(&directory).unwrap();
+            fs::write(directory.join(file), text).unwrap();
         };
         let limit = |group: &str| cpu_limit_below(root.path(), Path::new(group));
         // With cgroup v1 the cgroups are in several hierarchies.
@@ -326,12 +330,12 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         // The node's root cgroup has processes, but no type.
         for (group, processes) in [("", "1\n2\n"), ("a", ""), ("a/b", "3\n"), ("a/b/c", "")] {
-            let folder = root.path().join(group);
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join("cgroup.controllers"), "pids\n").unwrap();
-            fs::write(folder.join("cgroup.procs"), processes).unwrap();
+            let directory = root.path().join(group);
+            fs::create_dir_all(&directory).unwrap();
+            fs::write(directory.join("cgroup.controllers"), "pids\n").unwrap();
+            fs::write(directory.join("cgroup.procs"), processes).unwrap();
             if !group.is_empty() {
-                fs::write(folder.join("cgroup.type"), "domain\n").unwrap();
+                fs::write(directory.join("cgroup.type"), "domain\n").unwrap();
             }
         }
         hand_down_below(root.path(), Path::new("a/b/c/d"));
@@ -372,14 +376,14 @@ mod tests {
 
     #[test]
     fn a_group_that_cannot_be_killed_at_once_is_killed_one_by_one() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("below")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join("below")).unwrap();
         let start = || std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let (mut spared, mut killed) = (start(), [start(), start()]);
         for (group, child) in ["", "below"].iter().zip(&killed) {
-            fs::write(folder.path().join(group).join("cgroup.procs"), format!("{}\n", child.id())).unwrap();
+            fs::write(directory.path().join(group).join("cgroup.procs"), format!("{}\n", child.id())).unwrap();
         }
-        kill_all(folder.path());
+        kill_all(directory.path());
         for child in &mut killed {
             assert!(!child.wait().unwrap().success());
         }

@@ -70,7 +70,7 @@ struct Source {
     /// The target of a symbolic link, which is recreated as a link.
     link: Option<PathBuf>,
     handle: Option<OwnedFd>,
-    folder: bool,
+    directory: bool,
     /// The parent directory, if the name must be removed.
     parent: Option<OwnedFd>,
 }
@@ -122,7 +122,7 @@ fn find(place: Place) -> Result<Option<Source>, WallError> {
     // Programs refer to each other through symbolic links (such as /lib); all other links are resolved.
     if metadata.is_symlink() && place.access == Access::Execute {
         let link = fs::read_link(&place.path).map_err(failed("open", &place.path))?;
-        return Ok(Some(Source { place, link: Some(link), handle: None, folder: false, parent: None }));
+        return Ok(Some(Source { place, link: Some(link), handle: None, directory: false, parent: None }));
     }
     let metadata = fs::metadata(&place.path).map_err(failed("open", &place.path))?;
     let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
@@ -130,7 +130,7 @@ fn find(place: Place) -> Result<Option<Source>, WallError> {
         |path: &Path| retry_interrupted(|| open(path, flags, Mode::empty())).map_err(failed("open", &place.path));
     let parent = place.path.parent().filter(|_| place.access == Access::Take).map(&handle).transpose()?;
     let own = Some(handle(&place.path)?);
-    Ok(Some(Source { place, link: None, handle: own, folder: metadata.is_dir(), parent }))
+    Ok(Some(Source { place, link: None, handle: own, directory: metadata.is_dir(), parent }))
 }
 
 /// Mounts a place below the new root.
@@ -146,7 +146,7 @@ fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
     }
     let Some(handle) = &source.handle else { return Ok(()) };
     // The mount point may exist already inside another place.
-    if source.folder {
+    if source.directory {
         DirBuilder::new().recursive(true).mode(0o755).create(&target).map_err(failed)?;
     } else if !target.exists() {
         fs::File::create(&target).map_err(failed)?;
@@ -160,7 +160,7 @@ fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
         Access::Execute => MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_RDONLY,
         Access::Write | Access::Take => all,
         // The process must not change the directory itself. Device nodes stay writable on a read-only mount.
-        Access::Device if source.folder => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY,
+        Access::Device if source.directory => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY,
         Access::Device => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC,
     };
     mount(nothing, &target, nothing, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, nothing)

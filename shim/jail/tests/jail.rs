@@ -1,5 +1,5 @@
 //! Tests what a jailed process can access and what not, from inside and from outside. This program is its own prisoner:
-//! `jail prisoner PROFILE MODE FOLDER` enters the jail and executes commands from standard input. Needs root.
+//! `jail prisoner PROFILE MODE DIRECTORY` enters the jail and executes commands from standard input. Needs root.
 
 use nacelle_jail::{Access, Mode, Place, Plan, Profile, ThreadKind, cgroup};
 use std::collections::BTreeMap;
@@ -22,10 +22,10 @@ const TESTS: [Test; 5] = [
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
-    if let [_, verb, profile, mode, folder] = args.as_slice()
+    if let [_, verb, profile, mode, directory] = args.as_slice()
         && verb == "prisoner"
     {
-        return prisoner(profile, mode, Path::new(folder));
+        return prisoner(profile, mode, Path::new(directory));
     }
     let wanted = |name: &str| {
         let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
@@ -57,15 +57,15 @@ fn main() -> ExitCode {
 const KINDS: [ThreadKind; 5] =
     [ThreadKind::Blocking, ThreadKind::Vcpu, ThreadKind::Queue, ThreadKind::Vsock, ThreadKind::Log];
 
-fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
+fn prisoner(profile: &str, mode: &str, directory: &Path) -> ExitCode {
     nacelle_jail::close_inherited().unwrap();
     let place = |path: PathBuf, access| Place { path, shown: None, access, needed: true };
     let mut places = vec![
-        place(folder.join("run"), Access::Write),
-        place(folder.join("images"), Access::Read),
-        place(folder.join("disks/disk"), Access::Take),
+        place(directory.join("run"), Access::Write),
+        place(directory.join("images"), Access::Read),
+        place(directory.join("disks/disk"), Access::Take),
         place("/dev/null".into(), Access::Device),
-        Place { shown: Some("/else/where".into()), ..place(folder.join("shown"), Access::Device) },
+        Place { shown: Some("/else/where".into()), ..place(directory.join("shown"), Access::Device) },
         Place { needed: false, ..place("/dev/none".into(), Access::Device) },
     ];
     let profile = if profile == "spawns" { Profile::Spawns } else { Profile::InProcess };
@@ -78,8 +78,8 @@ fn prisoner(profile: &str, mode: &str, folder: &Path) -> ExitCode {
         "kill" => Mode::Kill,
         _ => Mode::Off,
     };
-    let group = PathBuf::from(format!("nacelle/{}", folder.file_name().unwrap().to_str().unwrap()));
-    let plan = Plan { places, scaffold: folder.join("run"), cgroup: Some(group), locked_bytes: 0, seccomp, profile };
+    let group = PathBuf::from(format!("nacelle/{}", directory.file_name().unwrap().to_str().unwrap()));
+    let plan = Plan { places, scaffold: directory.join("run"), cgroup: Some(group), locked_bytes: 0, seccomp, profile };
     if let Err(error) = nacelle_jail::enter(plan) {
         println!("{}", nacelle_base::Chain(&error));
         return ExitCode::FAILURE;
@@ -155,7 +155,7 @@ fn act_on(words: &str) -> String {
 
 /// A prisoner and the files outside of its jail.
 struct Jail {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     child: Child,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
@@ -163,29 +163,29 @@ struct Jail {
 
 impl Jail {
     fn new(profile: &str, mode: &str) -> Jail {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         for name in ["run", "images", "disks", "shown", "other"] {
-            fs::create_dir(folder.path().join(name)).unwrap();
-            fs::write(folder.path().join(name).join("file"), name).unwrap();
+            fs::create_dir(directory.path().join(name)).unwrap();
+            fs::write(directory.path().join(name).join("file"), name).unwrap();
         }
-        fs::write(folder.path().join("disks/disk"), "disk").unwrap();
+        fs::write(directory.path().join("disks/disk"), "disk").unwrap();
         let inherited = fs::File::open("/dev/null").unwrap();
         nix::fcntl::fcntl(&inherited, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
         assert!(inherited.as_raw_fd() > 2);
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["prisoner", profile, mode, folder.path().to_str().unwrap()])
+            .args(["prisoner", profile, mode, directory.path().to_str().unwrap()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
-        let mut jail = Jail { folder, child, input, output };
+        let mut jail = Jail { directory, child, input, output };
         assert_eq!(jail.line().as_deref(), Some("in"));
         jail
     }
 
     fn path(&self, name: &str) -> String {
-        self.folder.path().join(name).to_str().unwrap().to_owned()
+        self.directory.path().join(name).to_str().unwrap().to_owned()
     }
 
     fn line(&mut self) -> Option<String> {
@@ -212,7 +212,7 @@ impl Jail {
     }
 
     fn group(&self) -> PathBuf {
-        Path::new("nacelle").join(self.folder.path().file_name().unwrap())
+        Path::new("nacelle").join(self.directory.path().file_name().unwrap())
     }
 
     fn end(&mut self) -> ExitStatus {
@@ -227,7 +227,7 @@ impl Drop for Jail {
         let _ = self.child.kill();
         let _ = self.child.wait();
         cgroup::remove(&self.group()).unwrap();
-        assert!(cgroup::folders(&self.group()).iter().all(|folder| !folder.exists()));
+        assert!(cgroup::directories(&self.group()).iter().all(|directory| !directory.exists()));
     }
 }
 
@@ -290,13 +290,13 @@ fn no_rights() {
     // The open descriptors are the standard streams; nothing was inherited.
     let open = fs::read_dir(format!("/proc/{}/fd", jail.child.id())).unwrap().count();
     assert_eq!(open, 3);
-    let folders = cgroup::folders(&jail.group());
-    if folders.is_empty() {
+    let directories = cgroup::directories(&jail.group());
+    if directories.is_empty() {
         println!("no control groups here");
     }
-    for folder in folders.iter().filter(|folder| folder.exists()) {
-        let members = fs::read_to_string(folder.join("cgroup.procs")).unwrap();
-        assert_eq!(members.trim(), jail.child.id().to_string(), "{}", folder.display());
+    for directory in directories.iter().filter(|directory| directory.exists()) {
+        let members = fs::read_to_string(directory.join("cgroup.procs")).unwrap();
+        assert_eq!(members.trim(), jail.child.id().to_string(), "{}", directory.display());
     }
     assert!(jail.end().success());
 }

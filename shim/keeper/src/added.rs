@@ -56,14 +56,14 @@ impl Added {
 /// The added disks of a VM.
 #[derive(Debug)]
 pub struct Disks {
-    folder: PathBuf,
+    directory: PathBuf,
     all: Vec<Added>,
 }
 
 impl Disks {
     /// Loads the added disks of a VM that has their files in this directory. Blocks.
-    pub fn load(folder: &Path) -> Result<Disks, KeeperError> {
-        let path = folder.join(LIST);
+    pub fn load(directory: &Path) -> Result<Disks, KeeperError> {
+        let path = directory.join(LIST);
         let mut text = Vec::new();
         match File::open(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
@@ -73,7 +73,7 @@ impl Disks {
             }
         }
         let all = if text.is_empty() { Vec::new() } else { read(&text)? };
-        let disks = Disks { folder: folder.to_owned(), all };
+        let disks = Disks { directory: directory.to_owned(), all };
         for disk in &disks.all {
             disk::empty(&disk.name, &disks.file(disk), disk.bytes)?;
         }
@@ -86,11 +86,11 @@ impl Disks {
     }
 
     fn file(&self, disk: &Added) -> PathBuf {
-        self.folder.join(disk.file())
+        self.directory.join(disk.file())
     }
 
     async fn save(&self) -> Result<(), KeeperError> {
-        let (path, text) = (self.folder.join(LIST), serde_json::to_vec(&self.all).unwrap_or_default());
+        let (path, text) = (self.directory.join(LIST), serde_json::to_vec(&self.all).unwrap_or_default());
         run_blocking("save the list of added disks", move || write_whole(&path, &text))
             .await?
             .map_err(KeeperError::Mark)
@@ -328,12 +328,12 @@ mod tests {
 
     #[test]
     fn a_list_is_what_was_written() {
-        let folder = tempfile::tempdir().unwrap();
-        assert!(Disks::load(folder.path()).unwrap().all.is_empty());
+        let directory = tempfile::tempdir().unwrap();
+        assert!(Disks::load(directory.path()).unwrap().all.is_empty());
         let disk = |name: &str, place| Added { name: name.into(), place, bytes: 1 << 20 };
         let write = |all: &[Added]| {
-            std::fs::write(folder.path().join(LIST), serde_json::to_vec(all).unwrap()).unwrap();
-            Disks::load(folder.path())
+            std::fs::write(directory.path().join(LIST), serde_json::to_vec(all).unwrap()).unwrap();
+            Disks::load(directory.path())
         };
         let disks = write(&[disk("a", 0), disk("b", 3)]).unwrap();
         // A missing file is created again.
@@ -346,7 +346,7 @@ mod tests {
         ] {
             assert!(write(&wrong).is_err(), "{wrong:?}");
         }
-        std::fs::write(folder.path().join(LIST), "{}").unwrap();
-        assert!(Disks::load(folder.path()).is_err());
+        std::fs::write(directory.path().join(LIST), "{}").unwrap();
+        assert!(Disks::load(directory.path()).is_err());
     }
 }

@@ -76,7 +76,7 @@ pub struct Base {
 
 /// The directories for the files of disks.
 #[derive(Clone, Copy, Debug)]
-pub struct Folders<'a> {
+pub struct Directories<'a> {
     /// The VM's own directory: removed with the VM.
     pub own: &'a Path,
     /// The pod's directory: removed with the pod.
@@ -88,22 +88,22 @@ pub struct Folders<'a> {
 /// Creates the files of a disk. A disk that was handed over is taken from `handed` by its name.
 pub fn prepare(
     disk: &Disk,
-    folders: Folders,
+    directories: Directories,
     network: &BootConfig,
     handed: &mut BTreeMap<String, File>,
 ) -> Result<Ready, KeeperError> {
-    let folder = folders.own;
+    let directory = directories.own;
     let files = match &disk.source {
         DiskSource::Image { image, file, offset, length } => {
             let base = base(disk, file, *offset, *length)?;
-            match folders.keep {
+            match directories.keep {
                 _ if disk.read_only => Files::Piece(base.0),
                 Some(keep) => kept(disk, keep, image, base)?,
-                None => over(folder, disk, base)?,
+                None => over(directory, disk, base)?,
             }
         }
         DiskSource::Empty { bytes } => {
-            let path = folders.keep.unwrap_or(folders.pod).join(format!("{}.qcow2", disk.name));
+            let path = directories.keep.unwrap_or(directories.pod).join(format!("{}.qcow2", disk.name));
             empty(&disk.name, &path, *bytes)?;
             Files::Own(path)
         }
@@ -115,14 +115,14 @@ pub fn prepare(
 }
 
 /// Copies kernel and initial file system out of their image, because QEMU reads only whole files.
-pub fn kernel(kernel: &Kernel, folder: &Path) -> Result<KernelFiles, KeeperError> {
+pub fn kernel(kernel: &Kernel, directory: &Path) -> Result<KernelFiles, KeeperError> {
     Ok(KernelFiles {
-        kernel: copied(&kernel.kernel, folder, "kernel")?,
-        initrd: kernel.initrd.as_ref().map(|initrd| copied(initrd, folder, "initrd")).transpose()?,
+        kernel: copied(&kernel.kernel, directory, "kernel")?,
+        initrd: kernel.initrd.as_ref().map(|initrd| copied(initrd, directory, "initrd")).transpose()?,
     })
 }
 
-fn copied(source: &DiskSource, folder: &Path, name: &str) -> Result<PathBuf, KeeperError> {
+fn copied(source: &DiskSource, directory: &Path, name: &str) -> Result<PathBuf, KeeperError> {
     let refused = |rule| KeeperError::Disk { name: name.to_owned(), rule };
     let DiskSource::Image { file: from, offset, length, .. } = source else {
         return Err(refused("a file of an image is expected"));
@@ -130,7 +130,7 @@ fn copied(source: &DiskSource, folder: &Path, name: &str) -> Result<PathBuf, Kee
     if *length > MAX_KERNEL {
         return Err(refused("at most 512 MiB are possible"));
     }
-    let to = folder.join(name);
+    let to = directory.join(name);
     let mut piece = File::open(from).map_err(KeeperError::file("open", from))?;
     piece.seek(SeekFrom::Start(*offset)).map_err(KeeperError::file("read", from))?;
     let mut file = make(&to)?;
@@ -162,8 +162,8 @@ fn base(disk: &Disk, path: &Path, offset: u64, length: u64) -> Result<(Base, u64
 }
 
 /// Returns the disk with a new overlay.
-fn over(folder: &Path, disk: &Disk, (base, size): (Base, u64)) -> Result<Files, KeeperError> {
-    let top = folder.join(format!("{}.qcow2", disk.name));
+fn over(directory: &Path, disk: &Disk, (base, size): (Base, u64)) -> Result<Files, KeeperError> {
+    let top = directory.join(format!("{}.qcow2", disk.name));
     let mut file = make(&top)?;
     file.write_all(&qcow2::empty(size)).and_then(|()| file.sync_all()).map_err(KeeperError::file("write", &top))?;
     Ok(Files::Over { top, base })
@@ -228,13 +228,13 @@ fn memory(bytes: &[u8]) -> Result<File, KeeperError> {
 
 /// Returns the firmware's variables: a copy of the template below, and an overlay with the guest's changes above. An existing
 /// overlay is kept if it is of the same kind: `secure` variables contain keys.
-pub fn variables(from: &Path, secure: bool, folders: Folders) -> Result<Files, KeeperError> {
-    let folder = folders.keep.unwrap_or(folders.own);
-    let (first, top) = (folder.join("efi-variables"), folder.join("efi-variables.qcow2"));
+pub fn variables(from: &Path, secure: bool, directories: Directories) -> Result<Files, KeeperError> {
+    let directory = directories.keep.unwrap_or(directories.own);
+    let (first, top) = (directory.join("efi-variables"), directory.join("efi-variables.qcow2"));
     let length = |path: &Path| std::fs::metadata(path).map(|data| data.len());
     let new = length(from).map_err(KeeperError::file("open", from))?;
     // A copy, because the firmware's own file changes with its package. A truncated copy is created again.
-    let mark = folder.join("efi-secure");
+    let mark = directory.join("efi-secure");
     if !top.exists() || length(&first).ok() != Some(new) || mark.exists() != secure {
         // Removed first: a crash from here on must not leave an overlay that does not match.
         for path in [&top, &mark] {
@@ -284,20 +284,20 @@ pub(crate) mod tests {
         BTreeMap::new()
     }
 
-    fn folders(path: &Path) -> Folders<'_> {
-        Folders { own: path, pod: path, keep: None }
+    fn directories(path: &Path) -> Directories<'_> {
+        Directories { own: path, pod: path, keep: None }
     }
 
     #[test]
     fn what_was_written_is_kept_until_the_image_is_another() {
-        let folder = tempfile::tempdir().unwrap();
-        let (blob, keep) = (folder.path().join("blob"), folder.path().join("keep"));
+        let directory = tempfile::tempdir().unwrap();
+        let (blob, keep) = (directory.path().join("blob"), directory.path().join("keep"));
         std::fs::create_dir(&keep).unwrap();
         std::fs::write(&blob, vec![7; 4096]).unwrap();
         let top = |image: &str| {
             let source = DiskSource::Image { image: image.into(), file: blob.clone(), offset: 0, length: 4096 };
-            let folders = Folders { keep: Some(&keep), ..folders(folder.path()) };
-            match prepare(&sample("root", source), folders, &BootConfig::default(), &mut none()).unwrap().files {
+            let directories = Directories { keep: Some(&keep), ..directories(directory.path()) };
+            match prepare(&sample("root", source), directories, &BootConfig::default(), &mut none()).unwrap().files {
                 Files::Over { top, .. } => top,
                 other => panic!("{other:?}"),
             }
@@ -305,14 +305,18 @@ pub(crate) mod tests {
         std::fs::write(top("a"), "written").unwrap();
         assert_eq!(std::fs::read(top("a")).unwrap(), b"written");
         assert!(std::fs::read(top("b")).unwrap().starts_with(b"QFI"), "another image is another disk");
-        let source = folder.path().join("variables");
+        let source = directory.path().join("variables");
         std::fs::write(&source, vec![1; 512]).unwrap();
-        let variables =
-            |secure| match variables(&source, secure, Folders { keep: Some(&keep), ..folders(folder.path()) }).unwrap()
-            {
-                Files::Over { top, .. } => top,
-                other => panic!("{other:?}"),
-            };
+        let variables = |secure| match variables(
+            &source,
+            secure,
+            Directories { keep: Some(&keep), ..directories(directory.path()) },
+        )
+        .unwrap()
+        {
+            Files::Over { top, .. } => top,
+            other => panic!("{other:?}"),
+        };
         std::fs::write(variables(false), "kept").unwrap();
         assert_eq!(std::fs::read(variables(false)).unwrap(), b"kept");
         // Variables without keys are useless for secure boot, and vice versa.
@@ -324,14 +328,14 @@ pub(crate) mod tests {
 
     #[test]
     fn a_disk_in_an_image_has_what_is_written_beside_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let blob = folder.path().join("blob");
+        let directory = tempfile::tempdir().unwrap();
+        let blob = directory.path().join("blob");
         let inner = qcow2::empty(1 << 30);
         std::fs::write(&blob, [vec![7; 4096], inner.clone()].concat()).unwrap();
         let piece = |offset, length| DiskSource::Image { image: "a".into(), file: blob.clone(), offset, length };
         let ready = prepare(
             &sample("root", piece(4096, inner.len() as u64)),
-            folders(folder.path()),
+            directories(directory.path()),
             &BootConfig::default(),
             &mut none(),
         );
@@ -340,22 +344,23 @@ pub(crate) mod tests {
         let head = std::fs::read(top).unwrap();
         assert_eq!(qcow2::format(&head[..qcow2::HEADER]), Ok(Format::Qcow2 { size: 1 << 30 }));
         let raw = Disk { read_only: true, ..sample("root", piece(0, 4096)) };
-        let ready = prepare(&raw, folders(folder.path()), &BootConfig::default(), &mut none()).unwrap();
+        let ready = prepare(&raw, directories(directory.path()), &BootConfig::default(), &mut none()).unwrap();
         assert!(matches!(ready.files, Files::Piece(Base { qcow2: false, .. })));
     }
 
     #[test]
     fn an_empty_disk_is_as_a_machine_before_has_left_it() {
         use std::os::unix::fs::PermissionsExt;
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let disk = |bytes| sample("data", DiskSource::Empty { bytes });
-        let made = |bytes| match prepare(&disk(bytes), folders(folder.path()), &BootConfig::default(), &mut none())
-            .unwrap()
-            .files
-        {
-            Files::Own(path) => path,
-            other => panic!("{other:?}"),
-        };
+        let made =
+            |bytes| match prepare(&disk(bytes), directories(directory.path()), &BootConfig::default(), &mut none())
+                .unwrap()
+                .files
+            {
+                Files::Own(path) => path,
+                other => panic!("{other:?}"),
+            };
         let path = made(1 << 30);
         assert!(std::fs::metadata(&path).unwrap().len() < 1 << 20, "it takes no room");
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
@@ -364,20 +369,20 @@ pub(crate) mod tests {
         std::fs::write(&path, &used).unwrap();
         assert_eq!(std::fs::read(made(1 << 30)).unwrap(), used);
         assert_ne!(std::fs::read(made(1 << 20)).unwrap(), used, "another size is another disk");
-        assert!(prepare(&disk(0), folders(folder.path()), &BootConfig::default(), &mut none()).is_err());
+        assert!(prepare(&disk(0), directories(directory.path()), &BootConfig::default(), &mut none()).is_err());
     }
 
     #[test]
     fn what_was_handed_over_is_one_machines_at_a_time() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("disk.img");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
         std::fs::write(&path, [0; 512]).unwrap();
         let open = |writable| File::options().read(true).write(writable).open(&path).unwrap();
         let source = || DiskSource::Device { path: path.display().to_string() };
         let (written, read) = (sample("data", source()), Disk { read_only: true, ..sample("data", source()) });
         let prepare = |disk: &Disk, file: Option<File>| {
             let mut handed = file.into_iter().map(|file| ("data".to_owned(), file)).collect();
-            prepare(disk, folders(folder.path()), &BootConfig::default(), &mut handed)
+            prepare(disk, directories(directory.path()), &BootConfig::default(), &mut handed)
         };
         for (disk, file, words) in [
             (&written, None, "not handed over"),

@@ -107,7 +107,7 @@ pub enum KeeperError {
         rule: &'static str,
     },
     /// A directory of the node cannot be shared with the guest.
-    #[error("file system {name}: its folder cannot be shared with the machine")]
+    #[error("file system {name}: its directory cannot be shared with the machine")]
     Share {
         /// The name of the share.
         name: String,

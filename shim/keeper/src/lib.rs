@@ -63,9 +63,9 @@ pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
         return ExitCode::from(2);
     };
     let served = place.greet().map_err(|error| Chain(&error).to_string()).and_then(|network| {
-        let Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares } = place;
+        let Place { directory, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares } = place;
         drop(host);
-        let settings = Settings { folder, scratch, qemu, accelerator, taps, dhcp, shares, network };
+        let settings = Settings { directory, scratch, qemu, accelerator, taps, dhcp, shares, network };
         serve(settings, rpc, streams).map_err(|error| error.to_string())
     });
     match served {

@@ -83,12 +83,12 @@ pub async fn launch(
     machine: qemu::Machine<'_>,
     ends: Ends,
     settings: &Settings,
-    folder: &Path,
+    directory: &Path,
 ) -> Result<Launched, KeeperError> {
     let (args, inherited, balloon) = (machine.args(), machine.inherited(), machine.document.balloon);
     tracing::debug!(?args, "starting QEMU");
     let Ends { ours: [monitor, console, agent], theirs } = ends;
-    let (qemu, log) = (settings.qemu.clone(), folder.join(QEMU_LOG));
+    let (qemu, log) = (settings.qemu.clone(), directory.join(QEMU_LOG));
     let started = run_blocking("start QEMU", move || {
         let started = Program::start(&qemu, args, inherited, &log);
         drop(theirs);

@@ -6,7 +6,7 @@ mod orders;
 use crate::added;
 use crate::console::Console;
 use crate::dhcp::{self, Lease};
-use crate::disk::{self, Folders};
+use crate::disk::{self, Directories};
 use crate::error::KeeperError;
 use crate::guest_agent::Outcome;
 use crate::lines::printable;
@@ -44,7 +44,7 @@ pub const SCREEN_SOCKET: &str = "screen.sock";
 #[derive(Debug)]
 pub struct Settings {
     /// The pod's directory, for sockets.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// The directory for disks.
     pub scratch: PathBuf,
     /// The path of QEMU.
@@ -87,7 +87,7 @@ pub struct Machine {
     /// The serial console.
     pub console: Console,
     settings: Arc<Settings>,
-    folder: PathBuf,
+    directory: PathBuf,
     /// The disks, until the VM has ended: then other VMs may use those of the node.
     disks: Mutex<Arc<Vec<disk::Ready>>>,
     /// The added disks. Locked while one is added or removed, and while QEMU starts.
@@ -122,26 +122,27 @@ impl Machine {
         mut handed: BTreeMap<String, File>,
         settings: Arc<Settings>,
     ) -> Result<Machine, KeeperError> {
-        let folder = settings.scratch.join(format!("machine-{id}"));
+        let directory = settings.scratch.join(format!("machine-{id}"));
         check(&document, &settings)?;
         let network = network(&document, &settings.network);
-        let made = std::fs::create_dir_all(&folder)
-            .map_err(|source| KeeperError::File { what: "make", path: folder.clone(), source })
+        let made = std::fs::create_dir_all(&directory)
+            .map_err(|source| KeeperError::File { what: "make", path: directory.clone(), source })
             .and_then(|()| {
                 let lock = document.keep.as_deref().map(lock).transpose()?;
-                let folders = Folders { own: &folder, pod: &settings.scratch, keep: document.keep.as_deref() };
+                let directories =
+                    Directories { own: &directory, pod: &settings.scratch, keep: document.keep.as_deref() };
                 let disks = document.disks.iter();
-                let disks = disks.map(|one| disk::prepare(one, folders, &network, &mut handed));
+                let disks = disks.map(|one| disk::prepare(one, directories, &network, &mut handed));
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
-                let added = added::Disks::load(folders.keep.unwrap_or(folders.pod))?;
+                let added = added::Disks::load(directories.keep.unwrap_or(directories.pod))?;
                 let firmware = match &document.firmware {
                     Firmware::Bios {} => None,
                     Firmware::Efi { code, variables, secure } => {
-                        Some((code.clone(), disk::variables(variables, *secure, folders)?))
+                        Some((code.clone(), disk::variables(variables, *secure, directories)?))
                     }
                 };
-                let kernel = document.kernel.as_ref().map(|kernel| disk::kernel(kernel, &folder)).transpose()?;
-                let shares = shares::serve(&document.filesystems, &id, &settings.folder, &settings.shares)?;
+                let kernel = document.kernel.as_ref().map(|kernel| disk::kernel(kernel, &directory)).transpose()?;
+                let shares = shares::serve(&document.filesystems, &id, &settings.directory, &settings.shares)?;
                 Ok((disks, added, firmware, kernel, lock, shares))
             });
         match made {
@@ -151,7 +152,7 @@ impl Machine {
                 document,
                 console: Console::new(),
                 settings,
-                folder,
+                directory,
                 disks: Mutex::new(Arc::new(disks)),
                 added: tokio::sync::Mutex::new(added),
                 firmware,
@@ -165,7 +166,7 @@ impl Machine {
             }),
             Err(error) => {
                 // The first error is returned.
-                let _ = remove_tree_if_there(&folder);
+                let _ = remove_tree_if_there(&directory);
                 Err(error)
             }
         }
@@ -242,7 +243,7 @@ impl Machine {
             console,
             agent,
         };
-        let launched = live::launch(machine, ends, &self.settings, &self.folder).await?;
+        let launched = live::launch(machine, ends, &self.settings, &self.directory).await?;
         let pinned = self.pins.pin(&launched.live).await;
         if pinned.is_err() {
             launched.live.kill();
@@ -425,7 +426,7 @@ impl Machine {
     /// Releases the VM's resources of the node and removes its files. Blocks.
     pub fn remove(&self) -> Result<(), KeeperError> {
         drop(std::mem::take(&mut *self.shares()));
-        remove_tree_if_there(&self.folder).map_err(|error| KeeperError::Resources {
+        remove_tree_if_there(&self.directory).map_err(|error| KeeperError::Resources {
             what: "rid of the machine's disks",
             source: std::io::Error::other(error),
         })
@@ -433,7 +434,7 @@ impl Machine {
 
     /// Returns the path of the VNC socket, if the VM has a screen.
     pub fn screen(&self) -> Option<PathBuf> {
-        self.document.screen.then(|| self.settings.folder.join(SCREEN_SOCKET))
+        self.document.screen.then(|| self.settings.directory.join(SCREEN_SOCKET))
     }
 
     /// Returns the CPU time in nanoseconds, and the memory in use in bytes: as the guest reports it, or else all of its memory.

@@ -23,7 +23,7 @@ const PROTOCOL: u32 = 1;
 #[derive(Debug)]
 pub struct Place {
     /// The pod's directory on the node, for sockets.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// The directory of the node for disks.
     pub scratch: PathBuf,
     /// The path of QEMU.
@@ -51,7 +51,7 @@ impl Place {
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
         let mut arguments = arguments.into_iter();
         let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
-        let (folder, scratch, qemu) = (path()?, path()?, path()?);
+        let (directory, scratch, qemu) = (path()?, path()?, path()?);
         let accelerator = match arguments.next()?.as_str() {
             "kvm" => Accelerator::Kvm,
             "tcg" => Accelerator::Tcg,
@@ -81,7 +81,7 @@ impl Place {
         for _ in 0..shared {
             shares.push([fds.next()?.into(), fds.next()?.into()]);
         }
-        Some(Place { folder, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares })
+        Some(Place { directory, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares })
     }
 
     /// Sends hello, and receives the pod's network.
@@ -155,10 +155,10 @@ mod tests {
     #[test]
     fn the_handshake_is_that_of_the_agent() {
         let (mut near, far) = UnixStream::pair().unwrap();
-        let folder = tempfile::tempdir().unwrap();
-        let listener = |name: &str| UnixListener::bind(folder.path().join(name)).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let listener = |name: &str| UnixListener::bind(directory.path().join(name)).unwrap();
         let mut place = Place {
-            folder: "/f".into(),
+            directory: "/f".into(),
             scratch: "/s".into(),
             qemu: "/q".into(),
             accelerator: Accelerator::Tcg,

@@ -535,7 +535,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn folders_of_the_node_are_shared_by_memory_that_others_can_reach() {
+    fn directories_of_the_node_are_shared_by_memory_that_others_can_reach() {
         let filesystems = vec![Filesystem { name: "settings".into(), what: "configMap c".into() }];
         let document = MachineDocument { filesystems, ..document() };
         let told = args(&document, &[]);

@@ -86,8 +86,8 @@ fn write(label: [u8; LABEL], files: &[(&str, &[u8])]) -> std::io::Result<Vec<u8>
     let parts = files.iter().map(|(path, _)| path.split('/').map(|part| part.len() / LETTERS + 2).sum::<usize>());
     let entries = (parts.sum::<usize>() + 1).max(512).next_multiple_of(CLUSTER / ENTRY);
     // In subdirectories, each directory starts a cluster of its own.
-    let folders: usize = files.iter().map(|(path, _)| path.matches('/').count()).sum();
-    let room = bytes + entries * ENTRY * 2 + folders * CLUSTER;
+    let directories: usize = files.iter().map(|(path, _)| path.matches('/').count()).sum();
+    let room = bytes + entries * ENTRY * 2 + directories * CLUSTER;
     let size = (room + SPARE).max(LEAST).next_multiple_of(CLUSTER);
     let mut disk = Cursor::new(vec![0; size]);
     let options = fatfs::FormatVolumeOptions::new().volume_label(label);
@@ -96,13 +96,13 @@ fn write(label: [u8; LABEL], files: &[(&str, &[u8])]) -> std::io::Result<Vec<u8>
     {
         let system = fatfs::FileSystem::new(&mut disk, fatfs::FsOptions::new())?;
         for (path, bytes) in files {
-            let mut folder = system.root_dir();
+            let mut directory = system.root_dir();
             let mut parts = path.split('/').peekable();
             while let Some(part) = parts.next() {
                 if parts.peek().is_some() {
-                    folder = folder.create_dir(part)?;
+                    directory = directory.create_dir(part)?;
                 } else {
-                    let mut file = folder.create_file(part)?;
+                    let mut file = directory.create_file(part)?;
                     file.write_all(bytes)?;
                     file.flush()?;
                 }
@@ -161,7 +161,7 @@ mod tests {
     #[test]
     fn as_many_files_as_may_be_are_all_there() {
         let text = |n: usize| format!("{n}").repeat(1000);
-        let name = |n: usize| format!("{n}-folder/{}", "k".repeat(240));
+        let name = |n: usize| format!("{n}-directory/{}", "k".repeat(240));
         let long = |n: usize| format!("{n}-{}", "k".repeat(30));
         let wide = (0..900).map(|n| (long(n), STANDARD.encode(text(n))));
         let deep = (900..1000).map(|n| (name(n), STANDARD.encode(text(n))));

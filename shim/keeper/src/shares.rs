@@ -24,7 +24,7 @@ pub struct Share {
 pub fn serve(
     filesystems: &[Filesystem],
     id: &str,
-    folder: &Path,
+    directory: &Path,
     ways: &[[UnixStream; QUEUES]],
 ) -> Result<Vec<Share>, KeeperError> {
     if filesystems.len() > ways.len() {
@@ -36,7 +36,7 @@ pub fn serve(
         let failed = |source| KeeperError::Share { name: filesystem.name.clone(), source };
         let streams = [first.try_clone().map_err(failed)?, second.try_clone().map_err(failed)?];
         let device = Fs::of_part(streams, &share::part(id, number)).map_err(failed)?.lending().device();
-        let socket = folder.join(format!("share-{number}.sock"));
+        let socket = directory.join(format!("share-{number}.sock"));
         // A socket of an earlier VM, which ended with its process.
         remove_if_there(&socket).map_err(KeeperError::Mark)?;
         let listener = UnixListener::bind(&socket).map_err(KeeperError::file("listen on", &socket))?;
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn each_file_system_is_a_part_and_has_a_socket_until_its_end() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let filesystems = ["one", "two"].map(|name| Filesystem { name: name.into(), what: String::new() });
         let made = |errnos: [i32; 2]| {
             let (mut ways, mut asked) = (Vec::new(), Vec::new());
@@ -88,7 +88,7 @@ mod tests {
                 ways.push([first, second]);
                 asked.push(told(far, errno));
             }
-            (serve(&filesystems, "c", folder.path(), &ways), asked)
+            (serve(&filesystems, "c", directory.path(), &ways), asked)
         };
         let (shares, asked) = made([0, 0]);
         let asked: Vec<_> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
@@ -96,11 +96,11 @@ mod tests {
         let shares = shares.unwrap();
         assert!(shares.iter().all(|share| share.socket.exists()));
         drop(shares);
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let (shares, _asked) = made([0, nix::libc::ENOTDIR]);
         let error = shares.unwrap_err();
         assert!(Chain(&error).to_string().contains("two") && matches!(error, KeeperError::Share { .. }), "{error}");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
-        assert!(matches!(serve(&filesystems, "c", folder.path(), &[]), Err(KeeperError::Field { .. })));
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+        assert!(matches!(serve(&filesystems, "c", directory.path(), &[]), Err(KeeperError::Field { .. })));
     }
 }

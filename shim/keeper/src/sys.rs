@@ -94,8 +94,8 @@ mod tests {
 
     #[test]
     fn a_lock_is_held_by_whoever_has_the_file_open() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("disk");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk");
         std::fs::write(&path, "").unwrap();
         let write = || File::options().read(true).write(true).open(&path).unwrap();
         let read = || File::open(&path).unwrap();

@@ -81,7 +81,7 @@ impl Classify for VmError {
 
 /// The persistent VMs of this node.
 pub struct Vms {
-    folder: PathBuf,
+    directory: PathBuf,
     store: Store,
     known: RwLock<BTreeMap<String, VmRecord>>,
     changing: tokio::sync::Mutex<()>,
@@ -124,10 +124,10 @@ pub fn id(namespace: &str, name: &str) -> String {
 
 impl Vms {
     /// Creates the table from these records, and removes directories without a record. Blocks.
-    pub fn open(folder: PathBuf, store: Store, records: Vec<VmRecord>) -> Result<Vms, FileError> {
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(at("create", &folder))?;
-        for entry in std::fs::read_dir(&folder).map_err(at("read", &folder))? {
-            let entry = entry.map_err(at("read", &folder))?;
+    pub fn open(directory: PathBuf, store: Store, records: Vec<VmRecord>) -> Result<Vms, FileError> {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))?;
+        for entry in std::fs::read_dir(&directory).map_err(at("read", &directory))? {
+            let entry = entry.map_err(at("read", &directory))?;
             let known = |record: &VmRecord| entry.file_name().to_str() == Some(&record.uid);
             if !records.iter().any(known) {
                 remove_tree_if_there(&entry.path())?;
@@ -135,7 +135,7 @@ impl Vms {
         }
         let known = records.into_iter().map(|record| (record.id.clone(), record)).collect();
         Ok(Vms {
-            folder,
+            directory,
             store,
             known: RwLock::new(known),
             changing: tokio::sync::Mutex::new(()),
@@ -215,14 +215,14 @@ impl Vms {
     }
 
     /// Returns the path for a temporary directory; the next daemon removes leftovers.
-    pub fn work_folder(&self) -> PathBuf {
+    pub fn work_directory(&self) -> PathBuf {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        self.folder.join(format!("work-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
+        self.directory.join(format!("work-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
     }
 
     /// Returns the directory of a VM's disks.
-    pub fn folder(&self, record: &VmRecord) -> PathBuf {
-        self.folder.join(&record.uid)
+    pub fn directory(&self, record: &VmRecord) -> PathBuf {
+        self.directory.join(&record.uid)
     }
 
     /// Returns the VM of this name, which is created if it does not exist.
@@ -233,12 +233,13 @@ impl Vms {
         }
         self.is_free(&id(namespace, name))?;
         let record = new_record(namespace, name)?;
-        let folder = self.folder(&record);
-        let create = move || std::fs::DirBuilder::new().mode(0o700).create(&folder).map_err(at("create", &folder));
+        let directory = self.directory(&record);
+        let create =
+            move || std::fs::DirBuilder::new().mode(0o700).create(&directory).map_err(at("create", &directory));
         run_blocking("create the directory of a persistent VM", create).await??;
         let written = self.write(record.clone()).await;
         if written.is_err() {
-            self.clear(&self.folder(&record)).await;
+            self.clear(&self.directory(&record)).await;
         }
         written.map(|()| record)
     }
@@ -272,14 +273,14 @@ impl Vms {
         self.is_free(&id(namespace, name))?;
         let record =
             VmRecord { image: source.image, more_images: source.more_images.clone(), ..new_record(namespace, name)? };
-        let (from, to) = (self.folder(&source), self.folder(&record));
-        let copied = run_blocking("copy the disks of a persistent VM", move || copy_folder(&from, &to)).await?;
+        let (from, to) = (self.directory(&source), self.directory(&record));
+        let copied = run_blocking("copy the disks of a persistent VM", move || copy_directory(&from, &to)).await?;
         let written = match copied {
             Ok(()) => self.write(record.clone()).await,
             Err(error) => Err(error.into()),
         };
         if written.is_err() {
-            self.clear(&self.folder(&record)).await;
+            self.clear(&self.directory(&record)).await;
         }
         written.map(|()| record)
     }
@@ -290,14 +291,14 @@ impl Vms {
         let record = self.known(id)?;
         self.store.commit(vec![Change::ForgetVm(id.to_owned())]).await?;
         self.known.write().unwrap_or_else(PoisonError::into_inner).remove(id);
-        self.clear(&self.folder(&record)).await;
+        self.clear(&self.directory(&record)).await;
         Ok(())
     }
 
     /// Removes the directory. The next daemon removes what is left.
-    async fn clear(&self, folder: &Path) {
-        let folder = folder.to_owned();
-        match run_blocking("remove the disks of a persistent VM", move || remove_tree_if_there(&folder)).await {
+    async fn clear(&self, directory: &Path) {
+        let directory = directory.to_owned();
+        match run_blocking("remove the disks of a persistent VM", move || remove_tree_if_there(&directory)).await {
             Ok(Err(error)) => tracing::warn!("{}", Chain(&error)),
             Err(error) => tracing::warn!("{}", Chain(&error)),
             Ok(Ok(())) => {}
@@ -313,7 +314,7 @@ pub fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
 }
 
 /// Copies the files of a flat directory; blocks are shared where the file system supports it.
-fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
+fn copy_directory(from: &Path, to: &Path) -> Result<(), FileError> {
     std::fs::DirBuilder::new().mode(0o700).create(to).map_err(at("create", to))?;
     // The VM's own processes have written to this directory.
     let from = JailedDir::new(from);
@@ -325,47 +326,47 @@ fn copy_folder(from: &Path, to: &Path) -> Result<(), FileError> {
         std::io::copy(&mut source, &mut target).map_err(at("copy", &copy))?;
         target.sync_all().map_err(at("write", &copy))?;
     }
-    std::fs::File::open(to).and_then(|folder| folder.sync_all()).map_err(at("write", to))
+    std::fs::File::open(to).and_then(|directory| directory.sync_all()).map_err(at("write", to))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn opened(folder: &Path) -> Vms {
-        let (store, contents) = Store::open(&folder.join("s.redb"), None).unwrap();
-        Vms::open(folder.join("machines"), store, contents.vms).unwrap()
+    fn opened(directory: &Path) -> Vms {
+        let (store, contents) = Store::open(&directory.join("s.redb"), None).unwrap();
+        Vms::open(directory.join("machines"), store, contents.vms).unwrap()
     }
 
     #[tokio::test]
     async fn a_machine_is_the_same_after_a_restart_and_gone_when_forgotten() {
-        let folder = tempfile::tempdir().unwrap();
-        let vms = opened(folder.path());
+        let directory = tempfile::tempdir().unwrap();
+        let vms = opened(directory.path());
         let first = vms.know("default", "db").await.unwrap();
         assert_eq!(vms.know("default", "db").await.unwrap(), first);
         assert_ne!(vms.know("other", "db").await.unwrap().uuid, first.uuid);
         assert!(first.mac[0] & 3 == 2, "a station's own address");
         assert_eq!(first.uuid.len(), 36);
         vms.of_images("default/db", [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])).into()).await.unwrap();
-        std::fs::write(vms.folder(&first).join("root.qcow2"), "data").unwrap();
-        let stray = folder.path().join("machines/stray");
+        std::fs::write(vms.directory(&first).join("root.qcow2"), "data").unwrap();
+        let stray = directory.path().join("machines/stray");
         std::fs::create_dir(&stray).unwrap();
         drop(vms);
 
-        let vms = opened(folder.path());
-        assert!(!stray.exists() && vms.folder(&first).join("root.qcow2").exists());
+        let vms = opened(directory.path());
+        assert!(!stray.exists() && vms.directory(&first).join("root.qcow2").exists());
         assert_eq!(vms.images(), [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])));
         let again = vms.know("default", "db").await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
-        std::os::unix::fs::symlink("/etc/shadow", vms.folder(&first).join("efi-variables")).unwrap();
+        std::os::unix::fs::symlink("/etc/shadow", vms.directory(&first).join("efi-variables")).unwrap();
         let copy = vms.copy("default/db", "default", "db2").await.unwrap();
-        assert!(!vms.folder(&copy).join("efi-variables").exists(), "what a link leads to is not copied");
+        assert!(!vms.directory(&copy).join("efi-variables").exists(), "what a link leads to is not copied");
         assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.images().eq(again.images()));
-        assert_eq!(std::fs::read(vms.folder(&copy).join("root.qcow2")).unwrap(), b"data");
+        assert_eq!(std::fs::read(vms.directory(&copy).join("root.qcow2")).unwrap(), b"data");
         assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), Kind::AlreadyExists);
         assert_eq!(vms.copy("default/no", "default", "db3").await.unwrap_err().kind(), Kind::NotFound);
         vms.forget("default/db").await.unwrap();
-        assert!(!vms.folder(&first).exists());
+        assert!(!vms.directory(&first).exists());
         assert_eq!(vms.forget("default/db").await.unwrap_err().kind(), Kind::NotFound);
         assert_ne!(vms.know("default", "db").await.unwrap().uuid, first.uuid);
     }

@@ -133,9 +133,9 @@ fn not_carried(link: &Link, addresses: &[Address]) -> Vec<String> {
 /// set for the namespace's own announcements and those that the kernel sets.
 fn sysctls(family: &str, name: &str) -> Vec<String> {
     const OF_NO_GUEST: [&str; 4] = ["arp_notify", "ndisc_notify", "accept_dad", "stable_secret"];
-    let folder = |of: &str| Path::new("/proc/sys/net").join(family).join("conf").join(of);
-    let value = |of: &str, key: &std::ffi::OsStr| std::fs::read_to_string(folder(of).join(key)).ok();
-    let keys = std::fs::read_dir(folder(name)).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let directory = |of: &str| Path::new("/proc/sys/net").join(family).join("conf").join(of);
+    let value = |of: &str, key: &std::ffi::OsStr| std::fs::read_to_string(directory(of).join(key)).ok();
+    let keys = std::fs::read_dir(directory(name)).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let mut all = Vec::new();
     for key in keys {
         let text = key.to_string_lossy();

@@ -46,8 +46,8 @@ impl AsFd for NetNs {
 ///
 /// Fails with the kind `AlreadyExists` if the file exists. Leaves nothing behind on failure.
 pub fn create(path: &Path) -> Result<NetNs, NetError> {
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).map_err(failed("create", path))?;
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).map_err(failed("create", path))?;
     }
     OpenOptions::new().write(true).create_new(true).mode(0o444).open(path).map_err(failed("create", path))?;
     let made = on_a_thread(path, || {

@@ -382,8 +382,8 @@ mod tests {
 
     #[test]
     fn the_file_of_a_volume_is_one_machines_at_a_time() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("volume");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("volume");
         let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
         open().set_len(1 << 20).unwrap();
         let placed = |number| Placed::new(Slot::volumes("volumes").unwrap(), number, &path, true);

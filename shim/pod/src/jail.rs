@@ -74,10 +74,10 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         places.extend(home(program).map(|path| place(&path, Access::Execute, false)));
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
-            places.extend(keep.iter().map(|folder| place(folder, Access::Write, true)));
+            places.extend(keep.iter().map(|directory| place(directory, Access::Write, true)));
             // The directory is empty until a container with devices is created. It lies in the daemon's part of the run directory.
-            let (folder, shown) = (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(passed::SHOWN)));
-            places.push(Place { shown, ..place(&folder, Access::Device, true) });
+            let (directory, shown) = (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(passed::SHOWN)));
+            places.push(Place { shown, ..place(&directory, Access::Device, true) });
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
     }
@@ -103,11 +103,11 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
 
 /// Returns the installation directory of a program that is not in a standard directory, so that its other files are accessible.
 fn home(program: &Path) -> Option<PathBuf> {
-    let folder = program.parent()?;
-    if PROGRAMS.iter().any(|known| folder.starts_with(known)) {
+    let directory = program.parent()?;
+    if PROGRAMS.iter().any(|known| directory.starts_with(known)) {
         return None;
     }
-    let whole = if folder.ends_with("bin") { folder.parent()? } else { folder };
+    let whole = if directory.ends_with("bin") { directory.parent()? } else { directory };
     whole.parent().map(|_not_the_root| whole.to_owned())
 }
 
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_of_its_own_is_in_its_folder_and_no_place_of_its_own() {
+    fn a_kernel_of_its_own_is_in_its_directory_and_no_place_of_its_own() {
         let dir = Path::new("/run/nacelle/pods/a");
         let has = |kernel: PathBuf| {
             let plan = plan(&PodSpec { kernel: kernel.clone(), ..sample() }, &jail(), dir);
@@ -163,14 +163,14 @@ mod tests {
             shares: 0,
         };
         let plan = plan(&PodSpec { engine, memory_mib: 1024, ..sample() }, &jail(), dir);
-        let of_folder = plan.places.iter().filter(|place| place.path == dir.join("vfio"));
-        let seen: Vec<_> = of_folder.map(|place| (place.shown.as_deref(), place.access)).collect();
+        let of_directory = plan.places.iter().filter(|place| place.path == dir.join("vfio"));
+        let seen: Vec<_> = of_directory.map(|place| (place.shown.as_deref(), place.access)).collect();
         assert_eq!(seen, [(Some(Path::new("/dev/vfio")), Access::Device)]);
         assert_eq!(plan.locked_bytes, 1152 << 20);
     }
 
     #[test]
-    fn without_a_guest_there_is_nothing_but_folders() {
+    fn without_a_guest_there_is_nothing_but_directories() {
         let engine = EngineSpec::Host { agent: "/usr/bin/nacelle-agent".into(), shares: Default::default() };
         let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };
         let plan = plan(&PodSpec { engine, ..sample() }, &jail, Path::new("/run/nacelle/pods/a"));
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_elsewhere_brings_its_folder() {
+    fn a_program_elsewhere_brings_its_directory() {
         let home = |program: &str| home(Path::new(program)).map(|path| path.to_str().unwrap().to_owned());
         assert_eq!(home("/usr/bin/qemu"), None);
         assert_eq!(home("/opt/qemu/bin/qemu").as_deref(), Some("/opt/qemu"));

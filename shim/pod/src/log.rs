@@ -92,16 +92,16 @@ impl LogPath {
     fn open(&self) -> Result<File, LogError> {
         let mut path = self.directory.clone();
         std::fs::create_dir_all(&path).map_err(at("create", &path))?;
-        let folder = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
+        let directory = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
         let mut here: OwnedFd = File::open(&path).map_err(at("open", &path))?.into();
-        let Some((name, folders)) = self.below.split_last() else { return Err(self.outside()) };
-        for part in folders {
+        let Some((name, directories)) = self.below.split_last() else { return Err(self.outside()) };
+        for part in directories {
             path.push(part);
             match mkdirat(&here, part, Mode::from_bits_truncate(0o755)) {
                 Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
                 Err(errno) => return Err(at("create", &path)(errno.into()).into()),
             }
-            here = retry_interrupted(|| openat(&here, part, folder, Mode::empty()))
+            here = retry_interrupted(|| openat(&here, part, directory, Mode::empty()))
                 .map_err(|errno| at("open", &path)(errno.into()))?;
         }
         path.push(name);
@@ -392,9 +392,9 @@ mod tests {
         let world = tempfile::tempdir().unwrap();
         let logs = world.path().join("logs");
         std::fs::create_dir(&logs).unwrap();
-        std::os::unix::fs::symlink(world.path(), logs.join("folder")).unwrap();
+        std::os::unix::fs::symlink(world.path(), logs.join("directory")).unwrap();
         std::os::unix::fs::symlink(world.path().join("victim"), logs.join("file.log")).unwrap();
-        for path in ["folder/x.log", "file.log"] {
+        for path in ["directory/x.log", "file.log"] {
             let path = LogPath::check(Some(&logs), &logs.join(path)).unwrap();
             assert!(LogFile::open(Some(path)).is_err());
         }

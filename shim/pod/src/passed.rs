@@ -15,9 +15,9 @@ const BESIDE_MIB: u64 = 128;
 
 /// Creates the directory.
 pub(crate) fn make(dir: &Path) -> Result<(), PodError> {
-    let folder = dir.join(VFIO_DIR);
-    let made = DirBuilder::new().mode(0o700).recursive(true).create(&folder);
-    Ok(made.map_err(at("create", &folder))?)
+    let directory = dir.join(VFIO_DIR);
+    let made = DirBuilder::new().mode(0o700).recursive(true).create(&directory);
+    Ok(made.map_err(at("create", &directory))?)
 }
 
 /// Returns the limit of locked memory in bytes that devices of a VM with this memory need.

@@ -54,7 +54,7 @@ const JOURNAL: (u64, u64) = (4, 64);
 /// The prefix of the names of pods' disks.
 pub(crate) const DISK: &str = "pod-";
 /// The prefix of the names of the directories of pods without a guest.
-pub(crate) const FOLDER: &str = "host-";
+pub(crate) const DIRECTORY: &str = "host-";
 
 /// A scratch disk cannot be created.
 #[derive(Debug, thiserror::Error)]
@@ -90,12 +90,12 @@ impl Classify for ScratchError {
 
 /// Creates the template of this size unless it exists, and returns its path. Any number of processes may call it at once;
 /// the daemon calls it before the first pod needs the template.
-pub fn template(folder: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
-    let path = folder.join(format!("scratch-v{FORMAT_VERSION}-{size_mib}.ext4"));
+pub fn template(directory: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
+    let path = directory.join(format!("scratch-v{FORMAT_VERSION}-{size_mib}.ext4"));
     if path.exists() {
         return Ok(path);
     }
-    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(at("create", folder))?;
+    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
     let draft = Draft::of(&path)?;
     format(&draft.file, draft.path(), size_mib.saturating_mul(1 << 20), FORMAT)?;
     draft.keep()?;
@@ -132,19 +132,19 @@ fn format(file: &File, path: &Path, bytes: u64, how: &[&str]) -> Result<(), Scra
 
 /// Removes from this directory the disks that cancelled starts have leaked, and the directories of pods that are not in
 /// `keep`. The caller ensures that no pod is starting. Templates stay; [`nacelle_base::draft::sweep`] removes their drafts.
-pub fn remove_disks(folder: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileError> {
-    let entries = match fs::read_dir(folder) {
+pub fn remove_disks(directory: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileError> {
+    let entries = match fs::read_dir(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other.map_err(at("read", folder))?,
+        other => other.map_err(at("read", directory))?,
     };
     for entry in entries {
-        let entry = entry.map_err(at("read", folder))?;
+        let entry = entry.map_err(at("read", directory))?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
         if name.starts_with(DISK) {
             remove_if_there(&entry.path())?;
         }
-        if let Some(id) = name.strip_prefix(FOLDER)
+        if let Some(id) = name.strip_prefix(DIRECTORY)
             && !keep.iter().any(|kept| kept.as_str() == id)
         {
             remove_tree_if_there(&entry.path())?;
@@ -194,17 +194,17 @@ mod tests {
 
     #[test]
     fn a_copy_has_the_holes_and_the_bytes_of_its_template() {
-        let folder = tempfile::tempdir().unwrap();
-        let template = template(&folder.path().join("templates"), 64).unwrap();
-        assert_eq!(super::template(&folder.path().join("templates"), 64).unwrap(), template);
-        let to = folder.path().join("scratch.ext4");
+        let directory = tempfile::tempdir().unwrap();
+        let template = template(&directory.path().join("templates"), 64).unwrap();
+        assert_eq!(super::template(&directory.path().join("templates"), 64).unwrap(), template);
+        let to = directory.path().join("scratch.ext4");
         copy(&template, &to).unwrap();
         assert!(fs::read(&template).unwrap() == fs::read(&to).unwrap());
         let taken = fs::metadata(&to).unwrap();
         assert_eq!(taken.len(), 64 << 20);
         assert!(taken.blocks() * 512 < 4 << 20, "{} KiB", taken.blocks() / 2);
         assert!(copy(&template, &to).is_err(), "an existing file is not overwritten");
-        assert_eq!(fs::read_dir(folder.path().join("templates")).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(directory.path().join("templates")).unwrap().count(), 1);
         let check =
             Command::new("fsck.ext4").env("PATH", "/usr/sbin:/sbin").args(["-n", "-f"]).arg(&to).output().unwrap();
         assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
@@ -212,25 +212,26 @@ mod tests {
 
     #[test]
     fn disks_of_starts_that_were_cut_go_and_templates_stay() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let (kept, gone) = (PodId::from_bytes([1; 32]), PodId::from_bytes([2; 32]));
         let keep = BTreeSet::from([kept.clone()]);
-        remove_disks(&folder.path().join("none"), &keep).unwrap();
+        remove_disks(&directory.path().join("none"), &keep).unwrap();
         for name in ["pod-ab.ext4", "scratch-v1-64.ext4"] {
-            fs::write(folder.path().join(name), "").unwrap();
+            fs::write(directory.path().join(name), "").unwrap();
         }
         for id in [&kept, &gone] {
-            fs::create_dir_all(folder.path().join(format!("host-{id}/c"))).unwrap();
+            fs::create_dir_all(directory.path().join(format!("host-{id}/c"))).unwrap();
         }
-        remove_disks(folder.path(), &keep).unwrap();
-        let left = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        remove_disks(directory.path(), &keep).unwrap();
+        let left =
+            fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         assert_eq!(left.collect::<BTreeSet<_>>(), ["scratch-v1-64.ext4".into(), format!("host-{kept}")].into());
     }
 
     #[test]
     fn the_disk_of_a_volume_is_sparse_and_has_a_journal() {
-        let folder = tempfile::tempdir().unwrap();
-        let (path, draft) = (folder.path().join("volume"), folder.path().join("draft"));
+        let directory = tempfile::tempdir().unwrap();
+        let (path, draft) = (directory.path().join("volume"), directory.path().join("draft"));
         // The draft of a process that was killed.
         fs::write(&draft, "half").unwrap();
         for bytes in [(16 << 20) - (256 << 10), 4 << 40] {
@@ -243,13 +244,13 @@ mod tests {
             assert!(told.contains("has_journal") && told.contains("Remount read-only"), "{told}");
         }
         assert!(volume(&path, &draft, 0).is_err());
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
     #[test]
     fn a_failed_template_leaves_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        assert!(template(folder.path(), 0).is_err());
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        let directory = tempfile::tempdir().unwrap();
+        assert!(template(directory.path(), 0).is_err());
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 }

@@ -80,7 +80,7 @@ pub(crate) fn introduce(process: i32, dir: &Path) -> Result<(), IdentityError> {
 }
 
 /// Mounts volumes of the node for a container of the pod in `dir`: the agent finds the n-th at
-/// `nacelle_base::share::FOLDER/CONTAINER/n`. Mounts all or none.
+/// `nacelle_base::share::DIRECTORY/CONTAINER/n`. Mounts all or none.
 pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with(dir, move |process| match process {

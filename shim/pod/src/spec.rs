@@ -313,7 +313,7 @@ impl PodSpec {
     /// there is no such disk it is the path of a directory that exists as long as the pod.
     pub fn scratch_file(&self) -> PathBuf {
         if !self.engine.has_disks() {
-            return self.scratch.templates.join(format!("{}{}", crate::scratch::FOLDER, self.id));
+            return self.scratch.templates.join(format!("{}{}", crate::scratch::DIRECTORY, self.id));
         }
         self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
     }

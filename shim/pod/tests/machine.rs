@@ -197,8 +197,8 @@ impl Place {
     }
 }
 
-fn make_image(folder: &Path) -> PathBuf {
-    let root = folder.join("image");
+fn make_image(directory: &Path) -> PathBuf {
+    let root = directory.join("image");
     for name in ["bin", "etc", "proc", "dev", "sys", "tmp"] {
         fs::create_dir_all(root.join(name)).unwrap();
     }
@@ -207,7 +207,7 @@ fn make_image(folder: &Path) -> PathBuf {
     for applet in ["sh", "cat", "echo", "sleep", "ping", "ip", "uname", "hostname", "dd", "seq", "df"] {
         symlink("busybox", root.join("bin").join(applet)).unwrap();
     }
-    let image = folder.join("image.erofs");
+    let image = directory.join("image.erofs");
     run("mkfs.erofs", &["--quiet", "--all-root", image.to_str().unwrap(), root.to_str().unwrap()]);
     let length = fs::metadata(&image).unwrap().len().next_multiple_of(4096);
     fs::OpenOptions::new().write(true).open(&image).unwrap().set_len(length).unwrap();

@@ -349,15 +349,15 @@ async fn jailed(place: Place) {
     for point in points {
         assert!(point == "/" || known.iter().any(|known| point.starts_with(known)), "{point}");
     }
-    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
-    let there = group.iter().filter(|folder| folder.exists()).count();
+    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    let there = group.iter().filter(|directory| directory.exists()).count();
     println!("control groups: {there}");
 
     signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
     client.ended().await.unwrap();
     let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
     assert_eq!(record.containers[0].message, "the pod process died of signal 9");
-    assert!(group.iter().all(|folder| !folder.exists()), "{group:?}");
+    assert!(group.iter().all(|directory| !directory.exists()), "{group:?}");
     let disks = std::fs::read_dir(place.root.path().join("templates")).unwrap().flatten();
     assert_eq!(disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).count(), 0);
 }
@@ -396,9 +396,9 @@ impl Victim {
     fn new(root: &Path) -> Victim {
         let child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let group = Path::new("nacelle").join(format!("victim-{}", root.file_name().unwrap().display()));
-        for folder in nacelle_jail::cgroup::folders(&group) {
-            if std::fs::create_dir_all(&folder).is_ok() {
-                let _ = std::fs::write(folder.join("cgroup.procs"), child.id().to_string());
+        for directory in nacelle_jail::cgroup::directories(&group) {
+            if std::fs::create_dir_all(&directory).is_ok() {
+                let _ = std::fs::write(directory.join("cgroup.procs"), child.id().to_string());
             }
         }
         Victim { child, group }
@@ -409,7 +409,7 @@ impl Victim {
     }
 
     fn groups(&self) -> usize {
-        nacelle_jail::cgroup::folders(&self.group).iter().filter(|folder| folder.exists()).count()
+        nacelle_jail::cgroup::directories(&self.group).iter().filter(|directory| directory.exists()).count()
     }
 
     /// Returns its identity as `process.json` contains it.
@@ -456,8 +456,8 @@ async fn foreign_names(place: Place) {
     assert_eq!(victim.groups(), groups, "a control group was removed that only the jailed process has named");
     assert!(others.join("data").exists(), "a directory was removed that only the jailed process has named");
     assert!(!identity::is_alive(&own).unwrap());
-    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
-    assert!(group.iter().all(|folder| !folder.exists()), "its own group is gone: {group:?}");
+    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    assert!(group.iter().all(|directory| !directory.exists()), "its own group is gone: {group:?}");
 }
 
 async fn hidden(place: Place) {
@@ -476,8 +476,8 @@ async fn hidden(place: Place) {
     assert!(client::connect(&place.dir).await.is_ok(), "it is still found");
     client::clean_up(&place.dir, None).await.unwrap();
     assert!(!identity::is_alive(&own).unwrap(), "it lives on");
-    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
-    assert!(group.iter().all(|folder| !folder.exists()), "its group is gone: {group:?}");
+    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    assert!(group.iter().all(|directory| !directory.exists()), "its group is gone: {group:?}");
 }
 
 /// Ends the test program if a test hangs, even in a system call.
@@ -588,6 +588,6 @@ async fn lost_directory(place: Place) {
         assert!(client::clean_up(&place.dir, Some(&stored)).await.unwrap().is_none());
         assert!(!identity::is_alive(&stored.identity).unwrap(), "it runs on, and nothing knows of it");
     }
-    let group = nacelle_jail::cgroup::folders(&cgroup(place.root.path()));
-    assert!(group.iter().all(|folder| !folder.exists()), "{group:?}");
+    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    assert!(group.iter().all(|directory| !directory.exists()), "{group:?}");
 }

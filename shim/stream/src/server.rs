@@ -86,7 +86,7 @@ enum Ask {
 
 impl Ask {
     /// Returns the first path segment of the URL.
-    fn folder(&self) -> &'static str {
+    fn directory(&self) -> &'static str {
         match self {
             Ask::Session(Session::Exec(_)) => "exec",
             Ask::Session(Session::Attach(_)) => "attach",
@@ -141,8 +141,8 @@ impl Server {
     }
 
     fn url(&self, ask: Ask) -> Result<String, TooMany> {
-        let folder = ask.folder();
-        Ok(format!("{}/{folder}/{}", self.0.base, self.0.tokens.give(ask, Instant::now())?))
+        let directory = ask.directory();
+        Ok(format!("{}/{directory}/{}", self.0.base, self.0.tokens.give(ask, Instant::now())?))
     }
 }
 
@@ -250,8 +250,8 @@ impl Server {
     }
 
     fn answer(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
-        let (folder, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
-        let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.folder() == folder);
+        let (directory, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
+        let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.directory() == directory);
         let Some(ask) = asked else {
             return (say(StatusCode::NOT_FOUND, "no such stream: each URL is good once, for a minute"), None);
         };

@@ -11,30 +11,30 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-fn config(folder: &Path, certificate: &str) -> Config {
-    let tls = Tls { certificate: folder.join(certificate), key: folder.join("key.pem") };
+fn config(directory: &Path, certificate: &str) -> Config {
+    let tls = Tls { certificate: directory.join(certificate), key: directory.join("key.pem") };
     Config { address: ([127, 0, 0, 1], 0).into(), idle: Duration::from_secs(3600), tls: Some(tls) }
 }
 
 #[test]
 fn a_client_that_trusts_the_certificate_is_served() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let made = Command::new("openssl")
         .args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"])
         .args(["-subj", "/CN=stream", "-addext", "subjectAltName=IP:127.0.0.1"])
         .args(["-keyout", "key.pem", "-out", "cert.pem"])
-        .current_dir(folder.path())
+        .current_dir(directory.path())
         .output();
     let Ok(made) = made else { return println!("skipped: openssl is not installed") };
     assert!(made.status.success(), "{made:?}");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let (server, listener) = Server::bind(&config(folder.path(), "cert.pem")).await.unwrap();
+        let (server, listener) = Server::bind(&config(directory.path(), "cert.pem")).await.unwrap();
         tokio::spawn(listener.serve(Arc::new(Node::default())));
         let url = server.exec(command("cat")).unwrap();
         let (host, path) = url.strip_prefix("https://").unwrap().split_once('/').unwrap();
         let (host, request) = (host.to_owned(), format!("POST /{path} HTTP/1.1\r\nHost: x\r\n{}\r\n", common::V4));
-        let folder = folder.path().to_owned();
+        let directory = directory.path().to_owned();
         let asked = tokio::task::spawn_blocking(move || {
             let mut client = Command::new("timeout")
                 .args([
@@ -48,7 +48,7 @@ fn a_client_that_trusts_the_certificate_is_served() {
                     "-connect",
                 ])
                 .arg(&host)
-                .current_dir(folder)
+                .current_dir(directory)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())
@@ -70,11 +70,11 @@ fn a_client_that_trusts_the_certificate_is_served() {
 
 #[test]
 fn what_is_no_certificate_is_named() {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("empty.pem"), "").unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("empty.pem"), "").unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (file, named) in [("none.pem", "none.pem"), ("empty.pem", "key.pem")] {
-        let bound = runtime.block_on(Server::bind(&config(folder.path(), file)));
+        let bound = runtime.block_on(Server::bind(&config(directory.path(), file)));
         let Err(error) = bound else { panic!("{file} is no certificate") };
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(nacelle_base::Chain(&error).to_string().contains(named), "{file}: {}", nacelle_base::Chain(&error));

@@ -117,8 +117,8 @@ mod tests {
 
         #[test]
         fn manifests_with_a_flaw(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
-            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/manifests");
-            let mut data = std::fs::read(folder.join("machine.yaml")).unwrap();
+            let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/manifests");
+            let mut data = std::fs::read(directory.join("machine.yaml")).unwrap();
             let at = at.index(data.len());
             data[at] = byte;
             manifests(&data);

@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-fn folder() -> PathBuf {
+fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/manifests")
 }
 
 fn documents(name: &str) -> Vec<Value> {
-    of_file(&folder().join(format!("../corpus/manifests/{name}.yaml")))
+    of_file(&directory().join(format!("../corpus/manifests/{name}.yaml")))
 }
 
 fn of_file(file: &Path) -> Vec<Value> {
@@ -24,9 +24,9 @@ fn of_file(file: &Path) -> Vec<Value> {
 /// With `NACELLE_WRITE_EXPECTED` in the environment the actual output becomes the expected output.
 fn expect(file: &str, found: &str) {
     if std::env::var_os("NACELLE_WRITE_EXPECTED").is_some() {
-        std::fs::write(folder().join(file), found).unwrap();
+        std::fs::write(directory().join(file), found).unwrap();
     }
-    let expected = std::fs::read_to_string(folder().join(file)).unwrap_or_default();
+    let expected = std::fs::read_to_string(directory().join(file)).unwrap_or_default();
     assert!(found == expected, "{file} should be\n{expected}\nand is\n{found}");
 }
 
@@ -102,7 +102,7 @@ fn what_cannot_be_converted_is_refused_with_its_reasons() {
 
 #[test]
 fn kubevirts_kinds_of_examples_are_converted_or_refused_with_their_reasons() {
-    let mut names: Vec<PathBuf> = std::fs::read_dir(folder().join("examples"))
+    let mut names: Vec<PathBuf> = std::fs::read_dir(directory().join("examples"))
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|end| end == "yaml"))

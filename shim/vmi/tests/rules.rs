@@ -145,13 +145,13 @@ fn every_rule_says_what_it_says() {
 
 /// Returns the names of the rules in the sources.
 fn known() -> BTreeSet<String> {
-    let mut folders = vec![here("src")];
+    let mut directories = vec![here("src")];
     let mut rules = BTreeSet::new();
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap() {
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                folders.push(path);
+                directories.push(path);
                 continue;
             }
             let text = std::fs::read_to_string(&path).unwrap();

@@ -362,8 +362,9 @@ fn bzimage() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("NACELLE_BZIMAGE") {
         return Some(path.into());
     }
-    let list =
-        |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let list = |directory: PathBuf| {
+        std::fs::read_dir(directory).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()))
+    };
     let mut boot = list(cache().ok()?.with_file_name("node")).map(|node| node.join("kernel/boot"));
     boot.find_map(|boot| {
         list(boot).find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz")))
@@ -392,8 +393,8 @@ fn a_saved_machine_goes_on_where_it_stood() {
         console.expect("count 5 ", 0);
         assert!(matches!(machine.save(), Err(Error::NotPaused)));
         machine.pause().unwrap();
-        let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().join("saved");
+        let directory = tempfile::tempdir().unwrap();
+        let place = directory.path().join("saved");
         snapshot::save(&machine, &place).unwrap();
         drop(machine);
         let (last, at) = last_count(&console.text());
@@ -422,8 +423,8 @@ fn restored_machines_draw_random_numbers_of_their_own() {
     console.expect("draw ", 0);
     assert!(console.text().contains("generation id: watched"), "an old kernel? {}", console.text());
     machine.pause().unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let place = folder.path().join("saved");
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path().join("saved");
     snapshot::save(&machine, &place).unwrap();
     // The saved VM continues; two others start from the saved state.
     let said = console.length();

@@ -41,7 +41,7 @@ fn expected(from: usize, length: usize) -> Vec<u8> {
 }
 
 /// Writes an ELF image with one segment and returns its path.
-fn kernel(folder: &Path) -> PathBuf {
+fn kernel(directory: &Path) -> PathBuf {
     const AT: u64 = 0x10_0000;
     let code = code();
     let mut elf = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
@@ -57,7 +57,7 @@ fn kernel(folder: &Path) -> PathBuf {
     }
     elf.resize(0x1000, 0);
     elf.extend(code);
-    let path = folder.join("kernel");
+    let path = directory.join("kernel");
     std::fs::write(&path, elf).unwrap();
     path
 }
@@ -89,15 +89,15 @@ impl Output {
 }
 
 /// Starts the guest on a VM with a device. Prints a reason and returns `None` if there is no KVM.
-fn start(folder: &Path, vcpus: u8) -> Option<(Machine, Output)> {
-    let mut builder = match Builder::new(Config { vcpus, memory_mib: 16, kernel: kernel(folder), ..Config::default() })
-    {
-        Ok(builder) => builder,
-        Err(error) => {
-            println!("skipped: {}", nacelle_base::Chain(&error));
-            return None;
-        }
-    };
+fn start(directory: &Path, vcpus: u8) -> Option<(Machine, Output)> {
+    let mut builder =
+        match Builder::new(Config { vcpus, memory_mib: 16, kernel: kernel(directory), ..Config::default() }) {
+            Ok(builder) => builder,
+            Err(error) => {
+                println!("skipped: {}", nacelle_base::Chain(&error));
+                return None;
+            }
+        };
     let output = Output::default();
     output.listen(&mut builder);
     builder.attach(Rng::new().device()).unwrap();
@@ -118,10 +118,10 @@ fn restore(dir: &Path) -> (Machine, Output) {
 
 #[test]
 fn a_saved_machine_goes_on_in_each_restored_one() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for vcpus in [1, 2] {
-        let Some((machine, output)) = start(folder.path(), vcpus) else { return };
-        let dir = folder.path().join(format!("of-{vcpus}"));
+        let Some((machine, output)) = start(directory.path(), vcpus) else { return };
+        let dir = directory.path().join(format!("of-{vcpus}"));
         assert!(matches!(snapshot::save(&machine, &dir), Err(SnapshotError::Machine { source: Error::NotPaused })));
         assert!(!dir.exists());
         machine.pause().unwrap();
@@ -147,7 +147,7 @@ fn a_saved_machine_goes_on_in_each_restored_one() {
 
         // A restored VM is saved again: its untouched pages come from the first snapshot.
         one.pause().unwrap();
-        let again = folder.path().join(format!("again-{vcpus}"));
+        let again = directory.path().join(format!("again-{vcpus}"));
         snapshot::save(&one, &again).unwrap();
         let before = before + first.get().len();
         drop(one);
@@ -161,10 +161,10 @@ fn a_saved_machine_goes_on_in_each_restored_one() {
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let Some((machine, _)) = start(folder.path(), 1) else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let Some((machine, _)) = start(directory.path(), 1) else { return };
     machine.pause().unwrap();
-    let dir = folder.path().join("snapshot");
+    let dir = directory.path().join("snapshot");
     snapshot::save(&machine, &dir).unwrap();
     let taken = snapshot::save(&machine, &dir).unwrap_err();
     assert_eq!(taken.kind(), Kind::AlreadyExists, "{taken}");

@@ -40,10 +40,10 @@ pub struct Account {
 /// Returns the account of this process with its descendants; `None` if it is gone. Reads all their memory mappings.
 pub fn account(process: &ProcessIdentity) -> Option<Account> {
     let mut whole = of(process)?;
-    let folders = descendants(Path::new("/proc"), process.pid);
-    let guest_bytes = folders.iter().map(|folder| guest(folder)).max().unwrap_or(0);
+    let directories = descendants(Path::new("/proc"), process.pid);
+    let guest_bytes = directories.iter().map(|directory| guest(directory)).max().unwrap_or(0);
     whole.anonymous_bytes =
-        folders.iter().try_fold(0, |sum, folder| anonymous(sum, folder)).unwrap_or(whole.anonymous_bytes);
+        directories.iter().try_fold(0, |sum, directory| anonymous(sum, directory)).unwrap_or(whole.anonymous_bytes);
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
     let group = group_usage(&groups);
     if let Some(group) = group {
@@ -60,8 +60,8 @@ pub fn account(process: &ProcessIdentity) -> Option<Account> {
 
 /// Adds a process's memory without a file to `sum`, each page divided by the number of processes that share it: forked processes
 /// share their memory. Returns `None` if the kernel does not report it.
-fn anonymous(sum: u64, folder: &Path) -> Option<u64> {
-    let text = match fs::read_to_string(folder.join("smaps_rollup")) {
+fn anonymous(sum: u64, directory: &Path) -> Option<u64> {
+    let text = match fs::read_to_string(directory.join("smaps_rollup")) {
         Ok(text) => text,
         // The process has ended meanwhile.
         Err(_) => return Some(sum),
@@ -76,9 +76,9 @@ fn anonymous(sum: u64, folder: &Path) -> Option<u64> {
 
 /// Returns the resident bytes of the mappings in /proc/PID/smaps that may be guest memory: large, anonymous, writable and not
 /// executable (an emulator's translated code is executable).
-fn guest(folder: &Path) -> u64 {
+fn guest(directory: &Path) -> u64 {
     let (mut sum, mut large) = (0_u64, false);
-    let Ok(file) = File::open(folder.join("smaps")) else { return 0 };
+    let Ok(file) = File::open(directory.join("smaps")) else { return 0 };
     let mut can_be = false;
     for line in BufReader::new(file).lines().map_while(Result::ok) {
         let mut words = line.split_whitespace();
@@ -109,9 +109,9 @@ fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     let nanos = 1_000_000_000 / u64::try_from(ticks.unwrap_or(100)).unwrap_or(100).max(1);
     let (mut sum, mut shared) = (Cost::default(), 0);
-    for (n, folder) in descendants(proc, pid).into_iter().enumerate() {
+    for (n, directory) in descendants(proc, pid).into_iter().enumerate() {
         let (Ok(stat), Ok(status)) =
-            (fs::read_to_string(folder.join("stat")), fs::read_to_string(folder.join("status")))
+            (fs::read_to_string(directory.join("stat")), fs::read_to_string(directory.join("status")))
         else {
             // The process has ended meanwhile; without the first process there is no result.
             (n > 0).then_some(())?;
@@ -135,15 +135,15 @@ fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
 
 /// Returns the /proc directories of a process and its descendants, the process's own first.
 fn descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
-    let mut folders = vec![proc.join(pid.to_string())];
+    let mut directories = vec![proc.join(pid.to_string())];
     let mut at = 0;
-    while let Some(folder) = folders.get(at).filter(|_| at < MAX_PROCESSES) {
-        let children = children(folder);
-        folders.extend(children.iter().map(|pid| proc.join(pid.to_string())));
+    while let Some(directory) = directories.get(at).filter(|_| at < MAX_PROCESSES) {
+        let children = children(directory);
+        directories.extend(children.iter().map(|pid| proc.join(pid.to_string())));
         at += 1;
     }
-    folders.truncate(MAX_PROCESSES);
-    folders
+    directories.truncate(MAX_PROCESSES);
+    directories
 }
 
 /// Returns from /proc/PID/stat the ticks used by a process and its ended children, and its start time.
@@ -163,8 +163,8 @@ fn kib(status: &str, name: &str) -> u64 {
     kib.unwrap_or(0).saturating_mul(1024)
 }
 
-fn children(folder: &Path) -> Vec<i32> {
-    let threads = fs::read_dir(folder.join("task")).into_iter().flatten().flatten();
+fn children(directory: &Path) -> Vec<i32> {
+    let threads = fs::read_dir(directory.join("task")).into_iter().flatten().flatten();
     let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
     lists.flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()).collect()
 }
@@ -174,15 +174,15 @@ mod tests {
     use super::*;
 
     fn process(proc: &Path, pid: i32, ticks: u64, kib: u64, children: &str) {
-        let folder = proc.join(pid.to_string());
-        fs::create_dir_all(folder.join(format!("task/{pid}"))).unwrap();
-        fs::create_dir_all(folder.join("task/9")).unwrap();
+        let directory = proc.join(pid.to_string());
+        fs::create_dir_all(directory.join(format!("task/{pid}"))).unwrap();
+        fs::create_dir_all(directory.join("task/9")).unwrap();
         let stat = format!("{pid} (a) b) S 1 1 1 0 -1 0 0 0 0 0 {ticks} 1 0 0 20 0 4 0 777 1000 1 0");
-        fs::write(folder.join("stat"), stat).unwrap();
+        fs::write(directory.join("stat"), stat).unwrap();
         let status =
             format!("Name:\tx\nVmRSS:\t{kib} kB\nRssAnon:\t2 kB\nRssShmem:\t{} kB\nHugetlbPages:\t1 kB\n", kib / 10);
-        fs::write(folder.join("status"), status).unwrap();
-        fs::write(folder.join("task/9/children"), children).unwrap();
+        fs::write(directory.join("status"), status).unwrap();
+        fs::write(directory.join("task/9/children"), children).unwrap();
     }
 
     #[test]
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_guests_memory_is_told_from_the_rest() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let mapping = |rights: &str, name: &str, size: u64, rss: u64| {
             let head = format!("7f0000000000-7f0008000000 {rights} 00000000 00:01 7 {name}\n");
             format!("{head}Size: {size} kB\nRss: {rss} kB\nPss: 1 kB\nPrivate_Hugetlb: 0 kB\n")
@@ -227,22 +227,22 @@ mod tests {
             mapping("r--p", "/usr/lib/x", 1 << 20, 50_000),
             mapping("rw-p", "[heap]", 64 << 10, 600_000),
         ];
-        fs::write(folder.path().join("smaps"), text.concat()).unwrap();
-        assert_eq!(guest(folder.path()), 21 << 10);
-        fs::write(folder.path().join("smaps"), [0xff, 0xfe, b'\n']).unwrap();
-        assert_eq!((guest(folder.path()), guest(&folder.path().join("none"))), (0, 0));
+        fs::write(directory.path().join("smaps"), text.concat()).unwrap();
+        assert_eq!(guest(directory.path()), 21 << 10);
+        fs::write(directory.path().join("smaps"), [0xff, 0xfe, b'\n']).unwrap();
+        assert_eq!((guest(directory.path()), guest(&directory.path().join("none"))), (0, 0));
     }
 
     #[test]
     fn shared_pages_count_in_parts() {
-        let folder = tempfile::tempdir().unwrap();
-        let write = |text: &str| fs::write(folder.path().join("smaps_rollup"), text).unwrap();
-        assert_eq!(anonymous(7, folder.path()), Some(7), "it has ended");
+        let directory = tempfile::tempdir().unwrap();
+        let write = |text: &str| fs::write(directory.path().join("smaps_rollup"), text).unwrap();
+        assert_eq!(anonymous(7, directory.path()), Some(7), "it has ended");
         write("Rss: 90 kB\nPss: 50 kB\nPss_Dirty: 1 kB\nPss_Anon:     3 kB\nPss_File: 9 kB\nPss_Shmem:  2 kB\n");
-        assert_eq!(anonymous(7, folder.path()), Some(7 + (5 << 10)));
+        assert_eq!(anonymous(7, directory.path()), Some(7 + (5 << 10)));
         for text in ["Pss: 50 kB\n", "Pss_Anon: x kB\nPss_Shmem: 2 kB\n", "Pss_Anon: 3\nPss_Shmem: 2 kB\n", ""] {
             write(text);
-            assert_eq!(anonymous(7, folder.path()), None, "{text:?}");
+            assert_eq!(anonymous(7, directory.path()), None, "{text:?}");
         }
     }
 

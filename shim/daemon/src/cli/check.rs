@@ -321,8 +321,8 @@ mod tests {
 
     #[test]
     fn vhost_is_for_our_own_vmm() {
-        let folder = tempfile::tempdir().unwrap();
-        let (there, missing) = (folder.path().join("there"), folder.path().join("missing"));
+        let directory = tempfile::tempdir().unwrap();
+        let (there, missing) = (directory.path().join("there"), directory.path().join("missing"));
         std::fs::write(&there, "").unwrap();
         for (verdict, _) in verdicts() {
             let hardware = matches!(verdict, KvmVerdict::Hardware { .. });
@@ -343,8 +343,8 @@ mod tests {
 
     #[test]
     fn pods_without_a_guest_need_the_agent() {
-        let folder = tempfile::tempdir().unwrap();
-        let agent = folder.path().join("nacelle-agent");
+        let directory = tempfile::tempdir().unwrap();
+        let agent = directory.path().join("nacelle-agent");
         let found = host(&agent);
         assert!(found[0].level == Level::Bad && found[0].says.contains("install nacelle-agent"), "{}", found[0]);
         std::fs::write(&agent, "").unwrap();

@@ -17,9 +17,9 @@ use tonic::transport::Channel;
 
 #[derive(Subcommand)]
 pub(super) enum Image {
-    /// Takes images out of an OCI layout (folder or archive) or a docker archive.
+    /// Takes images out of an OCI layout (directory or archive) or a docker archive.
     Load {
-        /// The folder or archive.
+        /// The directory or archive.
         archive: PathBuf,
         /// The image's name, if the archive holds one only.
         #[arg(long)]
@@ -84,10 +84,10 @@ async fn through_daemon(channel: Channel, command: Image) -> anyhow::Result<()> 
 }
 
 async fn in_store(config: &Config, command: Image) -> anyhow::Result<()> {
-    let (folder, options) = (config.paths.images(), config.image_options());
+    let (directory, options) = (config.paths.images(), config.image_options());
     let store = run_blocking("open the image store", move || {
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-        anyhow::Ok(Store::open(&folder, options)?)
+        std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        anyhow::Ok(Store::open(&directory, options)?)
     });
     let store = store.await??;
     match command {

@@ -29,9 +29,9 @@ impl Cri {
     ) -> Result<cri::CreateContainerResponse, Status> {
         if let Some(config) = request.config.as_mut().filter(|config| !config.cdi_devices.is_empty()) {
             let names: Vec<String> = config.cdi_devices.iter().map(|device| device.name.clone()).collect();
-            let folders = self.node.parts().config.sandbox.cdi_dirs.clone();
+            let directories = self.node.parts().config.sandbox.cdi_dirs.clone();
             // As with seccomp profiles, the container gets the present contents of the files.
-            let found = run_blocking("find the CDI devices", move || cdi::find(&names, &folders)).await;
+            let found = run_blocking("find the CDI devices", move || cdi::find(&names, &directories)).await;
             with_edits(config, found.map_err(status)?.map_err(status)?);
         }
         let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;

@@ -46,7 +46,7 @@ impl Cri {
                 if let Some(name) = name {
                     let vms = &self.node.parts().vms;
                     let vm = vms.know(&pod.name.namespace, &name).await.map_err(status)?;
-                    machine_pod::identify(&mut machine, &vm, vms.folder(&vm));
+                    machine_pod::identify(&mut machine, &vm, vms.directory(&vm));
                     pod.vm = Some(vm.id);
                 }
                 pod.machine = Some(machine);

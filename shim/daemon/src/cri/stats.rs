@@ -12,7 +12,7 @@ use tonic::Status;
 impl Cri {
     /// Returns the mount point of container files that ImageFsInfo reports.
     fn mountpoint(&self) -> String {
-        self.node.parts().images.folder().display().to_string()
+        self.node.parts().images.directory().display().to_string()
     }
 
     pub(super) async fn on_container_stats(

@@ -388,7 +388,7 @@ impl Actor {
                 let mut changes: Vec<_> = self.containers.keys().cloned().map(Change::ForgetContainer).collect();
                 changes.push(Change::ForgetPod(id.clone()));
                 self.effect(async move {
-                    let forgotten = match boot::remove_folder(&parts, &id).await {
+                    let forgotten = match boot::remove_directory(&parts, &id).await {
                         Ok(()) => parts.store.commit(changes).await.map_err(super::error::at("forget the pod")),
                         Err(error) => Err(error),
                     };

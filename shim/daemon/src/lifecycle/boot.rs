@@ -72,7 +72,7 @@ pub(super) async fn boot(
     if let Some(page) = page {
         hugepages::check(memory_mib(&config, &handler), page)?;
     }
-    make_folders(dir.clone(), config.log_directory.clone()).await?;
+    make_directories(dir.clone(), config.log_directory.clone()).await?;
     let own_kernel = own_kernel(&config);
     if let Some(own) = own_kernel {
         let engine = match parts.engine.spec(handler.engine, &config) {
@@ -186,7 +186,7 @@ fn of_node() -> Attachment {
     Attachment { network: PodNetwork::default(), dns: DnsConfig::default(), ips: Vec::new() }
 }
 
-async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
+async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
     let make = move || {
         if let Some(logs) = logs {
             std::fs::create_dir_all(&logs).map_err(files::at("create", &logs))?;
@@ -198,7 +198,7 @@ async fn make_folders(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), Lifecyc
         std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))?;
         nacelle_pod::make_jail(&dir)
     };
-    blocking(make).await.map_err(at("make the folder of the pod"))
+    blocking(make).await.map_err(at("make the directory of the pod"))
 }
 
 fn own_kernel(config: &PodConfig) -> Option<&OwnKernel> {
@@ -519,10 +519,10 @@ async fn end_machine(
 }
 
 /// Removes the pod's directory.
-pub(super) async fn remove_folder(parts: &Parts, id: &PodId) -> Result<(), LifecycleError> {
+pub(super) async fn remove_directory(parts: &Parts, id: &PodId) -> Result<(), LifecycleError> {
     let dir = parts.pod_dir(id);
     let removed = blocking(move || files::remove_tree_if_there(&dir)).await;
-    removed.map_err(at("remove the folder of the pod"))
+    removed.map_err(at("remove the directory of the pod"))
 }
 
 #[cfg(test)]

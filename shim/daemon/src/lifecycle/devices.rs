@@ -95,8 +95,8 @@ pub(super) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, Owned
 /// devices in it.
 pub(super) fn of_node(config: &ContainerConfig, privileged: Option<&Path>) -> Result<Vec<DeviceNode>, LifecycleError> {
     let mut found = BTreeMap::new();
-    if let Some(folder) = privileged {
-        walk(folder, Path::new("/dev"), "rwm", DEPTH, &mut found);
+    if let Some(directory) = privileged {
+        walk(directory, Path::new("/dev"), "rwm", DEPTH, &mut found);
         found.retain(|path, _| !OWN.iter().any(|own| path.starts_with(own)));
     }
     for device in &config.devices {
@@ -121,8 +121,8 @@ pub(super) fn of_node(config: &ContainerConfig, privileged: Option<&Path>) -> Re
 }
 
 /// Collects the devices in a directory; symbolic links and unreadable entries are skipped.
-fn walk(folder: &Path, at: &Path, access: &str, depth: usize, found: &mut BTreeMap<PathBuf, DeviceNode>) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+fn walk(directory: &Path, at: &Path, access: &str, depth: usize, found: &mut BTreeMap<PathBuf, DeviceNode>) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let (Ok(metadata), at) = (entry.metadata(), at.join(entry.file_name())) else { continue };
         if metadata.is_dir() && depth > 0 {
             walk(&entry.path(), &at, access, depth - 1, found);
@@ -171,10 +171,10 @@ mod tests {
         let [zero] = of_node(&config(&[("/dev/zero", "/dev/nothing")]), None).unwrap().try_into().unwrap();
         assert_eq!((zero.path.as_str(), zero.block, zero.major, zero.minor), ("/dev/nothing", false, 1, 5));
         assert_eq!((zero.mode & 0o600, zero.access.as_str()), (0o600, "rw"));
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-        std::os::unix::fs::symlink("/dev/full", folder.path().join("link")).unwrap();
-        fs::write(folder.path().join("file"), "").unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+        std::os::unix::fs::symlink("/dev/full", directory.path().join("link")).unwrap();
+        fs::write(directory.path().join("file"), "").unwrap();
         let [full] = of_node(&config(&[(&path("link"), "/dev/x/y")]), None).unwrap().try_into().unwrap();
         assert_eq!((full.path.as_str(), full.minor), ("/dev/x/y", 7));
         for none in [path("none"), path("file"), path("")] {
@@ -183,7 +183,7 @@ mod tests {
             assert!(error.to_string().contains(&none), "{error}");
         }
         // A privileged container gets no links, files or paths of its own; a requested device takes precedence.
-        assert_eq!(of_node(&config(&[]), Some(folder.path())).unwrap(), []);
+        assert_eq!(of_node(&config(&[]), Some(directory.path())).unwrap(), []);
         let all = of_node(&config(&[("/dev/zero", "/dev/null")]), Some("/dev".as_ref())).unwrap();
         let null = all.iter().find(|node| node.path == "/dev/null").unwrap();
         assert_eq!((null.minor, null.access.as_str()), (5, "rw"));
@@ -201,8 +201,8 @@ mod tests {
 
     #[test]
     fn of_the_node_only_block_devices_reach_a_guest() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
         fs::write(path("file"), "").unwrap();
         std::os::unix::fs::symlink("/dev/zero", path("link")).unwrap();
         for (host, kind) in [

@@ -3,7 +3,7 @@
 //! node only passes them on and must never mount or parse one.
 
 use super::error::{LifecycleError, at};
-use super::memory::{self, FOLDER};
+use super::memory::{self, DIRECTORY};
 use nacelle_base::ContainerId;
 use nacelle_base::files::{self, FileError, remove_if_there};
 use nacelle_model::empty_dir::{EmptyDirs, MAX_QUOTA, MIN_QUOTA};
@@ -60,14 +60,14 @@ pub(super) fn plan(way: &Way, id: &ContainerId, volumes: &[NodeVolume]) -> Resul
             (Some((name, root)), Way::Disks(rules, pod)) => {
                 let called = super::pushed::called("disk", &name, &root);
                 // Two containers may request the volume at once.
-                let alone = File::open(&root).and_then(|folder| folder.lock().map(|()| folder));
+                let alone = File::open(&root).and_then(|directory| directory.lock().map(|()| directory));
                 let alone = alone.map_err(step("lock", &root))?;
                 let mark = pod.join(format!("{MARK}{called}"));
                 if !is_disk(rules, &name, &root, &mark)? {
                     return Ok(None);
                 }
                 drop(alone);
-                disk(volume, called, &root, format!("{FOLDER}/{id}.{number}")).map(Some)
+                disk(volume, called, &root, format!("{DIRECTORY}/{id}.{number}")).map(Some)
             }
         }
     });
@@ -166,14 +166,14 @@ fn disk(volume: &NodeVolume, name: String, root: &Path, source: String) -> Resul
 fn part(path: &Path, root: &Path) -> Option<String> {
     let same = |path: &Path| fs::symlink_metadata(path).map(|found| (found.dev(), found.ino())).ok();
     let wanted = same(path)?;
-    let (mut folders, mut looked) = (vec![root.to_owned()], 0);
-    while let Some(folder) = folders.pop().filter(|_| looked < MOST) {
+    let (mut directories, mut looked) = (vec![root.to_owned()], 0);
+    while let Some(directory) = directories.pop().filter(|_| looked < MOST) {
         looked += 1;
-        if same(&folder) == Some(wanted) {
-            return folder.strip_prefix(root).ok()?.to_str().map(str::to_owned);
+        if same(&directory) == Some(wanted) {
+            return directory.strip_prefix(root).ok()?.to_str().map(str::to_owned);
         }
-        let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
-        folders.extend(
+        let entries = fs::read_dir(&directory).into_iter().flatten().flatten();
+        directories.extend(
             entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()),
         );
     }
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(first.volume.source, first.device.container_path);
         // A disk stays a disk, whatever the handler's setting for new ones is.
         let again = place.plan(false, &volume(&place.root().join("deep/part"))).unwrap();
-        assert!(again.is_none(), "a folder below it is nothing that kubelet hands over");
+        assert!(again.is_none(), "a directory below it is nothing that kubelet hands over");
         let again = place.plan(false, &whole).unwrap().unwrap();
         assert_eq!((again.device.key, again.volume.name), (first.device.key, first.volume.name));
         assert!(!place.root().join(DRAFT).exists());

@@ -179,7 +179,7 @@ pub enum LifecycleError {
         vcpus: u32,
     },
     /// The path of a requested device is not a device.
-    #[error("config.devices.host_path is {path:?}: there is neither a device nor a folder with devices")]
+    #[error("config.devices.host_path is {path:?}: there is neither a device nor a directory with devices")]
     NoDevice {
         /// The path.
         path: String,
@@ -203,8 +203,8 @@ pub enum LifecycleError {
     },
     /// The path is no known directory of a volume that is a disk of the VM.
     #[error(
-        "config.mounts.host_path is {path:?}, which is to be a folder of a volume on a disk, and is none of those that are known of \
-         it: only folders can be had as a subPath"
+        "config.mounts.host_path is {path:?}, which is to be a directory of a volume on a disk, and is none of those that are known of \
+         it: only directories can be had as a subPath"
     )]
     NoPart {
         /// The path.
@@ -247,7 +247,7 @@ pub enum LifecycleError {
         path: String,
     },
     /// The requested directories contain too many devices.
-    #[error("config.devices are more than {most} with those in folders")]
+    #[error("config.devices are more than {most} with those in directories")]
     TooManyDevices {
         /// The maximum.
         most: usize,

@@ -41,7 +41,7 @@ pub(super) async fn prepare(
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<Offer>, Passed), LifecycleError> {
     share(parts, pod, machine, record).await?;
-    let prepared = without_folders(parts, client, machine, record).await;
+    let prepared = without_directories(parts, client, machine, record).await;
     if prepared.is_err() {
         take_back(parts, pod, record).await;
     }
@@ -60,16 +60,16 @@ async fn share(
     }
     let (filesystems, config) = (machine.filesystems.clone(), Arc::clone(&record.config));
     let found = blocking(move || {
-        let found = filesystems.iter().map(|one| machine_pod::folder(one, machine_pod::shared(one, &config)?));
+        let found = filesystems.iter().map(|one| machine_pod::directory(one, machine_pod::shared(one, &config)?));
         found.collect::<Result<Vec<_>, _>>()
     });
     let found = found.await.map_err(|error| at(STEP)(SourceError::Volume(error)))?;
     let volumes = found.iter().map(|volume| shared(volume, &pod.config)).collect();
     let attached = parts.pods.attach(&parts.pod_dir(&pod.id), Taker::Share, record.id.as_str(), volumes).await;
-    attached.map_err(at("share the folders of the machine's file systems with the pod"))
+    attached.map_err(at("share the directories of the machine's file systems with the pod"))
 }
 
-async fn without_folders(
+async fn without_directories(
     parts: &Parts,
     client: &PodClient,
     machine: &MachinePod,

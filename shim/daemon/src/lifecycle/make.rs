@@ -332,7 +332,7 @@ fn as_found(
         } else if let Some(pushed) = plan {
             volume.host_path = pushed::in_guest(pushed);
         } else if let Some(number) = numbers.next() {
-            volume.host_path = format!("{}/{id}/{number}", share::FOLDER);
+            volume.host_path = format!("{}/{id}/{number}", share::DIRECTORY);
             if marks && volume.readonly && !volume.recursive_read_only {
                 volume.options.insert(MountOption::Nodiratime);
             }
@@ -529,8 +529,8 @@ mod tests {
 
     #[test]
     fn volumes_of_the_node_are_found_or_made() {
-        let folder = tempfile::tempdir().unwrap();
-        let base = folder.path().canonicalize().unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let base = directory.path().canonicalize().unwrap();
         std::fs::write(base.join("file"), "").unwrap();
         std::os::unix::fs::symlink("file", base.join("link")).unwrap();
         let mut config = (*nacelle_model::testing::container(1, 1).config).clone();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// kubelet's directory of emptyDirs of all media.
 const PLUGIN: &str = "kubernetes.io~empty-dir";
 /// The directory of placeholder sources in mounts of volumes that are part of the VM; the agent replaces them by the volumes.
-pub(super) const FOLDER: &str = "/run/nacelle/empty-dirs";
+pub(super) const DIRECTORY: &str = "/run/nacelle/empty-dirs";
 /// The largest number of directories of a volume that are searched: kubelet creates one for each `subPath`.
 const MOST: usize = 4096;
 
@@ -35,7 +35,7 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Optio
         Ok(Some(proto::EmptyDir {
             name: super::pushed::called("memory", &name, &root),
             path: root.display().to_string(),
-            source: format!("{FOLDER}/{id}.{number}"),
+            source: format!("{DIRECTORY}/{id}.{number}"),
             bytes: size.blocks().saturating_mul(block),
             // The block size of a hugetlbfs is its page size.
             page_bytes: if size.filesystem_type() == HUGETLBFS_MAGIC { block } else { 0 },
@@ -73,10 +73,10 @@ pub(super) fn named(path: &Path) -> Option<(String, PathBuf)> {
 }
 
 /// Returns the type of the file system that is mounted at a directory, or `None` if the directory is not a mount point.
-pub(super) fn kind(folder: &Path) -> Option<FsType> {
+pub(super) fn kind(directory: &Path) -> Option<FsType> {
     let device = |path: &Path| fs::symlink_metadata(path).ok().filter(fs::Metadata::is_dir).map(|found| found.dev());
-    let mounted = device(folder)? != device(folder.parent()?)?;
-    let kind = statfs(folder).ok()?.filesystem_type();
+    let mounted = device(directory)? != device(directory.parent()?)?;
+    let kind = statfs(directory).ok()?.filesystem_type();
     mounted.then_some(kind)
 }
 
@@ -86,25 +86,25 @@ fn part(path: &Path, root: &Path) -> Option<String> {
     (fs::metadata(root).ok()?.dev() == wanted).then_some(())?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
     // The last mount covers the earlier ones.
-    let folder = mounts.lines().rev().find_map(|line| {
+    let directory = mounts.lines().rev().find_map(|line| {
         let mut words = line.split(' ').skip(3);
-        let (folder, at) = (words.next()?, words.next()?);
-        (at == path.to_str()?).then(|| folder.to_owned())
+        let (directory, at) = (words.next()?, words.next()?);
+        (at == path.to_str()?).then(|| directory.to_owned())
     })?;
     // The kernel escapes spaces and the like as octal numbers. Such names are rejected: a container could choose the escaped
     // name.
-    (!folder.contains('\\')).then(|| folder.trim_start_matches('/').to_owned())
+    (!directory.contains('\\')).then(|| directory.trim_start_matches('/').to_owned())
 }
 
 /// Returns whether the node's copy contains anything but directories.
 pub(super) fn occupied(root: &Path) -> bool {
-    let (mut folders, mut looked) = (vec![root.to_owned()], 0);
-    while let Some(folder) = folders.pop() {
+    let (mut directories, mut looked) = (vec![root.to_owned()], 0);
+    while let Some(directory) = directories.pop() {
         looked += 1;
-        let Ok(entries) = fs::read_dir(&folder) else { return true };
+        let Ok(entries) = fs::read_dir(&directory) else { return true };
         for entry in entries {
             match entry.and_then(|entry| Ok((entry.file_type()?.is_dir(), entry.path()))) {
-                Ok((true, path)) if looked + folders.len() < MOST => folders.push(path),
+                Ok((true, path)) if looked + directories.len() < MOST => directories.push(path),
                 _ => return true,
             }
         }
@@ -117,22 +117,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_is_no_mount_is_shared() {
+    fn a_directory_that_is_no_mount_is_shared() {
         let node = tempfile::tempdir().unwrap();
-        let folder = node.path().join("pods/uid/volumes").join(PLUGIN).join("scratch");
-        fs::create_dir_all(&folder).unwrap();
-        assert_eq!(found(&folder), None);
+        let directory = node.path().join("pods/uid/volumes").join(PLUGIN).join("scratch");
+        fs::create_dir_all(&directory).unwrap();
+        assert_eq!(found(&directory), None);
         assert_eq!(found(&node.path().join("pods/uid/volume-subpaths/scratch/c/0")), None);
         assert_eq!(found(Path::new("/dev/shm")), None);
         assert_eq!(kind(Path::new("/proc")), Some(nix::sys::statfs::PROC_SUPER_MAGIC));
     }
 
     #[test]
-    fn folders_alone_are_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir_all(folder.path().join("a/b")).unwrap();
-        assert!(!occupied(folder.path()));
-        fs::write(folder.path().join("a/b/c"), "").unwrap();
-        assert!(occupied(folder.path()) && occupied(&folder.path().join("none")));
+    fn directories_alone_are_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir_all(directory.path().join("a/b")).unwrap();
+        assert!(!occupied(directory.path()));
+        fs::write(directory.path().join("a/b/c"), "").unwrap();
+        assert!(occupied(directory.path()) && occupied(&directory.path().join("none")));
     }
 }

@@ -3,7 +3,7 @@
 //! changes nothing.
 
 use nacelle_base::ContainerId;
-use nacelle_base::push::{DATA, FOLDER};
+use nacelle_base::push::{DATA, DIRECTORY};
 use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_proto::pod as proto;
 use std::ffi::OsStr;
@@ -54,7 +54,7 @@ pub(super) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto
 
 /// Returns the path of the copy in the guest.
 pub(super) fn in_guest(volume: &proto::PushedVolume) -> String {
-    format!("{FOLDER}/{}", volume.name)
+    format!("{DIRECTORY}/{}", volume.name)
 }
 
 fn way(volume: &NodeVolume) -> Option<Way> {
@@ -65,7 +65,7 @@ fn way(volume: &NodeVolume) -> Option<Way> {
     let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
     match names.as_slice() {
         [.., "pods", _pod, "volumes", plugin, name] => {
-            let (_, short) = PLUGINS.iter().find(|(folder, _)| folder == plugin)?;
+            let (_, short) = PLUGINS.iter().find(|(directory, _)| directory == plugin)?;
             is_written_by_kubelet(path).then(|| Way::Live(called(short, name, path)))
         }
         [.., "pods", _pod, "volume-subpaths", name, _container, _number] => {
@@ -119,12 +119,12 @@ mod tests {
 
     /// Creates a volume as kubelet writes it, below a pod's directory.
     fn written(pod: &Path, plugin: &str) -> PathBuf {
-        let folder = pod.join("volumes").join(plugin).join("conf");
-        fs::create_dir_all(folder.join("..2026_11_22")).unwrap();
-        fs::write(folder.join("..2026_11_22/key"), "value").unwrap();
-        symlink("..2026_11_22", folder.join(DATA)).unwrap();
-        symlink("..data/key", folder.join("key")).unwrap();
-        folder
+        let directory = pod.join("volumes").join(plugin).join("conf");
+        fs::create_dir_all(directory.join("..2026_11_22")).unwrap();
+        fs::write(directory.join("..2026_11_22/key"), "value").unwrap();
+        symlink("..2026_11_22", directory.join(DATA)).unwrap();
+        symlink("..data/key", directory.join("key")).unwrap();
+        directory
     }
 
     #[test]
@@ -132,8 +132,8 @@ mod tests {
         let node = tempfile::tempdir().unwrap();
         let pod = node.path().join("pods/uid");
         for (plugin, short) in PLUGINS {
-            let folder = written(&pod, plugin);
-            let Some(Way::Live(name)) = way(&volume(&folder)) else { panic!("{plugin} is not pushed") };
+            let directory = written(&pod, plugin);
+            let Some(Way::Live(name)) = way(&volume(&directory)) else { panic!("{plugin} is not pushed") };
             assert!(name.starts_with(&format!("{short}.conf.")) && name.len() < 128, "{name}");
         }
         let other = written(&node.path().join("pods/other"), PLUGINS[0].0);
@@ -149,11 +149,11 @@ mod tests {
     fn everything_else_is_shared() {
         let node = tempfile::tempdir().unwrap();
         let pod = node.path().join("pods/uid");
-        let folder = written(&pod, "kubernetes.io~configmap");
+        let directory = written(&pod, "kubernetes.io~configmap");
         for changed in [
-            NodeVolume { readonly: false, ..volume(&folder) },
-            NodeVolume { propagation: Propagation::FromNode, ..volume(&folder) },
-            volume(&folder.join("..data")),
+            NodeVolume { readonly: false, ..volume(&directory) },
+            NodeVolume { propagation: Propagation::FromNode, ..volume(&directory) },
+            volume(&directory.join("..data")),
             volume(&written(&pod, "kubernetes.io~empty-dir")),
             volume(&written(&pod, "kubernetes.io~csi")),
             volume(&node.path().join("pods/uid/volume-subpaths/data/c/0")),
@@ -165,16 +165,16 @@ mod tests {
             assert_eq!(way(&changed), None, "{}", changed.host_path);
         }
         // Not as kubelet writes: a file beside the link, a link to another place, and no link.
-        fs::write(folder.join("file"), "").unwrap();
-        assert_eq!(way(&volume(&folder)), None);
-        let folder = written(&pod, "kubernetes.io~secret");
+        fs::write(directory.join("file"), "").unwrap();
+        assert_eq!(way(&volume(&directory)), None);
+        let directory = written(&pod, "kubernetes.io~secret");
         for to in ["../../elsewhere", "/etc", "..", "key", "..data"] {
-            fs::remove_file(folder.join(DATA)).unwrap();
-            symlink(to, folder.join(DATA)).unwrap();
-            assert_eq!(way(&volume(&folder)), None, "{to}");
+            fs::remove_file(directory.join(DATA)).unwrap();
+            symlink(to, directory.join(DATA)).unwrap();
+            assert_eq!(way(&volume(&directory)), None, "{to}");
         }
-        fs::remove_file(folder.join(DATA)).unwrap();
-        assert_eq!(way(&volume(&folder)), None);
+        fs::remove_file(directory.join(DATA)).unwrap();
+        assert_eq!(way(&volume(&directory)), None);
     }
 
     #[test]

@@ -265,18 +265,18 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
 
 /// Removes directories, processes and networks that belong to no record.
 async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
-    let folders: BTreeSet<PathBuf> = known.iter().map(|pod| parts.pod_dir(&pod.id)).collect();
+    let directories: BTreeSet<PathBuf> = known.iter().map(|pod| parts.pod_dir(&pod.id)).collect();
     let pods = parts.config.paths.pods();
     let list =
         move || -> std::io::Result<Vec<PathBuf>> { std::fs::read_dir(pods)?.map(|entry| Ok(entry?.path())).collect() };
     let there = match blocking(list).await {
         Ok(there) => there,
         Err(error) => {
-            tracing::error!(%error, "cannot list the folders of pods");
+            tracing::error!(%error, "cannot list the directories of pods");
             Vec::new()
         }
     };
-    for dir in there.into_iter().filter(|dir| !folders.contains(dir)) {
+    for dir in there.into_iter().filter(|dir| !directories.contains(dir)) {
         tracing::warn!(dir = %dir.display(), "a pod without a record is removed");
         match parts.clean_up(&dir, None).await {
             Ok(_) => {

@@ -3,7 +3,7 @@
 //! continues to run.
 
 use super::document::{Document, File, Image, Kept, MACHINE};
-use super::{Folder, Place, Progress, TransferError, live};
+use super::{Place, Progress, TransferError, WorkDirectory, live};
 use crate::lifecycle::{Node, now};
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::jailed::JailedDir;
@@ -61,8 +61,8 @@ pub async fn export(
         // The VM's pod holds it; the lock keeps a second export away.
         Some(_) => (parts.vms.known(vm)?, parts.vms.take(vm, "exported")?),
     };
-    let work = parts.vms.work_folder();
-    let work = run_blocking("create a work directory", move || Folder::make(work)).await??;
+    let work = parts.vms.work_directory();
+    let work = run_blocking("create a work directory", move || WorkDirectory::make(work)).await??;
     let done = async {
         let snapshot = container.is_some().then(|| format!("exported-{}", now() / 1_000_000_000));
         let listed = match (container, &snapshot) {
@@ -71,7 +71,7 @@ pub async fn export(
                 live::copy(node, container, &record, snapshot, &work).await?
             }
             _ => {
-                let (dir, of) = (JailedDir::new(parts.vms.folder(&record)), record.clone());
+                let (dir, of) = (JailedDir::new(parts.vms.directory(&record)), record.clone());
                 run_blocking("list the files of the VM", move || list(&dir, &of)).await??
             }
         };
@@ -93,7 +93,7 @@ async fn send(
     node: &Node,
     record: &VmRecord,
     listed: Listed,
-    work: &Folder,
+    work: &WorkDirectory,
     artifacts: &Artifacts,
     progress: &Progress,
 ) -> Result<Digest, TransferError> {

@@ -3,7 +3,7 @@
 
 use super::document::{Document, File, Kept, MACHINE, MOST_BYTES, MOST_FILES};
 use super::export::look;
-use super::{Folder, Place, Progress, TransferError};
+use super::{Place, Progress, TransferError, WorkDirectory};
 use crate::lifecycle::Node;
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
@@ -58,16 +58,16 @@ pub async fn import(node: &Node, asked: &Import, place: Place, progress: &Progre
             return Err(TransferError::NoImage { id: image.id, names: image.names.clone() });
         }
     }
-    let path = parts.vms.folder(&record);
+    let path = parts.vms.directory(&record);
     let needed = document.size();
-    let folder = run_blocking("create the directory of the VM", move || room(path, needed)).await??;
-    let brought = bring(&artifacts, &document, &found.layers, folder.path(), progress).await;
+    let directory = run_blocking("create the directory of the VM", move || room(path, needed)).await??;
+    let brought = bring(&artifacts, &document, &found.layers, directory.path(), progress).await;
     if let Err(error) = brought {
-        folder.remove().await;
+        directory.remove().await;
         return Err(error);
     }
     progress.begin("making it known".to_owned(), 0);
-    let record = tokio::spawn(add(node.clone(), record, folder, ours))
+    let record = tokio::spawn(add(node.clone(), record, directory, ours))
         .await
         .map_err(|error| TaskError::new("record the imported VM", error))??;
     tracing::info!(machine = record.id, artifact = artifacts.name(), digest = %found.digest, "imported");
@@ -75,12 +75,12 @@ pub async fn import(node: &Node, asked: &Import, place: Place, progress: &Progre
 }
 
 /// Runs to its end even if no caller waits: a partial result would be a VM without files.
-async fn add(node: Node, record: VmRecord, folder: Folder, ours: Busy) -> Result<VmRecord, TransferError> {
+async fn add(node: Node, record: VmRecord, directory: WorkDirectory, ours: Busy) -> Result<VmRecord, TransferError> {
     let added = node.parts().vms.add(record.clone()).await;
     match added {
-        Ok(()) => folder.keep(),
+        Ok(()) => directory.keep(),
         Err(error) => {
-            folder.remove().await;
+            directory.remove().await;
             return Err(error.into());
         }
     }
@@ -89,14 +89,14 @@ async fn add(node: Node, record: VmRecord, folder: Folder, ours: Busy) -> Result
 }
 
 /// Creates a directory, if its file system has `needed` free bytes. Blocks.
-fn room(path: PathBuf, needed: u64) -> Result<Folder, TransferError> {
-    let folder = Folder::make(path)?;
-    let stat = nix::sys::statvfs::statvfs(folder.path());
-    let stat = stat.map_err(|errno| at("measure", folder.path())(errno.into()))?;
+fn room(path: PathBuf, needed: u64) -> Result<WorkDirectory, TransferError> {
+    let directory = WorkDirectory::make(path)?;
+    let stat = nix::sys::statvfs::statvfs(directory.path());
+    let stat = stat.map_err(|errno| at("measure", directory.path())(errno.into()))?;
     let free = stat.blocks_available() * stat.fragment_size();
     match needed > free {
-        true => Err(TransferError::NoSpace { path: folder.path().to_owned(), needed, free }),
-        false => Ok(folder),
+        true => Err(TransferError::NoSpace { path: directory.path().to_owned(), needed, free }),
+        false => Ok(directory),
     }
 }
 
@@ -104,12 +104,12 @@ async fn bring(
     artifacts: &Artifacts,
     document: &Document,
     layers: &[Descriptor],
-    folder: &Path,
+    directory: &Path,
     progress: &Progress,
 ) -> Result<(), TransferError> {
     for (file, layer) in document.files.iter().zip(layers) {
         progress.begin(format!("bringing {}", file.kept.what()), file.size);
-        let path = folder.join(file.kept.file());
+        let path = directory.join(file.kept.file());
         let made = path.clone();
         let to = run_blocking("create a file of the VM", move || {
             let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&made);
@@ -125,27 +125,27 @@ async fn bring(
             }
         }
     }
-    let (document, folder) = (document.clone(), folder.to_owned());
-    Ok(run_blocking("write the marks of the VM", move || marks(&document, &folder)).await??)
+    let (document, directory) = (document.clone(), directory.to_owned());
+    Ok(run_blocking("write the marks of the VM", move || marks(&document, &directory)).await??)
 }
 
 /// Writes the marks that the keeper expects beside the files. Blocks.
-fn marks(document: &Document, folder: &Path) -> Result<(), FileError> {
+fn marks(document: &Document, directory: &Path) -> Result<(), FileError> {
     let image = document.image.as_ref().map(|image| image.id.to_string());
     for file in &document.files {
         if let (Kept::Disk { name, over_image: true, .. }, Some(image)) = (&file.kept, &image) {
-            write_whole(&folder.join(format!("{name}.image")), image.as_bytes())?;
+            write_whole(&directory.join(format!("{name}.image")), image.as_bytes())?;
         }
     }
     let added = document.added();
     if !added.is_empty() {
-        let text = serde_json::to_vec(&added).map_err(|error| at("write", folder)(error.into()))?;
-        write_whole(&folder.join(ADDED), &text)?;
+        let text = serde_json::to_vec(&added).map_err(|error| at("write", directory)(error.into()))?;
+        write_whole(&directory.join(ADDED), &text)?;
     }
     if document.secure_boot {
-        write_whole(&folder.join("efi-secure"), b"")?;
+        write_whole(&directory.join("efi-secure"), b"")?;
     }
-    std::fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(at("write", folder))
+    std::fs::File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("write", directory))
 }
 
 impl File {

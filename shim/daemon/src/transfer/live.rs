@@ -2,7 +2,7 @@
 //! meanwhile, the keeper notices, and resumes the VM.
 
 use super::export::{Listed, list, opened};
-use super::{Folder, TransferError};
+use super::{TransferError, WorkDirectory};
 use crate::lifecycle::Node;
 use crate::streaming::Guests;
 use nacelle_base::files::at;
@@ -26,7 +26,7 @@ pub async fn copy(
     container: String,
     record: &VmRecord,
     snapshot: &str,
-    to: &Folder,
+    to: &WorkDirectory,
 ) -> Result<Listed, TransferError> {
     let args = ["@vm", "hold", snapshot].map(str::to_owned).to_vec();
     let exec = Exec { container, args, tty: false, stdin: false, stdout: true, stderr: true };
@@ -38,7 +38,7 @@ pub async fn copy(
         if !beat(&mut beats).await {
             return Err(refusal(stderr).await);
         }
-        let from = JailedDir::new(node.parts().vms.folder(record));
+        let from = JailedDir::new(node.parts().vms.directory(record));
         let (record, to) = (record.clone(), to.path().to_owned());
         let listed = run_blocking("copy the files of the VM", move || copies(&from, &record, &to)).await??;
         // A heartbeat after the copy proves that the VM was paused all the time.
@@ -98,22 +98,22 @@ mod tests {
 
     /// Returns the directory of a VM whose processes are compromised.
     fn hostile() -> (tempfile::TempDir, JailedDir, VmRecord) {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("copy")).unwrap();
-        let from = folder.path().join("machine");
+        let directory = tempfile::tempdir().unwrap();
+        fs::create_dir(directory.path().join("copy")).unwrap();
+        let from = directory.path().join("machine");
         fs::create_dir(&from).unwrap();
         fs::write(from.join("disk0.qcow2"), qcow2::empty(1 << 20)).unwrap();
         symlink("/etc/shadow", from.join("disk1.qcow2")).unwrap();
         symlink("disk0.qcow2", from.join("disk2.qcow2")).unwrap();
         nix::unistd::mkfifo(&from.join("disk3.qcow2"), Mode::S_IRWXU).unwrap();
         fs::create_dir(from.join("disk4.qcow2")).unwrap();
-        (folder, JailedDir::new(from), VmRecord::new("default", "db", &[1; 22], 0))
+        (directory, JailedDir::new(from), VmRecord::new("default", "db", &[1; 22], 0))
     }
 
     #[test]
     fn only_regular_files_of_a_machine_leave_the_node() {
-        let (folder, from, record) = hostile();
-        let listed = copies(&from, &record, &folder.path().join("copy")).unwrap();
+        let (directory, from, record) = hostile();
+        let listed = copies(&from, &record, &directory.path().join("copy")).unwrap();
         let names: Vec<&str> = listed.files.iter().map(|(_, name)| name.as_str()).collect();
         assert_eq!(names, ["disk0.qcow2"]);
         assert_eq!(opened(&listed.dir, "disk0.qcow2").unwrap().1, qcow2::empty(1 << 20).len() as u64);
@@ -121,11 +121,11 @@ mod tests {
 
     #[test]
     fn what_takes_the_place_of_a_file_that_was_listed_is_not_opened() {
-        let (folder, from, _) = hostile();
-        let disk = folder.path().join("machine/disk0.qcow2");
+        let (directory, from, _) = hostile();
+        let disk = directory.path().join("machine/disk0.qcow2");
         for other in ["disk1.qcow2", "disk3.qcow2"] {
             fs::remove_file(&disk).unwrap();
-            fs::rename(folder.path().join("machine").join(other), &disk).unwrap();
+            fs::rename(directory.path().join("machine").join(other), &disk).unwrap();
             let error = opened(&from, "disk0.qcow2").unwrap_err();
             assert_eq!(error.source.kind(), std::io::ErrorKind::InvalidData, "{error}: {}", error.source);
         }
@@ -134,8 +134,8 @@ mod tests {
     #[test]
     fn a_mark_or_a_list_that_is_too_large_or_no_file_ends_the_export() {
         for (name, bytes) in [("disk0.image", 129), (nacelle_keeper::ADDED, (64 << 10) + 1)] {
-            let (folder, from, record) = hostile();
-            let file = folder.path().join("machine").join(name);
+            let (directory, from, record) = hostile();
+            let file = directory.path().join("machine").join(name);
             fs::write(&file, vec![b' '; bytes]).unwrap();
             assert!(list(&from, &record).is_err(), "{name} of {bytes} bytes");
             fs::remove_file(&file).unwrap();

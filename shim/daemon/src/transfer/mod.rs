@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The location of an artifact, and how to access it.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
-    /// A reference like an image's, or `oci:/FOLDER:TAG`.
+    /// A reference like an image's, or `oci:/DIRECTORY:TAG`.
     pub name: String,
     /// The credentials for the registry.
     pub auth: Option<Auth>,
@@ -131,18 +131,18 @@ impl Progress {
 }
 
 /// A directory that is removed on drop, unless it is kept.
-struct Folder {
+struct WorkDirectory {
     path: PathBuf,
     kept: bool,
 }
 
-impl Folder {
+impl WorkDirectory {
     /// Creates the directory. Blocks.
-    fn make(path: PathBuf) -> Result<Folder, FileError> {
+    fn make(path: PathBuf) -> Result<WorkDirectory, FileError> {
         use nacelle_base::files::at;
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(at("create", &path))?;
-        Ok(Folder { path, kept: false })
+        Ok(WorkDirectory { path, kept: false })
     }
 
     fn path(&self) -> &Path {
@@ -163,7 +163,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for WorkDirectory {
     fn drop(&mut self) {
         if !self.kept {
             let path = std::mem::take(&mut self.path);

@@ -334,8 +334,10 @@ impl World {
         let mut left: Vec<String> = self.pods.alive().iter().map(|dir| format!("process {}", dir.display())).collect();
         left.extend(self.networks.netns.lock().unwrap().iter().map(|id| format!("netns {id}")));
         left.extend(self.networks.attached.lock().unwrap().iter().map(|id| format!("attachment {id}")));
-        let folders = std::fs::read_dir(self.config().paths.pods());
-        left.extend(folders.into_iter().flatten().map(|entry| format!("folder {}", entry.unwrap().path().display())));
+        let directories = std::fs::read_dir(self.config().paths.pods());
+        left.extend(
+            directories.into_iter().flatten().map(|entry| format!("directory {}", entry.unwrap().path().display())),
+        );
         left
     }
 }

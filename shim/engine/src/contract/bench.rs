@@ -41,7 +41,7 @@ pub struct Bench {
     /// The link to its guest.
     pub link: Arc<dyn GuestLink>,
     /// The run directory.
-    pub folder: TempDir,
+    pub directory: TempDir,
 }
 
 /// Waits for the lock of the suite: tests that count processes and descriptors cannot run concurrently.
@@ -52,7 +52,7 @@ pub fn turn() -> MutexGuard<'static, ()> {
 }
 
 /// Returns the specification of a VM of 128 MiB with one vCPU and these disks.
-pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
+pub fn spec(world: &dyn World, directory: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
     MachineSpec {
         vcpus: 1,
         topology: None,
@@ -66,8 +66,8 @@ pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSp
         cmdline: Vec::new(),
         disks,
         nics: Vec::new(),
-        run_dir: folder.to_owned(),
-        console_log: folder.join("console.log"),
+        run_dir: directory.to_owned(),
+        console_log: directory.join("console.log"),
         guest_cid: 3,
         shares: Vec::new(),
     }
@@ -76,8 +76,8 @@ pub fn spec(world: &dyn World, folder: &Path, disks: Vec<DiskSpec>) -> MachineSp
 impl Bench {
     /// Starts a VM, whose specification `change` may modify, and waits for the hello.
     pub fn start(world: &dyn World, disks: Vec<DiskSpec>, change: impl FnOnce(&mut MachineSpec)) -> Bench {
-        let folder = tempfile::tempdir().expect("a folder for the machine");
-        let mut spec = spec(world, folder.path(), disks);
+        let directory = tempfile::tempdir().expect("a directory for the machine");
+        let mut spec = spec(world, directory.path(), disks);
         change(&mut spec);
         let engine = world.engine();
         let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
@@ -87,17 +87,17 @@ impl Bench {
             Ok(hello) => assert_eq!(read_all(&hello), b"hello\n"),
             Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
         }
-        Bench { machine, link, folder }
+        Bench { machine, link, directory }
     }
 
     /// Restores a VM of this shape from a snapshot; it is paused.
     pub fn restore(world: &dyn World, from: &Path, disks: Vec<DiskSpec>, vcpus: u8) -> Result<Bench, EngineError> {
-        let folder = tempfile::tempdir().expect("a folder for the machine");
-        let spec = MachineSpec { vcpus, ..spec(world, folder.path(), disks) };
+        let directory = tempfile::tempdir().expect("a directory for the machine");
+        let spec = MachineSpec { vcpus, ..spec(world, directory.path(), disks) };
         let engine = world.engine();
         let restorer = engine.as_restorer().expect("an engine that restores");
         let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), from)?;
-        Ok(Bench { link: machine.link(), machine, folder })
+        Ok(Bench { link: machine.link(), machine, directory })
     }
 
     /// Connects to the guest's port, with timeouts for reading and writing.

@@ -58,7 +58,7 @@ pub fn a_panic_is_told(world: &dyn World) {
     for words in ["contract: about to panic", "Attempted to kill init!"] {
         assert!(exit.console_tail.contains(words), "{}", exit.console_tail);
     }
-    let log = fs::read_to_string(bench.folder.path().join("console.log")).expect("the console's log");
+    let log = fs::read_to_string(bench.directory.path().join("console.log")).expect("the console's log");
     assert!(log.contains("Attempted to kill init!"), "{log}");
 }
 
@@ -92,7 +92,7 @@ pub fn no_grace_is_a_kill(world: &dyn World) {
 /// A VM that is lost ends with `Died`, not with `Shutdown`.
 pub fn a_lost_machine_has_died(world: &dyn World) {
     let bench = Bench::start(world, vec![], |_| ());
-    if !world.lose(bench.folder.path()) {
+    if !world.lose(bench.directory.path()) {
         return println!("skipped: this engine's machines live in the test's own process");
     }
     let exit = bench.machine.wait(LONG).expect("an end");
@@ -106,7 +106,7 @@ pub fn disks_grow_while_the_guest_runs(world: &dyn World) {
     let slot = &bench.machine.disks()[0];
     bench.ask_until("size 0", "0");
     let content: Vec<u8> = (0..MIB + 512).map(|n| (n * 7 % 251) as u8).collect();
-    let path = bench.folder.path().join("layer");
+    let path = bench.directory.path().join("layer");
     fs::write(&path, &content).expect("a file");
     let image = ImageDisk { extents: vec![Extent { path, offset: 0, length: content.len() as u64 }] };
     for (at, size) in [(0, 2 * MIB), (4 * MIB, 6 * MIB)] {
@@ -127,7 +127,7 @@ pub fn disks_grow_while_the_guest_runs(world: &dyn World) {
 
 /// File disks appear in the order of the specification, writable or not as specified.
 pub fn files_are_disks(world: &dyn World) {
-    let files = tempfile::tempdir().expect("a folder for the disks");
+    let files = tempfile::tempdir().expect("a directory for the disks");
     let disk = |name: &str, size: u64, read_only| {
         let path = files.path().join(name);
         fs::File::create(&path).and_then(|file| file.set_len(size)).expect("a file");
@@ -253,25 +253,25 @@ pub fn waiting_ends_with_the_machine(world: &dyn World) {
 /// A start that fails reports the cause and leaks nothing.
 pub fn a_bad_start_leaves_nothing(world: &dyn World) {
     let before = Belongings::count().expect("to count");
-    let folder = tempfile::tempdir().expect("a folder");
+    let directory = tempfile::tempdir().expect("a directory");
     let engine = world.engine();
     let limits = engine.limits();
     let disks = (0..=limits.devices).map(|n| DiskSpec::Growing { serial: format!("disk{n}") }).collect();
-    let error = spec(world, folder.path(), disks).check(&limits).expect_err("too many disks");
+    let error = spec(world, directory.path(), disks).check(&limits).expect_err("too many disks");
     assert_eq!(error, SpecError::Devices { disks: limits.devices + 1, nics: 0, max: limits.devices });
 
-    let missing = folder.path().join("missing");
+    let missing = directory.path().join("missing");
     let disk = DiskSpec::File { path: missing.clone(), read_only: true, serial: "missing".into() };
-    let checked = spec(world, folder.path(), vec![growing(), disk]).check(&limits).expect("a good spec");
+    let checked = spec(world, directory.path(), vec![growing(), disk]).check(&limits).expect("a good spec");
     let error = engine.start(checked).err().expect("a disk that is not there");
     assert!(matches!(&error, EngineError::File { path, .. } if *path == missing), "{error:?}");
 
-    let mut no_log = spec(world, folder.path(), vec![growing()]);
-    no_log.console_log = folder.path().join("missing/console.log");
+    let mut no_log = spec(world, directory.path(), vec![growing()]);
+    no_log.console_log = directory.path().join("missing/console.log");
     let error = engine.start(no_log.check(&limits).expect("a good spec")).err().expect("no place for the log");
     assert!(matches!(&error, EngineError::File { what: "open", .. }), "{error:?}");
-    only_the_log_is_in(folder.path());
-    drop(folder);
+    only_the_log_is_in(directory.path());
+    drop(directory);
     before.eventually_again();
 }
 
@@ -281,17 +281,17 @@ pub fn dropping_leaves_nothing(world: &dyn World) {
     for _ in 0..2 {
         let bench = Bench::start(world, vec![growing()], |_| ());
         let open = bench.connect();
-        let Bench { machine, link, folder } = bench;
+        let Bench { machine, link, directory } = bench;
         drop(machine);
         assert!(is_stopped(&link.connect(PORT, LONG)));
         assert!(read_all(&open).is_empty());
-        only_the_log_is_in(folder.path());
+        only_the_log_is_in(directory.path());
     }
     before.eventually_again();
 }
 
-fn only_the_log_is_in(folder: &std::path::Path) {
+fn only_the_log_is_in(directory: &std::path::Path) {
     let names: Vec<_> =
-        fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").file_name()).collect();
+        fs::read_dir(directory).expect("a directory").map(|entry| entry.expect("an entry").file_name()).collect();
     assert!(names.iter().all(|name| name == "console.log"), "{names:?}");
 }

@@ -20,8 +20,8 @@ fn disks(file: &Path) -> Vec<DiskSpec> {
     vec![DiskSpec::Growing { serial: "images".into() }, file]
 }
 
-fn image(folder: &Path) -> ImageDisk {
-    let path = folder.join("layer");
+fn image(directory: &Path) -> ImageDisk {
+    let path = directory.join("layer");
     fs::write(&path, CONTENT).expect("a file");
     ImageDisk { extents: vec![Extent { path, offset: 0, length: CONTENT.len() as u64 }] }
 }
@@ -37,7 +37,7 @@ pub fn saved_machines_go_on(world: &dyn World) {
         return println!("skipped: this engine saves nothing");
     }
     for vcpus in [1, 2, 4] {
-        let files = tempfile::tempdir().expect("a folder for disks and snapshot");
+        let files = tempfile::tempdir().expect("a directory for disks and snapshot");
         let (scratch, dir) = (files.path().join("scratch"), files.path().join("snapshot"));
         fs::File::create(&scratch).and_then(|file| file.set_len(2 * MIB)).expect("a disk");
         let bench = Bench::start(world, disks(&scratch), |spec| spec.vcpus = vcpus);
@@ -110,7 +110,7 @@ pub fn what_was_not_saved_is_not_restored(world: &dyn World) {
     if world.engine().as_restorer().is_none() {
         return println!("skipped: this engine saves nothing");
     }
-    let files = tempfile::tempdir().expect("a folder for disks and snapshot");
+    let files = tempfile::tempdir().expect("a directory for disks and snapshot");
     let (scratch, dir) = (files.path().join("scratch"), files.path().join("snapshot"));
     fs::File::create(&scratch).and_then(|file| file.set_len(MIB)).expect("a disk");
     let bench = Bench::start(world, disks(&scratch), |_| ());

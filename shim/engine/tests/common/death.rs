@@ -13,30 +13,30 @@ use super::LONG;
 /// Returns the run directory of a VM whose process was killed once its guest had said hello; `None` where VMs cannot run.
 /// The process runs the test named `test` again, which must call this first.
 pub fn killed_with_a_machine<W: World>(test: &str, find: fn() -> Result<W, String>) -> Option<TempDir> {
-    const FOLDER: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
-    if let Some(folder) = std::env::var_os(FOLDER) {
-        die_with_a_machine(&find().unwrap(), Path::new(&folder));
+    const DIRECTORY: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
+    if let Some(directory) = std::env::var_os(DIRECTORY) {
+        die_with_a_machine(&find().unwrap(), Path::new(&directory));
     }
     let _turn = turn();
     if let Err(why) = find() {
         println!("skipped: {why}");
         return None;
     }
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture"]).env(FOLDER, folder.path());
+    command.args(["--exact", test, "--nocapture"]).env(DIRECTORY, directory.path());
     let output = command.output().unwrap();
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(9), "{output:?}");
-    fs::remove_file(folder.path().join("it-ran"))
+    fs::remove_file(directory.path().join("it-ran"))
         .unwrap_or_else(|error| panic!("it had no machine: {error}; {output:?}"));
-    Some(folder)
+    Some(directory)
 }
 
-fn die_with_a_machine(world: &dyn World, folder: &Path) -> ! {
+fn die_with_a_machine(world: &dyn World, directory: &Path) -> ! {
     let engine = world.engine();
-    let machine = engine.start(spec(world, folder, vec![]).check(&engine.limits()).unwrap()).unwrap();
+    let machine = engine.start(spec(world, directory, vec![]).check(&engine.limits()).unwrap()).unwrap();
     machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
-    fs::write(folder.join("it-ran"), "").unwrap();
+    fs::write(directory.join("it-ran"), "").unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();
     unreachable!("killed")
 }

@@ -79,9 +79,9 @@ pub fn a_machine_in_huge_pages(world: Option<Box<impl World>>) {
         std::thread::sleep(Duration::from_millis(20));
     }
 
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let engine = world.engine();
-    let mut spec = spec(&*world, folder.path(), vec![]);
+    let mut spec = spec(&*world, directory.path(), vec![]);
     (spec.memory_pages, spec.memory_mib) = (MemoryPages::Hugetlb, TOO_MUCH_MIB);
     match engine.start(spec.check(&engine.limits()).unwrap()) {
         Err(error) => {

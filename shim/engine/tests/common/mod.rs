@@ -64,8 +64,8 @@ pub fn initrd() -> Result<PathBuf, String> {
         }
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
         let (source, pack) = (here.join("tests/guest/init.c"), here.join("../../guest/mkinitramfs"));
-        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).map_err(text)?;
-        let (init, initrd) = (folder.path().join("init"), folder.path().join("initrd"));
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).map_err(text)?;
+        let (init, initrd) = (directory.path().join("init"), directory.path().join("initrd"));
         output(Command::new("cc").args(["-static", "-O1", "-pthread", "-o"]).arg(&init).arg(source))?;
         fs::write(&initrd, output(Command::new(pack).arg(&init))?).map_err(text)?;
         fs::rename(initrd, &kept).map_err(text)?;

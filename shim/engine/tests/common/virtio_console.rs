@@ -21,7 +21,7 @@ pub fn a_console_on_virtio_has_all_words_in_order(world: Option<Box<impl World>>
     let exit = bench.machine.wait(LONG).unwrap();
     assert_eq!(exit.how, ExitKind::Panicked, "{exit:?}");
     assert!(exit.console_tail.contains("Attempted to kill init!"), "{}", exit.console_tail);
-    let log = std::fs::read_to_string(bench.folder.path().join("console.log")).unwrap();
+    let log = std::fs::read_to_string(bench.directory.path().join("console.log")).unwrap();
     let words = ["Kernel command line:", "contract: about to panic", "Attempted to kill init!"];
     let places = words.map(|words| log.match_indices(words).map(|(at, _)| at).collect::<Vec<_>>());
     assert!(places.iter().all(|places| !places.is_empty()) && places.is_sorted(), "{log}");

@@ -89,12 +89,12 @@ fn huge_pages_are_taken_and_given_back() {
 fn a_missing_or_strange_kernel_is_named() {
     let _turn = turn();
     let Some(world) = world() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let missing = folder.path().join("missing");
-    let strange = folder.path().join("strange");
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing");
+    let strange = directory.path().join("strange");
     fs::write(&strange, "this is no kernel").unwrap();
     let start = |change: &dyn Fn(&mut nacelle_engine::MachineSpec)| {
-        let mut spec = spec(&*world, folder.path(), vec![]);
+        let mut spec = spec(&*world, directory.path(), vec![]);
         change(&mut spec);
         let engine = world.engine();
         engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap()
@@ -130,9 +130,9 @@ fn tiny_kernel(code: &[u8]) -> Vec<u8> {
 fn a_kernel_that_faults_at_once_has_died() {
     let _turn = turn();
     let Some(world) = world() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let mut spec = spec(&*world, folder.path(), vec![]);
-    spec.kernel = folder.path().join("kernel");
+    let directory = tempfile::tempdir().unwrap();
+    let mut spec = spec(&*world, directory.path(), vec![]);
+    spec.kernel = directory.path().join("kernel");
     fs::write(&spec.kernel, tiny_kernel(b"\x0f\x0b")).unwrap(); // ud2
     let engine = world.engine();
     let machine = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
@@ -162,7 +162,7 @@ fn boot_after_boot() {
 /// The VM ends with its process, and leaves no file but its log.
 #[test]
 fn nothing_outlives_a_killed_process() {
-    let Some(folder) = common::killed_with_a_machine("nothing_outlives_a_killed_process", find) else { return };
-    let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let Some(directory) = common::killed_with_a_machine("nothing_outlives_a_killed_process", find) else { return };
+    let names: Vec<_> = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names, ["console.log"]);
 }

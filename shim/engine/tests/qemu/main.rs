@@ -46,13 +46,13 @@ impl World for QemuWorld {
 
 /// Returns the QEMU processes whose sockets lie in this directory.
 fn qemus(run_dir: &Path) -> Vec<i32> {
-    let folder = run_dir.to_str().unwrap();
+    let directory = run_dir.to_str().unwrap();
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     processes
         .filter(|pid: &i32| {
             let cmdline = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let cmdline = String::from_utf8_lossy(&cmdline);
-            cmdline.starts_with(PROGRAM) && cmdline.contains(folder)
+            cmdline.starts_with(PROGRAM) && cmdline.contains(directory)
         })
         .collect()
 }
@@ -82,9 +82,9 @@ nacelle_engine::contract_tests!(world);
 fn what_qemu_says_is_told() {
     let _turn = turn();
     let Some(world) = world() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let mut spec = spec(&*world, folder.path(), vec![]);
-    spec.kernel = folder.path().join("no-kernel");
+    let directory = tempfile::tempdir().unwrap();
+    let mut spec = spec(&*world, directory.path(), vec![]);
+    spec.kernel = directory.path().join("no-kernel");
     fs::write(&spec.kernel, "this is no kernel").unwrap();
     let engine = world.engine();
     let machine = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
@@ -98,12 +98,12 @@ fn what_qemu_says_is_told() {
 fn a_missing_program_or_kernel_is_named() {
     let _turn = turn();
     let Some(world) = world() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let missing = folder.path().join("missing");
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing");
     let engine = Qemu::new(&missing, Accelerator::Tcg);
-    let error = engine.start(spec(&*world, folder.path(), vec![]).check(&engine.limits()).unwrap()).err().unwrap();
+    let error = engine.start(spec(&*world, directory.path(), vec![]).check(&engine.limits()).unwrap()).err().unwrap();
     assert!(matches!(&error, EngineError::Spawn { program, .. } if *program == missing), "{error:?}");
-    let mut spec = spec(&*world, folder.path(), vec![]);
+    let mut spec = spec(&*world, directory.path(), vec![]);
     spec.kernel = missing.clone();
     let engine = world.engine();
     let error = engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap();
@@ -114,15 +114,15 @@ fn a_missing_program_or_kernel_is_named() {
 fn qemu_inherits_only_what_it_needs() {
     let _turn = turn();
     let Some(world) = world() else { return };
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     // A descriptor that is not marked close-on-exec by mistake.
-    let secret = fs::File::create(folder.path().join("secret")).unwrap();
+    let secret = fs::File::create(directory.path().join("secret")).unwrap();
     nix::fcntl::fcntl(&secret, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
     let engine = world.engine();
-    let machine = engine.start(spec(&*world, folder.path(), vec![]).check(&engine.limits()).unwrap()).unwrap();
+    let machine = engine.start(spec(&*world, directory.path(), vec![]).check(&engine.limits()).unwrap()).unwrap();
     let link = machine.link();
     link.listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
-    let [pid] = qemus(folder.path())[..] else { panic!("one QEMU") };
+    let [pid] = qemus(directory.path())[..] else { panic!("one QEMU") };
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
         let target = fs::read_link(entry.unwrap().path()).unwrap_or_default();
         assert!(!target.ends_with("secret"), "QEMU has {target:?}");
@@ -148,9 +148,9 @@ fn huge_pages_are_taken_and_given_back() {
 
 #[test]
 fn qemu_dies_with_its_process() {
-    let Some(folder) = common::killed_with_a_machine("qemu_dies_with_its_process", find) else { return };
+    let Some(directory) = common::killed_with_a_machine("qemu_dies_with_its_process", find) else { return };
     let until = Instant::now() + LONG;
-    while !qemus(folder.path()).is_empty() {
+    while !qemus(directory.path()).is_empty() {
         assert!(Instant::now() < until, "QEMU outlives its process");
         std::thread::sleep(Duration::from_millis(20));
     }

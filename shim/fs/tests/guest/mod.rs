@@ -284,22 +284,22 @@ impl Guest {
     }
 
     /// Creates a file; returns its handle and the flags for Linux, which follow 128 bytes of `fuse_entry_out`.
-    pub fn created(&mut self, folder: u64, name: &str) -> Result<(u64, u32), i32> {
-        let answer = self.create(folder, name)?;
+    pub fn created(&mut self, directory: u64, name: &str) -> Result<(u64, u32), i32> {
+        let answer = self.create(directory, name)?;
         let told = u32::from_le_bytes(answer[136..140].try_into().unwrap());
         Ok((u64::from_le_bytes(answer[128..136].try_into().unwrap()), told))
     }
 
-    pub fn create(&mut self, folder: u64, name: &str) -> Result<Vec<u8>, i32> {
+    pub fn create(&mut self, directory: u64, name: &str) -> Result<Vec<u8>, i32> {
         let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
         body.extend(CString::new(name).unwrap().as_bytes_with_nul());
-        self.ask(CREATE, folder, &body)
+        self.ask(CREATE, directory, &body)
     }
 
-    pub fn mknod(&mut self, folder: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
+    pub fn mknod(&mut self, directory: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
         let mut body = [mode, device, 0, 0].map(u32::to_le_bytes).concat();
         body.extend(CString::new(name).unwrap().as_bytes_with_nul());
-        self.ask(MKNOD, folder, &body)
+        self.ask(MKNOD, directory, &body)
     }
 }
 

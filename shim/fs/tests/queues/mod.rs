@@ -1,7 +1,7 @@
 //! Tests virtqueues that are shared with the file-server process, and large requests over a stream.
 
 use super::guest::{GETATTR, Guest, Queue, READ, RELEASE, ROOM, ROOT, WRITE, eventually};
-use super::{folder, volume};
+use super::{directory, volume};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use std::fs;
@@ -18,9 +18,9 @@ fn transfer(handle: u64, at: u64, bytes: u32) -> Vec<u8> {
 }
 
 pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let handle = guest.open(node, libc::O_RDWR).unwrap();
     let data: Vec<u8> = (0..50_000u32).map(|number| (number / 7) as u8).collect();
@@ -33,16 +33,16 @@ pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
         assert_eq!((answer.len(), &answer[16..20]), (24, &50_000u32.to_le_bytes()[..]));
         let request = guest.request(READ, node, &transfer(handle, at, 50_000));
         assert!(guest.there(&request, cuts)[16..] == data, "{cuts:?}");
-        assert!(fs::read(folder.join("file")).unwrap()[at as usize..] == data, "{cuts:?}");
+        assert!(fs::read(directory.join("file")).unwrap()[at as usize..] == data, "{cuts:?}");
     }
     drop(guest);
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
 pub fn a_large_request_arrives_whole_over_a_stream() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let mut guest = Guest::new();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let file = guest.open(node, libc::O_RDWR).unwrap();
     // More than a stream accepts at once, and the maximum that virtiofsd writes.
@@ -50,7 +50,7 @@ pub fn a_large_request_arrives_whole_over_a_stream() {
         let data: Vec<u8> = (0..length).map(|number| (number / 3) as u8).collect();
         let written = guest.ask(WRITE, node, &[transfer(file, 0, length), data.clone()].concat()).unwrap();
         assert_eq!(written[..4], length.to_le_bytes());
-        assert!(fs::read(folder.join("file")).unwrap() == data, "{length}");
+        assert!(fs::read(directory.join("file")).unwrap() == data, "{length}");
         // As Linux requests it: with space for exactly the reply.
         assert!(guest.ask(READ, node, &transfer(file, 10, ROOM - 16)).unwrap() == data[10..][..ROOM as usize - 16]);
     }
@@ -59,9 +59,9 @@ pub fn a_large_request_arrives_whole_over_a_stream() {
 }
 
 pub fn a_queue_is_lent_taken_back_and_lent_again() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     for round in 0..3 {
         assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
         let machine = guest.machine.as_mut().unwrap();
@@ -82,9 +82,9 @@ pub fn a_queue_is_lent_taken_back_and_lent_again() {
 }
 
 pub fn what_nobody_waits_for_is_told_all_the_same() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let [first, second] = [0, 1].map(|_| guest.open(node, libc::O_RDONLY).unwrap());
     let open = || fs::read_dir(format!("/proc/{}/fd", guest.pid)).unwrap().count();
@@ -118,9 +118,9 @@ pub fn what_nobody_waits_for_is_told_all_the_same() {
 }
 
 pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
-    let (dir, folder) = folder();
+    let (dir, directory) = directory();
     let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&folder)]).unwrap();
+    guest.attach("c", &[volume(&directory)]).unwrap();
     let (own, at) = (1u64 << 60, guest.room);
     let request = guest.request(GETATTR, ROOT, &[0; 16]);
     guest.machine.as_ref().unwrap().memory.write_slice(&request, GuestAddress(at)).unwrap();

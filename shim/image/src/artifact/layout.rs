@@ -21,15 +21,15 @@ const MARK: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
 /// A name in a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    folder: PathBuf,
+    directory: PathBuf,
     tag: String,
 }
 
 impl Layout {
-    /// Parses `/FOLDER` or `/FOLDER:TAG`. `whole` is the text that the user wrote, for errors.
+    /// Parses `/DIRECTORY` or `/DIRECTORY:TAG`. `whole` is the text that the user wrote, for errors.
     pub fn parse(whole: &str, text: &str) -> Result<Layout, ImageError> {
-        let (folder, tag) = match text.rsplit_once(':') {
-            Some((folder, tag)) if !tag.contains('/') => (folder, tag),
+        let (directory, tag) = match text.rsplit_once(':') {
+            Some((directory, tag)) if !tag.contains('/') => (directory, tag),
             _ => (text, "latest"),
         };
         let bad = |why| Err(ImageError::BadReference { text: whole.chars().take(300).collect(), why });
@@ -37,24 +37,24 @@ impl Layout {
         if tag.is_empty() || tag.len() > 128 || !tag.bytes().all(plain) {
             return bad("a tag has 1 to 128 characters from A-Za-z0-9_.-");
         }
-        let folder = PathBuf::from(folder);
-        if !folder.is_absolute() || folder.components().any(|part| part == std::path::Component::ParentDir) {
-            return bad("after oci: a folder is expected, as a whole path without ..");
+        let directory = PathBuf::from(directory);
+        if !directory.is_absolute() || directory.components().any(|part| part == std::path::Component::ParentDir) {
+            return bad("after oci: a directory is expected, as a whole path without ..");
         }
-        Ok(Layout { folder, tag: tag.to_owned() })
+        Ok(Layout { directory, tag: tag.to_owned() })
     }
 
     /// The name as users write it.
     pub fn name(&self) -> String {
-        format!("oci:{}:{}", self.folder.display(), self.tag)
+        format!("oci:{}:{}", self.directory.display(), self.tag)
     }
 
     fn blob(&self, digest: &Digest) -> PathBuf {
-        self.folder.join("blobs/sha256").join(digest.hex())
+        self.directory.join("blobs/sha256").join(digest.hex())
     }
 
     fn make(&self) -> Result<(), ImageError> {
-        let blobs = self.folder.join("blobs/sha256");
+        let blobs = self.directory.join("blobs/sha256");
         std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?;
         // Drafts of exports that were killed.
         Ok(draft::sweep(&blobs)?)
@@ -82,10 +82,10 @@ impl Layout {
     /// Writes a manifest and sets the name to it. The manifest that had the name before loses it.
     pub fn publish(&self, kind: &ArtifactKind, manifest: &[u8]) -> Result<(), ImageError> {
         self.put_bytes(manifest)?;
-        let (mark, index) = (self.folder.join("oci-layout"), self.folder.join("index.json"));
+        let (mark, index) = (self.directory.join("oci-layout"), self.directory.join("index.json"));
         // The lock makes publishing processes take turns.
-        let lock = File::open(&self.folder).map_err(at("open", &self.folder))?;
-        lock.lock().map_err(at("lock", &self.folder))?;
+        let lock = File::open(&self.directory).map_err(at("open", &self.directory))?;
+        lock.lock().map_err(at("lock", &self.directory))?;
         write_whole(&mark, MARK)?;
         let mut whole = match self.read(&index, MAX_MANIFEST, "index.json")? {
             Some(bytes) => json::read(&bytes).map_err(|source| self.wrong("index.json", source.into()))?,
@@ -103,16 +103,18 @@ impl Layout {
         }));
         match whole.as_object_mut() {
             Some(index) => drop(index.insert("manifests".to_owned(), Value::Array(all))),
-            None => return Err(ImageError::Archive { path: self.folder.clone(), why: "its index.json is no index" }),
+            None => {
+                return Err(ImageError::Archive { path: self.directory.clone(), why: "its index.json is no index" });
+            }
         }
         Ok(write_whole(&index, whole.to_string().as_bytes())?)
     }
 
     /// Returns the verified manifest of this name, and its digest.
     pub fn manifest(&self) -> Result<(Vec<u8>, Digest), ImageError> {
-        let index = self.read(&self.folder.join("index.json"), MAX_MANIFEST, "index.json")?;
+        let index = self.read(&self.directory.join("index.json"), MAX_MANIFEST, "index.json")?;
         let why = "it is no OCI layout: there is no index.json in it";
-        let index = index.ok_or_else(|| ImageError::Archive { path: self.folder.clone(), why })?;
+        let index = index.ok_or_else(|| ImageError::Archive { path: self.directory.clone(), why })?;
         let entries = crate::manifest::parse_layout_index(&index).map_err(|source| self.wrong("index.json", source))?;
         let named = |entry: &&RawDescriptor| {
             entry.annotations.as_ref().and_then(|all| all.get(NAME)).is_some_and(|name| *name == self.tag)
@@ -126,7 +128,7 @@ impl Layout {
     pub fn bytes(&self, wanted: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
         let path = self.blob(&wanted.digest);
         let why = "a part that it names is not in it";
-        let missing = || ImageError::Archive { path: self.folder.clone(), why };
+        let missing = || ImageError::Archive { path: self.directory.clone(), why };
         let bytes = self.read(&path, limit, what)?.ok_or_else(missing)?;
         match Digest::of(&bytes) {
             got if got == wanted.digest => Ok(bytes),
@@ -154,7 +156,7 @@ impl Layout {
     }
 
     fn wrong(&self, what: &str, source: crate::manifest::ManifestError) -> ImageError {
-        ImageError::Manifest { what: format!("{what} of {}", self.folder.display()), source }
+        ImageError::Manifest { what: format!("{what} of {}", self.directory.display()), source }
     }
 }
 
@@ -178,11 +180,11 @@ mod tests {
 
     #[tokio::test]
     async fn an_artifact_comes_back_from_a_layout() {
-        let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-        let name = |tag: &str| format!("oci:{}:{tag}", folder.path().join("layout").display());
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+        let name = |tag: &str| format!("oci:{}:{tag}", directory.path().join("layout").display());
         let at = |tag: &str| store.artifacts(&name(tag), None, false).unwrap();
-        let (one, moved) = (sample(folder.path(), "a", b"content"), Moved::default());
+        let (one, moved) = (sample(directory.path(), "a", b"content"), Moved::default());
         assert_eq!(at("v1").find(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::Invalid);
         for _ in 0..2 {
             at("v1").put(&one, &moved).await.unwrap();
@@ -194,17 +196,17 @@ mod tests {
         assert_eq!(at("v2").find(&SAMPLE, 1, 10).await.unwrap().layers, []);
         assert_eq!(at("v3").find(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::NotFound);
         assert!(at("v1").find(&SAMPLE, 1, 1).await.unwrap_err().to_string().contains("larger than 1"));
-        let path = folder.path().join("back");
+        let path = directory.path().join("back");
         let fetch = || async {
             let file = File::create(&path).unwrap();
             at("v1").fetch(&one.blob, &one.content, file, &path, &moved).await
         };
         fetch().await.unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"content");
-        let blob = folder.path().join("layout/blobs/sha256").join(one.blob.digest.hex());
+        let blob = directory.path().join("layout/blobs/sha256").join(one.blob.digest.hex());
         std::fs::write(&blob, "other").unwrap();
         assert!(fetch().await.is_err());
-        let manifest = folder.path().join("layout/blobs/sha256").join(found.digest.hex());
+        let manifest = directory.path().join("layout/blobs/sha256").join(found.digest.hex());
         std::fs::write(&manifest, "{}").unwrap();
         assert!(at("v1").find(&SAMPLE, 1, 10).await.unwrap_err().to_string().contains("damaged"));
     }

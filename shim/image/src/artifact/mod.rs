@@ -22,7 +22,7 @@ use std::io::{self, Read};
 use std::path::Path;
 use tokio::sync::mpsc;
 
-/// The prefix of a name that means a layout on the node instead of a registry: `oci:/FOLDER` or `oci:/FOLDER:TAG`.
+/// The prefix of a name that means a layout on the node instead of a registry: `oci:/DIRECTORY` or `oci:/DIRECTORY:TAG`.
 const LAYOUT: &str = "oci:";
 
 /// The manifest and configuration of an artifact. Both are verified; the layers are not yet.
@@ -47,7 +47,7 @@ enum Place {
 }
 
 impl Store {
-    /// Opens the artifacts of this name: an image reference, or `oci:/FOLDER:TAG`. `plain_http` means that the registry is
+    /// Opens the artifacts of this name: an image reference, or `oci:/DIRECTORY:TAG`. `plain_http` means that the registry is
     /// contacted over HTTP even if the configuration does not say so.
     pub fn artifacts(&self, name: &str, auth: Option<Auth>, plain_http: bool) -> Result<Artifacts, ImageError> {
         let place = match name.strip_prefix(LAYOUT) {
@@ -212,8 +212,8 @@ impl Read for Incoming {
 
 /// Packs a file of these bytes. For tests of later stages.
 #[cfg(test)]
-fn sample(folder: &Path, name: &str, bytes: &[u8]) -> Packed {
-    let (from, to) = (folder.join(name), folder.join(format!("{name}.zst")));
+fn sample(directory: &Path, name: &str, bytes: &[u8]) -> Packed {
+    let (from, to) = (directory.join(name), directory.join(format!("{name}.zst")));
     std::fs::write(&from, bytes).unwrap();
     pack(std::fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
 }

@@ -222,8 +222,8 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
 
     fn unpacked(packed: &[u8], blob: &Descriptor, content: &Content) -> Result<Vec<u8>, ImageError> {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("file");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
         let file = File::create(&path).unwrap();
         unpack(packed, blob, content, &file, &path, &Moved::default())?;
         Ok(std::fs::read(&path).unwrap())
@@ -231,13 +231,13 @@ mod tests {
 
     #[test]
     fn a_file_comes_back_with_its_holes() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let bytes = [vec![7; 100], vec![0; 4 << 20], b"end".to_vec(), vec![0; 3 * PIECE]].concat();
-        let packed = super::super::sample(folder.path(), "a", &bytes);
+        let packed = super::super::sample(directory.path(), "a", &bytes);
         assert!(packed.blob.size < 4096 && packed.content.size == bytes.len() as u64);
         let stored = std::fs::read(&packed.path).unwrap();
         assert_eq!(packed.blob, Descriptor { digest: Digest::of(&stored), size: stored.len() as u64 });
-        let (back, moved) = (folder.path().join("b"), Moved::default());
+        let (back, moved) = (directory.path().join("b"), Moved::default());
         let file = File::create(&back).unwrap();
         unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).unwrap();
         assert!(std::fs::read(&back).unwrap() == bytes && moved.bytes() == bytes.len() as u64);
@@ -246,13 +246,13 @@ mod tests {
         assert!(pack(stored_file(), &packed.path, &packed.path, &moved).is_err(), "nothing is overwritten");
         moved.give_up();
         assert!(unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).is_err());
-        assert!(pack(stored_file(), &back, &folder.path().join("c"), &moved).is_err());
+        assert!(pack(stored_file(), &back, &directory.path().join("c"), &moved).is_err());
     }
 
     #[test]
     fn what_is_not_as_announced_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let Packed { path, blob, content } = super::super::sample(folder.path(), "a", &[5; 100_000]);
+        let directory = tempfile::tempdir().unwrap();
+        let Packed { path, blob, content } = super::super::sample(directory.path(), "a", &[5; 100_000]);
         let stored = std::fs::read(&path).unwrap();
         assert_eq!(unpacked(&stored, &blob, &content).unwrap(), vec![5; 100_000]);
         let with = |size: u64| Content { size, ..content.clone() };

@@ -52,7 +52,7 @@ pub struct Meta {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum What {
     /// A directory.
-    Folder,
+    Directory,
     /// A file.
     File(Data),
     /// A symbolic link and its target.
@@ -312,7 +312,7 @@ fn encode_entry(out: &mut Vec<u8>, entry: &Entry) {
         bytes(out, value);
     }
     match &entry.what {
-        What::Folder => out.push(0),
+        What::Directory => out.push(0),
         What::File(Data::Flat { size, block }) => {
             out.push(1);
             number(out, *size);
@@ -391,7 +391,7 @@ impl<'a> Reader<'a> {
         let xattrs = (0..count).map(|_| Some((self.bytes()?, self.bytes()?))).collect::<Option<_>>()?;
         let meta = Meta { mode, uid, gid, mtime, nanos, xattrs };
         let what = match self.byte()? {
-            0 => What::Folder,
+            0 => What::Directory,
             1 => What::File(Data::Flat { size: self.number()?, block: self.small()? }),
             2 => {
                 let (size, bits, count) = (self.number()?, self.byte()?, self.number()?);
@@ -427,7 +427,7 @@ mod tests {
 
     fn what() -> impl Strategy<Value = What> {
         prop_oneof![
-            Just(What::Folder),
+            Just(What::Directory),
             (0..100_000u64).prop_map(|size| What::File(Data::Flat { size, block: 3 })),
             Just(What::File(Data::Chunks { size: 1 << 30, bits: 2, chunks: vec![(0, 8), (7, 0)] })),
             "[a-z/.]{1,20}".prop_map(|target| What::Symlink(target.into_bytes())),

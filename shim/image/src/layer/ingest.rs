@@ -355,8 +355,10 @@ fn entry<R: Read>(
         What::Whiteout
     } else {
         match header.kind {
-            _ if parts.is_empty() && header.kind != Kind::Folder => return Err(wrong("the root is not a directory")),
-            Kind::Folder => What::Folder,
+            _ if parts.is_empty() && header.kind != Kind::Directory => {
+                return Err(wrong("the root is not a directory"));
+            }
+            Kind::Directory => What::Directory,
             Kind::File => What::File(match &header.sparse {
                 None => writer.flat(header.size, archive)?,
                 Some(pieces) => writer.sparse(header.size, pieces, archive)?,

@@ -50,7 +50,7 @@ pub enum Kind {
     /// A block device.
     Block,
     /// A directory.
-    Folder,
+    Directory,
     /// A named pipe.
     Fifo,
 }
@@ -203,14 +203,14 @@ impl<R: Read> Archive<R> {
         let path = extra.sparse.name.or(extra.path).unwrap_or_else(|| raw.path());
         let link = extra.link.unwrap_or_else(|| until_nul(raw.field(157, 100)).to_vec());
         let (kind, old_sparse) = match raw.flag() {
-            b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Folder, false),
+            b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Directory, false),
             b'0' | 0 | b'7' => (Kind::File, false),
             b'S' => (Kind::File, true),
             b'1' => (Kind::Hardlink, false),
             b'2' => (Kind::Symlink, false),
             b'3' => (Kind::Char, false),
             b'4' => (Kind::Block, false),
-            b'5' => (Kind::Folder, false),
+            b'5' => (Kind::Directory, false),
             b'6' => (Kind::Fifo, false),
             _ => return Err(self.wrong("the type of the entry is unknown")),
         };

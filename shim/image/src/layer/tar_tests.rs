@@ -106,7 +106,7 @@ fn only_files_have_data_and_globals_are_left_out() {
     let archive = [
         special(b'g', b"12 path=xx\n "),
         block(b"link", b'1', 100, |_| ()).to_vec(),
-        block(b"folder/", b'0', 0, |_| ()).to_vec(),
+        block(b"directory/", b'0', 0, |_| ()).to_vec(),
         block(b"dev", b'3', 5, |raw| {
             raw[329..336].copy_from_slice(b"0000010");
             raw[337..344].copy_from_slice(b"0000003");
@@ -117,7 +117,7 @@ fn only_files_have_data_and_globals_are_left_out() {
     let all = read(&archive).unwrap();
     assert_eq!(
         all.iter().map(|(header, _)| header.kind).collect::<Vec<_>>(),
-        [Kind::Hardlink, Kind::Folder, Kind::Char]
+        [Kind::Hardlink, Kind::Directory, Kind::Char]
     );
     assert_eq!(all[2].0.device, (8, 3));
 }

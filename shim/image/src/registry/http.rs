@@ -218,8 +218,8 @@ pub fn join(base: &Uri, location: &str) -> Option<Uri> {
     } else if location.contains("://") {
         location.to_owned()
     } else {
-        let folder = base.path().rsplit_once('/').map_or("", |(folder, _)| folder);
-        format!("{}://{}{folder}/{location}", base.scheme_str()?, base.authority()?)
+        let directory = base.path().rsplit_once('/').map_or("", |(directory, _)| directory);
+        format!("{}://{}{directory}/{location}", base.scheme_str()?, base.authority()?)
     };
     let uri: Uri = text.split('#').next()?.parse().ok()?;
     (matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()).then_some(uri)

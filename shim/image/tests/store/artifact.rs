@@ -14,8 +14,8 @@ static SAMPLE: ArtifactKind = ArtifactKind {
     layer: "application/vnd.a.file.v1+zstd",
 };
 
-fn packed(folder: &Path, name: &str, bytes: &[u8]) -> Packed {
-    let (from, to) = (folder.join(name), folder.join(format!("{name}.zst")));
+fn packed(directory: &Path, name: &str, bytes: &[u8]) -> Packed {
+    let (from, to) = (directory.join(name), directory.join(format!("{name}.zst")));
     std::fs::write(&from, bytes).unwrap();
     pack(std::fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
 }
@@ -37,13 +37,13 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
         return;
     }
     let registry = Registry::start(true, true);
-    let (host, folder) = (registry.host(), tempfile::tempdir().unwrap());
+    let (host, directory) = (registry.host(), tempfile::tempdir().unwrap());
     let special = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
     let config = Config { registries: [(host.clone(), special)].into(), ..Config::default() };
-    let store = Store::open(&folder.path().join("store"), config).unwrap();
+    let store = Store::open(&directory.path().join("store"), config).unwrap();
     let auth = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
     let at = |tag: &str| store.artifacts(&format!("{host}/a/b:{tag}"), Some(auth.clone()), false).unwrap();
-    let files = [packed(folder.path(), "large", &noise(9 << 20)), packed(folder.path(), "empty", b"")];
+    let files = [packed(directory.path(), "large", &noise(9 << 20)), packed(directory.path(), "empty", b"")];
     let mut digests = Vec::new();
     for _ in 0..2 {
         let moved = Moved::default();
@@ -62,9 +62,9 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
     let found = at("1").find(&SAMPLE, 2, 7).await.unwrap();
     assert_eq!((found.digest, found.config.as_slice()), (digests[0], &b"{\"a\":1}"[..]));
     for (n, (file, layer)) in files.iter().zip(&found.layers).enumerate() {
-        let (path, moved) = (folder.path().join(n.to_string()), Moved::default());
+        let (path, moved) = (directory.path().join(n.to_string()), Moved::default());
         at("1").fetch(layer, &file.content, File::create(&path).unwrap(), &path, &moved).await.unwrap();
-        assert!(std::fs::read(&path).unwrap() == std::fs::read(folder.path().join(["large", "empty"][n])).unwrap());
+        assert!(std::fs::read(&path).unwrap() == std::fs::read(directory.path().join(["large", "empty"][n])).unwrap());
         assert_eq!(moved.bytes(), file.content.size);
     }
     let nobody = store.artifacts(&format!("{host}/a/b:1"), None, false).unwrap();
@@ -100,9 +100,9 @@ fn strict(blobs: &AtomicUsize, asked: &Asked) -> Reply {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
-    let folder = tempfile::tempdir().unwrap();
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-    let file = packed(folder.path(), "file", &noise(1 << 20));
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let file = packed(directory.path(), "file", &noise(1 << 20));
     let blobs = AtomicUsize::new(0);
     let server = Server::start(move |asked| strict(&blobs, asked));
     let name = format!("{}/a/b:1", server.host());
@@ -123,9 +123,9 @@ async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_registry_that_leads_astray_is_left() {
-    let folder = tempfile::tempdir().unwrap();
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-    let file = packed(folder.path(), "file", b"content");
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let file = packed(directory.path(), "file", b"content");
     for (post, put, kind) in [
         (Reply::status(202), 201, Kind::Unavailable),
         (Reply::status(202).header("Location", "file:///etc/passwd"), 201, Kind::Unavailable),

@@ -27,8 +27,8 @@ fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
         }
         "long names" => {
             for file in 0..count / 64 {
-                let folder = "n".repeat(250);
-                let path = format!("{file}/{}", vec![folder; 15].join("/"));
+                let directory = "n".repeat(250);
+                let path = format!("{file}/{}", vec![directory; 15].join("/"));
                 tar = tar.pax(&[("path", path.as_bytes())]).file("f", 0o644, b"");
             }
         }
@@ -40,7 +40,7 @@ fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
         }
         "chains of links" => {
             let link = tar::EntryType::Symlink;
-            tar = tar.folder("d", 0o755).link(link, "l0", "d");
+            tar = tar.directory("d", 0o755).link(link, "l0", "d");
             for n in 1..250 {
                 let target = format!("{}l{}", "./".repeat(2040), n - 1);
                 tar = tar.pax(&[("linkpath", target.as_bytes())]).link(link, &format!("l{n}"), "x");
@@ -74,13 +74,13 @@ fn memory(field: &str) -> u64 {
 /// Not a test of its own: the child process of `load`. It loads the layout that the parent has written and reports its cost.
 #[tokio::test(flavor = "multi_thread")]
 async fn load_in_a_process() {
-    let Ok(folder) = std::env::var("COST_FOLDER") else { return };
-    let folder = Path::new(&folder);
+    let Ok(directory) = std::env::var("COST_DIRECTORY") else { return };
+    let directory = Path::new(&directory);
     let max_unpack_memory = std::env::var("COST_MEMORY").unwrap().parse().unwrap();
     let config = Config { max_unpack_memory, ..Config::default() };
-    let store = Store::open(&folder.join("store"), config).unwrap();
+    let store = Store::open(&directory.join("store"), config).unwrap();
     let (before, since) = (memory("VmRSS:"), Instant::now());
-    let loaded = store.load(&folder.join("layout"), None).await;
+    let loaded = store.load(&directory.join("layout"), None).await;
     let said = match loaded {
         Ok(_) => "loaded".to_owned(),
         Err(error) => format!("{:?} {}", error.kind(), Chain(&error)),
@@ -96,13 +96,13 @@ struct Took {
 
 /// Loads an image of these layers in a process of its own, with `memory` bytes for unpacking.
 fn load(layers: Vec<Vec<u8>>, memory: u64) -> (u64, Took) {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let length = layers.iter().map(|layer| layer.len() as u64).sum();
     let layers: Vec<_> = layers.into_iter().map(|layer| (layer, Packing::Gzip)).collect();
-    write_layout(&image(&layers), &folder.path().join("layout"), "cost:1");
+    write_layout(&image(&layers), &directory.path().join("layout"), "cost:1");
     drop(layers);
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "cost::load_in_a_process", "--nocapture"]).env("COST_FOLDER", folder.path());
+    command.args(["--exact", "cost::load_in_a_process", "--nocapture"]).env("COST_DIRECTORY", directory.path());
     command.env("COST_MEMORY", memory.to_string());
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -161,10 +161,10 @@ fn attributes_beyond_their_number_are_refused() {
 
 #[tokio::test]
 async fn an_archive_names_an_image_a_thousand_times_at_most() {
-    let folder = tempfile::tempdir().unwrap();
-    let layout = folder.path().join("layout");
+    let directory = tempfile::tempdir().unwrap();
+    let layout = directory.path().join("layout");
     write_layout(&image(&[(Tar::new().done(), Packing::Plain)]), &layout, "cost:1");
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
+    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
     let index: serde_json::Value = serde_json::from_slice(&std::fs::read(layout.join("index.json")).unwrap()).unwrap();
     let named = |times: usize| {
         let mut whole = index.clone();
@@ -180,9 +180,9 @@ async fn an_archive_names_an_image_a_thousand_times_at_most() {
 
 #[test]
 fn the_memory_for_unpacking_has_a_least() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let config = Config { max_unpack_memory: 1 << 20, ..Config::default() };
-    let Err(refused) = Store::open(folder.path(), config) else { panic!("it is opened") };
+    let Err(refused) = Store::open(directory.path(), config) else { panic!("it is opened") };
     assert!(refused.to_string().contains("at least 402653184 bytes"), "{refused}");
 }
 

@@ -9,12 +9,12 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-const FOLDER: &str = "NACELLE_TEST_CRASH_FOLDER";
+const DIRECTORY: &str = "NACELLE_TEST_CRASH_DIRECTORY";
 const HOST: &str = "NACELLE_TEST_CRASH_HOST";
 
-fn open(folder: &Path, host: &str) -> Store {
+fn open(directory: &Path, host: &str) -> Store {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    reopen(folder, &Config { registries: [(host.to_owned(), special)].into(), ..Config::default() })
+    reopen(directory, &Config { registries: [(host.to_owned(), special)].into(), ..Config::default() })
 }
 
 fn name(host: &str) -> Reference {
@@ -24,8 +24,8 @@ fn name(host: &str) -> Reference {
 /// The process that is killed: it pulls and removes the image forever. Runs only as a child of the test below.
 #[tokio::test(flavor = "multi_thread")]
 async fn victim() {
-    let (Ok(folder), Ok(host)) = (std::env::var(FOLDER), std::env::var(HOST)) else { return };
-    let store = open(folder.as_ref(), &host);
+    let (Ok(directory), Ok(host)) = (std::env::var(DIRECTORY), std::env::var(HOST)) else { return };
+    let store = open(directory.as_ref(), &host);
     loop {
         store.pull(&name(&host), None).await.unwrap();
         store.remove(&name(&host).to_string(), &HashSet::new()).await.unwrap();
@@ -49,13 +49,13 @@ async fn a_killed_pull_leaves_the_old_state_or_the_new() {
         }
         honest(&served, asked)
     });
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for at in 0..12 {
         asked.store(0, Ordering::SeqCst);
         wanted.store(at, Ordering::SeqCst);
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "crash::victim"])
-            .env(FOLDER, folder.path())
+            .env(DIRECTORY, directory.path())
             .env(HOST, server.host())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -68,7 +68,7 @@ async fn a_killed_pull_leaves_the_old_state_or_the_new() {
             }
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
-        let store = open(folder.path(), &server.host());
+        let store = open(directory.path(), &server.host());
         for record in store.list() {
             assert_eq!(record.id.to_string(), good.config);
             for extent in store.rootfs(&record.id).await.unwrap().disk.extents {
@@ -77,10 +77,10 @@ async fn a_killed_pull_leaves_the_old_state_or_the_new() {
         }
     }
     wanted.store(usize::MAX, Ordering::SeqCst);
-    let store = open(folder.path(), &server.host());
+    let store = open(directory.path(), &server.host());
     assert_eq!(store.pull(&name(&server.host()), None).await.unwrap().to_string(), good.config);
     store.remove(&good.config, &HashSet::new()).await.unwrap();
-    let left = || Command::new("find").arg(folder.path()).arg("-ls").output().map(|done| done.stdout);
+    let left = || Command::new("find").arg(directory.path()).arg("-ls").output().map(|done| done.stdout);
     let inodes = store.fs_info().await.unwrap().inodes_used;
     assert_eq!(inodes, 2, "the lock file and the list: {}", String::from_utf8_lossy(&left().unwrap()));
 }

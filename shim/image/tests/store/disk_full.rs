@@ -21,11 +21,11 @@ fn small() -> Option<Small> {
         eprintln!("skipped: mounting needs root");
         return None;
     }
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let mounted =
-        Command::new("mount").args(["-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs"]).arg(folder.path()).status();
+        Command::new("mount").args(["-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs"]).arg(directory.path()).status();
     match mounted {
-        Ok(status) if status.success() => Some(Small(folder)),
+        Ok(status) if status.success() => Some(Small(directory)),
         other => {
             eprintln!("skipped: cannot mount a tmpfs: {other:?}");
             None
@@ -33,9 +33,9 @@ fn small() -> Option<Small> {
     }
 }
 
-fn files(folder: &Path) -> Vec<String> {
+fn files(directory: &Path) -> Vec<String> {
     let parts = ["configs", "layers", "trees", "partial", "work"];
-    let names = parts.iter().flat_map(|part| std::fs::read_dir(folder.join(part)).unwrap());
+    let names = parts.iter().flat_map(|part| std::fs::read_dir(directory.join(part)).unwrap());
     names.map(|entry| entry.unwrap().path().display().to_string()).collect()
 }
 
@@ -98,12 +98,12 @@ async fn a_layer_with_more_than_the_configuration_allows() {
         let special = RegistryConfig { http: true, ..RegistryConfig::default() };
         let registries = [(server.host(), special)].into();
         let config = Config { registries, max_layer_bytes: 1 << 20, max_layer_entries: 20, ..Config::default() };
-        let folder = tempfile::tempdir().unwrap();
-        let store = Store::open(folder.path(), config).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path(), config).unwrap();
         let reference = Reference::parse(&format!("{}/x:t", server.host())).unwrap();
         let error = store.pull(&reference, None).await.unwrap_err();
         let chain = nacelle_base::Chain(&error).to_string();
         assert!(chain.contains(&format!("more than {} {what}", if what == "bytes" { 1 << 20 } else { 20 })), "{chain}");
-        assert_eq!((error.kind(), files(folder.path())), (Kind::Exhausted, vec![]));
+        assert_eq!((error.kind(), files(directory.path())), (Kind::Exhausted, vec![]));
     }
 }

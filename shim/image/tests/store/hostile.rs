@@ -23,24 +23,24 @@ fn sample() -> Image {
     image(&[(Tar::new().file("f", 0o644, &noise(600_000)).done(), Packing::Gzip)])
 }
 
-fn store(folder: &Path, host: &str) -> Store {
-    patient(folder, host, 60)
+fn store(directory: &Path, host: &str) -> Store {
+    patient(directory, host, 60)
 }
 
 /// Opens a store with this progress timeout.
-fn patient(folder: &Path, host: &str, progress_timeout_seconds: u64) -> Store {
+fn patient(directory: &Path, host: &str, progress_timeout_seconds: u64) -> Store {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
     let config =
         Config { registries: [(host.to_owned(), special)].into(), progress_timeout_seconds, ..Config::default() };
-    Store::open(folder, config).unwrap()
+    Store::open(directory, config).unwrap()
 }
 
 async fn pull(store: &Store, server: &Server) -> Result<ImageId, ImageError> {
     store.pull(&Reference::parse(&format!("{}/x:t", server.host())).unwrap(), None).await
 }
 
-fn files(folder: &Path, part: &str) -> usize {
-    std::fs::read_dir(folder.join(part)).unwrap().count()
+fn files(directory: &Path, part: &str) -> usize {
+    std::fs::read_dir(directory.join(part)).unwrap().count()
 }
 
 /// Waits until a condition holds, for a minute at most.
@@ -57,13 +57,13 @@ async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 /// Pulls once from a server that answers with `answer`, and expects an error of this kind and an empty store.
 async fn refused(kind: Kind, answer: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Server {
     let server = Server::start(answer);
-    let folder = tempfile::tempdir().unwrap();
-    let store = patient(folder.path(), &server.host(), if kind == Kind::Timeout { 1 } else { 60 });
+    let directory = tempfile::tempdir().unwrap();
+    let store = patient(directory.path(), &server.host(), if kind == Kind::Timeout { 1 } else { 60 });
     let error = pull(&store, &server).await.unwrap_err();
     assert_eq!(error.kind(), kind, "{}", nacelle_base::Chain(&error));
     assert!(store.list().is_empty());
     for part in ["configs", "layers", "trees", "work"] {
-        assert_eq!(files(folder.path(), part), 0, "{part}: {}", nacelle_base::Chain(&error));
+        assert_eq!(files(directory.path(), part), 0, "{part}: {}", nacelle_base::Chain(&error));
     }
     server
 }
@@ -78,12 +78,12 @@ async fn a_pull_that_is_cut_again_and_again_goes_on_where_it_was() {
         cut: asked.path.contains(&image.layers[0]).then_some(length / 5),
         ..honest(&image, asked)
     });
-    let folder = tempfile::tempdir().unwrap();
-    let store = store(folder.path(), &server.host());
+    let directory = tempfile::tempdir().unwrap();
+    let store = store(directory.path(), &server.host());
     assert_eq!(pull(&store, &server).await.unwrap().to_string(), good.config);
     let froms: Vec<_> = server.asked().iter().filter(|asked| asked.path.contains(&layer)).map(Asked::from).collect();
     assert!(froms.len() >= 5 && froms.is_sorted() && froms[1] > 0, "{froms:?}");
-    assert_eq!(files(folder.path(), "partial"), 0);
+    assert_eq!(files(directory.path(), "partial"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -95,8 +95,8 @@ async fn a_server_without_ranges_is_asked_for_all_again() {
         let cut = asked.path.contains(&image.layers[0]) && tries.fetch_add(1, Ordering::SeqCst) == 0;
         Reply { cut: cut.then_some(100_000), ..honest(&image, &whole) }
     });
-    let folder = tempfile::tempdir().unwrap();
-    assert_eq!(pull(&store(folder.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
+    let directory = tempfile::tempdir().unwrap();
+    assert_eq!(pull(&store(directory.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -112,10 +112,10 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
         }
         reply
     });
-    let folder = tempfile::tempdir().unwrap();
-    let place = store(folder.path(), &server.host());
+    let directory = tempfile::tempdir().unwrap();
+    let place = store(directory.path(), &server.host());
     let hex = layer.strip_prefix("sha256:").unwrap();
-    let partial = folder.path().join("partial").join(hex);
+    let partial = directory.path().join("partial").join(hex);
     let here = || std::fs::metadata(&partial).map_or(0, |metadata| metadata.len());
     tokio::select! {
         _ = pull(&place, &server) => panic!("the server stalls"),
@@ -127,7 +127,7 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
     let config = Config { registries: [(server.host(), special)].into(), ..Config::default() };
     let mut again = None;
     eventually("the store is free", || {
-        again = Store::open(folder.path(), config.clone()).ok();
+        again = Store::open(directory.path(), config.clone()).ok();
         again.is_some()
     })
     .await;
@@ -139,13 +139,13 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_beginning_that_a_crash_has_damaged_is_brought_again() {
     let good = sample();
-    let folder = tempfile::tempdir().unwrap();
-    let partial = folder.path().join("partial");
+    let directory = tempfile::tempdir().unwrap();
+    let partial = directory.path().join("partial");
     std::fs::create_dir_all(&partial).unwrap();
     std::fs::write(partial.join(good.layers[0].strip_prefix("sha256:").unwrap()), vec![0; 1000]).unwrap();
     let image = good.clone();
     let server = Server::start(move |asked| honest(&image, asked));
-    assert_eq!(pull(&store(folder.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
+    assert_eq!(pull(&store(directory.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -162,12 +162,12 @@ async fn damaged_content_is_refused_and_nothing_is_kept() {
                 }
                 reply
             });
-            let folder = tempfile::tempdir().unwrap();
-            let store = store(folder.path(), &server.host());
+            let directory = tempfile::tempdir().unwrap();
+            let store = store(directory.path(), &server.host());
             let error = pull(&store, &server).await.unwrap_err();
             assert!(kinds.contains(&error.kind()), "{part}: {error:?}");
-            for folder_name in ["configs", "layers", "trees", "work", "partial"] {
-                assert_eq!(files(folder.path(), folder_name), 0, "{part}: {folder_name}");
+            for directory_name in ["configs", "layers", "trees", "work", "partial"] {
+                assert_eq!(files(directory.path(), directory_name), 0, "{part}: {directory_name}");
             }
         }
     }
@@ -197,9 +197,9 @@ async fn a_manifest_with_another_digest_is_refused() {
     let other = crate::common::image(&[(Tar::new().done(), Packing::Plain)]);
     let wanted = image.manifest.clone();
     let server = Server::start(move |_| Reply::ok(&other.blobs[&other.manifest]));
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let reference = Reference::parse(&format!("{}/x@{wanted}", server.host())).unwrap();
-    let error = store(folder.path(), &server.host()).pull(&reference, None).await.unwrap_err();
+    let error = store(directory.path(), &server.host()).pull(&reference, None).await.unwrap_err();
     assert!(error.to_string().contains("is damaged"), "{error}");
 }
 
@@ -239,8 +239,8 @@ async fn errors_of_the_server_are_tried_again_and_then_told() {
         2 => honest(&image, asked),
         _ => Reply::status(500),
     });
-    let folder = tempfile::tempdir().unwrap();
-    assert_eq!(pull(&store(folder.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
+    let directory = tempfile::tempdir().unwrap();
+    assert_eq!(pull(&store(directory.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -290,8 +290,8 @@ async fn tokens_are_fetched_with_the_credentials_and_not_shown_to_other_hosts() 
             false => honest(&image, asked),
         }
     });
-    let folder = tempfile::tempdir().unwrap();
-    let store = store(folder.path(), &server.host());
+    let directory = tempfile::tempdir().unwrap();
+    let store = store(directory.path(), &server.host());
     let reference = Reference::parse(&format!("{}/x:t", server.host())).unwrap();
     let auth = Auth { username: "u".into(), password: "p".into(), ..Auth::default() };
     assert_eq!(store.pull(&reference, Some(auth)).await.unwrap().to_string(), good.config);
@@ -312,8 +312,8 @@ async fn pulls_of_the_same_image_are_one() {
         std::thread::sleep(Duration::from_millis(30));
         honest(&image, asked)
     });
-    let folder = tempfile::tempdir().unwrap();
-    let store = store(folder.path(), &server.host());
+    let directory = tempfile::tempdir().unwrap();
+    let store = store(directory.path(), &server.host());
     let reference = Reference::parse(&format!("{}/x:t", server.host())).unwrap();
     let mut pulls = tokio::task::JoinSet::new();
     for _ in 0..8 {
@@ -325,5 +325,5 @@ async fn pulls_of_the_same_image_are_one() {
     }
     let layers = server.asked().iter().filter(|asked| asked.path.contains(&good.layers[0])).count();
     assert_eq!(layers, 1);
-    assert_eq!(files(folder.path(), "layers"), 2);
+    assert_eq!(files(directory.path(), "layers"), 2);
 }

@@ -16,9 +16,9 @@ macro_rules! need_registry {
     };
 }
 
-fn store(folder: &Path, special: &[(&str, RegistryConfig)]) -> Store {
+fn store(directory: &Path, special: &[(&str, RegistryConfig)]) -> Store {
     let registries = special.iter().map(|(host, config)| ((*host).to_owned(), config.clone())).collect();
-    Store::open(folder, Config { registries, ..Config::default() }).unwrap()
+    Store::open(directory, Config { registries, ..Config::default() }).unwrap()
 }
 
 fn http() -> RegistryConfig {
@@ -43,9 +43,9 @@ async fn images_are_pulled_named_shared_and_removed() {
     registry.push(&one, "a/one:1", &[]);
     registry.push(&one, "a/one:also", &[]);
     registry.push(&two, "two:1", &[]);
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let host = registry.host();
-    let store = store(folder.path(), &[(&host, http())]);
+    let store = store(directory.path(), &[(&host, http())]);
     let id = store.pull(&reference(&host, "a/one:1"), None).await.unwrap();
     assert_eq!(id.to_string(), one.config);
     assert_eq!(store.pull(&reference(&host, "a/one:also"), None).await.unwrap(), id);
@@ -91,9 +91,9 @@ async fn docker_manifests_and_unknown_names() {
     docker.blobs.remove(&oci);
     docker.blobs.insert(docker.manifest.clone(), manifest.into_bytes());
     registry.push(&docker, "d:1", &["--format", "v2s2"]);
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let host = registry.host();
-    let store = store(folder.path(), &[(&host, http())]);
+    let store = store(directory.path(), &[(&host, http())]);
     let id = store.pull(&reference(&host, "d:1"), None).await.unwrap();
     assert_eq!(id.to_string(), docker.config);
     for name in ["d:2", "unknown:1"] {
@@ -112,9 +112,9 @@ async fn passwords_are_asked_for_and_https_is_checked() {
     let host = registry.host();
     let name = reference(&host, "s:1");
     let auth = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let pull = async |special: RegistryConfig, auth: Option<Auth>| {
-        let place = tempfile::tempdir_in(folder.path()).unwrap();
+        let place = tempfile::tempdir_in(directory.path()).unwrap();
         store(place.path(), &[(&host, special)]).pull(&name, auth).await.map_err(|error| error.kind())
     };
     let trusted = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
@@ -140,14 +140,14 @@ async fn mirrors_are_asked_first_and_may_be_down() {
     mirror.push(&both, "library/x:1", &[]);
     origin.push(&only, "library/y:1", &[]);
     let (mirror_host, origin_host) = (mirror.host(), origin.host());
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let down = "http://127.0.0.1:1";
     let special = RegistryConfig {
         http: true,
         mirrors: vec![down.into(), format!("http://{mirror_host}/")],
         ..RegistryConfig::default()
     };
-    let store = store(folder.path(), &[(&origin_host, special)]);
+    let store = store(directory.path(), &[(&origin_host, special)]);
     let id = store.pull(&reference(&origin_host, "library/x:1"), None).await.unwrap();
     assert_eq!(id.to_string(), both.config);
     assert_eq!(store.list()[0].repo_tags, [format!("{origin_host}/library/x:1")]);
@@ -177,9 +177,9 @@ async fn an_index_leads_to_the_variant_of_this_machine() {
     std::io::Write::write_all(&mut stream, &[head.as_bytes(), &index].concat()).unwrap();
     let answer = std::io::read_to_string(stream).unwrap();
     assert!(answer.starts_with("HTTP/1.1 201"), "{answer}");
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let host = registry.host();
-    let store = store(folder.path(), &[(&host, http())]);
+    let store = store(directory.path(), &[(&host, http())]);
     let id = store.pull(&reference(&host, "i:all"), None).await.unwrap();
     assert_eq!(id.to_string(), ours.config);
     assert_eq!(store.list()[0].repo_digests, [format!("{host}/i@{}", crate::common::digest(&index))]);
@@ -190,15 +190,15 @@ async fn a_store_is_open_once_and_found_again() {
     need_registry!();
     let registry = Registry::start(false, false);
     registry.push(&sample("x"), "x:1", &[]);
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let host = registry.host();
-    let first = store(folder.path(), &[(&host, http())]);
-    let second = Store::open(folder.path(), Config::default()).map(drop).unwrap_err();
+    let first = store(directory.path(), &[(&host, http())]);
+    let second = Store::open(directory.path(), Config::default()).map(drop).unwrap_err();
     assert_eq!(second.kind(), Kind::Conflict);
     first.pull(&reference(&host, "x:1"), None).await.unwrap();
     let (list, info) = (first.list(), first.fs_info().await.unwrap());
     drop(first);
-    let again = reopen(folder.path(), &Config { pinned: vec![format!("{host}/x:1")], ..Config::default() });
+    let again = reopen(directory.path(), &Config { pinned: vec![format!("{host}/x:1")], ..Config::default() });
     let mut pinned = list;
     pinned[0].pinned = true;
     assert_eq!(again.list(), pinned);

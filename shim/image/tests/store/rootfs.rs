@@ -19,11 +19,11 @@ macro_rules! need_mount {
     };
 }
 
-async fn load(layers: &[(Vec<u8>, Packing)], folder: &Path) -> (Store, nacelle_image::RootFs) {
+async fn load(layers: &[(Vec<u8>, Packing)], directory: &Path) -> (Store, nacelle_image::RootFs) {
     let image = image(layers);
-    write_layout(&image, &folder.join("layout"), "test:1");
-    let store = Store::open(&folder.join("store"), Config::default()).unwrap();
-    let loaded = store.load(&folder.join("layout"), None).await.unwrap();
+    write_layout(&image, &directory.join("layout"), "test:1");
+    let store = Store::open(&directory.join("store"), Config::default()).unwrap();
+    let loaded = store.load(&directory.join("layout"), None).await.unwrap();
     assert_eq!(loaded[0].id.to_string(), image.config);
     assert_eq!(loaded[0].names, ["docker.io/library/test:1"]);
     let rootfs = store.rootfs(&loaded[0].id).await.unwrap();
@@ -43,8 +43,8 @@ fn noise(length: usize) -> Vec<u8> {
 fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
     let long = "long/".to_owned() + &"n".repeat(200) + "/" + &"m".repeat(255);
     let mut base = Tar::new()
-        .folder("./", 0o755)
-        .folder("bin", 0o1777)
+        .directory("./", 0o755)
+        .directory("bin", 0o1777)
         .file("bin/sh", 0o4755, &noise(300_000))
         .file("bin/empty", 0o600, b"")
         .file("bin/exactly", 0o644, &noise(8192))
@@ -52,9 +52,9 @@ fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
         .link(EntryType::Symlink, "bin/soft", "../bin/sh")
         .link(EntryType::Symlink, "lib", "usr/lib")
         .link(EntryType::Symlink, "far", &("d/".repeat(1000) + "x"))
-        .folder("usr/lib", 0o755)
-        .folder("long", 0o755)
-        .folder(&long[..205], 0o755)
+        .directory("usr/lib", 0o755)
+        .directory("long", 0o755)
+        .directory(&long[..205], 0o755)
         .file(&long, 0o644, b"long")
         .device(EntryType::Char, "null", 1, 3)
         .device(EntryType::Block, "disk", 259, 1000)
@@ -69,19 +69,19 @@ fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
         .file("ping", 0o755, b"p")
         .pax(&[("uid", b"3000000"), ("gid", b"4000000000")])
         .file("owner", 0o644, b"o")
-        .folder("opaque", 0o755)
+        .directory("opaque", 0o755)
         .file("opaque/below", 0o644, b"1")
-        .folder("opaque/sub", 0o755)
+        .directory("opaque/sub", 0o755)
         .file("opaque/sub/below", 0o644, b"1")
-        .folder("gone", 0o755)
+        .directory("gone", 0o755)
         .file("gone/file", 0o644, b"1")
         .file("gone-too", 0o644, b"1")
-        .file("becomes-folder", 0o644, b"1")
-        .folder("becomes-file", 0o755)
+        .file("becomes-directory", 0o644, b"1")
+        .directory("becomes-file", 0o755)
         .file("becomes-file/x", 0o644, b"1")
         .file("replaced", 0o644, b"old");
     base = base.raw(b"not-\xff-utf8", EntryType::Regular, b"", b"bytes");
-    base = base.folder("many", 0o755);
+    base = base.directory("many", 0o755);
     for number in 0..700 {
         base = base.file(&format!("many/file-{number:04}"), 0o644, format!("{number}").as_bytes());
     }
@@ -91,24 +91,24 @@ fn rich_layers() -> Vec<(Vec<u8>, Packing)> {
         .file(".wh.gone", 0o644, b"")
         .file(".wh.gone-too", 0o644, b"")
         .file("many/.wh.file-0005", 0o644, b"")
-        .folder("becomes-folder", 0o700)
-        .file("becomes-folder/x", 0o644, b"2")
+        .directory("becomes-directory", 0o700)
+        .file("becomes-directory/x", 0o644, b"2")
         .file("becomes-file", 0o644, b"2")
         .file("replaced", 0o600, b"new")
         .file("lib/through-link", 0o644, b"2")
         .file("bin/another", 0o644, b"2");
-    let top = Tar::new().folder("gone", 0o711).file("gone/again", 0o644, b"3").file("opaque/sub", 0o644, b"3");
+    let top = Tar::new().directory("gone", 0o711).file("gone/again", 0o644, b"3").file("opaque/sub", 0o644, b"3");
     vec![(base.done(), Packing::Gzip), (middle.done(), Packing::Gzip), (top.done(), Packing::Gzip)]
 }
 
 /// Mounts the image of these layers and compares it with umoci's result. Returns the number of files.
 async fn compare_with_umoci(layers: &[(Vec<u8>, Packing)]) -> usize {
-    let folder = tempfile::tempdir().unwrap();
-    let (_store, rootfs) = load(layers, folder.path()).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (_store, rootfs) = load(layers, directory.path()).await;
     let mounted = mount(&rootfs.disk);
-    let bundle = folder.path().join("bundle");
+    let bundle = directory.path().join("bundle");
     // umoci expects the bare tag as the name.
-    let layout = folder.path().join("layout");
+    let layout = directory.path().join("layout");
     let index = std::fs::read_to_string(layout.join("index.json")).unwrap().replace("test:1", "t");
     std::fs::write(layout.join("index.json"), index).unwrap();
     let mut umoci = Command::new("umoci");
@@ -160,13 +160,13 @@ fn any_tree_is_the_same_as_umoci_unpacks() {
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig { cases: 8, ..ProptestConfig::default() });
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let run = runner.run(&files, |files| {
-        let mut tar = Tar::new().folder("./", 0o755);
+        let mut tar = Tar::new().directory("./", 0o755);
         let mut first = None;
         for (number, (path, (kind, size, mode, xattr))) in files.iter().enumerate() {
             // A separate prefix keeps the files of the cases apart.
             let path = format!("{number}-{path}");
             tar = match kind {
-                0 => tar.folder(&path, *mode),
+                0 => tar.directory(&path, *mode),
                 1 => tar.link(EntryType::Symlink, &path, &"t".repeat(size % 4000 + 1)),
                 2 if first.is_some() => tar.link(EntryType::Link, &path, first.as_deref().unwrap_or_default()),
                 3 => tar.pax(&[("SCHILY.xattr.user.x", &noise(usize::from(xattr % 3000)))]).file(&path, *mode, b"x"),
@@ -183,10 +183,10 @@ fn any_tree_is_the_same_as_umoci_unpacks() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn folders_have_their_times_and_counts() {
+async fn directories_have_their_times_and_counts() {
     need_mount!();
-    let folder = tempfile::tempdir().unwrap();
-    let (_store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (_store, rootfs) = load(&rich_layers(), directory.path()).await;
     let mounted = mount(&rootfs.disk);
     let seen = look(&mounted.path);
     assert_eq!(seen[b"opaque".as_slice()].names, 2);
@@ -201,8 +201,8 @@ async fn folders_have_their_times_and_counts() {
 #[tokio::test(flavor = "multi_thread")]
 async fn layers_that_try_to_leave_the_root_do_not() {
     need_mount!();
-    let folder = tempfile::tempdir().unwrap();
-    let outside = folder.path().join("outside");
+    let directory = tempfile::tempdir().unwrap();
+    let outside = directory.path().join("outside");
     std::fs::create_dir(&outside).unwrap();
     let tar = Tar::new()
         .raw(b"../../../dotdot", EntryType::Regular, b"", b"1")
@@ -214,7 +214,7 @@ async fn layers_that_try_to_leave_the_root_do_not() {
         .file("up/passwd", 0o644, b"5")
         .raw(b"hard", EntryType::Link, b"../../../../dotdot", b"")
         .done();
-    let (_store, rootfs) = load(&[(tar, Packing::Zstd)], folder.path()).await;
+    let (_store, rootfs) = load(&[(tar, Packing::Zstd)], directory.path()).await;
     let mounted = mount(&rootfs.disk);
     let read = |path: &str| std::fs::read(mounted.path.join(path)).unwrap();
     assert_eq!((read("dotdot"), read("absolute"), read("b")), (b"1".into(), b"2".into(), b"3".into()));
@@ -227,7 +227,7 @@ async fn layers_that_try_to_leave_the_root_do_not() {
 async fn layers_that_contradict_themselves_are_refused() {
     let bad = [
         Tar::new().link(EntryType::Link, "a", "missing").done(),
-        Tar::new().folder("d", 0o755).link(EntryType::Link, "a", "d").done(),
+        Tar::new().directory("d", 0o755).link(EntryType::Link, "a", "d").done(),
         Tar::new().file("f", 0o644, b"").file("f/x", 0o644, b"").done(),
         Tar::new().link(EntryType::Symlink, "l", "l").file("l/x", 0o644, b"").done(),
         Tar::new().raw(b"./", EntryType::Regular, b"", b"x").done(),
@@ -237,10 +237,10 @@ async fn layers_that_contradict_themselves_are_refused() {
         noise(10_000),
     ];
     for tar in bad {
-        let folder = tempfile::tempdir().unwrap();
-        write_layout(&image(&[(tar, Packing::Plain)]), &folder.path().join("layout"), "x:1");
-        let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-        let error = store.load(&folder.path().join("layout"), None).await.unwrap_err();
+        let directory = tempfile::tempdir().unwrap();
+        write_layout(&image(&[(tar, Packing::Plain)]), &directory.path().join("layout"), "x:1");
+        let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+        let error = store.load(&directory.path().join("layout"), None).await.unwrap_err();
         assert_eq!(nacelle_base::Classify::kind(&error), nacelle_base::Kind::Invalid, "{error:?}");
         assert!(store.list().is_empty());
     }
@@ -249,8 +249,8 @@ async fn layers_that_contradict_themselves_are_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sparse_files_of_every_format_keep_their_holes() {
     need_mount!();
-    let folder = tempfile::tempdir().unwrap();
-    let source = folder.path().join("source");
+    let directory = tempfile::tempdir().unwrap();
+    let source = directory.path().join("source");
     std::fs::create_dir(&source).unwrap();
     let file = std::fs::File::create(source.join("sparse")).unwrap();
     for (offset, length) in [(5000, 10_000), (3 << 20, 4096), (5 << 30, 70_000)] {
@@ -284,7 +284,7 @@ async fn sparse_files_of_every_format_keep_their_holes() {
             .output()
             .unwrap();
         assert!(tar.status.success() && tar.stdout.len() < 1 << 20, "{format:?}");
-        let place = folder.path().join(number.to_string());
+        let place = directory.path().join(number.to_string());
         std::fs::create_dir(&place).unwrap();
         let (_store, rootfs) = load(&[(tar.stdout, Packing::Gzip)], &place).await;
         lengths.insert(rootfs.disk.extents[1].length);
@@ -302,8 +302,8 @@ async fn the_same_layers_give_the_same_bytes_and_all_packings_the_same_layer() {
     let tar = rich_layers().remove(0).0;
     let mut metadata = HashSet::new();
     for packing in [Packing::Plain, Packing::Gzip, Packing::Zstd] {
-        let folder = tempfile::tempdir().unwrap();
-        let (_store, rootfs) = load(&[(tar.clone(), packing)], folder.path()).await;
+        let directory = tempfile::tempdir().unwrap();
+        let (_store, rootfs) = load(&[(tar.clone(), packing)], directory.path()).await;
         let bytes: Vec<_> = rootfs.disk.extents.iter().map(|extent| std::fs::read(&extent.path).unwrap()).collect();
         metadata.insert(crate::common::digest(&bytes.concat()));
     }
@@ -312,10 +312,10 @@ async fn the_same_layers_give_the_same_bytes_and_all_packings_the_same_layer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn erofs_utils_agree() {
-    let folder = tempfile::tempdir().unwrap();
-    let (_store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (_store, rootfs) = load(&rich_layers(), directory.path()).await;
     // Version 1.5 reads everything from the first device, but requires the others on the command line.
-    let device = folder.path().join("device");
+    let device = directory.path().join("device");
     let mut file = std::fs::File::create(&device).unwrap();
     for extent in &rootfs.disk.extents {
         std::io::copy(&mut std::fs::File::open(&extent.path).unwrap(), &mut file).unwrap();
@@ -332,8 +332,8 @@ async fn erofs_utils_agree() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_is_described_kept_while_in_use_and_then_gone() {
-    let folder = tempfile::tempdir().unwrap();
-    let (store, rootfs) = load(&rich_layers(), folder.path()).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (store, rootfs) = load(&rich_layers(), directory.path()).await;
     let [record] = store.list().try_into().unwrap();
     let id = record.id;
     assert_eq!(store.status("test:1").unwrap(), Some(record.clone()));
@@ -356,7 +356,7 @@ async fn an_image_is_described_kept_while_in_use_and_then_gone() {
     assert!(store.list().is_empty() && store.status("test:1").unwrap().is_none());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     drop(store);
-    let store = reopen(&folder.path().join("store"), &Config::default());
+    let store = reopen(&directory.path().join("store"), &Config::default());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     store.collect(&in_use).await.unwrap();
     assert!(rootfs.disk.extents.iter().all(|extent| extent.path.exists()));
@@ -370,13 +370,13 @@ async fn an_image_is_described_kept_while_in_use_and_then_gone() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn archives_of_all_kinds_are_loaded() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let image = image(&rich_layers());
-    let layout = folder.path().join("layout");
+    let layout = directory.path().join("layout");
     write_layout(&image, &layout, "localhost/x:1");
-    let oci = folder.path().join("oci.tar");
+    let oci = directory.path().join("oci.tar");
     assert!(Command::new("tar").arg("-C").arg(&layout).arg("-cf").arg(&oci).arg(".").status().unwrap().success());
-    let mut docker = tar::Builder::new(std::fs::File::create(folder.path().join("docker.tar")).unwrap());
+    let mut docker = tar::Builder::new(std::fs::File::create(directory.path().join("docker.tar")).unwrap());
     let mut add = |name: &str, bytes: &[u8]| {
         docker.append_data(&mut Tar::header(EntryType::Regular, 0o644, bytes.len() as u64), name, bytes).unwrap();
     };
@@ -398,7 +398,7 @@ async fn archives_of_all_kinds_are_loaded() {
     for (path, name, tags) in [
         (layout, None, vec!["localhost/x:1"]),
         (oci, Some("extra"), vec!["docker.io/library/extra:latest", "localhost/x:1"]),
-        (folder.path().join("docker.tar"), None, vec!["docker.io/library/busybox:9"]),
+        (directory.path().join("docker.tar"), None, vec!["docker.io/library/busybox:9"]),
     ] {
         let place = tempfile::tempdir().unwrap();
         let store = Store::open(place.path(), Config::default()).unwrap();
@@ -408,29 +408,30 @@ async fn archives_of_all_kinds_are_loaded() {
         assert_eq!(loaded[0].names, tags);
         assert_eq!(store.rootfs(&loaded[0].id).await.unwrap().disk.extents.len(), 4);
     }
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-    for path in [folder.path().join("nothing"), folder.path().to_owned()] {
+    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    for path in [directory.path().join("nothing"), directory.path().to_owned()] {
         assert!(store.load(&path, None).await.is_err());
     }
 }
 
 #[tokio::test]
 async fn a_file_is_read_where_it_lies() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let disk = noise(10_001);
-    let base = Tar::new().folder("disk", 0o755).file("disk/old.img", 0o644, b"old").file("disk/root.img", 0o440, b"x");
+    let base =
+        Tar::new().directory("disk", 0o755).file("disk/old.img", 0o644, b"old").file("disk/root.img", 0o440, b"x");
     let top = Tar::new()
         .file("disk/.wh.old.img", 0o644, b"")
         .file("disk/root.img", 0o440, &disk)
         .link(EntryType::Symlink, "disk/link", "root.img")
         .link(EntryType::Symlink, "other", "disk");
     let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
-    write_layout(&image(&layers), &folder.path().join("layout"), "disk:1");
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-    let id = store.load(&folder.path().join("layout"), None).await.unwrap()[0].id;
+    write_layout(&image(&layers), &directory.path().join("layout"), "disk:1");
+    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let id = store.load(&directory.path().join("layout"), None).await.unwrap()[0].id;
     for name in ["disk", "/disk/", "other", "a/../disk"] {
         let Some(files) = store.files(&id, name).await.unwrap() else {
-            assert_eq!(name, "a/../disk", "a folder that is not there leads nowhere");
+            assert_eq!(name, "a/../disk", "a directory that is not there leads nowhere");
             continue;
         };
         let [file] = files.as_slice() else { panic!("{files:?}") };
@@ -447,9 +448,10 @@ async fn a_file_is_read_where_it_lies() {
 
 #[tokio::test]
 async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let kernel = noise(10_001);
-    let base = Tar::new().folder("boot", 0o755).file("boot/old", 0o644, b"old").file("boot/vmlinux", 0o600, b"older");
+    let base =
+        Tar::new().directory("boot", 0o755).file("boot/old", 0o644, b"old").file("boot/vmlinux", 0o600, b"older");
     let top = Tar::new()
         .file("boot/.wh.old", 0o644, b"")
         .file("boot/vmlinux", 0o600, &kernel)
@@ -457,10 +459,10 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
         .link(EntryType::Symlink, "boot/out", "/etc/passwd")
         .link(EntryType::Symlink, "up", "../../../../../boot");
     let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
-    write_layout(&image(&layers), &folder.path().join("layout"), "kernel:1");
-    let store = Store::open(&folder.path().join("store"), Config::default()).unwrap();
-    let id = store.load(&folder.path().join("layout"), None).await.unwrap()[0].id;
-    let to = folder.path().join("copy");
+    write_layout(&image(&layers), &directory.path().join("layout"), "kernel:1");
+    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let id = store.load(&directory.path().join("layout"), None).await.unwrap()[0].id;
+    let to = directory.path().join("copy");
     let copy = async |path: &str, most| {
         let file = std::fs::File::create(&to).unwrap();
         let copied = store.copy_file(&id, path, most, file).await.unwrap();

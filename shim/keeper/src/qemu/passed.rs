@@ -4,7 +4,7 @@ use super::{Args, Opt};
 use nacelle_model::machine::{Board, MachineDocument};
 
 /// The directory where this process sees the devices' attributes: it does not see sysfs.
-const FOLDER: &str = "/dev/vfio";
+const DIRECTORY: &str = "/dev/vfio";
 /// The first chassis number of the ports, after those of added disks.
 const CHASSIS: usize = 32;
 
@@ -18,7 +18,7 @@ pub(super) fn devices(args: &mut Args, document: &MachineDocument) {
         }
         let address = &device.address;
         let vfio = Opt::new("vfio-pci").set("id", format!("passed{n}")).set("host", address);
-        args.device(vfio.set("sysfsdev", format!("{FOLDER}/{address}")).set_if("bus", port));
+        args.device(vfio.set("sysfsdev", format!("{DIRECTORY}/{address}")).set_if("bus", port));
     }
 }
 

@@ -118,9 +118,9 @@ mod tests {
         super::super::build(&admitted, &testing::pod(1).config, &MachineSettings::default()).unwrap()
     }
 
-    fn with(folder: &Path, secrets: &[&str]) -> ContainerConfig {
+    fn with(directory: &Path, secrets: &[&str]) -> ContainerConfig {
         let mount = |secret: &&str| NodeVolume {
-            host_path: folder.join(secret).display().to_string(),
+            host_path: directory.join(secret).display().to_string(),
             container_path: format!("/run/nacelle/vm/secret-{secret}"),
             readonly: true,
             recursive_read_only: false,
@@ -135,22 +135,22 @@ mod tests {
     }
     #[test]
     fn users_have_what_their_secrets_have() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let file = |secret: &str, name: &str, text: &str| {
-            fs::create_dir_all(folder.path().join(secret)).unwrap();
-            fs::write(folder.path().join(secret).join(name), text).unwrap();
+            fs::create_dir_all(directory.path().join(secret)).unwrap();
+            fs::write(directory.path().join(secret).join(name), text).unwrap();
         };
         file("keys", "one", "# mine\nssh-ed25519 AAAA a\n\n");
         file("keys", "two", "ssh-ed25519 AAAA a\nssh-rsa BBBB b");
         file("words", "root", "a word\n");
-        let (machine, config) = (machine(), with(folder.path(), &["keys", "words"]));
+        let (machine, config) = (machine(), with(directory.path(), &["keys", "words"]));
         check(&machine, &config).unwrap();
         let found = credentials(&machine, &config).unwrap();
         let keys = ["ssh-ed25519 AAAA a", "ssh-rsa BBBB b"].map(str::to_owned).to_vec();
         assert_eq!(found.keys, [("me".to_owned(), keys.clone()), ("root".to_owned(), keys)].into());
         assert_eq!(found.passwords, [("root".to_owned(), "a word".to_owned())].into());
 
-        let refused = check(&machine, &with(folder.path(), &["keys"])).unwrap_err().to_string();
+        let refused = check(&machine, &with(directory.path(), &["keys"])).unwrap_err().to_string();
         assert!(refused.contains("secret-words"), "{refused}");
         file("words", "me", "two\nlines");
         let refused = credentials(&machine, &config).unwrap_err().to_string();

@@ -120,13 +120,13 @@ async fn in_image(
         let at = image_place(disk).display().to_string();
         return Err(SourceError::OtherImage { disk: disk.to_owned(), asked: asked.to_owned(), found, at });
     }
-    let (folder, name) = match path.trim_matches('/').rsplit_once('/') {
-        Some((folder, name)) => (folder, Some(name)),
+    let (directory, name) = match path.trim_matches('/').rsplit_once('/') {
+        Some((directory, name)) => (directory, Some(name)),
         None if path.is_empty() => (DISKS, None),
         None => ("", Some(path.trim_matches('/'))),
     };
-    let files = store.files(&image.id, folder).await.map_err(failed)?;
-    let files = files.ok_or_else(|| not_there("the image has no such folder; disks of images are in /disk"))?;
+    let files = store.files(&image.id, directory).await.map_err(failed)?;
+    let files = files.ok_or_else(|| not_there("the image has no such directory; disks of images are in /disk"))?;
     let file = match name {
         Some(name) => {
             files.iter().find(|file| file.name == name).ok_or_else(|| not_there("the image has no such file"))?

@@ -119,8 +119,8 @@ fn can_be_made(machine: &MachinePod, pod: &Value) {
 
 #[test]
 fn every_example_is_in_the_documents_with_what_becomes_of_it() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmi/tests/manifests/examples");
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmi/tests/manifests/examples");
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<PathBuf> = entries.filter(|path| path.extension().is_some_and(|end| end == "yaml")).collect();
     files.sort();
     let mut table = String::from("| example | becomes | runs here |\n|---|---|---|\n");

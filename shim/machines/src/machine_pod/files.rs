@@ -138,25 +138,25 @@ fn read_once(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
     let path = Path::new(&mount.host_path);
     let reader = Reader { disk, mount };
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    let folder = retry_interrupted(|| open(path, flags, Mode::empty())).map_err(|errno| match errno {
-        Errno::ENOTDIR => reader.wrong("it is to be a folder".to_owned()),
+    let directory = retry_interrupted(|| open(path, flags, Mode::empty())).map_err(|errno| match errno {
+        Errno::ENOTDIR => reader.wrong("it is to be a directory".to_owned()),
         errno => reader.failed("open", path, errno),
     })?;
-    let folder = match readlinkat(&folder, DATA) {
+    let directory = match readlinkat(&directory, DATA) {
         Ok(target) => {
             let name = target.as_bytes();
             if name.len() <= 2 || !name.starts_with(b"..") || name.contains(&b'/') {
                 return Err(reader.wrong(format!("{DATA} leads out of it")));
             }
-            let opened = reader.open(folder.as_fd(), &target, path)?;
+            let opened = reader.open(directory.as_fd(), &target, path)?;
             opened.ok_or_else(|| reader.wrong(format!("{DATA} leads to a link")))?
         }
         // The directory was not written by kubelet.
-        Err(Errno::ENOENT) => folder,
+        Err(Errno::ENOENT) => directory,
         Err(errno) => return Err(reader.failed("read", &path.join(DATA), errno)),
     };
     let mut found = Found::new();
-    reader.walk(folder, "", DEPTH, &mut found)?;
+    reader.walk(directory, "", DEPTH, &mut found)?;
     let mut seen = BTreeSet::new();
     if let Some(twice) = found.keys().find(|path| !seen.insert(path.to_lowercase())) {
         return Err(reader
@@ -181,21 +181,21 @@ impl Reader<'_> {
     }
 
     /// Opens an entry of a directory; `None` if it is a symbolic link.
-    fn open(&self, folder: impl AsFd, name: &OsStr, path: &Path) -> Result<Option<OwnedFd>, VolumeError> {
+    fn open(&self, directory: impl AsFd, name: &OsStr, path: &Path) -> Result<Option<OwnedFd>, VolumeError> {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
-        match retry_transient(|| openat2(&folder, name, OpenHow::new().flags(flags).resolve(resolve))) {
+        match retry_transient(|| openat2(&directory, name, OpenHow::new().flags(flags).resolve(resolve))) {
             Ok(opened) => Ok(Some(opened)),
             Err(Errno::ELOOP) => Ok(None),
             Err(errno) => Err(self.failed("open", &path.join(name), errno)),
         }
     }
 
-    fn walk(&self, folder: OwnedFd, above: &str, depth: usize, found: &mut Found) -> Result<(), VolumeError> {
+    fn walk(&self, directory: OwnedFd, above: &str, depth: usize, found: &mut Found) -> Result<(), VolumeError> {
         let path = Path::new(&self.mount.host_path).join(above);
         let failed = |errno| self.failed("read", &path, errno);
         let how = OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC);
-        let listed = retry_transient(|| openat2(&folder, ".", how));
+        let listed = retry_transient(|| openat2(&directory, ".", how));
         let mut names = Vec::new();
         for entry in Dir::from_fd(listed.map_err(failed)?).map_err(failed)?.iter() {
             let entry = entry.map_err(failed)?;
@@ -213,19 +213,19 @@ impl Reader<'_> {
                 return Err(self.wrong(format!("{name:?} is no name for a FAT file system")));
             };
             let inner = if above.is_empty() { plain.to_owned() } else { format!("{above}/{plain}") };
-            let opened = self.open(folder.as_fd(), &name, &path)?;
+            let opened = self.open(directory.as_fd(), &name, &path)?;
             let file =
                 File::from(opened.ok_or_else(|| self.wrong(format!("{inner:?} is a link, which nobody follows")))?);
             let metadata = file.metadata().map_err(|error| self.failed("look at", &path.join(&name), error))?;
             if metadata.is_dir() {
                 let Some(depth) = depth.checked_sub(1) else {
-                    return Err(self.wrong(format!("more than {DEPTH} folders in one another")));
+                    return Err(self.wrong(format!("more than {DEPTH} directories in one another")));
                 };
                 self.walk(file.into(), &inner, depth, found)?;
                 continue;
             }
             if !metadata.is_file() {
-                return Err(self.wrong(format!("{inner:?} is neither a file nor a folder")));
+                return Err(self.wrong(format!("{inner:?} is neither a file nor a directory")));
             }
             let left = MOST_BYTES.saturating_sub(found.values().map(Vec::len).sum());
             let mut bytes = Vec::new();
@@ -284,40 +284,40 @@ mod tests {
     }
 
     /// Writes files as kubelet does.
-    fn written(folder: &Path, files: &[(&str, &str)]) {
-        let inner = folder.join("..2026_11_23_05_00_00.1");
+    fn written(directory: &Path, files: &[(&str, &str)]) {
+        let inner = directory.join("..2026_11_23_05_00_00.1");
         fs::create_dir_all(&inner).unwrap();
         for (path, text) in files {
             let path = inner.join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         }
-        symlink("..2026_11_23_05_00_00.1", folder.join(DATA)).unwrap();
+        symlink("..2026_11_23_05_00_00.1", directory.join(DATA)).unwrap();
         for (path, _) in files {
             let first = path.split('/').next().unwrap();
-            let _ = symlink(Path::new(DATA).join(first), folder.join(first));
+            let _ = symlink(Path::new(DATA).join(first), directory.join(first));
         }
     }
 
     #[test]
     fn annotations_are_those_that_kubelet_wrote_last() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let key = "vm.nacelle.dev/power";
         let text =
             "a=\"vm.nacelle.dev/power=\\\"off\\\"\"\nvm.nacelle.dev/power=\"paused\"\nvm.nacelle.dev/power-x=\"on\"";
-        written(folder.path(), &[("annotations", text)]);
-        let found = |key| annotation_of(&mount(folder.path()), key).unwrap();
+        written(directory.path(), &[("annotations", text)]);
+        let found = |key| annotation_of(&mount(directory.path()), key).unwrap();
         assert_eq!(found(key).as_deref(), Some("paused"));
         assert_eq!(found("vm.nacelle.dev/powe"), None);
         // An update: a new directory, and the link is swapped.
-        let next = folder.path().join("..2026_11_23_05_00_00.2");
+        let next = directory.path().join("..2026_11_23_05_00_00.2");
         fs::create_dir(&next).unwrap();
         fs::write(next.join("annotations"), "vm.nacelle.dev/power=\"off\"\n").unwrap();
-        symlink("..2026_11_23_05_00_00.2", folder.path().join("..data_tmp")).unwrap();
-        fs::rename(folder.path().join("..data_tmp"), folder.path().join(DATA)).unwrap();
+        symlink("..2026_11_23_05_00_00.2", directory.path().join("..data_tmp")).unwrap();
+        fs::rename(directory.path().join("..data_tmp"), directory.path().join(DATA)).unwrap();
         assert_eq!(found(key).as_deref(), Some("off"));
         fs::remove_file(next.join("annotations")).unwrap();
-        let error = annotation_of(&mount(folder.path()), key).unwrap_err();
+        let error = annotation_of(&mount(directory.path()), key).unwrap_err();
         assert!(
             error
                 .to_string()
@@ -327,28 +327,28 @@ mod tests {
 
     #[test]
     fn what_kubelet_wrote_is_on_the_disk() {
-        let folder = tempfile::tempdir().unwrap();
-        written(folder.path(), &[("a.txt", "A"), ("deep/b", "B")]);
+        let directory = tempfile::tempdir().unwrap();
+        written(directory.path(), &[("a.txt", "A"), ("deep/b", "B")]);
         let wish = |expected: &str| RequestedDiskSource::Files {
             what: "configMap c".into(),
             label: "L".into(),
             expected: vec![expected.into()],
         };
-        let DiskSource::Files(found) = files_of(&disk(wish("deep/b")), &mount(folder.path())).unwrap() else {
+        let DiskSource::Files(found) = files_of(&disk(wish("deep/b")), &mount(directory.path())).unwrap() else {
             panic!("they are files")
         };
         let expected = [("a.txt".to_owned(), STANDARD.encode("A")), ("deep/b".to_owned(), STANDARD.encode("B"))];
         assert_eq!((found.label.as_str(), found.files), ("L", expected.into()));
-        let error = files_of(&disk(wish("labels")), &mount(folder.path())).unwrap_err();
+        let error = files_of(&disk(wish("labels")), &mount(directory.path())).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file \"labels\""), "{error}");
     }
 
     #[test]
     fn what_is_too_much_or_leads_elsewhere_is_refused() {
         let told = |make: &dyn Fn(&Path)| {
-            let folder = tempfile::tempdir().unwrap();
-            make(folder.path());
-            let error = read("data", &mount(folder.path())).unwrap_err();
+            let directory = tempfile::tempdir().unwrap();
+            make(directory.path());
+            let error = read("data", &mount(directory.path())).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             error.to_string()
         };
@@ -369,17 +369,17 @@ mod tests {
             (&|at| ["a", "A"].iter().for_each(|name| fs::write(at.join(name), "").unwrap()), "by the letters alone"),
             (&|at| fs::write(at.join("a"), vec![0; MOST_BYTES + 1]).unwrap(), "4 MiB of them"),
             (&|at| (0..=MOST_FILES).for_each(|n| fs::write(at.join(n.to_string()), "").unwrap()), "1000 files"),
-            (&|at| fs::create_dir_all(at.join("a/".repeat(DEPTH + 1))).unwrap(), "folders in one another"),
+            (&|at| fs::create_dir_all(at.join("a/".repeat(DEPTH + 1))).unwrap(), "directories in one another"),
         ] {
             let told = told(make);
             assert!(told.contains(words), "{words}: {told}");
         }
         let error = read("data", &mount(Path::new("/etc/passwd"))).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("to be a folder"), "{error}");
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("to be a directory"), "{error}");
         assert_eq!(read("data", &mount(Path::new("/nowhere"))).unwrap_err().kind(), Kind::NotFound);
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("a"), vec![1; MOST_BYTES]).unwrap();
-        assert_eq!(read("data", &mount(folder.path())).unwrap()["a"].len(), MOST_BYTES);
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("a"), vec![1; MOST_BYTES]).unwrap();
+        assert_eq!(read("data", &mount(directory.path())).unwrap()["a"].len(), MOST_BYTES);
     }
 
     #[test]

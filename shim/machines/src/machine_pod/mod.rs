@@ -26,7 +26,7 @@ pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
 pub use honoured::known as honours;
 pub use passed::{Passed, PassedError};
-pub use volumes::{Place, VolumeError, check_volumes, folder, images_under, open, place, shared, unused};
+pub use volumes::{Place, VolumeError, check_volumes, directory, images_under, open, place, shared, unused};
 
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
@@ -35,8 +35,8 @@ use sha2::{Digest, Sha256};
 use std::path::PathBuf;
 
 /// Gives a persistent VM the properties that are the same in all its runs, unless the specification sets them: its UUID, the MAC
-/// addresses of its interfaces, and cloud-init's instance id. `folder` is the directory of its disks.
-pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
+/// addresses of its interfaces, and cloud-init's instance id. `directory` is the directory of its disks.
+pub fn identify(machine: &mut MachinePod, vm: &VmRecord, directory: PathBuf) {
     if machine.identity.uuid.is_empty() {
         machine.identity.uuid.clone_from(&vm.uuid);
     }
@@ -51,7 +51,7 @@ pub fn identify(machine: &mut MachinePod, vm: &VmRecord, folder: PathBuf) {
             data.instance.clone_from(&vm.uuid);
         }
     }
-    machine.keep = Some(folder);
+    machine.keep = Some(directory);
 }
 
 /// Returns the MAC address of a further interface of this machine: unicast and locally administered.

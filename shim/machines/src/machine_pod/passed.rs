@@ -31,7 +31,7 @@ const NOBODYS: &str = "pci-stub";
 pub enum PassedError {
     /// The path is not a VFIO group.
     #[error(
-        "config.devices.host_path is {path:?}: /dev/vfio/NUMBER, the group of a PCI device, is what a machine can have of that folder"
+        "config.devices.host_path is {path:?}: /dev/vfio/NUMBER, the group of a PCI device, is what a machine can have of that directory"
     )]
     NoGroup {
         /// The path.
@@ -117,15 +117,15 @@ impl Passed {
     /// Creates the device nodes for the machine of the pod with this directory, which must not have started. Removes those of an
     /// earlier container. Blocks.
     pub fn place(&self, pod: &Path) -> Result<(), PassedError> {
-        let folder = pod.join(VFIO_DIR);
-        clear(&folder)?;
+        let directory = pod.join(VFIO_DIR);
+        clear(&directory)?;
         if !self.is_empty() {
-            node(&folder, CONTAINER)?;
+            node(&directory, CONTAINER)?;
         }
         for (number, members) in &self.0 {
-            node(&folder, &number.to_string())?;
+            node(&directory, &number.to_string())?;
             for address in members {
-                describe(&folder.join(address), *number)?;
+                describe(&directory.join(address), *number)?;
             }
         }
         Ok(())
@@ -159,15 +159,15 @@ fn groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<S
 
 /// Returns the addresses of a group's devices that can be passed, all of which must have a VFIO driver.
 fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedError> {
-    let folder = sysfs.join(format!("kernel/iommu_groups/{number}/devices"));
+    let directory = sysfs.join(format!("kernel/iommu_groups/{number}/devices"));
     let nothing = || PassedError::Nothing { path: path.to_owned() };
-    let entries = match fs::read_dir(&folder) {
+    let entries = match fs::read_dir(&directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(nothing()),
-        entries => entries.map_err(at("read", &folder))?,
+        entries => entries.map_err(at("read", &directory))?,
     };
     let mut members = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(at("read", &folder))?;
+        let entry = entry.map_err(at("read", &directory))?;
         // Devices of other buses cannot be passed.
         let Ok(address) = entry.file_name().into_string() else { continue };
         let class = entry.path().join("class");
@@ -193,14 +193,14 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
 }
 
 /// Empties the directory. The machine's processes can only read it, so its paths are as the daemon created them.
-fn clear(folder: &Path) -> Result<(), PassedError> {
-    let entries = match fs::read_dir(folder) {
+fn clear(directory: &Path) -> Result<(), PassedError> {
+    let entries = match fs::read_dir(directory) {
         // The pod was created by a daemon that could not pass devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries.map_err(at("read", folder))?,
+        entries => entries.map_err(at("read", directory))?,
     };
     for entry in entries {
-        let entry = entry.map_err(at("read", folder))?;
+        let entry = entry.map_err(at("read", directory))?;
         let path = entry.path();
         let kind = entry.file_type().map_err(at("read", &path))?;
         let removed = if kind.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
@@ -210,8 +210,8 @@ fn clear(folder: &Path) -> Result<(), PassedError> {
 }
 
 /// Creates a copy of the node's device with this name, accessible to its owner only.
-fn node(folder: &Path, name: &str) -> Result<(), PassedError> {
-    let (of_node, path) = (Path::new(NODES).join(name), folder.join(name));
+fn node(directory: &Path, name: &str) -> Result<(), PassedError> {
+    let (of_node, path) = (Path::new(NODES).join(name), directory.join(name));
     let metadata = fs::metadata(&of_node).map_err(at("read", &of_node))?;
     let mode = Mode::S_IRUSR | Mode::S_IWUSR;
     mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(io::Error::from).map_err(at("make", &path))?;
@@ -240,11 +240,11 @@ mod tests {
     /// Creates a group with these devices: address, class, driver.
     fn group(sysfs: &Path, number: u32, members: &[(&str, &str, Option<&str>)]) {
         for (address, class, driver) in members {
-            let folder = sysfs.join(format!("kernel/iommu_groups/{number}/devices/{address}"));
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join("class"), format!("{class}\n")).unwrap();
+            let directory = sysfs.join(format!("kernel/iommu_groups/{number}/devices/{address}"));
+            fs::create_dir_all(&directory).unwrap();
+            fs::write(directory.join("class"), format!("{class}\n")).unwrap();
             if let Some(driver) = driver {
-                symlink(format!("../../../bus/pci/drivers/{driver}"), folder.join("driver")).unwrap();
+                symlink(format!("../../../bus/pci/drivers/{driver}"), directory.join("driver")).unwrap();
             }
         }
     }
@@ -297,16 +297,16 @@ mod tests {
     #[test]
     fn qemu_finds_a_device_by_its_group_until_the_next_container() {
         let pod = tempfile::tempdir().unwrap();
-        let folder = pod.path().join(VFIO_DIR);
-        clear(&folder).unwrap();
-        fs::create_dir(&folder).unwrap();
+        let directory = pod.path().join(VFIO_DIR);
+        clear(&directory).unwrap();
+        fs::create_dir(&directory).unwrap();
         for address in ["0000:02:00.0", "0000:02:00.1"] {
-            describe(&folder.join(address), 7).unwrap();
+            describe(&directory.join(address), 7).unwrap();
         }
-        let told = fs::read_link(folder.join("0000:02:00.0/iommu_group")).unwrap();
+        let told = fs::read_link(directory.join("0000:02:00.0/iommu_group")).unwrap();
         assert_eq!(told.file_name().unwrap(), "7");
-        fs::write(folder.join("7"), "").unwrap();
+        fs::write(directory.join("7"), "").unwrap();
         Passed::default().place(pod.path()).unwrap();
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
     }
 }

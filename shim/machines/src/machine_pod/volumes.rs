@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 /// The container's directory of block volumes.
 const DEVICES: &str = "/dev/nacelle";
 /// The container's directory of mounted volumes.
-const FOLDERS: &str = "/run/nacelle/vm";
+const DIRECTORIES: &str = "/run/nacelle/vm";
 /// The disk file in a claim's file system, the same as in KubeVirt.
 const IN_CLAIM: &str = "disk.img";
 /// The sector size in bytes: a disk consists of whole sectors.
@@ -106,11 +106,11 @@ pub fn names_device(machine: &MachinePod, path: &str) -> bool {
 pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
     let secret = |credential: &Credential| Path::new(path) == at_secret(credential.secret());
     machine.credentials.iter().any(secret)
-        || machine.filesystems.iter().any(|one| Path::new(path) == Path::new(FOLDERS).join(&one.name))
+        || machine.filesystems.iter().any(|one| Path::new(path) == Path::new(DIRECTORIES).join(&one.name))
         || machine.disks.iter().any(|disk| match &disk.source {
             RequestedDiskSource::Claim { .. }
             | RequestedDiskSource::HostDisk { .. }
-            | RequestedDiskSource::Files { .. } => Path::new(path) == Path::new(FOLDERS).join(&disk.name),
+            | RequestedDiskSource::Files { .. } => Path::new(path) == Path::new(DIRECTORIES).join(&disk.name),
             wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
         })
 }
@@ -120,14 +120,14 @@ pub(super) const KERNEL_BOOT: &str = "kernel-boot";
 
 /// Returns whether the image volume at this path is for the machine: for the disk of that name, or for kernel and initramfs.
 pub fn names_image(machine: &MachinePod, path: &str) -> bool {
-    let at = |name: &str| Path::new(path) == Path::new(FOLDERS).join(name);
+    let at = |name: &str| Path::new(path) == Path::new(DIRECTORIES).join(name);
     let disks = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Image { .. }));
     disks.into_iter().any(|disk| at(&disk.name)) || (machine.kernel.is_some() && at(KERNEL_BOOT))
 }
 
 /// Returns the container path of the image volume for this disk or kernel.
 pub fn image_place(name: &str) -> PathBuf {
-    Path::new(FOLDERS).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
+    Path::new(DIRECTORIES).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
 }
 
 /// Returns the image with this disk or kernel: that of its image volume, otherwise the container's own. `images` are the images
@@ -174,7 +174,7 @@ fn secrets(wish: &RequestedDiskSource) -> impl Iterator<Item = &String> {
 }
 
 pub(super) fn at_secret(name: &str) -> PathBuf {
-    Path::new(FOLDERS).join(format!("secret-{name}"))
+    Path::new(DIRECTORIES).join(format!("secret-{name}"))
 }
 
 /// Checks that the container has the volumes of its machine's disks, in the required form. Accesses no file.
@@ -186,7 +186,7 @@ pub fn check_volumes(machine: &MachinePod, config: &ContainerConfig) -> Result<(
 
 /// Returns the container's mount with the directory of a file system.
 pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
-    let at = Path::new(FOLDERS).join(&one.name);
+    let at = Path::new(DIRECTORIES).join(&one.name);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
     let mount = mount.ok_or_else(|| VolumeError::Missing {
         whose: format!("file system {}", one.name),
@@ -208,7 +208,7 @@ pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a N
 }
 
 /// Resolves the directory of a file system on the node.
-pub fn folder(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, VolumeError> {
+pub fn directory(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, VolumeError> {
     let path = Path::new(&mount.host_path);
     let failed = |source| VolumeError::Io {
         whose: format!("file system {}", one.name),
@@ -219,7 +219,7 @@ pub fn folder(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, Volume
     let found = path.canonicalize().map_err(failed)?;
     match found.to_str() {
         Some(name) if found.is_dir() => Ok(NodeVolume { host_path: name.to_owned(), ..mount.clone() }),
-        _ => field("config.mounts.host_path", &mount.host_path, format!("file system {} needs a folder", one.name)),
+        _ => field("config.mounts.host_path", &mount.host_path, format!("file system {} needs a directory", one.name)),
     }
 }
 
@@ -228,7 +228,7 @@ pub fn place<'a>(
     disk: &Disk<RequestedDiskSource>,
     config: &'a ContainerConfig,
 ) -> Result<Option<Place<'a>>, VolumeError> {
-    let (device_at, mount_at) = (Path::new(DEVICES).join(&disk.name), Path::new(FOLDERS).join(&disk.name));
+    let (device_at, mount_at) = (Path::new(DEVICES).join(&disk.name), Path::new(DIRECTORIES).join(&disk.name));
     let device = config.devices.iter().find(|device| Path::new(&device.container_path) == device_at);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == mount_at);
     let whose = || format!("disk {}", disk.name);
@@ -308,25 +308,27 @@ pub fn unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Resul
 pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
     let mounted = Path::new(&mount.host_path);
     let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
-    let (folder, name, size) = match (&disk.source, mounted.parent(), mounted.file_name()) {
-        (RequestedDiskSource::HostDisk { create, .. }, Some(folder), Some(name)) => (folder, Path::new(name), *create),
+    let (directory, name, size) = match (&disk.source, mounted.parent(), mounted.file_name()) {
+        (RequestedDiskSource::HostDisk { create, .. }, Some(directory), Some(name)) => {
+            (directory, Path::new(name), *create)
+        }
         (RequestedDiskSource::HostDisk { .. }, ..) => return wrong("it is to be a file".to_owned()),
         _ => (mounted, Path::new(IN_CLAIM), None),
     };
-    let path = folder.join(name);
+    let path = directory.join(name);
     let failed = |what, source: io::Error| VolumeError::Io {
         whose: format!("disk {}", disk.name),
         what,
         path: path.clone(),
         source,
     };
-    let folder_flags = (OFlag::O_PATH | OFlag::O_DIRECTORY).bits();
-    let folder = match OpenOptions::new().read(true).custom_flags(folder_flags).open(folder) {
-        Ok(folder) => folder,
+    let directory_flags = (OFlag::O_PATH | OFlag::O_DIRECTORY).bits();
+    let directory = match OpenOptions::new().read(true).custom_flags(directory_flags).open(directory) {
+        Ok(directory) => directory,
         Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-            return wrong(format!("disk {} needs a folder with the file {IN_CLAIM} in it", disk.name));
+            return wrong(format!("disk {} needs a directory with the file {IN_CLAIM} in it", disk.name));
         }
-        Err(error) => return Err(failed("open the folder of", error)),
+        Err(error) => return Err(failed("open the directory of", error)),
     };
     let access = if disk.read_only { OFlag::O_RDONLY } else { OFlag::O_RDWR };
     let made = if size.is_some() && !disk.read_only { OFlag::O_CREAT } else { OFlag::empty() };
@@ -334,7 +336,7 @@ pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(Pat
     let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
     let how = if made.is_empty() { how } else { how.mode(Mode::S_IRUSR | Mode::S_IWUSR) };
     let name = name.display();
-    let file = match retry_transient(|| openat2(&folder, Path::new(&name.to_string()), how)) {
+    let file = match retry_transient(|| openat2(&directory, Path::new(&name.to_string()), how)) {
         Ok(file) => File::from(file),
         Err(Errno::ENOENT) => {
             let rule = format!("disk {}: there is no file {name} in it; make one of the disk's size", disk.name);
@@ -463,47 +465,47 @@ mod tests {
 
     #[test]
     fn the_file_of_a_disk_is_a_file_and_beneath_its_mount() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
         let refused = |disk: &Disk<RequestedDiskSource>, path: &Path, words: &str| {
             let error = open(disk, &mount(path, false)).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
         };
-        refused(&claim(false), folder.path(), "there is no file disk.img");
+        refused(&claim(false), directory.path(), "there is no file disk.img");
         let image = at("disk.img");
         std::fs::write(&image, "").unwrap();
-        refused(&claim(false), folder.path(), "disk.img has 0 bytes");
+        refused(&claim(false), directory.path(), "disk.img has 0 bytes");
         std::fs::write(&image, [7; 700]).unwrap();
-        refused(&claim(false), folder.path(), "whole sectors");
+        refused(&claim(false), directory.path(), "whole sectors");
         std::fs::write(&image, [7; 1024]).unwrap();
-        refused(&claim(false), &image, "needs a folder");
+        refused(&claim(false), &image, "needs a directory");
         for read_only in [false, true] {
-            let (path, mut file) = open(&claim(read_only), &mount(folder.path(), read_only)).unwrap();
+            let (path, mut file) = open(&claim(read_only), &mount(directory.path(), read_only)).unwrap();
             let mut all = Vec::new();
             file.read_to_end(&mut all).unwrap();
             assert_eq!((path, all), (image.clone(), vec![7; 1024]));
             assert_eq!(file.set_len(1024).is_ok(), !read_only);
         }
-        for (name, words) in [("link", "is a link"), ("pipe", "is no file"), ("folder", "is no file")] {
-            let folder = at(name);
-            std::fs::create_dir(&folder).unwrap();
-            let inner = folder.join("disk.img");
+        for (name, words) in [("link", "is a link"), ("pipe", "is no file"), ("directory", "is no file")] {
+            let directory = at(name);
+            std::fs::create_dir(&directory).unwrap();
+            let inner = directory.join("disk.img");
             match name {
                 "link" => std::os::unix::fs::symlink(&image, inner).unwrap(),
                 "pipe" => nix::unistd::mkfifo(&inner, Mode::S_IRWXU).unwrap(),
                 _ => std::fs::create_dir(inner).unwrap(),
             }
-            refused(&claim(false), &folder, words);
+            refused(&claim(false), &directory, words);
             if name != "link" {
-                refused(&claim(true), &folder, words);
+                refused(&claim(true), &directory, words);
             }
         }
     }
 
     #[test]
     fn a_file_of_the_node_is_made_where_it_shall_be() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("machine.img");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("machine.img");
         let wish = |create| disk(RequestedDiskSource::HostDisk { path: path.display().to_string(), create }, false);
         let error = open(&wish(None), &mount(&path, false)).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file machine.img"), "{error}");

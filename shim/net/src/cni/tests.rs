@@ -28,7 +28,7 @@ fn the_first_file_in_lexical_order_counts() {
     assert!(matches!(NetworkList::load(&dir.path().join("none")), Err(CniError::NoConfig { .. })));
     let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
     write("00-notes.txt", "no configuration");
-    fs::create_dir(dir.path().join("01-folder.conf")).unwrap();
+    fs::create_dir(dir.path().join("01-directory.conf")).unwrap();
     write("30.conflist", r#"{"cniVersion":"1.1.0","name":"c","disableGC":true,"plugins":[{"type":"x"},{"type":"y"}]}"#);
     let found = load().unwrap();
     assert_eq!((found.name.as_str(), found.plugins.len(), found.disable_gc), ("c", 2, true));

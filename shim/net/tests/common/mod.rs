@@ -98,12 +98,12 @@ impl World {
     /// Returns the names of all files below a directory; empty if it does not exist.
     pub fn files(&self, name: &str) -> Vec<String> {
         let mut names = Vec::new();
-        let mut folders = vec![self.dir(name)];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder).into_iter().flatten() {
+        let mut directories = vec![self.dir(name)];
+        while let Some(directory) = directories.pop() {
+            for entry in std::fs::read_dir(directory).into_iter().flatten() {
                 let entry = entry.unwrap();
                 if entry.file_type().unwrap().is_dir() {
-                    folders.push(entry.path());
+                    directories.push(entry.path());
                 } else {
                     names.push(entry.file_name().into_string().unwrap());
                 }

@@ -12,7 +12,7 @@ const CONTAINER: &str = "machine";
 /// The directory of block volumes in the container.
 const DEVICES: &str = "/dev/nacelle";
 /// The parent of the mount points of other volumes in the container.
-const FOLDERS: &str = "/run/nacelle/vm";
+const DIRECTORIES: &str = "/run/nacelle/vm";
 
 /// The command of a guest agent ping, for the container's exec.
 const GUEST_PING: [&str; 2] = ["@vm", "guest-ping"];
@@ -52,11 +52,11 @@ pub(super) fn template(
         parts.add(volume, shared);
     }
     for name in secrets(&spec) {
-        parts.folder(&format!("secret-{name}"), json!({ "secret": { "secretName": name } }));
+        parts.directory(&format!("secret-{name}"), json!({ "secret": { "secretName": name } }));
     }
     if let Some(kernel) = kernel_image(&spec).filter(|kernel| parts.image.as_ref().is_some_and(|image| image != kernel))
     {
-        parts.folder(KERNEL_BOOT, json!({ "image": { "reference": kernel } }));
+        parts.directory(KERNEL_BOOT, json!({ "image": { "reference": kernel } }));
     }
     let image = parts.image.or_else(|| kernel_image(&spec)).unwrap_or_else(|| options.image.clone());
     let mut container = json!({ "name": CONTAINER, "image": image });
@@ -139,7 +139,7 @@ impl Parts {
         if let Some(disk) = &volume.container_disk {
             match &self.image {
                 None => self.image = Some(disk.image.clone()),
-                Some(_) => self.folder(name, json!({ "image": { "reference": disk.image } })),
+                Some(_) => self.directory(name, json!({ "image": { "reference": disk.image } })),
             }
         }
         if let Some(claim) = &volume.persistent_volume_claim {
@@ -149,7 +149,7 @@ impl Parts {
             }
             self.volumes.push(json!({ "name": name, "persistentVolumeClaim": source }));
             if shared {
-                let mut mount = json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}") });
+                let mut mount = json!({ "name": name, "mountPath": format!("{DIRECTORIES}/{name}") });
                 if claim.read_only == Some(true) {
                     mount["readOnly"] = json!(true);
                 }
@@ -165,32 +165,32 @@ impl Parts {
             let made = disk.capacity.is_some();
             let source = json!({ "path": disk.path, "type": if made { "FileOrCreate" } else { "File" } });
             self.volumes.push(json!({ "name": name, "hostPath": source }));
-            self.mounts.push(json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}") }));
+            self.mounts.push(json!({ "name": name, "mountPath": format!("{DIRECTORIES}/{name}") }));
         }
         if let Some(map) = &volume.config_map {
             let mut source = json!({ "name": map.name });
             if let Some(optional) = map.optional {
                 source["optional"] = json!(optional);
             }
-            self.folder(name, json!({ "configMap": source }));
+            self.directory(name, json!({ "configMap": source }));
         }
         if let Some(secret) = &volume.secret {
             let mut source = json!({ "secretName": secret.secret_name });
             if let Some(optional) = secret.optional {
                 source["optional"] = json!(optional);
             }
-            self.folder(name, json!({ "secret": source }));
+            self.directory(name, json!({ "secret": source }));
         }
         if let Some(downward) = &volume.downward_api {
-            self.folder(name, json!({ "downwardAPI": { "items": written(&downward.fields) } }));
+            self.directory(name, json!({ "downwardAPI": { "items": written(&downward.fields) } }));
         }
     }
 
     /// Adds a volume that the VM sees as a directory, or that Nacelle converts to a disk.
-    fn folder(&mut self, name: &str, mut volume: Value) {
+    fn directory(&mut self, name: &str, mut volume: Value) {
         volume["name"] = json!(name);
         self.volumes.push(volume);
-        self.mounts.push(json!({ "name": name, "mountPath": format!("{FOLDERS}/{name}"), "readOnly": true }));
+        self.mounts.push(json!({ "name": name, "mountPath": format!("{DIRECTORIES}/{name}"), "readOnly": true }));
     }
 }
 

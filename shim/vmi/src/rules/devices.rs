@@ -63,7 +63,7 @@ fn filesystems(spec: &InstanceSpec, causes: &mut Causes) {
         let shared = ["persistentVolumeClaim", "configMap", "secret", "downwardAPI"];
         let sources = volume.sources();
         if !sources.is_empty() && !sources.iter().any(|source| shared.contains(source)) {
-            let message = format!("its volume is no folder: only {} are", shared.join(", "));
+            let message = format!("its volume is no directory: only {} are", shared.join(", "));
             causes.invalid(Rule("filesystem-source"), format!("{at}.name"), name, message);
         }
         if spec.domain.devices.disks.iter().any(|disk| disk.name == *name) {

@@ -10,7 +10,7 @@ document! {
         pub disks: Vec<Disk>,
         /// Network interfaces, each on the network of its name.
         pub interfaces: Vec<Interface>,
-        /// Shared folders, each over the volume of its name.
+        /// Shared directories, each over the volume of its name.
         pub filesystems: Vec<Filesystem>,
         /// Keyboards and the like.
         pub inputs: Vec<Input>,
@@ -155,7 +155,7 @@ document! {
         pub ntp_servers: Vec<String>,
     }
 
-    /// A shared folder.
+    /// A shared directory.
     pub struct Filesystem {
         /// Its name, which is its volume's and the guest's tag.
         pub name: String,

@@ -15,9 +15,9 @@
 //! ```
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod directory;
 mod envelope;
 mod error;
-mod folder;
 mod memory;
 
 #[cfg(test)]
@@ -28,7 +28,7 @@ pub use error::SnapshotError;
 
 use crate::machine::{self, Builder, Config, Machine, MachineState};
 use crate::virtio::{DeviceKind, Memory};
-use folder::Folder;
+use directory::PartialDirectory;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -77,10 +77,10 @@ pub fn open(dir: &Path) -> Result<Snapshot, SnapshotError> {
 
 fn write(dir: &Path, document: &Document<impl Serialize>, memory: &Memory) -> Result<(), SnapshotError> {
     let bytes = envelope::seal(document)?;
-    let folder = Folder::begin(dir)?;
-    folder.file(MEMORY_FILE, |file| memory::write(file, memory))?;
-    folder.file(STATE_FILE, |mut file| file.write_all(&bytes))?;
-    folder.commit()
+    let directory = PartialDirectory::begin(dir)?;
+    directory.file(MEMORY_FILE, |file| memory::write(file, memory))?;
+    directory.file(STATE_FILE, |mut file| file.write_all(&bytes))?;
+    directory.commit()
 }
 
 fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {

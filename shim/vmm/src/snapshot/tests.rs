@@ -53,20 +53,20 @@ fn bytes(memory: &Memory) -> Vec<u8> {
     all
 }
 
-fn entries(folder: &Path) -> Vec<String> {
+fn entries(directory: &Path) -> Vec<String> {
     let mut names: Vec<_> =
-        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
 
 #[test]
 fn what_was_written_comes_back() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = folder.path().join("s1");
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().join("s1");
     let memory = memory();
     write(&dir, &vec!["a state"], &memory).unwrap();
-    assert_eq!(entries(folder.path()), ["s1"]);
+    assert_eq!(entries(directory.path()), ["s1"]);
     assert_eq!(entries(&dir), [MEMORY_FILE, STATE_FILE]);
 
     let saved: Snapshot<Vec<String>> = read(&dir).unwrap();
@@ -82,7 +82,7 @@ fn what_was_written_comes_back() {
     assert!(bytes(&two) == bytes(&memory));
 
     // A restored VM can be saved again; the pages that it never touched are only in the file.
-    let again = folder.path().join("s2");
+    let again = directory.path().join("s2");
     let three = map(&saved);
     three.write_slice(b"changed", GuestAddress(2 * MIB as u64)).unwrap();
     write(&again, &(), &three).unwrap();
@@ -92,40 +92,40 @@ fn what_was_written_comes_back() {
 
 #[test]
 fn a_snapshot_is_there_whole_or_not_at_all() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().join("s");
     write(&dir, &1, &memory()).unwrap();
     let error = write(&dir, &2, &memory()).unwrap_err();
     assert_eq!(error.kind(), Kind::AlreadyExists, "{error}");
     assert_eq!(read::<i32>(&dir).unwrap().document.machine, 1, "the old one stays");
 
     // The target directory appears while the snapshot is written.
-    let partial = Folder::begin(&folder.path().join("late")).unwrap();
+    let partial = PartialDirectory::begin(&directory.path().join("late")).unwrap();
     partial.file("state", |_| Ok(())).unwrap();
-    std::fs::create_dir_all(folder.path().join("late/x")).unwrap();
+    std::fs::create_dir_all(directory.path().join("late/x")).unwrap();
     assert_eq!(partial.commit().unwrap_err().kind(), Kind::AlreadyExists);
 
-    let partial = Folder::begin(&folder.path().join("never")).unwrap();
+    let partial = PartialDirectory::begin(&directory.path().join("never")).unwrap();
     let error = partial.file("memory", |_| Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
     assert_eq!(error.kind(), Kind::Exhausted, "{error}");
     drop(partial);
-    assert_eq!(entries(folder.path()), ["late", "s"]);
+    assert_eq!(entries(directory.path()), ["late", "s"]);
 
     // An empty target directory is accepted.
-    std::fs::create_dir(folder.path().join("empty")).unwrap();
-    write(&folder.path().join("empty"), &3, &memory()).unwrap();
-    assert_eq!(read::<i32>(&folder.path().join("empty")).unwrap().document.machine, 3);
+    std::fs::create_dir(directory.path().join("empty")).unwrap();
+    write(&directory.path().join("empty"), &3, &memory()).unwrap();
+    assert_eq!(read::<i32>(&directory.path().join("empty")).unwrap().document.machine, 3);
 
     for place in ["/", "..", ""] {
         assert_eq!(write(Path::new(place), &4, &memory()).unwrap_err().kind(), Kind::Invalid, "{place}");
     }
-    assert_eq!(read::<i32>(&folder.path().join("none")).unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(read::<i32>(&directory.path().join("none")).unwrap_err().kind(), Kind::NotFound);
 }
 
 #[test]
 fn a_memory_file_of_another_length_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().join("s");
     write(&dir, &1, &memory()).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(dir.join(MEMORY_FILE)).unwrap();
     for length in [0, (8 << 20) - 1, (8 << 20) + 1, 1 << 40] {
@@ -205,13 +205,13 @@ proptest! {
 
     #[test]
     fn memory_comes_back(pages in proptest::collection::vec((0..768_u64, any::<u8>()), 0..20)) {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let layout: Layout = vec![(GuestAddress(0), 3 * MIB)];
         let memory = Memory::from_ranges(&layout).unwrap();
         for (page, byte) in pages {
             memory.write_slice(&[byte; 4096], GuestAddress(page * 4096)).unwrap();
         }
-        let file = std::fs::File::options().read(true).write(true).create_new(true).open(folder.path().join("m")).unwrap();
+        let file = std::fs::File::options().read(true).write(true).create_new(true).open(directory.path().join("m")).unwrap();
         memory::write(&file, &memory).unwrap();
         let (mut expected, mut got) = (vec![0; 3 * MIB], vec![0; 3 * MIB]);
         memory.read_slice(&mut expected, GuestAddress(0)).unwrap();

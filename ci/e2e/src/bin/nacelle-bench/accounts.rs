@@ -58,7 +58,7 @@ pub fn measure() -> Value {
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", &script]);
         std::thread::sleep(SETTLED);
         let look = |cri: &mut Cri, pod: &Pod| {
-            let group = || memory::group(node.folder(), Some(&pod.id));
+            let group = || memory::group(node.directory(), Some(&pod.id));
             let before = group()?;
             let accounts = cri.accounts(pod);
             let group = group()?;

@@ -65,7 +65,7 @@ fn node() -> Node {
 }
 
 fn ours(node: &Node) -> Cri {
-    Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"))
+    Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"))
 }
 
 fn ready(runs: usize) -> Measured {
@@ -87,7 +87,7 @@ fn timers(node: &Node) -> Vec<String> {
 fn boots(runs: usize, peer: &'static str, tuning: impl Fn(&Node) -> Vec<String>) -> Measured {
     let node = node();
     let mut cri = ours(&node);
-    let plain = microvm::initramfs(node.folder());
+    let plain = microvm::initramfs(node.directory());
     let mut measured = Measured::new("ms", peer);
     // The first run of each fills the page cache.
     for run in 0..=runs {

@@ -9,18 +9,18 @@ use std::process::{Child, Stdio};
 /// A containerd of our own. Dropping it ends it and everything that it started.
 pub struct Containerd {
     process: Child,
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl Containerd {
     /// Starts containerd on the node and waits until it answers.
     pub fn start(node: &Node) -> (Self, Cri) {
-        let folder = node.folder().join("containerd");
-        fs::create_dir_all(folder.join("logs")).expect("the node's folder is writable");
+        let directory = node.directory().join("containerd");
+        fs::create_dir_all(directory.join("logs")).expect("the node's directory is writable");
         let pause = node
             .registry
             .push(&Image::busybox().config("Cmd", serde_json::json!(["/bin/sleep", "1000000"])), "pause:1");
-        let at = |name: &str| folder.join(name).display().to_string();
+        let at = |name: &str| directory.join(name).display().to_string();
         let host = node.registry.host();
         let config = format!(
             "version = 2\nroot = {:?}\nstate = {:?}\ndisabled_plugins = [\"io.containerd.snapshotter.v1.zfs\"]\n\
@@ -33,24 +33,24 @@ impl Containerd {
             at("state"),
             at("sock"),
             at("ttrpc"),
-            node.folder().join("cni"),
+            node.directory().join("cni"),
         );
-        fs::write(folder.join("config.toml"), config).expect("the node's folder is writable");
-        let log = fs::File::create(folder.join("containerd.out")).expect("the node's folder is writable");
+        fs::write(directory.join("config.toml"), config).expect("the node's directory is writable");
+        let log = fs::File::create(directory.join("containerd.out")).expect("the node's directory is writable");
         let process = node
             .netns
             .command("containerd")
             .arg("--config")
-            .arg(folder.join("config.toml"))
+            .arg(directory.join("config.toml"))
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a file can be duplicated"))
             .stderr(log)
             .spawn()
             .expect("containerd is installed");
-        let socket = folder.join("sock");
+        let socket = directory.join("sock");
         eventually("containerd answers", || std::os::unix::net::UnixStream::connect(&socket).ok());
-        let cri = Cri::connect(&socket, &folder.join("logs"));
-        (Self { process, folder }, cri)
+        let cri = Cri::connect(&socket, &directory.join("logs"));
+        (Self { process, directory }, cri)
     }
 }
 
@@ -59,10 +59,10 @@ impl Drop for Containerd {
         // It may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
-        for (pid, _) in census::processes(&self.folder) {
+        for (pid, _) in census::processes(&self.directory) {
             nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]);
         }
-        for mount in census::mounts(&self.folder).iter().rev() {
+        for mount in census::mounts(&self.directory).iter().rev() {
             nacelle_e2e::run::call("umount", ["--lazy", mount]);
         }
     }

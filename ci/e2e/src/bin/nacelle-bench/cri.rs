@@ -51,8 +51,8 @@ impl Cri {
 
     fn name(&mut self, what: &str) -> String {
         self.next += 1;
-        let folder = self.logs.file_name().unwrap_or_default().to_string_lossy();
-        format!("{what}-{folder}-{}", self.next)
+        let directory = self.logs.file_name().unwrap_or_default().to_string_lossy();
+        format!("{what}-{directory}-{}", self.next)
     }
 
     /// Calls RunPodSandbox; returns the pod and the duration in milliseconds.
@@ -64,8 +64,8 @@ impl Cri {
     pub fn run_pod_with(&mut self, handler: &str, privileged: bool) -> (Pod, f64) {
         let name = self.name("pod");
         let security = cri::LinuxSandboxSecurityContext { privileged, ..Default::default() };
-        let folder = self.logs.join(&name);
-        std::fs::create_dir_all(&folder).expect("the bench's folder is writable");
+        let directory = self.logs.join(&name);
+        std::fs::create_dir_all(&directory).expect("the bench's directory is writable");
         let config = cri::PodSandboxConfig {
             linux: Some(cri::LinuxPodSandboxConfig {
                 security_context: Some(security),
@@ -115,14 +115,14 @@ impl Cri {
         pod: &Pod,
         image: &str,
         command: &[&str],
-        folders: &[(&Path, &str)],
+        directories: &[(&Path, &str)],
         device: Option<&str>,
     ) -> (String, f64) {
         let name = self.name("container");
         let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
         let security = cri::LinuxContainerSecurityContext { privileged: device.is_some(), ..Default::default() };
         let config = cri::ContainerConfig {
-            mounts: folders.iter().map(|(folder, at)| mount(folder, at)).collect(),
+            mounts: directories.iter().map(|(directory, at)| mount(directory, at)).collect(),
             devices: device.into_iter().map(cri_device).collect(),
             linux: Some(cri::LinuxContainerConfig { security_context: Some(security), ..Default::default() }),
             ..container_config(&name, image, command)
@@ -195,8 +195,8 @@ impl Cri {
     }
 }
 
-fn mount(folder: &Path, at: &str) -> cri::Mount {
-    cri::Mount { host_path: folder.display().to_string(), container_path: at.to_owned(), ..Default::default() }
+fn mount(directory: &Path, at: &str) -> cri::Mount {
+    cri::Mount { host_path: directory.display().to_string(), container_path: at.to_owned(), ..Default::default() }
 }
 
 fn cri_device(path: &str) -> cri::Device {

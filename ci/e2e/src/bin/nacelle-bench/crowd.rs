@@ -19,8 +19,8 @@ pub fn measure(pods: usize, clients: usize) -> Value {
     let there = AtomicUsize::new(0);
     let next = AtomicUsize::new(0);
     let client = |number: usize| {
-        let logs = node.folder().join("logs").join(format!("client{number}"));
-        Cri::connect(&node.folder().join("nacelle.sock"), &logs)
+        let logs = node.directory().join("logs").join(format!("client{number}"));
+        Cri::connect(&node.directory().join("nacelle.sock"), &logs)
     };
     let make = |number: usize| {
         let mut cri = client(number);

@@ -34,14 +34,14 @@ pub fn measure(who: &[&str], stages: &[usize]) -> Value {
 pub fn node() -> Node {
     let extra = "[sandbox]\nboot_seconds = 900\nanswer_seconds = 600\n".to_owned();
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
-    memory::count(node.folder());
+    memory::count(node.directory());
     node
 }
 
 /// Returns a client whose pods have their cgroups in the node's.
 pub fn ours(node: &Node) -> Cri {
-    let mut cri = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
-    cri.group = census::cgroup_parent(node.folder());
+    let mut cri = Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
+    cri.group = census::cgroup_parent(node.directory());
     cri
 }
 
@@ -94,7 +94,7 @@ fn nacelle(numbers: &[usize]) -> Vec<Value> {
     let first = sleeping(&mut cri, &image);
     cri.remove_pod(&first);
     let charged = |pods: f64| {
-        let group = memory::group(node.folder(), None);
+        let group = memory::group(node.directory(), None);
         let each = |of: fn(&memory::Group) -> f64| group.as_ref().map(|group| of(group) / MIB / pods);
         let daemon = i32::try_from(node.daemon_pid()).unwrap_or_default();
         json!({
@@ -118,7 +118,7 @@ fn containerd(numbers: &[usize]) -> Vec<Value> {
     let first = sleeping(&mut cri, &image);
     cri.remove_pod(&first);
     let of = |word: &str| {
-        let all = census::processes(&node.folder().join("containerd")).into_iter();
+        let all = census::processes(&node.directory().join("containerd")).into_iter();
         all.filter(|(_, line)| line.contains("containerd-shim") == (word == "shims")).map(|(pid, _)| pid).collect()
     };
     let daemon = |_: f64| {
@@ -134,8 +134,8 @@ fn containerd(numbers: &[usize]) -> Vec<Value> {
 }
 
 fn machines(numbers: &[usize]) -> Vec<Value> {
-    let folder = tempfile::tempdir().expect("the folder for temporary files is writable");
-    let initramfs = microvm::initramfs(folder.path());
+    let directory = tempfile::tempdir().expect("the directory for temporary files is writable");
+    let initramfs = microvm::initramfs(directory.path());
     let pids = |machines: &[Child]| machines.iter().filter_map(|machine| i32::try_from(machine.id()).ok()).collect();
     let accel = if engine() == "kvm" { "kvm" } else { "tcg" };
     let name = format!("plain QEMU, {accel}");

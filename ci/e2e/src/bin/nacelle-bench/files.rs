@@ -45,29 +45,29 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     let fio = fio();
     let image = node.registry.push(&image(&fio), "fio:1");
     let shared = |name: &str| {
-        let folder = node.folder().join(name);
-        fs::create_dir(&folder).expect("the node's folder is writable");
-        folder
+        let directory = node.directory().join(name);
+        fs::create_dir(&directory).expect("the node's directory is writable");
+        directory
     };
-    let folders = [shared("ours"), shared("containerd's"), shared("qemu's")];
+    let directories = [shared("ours"), shared("containerd's"), shared("qemu's")];
     let (containerd, mut theirs) = Containerd::start(&node);
-    let mut ours = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
-    let disks = ["ours.raw", "containerd's.raw"].map(|name| Disk::new(&node.folder().join(name)));
+    let mut ours = Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
+    let disks = ["ours.raw", "containerd's.raw"].map(|name| Disk::new(&node.directory().join(name)));
     // The path of an emptyDir of kubelet: a disk of the VM, which containerd does not have.
-    let empty = node.folder().join("pods/p/volumes/kubernetes.io~empty-dir/empty");
-    fs::create_dir_all(&empty).expect("the node's folder is writable");
-    let start = |cri: &mut Cri, handler: &str, folders: &[(&Path, &str)], disk: &Disk| {
+    let empty = node.directory().join("pods/p/volumes/kubernetes.io~empty-dir/empty");
+    fs::create_dir_all(&empty).expect("the node's directory is writable");
+    let start = |cri: &mut Cri, handler: &str, directories: &[(&Path, &str)], disk: &Disk| {
         cri.pull(&image);
         let pod = cri.run_pod_with(handler, true).0;
         let device = &disk.0;
         let command = format!("mkdir /own /block && mount -t ext4 {device} /block && echo here; sleep 100000");
-        let container = cri.start_with(&pod, &image, &["/bin/sh", "-c", &command], folders, Some(device)).0;
+        let container = cri.start_with(&pod, &image, &["/bin/sh", "-c", &command], directories, Some(device)).0;
         (pod, container)
     };
-    let shared = [(folders[0].as_path(), "/shared"), (&empty, "/empty")];
+    let shared = [(directories[0].as_path(), "/shared"), (&empty, "/empty")];
     let (our_pod, our_container) = start(&mut ours, DISKS, &shared, &disks[0]);
-    let (their_pod, their_container) = start(&mut theirs, "", &[(&folders[1], "/shared")], &disks[1]);
-    let machine = (engine() != "host").then(|| Guest::new(&node, &fio, &folders[2]));
+    let (their_pod, their_container) = start(&mut theirs, "", &[(&directories[1], "/shared")], &disks[1]);
+    let machine = (engine() != "host").then(|| Guest::new(&node, &fio, &directories[2]));
     let mut samples: BTreeMap<(String, usize), Vec<f64>> = BTreeMap::new();
     let mut add = |runtime: String, said: &str| {
         for (job, figure) in figures(said).into_iter().enumerate() {
@@ -175,26 +175,26 @@ impl Drop for Disk {
 /// A plain QEMU microvm with an unpatched kernel. Each boot runs the jobs once on a directory of the node, over Debian's
 /// virtiofsd.
 struct Guest {
-    folder: PathBuf,
+    directory: PathBuf,
     shared: PathBuf,
 }
 
 impl Guest {
     fn new(node: &Node, files: &[(String, Vec<u8>)], shared: &Path) -> Guest {
-        let folder = node.folder().join("qemu");
-        let root = folder.join("root");
+        let directory = node.directory().join("qemu");
+        let root = directory.join("root");
         let write = |path: &str, bytes: &[u8]| {
             let path = root.join(path);
-            fs::create_dir_all(path.parent().expect("it has one")).expect("the node's folder is writable");
-            fs::write(&path, bytes).expect("the node's folder is writable");
+            fs::create_dir_all(path.parent().expect("it has one")).expect("the node's directory is writable");
+            fs::write(&path, bytes).expect("the node's directory is writable");
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("it is ours");
         };
         for (path, bytes) in files {
             write(path, bytes);
         }
         write("bin/busybox", &fs::read("/bin/busybox").expect("busybox-static is installed"));
-        for folder in ["proc", "sys", "dev", "tmp", "shared"] {
-            fs::create_dir(root.join(folder)).expect("the node's folder is writable");
+        for directory in ["proc", "sys", "dev", "tmp", "shared"] {
+            fs::create_dir(root.join(directory)).expect("the node's directory is writable");
         }
         let init = format!(
             "#!/bin/busybox sh\n/bin/busybox --install -s /bin\nmount -t proc p /proc\nmount -t devtmpfs d /dev\necho 1 >/proc/sys/vm/overcommit_memory\n\
@@ -203,17 +203,17 @@ impl Guest {
             script("/shared")
         );
         write("init", init.as_bytes());
-        let disk = folder.join("disk");
+        let disk = directory.join("disk");
         call("mkfs.ext4", ["-q".as_ref(), "-d".as_ref(), root.as_os_str(), disk.as_os_str(), "200M".as_ref()]).ok();
-        Guest { folder, shared: shared.to_owned() }
+        Guest { directory, shared: shared.to_owned() }
     }
 
     /// Boots the VM and returns its output.
     fn run(&self) -> String {
-        let socket = self.folder.join("fs.sock");
+        let socket = self.directory.join("fs.sock");
         // A socket of an earlier run.
         let _ = fs::remove_file(&socket);
-        let log = |name: &str| File::create(self.folder.join(name)).expect("the node's folder is writable");
+        let log = |name: &str| File::create(self.directory.join(name)).expect("the node's directory is writable");
         let mut server = Command::new("/usr/lib/qemu/virtiofsd");
         server
             .arg(format!("--socket-path={}", socket.display()))
@@ -239,7 +239,7 @@ impl Guest {
         machine.args(["-global", "virtio-mmio.force-legacy=false"]);
         machine.arg("-chardev").arg(format!("socket,id=fs,path={}", socket.display()));
         machine.args(["-device", "vhost-user-fs-device,chardev=fs,tag=shared"]);
-        machine.arg("-drive").arg(format!("id=disk,file={},format=raw,if=none", self.folder.join("disk").display()));
+        machine.arg("-drive").arg(format!("id=disk,file={},format=raw,if=none", self.directory.join("disk").display()));
         machine.args(["-device", "virtio-blk-device,drive=disk", "-append"]);
         machine.arg("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda rw init=/init");
         machine.arg("-kernel").arg(part("NACELLE_PLAIN_KERNEL"));
@@ -247,11 +247,11 @@ impl Guest {
         let mut machine = Ended(machine.spawn().expect("QEMU is installed"));
         let start = Instant::now();
         while machine.0.try_wait().expect("QEMU is our child").is_none() {
-            assert!(start.elapsed() < LIMIT, "the guest does not end; see {}", self.folder.display());
+            assert!(start.elapsed() < LIMIT, "the guest does not end; see {}", self.directory.display());
             std::thread::sleep(Duration::from_millis(50));
         }
         server.0.wait().expect("virtiofsd is our child, and ends with QEMU");
-        let console = fs::read_to_string(self.folder.join("console")).expect("the node's folder is readable");
+        let console = fs::read_to_string(self.directory.join("console")).expect("the node's directory is readable");
         console.replace('\r', "")
     }
 }

@@ -29,31 +29,34 @@ const READERS: u32 = 8;
 
 /// A directory for VMs and their parts.
 struct Place {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     initrd: PathBuf,
 }
 
 impl Place {
     /// Returns a directory with the agent in the guest.
     fn agent() -> Place {
-        Place { folder: tempfile::tempdir().expect("a folder"), initrd: part("NACELLE_INITRD") }
+        Place { directory: tempfile::tempdir().expect("a directory"), initrd: part("NACELLE_INITRD") }
     }
 
     /// Returns a directory with the guest of the engines' contract, which accepts commands.
-    fn commands(folder: &Path) -> Place {
-        Place { folder: tempfile::tempdir_in(folder).expect("a folder"), initrd: part("NACELLE_COMMANDS_INITRD") }
+    fn commands(directory: &Path) -> Place {
+        Place {
+            directory: tempfile::tempdir_in(directory).expect("a directory"),
+            initrd: part("NACELLE_COMMANDS_INITRD"),
+        }
     }
 
     /// Returns the description of a VM like that of a pod: an empty disk for images and a writable one.
     fn setup(&self, disk_mib: u64) -> Setup {
         let disk = |name: &str, mib: u64| {
-            let path = self.folder.path().join(name);
+            let path = self.directory.path().join(name);
             if !path.exists() {
                 // The disk has content, because a hole is read without the disk.
-                let mut file = fs::File::create(&path).expect("the bench's folder is writable");
+                let mut file = fs::File::create(&path).expect("the bench's directory is writable");
                 let block = vec![0x5a; 1 << 20];
-                (0..mib).for_each(|_| file.write_all(&block).expect("the bench's folder has room"));
-                file.sync_all().expect("the bench's folder has a disk that works");
+                (0..mib).for_each(|_| file.write_all(&block).expect("the bench's directory has room"));
+                file.sync_all().expect("the bench's directory has a disk that works");
             }
             path
         };
@@ -64,7 +67,7 @@ impl Place {
             disks: vec![disk("images", 1), disk("scratch", disk_mib)],
             tap: None,
             from: None,
-            folder: self.folder.path().to_owned(),
+            directory: self.directory.path().to_owned(),
         }
     }
 }
@@ -125,10 +128,10 @@ pub fn boot(runs: usize) -> Measured {
 pub fn snapshot(runs: usize) -> Measured {
     let place = Place::agent();
     let setup = place.setup(1);
-    let folder = place.folder.path().join("snapshot");
-    let saved = number(&Machine::start(Vmm::Ours, &setup).ask(&format!("{SAVE}{}", folder.display())));
-    let memory = fs::metadata(folder.join("memory")).expect("the snapshot's memory");
-    let restored = Setup { from: Some(folder), ..setup.clone() };
+    let directory = place.directory.path().join("snapshot");
+    let saved = number(&Machine::start(Vmm::Ours, &setup).ask(&format!("{SAVE}{}", directory.display())));
+    let memory = fs::metadata(directory.join("memory")).expect("the snapshot's memory");
+    let restored = Setup { from: Some(directory), ..setup.clone() };
     let (ours, peers) = in_turn(runs, |vmm| {
         let setup = if vmm == Vmm::Ours { &restored } else { &setup };
         Machine::start(Vmm::Ours, setup).timeline.total
@@ -214,7 +217,7 @@ fn net(runs: usize, sample: impl Fn(&mut Machine, u32) -> f64) -> Measured {
 pub fn memory(runs: usize) -> Measured {
     let node = Node::with(Options { ipv6: false, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
-    let mut cri = Cri::connect(&node.folder().join("nacelle.sock"), &node.folder().join("logs"));
+    let mut cri = Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
     let mut measured = Measured { peers: vec![5.0], ..Measured::new("MiB", "budget") };
     for _ in 0..runs {
         let (pod, _) = cri.run_pod();

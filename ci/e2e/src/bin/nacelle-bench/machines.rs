@@ -47,7 +47,7 @@ pub struct Setup {
     /// The directory of a saved VM that is restored instead of booting (ours only).
     pub from: Option<PathBuf>,
     /// A directory of the VM's own.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
 }
 
 /// The durations of a start in milliseconds.
@@ -206,8 +206,8 @@ pub fn serve(description: &str) -> ExitCode {
         cmdline: vec![],
         disks: disks.collect(),
         nics: nic.into_iter().collect(),
-        console_log: setup.folder.join("console.log"),
-        run_dir: setup.folder,
+        console_log: setup.directory.join("console.log"),
+        run_dir: setup.directory,
         guest_cid: 3,
         shares: Vec::new(),
     };
@@ -232,10 +232,10 @@ pub fn serve(description: &str) -> ExitCode {
     println!("{}", serde_json::json!(Hello { running, ..read_hello(&boot) }));
     for command in std::io::stdin().lines() {
         let command = command.expect("a line");
-        if let Some(folder) = command.strip_prefix(SAVE) {
+        if let Some(directory) = command.strip_prefix(SAVE) {
             let begin = now();
             machine.as_pausable().expect(pausable).pause().expect("to pause");
-            machine.as_snapshottable().expect("a machine that can be saved").save(folder.as_ref()).expect("to save");
+            machine.as_snapshottable().expect("a machine that can be saved").save(directory.as_ref()).expect("to save");
             println!("{}", (now() - begin) as f64 / 1e6);
             continue;
         }
@@ -255,7 +255,7 @@ fn start_qemu(setup: &Setup) -> (Child, Way, u64, Hello) {
         .args(["-cpu", "host", "-smp", "1", "-m", &format!("{}M", setup.memory_mib)])
         .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-global"])
         .args(["virtio-mmio.force-legacy=off", "-append", "console=ttyS0 quiet reboot=t panic=-1", "-serial"])
-        .arg(format!("file:{}", setup.folder.join("console.log").display()))
+        .arg(format!("file:{}", setup.directory.join("console.log").display()))
         .args(["-kernel".as_ref(), setup.kernel.as_os_str(), "-initrd".as_ref(), setup.initrd.as_os_str()])
         .args(["-device", "virtio-rng-device", "-device", &format!("vhost-vsock-device,guest-cid={cid}")]);
     for (n, disk) in setup.disks.iter().enumerate().rev() {
@@ -270,7 +270,7 @@ fn start_qemu(setup: &Setup) -> (Child, Way, u64, Hello) {
     let process = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("QEMU is installed");
     let limit = PollTimeout::try_from(LIMIT).expect("some minutes fit");
     let ready = poll(&mut [PollFd::new(boot.as_fd(), PollFlags::POLLIN)], limit).expect("vsock can be polled");
-    assert!(ready > 0, "QEMU's guest does not say hello: {}", setup.folder.display());
+    assert!(ready > 0, "QEMU's guest does not say hello: {}", setup.directory.display());
     let (stream, _guest) = boot.accept().expect("a connection");
     let hello = read_hello(&stream);
     (process, Way::Qemu { cid, _boot: stream }, started, hello)

@@ -87,13 +87,13 @@ pub struct Group {
 }
 
 /// Reads the cgroup of the pod with this id, or that of all pods of a node; `None` where the kernel does not count.
-pub fn group(folder: &Path, pod: Option<&str>) -> Option<Group> {
-    let groups = census::cgroups(folder).into_iter();
-    let folders: BTreeSet<PathBuf> = match pod {
+pub fn group(directory: &Path, pod: Option<&str>) -> Option<Group> {
+    let groups = census::cgroups(directory).into_iter();
+    let directories: BTreeSet<PathBuf> = match pod {
         Some(id) => groups.filter(|path| path.ends_with(format!("nacelle-{id}"))).collect(),
         None => groups.filter_map(|path| Some(path.parent()?.to_owned())).collect(),
     };
-    let read = |file: &str| folders.iter().find_map(|folder| fs::read_to_string(folder.join(file)).ok());
+    let read = |file: &str| directories.iter().find_map(|directory| fs::read_to_string(directory.join(file)).ok());
     let number = |file: &str| read(file)?.trim().parse::<f64>().ok();
     let of = |file: &str, names: &[&str]| {
         let text = read(file)?;
@@ -112,15 +112,15 @@ pub fn group(folder: &Path, pod: Option<&str>) -> Option<Group> {
 }
 
 /// Enables memory counting for the pods' cgroups where the kernel requires that, as kubelet does.
-pub fn count(folder: &Path) {
+pub fn count(directory: &Path) {
     let root = Path::new("/sys/fs/cgroup");
     if !root.join("cgroup.controllers").exists() {
         return;
     }
-    let parent = root.join(census::cgroup_parent(folder).trim_start_matches('/'));
+    let parent = root.join(census::cgroup_parent(directory).trim_start_matches('/'));
     fs::create_dir_all(&parent).expect("control groups can be made");
-    for folder in [root, &parent] {
-        let file = folder.join("cgroup.subtree_control");
+    for directory in [root, &parent] {
+        let file = directory.join("cgroup.subtree_control");
         fs::write(&file, "+memory").unwrap_or_else(|error| panic!("cannot write {}: {error}", file.display()));
     }
 }

@@ -13,18 +13,21 @@ const INIT: &str = include_str!("init.c");
 /// The line that the init prints.
 pub const MARK: &[u8] = b"init is here";
 
-/// Builds an initramfs with that init below `folder`, unless `NACELLE_PLAIN_INITRD` names one (the node has no compiler).
-pub fn initramfs(folder: &Path) -> PathBuf {
+/// Builds an initramfs with that init below `directory`, unless `NACELLE_PLAIN_INITRD` names one (the node has no compiler).
+pub fn initramfs(directory: &Path) -> PathBuf {
     if let Some(made) = std::env::var_os("NACELLE_PLAIN_INITRD") {
         return made.into();
     }
-    let root = folder.join("plain");
-    fs::create_dir_all(&root).expect("the bench's folder is writable");
-    fs::write(folder.join("init.c"), INIT).expect("the bench's folder is writable");
-    let compiled =
-        Command::new("gcc").args(["-static", "-O1", "-o"]).arg(root.join("init")).arg(folder.join("init.c")).status();
+    let root = directory.join("plain");
+    fs::create_dir_all(&root).expect("the bench's directory is writable");
+    fs::write(directory.join("init.c"), INIT).expect("the bench's directory is writable");
+    let compiled = Command::new("gcc")
+        .args(["-static", "-O1", "-o"])
+        .arg(root.join("init"))
+        .arg(directory.join("init.c"))
+        .status();
     assert!(compiled.expect("gcc is installed").success());
-    let archive = folder.join("plain.cpio");
+    let archive = directory.join("plain.cpio");
     let pack = format!("cd {} && echo init | cpio --quiet -o -H newc > {}", root.display(), archive.display());
     run::call("sh", ["-c", &pack]).ok();
     archive

@@ -59,12 +59,12 @@ pub fn measure(runs: usize) -> Value {
         timed("restore", &["restore", "db", &name], &|| snapshot(&node, &name));
         vm(&node, &["delete-snapshot", "db", &name]);
         for (operation, format) in [("memory-dump", "elf"), ("memory-dump, kdump-zlib", "kdump-zlib")] {
-            let file = node.folder().join("dump");
+            let file = node.directory().join("dump");
             let words = ["memory-dump", "db", "--format", format, "--output", &file.display().to_string()];
             timed(operation, &words, &|| fs::metadata(&file).expect("the dump is there").len());
             fs::remove_file(&file).expect("the dump is there");
         }
-        let layout = node.folder().join("layout");
+        let layout = node.directory().join("layout");
         let reference = format!("oci:{}:db", layout.display());
         let moved = format!("moved-{run}");
         timed("export, running", &["export", "db", &reference], &|| size(&layout));
@@ -91,7 +91,7 @@ pub fn measure(runs: usize) -> Value {
 }
 
 fn vm(node: &Node, words: &[&str]) -> String {
-    let config = node.folder().join("config.toml").display().to_string();
+    let config = node.directory().join("config.toml").display().to_string();
     let words = [&["vm"], words, &["--namespace", "e2e", "--config", &config]].concat();
     call(nacelle_e2e::part("NACELLE_BIN"), words).ok()
 }
@@ -104,8 +104,8 @@ fn snapshot(node: &Node, name: &str) -> u64 {
 }
 
 /// Returns the bytes of all files below a directory.
-fn size(folder: &Path) -> u64 {
-    let entries = fs::read_dir(folder).expect("it is a folder");
+fn size(directory: &Path) -> u64 {
+    let entries = fs::read_dir(directory).expect("it is a directory");
     let one = |entry: fs::DirEntry| match entry.metadata() {
         Ok(data) if data.is_dir() => size(&entry.path()),
         data => data.map_or(0, |data| data.len()),
@@ -116,20 +116,20 @@ fn size(folder: &Path) -> u64 {
 /// Returns the disk usage of the only VM's files in bytes.
 fn kept(node: &Node) -> u64 {
     use std::os::unix::fs::MetadataExt;
-    let folders = fs::read_dir(node.folder().join("root/machines")).expect("machines are there");
-    let size = |folder: fs::DirEntry| -> u64 {
-        let files = fs::read_dir(folder.path()).expect("it is a folder");
+    let directories = fs::read_dir(node.directory().join("root/machines")).expect("machines are there");
+    let size = |directory: fs::DirEntry| -> u64 {
+        let files = fs::read_dir(directory.path()).expect("it is a directory");
         files.map(|file| file.and_then(|file| file.metadata()).map_or(0, |file| file.blocks() * 512)).sum()
     };
-    folders.map(|folder| size(folder.expect("it can be read"))).max().unwrap_or_default()
+    directories.map(|directory| size(directory.expect("it can be read"))).max().unwrap_or_default()
 }
 
 /// Measures the milliseconds to write this many bytes into a file and sync it.
 fn written(node: &Node, bytes: u64) -> f64 {
-    let path = node.folder().join("floor");
+    let path = node.directory().join("floor");
     let piece: Vec<u8> = (0..1u32 << 18).flat_map(|n| n.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
     let start = Instant::now();
-    let mut file = fs::File::create(&path).expect("the folder is writable");
+    let mut file = fs::File::create(&path).expect("the directory is writable");
     let mut left = bytes as usize;
     while left > 0 {
         let now = left.min(piece.len());

@@ -19,18 +19,18 @@ const TOKEN: &str = "nobody-else-is-here";
 /// An API server, its store, and a controller.
 pub struct Cluster {
     netns: Netns,
-    folder: PathBuf,
+    directory: PathBuf,
     processes: Vec<Child>,
 }
 
 impl Cluster {
     /// Starts all processes and waits until they answer.
     pub fn start(node: &Node) -> Self {
-        let folder = node.folder().join("cluster");
-        fs::create_dir_all(&folder).expect("the node's folder is writable");
-        let mut cluster = Self { netns: node.netns.clone(), folder, processes: Vec::new() };
-        cluster.spawn("ETCD", |etcd, folder| {
-            etcd.arg("--data-dir").arg(folder.join("etcd")).arg("--unsafe-no-fsync").args([
+        let directory = node.directory().join("cluster");
+        fs::create_dir_all(&directory).expect("the node's directory is writable");
+        let mut cluster = Self { netns: node.netns.clone(), directory, processes: Vec::new() };
+        cluster.spawn("ETCD", |etcd, directory| {
+            etcd.arg("--data-dir").arg(directory.join("etcd")).arg("--unsafe-no-fsync").args([
                 "--listen-client-urls",
                 ETCD,
                 "--advertise-client-urls",
@@ -39,15 +39,15 @@ impl Cluster {
                 "http://127.0.0.1:2380",
             ]);
         });
-        let key = cluster.folder.join("tokens.key");
+        let key = cluster.directory.join("tokens.key");
         run(Command::new("openssl").args(["genrsa", "-out"]).arg(&key).arg("2048")).ok();
-        let users = cluster.folder.join("users.csv");
-        fs::write(&users, format!("{TOKEN},all,all,system:masters\n")).expect("the folder is writable");
-        cluster.spawn("APISERVER", |server, folder| {
+        let users = cluster.directory.join("users.csv");
+        fs::write(&users, format!("{TOKEN},all,all,system:masters\n")).expect("the directory is writable");
+        cluster.spawn("APISERVER", |server, directory| {
             server
                 .args([&format!("--etcd-servers={ETCD}"), "--bind-address=127.0.0.1", "--secure-port=6443"])
                 .arg(format!("--advertise-address={ADDRESS}"))
-                .arg(format!("--cert-dir={}", folder.join("certificates").display()))
+                .arg(format!("--cert-dir={}", directory.join("certificates").display()))
                 .arg(format!("--token-auth-file={}", users.display()))
                 .args([
                     "--authorization-mode=AlwaysAllow",
@@ -65,12 +65,12 @@ impl Cluster {
         wait("the API server is ready", || {
             for process in &mut cluster.processes {
                 let ended = process.try_wait().ok().flatten();
-                assert!(ended.is_none(), "{ended:?}: {}", cluster.folder.display());
+                assert!(ended.is_none(), "{ended:?}: {}", cluster.directory.display());
             }
             (cluster.ask("/readyz").stdout == "ok").then_some(())
         });
-        cluster.spawn("CONTROLLERS", |controllers, folder| {
-            controllers.arg(format!("--kubeconfig={}", folder.join("kubeconfig").display())).args([
+        cluster.spawn("CONTROLLERS", |controllers, directory| {
+            controllers.arg(format!("--kubeconfig={}", directory.join("kubeconfig").display())).args([
                 "--controllers=replicaset-controller",
                 "--leader-elect=false",
                 "--bind-address=127.0.0.1",
@@ -87,9 +87,9 @@ impl Cluster {
     }
 
     fn spawn(&mut self, name: &str, with: impl FnOnce(&mut Command, &PathBuf)) {
-        let log = File::create(self.folder.join(format!("{name}.log"))).expect("the folder is writable");
+        let log = File::create(self.directory.join(format!("{name}.log"))).expect("the directory is writable");
         let mut command = self.netns.command(part(name));
-        with(&mut command, &self.folder);
+        with(&mut command, &self.directory);
         let log_too = log.try_clone().expect("a file can be duplicated");
         let child = command.stdin(Stdio::null()).stdout(log_too).stderr(log).spawn().expect("nsenter is installed");
         self.processes.push(child);
@@ -97,7 +97,7 @@ impl Cluster {
 
     /// Returns the path of kubelet's kubeconfig.
     pub fn kubeconfig(&self) -> PathBuf {
-        self.folder.join("kubeconfig")
+        self.directory.join("kubeconfig")
     }
 
     fn write_kubeconfig(&self) {
@@ -107,13 +107,16 @@ impl Cluster {
             "users": [{"name": "all", "user": {"token": TOKEN}}],
             "contexts": [{"name": "here", "context": {"cluster": "here", "user": "all"}}],
         });
-        fs::write(self.kubeconfig(), config.to_string()).expect("the folder is writable");
+        fs::write(self.kubeconfig(), config.to_string()).expect("the directory is writable");
     }
 
     /// Returns a kubectl command.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.netns.command(part("KUBECTL"));
-        command.arg(format!("--kubeconfig={}", self.kubeconfig().display())).args(arguments).env("HOME", &self.folder);
+        command
+            .arg(format!("--kubeconfig={}", self.kubeconfig().display()))
+            .args(arguments)
+            .env("HOME", &self.directory);
         command
     }
 

@@ -15,7 +15,7 @@ impl Disk {
     /// Creates a disk of this many MiB.
     #[track_caller]
     pub fn new(world: &World, name: &str, mib: u32) -> Self {
-        let file = world.node.folder().join(format!("{name}.raw"));
+        let file = world.node.directory().join(format!("{name}.raw"));
         call("truncate", [format!("--size={mib}M").as_ref(), file.as_os_str()]).ok();
         let device = call("losetup", ["--find".as_ref(), "--show".as_ref(), file.as_os_str()]).ok();
         Self { file, device }

@@ -21,7 +21,7 @@ const INTERFACE: &str = "node0";
 /// A kubelet without an API server: it runs the static pods of a manifest directory.
 pub struct Kubelet {
     netns: Netns,
-    folder: PathBuf,
+    directory: PathBuf,
     process: Option<Child>,
     kubeconfig: Option<PathBuf>,
 }
@@ -29,10 +29,10 @@ pub struct Kubelet {
 impl Kubelet {
     /// Starts kubelet on this node and waits until it is healthy.
     pub fn start(node: &Node) -> Self {
-        let folder = node.folder().join("kubelet");
-        fs::create_dir_all(folder.join("manifests")).expect("the node's folder is writable");
-        let config = configuration(&folder, &node.folder().join("nacelle.sock"));
-        fs::write(folder.join("config.yaml"), config.to_string()).expect("the node's folder is writable");
+        let directory = node.directory().join("kubelet");
+        fs::create_dir_all(directory.join("manifests")).expect("the node's directory is writable");
+        let config = configuration(&directory, &node.directory().join("nacelle.sock"));
+        fs::write(directory.join("config.yaml"), config.to_string()).expect("the node's directory is writable");
         for arguments in [
             &["link", "add", INTERFACE, "type", "bridge"][..],
             &["addr", "add", &format!("{ADDRESS}/24"), "dev", INTERFACE],
@@ -41,25 +41,25 @@ impl Kubelet {
         ] {
             node.run("ip", arguments).ok();
         }
-        for group in groups(&folder) {
+        for group in groups(&directory) {
             fs::create_dir(&group).expect("control groups can be made");
         }
         // One after the other, because controllers that the node does not delegate are not needed. cgroup v1 has no such file.
         for controller in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"] {
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
         }
-        let mut kubelet = Self { netns: node.netns.clone(), folder, process: None, kubeconfig: None };
+        let mut kubelet = Self { netns: node.netns.clone(), directory, process: None, kubeconfig: None };
         kubelet.again();
         kubelet
     }
 
     /// Starts kubelet again after [`kill`](Self::kill).
     pub fn again(&mut self) {
-        let log = File::options().create(true).append(true).open(self.log_file()).expect("the folder is writable");
+        let log = File::options().create(true).append(true).open(self.log_file()).expect("the directory is writable");
         let process = self
             .netns
             .command(part("KUBELET"))
-            .arg(format!("--config={}", self.folder.join("config.yaml").display()))
+            .arg(format!("--config={}", self.directory.join("config.yaml").display()))
             .arg(format!("--hostname-override={NODE}"))
             .arg(format!("--node-ip={ADDRESS}"))
             .args(self.kubeconfig.iter().map(|path| format!("--kubeconfig={}", path.display())))
@@ -99,11 +99,11 @@ impl Kubelet {
 
     /// Returns the directory of the manifests.
     pub fn manifests(&self) -> PathBuf {
-        self.folder.join("manifests")
+        self.directory.join("manifests")
     }
 
     fn log_file(&self) -> PathBuf {
-        self.folder.join("kubelet.log")
+        self.directory.join("kubelet.log")
     }
 
     /// Returns the last lines of kubelet's log that contain `word`.
@@ -146,14 +146,14 @@ impl Drop for Kubelet {
     fn drop(&mut self) {
         self.kill();
         run(self.netns.command("ip").args(["link", "delete", INTERFACE]));
-        for group in groups(&self.folder) {
+        for group in groups(&self.directory) {
             remove_groups(&group);
         }
     }
 }
 
 /// Returns the cgroups that are the parent of kubelet's pods and of Nacelle's: one in v2, or one in each hierarchy of v1.
-fn groups(folder: &Path) -> Vec<PathBuf> {
+fn groups(directory: &Path) -> Vec<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
     let trees = if root.join("cgroup.controllers").exists() {
         vec![root.to_owned()]
@@ -162,12 +162,12 @@ fn groups(folder: &Path) -> Vec<PathBuf> {
         // Links lead to a hierarchy that is in the list already.
         trees.filter(|tree| tree.join("cgroup.procs").exists() && !tree.is_symlink()).collect()
     };
-    trees.into_iter().map(|tree| tree.join(group(folder))).collect()
+    trees.into_iter().map(|tree| tree.join(group(directory))).collect()
 }
 
 /// Returns the name of the cgroup.
-fn group(folder: &Path) -> String {
-    let node = folder.parent().expect("kubelet's folder lies in the node's");
+fn group(directory: &Path) -> String {
+    let node = directory.parent().expect("kubelet's directory lies in the node's");
     nacelle_e2e::census::cgroup_parent(node).trim_start_matches('/').to_owned()
 }
 
@@ -180,16 +180,16 @@ fn remove_groups(group: &Path) {
 }
 
 /// The configuration of a dedicated node, except for settings that make tests fast and evictions that must not happen.
-fn configuration(folder: &Path, socket: &Path) -> Value {
+fn configuration(directory: &Path, socket: &Path) -> Value {
     let endpoint = format!("unix://{}", socket.display());
     json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "containerRuntimeEndpoint": endpoint,
-        "cgroupRoot": format!("/{}", group(folder)),
+        "cgroupRoot": format!("/{}", group(directory)),
         "failCgroupV1": false,
-        "staticPodPath": folder.join("manifests"),
-        "volumePluginDir": folder.join("plugins"),
+        "staticPodPath": directory.join("manifests"),
+        "volumePluginDir": directory.join("plugins"),
         "fileCheckFrequency": "1s",
         "syncFrequency": "5s",
         "readOnlyPort": OPEN,

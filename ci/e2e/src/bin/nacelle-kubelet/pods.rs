@@ -95,9 +95,9 @@ impl<'w> StaticPod<'w> {
 
     /// Replaces the manifest.
     pub fn change(&self, manifest: &str) {
-        let draft = self.world.node.folder().join(format!("{}.yaml", self.name));
-        fs::write(&draft, manifest).expect("the node's folder is writable");
-        fs::rename(draft, self.manifest()).expect("the node's folder is writable");
+        let draft = self.world.node.directory().join(format!("{}.yaml", self.name));
+        fs::write(&draft, manifest).expect("the node's directory is writable");
+        fs::rename(draft, self.manifest()).expect("the node's directory is writable");
     }
 
     fn manifest(&self) -> PathBuf {

@@ -54,10 +54,10 @@ impl World {
     }
 
     /// Creates an empty directory of the node for pods.
-    pub fn folder(&self, name: &str) -> PathBuf {
-        let folder = self.node.folder().join(name);
-        fs::create_dir_all(&folder).expect("the node's folder is writable");
-        folder
+    pub fn directory(&self, name: &str) -> PathBuf {
+        let directory = self.node.directory().join(name);
+        fs::create_dir_all(&directory).expect("the node's directory is writable");
+        directory
     }
 
     /// Copies the logs of both daemons to the directory `KUBELET_LOGS`.
@@ -65,16 +65,16 @@ impl World {
         let Some(place) = std::env::var_os("KUBELET_LOGS").map(PathBuf::from) else { return };
         let engine = nacelle_e2e::node::engine();
         for (log, name) in [("kubelet/kubelet.log", "kubelet"), ("daemon.log", "daemon")] {
-            let kept = fs::copy(self.node.folder().join(log), place.join(format!("kubelet-{engine}-{name}.log")));
-            kept.expect("the folder for logs is writable");
+            let kept = fs::copy(self.node.directory().join(log), place.join(format!("kubelet-{engine}-{name}.log")));
+            kept.expect("the directory for logs is writable");
         }
     }
 
     /// Stops kubelet after it has cleaned up all pods, and checks what it left.
     pub fn end(self, keep: bool, all_well: bool) {
         if keep {
-            let (folder, pid) = (self.node.folder().display(), self.node.daemon_pid());
-            eprintln!("kept: {folder}, daemon {pid}, kubelet {}; end with ctrl-c, or kill this", self.kubelet.pid());
+            let (directory, pid) = (self.node.directory().display(), self.node.daemon_pid());
+            eprintln!("kept: {directory}, daemon {pid}, kubelet {}; end with ctrl-c, or kill this", self.kubelet.pid());
             loop {
                 std::thread::park();
             }
@@ -84,7 +84,7 @@ impl World {
                 let pods = self.node.crictl.call(["pods", "-q"]);
                 (pods.is_empty()).then_some(())
             });
-            eventually("kubelet has removed all pods' folders", || {
+            eventually("kubelet has removed all pods' directories", || {
                 let pods = fs::read_dir("/var/lib/kubelet/pods").expect("kubelet made it").count();
                 (pods == 0).then_some(())
             });

@@ -74,9 +74,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_file_is_there_when_it_is_whole() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("memory.elf");
-        let names = || std::fs::read_dir(folder.path()).unwrap().count();
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("memory.elf");
+        let names = || std::fs::read_dir(directory.path()).unwrap().count();
         std::fs::write(&path, "old").unwrap();
         let (partial, mut file) = Partial::make(&path).unwrap();
         file.write_all(b"half").await.unwrap();

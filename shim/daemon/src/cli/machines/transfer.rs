@@ -18,7 +18,7 @@ const HUB: &str = "docker.io";
 pub(in crate::cli) struct Export {
     #[command(flatten)]
     name: Name,
-    /// Where to: a reference as of an image, or oci:/FOLDER:TAG, an OCI layout on the node.
+    /// Where to: a reference as of an image, or oci:/DIRECTORY:TAG, an OCI layout on the node.
     reference: String,
     #[command(flatten)]
     registry: Registry,
@@ -26,7 +26,7 @@ pub(in crate::cli) struct Export {
 
 #[derive(clap::Args)]
 pub(in crate::cli) struct Import {
-    /// Where from: a reference as of an image, or oci:/FOLDER:TAG, an OCI layout on the node.
+    /// Where from: a reference as of an image, or oci:/DIRECTORY:TAG, an OCI layout on the node.
     reference: String,
     #[command(flatten)]
     name: Name,
@@ -150,8 +150,8 @@ mod tests {
 
     #[test]
     fn credentials_are_those_of_the_registry() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("auth.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("auth.json");
         let text = r#"{"auths": {"https://index.docker.io/v1/": {"auth": "aHVi"}, "a.example:5000": {"auth": "YQ==", "identitytoken": "t"}}}"#;
         std::fs::write(&path, text).unwrap();
         let of = |reference: &str| {

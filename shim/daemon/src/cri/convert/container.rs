@@ -437,7 +437,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_log_never_leaves_its_folder(text in "[a./]{0,12}") {
+        fn a_log_never_leaves_its_directory(text in "[a./]{0,12}") {
             if let Ok(path) = log_path(&text) {
                 let whole = Path::new("/logs").join(path);
                 prop_assert!(whole.components().all(|part| part != Component::ParentDir));

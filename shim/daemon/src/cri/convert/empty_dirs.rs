@@ -17,11 +17,11 @@ pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs
     let asked = pod.annotations.get(LIMITS);
     let limits = asked.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;
     let cannot = if pod.needs_host() || handler.engine == EngineSetting::Host {
-        "the pod has no machine, and its emptyDirs are folders of the node, whose sizeLimit is kubelet's"
+        "the pod has no machine, and its emptyDirs are directories of the node, whose sizeLimit is kubelet's"
     } else if pod.user_namespace.is_some() {
-        "the emptyDirs of a pod with a user namespace are folders of the node, whose sizeLimit is kubelet's"
+        "the emptyDirs of a pod with a user namespace are directories of the node, whose sizeLimit is kubelet's"
     } else if handler.empty_dir == EmptyDir::Shared {
-        "this handler's emptyDirs are folders of the node (empty_dir = \"shared\"), whose sizeLimit is kubelet's; \
+        "this handler's emptyDirs are directories of the node (empty_dir = \"shared\"), whose sizeLimit is kubelet's; \
          empty_dir = \"disk\" has them keep a size"
     } else {
         ""

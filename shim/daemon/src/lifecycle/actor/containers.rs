@@ -147,7 +147,7 @@ impl Actor {
             }
             PidMode::Pod | PidMode::Own => {}
         }
-        let below = |folder: &std::path::PathBuf| folder.join(&config.log_path);
+        let below = |directory: &std::path::PathBuf| directory.join(&config.log_path);
         let log_path = self.pod.config.log_directory.as_ref().filter(|_| !config.log_path.is_empty()).map(below);
         Ok(ContainerRecord {
             id: ContainerId::from_bytes(new_id()),

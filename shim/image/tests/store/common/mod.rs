@@ -22,10 +22,10 @@ pub fn digest(bytes: &[u8]) -> String {
 
 /// Opens a store that has just been closed. A process that another test starts at this moment inherits the lock's descriptor
 /// until it executes its program.
-pub fn reopen(folder: &Path, config: &Config) -> Store {
+pub fn reopen(directory: &Path, config: &Config) -> Store {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        match Store::open(folder, config.clone()) {
+        match Store::open(directory, config.clone()) {
             Err(ImageError::Locked { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -103,18 +103,18 @@ pub fn image(tars: &[(Vec<u8>, Packing)]) -> Image {
 }
 
 /// Writes an OCI layout of one image.
-pub fn write_layout(image: &Image, folder: &Path, name: &str) {
-    let blobs = folder.join("blobs/sha256");
+pub fn write_layout(image: &Image, directory: &Path, name: &str) {
+    let blobs = directory.join("blobs/sha256");
     fs::create_dir_all(&blobs).unwrap();
     for (digest, bytes) in &image.blobs {
         fs::write(blobs.join(digest.strip_prefix("sha256:").unwrap()), bytes).unwrap();
     }
-    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
+    fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
     let index = serde_json::json!({"schemaVersion": 2, "manifests": [{
         "mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": image.manifest,
         "size": image.blobs[&image.manifest].len(), "annotations": {"org.opencontainers.image.ref.name": name},
     }]});
-    fs::write(folder.join("index.json"), serde_json::to_vec(&index).unwrap()).unwrap();
+    fs::write(directory.join("index.json"), serde_json::to_vec(&index).unwrap()).unwrap();
 }
 
 /// A builder that writes a tar entry by entry.
@@ -143,7 +143,7 @@ impl Tar {
         self
     }
 
-    pub fn folder(mut self, path: &str, mode: u32) -> Tar {
+    pub fn directory(mut self, path: &str, mode: u32) -> Tar {
         let mut header = Tar::header(tar::EntryType::Directory, mode, 0);
         self.0.append_data(&mut header, path, std::io::empty()).unwrap();
         self
@@ -250,7 +250,7 @@ fn content(path: &Path) -> String {
 /// A mounted image; unmounted when dropped.
 pub struct Mounted {
     pub path: PathBuf,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Drop for Mounted {
@@ -282,8 +282,8 @@ pub fn can_mount() -> Result<(), String> {
 
 /// Mounts an image as a guest sees it: its pieces one after the other on one device.
 pub fn mount(disk: &ImageDisk) -> Mounted {
-    let folder = tempfile::tempdir().unwrap();
-    let device = folder.path().join("device");
+    let directory = tempfile::tempdir().unwrap();
+    let device = directory.path().join("device");
     let mut file = File::create(&device).unwrap();
     for extent in &disk.extents {
         let piece = File::open(&extent.path).unwrap();
@@ -292,9 +292,9 @@ pub fn mount(disk: &ImageDisk) -> Mounted {
         std::io::copy(&mut piece.take(extent.length), &mut file).unwrap();
     }
     drop(file);
-    let path = folder.path().join("root");
+    let path = directory.path().join("root");
     fs::create_dir(&path).unwrap();
     let status = Command::new("mount").args(["-t", "erofs", "-o", "ro,loop"]).arg(&device).arg(&path).status().unwrap();
     assert!(status.success(), "mount: {status}");
-    Mounted { path, _folder: folder }
+    Mounted { path, _directory: directory }
 }

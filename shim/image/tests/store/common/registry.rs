@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 pub struct Registry {
     pub port: u16,
     child: Child,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     password: bool,
 }
 
@@ -39,14 +39,14 @@ impl Registry {
     /// Starts a registry over http, or over https with a certificate of our own authority; with `password`, the user is `u` and
     /// the password `p:w`.
     pub fn start(tls: bool, password: bool) -> Registry {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
         let mut config = format!(
             "version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {}}}}}\nhttp:\n  addr: 127.0.0.1:0\n",
             path("data").display()
         );
         if tls {
-            authority(folder.path());
+            authority(directory.path());
             config += &format!(
                 "  tls: {{certificate: {}, key: {}}}\n",
                 path("cert.pem").display(),
@@ -75,7 +75,7 @@ impl Registry {
         let port = address.rsplit(':').next().unwrap().parse().unwrap();
         // The pipe of the registry must not fill up.
         std::thread::spawn(move || lines.for_each(drop));
-        Registry { port, child, folder, password }
+        Registry { port, child, directory, password }
     }
 
     /// Returns `127.0.0.1:port`, or the host name of the certificate.
@@ -85,12 +85,12 @@ impl Registry {
 
     /// Returns the path of the authority's certificate.
     pub fn ca(&self) -> PathBuf {
-        self.folder.path().join("ca.pem")
+        self.directory.path().join("ca.pem")
     }
 
     /// Pushes an image. `more` are additional arguments of skopeo.
     pub fn push(&self, image: &Image, name: &str, more: &[&str]) {
-        let layout = tempfile::tempdir_in(self.folder.path()).unwrap();
+        let layout = tempfile::tempdir_in(self.directory.path()).unwrap();
         write_layout(image, layout.path(), "t");
         let mut skopeo = Command::new("skopeo");
         skopeo
@@ -105,15 +105,15 @@ impl Registry {
 }
 
 /// Creates an authority and a certificate for 127.0.0.1 that it signed.
-fn authority(folder: &Path) {
-    let openssl = |arguments: &[&str]| run(Command::new("openssl").args(arguments).current_dir(folder));
+fn authority(directory: &Path) {
+    let openssl = |arguments: &[&str]| run(Command::new("openssl").args(arguments).current_dir(directory));
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
     openssl(
         &[&["req", "-x509"], &key[..], &["-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "2"]]
             .concat(),
     );
     openssl(&[&["req"], &key[..], &["-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=registry"]].concat());
-    std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1\n").unwrap();
+    std::fs::write(directory.join("names"), "subjectAltName=IP:127.0.0.1\n").unwrap();
     openssl(&[
         "x509",
         "-req",

@@ -431,8 +431,8 @@ mod tests {
             length: SECTOR,
             writes: Some(Arc::new(Writes::default())),
         };
-        let folder = tempfile::tempdir().unwrap();
-        let good = folder.path().join("good");
+        let directory = tempfile::tempdir().unwrap();
+        let good = directory.path().join("good");
         std::fs::write(&good, [0; 512]).unwrap();
         // /dev/zero cannot be synchronized, so that written data counts as lost.
         let table = Table::default().replaced(0, source(good.to_str().unwrap())).unwrap();

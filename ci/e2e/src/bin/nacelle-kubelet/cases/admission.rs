@@ -69,7 +69,7 @@ impl Drop for Asked<'_> {
 }
 
 /// Runs the commands of docs/reference/vm-admission.md that create the certificate.
-fn certificate(folder: &Path) {
+fn certificate(directory: &Path) {
     let script = format!(
         "ns={SPACE}\nkey='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'\n\
          openssl req -x509 $key -days 3650 -subj /CN=nacelle-admission-ca -keyout ca.key -out ca.crt\n\
@@ -77,15 +77,15 @@ fn certificate(folder: &Path) {
          printf 'subjectAltName=DNS:nacelle-admission.%s.svc' $ns >names\n\
          openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 365 -extfile names -out tls.crt\n"
     );
-    run(Command::new("sh").args(["-ec", &script]).current_dir(folder)).ok();
+    run(Command::new("sh").args(["-ec", &script]).current_dir(directory)).ok();
 }
 
-fn asked<'w>(world: &'w World, cluster: &'w Cluster, folder: &Path) -> Asked<'w> {
-    certificate(folder);
+fn asked<'w>(world: &'w World, cluster: &'w Cluster, directory: &Path) -> Asked<'w> {
+    certificate(directory);
     let netns = &world.node.netns;
     let program: PathBuf = part("NACELLE_BIN");
     let manifests =
-        run(Command::new(&program).args(["admission", "manifests", "--ca-file"]).arg(folder.join("ca.crt"))).ok();
+        run(Command::new(&program).args(["admission", "manifests", "--ca-file"]).arg(directory.join("ca.crt"))).ok();
     let (webhooks, others): (Vec<_>, Vec<_>) =
         manifests.split("\n---\n").partition(|part| part.contains("WebhookConfiguration\n"));
     assert_eq!((webhooks.len(), others.len()), (2, 5), "{manifests}");
@@ -93,18 +93,18 @@ fn asked<'w>(world: &'w World, cluster: &'w Cluster, folder: &Path) -> Asked<'w>
     let service = ["-n", SPACE, "get", "service", "nacelle-admission", "-o", "jsonpath={.spec.clusterIP}"];
     let address = cluster.kubectl(&service).ok();
     run(netns.command("ip").args(["address", "add", &format!("{address}/32"), "dev", "lo"])).ok();
-    fs::write(folder.join("catalogue.yaml"), CATALOGUE).expect("the folder is writable");
-    let log = File::create(folder.join("admission.log")).expect("the folder is writable");
+    fs::write(directory.join("catalogue.yaml"), CATALOGUE).expect("the directory is writable");
+    let log = File::create(directory.join("admission.log")).expect("the directory is writable");
     let mut server = netns.command(&program);
     server.args(["admission", "--listen", &format!("{address}:443"), "--tls-cert", "tls.crt", "--tls-key", "tls.key"]);
-    server.args(["--catalogue", "catalogue.yaml"]).current_dir(folder).stdin(Stdio::null()).stderr(log);
+    server.args(["--catalogue", "catalogue.yaml"]).current_dir(directory).stdin(Stdio::null()).stderr(log);
     let process = server.spawn().expect("nsenter is installed");
     let asked = Asked { cluster, process };
     wait("the server answers", || {
         let url = format!("https://nacelle-admission.{SPACE}.svc/readyz");
         let place = format!("nacelle-admission.{SPACE}.svc:443:{address}");
         let mut curl = netns.command("curl");
-        curl.args(["-sf", "--max-time", "20", "--resolve", &place, "--cacert"]).arg(folder.join("ca.crt")).arg(&url);
+        curl.args(["-sf", "--max-time", "20", "--resolve", &place, "--cacert"]).arg(directory.join("ca.crt")).arg(&url);
         (run(&mut curl).stdout == "ok").then_some(())
     });
     cluster.apply(&webhooks.join("\n---\n"));
@@ -113,8 +113,8 @@ fn asked<'w>(world: &'w World, cluster: &'w Cluster, folder: &Path) -> Asked<'w>
 
 pub fn a_wrong_machine(world: &World) -> Outcome {
     let cluster = world.cluster.as_ref().expect("the node has joined");
-    let folder = world.folder("admission");
-    let server = asked(world, cluster, &folder);
+    let directory = world.directory("admission");
+    let server = asked(world, cluster, &directory);
     let create = |manifest: &str, more: &[&str]| -> Output {
         feed(&mut cluster.command(&[&["create", "-f", "-"], more].concat()), manifest.as_bytes())
     };
@@ -157,7 +157,7 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
     }
     pod.delete();
     drop(server);
-    let log = fs::read_to_string(folder.join("admission.log")).expect("it has one");
+    let log = fs::read_to_string(directory.join("admission.log")).expect("it has one");
     assert!(log.contains("verdict=\"denied\"") && log.contains("verdict=\"patched\""), "{log}");
     Outcome::Passed
 }

@@ -102,9 +102,9 @@ pub fn a_database_with_a_claim(world: &World) -> Outcome {
     let program = std::fs::read(nacelle_e2e::part("ETCD")).expect("ci/kubelet built it");
     let image = Image::busybox().layer(|layer| layer.file("bin/etcd", &program, 0o755));
     world.node.registry.push(&image, "etcd:3.6");
-    let folder = world.folder("database");
+    let directory = world.directory("database");
     let (pod_manifest, others) = documents("database");
-    claim(cluster, &others.replace("/srv/database", &folder.display().to_string()), "database");
+    claim(cluster, &others.replace("/srv/database", &directory.display().to_string()), "database");
     let put = |address: &Value, what: &str, body: &str| {
         let url = format!("http://{}:2379/v3/kv/{what}", address.as_str().expect("a Ready pod has an address"));
         world.node.run("curl", &["-sf", "--max-time", "60", "-d", body, &url]).ok()
@@ -238,7 +238,7 @@ pub fn eviction(world: &World) -> Outcome {
 pub fn a_volume_with_a_limit(world: &World) -> Outcome {
     if nacelle_e2e::node::engine() == "host" {
         return Outcome::Skipped(
-            "without a machine an emptyDir is a folder of the node, whose limit is kubelet's eviction",
+            "without a machine an emptyDir is a directory of the node, whose limit is kubelet's eviction",
         );
     }
     let cluster = cluster(world);

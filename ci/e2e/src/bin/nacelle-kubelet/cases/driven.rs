@@ -30,7 +30,7 @@ struct Driver(Child);
 impl Driver {
     /// Starts a driver with these volumes; kubelet finds it by itself.
     fn start(volumes: &[(&str, &Disk)], log: &Path) -> Self {
-        let log = File::create(log).expect("the node's folder is writable");
+        let log = File::create(log).expect("the node's directory is writable");
         let pairs = volumes.iter().map(|(name, disk)| format!("{name}={}", disk.device()));
         Self(Command::new(part("CSI_DRIVER")).arg(DRIVER).args(pairs).stderr(log).spawn().expect("ci/kubelet built it"))
     }
@@ -93,7 +93,7 @@ pub fn volumes_of_a_driver(world: &World) -> Outcome {
     let [files, disk] = ["driven-files", "driven-disk"].map(|name| Disk::new(world, name, 32));
     call("mkfs.ext4", ["-q", files.device()]).ok();
     let volumes = [("driven-files", &files), ("driven-disk", &disk)];
-    let driver = Driver::start(&volumes, &world.node.folder().join("driver.log"));
+    let driver = Driver::start(&volumes, &world.node.directory().join("driver.log"));
     cluster.apply(REGISTERED);
     wait("kubelet knows the driver", || {
         let node = cluster.object(&format!("/apis/storage.k8s.io/v1/csinodes/{NODE}"))?;

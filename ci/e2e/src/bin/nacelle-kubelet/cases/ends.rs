@@ -1,7 +1,7 @@
 //! Tests containers and pods that end: jobs, crashes, limits, hooks, deadlines.
 
 use super::Outcome;
-use super::runs::{waiting, with_folder};
+use super::runs::{waiting, with_directory};
 use crate::pods::{ObservedPod, StaticPod, container};
 use crate::world::World;
 use std::fs;
@@ -62,10 +62,10 @@ pub fn crash_loop(world: &World) -> Outcome {
 }
 
 pub fn hooks_and_last_words(world: &World) -> Outcome {
-    let folder = world.folder("story");
-    let pod = StaticPod::new(world, "hooks", &with_folder("hooks", "/srv/story", &folder));
+    let directory = world.directory("story");
+    let pod = StaticPod::new(world, "hooks", &with_directory("hooks", "/srv/story", &directory));
     let status = pod.ready();
-    let lines = || fs::read_to_string(folder.join("lines")).unwrap_or_default();
+    let lines = || fs::read_to_string(directory.join("lines")).unwrap_or_default();
     assert_eq!(lines(), "postStart\n");
     // The termination message of a container that ends by itself.
     pod.try_run("main", &["kill", "1"]);

@@ -43,7 +43,7 @@ pub const SHARED: &[Shared] = &[
     ("what a pod knows of itself", runs::what_a_pod_knows_of_itself),
     ("scratch volumes", volumes::scratch),
     ("huge pages", volumes::huge_pages),
-    ("folders of the node", volumes::folders_of_the_node),
+    ("directories of the node", volumes::directories_of_the_node),
     ("an image as a volume", volumes::an_image_as_a_volume),
     ("exec, attach and logs", shows::exec_attach_and_logs),
     ("statistics and metrics", shows::statistics_and_metrics),

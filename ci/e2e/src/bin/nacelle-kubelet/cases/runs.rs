@@ -157,6 +157,6 @@ pub fn what_a_pod_knows_of_itself(world: &World) -> Outcome {
 }
 
 /// Returns the example with another directory of the node.
-pub fn with_folder(name: &str, from: &str, to: &std::path::Path) -> String {
+pub fn with_directory(name: &str, from: &str, to: &std::path::Path) -> String {
     example(name).replace(from, &to.display().to_string())
 }

@@ -44,8 +44,8 @@ pub fn log_rotation(world: &World) -> Outcome {
     );
     let status = pod.ready();
     let uid = status["metadata"]["annotations"]["kubernetes.io/config.hash"].as_str().expect("a static pod has one");
-    let folder = format!("/var/log/pods/default_{}_{uid}/main", pod.full_name());
-    let files = || fs::read_dir(&folder).map_or(0, Iterator::count);
+    let directory = format!("/var/log/pods/default_{}_{uid}/main", pod.full_name());
+    let files = || fs::read_dir(&directory).map_or(0, Iterator::count);
     wait("the log was turned over twice", || (files() == 3).then_some(()));
     // The log that kubelet reads is the log that is written.
     let number = |text: &str| text.split(' ').nth(1).and_then(|word| word.parse::<u64>().ok());

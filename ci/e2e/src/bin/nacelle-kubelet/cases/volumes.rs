@@ -1,7 +1,7 @@
 //! Tests volumes.
 
 use super::Outcome;
-use super::runs::{waiting, with_folder};
+use super::runs::{waiting, with_directory};
 use crate::pods::{ObservedPod, StaticPod};
 use crate::world::World;
 use std::fs;
@@ -53,24 +53,24 @@ pub fn huge_pages(world: &World) -> Outcome {
     Outcome::Passed
 }
 
-pub fn folders_of_the_node(world: &World) -> Outcome {
-    let folder = world.folder("data");
-    fs::write(folder.join("from-node"), "word of the node\n").expect("writable");
-    let pod = StaticPod::new(world, "node-folder", &with_folder("node-folder", "/srv/data", &folder));
+pub fn directories_of_the_node(world: &World) -> Outcome {
+    let directory = world.directory("data");
+    fs::write(directory.join("from-node"), "word of the node\n").expect("writable");
+    let pod = StaticPod::new(world, "node-directory", &with_directory("node-directory", "/srv/data", &directory));
     pod.ready();
     let main = |script: &str| pod.shell("main", script, b"");
     crate::pods::wait("the pod's word is on the node", || {
-        let word = fs::read_to_string(folder.join("from-pod")).unwrap_or_default();
+        let word = fs::read_to_string(directory.join("from-pod")).unwrap_or_default();
         (word == "word of the node\n").then_some(())
     });
-    fs::write(folder.join("later"), "later\n").expect("writable");
+    fs::write(directory.join("later"), "later\n").expect("writable");
     assert_eq!(main("cat /data/later /data-ro/later").stdout, "later\nlater\n");
     assert_ne!(main("touch /data-ro/file").code(), Some(0));
     assert_eq!(main("echo deep >/part/file").code(), Some(0));
-    assert_eq!(fs::read_to_string(folder.join("part/of/it/file")).expect("it is there"), "deep\n");
+    assert_eq!(fs::read_to_string(directory.join("part/of/it/file")).expect("it is there"), "deep\n");
     assert_eq!(main("cat /etc/os-release").stdout, fs::read_to_string("/etc/os-release").expect("Debian"));
     pod.remove();
-    assert_eq!(fs::read_to_string(folder.join("from-pod")).expect("it stays"), "word of the node\n");
+    assert_eq!(fs::read_to_string(directory.join("from-pod")).expect("it stays"), "word of the node\n");
     Outcome::Passed
 }
 

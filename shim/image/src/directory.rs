@@ -33,7 +33,7 @@ pub enum Part {
 impl Part {
     const ALL: [Part; 4] = [Part::Config, Part::Layer, Part::Tree, Part::Partial];
 
-    fn folder(self) -> &'static str {
+    fn directory(self) -> &'static str {
         match self {
             Part::Config => "configs",
             Part::Layer => "layers",
@@ -50,7 +50,7 @@ pub type Key = (Part, Digest);
 pub type Pin = Arc<tokio::sync::Mutex<()>>;
 
 /// The directory of the store.
-pub struct Folder {
+pub struct StoreDirectory {
     root: PathBuf,
     pins: Mutex<Pins>,
     next: AtomicU64,
@@ -79,9 +79,9 @@ impl Drop for Temporary {
     }
 }
 
-impl Folder {
+impl StoreDirectory {
     /// Creates missing directories, takes the lock, and removes what a crash left unfinished.
-    pub fn open(root: &Path) -> Result<Folder, ImageError> {
+    pub fn open(root: &Path) -> Result<StoreDirectory, ImageError> {
         let make =
             |path: &Path| fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at("create", path));
         make(root)?;
@@ -95,12 +95,12 @@ impl Folder {
             Err(fs::TryLockError::Error(error)) => return Err(at("lock", &lock_path)(error).into()),
         }
         for part in Part::ALL {
-            make(&root.join(part.folder()))?;
+            make(&root.join(part.directory()))?;
         }
         make(&root.join("work"))?;
-        let folder = Folder { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock };
-        folder.clear_up()?;
-        Ok(folder)
+        let directory = StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock };
+        directory.clear_up()?;
+        Ok(directory)
     }
 
     fn clear_up(&self) -> Result<(), ImageError> {
@@ -110,7 +110,7 @@ impl Folder {
         }
         let mut pins = self.pins();
         for part in Part::ALL {
-            for path in names(&self.root.join(part.folder()))? {
+            for path in names(&self.root.join(part.directory()))? {
                 let whole = part != Part::Layer || path.with_extension("idx").exists();
                 match key_of(part, &path).filter(|_| whole) {
                     Some(key) => drop(pins.unfinished.insert(key, Instant::now())),
@@ -142,7 +142,7 @@ impl Folder {
             Part::Layer => ".blob",
             Part::Tree => ".erofs",
         };
-        self.root.join(part.folder()).join(digest.hex() + extension)
+        self.root.join(part.directory()).join(digest.hex() + extension)
     }
 
     fn index_path(&self, diff_id: Digest) -> PathBuf {
@@ -230,7 +230,7 @@ impl Folder {
         pins.unfinished.retain(|key, since| !live.contains(key) && since.elapsed() < KEEP);
         let mut away = Vec::new();
         for part in Part::ALL {
-            let mut paths = names(&self.root.join(part.folder()))?;
+            let mut paths = names(&self.root.join(part.directory()))?;
             paths.sort();
             // An index is removed before its blob: a blob without index is not a layer.
             for path in paths.into_iter().rev() {
@@ -257,9 +257,9 @@ impl Folder {
     /// Returns the disk usage of the store.
     pub fn info(&self) -> Result<FsInfo, FileError> {
         let mut info = FsInfo { path: self.root.clone(), used_bytes: 0, inodes_used: 0 };
-        let folders = Part::ALL.iter().map(|part| self.root.join(part.folder()));
-        for folder in folders.chain([self.root.join("work"), self.root.clone()]) {
-            for path in names(&folder)? {
+        let directories = Part::ALL.iter().map(|part| self.root.join(part.directory()));
+        for directory in directories.chain([self.root.join("work"), self.root.clone()]) {
+            for path in names(&directory)? {
                 // The file may have been removed since.
                 if let Ok(metadata) = fs::symlink_metadata(&path)
                     && metadata.is_file()
@@ -284,9 +284,9 @@ pub fn delete(paths: Vec<PathBuf>) -> Result<(), FileError> {
     paths.iter().try_for_each(|path| remove_if_there(path))
 }
 
-fn names(folder: &Path) -> Result<Vec<PathBuf>, FileError> {
-    let entries = fs::read_dir(folder).map_err(at("read", folder))?;
-    entries.map(|entry| entry.map(|entry| entry.path()).map_err(at("read", folder))).collect()
+fn names(directory: &Path) -> Result<Vec<PathBuf>, FileError> {
+    let entries = fs::read_dir(directory).map_err(at("read", directory))?;
+    entries.map(|entry| entry.map(|entry| entry.path()).map_err(at("read", directory))).collect()
 }
 
 fn key_of(part: Part, path: &Path) -> Option<Key> {

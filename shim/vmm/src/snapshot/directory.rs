@@ -11,7 +11,7 @@ use super::SnapshotError;
 
 /// A directory that is being written. Dropping it before `commit` removes it.
 #[derive(Debug)]
-pub(super) struct Folder {
+pub(super) struct PartialDirectory {
     target: PathBuf,
     parent: PathBuf,
     partial: PathBuf,
@@ -23,9 +23,9 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Snapshot
     move |source| SnapshotError::Io { what, path, source }
 }
 
-impl Folder {
+impl PartialDirectory {
     /// Creates the temporary directory for `target`. After a crash, `.NAME.PID.N.partial` remains in the parent directory.
-    pub(super) fn begin(target: &Path) -> Result<Folder, SnapshotError> {
+    pub(super) fn begin(target: &Path) -> Result<PartialDirectory, SnapshotError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let no_place = || SnapshotError::Place { path: target.to_owned() };
         let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(no_place)?;
@@ -42,8 +42,8 @@ impl Folder {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let partial = parent.join(format!(".{name}.{}.{number}.partial", std::process::id()));
         // Mode 0700: no other user may read the guest's memory.
-        DirBuilder::new().mode(0o700).create(&partial).map_err(failed("make the folder", &partial))?;
-        Ok(Folder { target: target.to_owned(), parent, partial, done: false })
+        DirBuilder::new().mode(0o700).create(&partial).map_err(failed("make the directory", &partial))?;
+        Ok(PartialDirectory { target: target.to_owned(), parent, partial, done: false })
     }
 
     /// Writes one file and flushes it to disk.
@@ -57,24 +57,25 @@ impl Folder {
 
     /// Renames the directory to its final name.
     pub(super) fn commit(mut self) -> Result<(), SnapshotError> {
-        let flush = |path: &Path| File::open(path).and_then(|folder| folder.sync_all()).map_err(failed("flush", path));
+        let flush =
+            |path: &Path| File::open(path).and_then(|directory| directory.sync_all()).map_err(failed("flush", path));
         flush(&self.partial)?;
         fs::rename(&self.partial, &self.target).map_err(|source| match source.raw_os_error().map(Errno::from_raw) {
             Some(Errno::ENOTEMPTY | Errno::EEXIST) => SnapshotError::Exists { path: self.target.clone() },
-            _ => SnapshotError::Io { what: "name the folder", path: self.target.clone(), source },
+            _ => SnapshotError::Io { what: "name the directory", path: self.target.clone(), source },
         })?;
         self.done = true;
         flush(&self.parent)
     }
 }
 
-impl Drop for Folder {
+impl Drop for PartialDirectory {
     fn drop(&mut self) {
         if self.done {
             return;
         }
         if let Err(error) = fs::remove_dir_all(&self.partial) {
-            tracing::warn!(%error, folder = %self.partial.display(), "half a snapshot is left behind");
+            tracing::warn!(%error, directory = %self.partial.display(), "half a snapshot is left behind");
         }
     }
 }
