@@ -64,7 +64,7 @@ fn decodes(text: &str) -> Option<String> {
     // A decoder of prost needs its trait.
     let prost = calls("prost::Message") || calls("use prost::");
     let unbounded = code.iter().any(|line| {
-        let own = ["wire::decode", "Ask::decode", "Told::decode", "Lent::decode"];
+        let own = ["wire::decode", "CopyInRequest::decode", "CopyInMessage::decode", "SharedVirtqueue::decode"];
         line.contains("::decode(") && !own.iter().any(|own| line.contains(own))
     });
     (prost && unbounded || calls("decode_length_delimited")).then(|| "prost's decode".to_owned())

@@ -14,29 +14,29 @@ pub const MAX_PATH: usize = 4096;
 /// The maximum nesting depth of directories.
 pub const MAX_DEPTH: usize = 64;
 /// A part of a volume ends when it has at least so many bytes; it has at most twice as many.
-pub const PART: usize = 128 << 10;
+pub const PART_BYTES: usize = 128 << 10;
 /// The maximum length of a message in bytes. Each message follows its length, as a little-endian u32.
-pub const MAX_WORD: usize = 512 << 10;
+pub const MAX_COPY_IN_MESSAGE: usize = 512 << 10;
 
 /// A request of the pod process. Replies come in the order of the requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ask {
-    /// Opens the volume at this place (`CONTAINER/n`) under this number; changes of a `live` volume are reported.
+pub enum CopyInRequest {
+    /// Opens the volume at this path (`CONTAINER/n`) under this number; changes of a `live` volume are reported.
     Open {
         /// The volume's number.
         id: u32,
         /// The volume has a [`DATA`] link, which is followed and watched; otherwise the directory is read as it is.
         live: bool,
         /// The path below the directory in which the daemon mounts copied-in volumes.
-        place: String,
+        path: String,
     },
-    /// Reads the first part of the volume's present content; unless `afresh`, without the [`DATA`] directory if it was read
+    /// Reads the first part of the volume's present content; unless `full`, without the [`DATA`] directory if it was read
     /// completely before.
     Begin {
         /// The volume's number.
         id: u32,
         /// The whole volume is read.
-        afresh: bool,
+        full: bool,
     },
     /// Reads the next part.
     Next {
@@ -52,7 +52,7 @@ pub enum Ask {
 
 /// A message of `nacelle-fs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum CopyInMessage {
     /// The reply to Open and Close.
     Done {
         /// The volume's number.
@@ -72,7 +72,7 @@ pub enum Told {
         /// The volume's number.
         id: u32,
         /// The kind of the failure.
-        why: Why,
+        reason: CopyInFailure,
         /// The error message.
         text: String,
     },
@@ -85,86 +85,92 @@ pub enum Told {
 
 /// The reason why a volume cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum CopyInFailure {
     /// The volume changed while it was read; the pod process must begin again.
     Changed,
     /// The volume exceeds a limit.
-    TooMuch,
+    LimitExceeded,
     /// The volume contains an entry of a type that is not copied.
-    Odd,
+    UnsupportedEntry,
     /// The volume does not exist.
     Missing,
     /// Reading failed.
     Failed,
 }
 
-impl Why {
+impl CopyInFailure {
     /// All reasons; a message contains the index in this list.
-    pub const ALL: [Why; 5] = [Why::Changed, Why::TooMuch, Why::Odd, Why::Missing, Why::Failed];
+    pub const ALL: [CopyInFailure; 5] = [
+        CopyInFailure::Changed,
+        CopyInFailure::LimitExceeded,
+        CopyInFailure::UnsupportedEntry,
+        CopyInFailure::Missing,
+        CopyInFailure::Failed,
+    ];
 }
 
-fn word(kind: u8, id: u32, flag: u8, rest: &[u8]) -> Vec<u8> {
+fn encode_message(kind: u8, id: u32, flag: u8, rest: &[u8]) -> Vec<u8> {
     [&[kind], id.to_le_bytes().as_slice(), &[flag], rest].concat()
 }
 
 /// Splits a message into kind, number, flag and payload.
-fn parts(word: &[u8]) -> Option<(u8, u32, u8, &[u8])> {
-    let (kind, rest) = word.split_first()?;
+fn split_message(message: &[u8]) -> Option<(u8, u32, u8, &[u8])> {
+    let (kind, rest) = message.split_first()?;
     let (id, rest) = rest.split_at_checked(4)?;
     let (flag, rest) = rest.split_first()?;
     Some((*kind, u32::from_le_bytes(id.try_into().ok()?), *flag, rest))
 }
 
-impl Ask {
+impl CopyInRequest {
     /// Encodes the request as a message.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Ask::Open { id, live, place } => word(1, *id, u8::from(*live), place.as_bytes()),
-            Ask::Begin { id, afresh } => word(2, *id, u8::from(*afresh), &[]),
-            Ask::Next { id } => word(3, *id, 0, &[]),
-            Ask::Close { id } => word(4, *id, 0, &[]),
+            CopyInRequest::Open { id, live, path } => encode_message(1, *id, u8::from(*live), path.as_bytes()),
+            CopyInRequest::Begin { id, full } => encode_message(2, *id, u8::from(*full), &[]),
+            CopyInRequest::Next { id } => encode_message(3, *id, 0, &[]),
+            CopyInRequest::Close { id } => encode_message(4, *id, 0, &[]),
         }
     }
 
     /// Decodes a message; returns `None` if it is not a request.
-    pub fn decode(bytes: &[u8]) -> Option<Ask> {
-        Some(match parts(bytes)? {
-            (1, id, live @ 0..=1, place) => {
-                Ask::Open { id, live: live == 1, place: std::str::from_utf8(place).ok()?.to_owned() }
+    pub fn decode(bytes: &[u8]) -> Option<CopyInRequest> {
+        Some(match split_message(bytes)? {
+            (1, id, live @ 0..=1, path) => {
+                CopyInRequest::Open { id, live: live == 1, path: std::str::from_utf8(path).ok()?.to_owned() }
             }
-            (2, id, afresh @ 0..=1, []) => Ask::Begin { id, afresh: afresh == 1 },
-            (3, id, 0, []) => Ask::Next { id },
-            (4, id, 0, []) => Ask::Close { id },
+            (2, id, full @ 0..=1, []) => CopyInRequest::Begin { id, full: full == 1 },
+            (3, id, 0, []) => CopyInRequest::Next { id },
+            (4, id, 0, []) => CopyInRequest::Close { id },
             _ => return None,
         })
     }
 }
 
-impl Told {
+impl CopyInMessage {
     /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Told::Done { id } => word(1, *id, 0, &[]),
-            Told::Part { id, last, tree } => word(2, *id, u8::from(*last), tree),
-            Told::Failed { id, why, text } => {
-                let place = Why::ALL.iter().position(|known| known == why).unwrap_or(0);
-                word(3, *id, u8::try_from(place).unwrap_or(0), text.as_bytes())
+            CopyInMessage::Done { id } => encode_message(1, *id, 0, &[]),
+            CopyInMessage::Part { id, last, tree } => encode_message(2, *id, u8::from(*last), tree),
+            CopyInMessage::Failed { id, reason, text } => {
+                let index = CopyInFailure::ALL.iter().position(|known| known == reason).unwrap_or(0);
+                encode_message(3, *id, u8::try_from(index).unwrap_or(0), text.as_bytes())
             }
-            Told::Changed { id } => word(4, *id, 0, &[]),
+            CopyInMessage::Changed { id } => encode_message(4, *id, 0, &[]),
         }
     }
 
     /// Decodes a message; returns `None` if it is invalid.
-    pub fn decode(bytes: &[u8]) -> Option<Told> {
-        Some(match parts(bytes)? {
-            (1, id, 0, []) => Told::Done { id },
-            (2, id, last @ 0..=1, tree) => Told::Part { id, last: last == 1, tree: tree.to_vec() },
-            (3, id, why, text) => Told::Failed {
+    pub fn decode(bytes: &[u8]) -> Option<CopyInMessage> {
+        Some(match split_message(bytes)? {
+            (1, id, 0, []) => CopyInMessage::Done { id },
+            (2, id, last @ 0..=1, tree) => CopyInMessage::Part { id, last: last == 1, tree: tree.to_vec() },
+            (3, id, reason, text) => CopyInMessage::Failed {
                 id,
-                why: *Why::ALL.get(usize::from(why))?,
+                reason: *CopyInFailure::ALL.get(usize::from(reason))?,
                 text: std::str::from_utf8(text).ok()?.to_owned(),
             },
-            (4, id, 0, []) => Told::Changed { id },
+            (4, id, 0, []) => CopyInMessage::Changed { id },
             _ => return None,
         })
     }
@@ -176,32 +182,33 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn words_are_read_as_they_were_written() {
-        for ask in [
-            Ask::Open { id: 7, live: true, place: "c/0".into() },
-            Ask::Open { id: u32::MAX, live: false, place: String::new() },
-            Ask::Begin { id: 1, afresh: true },
-            Ask::Next { id: 2 },
-            Ask::Close { id: 3 },
+    fn messages_are_decoded_as_they_were_encoded() {
+        for request in [
+            CopyInRequest::Open { id: 7, live: true, path: "c/0".into() },
+            CopyInRequest::Open { id: u32::MAX, live: false, path: String::new() },
+            CopyInRequest::Begin { id: 1, full: true },
+            CopyInRequest::Next { id: 2 },
+            CopyInRequest::Close { id: 3 },
         ] {
-            assert_eq!(Ask::decode(&ask.encode()), Some(ask));
+            assert_eq!(CopyInRequest::decode(&request.encode()), Some(request));
         }
-        let failed = Why::ALL.map(|why| Told::Failed { id: 4, why, text: "x".into() });
-        let part = Told::Part { id: 5, last: true, tree: vec![0, 1, 2] };
-        for told in failed.into_iter().chain([Told::Done { id: 1 }, Told::Changed { id: 2 }, part]) {
-            assert_eq!(Told::decode(&told.encode()), Some(told));
+        let failed = CopyInFailure::ALL.map(|reason| CopyInMessage::Failed { id: 4, reason, text: "x".into() });
+        let part = CopyInMessage::Part { id: 5, last: true, tree: vec![0, 1, 2] };
+        for message in failed.into_iter().chain([CopyInMessage::Done { id: 1 }, CopyInMessage::Changed { id: 2 }, part])
+        {
+            assert_eq!(CopyInMessage::decode(&message.encode()), Some(message));
         }
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(512))]
         #[test]
-        fn bytes_are_one_word_or_none(bytes in prop::collection::vec(any::<u8>(), 0..32)) {
-            if let Some(ask) = Ask::decode(&bytes) {
-                prop_assert_eq!(ask.encode(), bytes.clone());
+        fn decoded_bytes_are_the_canonical_encoding(bytes in prop::collection::vec(any::<u8>(), 0..32)) {
+            if let Some(request) = CopyInRequest::decode(&bytes) {
+                prop_assert_eq!(request.encode(), bytes.clone());
             }
-            if let Some(told) = Told::decode(&bytes) {
-                prop_assert_eq!(told.encode(), bytes);
+            if let Some(message) = CopyInMessage::decode(&bytes) {
+                prop_assert_eq!(message.encode(), bytes);
             }
         }
     }

@@ -5,7 +5,7 @@
 
 use crate::tree::{TreeError, Walk};
 use nacelle_base::Chain;
-use nacelle_base::push::{Ask, DATA, MAX_WORD, Told, Why};
+use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
 use nacelle_base::retry::retry_transient;
 use nacelle_proto::agent::Tree;
 use nix::unistd::{chdir, fchdir};
@@ -78,7 +78,7 @@ impl Pusher {
             if volume.due.is_some_and(|due| due <= now) {
                 volume.due = None;
                 volume.told = true;
-                say(&mut self.stream, &Told::Changed { id: *id })?;
+                say(&mut self.stream, &CopyInMessage::Changed { id: *id })?;
             }
         }
         Ok(())
@@ -117,40 +117,41 @@ impl Pusher {
         let mut length = [0; 4];
         self.stream.read_exact(&mut length)?;
         let length = u32::from_le_bytes(length) as usize;
-        if length > MAX_WORD {
+        if length > MAX_COPY_IN_MESSAGE {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let mut word = vec![0; length];
         self.stream.read_exact(&mut word)?;
-        let ask = Ask::decode(&word).ok_or(io::ErrorKind::InvalidData)?;
+        let ask = CopyInRequest::decode(&word).ok_or(io::ErrorKind::InvalidData)?;
         let told = self.told(ask);
         say(&mut self.stream, &told)
     }
 
-    fn told(&mut self, ask: Ask) -> Told {
+    fn told(&mut self, ask: CopyInRequest) -> CopyInMessage {
         match ask {
-            Ask::Open { id, live, place } => match self.open(id, live, &place) {
-                Ok(()) => Told::Done { id },
-                Err((why, text)) => Told::Failed { id, why, text },
+            CopyInRequest::Open { id, live, path } => match self.open(id, live, &path) {
+                Ok(()) => CopyInMessage::Done { id },
+                Err((reason, text)) => CopyInMessage::Failed { id, reason, text },
             },
-            Ask::Begin { id, afresh } => self.part(id, Some(afresh)),
-            Ask::Next { id } => self.part(id, None),
-            Ask::Close { id } => {
+            CopyInRequest::Begin { id, full: afresh } => self.part(id, Some(afresh)),
+            CopyInRequest::Next { id } => self.part(id, None),
+            CopyInRequest::Close { id } => {
                 self.close(id);
-                Told::Done { id }
+                CopyInMessage::Done { id }
             }
         }
     }
 
-    fn open(&mut self, id: u32, live: bool, place: &str) -> Result<(), (Why, String)> {
+    fn open(&mut self, id: u32, live: bool, place: &str) -> Result<(), (CopyInFailure, String)> {
         if self.volumes.len() >= MAX_VOLUMES {
-            return Err((Why::TooMuch, format!("the pod has {MAX_VOLUMES} volumes")));
+            return Err((CopyInFailure::LimitExceeded, format!("the pod has {MAX_VOLUMES} volumes")));
         }
         self.close(id);
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
         let failed = |what: &str, error: io::Error| {
-            let why = if error.kind() == io::ErrorKind::NotFound { Why::Missing } else { Why::Failed };
+            let why =
+                if error.kind() == io::ErrorKind::NotFound { CopyInFailure::Missing } else { CopyInFailure::Failed };
             (why, format!("cannot {what} it: {error}"))
         };
         let root = retry_transient(|| openat2(&self.places, place, flags, Mode::empty(), resolve));
@@ -187,15 +188,15 @@ impl Pusher {
     }
 
     /// Returns a part of a volume, with `begin` the first one.
-    fn part(&mut self, id: u32, begin: Option<bool>) -> Told {
-        let missing = || Told::Failed { id, why: Why::Missing, text: "it is not open".into() };
+    fn part(&mut self, id: u32, begin: Option<bool>) -> CopyInMessage {
+        let missing = || CopyInMessage::Failed { id, reason: CopyInFailure::Missing, text: "it is not open".into() };
         let Some(volume) = self.volumes.get_mut(&id) else { return missing() };
         match read(volume, begin) {
-            Ok(Some((tree, last))) => Told::Part { id, last, tree },
+            Ok(Some((tree, last))) => CopyInMessage::Part { id, last, tree },
             Ok(None) => missing(),
             Err(error) => {
                 volume.walk = None;
-                Told::Failed { id, why: error.why(), text: Chain(&error).to_string() }
+                CopyInMessage::Failed { id, reason: error.why(), text: Chain(&error).to_string() }
             }
         }
     }
@@ -217,9 +218,9 @@ fn read(volume: &mut Volume, begin: Option<bool>) -> Result<Option<(Vec<u8>, boo
     Ok(Some((Tree { entries }.encode_to_vec(), last)))
 }
 
-fn say(stream: &mut UnixStream, told: &Told) -> io::Result<()> {
+fn say(stream: &mut UnixStream, told: &CopyInMessage) -> io::Result<()> {
     let word = told.encode();
-    let length = u32::try_from(word.len()).ok().filter(|length| *length as usize <= MAX_WORD);
+    let length = u32::try_from(word.len()).ok().filter(|length| *length as usize <= MAX_COPY_IN_MESSAGE);
     let length = length.ok_or(io::ErrorKind::InvalidData)?;
     stream.write_all(&[length.to_le_bytes().as_slice(), &word].concat())
 }

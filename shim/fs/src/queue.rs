@@ -5,7 +5,7 @@
 
 use crate::server::{Answered, Memory, Piece, Region, SIZE, Server};
 use nacelle_base::retry::retry_interrupted;
-use nacelle_base::share::Lent;
+use nacelle_base::share::SharedVirtqueue;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use std::collections::VecDeque;
@@ -44,7 +44,7 @@ struct Buffers {
 
 impl Served {
     /// Sets up the virtqueue with these descriptors: its kick, its call, and the files of the guest's memory.
-    pub fn new(lent: &Lent, fds: Vec<OwnedFd>, own: Arc<Region>) -> io::Result<Served> {
+    pub fn new(lent: &SharedVirtqueue, fds: Vec<OwnedFd>, own: Arc<Region>) -> io::Result<Served> {
         let mut fds = VecDeque::from(fds);
         let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
         let (kick, call) = fds.pop_front().zip(fds.pop_front()).ok_or_else(bad)?;
@@ -166,8 +166,8 @@ impl AsFd for Served {
 
 /// Maps a region of guest memory. Accepts only files that are sealed against shrinking, because an access beyond the end of
 /// the file would kill this process.
-fn map(region: &nacelle_base::share::Region, fd: OwnedFd) -> io::Result<Region> {
-    let nacelle_base::share::Region { address, length, offset } = *region;
+fn map(region: &nacelle_base::share::SharedRegion, fd: OwnedFd) -> io::Result<Region> {
+    let nacelle_base::share::SharedRegion { address, length, offset } = *region;
     let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no guest memory");
     let file = File::from(fd);
     let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);

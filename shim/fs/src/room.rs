@@ -10,7 +10,10 @@ use crate::sys;
 use nacelle_base::Chain;
 use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::retry::{self, retry_interrupted};
-use nacelle_base::share::{HEADER, LEND, Lent, MAX_LENT, MAX_MESSAGE, MAX_PART, QUEUES, RETURN, SHOW};
+use nacelle_base::share::{
+    MAX_MESSAGE, MAX_SHARED_VIRTQUEUE, MAX_VOLUME_NAME, QUEUES, REQUEST_HEADER, SELECT_VOLUME, SHARE_VIRTQUEUE,
+    SharedVirtqueue, UNSHARE_VIRTQUEUE,
+};
 use nacelle_jail::Mode;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
@@ -57,7 +60,7 @@ pub struct Share {
 pub enum Shown {
     /// One share contains all volumes.
     All,
-    /// So many shares, each of one volume, which is selected later (`nacelle_base::share::SHOW`).
+    /// So many shares, each of one volume, which is selected later (`nacelle_base::share::SELECT_VOLUME`).
     Parts(usize),
 }
 
@@ -307,13 +310,13 @@ fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
     let bad = || io::Error::from(io::ErrorKind::InvalidData);
     let idle = share.ways.iter().all(|way| way.lent.is_none());
     let way = share.ways.get_mut(queue).ok_or_else(bad)?;
-    let mut header = [0; HEADER];
+    let mut header = [0; REQUEST_HEADER];
     way.stream.read_exact(&mut header)?;
     let (length, room) = header.split_at(4);
     let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
     let (length, room) = (number(length), number(room) as usize);
-    if length == SHOW {
-        if !idle || room > MAX_PART {
+    if length == SELECT_VOLUME {
+        if !idle || room > MAX_VOLUME_NAME {
             return Err(bad());
         }
         let mut name = vec![0; room];
@@ -326,12 +329,12 @@ fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
     }
     let server = share.server.as_mut().ok_or_else(bad)?;
     match (length, &way.lent) {
-        (LEND, None) => {
+        (SHARE_VIRTQUEUE, None) => {
             let (lent, fds) = lent(&mut way.stream, room)?;
             way.lent = Some(Served::new(&lent, fds, server.own())?);
             return Ok(());
         }
-        (RETURN, Some(lent)) => {
+        (UNSHARE_VIRTQUEUE, Some(lent)) => {
             let next = u32::from(lent.next_avail());
             way.lent = None;
             return way.stream.write_all(&next.to_le_bytes());
@@ -342,14 +345,14 @@ fn answer(share: &mut Guest, queue: usize, maker: &Maker) -> io::Result<()> {
     server.answer(&mut way.stream, length as usize, room)
 }
 
-/// Receives an encoded [`Lent`] of this length and the descriptors that come with it.
-fn lent(stream: &mut UnixStream, length: usize) -> io::Result<(Lent, Vec<OwnedFd>)> {
+/// Receives an encoded [`SharedVirtqueue`] of this length and the descriptors that come with it.
+fn lent(stream: &mut UnixStream, length: usize) -> io::Result<(SharedVirtqueue, Vec<OwnedFd>)> {
     let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
-    if length > MAX_LENT {
+    if length > MAX_SHARED_VIRTQUEUE {
         return Err(bad());
     }
     let mut bytes = vec![0; length];
     let (got, fds) = receive_with_descriptors(&*stream, &mut bytes)?;
     stream.read_exact(bytes.get_mut(got..).unwrap_or_default())?;
-    Ok((Lent::decode(&bytes).ok_or_else(bad)?, fds))
+    Ok((SharedVirtqueue::decode(&bytes).ok_or_else(bad)?, fds))
 }

@@ -6,7 +6,7 @@
 use crate::mounts::Mounts;
 use crate::names;
 use crate::views::Views;
-use nacelle_base::share::{ANSWER_HEADER, MAX_MESSAGE};
+use nacelle_base::share::{MAX_MESSAGE, REPLY_HEADER};
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Write};
@@ -163,9 +163,9 @@ impl Server {
         memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(bad)?;
         let written = self.ask(&memory, &head, &request, writable).min(room);
         self.keep(head);
-        let at = ANSWER - ANSWER_HEADER as u64;
+        let at = ANSWER - REPLY_HEADER as u64;
         memory.write_obj(written.to_le(), GuestAddress(at)).map_err(bad)?;
-        stream.write_all_volatile(&self.place(at, ANSWER_HEADER + written as usize)?).map_err(stream_error)
+        stream.write_all_volatile(&self.place(at, REPLY_HEADER + written as usize)?).map_err(stream_error)
     }
 
     /// Returns a slice of this process's own memory.

@@ -3,7 +3,7 @@
 //! change at any time. The module only reads, below the descriptor of the volume's root.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
-use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, PART, Why};
+use nacelle_base::push::{CopyInFailure, DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, PART_BYTES};
 use nacelle_base::retry::retry_transient;
 use nacelle_proto::agent::TreeEntry;
 use rustix::fs::{
@@ -40,12 +40,12 @@ pub(crate) enum TreeError {
 
 impl TreeError {
     /// Returns the reason that is sent to the pod process.
-    pub(crate) fn why(&self) -> Why {
+    pub(crate) fn why(&self) -> CopyInFailure {
         match self {
-            TreeError::Changed => Why::Changed,
-            TreeError::Many | TreeError::Large => Why::TooMuch,
-            TreeError::Deep { .. } | TreeError::Odd { .. } => Why::Odd,
-            TreeError::Read { .. } => Why::Failed,
+            TreeError::Changed => CopyInFailure::Changed,
+            TreeError::Many | TreeError::Large => CopyInFailure::LimitExceeded,
+            TreeError::Deep { .. } | TreeError::Odd { .. } => CopyInFailure::UnsupportedEntry,
+            TreeError::Read { .. } => CopyInFailure::Failed,
         }
     }
 }
@@ -242,7 +242,7 @@ impl Walk {
     /// Returns the next part, and whether it is the last.
     pub fn part(&mut self) -> Result<(Vec<TreeEntry>, bool), TreeError> {
         let (mut part, mut size) = (Vec::new(), 0);
-        while size < PART {
+        while size < PART_BYTES {
             let Some(entry) = self.next()? else {
                 self.settled()?;
                 return Ok((part, true));
@@ -310,7 +310,7 @@ impl Walk {
     /// Reads the next bytes of the open file.
     fn read(&mut self) -> Result<TreeEntry, TreeError> {
         let Some(open) = &mut self.file else { return Err(TreeError::Changed) };
-        let mut data = vec![0; PART];
+        let mut data = vec![0; PART_BYTES];
         let mut length = 0;
         while let Some(room) = data.get_mut(length..).filter(|room| !room.is_empty()) {
             match open.file.read_at(room, open.at) {
@@ -325,7 +325,7 @@ impl Walk {
                 }
             }
         }
-        let more = length == PART;
+        let more = length == PART_BYTES;
         data.truncate(length);
         data.shrink_to_fit();
         self.bytes += length as u64;

@@ -17,7 +17,7 @@ fn whole(path: &Path, live: bool, known: Option<&[u8]>) -> Result<Vec<TreeEntry>
     loop {
         let (part, last) = walk.part()?;
         let size: usize = part.iter().map(|entry| entry.path.len() + entry.data.len() + ENTRY).sum();
-        assert!(size <= 2 * PART + MAX_PATH + ENTRY, "{size}");
+        assert!(size <= 2 * PART_BYTES + MAX_PATH + ENTRY, "{size}");
         for entry in part {
             match all.last_mut() {
                 Some(open) if open.more => {
@@ -44,7 +44,7 @@ fn written() -> tempfile::TempDir {
     let data = volume.path().join("..one");
     fs::create_dir_all(data.join("deep/er")).unwrap();
     fs::write(data.join("key"), "value").unwrap();
-    fs::write(data.join("deep/er/key"), vec![b'x'; PART * 2]).unwrap();
+    fs::write(data.join("deep/er/key"), vec![b'x'; PART_BYTES * 2]).unwrap();
     fs::set_permissions(data.join("key"), fs::Permissions::from_mode(0o640)).unwrap();
     symlink("..one", volume.path().join(DATA)).unwrap();
     symlink("..data/key", volume.path().join("key")).unwrap();
@@ -74,7 +74,7 @@ fn a_volume_of_kubelet_is_its_links_and_the_directory_behind_them() {
     assert_eq!(paths(&entries), expected);
     let of = |path: &str| entries.iter().find(|entry| entry.path == path.as_bytes()).unwrap();
     assert_eq!((of("..one/key").data.as_slice(), of("..one/key").mode), (b"value".as_slice(), 0o100640));
-    assert_eq!(of("..one/deep/er/key").data.len(), PART * 2);
+    assert_eq!(of("..one/deep/er/key").data.len(), PART_BYTES * 2);
     assert_eq!(of("key").data, b"..data/key");
     assert_eq!(of("..data").data, b"..one");
     // A directory that is known already is not read again.
@@ -95,7 +95,7 @@ fn a_change_while_it_is_read_is_noticed() {
         }
     };
     assert!(matches!(end, Err(TreeError::Changed)), "{end:?}");
-    assert_eq!(end.unwrap_err().why(), Why::Changed);
+    assert_eq!(end.unwrap_err().why(), CopyInFailure::Changed);
     // The same if all of the files still existed.
     let volume = written();
     let mut walk = Walk::begin(opened(volume.path()).as_fd(), true, Some(b"..one")).unwrap();
@@ -112,8 +112,8 @@ fn files_and_directories_are_read_as_they_are() {
     assert_eq!(paths(&directory), ["the volume itself", "er", "er/key"]);
     let empty = tempfile::tempdir().unwrap();
     assert_eq!(whole(empty.path(), false, None).unwrap().len(), 1);
-    fs::write(empty.path().join("full"), vec![1; PART]).unwrap();
-    assert_eq!(whole(empty.path(), false, None).unwrap()[1].data.len(), PART);
+    fs::write(empty.path().join("full"), vec![1; PART_BYTES]).unwrap();
+    assert_eq!(whole(empty.path(), false, None).unwrap()[1].data.len(), PART_BYTES);
 }
 
 #[test]
@@ -147,10 +147,13 @@ fn what_is_no_file_is_refused_and_does_not_hang() {
     let odd = volume.path().join("..one/odd");
     nix::unistd::mkfifo(&odd, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let error = whole(volume.path(), true, None).unwrap_err();
-    assert_eq!((error.why(), error.to_string().as_str()), (Why::Odd, "..one/odd is neither file, directory nor link"));
+    assert_eq!(
+        (error.why(), error.to_string().as_str()),
+        (CopyInFailure::UnsupportedEntry, "..one/odd is neither file, directory nor link")
+    );
     fs::remove_file(&odd).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(&odd).unwrap();
-    assert_eq!(whole(volume.path(), true, None).unwrap_err().why(), Why::Odd);
+    assert_eq!(whole(volume.path(), true, None).unwrap_err().why(), CopyInFailure::UnsupportedEntry);
     fs::remove_file(&odd).unwrap();
     fs::write(volume.path().join("beside"), "").unwrap();
     let error = whole(volume.path(), true, None).unwrap_err();
@@ -180,7 +183,7 @@ fn there_is_a_limit_to_everything() {
             .unwrap();
     }
     let error = whole(volume.path(), true, None).unwrap_err();
-    assert_eq!((error.why(), matches!(error, TreeError::Many)), (Why::TooMuch, true));
+    assert_eq!((error.why(), matches!(error, TreeError::Many)), (CopyInFailure::LimitExceeded, true));
 }
 
 proptest! {

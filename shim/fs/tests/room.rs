@@ -3,7 +3,7 @@
 
 #![allow(missing_docs, reason = "a program of tests")]
 
-use nacelle_base::push::{Ask, Told, Why};
+use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest};
 use nacelle_fs::{Owners, Propagation, ShareError, Taker, Volume, VolumeAccess, attach, detach};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
@@ -198,9 +198,9 @@ fn what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach() {
     let mut guest = Guest::new();
     guest.attach_as(Taker::Pushed, "c", &[volume(&directory), volume(&directory.join("..1/key"))]).unwrap();
     let pair = |path: &str, text: &str| vec![(path.to_owned(), text.to_owned())];
-    let open = |id, live, n: u32| Ask::Open { id, live, place: format!("c/{n}") };
+    let open = |id, live, n: u32| CopyInRequest::Open { id, live, path: format!("c/{n}") };
     for (id, live) in [(7, true), (8, true), (9, false)] {
-        assert_eq!(guest.ask_for(open(id, live, u32::from(!live))), Told::Done { id });
+        assert_eq!(guest.ask_for(open(id, live, u32::from(!live))), CopyInMessage::Done { id });
     }
     assert_eq!(guest.files(7), pair("..1/key", "one"));
     assert_eq!(guest.files(9), pair("", "one"));
@@ -208,29 +208,29 @@ fn what_is_pushed_is_read_and_watched_and_out_of_the_guests_reach() {
         assert_eq!(guest.find(path), Err(libc::ENOENT), "{path}");
     }
     for place in ["c/2", "../places", "/c/0", "c/0/../../..", "d"] {
-        let told = guest.ask_for(Ask::Open { id: 10, live: false, place: place.into() });
-        assert!(matches!(told, Told::Failed { id: 10, .. }), "{place}: {told:?}");
+        let told = guest.ask_for(CopyInRequest::Open { id: 10, live: false, path: place.into() });
+        assert!(matches!(told, CopyInMessage::Failed { id: 10, .. }), "{place}: {told:?}");
     }
     // Open files stay open when the daemon unmounts the volume; they cannot be opened again.
     let namespace = File::open(format!("/proc/{}/ns/mnt", guest.pid)).unwrap();
     detach(namespace.as_fd(), Taker::Pushed, "c").unwrap();
-    assert!(matches!(guest.ask_for(open(10, true, 0)), Told::Failed { why: Why::Missing, .. }));
+    assert!(matches!(guest.ask_for(open(10, true, 0)), CopyInMessage::Failed { reason: CopyInFailure::Missing, .. }));
     one("..2", "two");
     let mut told = [guest.told(), guest.told()];
     told.sort_by_key(|told| format!("{told:?}"));
-    assert_eq!(told, [Told::Changed { id: 7 }, Told::Changed { id: 8 }]);
+    assert_eq!(told, [CopyInMessage::Changed { id: 7 }, CopyInMessage::Changed { id: 8 }]);
     assert_eq!(guest.files(7), pair("..2/key", "two"));
     // The other volume is still watched, and its change is reported once until it is read.
-    assert_eq!(guest.ask_for(Ask::Close { id: 7 }), Told::Done { id: 7 });
+    assert_eq!(guest.ask_for(CopyInRequest::Close { id: 7 }), CopyInMessage::Done { id: 7 });
     assert_eq!(guest.files(8), pair("..2/key", "two"));
     one("..3", "three");
-    assert_eq!(guest.told(), Told::Changed { id: 8 });
+    assert_eq!(guest.told(), CopyInMessage::Changed { id: 8 });
     one("..4", "four");
-    let told = guest.ask_for(Ask::Begin { id: 8, afresh: false });
-    assert!(matches!(told, Told::Part { last: true, .. }), "{told:?}");
+    let told = guest.ask_for(CopyInRequest::Begin { id: 8, full: false });
+    assert!(matches!(told, CopyInMessage::Part { last: true, .. }), "{told:?}");
     assert_eq!(
-        guest.ask_for(Ask::Next { id: 8 }),
-        Told::Failed { id: 8, why: Why::Missing, text: "it is not open".into() }
+        guest.ask_for(CopyInRequest::Next { id: 8 }),
+        CopyInMessage::Failed { id: 8, reason: CopyInFailure::Missing, text: "it is not open".into() }
     );
     assert_eq!(guest.files(9), pair("", "one"));
     umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();

@@ -35,7 +35,7 @@ pub fn serve(
     let one = |(number, (filesystem, [first, second])): (usize, (&Filesystem, &[UnixStream; QUEUES]))| {
         let failed = |source| KeeperError::Share { name: filesystem.name.clone(), source };
         let streams = [first.try_clone().map_err(failed)?, second.try_clone().map_err(failed)?];
-        let device = Fs::of_part(streams, &share::part(id, number)).map_err(failed)?.lending().device();
+        let device = Fs::of_part(streams, &share::volume_name(id, number)).map_err(failed)?.lending().device();
         let socket = directory.join(format!("share-{number}.sock"));
         // A socket of an earlier VM, which ended with its process.
         remove_if_there(&socket).map_err(KeeperError::Mark)?;
@@ -60,19 +60,19 @@ impl Drop for Share {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::share::{ANSWER_HEADER, HEADER, SHOW};
+    use nacelle_base::share::{REPLY_HEADER, REQUEST_HEADER, SELECT_VOLUME};
     use std::io::{Read, Write};
 
     /// Answers the request for the share, and returns the name in it.
     fn told(mut stream: UnixStream, errno: i32) -> std::thread::JoinHandle<String> {
         std::thread::spawn(move || {
-            let mut header = [0; HEADER];
+            let mut header = [0; REQUEST_HEADER];
             stream.read_exact(&mut header).unwrap();
             let (word, length) = header.split_at(4);
-            assert_eq!(u32::from_le_bytes(word.try_into().unwrap()), SHOW);
+            assert_eq!(u32::from_le_bytes(word.try_into().unwrap()), SELECT_VOLUME);
             let mut name = vec![0; u32::from_le_bytes(length.try_into().unwrap()) as usize];
             stream.read_exact(&mut name).unwrap();
-            stream.write_all(&errno.to_le_bytes()[..ANSWER_HEADER]).unwrap();
+            stream.write_all(&errno.to_le_bytes()[..REPLY_HEADER]).unwrap();
             String::from_utf8(name).unwrap()
         })
     }

@@ -9,7 +9,7 @@ use crate::scratch::ScratchError;
 use crate::spec::SpecError;
 use crate::state::{ContainerEvent, ContainerState, InvalidTransition};
 use nacelle_base::files::FileError;
-use nacelle_base::push::Why;
+use nacelle_base::push::CopyInFailure;
 use nacelle_base::task::TaskError;
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::{BlockError, EngineError, LinkError};
@@ -124,7 +124,7 @@ pub enum PodError {
         /// The path on the node.
         path: String,
         /// The kind of the failure.
-        why: Why,
+        why: CopyInFailure,
         /// The cause.
         text: String,
     },
@@ -227,11 +227,11 @@ impl Classify for PodError {
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,
             PodError::Unread { why, .. } => match why {
-                Why::Changed => Kind::Unavailable,
-                Why::TooMuch => Kind::Exhausted,
-                Why::Odd => Kind::Conflict,
-                Why::Missing => Kind::NotFound,
-                Why::Failed => Kind::Internal,
+                CopyInFailure::Changed => Kind::Unavailable,
+                CopyInFailure::LimitExceeded => Kind::Exhausted,
+                CopyInFailure::UnsupportedEntry => Kind::Conflict,
+                CopyInFailure::Missing => Kind::NotFound,
+                CopyInFailure::Failed => Kind::Internal,
             },
             PodError::Untaken { source, .. } => source.kind(),
             PodError::NoReader { .. } => Kind::Unavailable,

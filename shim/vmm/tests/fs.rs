@@ -8,7 +8,7 @@ mod guest;
 
 use borrower::{header, take};
 use guest::{Machine, REGION, SECOND};
-use nacelle_base::share::{Lent, RETURN, Region};
+use nacelle_base::share::{SharedRegion, SharedVirtqueue, UNSHARE_VIRTQUEUE};
 use nacelle_vmm::fs::Fs;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -34,7 +34,7 @@ fn who_has_the_files_is_told_where_a_queue_lies() {
             let Some((lent, fds)) = take(&mut theirs) else { break };
             assert_eq!(fds, 2 + lent.regions.len());
             all.push(lent);
-            assert_eq!(header(&mut theirs), Some([RETURN, 0]));
+            assert_eq!(header(&mut theirs), Some([UNSHARE_VIRTQUEUE, 0]));
             theirs.write_all(&next.to_le_bytes()).unwrap();
         }
         all
@@ -47,11 +47,11 @@ fn who_has_the_files_is_told_where_a_queue_lies() {
     assert_eq!(machine.front.get_vring_base(1).unwrap(), 8);
     drop(machine);
     let regions = vec![
-        Region { address: 0, length: REGION, offset: 0 },
-        Region { address: SECOND, length: REGION, offset: REGION },
+        SharedRegion { address: 0, length: REGION, offset: 0 },
+        SharedRegion { address: SECOND, length: REGION, offset: REGION },
     ];
-    let lent = Lent { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions };
-    let all = [0, 5, 6, 7].map(|next_avail| Lent { next_avail, ..lent.clone() });
+    let lent = SharedVirtqueue { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions };
+    let all = [0, 5, 6, 7].map(|next_avail| SharedVirtqueue { next_avail, ..lent.clone() });
     assert_eq!(other.join().unwrap(), all);
 }
 

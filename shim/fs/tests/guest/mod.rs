@@ -5,7 +5,7 @@
 mod front;
 
 pub use front::{Machine, Queue, eventually};
-use nacelle_base::push::{Ask, Told};
+use nacelle_base::push::{CopyInMessage, CopyInRequest};
 use nacelle_fs::{Share, ShareError, Shown, Taker, Volume, Ways, attach, detach};
 use nacelle_jail::Mode;
 use nacelle_proto::agent::{Tree, TreeEntry};
@@ -132,15 +132,15 @@ impl Guest {
     }
 
     /// Receives the next message about copied-in volumes.
-    pub fn told(&mut self) -> Told {
+    pub fn told(&mut self) -> CopyInMessage {
         let mut length = [0; 4];
         self.pushed.read_exact(&mut length).unwrap();
         let mut word = vec![0; u32::from_le_bytes(length) as usize];
         self.pushed.read_exact(&mut word).unwrap();
-        Told::decode(&word).unwrap()
+        CopyInMessage::decode(&word).unwrap()
     }
 
-    pub fn ask_for(&mut self, ask: Ask) -> Told {
+    pub fn ask_for(&mut self, ask: CopyInRequest) -> CopyInMessage {
         let word = ask.encode();
         let length = u32::try_from(word.len()).unwrap();
         self.pushed.write_all(&[length.to_le_bytes().as_slice(), &word].concat()).unwrap();
@@ -149,10 +149,10 @@ impl Guest {
 
     /// Returns the files of a copied-in volume, with their contents.
     pub fn files(&mut self, id: u32) -> Vec<(String, String)> {
-        let mut ask = Ask::Begin { id, afresh: true };
+        let mut ask = CopyInRequest::Begin { id, full: true };
         let mut files = Vec::new();
         loop {
-            let Told::Part { last, tree, .. } = self.ask_for(ask) else { panic!("it is not read") };
+            let CopyInMessage::Part { last, tree, .. } = self.ask_for(ask) else { panic!("it is not read") };
             let text = |bytes| String::from_utf8(bytes).unwrap();
             let regular = |entry: &TreeEntry| entry.mode & libc::S_IFMT == libc::S_IFREG;
             let entries = Tree::decode(tree.as_slice()).unwrap().entries.into_iter().filter(regular);
@@ -160,7 +160,7 @@ impl Guest {
             if last {
                 return files;
             }
-            ask = Ask::Next { id };
+            ask = CopyInRequest::Next { id };
         }
     }
 

@@ -9,7 +9,7 @@ mod room;
 use crate::agent::Agent;
 use crate::error::{Failure, PodError, printable};
 use nacelle_base::Chain;
-use nacelle_base::push::{Ask, Told, Why};
+use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest};
 use nacelle_proto::{agent as proto, pod, wire};
 use room::{Room, Volume};
 use std::collections::BTreeMap;
@@ -99,9 +99,9 @@ impl Push {
     /// Opens the volume and copies it. The caller must close the volume.
     async fn first(&mut self, volume: &pod::PushedVolume) -> (Volume, Result<(), PodError>) {
         let opened = self.room.number();
-        let ask = Ask::Open { id: opened.id, live: volume.live, place: volume.place.clone() };
+        let ask = CopyInRequest::Open { id: opened.id, live: volume.live, path: volume.place.clone() };
         let done = match self.room.ask(ask).await {
-            Some(Told::Done { .. }) => self.push(&opened, &volume.path, true).await,
+            Some(CopyInMessage::Done { .. }) => self.push(&opened, &volume.path, true).await,
             other => Err(unread(&volume.path, other)),
         };
         (opened, done)
@@ -161,7 +161,7 @@ impl Push {
         let mut tries = 0;
         loop {
             match self.push_once(volume.id, path, afresh).await {
-                Err(PodError::Unread { why: Why::Changed, .. }) if tries < AGAIN.0 => {
+                Err(PodError::Unread { why: CopyInFailure::Changed, .. }) if tries < AGAIN.0 => {
                     tries += 1;
                     afresh = true;
                     tokio::time::sleep(AGAIN.1).await;
@@ -191,10 +191,10 @@ impl Push {
         afresh: bool,
         send: mpsc::Sender<proto::PushVolumeRequest>,
     ) -> Result<(), PodError> {
-        let (mut ask, mut name) = (Ask::Begin { id, afresh }, self.name.clone());
+        let (mut ask, mut name) = (CopyInRequest::Begin { id, full: afresh }, self.name.clone());
         loop {
             let (last, tree) = match self.room.ask(ask).await {
-                Some(Told::Part { last, tree, .. }) => (last, tree),
+                Some(CopyInMessage::Part { last, tree, .. }) => (last, tree),
                 other => return Err(unread(path, other)),
             };
             let tree: Result<proto::Tree, _> = wire::decode(&tree);
@@ -203,16 +203,18 @@ impl Push {
             if send.send(part).await.is_err() || last {
                 return Ok(());
             }
-            ask = Ask::Next { id };
+            ask = CopyInRequest::Next { id };
         }
     }
 }
 
 /// Returns the error for a missing or unexpected reply.
-fn unread(path: &str, told: Option<Told>) -> PodError {
+fn unread(path: &str, told: Option<CopyInMessage>) -> PodError {
     let path = path.to_owned();
     match told {
-        Some(Told::Failed { why, text, .. }) => PodError::Unread { path, why, text: printable(&text, MAX_TEXT) },
+        Some(CopyInMessage::Failed { reason, text, .. }) => {
+            PodError::Unread { path, why: reason, text: printable(&text, MAX_TEXT) }
+        }
         _ => PodError::NoReader { path },
     }
 }

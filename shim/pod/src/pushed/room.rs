@@ -8,7 +8,7 @@
 use crate::agent::tokio_stream_of;
 use crate::error::PodError;
 use nacelle_base::Chain;
-use nacelle_base::push::{Ask, MAX_WORD, Told};
+use nacelle_base::push::{CopyInMessage, CopyInRequest, MAX_COPY_IN_MESSAGE};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -22,13 +22,13 @@ use tokio::sync::{Notify, mpsc, oneshot};
 #[derive(Default)]
 struct State {
     /// The senders for the outstanding replies, in the order of the requests.
-    waiting: VecDeque<oneshot::Sender<Told>>,
+    waiting: VecDeque<oneshot::Sender<CopyInMessage>>,
     /// The notifiers of the open volumes, by number.
     watching: BTreeMap<u32, Arc<Notify>>,
     over: bool,
 }
 
-type Question = (Ask, oneshot::Sender<Told>);
+type Question = (CopyInRequest, oneshot::Sender<CopyInMessage>);
 
 /// The channel to the file-server process.
 #[derive(Clone)]
@@ -63,7 +63,7 @@ impl Room {
     }
 
     /// Sends a request and waits for the reply; returns `None` after the limit, or if the channel is closed.
-    pub async fn ask(&self, ask: Ask) -> Option<Told> {
+    pub async fn ask(&self, ask: CopyInRequest) -> Option<CopyInMessage> {
         let (tell, told) = oneshot::channel();
         self.questions.send((ask, tell)).ok()?;
         tokio::time::timeout(self.limit, told).await.ok()?.ok()
@@ -81,7 +81,7 @@ impl Room {
     pub async fn close(&self, volume: &Volume) {
         lock(&self.state).watching.remove(&volume.id);
         // Without a reply the process is gone, and the volume closed with it.
-        let _ = self.ask(Ask::Close { id: volume.id }).await;
+        let _ = self.ask(CopyInRequest::Close { id: volume.id }).await;
     }
 }
 
@@ -110,7 +110,7 @@ async fn listen(mut stream: OwnedReadHalf, state: Arc<Mutex<State>>) {
             Err(error) => break error,
         };
         let mut state = lock(&state);
-        if let Told::Changed { id } = told {
+        if let CopyInMessage::Changed { id } = told {
             if let Some(watching) = state.watching.get(&id) {
                 watching.notify_one();
             }
@@ -125,14 +125,14 @@ async fn listen(mut stream: OwnedReadHalf, state: Arc<Mutex<State>>) {
     state.waiting.clear();
 }
 
-async fn hear(stream: &mut OwnedReadHalf) -> io::Result<Told> {
+async fn hear(stream: &mut OwnedReadHalf) -> io::Result<CopyInMessage> {
     let length = usize::try_from(stream.read_u32_le().await?).unwrap_or(usize::MAX);
-    if length > MAX_WORD {
+    if length > MAX_COPY_IN_MESSAGE {
         return Err(io::ErrorKind::InvalidData.into());
     }
     let mut word = vec![0; length];
     stream.read_exact(&mut word).await?;
-    Told::decode(&word).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    CopyInMessage::decode(&word).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 #[cfg(test)]
@@ -144,15 +144,15 @@ mod tests {
     struct Other(UnixStream);
 
     impl Other {
-        fn asked(&mut self) -> Ask {
+        fn asked(&mut self) -> CopyInRequest {
             let mut length = [0; 4];
             self.0.read_exact(&mut length).unwrap();
             let mut word = vec![0; u32::from_le_bytes(length) as usize];
             self.0.read_exact(&mut word).unwrap();
-            Ask::decode(&word).unwrap()
+            CopyInRequest::decode(&word).unwrap()
         }
 
-        fn says(&mut self, told: &Told) {
+        fn says(&mut self, told: &CopyInMessage) {
             let word = told.encode();
             let length = u32::try_from(word.len()).unwrap().to_le_bytes();
             self.0.write_all(&[length.as_slice(), &word].concat()).unwrap();
@@ -172,37 +172,38 @@ mod tests {
         let (one, two) = (room.number(), room.number());
         let answering = std::thread::spawn(move || {
             let asked = [other.asked(), other.asked()];
-            other.says(&Told::Changed { id: 1 });
-            other.says(&Told::Changed { id: 9 });
+            other.says(&CopyInMessage::Changed { id: 1 });
+            other.says(&CopyInMessage::Changed { id: 9 });
             for ask in asked {
-                let Ask::Next { id } = ask else { panic!("{ask:?}") };
-                other.says(&Told::Part { id, last: true, tree: vec![] });
+                let CopyInRequest::Next { id } = ask else { panic!("{ask:?}") };
+                other.says(&CopyInMessage::Part { id, last: true, tree: vec![] });
             }
             other
         });
-        let asked = tokio::join!(room.ask(Ask::Next { id: one.id }), room.ask(Ask::Next { id: two.id }));
-        let part = |id| Some(Told::Part { id, last: true, tree: vec![] });
+        let asked =
+            tokio::join!(room.ask(CopyInRequest::Next { id: one.id }), room.ask(CopyInRequest::Next { id: two.id }));
+        let part = |id| Some(CopyInMessage::Part { id, last: true, tree: vec![] });
         assert_eq!(asked, (part(one.id), part(two.id)));
         tokio::time::timeout(LONG, two.changed.notified()).await.unwrap();
         assert!(tokio::time::timeout(Duration::from_millis(1), one.changed.notified()).await.is_err());
         drop(answering.join().unwrap());
-        assert_eq!(room.ask(Ask::Close { id: 0 }).await, None, "nobody answers any more");
+        assert_eq!(room.ask(CopyInRequest::Close { id: 0 }).await, None, "nobody answers any more");
     }
 
     #[tokio::test]
     async fn nobody_waits_for_ever() {
         let (room, mut other) = room(Duration::from_millis(50));
-        assert_eq!(room.ask(Ask::Next { id: 0 }).await, None);
+        assert_eq!(room.ask(CopyInRequest::Next { id: 0 }).await, None);
         // The late reply is not taken for the reply to the next request.
         let late = std::thread::spawn(move || {
             for id in 0..2 {
                 other.asked();
-                other.says(&Told::Done { id });
+                other.says(&CopyInMessage::Done { id });
             }
             other
         });
         let (room, _other) = (Room { limit: LONG, ..room }, late);
-        assert_eq!(room.ask(Ask::Next { id: 1 }).await, Some(Told::Done { id: 1 }));
+        assert_eq!(room.ask(CopyInRequest::Next { id: 1 }).await, Some(CopyInMessage::Done { id: 1 }));
     }
 
     #[tokio::test]
@@ -210,7 +211,7 @@ mod tests {
         for bytes in [&[255; 4][..], &[0; 4], &[1, 0, 0, 0, 77], &[6, 0, 0, 0, 3, 0, 0, 0, 0, 99]] {
             let (room, mut other) = room(LONG);
             other.0.write_all(bytes).unwrap();
-            assert_eq!(room.ask(Ask::Next { id: 0 }).await, None, "{bytes:?}");
+            assert_eq!(room.ask(CopyInRequest::Next { id: 0 }).await, None, "{bytes:?}");
         }
     }
 }

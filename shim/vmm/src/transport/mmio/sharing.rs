@@ -8,7 +8,7 @@ use crate::virtio::fs::Fs;
 use crate::virtio::fs::borrower::{header, take};
 use crate::virtio::rng::Rng;
 use crate::virtio::{Device, Memory, SHARED_ID};
-use nacelle_base::share::{Lent, RETURN, Region};
+use nacelle_base::share::{SharedRegion, SharedVirtqueue, UNSHARE_VIRTQUEUE};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -68,14 +68,17 @@ fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
     for (index, stream) in [&mut its, &mut theirs].into_iter().enumerate() {
         let (lent, fds) = take(stream).unwrap();
         let (descriptors, available, used) = guest.queues[index].addresses();
-        let regions = vec![Region { address: 0, length: BYTES as u64, offset: 0 }];
-        assert_eq!(lent, Lent { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions });
+        let regions = vec![SharedRegion { address: 0, length: BYTES as u64, offset: 0 }];
+        assert_eq!(
+            lent,
+            SharedVirtqueue { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions }
+        );
         // The kick, the interrupt and the memory.
         assert_eq!(fds, 3);
     }
     let back = thread::spawn(move || {
         for stream in [&mut its, &mut theirs] {
-            assert_eq!(header(stream), Some([RETURN, 0]));
+            assert_eq!(header(stream), Some([UNSHARE_VIRTQUEUE, 0]));
             stream.write_all(&7u32.to_le_bytes()).unwrap();
         }
     });

@@ -1,7 +1,7 @@
 //! Plays, in tests, the file-server process at the other end of the stream, as far as it receives shared queues.
 
 use nacelle_base::retry::retry_interrupted;
-use nacelle_base::share::{HEADER, LEND, Lent};
+use nacelle_base::share::{REQUEST_HEADER, SHARE_VIRTQUEUE, SharedVirtqueue};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use std::io::{IoSliceMut, Read};
 use std::os::fd::{AsRawFd, RawFd};
@@ -9,15 +9,15 @@ use std::os::unix::net::UnixStream;
 
 /// Reads the next two numbers. Returns `None` at the end of the stream.
 pub fn header(stream: &mut UnixStream) -> Option<[u32; 2]> {
-    let mut header = [0; HEADER];
+    let mut header = [0; REQUEST_HEADER];
     stream.read_exact(&mut header).ok()?;
     Some([0, 4].map(|at| u32::from_le_bytes(header[at..at + 4].try_into().unwrap())))
 }
 
 /// Receives a shared queue. Returns its description and the number of descriptors that come with it, or `None` at the end of the stream.
-pub fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
+pub fn take(stream: &mut UnixStream) -> Option<(SharedVirtqueue, usize)> {
     let [word, length] = header(stream)?;
-    assert_eq!(word, LEND);
+    assert_eq!(word, SHARE_VIRTQUEUE);
     let mut bytes = vec![0; length as usize];
     let mut control = nix::cmsg_space!([RawFd; 32]);
     let (got, fds) = retry_interrupted(|| {
@@ -32,5 +32,5 @@ pub fn take(stream: &mut UnixStream) -> Option<(Lent, usize)> {
     })
     .unwrap();
     assert_eq!(got, bytes.len());
-    Some((Lent::decode(&bytes).unwrap(), fds))
+    Some((SharedVirtqueue::decode(&bytes).unwrap(), fds))
 }

@@ -10,7 +10,7 @@ use crate::virtio::pieces::{Buffers, Pieces};
 use crate::virtio::queue_thread::Stop;
 use crate::virtio::{Memory, Ring};
 use nacelle_base::retry::{self, retry_interrupted};
-use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
+use nacelle_base::share::{MAX_MESSAGE, REPLY_HEADER, REQUEST_HEADER};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -103,7 +103,7 @@ impl Channel {
             Begun::Asked(bytes) => Some(sum + bytes),
             Begun::Rest(_) => None,
         })?;
-        let length = HEADER + buffers.readable.len();
+        let length = REQUEST_HEADER + buffers.readable.len();
         if length > SHORT || under_way + length > AHEAD {
             return None;
         }
@@ -144,7 +144,7 @@ impl Channel {
             let request = message(memory, &mut header, &buffers.readable, Permissions::Read).map_err(or_end)?;
             waiting.send_slices(stream?, &request, sent)?;
         }
-        let mut header = [0; ANSWER_HEADER];
+        let mut header = [0; REPLY_HEADER];
         let answer = message(memory, &mut header, &buffers.writable, Permissions::Write).map_err(io::Error::other)?;
         // No other answer can arrive, so header and payload can be read together.
         let alone = self.begun.is_empty();
@@ -167,7 +167,7 @@ impl Channel {
 }
 
 /// Returns the header of a request on the stream.
-fn header(buffers: &Buffers) -> io::Result<[u8; HEADER]> {
+fn header(buffers: &Buffers) -> io::Result<[u8; REQUEST_HEADER]> {
     let length = buffers.readable.len();
     if length > MAX_MESSAGE {
         guest_warn!(length, "the guest sent a file-system request that is too long");
@@ -259,8 +259,8 @@ impl<'a> Waiting<'a> {
             self.or_wait(Errno::EAGAIN, stream, PollFlags::POLLIN)?;
         }
         loop {
-            if length.is_none() && got >= ANSWER_HEADER {
-                let mut header = [0; ANSWER_HEADER];
+            if length.is_none() && got >= REPLY_HEADER {
+                let mut header = [0; REPLY_HEADER];
                 slices.first().ok_or(io::ErrorKind::InvalidData)?.copy_to(&mut header);
                 let answer = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
                 if answer > room {
@@ -269,11 +269,11 @@ impl<'a> Waiting<'a> {
                 length = Some(answer);
             }
             let until = match length {
-                Some(length) if got == ANSWER_HEADER + length => return Ok(length),
-                Some(length) if got > ANSWER_HEADER + length => return Err(wrong("more than an answer")),
-                Some(length) => ANSWER_HEADER + length,
-                None if alone => ANSWER_HEADER + room,
-                None => ANSWER_HEADER,
+                Some(length) if got == REPLY_HEADER + length => return Ok(length),
+                Some(length) if got > REPLY_HEADER + length => return Err(wrong("more than an answer")),
+                Some(length) => REPLY_HEADER + length,
+                None if alone => REPLY_HEADER + room,
+                None => REPLY_HEADER,
             };
             match sys::read_stream(stream.as_fd(), &window(slices, got, until)) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),

@@ -42,7 +42,7 @@ impl Fs {
         Ok(Fs { metrics, lends: false, channels, threads: [None, None] })
     }
 
-    /// Creates a device for one part of the volumes (`nacelle_base::share::part`). The process at the other ends must support
+    /// Creates a device for one part of the volumes (`nacelle_base::share::volume_name`). The process at the other ends must support
     /// parts. Blocks until it has confirmed that the part exists.
     pub fn of_part(streams: [UnixStream; QUEUES], part: &str) -> io::Result<Fs> {
         let [first, _] = &streams;

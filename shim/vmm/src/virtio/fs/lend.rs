@@ -6,7 +6,9 @@ use super::channel::Waiting;
 use crate::virtio::Ring;
 use crate::virtio::queue_thread::Stop;
 use nacelle_base::retry::{self, retry_interrupted};
-use nacelle_base::share::{ANSWER_HEADER, LEND, Lent, MAX_REGIONS, RETURN, Region};
+use nacelle_base::share::{
+    MAX_REGIONS, REPLY_HEADER, SHARE_VIRTQUEUE, SharedRegion, SharedVirtqueue, UNSHARE_VIRTQUEUE,
+};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -17,7 +19,7 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 
 /// A queue about to be shared, with its descriptors.
 pub(super) struct Loan<'r> {
-    lent: Lent,
+    lent: SharedVirtqueue,
     call: OwnedFd,
     ring: &'r Ring,
     files: Vec<RawFd>,
@@ -31,7 +33,7 @@ impl<'r> Loan<'r> {
             let Some(file) = region.file_offset() else { continue };
             files.push(file.file().as_raw_fd());
             let (address, length) = (region.start_addr().raw_value(), region.len());
-            regions.push(Region { address, length, offset: file.start() });
+            regions.push(SharedRegion { address, length, offset: file.start() });
         }
         let state = ring.state();
         let inside =
@@ -40,7 +42,7 @@ impl<'r> Loan<'r> {
             return None;
         }
         let call = ring.interrupt().eventfd(ring.index())?;
-        let lent = Lent {
+        let lent = SharedVirtqueue {
             size: state.size,
             event_idx: state.event_idx_enabled,
             next_avail: state.next_avail,
@@ -55,8 +57,8 @@ impl<'r> Loan<'r> {
     /// Sends the queue to the other process. The stream accepts the few bytes at once, because nothing else is in flight.
     pub fn send(self, stream: &UnixStream) -> io::Result<()> {
         let lent = self.lent.encode();
-        let length = u32::try_from(lent.len()).unwrap_or(0); // at most MAX_LENT
-        let header = [LEND, length].map(u32::to_le_bytes).concat();
+        let length = u32::try_from(lent.len()).unwrap_or(0); // at most MAX_SHARED_VIRTQUEUE
+        let header = [SHARE_VIRTQUEUE, length].map(u32::to_le_bytes).concat();
         let fds: Vec<RawFd> =
             [self.ring.as_fd().as_raw_fd(), self.call.as_raw_fd()].into_iter().chain(self.files).collect();
         let flags = MsgFlags::MSG_NOSIGNAL;
@@ -102,8 +104,8 @@ fn until_stopped(stream: &UnixStream, stop: &Stop) -> io::Result<()> {
 /// Requests the queue back. Returns the next index of the available ring.
 fn take_back(stream: &UnixStream, stop: &Stop) -> io::Result<u16> {
     let mut waiting = Waiting::new(stop);
-    waiting.send(stream, &[RETURN, 0].map(u32::to_le_bytes).concat())?;
-    let mut next = [0; ANSWER_HEADER];
+    waiting.send(stream, &[UNSHARE_VIRTQUEUE, 0].map(u32::to_le_bytes).concat())?;
+    let mut next = [0; REPLY_HEADER];
     waiting.receive(stream, &mut next)?;
     let next = u16::try_from(u32::from_le_bytes(next));
     next.map_err(|_wide| io::Error::new(io::ErrorKind::InvalidData, "no index of a ring"))

@@ -2,7 +2,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use nacelle_base::retry;
-use nacelle_base::share::{ANSWER_HEADER, MAX_PART, SHOW};
+use nacelle_base::share::{MAX_VOLUME_NAME, REPLY_HEADER, SELECT_VOLUME};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -12,15 +12,15 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 /// Sends the selection on the share's first stream and waits for the confirmation. No request may be in flight.
 pub(super) fn show(mut stream: &UnixStream, part: &str) -> io::Result<()> {
-    if part.len() > MAX_PART {
+    if part.len() > MAX_VOLUME_NAME {
         return Err(io::ErrorKind::InvalidInput.into());
     }
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(LIMIT))?;
-    let length = u32::try_from(part.len()).unwrap_or(0); // at most MAX_PART
-    let head = [SHOW, length].map(u32::to_le_bytes).concat();
+    let length = u32::try_from(part.len()).unwrap_or(0); // at most MAX_VOLUME_NAME
+    let head = [SELECT_VOLUME, length].map(u32::to_le_bytes).concat();
     stream.write_all(&[head.as_slice(), part.as_bytes()].concat())?;
-    let mut told = [0; ANSWER_HEADER];
+    let mut told = [0; REPLY_HEADER];
     stream.read_exact(&mut told).map_err(retry::timed_out)?;
     stream.set_read_timeout(None)?;
     match i32::from_le_bytes(told) {

@@ -3,7 +3,7 @@
 use super::Fs;
 use crate::virtio::scripted::Scripted;
 use crate::virtio::{Device, DeviceKind};
-use nacelle_base::share::{ANSWER_HEADER, HEADER, MAX_MESSAGE};
+use nacelle_base::share::{MAX_MESSAGE, REPLY_HEADER, REQUEST_HEADER};
 use nix::sys::socket::{setsockopt, sockopt};
 use proptest::prelude::*;
 use std::io::{self, Read, Write};
@@ -29,7 +29,7 @@ fn scripted(fs: Fs) -> Scripted {
 
 /// Receives a request. Returns its bytes and the maximum length of its answer.
 fn take(stream: &mut UnixStream) -> (Vec<u8>, usize) {
-    let mut header = [0; HEADER];
+    let mut header = [0; REQUEST_HEADER];
     stream.read_exact(&mut header).unwrap();
     let number = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap()) as usize;
     let mut request = vec![0; number(0)];
@@ -38,7 +38,7 @@ fn take(stream: &mut UnixStream) -> (Vec<u8>, usize) {
 }
 
 fn answer(stream: &mut UnixStream, length: u32, bytes: &[u8]) -> io::Result<()> {
-    assert_eq!(ANSWER_HEADER, 4);
+    assert_eq!(REPLY_HEADER, 4);
     stream.write_all(&length.to_le_bytes())?;
     stream.write_all(bytes)
 }
