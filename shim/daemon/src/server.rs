@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::cri::Cri;
 use crate::deadline::Deadlines;
 use crate::grpc_connection::GrpcConnection;
-use crate::lifecycle::seams::{Networks, Pods};
+use crate::lifecycle::services::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Events, Node, Parts};
 use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};

@@ -1,7 +1,7 @@
 //! Implements `nacelle serve`, which runs the daemon.
 
 use crate::config::Config;
-use crate::lifecycle::seams::Processes;
+use crate::lifecycle::services::Processes;
 use crate::lifecycle::{EngineChoice, Events};
 use crate::program;
 use crate::server::{self, Setup};

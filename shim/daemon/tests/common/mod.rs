@@ -11,7 +11,7 @@ use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::{Interface, PodNetwork};
 use nacelle_daemon::config::{Config, Handler};
-use nacelle_daemon::lifecycle::seams::Networks;
+use nacelle_daemon::lifecycle::services::Networks;
 use nacelle_daemon::lifecycle::{EngineChoice, Events};
 use nacelle_daemon::server::{self, Setup};
 use nacelle_daemon::supervision::Supervisor;

@@ -2,7 +2,7 @@
 //! containers in memory and records them as the real one does.
 
 use super::Script;
-use nacelle_daemon::lifecycle::seams::{Admit, Pods};
+use nacelle_daemon::lifecycle::services::{Admit, Pods};
 use nacelle_model::process::PodProcess;
 use nacelle_model::process::ProcessIdentity;
 use nacelle_pod::client::{self, ClientError, PodClient};

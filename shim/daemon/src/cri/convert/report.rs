@@ -2,7 +2,7 @@
 
 use super::container::signal_number;
 use super::users;
-use crate::lifecycle::shown::{self, Shown};
+use crate::lifecycle::announce::{self, Shown};
 use crate::lifecycle::{Event, EventKind, View};
 use nacelle_image::{ImageRecord, RunAs};
 use nacelle_model::StringMap;
@@ -23,7 +23,7 @@ pub(super) fn selected(labels: &StringMap, selector: &HashMap<String, String>) -
 }
 
 fn pod_state(pod: &PodRecord) -> cri::PodSandboxState {
-    match shown::pod(pod) {
+    match announce::pod(pod) {
         Some(Shown::Running) => cri::PodSandboxState::SandboxReady,
         _ => cri::PodSandboxState::SandboxNotready,
     }
@@ -41,7 +41,7 @@ pub(super) fn pod_metadata(pod: &PodRecord) -> cri::PodSandboxMetadata {
 
 /// Returns whether lists contain the pod.
 pub fn is_visible(pod: &PodRecord) -> bool {
-    shown::pod(pod).is_some()
+    announce::pod(pod).is_some()
 }
 
 /// Returns whether the pod matches the filter.
@@ -146,7 +146,7 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
 }
 
 fn container_state(container: &ContainerRecord) -> cri::ContainerState {
-    match shown::container(container) {
+    match announce::container(container) {
         None | Some(Shown::Created) => cri::ContainerState::ContainerCreated,
         Some(Shown::Running) => cri::ContainerState::ContainerRunning,
         Some(Shown::Exited) => cri::ContainerState::ContainerExited,
@@ -155,7 +155,7 @@ fn container_state(container: &ContainerRecord) -> cri::ContainerState {
 
 /// Returns whether lists contain the container.
 pub fn container_is_visible(container: &ContainerRecord) -> bool {
-    shown::container(container).is_some()
+    announce::container(container).is_some()
 }
 
 /// Returns whether the container matches the filter.

@@ -1,0 +1,210 @@
+//! Handles requests to create a container.
+
+use super::START_FAILED;
+use crate::lifecycle::actor::message::{Answer, Message};
+use crate::lifecycle::actor::{Actor, Entry, tell};
+use crate::lifecycle::container::prepare::Prepared;
+use crate::lifecycle::container::{cpus, create, prepare, remove};
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::text::clip;
+use crate::lifecycle::context::{new_id, now};
+use nacelle_base::{Chain, ContainerId};
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::record::ContainerRecord;
+use nacelle_model::security::{ContainerUser, PidMode};
+use nacelle_model::state;
+use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
+use nacelle_store::Change;
+use std::sync::Arc;
+
+impl Actor {
+    pub(crate) async fn create(
+        &mut self,
+        config: ContainerConfig,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
+        answer: Answer<ContainerId>,
+    ) {
+        let same_name = |entry: &&mut Entry| {
+            entry.record.config.name == config.name && entry.record.config.attempt == config.attempt
+        };
+        if let Some(entry) = self.containers.values_mut().find(same_name) {
+            let ids = |images: &[ContainerImage]| images.iter().map(|image| image.id).collect::<Vec<_>>();
+            let same = *entry.record.config == config
+                && entry.record.image.id == image.id
+                && ids(&entry.record.volumes) == ids(&volumes);
+            match entry.record.state {
+                ContainerState::Creating if same && !entry.record.answered => return entry.made.push(answer),
+                ContainerState::Creating | ContainerState::Created if same => {
+                    return drop(answer.send(Ok(entry.record.id.clone())));
+                }
+                _ => {}
+            }
+            let name = format!("{} (attempt {})", config.name, config.attempt);
+            let id = entry.record.id.to_string();
+            return drop(answer.send(Err(LifecycleError::NameTaken { what: "container", name, id })));
+        }
+        let record = match self.check_new(config, image, volumes) {
+            Ok(record) => record,
+            Err(error) => return drop(answer.send(Err(error))),
+        };
+        let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
+        if let Err(error) = self.enough(Some(&record.config.resources), &record.config.resources.cpuset_cpus) {
+            return drop(answer.send(Err(error)));
+        }
+        let confined = match self.confine(Some(&record.config.resources)).await {
+            Ok(()) => self.commit(vec![Change::Container(record.clone().into())]).await,
+            failed => failed,
+        };
+        if let Err(error) = confined {
+            return drop(answer.send(Err(error)));
+        }
+        let id = record.id.clone();
+        let mut entry = Entry::new(record.clone());
+        let timeline = entry.timeline.clone();
+        entry.made.push(answer);
+        self.containers.insert(id.clone(), entry);
+        self.publish();
+        let (parts, pod) = (Arc::clone(&self.parts), self.pod.clone());
+        self.effect(async move {
+            let prepared = timeline.measure("prepared", prepare::prepare(&parts, client, &pod, &record)).await;
+            Message::Prepared(id, prepared.map(Box::new))
+        });
+    }
+
+    /// Creates a container whose creation an earlier daemon may have begun.
+    pub(crate) fn make_again(&self, id: ContainerId) {
+        let Some(entry) = self.containers.get(&id).filter(|entry| entry.record.state == ContainerState::Creating)
+        else {
+            return;
+        };
+        let (parts, pod, record) = (Arc::clone(&self.parts), self.pod.clone(), entry.record.clone());
+        let (client, not_ready) = (self.client.clone(), self.not_ready());
+        self.effect(async move {
+            let prepared = async {
+                let client = client.ok_or(not_ready)?;
+                let config = Arc::clone(&record.config);
+                remove::remove(Arc::clone(&parts), Some(client.clone()), pod.clone(), config, record.id.clone())
+                    .await?;
+                prepare::prepare(&parts, client, &pod, &record).await.map(Box::new)
+            };
+            Message::Prepared(id, prepared.await)
+        });
+    }
+
+    /// Answers the request as soon as only work in the guest is left; that work continues concurrently with the caller's next
+    /// request.
+    pub(crate) async fn prepared(&mut self, id: ContainerId, result: Result<Box<Prepared>, LifecycleError>) {
+        let prepared = match result {
+            Ok(prepared) => prepared,
+            Err(error) => return self.made(id, Err(error)).await,
+        };
+        // A container that is being removed keeps its entry until this result has arrived.
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        if entry.record.state == ContainerState::Creating && prepared.is_certain() {
+            entry.record.answered = true;
+            tell(&mut entry.made, &Ok(id.clone()));
+        }
+        let (record, timeline) = (entry.record.clone(), entry.timeline.clone());
+        self.publish();
+        let making = create::make(Arc::clone(&self.parts), self.pod.clone(), record, *prepared);
+        self.effect(async move { Message::Made(id, timeline.measure("made", making).await) });
+    }
+
+    /// Returns the record of a new container if it may be created.
+    fn check_new(
+        &self,
+        config: ContainerConfig,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
+    ) -> Result<ContainerRecord, LifecycleError> {
+        if self.pod.state != state::PodState::Ready {
+            return Err(self.not_ready());
+        }
+        if config.privileged && !self.pod.config.privileged {
+            return Err(LifecycleError::NotPrivileged { name: config.name });
+        }
+        cpus::check(&config.resources, self.parts.has_guest(&self.pod))?;
+        match &config.pid {
+            PidMode::Pod if !self.pod.config.shared_pid && !self.pod.config.node_namespaces.pid => {
+                return Err(LifecycleError::NoPodPid { name: config.name });
+            }
+            PidMode::Of(target) => {
+                let known = self.containers.values().find(|entry| entry.record.id.as_str() == target);
+                let Some(entry) = known else {
+                    return Err(LifecycleError::NotFound { what: "target container", id: target.clone() });
+                };
+                if entry.record.state != ContainerState::Running {
+                    return Err(LifecycleError::NotRunning { id: target.clone() });
+                }
+            }
+            PidMode::Pod | PidMode::Own => {}
+        }
+        let below = |directory: &std::path::PathBuf| directory.join(&config.log_path);
+        let log_path = self.pod.config.log_directory.as_ref().filter(|_| !config.log_path.is_empty()).map(below);
+        Ok(ContainerRecord {
+            id: ContainerId::from_bytes(new_id()),
+            pod: self.pod.id.clone(),
+            config: Arc::new(config),
+            resources: None,
+            image,
+            volumes,
+            log_path,
+            state: ContainerState::Creating,
+            created_at: now(),
+            started_at: 0,
+            finished_at: 0,
+            exit_code: 0,
+            oom_killed: false,
+            start_failed: false,
+            message: String::new(),
+            timeline: Vec::new(),
+            answered: false,
+            user: None,
+        })
+    }
+
+    pub(crate) async fn made(&mut self, id: ContainerId, result: Result<ContainerUser, LifecycleError>) {
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        entry.record.timeline = entry.timeline.steps();
+        let ask = match result {
+            Ok(user) => {
+                // No caller knows a container that is removed before its creation is complete.
+                if entry.record.state == ContainerState::Creating {
+                    entry.record.answered = true;
+                    entry.record.user = Some(user);
+                }
+                ContainerEvent::Created
+            }
+            Err(error) => {
+                tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
+                entry.record.message = clip(&Chain(&error).to_string());
+                // Reported only after the cleanup, so that a repeated request finds nothing of the failed attempt.
+                entry.make_error = Some(error);
+                if entry.record.answered && entry.record.state == ContainerState::Creating {
+                    entry.record.start_failed = true;
+                    entry.record.exit_code = START_FAILED;
+                    entry.record.finished_at = now();
+                    ContainerEvent::CreateFailedAfterReply
+                } else {
+                    ContainerEvent::CreateFailed
+                }
+            }
+        };
+        if self.step_container(&id, ask).await == Some(ContainerAction::Remove) {
+            return self.begin_remove(id);
+        }
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        tell(&mut entry.made, &Ok(id.clone()));
+        // Requests that arrived during the creation.
+        let (start, update) = (!entry.started.is_empty(), !entry.updates.is_empty());
+        if let Some(error) = &entry.make_error {
+            tell(&mut entry.started, &Err(error.clone()));
+        } else if start {
+            self.begin_start(&id).await;
+        }
+        if update {
+            self.begin_update(&id).await;
+        }
+    }
+}

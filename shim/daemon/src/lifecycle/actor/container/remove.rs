@@ -1,0 +1,80 @@
+//! Handles requests to remove a container.
+
+use super::lost_code;
+use crate::lifecycle::actor::message::{Answer, Message, PAUSE, Patience};
+use crate::lifecycle::actor::{Actor, tell};
+use crate::lifecycle::container::remove;
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::now;
+use nacelle_base::ContainerId;
+use nacelle_model::state;
+use nacelle_model::state::{ContainerAction, ContainerEvent};
+use nacelle_store::Change;
+use std::sync::Arc;
+
+impl Actor {
+    pub(crate) async fn remove_container(&mut self, id: ContainerId, answer: Option<Answer<()>>) {
+        let Some(entry) = self.containers.get_mut(&id) else {
+            if let Some(answer) = answer {
+                drop(answer.send(Ok(())));
+            }
+            return;
+        };
+        entry.removed.extend(answer);
+        if self.step_container(&id, ContainerEvent::Remove).await == Some(ContainerAction::Remove) {
+            self.begin_remove(id);
+        }
+    }
+
+    pub(crate) fn begin_remove(&mut self, id: ContainerId) {
+        if self.pod.state == state::PodState::Ready && self.client.is_none() {
+            let error = self.silent();
+            return self.effect(async move { Message::Removed(id, Err(error)) });
+        }
+        let Some(config) = self.containers.get(&id).map(|entry| Arc::clone(&entry.record.config)) else { return };
+        let (client, pod) = (self.client.clone(), self.pod.clone());
+        let removing = remove::remove(Arc::clone(&self.parts), client, pod, config, id.clone());
+        self.effect(async move { Message::Removed(id, removing.await) });
+    }
+
+    pub(crate) async fn removed(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
+        // Without a VM only the record of the container is left.
+        let result = if self.pod.state == state::PodState::Ready { result } else { Ok(()) };
+        let result = match result {
+            Ok(()) => self.commit(vec![Change::ForgetContainer(id.clone())]).await,
+            failed => failed,
+        };
+        match result {
+            Ok(()) => {
+                let Some(mut entry) = self.leave(&id) else { return };
+                tell(&mut entry.removed, &Ok(()));
+                let gone = LifecycleError::NotFound { what: "container", id: id.to_string() };
+                tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| gone.clone())));
+                tell(&mut entry.started, &Err(gone.clone()));
+                for (_, answer) in entry.updates.drain(..) {
+                    drop(answer.send(Err(gone.clone())));
+                }
+                self.table.collect_images(&self.parts);
+            }
+            Err(error) => {
+                let limit = self.parts.answer_limit();
+                if self.containers.get_mut(&id).is_some_and(|entry| entry.removal.lasts(&error, limit)) {
+                    return self.effect(async move {
+                        tokio::time::sleep(PAUSE).await;
+                        Message::RemoveAgain(id)
+                    });
+                }
+                if let Some(entry) = self.containers.get_mut(&id).filter(|entry| entry.record.finished_at == 0) {
+                    entry.record.finished_at = now();
+                    entry.record.exit_code = lost_code();
+                }
+                self.step_container(&id, ContainerEvent::RemoveFailed).await;
+                if let Some(entry) = self.containers.get_mut(&id) {
+                    entry.removal = Patience::default();
+                    tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| error.clone())));
+                    tell(&mut entry.removed, &Err(error));
+                }
+            }
+        }
+    }
+}

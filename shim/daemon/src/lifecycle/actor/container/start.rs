@@ -1,0 +1,85 @@
+//! Handles requests to start a container.
+
+use super::START_FAILED;
+use crate::lifecycle::actor::message::{Answer, Message};
+use crate::lifecycle::actor::{Actor, tell};
+use crate::lifecycle::container::start;
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::now;
+use crate::lifecycle::context::text::clip;
+use nacelle_base::{Chain, ContainerId};
+use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
+use nacelle_store::Change;
+use std::sync::Arc;
+
+impl Actor {
+    pub(crate) async fn start(&mut self, id: ContainerId, answer: Answer<()>) {
+        let Some(entry) = self.containers.get_mut(&id) else {
+            return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
+        };
+        match entry.record.state.step(ContainerEvent::Start) {
+            Err(source) => {
+                let refused = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
+                // A container whose creation failed returns that error.
+                drop(answer.send(Err(entry.make_error.clone().unwrap_or(refused))));
+            }
+            Ok((ContainerState::Running, _)) => drop(answer.send(Ok(()))),
+            Ok((_, act)) => {
+                entry.started.push(answer);
+                if act == ContainerAction::Start {
+                    self.begin_start(&id).await;
+                }
+            }
+        }
+    }
+
+    /// Starts a created container for all requests that wait for its start.
+    pub(crate) async fn begin_start(&mut self, id: &ContainerId) {
+        let Some(entry) = self.containers.get(id) else { return };
+        let mut next = entry.record.clone();
+        next.state = ContainerState::Starting;
+        let begun = match self.client.clone() {
+            Some(client) => self.commit(vec![Change::Container(next.clone().into())]).await.map(|()| client),
+            None => Err(self.not_ready()),
+        };
+        let Some(entry) = self.containers.get_mut(id) else { return };
+        match begun {
+            Ok(client) => {
+                entry.record = next;
+                let timeline = entry.timeline.clone();
+                self.publish();
+                let (starting, id) = (start::start(Arc::clone(&self.parts), client, id.clone()), id.clone());
+                self.effect(async move { Message::Started(id, timeline.measure("started", starting).await) });
+            }
+            Err(error) => tell(&mut entry.started, &Err(error)),
+        }
+    }
+
+    pub(crate) async fn started(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
+        let Some(entry) = self.containers.get_mut(&id) else { return };
+        entry.record.timeline = entry.timeline.steps();
+        let ask = match &result {
+            Ok(()) => {
+                if entry.record.started_at == 0 {
+                    entry.record.started_at = now();
+                }
+                ContainerEvent::Started
+            }
+            Err(error) => {
+                if entry.record.started_at == 0 {
+                    entry.record.start_failed = true;
+                    entry.record.message = clip(&Chain(error).to_string());
+                    if entry.record.exit_code == 0 {
+                        entry.record.exit_code = START_FAILED;
+                    }
+                    entry.record.finished_at = now();
+                }
+                ContainerEvent::StartFailed
+            }
+        };
+        self.step_container(&id, ask).await;
+        if let Some(entry) = self.containers.get_mut(&id) {
+            tell(&mut entry.started, &result);
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! The actor of one pod: one task holds the pod's records and the client of its pod process, and handles the pod's events one at a
+//! time: inbox → step → record → effect → publish. Effects run in tasks of their own and send their results to the inbox, so a
+//! slow guest never delays a stop or a status. A caller may drop its request at any time; the actor completes the work all the
+//! same. The module uses the state tables, `boot` and `make` (effects) and the store, and knows nothing of CRI.
+
+pub mod announce;
+mod container;
+pub(crate) mod message;
+mod pod;
+mod process;
+mod resize;
+pub(crate) mod table;
+
+use super::context::Parts;
+use super::context::error::{LifecycleError, at, left_line};
+use super::context::events::EventKind;
+use super::context::services::Admit;
+use super::context::view::View;
+use super::pod::boot;
+use announce::Told;
+use message::{Answer, Begin, Message, Patience, Stopping};
+use nacelle_base::timeline::Timeline;
+use nacelle_base::{Chain, Classify, ContainerId};
+use nacelle_model::process::PodProcess;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::resources::{PodResources, Resources};
+use nacelle_model::state;
+use nacelle_model::state::PodEvent;
+use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_store::{Change, StoreError};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use table::Table;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+/// Capacity of a pod's inbox in messages; further senders wait.
+const INBOX: usize = 64;
+
+/// The reason for a resize of the VM.
+pub(crate) enum Wish {
+    /// New resource limits of the pod.
+    Pod(Box<PodResources>),
+    /// Memory limit in bytes of all containers together, for a pod that has no limits of its own.
+    Containers(u64),
+}
+
+/// The record of a container and the pending responses to its callers.
+pub(crate) struct Entry {
+    record: ContainerRecord,
+    made: Vec<Answer<ContainerId>>,
+    make_error: Option<LifecycleError>,
+    started: Vec<Answer<()>>,
+    removed: Vec<Answer<()>>,
+    removal: Patience,
+    /// The steps of its creation and start, with their durations.
+    timeline: Timeline,
+    /// Pending changes of the container's limits, in order; the first one is being applied.
+    updates: VecDeque<(Box<Resources>, Answer<()>)>,
+}
+
+impl Entry {
+    fn new(record: ContainerRecord) -> Entry {
+        Entry {
+            timeline: Timeline::after(record.timeline.clone()),
+            record,
+            made: Vec::new(),
+            make_error: None,
+            started: Vec::new(),
+            removed: Vec::new(),
+            removal: Patience::default(),
+            updates: VecDeque::new(),
+        }
+    }
+}
+
+pub(crate) struct Actor {
+    parts: Arc<Parts>,
+    table: Arc<Table>,
+    pod: PodRecord,
+    containers: BTreeMap<ContainerId, Entry>,
+    client: Option<PodClient>,
+    view: watch::Sender<Arc<View>>,
+    inbox: mpsc::Receiver<Message>,
+    me: mpsc::Sender<Message>,
+    cancel_boot: CancellationToken,
+    watching: Option<AbortOnDropHandle<()>>,
+    /// The error because of which the pod never became ready.
+    boot_error: Option<LifecycleError>,
+    wait_ready: Vec<Answer<()>>,
+    wait_stopped: Vec<Answer<()>>,
+    wait_removed: Vec<Answer<()>>,
+    /// Pending changes of the pod's resources, in order; the first one is being applied.
+    updates: VecDeque<(Wish, Answer<()>)>,
+    /// The states that events have announced.
+    told: Told,
+    /// The steps of the pod's start, with their durations.
+    timeline: Timeline,
+    /// The CPUs of the node to which the VM is confined (empty: all CPUs), and the number of pinned vCPUs; `None` if unknown.
+    confined: Option<(BTreeSet<u32>, Option<u32>)>,
+    ended: bool,
+}
+
+/// Creates the actor and its channels; `Actor::run` starts it.
+pub(crate) fn new(
+    parts: Arc<Parts>,
+    table: Arc<Table>,
+    pod: PodRecord,
+    containers: Vec<ContainerRecord>,
+    told: Told,
+) -> (Actor, mpsc::Sender<Message>, watch::Receiver<Arc<View>>) {
+    let (me, inbox) = mpsc::channel(INBOX);
+    let containers: BTreeMap<_, _> = containers.into_iter().map(|c| (c.id.clone(), Entry::new(c))).collect();
+    let (view, seen) = watch::channel(Arc::new(View::new(&pod, containers.values().map(|entry| &entry.record), None)));
+    let actor = Actor {
+        // A booting VM is not confined yet.
+        confined: (pod.state == state::PodState::Booting).then(Default::default),
+        parts,
+        table,
+        pod,
+        containers,
+        client: None,
+        view,
+        inbox,
+        me: me.clone(),
+        cancel_boot: CancellationToken::new(),
+        watching: None,
+        boot_error: None,
+        wait_ready: Vec::new(),
+        wait_stopped: Vec::new(),
+        wait_removed: Vec::new(),
+        updates: VecDeque::new(),
+        told,
+        timeline: Timeline::default(),
+        ended: false,
+    };
+    (actor, me, seen)
+}
+
+fn tell<T: Clone>(waiting: &mut Vec<Answer<T>>, answer: &Result<T, LifecycleError>) {
+    for each in waiting.drain(..) {
+        // A caller may have dropped its receiver.
+        let _ = each.send(answer.clone());
+    }
+}
+
+impl Actor {
+    pub(crate) async fn run(mut self, begin: Begin) {
+        match begin {
+            Begin::New(answer) => self.begin(answer).await,
+            Begin::Known(first) => {
+                // Publish what recovery found before the actor existed.
+                self.publish();
+                if let Some(message) = first {
+                    self.handle(*message).await;
+                }
+            }
+        }
+        while !self.ended {
+            let Some(message) = self.inbox.recv().await else { return };
+            self.handle(message).await;
+        }
+    }
+
+    async fn begin(&mut self, answer: Answer<()>) {
+        if let Err(error) = self.commit(vec![Change::Pod(self.pod.clone().into())]).await {
+            self.table.forget(&self.pod);
+            self.ended = true;
+            let _ = answer.send(Err(error));
+            return;
+        }
+        self.wait_ready.push(answer);
+        let Some((_, handler)) = self.parts.config.handler(&self.pod.handler) else {
+            // The handler existed when the request was checked, and the configuration does not change.
+            return self.booted(Err(LifecycleError::NotFound { what: "handler", id: self.pod.handler.clone() })).await;
+        };
+        let boot = boot::boot(
+            Arc::clone(&self.parts),
+            self.pod.id.clone(),
+            self.pod.config.clone(),
+            handler.clone(),
+            self.cancel_boot.clone(),
+            self.timeline.clone(),
+            self.admit(),
+        );
+        self.effect(async move { Message::Booted(Box::new(boot.await)) });
+    }
+
+    /// Returns the callback by which the actor records the pod process before that process begins its work.
+    fn admit(&self) -> Admit {
+        let me = self.me.clone();
+        Box::new(move |process: PodProcess| {
+            let pid = process.identity.pid;
+            Box::pin(async move {
+                let recorded = table::asked_inbox(&me, |answer| Message::Spawned(process, answer)).await;
+                recorded.map_err(|error| ClientError::Unrecorded { pid, kind: error.kind(), source: Box::new(error) })
+            })
+        })
+    }
+
+    /// Records the pod process. From then on it can be found again, even if its run directory is lost.
+    async fn spawned(&mut self, process: PodProcess, answer: Answer<()>) {
+        self.pod.process = Some(process);
+        let recorded = self.commit(vec![Change::Pod(self.pod.clone().into())]).await;
+        // A caller that cancelled the start has ended the process.
+        let _ = answer.send(recorded);
+    }
+
+    /// Runs an effect in a task of its own; its result arrives as a message.
+    fn effect(&self, work: impl Future<Output = Message> + Send + 'static) {
+        let me = self.me.clone();
+        tokio::spawn(async move {
+            let message = work.await;
+            // The inbox is closed if the pod was removed meanwhile.
+            let _ = me.send(message).await;
+        });
+    }
+
+    async fn handle(&mut self, message: Message) {
+        match message {
+            Message::WaitReady(answer) => self.ask_ready(answer),
+            Message::Stop(answer) => {
+                self.wait_stopped.push(answer);
+                self.step(PodEvent::Stop).await;
+            }
+            Message::Remove(answer) => {
+                self.wait_removed.push(answer);
+                self.step(PodEvent::Remove).await;
+            }
+            Message::Spawned(process, answer) => self.spawned(process, answer).await,
+            Message::Booted(result) => self.booted(*result).await,
+            Message::Undone(undone) => self.undone(undone).await,
+            Message::Forgotten(result) => self.forgotten(result).await,
+            Message::Found(client) => self.found(client),
+            Message::Report(state) => self.report(state).await,
+            Message::Lost => self.lost(),
+            Message::Gone(last) => self.gone(last).await,
+            Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
+            Message::Start(id, answer) => self.start(id, answer).await,
+            Message::Update(id, change, answer) => self.update(id, change, answer).await,
+            Message::UpdatePod(change, answer) => self.update_pod(change, answer).await,
+            Message::PodUpdated(next, result) => self.pod_updated(*next, result).await,
+            Message::Updated(id, next, result) => self.updated(id, *next, result).await,
+            Message::StopContainer(id, grace, answer) => self.stop_container(id, Stopping::new(grace, answer)).await,
+            Message::StopAgain(id, stopping) => self.stop_container(id, stopping).await,
+            Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,
+            Message::MakeAgain(id) => self.make_again(id),
+            Message::Prepared(id, result) => self.prepared(id, result).await,
+            Message::Made(id, result) => self.made(id, result).await,
+            Message::Started(id, result) => self.started(id, result).await,
+            Message::Stopped(id, result, stopping) => self.stopped(id, result, stopping).await,
+            Message::Removed(id, result) => self.removed(id, result).await,
+            Message::RemoveAgain(id) => self.begin_remove(id),
+        }
+        self.settle().await;
+    }
+
+    fn ask_ready(&mut self, answer: Answer<()>) {
+        match self.pod.state {
+            state::PodState::Booting => self.wait_ready.push(answer),
+            state::PodState::Ready => drop(answer.send(Ok(()))),
+            _ => drop(answer.send(Err(self.not_ready()))),
+        }
+    }
+
+    /// The error for a pod that is ready but whose process is being searched for.
+    fn silent(&self) -> LifecycleError {
+        LifecycleError::Silent { id: self.pod.id.to_string() }
+    }
+
+    fn not_ready(&self) -> LifecycleError {
+        let why = match (&self.boot_error, self.pod.state) {
+            (Some(error), _) => Chain(error).to_string(),
+            (None, state::PodState::Booting) => "it boots".to_owned(),
+            (None, _) if !self.pod.failure.is_empty() => self.pod.failure.clone(),
+            (None, _) => "it was stopped".to_owned(),
+        };
+        LifecycleError::NotReady { id: self.pod.id.to_string(), why }
+    }
+
+    /// Completes the requests that the current state satisfies, then starts the next queued one.
+    async fn settle(&mut self) {
+        match self.pod.state {
+            state::PodState::Ready => {
+                tell(&mut self.wait_ready, &Ok(()));
+                if let Err(error) = self.confine(None).await {
+                    tracing::warn!(pod = %self.pod.id, "{}", Chain(&error));
+                }
+            }
+            state::PodState::Stopped => {
+                tell(&mut self.wait_stopped, &Ok(()));
+                // No client knows a pod that never became ready: it is removed as soon as possible.
+                if !self.wait_removed.is_empty() || !self.pod.was_ready {
+                    self.step(PodEvent::Remove).await;
+                }
+            }
+            state::PodState::Unclean => {
+                let id = self.pod.id.to_string();
+                let error = LifecycleError::Unclean { id, left: left_line(&self.pod.left) };
+                tell(&mut self.wait_stopped, &Err(error.clone()));
+                tell(&mut self.wait_removed, &Err(error.clone()));
+                let error = self.boot_error.clone().unwrap_or(error);
+                tell(&mut self.wait_ready, &Err(error));
+            }
+            state::PodState::Booting | state::PodState::Stopping | state::PodState::Removing => {}
+        }
+    }
+
+    async fn commit(&self, changes: Vec<Change>) -> Result<(), LifecycleError> {
+        self.parts.store.commit(changes).await.map_err(at("record the change"))
+    }
+
+    /// Records and publishes the pod's current state. A failure is only logged: the event cannot be undone, and the next change
+    /// writes the whole record again.
+    async fn keep_pod(&mut self) {
+        let kept = self.parts.store.commit(vec![Change::Pod(self.pod.clone().into())]).await;
+        self.log_unkept(kept);
+        self.publish();
+    }
+
+    fn log_unkept(&self, kept: Result<(), StoreError>) {
+        if let Err(error) = kept {
+            tracing::error!(pod = %self.pod.id, "cannot record a change: {}", Chain(&error));
+        }
+    }
+
+    /// Publishes the pod's current state, then sends the events that follow from it.
+    fn publish(&mut self) {
+        let records = self.containers.values().map(|entry| &entry.record);
+        self.view.send_replace(Arc::new(View::new(&self.pod, records.clone(), self.client.clone())));
+        let due = self.told.due(&self.pod, records);
+        self.tell_events(&due);
+    }
+
+    fn tell_events(&self, events: &[(EventKind, String)]) {
+        if events.is_empty() {
+            return;
+        }
+        // The view has no client: a queued event must not keep a connection open.
+        let records = self.containers.values().map(|entry| &entry.record);
+        let view = Arc::new(View::new(&self.pod, records, None));
+        for (kind, id) in events {
+            self.parts.events.tell(*kind, id, &view);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Changes the state of the pod: applies events to the state table, runs the resulting actions, and handles their results.
+
+use super::message::Message;
+use super::{Actor, tell};
+use crate::lifecycle::context::error::{LifecycleError, at};
+use crate::lifecycle::context::events::EventKind;
+use crate::lifecycle::pod::boot::Up;
+use crate::lifecycle::pod::teardown::{self, Undone};
+use nacelle_base::Chain;
+use nacelle_model::state;
+use nacelle_model::state::{PodAction, PodEvent};
+use nacelle_proto::pod as proto;
+use nacelle_store::Change;
+use std::sync::Arc;
+
+impl Actor {
+    /// Applies an event to the pod's state and runs the resulting action. A teardown never waits for the store: a full disk must
+    /// not keep a VM running, and after a crash recovery finds the VM missing.
+    pub(crate) async fn step(&mut self, ask: PodEvent) {
+        let (next, act) = match self.pod.state.step(ask) {
+            Ok(step) => step,
+            Err(refused) => {
+                tracing::error!(pod = %self.pod.id, %refused, "a step that cannot be; a defect");
+                return;
+            }
+        };
+        if next != self.pod.state {
+            tracing::info!(pod = %self.pod.id, from = ?self.pod.state, to = ?next, "pod");
+            self.pod.state = next;
+            self.keep_pod().await;
+        }
+        match act {
+            PodAction::Nothing => {}
+            PodAction::CancelBoot => self.cancel_boot.cancel(),
+            PodAction::CleanUp => {
+                self.watching = None;
+                let client = self.client.take();
+                self.publish();
+                let undo =
+                    teardown::undo(Arc::clone(&self.parts), self.pod.id.clone(), client, self.pod.process.clone());
+                self.effect(async move { Message::Undone(undo.await) });
+            }
+            PodAction::Forget => {
+                let parts = Arc::clone(&self.parts);
+                let id = self.pod.id.clone();
+                let mut changes: Vec<_> = self.containers.keys().cloned().map(Change::ForgetContainer).collect();
+                changes.push(Change::ForgetPod(id.clone()));
+                self.effect(async move {
+                    let forgotten = match teardown::remove_directory(&parts, &id).await {
+                        Ok(()) => parts.store.commit(changes).await.map_err(at("forget the pod")),
+                        Err(error) => Err(error),
+                    };
+                    Message::Forgotten(forgotten)
+                });
+            }
+        }
+    }
+
+    pub(crate) async fn booted(&mut self, result: Result<Up, LifecycleError>) {
+        self.pod.timeline = self.timeline.steps();
+        match result {
+            Ok(up) => {
+                if self.pod.state == state::PodState::Booting {
+                    (self.pod.ips, self.pod.kernel_release) = (up.ips, up.kernel_release);
+                    self.pod.machine = Some(up.machine);
+                    self.pod.was_ready = true;
+                    self.found(up.client);
+                } else {
+                    self.client = Some(up.client);
+                    self.boot_error = Some(LifecycleError::Cancelled);
+                }
+                self.step(PodEvent::Booted).await;
+            }
+            Err(error) => {
+                tracing::warn!(pod = %self.pod.id, timeline = %self.timeline, "the pod could not start: {}", Chain(&error));
+                self.boot_error = Some(error);
+                self.step(PodEvent::BootFailed).await;
+            }
+        }
+    }
+
+    pub(crate) async fn undone(&mut self, undone: Undone) {
+        self.pod.left = undone.left;
+        self.pod.ending = undone.timeline.steps();
+        if let Some(last) = undone.last {
+            self.apply(&proto::PodState::from(&last)).await;
+        }
+        // Containers whose end the pod process could not report have ended with the VM.
+        if self.pod.left.is_empty() {
+            self.pod.process = None;
+            self.lose_running("the machine of the pod is gone").await;
+            self.pod.ips.clear();
+            self.step(PodEvent::CleanedUp).await;
+        } else {
+            self.step(PodEvent::CleanupFailed).await;
+        }
+    }
+
+    pub(crate) async fn forgotten(&mut self, result: Result<(), LifecycleError>) {
+        match result {
+            Ok(()) => {
+                self.table.forget(&self.pod);
+                self.ended = true;
+                let ids: Vec<_> = self.containers.keys().cloned().collect();
+                let mut gone: Vec<_> = ids.iter().filter_map(|id| self.leave(id)).collect();
+                if self.told.is_known() {
+                    self.tell_events(&[(EventKind::Deleted, self.pod.id.to_string())]);
+                }
+                tell(&mut self.wait_stopped, &Ok(()));
+                tell(&mut self.wait_removed, &Ok(()));
+                for entry in &mut gone {
+                    tell(&mut entry.removed, &Ok(()));
+                }
+                if let Some(error) = self.boot_error.take() {
+                    tell(&mut self.wait_ready, &Err(error));
+                }
+                self.table.collect_images(&self.parts);
+            }
+            Err(error) => {
+                self.step(PodEvent::ForgetFailed).await;
+                tell(&mut self.wait_removed, &Err(error.clone()));
+                tell(&mut self.wait_ready, &Err(error));
+                // No request waits any more, so the next `settle` does not retry by itself.
+                self.boot_error = None;
+                self.pod.was_ready = true;
+            }
+        }
+    }
+}

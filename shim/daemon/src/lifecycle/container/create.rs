@@ -1,0 +1,49 @@
+//! Creates a prepared container in the guest.
+
+use super::machine;
+use super::prepare::Prepared;
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::request::ask;
+use crate::lifecycle::volume::shared::{take_back, take_back_from};
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::security::ContainerUser;
+use nacelle_pod::share::Taker;
+use std::sync::Arc;
+
+/// The largest number of a user's groups in a report of a pod process; Linux allows 65536.
+const MAX_GROUPS: usize = 65536;
+
+/// Creates the container in the guest. On failure its volumes are detached.
+pub(crate) async fn make(
+    parts: Arc<Parts>,
+    pod: PodRecord,
+    record: ContainerRecord,
+    prepared: Prepared,
+) -> Result<ContainerUser, LifecycleError> {
+    let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
+    let pushed = !request.pushed.is_empty();
+    let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
+    // Only now: another machine of the pod may have held its own devices until the creation.
+    if let (Ok(_), Some(passed)) = (&made, passed)
+        && let Err(error) = machine::pass(&parts, &pod, passed).await
+    {
+        made = Err(error);
+    }
+    // By now the container holds the disks, or nothing does.
+    drop(offers);
+    match made {
+        Ok(made) => {
+            if pushed {
+                // The pod process has read the copied-in volumes, or keeps them open.
+                take_back_from(&parts, &pod, &record, Taker::Pushed).await;
+            }
+            let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
+            Ok(ContainerUser { uid: made.uid, gid: made.gid, groups })
+        }
+        Err(error) => {
+            take_back(&parts, &pod, &record).await;
+            Err(error)
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Prepares a container on the node: finds its devices, shares its volumes with the pod, and builds the request to the pod process.
+
+use super::extents;
+use super::machine;
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::{LifecycleError, at};
+use crate::lifecycle::context::request::ask;
+use crate::lifecycle::volume::shared::{shared, take_back, taker};
+use crate::lifecycle::volume::{as_found, copied_in, device, own_volumes, resolve};
+use crate::oci::{self, DeviceNode};
+use nacelle_base::files::FileError;
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_machines::machine_pod::{self, Passed};
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::mount::MountOption;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::security::PidMode;
+use nacelle_pod::client::{Offer, PodClient};
+use nacelle_pod::share::Taker;
+use nacelle_proto::pod as proto;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A container that is completely prepared on the node, with its volumes shared: only the guest's part is left.
+pub(crate) struct Prepared {
+    pub(super) request: proto::CreateContainerRequest,
+    pub(super) client: PodClient,
+    /// Block devices and disks that were sent to the pod process already.
+    pub(super) offers: Vec<Offer>,
+    /// The PCI devices of a machine pod's machine.
+    pub(super) passed: Option<Passed>,
+    /// A volume is mounted in `/sys`, whose paths only the kernel of the containers knows.
+    pub(super) in_sysfs: bool,
+}
+
+impl Prepared {
+    /// Returns whether the creation can no longer fail because of the request: it depends neither on the contents of images
+    /// (names of users, paths in volumes) nor on the VM (device slots, paths in sysfs).
+    pub(crate) fn is_certain(&self) -> bool {
+        let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
+        self.offers.is_empty()
+            && !self.in_sysfs
+            && self.passed.as_ref().is_none_or(Passed::is_empty)
+            && numbers(&self.request.user)
+            && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
+    }
+}
+
+/// Prepares the container on the node. On failure its volumes are detached.
+pub(crate) async fn prepare(
+    parts: &Parts,
+    client: PodClient,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+) -> Result<Prepared, LifecycleError> {
+    if let Some(machine) = &pod.config.machine {
+        if let Some(vm) = &pod.config.vm {
+            // Recorded before a disk refers to the images: they are kept as long as the disk.
+            let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
+            parts.vms.of_images(vm, images).await.map_err(at("keep the images of the machine"))?;
+        }
+        let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;
+        return Ok(Prepared { request, client, offers, passed: Some(passed), in_sysfs: false });
+    }
+    let asked = Arc::clone(&record.config);
+    let mut found =
+        blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
+    let taker = taker(parts, pod);
+    let mut blocks = Vec::new();
+    let nodes = if taker == Taker::Share {
+        // CPU numbers of the node mean nothing in the guest.
+        found.resources = found.resources.in_guest();
+        let asked = found.clone();
+        let of_guest = blocking(move || device::of_guest(&asked)).await?;
+        blocks = of_guest.blocks;
+        of_guest.nodes
+    } else {
+        // No device nodes can be created in a user namespace.
+        let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
+        device::of_node(&found, privileged)?
+    };
+    let (id, looked) = (record.id.clone(), found.node_volumes.clone());
+    let plan = match taker {
+        Taker::Share if !looked.is_empty() => {
+            let plan = blocking(move || Ok::<_, FileError>(copied_in::plan(&id, &looked))).await;
+            plan.map_err(at("look at the volumes of the container"))?
+        }
+        _ => looked.iter().map(|_shared| None).collect(),
+    };
+    let mut own = own_volumes(parts, pod, record, &found).await?;
+    for disk in own.iter_mut().flatten() {
+        blocks.extend(disk.1.take());
+    }
+    let own: Vec<_> = own.into_iter().map(|own| own.map(|(volume, _)| volume)).collect();
+    let prepared = async {
+        for (taker, pushed) in [(taker, false), (Taker::Pushed, true)] {
+            let ways = plan.iter().zip(&own);
+            let volumes = found.node_volumes.iter().zip(ways);
+            let volumes = volumes.filter(|(_, (plan, own))| plan.is_some() == pushed && own.is_none());
+            let volumes: Vec<_> = volumes.map(|(volume, _)| shared(volume, &pod.config)).collect();
+            if !volumes.is_empty() {
+                let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
+                attached.map_err(at("share the volumes of the container with the pod"))?;
+            }
+        }
+        let marks = taker == Taker::Share && pod.config.user_namespace.is_none();
+        let found = as_found(found, &record.id, &plan, &own, marks);
+        let pushed = plan.into_iter().flatten().collect();
+        let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;
+        request.empty_dirs = own.into_iter().flatten().collect();
+        let mut offers = Vec::with_capacity(blocks.len());
+        for (device, file) in blocks {
+            let call = client.offer(record.id.as_str(), &device.container_path, file);
+            offers.push(ask("hand a device over to the pod", parts.answer_limit(), call).await?);
+            request.devices.push(device);
+        }
+        Ok((request, offers))
+    };
+    let in_sysfs =
+        record.config.node_volumes.iter().any(|volume| Path::new(&volume.container_path).starts_with("/sys"));
+    match prepared.await {
+        Ok((request, offers)) => Ok(Prepared { request, client, offers, passed: None, in_sysfs }),
+        Err(error) => {
+            take_back(parts, pod, record).await;
+            Err(error)
+        }
+    }
+}
+
+/// Builds the creation request for the pod process.
+async fn request(
+    parts: &Parts,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+    config: &ContainerConfig,
+    devices: &[DeviceNode],
+    pushed: Vec<proto::PushedVolume>,
+) -> Result<proto::CreateContainerRequest, LifecycleError> {
+    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
+    let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices);
+    let spec = spec.map_err(at("describe the container"))?;
+    let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
+    let mut volumes = Vec::with_capacity(record.volumes.len());
+    for (volume, image) in config.volumes.iter().zip(&record.volumes) {
+        let root = parts.images.rootfs(&image.id).await.map_err(at("read the image of a volume of the container"))?;
+        volumes.push(proto::ImageVolume {
+            image_key: image.id.to_string(),
+            image: extents(&root.disk),
+            sub_path: volume.sub_path.clone(),
+            container_path: volume.container_path.clone(),
+            noexec: volume.options.contains(&MountOption::Noexec),
+        });
+    }
+    Ok(proto::CreateContainerRequest {
+        id: record.id.to_string(),
+        oci_spec: spec,
+        image_key: record.image.id.to_string(),
+        image: extents(&root.disk),
+        user: oci::user(config, &root.config),
+        merge_image_groups: !config.run_as.strict,
+        tty: config.tty,
+        stdin: config.stdin,
+        stdin_once: config.stdin_once,
+        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
+        stop_signal,
+        pid_of: match &config.pid {
+            PidMode::Of(target) => target.clone(),
+            PidMode::Pod | PidMode::Own => String::new(),
+        },
+        own_pid_namespace: config.pid == PidMode::Own,
+        volumes,
+        pushed,
+        devices: Vec::new(),
+        empty_dirs: Vec::new(),
+        disks: Vec::new(),
+    })
+}

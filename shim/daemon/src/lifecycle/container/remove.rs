@@ -1,0 +1,48 @@
+//! Removes a container from the guest.
+
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::{LifecycleError, at};
+use crate::lifecycle::context::request::{ask, is_unknown};
+use crate::lifecycle::volume::shared::takers;
+use nacelle_base::{Classify, ContainerId, Kind};
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::record::PodRecord;
+use nacelle_pod::client::PodClient;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Pause between attempts to remove a container that is still being created.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Removes the container. It is no error if the guest does not know it.
+pub(crate) async fn remove(
+    parts: Arc<Parts>,
+    client: Option<PodClient>,
+    pod: PodRecord,
+    record: Arc<ContainerConfig>,
+    id: ContainerId,
+) -> Result<(), LifecycleError> {
+    // Without a VM there is nothing in a guest to remove.
+    let Some(client) = client else { return Ok(()) };
+    remove_from_guest(&parts, client, &id).await?;
+    // Copied-in volumes are left over only if a daemon died while it created the container.
+    for taker in takers(&parts, &pod, &record) {
+        let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *taker, id.as_str()).await;
+        detached.map_err(at("take back the volumes of the container"))?;
+    }
+    Ok(())
+}
+
+async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
+    let deadline = tokio::time::Instant::now() + parts.answer_limit();
+    loop {
+        match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
+            Err(error) if is_unknown(&error) => return Ok(()),
+            // The guest still executes the creation for an earlier daemon; the removal succeeds once that is complete.
+            Err(error) if error.kind() == Kind::Conflict && tokio::time::Instant::now() < deadline => {
+                tokio::time::sleep(PAUSE).await;
+            }
+            other => return other,
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! Starts a container in the guest.
+
+use super::stop::stop;
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::request::ask;
+use nacelle_base::{Chain, ContainerId};
+use nacelle_pod::client::PodClient;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Starts the container in the guest.
+pub(crate) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId) -> Result<(), LifecycleError> {
+    let started = ask("start the container", parts.answer_limit(), client.start_container(id.as_str())).await;
+    if let Err(LifecycleError::TooSlow { .. }) = &started {
+        // After a failed request the container may start all the same, and would then run although it counts as ended.
+        if let Err(error) = stop(parts, client, id.clone(), Duration::ZERO).await {
+            tracing::warn!(container = %id, "its late start could not be stopped: {}", Chain(&error));
+        }
+    }
+    started
+}

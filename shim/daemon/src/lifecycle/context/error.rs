@@ -1,0 +1,472 @@
+//! Defines the errors of operations on pods and containers, and their kinds for the caller.
+
+use crate::hugepages::TooFew;
+use crate::oci::OciError;
+use nacelle_base::files::FileError;
+use nacelle_base::{Classify, Kind};
+use nacelle_engine::KernelError;
+use nacelle_image::ImageError;
+use nacelle_machines::machine_pod::SourceError;
+use nacelle_machines::vms::VmError;
+use nacelle_model::empty_dir::MIN_QUOTA;
+use nacelle_model::record::CleanupFailure;
+use nacelle_model::state::InvalidTransition;
+use nacelle_net::NetError;
+use nacelle_pod::client::ClientError;
+use nacelle_pod::processors::ProcessorsError;
+use nacelle_pod::scratch::ScratchError;
+use nacelle_pod::share::VolumesError;
+use nacelle_store::StoreError;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Why an operation failed. Cheap to clone, because several callers may wait for one result.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum LifecycleError {
+    /// The pod, container or image does not exist.
+    #[error("{what} {id} does not exist")]
+    NotFound {
+        /// The kind of object: "pod", "container", "image".
+        what: &'static str,
+        /// The name or id in the request.
+        id: String,
+    },
+    /// The id prefix matches several ids.
+    #[error("{id} is the beginning of the ids of several {what}s; give more digits")]
+    Ambiguous {
+        /// The kind of object: "pod", "container".
+        what: &'static str,
+        /// The prefix in the request.
+        id: String,
+    },
+    /// Another object has this name.
+    #[error("the name {name} belongs to {what} {id} already; remove that one or ask with another attempt")]
+    NameTaken {
+        /// The kind of object: "pod", "container".
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The id of the object that has the name.
+        id: String,
+    },
+    /// Another pod runs the persistent VM, which has one run at a time.
+    #[error("machine {vm} is held by pod {name}, {id}: stop that one, and wait until its machine is gone")]
+    VmHeld {
+        /// Namespace and name of the VM.
+        vm: String,
+        /// The name of the pod that runs it.
+        name: String,
+        /// The id of that pod.
+        id: String,
+    },
+    /// The operation is invalid in the object's state.
+    #[error("{whose} {id}")]
+    Refused {
+        /// The kind of object: "pod", "container".
+        whose: &'static str,
+        /// The object's id.
+        id: String,
+        /// The rejected transition.
+        source: InvalidTransition,
+    },
+    /// The pod is not ready.
+    #[error("pod {id} is not ready: {why}")]
+    NotReady {
+        /// The pod's id.
+        id: String,
+        /// The reason, as far as it is known.
+        why: String,
+    },
+    /// The pod process does not respond at the moment.
+    #[error("the process of pod {id} does not answer: it is searched for; try again")]
+    Silent {
+        /// The pod's id.
+        id: String,
+    },
+    /// The container does not run.
+    #[error("container {id} does not run")]
+    NotRunning {
+        /// The container's id.
+        id: String,
+    },
+    /// The start was cancelled.
+    #[error("the pod was stopped while it was booting")]
+    Cancelled,
+    /// The node has too few free huge pages for the VM's memory.
+    #[error(transparent)]
+    HugePages(#[from] TooFew),
+    /// The VM or the network could not be created.
+    #[error("cannot {step}")]
+    Step {
+        /// The failed step: "start the machine of the pod", ...
+        step: &'static str,
+        /// The cause.
+        source: StepError,
+    },
+    /// A step exceeded its time limit.
+    #[error("cannot {step}: it took longer than {} s", limit.as_secs())]
+    TooSlow {
+        /// The step.
+        step: &'static str,
+        /// The limit.
+        limit: Duration,
+    },
+    /// The cleanup is incomplete; the next stop tries again.
+    #[error("not everything of pod {id} could be given back: {left}")]
+    Unclean {
+        /// The pod's id.
+        id: String,
+        /// The resources that remain, and why.
+        left: String,
+    },
+    /// The requested resources exceed those of any VM.
+    #[error("a machine with {asked} {what}: at most {most} are possible")]
+    TooLarge {
+        /// The resource: "vCPUs", "MiB of memory".
+        what: &'static str,
+        /// The sum of what limits, handler and annotations request.
+        asked: u64,
+        /// The maximum.
+        most: u64,
+    },
+    /// A running VM cannot be resized that far.
+    #[error(
+        "the machine of pod {id} can have {has} for its containers, which cannot hold {wanted}: make the pod anew, or \
+         stay within it"
+    )]
+    TooSmall {
+        /// The pod's id.
+        id: String,
+        /// The maximum: "268435456 bytes of memory", "1 CPUs".
+        has: String,
+        /// The requested amount.
+        wanted: String,
+    },
+    /// The node lacks the CPUs or memory nodes to which a container is to be confined.
+    #[error("{field} is {asked:?}, but the node has {online} online")]
+    NotOnline {
+        /// The field of the request: "cpuset_cpus", "cpuset_mems".
+        field: &'static str,
+        /// The list in the request.
+        asked: String,
+        /// The list of those that are online.
+        online: String,
+    },
+    /// A VM's memory cannot be confined to some of the memory nodes.
+    #[error(
+        "cpuset_mems is {asked:?}, but the memory of a machine may lie on all memory nodes ({online}): leave it out, or run \
+         the pod by a handler whose engine is host"
+    )]
+    MemoryNodes {
+        /// The list in the request.
+        asked: String,
+        /// The list of the node's memory nodes.
+        online: String,
+    },
+    /// Too few CPUs would be left for the VM's pinned vCPUs.
+    #[error(
+        "cpuset_cpus is {asked:?}: that leaves pod {id} {left} processors of the node, and its machine has {vcpus}, each of which has one to \
+         itself (dedicatedCpuPlacement): ask for as many whole processors, or make the pod anew with a smaller machine"
+    )]
+    TooFewProcessors {
+        /// The pod's id.
+        id: String,
+        /// The list in the request.
+        asked: String,
+        /// The number of CPUs of the node that would be left.
+        left: usize,
+        /// The number of vCPUs of the VM.
+        vcpus: u32,
+    },
+    /// The path of a requested device is not a device.
+    #[error("config.devices.host_path is {path:?}: there is neither a device nor a directory with devices")]
+    NoDevice {
+        /// The path.
+        path: String,
+    },
+    /// Mount propagation is requested for a volume that is part of the VM.
+    #[error(
+        "config.mounts.propagation is not PROPAGATION_PRIVATE at {path:?}, a volume that is memory or a disk of the machine: leave \
+         it out"
+    )]
+    OwnPropagation {
+        /// The path.
+        path: String,
+    },
+    /// A volume that is a disk of the VM, in a container that cannot have one.
+    #[error("config.mounts.host_path is {path:?}: what is in this volume lies on a disk for machines: {instead}")]
+    OnDisk {
+        /// The path.
+        path: String,
+        /// The advice for the user.
+        instead: &'static str,
+    },
+    /// The path is no known directory of a volume that is a disk of the VM.
+    #[error(
+        "config.mounts.host_path is {path:?}, which is to be a directory of a volume on a disk, and is none of those that are known of \
+         it: only directories can be had as a subPath"
+    )]
+    NoPart {
+        /// The path.
+        path: String,
+    },
+    /// The node's file system lacks the space for a disk.
+    #[error(
+        "there is no room for the disk of the volume {path}: {free} bytes are free on the node, {MIN_QUOTA} are needed at least"
+    )]
+    NoRoomForDisk {
+        /// The volume's directory.
+        path: String,
+        /// Free bytes.
+        free: u64,
+    },
+    /// A device that only a pod without a guest can have.
+    #[error(
+        "config.devices.host_path is {path:?}: of the node's devices only block devices reach a machine, which has /dev/fuse \
+         and /dev/net/tun of its own (a machine pod has PCI devices by /dev/vfio, too); leave it out, or run the pod by a handler whose \
+         engine is host"
+    )]
+    NotForMachines {
+        /// The path.
+        path: String,
+    },
+    /// A block device cannot be opened.
+    #[error("config.devices.host_path is {path:?}: the block device cannot be opened to {way}")]
+    DeviceClosed {
+        /// The path.
+        path: String,
+        /// The access: "read", "read and write".
+        way: &'static str,
+        /// The cause.
+        source: Arc<std::io::Error>,
+    },
+    /// A block device has no medium.
+    #[error("config.devices.host_path is {path:?}: the block device has no bytes; nothing is behind it")]
+    DeviceEmpty {
+        /// The path.
+        path: String,
+    },
+    /// The requested directories contain too many devices.
+    #[error("config.devices are more than {most} with those in directories")]
+    TooManyDevices {
+        /// The maximum.
+        most: usize,
+    },
+    /// The container needs a privileged pod.
+    #[error("container {name} is privileged and its pod is not: set linux.security_context.privileged of the pod too")]
+    NotPrivileged {
+        /// The container's name.
+        name: String,
+    },
+    /// The container's PID namespace mode does not fit the pod's.
+    #[error(
+        "container {name} asks for the PID namespace of the pod, but the pod was made without one (pid: CONTAINER)"
+    )]
+    NoPodPid {
+        /// The container's name.
+        name: String,
+    },
+    /// The pod's task has ended; a repeated request finds the current state.
+    #[error("the pod has just been removed")]
+    Ended,
+    /// The pod's task has panicked.
+    #[error("BUG: the task of pod {pod} has failed; the pod runs on, restart nacelle to manage it again")]
+    TaskFailed {
+        /// The pod's id.
+        pod: String,
+    },
+}
+
+/// The largest kernel in bytes: /run is memory.
+pub(crate) const MAX_KERNEL_BYTES: u64 = 128 << 20;
+
+/// Why the pod's kernel cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum OwnKernelError {
+    /// The image is not on the node, and the node cannot pull it.
+    #[error(
+        "image {image} is not on this node, and cannot be pulled without credentials of the pod's: bring it there (crictl pull {image})"
+    )]
+    Pull {
+        /// The image.
+        image: String,
+        /// The cause.
+        source: ImageError,
+    },
+    /// The image is named by an id, which cannot be pulled, and is not on the node.
+    #[error("image {image} is not on this node: bring it there, or name it by a reference")]
+    NotHere {
+        /// The id.
+        image: String,
+    },
+    /// The image cannot be read.
+    #[error("image {image} cannot be read")]
+    Image {
+        /// The image.
+        image: String,
+        /// The cause.
+        source: ImageError,
+    },
+    /// The image has no such file.
+    #[error("image {image} has no file {path:?} (links are not followed to it)")]
+    NoFile {
+        /// The image.
+        image: String,
+        /// The path.
+        path: String,
+    },
+    /// The file is too large.
+    #[error("{path:?} of image {image} has {size} bytes, and a kernel {MAX_KERNEL_BYTES} at most")]
+    TooLarge {
+        /// The image.
+        image: String,
+        /// The path.
+        path: String,
+        /// The file's size in bytes.
+        size: u64,
+    },
+    /// The file is not a kernel that the VM can boot.
+    #[error("{path:?} of image {image} is no kernel for this machine")]
+    NoKernel {
+        /// The image.
+        image: String,
+        /// The path.
+        path: String,
+        /// The cause.
+        source: KernelError,
+    },
+    /// The kernel cannot be written to the pod's directory.
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl Classify for OwnKernelError {
+    fn kind(&self) -> Kind {
+        match self {
+            OwnKernelError::Pull { source, .. } | OwnKernelError::Image { source, .. } => source.kind(),
+            OwnKernelError::NotHere { .. } | OwnKernelError::NoFile { .. } => Kind::Conflict,
+            OwnKernelError::TooLarge { .. } => Kind::Invalid,
+            OwnKernelError::NoKernel { source, .. } => source.kind(),
+            OwnKernelError::File(source) => source.kind(),
+        }
+    }
+}
+
+/// The cause of a failed step.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum StepError {
+    /// The pod process failed.
+    #[error(transparent)]
+    Pod(#[from] Arc<ClientError>),
+    /// The network failed.
+    #[error(transparent)]
+    Net(#[from] Arc<NetError>),
+    /// The image store failed.
+    #[error(transparent)]
+    Image(#[from] Arc<ImageError>),
+    /// The state store failed.
+    #[error(transparent)]
+    Store(#[from] Arc<StoreError>),
+    /// A file operation failed.
+    #[error(transparent)]
+    File(#[from] Arc<FileError>),
+    /// The volumes of the node failed.
+    #[error(transparent)]
+    Volumes(#[from] Arc<VolumesError>),
+    /// The CPUs of the node are the cause.
+    #[error(transparent)]
+    Processors(#[from] Arc<ProcessorsError>),
+    /// A disk failed.
+    #[error(transparent)]
+    Disk(#[from] Arc<ScratchError>),
+    /// The OCI specification could not be built.
+    #[error(transparent)]
+    Oci(#[from] Arc<OciError>),
+    /// The persistent VM failed.
+    #[error(transparent)]
+    Vm(#[from] Arc<VmError>),
+    /// The disks of a machine pod are the cause.
+    #[error(transparent)]
+    Source(#[from] Arc<SourceError>),
+    /// The kernel that the pod brings is the cause.
+    #[error(transparent)]
+    Kernel(#[from] Arc<OwnKernelError>),
+}
+
+macro_rules! from {
+    ($($error:ty => $variant:ident),*) => {$(
+        impl From<$error> for StepError {
+            fn from(error: $error) -> Self {
+                StepError::$variant(Arc::new(error))
+            }
+        }
+    )*};
+}
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel);
+
+/// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
+pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
+    move |error| LifecycleError::Step { step, source: error.into() }
+}
+
+/// Returns the remaining resources of a pod on one line.
+pub fn left_line(left: &[CleanupFailure]) -> String {
+    let each: Vec<String> = left.iter().map(|left| format!("{}: {}", left.what, left.why)).collect();
+    each.join("; ")
+}
+
+impl Classify for StepError {
+    fn kind(&self) -> Kind {
+        match self {
+            StepError::Pod(error) => error.kind(),
+            StepError::Net(error) => error.kind(),
+            StepError::Image(error) => error.kind(),
+            StepError::Store(error) => error.kind(),
+            StepError::File(error) => error.kind(),
+            StepError::Oci(error) => error.kind(),
+            StepError::Disk(error) => error.kind(),
+            StepError::Volumes(error) => error.kind(),
+            StepError::Processors(error) => error.kind(),
+            StepError::Source(error) => error.kind(),
+            StepError::Vm(error) => error.kind(),
+            StepError::Kernel(error) => error.kind(),
+        }
+    }
+}
+
+impl Classify for LifecycleError {
+    fn kind(&self) -> Kind {
+        match self {
+            LifecycleError::NotFound { .. } => Kind::NotFound,
+            LifecycleError::Ambiguous { .. }
+            | LifecycleError::NotPrivileged { .. }
+            | LifecycleError::NotOnline { .. }
+            | LifecycleError::TooFewProcessors { .. }
+            | LifecycleError::NoDevice { .. }
+            | LifecycleError::TooManyDevices { .. }
+            | LifecycleError::TooLarge { .. }
+            | LifecycleError::NoPodPid { .. } => Kind::Invalid,
+            LifecycleError::MemoryNodes { .. }
+            | LifecycleError::NotForMachines { .. }
+            | LifecycleError::OwnPropagation { .. } => Kind::Unsupported,
+            LifecycleError::NoRoomForDisk { .. } => Kind::Exhausted,
+            LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
+            LifecycleError::Refused { .. }
+            | LifecycleError::NotReady { .. }
+            | LifecycleError::NotRunning { .. }
+            | LifecycleError::TooSmall { .. }
+            | LifecycleError::DeviceClosed { .. }
+            | LifecycleError::VmHeld { .. }
+            | LifecycleError::DeviceEmpty { .. }
+            | LifecycleError::OnDisk { .. }
+            | LifecycleError::NoPart { .. }
+            | LifecycleError::Cancelled => Kind::Conflict,
+            LifecycleError::HugePages(source) => source.kind(),
+            LifecycleError::Step { source, .. } => source.kind(),
+            LifecycleError::TooSlow { .. } => Kind::Timeout,
+            LifecycleError::Silent { .. } => Kind::Unavailable,
+            LifecycleError::Unclean { .. } | LifecycleError::TaskFailed { .. } => Kind::Internal,
+            LifecycleError::Ended => Kind::NotFound,
+        }
+    }
+}

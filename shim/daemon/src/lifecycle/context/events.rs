@@ -1,0 +1,276 @@
+//! Distributes the events of the node: stamps them, keeps their order and passes them to the subscribers. One ring buffer serves
+//! all subscribers, so the queued events are bounded whatever the number and speed of the subscribers. A subscriber that falls
+//! behind by more than the ring holds gets an error and is ended, so that no subscriber misses an event silently. The lock is
+//! held to stamp an event and to put it into the ring, never while waiting.
+
+use super::now;
+use super::view::View;
+use nacelle_base::{Classify, Kind};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
+use tokio::sync::broadcast;
+use tokio_stream::Stream;
+use tokio_stream::wrappers::BroadcastStream;
+use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
+
+/// Capacity of the ring in events, a power of two: the largest backlog of a subscriber.
+const RING: usize = 1024;
+/// Time for which the events since the daemon's start are kept for its first subscriber.
+const FIRST: Duration = Duration::from_secs(300);
+
+/// The kind of an event, in the order of a life cycle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum EventKind {
+    /// The object was created.
+    Created,
+    /// The container runs, or the pod is ready.
+    Started,
+    /// The container ended, or the pod is no longer ready.
+    Stopped,
+    /// The object was removed.
+    Deleted,
+}
+
+/// An event of a pod or of a container.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// The kind of the event.
+    pub kind: EventKind,
+    /// The id of the container or of the pod.
+    pub id: String,
+    /// The time in nanoseconds since 1970, later than that of every earlier event.
+    pub at: i64,
+    /// The pod and its containers at that time.
+    pub view: Arc<View>,
+}
+
+/// The reason a subscription ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Ended {
+    /// The subscriber was too slow.
+    #[error("the subscriber was too slow and has missed {missed} events: list what is there, then subscribe again")]
+    Behind {
+        /// The number of missed events.
+        missed: u64,
+    },
+    /// The daemon is shutting down.
+    #[error("the daemon ends: subscribe again when it is back")]
+    Closing,
+}
+
+impl Classify for Ended {
+    fn kind(&self) -> Kind {
+        match self {
+            Ended::Behind { .. } => Kind::Exhausted,
+            Ended::Closing => Kind::Unavailable,
+        }
+    }
+}
+
+type Receiver = broadcast::Receiver<Arc<Event>>;
+
+struct Inner {
+    /// `None` once the events are closed.
+    ring: Option<broadcast::Sender<Arc<Event>>>,
+    /// The receiver for the first subscriber, and the time until which it is kept.
+    first: Option<(Receiver, Instant)>,
+    /// The time of the last event.
+    last: i64,
+}
+
+/// The event source of a node.
+pub struct Events(Mutex<Inner>);
+
+impl Default for Events {
+    fn default() -> Events {
+        Events::new(RING, FIRST)
+    }
+}
+
+impl Events {
+    /// Creates a ring of this many events (a power of two), which are kept for the first subscriber for this long.
+    pub fn new(ring: usize, first: Duration) -> Events {
+        let (ring, receiver) = broadcast::channel(ring);
+        Events(Mutex::new(Inner { ring: Some(ring), first: Some((receiver, Instant::now() + first)), last: 0 }))
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        // Each change is a single assignment, so a panic in between leaves the state consistent.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends an event to all subscribers.
+    pub(crate) fn tell(&self, kind: EventKind, id: &str, view: &Arc<View>) {
+        let mut inner = self.inner();
+        inner.last = now().max(inner.last.saturating_add(1));
+        if inner.first.as_ref().is_some_and(|(_, until)| *until <= Instant::now()) {
+            inner.first = None;
+        }
+        if let Some(ring) = &inner.ring {
+            // `send` fails if there is no subscriber.
+            let _ = ring.send(Arc::new(Event { kind, id: id.to_owned(), at: inner.last, view: Arc::clone(view) }));
+        }
+    }
+
+    /// Returns the current time on the clock of events: data read afterwards is at least as new as every earlier event.
+    pub fn moment(&self) -> i64 {
+        let mut inner = self.inner();
+        inner.last = now().max(inner.last);
+        inner.last
+    }
+
+    /// Makes all further events later than `time`.
+    pub(crate) fn go_on_after(&self, time: i64) {
+        let mut inner = self.inner();
+        inner.last = inner.last.max(time);
+    }
+
+    /// Subscribes to all further events. The first subscriber also gets those since the daemon's start, if it subscribes in time:
+    /// recovery finds events of the time without a daemon before any client can subscribe.
+    pub fn subscribe(&self) -> Subscription {
+        let mut inner = self.inner();
+        let first = inner.first.take().filter(|(_, until)| Instant::now() < *until).map(|(receiver, _)| receiver);
+        let receiver = first.or_else(|| inner.ring.as_ref().map(broadcast::Sender::subscribe));
+        match receiver {
+            Some(receiver) => Subscription::Open(BroadcastStream::new(receiver)),
+            None => Subscription::Closed,
+        }
+    }
+
+    /// Returns whether the daemon is not shutting down.
+    pub fn is_open(&self) -> bool {
+        self.inner().ring.is_some()
+    }
+
+    /// Ends all subscriptions after they have delivered the events until now.
+    pub fn close(&self) {
+        let mut inner = self.inner();
+        (inner.ring, inner.first) = (None, None);
+    }
+}
+
+/// A stream of events; an error is its last item.
+pub enum Subscription {
+    /// More events may follow.
+    Open(BroadcastStream<Arc<Event>>),
+    /// The daemon is shutting down.
+    Closed,
+    /// The error was returned, and no more items follow.
+    Over,
+}
+
+impl Stream for Subscription {
+    type Item = Result<Arc<Event>, Ended>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let ended = match &mut *self {
+            Subscription::Open(events) => match ready!(Pin::new(events).poll_next(context)) {
+                Some(Ok(event)) => return Poll::Ready(Some(Ok(event))),
+                Some(Err(BroadcastStreamRecvError::Lagged(missed))) => Ended::Behind { missed },
+                None => Ended::Closing,
+            },
+            Subscription::Closed => Ended::Closing,
+            Subscription::Over => return Poll::Ready(None),
+        };
+        // Keep no events for a subscriber that gets no more.
+        *self = Subscription::Over;
+        Poll::Ready(Some(Err(ended)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_model::testing::pod;
+    use tokio_stream::StreamExt;
+
+    fn view() -> Arc<View> {
+        Arc::new(View::new(&pod(1), std::iter::empty(), None))
+    }
+
+    async fn ids(subscription: &mut Subscription, count: usize) -> Vec<String> {
+        let mut ids = Vec::new();
+        for _ in 0..count {
+            ids.push(subscription.next().await.unwrap().unwrap().id.clone());
+        }
+        ids
+    }
+
+    #[tokio::test]
+    async fn all_subscribers_are_told_all_in_one_order_and_times_only_grow() {
+        let events = Events::default();
+        // The clock is far behind; the times increase all the same.
+        let future = i64::MAX / 2;
+        events.go_on_after(future);
+        let mut subscribers: Vec<_> = (0..3).map(|_| events.subscribe()).collect();
+        let told: Vec<String> = (0..100).map(|n| n.to_string()).collect();
+        told.iter().for_each(|id| events.tell(EventKind::Started, id, &view()));
+        assert!(events.moment() >= future + 100);
+        for subscriber in &mut subscribers {
+            let mut last = future;
+            for id in &told {
+                let event = subscriber.next().await.unwrap().unwrap();
+                assert_eq!(event.id, *id);
+                assert!(event.at > last);
+                last = event.at;
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn one_that_falls_behind_is_told_so_and_keeps_nothing_and_nobody_back() {
+        let events = Events::new(4, FIRST);
+        let mut slow = events.subscribe();
+        let mut good = events.subscribe();
+        let view = view();
+        for n in 0..6 {
+            events.tell(EventKind::Created, &n.to_string(), &view);
+            assert_eq!(ids(&mut good, 1).await, [n.to_string()]);
+        }
+        // One reference of this test and four of the ring.
+        assert_eq!(Arc::strong_count(&view), 5);
+        let error = slow.next().await.unwrap().unwrap_err();
+        assert_eq!((error, error.kind()), (Ended::Behind { missed: 2 }, Kind::Exhausted));
+        assert!(slow.next().await.is_none());
+        assert_eq!(Arc::strong_count(&view), 1);
+        events.tell(EventKind::Stopped, "on", &view);
+        assert_eq!(ids(&mut good, 1).await, ["on"]);
+        drop(good);
+        events.tell(EventKind::Stopped, "nobody", &view);
+        assert_eq!(Arc::strong_count(&view), 1);
+    }
+
+    #[tokio::test]
+    async fn the_first_is_told_what_was_before_it_unless_it_comes_late() {
+        let view = view();
+        let events = Events::default();
+        events.tell(EventKind::Stopped, "before", &view);
+        let (mut first, mut second) = (events.subscribe(), events.subscribe());
+        events.tell(EventKind::Stopped, "after", &view);
+        assert_eq!(ids(&mut first, 2).await, ["before", "after"]);
+        assert_eq!(ids(&mut second, 1).await, ["after"]);
+
+        let events = Events::new(4, Duration::ZERO);
+        events.tell(EventKind::Stopped, "before", &view);
+        assert_eq!(Arc::strong_count(&view), 1);
+        let mut late = events.subscribe();
+        events.tell(EventKind::Stopped, "after", &view);
+        assert_eq!(ids(&mut late, 1).await, ["after"]);
+    }
+
+    #[tokio::test]
+    async fn at_the_end_all_is_told_and_then_why_it_ends() {
+        let events = Events::default();
+        let mut subscriber = events.subscribe();
+        events.tell(EventKind::Stopped, "last", &view());
+        events.close();
+        events.tell(EventKind::Stopped, "too late", &view());
+        assert_eq!(ids(&mut subscriber, 1).await, ["last"]);
+        for mut subscriber in [subscriber, events.subscribe()] {
+            assert_eq!(subscriber.next().await.unwrap().unwrap_err(), Ended::Closing);
+            assert!(subscriber.next().await.is_none());
+        }
+    }
+}

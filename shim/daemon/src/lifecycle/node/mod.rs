@@ -1,0 +1,229 @@
+//! Provides the requests on pods and containers. Each request finds the pod's actor in the table, sends it a message and waits for
+//! the response. It knows nothing of CRI.
+
+pub mod recover;
+pub(crate) mod running;
+mod vms;
+
+use super::actor;
+use super::actor::announce::Told;
+use super::actor::message::{Answer, Begin, Message};
+use super::actor::table::{Handle, Known, Table, fine_if_gone};
+use super::container;
+use super::context::error::{LifecycleError, at};
+use super::context::view::View;
+use super::context::{Parts, new_id, now};
+use ipnet::IpNet;
+use nacelle_base::{ContainerId, PodId};
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::digest::ImageId;
+use nacelle_model::pod::PodConfig;
+use nacelle_model::record::PodRecord;
+use nacelle_model::resources::{PodResources, Resources};
+use nacelle_model::state;
+use nacelle_proto::pod as proto;
+use nacelle_store::Change;
+use running::Running;
+use std::collections::HashSet;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+use tokio::sync::oneshot;
+use vms::{held, holds};
+
+/// The pods of this node.
+#[derive(Clone)]
+pub struct Node {
+    parts: Arc<Parts>,
+    table: Arc<Table>,
+}
+
+impl Node {
+    /// Returns what the pods share.
+    pub fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    /// Returns the states of all pods.
+    pub fn views(&self) -> Vec<Arc<View>> {
+        self.table.views()
+    }
+
+    /// Returns a pod by its id or a prefix of it.
+    pub fn pod(&self, id: &str) -> Result<Arc<View>, LifecycleError> {
+        Ok(Arc::clone(&self.table.find(id)?.1.view.borrow()))
+    }
+
+    /// Returns a container by its id or a prefix of it, with its pod.
+    pub fn container(&self, id: &str) -> Result<(ContainerId, Arc<View>), LifecycleError> {
+        self.table.find_container(id).map(|(id, _, view)| (id, view))
+    }
+
+    /// Returns the images of containers and their volumes, and those below the disks of persistent VMs.
+    pub fn images_in_use(&self) -> HashSet<ImageId> {
+        let mut images = self.table.images_in_use();
+        images.extend(self.parts.vms.images());
+        images
+    }
+
+    /// Creates a pod and waits until it is ready. A repeated request for a pod that boots or is ready returns the same pod.
+    pub async fn run_pod(&self, config: PodConfig, handler: String) -> Result<PodId, LifecycleError> {
+        let (answer, ready) = oneshot::channel();
+        let (id, known) = self.place(config, handler, answer)?;
+        if let Some((inbox, answer)) = known {
+            let sent = inbox.send(Message::WaitReady(answer)).await;
+            sent.map_err(|_closed| self.table.explain(&id, LifecycleError::Ended))?;
+        }
+        ready.await.map_err(|_dropped| self.table.explain(&id, LifecycleError::Ended))??;
+        Ok(id)
+    }
+
+    /// Finds the pod of this name, or starts one, whose actor then owns `answer`.
+    fn place(
+        &self,
+        config: PodConfig,
+        handler: String,
+        answer: Answer<()>,
+    ) -> Result<(PodId, Option<Known>), LifecycleError> {
+        let mut rows = self.table.rows();
+        if let Some(id) = rows.names.get(&config.name) {
+            let taken = || LifecycleError::NameTaken { what: "pod", name: config.name.to_string(), id: id.to_string() };
+            let handle = rows.pods.get(id).ok_or_else(taken)?;
+            let view = Arc::clone(&handle.view.borrow());
+            let alive = matches!(view.pod.state, state::PodState::Booting | state::PodState::Ready);
+            if !alive || *view.pod.config != config {
+                return Err(taken());
+            }
+            return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
+        }
+        if let Some(vm) = config.vm.as_deref() {
+            let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
+            if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
+                return Err(held(vm, &view));
+            }
+            // The VM existed a moment ago, but may have been deleted since.
+            self.parts.vms.is_free(vm).and_then(|()| self.parts.vms.known(vm)).map_err(at("run the machine"))?;
+        }
+        let id = loop {
+            let id = PodId::from_bytes(new_id());
+            // The run directory is named after the id's prefix.
+            if !rows.pods.keys().any(|known| known.short() == id.short()) {
+                break id;
+            }
+        };
+        let record = PodRecord {
+            id: id.clone(),
+            config: Arc::new(config),
+            handler,
+            state: state::PodState::Booting,
+            created_at: now(),
+            was_ready: false,
+            ips: Vec::new(),
+            kernel_release: String::new(),
+            failure: String::new(),
+            left: Vec::new(),
+            timeline: Vec::new(),
+            ending: Vec::new(),
+            machine: None,
+            resources: None,
+            process: None,
+        };
+        rows.names.insert(record.config.name.clone(), id.clone());
+        let (actor, inbox, view) =
+            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Told::default());
+        rows.pods.insert(id.clone(), Handle { inbox, view });
+        tokio::spawn(actor.run(Begin::New(answer)));
+        Ok((id, None))
+    }
+
+    /// Stops a pod. A pod that does not exist counts as stopped.
+    pub async fn stop_pod(&self, id: &str) -> Result<(), LifecycleError> {
+        match self.table.find(id) {
+            Ok((_, handle)) => self.table.ask(&handle, Message::Stop).await.or_else(fine_if_gone),
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Stops and removes a pod. A pod that does not exist counts as removed.
+    pub async fn remove_pod(&self, id: &str) -> Result<(), LifecycleError> {
+        match self.table.find(id) {
+            Ok((_, handle)) => self.table.ask(&handle, Message::Remove).await.or_else(fine_if_gone),
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Creates a container from an image in the store; `volumes` are the images of its volumes, in their order.
+    pub async fn create(
+        &self,
+        pod: &str,
+        config: ContainerConfig,
+        image: ContainerImage,
+        volumes: Vec<ContainerImage>,
+    ) -> Result<ContainerId, LifecycleError> {
+        let (_, handle) = self.table.find(pod)?;
+        self.table.ask(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
+    }
+
+    /// Starts a container. A running container counts as started.
+    pub async fn start(&self, id: &str) -> Result<(), LifecycleError> {
+        let (id, handle, _) = self.table.find_container(id)?;
+        self.table.ask(&handle, |answer| Message::Start(id, answer)).await
+    }
+
+    /// Changes the limits of a container that has not ended; unset limits stay.
+    pub async fn update(&self, id: &str, change: Resources) -> Result<(), LifecycleError> {
+        let (id, handle, _) = self.table.find_container(id)?;
+        self.table.ask(&handle, |answer| Message::Update(id, Box::new(change), answer)).await
+    }
+
+    /// Changes the resources of a ready pod if its VM can hold them; unset limits stay.
+    pub async fn update_pod(&self, id: &str, change: PodResources) -> Result<(), LifecycleError> {
+        let (_, handle) = self.table.find(id)?;
+        self.table.ask(&handle, |answer| Message::UpdatePod(Box::new(change), answer)).await
+    }
+
+    /// Stops a container. A container that does not run or exist counts as stopped.
+    pub async fn stop(&self, id: &str, grace: Duration) -> Result<(), LifecycleError> {
+        match self.table.find_container(id) {
+            Ok((id, handle, _)) => {
+                self.table.ask(&handle, |answer| Message::StopContainer(id, grace, answer)).await.or_else(fine_if_gone)
+            }
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Stops and removes a container. A container that does not exist counts as removed.
+    pub async fn remove(&self, id: &str) -> Result<(), LifecycleError> {
+        match self.table.find_container(id) {
+            Ok((id, handle, _)) => {
+                self.table.ask(&handle, |answer| Message::RemoveContainer(id, answer)).await.or_else(fine_if_gone)
+            }
+            Err(error) => fine_if_gone(error),
+        }
+    }
+
+    /// Runs a command in a running container to its end.
+    pub async fn exec(
+        &self,
+        id: &str,
+        args: Vec<String>,
+        limit: Option<Duration>,
+    ) -> Result<proto::ExecSyncResponse, LifecycleError> {
+        let Running { id, client, .. } = self.running(id)?;
+        container::exec::exec(&self.parts, client, &id, args, limit).await
+    }
+
+    /// Closes the log file of a running container and opens it again by its name.
+    pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
+        let Running { id, client, .. } = self.running(id)?;
+        container::log::reopen(&self.parts, client, &id).await
+    }
+
+    /// Stores the node's pod CIDRs.
+    pub async fn set_pod_cidrs(&self, cidrs: Vec<IpNet>) -> Result<(), LifecycleError> {
+        let text: Vec<String> = cidrs.iter().map(ToString::to_string).collect();
+        let change = Change::Setting(recover::POD_CIDRS, text.join(","));
+        self.parts.store.commit(vec![change]).await.map_err(at("record the pod CIDR"))?;
+        *self.parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
+        Ok(())
+    }
+}

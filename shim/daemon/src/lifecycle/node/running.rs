@@ -1,0 +1,87 @@
+//! Finds running containers and ready pods for streams, commands and consoles.
+
+use super::Node;
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::view::View;
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_base::{Chain, ContainerId, PodId};
+use nacelle_model::record::ContainerRecord;
+use nacelle_model::state;
+use nacelle_pod::client::PodClient;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// The number of bytes of a console that an error shows.
+const CONSOLE_SHOWN: usize = 4 << 10;
+
+/// A running container, for streams and commands.
+pub(crate) struct Running {
+    /// The container's id.
+    pub id: ContainerId,
+    /// The client of its pod process.
+    pub client: PodClient,
+    /// The container has a terminal.
+    pub tty: bool,
+    /// The container has a standard input.
+    pub stdin: bool,
+    /// The standard input is closed when the first attached client ends.
+    pub stdin_once: bool,
+    view: watch::Receiver<Arc<View>>,
+}
+
+impl Running {
+    /// Waits until the container no longer runs.
+    pub async fn ended(mut self) {
+        let runs = |view: &Arc<View>| view.containers.get(&self.id).map(|record| record.state);
+        // A removed pod publishes nothing more.
+        let _ = self.view.wait_for(|view| runs(view) != Some(state::ContainerState::Running)).await;
+    }
+}
+
+impl Node {
+    /// Waits until a container no longer runs; returns `false` after `limit`.
+    pub(crate) async fn ends(&self, id: &str, limit: Duration) -> bool {
+        let Ok((id, mut handle, _)) = self.table.find_container(id) else { return true };
+        let runs = |record: &ContainerRecord| record.state == state::ContainerState::Running;
+        let ended = handle.view.wait_for(|view| !view.containers.get(&id).is_some_and(runs));
+        // The view ends with the pod.
+        tokio::time::timeout(limit, ended).await.is_ok()
+    }
+
+    /// Returns a running container.
+    pub(crate) fn running(&self, id: &str) -> Result<Running, LifecycleError> {
+        let (id, handle, view) = self.table.find_container(id)?;
+        match (&view.client, view.containers.get(&id)) {
+            (Some(client), Some(record)) if record.state == state::ContainerState::Running => {
+                let config = &record.config;
+                let (tty, stdin, stdin_once) = (config.tty, config.stdin, config.stdin_once);
+                Ok(Running { id, client: client.clone(), tty, stdin, stdin_once, view: handle.view })
+            }
+            _ => Err(LifecycleError::NotRunning { id: id.to_string() }),
+        }
+    }
+
+    /// Returns a ready pod and its client.
+    pub(crate) fn ready(&self, id: &str) -> Result<(PodId, PodClient), LifecycleError> {
+        let (id, handle) = self.table.find(id)?;
+        let view = Arc::clone(&handle.view.borrow());
+        match &view.client {
+            Some(client) if view.pod.state == state::PodState::Ready => Ok((id, client.clone())),
+            _ => Err(LifecycleError::NotReady { id: id.to_string(), why: format!("it is {:?}", view.pod.state) }),
+        }
+    }
+
+    /// Returns the end of the guest's console output; empty if there is no console.
+    pub async fn console(&self, pod: &PodId) -> String {
+        let jailed = nacelle_pod::jailed(&self.parts.pod_dir(pod));
+        let tail = blocking(move || nacelle_engine::log_tail(&jailed, nacelle_pod::CONSOLE_FILE, CONSOLE_SHOWN));
+        match tail.await {
+            Ok(text) => text.unwrap_or_default(),
+            Err(error) => {
+                tracing::warn!(%pod, "the console's log cannot be shown: {}", Chain(&error));
+                String::new()
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Creates a pod's VM and network: the effect behind the state `Booting`. On failure the caller tears everything down. Resources are
+//! found by the pod's id, so a teardown works after a crash too.
+
+use super::cgroup::choose_group;
+use super::kernel;
+use super::network::{configuration, keep_only, of_node};
+use super::size::{self, memory_mib, memory_pages};
+use super::spec::{Groups, own_kernel, pod_spec};
+use crate::config::Handler;
+use crate::hugepages;
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::{LifecycleError, at};
+use crate::lifecycle::context::services::Admit;
+use crate::lifecycle::context::text::clip;
+use nacelle_base::machine::{EngineKind, MemoryPages};
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_base::timeline::{Step, Timeline};
+use nacelle_base::{Chain, PodId, files};
+use nacelle_model::machine::INTERFACE;
+use nacelle_model::pod::PodConfig;
+use nacelle_model::resources::VmResources;
+use nacelle_net::{InterfaceUsage, PodRef};
+use nacelle_pod::client::PodClient;
+use nacelle_pod::spec::EngineSpec;
+use std::net::IpAddr;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+/// A pod that has started.
+pub(crate) struct Up {
+    pub client: PodClient,
+    pub ips: Vec<IpAddr>,
+    pub kernel_release: String,
+    pub machine: VmResources,
+}
+
+/// The longest name of a boot step in bytes; a pod process may report anything.
+const STEP_NAME: usize = 64;
+
+/// Creates the pod's directory, namespace, VM and network, and waits until the guest is configured. On failure the caller cleans
+/// up everything. `cancel` ends it at the next step. `admit` records the pod process.
+pub(crate) async fn boot(
+    parts: Arc<Parts>,
+    id: PodId,
+    config: Arc<PodConfig>,
+    handler: Handler,
+    cancel: CancellationToken,
+    timeline: Timeline,
+    admit: Admit,
+) -> Result<Up, LifecycleError> {
+    let dir = parts.pod_dir(&id);
+    if !matches!(parts.engine.spec(handler.engine, &config), EngineSpec::Host { .. }) {
+        size::check(&config, &handler)?;
+    }
+    let page = match &config.machine {
+        Some(machine) if machine.largest_pages => Some(hugepages::LARGEST_MIB),
+        Some(machine) => machine.hugepages.then_some(hugepages::PAGE_MIB),
+        None => (memory_pages(&config, &handler) == MemoryPages::Hugetlb).then_some(hugepages::PAGE_MIB),
+    };
+    if let Some(page) = page {
+        hugepages::check(memory_mib(&config, &handler), page)?;
+    }
+    make_directories(dir.clone(), config.log_directory.clone()).await?;
+    let own_kernel = own_kernel(&config);
+    if let Some(own) = own_kernel {
+        let engine = match parts.engine.spec(handler.engine, &config) {
+            EngineSpec::Qemu { .. } => EngineKind::Qemu,
+            _ => EngineKind::Kvm,
+        };
+        let brought = kernel::bring(&parts, &dir, own, engine, size::narrow(memory_mib(&config, &handler)), &cancel);
+        timeline.measure("kernel out of its image", brought).await?;
+    }
+    let netns = match config.node_namespaces.network {
+        true => None,
+        false => {
+            let created = timeline.measure("network namespace", parts.networks.create(&id)).await;
+            Some(created.map_err(at("make the network namespace of the pod"))?)
+        }
+    };
+    if cancel.is_cancelled() {
+        return Err(LifecycleError::Cancelled);
+    }
+    let group = choose_group(&parts, &id, &config, &handler).await?;
+    let groups = match parts.engine.spec(handler.engine, &config) {
+        EngineSpec::Host { .. } => blocking(Groups::of_this_process).await,
+        _ => Groups::All,
+    };
+    let spec = pod_spec(&parts, &id, &config, &handler, netns, group, groups);
+    let usage = match spec.engine {
+        EngineSpec::Host { .. } => InterfaceUsage::Namespace,
+        _ if config.machine.is_some() => InterfaceUsage::GuestNeedsAll,
+        _ => InterfaceUsage::Guest,
+    };
+    let guest = usage != InterfaceUsage::Namespace;
+    let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
+    let pod = PodRef {
+        id: id.clone(),
+        name: config.name.name.clone(),
+        namespace: config.name.namespace.clone(),
+        uid: config.name.uid.clone(),
+        port_mappings: config.ports.clone(),
+        bandwidth: None,
+        dns: config.dns.clone(),
+        pod_cidrs: parts.pod_cidrs(),
+        further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
+        usage,
+    };
+    // The VM boots while the plugins run. Both are awaited to their end, so that a cleanup finds nothing half-done.
+    let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
+    let (client, attached) =
+        tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec, admit)), async {
+            match spec.network {
+                Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&pod))).await,
+                None => Ok(Ok(of_node())),
+            }
+        });
+    let client = client.map_err(at("start the machine of the pod"))?;
+    let mut attached = attached
+        .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
+        .map_err(at("attach the pod to its network"))?;
+    if let Some(network) = &spec.network {
+        keep_only(&mut attached.network, &network.interfaces);
+    }
+    if config.machine.is_some() {
+        for interface in attached.network.interfaces.iter().filter(|interface| !interface.neighbours.is_empty()) {
+            let (name, neighbours) = (&interface.name, interface.neighbours.len());
+            let why = "a machine's own system learns no permanent neighbours by DHCP or cloud-init; it asks for their addresses";
+            tracing::warn!(pod = %id, name, neighbours, why);
+        }
+    }
+    // The pod process has dropped the privileges for it.
+    if guest {
+        let known = attached.network.interfaces.iter().enumerate();
+        let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
+        let joined = timeline.measure("taps joined to the network", parts.networks.join(&id, pairs)).await;
+        joined.map_err(at("join the machine of the pod to its network"))?;
+    }
+    let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
+    let request = configuration(&config, &attached, &node);
+    let step = "boot the machine of the pod";
+    let configured = tokio::select! {
+        () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
+        configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
+    };
+    let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
+    if own_kernel.is_some()
+        && let Err(error) = kernel::forget(&dir).await
+    {
+        tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
+    }
+    // Measured by the pod process; its times are not verified.
+    timeline.add(configured.steps.into_iter().map(|step| Step {
+        what: clip(&step.what).chars().take(STEP_NAME).collect(),
+        at: step.at,
+        micros: step.micros,
+        failed: false,
+    }));
+    let machine = match spec.engine {
+        // The pod runs on the node itself.
+        EngineSpec::Host { .. } => VmResources {
+            vcpus: u32::MAX,
+            max_vcpus: u32::MAX,
+            memory: u64::MAX,
+            least_memory: u64::MAX,
+            max_memory: u64::MAX,
+        },
+        _ => size::of(&config, &handler),
+    };
+    Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
+}
+
+async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
+    let make = move || {
+        if let Some(logs) = logs {
+            std::fs::create_dir_all(&logs).map_err(files::at("create", &logs))?;
+        }
+        if let Some(pods) = dir.parent() {
+            // The directory existed when the daemon started, but may have been removed since with its contents.
+            std::fs::DirBuilder::new().recursive(true).mode(0o700).create(pods).map_err(files::at("create", pods))?;
+        }
+        std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))?;
+        nacelle_pod::make_jail(&dir)
+    };
+    blocking(make).await.map_err(at("make the directory of the pod"))
+}

@@ -1,0 +1,43 @@
+//! Resizes the pod's VM: its vCPUs and its memory.
+
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::request::ask;
+use nacelle_base::Chain;
+use nacelle_model::resources::VmResources;
+use nacelle_pod::client::PodClient;
+use std::sync::Arc;
+
+/// A resize of the VM.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Resize {
+    /// The present resources, and the target.
+    pub from: VmResources,
+    pub to: VmResources,
+    /// Whether the number of vCPUs changes too.
+    pub processors: bool,
+}
+
+/// Resizes the pod's VM, completely or not at all, and returns its new resources.
+pub(crate) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<VmResources, LifecycleError> {
+    let Resize { from, mut to, processors } = sizes;
+    let run = async |count| {
+        ask("change the processors of the pod's machine", parts.answer_limit(), client.set_processors(count)).await
+    };
+    if processors {
+        run(to.vcpus).await?;
+    }
+    if let Some(bytes) = to.reserve_used() {
+        let asked = ask("change the memory of the pod's machine", parts.answer_limit(), client.set_memory(bytes)).await;
+        match asked {
+            Ok(used) => to.memory = to.least_memory.saturating_add(used),
+            Err(error) => {
+                if processors && let Err(error) = run(from.vcpus).await {
+                    tracing::warn!("processors are not as they were: {}", Chain(&error));
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(to)
+}

@@ -1,0 +1,101 @@
+//! Removes a pod's VM and network: the effect behind the state `Stopping`. Every step can be repeated.
+
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::{LifecycleError, at};
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_base::timeline::Timeline;
+use nacelle_base::{Chain, PodId, files};
+use nacelle_model::process::PodProcess;
+use nacelle_model::record::CleanupFailure;
+use nacelle_pod::client::PodClient;
+use nacelle_pod::record::PodRecord as LastRecord;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Time for removing a namespace and recording an owed CNI DEL, in addition to the time of the plugins.
+const NO_PLUGIN: Duration = Duration::from_secs(30);
+
+/// The result of a cleanup.
+pub(crate) struct Undone {
+    /// The last record of the pod process.
+    pub last: Option<LastRecord>,
+    /// Resources that could not be released.
+    pub left: Vec<CleanupFailure>,
+    /// The steps of the cleanup, with their durations.
+    pub timeline: Timeline,
+}
+
+/// Ends the VM, whose process the store knows as `process`, and releases the network. Every step is tried, whatever the result of
+/// those before it, and all of them can be repeated.
+pub(crate) async fn undo(
+    parts: Arc<Parts>,
+    id: PodId,
+    client: Option<PodClient>,
+    process: Option<PodProcess>,
+) -> Undone {
+    let limit = parts.teardown_limit();
+    let timeline = Timeline::default();
+    // The processes of the pod are killed in any case: the release of its network need not wait for their end.
+    let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, process, limit));
+    let network = timeline.measure("end of the network", async {
+        // `limit` bounds the plugins; the rest takes a moment.
+        match timeout(limit + NO_PLUGIN, parts.networks.release(&id, limit)).await {
+            Ok(released) => released.map_err(|error| Chain(&error).to_string()),
+            Err(_elapsed) => Err(format!("no end after {} s", (limit + NO_PLUGIN).as_secs())),
+        }
+    });
+    let (machine, network) = tokio::join!(machine, network);
+    let mut left = Vec::new();
+    let mut failed = |what: &str, why: String| {
+        tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
+        left.push(CleanupFailure { what: what.to_owned(), why });
+    };
+    let last = machine.unwrap_or_else(|why| {
+        failed("machine", why);
+        None
+    });
+    match network {
+        Ok(None) => {}
+        Ok(Some(owed)) => tracing::warn!(
+            pod = %id, error = %Chain(&owed),
+            "the CNI DEL of the pod is owed: its network keeps what the pod had until it succeeds; it is tried again"
+        ),
+        Err(why) => failed("network", why),
+    }
+    Undone { last, left, timeline }
+}
+
+/// Stops the pod process in good order, and kills it if it does not stop by itself. Returns its last report, or why it still
+/// lives.
+async fn end_machine(
+    parts: &Parts,
+    id: &PodId,
+    client: Option<PodClient>,
+    process: Option<PodProcess>,
+    limit: Duration,
+) -> Result<Option<LastRecord>, String> {
+    if let Some(client) = client {
+        let orderly = async {
+            client.stop(Duration::ZERO).await?;
+            client.ended().await
+        };
+        match timeout(limit, orderly).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(pod = %id, "the pod process did not stop: {}", Chain(&error)),
+            Err(_elapsed) => tracing::warn!(pod = %id, "the pod process did not stop in time"),
+        }
+    }
+    match timeout(limit, parts.clean_up(&parts.pod_dir(id), process.as_ref())).await {
+        Ok(Ok(last)) => Ok(last),
+        Ok(Err(error)) => Err(Chain(&error).to_string()),
+        Err(_elapsed) => Err(format!("it still lives after {} s", limit.as_secs())),
+    }
+}
+
+/// Removes the pod's directory.
+pub(crate) async fn remove_directory(parts: &Parts, id: &PodId) -> Result<(), LifecycleError> {
+    let dir = parts.pod_dir(id);
+    let removed = blocking(move || files::remove_tree_if_there(&dir)).await;
+    removed.map_err(at("remove the directory of the pod"))
+}

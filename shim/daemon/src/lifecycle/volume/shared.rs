@@ -1,0 +1,61 @@
+//! Shares volumes of the node with a pod, and detaches them.
+
+use crate::lifecycle::context::Parts;
+use nacelle_base::Chain;
+use nacelle_model::container::ContainerConfig;
+use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
+use nacelle_model::namespace::{IdRange, UserNamespace};
+use nacelle_model::pod::PodConfig;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_pod::share::{self as shares, Owners, Taker, Volume, VolumeAccess};
+use std::path::PathBuf;
+
+/// Returns which process mounts the volumes of a pod.
+pub(crate) fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
+    if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
+}
+
+/// Returns the processes that may hold volumes of a container.
+pub(crate) fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
+    match taker(parts, pod) {
+        _ if config.node_volumes.is_empty() => &[],
+        _ if pod.config.machine.as_ref().is_some_and(|machine| machine.filesystems.is_empty()) => &[],
+        Taker::Share | Taker::Pushed if pod.config.machine.is_some() => &[Taker::Share],
+        Taker::Share | Taker::Pushed => &[Taker::Share, Taker::Pushed],
+        Taker::Agent => &[Taker::Agent],
+    }
+}
+
+/// Returns the request to the process that mounts the volume.
+pub(crate) fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
+    let range = |range: IdRange| (range.first, range.count);
+    let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
+    Volume {
+        path: PathBuf::from(&volume.host_path),
+        access: match (volume.readonly, volume.recursive_read_only) {
+            (_, true) => VolumeAccess::RecursiveReadOnly,
+            (true, false) => VolumeAccess::ReadOnly,
+            (false, false) => VolumeAccess::ReadWrite,
+        },
+        no_access_times: volume.options.contains(&MountOption::Noatime),
+        propagation: match volume.propagation {
+            Propagation::Private => shares::Propagation::Private,
+            Propagation::FromNode => shares::Propagation::FromNode,
+            Propagation::BothWays => shares::Propagation::BothWays,
+        },
+        owners: pod.user_namespace.filter(|_| volume.id_mapped).map(owners),
+    }
+}
+
+/// Detaches the volumes of a container whose creation failed.
+pub(crate) async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
+    for taker in takers(parts, pod, &record.config) {
+        take_back_from(parts, pod, record, *taker).await;
+    }
+}
+
+pub(crate) async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, taker: Taker) {
+    if let Err(error) = parts.pods.detach(&parts.pod_dir(&pod.id), taker, record.id.as_str()).await {
+        tracing::warn!(container = %record.id, "its volumes could not be taken back: {}", Chain(&error));
+    }
+}
