@@ -7,8 +7,8 @@ mod machine;
 
 use machine::{Guest, LIMIT, config, console, furnish, handshake, needs, place, spec};
 use nacelle_agent::frame;
-use nacelle_engine::kvm::Kvm;
-use nacelle_engine::{Engine, KvmVerdict, Machine, Restorer, probe};
+use nacelle_engine::kvm::KvmEngine;
+use nacelle_engine::{Engine, KvmVerdict, Machine, Restorer, probe_kvm};
 use nacelle_proto::agent::{AgentHello, BootConfig, BootReport, RenewRequest};
 use nacelle_proto::common::Empty;
 use std::collections::BTreeSet;
@@ -27,7 +27,7 @@ fn restore(from: &Path, files: &TempDir, vcpus: u8) -> (Box<dyn Machine>, TempDi
     for name in ["scratch", "image.erofs"] {
         fs::copy(files.path().join(name), directory.path().join(name)).unwrap();
     }
-    let engine = Kvm::new();
+    let engine = KvmEngine::new();
     let spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
     (engine.restore(spec.check(&engine.limits()).unwrap(), from).unwrap(), directory)
 }
@@ -44,7 +44,7 @@ async fn look(guest: &mut Guest, id: &str) -> (String, i64, String) {
 async fn template(vcpus: u8) {
     let directory = tempfile::tempdir().unwrap();
     furnish(directory.path());
-    let engine = Kvm::new();
+    let engine = KvmEngine::new();
     let spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
     let original = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
     let accepted = original.link().listen(1024).unwrap().accept(LIMIT);
@@ -113,7 +113,7 @@ async fn template(vcpus: u8) {
 
 #[test]
 fn a_vm_restored_from_a_template_is_configured_anew() {
-    let usable = match probe() {
+    let usable = match probe_kvm() {
         KvmVerdict::Hardware { .. } => needs().map(drop),
         verdict => Err(verdict.to_string()),
     };

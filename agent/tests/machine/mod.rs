@@ -3,7 +3,7 @@
 use hyper_util::rt::TokioIo;
 use nacelle_agent::frame;
 use nacelle_base::machine::{Extent, ImageDisk};
-use nacelle_engine::qemu::Qemu;
+use nacelle_engine::qemu::QemuEngine;
 use nacelle_engine::{Accelerator, DiskSpec, Engine, GuestLink, Machine, MachineExit, MachineSpec, NicSpec};
 use nacelle_proto::agent::agent_client::AgentClient;
 use nacelle_proto::agent::{
@@ -136,7 +136,7 @@ impl Guest {
         let directory = tempfile::tempdir().expect("a directory");
         furnish(directory.path());
         let spec = spec(files, directory.path(), 1, nics);
-        let engine = Qemu::new("qemu-system-x86_64", Accelerator::Tcg);
+        let engine = QemuEngine::new("qemu-system-x86_64", Accelerator::Tcg);
         let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
         let link = machine.link();
         let mut config = config();
@@ -264,7 +264,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), directory: &Path, vcpus: u8, n
         initrd,
         cmdline: Vec::new(),
         disks: vec![
-            DiskSpec::Growing { serial: "images".into() },
+            DiskSpec::Images { serial: "images".into() },
             DiskSpec::File { path: directory.join("scratch"), read_only: false, serial: "scratch".into() },
         ],
         nics,

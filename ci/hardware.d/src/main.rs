@@ -16,7 +16,7 @@ mod undo;
 mod vm;
 
 use anyhow::{Context, bail};
-use nacelle_engine::{KvmVerdict, probe};
+use nacelle_engine::{KvmVerdict, probe_kvm};
 use nix::sys::signal::{SigSet, Signal};
 use pods::Pods;
 use report::Report;
@@ -124,7 +124,7 @@ fn refusal(verdict: &KvmVerdict) -> Option<String> {
 
 fn run(options: &Options) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
-    let verdict = probe();
+    let verdict = probe_kvm();
     if let Some(why) = refusal(&verdict) {
         eprintln!("nacelle-hardware: nothing is measured on this machine: {why}");
         return Ok(ExitCode::from(NO_HARDWARE));

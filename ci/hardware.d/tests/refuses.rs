@@ -1,12 +1,12 @@
 //! Tests that the program exits at once, with an exit code and a message of its own, if KVM does not run guests on hardware.
 
-use nacelle_engine::{KvmVerdict, probe};
+use nacelle_engine::{KvmVerdict, probe_kvm};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 #[test]
 fn without_hardware_nothing_is_measured() {
-    if let KvmVerdict::Hardware { .. } = probe() {
+    if let KvmVerdict::Hardware { .. } = probe_kvm() {
         return println!("skipped: KVM runs guests on hardware here");
     }
     let begun = Instant::now();

@@ -11,49 +11,49 @@ use std::time::Duration;
 
 use nacelle_base::{Chain, files};
 
-use crate::machine::{BOOT_PORT, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Stop};
-use crate::process::{Process, Warden};
-use crate::{EngineError, LinkError, Slot, ended};
+use crate::machine::{BOOT_PORT, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, StopMode};
+use crate::process::{MachineProcess, Process, Warden};
+use crate::{EngineError, LinkError, Slot};
 
 /// The agent's ports that have a socket in the run directory, and the socket's name.
 const SOCKETS: [(u32, &str); 2] = [(1025, "agent.sock"), (1026, "agent-streams.sock")];
 
 /// This process's ends of the sockets.
-pub(crate) struct Ends {
+pub(crate) struct AgentSockets {
     boot: UnixStream,
-    sockets: Sockets,
+    files: SocketFiles,
 }
 
 /// The agent's ends: handshake, service, streams.
-pub(crate) struct Theirs {
+pub(crate) struct InheritedSockets {
     boot: UnixStream,
     rpc: UnixListener,
     streams: UnixListener,
 }
 
-impl Ends {
+impl AgentSockets {
     /// Creates the sockets in this directory. They listen when this returns, so that no connection comes too early.
-    pub fn make(run_dir: &Path) -> Result<(Ends, Theirs), EngineError> {
-        let (boot, their_boot) =
+    pub fn create(run_dir: &Path) -> Result<(AgentSockets, InheritedSockets), EngineError> {
+        let (boot, agent_boot) =
             UnixStream::pair().map_err(|source| EngineError::Resources { what: "the agent's socket", source })?;
-        let sockets = Sockets(run_dir.to_owned());
+        let files = SocketFiles(run_dir.to_owned());
         let [rpc, streams] = SOCKETS;
-        let (rpc, streams) = (sockets.listen(rpc)?, sockets.listen(streams)?);
-        Ok((Ends { boot, sockets }, Theirs { boot: their_boot, rpc, streams }))
+        let (rpc, streams) = (files.listen(rpc)?, files.listen(streams)?);
+        Ok((AgentSockets { boot, files }, InheritedSockets { boot: agent_boot, rpc, streams }))
     }
 }
 
-impl Theirs {
+impl InheritedSockets {
     /// Returns the descriptors that the agent inherits, in the order of its arguments.
-    pub fn numbers(&self) -> [RawFd; 3] {
+    pub fn descriptors(&self) -> [RawFd; 3] {
         [self.boot.as_raw_fd(), self.rpc.as_raw_fd(), self.streams.as_raw_fd()]
     }
 }
 
 /// The sockets in the run directory; removed on drop.
-struct Sockets(PathBuf);
+struct SocketFiles(PathBuf);
 
-impl Sockets {
+impl SocketFiles {
     fn path(&self, port: u32) -> Option<PathBuf> {
         SOCKETS.iter().find(|(known, _)| *known == port).map(|(_, name)| self.0.join(name))
     }
@@ -64,7 +64,7 @@ impl Sockets {
     }
 }
 
-impl Drop for Sockets {
+impl Drop for SocketFiles {
     fn drop(&mut self) {
         for (_, name) in SOCKETS {
             if let Err(error) = files::remove_if_there(&self.0.join(name)) {
@@ -75,29 +75,29 @@ impl Drop for Sockets {
 }
 
 /// The link to the process.
-struct Link {
+struct AgentLink {
     boot: Mutex<Option<UnixStream>>,
     process: Arc<Process>,
-    sockets: Sockets,
+    files: SocketFiles,
 }
 
-impl GuestLink for Link {
+impl GuestLink for AgentLink {
     fn connect(&self, port: u32, _timeout: Duration) -> Result<UnixStream, LinkError> {
-        let living = || match self.process.ended.get() {
+        let check_running = || match self.process.ended.get() {
             Some(_) => Err(LinkError::Stopped),
             None => Ok(()),
         };
-        living()?;
+        check_running()?;
         let refused = LinkError::Refused { port };
-        let Some(path) = self.sockets.path(port) else { return Err(refused) };
+        let Some(path) = self.files.path(port) else { return Err(refused) };
         match retry_interrupted(|| UnixStream::connect(&path)) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                living()?;
+                check_running()?;
                 Err(refused)
             }
             // The socket was created before the process was started, and is not created again.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                living()?;
+                check_running()?;
                 Err(LinkError::Lost { path })
             }
             other => other.map_err(|source| LinkError::Resources { source }),
@@ -105,18 +105,18 @@ impl GuestLink for Link {
     }
 
     /// Only the boot port can be listened on, once: it is the connection that the process inherited.
-    fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
+    fn listen(&self, port: u32) -> Result<Box<dyn LinkListener>, LinkError> {
         let boot = self.boot.lock().unwrap_or_else(PoisonError::into_inner).take();
         match boot.filter(|_| port == BOOT_PORT) {
-            Some(boot) => Ok(Box::new(Boot(Mutex::new(Some(boot))))),
+            Some(boot) => Ok(Box::new(BootConnection(Mutex::new(Some(boot))))),
             None => Err(LinkError::PortInUse { port }),
         }
     }
 }
 
-struct Boot(Mutex<Option<UnixStream>>);
+struct BootConnection(Mutex<Option<UnixStream>>);
 
-impl Incoming for Boot {
+impl LinkListener for BootConnection {
     fn accept(&self, _timeout: Duration) -> Result<UnixStream, LinkError> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or(LinkError::Stopped)
     }
@@ -124,47 +124,37 @@ impl Incoming for Boot {
 
 /// The machine that is the agent's process.
 pub(crate) struct AgentMachine {
-    process: Arc<Process>,
-    warden: Option<Warden>,
-    link: Arc<Link>,
+    process: MachineProcess,
+    link: Arc<AgentLink>,
 }
 
 impl AgentMachine {
     /// Creates the machine of a process that inherited the other ends of these sockets.
-    pub fn new(process: Arc<Process>, warden: Warden, ends: Ends) -> AgentMachine {
-        let Ends { boot, sockets } = ends;
-        let link = Arc::new(Link { boot: Mutex::new(Some(boot)), process: Arc::clone(&process), sockets });
-        AgentMachine { process, warden: Some(warden), link }
+    pub fn new(process: Arc<Process>, warden: Warden, sockets: AgentSockets) -> AgentMachine {
+        let AgentSockets { boot, files } = sockets;
+        let link = Arc::new(AgentLink { boot: Mutex::new(Some(boot)), process: Arc::clone(&process), files });
+        AgentMachine { process: MachineProcess::new(process, warden), link }
     }
 }
 
 impl Machine for AgentMachine {
     fn status(&self) -> MachineStatus {
-        self.process.ended.status(false)
+        self.process.status(false)
     }
 
     fn wait(&self, timeout: Duration) -> Option<MachineExit> {
-        self.process.ended.wait(timeout)
+        self.process.wait(timeout)
     }
 
-    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
-        self.process.ended.stop(how, self.process.pid(), || {
-            self.process.kill();
-            Ok(())
-        })
+    fn stop(&self, how: StopMode) -> Result<MachineExit, EngineError> {
+        self.process.stop(how)
     }
 
     fn link(&self) -> Arc<dyn GuestLink> {
-        Arc::<Link>::clone(&self.link)
+        Arc::<AgentLink>::clone(&self.link)
     }
 
     fn disks(&self) -> &[Slot] {
         &[]
-    }
-}
-
-impl Drop for AgentMachine {
-    fn drop(&mut self) {
-        ended::dropped(self.stop(Stop::Kill), self.warden.take());
     }
 }

@@ -11,15 +11,15 @@ use std::path::Path;
 
 /// The text that the guest kernel prints when it panics. The beginning of that line ("Kernel panic - ") may be mixed with
 /// the output of a program, because a panicking kernel does not wait for the lock of the port.
-pub(crate) const PANIC: &str = "not syncing: ";
+pub(crate) const PANIC_MESSAGE: &str = "not syncing: ";
 /// The number of bytes that are kept in memory and reported with the machine's end.
-pub(crate) const TAIL: usize = 8 << 10;
+pub(crate) const TAIL_BYTES: usize = 8 << 10;
 /// The maximum size of the file in bytes.
-pub(crate) const MAX_LOG: u64 = 1 << 20;
+pub(crate) const MAX_LOG_BYTES: u64 = 1 << 20;
 
 /// Returns the kernel parameters that select the console. A virtio console is found late; until then the kernel prints on
 /// the serial port by its early console.
-pub(crate) fn parameters(kind: ConsoleKind) -> &'static [&'static str] {
+pub(crate) fn kernel_parameters(kind: ConsoleKind) -> &'static [&'static str] {
     match kind {
         ConsoleKind::Serial => &["console=ttyS0"],
         ConsoleKind::Virtio => &["earlycon=uart8250,io,0x3f8", "console=hvc0", "8250.nr_uarts=0"],
@@ -27,42 +27,42 @@ pub(crate) fn parameters(kind: ConsoleKind) -> &'static [&'static str] {
 }
 
 /// The console of one VM.
-pub(crate) struct Console {
+pub(crate) struct ConsoleLog {
     log: File,
     written: u64,
     tail: Vec<u8>,
-    broken: bool,
+    file_failed: bool,
 }
 
-impl Console {
+impl ConsoleLog {
     /// Opens the log file and truncates it.
-    pub fn open(path: &Path) -> io::Result<Console> {
+    pub fn open(path: &Path) -> io::Result<ConsoleLog> {
         let log = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
-        Ok(Console { log, written: 0, tail: Vec::with_capacity(2 * TAIL), broken: false })
+        Ok(ConsoleLog { log, written: 0, tail: Vec::with_capacity(2 * TAIL_BYTES), file_failed: false })
     }
 
     /// Appends output of the guest.
-    pub fn push(&mut self, bytes: &[u8]) {
-        self.tail.extend_from_slice(last(bytes, TAIL));
-        if self.tail.len() >= 2 * TAIL {
-            self.tail.drain(..self.tail.len() - TAIL);
+    pub fn append(&mut self, bytes: &[u8]) {
+        self.tail.extend_from_slice(last_bytes(bytes, TAIL_BYTES));
+        if self.tail.len() >= 2 * TAIL_BYTES {
+            self.tail.drain(..self.tail.len() - TAIL_BYTES);
         }
         // A full disk must not end the VM: from then on only the tail in memory is kept.
-        if !self.broken
-            && let Err(error) = self.log_bytes(bytes)
+        if !self.file_failed
+            && let Err(error) = self.append_to_file(bytes)
         {
-            tracing::warn!(%error, "the console log of a machine is cut off here");
-            self.broken = true;
+            tracing::warn!(%error, "cannot write the console log of a VM: it is incomplete from here on");
+            self.file_failed = true;
         }
     }
 
-    fn log_bytes(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    fn append_to_file(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            if self.written >= MAX_LOG {
+            if self.written >= MAX_LOG_BYTES {
                 self.keep_newest_half()?;
             }
-            let room = usize::try_from(MAX_LOG - self.written).unwrap_or(usize::MAX);
-            let (now, rest) = bytes.split_at(bytes.len().min(room));
+            let free = usize::try_from(MAX_LOG_BYTES - self.written).unwrap_or(usize::MAX);
+            let (now, rest) = bytes.split_at(bytes.len().min(free));
             self.log.write_all(now)?;
             self.written += now.len() as u64;
             bytes = rest;
@@ -83,16 +83,16 @@ impl Console {
 
     /// Returns the newest complete lines, without control characters.
     pub fn tail(&self) -> String {
-        printable_tail(&self.tail, TAIL)
+        printable_tail(&self.tail, TAIL_BYTES)
     }
 
-    /// Returns whether the newest output contains these words.
-    pub fn says(&self, words: &str) -> bool {
-        self.tail.windows(words.len()).any(|window| window == words.as_bytes())
+    /// Returns whether the newest output contains this text.
+    pub fn contains(&self, text: &str) -> bool {
+        self.tail.windows(text.len()).any(|window| window == text.as_bytes())
     }
 }
 
-fn last(bytes: &[u8], count: usize) -> &[u8] {
+fn last_bytes(bytes: &[u8], count: usize) -> &[u8] {
     bytes.get(bytes.len().saturating_sub(count)..).unwrap_or_default()
 }
 
@@ -106,7 +106,7 @@ pub fn log_tail(dir: &JailedDir, log: JailedFile, limit: usize) -> Result<Option
 
 /// Returns the last `limit` bytes as text without control characters, beginning with a whole line if the text was cut.
 pub(crate) fn printable_tail(bytes: &[u8], limit: usize) -> String {
-    let newest = last(bytes, limit);
+    let newest = last_bytes(bytes, limit);
     let whole = match newest.iter().position(|byte| *byte == b'\n') {
         Some(end) if newest.len() < bytes.len() => newest.get(end + 1..).unwrap_or_default(),
         _ => newest,
@@ -140,42 +140,42 @@ mod tests {
         let tail = |limit| log_tail(&dir, log, limit);
         assert_eq!(tail(9).unwrap(), None);
         std::fs::write(directory.path().join("console.log"), "one\ntwo\nthree\n").unwrap();
-        let shown = [100, 11, 10].map(|limit| tail(limit).unwrap().unwrap());
-        assert_eq!(shown, ["one\ntwo\nthree", "two\nthree", "three"]);
+        let tails = [100, 11, 10].map(|limit| tail(limit).unwrap().unwrap());
+        assert_eq!(tails, ["one\ntwo\nthree", "two\nthree", "three"]);
         std::fs::remove_file(directory.path().join("console.log")).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", directory.path().join("console.log")).unwrap();
         assert!(tail(9).is_err());
     }
 
     #[test]
-    fn the_file_stays_small_and_has_the_newest() {
+    fn the_log_file_is_bounded_and_keeps_the_newest_output() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.log");
-        let mut console = Console::open(&path).unwrap();
+        let mut console = ConsoleLog::open(&path).unwrap();
         for n in 0..5_000 {
-            console.push(format!("{n:->500}\n").as_bytes());
+            console.append(format!("{n:->500}\n").as_bytes());
         }
-        console.push(&vec![b'x'; 3 << 20]);
-        console.push(b"\nthe end\n");
+        console.append(&vec![b'x'; 3 << 20]);
+        console.append(b"\nthe end\n");
         let text = std::fs::read(&path).unwrap();
-        assert!(text.len() as u64 <= MAX_LOG, "{}", text.len());
+        assert!(text.len() as u64 <= MAX_LOG_BYTES, "{}", text.len());
         assert!(text.ends_with(b"xxx\nthe end\n"));
         assert_eq!(console.tail(), "the end");
-        assert!(console.says("the end") && !console.says("panic"));
-        assert!(console.tail.capacity() <= 4 * TAIL);
+        assert!(console.contains("the end") && !console.contains("panic"));
+        assert!(console.tail.capacity() <= 4 * TAIL_BYTES);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
-        fn no_output_is_too_much(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9000), 0..8)) {
+        fn any_amount_of_output_is_bounded(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9000), 0..8)) {
             let directory = tempfile::tempdir().unwrap();
-            let mut console = Console::open(&directory.path().join("log")).unwrap();
+            let mut console = ConsoleLog::open(&directory.path().join("log")).unwrap();
             for piece in &pieces {
-                console.push(piece);
-                prop_assert!(console.tail.len() <= 3 * TAIL);
+                console.append(piece);
+                prop_assert!(console.tail.len() <= 3 * TAIL_BYTES);
                 let tail = console.tail();
-                prop_assert!(tail.len() <= TAIL && !tail.contains('\x1b'));
+                prop_assert!(tail.len() <= TAIL_BYTES && !tail.contains('\x1b'));
             }
         }
     }

@@ -9,10 +9,10 @@ use nacelle_base::machine::{Extent, ImageDisk};
 use crate::{DiskSpec, EngineError, Slot};
 
 /// Creates the slot of a disk in its initial state.
-pub(crate) fn make_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
+pub(crate) fn create_slot(disk: &DiskSpec) -> Result<Slot, EngineError> {
     let failed = |source| EngineError::Disk { serial: disk.serial().to_owned(), source };
     let (path, read_only, serial) = match disk {
-        DiskSpec::Growing { serial } => return Slot::read_only(serial).map_err(failed),
+        DiskSpec::Images { serial } => return Slot::read_only(serial).map_err(failed),
         DiskSpec::Volumes { serial } => return Slot::volumes(serial).map_err(failed),
         DiskSpec::File { path, read_only, serial } => (path, read_only, serial),
     };

@@ -28,7 +28,7 @@ pub enum EngineError {
         source: io::Error,
     },
     /// A disk could not be created.
-    #[error("cannot make disk {serial}")]
+    #[error("cannot create disk {serial}")]
     Disk {
         /// The serial number of the disk.
         serial: String,
@@ -36,7 +36,7 @@ pub enum EngineError {
         source: BlockError,
     },
     /// The vsock device could not be created.
-    #[error("cannot make the vsock device of guest {cid}")]
+    #[error("cannot create the vsock device of guest {cid}")]
     Vsock {
         /// The guest's context id.
         cid: u32,
@@ -44,7 +44,7 @@ pub enum EngineError {
         source: LinkError,
     },
     /// A network interface could not be created.
-    #[error("cannot make network interface {index}")]
+    #[error("cannot create network interface {index}")]
     Nic {
         /// The index of the interface.
         index: usize,
@@ -60,7 +60,7 @@ pub enum EngineError {
         source: ServeError,
     },
     /// A thread, pipe or socket pair could not be created.
-    #[error("cannot make {what}")]
+    #[error("cannot create {what}")]
     Resources {
         /// The name of the resource.
         what: &'static str,
@@ -76,9 +76,9 @@ pub enum EngineError {
         source: io::Error,
     },
     /// Nacelle's own VMM could not perform an operation on the VM.
-    #[error("cannot {what} the machine")]
+    #[error("cannot {what} the VM")]
     Machine {
-        /// The operation: "make", "pause".
+        /// The operation: "create", "pause".
         what: &'static str,
         /// The cause.
         source: nacelle_vmm::machine::Error,
@@ -92,7 +92,7 @@ pub enum EngineError {
         source: nacelle_vmm::snapshot::SnapshotError,
     },
     /// The engine's process rejected a command or did not reply.
-    #[error("the machine does not {what}")]
+    #[error("cannot {what} the VM")]
     Control {
         /// The command: "pause".
         what: &'static str,
@@ -100,19 +100,19 @@ pub enum EngineError {
         source: QmpError,
     },
     /// The node's kernel could not release the memory.
-    #[error("cannot give memory of the machine back to the node")]
-    GiveBack {
+    #[error("cannot release unused memory of the VM to the node")]
+    ReleaseMemory {
         /// The cause.
         source: io::Error,
     },
     /// The machine has ended, so the operation is impossible.
-    #[error("cannot {what} a machine that has ended")]
+    #[error("cannot {what} the VM: it has ended")]
     Ended {
         /// The operation.
         what: &'static str,
     },
     /// The machine was killed and has not ended.
-    #[error("the machine's process {pid} is still there {limit:?} after it was killed")]
+    #[error("the VM's process {pid} has not ended within {limit:?} after SIGKILL")]
     NotEnding {
         /// The pid of the process.
         pid: u32,
@@ -120,7 +120,8 @@ pub enum EngineError {
         limit: Duration,
     },
     /// The fake engine was scripted to fail.
-    #[error("the script of the fake engine says that it cannot start")]
+    #[cfg(feature = "fake")]
+    #[error("cannot start the VM: the test's script requires a failure")]
     Scripted,
 }
 
@@ -140,10 +141,12 @@ impl Classify for EngineError {
             EngineError::Snapshot { source, .. } => source.kind(),
             EngineError::Resources { .. } => Kind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
-            EngineError::GiveBack { .. } => Kind::Internal,
+            EngineError::ReleaseMemory { .. } => Kind::Internal,
             EngineError::Ended { .. } => Kind::Conflict,
             EngineError::NotEnding { .. } => Kind::Timeout,
-            EngineError::Spawn { .. } | EngineError::Scripted => Kind::Unavailable,
+            EngineError::Spawn { .. } => Kind::Unavailable,
+            #[cfg(feature = "fake")]
+            EngineError::Scripted => Kind::Unavailable,
         }
     }
 }

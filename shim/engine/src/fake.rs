@@ -9,17 +9,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::console::Console;
-use crate::disk::make_slot;
-use crate::ended::Ended;
+use crate::console::ConsoleLog;
+use crate::disk::create_slot;
+use crate::exit_latch::ExitLatch;
 use crate::machine::{
-    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Stop,
+    BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, Pausable, StopMode,
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
 /// The failures of a fake engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Script {
+pub struct FailureScript {
     /// `start` fails.
     pub fail_start: bool,
     /// The machine dies after this time.
@@ -29,40 +29,40 @@ pub struct Script {
 }
 
 /// The guest, called on its own thread when a machine starts. Its return value is the machine's end. When the machine is
-/// ended from outside, calls on `Guest` fail with `LinkError::Stopped` and its streams end.
+/// ended from outside, calls on `GuestHandle` fail with `LinkError::Stopped` and its streams end.
 pub trait FakeGuest: Send + Sync + 'static {
     /// Runs the guest until its end.
-    fn run(&self, guest: Guest) -> ExitKind;
+    fn run(&self, guest: GuestHandle) -> ExitKind;
 }
 
-impl<F: Fn(Guest) -> ExitKind + Send + Sync + 'static> FakeGuest for F {
-    fn run(&self, guest: Guest) -> ExitKind {
+impl<F: Fn(GuestHandle) -> ExitKind + Send + Sync + 'static> FakeGuest for F {
+    fn run(&self, guest: GuestHandle) -> ExitKind {
         self(guest)
     }
 }
 
 /// An engine whose guests are functions.
-pub struct Fake {
+pub struct FakeEngine {
     guest: Arc<dyn FakeGuest>,
-    script: Script,
+    script: FailureScript,
 }
 
-impl Fake {
+impl FakeEngine {
     /// Creates an engine whose machines all run `guest`.
-    pub fn new(guest: impl FakeGuest) -> Fake {
-        Fake { guest: Arc::new(guest), script: Script::default() }
+    pub fn new(guest: impl FakeGuest) -> FakeEngine {
+        FakeEngine { guest: Arc::new(guest), script: FailureScript::default() }
     }
 
     /// Returns the same engine with failures.
-    pub fn with_script(self, script: Script) -> Fake {
-        Fake { script, ..self }
+    pub fn with_script(self, script: FailureScript) -> FakeEngine {
+        FakeEngine { script, ..self }
     }
 }
 
 /// The guest's view of a fake machine. Clones are handles to the same guest.
 #[derive(Clone)]
-pub struct Guest {
-    world: Arc<World>,
+pub struct GuestHandle {
+    state: Arc<SharedState>,
     /// The number of vCPUs.
     pub vcpus: u8,
     /// The memory in MiB.
@@ -74,57 +74,57 @@ pub struct Guest {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Side {
+enum LinkSide {
     Host,
     Guest,
 }
 
 #[derive(Default)]
-struct Net {
-    listeners: HashMap<(Side, u32), VecDeque<UnixStream>>,
-    guest_ends: Vec<Weak<UnixStream>>,
+struct FakeConnections {
+    listeners: HashMap<(LinkSide, u32), VecDeque<UnixStream>>,
+    guest_streams: Vec<Weak<UnixStream>>,
     /// The boot port is open, and the host does not listen there yet.
-    boot_is_early: bool,
+    boot_port_is_unclaimed: bool,
     paused: bool,
     ended: bool,
 }
 
 /// The state that host and guest share.
-struct World {
-    net: Mutex<Net>,
+struct SharedState {
+    connections: Mutex<FakeConnections>,
     changed: Condvar,
-    ended: Ended,
-    console: Mutex<Console>,
-    refuse: bool,
+    ended: ExitLatch,
+    console: Mutex<ConsoleLog>,
+    refuse_connections: bool,
 }
 
-impl World {
-    fn net(&self) -> MutexGuard<'_, Net> {
-        self.net.lock().unwrap_or_else(PoisonError::into_inner)
+impl SharedState {
+    fn connections(&self) -> MutexGuard<'_, FakeConnections> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn listen(&self, side: Side, port: u32) -> Result<(), LinkError> {
-        let mut net = self.net();
-        if net.ended {
+    fn listen(&self, side: LinkSide, port: u32) -> Result<(), LinkError> {
+        let mut connections = self.connections();
+        if connections.ended {
             return Err(LinkError::Stopped);
         }
-        if (side, port) == (Side::Host, BOOT_PORT) && std::mem::take(&mut net.boot_is_early) {
+        if (side, port) == (LinkSide::Host, BOOT_PORT) && std::mem::take(&mut connections.boot_port_is_unclaimed) {
             return Ok(());
         }
-        if net.listeners.contains_key(&(side, port)) {
+        if connections.listeners.contains_key(&(side, port)) {
             return Err(LinkError::PortInUse { port });
         }
-        net.listeners.insert((side, port), VecDeque::new());
+        connections.listeners.insert((side, port), VecDeque::new());
         Ok(())
     }
 
-    fn connect(&self, to: Side, port: u32) -> Result<UnixStream, LinkError> {
-        let mut net = self.net();
-        if net.ended {
+    fn connect(&self, to: LinkSide, port: u32) -> Result<UnixStream, LinkError> {
+        let mut connections = self.connections();
+        if connections.ended {
             return Err(LinkError::Stopped);
         }
-        let refused = self.refuse && to == Side::Guest;
-        let Some(waiting) = net.listeners.get_mut(&(to, port)).filter(|_| !refused) else {
+        let is_refused = self.refuse_connections && to == LinkSide::Guest;
+        let Some(waiting) = connections.listeners.get_mut(&(to, port)).filter(|_| !is_refused) else {
             return Err(LinkError::Refused { port });
         };
         let (near, far) = UnixStream::pair().map_err(|source| LinkError::Resources { source })?;
@@ -133,41 +133,41 @@ impl World {
         Ok(near)
     }
 
-    fn accept(&self, side: Side, port: u32, limit: Duration) -> Result<UnixStream, LinkError> {
+    fn accept(&self, side: LinkSide, port: u32, limit: Duration) -> Result<UnixStream, LinkError> {
         let until = Instant::now() + limit.min(Duration::from_secs(86_400));
-        let mut net = self.net();
+        let mut connections = self.connections();
         loop {
-            if net.ended {
+            if connections.ended {
                 return Err(LinkError::Stopped);
             }
-            if let Some(stream) = net.listeners.get_mut(&(side, port)).and_then(VecDeque::pop_front) {
+            if let Some(stream) = connections.listeners.get_mut(&(side, port)).and_then(VecDeque::pop_front) {
                 return Ok(stream);
             }
             let Some(left) = until.checked_duration_since(Instant::now()) else {
                 return Err(LinkError::Timeout { port, limit });
             };
-            net = self.changed.wait_timeout(net, left).unwrap_or_else(PoisonError::into_inner).0;
+            connections = self.changed.wait_timeout(connections, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// Registers the guest's end of a connection, which is closed when the machine ends.
-    fn guest_end(&self, stream: UnixStream) -> Arc<UnixStream> {
+    fn register_guest_stream(&self, stream: UnixStream) -> Arc<UnixStream> {
         let stream = Arc::new(stream);
-        let mut net = self.net();
-        if net.ended {
-            sever(&stream);
+        let mut connections = self.connections();
+        if connections.ended {
+            shut_down(&stream);
         }
-        net.guest_ends.retain(|end| end.strong_count() > 0);
-        net.guest_ends.push(Arc::downgrade(&stream));
+        connections.guest_streams.retain(|end| end.strong_count() > 0);
+        connections.guest_streams.push(Arc::downgrade(&stream));
         stream
     }
 
     fn end(&self, how: ExitKind) {
-        let mut net = self.net();
-        if !net.ended {
-            net.ended = true;
-            net.listeners.clear();
-            net.guest_ends.iter().filter_map(Weak::upgrade).for_each(|stream| sever(&stream));
+        let mut connections = self.connections();
+        if !connections.ended {
+            connections.ended = true;
+            connections.listeners.clear();
+            connections.guest_streams.iter().filter_map(Weak::upgrade).for_each(|stream| shut_down(&stream));
             let console = self.console.lock().unwrap_or_else(PoisonError::into_inner);
             self.ended.set(MachineExit { how, console_tail: console.tail() });
         }
@@ -175,45 +175,45 @@ impl World {
     }
 }
 
-fn sever(stream: &UnixStream) {
+fn shut_down(stream: &UnixStream) {
     // The guest may have closed the stream already.
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }
 
-impl Guest {
+impl GuestHandle {
     /// Connects to the host's `port`. The stream is shared, so that it can be closed when the machine ends; `&UnixStream`
     /// reads and writes.
     pub fn connect(&self, port: u32) -> Result<Arc<UnixStream>, LinkError> {
-        self.world.connect(Side::Host, port).map(|stream| self.world.guest_end(stream))
+        self.state.connect(LinkSide::Host, port).map(|stream| self.state.register_guest_stream(stream))
     }
 
     /// Opens a port for the host, until the machine ends.
     pub fn listen(&self, port: u32) -> Result<(), LinkError> {
-        self.world.listen(Side::Guest, port)
+        self.state.listen(LinkSide::Guest, port)
     }
 
     /// Accepts the host's next connection to an open port; waits until the machine ends.
     pub fn accept(&self, port: u32) -> Result<Arc<UnixStream>, LinkError> {
         loop {
-            match self.world.accept(Side::Guest, port, Duration::MAX) {
+            match self.state.accept(LinkSide::Guest, port, Duration::MAX) {
                 Err(LinkError::Timeout { .. }) => {}
-                other => return other.map(|stream| self.world.guest_end(stream)),
+                other => return other.map(|stream| self.state.register_guest_stream(stream)),
             }
         }
     }
 
     /// Prints on the console.
     pub fn print(&self, text: &str) {
-        self.world.console.lock().unwrap_or_else(PoisonError::into_inner).push(text.as_bytes());
+        self.state.console.lock().unwrap_or_else(PoisonError::into_inner).append(text.as_bytes());
     }
 
     /// Ends the machine from inside, from any thread.
     pub fn end(&self, how: ExitKind) {
-        self.world.end(how);
+        self.state.end(how);
     }
 }
 
-impl Engine for Fake {
+impl Engine for FakeEngine {
     fn kind(&self) -> EngineKind {
         EngineKind::Qemu
     }
@@ -227,25 +227,25 @@ impl Engine for Fake {
             return Err(EngineError::Scripted);
         }
         let spec = spec.into_inner();
-        let disks = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
-        let console = Console::open(&spec.console_log).map_err(|source| EngineError::File {
+        let disks = spec.disks.iter().map(create_slot).collect::<Result<Vec<_>, _>>()?;
+        let console = ConsoleLog::open(&spec.console_log).map_err(|source| EngineError::File {
             what: "open",
             path: spec.console_log.clone(),
             source,
         })?;
-        let world = Arc::new(World {
-            net: Mutex::new(Net {
-                listeners: HashMap::from([((Side::Host, BOOT_PORT), VecDeque::new())]),
-                boot_is_early: true,
-                ..Net::default()
+        let state = Arc::new(SharedState {
+            connections: Mutex::new(FakeConnections {
+                listeners: HashMap::from([((LinkSide::Host, BOOT_PORT), VecDeque::new())]),
+                boot_port_is_unclaimed: true,
+                ..FakeConnections::default()
             }),
             changed: Condvar::new(),
-            ended: Ended::default(),
+            ended: ExitLatch::default(),
             console: Mutex::new(console),
-            refuse: self.script.refuse_connections,
+            refuse_connections: self.script.refuse_connections,
         });
-        let inside = Guest {
-            world: Arc::clone(&world),
+        let handle = GuestHandle {
+            state: Arc::clone(&state),
             vcpus: spec.vcpus,
             memory_mib: spec.memory_mib,
             cmdline: spec.cmdline,
@@ -254,19 +254,23 @@ impl Engine for Fake {
         let guest = Arc::clone(&self.guest);
         let thread = |source| EngineError::Resources { what: "a thread for a fake guest", source };
         // The machine exists before the guest runs: if the second thread cannot be created, dropping it ends the first.
-        let machine = FakeMachine { world, disks };
+        let machine = FakeMachine { state, disks };
         thread::Builder::new()
             .name("fake-guest".into())
             .spawn(move || {
-                let how = guest.run(inside.clone());
-                inside.end(how);
+                let how = guest.run(handle.clone());
+                handle.end(how);
             })
             .map_err(thread)?;
         if let Some(after) = self.script.die_after {
-            let world = Arc::clone(&machine.world);
+            let state = Arc::clone(&machine.state);
             let die = move || {
-                if world.ended.wait(after).is_none() {
-                    world.end(ExitKind::Died { code: None, signal: Some(9), message: "so says the script".into() });
+                if state.ended.wait(after).is_none() {
+                    state.end(ExitKind::Died {
+                        code: None,
+                        signal: Some(9),
+                        message: "the test's script ended the VM".into(),
+                    });
                 }
             };
             thread::Builder::new().name("fake-death".into()).spawn(die).map_err(thread)?;
@@ -276,28 +280,28 @@ impl Engine for Fake {
 }
 
 struct FakeMachine {
-    world: Arc<World>,
+    state: Arc<SharedState>,
     disks: Vec<Slot>,
 }
 
 impl Machine for FakeMachine {
     fn status(&self) -> MachineStatus {
-        self.world.ended.status(self.world.net().paused)
+        self.state.ended.status(self.state.connections().paused)
     }
 
     fn wait(&self, timeout: Duration) -> Option<MachineExit> {
-        self.world.ended.wait(timeout)
+        self.state.ended.wait(timeout)
     }
 
-    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
-        self.world.ended.stop(how, std::process::id(), || {
-            self.world.end(ExitKind::Killed);
+    fn stop(&self, how: StopMode) -> Result<MachineExit, EngineError> {
+        self.state.ended.stop(how, std::process::id(), || {
+            self.state.end(ExitKind::Killed);
             Ok(())
         })
     }
 
     fn link(&self) -> Arc<dyn GuestLink> {
-        Arc::new(FakeLink(Arc::clone(&self.world)))
+        Arc::new(FakeLink(Arc::clone(&self.state)))
     }
 
     fn disks(&self) -> &[Slot] {
@@ -311,11 +315,11 @@ impl Machine for FakeMachine {
 
 impl FakeMachine {
     fn set_paused(&self, what: &'static str, paused: bool) -> Result<(), EngineError> {
-        let mut net = self.world.net();
-        if net.ended {
+        let mut connections = self.state.connections();
+        if connections.ended {
             return Err(EngineError::Ended { what });
         }
-        net.paused = paused;
+        connections.paused = paused;
         Ok(())
     }
 }
@@ -332,36 +336,36 @@ impl Pausable for FakeMachine {
 
 impl Drop for FakeMachine {
     fn drop(&mut self) {
-        self.world.end(ExitKind::Killed);
+        self.state.end(ExitKind::Killed);
     }
 }
 
-struct FakeLink(Arc<World>);
+struct FakeLink(Arc<SharedState>);
 
 impl GuestLink for FakeLink {
     fn connect(&self, port: u32, _timeout: Duration) -> Result<UnixStream, LinkError> {
-        self.0.connect(Side::Guest, port)
+        self.0.connect(LinkSide::Guest, port)
     }
 
-    fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError> {
-        self.0.listen(Side::Host, port)?;
-        Ok(Box::new(FakeIncoming { world: Arc::clone(&self.0), port }))
+    fn listen(&self, port: u32) -> Result<Box<dyn LinkListener>, LinkError> {
+        self.0.listen(LinkSide::Host, port)?;
+        Ok(Box::new(FakeIncoming { state: Arc::clone(&self.0), port }))
     }
 }
 
 struct FakeIncoming {
-    world: Arc<World>,
+    state: Arc<SharedState>,
     port: u32,
 }
 
-impl Incoming for FakeIncoming {
+impl LinkListener for FakeIncoming {
     fn accept(&self, timeout: Duration) -> Result<UnixStream, LinkError> {
-        self.world.accept(Side::Host, self.port, timeout)
+        self.state.accept(LinkSide::Host, self.port, timeout)
     }
 }
 
 impl Drop for FakeIncoming {
     fn drop(&mut self) {
-        self.world.net().listeners.remove(&(Side::Host, self.port));
+        self.state.connections().listeners.remove(&(LinkSide::Host, self.port));
     }
 }

@@ -5,8 +5,8 @@
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
-use crate::agent::{AgentMachine, Ends};
-use crate::console::Console;
+use crate::agent::{AgentMachine, AgentSockets};
+use crate::console::ConsoleLog;
 use crate::machine::{Engine, Machine};
 use crate::process::Process;
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits};
@@ -16,7 +16,7 @@ const MAX_NICS: usize = 16;
 
 /// The engine of machine pods.
 #[derive(Clone, Debug)]
-pub struct Keeper {
+pub struct KeeperEngine {
     /// The absolute path of the keeper's program.
     pub program: PathBuf,
     /// The absolute path of the QEMU program.
@@ -27,7 +27,7 @@ pub struct Keeper {
     pub scratch: PathBuf,
 }
 
-impl Engine for Keeper {
+impl Engine for KeeperEngine {
     fn kind(&self) -> EngineKind {
         EngineKind::Qemu
     }
@@ -40,23 +40,23 @@ impl Engine for Keeper {
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
         let log = spec.console_log;
-        let console = Console::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
-        let (ends, theirs) = Ends::make(&spec.run_dir)?;
-        let mut inherited = theirs.numbers().to_vec();
-        let mut words: Vec<String> = inherited.iter().map(ToString::to_string).collect();
+        let console = ConsoleLog::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
+        let (sockets, inherited_sockets) = AgentSockets::create(&spec.run_dir)?;
+        let mut inherited = inherited_sockets.descriptors().to_vec();
+        let mut args: Vec<String> = inherited.iter().map(ToString::to_string).collect();
         for nic in &spec.nics {
             let dhcp = nic.dhcp.as_ref().ok_or_else(|| EngineError::Resources {
-                what: "answers to what the machine asks of DHCP",
+                what: "the DHCP responder of a network interface",
                 source: std::io::ErrorKind::InvalidInput.into(),
             })?;
             let queues = std::iter::once(&nic.tap).chain(&nic.more_queues).map(AsRawFd::as_raw_fd).collect::<Vec<_>>();
-            words.push(queues.iter().map(ToString::to_string).collect::<Vec<_>>().join(":"));
-            words.push(dhcp.as_raw_fd().to_string());
+            args.push(queues.iter().map(ToString::to_string).collect::<Vec<_>>().join(":"));
+            args.push(dhcp.as_raw_fd().to_string());
             inherited.extend(queues.into_iter().chain([dhcp.as_raw_fd()]));
         }
         let shares = spec.shares.len().to_string();
         for stream in spec.shares.iter().flatten().map(AsRawFd::as_raw_fd) {
-            words.push(stream.to_string());
+            args.push(stream.to_string());
             inherited.push(stream);
         }
         let accelerator = match self.accelerator {
@@ -64,8 +64,8 @@ impl Engine for Keeper {
             Accelerator::Tcg => "tcg",
         };
         let paths = [&spec.run_dir, &self.scratch, &self.qemu].map(|path| path.display().to_string());
-        let args = paths.into_iter().chain([accelerator.to_owned(), shares]).chain(words).collect();
+        let args = paths.into_iter().chain([accelerator.to_owned(), shares]).chain(args).collect();
         let (process, warden) = Process::start(&self.program, args, inherited, console, || ())?;
-        Ok(Box::new(AgentMachine::new(process, warden, ends)))
+        Ok(Box::new(AgentMachine::new(process, warden, sockets)))
     }
 }

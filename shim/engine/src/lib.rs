@@ -12,10 +12,12 @@
 
 mod agent;
 mod console;
+#[cfg(feature = "contract")]
 pub mod contract;
 mod disk;
-mod ended;
 mod error;
+mod exit_latch;
+#[cfg(feature = "fake")]
 pub mod fake;
 pub mod host;
 pub mod keeper;
@@ -33,11 +35,11 @@ pub use console::log_tail;
 pub use error::{EngineError, LinkError};
 pub use kernel::{KernelError, check_kernel};
 pub use machine::{
-    BOOT_PORT, Engine, ExitKind, GuestLink, Incoming, Machine, MachineExit, MachineStatus, Pausable, Reserve, Restorer,
-    Snapshottable, Stop,
+    BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryReserve, Pausable,
+    Restorer, Snapshottable, StopMode,
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
 pub use nacelle_vmm::machine::{BLOCK_MIB, reserve};
-pub use probe::{Accelerator, KvmVerdict, choose, fitting, probe};
+pub use probe::{Accelerator, KvmVerdict, choose_accelerator, default_engine, probe_kvm};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

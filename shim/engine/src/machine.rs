@@ -56,7 +56,7 @@ pub trait Machine: Send + Sync {
 
     /// Ends the machine and waits for the end. If the machine has ended already, returns how it ended. After an error the
     /// call may be repeated.
-    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError>;
+    fn stop(&self, how: StopMode) -> Result<MachineExit, EngineError>;
 
     /// Returns the link to the guest. It outlives the machine; its calls then fail with `LinkError::Stopped`.
     fn link(&self) -> Arc<dyn GuestLink>;
@@ -70,7 +70,7 @@ pub trait Machine: Send + Sync {
     }
 
     /// Returns the interface to release memory of the reserve, if the machine has one.
-    fn as_reserve(&self) -> Option<&dyn Reserve> {
+    fn as_reserve(&self) -> Option<&dyn MemoryReserve> {
         None
     }
 
@@ -89,9 +89,9 @@ pub trait Snapshottable {
 }
 
 /// A machine with a memory reserve (`MachineSpec::reserve_mib`), which its guest's kernel adds and removes while it runs.
-pub trait Reserve {
+pub trait MemoryReserve {
     /// Releases the memory beyond the first `used_mib` of the reserve. The guest has removed that memory: its content is lost.
-    fn give_back(&self, used_mib: u32) -> Result<(), EngineError>;
+    fn release_unused(&self, used_mib: u32) -> Result<(), EngineError>;
 }
 
 /// A machine that can be paused. Both calls may be repeated.
@@ -113,11 +113,11 @@ pub trait GuestLink: Send + Sync {
 
     /// Accepts the guest's connections to the host (CID 2) at `port`, until the result is dropped. Connections to a port
     /// without a listener are refused.
-    fn listen(&self, port: u32) -> Result<Box<dyn Incoming>, LinkError>;
+    fn listen(&self, port: u32) -> Result<Box<dyn LinkListener>, LinkError>;
 }
 
 /// The guest's connections to one port of the host.
-pub trait Incoming: Send {
+pub trait LinkListener: Send {
     /// Returns the next connection. Fails with `LinkError::Timeout` if none comes in time, with `LinkError::Stopped` if the
     /// machine has ended.
     fn accept(&self, timeout: Duration) -> Result<UnixStream, LinkError>;
@@ -136,7 +136,7 @@ pub enum MachineStatus {
 
 /// How a machine must be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
+pub enum StopMode {
     /// The machine is killed at once.
     Kill,
     /// The guest was requested to power off through its agent, because a microvm has no power button; the machine is killed
@@ -161,7 +161,7 @@ pub struct MachineExit {
 pub enum ExitKind {
     /// The guest powered off or rebooted; a reboot ends the machine too.
     Shutdown,
-    /// The machine was killed: by `Stop::Kill`, or after the grace period.
+    /// The machine was killed: by `StopMode::Kill`, or after the grace period.
     Killed,
     /// The guest kernel panicked; the console's tail contains the reason.
     Panicked,

@@ -90,22 +90,22 @@ impl fmt::Display for KvmVerdict {
 }
 
 /// Probes /dev/kvm; takes at most two seconds.
-pub fn probe() -> KvmVerdict {
-    let (tell, told) = mpsc::channel();
+pub fn probe_kvm() -> KvmVerdict {
+    let (sender, receiver) = mpsc::channel();
     let guest = move || {
         // The caller may have abandoned the probe.
-        let _ = tell.send(best_time());
+        let _ = sender.send(measure_best_time());
     };
     if let Err(error) = thread::Builder::new().name("kvm-probe".into()).spawn(guest) {
         return KvmVerdict::Broken { why: format!("no thread for the probe: {error}") };
     }
-    match told.recv_timeout(DEADLINE) {
-        Ok(result) => judge(result),
+    match receiver.recv_timeout(DEADLINE) {
+        Ok(result) => classify_result(result),
         Err(_) => KvmVerdict::Interpreted { took: DEADLINE },
     }
 }
 
-fn best_time() -> Result<Duration, TinyError> {
+fn measure_best_time() -> Result<Duration, TinyError> {
     let mut guest = TinyGuest::new()?;
     let mut best = Duration::MAX;
     for _ in 0..RUNS {
@@ -117,7 +117,7 @@ fn best_time() -> Result<Duration, TinyError> {
     Ok(best)
 }
 
-fn judge(result: Result<Duration, TinyError>) -> KvmVerdict {
+fn classify_result(result: Result<Duration, TinyError>) -> KvmVerdict {
     match result {
         Ok(took) if took < HARDWARE_LIMIT => KvmVerdict::Hardware { took },
         Ok(took) => KvmVerdict::Interpreted { took },
@@ -131,15 +131,15 @@ fn judge(result: Result<Duration, TinyError>) -> KvmVerdict {
 }
 
 /// Returns the engine for pods whose handler names none.
-pub fn fitting(verdict: &KvmVerdict) -> EngineKind {
-    match choose(verdict) {
+pub fn default_engine(verdict: &KvmVerdict) -> EngineKind {
+    match choose_accelerator(verdict) {
         Accelerator::Kvm => EngineKind::Kvm,
         Accelerator::Tcg => EngineKind::Qemu,
     }
 }
 
 /// Returns the accelerator for QEMU.
-pub fn choose(verdict: &KvmVerdict) -> Accelerator {
+pub fn choose_accelerator(verdict: &KvmVerdict) -> Accelerator {
     match verdict {
         KvmVerdict::Hardware { .. } => Accelerator::Kvm,
         _ => Accelerator::Tcg,
@@ -150,7 +150,7 @@ pub fn choose(verdict: &KvmVerdict) -> Accelerator {
 mod tests {
     use super::*;
 
-    fn open(errno: i32) -> Result<Duration, TinyError> {
+    fn open_error(errno: i32) -> Result<Duration, TinyError> {
         Err(TinyError::Open { source: kvm_ioctls::Error::new(errno) })
     }
 
@@ -161,23 +161,23 @@ mod tests {
             (Ok(Duration::from_millis(14)), Accelerator::Kvm, "on the processor"),
             (Ok(Duration::from_millis(15)), Accelerator::Tcg, "interprets"),
             (Ok(Duration::from_millis(45)), Accelerator::Tcg, "interprets"),
-            (open(libc::ENOENT), Accelerator::Tcg, "there is no /dev/kvm"),
-            (open(libc::EACCES), Accelerator::Tcg, "may not be opened"),
-            (open(libc::EBUSY), Accelerator::Tcg, "(cannot open /dev/kvm: "),
+            (open_error(libc::ENOENT), Accelerator::Tcg, "there is no /dev/kvm"),
+            (open_error(libc::EACCES), Accelerator::Tcg, "may not be opened"),
+            (open_error(libc::EBUSY), Accelerator::Tcg, "(cannot open /dev/kvm: "),
             (Err(TinyError::Version { got: 11 }), Accelerator::Tcg, "version 11"),
         ];
-        for (result, accelerator, words) in table {
-            let verdict = judge(result);
-            assert_eq!(choose(&verdict), accelerator, "{verdict:?}");
+        for (result, accelerator, text) in table {
+            let verdict = classify_result(result);
+            assert_eq!(choose_accelerator(&verdict), accelerator, "{verdict:?}");
             let engine = if accelerator == Accelerator::Kvm { EngineKind::Kvm } else { EngineKind::Qemu };
-            assert_eq!(fitting(&verdict), engine, "{verdict:?}");
-            assert!(verdict.to_string().contains(words), "{verdict}");
+            assert_eq!(default_engine(&verdict), engine, "{verdict:?}");
+            assert!(verdict.to_string().contains(text), "{verdict}");
         }
     }
 
     #[test]
-    fn this_node_gets_a_verdict() {
-        let verdict = probe();
+    fn this_node_is_probed() {
+        let verdict = probe_kvm();
         // The file may exist without a working KVM, or the node may be too busy to finish the probe in time.
         let there = std::path::Path::new("/dev/kvm").exists();
         let late = KvmVerdict::Interpreted { took: DEADLINE };

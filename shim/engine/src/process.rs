@@ -14,6 +14,7 @@ use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags};
@@ -21,12 +22,13 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
-use crate::console::{Console, PANIC, printable_tail};
-use crate::ended::Ended;
+use crate::console::{ConsoleLog, PANIC_MESSAGE, printable_tail};
+use crate::exit_latch::{self, ExitLatch};
+use crate::machine::{MachineStatus, StopMode};
 use crate::{EngineError, ExitKind, MachineExit};
 
 /// The number of bytes of QEMU's messages that are kept.
-const MESSAGES: usize = 4 << 10;
+const MAX_MESSAGES_BYTES: usize = 4 << 10;
 
 /// A process that runs or has ended.
 pub(crate) struct Process {
@@ -34,21 +36,21 @@ pub(crate) struct Process {
     /// True until the process is reaped: while this lock is held and true, the pid is not reused.
     alive: Mutex<bool>,
     killed: AtomicBool,
-    pub ended: Ended,
+    pub ended: ExitLatch,
 }
 
 /// The warden's thread.
 pub(crate) type Warden = JoinHandle<()>;
 
 impl Process {
-    /// Starts QEMU and returns when it runs, before it has parsed its arguments. The warden thread calls `at_end` before it
+    /// Starts QEMU and returns when it runs, before it has parsed its arguments. The warden thread calls `on_exit` before it
     /// records the end.
     pub fn start(
         program: &Path,
         args: Vec<String>,
         inherited: Vec<RawFd>,
-        console: Console,
-        at_end: impl FnOnce() + Send + 'static,
+        console: ConsoleLog,
+        on_exit: impl FnOnce() + Send + 'static,
     ) -> Result<(Arc<Process>, Warden), EngineError> {
         let mut command = Command::new(program);
         command.args(args).env_clear().current_dir("/").process_group(0);
@@ -56,24 +58,24 @@ impl Process {
         let parent = std::process::id();
         // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, close_range, fcntl. The
         // closure allocates nothing and owns its list of descriptors.
-        unsafe { command.pre_exec(move || in_child(parent, &inherited)) };
-        let (tell, told) = mpsc::sync_channel(1);
+        unsafe { command.pre_exec(move || prepare_child(parent, &inherited)) };
+        let (result_sender, start_result) = mpsc::sync_channel(1);
         let warden = nacelle_jail::spawn(ThreadKind::Warden, Builder::new().name("qemu-warden".into()), move || {
             let mut child = match command.spawn() {
                 Ok(child) => child,
                 Err(error) => {
                     // The caller waits for this message, so the channel is open.
-                    let _ = tell.send(Err(error));
+                    let _ = result_sender.send(Err(error));
                     return;
                 }
             };
-            let process = Arc::new(Process::of(&child));
-            let _ = tell.send(Ok(Arc::clone(&process)));
-            process.watch(&mut child, console, at_end);
+            let process = Arc::new(Process::new(&child));
+            let _ = result_sender.send(Ok(Arc::clone(&process)));
+            process.watch_until_exit(&mut child, console, on_exit);
         })
         .map_err(|source| EngineError::Resources { what: "a thread for QEMU", source })?;
         let spawn = |source| EngineError::Spawn { program: program.to_owned(), source };
-        match told.recv() {
+        match start_result.recv() {
             Ok(Ok(process)) => Ok((process, warden)),
             Ok(Err(source)) => Err(spawn(source)),
             Err(mpsc::RecvError) => Err(spawn(io::ErrorKind::BrokenPipe.into())),
@@ -83,33 +85,33 @@ impl Process {
     /// Watches a process that runs already.
     pub fn adopt(
         mut child: Child,
-        console: Console,
-        at_end: impl FnOnce() + Send + 'static,
+        console: ConsoleLog,
+        on_exit: impl FnOnce() + Send + 'static,
     ) -> Result<(Arc<Process>, Warden), EngineError> {
-        let process = Arc::new(Process::of(&child));
+        let process = Arc::new(Process::new(&child));
         let watched = Arc::clone(&process);
-        let watch = move || watched.watch(&mut child, console, at_end);
+        let watch = move || watched.watch_until_exit(&mut child, console, on_exit);
         let warden = nacelle_jail::spawn(ThreadKind::Warden, Builder::new().name("agent-warden".into()), watch);
         let warden = warden.map_err(|source| EngineError::Resources { what: "a thread for the agent", source })?;
         Ok((process, warden))
     }
 
-    fn of(child: &Child) -> Process {
+    fn new(child: &Child) -> Process {
         Process {
             pid: Pid::from_raw(child.id().cast_signed()),
             alive: Mutex::new(true),
             killed: AtomicBool::new(false),
-            ended: Ended::default(),
+            ended: ExitLatch::default(),
         }
     }
 
     /// Watches the process until its end.
-    fn watch(&self, child: &mut Child, console: Console, at_end: impl FnOnce()) {
+    fn watch_until_exit(&self, child: &mut Child, console: ConsoleLog, on_exit: impl FnOnce()) {
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        let (console, messages) = listen(console, stdout, stderr);
+        let (console, messages) = collect_output(console, stdout, stderr);
         let status = self.reap(child);
-        at_end();
-        self.ended.set(self.exit(status, &console, &messages));
+        on_exit();
+        self.ended.set(self.machine_exit(status, &console, &messages));
     }
 
     /// Returns the pid. After the end it may belong to another process.
@@ -123,7 +125,7 @@ impl Process {
         if *alive {
             self.killed.store(true, Ordering::SeqCst);
             if let Err(error) = kill(self.pid, Signal::SIGKILL) {
-                tracing::error!(pid = self.pid(), %error, "cannot kill a machine");
+                tracing::error!(pid = self.pid(), %error, "cannot kill the process of a VM");
             }
         }
     }
@@ -132,7 +134,7 @@ impl Process {
         // Waits without reaping, so that `kill` cannot hit another process with the same pid.
         let ended = retry_interrupted(|| waitid(Id::Pid(self.pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT));
         if let Err(error) = ended {
-            tracing::error!(pid = self.pid(), %error, "cannot wait for a machine");
+            tracing::error!(pid = self.pid(), %error, "cannot wait for the process of a VM");
         }
         let mut alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
         let status = child.wait();
@@ -140,23 +142,59 @@ impl Process {
         status
     }
 
-    fn exit(&self, status: io::Result<ExitStatus>, console: &Console, messages: &[u8]) -> MachineExit {
+    fn machine_exit(&self, status: io::Result<ExitStatus>, console: &ConsoleLog, messages: &[u8]) -> MachineExit {
         let (code, signal) = match &status {
             Ok(status) => (status.code(), status.signal()),
             Err(_) => (None, None),
         };
         let how = match (code, signal) {
             (_, Some(libc::SIGKILL)) if self.killed.load(Ordering::SeqCst) => ExitKind::Killed,
-            (Some(0), _) if console.says(PANIC) => ExitKind::Panicked,
+            (Some(0), _) if console.contains(PANIC_MESSAGE) => ExitKind::Panicked,
             (Some(0), _) => ExitKind::Shutdown,
-            _ => ExitKind::Died { code, signal, message: printable_tail(messages, MESSAGES) },
+            _ => ExitKind::Died { code, signal, message: printable_tail(messages, MAX_MESSAGES_BYTES) },
         };
         MachineExit { how, console_tail: console.tail() }
     }
 }
 
+/// A machine that is a process. Dropping it kills the process and waits for its end.
+pub(crate) struct MachineProcess {
+    process: Arc<Process>,
+    warden: Option<Warden>,
+}
+
+impl MachineProcess {
+    pub fn new(process: Arc<Process>, warden: Warden) -> MachineProcess {
+        MachineProcess { process, warden: Some(warden) }
+    }
+
+    /// Returns the status of the machine; `paused` counts while it has not ended.
+    pub fn status(&self, paused: bool) -> MachineStatus {
+        self.process.ended.status(paused)
+    }
+
+    /// Waits for the end; returns `None` after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Option<MachineExit> {
+        self.process.ended.wait(timeout)
+    }
+
+    /// Ends the machine as `Machine::stop` does.
+    pub fn stop(&self, how: StopMode) -> Result<MachineExit, EngineError> {
+        self.process.ended.stop(how, self.process.pid(), || {
+            self.process.kill();
+            Ok(())
+        })
+    }
+}
+
+impl Drop for MachineProcess {
+    fn drop(&mut self) {
+        exit_latch::finish_drop(self.stop(StopMode::Kill), self.warden.take());
+    }
+}
+
 /// Prepares the child between fork and exec.
-fn in_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
+fn prepare_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
     // SAFETY: prctl with these arguments touches no memory of this process.
     if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } == -1 {
         return Err(io::Error::last_os_error());
@@ -178,42 +216,46 @@ fn in_child(parent: u32, inherited: &[RawFd]) -> io::Result<()> {
 }
 
 /// Reads the output of the process and its guest until both pipes end, which is when the process ends.
-fn listen(mut console: Console, out: Option<ChildStdout>, err: Option<ChildStderr>) -> (Console, Vec<u8>) {
+fn collect_output(
+    mut console: ConsoleLog,
+    out: Option<ChildStdout>,
+    err: Option<ChildStderr>,
+) -> (ConsoleLog, Vec<u8>) {
     let (mut out, mut err, mut messages) = (out, err, Vec::new());
     let mut buffer = [0; 4096];
     while out.is_some() || err.is_some() {
-        let [out_ready, err_ready] = match ready(out.as_ref(), err.as_ref()) {
+        let [out_ready, err_ready] = match poll_readable(out.as_ref(), err.as_ref()) {
             Ok(ready) => ready,
             Err(error) => {
-                tracing::error!(%error, "cannot listen to a machine any more");
+                tracing::error!(%error, "cannot read the output of a VM any more");
                 break;
             }
         };
-        if out_ready && !read_some(&mut out, &mut buffer, |bytes| console.push(bytes)) {
+        if out_ready && !read_once(&mut out, &mut buffer, |bytes| console.append(bytes)) {
             out = None;
         }
         let keep = |bytes: &[u8]| {
             messages.extend_from_slice(bytes);
-            let surplus = messages.len().saturating_sub(2 * MESSAGES);
+            let surplus = messages.len().saturating_sub(2 * MAX_MESSAGES_BYTES);
             messages.drain(..surplus);
         };
-        if err_ready && !read_some(&mut err, &mut buffer, keep) {
+        if err_ready && !read_once(&mut err, &mut buffer, keep) {
             err = None;
         }
     }
     (console, messages)
 }
 
-fn ready(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> io::Result<[bool; 2]> {
+fn poll_readable(out: Option<&ChildStdout>, err: Option<&ChildStderr>) -> io::Result<[bool; 2]> {
     let fds = [out.map(AsFd::as_fd), err.map(AsFd::as_fd)];
     let mut polled: Vec<PollFd<'_>> = fds.iter().flatten().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
     retry::poll(&mut polled, None)?;
-    let mut answers = polled.iter().map(|fd| fd.any().unwrap_or(true));
-    Ok(fds.map(|fd| fd.is_some() && answers.next().unwrap_or(false)))
+    let mut readable = polled.iter().map(|fd| fd.any().unwrap_or(true));
+    Ok(fds.map(|fd| fd.is_some() && readable.next().unwrap_or(false)))
 }
 
 /// Reads once; returns false at the end.
-fn read_some(from: &mut Option<impl Read>, buffer: &mut [u8], take: impl FnOnce(&[u8])) -> bool {
+fn read_once(from: &mut Option<impl Read>, buffer: &mut [u8], take: impl FnOnce(&[u8])) -> bool {
     match from.as_mut().map(|from| from.read(buffer)) {
         Some(Ok(count)) if count > 0 => {
             take(buffer.get(..count).unwrap_or_default());

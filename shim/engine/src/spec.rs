@@ -69,13 +69,13 @@ pub struct MachineSpec {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiskSpec {
     /// A read-only disk, empty at first; images are placed on its slot while the guest runs.
-    Growing {
+    Images {
         /// The serial number that the guest sees (`/sys/block/*/serial`): 1 to 20 bytes of printable ASCII.
         serial: String,
     },
     /// A disk that is empty at first; writable volumes are placed on its slot while the guest runs.
     Volumes {
-        /// The serial number, as for `Growing`.
+        /// The serial number, as for `Images`.
         serial: String,
     },
     /// A disk that is a whole file or block device.
@@ -84,7 +84,7 @@ pub enum DiskSpec {
         path: PathBuf,
         /// The guest cannot write to the disk.
         read_only: bool,
-        /// The serial number, as for `Growing`.
+        /// The serial number, as for `Images`.
         serial: String,
     },
 }
@@ -92,7 +92,7 @@ pub enum DiskSpec {
 impl DiskSpec {
     /// Returns the serial number that the guest sees.
     pub fn serial(&self) -> &str {
-        let (DiskSpec::Growing { serial } | DiskSpec::Volumes { serial } | DiskSpec::File { serial, .. }) = self;
+        let (DiskSpec::Images { serial } | DiskSpec::Volumes { serial } | DiskSpec::File { serial, .. }) = self;
         serial
     }
 }
@@ -127,7 +127,7 @@ pub struct Limits {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
     /// There are no vCPUs or too many.
-    #[error("a machine with {got} vCPUs: this engine gives 1 to {max}")]
+    #[error("cannot create a VM with {got} vCPUs: this engine supports 1 to {max}")]
     Vcpus {
         /// The requested number.
         got: u8,
@@ -136,7 +136,7 @@ pub enum SpecError {
     },
     /// The topology does not match the number of vCPUs.
     #[error(
-        "{} sockets of {} cores of {} threads: they must make the machine's {vcpus} vCPUs, of at most 2 threads a core", .topology.sockets,
+        "cannot create a VM with {} sockets of {} cores of {} threads: the product must be {vcpus}, its number of vCPUs, with at most 2 threads per core", .topology.sockets,
         .topology.cores, .topology.threads
     )]
     Topology {
@@ -146,7 +146,7 @@ pub enum SpecError {
         vcpus: u8,
     },
     /// The engine does not support the CPU model, or a name is invalid.
-    #[error("processors like {got:?}: {rule}")]
+    #[error("cannot create a VM with CPU model {got:?}: {rule}")]
     CpuModel {
         /// The requested model.
         got: CpuModel,
@@ -154,7 +154,7 @@ pub enum SpecError {
         rule: &'static str,
     },
     /// The memory is too small.
-    #[error("a machine with {got_mib} MiB of memory: the guest needs {min_mib} or more")]
+    #[error("cannot create a VM with {got_mib} MiB of memory: the guest needs {min_mib} or more")]
     Memory {
         /// The requested memory.
         got_mib: u32,
@@ -162,7 +162,7 @@ pub enum SpecError {
         min_mib: u32,
     },
     /// The memory is not a multiple of the huge page size.
-    #[error("{got_mib} MiB of memory in huge pages: it must be a multiple of {step_mib} MiB")]
+    #[error("cannot back {got_mib} MiB of memory with huge pages: it must be a multiple of {step_mib} MiB")]
     HugePages {
         /// The requested memory.
         got_mib: u32,
@@ -170,7 +170,7 @@ pub enum SpecError {
         step_mib: u32,
     },
     /// The memory reserve is not a multiple of the hot-plug block size, or is not allowed with huge pages.
-    #[error("{got_mib} MiB of memory in reserve: it must be a multiple of {step_mib} MiB, and not in huge pages")]
+    #[error("cannot reserve {got_mib} MiB of memory: it must be a multiple of {step_mib} MiB, or 0 with huge pages")]
     Reserve {
         /// The requested reserve.
         got_mib: u32,
@@ -178,7 +178,7 @@ pub enum SpecError {
         step_mib: u32,
     },
     /// The VM has too many devices.
-    #[error("{disks} disks and {nics} network interfaces: this engine has room for {max} devices")]
+    #[error("cannot create a VM with {disks} disks and {nics} network interfaces: this engine supports {max} devices")]
     Devices {
         /// The number of disks.
         disks: usize,
@@ -188,7 +188,7 @@ pub enum SpecError {
         max: usize,
     },
     /// A path is relative, is not UTF-8, or contains a NUL byte.
-    #[error("{what} {path:?} is not an absolute path in UTF-8")]
+    #[error("{what} {path:?} is invalid: it must be an absolute path in UTF-8")]
     Path {
         /// The field: "kernel", "initrd", "disk", "run_dir", "console_log".
         what: &'static str,
@@ -196,7 +196,7 @@ pub enum SpecError {
         path: PathBuf,
     },
     /// The sockets in the run directory would have names longer than Linux allows.
-    #[error("run_dir {path:?} has {got} bytes: at most {max}, so that sockets in it can have names")]
+    #[error("run_dir {path:?} is too long ({got} bytes): the maximum is {max}, so that the paths of its sockets fit")]
     RunDirTooLong {
         /// The run directory.
         path: PathBuf,
@@ -206,13 +206,13 @@ pub enum SpecError {
         max: usize,
     },
     /// A kernel parameter is empty, or contains white space, quotes or control characters.
-    #[error("kernel parameter {word:?}: one word of printable ASCII without quotes")]
-    CmdlineWord {
+    #[error("kernel parameter {parameter:?} is invalid: it must be one word of printable ASCII without quotes")]
+    CmdlineParameter {
         /// The parameter.
-        word: String,
+        parameter: String,
     },
     /// The kernel command line is too long.
-    #[error("kernel parameters of {got} bytes: at most {max}")]
+    #[error("the kernel parameters are too long ({got} bytes): the maximum is {max}")]
     CmdlineTooLong {
         /// The length in bytes, with one space between two parameters.
         got: usize,
@@ -220,7 +220,7 @@ pub enum SpecError {
         max: usize,
     },
     /// A serial number is invalid for virtio-blk, or is not unique.
-    #[error("disk serial {serial:?}: 1 to {max} bytes of printable ASCII, each used once")]
+    #[error("disk serial {serial:?} is invalid: it must be 1 to {max} bytes of printable ASCII, and unique")]
     Serial {
         /// The serial number.
         serial: String,
@@ -228,13 +228,13 @@ pub enum SpecError {
         max: usize,
     },
     /// A MAC address is not unique, or is not a unicast address.
-    #[error("MAC {}: it must be a station's address, and used once", hex(.mac))]
+    #[error("MAC address {} is invalid: it must be a unicast address, and unique", hex(.mac))]
     Mac {
         /// The address.
         mac: Mac,
     },
     /// The MTU is not possible for IP over Ethernet.
-    #[error("an MTU of {got} bytes: {min} to {max}")]
+    #[error("MTU {got} is invalid: it must be {min} to {max} bytes")]
     Mtu {
         /// The requested MTU.
         got: u32,
@@ -244,7 +244,7 @@ pub enum SpecError {
         max: u32,
     },
     /// The context id is reserved.
-    #[error("guest CID {got}: {min} to {max}")]
+    #[error("guest CID {got} is invalid: it must be {min} to {max}")]
     GuestCid {
         /// The requested id.
         got: u32,
@@ -288,8 +288,8 @@ impl MachineSpec {
         }
         if let Some(model) = &self.cpu_model {
             let rule = match model.wrong() {
-                _ if !limits.cpu_models => Some("this engine shows the guest the node's as they are"),
-                Some(_) => Some("letters, digits, '-', '_' and '.' make a name"),
+                _ if !limits.cpu_models => Some("this engine passes the node's CPUs to the guest unchanged"),
+                Some(_) => Some("a name consists of letters, digits, '-', '_' and '.'"),
                 None => None,
             };
             if let Some(rule) = rule {
@@ -341,12 +341,12 @@ fn check_path(what: &'static str, path: &Path) -> Result<(), SpecError> {
     }
 }
 
-fn check_cmdline(words: &[String]) -> Result<(), SpecError> {
+fn check_cmdline(parameters: &[String]) -> Result<(), SpecError> {
     let plain = |byte: u8| byte.is_ascii_graphic() && byte != b'"' && byte != b'\'';
-    if let Some(word) = words.iter().find(|word| word.is_empty() || !word.bytes().all(plain)) {
-        return Err(SpecError::CmdlineWord { word: word.clone() });
+    if let Some(parameter) = parameters.iter().find(|parameter| parameter.is_empty() || !parameter.bytes().all(plain)) {
+        return Err(SpecError::CmdlineParameter { parameter: parameter.clone() });
     }
-    match words.iter().map(|word| word.len() + 1).sum::<usize>().saturating_sub(1) {
+    match parameters.iter().map(|parameter| parameter.len() + 1).sum::<usize>().saturating_sub(1) {
         got if got > MAX_CMDLINE => Err(SpecError::CmdlineTooLong { got, max: MAX_CMDLINE }),
         _ => Ok(()),
     }
@@ -359,8 +359,8 @@ fn check_disks(disks: &[DiskSpec]) -> Result<(), SpecError> {
             check_path("disk", path)?;
         }
         let serial = disk.serial();
-        let fits = (1..=MAX_SERIAL).contains(&serial.len()) && serial.bytes().all(|byte| byte.is_ascii_graphic());
-        if !fits || !seen.insert(serial) {
+        let valid = (1..=MAX_SERIAL).contains(&serial.len()) && serial.bytes().all(|byte| byte.is_ascii_graphic());
+        if !valid || !seen.insert(serial) {
             return Err(SpecError::Serial { serial: serial.to_owned(), max: MAX_SERIAL });
         }
     }
@@ -397,7 +397,7 @@ pub(crate) fn hex(mac: &Mac) -> String {
 mod tests {
     use super::*;
 
-    fn named(name: &str) -> CpuModel {
+    fn cpu_model_named(name: &str) -> CpuModel {
         CpuModel { name: Some(name.into()), ..CpuModel::default() }
     }
 
@@ -407,11 +407,11 @@ mod tests {
         NicSpec { tap: std::fs::File::open("/dev/null").unwrap().into(), more_queues: vec![], dhcp: None, mac, mtu }
     }
 
-    fn good() -> MachineSpec {
+    fn valid_spec() -> MachineSpec {
         MachineSpec {
             vcpus: 8,
             topology: Some(Topology { sockets: 2, cores: 2, threads: 2 }),
-            cpu_model: Some(named("EPYC-Rome")),
+            cpu_model: Some(cpu_model_named("EPYC-Rome")),
             memory_mib: MIN_MEMORY_MIB,
             reserve_mib: 0,
             memory_pages: MemoryPages::Hugetlb,
@@ -419,7 +419,7 @@ mod tests {
             initrd: "/boot/initrd".into(),
             cmdline: vec!["nacelle.log=debug".into()],
             disks: vec![
-                DiskSpec::Growing { serial: "images".into() },
+                DiskSpec::Images { serial: "images".into() },
                 DiskSpec::File { path: "/scratch".into(), read_only: false, serial: "scratch".into() },
             ],
             nics: vec![nic([2, 0, 0, 0, 0, 1], 1500)],
@@ -432,16 +432,16 @@ mod tests {
     }
 
     #[test]
-    fn a_good_spec_passes() {
-        let spec = good().check(&LIMITS).unwrap();
+    fn a_valid_spec_passes() {
+        let spec = valid_spec().check(&LIMITS).unwrap();
         assert_eq!(spec.into_inner().vcpus, 8);
     }
 
     #[test]
     fn each_rule_has_its_error() {
-        type Break = fn(&mut MachineSpec);
+        type BreakRule = fn(&mut MachineSpec);
         let file = |serial: &str| DiskSpec::File { path: "/d".into(), read_only: true, serial: serial.into() };
-        let table: Vec<(Break, SpecError)> = vec![
+        let table: Vec<(BreakRule, SpecError)> = vec![
             (|s| s.vcpus = 0, SpecError::Vcpus { got: 0, max: 8 }),
             (|s| s.vcpus = 9, SpecError::Vcpus { got: 9, max: 8 }),
             (
@@ -453,15 +453,18 @@ mod tests {
                 SpecError::Topology { topology: Topology { sockets: 2, cores: 1, threads: 4 }, vcpus: 8 },
             ),
             (
-                |s| s.cpu_model = Some(named("a,b")),
-                SpecError::CpuModel { got: named("a,b"), rule: "letters, digits, '-', '_' and '.' make a name" },
+                |s| s.cpu_model = Some(cpu_model_named("a,b")),
+                SpecError::CpuModel {
+                    got: cpu_model_named("a,b"),
+                    rule: "a name consists of letters, digits, '-', '_' and '.'",
+                },
             ),
             (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
             (|s| s.reserve_mib = 127, SpecError::Reserve { got_mib: 127, step_mib: 128 }),
             (|s| s.reserve_mib = 128, SpecError::Reserve { got_mib: 128, step_mib: 128 }),
             (|s| s.memory_mib = 65, SpecError::HugePages { got_mib: 65, step_mib: 2 }),
             (
-                |s| s.disks.push(DiskSpec::Growing { serial: "more".into() }),
+                |s| s.disks.push(DiskSpec::Images { serial: "more".into() }),
                 SpecError::Devices { disks: 3, nics: 1, max: 3 },
             ),
             (|s| s.console = ConsoleKind::Virtio, SpecError::Devices { disks: 2, nics: 1, max: 2 }),
@@ -473,9 +476,9 @@ mod tests {
                 |s| s.run_dir = format!("/{}", "r".repeat(90)).into(),
                 SpecError::RunDirTooLong { path: format!("/{}", "r".repeat(90)).into(), got: 91, max: 87 },
             ),
-            (|s| s.cmdline.push("a b".into()), SpecError::CmdlineWord { word: "a b".into() }),
-            (|s| s.cmdline.push(String::new()), SpecError::CmdlineWord { word: String::new() }),
-            (|s| s.cmdline.push("a\n".into()), SpecError::CmdlineWord { word: "a\n".into() }),
+            (|s| s.cmdline.push("a b".into()), SpecError::CmdlineParameter { parameter: "a b".into() }),
+            (|s| s.cmdline.push(String::new()), SpecError::CmdlineParameter { parameter: String::new() }),
+            (|s| s.cmdline.push("a\n".into()), SpecError::CmdlineParameter { parameter: "a\n".into() }),
             (
                 |s| s.cmdline = vec!["x".repeat(512), "y".repeat(512)],
                 SpecError::CmdlineTooLong { got: 1025, max: 1024 },
@@ -489,13 +492,13 @@ mod tests {
             (|s| s.nics[0].mtu = 67, SpecError::Mtu { got: 67, min: 68, max: 65535 }),
             (|s| s.guest_cid = 2, SpecError::GuestCid { got: 2, min: 3, max: MAX_GUEST_CID }),
         ];
-        for (spoil, expected) in table {
-            let mut spec = good();
-            spoil(&mut spec);
+        for (break_rule, expected) in table {
+            let mut spec = valid_spec();
+            break_rule(&mut spec);
             assert_eq!(spec.check(&LIMITS).unwrap_err(), expected);
         }
         for serial in ["", "with space", "123456789012345678901", "images"] {
-            let mut spec = good();
+            let mut spec = valid_spec();
             spec.disks[1] = file(serial);
             assert_eq!(spec.check(&LIMITS).unwrap_err(), SpecError::Serial { serial: serial.into(), max: MAX_SERIAL });
         }
@@ -503,11 +506,14 @@ mod tests {
 
     #[test]
     fn a_mac_is_used_once() {
-        let mut spec = good();
+        let mut spec = valid_spec();
         spec.disks.clear();
         spec.nics.push(nic([2, 0, 0, 0, 0, 1], 1500));
         let error = spec.check(&LIMITS).unwrap_err();
-        assert_eq!(error.to_string(), "MAC 02:00:00:00:00:01: it must be a station's address, and used once");
+        assert_eq!(
+            error.to_string(),
+            "MAC address 02:00:00:00:00:01 is invalid: it must be a unicast address, and unique"
+        );
         assert_eq!(error.kind(), Kind::Invalid);
     }
 }

@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use nacelle_engine::contract::{World, turn};
-use nacelle_engine::fake::{Fake, Guest, Script};
-use nacelle_engine::{Engine, EngineError, ExitKind, LinkError, MachineSpec, Stop};
+use nacelle_engine::contract::{TestedEngine, lock_suite};
+use nacelle_engine::fake::{FailureScript, FakeEngine, GuestHandle};
+use nacelle_engine::{Engine, EngineError, ExitKind, LinkError, MachineSpec, StopMode};
 
 const LONG: Duration = Duration::from_secs(60);
 
 /// Implements the guest of the contract tests without a kernel.
-fn contract_guest(guest: Guest) -> ExitKind {
+fn contract_guest(guest: GuestHandle) -> ExitKind {
     if guest.listen(1025).is_err() {
         return ExitKind::Killed;
     }
@@ -30,7 +30,7 @@ fn contract_guest(guest: Guest) -> ExitKind {
     ExitKind::Killed
 }
 
-fn serve(guest: &Guest, stream: &UnixStream) -> Option<()> {
+fn serve(guest: &GuestHandle, stream: &UnixStream) -> Option<()> {
     let (mut line, mut byte, mut out) = (Vec::new(), [0], stream);
     while out.read(&mut byte).ok()? == 1 && byte != *b"\n" {
         line.extend(byte);
@@ -68,15 +68,15 @@ fn serve(guest: &Guest, stream: &UnixStream) -> Option<()> {
     out.write_all(format!("{answer}\n").as_bytes()).ok()
 }
 
-struct FakeWorld {
+struct TestedFake {
     /// The running guests, so that the test can lose a machine.
-    guests: Arc<Mutex<Vec<Guest>>>,
+    guests: Arc<Mutex<Vec<GuestHandle>>>,
 }
 
-impl World for FakeWorld {
+impl TestedEngine for TestedFake {
     fn engine(&self) -> Box<dyn Engine> {
         let guests = Arc::clone(&self.guests);
-        Box::new(Fake::new(move |guest: Guest| {
+        Box::new(FakeEngine::new(move |guest: GuestHandle| {
             guests.lock().unwrap().push(guest.clone());
             let how = contract_guest(guest);
             guests.lock().unwrap().clear();
@@ -92,24 +92,24 @@ impl World for FakeWorld {
         "/nowhere/initrd".into()
     }
 
-    fn lose(&self, _run_dir: &Path) -> bool {
+    fn kill_from_outside(&self, _run_dir: &Path) -> bool {
         let guest = self.guests.lock().unwrap().pop().unwrap();
         guest.end(ExitKind::Died { code: None, signal: Some(9), message: "an accident".into() });
         true
     }
 
-    fn has_disks(&self) -> bool {
+    fn reads_disks(&self) -> bool {
         false
     }
 }
 
-fn world() -> Option<Box<dyn World>> {
-    Some(Box::new(FakeWorld { guests: Arc::default() }))
+fn tested() -> Option<Box<dyn TestedEngine>> {
+    Some(Box::new(TestedFake { guests: Arc::default() }))
 }
 
-nacelle_engine::contract_tests!(world);
+nacelle_engine::contract_tests!(tested);
 
-fn start(fake: &Fake, directory: &Path) -> Result<Box<dyn nacelle_engine::Machine>, EngineError> {
+fn start(fake: &FakeEngine, directory: &Path) -> Result<Box<dyn nacelle_engine::Machine>, EngineError> {
     let spec = MachineSpec {
         vcpus: 1,
         topology: None,
@@ -132,33 +132,33 @@ fn start(fake: &Fake, directory: &Path) -> Result<Box<dyn nacelle_engine::Machin
 }
 
 #[test]
-fn the_script_is_followed() {
-    let _turn = turn();
+fn scripted_failures_happen() {
+    let _suite_lock = lock_suite();
     let directory = tempfile::tempdir().unwrap();
-    let patient = |guest: Guest| {
+    let patient = |guest: GuestHandle| {
         guest.listen(7).unwrap();
         while guest.accept(7).is_ok() {}
         ExitKind::Killed
     };
-    let fake = Fake::new(patient).with_script(Script { fail_start: true, ..Script::default() });
+    let fake = FakeEngine::new(patient).with_script(FailureScript { fail_start: true, ..FailureScript::default() });
     assert!(matches!(start(&fake, directory.path()), Err(EngineError::Scripted)));
 
-    let dies = Script { die_after: Some(Duration::from_millis(1)), ..Script::default() };
-    let machine = start(&Fake::new(patient).with_script(dies), directory.path()).unwrap();
+    let dies = FailureScript { die_after: Some(Duration::from_millis(1)), ..FailureScript::default() };
+    let machine = start(&FakeEngine::new(patient).with_script(dies), directory.path()).unwrap();
     assert!(matches!(machine.wait(LONG).unwrap().how, ExitKind::Died { .. }));
 
-    let refuses = Script { refuse_connections: true, ..Script::default() };
-    let machine = start(&Fake::new(patient).with_script(refuses), directory.path()).unwrap();
+    let refuses = FailureScript { refuse_connections: true, ..FailureScript::default() };
+    let machine = start(&FakeEngine::new(patient).with_script(refuses), directory.path()).unwrap();
     assert!(matches!(machine.link().connect(7, LONG), Err(LinkError::Refused { port: 7 })));
-    assert_eq!(machine.stop(Stop::Kill).unwrap().how, ExitKind::Killed);
+    assert_eq!(machine.stop(StopMode::Kill).unwrap().how, ExitKind::Killed);
 }
 
 #[test]
-fn the_guest_decides_how_it_ends() {
-    let _turn = turn();
+fn the_guest_function_determines_the_exit() {
+    let _suite_lock = lock_suite();
     let directory = tempfile::tempdir().unwrap();
     let machine = start(
-        &Fake::new(|guest: Guest| {
+        &FakeEngine::new(|guest: GuestHandle| {
             guest.print("bye\n");
             ExitKind::Shutdown
         }),

@@ -7,7 +7,7 @@ use crate::lines::{Event, Lines, printable};
 use crate::machine::Settings;
 use crate::qemu;
 use nacelle_base::task::run_blocking;
-use nacelle_engine::program::Program;
+use nacelle_engine::program::MachineProgram;
 use nacelle_engine::{ExitKind, MachineExit};
 use serde_json::{Value, json};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -38,7 +38,7 @@ pub const DIED: u32 = 255;
 
 /// A running QEMU and the connections to it.
 pub struct Live {
-    program: Arc<Program>,
+    program: Arc<MachineProgram>,
     monitor: Mutex<Lines>,
     resumed: AtomicU64,
     /// The guest agent.
@@ -90,7 +90,7 @@ pub async fn launch(
     let Ends { ours: [monitor, console, agent], theirs } = ends;
     let (qemu, log) = (settings.qemu.clone(), directory.join(QEMU_LOG));
     let started = run_blocking("start QEMU", move || {
-        let started = Program::start(&qemu, args, inherited, &log);
+        let started = MachineProgram::start(&qemu, args, inherited, &log);
         drop(theirs);
         started
     });

@@ -21,7 +21,7 @@ use nacelle_base::files::remove_tree_if_there;
 use nacelle_base::share::QUEUES;
 use nacelle_base::task::run_blocking;
 use nacelle_engine::Accelerator;
-use nacelle_engine::qemu::emulated_tsc;
+use nacelle_engine::qemu::emulated_tsc_parameter;
 use nacelle_model::machine::{self, Board, Bus, CardModel, Firmware, MachineDocument};
 use nacelle_proto::agent::{BootConfig, Exit};
 use nacelle_proto::common::Interface;
@@ -263,7 +263,7 @@ impl Machine {
     async fn clock(&self) -> Result<Option<String>, KeeperError> {
         let needed = self.settings.accelerator == Accelerator::Tcg && self.document.board == Board::Microvm;
         // The measurement takes 2 ms.
-        if needed { Ok(run_blocking("measure the emulated TSC", emulated_tsc).await?) } else { Ok(None) }
+        if needed { Ok(run_blocking("measure the emulated TSC", emulated_tsc_parameter).await?) } else { Ok(None) }
     }
 
     /// Runs the VM again and again, until the container ends.

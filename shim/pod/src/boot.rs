@@ -8,7 +8,7 @@ use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, random};
 use crate::spec::PodSpec;
 use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::{self, Timeline};
-use nacelle_engine::{GuestLink, Incoming};
+use nacelle_engine::{GuestLink, LinkListener};
 use nacelle_model::namespace::IdRange;
 use nacelle_proto::{agent as proto, pod};
 use std::sync::Arc;
@@ -56,7 +56,7 @@ pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodE
 /// Waits for the agent and for the network, in any order, then configures the guest.
 pub async fn greet(
     spec: &PodSpec,
-    incoming: Box<dyn Incoming>,
+    incoming: Box<dyn LinkListener>,
     link: Arc<dyn GuestLink>,
     gone: Gone,
     network: Network,
@@ -74,7 +74,7 @@ pub async fn greet(
 /// Waits for the agent's hello. A connection that ends before the hello was abandoned by the guest because the host was
 /// slow, so the next connection is accepted. After the hello no further connection is accepted.
 async fn hello(
-    mut incoming: Box<dyn Incoming>,
+    mut incoming: Box<dyn LinkListener>,
     limit: Duration,
 ) -> Result<(UnixStream, FromGuest<proto::AgentHello>), PodError> {
     let mut given_up = 0;
@@ -97,7 +97,7 @@ async fn hello(
 
 async fn shake(
     spec: &PodSpec,
-    incoming: Box<dyn Incoming>,
+    incoming: Box<dyn LinkListener>,
     mut network: Network,
     timeline: &Timeline,
 ) -> Result<Bounded<pod::ConfigureResponse>, PodError> {

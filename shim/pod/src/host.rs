@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::spec::PodSpec;
 use crate::{jail_dir, share};
 use nacelle_base::files::{at, remove_tree_if_there};
-use nacelle_engine::host::{Host, HostSpec};
+use nacelle_engine::host::{HostEngine, HostSpec};
 use nacelle_jail::cgroup::{self, Usage as GroupUsage};
 use nacelle_model::namespace::NodeNamespaces;
 use std::fs::DirBuilder;
@@ -13,7 +13,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// Starts the agent of the pod in `dir`.
-pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNamespaces) -> Result<Host, PodError> {
+pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNamespaces) -> Result<HostEngine, PodError> {
     let scratch = spec.scratch_file();
     remove_tree_if_there(&scratch)?;
     DirBuilder::new().recursive(true).mode(0o700).create(&scratch).map_err(at("create", &scratch))?;
@@ -32,7 +32,7 @@ pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNames
         node_pid: shares.pid,
         node_ipc: shares.ipc,
     };
-    let host = Host::new(&host)?;
+    let host = HostEngine::new(&host)?;
     share::introduce(i32::try_from(host.pid()).unwrap_or_default(), dir)?;
     Ok(host)
 }

@@ -49,9 +49,9 @@ use nacelle_base::files::{FileError, at};
 use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::retry::retry_interrupted;
 use nacelle_engine::Engine;
-use nacelle_engine::keeper::Keeper;
-use nacelle_engine::kvm::Kvm;
-use nacelle_engine::qemu::Qemu;
+use nacelle_engine::keeper::KeeperEngine;
+use nacelle_engine::kvm::KvmEngine;
+use nacelle_engine::qemu::QemuEngine;
 use spec::{Accelerator, EngineSpec};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -98,9 +98,9 @@ pub fn run(dir: &Path) -> ExitCode {
     }
     run_with(dir, |spec| {
         let engine: Arc<dyn Engine> = match &spec.engine {
-            EngineSpec::Kvm {} => Arc::new(Kvm::new()),
-            EngineSpec::Qemu { binary, accelerator } => Arc::new(Qemu::new(binary, accelerator_of(*accelerator))),
-            EngineSpec::Keeper { program, qemu, accelerator, .. } => Arc::new(Keeper {
+            EngineSpec::Kvm {} => Arc::new(KvmEngine::new()),
+            EngineSpec::Qemu { binary, accelerator } => Arc::new(QemuEngine::new(binary, accelerator_of(*accelerator))),
+            EngineSpec::Keeper { program, qemu, accelerator, .. } => Arc::new(KeeperEngine {
                 program: program.clone(),
                 qemu: qemu.clone(),
                 accelerator: accelerator_of(*accelerator),

@@ -15,7 +15,7 @@ use nacelle_base::share::QUEUES;
 use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::Timeline;
 use nacelle_base::undo::UndoStack;
-use nacelle_engine::{DiskSpec, Engine, Incoming, Machine, MachineExit, MachineSpec, NicSpec, Slot, Stop};
+use nacelle_engine::{DiskSpec, Engine, LinkListener, Machine, MachineExit, MachineSpec, NicSpec, Slot, StopMode};
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::fs::DirBuilder;
@@ -49,7 +49,7 @@ pub struct Assembled {
     /// Reports when and how the VM has ended.
     pub gone: agent::Gone,
     /// Accepts the agent's connection for the boot handshake.
-    pub incoming: Box<dyn Incoming>,
+    pub incoming: Box<dyn LinkListener>,
     /// The actions that release the resources of the VM.
     pub undo: UndoStack,
     /// The boot steps so far, with their durations.
@@ -149,7 +149,7 @@ pub async fn assemble(
         cmdline: kernel_args(spec),
         disks: if spec.engine.has_disks() {
             vec![
-                DiskSpec::Growing { serial: "images".into() },
+                DiskSpec::Images { serial: "images".into() },
                 DiskSpec::File { path: disk.clone(), read_only: false, serial: "scratch".into() },
                 DiskSpec::Volumes { serial: "volumes".into() },
             ]
@@ -173,7 +173,7 @@ pub async fn assemble(
         Err(source) => {
             let error = PodError::Link { what: "listen for the agent", source };
             let error = agent::reason(gone, error).await;
-            stop(machine, Stop::Kill).await?;
+            stop(machine, StopMode::Kill).await?;
             return Err(error);
         }
     };
@@ -251,7 +251,7 @@ async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, Po
 }
 
 /// Stops a VM and waits for its end.
-pub async fn stop(machine: Arc<dyn Machine>, how: Stop) -> Result<MachineExit, PodError> {
+pub async fn stop(machine: Arc<dyn Machine>, how: StopMode) -> Result<MachineExit, PodError> {
     Ok(run_blocking("stop the VM", move || machine.stop(how)).await??)
 }
 

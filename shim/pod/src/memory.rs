@@ -60,18 +60,18 @@ async fn change(
     let most = u64::from(reserve_mib) << 20;
     let used = agent.set_memory(&places, asked).await?.bound(asked..=most)?;
     // If the guest uses more than it reports, it loses that memory, not the node.
-    give_back(machine, u32::try_from(used.bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
+    release_unused_reserve(machine, u32::try_from(used.bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
     Ok(used)
 }
 
 /// Releases what the engine has written to the reserve before the guest's kernel ran: the initial file system may lie there.
 pub async fn clear(machine: Arc<dyn Machine>) {
-    give_back(machine, 0).await;
+    release_unused_reserve(machine, 0).await;
 }
 
 /// Releases the node's memory of the unused reserve. A failure is only logged, because the guest does not use that memory.
-async fn give_back(machine: Arc<dyn Machine>, used_mib: u32) {
-    let release = move || machine.as_reserve().map(|reserve| reserve.give_back(used_mib));
+async fn release_unused_reserve(machine: Arc<dyn Machine>, used_mib: u32) {
+    let release = move || machine.as_reserve().map(|reserve| reserve.release_unused(used_mib));
     match run_blocking("release unused memory of the VM", release).await {
         Ok(Some(Err(error))) => tracing::warn!(used_mib, "{}", Chain(&error)),
         Err(error) => tracing::warn!(used_mib, "{}", Chain(&error)),

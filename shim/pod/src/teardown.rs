@@ -8,7 +8,7 @@ use crate::stops::Outcome;
 use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
 use nacelle_base::undo::{Left, UndoStack};
-use nacelle_engine::{Machine, Stop};
+use nacelle_engine::{Machine, StopMode};
 use std::sync::Arc;
 
 /// Waits for the stops of containers (id and outcome). A container that does not stop ends with the VM.
@@ -27,11 +27,11 @@ pub async fn machine(
     undo: UndoStack,
     timeouts: &Timeouts,
 ) -> Vec<Left> {
-    let mut how = Stop::Kill;
+    let mut how = StopMode::Kill;
     if let Some(agent) = agent {
         match agent.shutdown(timeouts.shutdown()).await {
             // The reply may be lost when the guest powers off; the engine then observes the VM's end.
-            Ok(()) | Err(PodError::Agent { .. }) => how = Stop::Shutdown { grace: timeouts.shutdown() },
+            Ok(()) | Err(PodError::Agent { .. }) => how = StopMode::Shutdown { grace: timeouts.shutdown() },
             Err(error) => tracing::warn!("{}", Chain(&error)),
         }
     }

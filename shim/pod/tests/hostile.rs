@@ -5,7 +5,7 @@ mod common;
 use common::agent::{Boot, Fault};
 use common::{World, exited, kind, network, until};
 use nacelle_base::Kind;
-use nacelle_engine::fake::Script;
+use nacelle_engine::fake::FailureScript;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::record::{ContainerPhase, Phase};
 use nacelle_proto::common::{ContainerUsage, Usage};
@@ -189,7 +189,7 @@ async fn guests_that_do_not_come_up_are_told_with_their_reason() {
         *world.agent.boot.lock().unwrap() = boot.clone();
         let quick = boot == Boot::Silent;
         let client =
-            world.boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, Script::default()).await;
+            world.boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, FailureScript::default()).await;
         let error = client.configure(network()).await.unwrap_err();
         // A late request fails because the pod is stopped; a waiting request fails with the kind of the failure.
         let got = nacelle_base::Classify::kind(&error);
@@ -203,7 +203,7 @@ async fn guests_that_do_not_come_up_are_told_with_their_reason() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_that_cannot_start_is_told() {
     let mut world = World::new();
-    let client = world.boot(|_| {}, Script { fail_start: true, ..Script::default() }).await;
+    let client = world.boot(|_| {}, FailureScript { fail_start: true, ..FailureScript::default() }).await;
     assert!(client.configure(network()).await.is_err());
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
     assert!(state.failure.contains("the engine failed"), "{}", state.failure);
@@ -213,7 +213,7 @@ async fn an_engine_that_cannot_start_is_told() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_guest_that_refuses_connections_fails_requests_only() {
     let mut world = World::new();
-    let script = Script { refuse_connections: true, ..Script::default() };
+    let script = FailureScript { refuse_connections: true, ..FailureScript::default() };
     let quick = |spec: &mut nacelle_pod::spec::PodSpec| {
         spec.timeouts.call_ms = 100;
         spec.timeouts.shutdown_ms = 100;

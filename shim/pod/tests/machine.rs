@@ -51,7 +51,7 @@ fn needs() -> Result<(PathBuf, PathBuf), String> {
 /// Returns the engine that fits this node.
 fn engine() -> EngineKind {
     static ENGINE: OnceLock<EngineKind> = OnceLock::new();
-    *ENGINE.get_or_init(|| nacelle_engine::fitting(&nacelle_engine::probe()))
+    *ENGINE.get_or_init(|| nacelle_engine::default_engine(&nacelle_engine::probe_kvm()))
 }
 
 fn path_of(program: &str) -> Option<PathBuf> {

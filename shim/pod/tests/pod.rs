@@ -5,7 +5,7 @@ mod common;
 use common::agent::Fault;
 use common::{World, eventually, exited, kind, network, until};
 use nacelle_base::{Chain, Classify, Kind};
-use nacelle_engine::fake::Script;
+use nacelle_engine::fake::FailureScript;
 use nacelle_pod::record::{ContainerPhase, Phase};
 use nacelle_proto::common::{Dns, Interface, Limit, UpdateContainerRequest};
 use nacelle_proto::pod;
@@ -354,7 +354,7 @@ async fn a_slow_agent_stops_nobody_else() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pod_can_be_stopped_before_it_is_ready() {
     let mut world = World::new();
-    let client = world.boot(|_| {}, Script::default()).await;
+    let client = world.boot(|_| {}, FailureScript::default()).await;
     let configuring = {
         // The agent waits for a network that never arrives.
         let client = client.clone();

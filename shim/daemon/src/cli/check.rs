@@ -109,7 +109,7 @@ fn pods() -> Finding {
 
 /// Checks KVM, and whether a handler needs more of it than it provides.
 fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
-    if probe::fitting(verdict) == EngineKind::Kvm {
+    if probe::default_engine(verdict) == EngineKind::Kvm {
         return finding(Level::Good, "kvm", verdict.to_string());
     }
     match handlers.iter().find(|(_, setting)| *setting == EngineSetting::Kvm) {
@@ -124,7 +124,7 @@ fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
 /// Checks vhost-net, which only Nacelle's own VMM uses.
 fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
     let there = std::fs::File::options().read(true).write(true).open(path);
-    match (there, probe::fitting(verdict)) {
+    match (there, probe::default_engine(verdict)) {
         (_, EngineKind::Qemu | EngineKind::Host) => finding(Level::Good, "vhost", "not needed: pods run in QEMU here"),
         (Ok(_), EngineKind::Kvm) => finding(Level::Good, "vhost", "the node's kernel moves the packets of guests"),
         (Err(error), EngineKind::Kvm) => {

@@ -16,13 +16,13 @@ use tokio::signal::unix::{SignalKind, signal};
 
 /// Returns the engines of this node according to the probe of KVM, and the result of the probe.
 pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
-    let verdict = probe::probe();
-    let accelerator = match probe::choose(&verdict) {
+    let verdict = probe::probe_kvm();
+    let accelerator = match probe::choose_accelerator(&verdict) {
         probe::Accelerator::Kvm => Accelerator::Kvm,
         probe::Accelerator::Tcg => Accelerator::Tcg,
     };
     let choice = EngineChoice {
-        fitting: probe::fitting(&verdict),
+        fitting: probe::default_engine(&verdict),
         qemu: nacelle_engine::qemu::PROGRAM.into(),
         accelerator,
         // Without the path of this program no pod process can be started; the start of a pod reports the reason.

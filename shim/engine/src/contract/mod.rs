@@ -18,35 +18,35 @@
 //! | `hwrng` | 16 bytes of the entropy device, hexadecimal |
 //! | `poweroff`, `panic` | none |
 
-mod bench;
 mod cases;
 mod snapshots;
+mod test_vm;
 
-pub use bench::{Bench, World, fnv, spec, turn};
 pub use cases::*;
 pub use snapshots::*;
+pub use test_vm::{TestVm, TestedEngine, fnv1a, lock_suite, spec};
 
-/// Defines a `#[test]` for each behaviour. The argument is a function that returns the `World`, or `None` after it has
+/// Defines a `#[test]` for each behaviour. The argument is a function that returns the `TestedEngine`, or `None` after it has
 /// printed `skipped: why`. The tests run one at a time, because they count leaked resources.
 #[macro_export]
 macro_rules! contract_tests {
-    ($world:path) => {
+    ($tested:path) => {
         $crate::contract_tests!(
-            $world:
-            a_guest_says_hello, two_and_four_processors, powering_off_is_a_shutdown, a_panic_is_told,
-            a_kill_is_final, no_grace_is_a_kill, a_lost_machine_has_died, disks_grow_while_the_guest_runs,
-            files_are_disks, hundred_connections, a_slow_reader_is_waited_for, nobody_listens, a_machine_stands_still,
-            two_machines_with_one_address, waiting_ends_with_the_machine, a_bad_start_leaves_nothing,
-            dropping_leaves_nothing, saved_machines_go_on, what_was_not_saved_is_not_restored
+            $tested:
+            a_started_guest_connects_and_has_its_resources, several_vcpus, a_guest_that_powers_off_has_shut_down, a_kernel_panic_is_reported,
+            a_kill_is_final, a_guest_without_grace_is_killed, a_vm_killed_from_outside_has_died, an_image_disk_grows_while_the_guest_runs,
+            file_disks_appear_in_order, a_hundred_connections_are_independent, a_slow_reader_exerts_back_pressure, ports_without_a_listener_refuse_connections, a_paused_vm_does_nothing,
+            two_vms_may_have_the_same_cid, waiting_calls_return_when_the_vm_ends, a_failed_start_leaks_nothing,
+            dropping_a_vm_leaks_nothing, saved_vms_continue, invalid_snapshots_are_rejected
         );
     };
-    ($world:path: $($case:ident),+) => {
+    ($tested:path: $($case:ident),+) => {
         $(
             #[test]
             fn $case() {
-                let _turn = $crate::contract::turn();
-                if let Some(world) = $world() {
-                    $crate::contract::$case(&*world);
+                let _suite_lock = $crate::contract::lock_suite();
+                if let Some(tested) = $tested() {
+                    $crate::contract::$case(&*tested);
                 }
             }
         )+

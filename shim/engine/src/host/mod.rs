@@ -9,8 +9,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
-use crate::agent::{AgentMachine, Ends};
-use crate::console::Console;
+use crate::agent::{AgentMachine, AgentSockets};
+use crate::console::ConsoleLog;
 use crate::machine::{Engine, Machine};
 use crate::process::Process;
 use crate::{CheckedSpec, EngineError, EngineKind, Limits};
@@ -35,33 +35,33 @@ pub struct HostSpec<'a> {
 
 /// The engine of one machine, whose agent runs already and waits for the handshake. So it can be created while the process
 /// still has the needed rights, and started after they were dropped.
-pub struct Host {
+pub struct HostEngine {
     pid: u32,
-    waiting: Mutex<Option<Waiting>>,
+    waiting: Mutex<Option<WaitingAgent>>,
 }
 
-struct Waiting {
+struct WaitingAgent {
     child: Option<Child>,
-    ends: Option<Ends>,
+    sockets: Option<AgentSockets>,
 }
 
-impl Drop for Waiting {
+impl Drop for WaitingAgent {
     fn drop(&mut self) {
         if let Some(mut child) = self.child.take()
             && let Err(error) = child.kill().and_then(|()| child.wait())
         {
-            tracing::error!(%error, "an agent is left behind");
+            tracing::error!(%error, "an agent process is leaked");
         }
     }
 }
 
-impl Host {
+impl HostEngine {
     /// Starts the agent. The process's first thread must call this while it is the only one, because the agent ends with
     /// that thread. The agent inherits the cgroup, which becomes the root of the containers' cgroups: no other process may
     /// be in it when the machine starts.
-    pub fn new(spec: &HostSpec) -> Result<Host, EngineError> {
-        let (ends, theirs) = Ends::make(spec.run_dir)?;
-        let inherited = theirs.numbers();
+    pub fn new(spec: &HostSpec) -> Result<HostEngine, EngineError> {
+        let (sockets, inherited_sockets) = AgentSockets::create(spec.run_dir)?;
+        let inherited = inherited_sockets.descriptors();
         let mut command = Command::new(spec.program);
         command.arg("--host").args([spec.run_dir, spec.scratch]).args(inherited.map(|fd| fd.to_string()));
         let shared = [("network", spec.netns.is_none()), ("pid", spec.node_pid), ("ipc", spec.node_ipc)];
@@ -71,7 +71,7 @@ impl Host {
         let child = spawn::spawn(command, spec.netns, !spec.node_pid, inherited);
         let child = child.map_err(|source| EngineError::Spawn { program: spec.program.to_owned(), source })?;
         let pid = child.id();
-        Ok(Host { pid, waiting: Mutex::new(Some(Waiting { child: Some(child), ends: Some(ends) })) })
+        Ok(HostEngine { pid, waiting: Mutex::new(Some(WaitingAgent { child: Some(child), sockets: Some(sockets) })) })
     }
 
     /// Returns the pid of the agent, a child of this process.
@@ -80,7 +80,7 @@ impl Host {
     }
 }
 
-impl Engine for Host {
+impl Engine for HostEngine {
     fn kind(&self) -> EngineKind {
         EngineKind::Host
     }
@@ -95,11 +95,11 @@ impl Engine for Host {
         let log = spec.into_inner().console_log;
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
         let mut waiting = waiting.ok_or(EngineError::Ended { what: "start" })?;
-        let console = Console::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
-        let (Some(child), Some(ends)) = (waiting.child.take(), waiting.ends.take()) else {
+        let console = ConsoleLog::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
+        let (Some(child), Some(sockets)) = (waiting.child.take(), waiting.sockets.take()) else {
             return Err(EngineError::Ended { what: "start" });
         };
         let (process, warden) = Process::adopt(child, console, || ())?;
-        Ok(Box::new(AgentMachine::new(process, warden, ends)))
+        Ok(Box::new(AgentMachine::new(process, warden, sockets)))
     }
 }

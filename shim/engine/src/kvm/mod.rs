@@ -22,12 +22,13 @@ use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
 use nacelle_vmm::vsock::Vsock;
 
-use crate::console::{self, Console, PANIC};
-use crate::disk::make_slot;
-use crate::ended::{self, Ended};
-use crate::link::Link;
+use crate::console::{self, ConsoleLog, PANIC_MESSAGE};
+use crate::disk::create_slot;
+use crate::exit_latch::{self, ExitLatch};
+use crate::link::VsockLink;
 use crate::machine::{
-    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, Pausable, Reserve, Restorer, Snapshottable, Stop,
+    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryReserve, Pausable, Restorer, Snapshottable,
+    StopMode,
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
@@ -40,20 +41,20 @@ const OWN_DEVICES: usize = 4;
 /// lock prefixes at each boot, switching address spaces twice for each (docs/contributor/machine.md has the cost).
 const CMDLINE: [&str; 4] = ["quiet", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
 /// The maximum duration of one wait; the warden then waits again.
-const DAY: Duration = Duration::from_secs(86_400);
+const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
 /// The engine. It holds no resources.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Kvm {}
+pub struct KvmEngine {}
 
-impl Kvm {
-    /// Returns an engine on this node's `/dev/kvm`. [`probe`](crate::probe()) determines whether that runs guests.
-    pub fn new() -> Kvm {
-        Kvm {}
+impl KvmEngine {
+    /// Returns an engine on this node's `/dev/kvm`. [`probe_kvm`](crate::probe_kvm()) determines whether that runs guests.
+    pub fn new() -> KvmEngine {
+        KvmEngine {}
     }
 }
 
-impl Engine for Kvm {
+impl Engine for KvmEngine {
     fn kind(&self) -> EngineKind {
         EngineKind::Kvm
     }
@@ -70,11 +71,16 @@ impl Engine for Kvm {
         let spec = spec.into_inner();
         // Checks the files before memory and vCPUs are created.
         for path in [&spec.kernel, &spec.initrd] {
-            fs::File::open(path).map_err(file("open", path))?;
+            fs::File::open(path).map_err(file_error("open", path))?;
         }
-        let make = |source| EngineError::Machine { what: "make", source };
-        let config = config(&spec);
-        assemble(spec, false, || Builder::new(config).map_err(make), |builder| builder.start().map_err(make))
+        let create_error = |source| EngineError::Machine { what: "create", source };
+        let config = vm_config(&spec);
+        assemble_vm(
+            spec,
+            false,
+            || Builder::new(config).map_err(create_error),
+            |builder| builder.start().map_err(create_error),
+        )
     }
 
     fn as_restorer(&self) -> Option<&dyn Restorer> {
@@ -82,41 +88,41 @@ impl Engine for Kvm {
     }
 }
 
-impl Restorer for Kvm {
+impl Restorer for KvmEngine {
     fn restore(&self, spec: CheckedSpec, from: &Path) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
         let saved = snapshot::open(from).map_err(|source| EngineError::Snapshot { what: "read", source })?;
-        let restore = |source| EngineError::Machine { what: "restore", source };
+        let restore_error = |source| EngineError::Machine { what: "restore", source };
         for (what, saved, here) in [
             ("vCPUs", saved.vcpus(), spec.vcpus.into()),
             ("MiB of memory", saved.memory_mib() as usize, spec.memory_mib as usize),
             ("MiB of memory in reserve", saved.reserve_mib() as usize, spec.reserve_mib as usize),
-            ("MiB in huge pages", 0, huge_mib(&spec) as usize),
+            ("MiB in huge pages", 0, hugetlb_mib(&spec) as usize),
         ] {
             if saved != here {
-                return Err(restore(machine::Error::Mismatch { what, saved, here }));
+                return Err(restore_error(machine::Error::Mismatch { what, saved, here }));
             }
         }
-        let go_on = |builder: Builder| builder.restore(saved.state()).map_err(restore);
-        assemble(spec, true, || saved.builder().map_err(restore), go_on)
+        let finish_restore = |builder: Builder| builder.restore(saved.state()).map_err(restore_error);
+        assemble_vm(spec, true, || saved.builder().map_err(restore_error), finish_restore)
     }
 }
 
 /// Returns how many MiB of the memory are pages of the node's hugetlb pool.
-fn huge_mib(spec: &MachineSpec) -> u32 {
+fn hugetlb_mib(spec: &MachineSpec) -> u32 {
     match spec.memory_pages {
         MemoryPages::Transparent => 0,
         MemoryPages::Hugetlb => spec.memory_mib,
     }
 }
 
-fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
+fn file_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
     let path = path.to_owned();
     move |source| EngineError::File { what, path, source }
 }
 
 /// Assembles a VM: creates console, disks and link, calls `builder`, adds the devices, and calls `finish`.
-fn assemble(
+fn assemble_vm(
     spec: MachineSpec,
     paused: bool,
     builder: impl FnOnce() -> Result<Builder, EngineError>,
@@ -124,41 +130,42 @@ fn assemble(
 ) -> Result<Box<dyn Machine>, EngineError> {
     let in_huge_pages = spec.memory_pages == MemoryPages::Hugetlb;
     let (memory_mib, reserve_mib) = (spec.memory_mib, spec.reserve_mib);
-    let console = Console::open(&spec.console_log).map_err(file("open", &spec.console_log))?;
+    let console = ConsoleLog::open(&spec.console_log).map_err(file_error("open", &spec.console_log))?;
     let console = Arc::new(Mutex::new(console));
-    let slots = spec.disks.iter().map(make_slot).collect::<Result<Vec<_>, _>>()?;
-    let no_vsock = |source| EngineError::Vsock { cid: spec.guest_cid, source };
-    let vsock = Vsock::new(spec.guest_cid).map_err(no_vsock)?;
+    let slots = spec.disks.iter().map(create_slot).collect::<Result<Vec<_>, _>>()?;
+    let vsock_error = |source| EngineError::Vsock { cid: spec.guest_cid, source };
+    let vsock = Vsock::new(spec.guest_cid).map_err(vsock_error)?;
     let vsock_device = vsock.device();
-    let link = Arc::new(Link::new(vsock).map_err(no_vsock)?);
+    let link = Arc::new(VsockLink::new(vsock).map_err(vsock_error)?);
 
-    let failed = |source| EngineError::Machine { what: "make", source };
+    let failed = |source| EngineError::Machine { what: "create", source };
     let mut builder = builder()?;
     let sink = || {
         let console = Arc::clone(&console);
-        Box::new(move |bytes: &[u8]| lock(&console).push(bytes))
+        Box::new(move |bytes: &[u8]| lock(&console).append(bytes))
     };
     builder.serial(sink()).map_err(failed)?;
     let on_virtio = spec.console == ConsoleKind::Virtio;
-    let mut devices = devices(spec, &slots, vsock_device)?;
+    let mut devices = create_devices(spec, &slots, vsock_device)?;
     devices.extend(on_virtio.then(|| nacelle_vmm::console::Console::new(sink()).device()));
     for device in devices {
         builder.attach(device).map_err(failed)?;
     }
     let vm = Arc::new(finish(builder)?);
     let running =
-        Arc::new(Running { vm: Mutex::new(Some(vm)), paused: AtomicBool::new(paused), ended: Ended::default() });
+        Arc::new(RunningVm { vm: Mutex::new(Some(vm)), paused: AtomicBool::new(paused), ended: ExitLatch::default() });
     let warden = {
         let (running, link) = (Arc::clone(&running), Arc::clone(&link));
         let builder = thread::Builder::new().name("kvm-warden".into());
-        let spawned = nacelle_jail::spawn(ThreadKind::Warden, builder, move || running.watch(&link, &console));
+        let spawned =
+            nacelle_jail::spawn(ThreadKind::Warden, builder, move || running.wait_and_record_exit(&link, &console));
         spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
     };
     Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages, memory_mib, reserve_mib }))
 }
 
-fn config(spec: &MachineSpec) -> Config {
-    let words = console::parameters(spec.console).iter().chain(&CMDLINE).copied();
+fn vm_config(spec: &MachineSpec) -> Config {
+    let parameters = console::kernel_parameters(spec.console).iter().chain(&CMDLINE).copied();
     Config {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
@@ -170,29 +177,33 @@ fn config(spec: &MachineSpec) -> Config {
         },
         kernel: spec.kernel.clone(),
         initrd: Some(spec.initrd.clone()),
-        cmdline: words.map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
+        cmdline: parameters.map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
     }
 }
 
 /// Creates the devices, in the order in which the guest finds them, which determines the numbers of disks and network interfaces.
-fn devices(spec: MachineSpec, slots: &[Slot], vsock: Box<dyn Device>) -> Result<Vec<Box<dyn Device>>, EngineError> {
+fn create_devices(
+    spec: MachineSpec,
+    slots: &[Slot],
+    vsock: Box<dyn Device>,
+) -> Result<Vec<Box<dyn Device>>, EngineError> {
     let mut devices: Vec<Box<dyn Device>> = slots.iter().map(Slot::device).collect();
     for (index, nic) in spec.nics.into_iter().enumerate() {
-        let no_nic = |source| EngineError::Nic { index, source };
+        let nic_error = |source| EngineError::Nic { index, source };
         let mut taps = vec![nic.tap];
         taps.extend(nic.more_queues);
         // Without vhost-net, threads of this process serve the queues.
         let vhost = net::open_vhost(taps.len()).unwrap_or_else(|error| {
-            tracing::warn!("the kernel does not serve network interfaces: {}", Chain(&error));
+            tracing::warn!("cannot use vhost-net, threads of this process serve the network queues: {}", Chain(&error));
             Vec::new()
         });
         let mtu = u16::try_from(nic.mtu).unwrap_or(u16::MAX); // `check` limits it to 65535
-        devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(no_nic)?.device());
+        devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(nic_error)?.device());
     }
     devices.extend([vsock, Rng::new().device()]);
     if let Some(streams) = spec.shares.into_iter().next() {
-        let no_share = |source| EngineError::Resources { what: "the way to the volumes of the node", source };
-        devices.push(Fs::new(streams).map_err(no_share)?.lending().device());
+        let share_error = |source| EngineError::Resources { what: "the connection to the file-server process", source };
+        devices.push(Fs::new(streams).map_err(share_error)?.lending().device());
     }
     // The node may give a released huge page to another process; the guest's next access would then kill this process.
     if spec.memory_pages == MemoryPages::Transparent {
@@ -206,40 +217,40 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The state that the machine and its warden share.
-struct Running {
+struct RunningVm {
     /// The VM; taken at its end, which releases memory, vCPUs and devices.
     vm: Mutex<Option<Arc<machine::Machine>>>,
     paused: AtomicBool,
-    ended: Ended,
+    ended: ExitLatch,
 }
 
-impl Running {
+impl RunningVm {
     fn vm(&self) -> Option<Arc<machine::Machine>> {
         lock(&self.vm).clone()
     }
 
     /// Waits for the end and records it.
-    fn watch(&self, link: &Link, console: &Mutex<Console>) {
+    fn wait_and_record_exit(&self, link: &VsockLink, console: &Mutex<ConsoleLog>) {
         let Some(vm) = self.vm() else { return };
         let exit = loop {
-            if let Some(exit) = vm.wait(DAY) {
+            if let Some(exit) = vm.wait(MAX_WAIT) {
                 break exit;
             }
         };
         drop(vm);
         // This also drops the devices, which may still hold console output.
         drop(lock(&self.vm).take());
-        link.end();
+        link.mark_ended();
         let console = lock(console);
-        self.ended.set(MachineExit { how: how(exit, &console), console_tail: console.tail() });
+        self.ended.set(MachineExit { how: exit_kind(exit, &console), console_tail: console.tail() });
     }
 }
 
 /// Converts the end of the VM. A kernel that panics resets, or causes a triple fault if it is too early for that.
-fn how(exit: Exit, console: &Console) -> ExitKind {
+fn exit_kind(exit: Exit, console: &ConsoleLog) -> ExitKind {
     match exit {
         Exit::Killed => ExitKind::Killed,
-        Exit::Reset | Exit::TripleFault { .. } if console.says(PANIC) => ExitKind::Panicked,
+        Exit::Reset | Exit::TripleFault { .. } if console.contains(PANIC_MESSAGE) => ExitKind::Panicked,
         Exit::Reset => ExitKind::Shutdown,
         Exit::TripleFault { .. } | Exit::Failed { .. } => {
             ExitKind::Died { code: None, signal: None, message: exit.to_string() }
@@ -248,9 +259,9 @@ fn how(exit: Exit, console: &Console) -> ExitKind {
 }
 
 struct KvmMachine {
-    running: Arc<Running>,
+    running: Arc<RunningVm>,
     warden: Option<JoinHandle<()>>,
-    link: Arc<Link>,
+    link: Arc<VsockLink>,
     slots: Vec<Slot>,
     in_huge_pages: bool,
     memory_mib: u32,
@@ -266,16 +277,16 @@ impl Machine for KvmMachine {
         self.running.ended.wait(timeout)
     }
 
-    fn stop(&self, how: Stop) -> Result<MachineExit, EngineError> {
+    fn stop(&self, how: StopMode) -> Result<MachineExit, EngineError> {
         let end = |vm: Arc<machine::Machine>| vm.kill().map(drop);
         self.running.ended.stop(how, std::process::id(), || {
             let killed = self.running.vm().map_or(Ok(()), end);
-            killed.map_err(|source| EngineError::Machine { what: "end", source })
+            killed.map_err(|source| EngineError::Machine { what: "kill", source })
         })
     }
 
     fn link(&self) -> Arc<dyn GuestLink> {
-        Arc::<Link>::clone(&self.link)
+        Arc::<VsockLink>::clone(&self.link)
     }
 
     fn disks(&self) -> &[Slot] {
@@ -286,7 +297,7 @@ impl Machine for KvmMachine {
         Some(self)
     }
 
-    fn as_reserve(&self) -> Option<&dyn Reserve> {
+    fn as_reserve(&self) -> Option<&dyn MemoryReserve> {
         (self.reserve_mib > 0).then_some(self as _)
     }
 
@@ -297,14 +308,14 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
-    fn control(
+    fn set_paused(
         &self,
         what: &'static str,
         paused: bool,
-        verb: impl Fn(&machine::Machine) -> Result<(), machine::Error>,
+        operation: impl Fn(&machine::Machine) -> Result<(), machine::Error>,
     ) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what })?;
-        verb(&vm).map_err(|source| match source {
+        operation(&vm).map_err(|source| match source {
             machine::Error::Ended { .. } => EngineError::Ended { what },
             source => EngineError::Machine { what, source },
         })?;
@@ -315,19 +326,19 @@ impl KvmMachine {
 
 impl Pausable for KvmMachine {
     fn pause(&self) -> Result<(), EngineError> {
-        self.control("pause", true, machine::Machine::pause)
+        self.set_paused("pause", true, machine::Machine::pause)
     }
 
     fn resume(&self) -> Result<(), EngineError> {
-        self.control("resume", false, machine::Machine::resume)
+        self.set_paused("resume", false, machine::Machine::resume)
     }
 }
 
-impl Reserve for KvmMachine {
-    fn give_back(&self, used_mib: u32) -> Result<(), EngineError> {
-        let vm = self.running.vm().ok_or(EngineError::Ended { what: "take memory back from" })?;
+impl MemoryReserve for KvmMachine {
+    fn release_unused(&self, used_mib: u32) -> Result<(), EngineError> {
+        let vm = self.running.vm().ok_or(EngineError::Ended { what: "release memory of" })?;
         let unused = machine::reserve(self.memory_mib, self.reserve_mib, used_mib);
-        reserve::give_back(vm.memory(), &unused).map_err(|source| EngineError::GiveBack { source })
+        reserve::give_back(vm.memory(), &unused).map_err(|source| EngineError::ReleaseMemory { source })
     }
 }
 
@@ -340,6 +351,6 @@ impl Snapshottable for KvmMachine {
 
 impl Drop for KvmMachine {
     fn drop(&mut self) {
-        ended::dropped(self.stop(Stop::Kill), self.warden.take());
+        exit_latch::finish_drop(self.stop(StopMode::Kill), self.warden.take());
     }
 }

@@ -13,7 +13,7 @@ use crate::console;
 use crate::spec::hex;
 
 /// The number of virtio-mmio devices of a microvm without ACPI.
-pub(super) const PLACES: usize = 8;
+pub(super) const MAX_DEVICES: usize = 8;
 
 /// The kernel parameters of every VM: no output on the console, and a reset at each end, which QEMU turns into its own exit
 /// (`-no-reboot`); `noreplace-smp` and `page_reporting_order` as with engine `kvm`.
@@ -21,7 +21,7 @@ const CMDLINE: [&str; 5] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp", "p
 
 /// All CPU features that QEMU can emulate, except fast string moves (ERMS, FSRM): emulated they move byte by byte, and a
 /// guest that sees these features uses them to copy and clear its pages.
-const EMULATED: &str = "max,erms=off,fsrm=off";
+const EMULATED_CPU: &str = "max,erms=off,fsrm=off";
 
 /// The description of a VM.
 #[derive(Debug)]
@@ -37,17 +37,17 @@ pub(super) struct MicroVm<'a> {
     pub kernel: &'a Path,
     pub initrd: &'a Path,
     /// The kernel parameters of the accelerator.
-    pub timers: &'a [String],
+    pub timer_parameters: &'a [String],
     pub cmdline: &'a [String],
-    /// The devices, at most `PLACES`, in the order in which the guest finds them.
-    pub devices: Vec<Device>,
+    /// The devices, at most `MAX_DEVICES`, in the order in which the guest finds them.
+    pub devices: Vec<QemuDevice>,
     /// The monitor (QMP): one end of a socket pair.
     pub qmp: RawFd,
 }
 
 /// A virtio device.
 #[derive(Debug)]
-pub(super) enum Device {
+pub(super) enum QemuDevice {
     /// A device of Nacelle, over vhost-user.
     VhostUser { kind: VhostKind, name: String, socket: PathBuf },
     /// QEMU's network device over an open tap.
@@ -69,7 +69,7 @@ pub(super) enum VhostKind {
 
 impl VhostKind {
     /// Adds the options that QEMU itself must know.
-    fn own(self, option: Opt) -> Opt {
+    fn add_required_options(self, option: QemuOption) -> QemuOption {
         match self {
             VhostKind::Fs => option.set("tag", share::TAG).set("queue-size", share::QUEUE_SIZE),
             VhostKind::Block | VhostKind::Vsock | VhostKind::Rng => option,
@@ -88,14 +88,14 @@ impl VhostKind {
 }
 
 /// An option's value: `driver,key=value,key=value`, with commas in values doubled, as QEMU requires.
-struct Opt(String);
+struct QemuOption(String);
 
-impl Opt {
-    fn new(head: &str) -> Opt {
-        Opt(head.to_owned())
+impl QemuOption {
+    fn new(head: &str) -> QemuOption {
+        QemuOption(head.to_owned())
     }
 
-    fn set(mut self, key: &str, value: impl std::fmt::Display) -> Opt {
+    fn set(mut self, key: &str, value: impl std::fmt::Display) -> QemuOption {
         let value = value.to_string().replace(',', ",,");
         self.0.push_str(&format!(",{key}={value}"));
         self
@@ -104,19 +104,20 @@ impl Opt {
 
 impl MicroVm<'_> {
     /// Returns the file descriptors that QEMU must inherit.
-    pub fn inherited(&self) -> Vec<RawFd> {
+    pub fn inherited_descriptors(&self) -> Vec<RawFd> {
         let taps = self.devices.iter().filter_map(|device| match device {
-            Device::Net { tap, .. } => Some(*tap),
-            Device::VhostUser { .. } | Device::Console | Device::Balloon => None,
+            QemuDevice::Net { tap, .. } => Some(*tap),
+            QemuDevice::VhostUser { .. } | QemuDevice::Console | QemuDevice::Balloon => None,
         });
         taps.chain([self.qmp]).collect()
     }
 
     /// Returns the CPU model; `all` if the specification names none.
-    fn cpu(&self, all: &str) -> String {
+    fn cpu_option(&self, all: &str) -> String {
         let Some(model) = self.cpu_model else { return all.to_owned() };
-        let cpu = Opt::new(model.name.as_deref().unwrap_or(all));
-        let set = |cpu: Opt, (name, there): &(String, bool)| cpu.set(name, if *there { "on" } else { "off" });
+        let cpu = QemuOption::new(model.name.as_deref().unwrap_or(all));
+        let set =
+            |cpu: QemuOption, (name, enabled): &(String, bool)| cpu.set(name, if *enabled { "on" } else { "off" });
         let cpu = model.features.iter().fold(cpu, set);
         if model.strict { cpu.set("enforce", "on").0 } else { cpu.0 }
     }
@@ -133,24 +134,24 @@ impl MicroVm<'_> {
         }
         // QEMU names its threads; nacelle-pod recognizes the vCPU threads by these names.
         add("name", Some("debug-threads=on".to_owned()));
-        let on = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "on"));
-        let off = |option: Opt, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "off"));
-        let machine = on(Opt::new("microvm"), &["pit", "pic", "rtc", "isa-serial", "auto-kernel-cmdline"]);
+        let on = |option: QemuOption, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "on"));
+        let off = |option: QemuOption, keys: &[&str]| keys.iter().fold(option, |option, key| option.set(key, "off"));
+        let machine = on(QemuOption::new("microvm"), &["pit", "pic", "rtc", "isa-serial", "auto-kernel-cmdline"]);
         let machine = off(machine, &["acpi", "graphics", "usb", "mem-merge", "dump-guest-core", "x-option-roms"]);
         add("machine", Some(machine.set("memory-backend", "ram").0));
         // One thread emulates all vCPUs: with several, one may still execute code that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
-            Accelerator::Tcg => ("tcg,thread=single", EMULATED),
+            Accelerator::Tcg => ("tcg,thread=single", EMULATED_CPU),
         };
         add("accel", Some(accel.to_owned()));
-        add("cpu", Some(self.cpu(cpu)));
+        add("cpu", Some(self.cpu_option(cpu)));
         let Topology { sockets, cores, threads } = self.topology;
-        let smp = Opt::new(&self.topology.count().to_string());
+        let smp = QemuOption::new(&self.topology.count().to_string());
         add("smp", Some(smp.set("sockets", sockets).set("cores", cores).set("threads", threads).0));
         let memory = format!("{}M", made_mib(self.memory_mib, self.reserve_mib));
         add("m", Some(memory.clone()));
-        let backend = Opt::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
+        let backend = QemuOption::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
         // All pages are allocated at the start, because a page that is missing later kills QEMU.
         let backend = match self.memory_pages {
             MemoryPages::Transparent => backend,
@@ -158,25 +159,25 @@ impl MicroVm<'_> {
         };
         add("object", Some(backend.0));
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
-        add("sandbox", Some(denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")).0));
+        add("sandbox", Some(denied.iter().fold(QemuOption::new("on"), |option, key| option.set(key, "deny")).0));
         add("display", Some("none".to_owned()));
-        let output = Opt::new("stdio").set("id", "console").set("signal", "off");
+        let output = QemuOption::new("stdio").set("id", "console").set("signal", "off");
         add("chardev", Some(if self.console == ConsoleKind::Virtio { on(output, &["mux"]) } else { output }.0));
         add("serial", Some("chardev:console".to_owned()));
-        add("chardev", Some(Opt::new("socket").set("id", "qmp").set("fd", self.qmp).0));
+        add("chardev", Some(QemuOption::new("socket").set("id", "qmp").set("fd", self.qmp).0));
         add("mon", Some("qmp,mode=control".to_owned()));
         add("global", Some("virtio-mmio.force-legacy=off".to_owned()));
         add("kernel", Some(self.kernel.display().to_string()));
         add("initrd", Some(self.initrd.display().to_string()));
-        let words = console::parameters(self.console).iter().chain(&CMDLINE).copied();
-        let words = words.chain(self.timers.iter().chain(self.cmdline).map(String::as_str));
+        let parameters = console::kernel_parameters(self.console).iter().chain(&CMDLINE).copied();
+        let parameters = parameters.chain(self.timer_parameters.iter().chain(self.cmdline).map(String::as_str));
         // QEMU's memory map contains the reserve. This parameter keeps the kernel from using it at boot; it can be added later.
-        let kept = (self.reserve_mib > 0).then(|| format!("mem={}M", end(self.memory_mib) >> 20));
-        let words = words.chain(kept.as_deref());
-        add("append", Some(words.collect::<Vec<_>>().join(" ")));
+        let boot_limit = (self.reserve_mib > 0).then(|| format!("mem={}M", end(self.memory_mib) >> 20));
+        let parameters = parameters.chain(boot_limit.as_deref());
+        add("append", Some(parameters.collect::<Vec<_>>().join(" ")));
         // The guest finds the device with the last number first.
-        for (device, place) in self.devices.iter().zip((0..PLACES).rev()) {
-            for (name, option) in device.options(place) {
+        for (device, bus_number) in self.devices.iter().zip((0..MAX_DEVICES).rev()) {
+            for (name, option) in device.options(bus_number) {
                 add(name, Some(option.0));
             }
         }
@@ -184,27 +185,33 @@ impl MicroVm<'_> {
     }
 }
 
-impl Device {
+impl QemuDevice {
     /// Returns the options of the back end, if there is one, and of the front end.
-    fn options(&self, place: usize) -> Vec<(&'static str, Opt)> {
-        let bus = format!("virtio-mmio-bus.{place}");
+    fn options(&self, bus_number: usize) -> Vec<(&'static str, QemuOption)> {
+        let bus = format!("virtio-mmio-bus.{bus_number}");
         match self {
-            Device::VhostUser { kind, name, socket } => vec![
-                ("chardev", Opt::new("socket").set("id", name).set("path", socket.display())),
-                ("device", kind.own(Opt::new(kind.driver()).set("chardev", name).set("bus", bus))),
+            QemuDevice::VhostUser { kind, name, socket } => vec![
+                ("chardev", QemuOption::new("socket").set("id", name).set("path", socket.display())),
+                (
+                    "device",
+                    kind.add_required_options(QemuOption::new(kind.driver()).set("chardev", name).set("bus", bus)),
+                ),
             ],
-            Device::Balloon => {
-                vec![("device", Opt::new("virtio-balloon-device").set("free-page-reporting", "on").set("bus", bus))]
+            QemuDevice::Balloon => {
+                vec![(
+                    "device",
+                    QemuOption::new("virtio-balloon-device").set("free-page-reporting", "on").set("bus", bus),
+                )]
             }
-            Device::Console => vec![
-                ("device", Opt::new("virtio-serial-device").set("bus", bus)),
-                ("device", Opt::new("virtconsole").set("chardev", "console")),
+            QemuDevice::Console => vec![
+                ("device", QemuOption::new("virtio-serial-device").set("bus", bus)),
+                ("device", QemuOption::new("virtconsole").set("chardev", "console")),
             ],
-            Device::Net { tap, mac, mtu } => {
-                let name = format!("net{place}");
-                let device = Opt::new("virtio-net-device").set("netdev", &name).set("mac", hex(mac));
+            QemuDevice::Net { tap, mac, mtu } => {
+                let name = format!("net{bus_number}");
+                let device = QemuOption::new("virtio-net-device").set("netdev", &name).set("mac", hex(mac));
                 vec![
-                    ("netdev", Opt::new("tap").set("id", &name).set("fd", tap).set("vhost", "off")),
+                    ("netdev", QemuOption::new("tap").set("id", &name).set("fd", tap).set("vhost", "off")),
                     ("device", device.set("host_mtu", mtu).set("bus", bus)),
                 ]
             }
@@ -227,15 +234,15 @@ mod tests {
             console: ConsoleKind::Serial,
             kernel: Path::new("/k"),
             initrd: Path::new("/i"),
-            timers: &[],
+            timer_parameters: &[],
             cmdline: &[],
             devices: vec![
-                Device::VhostUser {
+                QemuDevice::VhostUser {
                     kind: VhostKind::Block,
                     name: "disk0".into(),
                     socket: "/run/a,b/disk0.sock".into(),
                 },
-                Device::Net { tap: 11, mac: [2, 0, 0, 0, 0, 0xab], mtu: 1450 },
+                QemuDevice::Net { tap: 11, mac: [2, 0, 0, 0, 0, 0xab], mtu: 1450 },
             ],
             qmp: 12,
         }
@@ -246,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn each_option_is_one_word() {
+    fn each_option_is_one_argument() {
         let args = machine().args();
         assert_eq!(value(&args, "-smp"), ["2,sockets=1,cores=2,threads=1"]);
         assert_eq!(value(&args, "-m"), ["128M"]);
@@ -268,14 +275,14 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_asked_for_and_taken_at_once() {
+    fn huge_pages_are_requested_and_allocated_at_the_start() {
         let args = MicroVm { memory_pages: MemoryPages::Hugetlb, ..machine() }.args();
         let backend = "memory-backend-memfd,id=ram,size=128M,share=on,hugetlb=on,prealloc=on,hugetlbsize=2M";
         assert_eq!(value(&args, "-object"), [backend]);
     }
 
     #[test]
-    fn a_reserve_is_there_and_not_told() {
+    fn a_memory_reserve_is_in_qemus_map_but_not_used_at_boot() {
         for (memory_mib, reserve_mib, made, word) in
             [(300, 256, "640M", "mem=300M"), (3500, 256, "3840M", "mem=4524M"), (3072, 128, "3200M", "mem=3072M")]
         {
@@ -287,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn processors_are_what_the_spec_says() {
+    fn the_cpu_option_follows_the_specification() {
         let features = vec![("avx2".to_owned(), false), ("aes".to_owned(), true)];
         let named = CpuModel { name: Some("EPYC".into()), features: features.clone(), strict: true };
         let args = MicroVm { cpu_model: Some(&named), ..machine() }.args();
@@ -298,8 +305,8 @@ mod tests {
     }
 
     #[test]
-    fn a_virtio_console_prints_where_the_serial_port_does() {
-        let args = MicroVm { console: ConsoleKind::Virtio, devices: vec![Device::Console], ..machine() }.args();
+    fn a_virtio_console_shares_the_output_of_the_serial_port() {
+        let args = MicroVm { console: ConsoleKind::Virtio, devices: vec![QemuDevice::Console], ..machine() }.args();
         assert!(value(&args, "-chardev").contains(&"stdio,id=console,signal=off,mux=on"), "{args:?}");
         assert_eq!(value(&args, "-serial"), ["chardev:console"]);
         let devices = ["virtio-serial-device,bus=virtio-mmio-bus.7", "virtconsole,chardev=console"];
@@ -308,27 +315,28 @@ mod tests {
     }
 
     #[test]
-    fn a_balloon_has_no_other_half() {
-        let args = MicroVm { devices: vec![Device::Balloon], ..machine() }.args();
+    fn a_balloon_needs_no_backend() {
+        let args = MicroVm { devices: vec![QemuDevice::Balloon], ..machine() }.args();
         assert_eq!(value(&args, "-device"), ["virtio-balloon-device,free-page-reporting=on,bus=virtio-mmio-bus.7"]);
     }
 
     #[test]
     fn the_share_has_its_tag() {
-        let share = Device::VhostUser { kind: VhostKind::Fs, name: "share".into(), socket: "/run/share.sock".into() };
+        let share =
+            QemuDevice::VhostUser { kind: VhostKind::Fs, name: "share".into(), socket: "/run/share.sock".into() };
         let args = MicroVm { devices: vec![share], ..machine() }.args();
         let device = "vhost-user-fs-device,chardev=share,bus=virtio-mmio-bus.7,tag=nacelle,queue-size=128";
         assert_eq!(value(&args, "-device"), [device]);
     }
 
     #[test]
-    fn a_comma_in_a_path_stays_in_the_path() {
+    fn commas_in_paths_are_escaped() {
         let args = machine().args();
         assert!(value(&args, "-chardev").contains(&"socket,id=disk0,path=/run/a,,b/disk0.sock"), "{args:?}");
     }
 
     #[test]
     fn only_taps_and_the_monitor_are_inherited() {
-        assert_eq!(machine().inherited(), [11, 12]);
+        assert_eq!(machine().inherited_descriptors(), [11, 12]);
     }
 }

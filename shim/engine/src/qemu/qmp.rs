@@ -12,19 +12,19 @@ use serde_json::Value;
 /// The maximum length of a line that is read, in bytes.
 pub(crate) const MAX_LINE: usize = 64 << 10;
 /// The maximum length of QEMU's own text in an error, in characters.
-const MAX_WORDS: usize = 200;
+const MAX_DESCRIPTION: usize = 200;
 
 /// QEMU did not execute a command.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// The connection failed.
-    #[error("cannot speak with QEMU")]
+    #[error("the QMP connection to QEMU failed")]
     Io {
         /// The cause.
         source: io::Error,
     },
     /// QEMU did not reply in time.
-    #[error("QEMU did not answer {command} within {limit:?}")]
+    #[error("QEMU did not reply to {command} within {limit:?}")]
     Timeout {
         /// The command.
         command: &'static str,
@@ -32,7 +32,7 @@ pub enum QmpError {
         limit: Duration,
     },
     /// QEMU has closed the connection.
-    #[error("QEMU has gone")]
+    #[error("QEMU closed the QMP connection")]
     Closed,
     /// A line is too long.
     #[error("QEMU sent a line of more than {limit} bytes")]
@@ -41,20 +41,20 @@ pub enum QmpError {
         limit: usize,
     },
     /// A line is not a JSON object.
-    #[error("QEMU sent something that is no QMP message")]
+    #[error("QEMU sent an invalid QMP message")]
     Garbled {
         /// The cause.
         source: serde_json::Error,
     },
     /// QEMU rejected the command.
-    #[error("QEMU refuses {command}: {words:?} ({class})")]
-    Refused {
+    #[error("QEMU rejected {command}: {description:?} ({class})")]
+    Rejected {
         /// The command.
         command: &'static str,
         /// QEMU's class of error.
         class: String,
         /// QEMU's description, cut to 200 characters.
-        words: String,
+        description: String,
     },
 }
 
@@ -63,7 +63,7 @@ impl Classify for QmpError {
         match self {
             QmpError::Timeout { .. } => Kind::Timeout,
             QmpError::Io { .. } | QmpError::Closed => Kind::Unavailable,
-            QmpError::LineTooLong { .. } | QmpError::Garbled { .. } | QmpError::Refused { .. } => Kind::Internal,
+            QmpError::LineTooLong { .. } | QmpError::Garbled { .. } | QmpError::Rejected { .. } => Kind::Internal,
         }
     }
 }
@@ -72,16 +72,16 @@ impl Classify for QmpError {
 pub(crate) struct Qmp {
     stream: UnixStream,
     buffer: Vec<u8>,
-    greeted: bool,
+    negotiated: bool,
 }
 
 /// The meaning of a line for a caller that waits for a reply.
 #[derive(Debug, PartialEq)]
-enum Message {
-    Answer,
-    Refusal {
+enum QmpReply {
+    Success,
+    Error {
         class: String,
-        words: String,
+        description: String,
     },
     /// An event or the greeting.
     Other,
@@ -89,21 +89,21 @@ enum Message {
 
 impl Qmp {
     pub fn new(stream: UnixStream) -> Qmp {
-        Qmp { stream, buffer: Vec::new(), greeted: false }
+        Qmp { stream, buffer: Vec::new(), negotiated: false }
     }
 
-    /// Executes a command without arguments and waits for the reply. After an error other than `Refused` the connection
+    /// Executes a command without arguments and waits for the reply. After an error other than `Rejected` the connection
     /// must not be used any more.
     pub fn execute(&mut self, command: &'static str, limit: Duration) -> Result<(), QmpError> {
         let until = Instant::now() + limit;
-        if !self.greeted {
-            self.command("qmp_capabilities", until, limit)?;
-            self.greeted = true;
+        if !self.negotiated {
+            self.run_command("qmp_capabilities", until, limit)?;
+            self.negotiated = true;
         }
-        self.command(command, until, limit)
+        self.run_command(command, until, limit)
     }
 
-    fn command(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<(), QmpError> {
+    fn run_command(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<(), QmpError> {
         let line = format!("{{\"execute\":\"{command}\"}}\r\n");
         self.stream.set_write_timeout(Some(limit.max(Duration::from_millis(1)))).map_err(io_error)?;
         self.stream.write_all(line.as_bytes()).map_err(|source| match retry::timed_out(source) {
@@ -111,16 +111,18 @@ impl Qmp {
             source => io_error(source),
         })?;
         loop {
-            let line = self.line(command, until, limit)?;
-            match parse(&line)? {
-                Message::Answer => return Ok(()),
-                Message::Refusal { class, words } => return Err(QmpError::Refused { command, class, words }),
-                Message::Other => {}
+            let line = self.read_line(command, until, limit)?;
+            match parse_reply(&line)? {
+                QmpReply::Success => return Ok(()),
+                QmpReply::Error { class, description } => {
+                    return Err(QmpError::Rejected { command, class, description });
+                }
+                QmpReply::Other => {}
             }
         }
     }
 
-    fn line(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<Vec<u8>, QmpError> {
+    fn read_line(&mut self, command: &'static str, until: Instant, limit: Duration) -> Result<Vec<u8>, QmpError> {
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
                 let rest = self.buffer.split_off(end + 1);
@@ -134,10 +136,10 @@ impl Qmp {
                 return Err(timeout);
             };
             self.stream.set_read_timeout(Some(left)).map_err(io_error)?;
-            let mut piece = [0; 4096];
-            match self.stream.read(&mut piece) {
+            let mut chunk = [0; 4096];
+            match self.stream.read(&mut chunk) {
                 Ok(0) => return Err(QmpError::Closed),
-                Ok(count) => self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default()),
+                Ok(count) => self.buffer.extend_from_slice(chunk.get(..count).unwrap_or_default()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(timeout),
                 Err(source) => return Err(QmpError::Io { source }),
@@ -150,17 +152,17 @@ fn io_error(source: io::Error) -> QmpError {
     QmpError::Io { source }
 }
 
-fn parse(line: &[u8]) -> Result<Message, QmpError> {
+fn parse_reply(line: &[u8]) -> Result<QmpReply, QmpError> {
     let message: serde_json::Map<String, Value> = json::read(line).map_err(|source| QmpError::Garbled { source })?;
     if message.contains_key("return") {
-        return Ok(Message::Answer);
+        return Ok(QmpReply::Success);
     }
-    let Some(error) = message.get("error") else { return Ok(Message::Other) };
+    let Some(error) = message.get("error") else { return Ok(QmpReply::Other) };
     let text = |key: &str| {
         let whole = error.get(key).and_then(Value::as_str).unwrap_or_default();
-        whole.chars().take(MAX_WORDS).collect::<String>()
+        whole.chars().take(MAX_DESCRIPTION).collect::<String>()
     };
-    Ok(Message::Refusal { class: text("class"), words: text("desc") })
+    Ok(QmpReply::Error { class: text("class"), description: text("desc") })
 }
 
 #[cfg(test)]
@@ -188,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn greets_once_and_skips_events() {
+    fn capabilities_are_negotiated_once_and_events_are_skipped() {
         let (mut qmp, thread) = qemu(&[
             "{\"return\": {}}\r\n",
             "{\"event\": \"STOP\", \"timestamp\": {}}\r\n{\"return\": {}}\r\n",
@@ -204,25 +206,25 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_has_qemus_words() {
+    fn a_rejection_carries_qemus_description() {
         let (mut qmp, thread) = qemu(&[
             "{\"return\": {}}\n",
             "{\"error\": {\"class\": \"CommandNotFound\", \"desc\": \"no such thing\"}}\n",
         ]);
         let error = qmp.execute("stop", LONG).unwrap_err();
-        assert_eq!(error.to_string(), "QEMU refuses stop: \"no such thing\" (CommandNotFound)");
+        assert_eq!(error.to_string(), "QEMU rejected stop: \"no such thing\" (CommandNotFound)");
         assert!(matches!(qmp.execute("cont", LONG), Err(QmpError::Closed | QmpError::Io { .. })));
         thread.join().unwrap();
     }
 
     #[test]
-    fn silence_and_floods_end() {
+    fn silence_times_out_and_a_flood_is_cut_off() {
         let (near, far) = UnixStream::pair().unwrap();
         let mut qmp = Qmp::new(near);
         assert!(matches!(qmp.execute("stop", Duration::from_millis(1)), Err(QmpError::Timeout { .. })));
         let flood = std::thread::spawn(move || {
-            let piece = [b'x'; 4096];
-            while (&far).write_all(&piece).is_ok() {}
+            let chunk = [b'x'; 4096];
+            while (&far).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(qmp.execute("stop", LONG), Err(QmpError::LineTooLong { .. })));
         drop(qmp);
@@ -232,15 +234,15 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(256))]
         #[test]
-        fn no_line_makes_it_panic(line in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse(&line);
+        fn parsing_never_panics(line in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse_reply(&line);
         }
 
         #[test]
-        fn no_error_object_makes_it_panic(class in ".{0,300}", desc in ".{0,300}") {
+        fn error_descriptions_are_bounded(class in ".{0,300}", desc in ".{0,300}") {
             let line = serde_json::json!({ "error": { "class": class, "desc": desc } }).to_string();
-            let Message::Refusal { class, words } = parse(line.as_bytes()).unwrap() else { panic!("no refusal") };
-            prop_assert!(class.chars().count() <= MAX_WORDS && words.chars().count() <= MAX_WORDS);
+            let QmpReply::Error { class, description } = parse_reply(line.as_bytes()).unwrap() else { panic!("no refusal") };
+            prop_assert!(class.chars().count() <= MAX_DESCRIPTION && description.chars().count() <= MAX_DESCRIPTION);
         }
     }
 }

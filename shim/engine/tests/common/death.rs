@@ -5,19 +5,19 @@ use std::path::Path;
 use std::process::Command;
 
 use nacelle_engine::BOOT_PORT;
-use nacelle_engine::contract::{World, spec, turn};
+use nacelle_engine::contract::{TestedEngine, lock_suite, spec};
 use tempfile::TempDir;
 
 use super::LONG;
 
 /// Returns the run directory of a VM whose process was killed once its guest had said hello; `None` where VMs cannot run.
 /// The process runs the test named `test` again, which must call this first.
-pub fn killed_with_a_machine<W: World>(test: &str, find: fn() -> Result<W, String>) -> Option<TempDir> {
+pub fn kill_process_with_a_vm<W: TestedEngine>(test: &str, find: fn() -> Result<W, String>) -> Option<TempDir> {
     const DIRECTORY: &str = "NACELLE_TEST_DIE_WITH_A_MACHINE";
     if let Some(directory) = std::env::var_os(DIRECTORY) {
-        die_with_a_machine(&find().unwrap(), Path::new(&directory));
+        start_a_vm_and_die(&find().unwrap(), Path::new(&directory));
     }
-    let _turn = turn();
+    let _suite_lock = lock_suite();
     if let Err(why) = find() {
         println!("skipped: {why}");
         return None;
@@ -32,9 +32,9 @@ pub fn killed_with_a_machine<W: World>(test: &str, find: fn() -> Result<W, Strin
     Some(directory)
 }
 
-fn die_with_a_machine(world: &dyn World, directory: &Path) -> ! {
-    let engine = world.engine();
-    let machine = engine.start(spec(world, directory, vec![]).check(&engine.limits()).unwrap()).unwrap();
+fn start_a_vm_and_die(tested: &dyn TestedEngine, directory: &Path) -> ! {
+    let engine = tested.engine();
+    let machine = engine.start(spec(tested, directory, vec![]).check(&engine.limits()).unwrap()).unwrap();
     machine.link().listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
     fs::write(directory.join("it-ran"), "").unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).unwrap();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::{Chain, Classify, Kind};
-use nacelle_engine::contract::{Bench, World, spec, turn};
+use nacelle_engine::contract::{TestVm, TestedEngine, lock_suite, spec};
 use nacelle_engine::{EngineError, ExitKind};
 
 use super::LONG;
@@ -59,20 +59,20 @@ impl Drop for Pool {
 
 /// A VM in huge pages allocates all of them at its start and releases them at its end; one that is too large fails before
 /// its guest runs.
-pub fn a_machine_in_huge_pages(world: Option<Box<impl World>>) {
-    let _turn = turn();
-    let Some(world) = world else { return };
+pub fn a_vm_allocates_and_releases_huge_pages(tested: Option<Box<impl TestedEngine>>) {
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested else { return };
     let _pool = match Pool::enlarge() {
         Ok(pool) => pool,
         Err(why) => return println!("skipped: no huge pages: {why}"),
     };
     let free = || read("free_hugepages").unwrap();
     let before = free();
-    let bench = Bench::start(&*world, vec![], |spec| spec.memory_pages = MemoryPages::Hugetlb);
+    let vm = TestVm::start(&*tested, vec![], |spec| spec.memory_pages = MemoryPages::Hugetlb);
     assert_eq!(before - free(), NEEDED, "all of it, and nothing else");
-    assert_eq!(bench.ask("cpus"), "1");
-    assert!(bench.machine.as_snapshottable().is_none(), "it could not be restored as it is");
-    drop(bench);
+    assert_eq!(vm.query("cpus"), "1");
+    assert!(vm.machine.as_snapshottable().is_none(), "it could not be restored as it is");
+    drop(vm);
     let until = Instant::now() + LONG;
     while free() != before {
         assert!(Instant::now() < until, "{} of {before} are free again", free());
@@ -80,8 +80,8 @@ pub fn a_machine_in_huge_pages(world: Option<Box<impl World>>) {
     }
 
     let directory = tempfile::tempdir().unwrap();
-    let engine = world.engine();
-    let mut spec = spec(&*world, directory.path(), vec![]);
+    let engine = tested.engine();
+    let mut spec = spec(&*tested, directory.path(), vec![]);
     (spec.memory_pages, spec.memory_mib) = (MemoryPages::Hugetlb, TOO_MUCH_MIB);
     match engine.start(spec.check(&engine.limits()).unwrap()) {
         Err(error) => {

@@ -5,9 +5,9 @@ mod huge;
 mod tap;
 mod virtio_console;
 
-pub use death::killed_with_a_machine;
-pub use huge::a_machine_in_huge_pages;
-pub use virtio_console::a_console_on_virtio_has_all_words_in_order;
+pub use death::kill_process_with_a_vm;
+pub use huge::a_vm_allocates_and_releases_huge_pages;
+pub use virtio_console::a_virtio_console_logs_all_messages_in_order;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use nacelle_engine::NicSpec;
-use nacelle_engine::contract::{Bench, World, fnv, turn};
+use nacelle_engine::contract::{TestVm, TestedEngine, fnv1a, lock_suite};
 
 /// A limit that nothing reaches even on a slow and busy node.
 pub const LONG: Duration = Duration::from_secs(120);
@@ -24,10 +24,10 @@ pub const LONG: Duration = Duration::from_secs(120);
 /// Returns the guest's kernel: `NACELLE_KERNEL`, or the newest result of `guest/build kernel`.
 pub fn kernel() -> Result<PathBuf, String> {
     let missing = "no guest kernel (NACELLE_KERNEL, guest/build kernel)";
-    found_kernel().filter(|path| path.exists()).ok_or(missing.into())
+    find_kernel().filter(|path| path.exists()).ok_or(missing.into())
 }
 
-fn found_kernel() -> Option<PathBuf> {
+fn find_kernel() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("NACELLE_KERNEL") {
         return Some(path.into());
     }
@@ -58,7 +58,7 @@ pub fn initrd() -> Result<PathBuf, String> {
         let text = |error: std::io::Error| error.to_string();
         let key =
             [include_bytes!("../guest/init.c").as_slice(), include_bytes!("../../../../guest/mkinitramfs")].concat();
-        let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-{:016x}.cpio", fnv(&key)));
+        let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("contract-{:016x}.cpio", fnv1a(&key)));
         if kept.exists() {
             return Ok(kept);
         }
@@ -75,9 +75,9 @@ pub fn initrd() -> Result<PathBuf, String> {
 }
 
 /// What the guest sends arrives at the tap, and the guest sees the specified MAC address and MTU. The tap has a queue for each vCPU.
-pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static>>, vcpus: u8) {
-    let _turn = turn();
-    let Some(world) = world else { return };
+pub fn the_guest_uses_the_tap(tested: Option<Box<impl TestedEngine + Send + 'static>>, vcpus: u8) {
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested else { return };
     // The test has a thread of its own, because it leaves the network namespace of this process.
     let test = move || {
         let taps = match tap::tap_in_new_namespace("tap0", vcpus.into()) {
@@ -87,11 +87,11 @@ pub fn a_tap_is_the_guests_network(world: Option<Box<impl World + Send + 'static
         let mut taps = taps.into_iter();
         let (tap, more_queues) = (taps.next().expect("one for each"), taps.collect());
         let nic = NicSpec { tap, more_queues, dhcp: None, mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56], mtu: 1400 };
-        let bench = Bench::start(&*world, vec![], |spec| {
+        let vm = TestVm::start(&*tested, vec![], |spec| {
             spec.vcpus = vcpus;
             spec.nics.push(nic);
         });
-        assert_eq!(bench.ask("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
+        assert_eq!(vm.query("nic"), "52:54:00:12:34:56 mtu 1400 sent 60");
         let until = Instant::now() + LONG;
         while tap::frames_received("tap0") == 0 {
             assert!(Instant::now() < until, "the frame has not come out of the tap");

@@ -10,18 +10,18 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::LONG;
-use nacelle_engine::contract::{Bench, World, spec, turn};
-use nacelle_engine::kvm::Kvm;
-use nacelle_engine::{Engine, EngineError, ExitKind, KvmVerdict, LinkError, Stop, probe};
+use nacelle_engine::contract::{TestVm, TestedEngine, lock_suite, spec};
+use nacelle_engine::kvm::KvmEngine;
+use nacelle_engine::{Engine, EngineError, ExitKind, KvmVerdict, LinkError, StopMode, probe_kvm};
 
-struct KvmWorld {
+struct TestedKvm {
     kernel: PathBuf,
     initrd: PathBuf,
 }
 
-impl World for KvmWorld {
+impl TestedEngine for TestedKvm {
     fn engine(&self) -> Box<dyn Engine> {
-        Box::new(Kvm::new())
+        Box::new(KvmEngine::new())
     }
 
     fn kernel(&self) -> PathBuf {
@@ -33,11 +33,11 @@ impl World for KvmWorld {
     }
 
     /// The VM runs in this process: see `a_kernel_that_faults_at_once_has_died` and `nothing_outlives_a_killed_process`.
-    fn lose(&self, _run_dir: &Path) -> bool {
+    fn kill_from_outside(&self, _run_dir: &Path) -> bool {
         false
     }
 
-    fn has_disks(&self) -> bool {
+    fn reads_disks(&self) -> bool {
         true
     }
 }
@@ -48,18 +48,18 @@ fn the_suites_guest_is_made() {
     common::initrd().unwrap();
 }
 
-fn find() -> Result<KvmWorld, String> {
+fn find() -> Result<TestedKvm, String> {
     let initrd = common::initrd()?;
     static VERDICT: OnceLock<KvmVerdict> = OnceLock::new();
-    match VERDICT.get_or_init(probe) {
-        KvmVerdict::Hardware { .. } => Ok(KvmWorld { kernel: common::kernel()?, initrd }),
+    match VERDICT.get_or_init(probe_kvm) {
+        KvmVerdict::Hardware { .. } => Ok(TestedKvm { kernel: common::kernel()?, initrd }),
         verdict => Err(verdict.to_string()),
     }
 }
 
-fn world() -> Option<Box<KvmWorld>> {
+fn tested() -> Option<Box<TestedKvm>> {
     match find() {
-        Ok(world) => Some(Box::new(world)),
+        Ok(tested) => Some(Box::new(tested)),
         Err(why) => {
             println!("skipped: {why}");
             None
@@ -67,36 +67,36 @@ fn world() -> Option<Box<KvmWorld>> {
     }
 }
 
-nacelle_engine::contract_tests!(world);
+nacelle_engine::contract_tests!(tested);
 
 #[test]
-fn a_tap_is_the_guests_network() {
-    common::a_tap_is_the_guests_network(world(), 1);
-    common::a_tap_is_the_guests_network(world(), 2);
+fn the_guest_uses_the_tap() {
+    common::the_guest_uses_the_tap(tested(), 1);
+    common::the_guest_uses_the_tap(tested(), 2);
 }
 
 #[test]
-fn a_console_on_virtio_has_all_words() {
-    common::a_console_on_virtio_has_all_words_in_order(world());
+fn a_virtio_console_logs_all_messages() {
+    common::a_virtio_console_logs_all_messages_in_order(tested());
 }
 
 #[test]
-fn huge_pages_are_taken_and_given_back() {
-    common::a_machine_in_huge_pages(world());
+fn huge_pages_are_allocated_and_released() {
+    common::a_vm_allocates_and_releases_huge_pages(tested());
 }
 
 #[test]
-fn a_missing_or_strange_kernel_is_named() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
+fn errors_name_a_missing_or_invalid_kernel() {
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested() else { return };
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("missing");
     let strange = directory.path().join("strange");
     fs::write(&strange, "this is no kernel").unwrap();
     let start = |change: &dyn Fn(&mut nacelle_engine::MachineSpec)| {
-        let mut spec = spec(&*world, directory.path(), vec![]);
+        let mut spec = spec(&*tested, directory.path(), vec![]);
         change(&mut spec);
-        let engine = world.engine();
+        let engine = tested.engine();
         engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap()
     };
     for error in [start(&|spec| spec.kernel = missing.clone()), start(&|spec| spec.initrd = missing.clone())] {
@@ -128,33 +128,33 @@ fn tiny_kernel(code: &[u8]) -> Vec<u8> {
 /// A triple fault is not a shutdown: the VM is lost, and there is no panic message to read.
 #[test]
 fn a_kernel_that_faults_at_once_has_died() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested() else { return };
     let directory = tempfile::tempdir().unwrap();
-    let mut spec = spec(&*world, directory.path(), vec![]);
+    let mut spec = spec(&*tested, directory.path(), vec![]);
     spec.kernel = directory.path().join("kernel");
     fs::write(&spec.kernel, tiny_kernel(b"\x0f\x0b")).unwrap(); // ud2
-    let engine = world.engine();
+    let engine = tested.engine();
     let machine = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
     let link = machine.link();
     let exit = machine.wait(LONG).unwrap();
     let ExitKind::Died { code: None, signal: None, message } = &exit.how else { panic!("{exit:?}") };
     assert!(message.contains("triple fault"), "{message}");
-    assert_eq!(machine.stop(Stop::Kill).unwrap(), exit, "what has died stays dead");
+    assert_eq!(machine.stop(StopMode::Kill).unwrap(), exit, "what has died stays dead");
     assert!(matches!(link.connect(1025, LONG), Err(LinkError::Stopped)));
 }
 
 /// VMs can be started repeatedly in one process.
 #[test]
 fn boot_after_boot() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested() else { return };
     let boots = std::env::var("NACELLE_TEST_BOOTS").map_or(3, |text| text.parse::<u32>().unwrap());
     for boot in 0..boots {
         let vcpus = [1, 2, 4][boot as usize % 3];
-        let bench = Bench::start(&*world, vec![], |spec| spec.vcpus = vcpus);
-        assert_eq!(bench.ask("cpus"), vcpus.to_string(), "boot {boot}");
-        let exit = bench.machine.stop(Stop::Kill).unwrap();
+        let vm = TestVm::start(&*tested, vec![], |spec| spec.vcpus = vcpus);
+        assert_eq!(vm.query("cpus"), vcpus.to_string(), "boot {boot}");
+        let exit = vm.machine.stop(StopMode::Kill).unwrap();
         assert_eq!(exit.how, ExitKind::Killed, "boot {boot}: {exit:?}");
     }
 }
@@ -162,7 +162,7 @@ fn boot_after_boot() {
 /// The VM ends with its process, and leaves no file but its log.
 #[test]
 fn nothing_outlives_a_killed_process() {
-    let Some(directory) = common::killed_with_a_machine("nothing_outlives_a_killed_process", find) else { return };
+    let Some(directory) = common::kill_process_with_a_vm("nothing_outlives_a_killed_process", find) else { return };
     let names: Vec<_> = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names, ["console.log"]);
 }

@@ -10,19 +10,21 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::LONG;
-use nacelle_engine::contract::{World, spec, turn};
-use nacelle_engine::qemu::{PROGRAM, Qemu};
-use nacelle_engine::{Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineStatus, choose, probe};
+use nacelle_engine::contract::{TestedEngine, lock_suite, spec};
+use nacelle_engine::qemu::{PROGRAM, QemuEngine};
+use nacelle_engine::{
+    Accelerator, BOOT_PORT, Engine, EngineError, ExitKind, MachineStatus, choose_accelerator, probe_kvm,
+};
 
-struct QemuWorld {
+struct TestedQemu {
     accelerator: Accelerator,
     kernel: PathBuf,
     initrd: PathBuf,
 }
 
-impl World for QemuWorld {
+impl TestedEngine for TestedQemu {
     fn engine(&self) -> Box<dyn Engine> {
-        Box::new(Qemu::new(PROGRAM, self.accelerator))
+        Box::new(QemuEngine::new(PROGRAM, self.accelerator))
     }
 
     fn kernel(&self) -> PathBuf {
@@ -33,19 +35,19 @@ impl World for QemuWorld {
         self.initrd.clone()
     }
 
-    fn lose(&self, run_dir: &Path) -> bool {
-        let [pid] = qemus(run_dir)[..] else { panic!("one QEMU in {run_dir:?}") };
+    fn kill_from_outside(&self, run_dir: &Path) -> bool {
+        let [pid] = qemu_pids(run_dir)[..] else { panic!("one QEMU in {run_dir:?}") };
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
         true
     }
 
-    fn has_disks(&self) -> bool {
+    fn reads_disks(&self) -> bool {
         true
     }
 }
 
 /// Returns the QEMU processes whose sockets lie in this directory.
-fn qemus(run_dir: &Path) -> Vec<i32> {
+fn qemu_pids(run_dir: &Path) -> Vec<i32> {
     let directory = run_dir.to_str().unwrap();
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     processes
@@ -57,18 +59,18 @@ fn qemus(run_dir: &Path) -> Vec<i32> {
         .collect()
 }
 
-fn find() -> Result<QemuWorld, String> {
+fn find() -> Result<TestedQemu, String> {
     if !Path::new(PROGRAM).exists() {
         return Err(format!("no {PROGRAM}"));
     }
     static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
-    let accelerator = *ACCELERATOR.get_or_init(|| choose(&probe()));
-    Ok(QemuWorld { accelerator, kernel: common::kernel()?, initrd: common::initrd()? })
+    let accelerator = *ACCELERATOR.get_or_init(|| choose_accelerator(&probe_kvm()));
+    Ok(TestedQemu { accelerator, kernel: common::kernel()?, initrd: common::initrd()? })
 }
 
-fn world() -> Option<Box<QemuWorld>> {
+fn tested() -> Option<Box<TestedQemu>> {
     match find() {
-        Ok(world) => Some(Box::new(world)),
+        Ok(tested) => Some(Box::new(tested)),
         Err(why) => {
             println!("skipped: {why}");
             None
@@ -76,17 +78,17 @@ fn world() -> Option<Box<QemuWorld>> {
     }
 }
 
-nacelle_engine::contract_tests!(world);
+nacelle_engine::contract_tests!(tested);
 
 #[test]
-fn what_qemu_says_is_told() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
+fn qemus_error_output_is_reported() {
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested() else { return };
     let directory = tempfile::tempdir().unwrap();
-    let mut spec = spec(&*world, directory.path(), vec![]);
+    let mut spec = spec(&*tested, directory.path(), vec![]);
     spec.kernel = directory.path().join("no-kernel");
     fs::write(&spec.kernel, "this is no kernel").unwrap();
-    let engine = world.engine();
+    let engine = tested.engine();
     let machine = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
     let exit = machine.wait(LONG).unwrap();
     let ExitKind::Died { code: Some(1), signal: None, message } = &exit.how else { panic!("{exit:?}") };
@@ -95,34 +97,34 @@ fn what_qemu_says_is_told() {
 }
 
 #[test]
-fn a_missing_program_or_kernel_is_named() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
+fn errors_name_a_missing_program_or_kernel() {
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested() else { return };
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("missing");
-    let engine = Qemu::new(&missing, Accelerator::Tcg);
-    let error = engine.start(spec(&*world, directory.path(), vec![]).check(&engine.limits()).unwrap()).err().unwrap();
+    let engine = QemuEngine::new(&missing, Accelerator::Tcg);
+    let error = engine.start(spec(&*tested, directory.path(), vec![]).check(&engine.limits()).unwrap()).err().unwrap();
     assert!(matches!(&error, EngineError::Spawn { program, .. } if *program == missing), "{error:?}");
-    let mut spec = spec(&*world, directory.path(), vec![]);
+    let mut spec = spec(&*tested, directory.path(), vec![]);
     spec.kernel = missing.clone();
-    let engine = world.engine();
+    let engine = tested.engine();
     let error = engine.start(spec.check(&engine.limits()).unwrap()).err().unwrap();
     assert!(matches!(&error, EngineError::File { path, .. } if *path == missing), "{error:?}");
 }
 
 #[test]
 fn qemu_inherits_only_what_it_needs() {
-    let _turn = turn();
-    let Some(world) = world() else { return };
+    let _suite_lock = lock_suite();
+    let Some(tested) = tested() else { return };
     let directory = tempfile::tempdir().unwrap();
     // A descriptor that is not marked close-on-exec by mistake.
     let secret = fs::File::create(directory.path().join("secret")).unwrap();
     nix::fcntl::fcntl(&secret, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
-    let engine = world.engine();
-    let machine = engine.start(spec(&*world, directory.path(), vec![]).check(&engine.limits()).unwrap()).unwrap();
+    let engine = tested.engine();
+    let machine = engine.start(spec(&*tested, directory.path(), vec![]).check(&engine.limits()).unwrap()).unwrap();
     let link = machine.link();
     link.listen(BOOT_PORT).unwrap().accept(LONG).unwrap();
-    let [pid] = qemus(directory.path())[..] else { panic!("one QEMU") };
+    let [pid] = qemu_pids(directory.path())[..] else { panic!("one QEMU") };
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
         let target = fs::read_link(entry.unwrap().path()).unwrap_or_default();
         assert!(!target.ends_with("secret"), "QEMU has {target:?}");
@@ -132,25 +134,25 @@ fn qemu_inherits_only_what_it_needs() {
 }
 
 #[test]
-fn a_tap_is_the_guests_network() {
-    common::a_tap_is_the_guests_network(world(), 1);
+fn the_guest_uses_the_tap() {
+    common::the_guest_uses_the_tap(tested(), 1);
 }
 
 #[test]
-fn a_console_on_virtio_has_all_words() {
-    common::a_console_on_virtio_has_all_words_in_order(world());
+fn a_virtio_console_logs_all_messages() {
+    common::a_virtio_console_logs_all_messages_in_order(tested());
 }
 
 #[test]
-fn huge_pages_are_taken_and_given_back() {
-    common::a_machine_in_huge_pages(world());
+fn huge_pages_are_allocated_and_released() {
+    common::a_vm_allocates_and_releases_huge_pages(tested());
 }
 
 #[test]
 fn qemu_dies_with_its_process() {
-    let Some(directory) = common::killed_with_a_machine("qemu_dies_with_its_process", find) else { return };
+    let Some(directory) = common::kill_process_with_a_vm("qemu_dies_with_its_process", find) else { return };
     let until = Instant::now() + LONG;
-    while !qemus(directory.path()).is_empty() {
+    while !qemu_pids(directory.path()).is_empty() {
         assert!(Instant::now() < until, "QEMU outlives its process");
         std::thread::sleep(Duration::from_millis(20));
     }

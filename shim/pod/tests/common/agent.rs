@@ -3,7 +3,7 @@
 //! `stubborn` (until SIGKILL).
 
 use nacelle_engine::ExitKind;
-use nacelle_engine::fake::Guest;
+use nacelle_engine::fake::GuestHandle;
 use nacelle_proto::{agent as proto, common};
 use prost::Message;
 use proto::agent_server::{Agent, AgentServer};
@@ -66,7 +66,7 @@ pub struct Shared {
     pub opened: Mutex<Vec<proto::StreamOpen>>,
     pub stats: Mutex<proto::StatsResponse>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
-    guest: Mutex<Option<Guest>>,
+    guest: Mutex<Option<GuestHandle>>,
 }
 
 impl Shared {
@@ -384,7 +384,7 @@ fn read_frame<M: Message + Default>(mut stream: &UnixStream) -> Option<M> {
 }
 
 /// Runs the guest: handshake, then the services, until the VM is ended.
-pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
+pub fn guest(shared: &Arc<Shared>, guest: &GuestHandle) -> ExitKind {
     *shared.guest.lock().unwrap() = Some(guest.clone());
     guest.print("booting\n");
     let boot = shared.boot.lock().unwrap().clone();
@@ -415,7 +415,7 @@ pub fn guest(shared: &Arc<Shared>, guest: &Guest) -> ExitKind {
     ExitKind::Killed
 }
 
-fn shake(shared: &Shared, guest: &Guest, boot: &Boot) -> Option<()> {
+fn shake(shared: &Shared, guest: &GuestHandle, boot: &Boot) -> Option<()> {
     // The host listens soon after the VM was started, which may be after the first attempt.
     let stream = loop {
         match guest.connect(1024) {
@@ -443,7 +443,7 @@ fn shake(shared: &Shared, guest: &Guest, boot: &Boot) -> Option<()> {
     (&*stream).write_all(&report).ok()
 }
 
-fn streams(shared: &Shared, guest: &Guest) {
+fn streams(shared: &Shared, guest: &GuestHandle) {
     while let Ok(stream) = guest.accept(1026) {
         let Some(open) = read_frame::<proto::StreamOpen>(&stream) else { continue };
         shared.opened.lock().unwrap().push(open.clone());

@@ -7,7 +7,7 @@ pub mod harness;
 
 use agent::Shared;
 use nacelle_base::PodId;
-use nacelle_engine::fake::{Fake, Guest, Script};
+use nacelle_engine::fake::{FailureScript, FakeEngine, GuestHandle};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity;
 use nacelle_pod::record::{self, PodRecord};
@@ -62,9 +62,9 @@ pub fn cgroup(root: &Path) -> PathBuf {
 }
 
 /// Returns an engine whose guests run the fake agent.
-pub fn engine(shared: &Arc<Shared>) -> Fake {
+pub fn engine(shared: &Arc<Shared>) -> FakeEngine {
     let shared = Arc::clone(shared);
-    Fake::new(move |guest: Guest| agent::guest(&shared, &guest))
+    FakeEngine::new(move |guest: GuestHandle| agent::guest(&shared, &guest))
 }
 
 /// A pod process and its environment.
@@ -87,7 +87,7 @@ impl World {
     }
 
     /// Starts the pod process as a thread.
-    pub async fn boot(&mut self, change: impl FnOnce(&mut PodSpec), script: Script) -> PodClient {
+    pub async fn boot(&mut self, change: impl FnOnce(&mut PodSpec), script: FailureScript) -> PodClient {
         let mut spec = spec(self.root.path());
         change(&mut spec);
         spec.write(&self.dir).unwrap();
@@ -113,7 +113,7 @@ impl World {
     /// Creates a world with a ready pod whose specification `change` modified.
     pub async fn ready_with(change: impl FnOnce(&mut PodSpec)) -> (World, PodClient) {
         let mut world = World::new();
-        let client = world.boot(change, Script::default()).await;
+        let client = world.boot(change, FailureScript::default()).await;
         client.configure(network()).await.unwrap();
         (world, client)
     }

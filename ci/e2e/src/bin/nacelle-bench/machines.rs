@@ -1,7 +1,7 @@
 //! Runs one VM under measurement in a process of its own: Nacelle's VMM (this program again, as `nacelle-bench --machine`) or
 //! plain QEMU microvm, with the same kernel, initramfs and disks. Both need working KVM.
 
-use nacelle_engine::kvm::Kvm;
+use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, MachineSpec, NicSpec};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::AgentHello;
@@ -211,7 +211,7 @@ pub fn serve(description: &str) -> ExitCode {
         guest_cid: 3,
         shares: Vec::new(),
     };
-    let engine = Kvm::new();
+    let engine = KvmEngine::new();
     let spec = spec.check(&engine.limits()).expect("a good description");
     let pausable = "a machine that can stand still";
     let machine = match &setup.from {

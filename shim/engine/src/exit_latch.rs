@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 use nacelle_base::Chain;
 
 use crate::EngineError;
-use crate::machine::{MachineExit, MachineStatus, Stop};
+use crate::machine::{MachineExit, MachineStatus, StopMode};
 
 /// The limit for a killed machine to end; it, or its devices, may be in a write to a slow disk.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 
 /// The end of a machine. The first call that sets it counts.
 #[derive(Default)]
-pub(crate) struct Ended {
+pub(crate) struct ExitLatch {
     exit: Mutex<Option<MachineExit>>,
     changed: Condvar,
 }
 
-impl Ended {
+impl ExitLatch {
     /// Returns how the machine has ended, or `None` while it runs.
     pub fn get(&self) -> Option<MachineExit> {
         self.exit.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -58,11 +58,11 @@ impl Ended {
     /// Waits for a graceful end if `how` allows one, then kills the machine, which is process `pid`, and waits for its end.
     pub fn stop(
         &self,
-        how: Stop,
+        how: StopMode,
         pid: u32,
         kill: impl FnOnce() -> Result<(), EngineError>,
     ) -> Result<MachineExit, EngineError> {
-        if let Stop::Shutdown { grace } = how
+        if let StopMode::Shutdown { grace } = how
             && let Some(exit) = self.wait(grace)
         {
             return Ok(exit);
@@ -73,11 +73,11 @@ impl Ended {
 }
 
 /// Completes the drop of a machine: logs a failed kill, and joins the warden, which has released the resources.
-pub(crate) fn dropped(killed: Result<MachineExit, EngineError>, warden: Option<JoinHandle<()>>) {
+pub(crate) fn finish_drop(killed: Result<MachineExit, EngineError>, warden: Option<JoinHandle<()>>) {
     if let Err(error) = killed {
-        tracing::error!("a machine is left behind: {}", Chain(&error));
+        tracing::error!("a VM is leaked: {}", Chain(&error));
     } else if warden.is_some_and(|warden| warden.join().is_err()) {
-        tracing::error!("the thread that watches a machine panicked");
+        tracing::error!("BUG: the thread that watches a VM panicked");
     }
 }
 
@@ -87,8 +87,8 @@ mod tests {
     use crate::ExitKind;
 
     #[test]
-    fn the_first_end_counts_and_wakes_who_waits() {
-        let ended = Ended::default();
+    fn the_first_exit_counts_and_wakes_the_waiting_threads() {
+        let ended = ExitLatch::default();
         assert_eq!(ended.wait(Duration::ZERO), None);
         let exit = |how| MachineExit { how, console_tail: String::new() };
         std::thread::scope(|scope| {

@@ -20,7 +20,7 @@ pub(super) const LONG: Duration = Duration::from_secs(120);
 pub(super) const PORT: u32 = 1025;
 
 /// An engine under test and its environment.
-pub trait World {
+pub trait TestedEngine {
     /// Returns the engine.
     fn engine(&self) -> Box<dyn Engine>;
     /// Returns the path of a kernel for the engine.
@@ -29,13 +29,13 @@ pub trait World {
     fn initrd(&self) -> PathBuf;
     /// Kills the VM with this run directory from outside. Returns false if that is impossible because the VM runs in this
     /// process; the engine's own tests then cover it.
-    fn lose(&self, run_dir: &Path) -> bool;
+    fn kill_from_outside(&self, run_dir: &Path) -> bool;
     /// Returns whether the guests read and write their disks (the fake's see only their size).
-    fn has_disks(&self) -> bool;
+    fn reads_disks(&self) -> bool;
 }
 
 /// A VM under test. Dropping it kills the VM first, then removes its run directory.
-pub struct Bench {
+pub struct TestVm {
     /// The VM.
     pub machine: Box<dyn Machine>,
     /// The link to its guest.
@@ -45,14 +45,14 @@ pub struct Bench {
 }
 
 /// Waits for the lock of the suite: tests that count processes and descriptors cannot run concurrently.
-pub fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
+pub fn lock_suite() -> MutexGuard<'static, ()> {
+    static SUITE_LOCK: Mutex<()> = Mutex::new(());
     // A test that panicked has dropped its VM.
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    SUITE_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the specification of a VM of 128 MiB with one vCPU and these disks.
-pub fn spec(world: &dyn World, directory: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
+pub fn spec(tested: &dyn TestedEngine, directory: &Path, disks: Vec<DiskSpec>) -> MachineSpec {
     MachineSpec {
         vcpus: 1,
         topology: None,
@@ -61,8 +61,8 @@ pub fn spec(world: &dyn World, directory: &Path, disks: Vec<DiskSpec>) -> Machin
         reserve_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
-        kernel: world.kernel(),
-        initrd: world.initrd(),
+        kernel: tested.kernel(),
+        initrd: tested.initrd(),
         cmdline: Vec::new(),
         disks,
         nics: Vec::new(),
@@ -73,13 +73,13 @@ pub fn spec(world: &dyn World, directory: &Path, disks: Vec<DiskSpec>) -> Machin
     }
 }
 
-impl Bench {
+impl TestVm {
     /// Starts a VM, whose specification `change` may modify, and waits for the hello.
-    pub fn start(world: &dyn World, disks: Vec<DiskSpec>, change: impl FnOnce(&mut MachineSpec)) -> Bench {
+    pub fn start(tested: &dyn TestedEngine, disks: Vec<DiskSpec>, change: impl FnOnce(&mut MachineSpec)) -> TestVm {
         let directory = tempfile::tempdir().expect("a directory for the machine");
-        let mut spec = spec(world, directory.path(), disks);
+        let mut spec = spec(tested, directory.path(), disks);
         change(&mut spec);
-        let engine = world.engine();
+        let engine = tested.engine();
         let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
         let link = machine.link();
         let incoming = link.listen(BOOT_PORT).expect("a port for the hello");
@@ -87,17 +87,22 @@ impl Bench {
             Ok(hello) => assert_eq!(read_all(&hello), b"hello\n"),
             Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
         }
-        Bench { machine, link, directory }
+        TestVm { machine, link, directory }
     }
 
     /// Restores a VM of this shape from a snapshot; it is paused.
-    pub fn restore(world: &dyn World, from: &Path, disks: Vec<DiskSpec>, vcpus: u8) -> Result<Bench, EngineError> {
+    pub fn restore(
+        tested: &dyn TestedEngine,
+        from: &Path,
+        disks: Vec<DiskSpec>,
+        vcpus: u8,
+    ) -> Result<TestVm, EngineError> {
         let directory = tempfile::tempdir().expect("a directory for the machine");
-        let spec = MachineSpec { vcpus, ..spec(world, directory.path(), disks) };
-        let engine = world.engine();
+        let spec = MachineSpec { vcpus, ..spec(tested, directory.path(), disks) };
+        let engine = tested.engine();
         let restorer = engine.as_restorer().expect("an engine that restores");
         let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), from)?;
-        Ok(Bench { link: machine.link(), machine, directory })
+        Ok(TestVm { link: machine.link(), machine, directory })
     }
 
     /// Connects to the guest's port, with timeouts for reading and writing.
@@ -109,24 +114,24 @@ impl Bench {
     }
 
     /// Sends a command; returns the guest's answer without the newline.
-    pub fn ask(&self, command: &str) -> String {
+    pub fn query(&self, command: &str) -> String {
         let stream = self.connect();
-        tell(&stream, command);
+        send_command(&stream, command);
         String::from_utf8(read_all(&stream)).expect("text").trim_end().to_owned()
     }
 
     /// Repeats the command until the guest gives this answer.
-    pub fn ask_until(&self, command: &str, answer: &str) {
+    pub fn query_until(&self, command: &str, answer: &str) {
         let mut last = String::new();
         eventually(&format!("the answer {answer:?} to {command:?}"), || {
-            last = self.ask(command);
+            last = self.query(command);
             last == answer
         });
     }
 }
 
 /// Writes a command.
-pub(super) fn tell(mut stream: &UnixStream, command: &str) {
+pub(super) fn send_command(mut stream: &UnixStream, command: &str) {
     stream.write_all(format!("{command}\n").as_bytes()).expect("to write a command");
 }
 
@@ -139,9 +144,9 @@ pub(super) fn read_all(mut stream: &UnixStream) -> Vec<u8> {
 }
 
 /// Polls until the condition holds.
-pub(super) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let until = Instant::now() + LONG;
-    while !so() {
+    while !holds() {
         assert!(Instant::now() < until, "waited for {what} in vain");
         thread::sleep(Duration::from_millis(20));
     }
@@ -153,34 +158,34 @@ pub(super) fn is_stopped<T>(result: &Result<T, LinkError>) -> bool {
 }
 
 /// Computes FNV-1a, 64 bits, as the guest does.
-pub fn fnv(bytes: &[u8]) -> u64 {
+pub fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// The open descriptors and children of this process. Threads are not counted, because those of other tests come and go.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Belongings {
+pub(super) struct ProcessResources {
     descriptors: usize,
     children: BTreeSet<String>,
 }
 
-impl Belongings {
-    pub fn count() -> io::Result<Belongings> {
+impl ProcessResources {
+    pub fn count() -> io::Result<ProcessResources> {
         let mut children = BTreeSet::new();
         for task in fs::read_dir("/proc/self/task")? {
             // A thread may end between the two lines.
             let text = fs::read_to_string(task?.path().join("children")).unwrap_or_default();
             children.extend(text.split_whitespace().map(str::to_owned));
         }
-        Ok(Belongings { descriptors: fs::read_dir("/proc/self/fd")?.count(), children })
+        Ok(ProcessResources { descriptors: fs::read_dir("/proc/self/fd")?.count(), children })
     }
 
     /// Waits until the process has no more descriptors and children than these.
-    pub fn eventually_again(&self) {
+    pub fn wait_until_restored(&self) {
         let mut now = None;
         let until = Instant::now() + LONG;
         while Instant::now() < until {
-            let count = Belongings::count().expect("to count");
+            let count = ProcessResources::count().expect("to count");
             if count.descriptors <= self.descriptors && count.children == self.children {
                 return;
             }
