@@ -131,7 +131,7 @@ fn a_command_whose_caller_goes_away_ends() {
 #[test]
 fn no_command_and_no_container_start_fails() {
     let (execs, clients) = (number("NACELLE_TEST_EXECS", 200), number("NACELLE_TEST_CLIENTS", 8));
-    let extra = "[sandbox]\nboot_seconds = 900\nanswer_seconds = 600\n".to_owned();
+    let extra = "[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n".to_owned();
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");

@@ -22,7 +22,7 @@ async fn one(channel: Channel, number: u32, image: String, logs: PathBuf) -> Res
 fn many_pods_at_once_are_as_many_machines() {
     let count = std::env::var("NACELLE_TEST_PODS").map_or(3, |text| text.parse().expect("NACELLE_TEST_PODS"));
     // All of them share the CPUs of one node, which may be an emulated one.
-    let extra = "[sandbox]\nboot_seconds = 900\nanswer_seconds = 600\n".to_owned();
+    let extra = "[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n".to_owned();
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

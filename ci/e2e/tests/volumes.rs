@@ -158,7 +158,7 @@ fn what_is_no_volume_is_refused_and_leaves_nothing() {
 
 /// Options with which changes on the node are visible at once.
 fn asking_each_time() -> Options {
-    Options { extra: "[sandbox]\nvolume_cache_seconds = 0\n".to_owned(), ..Options::default() }
+    Options { extra: "[sandbox]\nvolume_cache_ttl = \"0s\"\n".to_owned(), ..Options::default() }
 }
 
 #[test]

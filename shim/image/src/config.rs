@@ -5,6 +5,7 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// The settings for pulls and the store. Every field has a default.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -14,8 +15,8 @@ pub struct Config {
     pub registries: BTreeMap<String, RegistryConfig>,
     /// The maximum number of layers that are downloaded at the same time, over all pulls.
     pub parallel_layers: usize,
-    /// The seconds without a byte of progress after which a connection counts as dead.
-    pub progress_timeout_seconds: u64,
+    /// How long a connection may be without a byte of progress before the download fails.
+    pub progress_timeout: Duration,
     /// The maximum size of one unpacked layer in bytes.
     pub max_layer_bytes: u64,
     /// The maximum number of files and directories of one layer.
@@ -32,7 +33,7 @@ impl Default for Config {
         Config {
             registries: BTreeMap::new(),
             parallel_layers: 4,
-            progress_timeout_seconds: 60,
+            progress_timeout: Duration::from_secs(60),
             max_layer_bytes: 64 << 30,
             max_layer_entries: 1_000_000,
             max_unpack_memory: 1 << 30,

@@ -1,9 +1,13 @@
 //! Checks the configuration: the range of each value, and the rules between values.
 
-use super::Config;
+use super::{
+    Config, Handler, ImageSettings, NetworkSettings, PathSettings, SandboxSettings, StreamingSettings, duration,
+};
 use nacelle_engine::MAX_VCPUS;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
+use std::ops::RangeInclusive;
 use std::path::Path;
+use std::time::Duration;
 
 /// The memory of the smallest VM that boots the guest.
 const MIN_MEMORY_MIB: u64 = 64;
@@ -12,13 +16,13 @@ const MAX_MEMORY_MIB: u64 = 16 << 20;
 /// The smallest scratch disk: it must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
 
-/// The longest path in bytes of the sockets' directory in a pod's run directory.
-const POD_DIR: usize = 87;
+/// The maximum length in bytes of the path of a pod's directory `jail`, which contains its sockets.
+const MAX_JAIL_PATH: usize = 87;
 
 /// A value that breaks a rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key} = {value}: {rule}")]
-pub struct Rule {
+pub struct BrokenRule {
     /// The key, with its sections.
     pub key: String,
     /// The value.
@@ -27,21 +31,32 @@ pub struct Rule {
     pub rule: &'static str,
 }
 
-fn broken(key: impl Into<String>, value: impl std::fmt::Debug, rule: &'static str) -> Rule {
-    Rule { key: key.into(), value: format!("{value:?}"), rule }
+fn broken(key: impl Into<String>, value: impl std::fmt::Debug, rule: &'static str) -> BrokenRule {
+    BrokenRule { key: key.into(), value: format!("{value:?}"), rule }
 }
 
 fn in_range<T: PartialOrd + std::fmt::Debug>(
     key: impl Into<String>,
     value: T,
-    range: std::ops::RangeInclusive<T>,
+    range: RangeInclusive<T>,
     rule: &'static str,
-) -> Result<(), Rule> {
+) -> Result<(), BrokenRule> {
     if range.contains(&value) { Ok(()) } else { Err(broken(key, value, rule)) }
 }
 
-fn absolute(key: impl Into<String>, path: &Path) -> Result<(), Rule> {
-    if path.is_absolute() { Ok(()) } else { Err(broken(key, path, "an absolute path is needed")) }
+fn absolute(key: impl Into<String>, path: &Path) -> Result<(), BrokenRule> {
+    if path.is_absolute() { Ok(()) } else { Err(broken(key, path, "the path must be absolute")) }
+}
+
+/// Checks a duration in seconds; `rule` names the range with units.
+fn duration_in_range(
+    key: &str,
+    value: Duration,
+    seconds: RangeInclusive<u64>,
+    rule: &'static str,
+) -> Result<(), BrokenRule> {
+    let range = Duration::from_secs(*seconds.start())..=Duration::from_secs(*seconds.end());
+    if range.contains(&value) { Ok(()) } else { Err(broken(key, duration::format(value), rule)) }
 }
 
 /// Returns whether a RuntimeClass can name this handler: the name must be a DNS label.
@@ -50,98 +65,118 @@ fn is_handler_name(name: &str) -> bool {
     (1..=63).contains(&name.len()) && name.bytes().all(ok) && !name.starts_with('-') && !name.ends_with('-')
 }
 
-pub(super) fn check(config: &Config) -> Result<(), Rule> {
+/// Checks the range of every value and the rules between values, and returns the first rule that is broken.
+pub(super) fn check(config: &Config) -> Result<(), BrokenRule> {
     if !config.handlers.contains_key(&config.default_handler) {
         return Err(broken("default_handler", &config.default_handler, "there is no [handlers.…] of this name"));
     }
-    let paths = &config.paths;
+    check_paths(&config.paths)?;
+    check_network(&config.network)?;
+    check_sandbox(&config.sandbox)?;
+    check_streaming(&config.streaming)?;
+    absolute("machines.efi_code", &config.machines.efi_code)?;
+    absolute("machines.efi_variables", &config.machines.efi_variables)?;
+    absolute("machines.efi_secure_code", &config.machines.efi_secure_code)?;
+    absolute("machines.efi_secure_variables", &config.machines.efi_secure_variables)?;
+    check_images(&config.images)?;
+    config.handlers.iter().try_for_each(|(name, handler)| check_handler(name, handler))
+}
+
+fn check_paths(paths: &PathSettings) -> Result<(), BrokenRule> {
     for (key, path) in [("paths.root", &paths.root), ("paths.run", &paths.run), ("paths.socket", &paths.socket)] {
         absolute(key, path)?;
     }
     if paths.socket.as_os_str().len() > 107 {
-        return Err(broken("paths.socket", &paths.socket, "the kernel takes at most 107 bytes for a socket's path"));
+        return Err(broken("paths.socket", &paths.socket, "the path of a Unix socket has at most 107 bytes"));
     }
     // The name of a pod's directory has 13 characters; docs/contributor/pod-process.md explains the limit of its path.
-    if paths.pods().as_os_str().len() + "/0123456789abc/jail".len() > POD_DIR {
-        return Err(broken(
-            "paths.run",
-            &paths.run,
-            "too long: it may have 63 bytes, so that sockets of pods below it have names",
-        ));
+    if paths.pods().as_os_str().len() + "/0123456789abc/jail".len() > MAX_JAIL_PATH {
+        let rule = "the path has at most 63 bytes, because the paths of pods' Unix sockets begin with it";
+        return Err(broken("paths.run", &paths.run, rule));
     }
-    absolute("network.cni_conf_dir", &config.network.cni_conf_dir)?;
-    absolute("network.netns_dir", &config.network.netns_dir)?;
-    for dir in &config.network.cni_bin_dirs {
+    Ok(())
+}
+
+fn check_network(network: &NetworkSettings) -> Result<(), BrokenRule> {
+    absolute("network.cni_conf_dir", &network.cni_conf_dir)?;
+    absolute("network.netns_dir", &network.netns_dir)?;
+    for dir in &network.cni_bin_dirs {
         absolute("network.cni_bin_dirs", dir)?;
     }
-    for dir in &config.sandbox.cdi_dirs {
+    duration_in_range("network.plugin_timeout", network.plugin_timeout, 1..=3600, "1s to 1h are allowed")
+}
+
+fn check_sandbox(sandbox: &SandboxSettings) -> Result<(), BrokenRule> {
+    for dir in &sandbox.cdi_dirs {
         absolute("sandbox.cdi_dirs", dir)?;
     }
-    let seconds = "1 to 3600 seconds are allowed";
-    let sandbox = &config.sandbox;
     for (key, value) in [
-        ("network.plugin_seconds", config.network.plugin_seconds),
-        ("images.progress_seconds", config.images.progress_seconds),
-        ("sandbox.boot_seconds", sandbox.boot_seconds),
-        ("sandbox.answer_seconds", sandbox.answer_seconds),
-        ("sandbox.undo_seconds", sandbox.undo_seconds),
+        ("sandbox.boot_timeout", sandbox.boot_timeout),
+        ("sandbox.pod_request_timeout", sandbox.pod_request_timeout),
+        ("sandbox.teardown_timeout", sandbox.teardown_timeout),
     ] {
-        in_range(key, value, 1..=3600, seconds)?;
+        duration_in_range(key, value, 1..=3600, "1s to 1h are allowed")?;
     }
-    let cached = "0 to 3600 seconds are allowed";
-    in_range("sandbox.volume_cache_seconds", sandbox.volume_cache_seconds, 0..=3600, cached)?;
-    in_range("streaming.idle_seconds", config.streaming.idle_seconds, 1..=604_800, "1 second to 7 days are allowed")?;
-    let (cert, key) = (&config.streaming.tls_cert_file, &config.streaming.tls_key_file);
+    let (key, ttl) = ("sandbox.volume_cache_ttl", sandbox.volume_cache_ttl);
+    duration_in_range(key, ttl, 0..=3600, "0s to 1h are allowed")?;
+    // The guest's file system receives it in seconds.
+    if ttl.subsec_nanos() == 0 { Ok(()) } else { Err(broken(key, duration::format(ttl), "whole seconds are needed")) }
+}
+
+fn check_streaming(streaming: &StreamingSettings) -> Result<(), BrokenRule> {
+    let rule = "1s to 168h (7 days) are allowed";
+    duration_in_range("streaming.idle_timeout", streaming.idle_timeout, 1..=604_800, rule)?;
+    let (cert, key) = (&streaming.tls_cert_file, &streaming.tls_key_file);
     for (name, file, other) in [("tls_cert_file", cert, key), ("tls_key_file", key, cert)] {
         match file {
             Some(file) => absolute(format!("streaming.{name}"), file)?,
             None if other.is_some() => {
-                return Err(broken(format!("streaming.{name}"), "", "certificate and key are needed, or neither"));
+                return Err(broken(format!("streaming.{name}"), "", "set the certificate and the key, or neither"));
             }
             None => {}
         }
     }
-    absolute("machines.efi_code".to_owned(), &config.machines.efi_code)?;
-    absolute("machines.efi_variables".to_owned(), &config.machines.efi_variables)?;
-    absolute("machines.efi_secure_code".to_owned(), &config.machines.efi_secure_code)?;
-    absolute("machines.efi_secure_variables".to_owned(), &config.machines.efi_secure_variables)?;
-    in_range("images.parallel_layers", config.images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
-    let memory = config.images.max_unpack_memory;
-    in_range("images.max_unpack_memory", memory, 384 << 20..=u64::MAX, "402653184 bytes (384 MiB) or more are needed")?;
-    for (host, registry) in &config.images.registries {
-        if let Some(mirror) = registry.mirrors.iter().find(|m| !m.starts_with("http://") && !m.starts_with("https://"))
-        {
-            return Err(broken(format!("images.registries.{host}.mirrors"), mirror, "a URL (https://… or http://…)"));
+    Ok(())
+}
+
+fn check_images(images: &ImageSettings) -> Result<(), BrokenRule> {
+    in_range("images.parallel_layers", images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
+    duration_in_range("images.progress_timeout", images.progress_timeout, 1..=3600, "1s to 1h are allowed")?;
+    let rule = "402653184 bytes (384 MiB) or more are needed";
+    in_range("images.max_unpack_memory", images.max_unpack_memory, 384 << 20..=u64::MAX, rule)?;
+    for (host, registry) in &images.registries {
+        let is_url = |mirror: &str| mirror.starts_with("http://") || mirror.starts_with("https://");
+        if let Some(mirror) = registry.mirrors.iter().find(|mirror| !is_url(mirror)) {
+            let key = format!("images.registries.{host}.mirrors");
+            return Err(broken(key, mirror, "a mirror is a URL (https://… or http://…)"));
         }
     }
-    for (name, handler) in &config.handlers {
-        let key = |key: &str| format!("handlers.{name}.{key}");
-        if !is_handler_name(name) {
-            return Err(broken("handlers", name, "a handler's name has 1 to 63 characters from a-z0-9-"));
-        }
-        absolute(key("kernel"), &handler.kernel)?;
-        absolute(key("initrd"), &handler.initrd)?;
-        in_range(key("vcpus"), handler.vcpus, 1..=MAX_VCPUS.into(), "1 to 64 are allowed")?;
-        if let Some(max) = handler.max_vcpus {
-            let range = handler.vcpus..=u32::from(MAX_VCPUS);
-            in_range(key("max_vcpus"), max, range, "as many as vcpus, to 64, are allowed")?;
-        }
-        in_range(
-            key("memory_mib"),
-            handler.memory_mib,
-            MIN_MEMORY_MIB..=MAX_MEMORY_MIB,
-            "64 MiB to 16 TiB are allowed",
-        )?;
-        if let Some(max) = handler.max_memory_mib {
-            let range = handler.memory_mib..=MAX_MEMORY_MIB;
-            in_range(key("max_memory_mib"), max, range, "as much as memory_mib, to 16 TiB, is allowed")?;
-        }
-        let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
-        in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
-        if let Some(mib) = handler.empty_dir_mib {
-            let range = MIN_QUOTA >> 20..=MAX_QUOTA >> 20;
-            in_range(key("empty_dir_mib"), mib, range, "16 MiB to 4 TiB are allowed")?;
-        }
+    Ok(())
+}
+
+fn check_handler(name: &str, handler: &Handler) -> Result<(), BrokenRule> {
+    let key = |key: &str| format!("handlers.{name}.{key}");
+    if !is_handler_name(name) {
+        return Err(broken("handlers", name, "a handler's name has 1 to 63 characters from a-z0-9-"));
+    }
+    absolute(key("kernel"), &handler.kernel)?;
+    absolute(key("initrd"), &handler.initrd)?;
+    in_range(key("vcpus"), handler.vcpus, 1..=MAX_VCPUS.into(), "1 to 64 are allowed")?;
+    if let Some(max) = handler.max_vcpus {
+        let range = handler.vcpus..=u32::from(MAX_VCPUS);
+        in_range(key("max_vcpus"), max, range, "the value of vcpus to 64 is allowed")?;
+    }
+    let memory = MIN_MEMORY_MIB..=MAX_MEMORY_MIB;
+    in_range(key("memory_mib"), handler.memory_mib, memory, "64 MiB to 16 TiB are allowed")?;
+    if let Some(max) = handler.max_memory_mib {
+        let range = handler.memory_mib..=MAX_MEMORY_MIB;
+        in_range(key("max_memory_mib"), max, range, "the value of memory_mib to 16 TiB is allowed")?;
+    }
+    let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
+    in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
+    if let Some(mib) = handler.empty_dir_mib {
+        let range = MIN_QUOTA >> 20..=MAX_QUOTA >> 20;
+        in_range(key("empty_dir_mib"), mib, range, "16 MiB to 4 TiB are allowed")?;
     }
     Ok(())
 }
@@ -159,8 +194,15 @@ mod tests {
             (&format!("[paths]\nrun = \"/{}\"", "s".repeat(90)), "paths.run"),
             ("[network]\ncni_conf_dir = \"x\"", "network.cni_conf_dir"),
             ("[network]\ncni_bin_dirs = [\"/x\", \"y\"]", "network.cni_bin_dirs"),
-            ("[sandbox]\nboot_seconds = 0", "sandbox.boot_seconds"),
-            ("[streaming]\nidle_seconds = 0", "streaming.idle_seconds"),
+            ("[sandbox]\nboot_timeout = \"0s\"", "sandbox.boot_timeout"),
+            ("[sandbox]\npod_request_timeout = \"999ms\"", "sandbox.pod_request_timeout"),
+            ("[sandbox]\nteardown_timeout = \"1h1ms\"", "sandbox.teardown_timeout"),
+            ("[sandbox]\nvolume_cache_ttl = \"1500ms\"", "sandbox.volume_cache_ttl"),
+            ("[sandbox]\nvolume_cache_ttl = \"3601s\"", "sandbox.volume_cache_ttl"),
+            ("[network]\nplugin_timeout = \"2h\"", "network.plugin_timeout"),
+            ("[images]\nprogress_timeout = \"0s\"", "images.progress_timeout"),
+            ("[streaming]\nidle_timeout = \"0s\"", "streaming.idle_timeout"),
+            ("[streaming]\nidle_timeout = \"169h\"", "streaming.idle_timeout"),
             ("[streaming]\ntls_cert_file = \"c\"\ntls_key_file = \"/k\"", "streaming.tls_cert_file"),
             ("[streaming]\ntls_cert_file = \"/c\"", "streaming.tls_key_file"),
             ("[images]\nparallel_layers = 0", "images.parallel_layers"),

@@ -2,18 +2,24 @@
 //! types of `nacelle-image`, `nacelle-net` and `nacelle-stream`, and starts nothing.
 
 mod check;
-pub use check::Rule;
+mod duration;
+mod renamed;
+
+pub use check::BrokenRule;
+pub use renamed::KeyConflict;
 
 use nacelle_base::files::{FileError, at};
 use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
 use nacelle_base::{Classify, Kind};
 use nacelle_machines::MachineSettings;
 use nacelle_pod::spec::Seccomp;
+use renamed::RenameError;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use toml::de::DeTable;
 
 /// The configuration file if the command line names none.
 pub const DEFAULT_PATH: &str = "/etc/nacelle/config.toml";
@@ -25,19 +31,19 @@ pub struct Config {
     /// The handler of pods that name none.
     pub default_handler: String,
     /// Paths of files and directories.
-    pub paths: Paths,
+    pub paths: PathSettings,
     /// Limits and defaults of pods.
-    pub sandbox: Sandbox,
+    pub sandbox: SandboxSettings,
     /// Restrictions of pod processes.
-    pub jail: Jail,
+    pub jail: JailSettings,
     /// CNI.
-    pub network: Network,
+    pub network: NetworkSettings,
     /// Machines of machine pods.
     pub machines: MachineSettings,
     /// The server of exec, attach and port-forward.
-    pub streaming: Streaming,
+    pub streaming: StreamingSettings,
     /// Registries and layers.
-    pub images: Images,
+    pub images: ImageSettings,
     /// The handlers that RuntimeClasses can name. If the file defines none, there is one with the name `default_handler`.
     pub handlers: BTreeMap<String, Handler>,
 }
@@ -45,7 +51,7 @@ pub struct Config {
 /// Paths of files and directories.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Paths {
+pub struct PathSettings {
     /// The directory of data that must survive a reboot: images and the state store.
     pub root: PathBuf,
     /// The directory of data that need not survive a reboot: the run directories of pods.
@@ -57,21 +63,25 @@ pub struct Paths {
 /// Limits and defaults of pods.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Sandbox {
+pub struct SandboxSettings {
     /// The cgroup driver, the same as kubelet's: "cgroupfs" or "systemd".
     pub cgroup_driver: CgroupDriver,
-    /// Seconds from the start of a VM until its agent must be ready.
-    pub boot_seconds: u64,
-    /// Time limit in seconds for a response of a pod process, in addition to what the request itself allows.
-    pub answer_seconds: u64,
-    /// Time limit in seconds for one step of a pod's teardown.
-    pub undo_seconds: u64,
+    /// Time limit from the start of a VM until its agent is ready.
+    #[serde(with = "duration")]
+    pub boot_timeout: Duration,
+    /// Time limit for a response of a pod process, in addition to what the request itself allows.
+    #[serde(with = "duration")]
+    pub pod_request_timeout: Duration,
+    /// Time limit for one step of a pod's teardown.
+    #[serde(with = "duration")]
+    pub teardown_timeout: Duration,
     /// Pods that request the node's network, PID or IPC namespace: "refuse" or "run-on-host".
     pub host_namespaces: HostNamespaces,
     /// Privileged pods: "machine" or "run-on-host".
     pub privileged: PrivilegedPods,
-    /// Seconds for which a guest may cache names and attributes on volumes of the node.
-    pub volume_cache_seconds: u64,
+    /// How long a guest may cache names and attributes on volumes of the node, in whole seconds.
+    #[serde(with = "duration")]
+    pub volume_cache_ttl: Duration,
     /// Directories with specifications of the Container Device Interface; later ones take precedence.
     pub cdi_dirs: Vec<PathBuf>,
 }
@@ -111,7 +121,7 @@ pub enum CgroupDriver {
 /// Restrictions of pod processes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Jail {
+pub struct JailSettings {
     /// The action for a system call outside of a thread's list: "kill", "log" or "off".
     pub seccomp: Seccomp,
 }
@@ -119,25 +129,27 @@ pub struct Jail {
 /// CNI.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Network {
+pub struct NetworkSettings {
     /// The directory of CNI configurations; the first file in lexical order counts.
     pub cni_conf_dir: PathBuf,
     /// Directories of CNI plugins.
     pub cni_bin_dirs: Vec<PathBuf>,
     /// The directory of network namespace files.
     pub netns_dir: PathBuf,
-    /// Time limit in seconds for one command of one plugin.
-    pub plugin_seconds: u64,
+    /// Time limit for one command of one plugin.
+    #[serde(with = "duration")]
+    pub plugin_timeout: Duration,
 }
 
 /// The server of exec, attach and port-forward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Streaming {
+pub struct StreamingSettings {
     /// The address that kubelet connects to; port 0 selects any free port.
     pub address: SocketAddr,
-    /// Seconds without data after which a stream is closed.
-    pub idle_seconds: u64,
+    /// How long a stream may be without data before it is closed.
+    #[serde(with = "duration")]
+    pub idle_timeout: Duration,
     /// A PEM file with the server's certificate, for https.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls_cert_file: Option<PathBuf>,
@@ -149,11 +161,12 @@ pub struct Streaming {
 /// Registries and layers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Images {
+pub struct ImageSettings {
     /// The number of layers that are downloaded at the same time.
     pub parallel_layers: usize,
-    /// Seconds without data after which a download fails.
-    pub progress_seconds: u64,
+    /// How long a download may be without data before it fails.
+    #[serde(with = "duration")]
+    pub progress_timeout: Duration,
     /// The largest unpacked size of one layer in bytes.
     pub max_layer_bytes: u64,
     /// The largest number of files and directories in one layer.
@@ -163,13 +176,13 @@ pub struct Images {
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
     /// Settings of registries, by host and port.
-    pub registries: BTreeMap<String, Registry>,
+    pub registries: BTreeMap<String, RegistrySettings>,
 }
 
 /// Settings of one registry.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Registry {
+pub struct RegistrySettings {
     /// The registry is accessed by plain http.
     pub http: bool,
     /// The registry's certificate is not verified.
@@ -260,21 +273,21 @@ impl Default for Config {
     fn default() -> Self {
         Config {
             default_handler: "nacelle".into(),
-            paths: Paths::default(),
-            sandbox: Sandbox::default(),
-            jail: Jail::default(),
-            network: Network::default(),
+            paths: PathSettings::default(),
+            sandbox: SandboxSettings::default(),
+            jail: JailSettings::default(),
+            network: NetworkSettings::default(),
             machines: MachineSettings::default(),
-            streaming: Streaming::default(),
-            images: Images::default(),
+            streaming: StreamingSettings::default(),
+            images: ImageSettings::default(),
             handlers: BTreeMap::new(),
         }
     }
 }
 
-impl Default for Paths {
+impl Default for PathSettings {
     fn default() -> Self {
-        Paths {
+        PathSettings {
             root: "/var/lib/nacelle".into(),
             run: "/run/nacelle".into(),
             socket: "/run/nacelle/nacelle.sock".into(),
@@ -282,50 +295,50 @@ impl Default for Paths {
     }
 }
 
-impl Default for Sandbox {
+impl Default for SandboxSettings {
     fn default() -> Self {
-        Sandbox {
+        SandboxSettings {
             cgroup_driver: CgroupDriver::Cgroupfs,
-            boot_seconds: 180,
-            answer_seconds: 60,
-            undo_seconds: 60,
+            boot_timeout: Duration::from_secs(180),
+            pod_request_timeout: Duration::from_secs(60),
+            teardown_timeout: Duration::from_secs(60),
             host_namespaces: HostNamespaces::Refuse,
             privileged: PrivilegedPods::Machine,
-            volume_cache_seconds: 1,
+            volume_cache_ttl: Duration::from_secs(1),
             cdi_dirs: vec!["/etc/cdi".into(), "/var/run/cdi".into()],
         }
     }
 }
 
-impl Default for Network {
+impl Default for NetworkSettings {
     fn default() -> Self {
         let net = nacelle_net::NetConfig::default();
-        Network {
+        NetworkSettings {
             cni_conf_dir: net.conf_dir,
             cni_bin_dirs: net.bin_dirs,
             netns_dir: net.netns_dir,
-            plugin_seconds: net.plugin_deadline.as_secs(),
+            plugin_timeout: net.plugin_deadline,
         }
     }
 }
 
-impl Default for Streaming {
+impl Default for StreamingSettings {
     fn default() -> Self {
-        Streaming {
+        StreamingSettings {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
-            idle_seconds: 14_400,
+            idle_timeout: Duration::from_secs(4 * 60 * 60),
             tls_cert_file: None,
             tls_key_file: None,
         }
     }
 }
 
-impl Default for Images {
+impl Default for ImageSettings {
     fn default() -> Self {
         let images = nacelle_image::Config::default();
-        Images {
+        ImageSettings {
             parallel_layers: images.parallel_layers,
-            progress_seconds: images.progress_timeout_seconds,
+            progress_timeout: images.progress_timeout,
             max_layer_bytes: images.max_layer_bytes,
             max_layer_entries: images.max_layer_entries,
             max_unpack_memory: images.max_unpack_memory,
@@ -363,7 +376,7 @@ pub enum ConfigError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not TOML, or a key or value is unknown. The cause has line and column.
-    #[error("{path} is not a configuration of Nacelle", path = path.display())]
+    #[error("cannot parse configuration file {path}", path = path.display())]
     Syntax {
         /// The file.
         path: PathBuf,
@@ -371,12 +384,20 @@ pub enum ConfigError {
         source: toml::de::Error,
     },
     /// A value breaks a rule.
-    #[error("{path} cannot be used", path = path.display())]
+    #[error("invalid configuration in {path}", path = path.display())]
     Rule {
         /// The file.
         path: PathBuf,
         /// The key, its value and the rule.
-        source: Rule,
+        source: BrokenRule,
+    },
+    /// A setting has its old and its new key.
+    #[error("invalid configuration in {path}", path = path.display())]
+    Conflict {
+        /// The file.
+        path: PathBuf,
+        /// Both keys.
+        source: KeyConflict,
     },
 }
 
@@ -384,7 +405,7 @@ impl Classify for ConfigError {
     fn kind(&self) -> Kind {
         match self {
             ConfigError::File(error) => error.kind(),
-            ConfigError::Syntax { .. } | ConfigError::Rule { .. } => Kind::Invalid,
+            ConfigError::Syntax { .. } | ConfigError::Rule { .. } | ConfigError::Conflict { .. } => Kind::Invalid,
         }
     }
 }
@@ -403,15 +424,32 @@ impl Config {
         Config::parse(&text, path)
     }
 
-    /// Parses and checks the text of a file; `path` is for errors.
+    /// Parses and checks the text of a file, and logs a warning for each deprecated key; `path` is for errors.
     pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigError> {
-        let mut config: Config =
-            toml::from_str(text).map_err(|source| ConfigError::Syntax { path: path.to_owned(), source })?;
+        let (config, warnings) = Config::parse_with_warnings(text, path)?;
+        for warning in warnings {
+            tracing::warn!("{}: {warning}", path.display());
+        }
+        Ok(config)
+    }
+
+    fn parse_with_warnings(text: &str, path: &Path) -> Result<(Config, Vec<String>), ConfigError> {
+        let syntax = |mut source: toml::de::Error| {
+            // Without the text, the error has no line and column.
+            source.set_input(Some(text));
+            ConfigError::Syntax { path: path.to_owned(), source }
+        };
+        let mut file = DeTable::parse(text).map_err(syntax)?;
+        let warnings = renamed::replace_old_keys(file.get_mut()).map_err(|error| match error {
+            RenameError::Value(source) => syntax(source),
+            RenameError::Conflict(source) => ConfigError::Conflict { path: path.to_owned(), source },
+        })?;
+        let mut config = Config::deserialize(toml::Deserializer::from(file)).map_err(syntax)?;
         if config.handlers.is_empty() {
             config.handlers.insert(config.default_handler.clone(), Handler::default());
         }
         check::check(&config).map_err(|source| ConfigError::Rule { path: path.to_owned(), source })?;
-        Ok(config)
+        Ok((config, warnings))
     }
 
     /// Returns the handler of this name (empty: the default one), with its name in the file.
@@ -423,7 +461,7 @@ impl Config {
     /// Returns the options of the image store.
     pub fn image_options(&self) -> nacelle_image::Config {
         let images = &self.images;
-        let registry = |registry: &Registry| nacelle_image::RegistryConfig {
+        let registry = |registry: &RegistrySettings| nacelle_image::RegistryConfig {
             http: registry.http,
             skip_tls_verify: registry.skip_tls_verify,
             ca_file: registry.ca_file.clone(),
@@ -432,7 +470,7 @@ impl Config {
         nacelle_image::Config {
             registries: images.registries.iter().map(|(host, with)| (host.clone(), registry(with))).collect(),
             parallel_layers: images.parallel_layers,
-            progress_timeout_seconds: images.progress_seconds,
+            progress_timeout: images.progress_timeout,
             max_layer_bytes: images.max_layer_bytes,
             max_layer_entries: images.max_layer_entries,
             max_unpack_memory: images.max_unpack_memory,
@@ -446,7 +484,7 @@ impl Config {
         let files = streaming.tls_cert_file.clone().zip(streaming.tls_key_file.clone());
         nacelle_stream::Config {
             address: streaming.address,
-            idle: Duration::from_secs(streaming.idle_seconds),
+            idle: streaming.idle_timeout,
             tls: files.map(|(certificate, key)| nacelle_stream::Tls { certificate, key }),
         }
     }
@@ -458,12 +496,19 @@ impl Config {
             bin_dirs: self.network.cni_bin_dirs.clone(),
             cache_dir: self.paths.root.join("cni"),
             netns_dir: self.network.netns_dir.clone(),
-            plugin_deadline: Duration::from_secs(self.network.plugin_seconds),
+            plugin_deadline: self.network.plugin_timeout,
         }
     }
 }
 
-impl Paths {
+impl SandboxSettings {
+    /// Returns `boot_timeout` in milliseconds, the unit of the pod process's specification.
+    pub fn boot_timeout_ms(&self) -> u64 {
+        u64::try_from(self.boot_timeout.as_millis()).unwrap_or(u64::MAX)
+    }
+}
+
+impl PathSettings {
     /// Returns the directory of the image store.
     pub fn images(&self) -> PathBuf {
         self.root.join("images")
@@ -561,7 +606,7 @@ mod tests {
             "NAME".into(),
             Handler { max_vcpus: Some(2), max_memory_mib: Some(512), empty_dir_mib: Some(64), ..Handler::default() },
         );
-        let registry = Registry { ca_file: Some("/ca.pem".into()), ..Registry::default() };
+        let registry = RegistrySettings { ca_file: Some("/ca.pem".into()), ..RegistrySettings::default() };
         example.images.registries.insert("HOST".into(), registry);
         example.streaming.tls_cert_file = Some("/cert.pem".into());
         example.streaming.tls_key_file = Some("/key.pem".into());

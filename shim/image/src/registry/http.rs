@@ -118,7 +118,7 @@ impl Http {
         *request.headers_mut() = headers;
         let agent = HeaderValue::from_static(concat!("nacelle/", env!("CARGO_PKG_VERSION")));
         request.headers_mut().insert(USER_AGENT, agent);
-        let limit = Duration::from_secs(self.config.progress_timeout_seconds.max(1));
+        let limit = self.config.progress_timeout.max(Duration::from_secs(1));
         let response = payload.in_time(limit, client.request(request)).await;
         let response = response.ok_or_else(|| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
         let (parts, body) = response.map_err(|source| ImageError::Request { url: shown(url), source })?.into_parts();
@@ -141,7 +141,9 @@ impl Http {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        tcp.set_connect_timeout(Some(Duration::from_secs(self.config.progress_timeout_seconds.clamp(1, 30))));
+        tcp.set_connect_timeout(Some(
+            self.config.progress_timeout.clamp(Duration::from_secs(1), Duration::from_secs(30)),
+        ));
         let connector = hyper_rustls::HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1();
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())

@@ -28,10 +28,13 @@ fn store(directory: &Path, host: &str) -> Store {
 }
 
 /// Opens a store with this progress timeout.
-fn patient(directory: &Path, host: &str, progress_timeout_seconds: u64) -> Store {
+fn patient(directory: &Path, host: &str, timeout_seconds: u64) -> Store {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    let config =
-        Config { registries: [(host.to_owned(), special)].into(), progress_timeout_seconds, ..Config::default() };
+    let config = Config {
+        registries: [(host.to_owned(), special)].into(),
+        progress_timeout: Duration::from_secs(timeout_seconds),
+        ..Config::default()
+    };
     Store::open(directory, config).unwrap()
 }
 

@@ -13,7 +13,7 @@ struct Call(&'static str, usize, f64);
 /// Creates `pods` pods with a container each by `clients` concurrent clients, then removes them the same way. Panics on any error
 /// and if anything is leaked. Returns `{"engine", "pods", "clients", "calls": [[NAME, PODS, MILLISECONDS], ...]}`.
 pub fn measure(pods: usize, clients: usize) -> Value {
-    let extra = "[sandbox]\nboot_seconds = 900\nanswer_seconds = 600\n".to_owned();
+    let extra = "[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n".to_owned();
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
     let image = node.image(&Image::busybox(), "busybox:1");
     let there = AtomicUsize::new(0);

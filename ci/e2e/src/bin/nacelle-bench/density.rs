@@ -32,7 +32,7 @@ pub fn measure(who: &[&str], stages: &[usize]) -> Value {
 }
 
 pub fn node() -> Node {
-    let extra = "[sandbox]\nboot_seconds = 900\nanswer_seconds = 600\n".to_owned();
+    let extra = "[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n".to_owned();
     let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
     memory::count(node.directory());
     node

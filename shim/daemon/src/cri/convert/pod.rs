@@ -2,7 +2,7 @@
 
 use super::resources::{fields, pod_resources};
 use super::{FieldError, apparmor, bad, id_number, name, pairs, users};
-use crate::config::{HostNamespaces, PrivilegedPods, Sandbox};
+use crate::config::{HostNamespaces, PrivilegedPods, SandboxSettings};
 use nacelle_model::namespace::NodeNamespaces;
 use nacelle_model::network::{DnsConfig, PortMapping, Protocol};
 use nacelle_model::pod::{PodConfig, PodName};
@@ -21,7 +21,7 @@ const HOSTNAME: usize = 64;
 pub fn pod_config(
     config: Option<&cri::PodSandboxConfig>,
     handler: &str,
-    policy: &Sandbox,
+    policy: &SandboxSettings,
 ) -> Result<PodConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
     let metadata = config.metadata.as_ref().ok_or(FieldError::Missing { field: "config.metadata" })?;
@@ -259,7 +259,7 @@ pub(crate) mod tests {
     fn converted(change: impl FnOnce(&mut cri::PodSandboxConfig)) -> Result<PodConfig, FieldError> {
         let mut config = sample();
         change(&mut config);
-        pod_config(Some(&config), "h", &Sandbox::default())
+        pod_config(Some(&config), "h", &SandboxSettings::default())
     }
 
     fn security(config: &mut cri::PodSandboxConfig) -> &mut cri::LinuxSandboxSecurityContext {
@@ -358,7 +358,10 @@ pub(crate) mod tests {
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
-        assert_eq!(pod_config(None, "", &Sandbox::default()).unwrap_err(), FieldError::Missing { field: "config" });
+        assert_eq!(
+            pod_config(None, "", &SandboxSettings::default()).unwrap_err(),
+            FieldError::Missing { field: "config" }
+        );
     }
 
     #[test]
@@ -369,7 +372,7 @@ pub(crate) mod tests {
         let mut converted = |sysctl: Option<&str>| {
             let linux = config.linux.get_or_insert_default();
             linux.sysctls = sysctl.map(|key| (key.to_owned(), "1".to_owned())).into_iter().collect();
-            let policy = Sandbox { host_namespaces: HostNamespaces::RunOnHost, ..Sandbox::default() };
+            let policy = SandboxSettings { host_namespaces: HostNamespaces::RunOnHost, ..SandboxSettings::default() };
             pod_config(Some(&config), "h", &policy)
         };
         let pod = converted(Some("kernel.shmmax")).unwrap();
@@ -389,7 +392,7 @@ pub(crate) mod tests {
         ] {
             let mut config = sample();
             security(&mut config).privileged = privileged;
-            let policy = Sandbox { privileged: policy, ..Sandbox::default() };
+            let policy = SandboxSettings { privileged: policy, ..SandboxSettings::default() };
             assert_eq!(pod_config(Some(&config), "h", &policy).unwrap().needs_host(), on_host);
             let range = vec![cri::IdMapping { container_id: 0, host_id: 65_536, length: 65_536 }];
             let users = cri::UserNamespace { uids: range.clone(), gids: range, ..Default::default() };
@@ -403,7 +406,7 @@ pub(crate) mod tests {
         assert_eq!(converted(|c| c.hostname.clear()).unwrap().hostname, "web");
         let mut config = sample();
         config.hostname.clear();
-        let policy = Sandbox { host_namespaces: HostNamespaces::RunOnHost, ..Sandbox::default() };
+        let policy = SandboxSettings { host_namespaces: HostNamespaces::RunOnHost, ..SandboxSettings::default() };
         let node = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
         for (network, pid, expected) in [(2, 0, node.trim()), (0, 2, "web")] {
             let options = cri::NamespaceOption { network, pid, ..Default::default() };

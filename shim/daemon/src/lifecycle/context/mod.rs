@@ -85,12 +85,12 @@ impl Parts {
 
     /// Returns the time limit for a response of a pod process, in addition to what the request itself allows.
     pub(crate) fn answer_limit(&self) -> Duration {
-        Duration::from_secs(self.config.sandbox.answer_seconds)
+        self.config.sandbox.pod_request_timeout
     }
 
     /// Returns the time limit for one step of a pod's teardown.
     pub(crate) fn teardown_limit(&self) -> Duration {
-        Duration::from_secs(self.config.sandbox.undo_seconds)
+        self.config.sandbox.teardown_timeout
     }
 }
 

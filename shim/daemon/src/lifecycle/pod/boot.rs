@@ -110,7 +110,7 @@ pub(crate) async fn boot(
         usage,
     };
     // The VM boots while the plugins run. Both are awaited to their end, so that a cleanup finds nothing half-done.
-    let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
+    let limit = parts.config.sandbox.boot_timeout;
     let (client, attached) =
         tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec, admit)), async {
             match spec.network {

@@ -13,7 +13,6 @@ use nacelle_model::pod::OwnKernel;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
@@ -36,7 +35,7 @@ pub(crate) async fn bring(
     memory_mib: u32,
     cancel: &CancellationToken,
 ) -> Result<(), LifecycleError> {
-    let limit = Duration::from_secs(parts.config.sandbox.boot_seconds);
+    let limit = parts.config.sandbox.boot_timeout;
     let id = tokio::select! {
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
         found = timeout(limit, image(parts, &kernel.image)) => found,

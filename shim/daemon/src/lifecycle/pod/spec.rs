@@ -52,10 +52,10 @@ pub(crate) fn pod_spec(
         shared_pid: config.shared_pid,
         user_namespace: config.user_namespace,
         shm_bytes: 0,
-        volume_cache_seconds: parts.config.sandbox.volume_cache_seconds,
+        volume_cache_seconds: parts.config.sandbox.volume_cache_ttl.as_secs(),
         log_directory: config.log_directory.clone(),
         scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: parts.config.paths.scratch() },
-        timeouts: Timeouts { boot_ms: parts.config.sandbox.boot_seconds * 1000, ..Timeouts::default() },
+        timeouts: Timeouts { boot_ms: parts.config.sandbox.boot_timeout_ms(), ..Timeouts::default() },
         jail: Some(JailSpec {
             seccomp: parts.config.jail.seccomp,
             images: vec![parts.config.paths.images()],
