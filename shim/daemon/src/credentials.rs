@@ -6,7 +6,7 @@ use crate::follow::{self, Follow, LOOK};
 use crate::lifecycle::{LifecycleError, Node, View};
 use nacelle_base::Chain;
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_keeper::NOBODY;
+use nacelle_keeper::NO_GUEST_AGENT;
 use nacelle_machines::machine_pod;
 use nacelle_model::machine::Credentials;
 use nacelle_model::record::ContainerRecord;
@@ -106,7 +106,7 @@ async fn tell(
             *told = Some((wanted, Instant::now()));
             Ok(())
         }
-        Ok(NOBODY) => Err(CredentialError::Nobody),
+        Ok(NO_GUEST_AGENT) => Err(CredentialError::Nobody),
         _ => {
             let said = String::from_utf8_lossy(&done.stderr).trim().chars().take(500).collect();
             Err(CredentialError::Refused { said })

@@ -4,7 +4,7 @@
 use nacelle_base::json;
 use nacelle_image::{ArtifactKind, Reference};
 use nacelle_keeper::qcow2::MAX_SIZE;
-use nacelle_keeper::{Added, read_added};
+use nacelle_keeper::{HotplugDisk, parse_hotplug_list};
 use nacelle_model::digest::{Digest, ImageId};
 use nacelle_model::record::VmRecord;
 use serde::{Deserialize, Serialize};
@@ -256,7 +256,7 @@ impl Document {
         }
         // Checked as the keeper reads it.
         let added = serde_json::to_vec(&self.added())?;
-        if read_added(&added).is_err() {
+        if parse_hotplug_list(&added).is_err() {
             return field("files[]", self.added().len(), "disks were added that cannot be together");
         }
         if names.contains(&format!("{VARIABLES}.qcow2")) != names.contains(VARIABLES) {
@@ -280,9 +280,11 @@ impl Document {
     }
 
     /// Returns the hot-plugged disks.
-    pub fn added(&self) -> Vec<Added> {
+    pub fn added(&self) -> Vec<HotplugDisk> {
         let one = |file: &File| match &file.kept {
-            Kept::AddedDisk { name, place, bytes } => Some(Added { name: name.clone(), place: *place, bytes: *bytes }),
+            Kept::AddedDisk { name, place, bytes } => {
+                Some(HotplugDisk { name: name.clone(), slot: *place, bytes: *bytes })
+            }
             _ => None,
         };
         self.files.iter().filter_map(one).collect()

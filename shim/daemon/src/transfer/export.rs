@@ -11,7 +11,7 @@ use nacelle_base::retry::retry_interrupted;
 use nacelle_base::task::run_blocking;
 use nacelle_image::{Artifacts, pack};
 use nacelle_keeper::qcow2::{self, Format};
-use nacelle_keeper::{ADDED, Added, read_added};
+use nacelle_keeper::{HOTPLUG_LIST, HotplugDisk, parse_hotplug_list};
 use nacelle_model::digest::Digest;
 use nacelle_model::record::VmRecord;
 use std::collections::BTreeSet;
@@ -166,7 +166,7 @@ pub(super) fn list(dir: &JailedDir, record: &VmRecord) -> Result<Listed, Transfe
             "efi-variables.qcow2" => continue,
             name => {
                 if let Some(disk) = added.iter().find(|disk| disk.file() == name).cloned() {
-                    let Added { name: disk, place, bytes } = disk;
+                    let HotplugDisk { name: disk, slot: place, bytes } = disk;
                     files.push((Kept::AddedDisk { name: disk, place, bytes }, name.to_owned()));
                     continue;
                 }
@@ -196,10 +196,10 @@ pub(super) fn list(dir: &JailedDir, record: &VmRecord) -> Result<Listed, Transfe
 }
 
 /// Returns the hot-plugged disks.
-fn added(dir: &JailedDir) -> Result<Vec<Added>, TransferError> {
-    let Some(text) = dir.read(ADDED, LIST)? else { return Ok(Vec::new()) };
+fn added(dir: &JailedDir) -> Result<Vec<HotplugDisk>, TransferError> {
+    let Some(text) = dir.read(HOTPLUG_LIST, LIST)? else { return Ok(Vec::new()) };
     let rule = "the list of disks that were added cannot be read";
-    read_added(&text).map_err(|_told| TransferError::Disk { disk: ADDED.to_owned(), rule })
+    parse_hotplug_list(&text).map_err(|_told| TransferError::Disk { disk: HOTPLUG_LIST.to_owned(), rule })
 }
 
 /// Returns the backing image of a disk, if it has a mark.
@@ -215,7 +215,7 @@ fn look_at(dir: &JailedDir, name: &str) -> Result<Result<(u64, Vec<String>), qco
 /// Returns the virtual size of a qcow2 disk and the names of its snapshots, or why it is rejected. `path` is for errors. Blocks.
 pub(super) fn look(file: &std::fs::File, path: &Path) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
     let head = piece(file, 0, qcow2::HEADER as u64).map_err(at("read", path))?;
-    let size = match qcow2::format(&head) {
+    let size = match qcow2::detect_format(&head) {
         Ok(Format::Qcow2 { size }) => size,
         Ok(Format::Raw) => return Ok(Err("a qcow2 file is expected")),
         Err(rule) => return Ok(Err(rule)),

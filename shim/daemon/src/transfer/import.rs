@@ -8,7 +8,7 @@ use crate::lifecycle::Node;
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_image::{Artifacts, Descriptor};
-use nacelle_keeper::ADDED;
+use nacelle_keeper::HOTPLUG_LIST;
 use nacelle_machines::vms::{self, Busy};
 use nacelle_model::digest::Digest;
 use nacelle_model::record::VmRecord;
@@ -140,7 +140,7 @@ fn marks(document: &Document, directory: &Path) -> Result<(), FileError> {
     let added = document.added();
     if !added.is_empty() {
         let text = serde_json::to_vec(&added).map_err(|error| at("write", directory)(error.into()))?;
-        write_whole(&directory.join(ADDED), &text)?;
+        write_whole(&directory.join(HOTPLUG_LIST), &text)?;
     }
     if document.secure_boot {
         write_whole(&directory.join("efi-secure"), b"")?;

@@ -102,7 +102,7 @@ mod tests {
         fs::create_dir(directory.path().join("copy")).unwrap();
         let from = directory.path().join("machine");
         fs::create_dir(&from).unwrap();
-        fs::write(from.join("disk0.qcow2"), qcow2::empty(1 << 20)).unwrap();
+        fs::write(from.join("disk0.qcow2"), qcow2::empty_image(1 << 20)).unwrap();
         symlink("/etc/shadow", from.join("disk1.qcow2")).unwrap();
         symlink("disk0.qcow2", from.join("disk2.qcow2")).unwrap();
         nix::unistd::mkfifo(&from.join("disk3.qcow2"), Mode::S_IRWXU).unwrap();
@@ -116,7 +116,7 @@ mod tests {
         let listed = copies(&from, &record, &directory.path().join("copy")).unwrap();
         let names: Vec<&str> = listed.files.iter().map(|(_, name)| name.as_str()).collect();
         assert_eq!(names, ["disk0.qcow2"]);
-        assert_eq!(opened(&listed.dir, "disk0.qcow2").unwrap().1, qcow2::empty(1 << 20).len() as u64);
+        assert_eq!(opened(&listed.dir, "disk0.qcow2").unwrap().1, qcow2::empty_image(1 << 20).len() as u64);
     }
 
     #[test]
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_mark_or_a_list_that_is_too_large_or_no_file_ends_the_export() {
-        for (name, bytes) in [("disk0.image", 129), (nacelle_keeper::ADDED, (64 << 10) + 1)] {
+        for (name, bytes) in [("disk0.image", 129), (nacelle_keeper::HOTPLUG_LIST, (64 << 10) + 1)] {
             let (directory, from, record) = hostile();
             let file = directory.path().join("machine").join(name);
             fs::write(&file, vec![b' '; bytes]).unwrap();
