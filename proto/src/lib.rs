@@ -35,6 +35,7 @@ pub mod vm {
 }
 
 pub mod server;
+pub mod status;
 pub mod wire;
 
 /// The compiled descriptors (a `FileDescriptorSet`) of all packages.

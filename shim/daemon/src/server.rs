@@ -11,8 +11,6 @@ use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
 use crate::streaming::Guests;
 use crate::supervision::{SupervisionError, Supervisor};
-use crate::vm_service::VmService;
-use crate::{credentials, follow, power};
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::lock::{LockError, PathLock};
@@ -20,6 +18,7 @@ use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_image::ImageError;
 use nacelle_machines::vms::Vms;
+use nacelle_machines::{PodRuntime, VmService, controllers};
 use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
@@ -226,8 +225,8 @@ pub async fn serve(
     let guests = Arc::new(Guests::new(node.clone()));
     // Streams end with the daemon; the pods are not affected.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
-    let _power = AbortOnDropHandle::new(tokio::spawn(follow::all::<power::Annotation>(node.clone())));
-    let _credentials = AbortOnDropHandle::new(tokio::spawn(follow::all::<credentials::Secrets>(node.clone())));
+    let machine_pods: Arc<dyn PodRuntime> = Arc::new(node.clone());
+    let _controllers = AbortOnDropHandle::new(tokio::spawn(controllers::run(Arc::clone(&machine_pods))));
     let _debts = AbortOnDropHandle::new(tokio::spawn(settle_debts(node.clone())));
     let cri = Cri::new(node.clone(), streams);
     let events_of = node.clone();
@@ -243,8 +242,8 @@ pub async fn serve(
                 .max_decoding_message_size(MESSAGE_LIMIT),
         )
         .add_service(ImageServiceServer::new(cri).max_encoding_message_size(MESSAGE_LIMIT))
-        .add_service(NodeServer::new(NodeService::new(node.clone())))
-        .add_service(MachinesServer::new(VmService::new(node)).max_encoding_message_size(MESSAGE_LIMIT))
+        .add_service(NodeServer::new(NodeService::new(node)))
+        .add_service(MachinesServer::new(VmService::new(machine_pods)).max_encoding_message_size(MESSAGE_LIMIT))
         .serve_with_incoming_shutdown(connections, async move {
             end.await;
             drop(watch);

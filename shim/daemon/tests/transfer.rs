@@ -24,7 +24,7 @@ type Client = MachinesClient<Channel>;
 
 /// Returns a qcow2 disk of 1 MiB that contains a word.
 fn disk(word: &str) -> Vec<u8> {
-    let mut disk = nacelle_keeper::qcow2::empty_image(1 << 20);
+    let mut disk = nacelle_keeper::qcow2::empty(1 << 20);
     disk.extend(word.as_bytes());
     disk
 }
@@ -203,22 +203,28 @@ fn what_a_stranger_made_is_checked_and_leaves_nothing() {
         let mut outside = disk("a");
         outside[79] = 4;
         use Code::{FailedPrecondition, InvalidArgument, ResourceExhausted};
-        refused("over", InvalidArgument, "backing file", &same, &[&over]).await;
+        refused("over", InvalidArgument, "over another file", &same, &[&over]).await;
         refused("encrypted", InvalidArgument, "encrypted", &same, &[&disk("a"), &encrypted]).await;
         refused("outside", InvalidArgument, "another file", &same, &[&outside]).await;
         refused("raw", InvalidArgument, "a qcow2 file is expected", &same, &[b"raw"]).await;
-        refused("size", InvalidArgument, "another size", &|of| of["files"][0]["bytes"] = json!(2 << 20), &[&disk("a")])
-            .await;
+        refused(
+            "size",
+            InvalidArgument,
+            "virtual size differs",
+            &|of| of["files"][0]["bytes"] = json!(2 << 20),
+            &[&disk("a")],
+        )
+        .await;
         refused("path", InvalidArgument, "files[].name", &|of| of["files"][0]["name"] = json!("../x"), &[&disk("a")])
             .await;
         refused("many", InvalidArgument, "layers", &same, &vec![&b"a"[..]; 65]).await;
-        refused("fewer", InvalidArgument, "0 files, and it has 1 layers", &|of| of["files"] = json!([]), &[&disk("a")])
+        refused("fewer", InvalidArgument, "0 files, but it has 1 layers", &|of| of["files"] = json!([]), &[&disk("a")])
             .await;
         refused("bomb", InvalidArgument, "larger than 5", &|of| of["files"][0]["size"] = json!(5), &[&disk("a")]).await;
         refused(
             "huge",
             ResourceExhausted,
-            "bytes and the disk",
+            "bytes, and the file system",
             &|of| of["files"][0]["size"] = json!(1u64 << 60),
             &[&disk("a")],
         )
@@ -230,7 +236,7 @@ fn what_a_stranger_made_is_checked_and_leaves_nothing() {
             of["image"] = json!({ "id": gone, "names": ["a.example/b@sha256:".to_owned() + &"2".repeat(64)] })
         };
         refused("image", FailedPrecondition, "pull a.example/b@sha256:2222", &image, &[&disk("a")]).await;
-        refused("document", InvalidArgument, "does not have the form", &|of| *of = json!([]), &[]).await;
+        refused("document", InvalidArgument, "is not that of a VM artifact", &|of| *of = json!([]), &[]).await;
         refused("version", InvalidArgument, "unknown variant `9`", &|of| of["version"] = json!("9"), &[]).await;
 
         let other = stranger.publish("other", &OTHER, same, &[]).await;

@@ -2,7 +2,7 @@
 //! sense only for containers are rejected.
 
 use crate::error::KeeperError;
-use crate::vm_manager::VmManager;
+use crate::keeper::Keeper;
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
@@ -20,31 +20,31 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 /// The longest wait of one Wait request.
-const MAX_WAIT: Duration = Duration::from_secs(60);
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
 const SIGKILL: u32 = 9;
 
 /// The service.
-pub struct KeeperService {
+pub struct Service {
     /// The state of the pod.
-    pub manager: Arc<VmManager>,
+    pub keeper: Arc<Keeper>,
     /// Notified when the process must end.
-    pub shutdown: Arc<Notify>,
+    pub end: Arc<Notify>,
 }
 
 fn status(error: &KeeperError) -> Status {
     Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
 }
 
-fn empty_response<T>(outcome: Result<T, KeeperError>) -> Result<Response<Empty>, Status> {
+fn done<T>(outcome: Result<T, KeeperError>) -> Result<Response<Empty>, Status> {
     outcome.map(|_| Response::new(Empty {})).map_err(|error| status(&error))
 }
 
-fn unsupported<T>(what: &'static str, hint: &'static str) -> Result<Response<T>, Status> {
+fn refused<T>(what: &'static str, hint: &'static str) -> Result<Response<T>, Status> {
     Err(status(&KeeperError::Unsupported { what, hint }))
 }
 
 #[tonic::async_trait]
-impl Agent for KeeperService {
+impl Agent for Service {
     // The VM's document names the files of images.
     async fn attach_image(&self, _: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         Ok(Response::new(Empty {}))
@@ -55,11 +55,11 @@ impl Agent for KeeperService {
     }
 
     async fn attach_device(&self, _: Request<AttachDeviceRequest>) -> Result<Response<Empty>, Status> {
-        unsupported("attach a device", "devices are disks of the VM document")
+        refused("take a partition", "devices are disks of its document")
     }
 
     async fn detach_device(&self, _: Request<DetachDeviceRequest>) -> Result<Response<Empty>, Status> {
-        unsupported("detach a device", "devices are disks of the VM document")
+        refused("give a partition back", "devices are disks of its document")
     }
 
     async fn create_container(
@@ -67,41 +67,41 @@ impl Agent for KeeperService {
         request: Request<CreateContainerRequest>,
     ) -> Result<Response<CreateContainerResponse>, Status> {
         let request = request.into_inner();
-        let created = self.manager.create(request.id, &request.oci_spec).await;
-        created.map(|()| Response::new(CreateContainerResponse::default())).map_err(|error| status(&error))
+        let made = self.keeper.create(request.id, &request.oci_spec).await;
+        made.map(|()| Response::new(CreateContainerResponse::default())).map_err(|error| status(&error))
     }
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        let vm = self.manager.find_vm(&request.into_inner().id).map_err(|error| status(&error))?;
+        let machine = self.keeper.machine(&request.into_inner().id).map_err(|error| status(&error))?;
         // In a task, so that it completes even if the caller disconnects: a partial start is not a valid state.
-        let started = tokio::spawn(async move { vm.start().await }).await;
-        empty_response(started.map_err(|error| Status::internal(error.to_string()))?)
+        let started = tokio::spawn(async move { machine.start().await }).await;
+        done(started.map_err(|error| Status::internal(error.to_string()))?)
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
         let SignalRequest { id, exec_id, signal, .. } = request.into_inner();
         if !exec_id.is_empty() {
-            return empty_response(self.manager.abandon(&id, exec_id));
+            return done(self.keeper.give_up(&id, exec_id));
         }
-        let vm = self.manager.find_vm(&id);
-        empty_response(vm.map(|vm| if signal == SIGKILL { vm.kill() } else { vm.stop() }))
+        let machine = self.keeper.machine(&id);
+        done(machine.map(|machine| if signal == SIGKILL { machine.kill() } else { machine.stop() }))
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
         let WaitRequest { id, exec_id, timeout_ms } = request.into_inner();
-        let limit = Duration::from_millis(timeout_ms.into()).min(MAX_WAIT);
+        let limit = Duration::from_millis(timeout_ms.into()).min(LONGEST_WAIT);
         let exit = if exec_id.is_empty() {
-            let vm = self.manager.find_vm(&id).map_err(|error| status(&error))?;
-            vm.wait_for_end(limit).await
+            let machine = self.keeper.machine(&id).map_err(|error| status(&error))?;
+            machine.ended(limit).await
         } else {
-            let command = self.manager.find_command(&id, &exec_id).map_err(|error| status(&error))?;
-            command.wait_for_end(limit).await.map(|done| done.1)
+            let command = self.keeper.command(&id, &exec_id).map_err(|error| status(&error))?;
+            command.ended(limit).await.map(|done| done.1)
         };
         Ok(Response::new(WaitResponse { exit }))
     }
 
     async fn push_volume(&self, _: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
-        unsupported("use a copied-in volume", "volumes are disks of the VM document")
+        refused("take a volume", "volumes are disks of its document")
     }
 
     async fn drop_volume(&self, _: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
@@ -109,65 +109,65 @@ impl Agent for KeeperService {
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        empty_response(self.manager.remove(&request.into_inner().id).await)
+        done(self.keeper.remove(&request.into_inner().id).await)
     }
 
     async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
         let ExecRequest { id, exec_id, args, tty, stdin, .. } = request.into_inner();
         if tty || stdin {
             let hint = "the guest agent runs a command without a terminal and without input; attach has the console";
-            return unsupported("give a command a terminal or input", hint);
+            return refused("give a command a terminal or input", hint);
         }
-        empty_response(self.manager.start_command(&id, exec_id, args))
+        done(self.keeper.exec(&id, exec_id, args))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
         let UpdateContainerRequest { id, limits, oom_score_adj, processors } = request.into_inner();
         if !limits.is_empty() || oom_score_adj.is_some() {
-            return unsupported("change its limits", "the VM has the resources of its pod");
+            return refused("change its limits", "the size of a machine is its pod's");
         }
-        let vm = self.manager.find_vm(&id).map_err(|error| status(&error))?;
-        empty_response(vm.pinning.set(processors, || vm.qemu().ok()).await)
+        let machine = self.keeper.machine(&id).map_err(|error| status(&error))?;
+        done(machine.pins.change(processors, || machine.live().ok()).await)
     }
 
     async fn set_processors(&self, _: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
-        unsupported("change its vCPUs", "the VM has the resources of its pod")
+        refused("change its processors", "the size of a machine is its pod's")
     }
 
     async fn set_memory(&self, _: Request<SetMemoryRequest>) -> Result<Response<SetMemoryResponse>, Status> {
-        unsupported("change its memory", "the VM has the resources of its pod")
+        refused("change its memory", "the size of a machine is its pod's")
     }
 
     // A serial console has no size.
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
-        empty_response(self.manager.find_vm(&request.into_inner().id))
+        done(self.keeper.machine(&request.into_inner().id))
     }
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
-        Ok(Response::new(ListContainersResponse { containers: self.manager.list() }))
+        Ok(Response::new(ListContainersResponse { containers: self.keeper.list() }))
     }
 
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
-        let Some(vm) = self.manager.newest() else { return Ok(Response::new(StatsResponse::default())) };
+        let Some(machine) = self.keeper.last() else { return Ok(Response::new(StatsResponse::default())) };
         // A VM that does not run uses nothing.
-        let (cpu_nanos, memory_bytes) = vm.resource_usage().await.unwrap_or_default();
+        let (cpu_nanos, memory_bytes) = machine.used().await.unwrap_or_default();
         let usage = Usage {
             cpu_nanos,
             memory_bytes,
-            memory_limit_bytes: Some(vm.document.memory_mib << 20),
+            memory_limit_bytes: Some(machine.document.memory_mib << 20),
             processes: 1,
             ..Usage::default()
         };
-        let container = ContainerUsage { id: vm.id.clone(), usage: Some(usage), layer: None, details: None };
+        let container = ContainerUsage { id: machine.id.clone(), usage: Some(usage), layer: None, details: None };
         Ok(Response::new(StatsResponse { pod: Some(usage), containers: vec![container], ..StatsResponse::default() }))
     }
 
     async fn renew(&self, _: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
-        unsupported("be renewed", "it is not restored from a snapshot")
+        refused("be renewed", "it was not restored")
     }
 
     async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {
-        self.shutdown.notify_one();
+        self.end.notify_one();
         Ok(Response::new(Empty {}))
     }
 }

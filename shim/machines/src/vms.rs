@@ -13,6 +13,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use tokio::sync::watch;
 
 /// Why an operation on a persistent VM failed.
 #[derive(Debug, thiserror::Error)]
@@ -24,35 +25,34 @@ pub enum VmError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The kernel provided no random bytes for the identity.
-    #[error("no random numbers for a machine's identity")]
+    #[error("cannot create the identity of a VM: the kernel provided no random bytes")]
     Random {
         /// The cause.
         source: std::io::Error,
     },
     /// There is no VM of this name.
-    #[error("machine {id} does not exist")]
+    #[error("VM {id} does not exist")]
     NotFound {
         /// Namespace and name.
         id: String,
     },
     /// A VM of this name exists.
-    #[error("machine {id} exists already: delete it, or take another name")]
+    #[error("VM {id} exists already: delete it, or choose another name")]
     Exists {
         /// Namespace and name.
         id: String,
     },
     /// Another operation holds the VM.
-    #[error("machine {id} is being {what}: wait until that is done")]
+    #[error("VM {id} is being {operation}: wait until that has ended")]
     Busy {
         /// Namespace and name.
         id: String,
         /// The operation: "exported", "imported".
-        what: &'static str,
+        operation: &'static str,
     },
     /// Another VM has the same identity.
     #[error(
-        "machine {id} of this node has the identity ({uuid}) of the machine that is to be imported: delete that one, or import with a \
-         new identity"
+        "VM {id} of this node has the same identity ({uuid}) as the imported VM: delete it, or import with a new identity"
     )]
     SameIdentity {
         /// Namespace and name of the other VM.
@@ -83,37 +83,38 @@ impl Classify for VmError {
 pub struct Vms {
     directory: PathBuf,
     store: Store,
-    known: RwLock<BTreeMap<String, VmRecord>>,
-    changing: tokio::sync::Mutex<()>,
-    busy: Names,
+    records: RwLock<BTreeMap<String, VmRecord>>,
+    change_lock: tokio::sync::Mutex<()>,
+    locked: LockedNames,
+    changes: watch::Sender<()>,
 }
 
 /// Locked names, with the operation that holds each and the image that it needs.
-type Names = Arc<Mutex<BTreeMap<String, (&'static str, Option<ImageId>)>>>;
+type LockedNames = Arc<Mutex<BTreeMap<String, (&'static str, Option<ImageId>)>>>;
 
-fn names(busy: &Names) -> MutexGuard<'_, BTreeMap<String, (&'static str, Option<ImageId>)>> {
-    busy.lock().unwrap_or_else(PoisonError::into_inner)
+fn names(locked: &LockedNames) -> MutexGuard<'_, BTreeMap<String, (&'static str, Option<ImageId>)>> {
+    locked.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A lock on a name, held until this is dropped, whether or not the VM exists.
 #[derive(Debug)]
-pub struct Busy {
+pub struct VmLock {
     id: String,
-    busy: Names,
+    locked: LockedNames,
 }
 
-impl Busy {
+impl VmLock {
     /// Keeps an image in the store while the lock is held.
-    pub fn need(&self, image: ImageId) {
-        if let Some((_, needed)) = names(&self.busy).get_mut(&self.id) {
+    pub fn keep_image(&self, image: ImageId) {
+        if let Some((_, needed)) = names(&self.locked).get_mut(&self.id) {
             *needed = Some(image);
         }
     }
 }
 
-impl Drop for Busy {
+impl Drop for VmLock {
     fn drop(&mut self) {
-        names(&self.busy).remove(&self.id);
+        names(&self.locked).remove(&self.id);
     }
 }
 
@@ -133,71 +134,77 @@ impl Vms {
                 remove_tree_if_there(&entry.path())?;
             }
         }
-        let known = records.into_iter().map(|record| (record.id.clone(), record)).collect();
+        let records = records.into_iter().map(|record| (record.id.clone(), record)).collect();
         Ok(Vms {
             directory,
             store,
-            known: RwLock::new(known),
-            changing: tokio::sync::Mutex::new(()),
-            busy: Names::default(),
+            records: RwLock::new(records),
+            change_lock: tokio::sync::Mutex::new(()),
+            locked: LockedNames::default(),
+            changes: watch::Sender::new(()),
         })
+    }
+
+    /// Returns a receiver that is notified after each change of a record.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changes.subscribe()
     }
 
     /// Returns all persistent VMs.
     pub fn list(&self) -> Vec<VmRecord> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+        self.records.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
     /// Returns a persistent VM, if it exists.
     pub fn find(&self, id: &str) -> Option<VmRecord> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
+        self.records.read().unwrap_or_else(PoisonError::into_inner).get(id).cloned()
     }
 
     /// Returns a persistent VM, or an error if it does not exist.
-    pub fn known(&self, id: &str) -> Result<VmRecord, VmError> {
+    pub fn get(&self, id: &str) -> Result<VmRecord, VmError> {
         self.find(id).ok_or_else(|| VmError::NotFound { id: id.to_owned() })
     }
 
     /// Returns the images that persistent VMs and running operations need.
     pub fn images(&self) -> Vec<ImageId> {
         // The images of operations are read first: when an operation ends, a record may have its image.
-        let mut images: Vec<_> = names(&self.busy).values().filter_map(|(_, image)| *image).collect();
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let mut images: Vec<_> = names(&self.locked).values().filter_map(|(_, image)| *image).collect();
+        let known = self.records.read().unwrap_or_else(PoisonError::into_inner);
         images.extend(known.values().flat_map(VmRecord::images));
         images
     }
 
     /// Locks a name.
-    pub fn take(&self, id: &str, what: &'static str) -> Result<Busy, VmError> {
-        let mut busy = names(&self.busy);
-        if let Some(&(what, _)) = busy.get(id) {
-            return Err(VmError::Busy { id: id.to_owned(), what });
+    pub fn lock(&self, id: &str, operation: &'static str) -> Result<VmLock, VmError> {
+        let mut locked = names(&self.locked);
+        if let Some(&(operation, _)) = locked.get(id) {
+            return Err(VmError::Busy { id: id.to_owned(), operation });
         }
-        busy.insert(id.to_owned(), (what, None));
-        Ok(Busy { id: id.to_owned(), busy: Arc::clone(&self.busy) })
+        locked.insert(id.to_owned(), (operation, None));
+        Ok(VmLock { id: id.to_owned(), locked: Arc::clone(&self.locked) })
     }
 
     /// Fails if the name is locked.
-    pub fn is_free(&self, id: &str) -> Result<(), VmError> {
-        match names(&self.busy).get(id) {
-            Some(&(what, _)) => Err(VmError::Busy { id: id.to_owned(), what }),
+    pub fn check_unlocked(&self, id: &str) -> Result<(), VmError> {
+        match names(&self.locked).get(id) {
+            Some(&(operation, _)) => Err(VmError::Busy { id: id.to_owned(), operation }),
             None => Ok(()),
         }
     }
 
     /// Locks the name of a persistent VM that does not exist.
-    pub async fn reserve(&self, id: &str, what: &'static str) -> Result<Busy, VmError> {
+    pub async fn lock_new_name(&self, id: &str, operation: &'static str) -> Result<VmLock, VmError> {
         // Keeps a concurrent creation of this VM away.
-        let _alone = self.changing.lock().await;
+        let _guard = self.change_lock.lock().await;
         match self.find(id) {
             Some(_) => Err(VmError::Exists { id: id.to_owned() }),
-            None => self.take(id, what),
+            None => self.lock(id, operation),
         }
     }
 
     /// Fails if this VM cannot be added: its name or its identity exists.
     pub fn check_new(&self, record: &VmRecord) -> Result<(), VmError> {
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let known = self.records.read().unwrap_or_else(PoisonError::into_inner);
         if known.contains_key(&record.id) {
             return Err(VmError::Exists { id: record.id.clone() });
         }
@@ -209,7 +216,7 @@ impl Vms {
 
     /// Adds a VM whose directory is complete.
     pub async fn add(&self, record: VmRecord) -> Result<(), VmError> {
-        let _alone = self.changing.lock().await;
+        let _guard = self.change_lock.lock().await;
         self.check_new(&record)?;
         self.write(record).await
     }
@@ -226,12 +233,12 @@ impl Vms {
     }
 
     /// Returns the VM of this name, which is created if it does not exist.
-    pub async fn know(&self, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
-        let _alone = self.changing.lock().await;
+    pub async fn get_or_create(&self, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
+        let _guard = self.change_lock.lock().await;
         if let Some(record) = self.find(&id(namespace, name)) {
             return Ok(record);
         }
-        self.is_free(&id(namespace, name))?;
+        self.check_unlocked(&id(namespace, name))?;
         let record = new_record(namespace, name)?;
         let directory = self.directory(&record);
         let create =
@@ -239,14 +246,14 @@ impl Vms {
         run_blocking("create the directory of a persistent VM", create).await??;
         let written = self.write(record.clone()).await;
         if written.is_err() {
-            self.clear(&self.directory(&record)).await;
+            self.remove_directory(&self.directory(&record)).await;
         }
         written.map(|()| record)
     }
 
     /// Records the images that back the VM's disks from now on.
-    pub async fn of_images(&self, id: &str, images: Vec<ImageId>) -> Result<(), VmError> {
-        let _alone = self.changing.lock().await;
+    pub async fn set_images(&self, id: &str, images: Vec<ImageId>) -> Result<(), VmError> {
+        let _guard = self.change_lock.lock().await;
         match self.find(id) {
             None => Err(VmError::NotFound { id: id.to_owned() }),
             Some(record) if record.images().eq(images.iter().copied()) => Ok(()),
@@ -259,18 +266,19 @@ impl Vms {
 
     async fn write(&self, record: VmRecord) -> Result<(), VmError> {
         self.store.commit(vec![Change::Vm(Box::new(record.clone()))]).await?;
-        self.known.write().unwrap_or_else(PoisonError::into_inner).insert(record.id.clone(), record);
+        self.records.write().unwrap_or_else(PoisonError::into_inner).insert(record.id.clone(), record);
+        self.changes.send_replace(());
         Ok(())
     }
 
     /// Creates a VM with an identity of its own and a copy of the files of another VM, which must not run.
     pub async fn copy(&self, from: &str, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
-        let _alone = self.changing.lock().await;
-        let source = self.known(from)?;
+        let _guard = self.change_lock.lock().await;
+        let source = self.get(from)?;
         if self.find(&id(namespace, name)).is_some() {
             return Err(VmError::Exists { id: id(namespace, name) });
         }
-        self.is_free(&id(namespace, name))?;
+        self.check_unlocked(&id(namespace, name))?;
         let record =
             VmRecord { image: source.image, more_images: source.more_images.clone(), ..new_record(namespace, name)? };
         let (from, to) = (self.directory(&source), self.directory(&record));
@@ -280,23 +288,24 @@ impl Vms {
             Err(error) => Err(error.into()),
         };
         if written.is_err() {
-            self.clear(&self.directory(&record)).await;
+            self.remove_directory(&self.directory(&record)).await;
         }
         written.map(|()| record)
     }
 
-    /// Deletes the VM and its files. The caller must hold the lock ([`take`](Vms::take)).
-    pub async fn forget(&self, id: &str) -> Result<(), VmError> {
-        let _alone = self.changing.lock().await;
-        let record = self.known(id)?;
+    /// Deletes the VM and its files. The caller must hold the lock ([`lock`](Vms::lock)).
+    pub async fn delete(&self, id: &str) -> Result<(), VmError> {
+        let _guard = self.change_lock.lock().await;
+        let record = self.get(id)?;
         self.store.commit(vec![Change::ForgetVm(id.to_owned())]).await?;
-        self.known.write().unwrap_or_else(PoisonError::into_inner).remove(id);
-        self.clear(&self.directory(&record)).await;
+        self.records.write().unwrap_or_else(PoisonError::into_inner).remove(id);
+        self.changes.send_replace(());
+        self.remove_directory(&self.directory(&record)).await;
         Ok(())
     }
 
     /// Removes the directory. The next daemon removes what is left.
-    async fn clear(&self, directory: &Path) {
+    async fn remove_directory(&self, directory: &Path) {
         let directory = directory.to_owned();
         match run_blocking("remove the disks of a persistent VM", move || remove_tree_if_there(&directory)).await {
             Ok(Err(error)) => tracing::warn!("{}", Chain(&error)),
@@ -321,8 +330,8 @@ fn copy_directory(from: &Path, to: &Path) -> Result<(), FileError> {
     for name in from.files()? {
         let Some(mut source) = from.open(&name)? else { continue };
         let copy = to.join(name);
-        let made = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&copy);
-        let mut target = made.map_err(at("create", &copy))?;
+        let opened = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&copy);
+        let mut target = opened.map_err(at("create", &copy))?;
         std::io::copy(&mut source, &mut target).map_err(at("copy", &copy))?;
         target.sync_all().map_err(at("write", &copy))?;
     }
@@ -333,41 +342,43 @@ fn copy_directory(from: &Path, to: &Path) -> Result<(), FileError> {
 mod tests {
     use super::*;
 
-    fn opened(directory: &Path) -> Vms {
+    fn open_vms(directory: &Path) -> Vms {
         let (store, contents) = Store::open(&directory.join("s.redb"), None).unwrap();
         Vms::open(directory.join("machines"), store, contents.vms).unwrap()
     }
 
     #[tokio::test]
-    async fn a_machine_is_the_same_after_a_restart_and_gone_when_forgotten() {
+    async fn a_persistent_vm_survives_a_restart_until_it_is_deleted() {
         let directory = tempfile::tempdir().unwrap();
-        let vms = opened(directory.path());
-        let first = vms.know("default", "db").await.unwrap();
-        assert_eq!(vms.know("default", "db").await.unwrap(), first);
-        assert_ne!(vms.know("other", "db").await.unwrap().uuid, first.uuid);
-        assert!(first.mac[0] & 3 == 2, "a station's own address");
+        let vms = open_vms(directory.path());
+        let first = vms.get_or_create("default", "db").await.unwrap();
+        assert_eq!(vms.get_or_create("default", "db").await.unwrap(), first);
+        assert_ne!(vms.get_or_create("other", "db").await.unwrap().uuid, first.uuid);
+        assert!(first.mac[0] & 3 == 2, "a locally administered unicast address");
         assert_eq!(first.uuid.len(), 36);
-        vms.of_images("default/db", [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])).into()).await.unwrap();
+        vms.set_images("default/db", [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])).into())
+            .await
+            .unwrap();
         std::fs::write(vms.directory(&first).join("root.qcow2"), "data").unwrap();
         let stray = directory.path().join("machines/stray");
         std::fs::create_dir(&stray).unwrap();
         drop(vms);
 
-        let vms = opened(directory.path());
+        let vms = open_vms(directory.path());
         assert!(!stray.exists() && vms.directory(&first).join("root.qcow2").exists());
         assert_eq!(vms.images(), [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])));
-        let again = vms.know("default", "db").await.unwrap();
+        let again = vms.get_or_create("default", "db").await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
         std::os::unix::fs::symlink("/etc/shadow", vms.directory(&first).join("efi-variables")).unwrap();
         let copy = vms.copy("default/db", "default", "db2").await.unwrap();
-        assert!(!vms.directory(&copy).join("efi-variables").exists(), "what a link leads to is not copied");
+        assert!(!vms.directory(&copy).join("efi-variables").exists(), "the target of a link is not copied");
         assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.images().eq(again.images()));
         assert_eq!(std::fs::read(vms.directory(&copy).join("root.qcow2")).unwrap(), b"data");
         assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), Kind::AlreadyExists);
         assert_eq!(vms.copy("default/no", "default", "db3").await.unwrap_err().kind(), Kind::NotFound);
-        vms.forget("default/db").await.unwrap();
+        vms.delete("default/db").await.unwrap();
         assert!(!vms.directory(&first).exists());
-        assert_eq!(vms.forget("default/db").await.unwrap_err().kind(), Kind::NotFound);
-        assert_ne!(vms.know("default", "db").await.unwrap().uuid, first.uuid);
+        assert_eq!(vms.delete("default/db").await.unwrap_err().kind(), Kind::NotFound);
+        assert_ne!(vms.get_or_create("default", "db").await.unwrap().uuid, first.uuid);
     }
 }

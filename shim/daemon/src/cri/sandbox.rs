@@ -45,7 +45,7 @@ impl Cri {
             Some(machine::Asked::Machine { mut machine, name }) => {
                 if let Some(name) = name {
                     let vms = &self.node.parts().vms;
-                    let vm = vms.know(&pod.name.namespace, &name).await.map_err(status)?;
+                    let vm = vms.get_or_create(&pod.name.namespace, &name).await.map_err(status)?;
                     machine_pod::identify(&mut machine, &vm, vms.directory(&vm));
                     pod.vm = Some(vm.id);
                 }

@@ -2,11 +2,9 @@
 //! causes on one line.
 
 use nacelle_base::{Chain, Classify, Kind};
+use nacelle_proto::status::one_line_status;
 use std::error::Error;
-use tonic::{Code, Status};
-
-/// The longest message in bytes: gRPC sends it in a header, which clients limit to some kilobytes.
-const LIMIT: usize = 4000;
+use tonic::Status;
 
 /// Returns the status of a failure.
 pub fn status<E: Error + Classify>(error: E) -> Status {
@@ -15,8 +13,7 @@ pub fn status<E: Error + Classify>(error: E) -> Status {
 
 /// Returns the status of a rejected request.
 pub fn refuse(kind: Kind, message: &str) -> Status {
-    let message: String = message.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LIMIT).collect();
-    Status::new(Code::from_i32(kind.grpc_code()), message)
+    one_line_status(kind.grpc_code(), message)
 }
 
 /// Returns the status of an RPC that is not implemented yet.
@@ -30,6 +27,7 @@ pub fn not_yet(rpc: &str) -> Status {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tonic::Code;
 
     #[test]
     fn each_kind_has_its_code_and_a_message_is_one_line() {
@@ -48,6 +46,6 @@ mod tests {
             assert_eq!(refuse(kind, "x").code(), code);
         }
         let status = refuse(Kind::Internal, &"a\nb".repeat(5000));
-        assert!(!status.message().contains('\n') && status.message().len() <= LIMIT);
+        assert!(!status.message().contains('\n') && status.message().len() <= 4000);
     }
 }

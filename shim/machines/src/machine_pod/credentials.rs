@@ -9,7 +9,7 @@ use nacelle_model::machine::Credentials;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::mount::NodeVolume;
 use nacelle_vmi::spec::InstanceSpec;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The object's name in errors.
 const WHAT: &str = "of accessCredentials";
@@ -46,6 +46,12 @@ fn mount<'a>(secret: &str, config: &'a ContainerConfig) -> Result<&'a NodeVolume
             field("config.mounts.container_path", &at.display().to_string(), rule)
         }
     }
+}
+
+/// Returns the directories on the node with the files of the secrets; those without a mount are left out.
+pub fn credential_directories(machine: &MachinePod, config: &ContainerConfig) -> Vec<PathBuf> {
+    let mounts = machine.credentials.iter().filter_map(|credential| mount(credential.secret(), config).ok());
+    mounts.map(|mount| PathBuf::from(&mount.host_path)).collect()
 }
 
 /// Returns the present contents of the secrets.

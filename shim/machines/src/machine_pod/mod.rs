@@ -21,7 +21,7 @@ mod volumes;
 pub use build::{Refused, build, not_honoured, reason, refused_value};
 pub use container::check_container;
 pub use cpu::cpu_model;
-pub use credentials::credentials;
+pub use credentials::{credential_directories, credentials};
 pub use document::{SourceError, document};
 pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
 pub use honoured::known as honours;

@@ -166,6 +166,7 @@ impl Actor {
     async fn begin(&mut self, answer: Answer<()>) {
         if let Err(error) = self.commit(vec![Change::Pod(self.pod.clone().into())]).await {
             self.table.forget(&self.pod);
+            self.parts.events.notify_change();
             self.ended = true;
             let _ = answer.send(Err(error));
             return;
@@ -329,6 +330,7 @@ impl Actor {
     fn publish(&mut self) {
         let records = self.containers.values().map(|entry| &entry.record);
         self.view.send_replace(Arc::new(View::new(&self.pod, records.clone(), self.client.clone())));
+        self.parts.events.notify_change();
         let due = self.told.due(&self.pod, records);
         self.tell_events(&due);
     }

@@ -100,6 +100,7 @@ impl Actor {
         match result {
             Ok(()) => {
                 self.table.forget(&self.pod);
+                self.parts.events.notify_change();
                 self.ended = true;
                 let ids: Vec<_> = self.containers.keys().cloned().collect();
                 let mut gone: Vec<_> = ids.iter().filter_map(|id| self.leave(id)).collect();

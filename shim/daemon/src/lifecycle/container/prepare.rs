@@ -57,7 +57,7 @@ pub(crate) async fn prepare(
         if let Some(vm) = &pod.config.vm {
             // Recorded before a disk refers to the images: they are kept as long as the disk.
             let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
-            parts.vms.of_images(vm, images).await.map_err(at("keep the images of the machine"))?;
+            parts.vms.set_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
         let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;
         return Ok(Prepared { request, client, offers, passed: Some(passed), in_sysfs: false });

@@ -10,7 +10,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
-use tokio::sync::broadcast;
+use tokio::sync::{broadcast, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::BroadcastStream;
 use tokio_stream::wrappers::errors::BroadcastStreamRecvError;
@@ -78,6 +78,8 @@ struct Inner {
     first: Option<(Receiver, Instant)>,
     /// The time of the last event.
     last: i64,
+    /// Notified after each published change; `None` once the events are closed.
+    changes: Option<watch::Sender<()>>,
 }
 
 /// The event source of a node.
@@ -93,7 +95,12 @@ impl Events {
     /// Creates a ring of this many events (a power of two), which are kept for the first subscriber for this long.
     pub fn new(ring: usize, first: Duration) -> Events {
         let (ring, receiver) = broadcast::channel(ring);
-        Events(Mutex::new(Inner { ring: Some(ring), first: Some((receiver, Instant::now() + first)), last: 0 }))
+        Events(Mutex::new(Inner {
+            ring: Some(ring),
+            first: Some((receiver, Instant::now() + first)),
+            last: 0,
+            changes: Some(watch::Sender::new(())),
+        }))
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -111,6 +118,22 @@ impl Events {
         if let Some(ring) = &inner.ring {
             // `send` fails if there is no subscriber.
             let _ = ring.send(Arc::new(Event { kind, id: id.to_owned(), at: inner.last, view: Arc::clone(view) }));
+        }
+    }
+
+    /// Notifies the receivers of [`Events::changes`].
+    pub(in crate::lifecycle) fn notify_change(&self) {
+        if let Some(changes) = &self.inner().changes {
+            changes.send_replace(());
+        }
+    }
+
+    /// Returns a receiver that is notified after each change of a pod or a container, also after those without an event. It is
+    /// closed when the daemon shuts down.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        match &self.inner().changes {
+            Some(changes) => changes.subscribe(),
+            None => watch::channel(()).1,
         }
     }
 
@@ -139,15 +162,10 @@ impl Events {
         }
     }
 
-    /// Returns whether the daemon is not shutting down.
-    pub fn is_open(&self) -> bool {
-        self.inner().ring.is_some()
-    }
-
     /// Ends all subscriptions after they have delivered the events until now.
     pub fn close(&self) {
         let mut inner = self.inner();
-        (inner.ring, inner.first) = (None, None);
+        (inner.ring, inner.first, inner.changes) = (None, None, None);
     }
 }
 
@@ -272,5 +290,19 @@ mod tests {
             assert_eq!(subscriber.next().await.unwrap().unwrap_err(), Ended::Closing);
             assert!(subscriber.next().await.is_none());
         }
+    }
+
+    #[tokio::test]
+    async fn receivers_of_changes_are_notified_of_each_change_and_closed_at_the_end() {
+        let events = Events::default();
+        let mut changes = events.changes();
+        assert!(!changes.has_changed().unwrap());
+        events.notify_change();
+        changes.changed().await.unwrap();
+        assert!(!changes.has_changed().unwrap());
+        events.close();
+        events.notify_change();
+        assert!(changes.changed().await.is_err());
+        assert!(events.changes().changed().await.is_err());
     }
 }

@@ -15,6 +15,7 @@ use super::context::view::View;
 use super::context::{Parts, new_id, now};
 use ipnet::IpNet;
 use nacelle_base::{ContainerId, PodId};
+use nacelle_machines::runtime::holds_vm;
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::digest::ImageId;
 use nacelle_model::pod::PodConfig;
@@ -28,7 +29,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
-use vms::{held, holds};
+use vms::held;
 
 /// The pods of this node.
 #[derive(Clone)]
@@ -97,11 +98,11 @@ impl Node {
         }
         if let Some(vm) = config.vm.as_deref() {
             let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
-            if let Some(view) = views.into_iter().find(|view| holds(view, vm)) {
+            if let Some(view) = views.into_iter().find(|view| holds_vm(&view.pod, vm)) {
                 return Err(held(vm, &view));
             }
             // The VM existed a moment ago, but may have been deleted since.
-            self.parts.vms.is_free(vm).and_then(|()| self.parts.vms.known(vm)).map_err(at("run the machine"))?;
+            self.parts.vms.check_unlocked(vm).and_then(|()| self.parts.vms.get(vm)).map_err(at("run the machine"))?;
         }
         let id = loop {
             let id = PodId::from_bytes(new_id());
@@ -131,6 +132,7 @@ impl Node {
         let (actor, inbox, view) =
             actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Told::default());
         rows.pods.insert(id.clone(), Handle { inbox, view });
+        self.parts.events.notify_change();
         tokio::spawn(actor.run(Begin::New(answer)));
         Ok((id, None))
     }

@@ -5,11 +5,9 @@ use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::view::View;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, ContainerId, PodId};
-use nacelle_model::record::ContainerRecord;
 use nacelle_model::state;
 use nacelle_pod::client::PodClient;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::sync::watch;
 
 /// The number of bytes of a console that an error shows.
@@ -40,15 +38,6 @@ impl Running {
 }
 
 impl Node {
-    /// Waits until a container no longer runs; returns `false` after `limit`.
-    pub(crate) async fn ends(&self, id: &str, limit: Duration) -> bool {
-        let Ok((id, mut handle, _)) = self.table.find_container(id) else { return true };
-        let runs = |record: &ContainerRecord| record.state == state::ContainerState::Running;
-        let ended = handle.view.wait_for(|view| !view.containers.get(&id).is_some_and(runs));
-        // The view ends with the pod.
-        tokio::time::timeout(limit, ended).await.is_ok()
-    }
-
     /// Returns a running container.
     pub(crate) fn running(&self, id: &str) -> Result<Running, LifecycleError> {
         let (id, handle, view) = self.table.find_container(id)?;

@@ -1,29 +1,30 @@
 //! Moves persistent VMs to other nodes: exports a VM's data into an OCI artifact, and imports it. It uses the image store
-//! (artifacts) and `vms`. It runs in tasks of the runtime; files are read and written on the blocking pool.
+//! (artifacts) and [`crate::vms`]. It runs in tasks of the runtime; files are read and written on the blocking pool.
 
 mod document;
 mod export;
+mod files;
 mod import;
 mod live;
 
 pub use export::export;
-pub use import::{Import, import};
+pub use import::{ImportTarget, import};
 
-use crate::lifecycle::LifecycleError;
+use crate::runtime::PodRuntimeError;
+use crate::vms::VmError;
 use document::DocumentError;
 use nacelle_base::files::{FileError, remove_tree_if_there};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_image::{Auth, ImageError, Moved};
-use nacelle_machines::vms::VmError;
 use nacelle_model::digest::Digest;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The location of an artifact, and how to access it.
+/// The location of a VM artifact, and how to access it.
 #[derive(Clone, Debug, Default)]
-pub struct Place {
+pub struct ArtifactLocation {
     /// A reference like an image's, or `oci:/DIRECTORY:TAG`.
     pub name: String,
     /// The credentials for the registry.
@@ -41,22 +42,22 @@ pub enum TransferError {
     /// The persistent VM is not available.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// A pod holds the VM.
+    /// A pod holds the VM, or its keeper cannot be reached.
     #[error(transparent)]
-    Lifecycle(#[from] LifecycleError),
+    Runtime(#[from] PodRuntimeError),
     /// A file operation failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The artifact's document is invalid.
-    #[error("{name} is no machine that can be taken")]
-    Document {
+    /// The artifact's configuration is invalid.
+    #[error("{name} is not a valid VM artifact")]
+    InvalidArtifact {
         /// The artifact.
         name: String,
         /// The cause.
         source: DocumentError,
     },
     /// A disk of the VM is rejected.
-    #[error("disk {disk} cannot be taken: {rule}")]
+    #[error("cannot transfer disk {disk}: {rule}")]
     Disk {
         /// The disk's name.
         disk: String,
@@ -64,7 +65,7 @@ pub enum TransferError {
         rule: &'static str,
     },
     /// The backing image of the VM's disks is missing.
-    #[error("the machine's disk lies over image {id}, which is not in the store of this node: pull {} first", names.join(" or "))]
+    #[error("the backing image {id} of the VM's disks is not in the image store of this node: pull {} first", names.join(" or "))]
     NoImage {
         /// The image id.
         id: Digest,
@@ -72,13 +73,13 @@ pub enum TransferError {
         names: Vec<String>,
     },
     /// The running VM could not be paused for the copy.
-    #[error("the machine cannot be copied while it runs: {words}")]
-    NotHeld {
+    #[error("cannot copy the running VM: {message}")]
+    NotPaused {
         /// The keeper's error text.
-        words: String,
+        message: String,
     },
     /// The file system lacks the space.
-    #[error("the machine's files have {needed} bytes and the disk of {path} has {free}", path = path.display())]
+    #[error("the VM's files need {needed} bytes, and the file system of {path} has {free} free", path = path.display())]
     NoSpace {
         /// The directory.
         path: PathBuf,
@@ -97,10 +98,10 @@ impl Classify for TransferError {
         match self {
             TransferError::Image(error) => error.kind(),
             TransferError::Vm(error) => error.kind(),
-            TransferError::Lifecycle(error) => error.kind(),
+            TransferError::Runtime(error) => error.kind(),
             TransferError::File(error) => error.kind(),
-            TransferError::Document { .. } | TransferError::Disk { .. } => Kind::Invalid,
-            TransferError::NoImage { .. } | TransferError::NotHeld { .. } => Kind::Conflict,
+            TransferError::InvalidArtifact { .. } | TransferError::Disk { .. } => Kind::Invalid,
+            TransferError::NoImage { .. } | TransferError::NotPaused { .. } => Kind::Conflict,
             TransferError::NoSpace { .. } => Kind::Exhausted,
             TransferError::Task(error) => error.kind(),
         }
@@ -124,7 +125,7 @@ impl Progress {
     }
 
     /// Returns the step, its bytes until now, and its total.
-    pub fn now(&self) -> (String, u64, u64) {
+    pub fn current(&self) -> (String, u64, u64) {
         let step = self.step.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         (step, self.moved.bytes(), self.step.1.load(Ordering::Relaxed))
     }
@@ -138,7 +139,7 @@ struct WorkDirectory {
 
 impl WorkDirectory {
     /// Creates the directory. Blocks.
-    fn make(path: PathBuf) -> Result<WorkDirectory, FileError> {
+    fn create(path: PathBuf) -> Result<WorkDirectory, FileError> {
         use nacelle_base::files::at;
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(at("create", &path))?;
@@ -157,7 +158,7 @@ impl WorkDirectory {
     async fn remove(mut self) {
         self.kept = true;
         let path = std::mem::take(&mut self.path);
-        if let Err(error) = run_blocking("remove a directory", move || gone(&path)).await {
+        if let Err(error) = run_blocking("remove a directory", move || remove_and_log(&path)).await {
             tracing::warn!("{}", Chain(&error));
         }
     }
@@ -168,14 +169,14 @@ impl Drop for WorkDirectory {
         if !self.kept {
             let path = std::mem::take(&mut self.path);
             match tokio::runtime::Handle::try_current() {
-                Ok(runtime) => drop(runtime.spawn_blocking(move || gone(&path))),
-                Err(_none) => gone(&path),
+                Ok(runtime) => drop(runtime.spawn_blocking(move || remove_and_log(&path))),
+                Err(_none) => remove_and_log(&path),
             }
         }
     }
 }
 
-fn gone(path: &Path) {
+fn remove_and_log(path: &Path) {
     if let Err(error) = remove_tree_if_there(path) {
         tracing::warn!("{}", Chain(&error));
     }
