@@ -319,6 +319,6 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
     });
     assert_eq!((&ended["reason"], &ended["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{ended}");
     let message = ended["message"].as_str().unwrap_or_default();
-    assert!(message.starts_with("the node's kernel killed the machine"), "{ended}");
+    assert!(message.starts_with("the node's OOM killer ended the VM"), "{ended}");
     pod.remove();
 }

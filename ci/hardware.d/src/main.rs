@@ -53,7 +53,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }),
         ["scratch", directory] => {
-            let made = nacelle_pod::scratch::template(Path::new(directory), pods::SCRATCH_MIB);
+            let made = nacelle_pod::scratch::create_template(Path::new(directory), pods::SCRATCH_MIB);
             made.map(|_path| ExitCode::SUCCESS).context("no template of scratch disks")
         }
         ["help" | "--help" | "-h"] => {
@@ -292,7 +292,8 @@ fn copy_templates(from: &Path, to: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let template = entry?.path();
         let name = template.file_name().context("a template has no name")?;
-        nacelle_pod::scratch::copy(&template, &to.join(name)).context("cannot copy the template of scratch disks")?;
+        nacelle_pod::scratch::copy_template(&template, &to.join(name))
+            .context("cannot copy the template of scratch disks")?;
     }
     Ok(())
 }

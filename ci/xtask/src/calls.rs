@@ -84,7 +84,7 @@ const CALLS: [&str; 59] = [
 const WAITS: [&str; 2] = ["F_SETLKW", "F_OFD_SETLKW"];
 
 /// The files whose `connect_unix` connects sockets that do not block: connect(2) fails with EAGAIN while a listener's queue is full.
-const CONNECTORS: [&str; 2] = ["shim/pod/src/client.rs", "shim/keeper/src/streams.rs"];
+const CONNECTORS: [&str; 2] = ["shim/pod/src/client/mod.rs", "shim/keeper/src/streams.rs"];
 
 /// The functions of the helper that take such a call.
 const REPEATED: [&str; 3] = ["retry_interrupted", "retry_transient", "when_ready"];

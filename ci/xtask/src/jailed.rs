@@ -147,7 +147,7 @@ mod tests {
             assert_eq!(broken(line, None, false).len(), 1, "{line}");
             assert!(broken(line, None, true).is_empty());
         }
-        assert!(broken("nacelle_pod::make_jail(&dir)?; nacelle_pod::jailed(&dir)", None, false).is_empty());
+        assert!(broken("nacelle_pod::create_jail(&dir)?; nacelle_pod::jailed(&dir)", None, false).is_empty());
     }
 
     #[test]

@@ -79,7 +79,7 @@ impl nacelle_stream::Guests for Guests {
         // Output that the client does not request is read all the same, so that the command does not block on a full pipe.
         let [stdin, stdout, stderr] = streams.open_all([exec.stdin, true, !exec.tty]).await?;
         let end = Box::pin(async move {
-            let code = running.end().await.map_err(at(step))?;
+            let code = running.wait_for_exit().await.map_err(at(step))?;
             Ok(i32::try_from(code).unwrap_or(i32::MAX))
         });
         Ok(Process { exec_id, detaches: false, stdin, stdout, stderr, end })

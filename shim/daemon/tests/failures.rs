@@ -164,7 +164,7 @@ fn a_machine_that_says_that_it_ended_is_taken_down() {
     let world = World::new();
     let mut daemon = world.daemon();
     let pod = world.run(daemon.run_pod("a")).unwrap();
-    world.pods.only().change(|record| record.lose("kernel panic", 0));
+    world.pods.only().change(|record| record.mark_lost("kernel panic", 0));
     world.eventually("the machine is taken down", || world.pods.alive().is_empty());
     world.eventually("the pod says why", || {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.clone(), verbose: true };

@@ -1,26 +1,27 @@
 //! Holds the state of the pod. One task takes requests and events one by one, applies the tables of `state`, starts the
 //! effects, writes state.json, and only then publishes the new state and replies.
 //!
-//! The task waits for nothing but its inbox and the write of the record. Effects run in other tasks and report back as `News`.
+//! The task waits for nothing but its inbox and the write of the record. Effects run in other tasks and report back as
+//! `EffectEvent`s.
 
 mod containers;
 mod devices;
 
 use crate::agent::Agent;
-use crate::boot::{self, Ready};
-use crate::container::{self, Attached, Ended, Started};
-use crate::devices::Devices;
+use crate::boot::{self, ReadyGuest};
+use crate::container::{self, AttachOutcome, ContainerExit, StartedContainer};
+use crate::copied_volumes::CopiedVolumes;
+use crate::device_table::DeviceTable;
 use crate::error::{Failure, PodError};
 use crate::guest_values::{Bounded, describe_exit};
-use crate::images::{Images, Placement};
+use crate::images::{ImageTable, Placement};
 use crate::log::LogPath;
-use crate::machine::{self, Assembled, IMAGE_DISK, VOLUME_DISK};
-use crate::memory;
-use crate::pushed::Pushed;
-use crate::record::{Phase, PodRecord};
+use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
+use crate::memory::{self, RunningVm};
+use crate::record::{Phase, SavedPodState};
 use crate::spec::PodSpec;
 use crate::state::{ContainerEvent, ContainerState, PodAction, PodEvent};
-use crate::stops::{Stop, Stops};
+use crate::stops::{ContainerStop, ContainerStops};
 use crate::teardown;
 use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
@@ -34,43 +35,43 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
-pub use devices::Offer;
+pub use devices::OfferedDevice;
 
 /// The channel for the reply to a request.
 pub type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 
 /// A request of the server.
-pub enum Ask {
+pub enum ActorRequest {
     /// Configure the pod's network.
     Configure(pod::ConfigureRequest, Reply<Bounded<pod::ConfigureResponse>>),
     /// Create a container.
-    Create(pod::CreateContainerRequest, Reply<Bounded<common::CreateContainerResponse>>),
+    CreateContainer(pod::CreateContainerRequest, Reply<Bounded<common::CreateContainerResponse>>),
     /// Start the container with this id.
-    Start(String, Reply<()>),
+    StartContainer(String, Reply<()>),
     /// Stop a container, with the time between stop signal and SIGKILL.
-    Stop(String, Duration, Reply<()>),
+    StopContainer(String, Duration, Reply<()>),
     /// Remove a container.
-    Remove(String, Reply<()>),
+    RemoveContainer(String, Reply<()>),
     /// Reopen a container's log after its rotation.
     ReopenLog(String, Reply<()>),
-    /// Take a device of the node for a container that is about to be created; the reply is the number of the offer.
-    Offer(Offer, Reply<u64>),
+    /// Keep an open device of the node for a container that is about to be created; the reply is the number of the offer.
+    OfferDevice(OfferedDevice, Reply<u64>),
     /// Withdraw the offer with this number.
-    Withdraw(u64),
+    WithdrawDevice(u64),
     /// Run a command in a container.
-    Exec(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
+    ExecSync(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
     /// Return a running container.
-    Running(String, Reply<Live>),
+    GetContainer(String, Reply<ContainerHandle>),
     /// Return the agent.
-    Agent(Reply<Agent>),
+    GetAgent(Reply<Agent>),
     /// Return the VM and its agent.
-    Machine(Reply<Able>),
+    GetVm(Reply<RunningVm>),
     /// Stop the pod, with the grace period of its containers. SIGTERM sends it without a reply channel.
     StopPod(Duration, Option<Reply<()>>),
 }
 
 /// A running container, for streams, execs and attaches.
-pub struct Live {
+pub struct ContainerHandle {
     /// The agent of its guest.
     pub agent: Agent,
     /// The request that created the container.
@@ -79,38 +80,30 @@ pub struct Live {
     pub outputs: container::Outputs,
 }
 
-/// A running VM. Callers must not keep it beyond their request.
-pub struct Able {
-    /// The agent in the guest.
-    pub agent: Agent,
-    /// The VM.
-    pub machine: Arc<dyn Machine>,
-}
-
 /// An event that an effect reports.
-enum News {
-    Assembled(Result<Assembled, PodError>),
-    Greeted(Result<Ready, PodError>),
+enum EffectEvent {
+    Assembled(Result<AssembledVm, PodError>),
+    HandshakeEnded(Result<ReadyGuest, PodError>),
     VmExited(MachineExit),
     Created(String, Result<Bounded<common::CreateContainerResponse>, Failure>),
-    Started(String, Result<Started, PodError>),
-    Exited(String, Ended),
+    Started(String, Result<StartedContainer, PodError>),
+    Exited(String, ContainerExit),
     Removed(String, Result<(), PodError>),
-    Detached(Placement),
+    ImageDetached(Placement),
     DeviceDetached(u32),
     CleanedUp(Vec<Left>),
 }
 
 /// A message to the actor.
-pub enum Message {
+pub enum ActorMessage {
     /// A request from outside.
-    Ask(Ask),
+    Request(ActorRequest),
     /// An event from one of the actor's own effects.
-    #[expect(private_interfaces, reason = "only this module makes and reads news")]
-    News(News),
+    #[expect(private_interfaces, reason = "only this module creates and reads these events")]
+    Event(EffectEvent),
 }
 
-struct Entry {
+struct ContainerEntry {
     state: ContainerState,
     request: Arc<pod::CreateContainerRequest>,
     log: Option<LogPath>,
@@ -118,109 +111,109 @@ struct Entry {
     creating: Vec<Reply<Bounded<common::CreateContainerResponse>>>,
     /// Requests that wait for the start or the removal in progress.
     waiting: Vec<Reply<()>>,
-    started: Option<(container::Streams, Arc<crate::log::LogFile>, container::Outputs)>,
-    life: Option<AbortHandle>,
-    stops: Stops,
+    started: Option<(container::OutputStreams, Arc<crate::log::LogFile>, container::Outputs)>,
+    exit_task: Option<AbortHandle>,
+    stops: ContainerStops,
 }
 
-/// The VM, as far as it has been assembled.
-enum Body {
+/// The progress of the VM from its assembly to its end.
+enum VmStage {
     Assembling,
     Running { machine: Arc<dyn Machine>, undo: UndoStack },
-    None,
+    Gone,
 }
 
 /// The actor that owns the pod's state.
-pub struct Actor {
+pub struct PodActor {
     spec: Arc<PodSpec>,
     dir: PathBuf,
-    record: PodRecord,
-    published: watch::Sender<PodRecord>,
-    inbox: mpsc::UnboundedReceiver<Message>,
-    own: mpsc::UnboundedSender<Message>,
-    body: Body,
+    record: SavedPodState,
+    published: watch::Sender<SavedPodState>,
+    inbox: mpsc::UnboundedReceiver<ActorMessage>,
+    events: mpsc::UnboundedSender<ActorMessage>,
+    vm: VmStage,
     agent: Option<Agent>,
-    ready: Bounded<pod::ConfigureResponse>,
+    configured: Bounded<pod::ConfigureResponse>,
     network: watch::Sender<Option<Arc<pod::ConfigureRequest>>>,
-    configuring: Vec<Reply<Bounded<pod::ConfigureResponse>>>,
-    stopping: Vec<Reply<()>>,
-    stop_wanted: bool,
+    configure_replies: Vec<Reply<Bounded<pod::ConfigureResponse>>>,
+    stop_replies: Vec<Reply<()>>,
+    stop_requested: bool,
     boot: Option<AbortHandle>,
-    containers: BTreeMap<String, Entry>,
-    images: Images,
-    attached: BTreeMap<String, Attached>,
-    devices: Devices,
-    held: BTreeMap<String, devices::Held>,
-    offers: BTreeMap<u64, Offer>,
-    offered: u64,
-    pushed: Pushed,
+    containers: BTreeMap<String, ContainerEntry>,
+    images: ImageTable,
+    image_outcomes: BTreeMap<String, AttachOutcome>,
+    devices: DeviceTable,
+    attached_devices: BTreeMap<String, devices::AttachedDevice>,
+    offers: BTreeMap<u64, OfferedDevice>,
+    last_offer: u64,
+    copied_volumes: CopiedVolumes,
 }
 
 /// The handles by which others reach the actor.
-pub struct Handles {
+pub struct ActorHandles {
     /// The actor's inbox.
-    pub inbox: mpsc::UnboundedSender<Message>,
+    pub inbox: mpsc::UnboundedSender<ActorMessage>,
     /// The published state of the pod.
-    pub published: watch::Receiver<PodRecord>,
+    pub published: watch::Receiver<SavedPodState>,
 }
 
-impl Actor {
+impl PodActor {
     /// Creates an actor that does not run yet, and its handles.
-    pub fn new(spec: Arc<PodSpec>, dir: &Path) -> (Actor, Handles) {
-        let record = PodRecord::new(spec.id.clone());
-        let (published, seen) = watch::channel(record.clone());
-        let (own, inbox) = mpsc::unbounded_channel();
-        let handles = Handles { inbox: own.clone(), published: seen };
-        let actor = Actor {
+    pub fn new(spec: Arc<PodSpec>, dir: &Path) -> (PodActor, ActorHandles) {
+        let record = SavedPodState::new(spec.id.clone());
+        let (published, published_receiver) = watch::channel(record.clone());
+        let (events, inbox) = mpsc::unbounded_channel();
+        let handles = ActorHandles { inbox: events.clone(), published: published_receiver };
+        let actor = PodActor {
             spec,
             dir: dir.to_owned(),
             record,
             published,
             inbox,
-            own,
-            body: Body::Assembling,
+            events,
+            vm: VmStage::Assembling,
             agent: None,
-            ready: Bounded::default(),
+            configured: Bounded::default(),
             network: watch::channel(None).0,
-            configuring: Vec::new(),
-            stopping: Vec::new(),
-            stop_wanted: false,
+            configure_replies: Vec::new(),
+            stop_replies: Vec::new(),
+            stop_requested: false,
             boot: None,
             containers: BTreeMap::new(),
-            images: Images::default(),
-            attached: BTreeMap::new(),
-            devices: Devices::default(),
-            held: BTreeMap::new(),
+            images: ImageTable::default(),
+            image_outcomes: BTreeMap::new(),
+            devices: DeviceTable::default(),
+            attached_devices: BTreeMap::new(),
             offers: BTreeMap::new(),
-            offered: 0,
-            pushed: Pushed::default(),
+            last_offer: 0,
+            copied_volumes: CopiedVolumes::default(),
         };
         (actor, handles)
     }
 
     /// Boots the VM and serves until the pod has been stopped.
-    pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::Prepared) {
+    pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::PreparedVm) {
         self.write().await;
-        self.pushed = Pushed::new(prepared.pushed.take(), self.spec.timeouts.call());
-        let (spec, dir, own) = (Arc::clone(&self.spec), self.dir.clone(), self.own.clone());
+        self.copied_volumes = CopiedVolumes::new(prepared.copied_volumes.take(), self.spec.timeouts.call());
+        let (spec, dir, events) = (Arc::clone(&self.spec), self.dir.clone(), self.events.clone());
         tokio::spawn(async move {
             let assembled = machine::assemble(&spec, &dir, engine, prepared).await;
-            send(&own, News::Assembled(assembled));
+            report(&events, EffectEvent::Assembled(assembled));
         });
         while let Some(message) = self.inbox.recv().await {
             let before = self.record.clone();
-            let mut answers = Answers::default();
+            let mut replies = DeferredReplies::default();
             match message {
-                Message::Ask(ask) => self.asked(ask, &mut answers),
-                Message::News(news) => self.heard(news, &mut answers),
+                ActorMessage::Request(request) => self.handle_request(request, &mut replies),
+                ActorMessage::Event(event) => self.handle_event(event, &mut replies),
             }
             if self.record != before {
                 self.write().await;
                 self.published.send_replace(self.record.clone());
             }
-            answers.give();
-            if self.record.phase == Phase::Stopped && self.stop_wanted {
-                self.stopping.drain(..).for_each(|reply| tell(reply, Ok(())));
+            replies.send_all();
+            if self.record.phase == Phase::Stopped && self.stop_requested {
+                self.stop_replies.drain(..).for_each(|reply| send_reply(reply, Ok(())));
                 return;
             }
         }
@@ -236,67 +229,67 @@ impl Actor {
         }
     }
 
-    fn asked(&mut self, ask: Ask, answers: &mut Answers) {
-        match ask {
-            Ask::Configure(request, reply) => self.configure(request, reply),
-            Ask::Create(request, reply) => self.create(request, reply, answers),
-            Ask::Start(id, reply) => self.start(&id, reply, answers),
-            Ask::Stop(id, grace, reply) => self.stop(&id, grace, reply),
-            Ask::Remove(id, reply) => self.remove(&id, reply),
-            Ask::ReopenLog(id, reply) => self.reopen_log(&id, reply),
-            Ask::Offer(offer, reply) => self.offer(offer, reply),
-            Ask::Withdraw(number) => drop(self.offers.remove(&number)),
-            Ask::Exec(request, reply) => self.exec(request, reply),
-            Ask::Running(id, reply) => tell(reply, self.running(&id)),
-            Ask::Machine(reply) => {
-                let machine = match &self.body {
-                    Body::Running { machine, .. } => Ok(Arc::clone(machine)),
-                    Body::Assembling | Body::None => Err(self.unavailable()),
+    fn handle_request(&mut self, request: ActorRequest, replies: &mut DeferredReplies) {
+        match request {
+            ActorRequest::Configure(request, reply) => self.configure(request, reply),
+            ActorRequest::CreateContainer(request, reply) => self.create_container(request, reply, replies),
+            ActorRequest::StartContainer(id, reply) => self.start_container(&id, reply, replies),
+            ActorRequest::StopContainer(id, grace, reply) => self.stop_container(&id, grace, reply),
+            ActorRequest::RemoveContainer(id, reply) => self.remove_container(&id, reply),
+            ActorRequest::ReopenLog(id, reply) => self.reopen_log(&id, reply),
+            ActorRequest::OfferDevice(offer, reply) => self.keep_offer(offer, reply),
+            ActorRequest::WithdrawDevice(number) => drop(self.offers.remove(&number)),
+            ActorRequest::ExecSync(request, reply) => self.exec_sync(request, reply),
+            ActorRequest::GetContainer(id, reply) => send_reply(reply, self.running_container(&id)),
+            ActorRequest::GetVm(reply) => {
+                let machine = match &self.vm {
+                    VmStage::Running { machine, .. } => Ok(Arc::clone(machine)),
+                    VmStage::Assembling | VmStage::Gone => Err(self.unavailable()),
                 };
-                tell(reply, self.agent().and_then(|agent| Ok(Able { agent, machine: machine? })));
+                send_reply(reply, self.agent().and_then(|agent| Ok(RunningVm { agent, machine: machine? })));
             }
-            Ask::Agent(reply) => tell(reply, self.agent()),
-            Ask::StopPod(grace, reply) => {
-                self.stopping.extend(reply);
-                self.stop_wanted = true;
-                self.pod(PodEvent::Stop, grace);
+            ActorRequest::GetAgent(reply) => send_reply(reply, self.agent()),
+            ActorRequest::StopPod(grace, reply) => {
+                self.stop_replies.extend(reply);
+                self.stop_requested = true;
+                self.apply_pod_event(PodEvent::Stop, grace);
             }
         }
     }
 
-    fn heard(&mut self, news: News, answers: &mut Answers) {
-        match news {
-            News::Assembled(Ok(assembled)) => self.assembled(assembled),
-            News::Assembled(Err(error)) => {
-                self.body = Body::None;
+    fn handle_event(&mut self, event: EffectEvent, replies: &mut DeferredReplies) {
+        match event {
+            EffectEvent::Assembled(Ok(vm)) => self.on_assembled(vm),
+            EffectEvent::Assembled(Err(error)) => {
+                self.vm = VmStage::Gone;
                 match self.record.phase {
                     // The pod was stopped while the VM was being assembled; the cleanup has waited for this event.
                     Phase::Stopping => self.clean_up(),
-                    _ => self.boot_failed(error),
+                    _ => self.on_boot_failed(error),
                 }
             }
-            News::Greeted(Ok(ready)) => self.greeted(ready, answers),
-            News::Greeted(Err(error)) => self.boot_failed(error),
-            News::VmExited(exit) => self.vm_exited(&exit),
-            News::Created(id, outcome) => self.created(&id, outcome, answers),
-            News::Started(id, outcome) => self.started(&id, outcome, answers),
-            News::Exited(id, end) => self.exited(&id, end),
-            News::Removed(id, outcome) => self.removed(&id, outcome, answers),
-            News::Detached(placement) => self.images.free(placement),
-            News::DeviceDetached(number) => self.devices.free(number),
-            News::CleanedUp(left) => {
-                for Left { what, why } in left {
-                    tracing::error!(what, why, "could not be given back");
+            EffectEvent::HandshakeEnded(Ok(guest)) => self.on_guest_ready(guest, replies),
+            EffectEvent::HandshakeEnded(Err(error)) => self.on_boot_failed(error),
+            EffectEvent::VmExited(exit) => self.on_vm_exited(&exit),
+            EffectEvent::Created(id, outcome) => self.on_created(&id, outcome, replies),
+            EffectEvent::Started(id, outcome) => self.on_started(&id, outcome, replies),
+            EffectEvent::Exited(id, exit) => self.on_exited(&id, exit),
+            EffectEvent::Removed(id, outcome) => self.on_removed(&id, outcome, replies),
+            EffectEvent::ImageDetached(placement) => self.images.free(placement),
+            EffectEvent::DeviceDetached(number) => self.devices.free(number),
+            EffectEvent::CleanedUp(failures) => {
+                for Left { what, why } in failures {
+                    tracing::error!(resource = what, why, "cleanup of the pod is incomplete");
                 }
-                self.lose("the pod was stopped");
-                self.pod(PodEvent::CleanedUp, Duration::ZERO);
+                self.mark_all_lost("the pod was stopped");
+                self.apply_pod_event(PodEvent::CleanedUp, Duration::ZERO);
             }
         }
     }
 
     // The handlers for events of the pod itself.
 
-    fn pod(&mut self, event: PodEvent, grace: Duration) {
+    fn apply_pod_event(&mut self, event: PodEvent, grace: Duration) {
         match self.record.phase.step(event) {
             Ok((next, action)) => {
                 self.record.phase = next;
@@ -307,95 +300,95 @@ impl Actor {
                 }
             }
             // The table accepts all requests of clients. A refused event is a BUG without consequences.
-            Err(refused) => tracing::error!("BUG: {}", Chain(&refused)),
+            Err(invalid) => tracing::error!("BUG: {}", Chain(&invalid)),
         }
         if matches!(self.record.phase, Phase::Stopping | Phase::Stopped) {
             let failure = self.unavailable();
-            self.configuring.drain(..).for_each(|reply| tell(reply, Err(failure.clone())));
+            self.configure_replies.drain(..).for_each(|reply| send_reply(reply, Err(failure.clone())));
         }
     }
 
-    fn assembled(&mut self, assembled: Assembled) {
-        let Assembled { machine, mut gone, incoming, undo, timeline } = assembled;
-        let (own, end) = (self.own.clone(), gone.clone());
+    fn on_assembled(&mut self, vm: AssembledVm) {
+        let AssembledVm { machine, mut exit, incoming, undo, timeline } = vm;
+        let (events, exit_watch) = (self.events.clone(), exit.clone());
         tokio::spawn(async move {
-            if let Ok(exit) = gone.wait_for(Option::is_some).await
+            if let Ok(exit) = exit.wait_for(Option::is_some).await
                 && let Some(exit) = exit.clone()
             {
-                send(&own, News::VmExited(exit));
+                report(&events, EffectEvent::VmExited(exit));
             }
         });
         let link = machine.link();
-        let made = Arc::clone(&machine);
-        self.body = Body::Running { machine, undo };
+        let vm = Arc::clone(&machine);
+        self.vm = VmStage::Running { machine, undo };
         if self.record.phase != Phase::Booting {
             // The pod was stopped while the engine was starting the VM.
             self.clean_up();
             return;
         }
-        let (spec, network, own) = (Arc::clone(&self.spec), self.network.subscribe(), self.own.clone());
-        let greeting = tokio::spawn(async move {
-            let greeted = boot::greet(&spec, incoming, link, end, network, &timeline).await;
-            if greeted.is_ok() && made.as_reserve().is_some() {
-                memory::clear(made).await;
+        let (spec, network, events) = (Arc::clone(&self.spec), self.network.subscribe(), self.events.clone());
+        let handshake = tokio::spawn(async move {
+            let outcome = boot::configure_guest(&spec, incoming, link, exit_watch, network, &timeline).await;
+            if outcome.is_ok() && vm.as_reserve().is_some() {
+                memory::release_whole_reserve(vm).await;
             }
-            send(&own, News::Greeted(greeted));
+            report(&events, EffectEvent::HandshakeEnded(outcome));
         });
-        self.boot = Some(greeting.abort_handle());
+        self.boot = Some(handshake.abort_handle());
     }
 
-    fn greeted(&mut self, ready: Ready, answers: &mut Answers) {
+    fn on_guest_ready(&mut self, guest: ReadyGuest, replies: &mut DeferredReplies) {
         if self.record.phase == Phase::Booting {
-            self.record.kernel_release.clone_from(&ready.answer.kernel_release);
-            self.agent = Some(ready.agent);
-            self.ready = ready.answer;
-            for reply in self.configuring.drain(..) {
-                let answer = self.ready.clone();
-                answers.later(move || tell(reply, Ok(answer)));
+            self.record.kernel_release.clone_from(&guest.response.kernel_release);
+            self.agent = Some(guest.agent);
+            self.configured = guest.response;
+            for reply in self.configure_replies.drain(..) {
+                let response = self.configured.clone();
+                replies.add(move || send_reply(reply, Ok(response)));
             }
         }
-        self.pod(PodEvent::Booted, Duration::ZERO);
+        self.apply_pod_event(PodEvent::Booted, Duration::ZERO);
     }
 
-    fn boot_failed(&mut self, error: PodError) {
+    fn on_boot_failed(&mut self, error: PodError) {
         let failure = Failure::from(error);
         if self.record.phase == Phase::Booting {
-            tracing::error!("the pod does not come up: {}", failure.message);
+            tracing::error!("cannot boot the pod: {}", failure.message);
             self.record.failure.clone_from(&failure.message);
         }
-        self.configuring.drain(..).for_each(|reply| tell(reply, Err(failure.clone())));
-        self.pod(PodEvent::BootFailed, Duration::ZERO);
+        self.configure_replies.drain(..).for_each(|reply| send_reply(reply, Err(failure.clone())));
+        self.apply_pod_event(PodEvent::BootFailed, Duration::ZERO);
     }
 
-    fn vm_exited(&mut self, exit: &MachineExit) {
+    fn on_vm_exited(&mut self, exit: &MachineExit) {
         let why = describe_exit(exit);
         if matches!(self.record.phase, Phase::Booting | Phase::Ready) {
-            tracing::error!("the machine is gone: {why}");
+            tracing::error!("the VM has ended: {why}");
             self.record.failure.clone_from(&why);
             let failure = Failure::from(PodError::Died { why: why.clone() });
-            self.configuring.drain(..).for_each(|reply| tell(reply, Err(failure.clone())));
+            self.configure_replies.drain(..).for_each(|reply| send_reply(reply, Err(failure.clone())));
         }
-        self.lose(&why);
-        self.pod(PodEvent::VmExited, Duration::ZERO);
+        self.mark_all_lost(&why);
+        self.apply_pod_event(PodEvent::VmExited, Duration::ZERO);
     }
 
     /// Marks every container as exited, because the VM is gone or about to be.
-    fn lose(&mut self, why: &str) {
+    fn mark_all_lost(&mut self, why: &str) {
         self.agent = None;
-        self.record.lose_containers(why, crate::now_nanos());
+        self.record.mark_containers_lost(why, crate::now_nanos());
         for (id, entry) in &mut self.containers {
             if let Ok((next, _)) = entry.state.step(ContainerEvent::Lost) {
                 entry.state = next;
             }
-            if let Some(life) = entry.life.take() {
-                life.abort();
-                tracing::debug!(container = id, "lost");
+            if let Some(exit_task) = entry.exit_task.take() {
+                exit_task.abort();
+                tracing::debug!(container = id, "the container has ended with the VM");
             }
         }
     }
 
     fn shut_down(&mut self, grace: Duration) {
-        let (Some(agent), Body::Running { machine, .. }) = (self.agent.clone(), &self.body) else {
+        let (Some(agent), VmStage::Running { machine, .. }) = (self.agent.clone(), &self.vm) else {
             self.clean_up();
             return;
         };
@@ -404,38 +397,38 @@ impl Actor {
             .containers
             .iter_mut()
             .filter(|(_, entry)| matches!(entry.state, ContainerState::Starting | ContainerState::Running));
-        let stop = |(id, entry): (&String, &mut Entry)| {
-            let stop = Stop {
+        let begin_stop = |(id, entry): (&String, &mut ContainerEntry)| {
+            let stop = ContainerStop {
                 agent: agent.clone(),
                 published: self.published.subscribe(),
                 id: id.clone(),
-                signal: containers::signal_of(&entry.request),
+                signal: containers::stop_signal(&entry.request),
                 limit: timeouts.shutdown(),
             };
             (id.clone(), entry.stops.begin(stop, grace))
         };
-        let stops = running.map(stop).collect();
-        let (machine, own) = (Arc::clone(machine), self.own.clone());
+        let stops = running.map(begin_stop).collect();
+        let (machine, events) = (Arc::clone(machine), self.events.clone());
         let undo = self.take_undo();
         tokio::spawn(async move {
-            teardown::containers(stops).await;
-            let left = teardown::machine(machine, Some(agent), undo, &timeouts).await;
-            send(&own, News::CleanedUp(left));
+            teardown::await_container_stops(stops).await;
+            let failures = teardown::stop_vm(machine, Some(agent), undo, &timeouts).await;
+            report(&events, EffectEvent::CleanedUp(failures));
         });
     }
 
-    /// Kills the VM at once and releases everything; while the VM is being assembled, that happens when it is done.
+    /// Kills the VM at once and releases everything; a VM that is being assembled is killed when that has completed.
     fn clean_up(&mut self) {
         if let Some(boot) = self.boot.take() {
             boot.abort();
         }
-        let (timeouts, own) = (self.spec.timeouts.clone(), self.own.clone());
-        match std::mem::replace(&mut self.body, Body::None) {
-            Body::Assembling => self.body = Body::Assembling,
-            Body::None => send(&own, News::CleanedUp(Vec::new())),
-            Body::Running { machine, undo } => {
+        let (timeouts, events) = (self.spec.timeouts.clone(), self.events.clone());
+        match std::mem::replace(&mut self.vm, VmStage::Gone) {
+            VmStage::Assembling => self.vm = VmStage::Assembling,
+            VmStage::Gone => report(&events, EffectEvent::CleanedUp(Vec::new())),
+            VmStage::Running { machine, undo } => {
                 tokio::spawn(async move {
-                    send(&own, News::CleanedUp(teardown::machine(machine, None, undo, &timeouts).await));
+                    report(&events, EffectEvent::CleanedUp(teardown::stop_vm(machine, None, undo, &timeouts).await));
                 });
             }
         }
@@ -443,26 +436,26 @@ impl Actor {
 
     /// Takes the undo stack for the teardown. The VM stays reachable until it is gone.
     fn take_undo(&mut self) -> UndoStack {
-        match &mut self.body {
-            Body::Running { undo, .. } => std::mem::take(undo),
-            Body::Assembling | Body::None => UndoStack::new(),
+        match &mut self.vm {
+            VmStage::Running { undo, .. } => std::mem::take(undo),
+            VmStage::Assembling | VmStage::Gone => UndoStack::new(),
         }
     }
 
     fn configure(&mut self, request: pod::ConfigureRequest, reply: Reply<Bounded<pod::ConfigureResponse>>) {
-        if let Err(error) = boot::check(&self.spec, &request) {
-            return tell(reply, Err(error.into()));
+        if let Err(error) = boot::check_network(&self.spec, &request) {
+            return send_reply(reply, Err(error.into()));
         }
         let known = self.network.borrow().clone();
         match (self.record.phase, known) {
-            (Phase::Stopping | Phase::Stopped, _) => tell(reply, Err(self.unavailable())),
-            (_, Some(known)) if *known != request => tell(reply, Err(PodError::OtherNetwork.into())),
-            (Phase::Ready, _) => tell(reply, Ok(self.ready.clone())),
+            (Phase::Stopping | Phase::Stopped, _) => send_reply(reply, Err(self.unavailable())),
+            (_, Some(known)) if *known != request => send_reply(reply, Err(PodError::OtherNetwork.into())),
+            (Phase::Ready, _) => send_reply(reply, Ok(self.configured.clone())),
             (Phase::Booting, known) => {
                 if known.is_none() {
                     self.network.send_replace(Some(Arc::new(request)));
                 }
-                self.configuring.push(reply);
+                self.configure_replies.push(reply);
             }
         }
     }
@@ -482,21 +475,21 @@ impl Actor {
     }
 
     fn image_disk(&self) -> Option<Slot> {
-        match &self.body {
-            Body::Running { machine, .. } => machine::disk(machine, IMAGE_DISK),
-            Body::Assembling | Body::None => None,
+        match &self.vm {
+            VmStage::Running { machine, .. } => machine::disk(machine, IMAGE_DISK),
+            VmStage::Assembling | VmStage::Gone => None,
         }
     }
 
     fn volume_disk(&self) -> Option<Slot> {
-        match &self.body {
-            Body::Running { machine, .. } => machine::disk(machine, VOLUME_DISK),
-            Body::Assembling | Body::None => None,
+        match &self.vm {
+            VmStage::Running { machine, .. } => machine::disk(machine, VOLUME_DISK),
+            VmStage::Assembling | VmStage::Gone => None,
         }
     }
 
     /// Applies an event to a container's state; returns false if the event comes too late to matter.
-    fn step(&mut self, id: &str, event: ContainerEvent) -> bool {
+    fn apply_container_event(&mut self, id: &str, event: ContainerEvent) -> bool {
         let Some(entry) = self.containers.get_mut(id) else { return false };
         match entry.state.step(event) {
             Ok((next, _)) => {
@@ -504,8 +497,8 @@ impl Actor {
                 entry.state = next;
                 changed
             }
-            Err(refused) => {
-                tracing::error!(container = id, "{}", Chain(&refused));
+            Err(invalid) => {
+                tracing::error!(container = id, "{}", Chain(&invalid));
                 false
             }
         }
@@ -514,24 +507,24 @@ impl Actor {
 
 /// Replies that must not be sent before the record is written.
 #[derive(Default)]
-struct Answers(Vec<Box<dyn FnOnce() + Send>>);
+struct DeferredReplies(Vec<Box<dyn FnOnce() + Send>>);
 
-impl Answers {
-    fn later(&mut self, answer: impl FnOnce() + Send + 'static) {
-        self.0.push(Box::new(answer));
+impl DeferredReplies {
+    fn add(&mut self, reply: impl FnOnce() + Send + 'static) {
+        self.0.push(Box::new(reply));
     }
 
-    fn give(self) {
-        self.0.into_iter().for_each(|answer| answer());
+    fn send_all(self) {
+        self.0.into_iter().for_each(|reply| reply());
     }
 }
 
 /// Sends a reply; ignores that the requester may have disconnected.
-fn tell<T>(reply: Reply<T>, outcome: Result<T, Failure>) {
+fn send_reply<T>(reply: Reply<T>, outcome: Result<T, Failure>) {
     let _ = reply.send(outcome);
 }
 
 /// Sends an event to the actor, which may have ended.
-fn send(own: &mpsc::UnboundedSender<Message>, news: News) {
-    let _ = own.send(Message::News(news));
+fn report(events: &mpsc::UnboundedSender<ActorMessage>, event: EffectEvent) {
+    let _ = events.send(ActorMessage::Event(event));
 }

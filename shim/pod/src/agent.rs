@@ -38,28 +38,28 @@ const MAX_FRAME: usize = 1 << 20;
 /// The maximum length of a Stats reply in bytes; the decoded message takes many times as much memory.
 const MAX_STATS: usize = 256 << 10;
 /// The duration of one long poll of Wait.
-const WAIT_SLICE: Duration = Duration::from_secs(30);
+const LONG_POLL: Duration = Duration::from_secs(30);
 /// The pause after a Wait that returned too early.
-const EARLY: Duration = Duration::from_millis(200);
+const EARLY_WAIT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The agent of one guest.
 #[derive(Clone)]
 pub struct Agent {
     rpc: AgentClient<Channel>,
     link: Arc<dyn GuestLink>,
-    gone: Gone,
+    exit_watch: ExitWatch,
     limit: Duration,
 }
 
 /// Holds `None` until the VM has ended, then how it ended.
-pub type Gone = watch::Receiver<Option<MachineExit>>;
+pub type ExitWatch = watch::Receiver<Option<MachineExit>>;
 
 /// The time to wait, after a connection broke, for the report that the VM has ended.
-const NEWS: Duration = Duration::from_secs(3);
+const EXIT_REPORT_LIMIT: Duration = Duration::from_secs(3);
 
 impl Agent {
     /// Creates the client of the agent at the other end of this link; each request may take `limit`. Connects with the first request.
-    pub fn new(link: Arc<dyn GuestLink>, gone: Gone, limit: Duration) -> Self {
+    pub fn new(link: Arc<dyn GuestLink>, exit_watch: ExitWatch, limit: Duration) -> Self {
         let connector = {
             let link = Arc::clone(&link);
             tower::service_fn(move |_: Uri| {
@@ -73,21 +73,21 @@ impl Agent {
         // The address is unused: the connector determines the destination.
         let channel = Endpoint::from_static("http://agent").connect_with_connector_lazy(connector);
         let rpc = AgentClient::new(channel).max_decoding_message_size(wire::MESSAGE);
-        Self { rpc, link, gone, limit }
+        Self { rpc, link, exit_watch, limit }
     }
 
     async fn call<T>(
         &self,
         what: &'static str,
         limit: Duration,
-        answer: impl Future<Output = Result<Response<T>, Status>>,
+        response: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<FromGuest<T>, PodError> {
-        let answer = tokio::select! {
+        let response = tokio::select! {
             biased;
-            answer = tokio::time::timeout(limit, answer) => answer,
-            died = died(self.gone.clone()) => return Err(died),
+            response = tokio::time::timeout(limit, response) => response,
+            exited = wait_for_vm_exit(self.exit_watch.clone()) => return Err(exited),
         };
-        let status = match answer {
+        let status = match response {
             Err(_elapsed) => return Err(PodError::TooSlow { what, limit }),
             Ok(Ok(response)) => return Ok(FromGuest::new(response.into_inner())),
             Ok(Err(status)) => status,
@@ -96,7 +96,7 @@ impl Agent {
         let error = PodError::Agent { what, kind: codes::kind(&status), message };
         match status.code() {
             Code::Unknown | Code::Unavailable | Code::Internal | Code::Cancelled => {
-                Err(reason(self.gone.clone(), error).await)
+                Err(exit_or(self.exit_watch.clone(), error).await)
             }
             _ => Err(error),
         }
@@ -104,8 +104,8 @@ impl Agent {
 
     /// Mounts an image.
     pub async fn attach_image(&self, request: proto::AttachImageRequest) -> Result<(), PodError> {
-        let answer = self.call("attach an image", self.limit, self.rpc.clone().attach_image(request)).await;
-        answer.map(drop)
+        let response = self.call("attach an image", self.limit, self.rpc.clone().attach_image(request)).await;
+        response.map(drop)
     }
 
     /// Unmounts an image.
@@ -130,8 +130,8 @@ impl Agent {
         &self,
         request: proto::CreateContainerRequest,
     ) -> Result<Bounded<common::CreateContainerResponse>, PodError> {
-        let answer = self.call("create the container", self.limit, self.rpc.clone().create_container(request)).await;
-        answer.map(FromGuest::<common::CreateContainerResponse>::bound)
+        let response = self.call("create the container", self.limit, self.rpc.clone().create_container(request)).await;
+        response.map(FromGuest::<common::CreateContainerResponse>::bound)
     }
 
     /// Starts a container.
@@ -148,27 +148,27 @@ impl Agent {
 
     /// Waits for the exit of a container or an exec; returns `None` if it still runs after a long poll.
     pub async fn wait(&self, id: &str, exec_id: &str) -> Result<Option<GuestExit>, PodError> {
-        let timeout_ms = u32::try_from(WAIT_SLICE.as_millis()).unwrap_or(u32::MAX);
+        let timeout_ms = u32::try_from(LONG_POLL.as_millis()).unwrap_or(u32::MAX);
         let request = proto::WaitRequest { id: id.to_owned(), exec_id: exec_id.to_owned(), timeout_ms };
-        let (limit, asked) = (WAIT_SLICE + self.limit, Instant::now());
+        let (limit, begun) = (LONG_POLL + self.limit, Instant::now());
         let exit = self.call("wait for a process", limit, self.rpc.clone().wait(request)).await?.bound();
-        if exit.is_none() && asked.elapsed() < WAIT_SLICE / 2 {
+        if exit.is_none() && begun.elapsed() < LONG_POLL / 2 {
             // An agent that returns at once must not keep this process busy.
-            tokio::time::sleep(EARLY).await;
+            tokio::time::sleep(EARLY_WAIT_PAUSE).await;
         }
         Ok(exit)
     }
 
     /// Sends a copied-in volume, part by part. If the parts end before the volume is complete, containers see nothing of it.
-    pub async fn push_volume(&self, parts: mpsc::Receiver<proto::PushVolumeRequest>) -> Result<(), PodError> {
+    pub async fn copy_in_volume(&self, parts: mpsc::Receiver<proto::PushVolumeRequest>) -> Result<(), PodError> {
         let parts = ReceiverStream::new(parts);
-        self.call("push a volume", self.limit, self.rpc.clone().push_volume(parts)).await.map(drop)
+        self.call("copy a volume into the guest", self.limit, self.rpc.clone().push_volume(parts)).await.map(drop)
     }
 
     /// Removes a copied-in volume.
-    pub async fn drop_volume(&self, name: &str) -> Result<(), PodError> {
+    pub async fn remove_copied_volume(&self, name: &str) -> Result<(), PodError> {
         let request = proto::DropVolumeRequest { name: name.to_owned() };
-        self.call("remove a pushed volume", self.limit, self.rpc.clone().drop_volume(request)).await.map(drop)
+        self.call("remove a copied-in volume", self.limit, self.rpc.clone().drop_volume(request)).await.map(drop)
     }
 
     /// Kills the remaining processes of a container and removes it.
@@ -184,13 +184,17 @@ impl Agent {
 
     /// Changes the limits of a container.
     pub async fn update_container(&self, request: common::UpdateContainerRequest) -> Result<(), PodError> {
-        self.call("change the limits", self.limit, self.rpc.clone().update_container(request)).await.map(drop)
+        self.call("change the limits of the container", self.limit, self.rpc.clone().update_container(request))
+            .await
+            .map(drop)
     }
 
     /// Sets the number of vCPUs that are online.
     pub async fn set_processors(&self, count: u32) -> Result<(), PodError> {
         let request = common::SetProcessorsRequest { count };
-        self.call("have so many processors run", self.limit, self.rpc.clone().set_processors(request)).await.map(drop)
+        self.call("change the number of online vCPUs", self.limit, self.rpc.clone().set_processors(request))
+            .await
+            .map(drop)
     }
 
     /// Brings `bytes` of the VM's memory reserve, which has these address ranges, into use; returns how many bytes are in use then.
@@ -206,13 +210,13 @@ impl Agent {
 
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: common::ResizeRequest) -> Result<(), PodError> {
-        self.call("size the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)
+        self.call("resize the terminal", self.limit, self.rpc.clone().resize(request)).await.map(drop)
     }
 
     /// Returns the resource usage of the containers.
     pub async fn stats(&self) -> Result<FromGuest<proto::StatsResponse>, PodError> {
         let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
-        self.call("tell what the containers use", self.limit, rpc.stats(common::Empty {})).await
+        self.call("report the resource usage of the containers", self.limit, rpc.stats(common::Empty {})).await
     }
 
     /// Requests the guest to power off.
@@ -223,7 +227,7 @@ impl Agent {
     /// Connects one stream of a process. Returns a blocking stream.
     pub async fn open_stream(&self, id: &str, exec_id: &str, stream: common::Stream) -> Result<UnixStream, PodError> {
         let (id, exec_id, stream) = (id.to_owned(), exec_id.to_owned(), stream.into());
-        let opened = self.open(proto::StreamOpen { id, exec_id, stream, ..Default::default() }).await?;
+        let opened = self.open_async_stream(proto::StreamOpen { id, exec_id, stream, ..Default::default() }).await?;
         let failed = |source| PodError::Stream { what: "open a stream", source };
         let opened = opened.into_std().map_err(failed)?;
         opened.set_nonblocking(false).map_err(failed)?;
@@ -231,18 +235,18 @@ impl Agent {
     }
 
     /// Connects one stream.
-    pub async fn open(&self, open: proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
+    pub async fn open_async_stream(&self, open: proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {
         match self.try_open(&open).await {
             Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => {
-                Err(reason(self.gone.clone(), error).await)
+                Err(exit_or(self.exit_watch.clone(), error).await)
             }
             other => other,
         }
     }
 
-    /// Hands a disk over for a machine that will be created as container `id`. The disk is withdrawn when the result is
+    /// Hands the agent the open file of a disk for the VM of a machine pod, which will be created as container `id`. The disk is withdrawn when the result is
     /// dropped before that.
-    pub async fn hand_over(&self, id: &str, disk: &str, file: File) -> Result<HandedOver, PodError> {
+    pub async fn hand_over(&self, id: &str, disk: &str, file: File) -> Result<DeviceHandover, PodError> {
         let (id, stream, device) = (id.to_owned(), common::Stream::Device.into(), disk.to_owned());
         let open = proto::StreamOpen { id, stream, device, ..Default::default() };
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
@@ -252,12 +256,12 @@ impl Agent {
         let sent = tokio::time::timeout(self.limit, sent).await;
         sent.map_err(|_elapsed| PodError::TooSlow { what, limit: self.limit })?
             .map_err(|source| PodError::Stream { what, source })?;
-        self.opened(&mut stream, what).await?;
-        Ok(HandedOver { _stream: stream })
+        self.read_stream_reply(&mut stream, what).await?;
+        Ok(DeviceHandover { _stream: stream })
     }
 
-    async fn opened(&self, stream: &mut tokio::net::UnixStream, what: &'static str) -> Result<(), PodError> {
-        let opened: FromGuest<proto::StreamOpened> = read_guest_frame(stream, "answer to a stream", self.limit).await?;
+    async fn read_stream_reply(&self, stream: &mut tokio::net::UnixStream, what: &'static str) -> Result<(), PodError> {
+        let opened: FromGuest<proto::StreamOpened> = read_guest_frame(stream, "reply for a stream", self.limit).await?;
         opened.bound().map_err(|message| PodError::Agent { what, kind: Kind::Unavailable, message })
     }
 
@@ -265,21 +269,21 @@ impl Agent {
         let mut stream = tokio_stream_of(connect(Arc::clone(&self.link), STREAM_PORT, self.limit).await?)?;
         write_frame(&mut stream, open, self.limit).await?;
         if open.stream() == common::Stream::Port {
-            self.opened(&mut stream, "connect to the port").await?;
+            self.read_stream_reply(&mut stream, "connect to the port").await?;
         }
         Ok(stream)
     }
 }
 
-/// A disk that was handed over. Dropping it withdraws the disk, unless a machine uses it.
+/// A disk that was handed over. Dropping it withdraws the disk, unless a VM uses it.
 #[derive(Debug)]
-pub struct HandedOver {
+pub struct DeviceHandover {
     _stream: tokio::net::UnixStream,
 }
 
 /// Completes when the VM has ended.
-async fn died(mut gone: Gone) -> PodError {
-    match gone.wait_for(Option::is_some).await.map(|exit| exit.as_ref().map(describe_exit)) {
+async fn wait_for_vm_exit(mut exit_watch: ExitWatch) -> PodError {
+    match exit_watch.wait_for(Option::is_some).await.map(|exit| exit.as_ref().map(describe_exit)) {
         Ok(Some(why)) => PodError::Died { why },
         // BUG: the VM's thread ended without a report.
         _ => PodError::Ending,
@@ -287,8 +291,8 @@ async fn died(mut gone: Gone) -> PodError {
 }
 
 /// Returns the end of the VM as the error if it is reported within a moment, otherwise `error`.
-pub async fn reason(gone: Gone, error: PodError) -> PodError {
-    tokio::time::timeout(NEWS, died(gone)).await.unwrap_or(error)
+pub async fn exit_or(exit_watch: ExitWatch, error: PodError) -> PodError {
+    tokio::time::timeout(EXIT_REPORT_LIMIT, wait_for_vm_exit(exit_watch)).await.unwrap_or(error)
 }
 
 /// Connects to a port of the guest; retries while the agent does not listen yet.
@@ -296,8 +300,8 @@ async fn connect(link: Arc<dyn GuestLink>, port: u32, limit: Duration) -> Result
     let deadline = Instant::now() + limit;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let asked = Arc::clone(&link);
-        match run_blocking("connect to the agent", move || asked.connect(port, left)).await? {
+        let endpoint = Arc::clone(&link);
+        match run_blocking("connect to the agent", move || endpoint.connect(port, left)).await? {
             Err(LinkError::Refused { .. }) if !left.is_zero() => {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -322,7 +326,7 @@ pub async fn write_frame(
     let what = "write to the agent";
     let length = message.encoded_len();
     if length > MAX_FRAME {
-        return Err(PodError::Garbled { what: "configuration (too long)" });
+        return Err(PodError::Malformed { what: "configuration, which is too long," });
     }
     let mut frame = Vec::with_capacity(length + 4);
     frame.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
@@ -358,8 +362,8 @@ pub async fn read_frame<M: Message + Shaped + Default>(
         Ok::<_, io::Error>(Some(bytes).filter(|bytes| bytes.len() == length))
     };
     let bytes = tokio::time::timeout(limit, read).await.map_err(|_elapsed| PodError::TooSlow { what, limit })?;
-    let bytes = bytes.map_err(|source| PodError::Stream { what, source })?.ok_or(PodError::Garbled { what })?;
-    wire::decode(&bytes).map_err(|_wrong| PodError::Garbled { what })
+    let bytes = bytes.map_err(|source| PodError::Stream { what, source })?.ok_or(PodError::Malformed { what })?;
+    wire::decode(&bytes).map_err(|_malformed| PodError::Malformed { what })
 }
 
 #[cfg(test)]
@@ -385,9 +389,9 @@ mod tests {
         let body = hello.encode_to_vec();
         let frame = [&u32::try_from(body.len()).unwrap().to_le_bytes()[..], &body].concat();
         assert_eq!(read(&frame).unwrap(), hello);
-        assert!(matches!(read(&frame[..frame.len() - 1]), Err(PodError::Garbled { .. })));
+        assert!(matches!(read(&frame[..frame.len() - 1]), Err(PodError::Malformed { .. })));
         assert!(matches!(read(&frame[..3]), Err(PodError::Stream { .. })));
-        assert!(matches!(read(&[0xff; 64]), Err(PodError::Garbled { .. })));
+        assert!(matches!(read(&[0xff; 64]), Err(PodError::Malformed { .. })));
     }
 
     proptest! {

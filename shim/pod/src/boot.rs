@@ -1,7 +1,7 @@
 //! Performs the boot handshake with the agent, from its hello to a configured guest. It owns no resource that needs
 //! cleanup, so its future may be dropped at any point.
 
-use crate::agent::{self, Agent, Gone, read_guest_frame, tokio_stream_of, write_frame};
+use crate::agent::{self, Agent, ExitWatch, read_guest_frame, tokio_stream_of, write_frame};
 use crate::error::PodError;
 use crate::guest_values::{Bounded, FromGuest};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, random};
@@ -17,92 +17,93 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 
 /// The pod's network; `None` until the daemon has sent it.
-pub type Network = watch::Receiver<Option<Arc<pod::ConfigureRequest>>>;
+pub type NetworkWatch = watch::Receiver<Option<Arc<pod::ConfigureRequest>>>;
 
 /// A guest that is ready for containers.
-pub struct Ready {
+pub struct ReadyGuest {
     /// The agent in the guest.
     pub agent: Agent,
     /// The reply to Configure: the agent's version, its kernel's release and the steps of the boot.
-    pub answer: Bounded<pod::ConfigureResponse>,
+    pub response: Bounded<pod::ConfigureResponse>,
 }
 
 const PROTOCOL: u32 = 1;
 /// The number of connections that may end without a hello before the boot fails.
-const MAX_GIVEN_UP: u32 = 16;
+const MAX_ABANDONED: u32 = 16;
 
 /// Checks that a network fits the VM: its interfaces are a subsequence of the specification's.
-pub fn check(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodError> {
-    let mut known = spec.network.iter().flat_map(|network| &network.interfaces);
+pub fn check_network(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<(), PodError> {
+    let mut names = spec.network.iter().flat_map(|network| &network.interfaces);
     for interface in &request.interfaces {
-        let field = |field, value, rule| Err(PodError::Field { field, value, rule });
-        if !known.any(|name| *name == interface.name) {
-            return field(
+        let invalid = |field, value, rule| Err(PodError::Field { field, value, rule });
+        if !names.any(|name| *name == interface.name) {
+            return invalid(
                 "interfaces[].name",
                 interface.name.clone(),
-                "the interfaces of the specification are expected, in its order",
+                "only the interfaces of the specification are allowed, in its order",
             );
         }
         if interface.mac.len() != 6 {
-            return field("interfaces[].mac", format!("{:?}", interface.mac), "6 bytes are expected");
+            return invalid("interfaces[].mac", format!("{:?}", interface.mac), "6 bytes are expected");
         }
         if let Some(bad) = interface.neighbours.iter().find(|neighbour| neighbour.mac.len() != 6) {
-            return field("interfaces[].neighbours[].mac", format!("{:?}", bad.mac), "6 bytes are expected");
+            return invalid("interfaces[].neighbours[].mac", format!("{:?}", bad.mac), "6 bytes are expected");
         }
     }
     Ok(())
 }
 
 /// Waits for the agent and for the network, in any order, then configures the guest.
-pub async fn greet(
+pub async fn configure_guest(
     spec: &PodSpec,
     incoming: Box<dyn LinkListener>,
     link: Arc<dyn GuestLink>,
-    gone: Gone,
-    network: Network,
+    exit_watch: ExitWatch,
+    network: NetworkWatch,
     timeline: &Timeline,
-) -> Result<Ready, PodError> {
-    let greeted = shake(spec, incoming, network, timeline).await;
-    match greeted {
-        Ok(answer) => Ok(Ready { agent: Agent::new(link, gone, spec.timeouts.call()), answer }),
+) -> Result<ReadyGuest, PodError> {
+    let outcome = handshake(spec, incoming, network, timeline).await;
+    match outcome {
+        Ok(response) => Ok(ReadyGuest { agent: Agent::new(link, exit_watch, spec.timeouts.call()), response }),
         // A connection that breaks, or never arrives, usually means that the VM has exited.
-        Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => Err(agent::reason(gone, error).await),
+        Err(error @ (PodError::Link { .. } | PodError::Stream { .. })) => Err(agent::exit_or(exit_watch, error).await),
         Err(error) => Err(error),
     }
 }
 
 /// Waits for the agent's hello. A connection that ends before the hello was abandoned by the guest because the host was
 /// slow, so the next connection is accepted. After the hello no further connection is accepted.
-async fn hello(
+async fn accept_hello(
     mut incoming: Box<dyn LinkListener>,
     limit: Duration,
 ) -> Result<(UnixStream, FromGuest<proto::AgentHello>), PodError> {
-    let mut given_up = 0;
+    let mut abandoned = 0;
     loop {
-        let (back, accepted) = run_blocking("accept the agent's connection", move || {
+        let (returned, accepted) = run_blocking("accept the agent's connection", move || {
             let accepted = incoming.accept(limit);
             (incoming, accepted)
         })
         .await?;
-        incoming = back;
-        let stream = accepted.map_err(|source| PodError::Link { what: "hear the guest's agent", source })?;
+        incoming = returned;
+        let stream =
+            accepted.map_err(|source| PodError::Link { what: "accept the connection of the guest's agent", source })?;
         let mut stream = tokio_stream_of(stream)?;
         match read_guest_frame(&mut stream, "hello", limit).await {
             Ok(hello) => return Ok((stream, hello)),
-            Err(PodError::Stream { .. }) if given_up < MAX_GIVEN_UP => given_up += 1,
+            Err(PodError::Stream { .. }) if abandoned < MAX_ABANDONED => abandoned += 1,
             Err(error) => return Err(error),
         }
     }
 }
 
-async fn shake(
+async fn handshake(
     spec: &PodSpec,
     incoming: Box<dyn LinkListener>,
-    mut network: Network,
+    mut network: NetworkWatch,
     timeline: &Timeline,
 ) -> Result<Bounded<pod::ConfigureResponse>, PodError> {
     let hello = async {
-        let (stream, hello) = hello(incoming, spec.timeouts.boot()).await?;
+        let (stream, hello) = accept_hello(incoming, spec.timeouts.boot()).await?;
         let hello = hello.bound();
         if hello.protocol != PROTOCOL {
             return Err(PodError::Protocol { got: hello.protocol });
@@ -112,7 +113,7 @@ async fn shake(
             kernel = hello.kernel_release,
             kernel_ms = millis(hello.started_nanos),
             guest_ms = millis(hello.sent_nanos),
-            "the agent says hello"
+            "the agent has sent its hello"
         );
         // An agent that is a process of the node uses the node's clock, so it has no boot steps.
         if spec.engine.has_disks() {
@@ -126,16 +127,16 @@ async fn shake(
     };
     let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
 
-    let running = timeline.begin("configuration of the guest");
-    write_frame(&mut stream, &config(spec, &network)?, spec.timeouts.configure()).await?;
+    let step = timeline.begin("configuration of the guest");
+    write_frame(&mut stream, &boot_config(spec, &network)?, spec.timeouts.configure()).await?;
     let report: FromGuest<proto::BootReport> =
         read_guest_frame(&mut stream, "report", spec.timeouts.configure()).await?;
     report.bound().map_err(|message| PodError::Guest { message })?;
-    running.done();
-    Ok(hello.into_answer(timeline.steps()))
+    step.done();
+    Ok(hello.into_response(timeline.steps()))
 }
 
-fn config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
+fn boot_config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
     let mut entropy = vec![0; 64];
     random(&mut entropy)?;
     let number = |disk: usize| u32::try_from(disk).unwrap_or(u32::MAX);
@@ -169,7 +170,7 @@ mod tests {
     use nacelle_proto::common;
 
     #[test]
-    fn a_network_must_fit_the_machine() {
+    fn a_network_must_match_the_specification() {
         let interface = |name: &str, mac: &[u8]| common::Interface {
             name: name.into(),
             mac: mac.into(),
@@ -177,20 +178,20 @@ mod tests {
             ..common::Interface::default()
         };
         let request = |interfaces| pod::ConfigureRequest { interfaces, routes: vec![], dns: None };
-        assert!(check(&sample(), &request(vec![])).is_ok());
-        assert!(check(&sample(), &request(vec![interface("eth0", &[2; 6])])).is_ok());
+        assert!(check_network(&sample(), &request(vec![])).is_ok());
+        assert!(check_network(&sample(), &request(vec![interface("eth0", &[2; 6])])).is_ok());
         for bad in [
             vec![interface("eth1", &[2; 6])],
             vec![interface("eth0", &[2; 5])],
             vec![interface("eth0", &[2; 6]), interface("eth1", &[4; 6])],
         ] {
-            assert!(check(&sample(), &request(bad)).is_err());
+            assert!(check_network(&sample(), &request(bad)).is_err());
         }
         let mut several = sample();
         let names = ["eth0", "net1", "net2"].map(str::to_owned);
         several.network.as_mut().unwrap().interfaces = names.to_vec();
         let of = |names: &[&str]| {
-            check(&several, &request(names.iter().map(|name| interface(name, &[2; 6])).collect())).is_ok()
+            check_network(&several, &request(names.iter().map(|name| interface(name, &[2; 6])).collect())).is_ok()
         };
         assert!(
             of(&["eth0", "net1", "net2"]) && of(&["eth0", "net2"]) && !of(&["net2", "net1"]) && !of(&["eth0", "eth0"])
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_says_everything() {
+    fn the_boot_configuration_is_complete() {
         let mut spec = sample();
         spec.sysctls.insert("kernel.shmmax".into(), "1".into());
         spec.shared_pid = true;
@@ -222,7 +223,7 @@ mod tests {
             }],
             dns: Some(common::Dns { servers: vec!["1.1.1.1".into()], searches: vec!["a".into()], options: vec![] }),
         };
-        let config = config(&spec, &network).unwrap();
+        let config = boot_config(&spec, &network).unwrap();
         assert_eq!((config.image_disk, config.scratch_disk, config.shared_pid), (0, 1, true));
         let users = config.user_namespace.unwrap();
         assert_eq!((users.users.unwrap().first, users.groups.unwrap().first), (65_536, 131_072));

@@ -1,12 +1,12 @@
 //! Defines the errors of a pod process, and [`Failure`], the cloneable form in which several waiters receive one error.
 
-use crate::devices::DeviceError;
-use crate::guest_values::Bounded;
-use crate::images::ImageError;
+use crate::device_table::DeviceError;
+use crate::guest_values::{Bounded, MemoryOutOfRange};
+use crate::images::PlacementError;
 use crate::log::LogError;
-use crate::record::{Phase, RecordError};
+use crate::record::{Phase, SavedStateError};
 use crate::scratch::ScratchError;
-use crate::spec::SpecError;
+use crate::spec::PodSpecError;
 use crate::state::{ContainerEvent, ContainerState, InvalidTransition};
 use nacelle_base::files::FileError;
 use nacelle_base::push::CopyInFailure;
@@ -23,19 +23,19 @@ use std::time::Duration;
 pub enum PodError {
     /// The specification is invalid.
     #[error(transparent)]
-    Spec(#[from] SpecError),
+    Spec(#[from] PodSpecError),
     /// The identity of the process that serves the pod is unknown, or is not this one.
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
     /// The daemon has not started this process for this directory.
-    #[error("{}/process.json does not name this process: only the daemon starts one for a pod", dir.display())]
-    NotNamed {
+    #[error("cannot serve the pod in {}: its process.json names another process; only the daemon may start the process of a pod", dir.display())]
+    ForeignProcess {
         /// The run directory.
         dir: PathBuf,
     },
     /// The record state.json cannot be read or written.
     #[error(transparent)]
-    Record(#[from] RecordError),
+    Record(#[from] SavedStateError),
     /// Another file in the run directory cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
@@ -46,19 +46,19 @@ pub enum PodError {
     #[error(transparent)]
     Share(#[from] nacelle_fs::ShareError),
     /// The scratch disk cannot be created.
-    #[error("cannot make the scratch disk")]
+    #[error("cannot create the scratch disk")]
     Scratch(#[from] ScratchError),
     /// A tap or the network namespace cannot be set up.
-    #[error("cannot make the pod's network")]
+    #[error("cannot set up the pod's network")]
     Net(#[from] NetError),
     /// The engine rejects the VM's specification.
-    #[error("the machine cannot be made")]
+    #[error("cannot create the VM")]
     Machine(#[from] nacelle_engine::SpecError),
     /// The engine could not start or stop the VM.
     #[error("the engine failed")]
     Engine(#[from] EngineError),
     /// An image or a device cannot be placed on its disk.
-    #[error("cannot place {key} on the machine's disk")]
+    #[error("cannot place {key} on the VM's disk")]
     Place {
         /// The key of the image, or the device's path.
         key: String,
@@ -67,7 +67,7 @@ pub enum PodError {
     },
     /// A request names an invalid image.
     #[error(transparent)]
-    Image(#[from] ImageError),
+    Image(#[from] PlacementError),
     /// A container cannot have a device of the node.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -77,7 +77,7 @@ pub enum PodError {
     /// A connection with the guest failed.
     #[error("cannot {what}")]
     Link {
-        /// The action: "hear the guest's agent", "connect to the agent".
+        /// The action: "accept the connection of the guest's agent", "connect to the agent".
         what: &'static str,
         /// The cause.
         source: LinkError,
@@ -91,19 +91,19 @@ pub enum PodError {
         source: io::Error,
     },
     /// The agent sent bytes that are not a message, or a message that is too long.
-    #[error("the agent's {what} is not a message of this protocol")]
-    Garbled {
+    #[error("the agent's {what} is not a valid message")]
+    Malformed {
         /// The message: "hello", "report".
         what: &'static str,
     },
     /// The agent uses another protocol version.
-    #[error("the agent speaks protocol {got}; this program knows 1")]
+    #[error("the agent uses protocol {got}; this program supports only protocol 1")]
     Protocol {
         /// The agent's version.
         got: u32,
     },
     /// The guest could not be configured. The text is the agent's.
-    #[error("the guest could not be configured: {message}")]
+    #[error("cannot configure the guest: {message}")]
     Guest {
         /// The agent's error message.
         message: Bounded<String>,
@@ -119,8 +119,8 @@ pub enum PodError {
         message: Bounded<String>,
     },
     /// A volume of the node could not be read to copy it into the guest.
-    #[error("cannot push the volume {path}: {text}")]
-    Unread {
+    #[error("cannot read volume {path} to copy it into the guest: {text}")]
+    VolumeUnreadable {
         /// The path on the node.
         path: String,
         /// The kind of the failure.
@@ -129,21 +129,21 @@ pub enum PodError {
         text: String,
     },
     /// The guest rejected a copied-in volume.
-    #[error("cannot push the volume {path}")]
-    Untaken {
+    #[error("the guest rejected the copy of volume {path}")]
+    VolumeRejected {
         /// The path on the node.
         path: String,
         /// The cause.
         source: Box<PodError>,
     },
     /// No file-server process is there to read a volume.
-    #[error("cannot push the volume {path}: the process for volumes of the node is gone")]
-    NoReader {
+    #[error("cannot copy volume {path} into the guest: the file-server process has ended")]
+    NoFileServer {
         /// The path on the node.
         path: String,
     },
     /// The VM has ended.
-    #[error("the machine is gone: {why}")]
+    #[error("the VM has ended: {why}")]
     Died {
         /// How the VM ended, and the end of its console.
         why: Bounded<String>,
@@ -156,8 +156,11 @@ pub enum PodError {
         /// The limit.
         limit: Duration,
     },
+    /// The agent reports an impossible amount of memory.
+    #[error(transparent)]
+    MemoryOutOfRange(#[from] MemoryOutOfRange),
     /// A field of the request is invalid.
-    #[error("{field} is {value:?}: {rule}")]
+    #[error("{field} {value:?} is invalid: {rule}")]
     Field {
         /// The field's name.
         field: &'static str,
@@ -181,7 +184,7 @@ pub enum PodError {
         id: String,
     },
     /// The container's state does not allow the request.
-    #[error("container {id}")]
+    #[error("container {id} does not allow the request")]
     Container {
         /// The container's id.
         id: String,
@@ -189,15 +192,15 @@ pub enum PodError {
         source: InvalidTransition<ContainerState, ContainerEvent>,
     },
     /// The pod is configured, or being configured, with another network.
-    #[error("the pod is being configured with another network already")]
+    #[error("cannot configure the pod: it already has, or receives, another network")]
     OtherNetwork,
     /// Work on the blocking pool did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
-    /// A thread could not be created.
-    #[error("cannot run {what}")]
+    /// A thread could not be started, or a resource of the process is exhausted.
+    #[error("cannot {what}")]
     Thread {
-        /// The purpose of the thread.
+        /// The action: "start the async runtime".
         what: &'static str,
         /// The cause.
         source: io::Error,
@@ -226,24 +229,24 @@ impl Classify for PodError {
             PodError::Log(error) => error.kind(),
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,
-            PodError::Unread { why, .. } => match why {
+            PodError::VolumeUnreadable { why, .. } => match why {
                 CopyInFailure::Changed => Kind::Unavailable,
                 CopyInFailure::LimitExceeded => Kind::Exhausted,
                 CopyInFailure::UnsupportedEntry => Kind::Conflict,
                 CopyInFailure::Missing => Kind::NotFound,
                 CopyInFailure::Failed => Kind::Internal,
             },
-            PodError::Untaken { source, .. } => source.kind(),
-            PodError::NoReader { .. } => Kind::Unavailable,
+            PodError::VolumeRejected { source, .. } => source.kind(),
+            PodError::NoFileServer { .. } => Kind::Unavailable,
             PodError::TooSlow { .. } => Kind::Timeout,
-            PodError::Field { .. } => Kind::Invalid,
+            PodError::Field { .. } | PodError::MemoryOutOfRange(_) => Kind::Invalid,
             PodError::NoContainer { .. } => Kind::NotFound,
             PodError::Container { source, .. } => source.kind(),
-            PodError::Phase { .. } | PodError::OtherNetwork | PodError::NotNamed { .. } => Kind::Conflict,
+            PodError::Phase { .. } | PodError::OtherNetwork | PodError::ForeignProcess { .. } => Kind::Conflict,
             PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => Kind::Unavailable,
             PodError::Task(error) => error.kind(),
             PodError::Thread { .. } => Kind::Exhausted,
-            PodError::Garbled { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,
+            PodError::Malformed { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,
         }
     }
 }
@@ -269,20 +272,9 @@ impl From<Failure> for tonic::Status {
     }
 }
 
-/// Makes text of a less trusted process fit for messages: one line, no control characters, at most `max_chars` characters.
-pub fn printable(text: &str, max_chars: usize) -> String {
-    text.chars().take(max_chars).map(|c| if c.is_control() { ' ' } else { c }).collect::<String>().trim().to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn text_of_others_is_cut_and_plain() {
-        assert_eq!(printable("a\nb\u{1b}[0m\0", 5), "a b [0".trim_end_matches('0'));
-        assert_eq!(printable(&"é".repeat(9), 3), "ééé");
-    }
 
     #[test]
     fn a_failure_has_all_causes() {
@@ -291,7 +283,7 @@ mod tests {
             source: InvalidTransition { state: ContainerState::Exited, event: ContainerEvent::Start },
         };
         let failure = Failure::from(error);
-        assert_eq!(failure.message, "container c: Start is not possible in state Exited");
+        assert_eq!(failure.message, "container c does not allow the request: Start is not possible in state Exited");
         assert_eq!(failure.kind, Kind::Conflict);
     }
 }

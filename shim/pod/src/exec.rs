@@ -14,31 +14,31 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 /// The limit from the end of the command to the end of its streams, which a leaked child process may hold open.
-const DRAIN: Duration = Duration::from_secs(30);
+const DRAIN_LIMIT: Duration = Duration::from_secs(30);
 const SIGKILL: u32 = 9;
 
 /// A running command. Dropping this value kills the command if it still runs.
-pub struct Running {
+pub struct ExecProcess {
     agent: Agent,
     id: String,
     exec_id: String,
-    over: bool,
+    has_exited: bool,
 }
 
-impl Running {
+impl ExecProcess {
     /// Starts a command.
-    pub async fn begin(
+    pub async fn start(
         agent: Agent,
         id: String,
         args: Vec<String>,
         tty: bool,
         stdin: bool,
-    ) -> Result<Running, PodError> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let exec_id = format!("exec-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+    ) -> Result<ExecProcess, PodError> {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+        let exec_id = format!("exec-{}", NEXT_ID.fetch_add(1, Ordering::Relaxed));
         let request =
             proto::ExecRequest { id: id.clone(), exec_id: exec_id.clone(), args, tty, stdin, columns: 0, rows: 0 };
-        let running = Running { agent, id, exec_id, over: false };
+        let running = ExecProcess { agent, id, exec_id, has_exited: false };
         running.agent.exec(request).await?;
         Ok(running)
     }
@@ -49,19 +49,19 @@ impl Running {
     }
 
     /// Waits for the end of the command.
-    async fn end(&mut self) -> Result<GuestExit, PodError> {
+    async fn wait_for_exit(&mut self) -> Result<GuestExit, PodError> {
         loop {
             if let Some(exit) = self.agent.wait(&self.id, &self.exec_id).await? {
-                self.over = true;
+                self.has_exited = true;
                 return Ok(exit);
             }
         }
     }
 
     /// Waits for the end of the command and reports it; kills the command if the receiver is gone.
-    pub async fn tell(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
+    pub async fn forward_exit(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
         let ended = tokio::select! {
-            ended = self.end() => ended,
+            ended = self.wait_for_exit() => ended,
             () = events.closed() => return,
         };
         let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Ended(exit.code)) });
@@ -70,14 +70,14 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for ExecProcess {
     fn drop(&mut self) {
-        if !self.over {
+        if !self.has_exited {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
             tokio::spawn(async move {
                 // The exec request may still be in flight: an agent that receives the signal first does not start the command.
                 if let Err(error) = agent.signal(&id, &exec_id, SIGKILL, false).await {
-                    tracing::warn!(%error, "cannot kill a command that nobody waits for");
+                    tracing::warn!(%error, "cannot kill a command whose caller no longer waits");
                 }
             });
         }
@@ -85,62 +85,68 @@ impl Drop for Running {
 }
 
 /// Runs a command. A timeout of zero is no limit; the command is killed at the timeout, and when the future is dropped.
-pub async fn run(agent: Agent, request: pod::ExecSyncRequest) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
+pub async fn run_to_end(
+    agent: Agent,
+    request: pod::ExecSyncRequest,
+) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let limit = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms.into()));
     match limit {
-        None => attempt(agent, request).await,
-        Some(limit) => match tokio::time::timeout(limit, attempt(agent, request)).await {
-            Ok(answer) => answer,
+        None => run_without_limit(agent, request).await,
+        Some(limit) => match tokio::time::timeout(limit, run_without_limit(agent, request)).await {
+            Ok(response) => response,
             Err(_elapsed) => Err(PodError::TooSlow { what: "run the command to its end", limit }),
         },
     }
 }
 
-async fn attempt(agent: Agent, request: pod::ExecSyncRequest) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
+async fn run_without_limit(
+    agent: Agent,
+    request: pod::ExecSyncRequest,
+) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let id = request.id;
-    let mut running = Running::begin(agent.clone(), id.clone(), request.args, false, false).await?;
+    let mut running = ExecProcess::start(agent.clone(), id.clone(), request.args, false, false).await?;
     let (stdout, stderr) = tokio::try_join!(
         agent.open_stream(&id, &running.exec_id, common::Stream::Stdout),
         agent.open_stream(&id, &running.exec_id, common::Stream::Stderr),
     )?;
-    let (stdout, mut reading_out) = collect(stdout)?;
-    let (stderr, mut reading_err) = collect(stderr)?;
-    let exit = running.end().await?;
+    let (stdout, mut reading_out) = spawn_reader(stdout)?;
+    let (stderr, mut reading_err) = spawn_reader(stderr)?;
+    let exit = running.wait_for_exit().await?;
     let drained = async {
         // A reader that panicked will not read any more.
         let _ = (&mut reading_out).await;
         let _ = (&mut reading_err).await;
     };
-    let whole = tokio::time::timeout(DRAIN, drained).await;
-    if whole.is_err() {
-        tracing::warn!("a command has ended, its output has not; what came is returned");
+    let complete = tokio::time::timeout(DRAIN_LIMIT, drained).await;
+    if complete.is_err() {
+        tracing::warn!("the output of a command did not end with the command; the output so far is returned");
         reading_out.abort();
         reading_err.abort();
     }
-    Ok(taken(&stdout).into_answer(taken(&stderr), &exit))
+    Ok(take_output(&stdout).into_response(take_output(&stderr), &exit))
 }
 
-type Collected = (Arc<Mutex<CommandOutput>>, tokio::task::JoinHandle<()>);
+type OutputReader = (Arc<Mutex<CommandOutput>>, tokio::task::JoinHandle<()>);
 
 /// Reads a stream to its end in the background.
-fn collect(stream: UnixStream) -> Result<Collected, PodError> {
+fn spawn_reader(stream: UnixStream) -> Result<OutputReader, PodError> {
     let stream = tokio_stream_of(stream)?;
-    let kept = Arc::new(Mutex::new(CommandOutput::default()));
-    let task = tokio::spawn(keep(stream, Arc::clone(&kept)));
-    Ok((kept, task))
+    let output = Arc::new(Mutex::new(CommandOutput::default()));
+    let task = tokio::spawn(read_to_end(stream, Arc::clone(&output)));
+    Ok((output, task))
 }
 
-fn taken(kept: &Mutex<CommandOutput>) -> CommandOutput {
-    std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner))
+fn take_output(output: &Mutex<CommandOutput>) -> CommandOutput {
+    std::mem::take(&mut *output.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// Reads a stream to its end, so that the command can end, and keeps as much as fits into the reply.
-async fn keep(mut stream: impl AsyncRead + Unpin, kept: Arc<Mutex<CommandOutput>>) {
+async fn read_to_end(mut stream: impl AsyncRead + Unpin, output: Arc<Mutex<CommandOutput>>) {
     let mut buffer = vec![0; 32 << 10];
     // A broken stream counts as ended; the exit code shows the failure.
     while let Ok(count @ 1..) = stream.read(&mut buffer).await {
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.append(buffer.get(..count).unwrap_or_default());
+        let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
+        output.append(buffer.get(..count).unwrap_or_default());
     }
 }
 
@@ -150,14 +156,14 @@ mod tests {
     use crate::guest_values::{FromGuest, MAX_OUTPUT};
 
     #[test]
-    fn output_is_cut_and_read_on() {
+    fn output_beyond_the_limit_is_read_and_dropped() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let kept = Arc::new(Mutex::new(CommandOutput::default()));
+        let output = Arc::new(Mutex::new(CommandOutput::default()));
         let endless = tokio::io::repeat(b'x').take(MAX_OUTPUT as u64 + 100_000);
-        runtime.block_on(keep(endless, Arc::clone(&kept)));
+        runtime.block_on(read_to_end(endless, Arc::clone(&output)));
         let exit = proto::WaitResponse { exit: Some(proto::Exit { code: u32::MAX, ..Default::default() }) };
         let exit = FromGuest::new(exit).bound().unwrap();
-        let answer = taken(&kept).into_answer(CommandOutput::default(), &exit);
-        assert_eq!((answer.stdout.len(), answer.stderr.len(), answer.exit_code), (MAX_OUTPUT, 0, i32::MAX));
+        let response = take_output(&output).into_response(CommandOutput::default(), &exit);
+        assert_eq!((response.stdout.len(), response.stderr.len(), response.exit_code), (MAX_OUTPUT, 0, i32::MAX));
     }
 }

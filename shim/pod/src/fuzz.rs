@@ -21,22 +21,22 @@ pub fn statistics(data: &[u8]) {
         StatisticsBounds { memory: MEMORY, disk: DISK, containers: containers.clone(), interface: Some("eth0") };
     let checked = FromGuest::new(answer).bound(bounds).into_inner();
     assert!(checked.used_bytes.is_none_or(|used| used <= MEMORY));
-    once(checked.containers.iter().map(|container| &container.id), 2);
-    once(checked.interfaces.iter().map(|interface| &interface.name), 64);
+    assert_unique(checked.containers.iter().map(|container| &container.id), 2);
+    assert_unique(checked.interfaces.iter().map(|interface| &interface.name), 64);
     for container in &checked.containers {
         assert!(containers.contains(&container.id));
-        container.usage.iter().for_each(usage);
+        container.usage.iter().for_each(assert_usage);
         let details = container.details.iter();
         for details in details {
-            once(details.disks.iter().map(|disk| &disk.device), 32);
-            once(details.hugepages.iter().map(|pages| &pages.size), 32);
+            assert_unique(details.disks.iter().map(|disk| &disk.device), 32);
+            assert_unique(details.hugepages.iter().map(|pages| &pages.size), 32);
             assert!(details.hugepages.iter().all(|pages| pages.bytes <= MEMORY));
             let counts = [details.descriptors, details.sockets, details.open_files_limit.unwrap_or(0)];
             assert!(counts.into_iter().all(is_count));
         }
         assert!(container.layer.is_none_or(|layer| layer.bytes <= DISK && is_count(layer.age_ms)));
     }
-    checked.pod.iter().for_each(usage);
+    checked.pod.iter().for_each(assert_usage);
     assert!(checked.scratch.as_ref().is_none_or(|scratch| scratch.bytes <= DISK && is_count(scratch.inodes)));
     // The daemon's client reads the bounded reply.
     assert_eq!(wire::decode::<pod::StatsResponse>(&checked.encode_to_vec()).as_ref().ok(), Some(&checked));
@@ -46,7 +46,7 @@ fn is_count(number: u64) -> bool {
     i64::try_from(number).is_ok()
 }
 
-fn usage(usage: &common::Usage) {
+fn assert_usage(usage: &common::Usage) {
     let bytes = [
         usage.memory_bytes,
         usage.anonymous_bytes,
@@ -72,7 +72,7 @@ fn usage(usage: &common::Usage) {
     }
 }
 
-fn once<'a>(names: impl Iterator<Item = &'a String>, limit: usize) {
+fn assert_unique<'a>(names: impl Iterator<Item = &'a String>, limit: usize) {
     let names: Vec<_> = names.collect();
     assert!(names.len() <= limit && names.iter().collect::<BTreeSet<_>>().len() == names.len(), "{names:?}");
     assert!(names.iter().all(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_graphic())), "{names:?}");
@@ -89,7 +89,7 @@ pub fn handshake(data: &[u8]) {
         let limit = Duration::from_secs(60);
         let (mut hello, mut report, mut opened) = (data, data, data);
         if let Ok(hello) = read_guest_frame::<agent::AgentHello>(&mut hello, "hello", limit).await {
-            let answer = hello.bound().into_answer(Vec::new());
+            let answer = hello.bound().into_response(Vec::new());
             assert!(is_text(&answer.kernel_release, 128) && is_text(&answer.agent_version, 128));
         }
         if let Ok(report) = read_guest_frame::<agent::BootReport>(&mut report, "report", limit).await {

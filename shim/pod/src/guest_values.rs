@@ -1,7 +1,7 @@
 //! Bounds every value that a guest sends, before the rest of the pod process can read it.
 //!
 //! [`FromGuest`] holds a value as it arrived and hands it out only through the functions of this module, which return [`Bounded`]
-//! values; no other module constructs one. Answers of pod.proto with a guest's values are built from `Bounded` values only. The number
+//! values; no other module constructs one. Replies of pod.proto with a guest's values are built from `Bounded` values only. The number
 //! of bytes in a message is limited earlier, by `nacelle_proto::wire` and [`crate::agent`].
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
@@ -9,7 +9,7 @@ mod statistics;
 
 pub use statistics::StatisticsBounds;
 
-use crate::error::{PodError, printable};
+use crate::text::printable;
 use nacelle_base::timeline::Step;
 use nacelle_engine::MachineExit;
 use nacelle_proto::common::{CreateContainerResponse, SetMemoryResponse};
@@ -115,7 +115,7 @@ impl Bounded<agent::AgentHello> {
     }
 
     /// Returns the reply to Configure, with the steps that the pod process measured.
-    pub fn into_answer(self, steps: Vec<Step>) -> Bounded<pod::ConfigureResponse> {
+    pub fn into_response(self, steps: Vec<Step>) -> Bounded<pod::ConfigureResponse> {
         let agent::AgentHello { agent_version, kernel_release, .. } = self.0;
         let steps = steps.into_iter().map(|step| pod::Step { what: step.what, at: step.at, micros: step.micros });
         Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps: steps.collect() })
@@ -173,15 +173,28 @@ impl FromGuest<i64> {
     }
 }
 
+/// The agent reports a number of bytes that it cannot have brought into use.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the agent reports an impossible amount of reserved memory in use: {reported} bytes, where {requested} of {reserve} were requested"
+)]
+pub struct MemoryOutOfRange {
+    /// The bytes that the agent reports.
+    pub reported: u64,
+    /// The bytes that were requested, the least that is possible.
+    pub requested: u64,
+    /// The bytes of the whole reserve, the most that is possible.
+    pub reserve: u64,
+}
+
 impl FromGuest<SetMemoryResponse> {
     /// Fails if the number of bytes is not within `allowed`: from the requested size to the whole reserve.
-    pub fn bound(self, allowed: RangeInclusive<u64>) -> Result<Bounded<SetMemoryResponse>, PodError> {
+    pub fn bound(self, allowed: RangeInclusive<u64>) -> Result<Bounded<SetMemoryResponse>, MemoryOutOfRange> {
         let SetMemoryResponse { bytes } = self.0;
         if allowed.contains(&bytes) {
             return Ok(Bounded(SetMemoryResponse { bytes }));
         }
-        let value = format!("{bytes} for {} of {}", allowed.start(), allowed.end());
-        Err(PodError::Field { field: "bytes", value, rule: "an agent uses what it is asked to" })
+        Err(MemoryOutOfRange { reported: bytes, requested: *allowed.start(), reserve: *allowed.end() })
     }
 }
 
@@ -192,12 +205,12 @@ pub struct CommandOutput(Vec<u8>);
 impl CommandOutput {
     /// Appends these bytes as far as the limit allows.
     pub fn append(&mut self, bytes: &[u8]) {
-        let room = MAX_OUTPUT.saturating_sub(self.0.len()).min(bytes.len());
-        self.0.extend_from_slice(bytes.get(..room).unwrap_or_default());
+        let free = MAX_OUTPUT.saturating_sub(self.0.len()).min(bytes.len());
+        self.0.extend_from_slice(bytes.get(..free).unwrap_or_default());
     }
 
     /// Returns the reply to ExecSync.
-    pub fn into_answer(self, stderr: CommandOutput, exit: &GuestExit) -> Bounded<pod::ExecSyncResponse> {
+    pub fn into_response(self, stderr: CommandOutput, exit: &GuestExit) -> Bounded<pod::ExecSyncResponse> {
         let exit_code = i32::try_from(exit.code).unwrap_or(i32::MAX);
         Bounded(pod::ExecSyncResponse { stdout: self.0, stderr: stderr.0, exit_code })
     }

@@ -13,7 +13,12 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// Starts the agent of the pod in `dir`.
-pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNamespaces) -> Result<HostEngine, PodError> {
+pub(crate) fn start_agent(
+    spec: &PodSpec,
+    dir: &Path,
+    agent: &Path,
+    shares: NodeNamespaces,
+) -> Result<HostEngine, PodError> {
     let scratch = spec.scratch_file();
     remove_tree_if_there(&scratch)?;
     DirBuilder::new().recursive(true).mode(0o700).create(&scratch).map_err(at("create", &scratch))?;
@@ -33,26 +38,26 @@ pub(crate) fn engine(spec: &PodSpec, dir: &Path, agent: &Path, shares: NodeNames
         node_ipc: shares.ipc,
     };
     let host = HostEngine::new(&host)?;
-    share::introduce(i32::try_from(host.pid()).unwrap_or_default(), dir)?;
+    share::record_process(i32::try_from(host.pid()).unwrap_or_default(), dir)?;
     Ok(host)
 }
 
 /// The name of the pod process's own cgroup, below the pod's.
-const OWN: &str = "process";
+const PROCESS_GROUP: &str = "process";
 
 /// Returns the path of the pod process's own cgroup.
-pub(crate) fn own_group(pod: &Path) -> PathBuf {
-    pod.join(OWN)
+pub(crate) fn process_group(pod: &Path) -> PathBuf {
+    pod.join(PROCESS_GROUP)
 }
 
 /// Returns the resource usage of a pod's cgroup, given the text of /proc/PID/cgroup of its process.
-pub fn group_usage(groups: &str) -> Option<GroupUsage> {
-    cgroup::usage(groups, OWN)
+pub fn cgroup_usage(groups: &str) -> Option<GroupUsage> {
+    cgroup::usage(groups, PROCESS_GROUP)
 }
 
 /// Returns whether the processes of containers are in the pod's cgroup, as they are without a guest, given the same text.
-pub fn is_of_containers(groups: &str) -> bool {
-    groups.lines().any(|line| Path::new(line).ends_with(OWN))
+pub fn holds_containers(groups: &str) -> bool {
+    groups.lines().any(|line| Path::new(line).ends_with(PROCESS_GROUP))
 }
 
 #[cfg(test)]
@@ -60,11 +65,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pods_group_is_known_by_its_processs() {
-        let own = own_group(Path::new("/nacelle/a"));
-        assert!(is_of_containers(&format!("4:memory:{}\n0::/\n", own.display())));
+    fn the_cgroup_of_a_pod_without_guest_is_recognized() {
+        let own = process_group(Path::new("/nacelle/a"));
+        assert!(holds_containers(&format!("4:memory:{}\n0::/\n", own.display())));
         for text in ["4:memory:/nacelle/a\n", "0::/process/nacelle-a\n", "0::/a/subprocess\n", ""] {
-            assert!(!is_of_containers(text), "{text:?}");
+            assert!(!holds_containers(text), "{text:?}");
         }
     }
 }

@@ -20,7 +20,7 @@ pub enum IdentityError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not the JSON of an identity.
-    #[error("{} does not say which process serves the pod", path.display())]
+    #[error("{} does not identify the process that serves the pod", path.display())]
     Format {
         /// The path of the file.
         path: PathBuf,
@@ -28,7 +28,7 @@ pub enum IdentityError {
         source: serde_json::Error,
     },
     /// /proc/PID/stat does not have the format of proc(5).
-    #[error("cannot find the start time in /proc/{pid}/stat")]
+    #[error("cannot identify process {pid}: /proc/{pid}/stat has no start time")]
     Stat {
         /// The pid.
         pid: i32,
@@ -52,13 +52,13 @@ impl Classify for IdentityError {
 }
 
 /// Identifies the calling process.
-pub fn own() -> Result<ProcessIdentity, IdentityError> {
-    of(nix::unistd::getpid().as_raw())
+pub fn of_this_process() -> Result<ProcessIdentity, IdentityError> {
+    of_pid(nix::unistd::getpid().as_raw())
 }
 
 /// Identifies the process that has this pid now. The caller knows that the pid has not been reused, because the process is its child
 /// and has not been waited for; it may have ended.
-pub(crate) fn of(pid: i32) -> Result<ProcessIdentity, IdentityError> {
+pub(crate) fn of_pid(pid: i32) -> Result<ProcessIdentity, IdentityError> {
     let start_time = stat(pid)?.ok_or(IdentityError::Stat { pid })?.start_time;
     Ok(ProcessIdentity { pid, start_time, boot_id: boot_id()? })
 }
@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_name_of_a_command_cannot_move_the_fields() {
+    fn parentheses_in_a_command_name_do_not_shift_the_fields() {
         let rest = "S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9";
         assert_eq!(parse_stat(&format!("12 (a) b) {rest}")), Some(Stat { state: 'S', parent: 1, start_time: 777 }));
         assert_eq!(parse_stat("12 (a) S 1"), None);
@@ -168,39 +168,39 @@ mod tests {
     }
 
     #[test]
-    fn only_the_very_process_is_alive() {
-        let own = own().unwrap();
-        assert!(is_alive(&own).unwrap());
-        assert!(!is_alive(&ProcessIdentity { start_time: own.start_time + 1, ..own.clone() }).unwrap());
-        assert!(!is_alive(&ProcessIdentity { boot_id: "another".into(), ..own.clone() }).unwrap());
+    fn a_reused_pid_is_another_process() {
+        let this = of_this_process().unwrap();
+        assert!(is_alive(&this).unwrap());
+        assert!(!is_alive(&ProcessIdentity { start_time: this.start_time + 1, ..this.clone() }).unwrap());
+        assert!(!is_alive(&ProcessIdentity { boot_id: "another".into(), ..this.clone() }).unwrap());
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         child.wait().unwrap();
-        assert!(!is_alive(&ProcessIdentity { pid, ..own.clone() }).unwrap());
+        assert!(!is_alive(&ProcessIdentity { pid, ..this.clone() }).unwrap());
         // The pid of a process that is gone may be a thread's id by now.
-        let thread = || is_alive(&ProcessIdentity { pid: nix::unistd::gettid().as_raw(), ..own.clone() });
+        let thread = || is_alive(&ProcessIdentity { pid: nix::unistd::gettid().as_raw(), ..this.clone() });
         assert!(!std::thread::scope(|scope| scope.spawn(thread).join().unwrap()).unwrap());
     }
 
     #[test]
-    fn a_child_that_has_ended_is_still_known() {
+    fn a_zombie_can_be_identified() {
         use nix::sys::wait::{Id, WaitPidFlag, waitid};
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let ended = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
         waitid(Id::Pid(nix::unistd::Pid::from_raw(pid)), ended).unwrap();
-        let identity = of(pid).unwrap();
+        let identity = of_pid(pid).unwrap();
         assert!(!is_alive(&identity).unwrap());
         assert_eq!(parent(&identity).unwrap(), None);
         child.wait().unwrap();
     }
 
     #[test]
-    fn comes_back_from_its_file() {
+    fn an_identity_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(read(dir.path()).unwrap(), None);
-        let own = own().unwrap();
-        write(&own, dir.path()).unwrap();
-        assert_eq!(read(dir.path()).unwrap(), Some(own));
+        let this = of_this_process().unwrap();
+        write(&this, dir.path()).unwrap();
+        assert_eq!(read(dir.path()).unwrap(), Some(this));
     }
 }

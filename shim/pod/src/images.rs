@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 /// The alignment of images in bytes. The first image does not begin at offset 0, so that no image looks like a partition table.
 pub const ALIGNMENT: u64 = 1 << 20;
 /// The end of the address space of one image disk: 64 TiB.
-pub const END: u64 = 1 << 46;
+pub const DISK_END: u64 = 1 << 46;
 /// The largest partition number; the smallest is 1.
 pub const MAX_PARTITIONS: u32 = 255;
 /// Image lengths are multiples of this: the block size of EROFS.
-const BLOCK: u64 = 4096;
+const BLOCK_SIZE: u64 = 4096;
 /// The maximum number of extents of an image; no image has so many layers.
 const MAX_EXTENTS: usize = 512;
 
@@ -29,9 +29,9 @@ pub struct Placement {
 
 /// An image cannot be placed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ImageError {
+pub enum PlacementError {
     /// The length is zero or not a multiple of the block size.
-    #[error("image {key} has {length} bytes; a multiple of {BLOCK}, and more than none, is needed")]
+    #[error("cannot attach image {key}: it has {length} bytes, which is not a positive multiple of {BLOCK_SIZE}")]
     Length {
         /// The key of the image.
         key: String,
@@ -39,15 +39,15 @@ pub enum ImageError {
         length: u64,
     },
     /// The image has too many extents, or the sum of their lengths overflows.
-    #[error("image {key} has {pieces} pieces, at most {MAX_EXTENTS} can be")]
-    Pieces {
+    #[error("cannot attach image {key}: it has {extents} extents (maximum {MAX_EXTENTS}), or its length overflows")]
+    Extents {
         /// The key of the image.
         key: String,
         /// The number of extents.
-        pieces: usize,
+        extents: usize,
     },
     /// The path of an extent is relative.
-    #[error("a piece of image {key} has the path {path:?}; an absolute one is needed")]
+    #[error("cannot attach image {key}: the path {path:?} of an extent is not absolute")]
     Relative {
         /// The key of the image.
         key: String,
@@ -55,8 +55,10 @@ pub enum ImageError {
         path: std::path::PathBuf,
     },
     /// All partition numbers or all offsets are in use.
-    #[error("the pod has no room for image {key}: {images} images are attached")]
-    NoRoom {
+    #[error(
+        "cannot attach image {key}: the pod's image disk is full ({images} images are attached); use fewer images in the pod"
+    )]
+    DiskFull {
         /// The key of the image.
         key: String,
         /// The number of images on the disk.
@@ -64,10 +66,10 @@ pub enum ImageError {
     },
 }
 
-impl Classify for ImageError {
+impl Classify for PlacementError {
     fn kind(&self) -> Kind {
         match self {
-            ImageError::NoRoom { .. } => Kind::Exhausted,
+            PlacementError::DiskFull { .. } => Kind::Exhausted,
             _ => Kind::Invalid,
         }
     }
@@ -75,33 +77,33 @@ impl Classify for ImageError {
 
 /// The images on one disk.
 #[derive(Debug, Default)]
-pub struct Images {
+pub struct ImageTable {
     /// All ranges in use by offset, including those that are being detached.
-    taken: BTreeMap<u64, Placement>,
+    ranges_in_use: BTreeMap<u64, Placement>,
     /// The images that containers can share, by key, with the number of users.
     by_key: BTreeMap<String, (Placement, usize)>,
 }
 
-impl Images {
+impl ImageTable {
     /// Counts one more user of `key`. The flag is true if the image is new and must be placed and attached.
-    pub fn acquire(&mut self, key: &str, image: &ImageDisk) -> Result<(Placement, bool), ImageError> {
+    pub fn acquire(&mut self, key: &str, image: &ImageDisk) -> Result<(Placement, bool), PlacementError> {
         if let Some((placement, users)) = self.by_key.get_mut(key) {
             *users += 1;
             return Ok((*placement, false));
         }
         let length = checked_length(key, image)?;
-        let no_room = || ImageError::NoRoom { key: key.to_owned(), images: self.taken.len() };
-        let numbers: std::collections::BTreeSet<u32> = self.taken.values().map(|p| p.partition).collect();
-        let partition = (1..=MAX_PARTITIONS).find(|n| !numbers.contains(n)).ok_or_else(no_room)?;
-        let offset = self.gap(length).ok_or_else(no_room)?;
+        let disk_full = || PlacementError::DiskFull { key: key.to_owned(), images: self.ranges_in_use.len() };
+        let numbers: std::collections::BTreeSet<u32> = self.ranges_in_use.values().map(|p| p.partition).collect();
+        let partition = (1..=MAX_PARTITIONS).find(|n| !numbers.contains(n)).ok_or_else(disk_full)?;
+        let offset = self.find_gap(length).ok_or_else(disk_full)?;
         let placement = Placement { partition, offset, length };
-        self.taken.insert(offset, placement);
+        self.ranges_in_use.insert(offset, placement);
         self.by_key.insert(key.to_owned(), (placement, 1));
         Ok((placement, true))
     }
 
     /// Counts one user less. After the last one the key is forgotten and the placement returned; its range stays in use
-    /// until [`Images::free`].
+    /// until [`ImageTable::free`].
     pub fn release(&mut self, key: &str) -> Option<Placement> {
         let (placement, users) = self.by_key.get_mut(key)?;
         let placement = *placement;
@@ -115,37 +117,37 @@ impl Images {
 
     /// Makes the range of a detached image available again.
     pub fn free(&mut self, placement: Placement) {
-        if self.taken.get(&placement.offset) == Some(&placement) {
-            self.taken.remove(&placement.offset);
+        if self.ranges_in_use.get(&placement.offset) == Some(&placement) {
+            self.ranges_in_use.remove(&placement.offset);
         }
     }
 
     /// Returns the first gap of this length.
-    fn gap(&self, length: u64) -> Option<u64> {
+    fn find_gap(&self, length: u64) -> Option<u64> {
         let mut start = ALIGNMENT;
-        for (&offset, placement) in &self.taken {
+        for (&offset, placement) in &self.ranges_in_use {
             if offset.checked_sub(start)? >= length {
                 break;
             }
             start = offset.checked_add(placement.length)?.checked_next_multiple_of(ALIGNMENT)?;
         }
-        (start.checked_add(length)? <= END).then_some(start)
+        (start.checked_add(length)? <= DISK_END).then_some(start)
     }
 }
 
-fn checked_length(key: &str, image: &ImageDisk) -> Result<u64, ImageError> {
-    let pieces = image.extents.len();
-    if pieces > MAX_EXTENTS {
-        return Err(ImageError::Pieces { key: key.to_owned(), pieces });
+fn checked_length(key: &str, image: &ImageDisk) -> Result<u64, PlacementError> {
+    let count = image.extents.len();
+    if count > MAX_EXTENTS {
+        return Err(PlacementError::Extents { key: key.to_owned(), extents: count });
     }
-    if let Some(piece) = image.extents.iter().find(|extent| !extent.path.is_absolute()) {
-        return Err(ImageError::Relative { key: key.to_owned(), path: piece.path.clone() });
+    if let Some(extent) = image.extents.iter().find(|extent| !extent.path.is_absolute()) {
+        return Err(PlacementError::Relative { key: key.to_owned(), path: extent.path.clone() });
     }
     let length = image.extents.iter().try_fold(0u64, |sum, extent| sum.checked_add(extent.length));
     match length {
-        Some(length) if length > 0 && length % BLOCK == 0 => Ok(length),
-        Some(length) => Err(ImageError::Length { key: key.to_owned(), length }),
-        None => Err(ImageError::Pieces { key: key.to_owned(), pieces }),
+        Some(length) if length > 0 && length % BLOCK_SIZE == 0 => Ok(length),
+        Some(length) => Err(PlacementError::Length { key: key.to_owned(), length }),
+        None => Err(PlacementError::Extents { key: key.to_owned(), extents: count }),
     }
 }
 
@@ -161,7 +163,7 @@ mod tests {
 
     #[test]
     fn one_key_is_placed_once() {
-        let mut images = Images::default();
+        let mut images = ImageTable::default();
         let (first, new) = images.acquire("a", &image(4096)).unwrap();
         assert_eq!((first, new), (Placement { partition: 1, offset: ALIGNMENT, length: 4096 }, true));
         assert_eq!(images.acquire("a", &image(4096)).unwrap(), (first, false));
@@ -178,23 +180,23 @@ mod tests {
 
     #[test]
     fn partition_numbers_run_out() {
-        let mut images = Images::default();
+        let mut images = ImageTable::default();
         for n in 0..MAX_PARTITIONS {
             images.acquire(&n.to_string(), &image(4096)).unwrap();
         }
         let error = images.acquire("one more", &image(4096)).unwrap_err();
         assert_eq!((error.kind(), images.acquire("7", &image(4096)).is_ok()), (Kind::Exhausted, true));
-        assert_eq!(Images::default().acquire("big", &image(END)).unwrap_err().kind(), Kind::Exhausted);
+        assert_eq!(ImageTable::default().acquire("big", &image(DISK_END)).unwrap_err().kind(), Kind::Exhausted);
     }
 
     #[test]
-    fn what_is_no_image_is_refused() {
+    fn an_invalid_image_is_rejected() {
         let mut relative = image(4096);
         relative.extents[0].path = "blob".into();
         let huge = ImageDisk { extents: [image(u64::MAX - 4095).extents, image(8192).extents].concat() };
         let many = ImageDisk { extents: vec![image(4096).extents.remove(0); MAX_EXTENTS + 1] };
         for bad in [image(0), image(512), ImageDisk::default(), relative, huge, many] {
-            assert_eq!(Images::default().acquire("k", &bad).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(ImageTable::default().acquire("k", &bad).unwrap_err().kind(), Kind::Invalid);
         }
     }
 
@@ -202,12 +204,12 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn ranges_never_overlap(steps in prop::collection::vec((any::<bool>(), 0u8..12, 1u64..2000), 1..80)) {
-            let mut images = Images::default();
+            let mut images = ImageTable::default();
             let mut live: BTreeMap<String, (Placement, usize)> = BTreeMap::new();
             for (acquire, key, blocks) in steps {
                 let key = key.to_string();
                 if acquire {
-                    let (placement, new) = images.acquire(&key, &image(blocks * BLOCK)).unwrap();
+                    let (placement, new) = images.acquire(&key, &image(blocks * BLOCK_SIZE)).unwrap();
                     prop_assert_eq!(new, !live.contains_key(&key));
                     prop_assert_eq!(placement.offset % ALIGNMENT, 0);
                     prop_assert!(placement.offset >= ALIGNMENT && (1..=MAX_PARTITIONS).contains(&placement.partition));

@@ -3,7 +3,7 @@
 
 use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
-use crate::{jail_dir, passed};
+use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
 use nacelle_jail::{Access, Place, Plan, Profile};
 use std::path::{Path, PathBuf};
@@ -21,22 +21,22 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     if let Some(logs) = &spec.log_directory {
         std::fs::create_dir_all(logs).map_err(at("create", logs))?;
     }
-    if spec.engine.has_machine() {
-        expose(Path::new(OOM_SCORE));
+    if spec.engine.has_vm() {
+        drop_oom_protection(Path::new(OOM_SCORE));
     }
     if matches!(spec.engine, EngineSpec::Keeper { .. }) {
-        passed::make(dir)?;
+        vfio_dir::create(dir)?;
     }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
 }
 
 /// Raises a negative OOM score adjustment to 0: a VM must not inherit the daemon's protection from the node's OOM killer.
-fn expose(file: &Path) {
+fn drop_oom_protection(file: &Path) {
     let score = std::fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<i32>().ok());
     if score.is_some_and(|score| score < 0)
         && let Err(error) = std::fs::write(file, "0")
     {
-        tracing::warn!(%error, "this pod is protected from the OOM killer as the daemon is");
+        tracing::warn!(%error, "cannot raise the OOM score of the pod process; the OOM killer spares it as it does the daemon");
     }
 }
 
@@ -49,7 +49,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         return Plan {
             places,
             scaffold: dir.to_owned(),
-            cgroup: jail.cgroup.as_deref().map(crate::host::own_group),
+            cgroup: jail.cgroup.as_deref().map(crate::host::process_group),
             locked_bytes: 0,
             seccomp: jail.seccomp,
             profile: Profile::Spawns,
@@ -62,33 +62,34 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
     let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
     places.extend(files.map(|file| place(file, Access::Read, false)));
     let device = |name: &str| place(Path::new(name), Access::Device, false);
-    let (spawns, kvm) = match &spec.engine {
+    let (qemu, needs_kvm) = match &spec.engine {
         EngineSpec::Kvm {} => (None, true),
         EngineSpec::Qemu { binary, accelerator } => (Some(binary), *accelerator == Accelerator::Kvm),
         EngineSpec::Keeper { qemu, accelerator, .. } => (Some(qemu), *accelerator == Accelerator::Kvm),
         EngineSpec::Host { .. } => (None, false),
     };
-    if let Some(program) = spawns {
+    if let Some(program) = qemu {
         places.extend(PROGRAMS.map(|path| place(Path::new(path), Access::Execute, false)));
         places.extend(LINKER.map(|path| place(Path::new(path), Access::Read, false)));
-        places.extend(home(program).map(|path| place(&path, Access::Execute, false)));
+        places.extend(install_dir(program).map(|path| place(&path, Access::Execute, false)));
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             places.push(place(program, Access::Execute, true));
             places.extend(keep.iter().map(|directory| place(directory, Access::Write, true)));
             // The directory is empty until a container with devices is created. It lies in the daemon's part of the run directory.
-            let (directory, shown) = (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(passed::SHOWN)));
+            let (directory, shown) =
+                (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(vfio_dir::MOUNT_POINT)));
             places.push(Place { shown, ..place(&directory, Access::Device, true) });
         }
         places.extend(["/dev/null", "/dev/urandom"].map(device));
     }
     let locked_bytes = match spec.engine {
-        EngineSpec::Keeper { .. } => passed::locked_bytes(spec.memory_mib),
+        EngineSpec::Keeper { .. } => vfio_dir::locked_bytes(spec.memory_mib),
         _ => 0,
     };
-    if kvm {
+    if needs_kvm {
         places.push(device("/dev/kvm"));
     }
-    if spawns.is_none() {
+    if qemu.is_none() {
         places.push(device("/dev/vhost-net"));
     }
     Plan {
@@ -97,18 +98,18 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         cgroup: jail.cgroup.clone(),
         locked_bytes,
         seccomp: jail.seccomp,
-        profile: if spawns.is_some() { Profile::Spawns } else { Profile::InProcess },
+        profile: if qemu.is_some() { Profile::Spawns } else { Profile::InProcess },
     }
 }
 
 /// Returns the installation directory of a program that is not in a standard directory, so that its other files are accessible.
-fn home(program: &Path) -> Option<PathBuf> {
+fn install_dir(program: &Path) -> Option<PathBuf> {
     let directory = program.parent()?;
     if PROGRAMS.iter().any(|known| directory.starts_with(known)) {
         return None;
     }
-    let whole = if directory.ends_with("bin") { directory.parent()? } else { directory };
-    whole.parent().map(|_not_the_root| whole.to_owned())
+    let install_dir = if directory.ends_with("bin") { directory.parent()? } else { directory };
+    install_dir.parent().map(|_not_the_root| install_dir.to_owned())
 }
 
 #[cfg(test)]
@@ -122,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_keeps_what_is_its_own() {
+    fn a_pod_may_write_to_its_own_files() {
         let plan = plan(&sample(), &jail(), Path::new("/run/nacelle/pods/a"));
         let written = plan.places.iter().filter(|place| matches!(place.access, Access::Write | Access::Take));
         let written: Vec<_> = written.map(|place| place.path.to_str().unwrap().to_owned()).collect();
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_of_its_own_is_in_its_directory_and_no_place_of_its_own() {
+    fn a_kernel_in_the_jail_directory_needs_no_entry() {
         let dir = Path::new("/run/nacelle/pods/a");
         let has = |kernel: PathBuf| {
             let plan = plan(&PodSpec { kernel: kernel.clone(), ..sample() }, &jail(), dir);
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_in_the_process_needs_no_programs() {
+    fn a_vm_in_the_pod_process_needs_no_programs() {
         let spec = PodSpec { engine: EngineSpec::Kvm {}, ..sample() };
         let plan = plan(&spec, &jail(), Path::new("/run/nacelle/pods/a"));
         assert!(plan.places.iter().all(|place| place.access != Access::Execute));
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_reads_its_devices_and_does_not_make_them() {
+    fn a_machine_pod_uses_devices_and_does_not_create_them() {
         let dir = Path::new("/run/nacelle/pods/a");
         let engine = EngineSpec::Keeper {
             program: "/usr/bin/nacelle-keeper".into(),
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_guest_there_is_nothing_but_directories() {
+    fn a_pod_without_guest_gets_only_directories() {
         let engine = EngineSpec::Host { agent: "/usr/bin/nacelle-agent".into(), shares: Default::default() };
         let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };
         let plan = plan(&PodSpec { engine, ..sample() }, &jail, Path::new("/run/nacelle/pods/a"));
@@ -179,20 +180,20 @@ mod tests {
     }
 
     #[test]
-    fn a_program_elsewhere_brings_its_directory() {
-        let home = |program: &str| home(Path::new(program)).map(|path| path.to_str().unwrap().to_owned());
-        assert_eq!(home("/usr/bin/qemu"), None);
-        assert_eq!(home("/opt/qemu/bin/qemu").as_deref(), Some("/opt/qemu"));
-        assert_eq!(home("/opt/qemu/qemu").as_deref(), Some("/opt/qemu"));
-        assert_eq!(home("/qemu"), None);
+    fn the_installation_directory_of_a_program_is_accessible() {
+        let install_dir = |program: &str| install_dir(Path::new(program)).map(|path| path.to_str().unwrap().to_owned());
+        assert_eq!(install_dir("/usr/bin/qemu"), None);
+        assert_eq!(install_dir("/opt/qemu/bin/qemu").as_deref(), Some("/opt/qemu"));
+        assert_eq!(install_dir("/opt/qemu/qemu").as_deref(), Some("/opt/qemu"));
+        assert_eq!(install_dir("/qemu"), None);
     }
 
     #[test]
-    fn a_machine_loses_the_protection_of_the_daemon_and_nothing_else() {
+    fn only_a_negative_oom_score_is_raised() {
         let file = tempfile::NamedTempFile::new().unwrap();
         for (before, after) in [("-999\n", "0"), ("0\n", "0\n"), ("300\n", "300\n")] {
             std::fs::write(file.path(), before).unwrap();
-            expose(file.path());
+            drop_oom_protection(file.path());
             assert_eq!(std::fs::read_to_string(file.path()).unwrap(), after);
         }
     }

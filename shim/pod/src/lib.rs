@@ -5,15 +5,18 @@
 //! `fs`, `net`, `jail` and `model`.
 
 mod actor;
+pub mod affinity;
 mod agent;
 mod boot;
+mod broadcast;
 pub mod client;
 pub mod codes;
 mod container;
+mod copied_volumes;
+mod device_table;
 mod devices;
 mod error;
 mod exec;
-mod fan;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod guest_values;
@@ -24,10 +27,7 @@ mod jail;
 mod log;
 mod machine;
 mod memory;
-pub mod passed;
 mod process;
-pub mod processors;
-mod pushed;
 pub mod record;
 pub mod scratch;
 mod server;
@@ -38,9 +38,11 @@ mod stops;
 mod streams;
 mod sys;
 mod teardown;
+mod text;
+pub mod vfio_dir;
 
 pub use error::PodError;
-pub use host::{group_usage, is_of_containers};
+pub use host::{cgroup_usage, holds_containers};
 pub use machine::{CONSOLE_FILE, tap_name};
 pub use nacelle_jail::cgroup::{Usage as GroupUsage, cpu_limit, memory_limit};
 
@@ -77,16 +79,16 @@ pub fn jailed(dir: &Path) -> JailedDir {
 }
 
 /// Creates that directory with mode 0700 in an existing run directory; succeeds if it exists.
-pub fn make_jail(dir: &Path) -> Result<(), FileError> {
-    let part = jail_dir(dir);
-    DirBuilder::new().mode(0o700).recursive(true).create(&part).map_err(at("create", &part))
+pub fn create_jail(dir: &Path) -> Result<(), FileError> {
+    let jail = jail_dir(dir);
+    DirBuilder::new().mode(0o700).recursive(true).create(&jail).map_err(at("create", &jail))
 }
 
 /// Waits for the byte on standard input that the daemon sends when it has recorded the process; the process must do nothing
 /// before. Returns false if standard input ended, because the start was cancelled.
-pub fn told() -> bool {
-    let mut word = [0];
-    matches!(retry_interrupted(|| nix::unistd::read(std::io::stdin(), &mut word)), Ok(1))
+pub fn wait_for_admission() -> bool {
+    let mut byte = [0];
+    matches!(retry_interrupted(|| nix::unistd::read(std::io::stdin(), &mut byte)), Ok(1))
 }
 
 /// Runs the pod process: serves the pod in `dir` until it is stopped. The exit code is 0 after an orderly stop. Closes all
@@ -99,21 +101,23 @@ pub fn run(dir: &Path) -> ExitCode {
     run_with(dir, |spec| {
         let engine: Arc<dyn Engine> = match &spec.engine {
             EngineSpec::Kvm {} => Arc::new(KvmEngine::new()),
-            EngineSpec::Qemu { binary, accelerator } => Arc::new(QemuEngine::new(binary, accelerator_of(*accelerator))),
+            EngineSpec::Qemu { binary, accelerator } => {
+                Arc::new(QemuEngine::new(binary, engine_accelerator(*accelerator)))
+            }
             EngineSpec::Keeper { program, qemu, accelerator, .. } => Arc::new(KeeperEngine {
                 program: program.clone(),
                 qemu: qemu.clone(),
-                accelerator: accelerator_of(*accelerator),
+                accelerator: engine_accelerator(*accelerator),
                 scratch: spec.scratch_file(),
             }),
-            EngineSpec::Host { agent, shares } => Arc::new(host::engine(spec, dir, agent, *shares)?),
+            EngineSpec::Host { agent, shares } => Arc::new(host::start_agent(spec, dir, agent, *shares)?),
         };
         Ok(engine)
     })
 }
 
-fn accelerator_of(said: Accelerator) -> nacelle_engine::Accelerator {
-    match said {
+fn engine_accelerator(accelerator: Accelerator) -> nacelle_engine::Accelerator {
+    match accelerator {
         Accelerator::Kvm => nacelle_engine::Accelerator::Kvm,
         Accelerator::Tcg => nacelle_engine::Accelerator::Tcg,
     }

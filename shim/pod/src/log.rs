@@ -3,7 +3,7 @@
 //!
 //! The pumps of one container and ReopenLog share a [`LogFile`]; its lock is held for one write.
 
-use crate::fan::Fan;
+use crate::broadcast::OutputBroadcast;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, Kind};
@@ -22,7 +22,7 @@ pub const MAX_TEXT: usize = 16 << 10;
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// The path is not below the pod's log directory, or the pod has none.
-    #[error("log path {path:?} is not below the pod's log directory {directory:?}")]
+    #[error("cannot log to {path:?}: it is not below the pod's log directory {directory:?}")]
     Outside {
         /// The requested path.
         path: PathBuf,
@@ -45,18 +45,18 @@ impl Classify for LogError {
 
 /// The stream from which a line came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum LogStream {
     /// Standard output, or the terminal.
     Stdout,
     /// Standard error.
     Stderr,
 }
 
-impl Source {
+impl LogStream {
     fn name(self) -> &'static str {
         match self {
-            Source::Stdout => "stdout",
-            Source::Stderr => "stderr",
+            LogStream::Stdout => "stdout",
+            LogStream::Stderr => "stderr",
         }
     }
 }
@@ -93,22 +93,22 @@ impl LogPath {
         let mut path = self.directory.clone();
         std::fs::create_dir_all(&path).map_err(at("create", &path))?;
         let directory = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
-        let mut here: OwnedFd = File::open(&path).map_err(at("open", &path))?.into();
+        let mut parent: OwnedFd = File::open(&path).map_err(at("open", &path))?.into();
         let Some((name, directories)) = self.below.split_last() else { return Err(self.outside()) };
         for part in directories {
             path.push(part);
-            match mkdirat(&here, part, Mode::from_bits_truncate(0o755)) {
+            match mkdirat(&parent, part, Mode::from_bits_truncate(0o755)) {
                 Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
                 Err(errno) => return Err(at("create", &path)(errno.into()).into()),
             }
-            here = retry_interrupted(|| openat(&here, part, directory, Mode::empty()))
+            parent = retry_interrupted(|| openat(&parent, part, directory, Mode::empty()))
                 .map_err(|errno| at("open", &path)(errno.into()))?;
         }
         path.push(name);
         let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         // With O_NONBLOCK the open does not wait for a reader if the name is a FIFO; it has no effect on a regular file.
         let flags = flags | OFlag::O_NONBLOCK;
-        let file = retry_interrupted(|| openat(&here, name, flags, Mode::from_bits_truncate(0o640)))
+        let file = retry_interrupted(|| openat(&parent, name, flags, Mode::from_bits_truncate(0o640)))
             .map_err(|errno| at("open", &path)(errno.into()))?;
         Ok(file.into())
     }
@@ -120,20 +120,20 @@ impl LogPath {
 
 /// The log of one container; output is discarded if there is none.
 #[derive(Debug)]
-pub struct LogFile(Option<(LogPath, Mutex<Open>)>);
+pub struct LogFile(Option<(LogPath, Mutex<OpenLog>)>);
 
 #[derive(Debug)]
-struct Open {
+struct OpenLog {
     file: File,
     /// The last write failed and was reported.
     failing: bool,
     /// The file ends within an entry, so the next entry must begin on a new line.
-    torn: bool,
+    within_entry: bool,
 }
 
-impl Open {
-    fn new(file: File) -> Open {
-        Open { file, failing: false, torn: false }
+impl OpenLog {
+    fn new(file: File) -> OpenLog {
+        OpenLog { file, failing: false, within_entry: false }
     }
 
     /// Writes as much as possible.
@@ -143,7 +143,7 @@ impl Open {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => {
                     let (done, rest) = bytes.split_at(count.min(bytes.len()));
-                    self.torn = !done.ends_with(b"\n");
+                    self.within_entry = !done.ends_with(b"\n");
                     bytes = rest;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -159,7 +159,7 @@ impl LogFile {
     pub fn open(path: Option<LogPath>) -> Result<LogFile, LogError> {
         let open = |path: LogPath| -> Result<_, LogError> {
             let file = path.open()?;
-            Ok((path, Mutex::new(Open::new(file))))
+            Ok((path, Mutex::new(OpenLog::new(file))))
         };
         Ok(LogFile(path.map(open).transpose()?))
     }
@@ -168,7 +168,7 @@ impl LogFile {
     pub fn reopen(&self) -> Result<(), LogError> {
         if let Some((path, open)) = &self.0 {
             let file = path.open()?;
-            *open.lock().unwrap_or_else(PoisonError::into_inner) = Open::new(file);
+            *open.lock().unwrap_or_else(PoisonError::into_inner) = OpenLog::new(file);
         }
         Ok(())
     }
@@ -178,9 +178,11 @@ impl LogFile {
     pub fn append(&self, entries: &[u8]) {
         let Some((_, open)) = &self.0 else { return };
         let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = if open.torn { open.write(b"\n") } else { Ok(()) }.and_then(|()| open.write(entries));
+        let written = if open.within_entry { open.write(b"\n") } else { Ok(()) }.and_then(|()| open.write(entries));
         match &written {
-            Err(error) if !open.failing => tracing::warn!(%error, "a container's output cannot be written to its log"),
+            Err(error) if !open.failing => {
+                tracing::warn!(%error, "cannot write a container's output to its log; the output is lost")
+            }
             _ => {}
         }
         open.failing = written.is_err();
@@ -189,32 +191,32 @@ impl LogFile {
 
 /// Splits the bytes of one stream into entries.
 #[derive(Debug)]
-pub struct Lines {
-    source: Source,
+pub struct LogSplitter {
+    source: LogStream,
     /// The incomplete line, at most [`MAX_TEXT`] bytes.
     line: Vec<u8>,
 }
 
-impl Lines {
+impl LogSplitter {
     /// Returns the splitter of one stream.
-    pub fn new(source: Source) -> Self {
+    pub fn new(source: LogStream) -> Self {
         Self { source, line: Vec::new() }
     }
 
     /// Takes bytes and appends all entries that are complete to `out`.
     pub fn push(&mut self, mut bytes: &[u8], time: &str, out: &mut Vec<u8>) {
         while !bytes.is_empty() {
-            let room = MAX_TEXT - self.line.len();
-            let end = bytes.iter().take(room + 1).position(|byte| *byte == b'\n');
+            let free = MAX_TEXT - self.line.len();
+            let end = bytes.iter().take(free + 1).position(|byte| *byte == b'\n');
             match end {
                 Some(end) => {
                     let (text, rest) = bytes.split_at(end);
-                    self.entry(text, time, b'F', out);
+                    self.append_entry(text, time, b'F', out);
                     bytes = rest.get(1..).unwrap_or_default();
                 }
-                None if bytes.len() > room => {
-                    let (text, rest) = bytes.split_at(room);
-                    self.entry(text, time, b'P', out);
+                None if bytes.len() > free => {
+                    let (text, rest) = bytes.split_at(free);
+                    self.append_entry(text, time, b'P', out);
                     bytes = rest;
                 }
                 None => {
@@ -228,11 +230,11 @@ impl Lines {
     /// Ends the stream: a last line without a newline becomes a partial entry.
     pub fn finish(&mut self, time: &str, out: &mut Vec<u8>) {
         if !self.line.is_empty() {
-            self.entry(&[], time, b'P', out);
+            self.append_entry(&[], time, b'P', out);
         }
     }
 
-    fn entry(&mut self, text: &[u8], time: &str, tag: u8, out: &mut Vec<u8>) {
+    fn append_entry(&mut self, text: &[u8], time: &str, tag: u8, out: &mut Vec<u8>) {
         out.extend_from_slice(time.as_bytes());
         out.push(b' ');
         out.extend_from_slice(self.source.name().as_bytes());
@@ -245,8 +247,8 @@ impl Lines {
 
 /// Reads one stream to its end into the log and the attached clients. Blocks, so it runs on its own thread. A broken stream
 /// counts as ended.
-pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile, fan: &Fan) {
-    let mut lines = Lines::new(source);
+pub fn pump(mut stream: impl io::Read, source: LogStream, log: &LogFile, broadcast: &OutputBroadcast) {
+    let mut splitter = LogSplitter::new(source);
     let mut buffer = vec![0; 32 << 10];
     let mut out = Vec::new();
     loop {
@@ -254,18 +256,18 @@ pub fn pump(mut stream: impl io::Read, source: Source, log: &LogFile, fan: &Fan)
             Ok(0) => break,
             Ok(count) => buffer.get(..count).unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(_broken) => break,
+            Err(_broken_stream) => break,
         };
-        lines.push(bytes, &rfc3339(crate::now_nanos()), &mut out);
+        splitter.push(bytes, &rfc3339(crate::now_nanos()), &mut out);
         if !out.is_empty() {
             log.append(&out);
             out.clear();
             out.shrink_to(64 << 10);
         }
-        fan.tell(bytes);
+        broadcast.send(bytes);
     }
-    fan.end();
-    lines.finish(&rfc3339(crate::now_nanos()), &mut out);
+    broadcast.end();
+    splitter.finish(&rfc3339(crate::now_nanos()), &mut out);
     if !out.is_empty() {
         log.append(&out);
     }
@@ -282,10 +284,10 @@ pub fn rfc3339(nanos: i64) -> String {
     let day = day - (365 * year + year / 4 - year / 100);
     let month = (5 * day + 2) / 153;
     let day = day - (153 * month + 2) / 5 + 1;
-    let (month, after) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let (month, next_year) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
     format!(
         "{:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}.{:09}Z",
-        era * 400 + year + after,
+        era * 400 + year + next_year,
         second / 3_600,
         second / 60 % 60,
         second % 60,
@@ -300,8 +302,8 @@ mod tests {
 
     const TIME: &str = "T";
 
-    fn cut(pieces: &[&[u8]]) -> Vec<u8> {
-        let (mut lines, mut out) = (Lines::new(Source::Stdout), Vec::new());
+    fn split(pieces: &[&[u8]]) -> Vec<u8> {
+        let (mut lines, mut out) = (LogSplitter::new(LogStream::Stdout), Vec::new());
         for piece in pieces {
             lines.push(piece, TIME, &mut out);
         }
@@ -328,9 +330,9 @@ mod tests {
 
     #[test]
     fn entries_have_the_format_of_cri() {
-        assert_eq!(cut(&[b"a\nb", b"c\n\nd"]), b"T stdout F a\nT stdout F bc\nT stdout F \nT stdout P d\n");
-        assert_eq!(cut(&[b"\xff\xfe\n"]), b"T stdout F \xff\xfe\n");
-        assert_eq!(cut(&[b""]), b"");
+        assert_eq!(split(&[b"a\nb", b"c\n\nd"]), b"T stdout F a\nT stdout F bc\nT stdout F \nT stdout P d\n");
+        assert_eq!(split(&[b"\xff\xfe\n"]), b"T stdout F \xff\xfe\n");
+        assert_eq!(split(&[b""]), b"");
     }
 
     #[test]
@@ -338,7 +340,7 @@ mod tests {
         for (length, tags) in [(MAX_TEXT, vec!['F']), (MAX_TEXT + 1, vec!['P', 'F']), (MAX_TEXT * 2, vec!['P', 'F'])] {
             let mut line = vec![b'x'; length];
             line.push(b'\n');
-            let out = cut(&[&line[..7], &line[7..]]);
+            let out = split(&[&line[..7], &line[7..]]);
             let text = String::from_utf8(out.clone()).unwrap();
             let got: Vec<char> = text.lines().map(|entry| entry.chars().nth(9).unwrap()).collect();
             assert_eq!(got, tags, "{length}");
@@ -356,7 +358,7 @@ mod tests {
             ], 0..8)
         ) {
             let pieces: Vec<&[u8]> = pieces.iter().map(Vec::as_slice).collect();
-            prop_assert!(joined(&cut(&pieces)) == pieces.concat());
+            prop_assert!(joined(&split(&pieces)) == pieces.concat());
         }
 
         #[test]
@@ -402,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_goes_on_in_a_new_file() {
+    fn after_a_rotation_the_log_continues_in_a_new_file() {
         let world = tempfile::tempdir().unwrap();
         let path = world.path().join("c/0.log");
         let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
@@ -410,7 +412,7 @@ mod tests {
         std::fs::rename(&path, world.path().join("c/0.log.1")).unwrap();
         log.append(b"two\n");
         log.reopen().unwrap();
-        pump(&b"three\nfour"[..], Source::Stderr, &log, &Fan::default());
+        pump(&b"three\nfour"[..], LogStream::Stderr, &log, &OutputBroadcast::default());
         assert_eq!(std::fs::read_to_string(world.path().join("c/0.log.1")).unwrap(), "one\ntwo\n");
         let text = std::fs::read_to_string(&path).unwrap();
         let texts: Vec<&str> = text.lines().map(|line| line.split_once(' ').unwrap().1).collect();
@@ -418,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_after_a_torn_one_has_a_line_of_its_own() {
+    fn an_entry_after_an_incomplete_one_has_a_line_of_its_own() {
         let world = tempfile::tempdir().unwrap();
         let path = world.path().join("0.log");
         let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
@@ -432,7 +434,7 @@ mod tests {
     #[test]
     fn without_a_path_output_is_read_and_dropped() {
         let log = LogFile::open(None).unwrap();
-        pump(&b"x\n"[..], Source::Stdout, &log, &Fan::default());
+        pump(&b"x\n"[..], LogStream::Stdout, &log, &OutputBroadcast::default());
         log.reopen().unwrap();
     }
 }

@@ -43,11 +43,11 @@ const MAX_MTU: u32 = 65_535;
 const MAX_QUEUES: usize = 8;
 
 /// A running VM, and what must be released when it has ended.
-pub struct Assembled {
+pub struct AssembledVm {
     /// The VM.
     pub machine: Arc<dyn Machine>,
     /// Reports when and how the VM has ended.
-    pub gone: agent::Gone,
+    pub exit: agent::ExitWatch,
     /// Accepts the agent's connection for the boot handshake.
     pub incoming: Box<dyn LinkListener>,
     /// The actions that release the resources of the VM.
@@ -62,48 +62,62 @@ pub fn tap_name(n: usize) -> String {
 }
 
 /// The resources that are created before the VM, with rights that the process drops afterwards.
-pub struct Prepared {
-    taps: Vec<Card>,
+pub struct PreparedVm {
+    taps: Vec<TapWithDhcp>,
     disk: PathBuf,
     /// The disk still has its name in the node's file system.
-    pub named: bool,
+    pub has_name: bool,
     /// The virtio-fs channels to the file-server process.
     pub shares: Vec<[UnixStream; QUEUES]>,
     /// The channel for copied-in volumes to the file-server process.
-    pub pushed: Option<UnixStream>,
+    pub copied_volumes: Option<UnixStream>,
     /// The boot steps so far, with their durations.
     pub timeline: Timeline,
 }
 
 /// Creates taps and scratch disk. A pod without a guest has neither; a machine pod has a directory in place of the disk.
 /// Releases everything on failure. Blocks for a few milliseconds.
-pub fn prepare(spec: &PodSpec) -> Result<Prepared, PodError> {
+pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
     let disk = spec.scratch_file();
     let timeline = Timeline::default();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        return Ok(Prepared { taps: Vec::new(), disk, named: false, shares: Vec::new(), pushed: None, timeline });
+        return Ok(PreparedVm {
+            taps: Vec::new(),
+            disk,
+            has_name: false,
+            shares: Vec::new(),
+            copied_volumes: None,
+            timeline,
+        });
     }
     if !spec.engine.has_disks() {
         remove_tree_if_there(&disk)?;
         DirBuilder::new().recursive(true).mode(0o700).create(&disk).map_err(at("create", &disk))?;
-        let taps = timeline.begin("taps");
-        let made = make_taps(spec)?;
-        taps.done();
-        return Ok(Prepared { taps: made, disk, named: false, shares: Vec::new(), pushed: None, timeline });
+        let step = timeline.begin("taps");
+        let created = create_taps(spec)?;
+        step.done();
+        return Ok(PreparedVm {
+            taps: created,
+            disk,
+            has_name: false,
+            shares: Vec::new(),
+            copied_volumes: None,
+            timeline,
+        });
     }
-    let running = timeline.begin("taps and scratch disk");
+    let step = timeline.begin("taps and scratch disk");
     let (taps, copied) = std::thread::scope(|scope| {
         let copied = scope.spawn(|| {
             remove_if_there(&disk)?;
-            scratch::copy(&scratch::template(&spec.scratch.templates, spec.scratch.size_mib)?, &disk)
+            scratch::copy_template(&scratch::create_template(&spec.scratch.templates, spec.scratch.size_mib)?, &disk)
         });
-        (make_taps(spec), copied.join())
+        (create_taps(spec), copied.join())
     });
     let copied = copied.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     match (taps, copied) {
         (Ok(taps), Ok(())) => {
-            running.done();
-            Ok(Prepared { taps, disk, named: true, shares: Vec::new(), pushed: None, timeline })
+            step.done();
+            Ok(PreparedVm { taps, disk, has_name: true, shares: Vec::new(), copied_volumes: None, timeline })
         }
         (Err(error), _) => {
             // The caller needs the first error.
@@ -120,11 +134,11 @@ pub async fn assemble(
     spec: &PodSpec,
     dir: &Path,
     engine: Arc<dyn Engine>,
-    prepared: Prepared,
-) -> Result<Assembled, PodError> {
-    let Prepared { taps, disk, named, shares, pushed: _, timeline } = prepared;
+    prepared: PreparedVm,
+) -> Result<AssembledVm, PodError> {
+    let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, timeline } = prepared;
     let mut undo = UndoStack::new();
-    if named {
+    if has_name {
         undo.push("scratch disk", {
             let disk = disk.clone();
             move || remove_if_there(&disk)
@@ -134,16 +148,16 @@ pub async fn assemble(
         let Tap { fd, more_queues, .. } = tap;
         Ok(NicSpec { tap: fd, more_queues, dhcp, mac: random_mac()?, mtu: MAX_MTU })
     });
-    let guest = spec.engine.has_machine();
+    let has_vm = spec.engine.has_vm();
     let machine = MachineSpec {
         // Without a guest, vCPUs and memory have no meaning.
-        vcpus: if guest { u8::try_from(spec.max_vcpus()).unwrap_or(u8::MAX) } else { 1 },
-        topology: if guest { spec.topology } else { None },
-        cpu_model: if guest { spec.cpu_model.clone() } else { None },
-        memory_mib: if guest { spec.memory_mib } else { MIN_MEMORY_MIB },
-        reserve_mib: if guest { spec.reserved_memory_mib.unwrap_or(0) } else { 0 },
-        memory_pages: if guest { spec.memory_pages } else { MemoryPages::default() },
-        console: if guest { spec.console } else { ConsoleKind::default() },
+        vcpus: if has_vm { u8::try_from(spec.max_vcpus()).unwrap_or(u8::MAX) } else { 1 },
+        topology: if has_vm { spec.topology } else { None },
+        cpu_model: if has_vm { spec.cpu_model.clone() } else { None },
+        memory_mib: if has_vm { spec.memory_mib } else { MIN_MEMORY_MIB },
+        reserve_mib: if has_vm { spec.reserved_memory_mib.unwrap_or(0) } else { 0 },
+        memory_pages: if has_vm { spec.memory_pages } else { MemoryPages::default() },
+        console: if has_vm { spec.console } else { ConsoleKind::default() },
         kernel: spec.kernel.clone(),
         initrd: spec.initrd.clone(),
         cmdline: kernel_args(spec),
@@ -162,38 +176,38 @@ pub async fn assemble(
         guest_cid: GUEST_CID,
         shares,
     };
-    let (machine, gone) = timeline.measure("machine", start(engine, machine)).await?;
+    let (machine, exit) = timeline.measure("machine", start(engine, machine)).await?;
     // The VM has the disk open. Without a name its blocks are freed when this process ends, however that happens.
-    if named && let Err(error) = remove_if_there(&disk) {
+    if has_name && let Err(error) = remove_if_there(&disk) {
         tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
     }
-    let listened = machine.link().listen(agent::BOOT_PORT);
-    let incoming = match listened {
+    let listening = machine.link().listen(agent::BOOT_PORT);
+    let incoming = match listening {
         Ok(incoming) => incoming,
         Err(source) => {
-            let error = PodError::Link { what: "listen for the agent", source };
-            let error = agent::reason(gone, error).await;
+            let error = PodError::Link { what: "listen for the guest's agent", source };
+            let error = agent::exit_or(exit, error).await;
             stop(machine, StopMode::Kill).await?;
             return Err(error);
         }
     };
-    Ok(Assembled { machine, gone, incoming, undo, timeline })
+    Ok(AssembledVm { machine, exit, incoming, undo, timeline })
 }
 
 /// Returns the kernel command-line parameters. The last of equal parameters counts: a VM with a vCPU reserve boots without the reserve.
 fn kernel_args(spec: &PodSpec) -> Vec<String> {
-    let first = (spec.max_vcpus() > spec.vcpus).then(|| format!("maxcpus={}", spec.vcpus));
-    spec.kernel_args.iter().cloned().chain(first).collect()
+    let online = (spec.max_vcpus() > spec.vcpus).then(|| format!("maxcpus={}", spec.vcpus));
+    spec.kernel_args.iter().cloned().chain(online).collect()
 }
 
 /// A tap, and for a machine pod the socket that receives the guest's DHCP requests.
-type Card = (Tap, Option<OwnedFd>);
+type TapWithDhcp = (Tap, Option<OwnedFd>);
 
-fn make_taps(spec: &PodSpec) -> Result<Vec<Card>, PodError> {
+fn create_taps(spec: &PodSpec) -> Result<Vec<TapWithDhcp>, PodError> {
     let Some(network) = &spec.network else { return Ok(Vec::new()) };
     let netns = NetNs::open(&network.netns)?;
-    let asks = matches!(spec.engine, EngineSpec::Keeper { .. });
-    let card = |n| {
+    let serves_dhcp = matches!(spec.engine, EngineSpec::Keeper { .. });
+    let create = |n| {
         let queues = match spec.engine {
             EngineSpec::Kvm {} => spec.vcpus,
             EngineSpec::Keeper { .. } => network.queues.get(n).copied().unwrap_or(1),
@@ -201,10 +215,10 @@ fn make_taps(spec: &PodSpec) -> Result<Vec<Card>, PodError> {
         };
         let queues = usize::try_from(queues).unwrap_or(1).clamp(1, MAX_QUEUES);
         let tap = tap::create_with(&netns, &tap_name(n), queues)?;
-        let dhcp = if asks { Some(tap::dhcp_questions(&netns, &tap.name)?) } else { None };
+        let dhcp = if serves_dhcp { Some(tap::dhcp_questions(&netns, &tap.name)?) } else { None };
         Ok((tap, dhcp))
     };
-    (0..network.interfaces.len()).map(card).collect()
+    (0..network.interfaces.len()).map(create).collect()
 }
 
 /// Returns a random locally administered address; the guest replaces it with the address of the CNI result.
@@ -217,37 +231,37 @@ fn random_mac() -> Result<Mac, PodError> {
 
 /// Fills the buffer with random bytes.
 pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
-    nacelle_base::random::fill(bytes).map_err(|source| PodError::Thread { what: "getrandom", source })
+    nacelle_base::random::fill(bytes).map_err(|source| PodError::Thread { what: "read random bytes", source })
 }
 
-type Started = (Arc<dyn Machine>, agent::Gone);
+type StartedVm = (Arc<dyn Machine>, agent::ExitWatch);
 
-async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<Started, PodError> {
+async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<StartedVm, PodError> {
     let spec = spec.check(&engine.limits())?;
-    let (tell, started) = oneshot::channel();
-    let (tell_gone, gone) = watch::channel(None);
-    let life = move || {
+    let (sender, started) = oneshot::channel();
+    let (exit_sender, exit) = watch::channel(None);
+    let run = move || {
         let machine: Arc<dyn Machine> = match engine.start(spec) {
             Ok(machine) => machine.into(),
             Err(error) => {
-                // If the receiver is gone, no caller needs the error.
-                let _ = tell.send(Err(error));
+                // If the receiver is exit, no caller needs the error.
+                let _ = sender.send(Err(error));
                 return;
             }
         };
-        if tell.send(Ok(Arc::clone(&machine))).is_ok() {
+        if sender.send(Ok(Arc::clone(&machine))).is_ok() {
             let exit = loop {
                 if let Some(exit) = machine.wait(Duration::from_secs(3_600)) {
                     break exit;
                 }
             };
-            tell_gone.send_replace(Some(exit));
+            exit_sender.send_replace(Some(exit));
         }
     };
-    let thread = nacelle_jail::spawn(ThreadKind::Machine, std::thread::Builder::new().name("machine".into()), life);
-    thread.map_err(|source| PodError::Thread { what: "the machine's thread", source })?;
-    let machine = started.await.map_err(|_thread_is_gone| PodError::Ending)??;
-    Ok((machine, gone))
+    let thread = nacelle_jail::spawn(ThreadKind::Machine, std::thread::Builder::new().name("machine".into()), run);
+    thread.map_err(|source| PodError::Thread { what: "start the thread of the VM", source })?;
+    let machine = started.await.map_err(|_thread_has_ended| PodError::Ending)??;
+    Ok((machine, exit))
 }
 
 /// Stops a VM and waits for its end.
@@ -266,12 +280,12 @@ mod tests {
     use crate::spec::tests::sample;
 
     #[test]
-    fn a_reserve_of_processors_waits() {
-        let words = |vcpus, reserved_vcpus| {
+    fn reserved_vcpus_are_offline_at_boot() {
+        let args = |vcpus, reserved_vcpus| {
             kernel_args(&PodSpec { vcpus, reserved_vcpus, kernel_args: vec!["debug".into()], ..sample() })
         };
-        assert_eq!(words(2, None), ["debug"]);
-        assert_eq!(words(2, Some(2)), ["debug"]);
-        assert_eq!(words(2, Some(4)), ["debug", "maxcpus=2"]);
+        assert_eq!(args(2, None), ["debug"]);
+        assert_eq!(args(2, Some(2)), ["debug"]);
+        assert_eq!(args(2, Some(4)), ["debug", "maxcpus=2"]);
     }
 }

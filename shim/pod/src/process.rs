@@ -1,9 +1,9 @@
 //! Runs the pod process around the actor: identity check, jail, async runtime, sockets, signals, and exit.
 
-use crate::actor::{Actor, Ask, Message};
+use crate::actor::{ActorMessage, ActorRequest, PodActor};
 use crate::error::PodError;
 use crate::identity;
-use crate::server::Server;
+use crate::server::PodService;
 use crate::spec::PodSpec;
 use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, jail_dir, machine, share, streams};
 use nacelle_base::files::{at, remove_if_there};
@@ -22,16 +22,16 @@ use tokio_stream::wrappers::UnixListenerStream;
 /// The grace period of containers at SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(10);
 /// The limit for sending the last replies.
-const FAREWELL: Duration = Duration::from_secs(5);
+const LAST_REPLIES_LIMIT: Duration = Duration::from_secs(5);
 /// The stack size of blocking threads, which call the engine, netlink and the file system.
-const STACK: usize = 512 << 10;
+const THREAD_STACK: usize = 512 << 10;
 
 /// Serves the pod in `dir` with the engine that `engine` creates from the specification, until the pod is stopped.
 pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, PodError>) -> Result<(), PodError> {
     let spec = PodSpec::read(dir)?;
     // The daemon has recorded in this directory which process it has started.
-    if identity::read(dir)? != Some(identity::own()?) {
-        return Err(PodError::NotNamed { dir: dir.to_owned() });
+    if identity::read(dir)? != Some(identity::of_this_process()?) {
+        return Err(PodError::ForeignProcess { dir: dir.to_owned() });
     }
     // Files of the pod are private; log files are readable for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
@@ -39,21 +39,21 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     let share = share::start(&spec, dir)?;
     let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;
-    if let Some(ways) = share.map(nacelle_fs::Share::ready).transpose()? {
-        (prepared.shares, prepared.pushed) = (ways.files, Some(ways.pushed));
+    if let Some(channels) = share.map(nacelle_fs::Share::ready).transpose()? {
+        (prepared.shares, prepared.copied_volumes) = (channels.files, Some(channels.pushed));
     }
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;
-        prepared.named = false;
+        prepared.has_name = false;
     }
-    let thread = |source| PodError::Thread { what: "the runtime", source };
+    let failed = |source| PodError::Thread { what: "start the async runtime", source };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
-        .thread_stack_size(STACK)
+        .thread_stack_size(THREAD_STACK)
         .max_blocking_threads(64)
         .on_thread_start(|| nacelle_jail::thread(nacelle_jail::ThreadKind::Blocking))
         .build()
-        .map_err(thread)?;
+        .map_err(failed)?;
     let served = runtime.block_on(serve(spec, dir, engine, prepared));
     // Work that still blocks holds no resources that need cleanup.
     runtime.shutdown_background();
@@ -65,7 +65,7 @@ async fn serve(
     spec: PodSpec,
     dir: &Path,
     engine: Arc<dyn Engine>,
-    prepared: machine::Prepared,
+    prepared: machine::PreparedVm,
 ) -> Result<(), PodError> {
     // A client that finds the second socket may rely on the first.
     let streams_listener = listen(&STREAM_SOCKET_FILE.in_jail(&jail_dir(dir)))?;
@@ -73,28 +73,30 @@ async fn serve(
 
     let pod = spec.id.clone();
     let spec = Arc::new(spec);
-    let (actor, handles) = Actor::new(Arc::clone(&spec), dir);
-    obey_signals(handles.inbox.clone())?;
+    let (actor, handles) = PodActor::new(Arc::clone(&spec), dir);
+    stop_on_signals(handles.inbox.clone())?;
     tokio::spawn(streams::serve(streams_listener, handles.inbox.clone()));
-    let (over, ended) = tokio::sync::oneshot::channel::<()>();
-    let service = PodServer::new(Server::new(handles, spec)).max_decoding_message_size(wire::LARGE);
+    let (actor_guard, actor_ended) = tokio::sync::oneshot::channel::<()>();
+    let service = PodServer::new(PodService::new(handles, spec)).max_decoding_message_size(wire::LARGE);
     let server = nacelle_proto::server::builder().add_service(service).serve_with_incoming_shutdown(
         UnixListenerStream::new(listener),
         async {
             // The channel is closed when the actor has ended.
-            let _ = ended.await;
+            let _ = actor_ended.await;
         },
     );
     let server = tokio::spawn(server);
-    tracing::info!(%pod, "the pod process serves");
+    tracing::info!(%pod, "the pod process accepts requests");
     actor.run(engine, prepared).await;
-    drop(over);
-    match tokio::time::timeout(FAREWELL, server).await {
-        Ok(Ok(Err(error))) => tracing::warn!("the server ended badly: {}", nacelle_base::Chain(&error)),
+    drop(actor_guard);
+    match tokio::time::timeout(LAST_REPLIES_LIMIT, server).await {
+        Ok(Ok(Err(error))) => {
+            tracing::warn!("the gRPC server of the pod process failed: {}", nacelle_base::Chain(&error))
+        }
         Ok(_) => {}
-        Err(_elapsed) => tracing::warn!("somebody does not read the last answers"),
+        Err(_elapsed) => tracing::warn!("a client did not read the last replies"),
     }
-    tracing::info!(%pod, "the pod is stopped");
+    tracing::info!(%pod, "the pod has stopped");
     Ok(())
 }
 
@@ -106,14 +108,14 @@ fn listen(socket: &Path) -> Result<UnixListener, PodError> {
 }
 
 /// Turns SIGTERM and SIGINT into a stop of the pod.
-fn obey_signals(inbox: mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
+fn stop_on_signals(inbox: mpsc::UnboundedSender<ActorMessage>) -> Result<(), PodError> {
     for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
-        let failed = |source| PodError::Thread { what: "the handling of signals", source };
+        let failed = |source| PodError::Thread { what: "handle SIGTERM and SIGINT", source };
         let mut signals = signal(kind).map_err(failed)?;
         let inbox = inbox.clone();
         tokio::spawn(async move {
             while signals.recv().await.is_some() {
-                if inbox.send(Message::Ask(Ask::StopPod(TERM_GRACE, None))).is_err() {
+                if inbox.send(ActorMessage::Request(ActorRequest::StopPod(TERM_GRACE, None))).is_err() {
                     return;
                 }
             }

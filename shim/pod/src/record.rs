@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The file of the pod process, in [`crate::jail_dir`].
 const FILE: JailedFile = JailedFile::new("state.json");
 /// The file of the daemon, in its part of the run directory.
-const KEPT_FILE: &str = "last.json";
+const FINAL_FILE: &str = "last.json";
 /// The maximum size in bytes of a file that is read.
 const MAX_BYTES: u64 = 1 << 20;
 
@@ -21,12 +21,11 @@ pub const LOST: u32 = 255;
 /// The exit code of processes that the kernel killed: 128 + SIGKILL.
 pub const KILLED: u32 = 137;
 /// The failure message of a VM that the node's OOM killer ended.
-pub const OUT_OF_MEMORY: &str =
-    "the node's kernel killed the machine: the memory of its control group, or of the node, ran out";
+pub const OUT_OF_MEMORY: &str = "the node's OOM killer ended the VM: the memory of its cgroup, or of the node, ran out";
 
 /// The last state of a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PodRecord {
+pub struct SavedPodState {
     /// The id of the PodSandbox.
     pub id: PodId,
     /// The phase of the pod.
@@ -39,7 +38,7 @@ pub struct PodRecord {
     pub kernel_release: String,
     /// The containers, in the order of their creation.
     #[serde(default)]
-    pub containers: Vec<ContainerRecord>,
+    pub containers: Vec<SavedContainerState>,
 }
 
 /// The phase of a pod: see docs/contributor/state-machines.md.
@@ -70,7 +69,7 @@ pub enum ContainerPhase {
 
 /// The last state of one container. Times are nanoseconds since 1970; 0 if the event has not happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ContainerRecord {
+pub struct SavedContainerState {
     /// The id of the container.
     pub id: String,
     /// The phase of the container.
@@ -105,12 +104,12 @@ pub struct ContainerRecord {
 
 /// The record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
-pub enum RecordError {
+pub enum SavedStateError {
     /// The file could not be read or written.
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not the JSON of a record, or has an unknown version.
-    #[error("{} is no record of a pod that this version knows", path.display())]
+    #[error("{} is not the saved state of a pod in a format that this version supports", path.display())]
     Format {
         /// The path of the file.
         path: PathBuf,
@@ -119,7 +118,7 @@ pub enum RecordError {
     },
 }
 
-impl Classify for RecordError {
+impl Classify for SavedStateError {
     fn kind(&self) -> Kind {
         Kind::Internal
     }
@@ -129,28 +128,29 @@ impl Classify for RecordError {
 #[serde(tag = "version")]
 enum Stored {
     #[serde(rename = "1")]
-    V1(PodRecord),
+    V1(SavedPodState),
 }
 
 /// Reads the last record of the pod process; returns `None` if it has written none. The process may have written anything:
 /// a file that is larger than [`MAX_BYTES`] or is not a record is an error.
-pub fn read(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
+pub fn read(dir: &Path) -> Result<Option<SavedPodState>, SavedStateError> {
     let bytes = crate::jailed(dir).read(FILE, MAX_BYTES)?;
     bytes.map(|bytes| decode(&bytes, FILE.in_jail(&crate::jail_dir(dir)))).transpose()
 }
 
-/// Reads what [`PodRecord::keep`] wrote; returns `None` if it was not called yet.
-pub(crate) fn kept(dir: &Path) -> Result<Option<PodRecord>, RecordError> {
-    let bytes = JailedDir::new(dir).read(KEPT_FILE, MAX_BYTES)?;
-    bytes.map(|bytes| decode(&bytes, dir.join(KEPT_FILE))).transpose()
+/// Reads what [`SavedPodState::write_final`] wrote; returns `None` if it was not called yet.
+pub(crate) fn read_final(dir: &Path) -> Result<Option<SavedPodState>, SavedStateError> {
+    let bytes = JailedDir::new(dir).read(FINAL_FILE, MAX_BYTES)?;
+    bytes.map(|bytes| decode(&bytes, dir.join(FINAL_FILE))).transpose()
 }
 
-fn decode(bytes: &[u8], path: PathBuf) -> Result<PodRecord, RecordError> {
-    let Stored::V1(record) = nacelle_base::json::read(bytes).map_err(|source| RecordError::Format { path, source })?;
+fn decode(bytes: &[u8], path: PathBuf) -> Result<SavedPodState, SavedStateError> {
+    let Stored::V1(record) =
+        nacelle_base::json::read(bytes).map_err(|source| SavedStateError::Format { path, source })?;
     Ok(record)
 }
 
-impl PodRecord {
+impl SavedPodState {
     /// Returns the record of a pod that has just begun.
     pub fn new(id: PodId) -> Self {
         Self {
@@ -163,38 +163,38 @@ impl PodRecord {
     }
 
     /// Writes `DIR/jail/state.json` atomically. Called by the pod process.
-    pub fn write(&self, dir: &Path) -> Result<(), RecordError> {
+    pub fn write(&self, dir: &Path) -> Result<(), SavedStateError> {
         self.write_to(FILE.in_jail(&crate::jail_dir(dir)))
     }
 
     /// Writes `DIR/last.json` atomically: the record of a pod whose process is gone. Called by the daemon.
-    pub(crate) fn keep(&self, dir: &Path) -> Result<(), RecordError> {
-        self.write_to(dir.join(KEPT_FILE))
+    pub(crate) fn write_final(&self, dir: &Path) -> Result<(), SavedStateError> {
+        self.write_to(dir.join(FINAL_FILE))
     }
 
-    fn write_to(&self, path: PathBuf) -> Result<(), RecordError> {
+    fn write_to(&self, path: PathBuf) -> Result<(), SavedStateError> {
         let bytes = serde_json::to_vec(&Stored::V1(self.clone()))
-            .map_err(|source| RecordError::Format { path: path.clone(), source })?;
+            .map_err(|source| SavedStateError::Format { path: path.clone(), source })?;
         Ok(write_whole(&path, &bytes)?)
     }
 
     /// Records that the VM ended for this reason at this time: containers that still lived exit with [`LOST`].
-    pub fn lose(&mut self, why: &str, now: i64) {
+    pub fn mark_lost(&mut self, why: &str, now: i64) {
         if self.phase != Phase::Stopped {
             self.phase = Phase::Stopped;
             self.failure = why.to_owned();
         }
-        self.lose_containers(why, now);
+        self.mark_containers_lost(why, now);
     }
 
-    /// Changes a lost record as [`blame_memory`] changes a state.
-    pub(crate) fn blame_memory(&mut self) {
+    /// Changes a lost record as [`mark_oom_killed`] changes a state.
+    pub(crate) fn mark_oom_killed(&mut self) {
         let containers = self.containers.iter_mut();
-        blame(&mut self.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
+        set_oom_killed(&mut self.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
     }
 
-    /// Marks the containers that still lived as lost, as [`PodRecord::lose`] does.
-    pub fn lose_containers(&mut self, why: &str, now: i64) {
+    /// Marks the containers that still lived as lost, as [`SavedPodState::mark_lost`] does.
+    pub fn mark_containers_lost(&mut self, why: &str, now: i64) {
         for container in self.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
             container.phase = ContainerPhase::Exited;
             container.exit_code = LOST;
@@ -205,15 +205,18 @@ impl PodRecord {
 }
 
 /// Changes the state of a lost pod: the node's OOM killer ended the VM, and with it the containers that were lost.
-pub fn blame_memory(state: &mut proto::PodState) {
+pub fn mark_oom_killed(state: &mut proto::PodState) {
     let containers = state.containers.iter_mut();
-    blame(&mut state.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
+    set_oom_killed(&mut state.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
 }
 
-fn blame<'a>(failure: &mut String, containers: impl Iterator<Item = (&'a mut u32, &'a mut bool, &'a mut String)>) {
+fn set_oom_killed<'a>(
+    failure: &mut String,
+    containers: impl Iterator<Item = (&'a mut u32, &'a mut bool, &'a mut String)>,
+) {
     *failure = match failure.as_str() {
         "" => OUT_OF_MEMORY.to_owned(),
-        known => format!("{OUT_OF_MEMORY} ({known})"),
+        reason => format!("{OUT_OF_MEMORY} ({reason})"),
     };
     for (exit_code, oom_killed, message) in containers.filter(|(exit_code, ..)| **exit_code == LOST) {
         (*exit_code, *oom_killed) = (KILLED, true);
@@ -221,8 +224,8 @@ fn blame<'a>(failure: &mut String, containers: impl Iterator<Item = (&'a mut u32
     }
 }
 
-impl From<&PodRecord> for proto::PodState {
-    fn from(record: &PodRecord) -> Self {
+impl From<&SavedPodState> for proto::PodState {
+    fn from(record: &SavedPodState) -> Self {
         let phase = match record.phase {
             Phase::Booting => proto::Phase::Booting,
             Phase::Ready => proto::Phase::Ready,
@@ -238,8 +241,8 @@ impl From<&PodRecord> for proto::PodState {
     }
 }
 
-impl From<&ContainerRecord> for proto::ContainerState {
-    fn from(record: &ContainerRecord) -> Self {
+impl From<&SavedContainerState> for proto::ContainerState {
+    fn from(record: &SavedContainerState) -> Self {
         let phase = match record.phase {
             ContainerPhase::Created => proto::ContainerPhase::Created,
             ContainerPhase::Running => proto::ContainerPhase::Running,
@@ -265,8 +268,8 @@ impl From<&ContainerRecord> for proto::ContainerState {
 mod tests {
     use super::*;
 
-    fn sample() -> PodRecord {
-        let container = |id: &str, phase| ContainerRecord {
+    fn sample() -> SavedPodState {
+        let container = |id: &str, phase| SavedContainerState {
             id: id.into(),
             phase,
             created_at: 1,
@@ -279,57 +282,57 @@ mod tests {
             gid: 0,
             supplemental_groups: vec![],
         };
-        let mut record = PodRecord::new(PodId::from_bytes([3; 32]));
+        let mut record = SavedPodState::new(PodId::from_bytes([3; 32]));
         record.phase = Phase::Ready;
         record.containers = vec![container("a", ContainerPhase::Exited), container("b", ContainerPhase::Running)];
         record
     }
 
     #[test]
-    fn comes_back_from_its_file() {
+    fn a_saved_state_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
-        crate::make_jail(dir.path()).unwrap();
-        assert_eq!((read(dir.path()).unwrap(), kept(dir.path()).unwrap()), (None, None));
+        crate::create_jail(dir.path()).unwrap();
+        assert_eq!((read(dir.path()).unwrap(), read_final(dir.path()).unwrap()), (None, None));
         sample().write(dir.path()).unwrap();
-        assert_eq!((read(dir.path()).unwrap(), kept(dir.path()).unwrap()), (Some(sample()), None));
-        sample().keep(dir.path()).unwrap();
-        assert_eq!(kept(dir.path()).unwrap(), Some(sample()));
+        assert_eq!((read(dir.path()).unwrap(), read_final(dir.path()).unwrap()), (Some(sample()), None));
+        sample().write_final(dir.path()).unwrap();
+        assert_eq!(read_final(dir.path()).unwrap(), Some(sample()));
     }
 
     #[test]
-    fn version_1_stays_readable_and_others_are_refused() {
+    fn version_1_stays_readable_and_others_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let golden = format!(
             r#"{{"version":"1","id":"{}","phase":"ready","containers":[{{"id":"c","phase":"exited","created_at":5,"exit_code":3}}]}}"#,
             "03".repeat(32)
         );
-        crate::make_jail(dir.path()).unwrap();
+        crate::create_jail(dir.path()).unwrap();
         let file = FILE.in_jail(&crate::jail_dir(dir.path()));
         std::fs::write(&file, &golden).unwrap();
         assert_eq!(read(dir.path()).unwrap().unwrap().containers[0].exit_code, 3);
         std::fs::write(&file, golden.replace(r#""1""#, r#""9""#)).unwrap();
-        assert!(matches!(read(dir.path()), Err(RecordError::Format { .. })));
+        assert!(matches!(read(dir.path()), Err(SavedStateError::Format { .. })));
     }
 
     #[test]
-    fn what_is_lost_keeps_the_exits_that_were_seen() {
+    fn a_lost_pod_keeps_the_exit_codes_that_were_recorded() {
         let mut record = sample();
-        record.lose("gone", 9);
+        record.mark_lost("gone", 9);
         assert_eq!((record.phase, record.failure.as_str()), (Phase::Stopped, "gone"));
         assert_eq!((record.containers[0].exit_code, record.containers[1].exit_code), (0, LOST));
         assert_eq!(record.containers[1].finished_at, 9);
         let before = record.clone();
-        record.lose("again", 10);
+        record.mark_lost("again", 10);
         assert_eq!(record, before);
     }
 
     #[test]
-    fn what_the_nodes_kernel_killed_says_so() {
+    fn the_state_of_an_oom_killed_pod_says_so() {
         let mut record = sample();
-        record.lose("the pod process died of signal 9", 9);
+        record.mark_lost("the pod process died of signal 9", 9);
         let mut state = proto::PodState::from(&record);
-        record.blame_memory();
-        blame_memory(&mut state);
+        record.mark_oom_killed();
+        mark_oom_killed(&mut state);
         assert_eq!(proto::PodState::from(&record), state);
         assert_eq!(record.failure, format!("{OUT_OF_MEMORY} (the pod process died of signal 9)"));
         let [seen, lost] = &record.containers[..] else { panic!("{record:?}") };

@@ -49,12 +49,12 @@ const VOLUME_FORMAT: &[&str] = &[
     "volume",
 ];
 /// The minimum and maximum size of a volume's journal in MiB; in between it is 1/64 of the volume.
-const JOURNAL: (u64, u64) = (4, 64);
+const JOURNAL_MIB: (u64, u64) = (4, 64);
 
 /// The prefix of the names of pods' disks.
-pub(crate) const DISK: &str = "pod-";
+pub(crate) const DISK_PREFIX: &str = "pod-";
 /// The prefix of the names of the directories of pods without a guest.
-pub(crate) const DIRECTORY: &str = "host-";
+pub(crate) const DIRECTORY_PREFIX: &str = "host-";
 
 /// A scratch disk cannot be created.
 #[derive(Debug, thiserror::Error)]
@@ -63,13 +63,13 @@ pub enum ScratchError {
     #[error(transparent)]
     File(#[from] FileError),
     /// mkfs.ext4 could not be started.
-    #[error("cannot start mkfs.ext4 (Debian: e2fsprogs)")]
+    #[error("cannot start mkfs.ext4; install it (Debian package e2fsprogs)")]
     Start {
         /// The cause.
         source: io::Error,
     },
     /// mkfs.ext4 failed.
-    #[error("mkfs.ext4 failed for a disk of {bytes} bytes: {message}")]
+    #[error("mkfs.ext4 cannot format a disk of {bytes} bytes: {message}")]
     Format {
         /// The size of the disk in bytes.
         bytes: u64,
@@ -90,38 +90,40 @@ impl Classify for ScratchError {
 
 /// Creates the template of this size unless it exists, and returns its path. Any number of processes may call it at once;
 /// the daemon calls it before the first pod needs the template.
-pub fn template(directory: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
+pub fn create_template(directory: &Path, size_mib: u64) -> Result<PathBuf, ScratchError> {
     let path = directory.join(format!("scratch-v{FORMAT_VERSION}-{size_mib}.ext4"));
     if path.exists() {
         return Ok(path);
     }
     DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
     let draft = Draft::of(&path)?;
-    format(&draft.file, draft.path(), size_mib.saturating_mul(1 << 20), FORMAT)?;
+    format_ext4(&draft.file, draft.path(), size_mib.saturating_mul(1 << 20), FORMAT)?;
     draft.keep()?;
     Ok(path)
 }
 
 /// Creates the disk of a volume atomically, replacing an existing one. `draft` is a temporary path in the same directory
 /// that no other process uses.
-pub fn volume(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError> {
+pub fn create_volume_disk(path: &Path, draft: &Path, bytes: u64) -> Result<(), ScratchError> {
     remove_if_there(draft)?;
-    let journal = format!("size={}", (bytes >> 26).clamp(JOURNAL.0, JOURNAL.1));
-    let how = [VOLUME_FORMAT, &["-J", &journal]].concat();
+    let journal = format!("size={}", (bytes >> 26).clamp(JOURNAL_MIB.0, JOURNAL_MIB.1));
+    let options = [VOLUME_FORMAT, &["-J", &journal]].concat();
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(draft).map_err(at("create", draft))?;
-    let made = format(&file, draft, bytes, &how).and_then(|()| Ok(fs::rename(draft, path).map_err(at("write", path))?));
-    if made.is_err() {
+    let created = format_ext4(&file, draft, bytes, &options)
+        .and_then(|()| Ok(fs::rename(draft, path).map_err(at("write", path))?));
+    if created.is_err() {
         // The caller needs the first error.
         let _ = remove_if_there(draft);
     }
-    made
+    created
 }
 
-fn format(file: &File, path: &Path, bytes: u64, how: &[&str]) -> Result<(), ScratchError> {
+fn format_ext4(file: &File, path: &Path, bytes: u64, options: &[&str]) -> Result<(), ScratchError> {
     file.set_len(bytes).map_err(at("resize", path))?;
     // mkfs.ext4 lies in a directory that is not in the PATH of every user.
     let path_variable = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
-    let output = Command::new("mkfs.ext4").env("PATH", path_variable).args(how).arg(path).stdin(Stdio::null()).output();
+    let output =
+        Command::new("mkfs.ext4").env("PATH", path_variable).args(options).arg(path).stdin(Stdio::null()).output();
     let output = output.map_err(|source| ScratchError::Start { source })?;
     if !output.status.success() {
         let message = String::from_utf8_lossy(&output.stderr).trim().chars().take(500).collect();
@@ -141,10 +143,10 @@ pub fn remove_disks(directory: &Path, keep: &BTreeSet<PodId>) -> Result<(), File
         let entry = entry.map_err(at("read", directory))?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with(DISK) {
+        if name.starts_with(DISK_PREFIX) {
             remove_if_there(&entry.path())?;
         }
-        if let Some(id) = name.strip_prefix(DIRECTORY)
+        if let Some(id) = name.strip_prefix(DIRECTORY_PREFIX)
             && !keep.iter().any(|kept| kept.as_str() == id)
         {
             remove_tree_if_there(&entry.path())?;
@@ -154,7 +156,7 @@ pub fn remove_disks(directory: &Path, keep: &BTreeSet<PodId>) -> Result<(), File
 }
 
 /// Copies a template to a new file: with shared blocks if the file system supports that, otherwise without the holes.
-pub fn copy(template: &Path, to: &Path) -> Result<(), ScratchError> {
+pub fn copy_template(template: &Path, to: &Path) -> Result<(), ScratchError> {
     let source = File::open(template).map_err(at("open", template))?;
     let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
     let copied = crate::sys::clone_file(&source, &target).or_else(|_unsupported| copy_data(&source, &target));
@@ -195,15 +197,15 @@ mod tests {
     #[test]
     fn a_copy_has_the_holes_and_the_bytes_of_its_template() {
         let directory = tempfile::tempdir().unwrap();
-        let template = template(&directory.path().join("templates"), 64).unwrap();
-        assert_eq!(super::template(&directory.path().join("templates"), 64).unwrap(), template);
+        let template = create_template(&directory.path().join("templates"), 64).unwrap();
+        assert_eq!(super::create_template(&directory.path().join("templates"), 64).unwrap(), template);
         let to = directory.path().join("scratch.ext4");
-        copy(&template, &to).unwrap();
+        copy_template(&template, &to).unwrap();
         assert!(fs::read(&template).unwrap() == fs::read(&to).unwrap());
-        let taken = fs::metadata(&to).unwrap();
-        assert_eq!(taken.len(), 64 << 20);
-        assert!(taken.blocks() * 512 < 4 << 20, "{} KiB", taken.blocks() / 2);
-        assert!(copy(&template, &to).is_err(), "an existing file is not overwritten");
+        let metadata = fs::metadata(&to).unwrap();
+        assert_eq!(metadata.len(), 64 << 20);
+        assert!(metadata.blocks() * 512 < 4 << 20, "{} KiB", metadata.blocks() / 2);
+        assert!(copy_template(&template, &to).is_err(), "an existing file is not overwritten");
         assert_eq!(fs::read_dir(directory.path().join("templates")).unwrap().count(), 1);
         let check =
             Command::new("fsck.ext4").env("PATH", "/usr/sbin:/sbin").args(["-n", "-f"]).arg(&to).output().unwrap();
@@ -211,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_starts_that_were_cut_go_and_templates_stay() {
+    fn disks_of_cancelled_starts_are_removed_and_templates_stay() {
         let directory = tempfile::tempdir().unwrap();
         let (kept, gone) = (PodId::from_bytes([1; 32]), PodId::from_bytes([2; 32]));
         let keep = BTreeSet::from([kept.clone()]);
@@ -235,22 +237,22 @@ mod tests {
         // The draft of a process that was killed.
         fs::write(&draft, "half").unwrap();
         for bytes in [(16 << 20) - (256 << 10), 4 << 40] {
-            volume(&path, &draft, bytes).unwrap();
-            let taken = fs::metadata(&path).unwrap();
-            assert_eq!(taken.len(), bytes);
-            assert!(taken.blocks() * 512 < (bytes >> 12).max(1 << 20), "{} KiB", taken.blocks() / 2);
-            let told = Command::new("dumpe2fs").env("PATH", "/usr/sbin:/sbin").arg("-h").arg(&path).output().unwrap();
-            let told = String::from_utf8_lossy(&told.stdout).into_owned();
-            assert!(told.contains("has_journal") && told.contains("Remount read-only"), "{told}");
+            create_volume_disk(&path, &draft, bytes).unwrap();
+            let metadata = fs::metadata(&path).unwrap();
+            assert_eq!(metadata.len(), bytes);
+            assert!(metadata.blocks() * 512 < (bytes >> 12).max(1 << 20), "{} KiB", metadata.blocks() / 2);
+            let output = Command::new("dumpe2fs").env("PATH", "/usr/sbin:/sbin").arg("-h").arg(&path).output().unwrap();
+            let superblock = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(superblock.contains("has_journal") && superblock.contains("Remount read-only"), "{superblock}");
         }
-        assert!(volume(&path, &draft, 0).is_err());
+        assert!(create_volume_disk(&path, &draft, 0).is_err());
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
     #[test]
     fn a_failed_template_leaves_nothing() {
         let directory = tempfile::tempdir().unwrap();
-        assert!(template(directory.path(), 0).is_err());
+        assert!(create_template(directory.path(), 0).is_err());
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 }

@@ -1,12 +1,12 @@
 //! Serves pod.proto on the pod process's socket: converts each request into one message to the actor, and each reply of the
 //! actor into one response.
 
-use crate::actor::{Ask, Handles, Live, Message, Reply};
+use crate::actor::{ActorHandles, ActorMessage, ActorRequest, ContainerHandle, Reply};
 use crate::error::PodError;
-use crate::exec::Running;
+use crate::exec::ExecProcess;
 use crate::guest_values::{Bounded, StatisticsBounds};
-use crate::memory::{self, Memory};
-use crate::record::PodRecord;
+use crate::memory::{self, MemoryResizer};
+use crate::record::SavedPodState;
 use crate::spec::PodSpec;
 use nacelle_proto::{common, pod as proto};
 use proto::pod_server::Pod;
@@ -19,32 +19,38 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
 /// The gRPC service.
-pub struct Server {
-    inbox: mpsc::UnboundedSender<Message>,
-    published: watch::Receiver<PodRecord>,
+pub struct PodService {
+    inbox: mpsc::UnboundedSender<ActorMessage>,
+    published: watch::Receiver<SavedPodState>,
     spec: Arc<PodSpec>,
-    memory: Memory,
+    memory: MemoryResizer,
 }
 
-impl Server {
+impl PodService {
     /// Creates the service in front of this actor, for the pod of this specification.
-    pub fn new(handles: Handles, spec: Arc<PodSpec>) -> Self {
-        Self { inbox: handles.inbox, published: handles.published, spec, memory: Memory::default() }
+    pub fn new(handles: ActorHandles, spec: Arc<PodSpec>) -> Self {
+        Self { inbox: handles.inbox, published: handles.published, spec, memory: MemoryResizer::default() }
     }
 
-    async fn ask<T>(&self, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<Response<T>, Status> {
+    async fn call<T>(&self, request: impl FnOnce(Reply<T>) -> ActorRequest) -> Result<Response<T>, Status> {
         let ending = || crate::codes::status(&PodError::Ending);
         let (reply, answer) = oneshot::channel();
-        self.inbox.send(Message::Ask(ask(reply))).map_err(|_closed| ending())?;
+        self.inbox.send(ActorMessage::Request(request(reply))).map_err(|_closed| ending())?;
         Ok(Response::new(answer.await.map_err(|_dropped| ending())??))
     }
 
-    async fn ask_guest<T>(&self, ask: impl FnOnce(Reply<Bounded<T>>) -> Ask) -> Result<Response<T>, Status> {
-        self.ask(ask).await.map(|answer| answer.map(Bounded::into_inner))
+    async fn call_for_guest_value<T>(
+        &self,
+        request: impl FnOnce(Reply<Bounded<T>>) -> ActorRequest,
+    ) -> Result<Response<T>, Status> {
+        self.call(request).await.map(|answer| answer.map(Bounded::into_inner))
     }
 
-    async fn tell(&self, ask: impl FnOnce(Reply<()>) -> Ask) -> Result<Response<common::Empty>, Status> {
-        self.ask(ask).await.map(|_| Response::new(common::Empty {}))
+    async fn call_for_empty(
+        &self,
+        request: impl FnOnce(Reply<()>) -> ActorRequest,
+    ) -> Result<Response<common::Empty>, Status> {
+        self.call(request).await.map(|_| Response::new(common::Empty {}))
     }
 }
 
@@ -53,14 +59,14 @@ fn millis(count: u32) -> Duration {
 }
 
 #[tonic::async_trait]
-impl Pod for Server {
+impl Pod for PodService {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<proto::PodState, Status>> + Send>>;
 
     async fn configure(
         &self,
         request: Request<proto::ConfigureRequest>,
     ) -> Result<Response<proto::ConfigureResponse>, Status> {
-        self.ask_guest(|reply| Ask::Configure(request.into_inner(), reply)).await
+        self.call_for_guest_value(|reply| ActorRequest::Configure(request.into_inner(), reply)).await
     }
 
     async fn state(&self, _: Request<common::Empty>) -> Result<Response<proto::PodState>, Status> {
@@ -76,11 +82,11 @@ impl Pod for Server {
         &self,
         request: Request<proto::CreateContainerRequest>,
     ) -> Result<Response<common::CreateContainerResponse>, Status> {
-        self.ask_guest(|reply| Ask::Create(request.into_inner(), reply)).await
+        self.call_for_guest_value(|reply| ActorRequest::CreateContainer(request.into_inner(), reply)).await
     }
 
     async fn start_container(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
-        self.tell(|reply| Ask::Start(request.into_inner().id, reply)).await
+        self.call_for_empty(|reply| ActorRequest::StartContainer(request.into_inner().id, reply)).await
     }
 
     async fn stop_container(
@@ -88,47 +94,48 @@ impl Pod for Server {
         request: Request<proto::StopContainerRequest>,
     ) -> Result<Response<common::Empty>, Status> {
         let request = request.into_inner();
-        self.tell(|reply| Ask::Stop(request.id, millis(request.timeout_ms), reply)).await
+        self.call_for_empty(|reply| ActorRequest::StopContainer(request.id, millis(request.timeout_ms), reply)).await
     }
 
     async fn remove_container(
         &self,
         request: Request<common::ContainerRef>,
     ) -> Result<Response<common::Empty>, Status> {
-        self.tell(|reply| Ask::Remove(request.into_inner().id, reply)).await
+        self.call_for_empty(|reply| ActorRequest::RemoveContainer(request.into_inner().id, reply)).await
     }
 
     async fn reopen_log(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
-        self.tell(|reply| Ask::ReopenLog(request.into_inner().id, reply)).await
+        self.call_for_empty(|reply| ActorRequest::ReopenLog(request.into_inner().id, reply)).await
     }
 
     async fn exec_sync(
         &self,
         request: Request<proto::ExecSyncRequest>,
     ) -> Result<Response<proto::ExecSyncResponse>, Status> {
-        self.ask_guest(|reply| Ask::Exec(request.into_inner(), reply)).await
+        self.call_for_guest_value(|reply| ActorRequest::ExecSync(request.into_inner(), reply)).await
     }
 
     type ExecStream = ReceiverStream<Result<proto::ExecEvent, Status>>;
 
     async fn exec(&self, request: Request<proto::ExecRequest>) -> Result<Response<Self::ExecStream>, Status> {
         let proto::ExecRequest { id, args, tty, stdin } = request.into_inner();
-        let Live { agent, .. } = self.ask(|reply| Ask::Running(id.clone(), reply)).await?.into_inner();
-        let begun = Running::begin(agent, id, args, tty, stdin).await;
-        let running = begun.map_err(|error| crate::codes::status(&error))?;
-        let (events, told) = mpsc::channel(2);
-        let began = proto::exec_event::Event::Began(running.exec_id().to_owned());
+        let ContainerHandle { agent, .. } =
+            self.call(|reply| ActorRequest::GetContainer(id.clone(), reply)).await?.into_inner();
+        let started = ExecProcess::start(agent, id, args, tty, stdin).await;
+        let process = started.map_err(|error| crate::codes::status(&error))?;
+        let (events, receiver) = mpsc::channel(2);
+        let began = proto::exec_event::Event::Began(process.exec_id().to_owned());
         // The channel has room, and its receiver is in this function.
         let _ = events.try_send(Ok(proto::ExecEvent { event: Some(began) }));
-        tokio::spawn(running.tell(events));
-        Ok(Response::new(ReceiverStream::new(told)))
+        tokio::spawn(process.forward_exit(events));
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn update_container(
         &self,
         request: Request<common::UpdateContainerRequest>,
     ) -> Result<Response<common::Empty>, Status> {
-        let agent = self.ask(Ask::Agent).await?.into_inner();
+        let agent = self.call(ActorRequest::GetAgent).await?.into_inner();
         agent.update_container(request.into_inner()).await.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(common::Empty {}))
     }
@@ -138,13 +145,13 @@ impl Pod for Server {
         request: Request<common::SetProcessorsRequest>,
     ) -> Result<Response<common::Empty>, Status> {
         let count = request.into_inner().count;
-        let most = self.spec.max_vcpus();
-        if !(1..=most).contains(&count) {
-            let rule = "1 to as many as the machine was made with are allowed";
-            let wrong = PodError::Field { field: "count", value: format!("{count} of {most}"), rule };
+        let maximum = self.spec.max_vcpus();
+        if !(1..=maximum).contains(&count) {
+            let rule = "1 to the number of vCPUs with which the VM was created are allowed";
+            let wrong = PodError::Field { field: "count", value: format!("{count} of {maximum}"), rule };
             return Err(crate::codes::status(&wrong));
         }
-        let agent = self.ask(Ask::Agent).await?.into_inner();
+        let agent = self.call(ActorRequest::GetAgent).await?.into_inner();
         agent.set_processors(count).await.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(common::Empty {}))
     }
@@ -153,30 +160,31 @@ impl Pod for Server {
         &self,
         request: Request<proto::SetMemoryRequest>,
     ) -> Result<Response<common::SetMemoryResponse>, Status> {
-        let asked = request.into_inner().bytes;
-        memory::check(&self.spec, asked).map_err(|error| crate::codes::status(&error))?;
-        let able = self.ask(Ask::Machine).await?.into_inner();
-        let set = self.memory.set(Arc::clone(&self.spec), able, asked).await;
+        let requested = request.into_inner().bytes;
+        memory::check_request(&self.spec, requested).map_err(|error| crate::codes::status(&error))?;
+        let vm = self.call(ActorRequest::GetVm).await?.into_inner();
+        let set = self.memory.set(Arc::clone(&self.spec), vm, requested).await;
         let set = set.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(set.into_inner()))
     }
 
     async fn resize(&self, request: Request<common::ResizeRequest>) -> Result<Response<common::Empty>, Status> {
         let request = request.into_inner();
-        let Live { agent, .. } = self.ask(|reply| Ask::Running(request.id.clone(), reply)).await?.into_inner();
-        let sized = agent.resize(request).await;
-        sized.map_err(|error| crate::codes::status(&error))?;
+        let ContainerHandle { agent, .. } =
+            self.call(|reply| ActorRequest::GetContainer(request.id.clone(), reply)).await?.into_inner();
+        let resized = agent.resize(request).await;
+        resized.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(common::Empty {}))
     }
 
     async fn stats(&self, _: Request<common::Empty>) -> Result<Response<proto::StatsResponse>, Status> {
-        let agent = self.ask(Ask::Agent).await?.into_inner();
+        let agent = self.call(ActorRequest::GetAgent).await?.into_inner();
         let answer = agent.stats().await.map_err(|error| crate::codes::status(&error))?;
         let network = self.spec.network.as_ref();
         // Without a guest the node is the only bound.
-        let guest = self.spec.engine.has_machine();
+        let has_vm = self.spec.engine.has_vm();
         let bounds = StatisticsBounds {
-            memory: if guest { u64::from(self.spec.max_memory_mib()) << 20 } else { u64::MAX },
+            memory: if has_vm { u64::from(self.spec.max_memory_mib()) << 20 } else { u64::MAX },
             disk: if self.spec.engine.has_disks() {
                 self.spec.scratch.size_mib.saturating_mul(1 << 20)
             } else {
@@ -190,6 +198,6 @@ impl Pod for Server {
 
     async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<common::Empty>, Status> {
         let grace = millis(request.into_inner().timeout_ms);
-        self.tell(|reply| Ask::StopPod(grace, Some(reply))).await
+        self.call_for_empty(|reply| ActorRequest::StopPod(grace, Some(reply))).await
     }
 }

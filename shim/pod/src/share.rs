@@ -22,7 +22,7 @@ const FILE: &str = "share.json";
 #[derive(Debug, thiserror::Error)]
 pub enum VolumesError {
     /// The process that holds the volumes is gone, or was never started.
-    #[error("the pod in {} has no process for volumes of the node", dir.display())]
+    #[error("cannot mount or unmount volumes of the pod in {}: it has no file-server process", dir.display())]
     Gone {
         /// The pod's run directory.
         dir: PathBuf,
@@ -53,7 +53,7 @@ impl Classify for VolumesError {
 /// The process of a container pod serves all volumes as one share; that of a machine pod has one share for each file
 /// system.
 pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodError> {
-    let shown = match spec.engine {
+    let served = match spec.engine {
         EngineSpec::Kvm {} | EngineSpec::Qemu { .. } => Shown::All,
         EngineSpec::Keeper { shares: count @ 1.., .. } => Shown::Parts(count),
         EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => return Ok(None),
@@ -63,27 +63,27 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
         // If this fails, the error is reported when the pod process joins the cgroup for good.
         let _ = nacelle_jail::cgroup::join(group);
     }
-    let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), shown)?;
-    introduce(share.process().as_raw(), dir)?;
+    let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), served)?;
+    record_process(share.process().as_raw(), dir)?;
     Ok(Some(share))
 }
 
 /// Returns the identity of the process that holds the volumes of the pod of this directory; `None` if there was none.
-pub(crate) fn identity(dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
+pub(crate) fn read_identity(dir: &Path) -> Result<Option<ProcessIdentity>, IdentityError> {
     identity::read_from(&dir.join(FILE))
 }
 
 /// Records which child of this process holds the volumes. The pod process calls it before it is jailed, because the file is
 /// not accessible in the jail.
-pub(crate) fn introduce(process: i32, dir: &Path) -> Result<(), IdentityError> {
-    identity::write_to(&identity::of(process)?, &dir.join(FILE))
+pub(crate) fn record_process(process: i32, dir: &Path) -> Result<(), IdentityError> {
+    identity::write_to(&identity::of_pid(process)?, &dir.join(FILE))
 }
 
 /// Mounts volumes of the node for a container of the pod in `dir`: the agent finds the n-th at
 /// `nacelle_base::share::DIRECTORY/CONTAINER/n`. Mounts all or none.
 pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
     let container = container.to_owned();
-    with(dir, move |process| match process {
+    with_process(dir, move |process| match process {
         Ok(process) => Ok(nacelle_fs::attach(process.as_fd(), taker, &container, &volumes)?),
         Err(error) => Err(error),
     })
@@ -93,7 +93,7 @@ pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volu
 /// Unmounts the volumes of a container. Succeeds if the process is gone, and its mounts with it.
 pub async fn detach(dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
     let container = container.to_owned();
-    with(dir, move |process| match process {
+    with_process(dir, move |process| match process {
         Ok(process) => Ok(nacelle_fs::detach(process.as_fd(), taker, &container)?),
         Err(VolumesError::Gone { .. }) => Ok(()),
         Err(error) => Err(error),
@@ -101,19 +101,19 @@ pub async fn detach(dir: &Path, taker: Taker, container: &str) -> Result<(), Vol
     .await
 }
 
-async fn with(
+async fn with_process(
     dir: &Path,
     work: impl FnOnce(Result<OwnedFd, VolumesError>) -> Result<(), VolumesError> + Send + 'static,
 ) -> Result<(), VolumesError> {
     let dir = dir.to_owned();
-    run_blocking("change the volumes of the file-server process", move || work(find(&dir))).await?
+    run_blocking("change the volumes of the file-server process", move || work(open_process(&dir))).await?
 }
 
 /// Opens a pidfd of the process, which must be a child of the pod process.
-fn find(dir: &Path) -> Result<OwnedFd, VolumesError> {
+fn open_process(dir: &Path) -> Result<OwnedFd, VolumesError> {
     let gone = || VolumesError::Gone { dir: dir.to_owned() };
     let pod = identity::read(dir)?.ok_or_else(gone)?;
-    let share = identity(dir)?.ok_or_else(gone)?;
+    let share = read_identity(dir)?.ok_or_else(gone)?;
     let handle = identity::open(&share)?.ok_or_else(gone)?;
     // The parent is read while the pidfd is held, and before the check that the pod process is still the one that was started.
     let child = identity::parent(&share)? == Some(pod.pid);

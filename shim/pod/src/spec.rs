@@ -138,18 +138,18 @@ pub enum EngineSpec {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         keep: Option<PathBuf>,
         /// The number of directories of the node that are shared with the guest.
-        #[serde(default, skip_serializing_if = "none_of_them")]
+        #[serde(default, skip_serializing_if = "is_zero")]
         shares: usize,
     },
 }
 
-fn none_of_them(count: &usize) -> bool {
+fn is_zero(count: &usize) -> bool {
     *count == 0
 }
 
 impl EngineSpec {
     /// Returns whether the pod has a VM, and so vCPUs and memory of its own.
-    pub fn has_machine(&self) -> bool {
+    pub fn has_vm(&self) -> bool {
         !matches!(self, EngineSpec::Host { .. })
     }
 
@@ -238,12 +238,12 @@ impl Timeouts {
 
 /// A specification is invalid.
 #[derive(Debug, thiserror::Error)]
-pub enum SpecError {
+pub enum PodSpecError {
     /// The file could not be read or written.
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not the JSON of a specification.
-    #[error("{} is no pod specification", path.display())]
+    #[error("{} is not a pod specification", path.display())]
     Format {
         /// The path of the file.
         path: PathBuf,
@@ -251,13 +251,13 @@ pub enum SpecError {
         source: serde_json::Error,
     },
     /// The file has another format version.
-    #[error("the pod specification has version {got}; this program knows {VERSION}")]
+    #[error("the pod specification has version {got}; this program supports only version {VERSION}")]
     Version {
         /// The version of the file.
         got: u32,
     },
     /// `reserved_vcpus` is smaller than `vcpus`.
-    #[error("reserved_vcpus is {got}; vcpus is {vcpus}, and is among them")]
+    #[error("reserved_vcpus {got} is invalid: it includes the {vcpus} of vcpus, so it must not be smaller")]
     TooFewReserved {
         /// The value of `reserved_vcpus`.
         got: u32,
@@ -265,22 +265,22 @@ pub enum SpecError {
         vcpus: u32,
     },
     /// The number of vCPUs is 0.
-    #[error("vcpus is 0; a machine needs at least one")]
+    #[error("vcpus 0 is invalid: a VM needs at least one vCPU")]
     NoVcpus,
     /// The memory is too small to boot.
-    #[error("memory_mib is {got}; a machine needs at least {MIN_MEMORY_MIB}")]
+    #[error("memory_mib {got} is invalid: a VM needs at least {MIN_MEMORY_MIB} MiB")]
     TooLittleMemory {
         /// The requested memory in MiB.
         got: u32,
     },
     /// The scratch disk is too small.
-    #[error("scratch.size_mib is {got}; 16 is the least")]
+    #[error("scratch.size_mib {got} is invalid: the minimum is 16 MiB")]
     TooLittleScratch {
         /// The requested size in MiB.
         got: u64,
     },
     /// A path is relative.
-    #[error("{field} is {path:?}; an absolute path is needed")]
+    #[error("{field} {path:?} is invalid: the path must be absolute")]
     Relative {
         /// The field's name.
         field: &'static str,
@@ -289,10 +289,10 @@ pub enum SpecError {
     },
 }
 
-impl Classify for SpecError {
+impl Classify for PodSpecError {
     fn kind(&self) -> Kind {
         match self {
-            SpecError::File(error) => error.kind(),
+            PodSpecError::File(error) => error.kind(),
             _ => Kind::Invalid,
         }
     }
@@ -313,53 +313,53 @@ impl PodSpec {
     /// there is no such disk it is the path of a directory that exists as long as the pod.
     pub fn scratch_file(&self) -> PathBuf {
         if !self.engine.has_disks() {
-            return self.scratch.templates.join(format!("{}{}", crate::scratch::DIRECTORY, self.id));
+            return self.scratch.templates.join(format!("{}{}", crate::scratch::DIRECTORY_PREFIX, self.id));
         }
-        self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK, self.id))
+        self.scratch.templates.join(format!("{}{}.ext4", crate::scratch::DISK_PREFIX, self.id))
     }
 
     /// Like [`PodSpec::read`], but returns `None` if the file does not exist.
-    pub fn read_if_there(dir: &Path) -> Result<Option<PodSpec>, SpecError> {
+    pub fn read_if_present(dir: &Path) -> Result<Option<PodSpec>, PodSpecError> {
         match PodSpec::read(dir) {
-            Err(SpecError::File(error)) if error.source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(PodSpecError::File(error)) if error.source.kind() == std::io::ErrorKind::NotFound => Ok(None),
             other => other.map(Some),
         }
     }
 
     /// Reads `DIR/spec.json` and checks it.
-    pub fn read(dir: &Path) -> Result<PodSpec, SpecError> {
+    pub fn read(dir: &Path) -> Result<PodSpec, PodSpecError> {
         let path = dir.join(FILE);
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
-        let spec: PodSpec = nacelle_base::json::read(&bytes).map_err(|source| SpecError::Format { path, source })?;
+        let spec: PodSpec = nacelle_base::json::read(&bytes).map_err(|source| PodSpecError::Format { path, source })?;
         spec.check()?;
         Ok(spec)
     }
 
     /// Checks the specification and writes `DIR/spec.json` atomically.
-    pub fn write(&self, dir: &Path) -> Result<(), SpecError> {
+    pub fn write(&self, dir: &Path) -> Result<(), PodSpecError> {
         self.check()?;
         let path = dir.join(FILE);
         let bytes =
-            serde_json::to_vec_pretty(self).map_err(|source| SpecError::Format { path: path.clone(), source })?;
+            serde_json::to_vec_pretty(self).map_err(|source| PodSpecError::Format { path: path.clone(), source })?;
         Ok(write_whole(&path, &bytes)?)
     }
 
     /// Checks the values.
-    pub fn check(&self) -> Result<(), SpecError> {
+    pub fn check(&self) -> Result<(), PodSpecError> {
         if self.version != VERSION {
-            return Err(SpecError::Version { got: self.version });
+            return Err(PodSpecError::Version { got: self.version });
         }
         if self.vcpus == 0 {
-            return Err(SpecError::NoVcpus);
+            return Err(PodSpecError::NoVcpus);
         }
         if let Some(got) = self.reserved_vcpus.filter(|count| *count < self.vcpus) {
-            return Err(SpecError::TooFewReserved { got, vcpus: self.vcpus });
+            return Err(PodSpecError::TooFewReserved { got, vcpus: self.vcpus });
         }
         if self.memory_mib < MIN_MEMORY_MIB {
-            return Err(SpecError::TooLittleMemory { got: self.memory_mib });
+            return Err(PodSpecError::TooLittleMemory { got: self.memory_mib });
         }
         if self.scratch.size_mib < 16 {
-            return Err(SpecError::TooLittleScratch { got: self.scratch.size_mib });
+            return Err(PodSpecError::TooLittleScratch { got: self.scratch.size_mib });
         }
         let paths = [
             ("kernel", Some(&self.kernel)),
@@ -370,7 +370,7 @@ impl PodSpec {
         ];
         for (field, path) in paths {
             if let Some(path) = path.filter(|path| !path.is_absolute()) {
-                return Err(SpecError::Relative { field, path: path.clone() });
+                return Err(PodSpecError::Relative { field, path: path.clone() });
             }
         }
         Ok(())
@@ -420,7 +420,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn comes_back_from_its_file() {
+    fn a_specification_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let keeper = EngineSpec::Keeper {
             program: "/usr/bin/nacelle-keeper".into(),
@@ -437,7 +437,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_engine_is_written_as_it_always_was() {
+    fn the_json_of_an_engine_does_not_change() {
         let text = r#"{"kind":"qemu","binary":"/usr/bin/qemu-system-x86_64","accelerator":"tcg"}"#;
         assert_eq!(serde_json::from_str::<EngineSpec>(text).unwrap(), sample().engine);
         assert_eq!(serde_json::to_string(&sample().engine).unwrap(), text);
@@ -446,16 +446,16 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn unknown_fields_and_versions_are_refused() {
+    fn unknown_fields_and_versions_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let mut value = serde_json::to_value(sample()).unwrap();
         value["colour"] = "red".into();
         std::fs::write(dir.path().join(FILE), value.to_string()).unwrap();
-        assert!(matches!(PodSpec::read(dir.path()), Err(SpecError::Format { .. })));
+        assert!(matches!(PodSpec::read(dir.path()), Err(PodSpecError::Format { .. })));
         value.as_object_mut().unwrap().remove("colour");
         value["version"] = 2.into();
         std::fs::write(dir.path().join(FILE), value.to_string()).unwrap();
-        assert!(matches!(PodSpec::read(dir.path()), Err(SpecError::Version { got: 2 })));
+        assert!(matches!(PodSpec::read(dir.path()), Err(PodSpecError::Version { got: 2 })));
     }
 
     #[test]

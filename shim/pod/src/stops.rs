@@ -4,9 +4,9 @@
 //! request can only bring SIGKILL forward: the earliest deadline of all requests counts.
 
 use crate::agent::Agent;
-use crate::container::until;
+use crate::container::wait_for_phase;
 use crate::error::{Failure, PodError};
-use crate::record::{ContainerPhase, PodRecord};
+use crate::record::{ContainerPhase, SavedPodState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,20 +17,20 @@ const SIGKILL: u32 = 9;
 
 /// The stops of one container.
 #[derive(Default)]
-pub struct Stops {
+pub struct ContainerStops {
     signalled: Arc<AtomicBool>,
-    under_way: Option<UnderWay>,
+    in_progress: Option<StopInProgress>,
 }
 
-struct UnderWay {
+struct StopInProgress {
     kill_at: watch::Sender<Instant>,
     done: watch::Receiver<Option<Result<(), Failure>>>,
 }
 
 /// The outcome of a stop, for each caller that waits for it.
-pub struct Outcome(watch::Receiver<Option<Result<(), Failure>>>);
+pub struct StopResult(watch::Receiver<Option<Result<(), Failure>>>);
 
-impl Outcome {
+impl StopResult {
     /// Waits until the container has ended, or could not be stopped.
     pub async fn wait(mut self) -> Result<(), Failure> {
         let done = self.0.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
@@ -38,12 +38,12 @@ impl Outcome {
     }
 }
 
-/// The parameters of a stop.
-pub struct Stop {
+/// The parameters of one stop.
+pub struct ContainerStop {
     /// The agent in the guest.
     pub agent: Agent,
     /// The published state of the pod.
-    pub published: watch::Receiver<PodRecord>,
+    pub published: watch::Receiver<SavedPodState>,
     /// The container's id.
     pub id: String,
     /// The number of the stop signal.
@@ -52,39 +52,39 @@ pub struct Stop {
     pub limit: Duration,
 }
 
-impl Stops {
+impl ContainerStops {
     /// Begins a stop with `grace` from the stop signal to SIGKILL; joins the stop that is in progress, if there is one.
-    pub fn begin(&mut self, stop: Stop, grace: Duration) -> Outcome {
-        let wanted = Instant::now() + grace;
-        if let Some(UnderWay { kill_at, done }) = &self.under_way
+    pub fn begin(&mut self, stop: ContainerStop, grace: Duration) -> StopResult {
+        let kill_time = Instant::now() + grace;
+        if let Some(StopInProgress { kill_at, done }) = &self.in_progress
             && done.borrow().is_none()
             && done.has_changed().is_ok()
         {
             kill_at.send_if_modified(|kill_at| {
-                let sooner = wanted < *kill_at;
-                *kill_at = wanted.min(*kill_at);
+                let sooner = kill_time < *kill_at;
+                *kill_at = kill_time.min(*kill_at);
                 sooner
             });
-            return Outcome(done.clone());
+            return StopResult(done.clone());
         }
-        let (kill_at, deadline) = watch::channel(wanted);
-        let (tell, done) = watch::channel(None);
+        let (kill_at, deadline) = watch::channel(kill_time);
+        let (result_sender, done) = watch::channel(None);
         let signalled = Arc::clone(&self.signalled);
         tokio::spawn(async move {
             let stopped = stop.run(deadline, &signalled).await;
-            tell.send_replace(Some(stopped.map_err(Failure::from)));
+            result_sender.send_replace(Some(stopped.map_err(Failure::from)));
         });
-        self.under_way = Some(UnderWay { kill_at, done: done.clone() });
-        Outcome(done)
+        self.in_progress = Some(StopInProgress { kill_at, done: done.clone() });
+        StopResult(done)
     }
 }
 
-impl Stop {
+impl ContainerStop {
     async fn run(mut self, mut kill_at: watch::Receiver<Instant>, signalled: &AtomicBool) -> Result<(), PodError> {
         // A start in progress completes first.
-        let what = "see the start of the container that is to be stopped";
+        let what = "wait for the start of the container before its stop";
         let started = |phase| phase != ContainerPhase::Created;
-        until(&mut self.published, &self.id, self.limit, what, started).await?;
+        wait_for_phase(&mut self.published, &self.id, self.limit, what, started).await?;
         if *kill_at.borrow() > Instant::now() && !signalled.swap(true, Ordering::SeqCst) {
             let sent = self.signal(self.signal, false).await;
             if sent.is_err() {
@@ -96,20 +96,21 @@ impl Stop {
             let (published, deadline) = (&mut self.published, *kill_at.borrow());
             let grace = deadline.saturating_duration_since(Instant::now());
             tokio::select! {
-                ended = until(published, &self.id, grace, "stop the container", exited) => if ended.is_ok() { return Ok(()) },
+                ended = wait_for_phase(published, &self.id, grace, "stop the container", has_exited) => if ended.is_ok() { return Ok(()) },
                 // The sender is dropped when the container is removed, which kills it; its record then shows the end.
-                () = changed(&mut kill_at) => {}
+                () = wait_for_change(&mut kill_at) => {}
             }
         }
         self.signal(SIGKILL, true).await?;
-        until(&mut self.published, &self.id, self.limit, "kill the container", exited).await
+        wait_for_phase(&mut self.published, &self.id, self.limit, "kill the container", has_exited).await
     }
 
     /// Sends a signal. Succeeds if the VM has ended, and the container with it.
     async fn signal(&mut self, signal: u32, all: bool) -> Result<(), PodError> {
         match self.agent.signal(&self.id, "", signal, all).await {
             Err(error @ PodError::Died { .. }) => {
-                let ended = until(&mut self.published, &self.id, self.limit, "stop the container", exited).await;
+                let ended =
+                    wait_for_phase(&mut self.published, &self.id, self.limit, "stop the container", has_exited).await;
                 ended.map_err(|_late| error)
             }
             other => other,
@@ -117,12 +118,12 @@ impl Stop {
     }
 }
 
-fn exited(phase: ContainerPhase) -> bool {
+fn has_exited(phase: ContainerPhase) -> bool {
     phase == ContainerPhase::Exited
 }
 
 /// Waits until the deadline changes.
-async fn changed(kill_at: &mut watch::Receiver<Instant>) {
+async fn wait_for_change(kill_at: &mut watch::Receiver<Instant>) {
     if kill_at.changed().await.is_err() {
         std::future::pending::<()>().await;
     }

@@ -1,10 +1,10 @@
 //! Serves the stream socket of the pod process: reads the preamble of each connection, and connects it to the guest or to a
 //! container's output.
 
-use crate::actor::{Ask, Live, Message, Offer, Reply};
+use crate::actor::{ActorMessage, ActorRequest, ContainerHandle, OfferedDevice, Reply};
 use crate::agent::{read_frame, write_frame};
+use crate::broadcast::OutputBroadcast;
 use crate::error::{Failure, PodError};
-use crate::fan::Fan;
 use nacelle_base::descriptors::receive_descriptor;
 use nacelle_base::{Chain, Kind};
 use nacelle_proto::{agent, common, pod};
@@ -16,25 +16,25 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 /// The maximum number of simultaneous connections.
-const CONNECTIONS: usize = 1024;
+const MAX_CONNECTIONS: usize = 1024;
 /// The limit for a connection to send its preamble and to read the reply.
-const PREAMBLE: Duration = Duration::from_secs(30);
+const PREAMBLE_LIMIT: Duration = Duration::from_secs(30);
 /// The buffer size in bytes for each direction of a stream.
-const BUFFER: usize = 16 << 10;
+const BUFFER_BYTES: usize = 16 << 10;
 
 /// Accepts connections and serves each in its own task; never returns.
-pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<Message>) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<ActorMessage>) {
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((connection, _)) => {
                 let inbox = inbox.clone();
                 tokio::spawn(async move {
-                    if let Err(error) = join(connection, &inbox).await {
-                        tracing::debug!("a stream: {}", Chain(&error));
+                    if let Err(error) = serve_stream(connection, &inbox).await {
+                        tracing::debug!("a stream failed: {}", Chain(&error));
                     }
-                    drop(place);
+                    drop(permit);
                 });
             }
             Err(error) => {
@@ -46,33 +46,34 @@ pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<Message>
 }
 
 /// The other end of a stream.
-enum Far {
+enum StreamTarget {
     /// A connection to the guest.
     Guest(UnixStream),
     /// An output of a container.
-    Output(Arc<Fan>),
+    Output(Arc<OutputBroadcast>),
 }
 
-async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> Result<(), PodError> {
-    let open: pod::StreamOpen = read_frame(&mut near, "preamble of a stream", PREAMBLE).await?;
+async fn serve_stream(mut client: UnixStream, inbox: &mpsc::UnboundedSender<ActorMessage>) -> Result<(), PodError> {
+    let open: pod::StreamOpen = read_frame(&mut client, "preamble of a stream", PREAMBLE_LIMIT).await?;
     if open.stream() == common::Stream::Device {
-        return offered(near, open, inbox).await;
+        return receive_offer(client, open, inbox).await;
     }
-    let (far, answer) = match connect(inbox, open).await {
-        Ok(far) => (Some(far), pod::StreamOpened::default()),
+    let (target, reply) = match connect_target(inbox, open).await {
+        Ok(target) => (Some(target), pod::StreamOpened::default()),
         Err(Failure { kind, message }) => (None, pod::StreamOpened { code: kind.grpc_code(), message }),
     };
-    write_frame(&mut near, &answer, PREAMBLE).await?;
-    let failed = |source| PodError::Stream { what: "go on with a stream", source };
-    match far {
-        Some(Far::Guest(mut far)) => {
-            let copied = tokio::io::copy_bidirectional_with_sizes(&mut near, &mut far, BUFFER, BUFFER).await;
+    write_frame(&mut client, &reply, PREAMBLE_LIMIT).await?;
+    let failed = |source| PodError::Stream { what: "relay a stream", source };
+    match target {
+        Some(StreamTarget::Guest(mut target)) => {
+            let copied =
+                tokio::io::copy_bidirectional_with_sizes(&mut client, &mut target, BUFFER_BYTES, BUFFER_BYTES).await;
             copied.map_err(failed)?;
         }
-        Some(Far::Output(fan)) => {
-            let room = near.into_std().and_then(|near| fan.add(near)).map_err(failed)?;
-            if !room {
-                tracing::warn!("too many listen to a container: a further one is turned away");
+        Some(StreamTarget::Output(broadcast)) => {
+            let accepted = client.into_std().and_then(|client| broadcast.add_client(client)).map_err(failed)?;
+            if !accepted {
+                tracing::warn!("cannot attach to the output of a container: it has too many clients");
             }
         }
         None => {}
@@ -81,52 +82,68 @@ async fn join(mut near: UnixStream, inbox: &mpsc::UnboundedSender<Message>) -> R
 }
 
 /// Receives a device of the node, and withdraws it when the connection ends, unless a container uses it by then.
-async fn offered(
-    mut near: UnixStream,
+async fn receive_offer(
+    mut client: UnixStream,
     open: pod::StreamOpen,
-    inbox: &mpsc::UnboundedSender<Message>,
+    inbox: &mpsc::UnboundedSender<ActorMessage>,
 ) -> Result<(), PodError> {
-    let what = "take a device";
-    let received = tokio::time::timeout(PREAMBLE, near.async_io(Interest::READABLE, || receive_descriptor(&near)));
-    let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE })?;
+    let what = "receive a device";
+    let received =
+        tokio::time::timeout(PREAMBLE_LIMIT, client.async_io(Interest::READABLE, || receive_descriptor(&client)));
+    let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE_LIMIT })?;
     let file = File::from(received.map_err(|source| PodError::Stream { what, source })?);
-    let offer = Offer { id: open.id, device: open.device, file };
-    let number = asked(inbox, |reply| Ask::Offer(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
-    let answered = write_frame(&mut near, &pod::StreamOpened::default(), PREAMBLE).await;
-    if answered.is_ok() {
+    let offer = OfferedDevice { id: open.id, device: open.device, file };
+    let number =
+        call_actor(inbox, |reply| ActorRequest::OfferDevice(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
+    let written = write_frame(&mut client, &pod::StreamOpened::default(), PREAMBLE_LIMIT).await;
+    if written.is_ok() {
         // The client sends nothing: the read returns when the connection ends.
-        let _ = near.read(&mut [0]).await;
+        let _ = client.read(&mut [0]).await;
     }
     // The actor may have ended, which releases everything.
-    let _ = inbox.send(Message::Ask(Ask::Withdraw(number)));
-    answered
+    let _ = inbox.send(ActorMessage::Request(ActorRequest::WithdrawDevice(number)));
+    written
 }
 
 /// Sends a request to the actor and waits for the reply.
-async fn asked<T>(inbox: &mpsc::UnboundedSender<Message>, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<T, Failure> {
-    let (reply, answer) = oneshot::channel();
-    inbox.send(Message::Ask(ask(reply))).map_err(|_closed| PodError::Ending)?;
-    answer.await.map_err(|_dropped| PodError::Ending)?
+async fn call_actor<T>(
+    inbox: &mpsc::UnboundedSender<ActorMessage>,
+    request: impl FnOnce(Reply<T>) -> ActorRequest,
+) -> Result<T, Failure> {
+    let (sender, reply) = oneshot::channel();
+    inbox.send(ActorMessage::Request(request(sender))).map_err(|_closed| PodError::Ending)?;
+    reply.await.map_err(|_dropped| PodError::Ending)?
 }
 
 /// Connects the other end of a stream.
-async fn connect(inbox: &mpsc::UnboundedSender<Message>, open: pod::StreamOpen) -> Result<Far, Failure> {
+async fn connect_target(
+    inbox: &mpsc::UnboundedSender<ActorMessage>,
+    open: pod::StreamOpen,
+) -> Result<StreamTarget, Failure> {
     let (kind, pod::StreamOpen { id, exec_id, stream, port, .. }) = (open.stream(), open);
     if kind == common::Stream::Port {
-        let agent = asked(inbox, Ask::Agent).await?;
-        return Ok(Far::Guest(agent.open(agent::StreamOpen { stream, port, ..Default::default() }).await?));
+        let agent = call_actor(inbox, ActorRequest::GetAgent).await?;
+        return Ok(StreamTarget::Guest(
+            agent.open_async_stream(agent::StreamOpen { stream, port, ..Default::default() }).await?,
+        ));
     }
-    let Live { agent, request, outputs } = asked(inbox, |reply| Ask::Running(id.clone(), reply)).await?;
-    let first = exec_id.is_empty();
+    let ContainerHandle { agent, request, outputs } =
+        call_actor(inbox, |reply| ActorRequest::GetContainer(id.clone(), reply)).await?;
+    let is_container = exec_id.is_empty();
     match kind {
-        common::Stream::Stdout if first => return Ok(Far::Output(outputs.stdout)),
-        common::Stream::Stderr if first => return Ok(Far::Output(outputs.stderr)),
+        common::Stream::Stdout if is_container => return Ok(StreamTarget::Output(outputs.stdout)),
+        common::Stream::Stderr if is_container => return Ok(StreamTarget::Output(outputs.stderr)),
         common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr => {}
         common::Stream::Port | common::Stream::Device | common::Stream::Unspecified => {
-            return Err(Failure { kind: Kind::Invalid, message: "a stream of no kind".to_owned() });
+            return Err(Failure {
+                kind: Kind::Invalid,
+                message: "cannot open a stream: its kind is missing or unknown".to_owned(),
+            });
         }
     }
     // A container's input stays open after a client detaches, unless `stdin_once` is set.
-    let keep_open = first && !request.stdin_once;
-    Ok(Far::Guest(agent.open(agent::StreamOpen { id, exec_id, stream, keep_open, ..Default::default() }).await?))
+    let keep_open = is_container && !request.stdin_once;
+    Ok(StreamTarget::Guest(
+        agent.open_async_stream(agent::StreamOpen { id, exec_id, stream, keep_open, ..Default::default() }).await?,
+    ))
 }

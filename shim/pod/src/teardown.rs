@@ -4,24 +4,24 @@ use crate::agent::Agent;
 use crate::error::PodError;
 use crate::machine;
 use crate::spec::Timeouts;
-use crate::stops::Outcome;
+use crate::stops::StopResult;
 use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
 use nacelle_base::undo::{Left, UndoStack};
 use nacelle_engine::{Machine, StopMode};
 use std::sync::Arc;
 
-/// Waits for the stops of containers (id and outcome). A container that does not stop ends with the VM.
-pub async fn containers(stops: Vec<(String, Outcome)>) {
+/// Waits for the stops of containers (id and result). A container that does not stop ends with the VM.
+pub async fn await_container_stops(stops: Vec<(String, StopResult)>) {
     for (id, outcome) in stops {
         if let Err(failure) = outcome.wait().await {
-            tracing::warn!(container = id, "{}", failure.message);
+            tracing::warn!(container = id, "cannot stop the container; it ends with the VM: {}", failure.message);
         }
     }
 }
 
 /// Stops the VM; with an agent, the guest shuts down first. Then releases all resources, and returns those that could not be released.
-pub async fn machine(
+pub async fn stop_vm(
     machine: Arc<dyn Machine>,
     agent: Option<Agent>,
     undo: UndoStack,
@@ -32,14 +32,14 @@ pub async fn machine(
         match agent.shutdown(timeouts.shutdown()).await {
             // The reply may be lost when the guest powers off; the engine then observes the VM's end.
             Ok(()) | Err(PodError::Agent { .. }) => how = StopMode::Shutdown { grace: timeouts.shutdown() },
-            Err(error) => tracing::warn!("{}", Chain(&error)),
+            Err(error) => tracing::warn!("cannot shut the guest down; the VM is killed: {}", Chain(&error)),
         }
     }
     let stopped = machine::stop(machine, how).await;
     let unwound = run_blocking("release the pod's resources", move || undo.unwind()).await;
-    let mut left = unwound.unwrap_or_default();
+    let mut failures = unwound.unwrap_or_default();
     if let Err(error) = stopped {
-        left.push(Left { what: "machine", why: Chain(&error).to_string() });
+        failures.push(Left { what: "VM", why: Chain(&error).to_string() });
     }
-    left
+    failures
 }

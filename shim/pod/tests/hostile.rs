@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::agent::{Boot, Fault};
-use common::{World, exited, kind, network, until};
+use common::agent::{BootFault, RpcFault};
+use common::{PodFixture, exited, kind, network, until};
 use nacelle_base::Kind;
 use nacelle_engine::fake::FailureScript;
 use nacelle_pod::client::ClientError;
@@ -16,44 +16,44 @@ use tonic::Code;
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Sends every request to a pod whose VM is gone.
-async fn asks_after_the_end(world: World, client: nacelle_pod::client::PodClient) {
+async fn check_requests_after_the_end(fixture: PodFixture, client: nacelle_pod::client::PodClient) {
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
     assert!(!state.failure.is_empty());
-    assert_eq!(kind(client.create_container(world.container("late", "hold")).await), Kind::Conflict);
+    assert_eq!(kind(client.create_container(fixture.container("late", "hold")).await), Kind::Conflict);
     assert_eq!(kind(client.configure(network()).await), Kind::Conflict);
     for container in &state.containers {
         client.stop_container(&container.id, GRACE).await.unwrap();
         client.remove_container(&container.id).await.unwrap();
     }
     client.stop(GRACE).await.unwrap();
-    let record = world.end().await;
+    let record = fixture.end().await;
     assert_eq!((record.phase, record.containers.len()), (Phase::Stopped, 0));
     assert_eq!(record.failure, state.failure);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn containers_are_lost_with_the_machine() {
-    let (world, client) = World::ready().await;
-    world.run(&client, "done", "exit:0").await;
+async fn containers_are_lost_with_the_vm() {
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "done", "exit:0").await;
     exited(&client, "done").await;
-    world.run(&client, "running", "hold").await;
-    client.create_container(world.container("created", "hold")).await.unwrap();
-    world.agent.die();
+    fixture.run(&client, "running", "hold").await;
+    client.create_container(fixture.container("created", "hold")).await.unwrap();
+    fixture.agent.die();
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
-    assert!(state.failure.contains("panicked") && state.failure.contains("as told"), "{}", state.failure);
+    assert!(state.failure.contains("panicked") && state.failure.contains("on request"), "{}", state.failure);
     let codes: Vec<(u32, bool)> =
-        state.containers.iter().map(|c| (c.exit_code, c.message.contains("as told"))).collect();
+        state.containers.iter().map(|c| (c.exit_code, c.message.contains("on request"))).collect();
     assert_eq!(codes, [(0, false), (255, true), (255, true)]);
-    assert!(world.record().containers.iter().all(|c| c.phase == ContainerPhase::Exited));
-    asks_after_the_end(world, client).await;
+    assert!(fixture.record().containers.iter().all(|c| c.phase == ContainerPhase::Exited));
+    check_requests_after_the_end(fixture, client).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_machine_may_die_in_every_request() {
+async fn the_vm_may_die_during_any_request() {
     for method in ["attach", "create", "start", "wait", "exec", "signal", "remove"] {
-        let (world, client) = World::ready().await;
-        world.agent.fault(method, Fault::Die);
-        let created = client.create_container(world.container("a", "hold")).await;
+        let (fixture, client) = PodFixture::ready().await;
+        fixture.agent.fault(method, RpcFault::Die);
+        let created = client.create_container(fixture.container("a", "hold")).await;
         if created.is_ok() && client.start_container("a").await.is_ok() {
             if method == "exec" {
                 assert!(client.exec_sync("a", vec!["out:x".into()], None).await.is_err(), "{method}");
@@ -65,43 +65,43 @@ async fn the_machine_may_die_in_every_request() {
                 client.remove_container("a").await.unwrap();
             }
         }
-        asks_after_the_end(world, client).await;
+        check_requests_after_the_end(fixture, client).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_hangs_meets_its_deadline() {
+async fn requests_to_a_hanging_agent_time_out() {
     for method in ["attach", "create", "start", "remove"] {
-        let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 100).await;
+        let (fixture, client) = PodFixture::ready_with(|spec| spec.timeouts.call_ms = 100).await;
         // Connects first: an agent that does not listen yet is unavailable, not slow.
-        let mut early = world.container("early", "hold");
+        let mut early = fixture.container("early", "hold");
         early.image_key = "early".into();
-        in_the_end(|| client.create_container(early.clone())).await;
-        world.agent.fault(method, Fault::Hang);
-        let create = || client.create_container(world.container("a", "hold"));
+        retry_until_success(|| client.create_container(early.clone())).await;
+        fixture.agent.fault(method, RpcFault::Hang);
+        let create = || client.create_container(fixture.container("a", "hold"));
         match method {
             "attach" | "create" => assert_eq!(kind(create().await), Kind::Timeout, "{method}"),
             "start" => {
-                in_the_end(create).await;
+                retry_until_success(create).await;
                 assert_eq!(kind(client.start_container("a").await), Kind::Timeout);
             }
             _ => {
-                in_the_end(create).await;
+                retry_until_success(create).await;
                 assert_eq!(kind(client.remove_container("a").await), Kind::Timeout);
-                world.agent.faults.lock().unwrap().clear();
-                in_the_end(|| client.remove_container("a")).await;
+                fixture.agent.faults.lock().unwrap().clear();
+                retry_until_success(|| client.remove_container("a")).await;
             }
         }
         client.stop(Duration::from_millis(10)).await.unwrap();
-        world.end().await;
+        fixture.end().await;
     }
 }
 
 /// Repeats a request until it succeeds: on a busy node a good agent, too, may miss a short deadline.
-async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn() -> F) -> T {
+async fn retry_until_success<T, F: Future<Output = Result<T, ClientError>>>(request: impl Fn() -> F) -> T {
     let deadline = Instant::now() + common::LIMIT;
     loop {
-        match verb().await {
+        match request().await {
             Ok(answer) => return answer,
             Err(error) => assert!(Instant::now() < deadline, "{error}"),
         }
@@ -109,119 +109,120 @@ async fn in_the_end<T, F: Future<Output = Result<T, ClientError>>>(verb: impl Fn
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn figures_of_guests_that_lie_hang_or_talk_too_much() {
-    let (world, client) = World::ready_with(|spec| spec.timeouts.call_ms = 1000).await;
-    in_the_end(|| client.create_container(world.container("a", "hold"))).await;
+async fn false_missing_and_oversized_statistics_are_handled() {
+    let (fixture, client) = PodFixture::ready_with(|spec| spec.timeouts.call_ms = 1000).await;
+    retry_until_success(|| client.create_container(fixture.container("a", "hold"))).await;
     let usage = Usage { memory_bytes: u64::MAX, cpu_nanos: 7, ..Default::default() };
     let container = |id: &str| ContainerUsage { id: id.into(), usage: Some(usage), ..Default::default() };
-    world.agent.stats.lock().unwrap().containers = ["a", "a", "nobody"].map(container).into();
-    let figures = in_the_end(|| client.stats()).await;
+    fixture.agent.stats.lock().unwrap().containers = ["a", "a", "unknown"].map(container).into();
+    let figures = retry_until_success(|| client.stats()).await;
     assert_eq!(figures.containers.len(), 1);
     let usage = figures.containers[0].usage.unwrap();
-    assert_eq!((usage.cpu_nanos, usage.memory_bytes), (7, 576 << 20), "no more than the machine can have");
+    assert_eq!((usage.cpu_nanos, usage.memory_bytes), (7, 576 << 20), "no more than the memory of the VM");
     assert_eq!(figures.pod, None);
 
-    world.agent.stats.lock().unwrap().containers = vec![Default::default(); 200_000];
+    fixture.agent.stats.lock().unwrap().containers = vec![Default::default(); 200_000];
     assert!(client.stats().await.is_err());
-    world.agent.fault("stats", Fault::Hang);
+    fixture.agent.fault("stats", RpcFault::Hang);
     assert_eq!(kind(client.stats().await), Kind::Timeout);
-    world.agent.fault("stats", Fault::Die);
+    fixture.agent.fault("stats", RpcFault::Die);
     assert!(client.stats().await.is_err());
-    asks_after_the_end(world, client).await;
+    check_requests_after_the_end(fixture, client).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_agent_refuses_is_told_and_cut() {
-    let (world, client) = World::ready().await;
-    world.agent.fault("create", Fault::Refuse(Code::InvalidArgument, "no such user\u{7}".repeat(200)));
-    let error = client.create_container(world.container("a", "hold")).await.unwrap_err();
+async fn errors_of_the_agent_are_passed_on_and_shortened() {
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.agent.fault("create", RpcFault::Refuse(Code::InvalidArgument, "no such user\u{7}".repeat(200)));
+    let error = client.create_container(fixture.container("a", "hold")).await.unwrap_err();
     let text = error.to_string();
     assert!(text.starts_with("the agent cannot create the container: no such user") && text.len() < 1200, "{text}");
     assert!(!text.contains('\u{7}'));
     assert_eq!(nacelle_base::Classify::kind(&error), Kind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());
 
-    world.agent.faults.lock().unwrap().clear();
-    world.agent.fault("start", Fault::Refuse(Code::NotFound, "no such program".into()));
-    client.create_container(world.container("a", "hold")).await.unwrap();
+    fixture.agent.faults.lock().unwrap().clear();
+    fixture.agent.fault("start", RpcFault::Refuse(Code::NotFound, "no such program".into()));
+    client.create_container(fixture.container("a", "hold")).await.unwrap();
     assert_eq!(kind(client.start_container("a").await), Kind::NotFound);
-    assert_eq!(world.agent.calls_of("signal 9"), 1, "it may run all the same");
+    assert_eq!(fixture.agent.calls_of("signal 9"), 1, "it may run in spite of the error");
     let end = exited(&client, "a").await;
     assert_eq!(end.exit_code, 128);
     assert!(end.message.contains("no such program"));
     client.remove_container("a").await.unwrap();
 
     // A creation whose reply was lost: the second attempt succeeds.
-    world.agent.faults.lock().unwrap().clear();
-    world.run(&client, "a", "exit:5").await;
+    fixture.agent.faults.lock().unwrap().clear();
+    fixture.run(&client, "a", "exit:5").await;
     assert_eq!(exited(&client, "a").await.exit_code, 5);
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_the_agent_forgets_is_lost() {
-    let (world, client) = World::ready().await;
-    world.agent.fault("wait", Fault::Refuse(Code::NotFound, "who?".into()));
-    world.run(&client, "a", "hold").await;
+async fn a_container_that_the_agent_does_not_know_is_lost() {
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.agent.fault("wait", RpcFault::Refuse(Code::NotFound, "who?".into()));
+    fixture.run(&client, "a", "hold").await;
     let end = exited(&client, "a").await;
     assert_eq!(end.exit_code, 255);
     assert!(end.message.contains("who?"));
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn guests_that_do_not_come_up_are_told_with_their_reason() {
+async fn failed_boots_are_reported_with_their_reason() {
     let frame = |bytes: &[u8]| [&(bytes.len() as u32).to_le_bytes()[..], bytes].concat();
     let hello_of_9 = frame(&[8, 9]);
     let table = [
-        (Boot::Silent, Kind::Timeout, ""),
-        (Boot::Die, Kind::Unavailable, "as told"),
-        (Boot::Hello(vec![0xff; 16]), Kind::Internal, "hello"),
-        (Boot::Hello(frame(&[0xff; 9])), Kind::Internal, "hello"),
-        (Boot::Hello(hello_of_9), Kind::Internal, "protocol 9"),
-        (Boot::Report("no such\ninterface".into()), Kind::Internal, "no such interface"),
-        (Boot::RawReport(vec![0xff; 16]), Kind::Internal, "report"),
+        (BootFault::Silent, Kind::Timeout, ""),
+        (BootFault::Die, Kind::Unavailable, "on request"),
+        (BootFault::Hello(vec![0xff; 16]), Kind::Internal, "hello"),
+        (BootFault::Hello(frame(&[0xff; 9])), Kind::Internal, "hello"),
+        (BootFault::Hello(hello_of_9), Kind::Internal, "protocol 9"),
+        (BootFault::Report("no such\ninterface".into()), Kind::Internal, "no such interface"),
+        (BootFault::RawReport(vec![0xff; 16]), Kind::Internal, "report"),
     ];
     for (boot, expected, text) in table {
-        let mut world = World::new();
-        *world.agent.boot.lock().unwrap() = boot.clone();
-        let quick = boot == Boot::Silent;
-        let client =
-            world.boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, FailureScript::default()).await;
+        let mut fixture = PodFixture::new();
+        *fixture.agent.boot.lock().unwrap() = boot.clone();
+        let quick = boot == BootFault::Silent;
+        let client = fixture
+            .boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, FailureScript::default())
+            .await;
         let error = client.configure(network()).await.unwrap_err();
         // A late request fails because the pod is stopped; a waiting request fails with the kind of the failure.
         let got = nacelle_base::Classify::kind(&error);
         assert!(got == expected || got == Kind::Conflict, "{boot:?}: {error}");
         let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
         assert!(state.failure.contains(text), "{boot:?}: {}", state.failure);
-        asks_after_the_end(world, client).await;
+        check_requests_after_the_end(fixture, client).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_that_cannot_start_is_told() {
-    let mut world = World::new();
-    let client = world.boot(|_| {}, FailureScript { fail_start: true, ..FailureScript::default() }).await;
+async fn a_failed_start_of_the_engine_is_reported() {
+    let mut fixture = PodFixture::new();
+    let client = fixture.boot(|_| {}, FailureScript { fail_start: true, ..FailureScript::default() }).await;
     assert!(client.configure(network()).await.is_err());
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
     assert!(state.failure.contains("the engine failed"), "{}", state.failure);
-    asks_after_the_end(world, client).await;
+    check_requests_after_the_end(fixture, client).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_guest_that_refuses_connections_fails_requests_only() {
-    let mut world = World::new();
+    let mut fixture = PodFixture::new();
     let script = FailureScript { refuse_connections: true, ..FailureScript::default() };
     let quick = |spec: &mut nacelle_pod::spec::PodSpec| {
         spec.timeouts.call_ms = 100;
         spec.timeouts.shutdown_ms = 100;
     };
-    let client = world.boot(quick, script).await;
+    let client = fixture.boot(quick, script).await;
     client.configure(network()).await.unwrap();
-    assert!(client.create_container(world.container("a", "hold")).await.is_err());
+    assert!(client.create_container(fixture.container("a", "hold")).await.is_err());
     assert_eq!(client.state().await.unwrap().phase(), pod::Phase::Ready);
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }

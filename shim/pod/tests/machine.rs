@@ -27,13 +27,13 @@ const MAC: [u8; 6] = [0x0a, 0x58, 0, 0, 0, 2];
 
 fn main() -> ExitCode {
     harness::main(&[
-        ("a_pod_runs_in_a_real_machine", || Box::pin(runs())),
-        ("kill_9_takes_the_machine_along", || Box::pin(killed())),
+        ("a_pod_runs_in_a_real_vm", || Box::pin(run_pod())),
+        ("killing_the_pod_process_ends_the_vm", || Box::pin(kill_pod_process())),
     ])
 }
 
 /// Returns kernel and initrd, or the reason why the test cannot run.
-fn needs() -> Result<(PathBuf, PathBuf), String> {
+fn guest_files() -> Result<(PathBuf, PathBuf), String> {
     let file = |name: &str| std::env::var_os(name).map(PathBuf::from).ok_or(format!("{name} is not set"));
     if !nix::unistd::geteuid().is_root() {
         return Err("not root".into());
@@ -104,27 +104,27 @@ impl Drop for Net {
     }
 }
 
-struct Place {
+struct TestPod {
     dir: PathBuf,
     net: Net,
     image: PathBuf,
     root: tempfile::TempDir,
 }
 
-impl Drop for Place {
+impl Drop for TestPod {
     fn drop(&mut self) {
         harness::end(&self.dir);
     }
 }
 
-impl Place {
-    fn new() -> Place {
+impl TestPod {
+    fn new() -> TestPod {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("run");
         fs::create_dir(&dir).unwrap();
         let net = Net::new(root.path());
         let image = make_image(root.path());
-        Place { dir, net, image, root }
+        TestPod { dir, net, image, root }
     }
 
     async fn spawn(&self, (kernel, initrd): (PathBuf, PathBuf), console: ConsoleKind) -> PodClient {
@@ -233,9 +233,9 @@ fn oci_spec(script: &str) -> Vec<u8> {
     spec.to_string().into_bytes()
 }
 
-async fn until(what: &str, mut so: impl AsyncFnMut() -> bool) {
+async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + LIMIT;
-    while !so().await {
+    while !condition().await {
         assert!(Instant::now() < deadline, "{what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -247,28 +247,28 @@ async fn exited(client: &PodClient, id: &str) -> pod::ContainerState {
     find().await
 }
 
-async fn runs() {
-    let needs = match needs() {
-        Ok(needs) => needs,
+async fn run_pod() {
+    let guest_files = match guest_files() {
+        Ok(guest_files) => guest_files,
         Err(why) => return println!("skipped: {why}"),
     };
-    let place = Place::new();
+    let test_pod = TestPod::new();
     let begun = Instant::now();
-    let client = place.spawn(needs, ConsoleKind::Serial).await;
+    let client = test_pod.spawn(guest_files, ConsoleKind::Serial).await;
     let answered = begun.elapsed();
-    let answer = place.configure(&client).await;
+    let answer = test_pod.configure(&client).await;
     println!("answered after {answered:?}, ready after {:?}: {answer:?}", begun.elapsed());
 
     let script = "echo out; echo err >&2; cat /proc/sys/kernel/hostname; exit 7";
-    place.create(&client, "first", script).await;
+    test_pod.create(&client, "first", script).await;
     let end = exited(&client, "first").await;
-    assert_eq!((end.exit_code, end.message.as_str()), (7, ""), "{}", place.log());
-    let log = fs::read_to_string(place.root.path().join("logs/first")).unwrap();
+    assert_eq!((end.exit_code, end.message.as_str()), (7, ""), "{}", test_pod.log());
+    let log = fs::read_to_string(test_pod.root.path().join("logs/first")).unwrap();
     let mut texts: Vec<&str> = log.lines().map(|line| line.split_once(' ').unwrap().1).collect();
     texts.sort();
     assert_eq!(texts, ["stderr F err", "stdout F out", "stdout F pod-name"]);
 
-    place.create(&client, "second", "trap 'exit 3' TERM; while true; do sleep 0.1; done").await;
+    test_pod.create(&client, "second", "trap 'exit 3' TERM; while true; do sleep 0.1; done").await;
     let exec = async |script: &str| {
         let args = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
         client.exec_sync("second", args, Some(LIMIT)).await.unwrap()
@@ -276,7 +276,7 @@ async fn runs() {
     let begun = Instant::now();
     let ping = exec("ping -c 1 -W 60 10.88.7.1 && ip addr show eth0 && ip route").await;
     let text = String::from_utf8_lossy(&ping.stdout).into_owned();
-    assert_eq!(ping.exit_code, 0, "{text}{}{}", String::from_utf8_lossy(&ping.stderr), place.log());
+    assert_eq!(ping.exit_code, 0, "{text}{}{}", String::from_utf8_lossy(&ping.stderr), test_pod.log());
     assert!(text.contains("10.88.7.2/24") && text.contains("0a:58:00:00:00:02") && text.contains("mtu 1400"), "{text}");
     assert!(text.contains("default via 10.88.7.1"), "{text}");
     println!("exec of ping and ip: {:?}", begun.elapsed());
@@ -287,9 +287,9 @@ async fn runs() {
     assert_eq!(common::kind(late), nacelle_base::Kind::Timeout);
     println!("memory of the pod process:\n{}", memory(client.identity().pid));
 
-    place.create(&client, "chatty", "seq 1 20000").await;
+    test_pod.create(&client, "chatty", "seq 1 20000").await;
     exited(&client, "chatty").await;
-    let log = fs::read_to_string(place.root.path().join("logs/chatty")).unwrap();
+    let log = fs::read_to_string(test_pod.root.path().join("logs/chatty")).unwrap();
     assert_eq!(log.lines().count(), 20_000);
     assert!(log.ends_with(" stdout F 20000\n"));
 
@@ -298,16 +298,16 @@ async fn runs() {
     for id in ["first", "second", "chatty"] {
         client.remove_container(id).await.unwrap();
     }
-    place.create(&client, "again", "exit 0").await;
+    test_pod.create(&client, "again", "exit 0").await;
     assert_eq!(exited(&client, "again").await.exit_code, 0);
     let begun = Instant::now();
     client.stop(GRACE).await.unwrap();
-    client.ended().await.unwrap();
+    client.wait_for_exit().await.unwrap();
     println!("stopped after {:?}", begun.elapsed());
-    let record = nacelle_pod::record::read(&place.dir).unwrap().unwrap();
+    let record = nacelle_pod::record::read(&test_pod.dir).unwrap().unwrap();
     assert_eq!((record.phase, record.failure.as_str()), (Phase::Stopped, ""));
-    assert_eq!(common::names(&place.dir), ["jail", "pod.log", "process.json", "share.json", "spec.json"]);
-    assert_eq!(common::names(&place.dir.join("jail")), ["console.log", "state.json"]);
+    assert_eq!(common::names(&test_pod.dir), ["jail", "pod.log", "process.json", "share.json", "spec.json"]);
+    assert_eq!(common::names(&test_pod.dir.join("jail")), ["console.log", "state.json"]);
 }
 
 /// Describes the memory of the process besides the guest's.
@@ -316,16 +316,16 @@ fn memory(pid: i32) -> String {
     status.lines().filter(|line| line.starts_with("Rss") || line.starts_with("Threads")).collect::<Vec<_>>().join("\n")
 }
 
-async fn killed() {
-    let needs = match needs() {
-        Ok(needs) => needs,
+async fn kill_pod_process() {
+    let guest_files = match guest_files() {
+        Ok(guest_files) => guest_files,
         Err(why) => return println!("skipped: {why}"),
     };
-    let place = Place::new();
-    let client = place.spawn(needs, ConsoleKind::Virtio).await;
-    place.configure(&client).await;
-    assert!(place.log().contains("console=hvc0"), "the kernel tells its command line: {}", place.log());
-    place.create(&client, "running", "while true; do sleep 1; done").await;
+    let test_pod = TestPod::new();
+    let client = test_pod.spawn(guest_files, ConsoleKind::Virtio).await;
+    test_pod.configure(&client).await;
+    assert!(test_pod.log().contains("console=hvc0"), "the kernel logs its command line: {}", test_pod.log());
+    test_pod.create(&client, "running", "while true; do sleep 1; done").await;
     let pid = client.identity().pid;
     let children = fs::read_dir(format!("/proc/{pid}/task"))
         .unwrap()
@@ -334,8 +334,8 @@ async fn killed() {
         children.collect::<String>().split_whitespace().map(|child| format!("/proc/{child}/cmdline")).collect();
     let qemu = |path: &String| fs::read_to_string(path).is_ok_and(|text| text.contains("qemu"));
     assert_eq!(children.iter().any(qemu), engine() == EngineKind::Qemu, "{children:?}");
-    harness::end(&place.dir);
-    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
+    harness::end(&test_pod.dir);
+    let record = client::clean_up(&test_pod.dir, None).await.unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 255));
     until("QEMU dies with its pod process", async || !children.iter().any(qemu)).await;
 }

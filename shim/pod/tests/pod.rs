@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::agent::Fault;
-use common::{World, eventually, exited, kind, network, until};
+use common::agent::RpcFault;
+use common::{PodFixture, eventually, exited, kind, network, until};
 use nacelle_base::{Chain, Classify, Kind};
 use nacelle_engine::fake::FailureScript;
 use nacelle_pod::record::{ContainerPhase, Phase};
@@ -16,12 +16,12 @@ const GRACE: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_container_lives_and_leaves_its_log_and_exit_code() {
-    let (world, client) = World::ready().await;
-    let config = world.agent.config.lock().unwrap().clone().unwrap();
+    let (fixture, client) = PodFixture::ready().await;
+    let config = fixture.agent.config.lock().unwrap().clone().unwrap();
     assert_eq!((config.hostname.as_str(), config.scratch_disk), ("pod-name", 1));
-    assert_eq!(std::fs::metadata(world.dir.join("jail/pod.sock")).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(std::fs::metadata(fixture.dir.join("jail/pod.sock")).unwrap().permissions().mode() & 0o777, 0o600);
 
-    let made = client.create_container(world.container("a", "out:one\ntwo;err:oops\n;exit:3")).await.unwrap();
+    let made = client.create_container(fixture.container("a", "out:one\ntwo;err:oops\n;exit:3")).await.unwrap();
     assert_eq!((made.uid, made.gid, made.supplemental_groups), (1, 2, vec![3]));
     let state = client.state().await.unwrap();
     assert_eq!((state.phase(), state.kernel_release.as_str()), (pod::Phase::Ready, "6.12-fake"));
@@ -30,14 +30,14 @@ async fn a_container_lives_and_leaves_its_log_and_exit_code() {
     let end = exited(&client, "a").await;
     assert_eq!((end.exit_code, end.oom_killed, end.message.as_str()), (3, false, ""));
     assert!(end.created_at > 0 && end.started_at >= end.created_at && end.finished_at >= end.started_at);
-    let mut lines: Vec<String> = world.log_text("a").lines().map(str::to_owned).collect();
+    let mut lines: Vec<String> = fixture.log_text("a").lines().map(str::to_owned).collect();
     lines.sort();
     assert_eq!(lines, ["stderr F oops", "stdout F one", "stdout P two"]);
-    assert_eq!(world.record().containers[0].exit_code, 3);
+    assert_eq!(fixture.record().containers[0].exit_code, 3);
 
     client.stop(GRACE).await.unwrap();
     client_is_gone(&client).await;
-    let record = world.end().await;
+    let record = fixture.end().await;
     assert_eq!((record.phase, record.failure.as_str()), (Phase::Stopped, ""));
     assert_eq!((record.containers[0].phase, record.containers[0].exit_code), (ContainerPhase::Exited, 3));
 }
@@ -53,12 +53,12 @@ async fn client_is_gone(client: &nacelle_pod::client::PodClient) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_verb_can_be_said_twice() {
-    let (world, client) = World::ready().await;
+    let (fixture, client) = PodFixture::ready().await;
     let answer = client.configure(network()).await.unwrap();
     assert_eq!(client.configure(network()).await.unwrap(), answer);
     assert_eq!(answer.agent_version, "fake");
 
-    let request = world.container("a", "hold");
+    let request = fixture.container("a", "hold");
     let (first, second) =
         tokio::join!(client.create_container(request.clone()), client.create_container(request.clone()));
     assert_eq!(first.unwrap(), second.unwrap());
@@ -79,8 +79,8 @@ async fn every_verb_can_be_said_twice() {
     for count in [0, 5, u32::MAX] {
         assert_eq!(kind(client.set_processors(count).await), Kind::Invalid);
     }
-    for (asked, used) in [(512 << 20, 512 << 20), (2 << 20, 128 << 20), (0, 0)] {
-        assert_eq!(client.set_memory(asked).await.unwrap(), used);
+    for (requested, used) in [(512 << 20, 512 << 20), (2 << 20, 128 << 20), (0, 0)] {
+        assert_eq!(client.set_memory(requested).await.unwrap(), used);
     }
     assert_eq!(kind(client.set_memory(384 << 20).await), Kind::Conflict);
     for bytes in [1 << 20, (512 << 20) + 1, u64::MAX] {
@@ -100,18 +100,18 @@ async fn every_verb_can_be_said_twice() {
     client.remove_container("a").await.unwrap();
     client.stop_container("a", GRACE).await.unwrap();
     for (method, calls) in [("create", 1), ("start", 1), ("remove", 1), ("attach", 1)] {
-        assert_eq!(world.agent.calls_of(method), calls, "{method}");
+        assert_eq!(fixture.agent.calls_of(method), calls, "{method}");
     }
     let (first, second) = tokio::join!(client.stop(GRACE), client.stop(GRACE));
     first.and(second).unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_device_belongs_to_the_container_that_it_was_handed_over_for() {
-    let (world, client) = World::ready().await;
+async fn an_offered_device_is_only_for_its_container() {
+    let (fixture, client) = PodFixture::ready().await;
     let request = |id: &str| {
-        let mut request = world.container(id, "hold");
+        let mut request = fixture.container(id, "hold");
         request.devices = vec![pod::BlockDevice {
             key: "8:0".into(),
             path: "/dev/of-the-node".into(),
@@ -128,72 +128,72 @@ async fn a_device_belongs_to_the_container_that_it_was_handed_over_for() {
         assert!(text.contains("/dev/of-the-node") && text.contains(words), "{text}");
     };
     let error = client.create_container(request("a")).await.unwrap_err();
-    refused(&error, Kind::Conflict, "handed over");
+    refused(&error, Kind::Conflict, "not offered");
 
     // Offers that do not match: for another container, withdrawn, at another path.
     let file = || std::os::fd::OwnedFd::from(tempfile::tempfile().unwrap());
-    let other = client.offer("b", "/dev/data", file()).await.unwrap();
-    drop(client.offer("a", "/dev/data", file()).await.unwrap());
-    let elsewhere = client.offer("a", "/dev/other", file()).await.unwrap();
+    let other = client.offer_device("b", "/dev/data", file()).await.unwrap();
+    drop(client.offer_device("a", "/dev/data", file()).await.unwrap());
+    let elsewhere = client.offer_device("a", "/dev/other", file()).await.unwrap();
     let deadline = std::time::Instant::now() + common::LIMIT;
     while client.create_container(request("a")).await.unwrap_err().kind() != Kind::Conflict {
-        assert!(std::time::Instant::now() < deadline, "it is taken back");
+        assert!(std::time::Instant::now() < deadline, "the offer is withdrawn");
     }
 
     // The type of an offered file is checked.
-    let offer = client.offer("a", "/dev/data", file()).await.unwrap();
+    let offer = client.offer_device("a", "/dev/data", file()).await.unwrap();
     let error = client.create_container(request("a")).await.unwrap_err();
     refused(&error, Kind::Invalid, "no block device");
-    assert_eq!((world.agent.calls_of("create"), world.agent.calls_of("attach device")), (0, 0));
+    assert_eq!((fixture.agent.calls_of("create"), fixture.agent.calls_of("attach device")), (0, 0));
     drop((offer, other, elsewhere));
-    world.run(&client, "a", "hold").await;
+    fixture.run(&client, "a", "hold").await;
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stop_signals_waits_and_kills() {
-    let (world, client) = World::ready().await;
-    let mut request = world.container("polite", "hold");
+    let (fixture, client) = PodFixture::ready().await;
+    let mut request = fixture.container("polite", "hold");
     request.stop_signal = 2;
     client.create_container(request).await.unwrap();
     client.start_container("polite").await.unwrap();
     client.stop_container("polite", GRACE).await.unwrap();
     assert_eq!(exited(&client, "polite").await.exit_code, 130);
 
-    world.run(&client, "stubborn", "stubborn").await;
+    fixture.run(&client, "stubborn", "stubborn").await;
     client.stop_container("stubborn", Duration::from_millis(50)).await.unwrap();
     assert_eq!(exited(&client, "stubborn").await.exit_code, 137);
-    assert_eq!(world.agent.calls_of("signal 15"), 1);
+    assert_eq!(fixture.agent.calls_of("signal 15"), 1);
 
-    world.run(&client, "now", "hold").await;
+    fixture.run(&client, "now", "hold").await;
     client.stop_container("now", Duration::ZERO).await.unwrap();
     assert_eq!(exited(&client, "now").await.exit_code, 137);
 
-    world.run(&client, "left", "stubborn").await;
+    fixture.run(&client, "left", "stubborn").await;
     client.stop(Duration::from_millis(50)).await.unwrap();
-    let record = world.end().await;
+    let record = fixture.end().await;
     assert_eq!(record.containers.last().unwrap().exit_code, 137);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stop_signal_that_could_not_be_sent_is_sent_again() {
-    let (world, client) = World::ready().await;
-    world.run(&client, "a", "hold").await;
-    world.agent.fault("signal", Fault::Refuse(tonic::Code::Unavailable, "later".into()));
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "a", "hold").await;
+    fixture.agent.fault("signal", RpcFault::Refuse(tonic::Code::Unavailable, "later".into()));
     client.stop_container("a", GRACE).await.unwrap_err();
-    world.agent.faults.lock().unwrap().clear();
+    fixture.agent.faults.lock().unwrap().clear();
     client.stop_container("a", GRACE).await.unwrap();
     assert_eq!(exited(&client, "a").await.exit_code, 143);
-    assert_eq!(world.agent.calls_of("signal 15"), 1);
+    assert_eq!(fixture.agent.calls_of("signal 15"), 1);
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn exec_returns_output_and_code_and_is_killed_in_time() {
-    let (world, client) = World::ready().await;
-    world.run(&client, "a", "hold").await;
+async fn exec_sync_returns_output_and_code_and_is_killed_at_its_timeout() {
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "a", "hold").await;
     let args = |script: &str| vec![script.to_owned()];
     let done = client.exec_sync("a", args("out:hi;err:ho;exit:4"), Some(GRACE)).await.unwrap();
     assert_eq!((done.stdout.as_slice(), done.stderr.as_slice(), done.exit_code), (&b"hi"[..], &b"ho"[..], 4));
@@ -202,49 +202,49 @@ async fn exec_returns_output_and_code_and_is_killed_in_time() {
 
     let late = client.exec_sync("a", args("stubborn"), Some(Duration::from_millis(20))).await;
     assert_eq!(kind(late), Kind::Timeout);
-    eventually("the command is killed", || world.agent.calls_of("signal 9") > 0).await;
+    eventually("the command is killed", || fixture.agent.calls_of("signal 9") > 0).await;
     assert_eq!(kind(client.exec_sync("none", args("x"), None).await), Kind::NotFound);
     assert_eq!(kind(client.exec_sync("a", vec![], None).await), Kind::Invalid);
-    client.create_container(world.container("b", "hold")).await.unwrap();
+    client.create_container(fixture.container("b", "hold")).await.unwrap();
     assert_eq!(kind(client.exec_sync("b", args("x"), None).await), Kind::Conflict);
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_image_is_attached_once_and_leaves_with_its_last_container() {
-    let (world, client) = World::ready().await;
+async fn an_image_is_attached_once_and_detached_after_its_last_container() {
+    let (fixture, client) = PodFixture::ready().await;
     let other = |id: &str, key: &str| {
-        let mut request = world.container(id, "hold");
+        let mut request = fixture.container(id, "hold");
         request.image_key = key.to_owned();
         request
     };
     let (a, b) = tokio::join!(client.create_container(other("a", "x")), client.create_container(other("b", "x")));
     a.and(b).unwrap();
     client.create_container(other("c", "y")).await.unwrap();
-    assert_eq!(world.agent.images.lock().unwrap().len(), 2);
-    assert_eq!(world.agent.calls_of("attach"), 2);
+    assert_eq!(fixture.agent.images.lock().unwrap().len(), 2);
+    assert_eq!(fixture.agent.calls_of("attach"), 2);
     client.remove_container("a").await.unwrap();
     client.remove_container("c").await.unwrap();
-    eventually("the unused image goes", || world.agent.images.lock().unwrap().len() == 1).await;
-    assert_eq!(world.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>(), [1]);
+    eventually("the unused image is detached", || fixture.agent.images.lock().unwrap().len() == 1).await;
+    assert_eq!(fixture.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>(), [1]);
 
     let mut empty = other("d", "z");
     empty.image.clear();
     assert_eq!(kind(client.create_container(empty).await), Kind::Invalid);
     let mut missing = other("d", "z");
-    missing.image[0].path = world.root.path().join("none").to_str().unwrap().into();
+    missing.image[0].path = fixture.root.path().join("none").to_str().unwrap().into();
     assert!(client.create_container(missing).await.is_err());
     client.create_container(other("d", "z")).await.unwrap();
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_are_images_like_any_other() {
-    let (world, client) = World::ready().await;
+async fn image_volumes_share_images_with_containers() {
+    let (fixture, client) = PodFixture::ready().await;
     let with = |id: &str, keys: &[&str]| {
-        let mut request = world.container(id, "hold");
+        let mut request = fixture.container(id, "hold");
         let volume = |key: &&str| pod::ImageVolume {
             image_key: (*key).to_owned(),
             image: request.image.clone(),
@@ -255,7 +255,7 @@ async fn volumes_are_images_like_any_other() {
         request.volumes = keys.iter().map(volume).collect();
         request
     };
-    let images = || world.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>();
+    let images = || fixture.agent.images.lock().unwrap().keys().copied().collect::<Vec<_>>();
     let settled = async |wanted: &[u32]| {
         eventually(&format!("the images are {wanted:?}"), || images() == wanted).await;
     };
@@ -265,8 +265,8 @@ async fn volumes_are_images_like_any_other() {
         client.create_container(with("b", &["x"]))
     );
     a.and(b).unwrap();
-    assert_eq!((images(), world.agent.calls_of("attach")), (vec![1, 2, 3], 3));
-    let volumes = world.agent.volumes.lock().unwrap().clone();
+    assert_eq!((images(), fixture.agent.calls_of("attach")), (vec![1, 2, 3], 3));
+    let volumes = fixture.agent.volumes.lock().unwrap().clone();
     let own = volumes.iter().find(|volume| volume.container_path == "/image").unwrap();
     assert_eq!((own.partition, own.sub_path.as_str()), (1, "etc"));
     client.remove_container("a").await.unwrap();
@@ -278,7 +278,7 @@ async fn volumes_are_images_like_any_other() {
     assert_eq!(kind(client.create_container(bad).await), Kind::Invalid);
     // If one image cannot be attached, nothing is leaked.
     let mut missing = with("c", &["new", "missing", "newer"]);
-    missing.volumes[1].image[0].path = world.root.path().join("none").to_str().unwrap().into();
+    missing.volumes[1].image[0].path = fixture.root.path().join("none").to_str().unwrap().into();
     assert!(client.create_container(missing).await.is_err());
     settled(&[1, 2]).await;
     client.create_container(with("c", &["missing", "new"])).await.unwrap();
@@ -287,17 +287,17 @@ async fn volumes_are_images_like_any_other() {
     client.remove_container("c").await.unwrap();
     settled(&[]).await;
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bad_requests_change_nothing() {
-    let (world, client) = World::ready().await;
-    let mut outside = world.container("a", "hold");
-    outside.log_path = world.root.path().join("logs/../escape.log").to_str().unwrap().into();
+async fn invalid_requests_change_nothing() {
+    let (fixture, client) = PodFixture::ready().await;
+    let mut outside = fixture.container("a", "hold");
+    outside.log_path = fixture.root.path().join("logs/../escape.log").to_str().unwrap().into();
     assert_eq!(kind(client.create_container(outside).await), Kind::Invalid);
     for id in ["", "a/b", ".."] {
-        let mut request = world.container("a", "hold");
+        let mut request = fixture.container("a", "hold");
         request.id = id.to_owned();
         assert_eq!(kind(client.create_container(request).await), Kind::Invalid, "{id:?}");
     }
@@ -309,34 +309,34 @@ async fn bad_requests_change_nothing() {
     let network = pod::ConfigureRequest { interfaces: vec![interface], ..network() };
     assert_eq!(kind(client.configure(network).await), Kind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());
-    assert_eq!(world.agent.calls_of("create"), 0);
+    assert_eq!(fixture.agent.calls_of("create"), 0);
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_log_is_rotated_while_it_is_written() {
-    let (world, client) = World::ready().await;
-    world.run(&client, "a", "out:before\n;hold;out:after\n").await;
-    eventually("the first line is in the log", || !world.log_text("a").is_empty()).await;
-    let old = world.log("a").with_extension("old");
-    std::fs::rename(world.log("a"), &old).unwrap();
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "a", "out:before\n;hold;out:after\n").await;
+    eventually("the first line is in the log", || !fixture.log_text("a").is_empty()).await;
+    let old = fixture.log("a").with_extension("old");
+    std::fs::rename(fixture.log("a"), &old).unwrap();
     client.reopen_log("a").await.unwrap();
     client.stop_container("a", GRACE).await.unwrap();
-    assert_eq!(world.log_text("a"), "stdout F after\n");
+    assert_eq!(fixture.log_text("a"), "stdout F after\n");
     assert!(std::fs::read_to_string(old).unwrap().ends_with("stdout F before\n"));
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slow_agent_stops_nobody_else() {
-    let (world, client) = World::ready_with(|spec| spec.timeouts.shutdown_ms = 100).await;
-    world.agent.fault("create", Fault::Hang);
-    world.agent.fault("shutdown", Fault::Hang);
-    let (request, asking) = (world.container("a", "hold"), client.clone());
-    let create = tokio::spawn(async move { asking.create_container(request).await });
-    until(&client, "the pod answers", |state| state.phase() == pod::Phase::Ready).await;
+async fn a_slow_agent_does_not_block_other_requests() {
+    let (fixture, client) = PodFixture::ready_with(|spec| spec.timeouts.shutdown_ms = 100).await;
+    fixture.agent.fault("create", RpcFault::Hang);
+    fixture.agent.fault("shutdown", RpcFault::Hang);
+    let (request, second_client) = (fixture.container("a", "hold"), client.clone());
+    let create = tokio::spawn(async move { second_client.create_container(request).await });
+    until(&client, "the pod is ready", |state| state.phase() == pod::Phase::Ready).await;
     let mut watch = client.watch().await.unwrap();
     assert_eq!(watch.message().await.unwrap().unwrap().phase(), pod::Phase::Ready);
     // The VM is killed when the agent does not shut it down; the creation fails with it.
@@ -348,21 +348,21 @@ async fn a_slow_agent_stops_nobody_else() {
         last = state.phase();
     }
     assert_eq!(last, pod::Phase::Stopped);
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pod_can_be_stopped_before_it_is_ready() {
-    let mut world = World::new();
-    let client = world.boot(|_| {}, FailureScript::default()).await;
+    let mut fixture = PodFixture::new();
+    let client = fixture.boot(|_| {}, FailureScript::default()).await;
     let configuring = {
         // The agent waits for a network that never arrives.
         let client = client.clone();
-        *world.agent.boot.lock().unwrap() = common::agent::Boot::Silent;
+        *fixture.agent.boot.lock().unwrap() = common::agent::BootFault::Silent;
         tokio::spawn(async move { client.configure(network()).await })
     };
     client.stop(GRACE).await.unwrap();
     // The request came too late, or failed because the pod stops.
     let _ = configuring.await.unwrap();
-    assert_eq!(world.end().await.phase, Phase::Stopped);
+    assert_eq!(fixture.end().await.phase, Phase::Stopped);
 }

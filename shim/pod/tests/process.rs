@@ -21,21 +21,21 @@ const GRACE: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
     harness::main(&[
-        ("a_pod_outlives_its_client", || Box::pin(outlives(Place::new()))),
-        ("kill_9_is_cleared_away", || Box::pin(killed(Place::new()))),
-        ("a_start_that_is_given_up_leaves_nothing", || Box::pin(given_up(Place::new()))),
-        ("a_held_process_waits_for_its_group", || Box::pin(held(Place::new()))),
-        ("sigterm_stops_the_pod", || Box::pin(terminated(Place::new()))),
-        ("a_foreign_process_is_left_alone", || Box::pin(foreign(Place::new()))),
-        ("what_does_not_start_says_why", || Box::pin(no_start(Place::new()))),
-        ("one_process_serves_a_pod", || Box::pin(served_once(Place::new()))),
-        ("a_jailed_pod_serves_and_is_cleared_away", || Box::pin(jailed(Place::new()))),
-        ("a_forbidden_system_call_is_told_as_such", || Box::pin(forbidden(Place::new()))),
-        ("a_jailed_process_cannot_name_whom_the_daemon_kills", || Box::pin(foreign_names(Place::new()))),
-        ("a_jailed_process_cannot_hide_from_the_daemon", || Box::pin(hidden(Place::new()))),
-        ("nothing_that_a_jailed_process_leaves_hinders_its_clean_up", || Box::pin(unusable())),
-        ("a_socket_that_is_a_link_leads_nowhere", || Box::pin(led_away(Place::new()))),
-        ("a_lost_run_directory_hides_nothing", || Box::pin(lost_directory(Place::new()))),
+        ("a_pod_outlives_its_client", || Box::pin(reconnect(RunDir::new()))),
+        ("a_killed_pod_process_is_cleaned_up", || Box::pin(kill_and_clean_up(RunDir::new()))),
+        ("a_cancelled_start_leaks_nothing", || Box::pin(cancel_start(RunDir::new()))),
+        ("a_process_waits_for_its_admission", || Box::pin(wait_for_admission(RunDir::new()))),
+        ("sigterm_stops_the_pod", || Box::pin(send_sigterm(RunDir::new()))),
+        ("a_process_with_a_reused_pid_is_not_killed", || Box::pin(reuse_pid(RunDir::new()))),
+        ("a_failed_start_has_its_reason", || Box::pin(fail_to_start(RunDir::new()))),
+        ("only_one_process_serves_a_pod", || Box::pin(start_second_process(RunDir::new()))),
+        ("a_jailed_pod_serves_and_is_cleaned_up", || Box::pin(serve_in_jail(RunDir::new()))),
+        ("a_forbidden_system_call_is_reported", || Box::pin(call_forbidden_syscall(RunDir::new()))),
+        ("a_jailed_process_cannot_choose_what_the_daemon_kills", || Box::pin(name_foreign_processes(RunDir::new()))),
+        ("a_jailed_process_cannot_hide_from_the_daemon", || Box::pin(hide_identity(RunDir::new()))),
+        ("no_file_of_a_jailed_process_prevents_its_cleanup", || Box::pin(write_unusable_state())),
+        ("a_symbolic_link_as_socket_is_not_followed", || Box::pin(replace_sockets(RunDir::new()))),
+        ("a_pod_without_run_directory_is_cleaned_up", || Box::pin(remove_run_directory(RunDir::new()))),
     ])
 }
 
@@ -45,19 +45,19 @@ async fn admit(_started: PodProcess) -> Result<(), ClientError> {
 }
 
 /// A run directory; dropping it ends the process that serves it.
-struct Place {
+struct RunDir {
     root: tempfile::TempDir,
     dir: PathBuf,
 }
 
-impl Place {
-    fn new() -> Place {
+impl RunDir {
+    fn new() -> RunDir {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("run");
         std::fs::create_dir(&dir).unwrap();
         std::fs::create_dir(root.path().join("logs")).unwrap();
         std::fs::write(root.path().join("blob"), vec![b'e'; 8192]).unwrap();
-        Place { root, dir }
+        RunDir { root, dir }
     }
 
     async fn spawn(&self) -> PodClient {
@@ -91,7 +91,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for RunDir {
     fn drop(&mut self) {
         harness::end(&self.dir);
     }
@@ -102,73 +102,73 @@ fn signal(identity: &ProcessIdentity, signal: nix::sys::signal::Signal) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(identity.pid), signal).unwrap();
 }
 
-async fn outlives(place: Place) {
-    let first = place.spawn().await;
+async fn reconnect(run_dir: RunDir) {
+    let first = run_dir.spawn().await;
     first.configure(network()).await.unwrap();
-    place.run(&first, "a", "hold").await;
+    run_dir.run(&first, "a", "hold").await;
     let pid = nix::unistd::Pid::from_raw(first.identity().pid);
     assert_eq!(nix::unistd::getsid(Some(pid)).unwrap(), pid, "a session of its own");
     let inherited =
         std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|fd| std::fs::read_link(fd.unwrap().path()));
     let inherited: Vec<_> =
-        inherited.flatten().filter(|path| path.starts_with(place.root.path().join("blob"))).collect();
+        inherited.flatten().filter(|path| path.starts_with(run_dir.root.path().join("blob"))).collect();
     assert!(inherited.len() <= 1, "{inherited:?}");
     let identity = first.identity().clone();
     drop(first);
 
-    let second = client::connect(&place.dir).await.unwrap();
+    let second = client::connect(&run_dir.dir).await.unwrap();
     assert_eq!(second.identity(), &identity);
     let state = second.state().await.unwrap();
     assert_eq!(state.containers[0].phase(), pod::ContainerPhase::Running);
     second.stop_container("a", GRACE).await.unwrap();
     assert_eq!(exited(&second, "a").await.exit_code, 143);
     second.stop(GRACE).await.unwrap();
-    second.ended().await.unwrap();
-    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+    second.wait_for_exit().await.unwrap();
+    assert!(matches!(client::connect(&run_dir.dir).await, Err(ClientError::NotRunning { .. })));
     // There is nothing to clean up, and the exit code is still known.
-    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
+    let record = client::clean_up(&run_dir.dir, None).await.unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 143));
 }
 
-async fn killed(place: Place) {
-    let client = place.spawn().await;
+async fn kill_and_clean_up(run_dir: RunDir) {
+    let client = run_dir.spawn().await;
     client.configure(network()).await.unwrap();
-    place.run(&client, "done", "exit:7").await;
+    run_dir.run(&client, "done", "exit:7").await;
     exited(&client, "done").await;
-    place.run(&client, "running", "hold").await;
+    run_dir.run(&client, "running", "hold").await;
     signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
-    client.ended().await.unwrap();
-    let before = record::read(&place.dir).unwrap().unwrap();
+    client.wait_for_exit().await.unwrap();
+    let before = record::read(&run_dir.dir).unwrap().unwrap();
     assert_eq!((before.phase, before.containers[0].exit_code), (Phase::Ready, 7));
     for _ in 0..2 {
-        let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
+        let record = client::clean_up(&run_dir.dir, None).await.unwrap().unwrap();
         assert_eq!(record.phase, Phase::Stopped);
         let codes: Vec<u32> = record.containers.iter().map(|container| container.exit_code).collect();
         assert_eq!(codes, [7, 255]);
         assert!(record.containers[1].message.contains("died"));
     }
-    assert!(!place.dir.join("jail/pod.sock").exists());
-    let disks = std::fs::read_dir(place.root.path().join("templates")).into_iter().flatten().flatten();
+    assert!(!run_dir.dir.join("jail/pod.sock").exists());
+    let disks = std::fs::read_dir(run_dir.root.path().join("templates")).into_iter().flatten().flatten();
     let disks: Vec<_> = disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).collect();
     assert!(disks.is_empty(), "{disks:?}");
 
     // A pod without a run directory has leaked nothing.
-    assert!(client::clean_up(&place.root.path().join("none"), None).await.unwrap().is_none());
+    assert!(client::clean_up(&run_dir.root.path().join("none"), None).await.unwrap().is_none());
 
     // A process that still runs is killed.
-    let client = place.spawn().await;
+    let client = run_dir.spawn().await;
     client.configure(network()).await.unwrap();
-    client::clean_up(&place.dir, None).await.unwrap();
+    client::clean_up(&run_dir.dir, None).await.unwrap();
     assert!(!identity::is_alive(client.identity()).unwrap());
 }
 
-async fn given_up(place: Place) {
+async fn cancel_start(run_dir: RunDir) {
     let exe = std::env::current_exe().unwrap();
-    let spec = spec(place.root.path());
+    let spec = spec(run_dir.root.path());
     // The future is dropped while the process is being started: the process is recorded, and ends by itself.
-    drop_when(client::spawn(&exe, &place.dir, &spec, admit), || true).await;
-    eventually("the process is recorded", || identity::read(&place.dir).unwrap().is_some()).await;
-    let first = identity::read(&place.dir).unwrap().unwrap();
+    drop_when(client::spawn(&exe, &run_dir.dir, &spec, admit), || true).await;
+    eventually("the process is recorded", || identity::read(&run_dir.dir).unwrap().is_some()).await;
+    let first = identity::read(&run_dir.dir).unwrap().unwrap();
     eventually("a process that was not admitted has ended", || !identity::is_alive(&first).unwrap()).await;
     // The future is dropped after the admission: the cleanup ends the process.
     let admitted = std::cell::Cell::new(false);
@@ -176,36 +176,36 @@ async fn given_up(place: Place) {
         admitted.set(true);
         async { Ok(()) }
     };
-    drop_when(client::spawn(&exe, &place.dir, &spec, admit), || admitted.get()).await;
-    let second = identity::read(&place.dir).unwrap().unwrap();
+    drop_when(client::spawn(&exe, &run_dir.dir, &spec, admit), || admitted.get()).await;
+    let second = identity::read(&run_dir.dir).unwrap().unwrap();
     assert_ne!(first, second);
-    client::clean_up(&place.dir, None).await.unwrap();
+    client::clean_up(&run_dir.dir, None).await.unwrap();
     assert!(!identity::is_alive(&second).unwrap());
 }
 
-/// Polls a start until it is pending while the condition holds, and drops it there.
-async fn drop_when(start: impl Future<Output = Result<PodClient, ClientError>>, holds: impl Fn() -> bool) {
+/// Polls a start until it is pending while the condition is true, and drops it there.
+async fn drop_when(start: impl Future<Output = Result<PodClient, ClientError>>, condition: impl Fn() -> bool) {
     let mut start = std::pin::pin!(start);
     std::future::poll_fn(|context| match start.as_mut().poll(context) {
         Poll::Ready(result) => panic!("the start ended before it was dropped: {result:?}"),
-        Poll::Pending if holds() => Poll::Ready(()),
+        Poll::Pending if condition() => Poll::Ready(()),
         Poll::Pending => Poll::Pending,
     })
     .await;
 }
 
-async fn held(place: Place) {
-    let (exe, spec) = (std::env::current_exe().unwrap(), spec(place.root.path()));
-    let socket = nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(&place.dir));
+async fn wait_for_admission(run_dir: RunDir) {
+    let (exe, spec) = (std::env::current_exe().unwrap(), spec(run_dir.root.path()));
+    let socket = nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(&run_dir.dir));
     // The admission fails: the process is gone, and nothing has happened.
     let mut refused_pid = 0;
-    let refused = client::spawn(&exe, &place.dir, &spec, |started| {
+    let refused = client::spawn(&exe, &run_dir.dir, &spec, |started| {
         refused_pid = started.identity.pid;
-        let group = "a.slice/b.scope".into();
-        async move { Err(ClientError::Group { group, kind: Kind::Unavailable, source: "nobody there".into() }) }
+        let cgroup = "a.slice/b.scope".into();
+        async move { Err(ClientError::Cgroup { cgroup, kind: Kind::Unavailable, source: "no such service".into() }) }
     });
     let refused = refused.await.unwrap_err();
-    assert_eq!(refused.to_string(), "the pod process cannot be put into the control group a.slice/b.scope");
+    assert_eq!(refused.to_string(), "cannot move the pod process into the cgroup a.slice/b.scope");
     assert!(!Path::new(&format!("/proc/{refused_pid}")).exists());
     // The future is dropped while the process waits for its admission: the process ends by itself.
     let held_pid = std::cell::Cell::new(0);
@@ -213,9 +213,9 @@ async fn held(place: Place) {
         held_pid.set(started.identity.pid);
         std::future::pending()
     };
-    drop_when(client::spawn(&exe, &place.dir, &spec, never), || held_pid.get() != 0).await;
-    assert_eq!(identity::read(&place.dir).unwrap().unwrap().pid, held_pid.get());
-    let alive = || identity::read(&place.dir).unwrap().is_some_and(|process| identity::is_alive(&process).unwrap());
+    drop_when(client::spawn(&exe, &run_dir.dir, &spec, never), || held_pid.get() != 0).await;
+    assert_eq!(identity::read(&run_dir.dir).unwrap().unwrap().pid, held_pid.get());
+    let alive = || identity::read(&run_dir.dir).unwrap().is_some_and(|process| identity::is_alive(&process).unwrap());
     eventually("a process whose start was dropped has ended", || !alive()).await;
     assert!(!socket.exists());
     // The process serves only after its admission.
@@ -224,53 +224,53 @@ async fn held(place: Place) {
         assert!(!socket.exists());
         Ok(())
     };
-    let pod = client::spawn(&exe, &place.dir, &spec, admit).await.unwrap();
+    let pod = client::spawn(&exe, &run_dir.dir, &spec, admit).await.unwrap();
     assert!(identity::is_alive(pod.identity()).unwrap());
 }
 
-async fn terminated(place: Place) {
-    let client = place.spawn().await;
+async fn send_sigterm(run_dir: RunDir) {
+    let client = run_dir.spawn().await;
     client.configure(network()).await.unwrap();
-    place.run(&client, "a", "hold").await;
+    run_dir.run(&client, "a", "hold").await;
     signal(client.identity(), nix::sys::signal::Signal::SIGTERM);
-    client.ended().await.unwrap();
-    let record = record::read(&place.dir).unwrap().unwrap();
+    client.wait_for_exit().await.unwrap();
+    let record = record::read(&run_dir.dir).unwrap().unwrap();
     assert_eq!((record.phase, record.containers[0].exit_code), (Phase::Stopped, 143));
 }
 
-async fn foreign(place: Place) {
+async fn reuse_pid(run_dir: RunDir) {
     // A process with the same pid and another start time.
     let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
     let pid = i32::try_from(other.id()).unwrap();
-    let own = identity::own().unwrap();
+    let own = identity::of_this_process().unwrap();
     let foreign = ProcessIdentity { pid, start_time: own.start_time.wrapping_sub(1), boot_id: own.boot_id };
-    identity::write(&foreign, &place.dir).unwrap();
-    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
-    assert!(client::clean_up(&place.dir, None).await.unwrap().is_none());
-    assert!(other.try_wait().unwrap().is_none(), "it lives");
+    identity::write(&foreign, &run_dir.dir).unwrap();
+    assert!(matches!(client::connect(&run_dir.dir).await, Err(ClientError::NotRunning { .. })));
+    assert!(client::clean_up(&run_dir.dir, None).await.unwrap().is_none());
+    assert!(other.try_wait().unwrap().is_none(), "the process was killed");
     other.kill().unwrap();
     other.wait().unwrap();
 }
 
-async fn no_start(place: Place) {
-    let bad = client::spawn(Path::new("/none/nacelle"), &place.dir, &spec(place.root.path()), admit).await;
+async fn fail_to_start(run_dir: RunDir) {
+    let bad = client::spawn(Path::new("/none/nacelle"), &run_dir.dir, &spec(run_dir.root.path()), admit).await;
     assert!(matches!(bad, Err(ClientError::Start { .. })));
-    let ended = client::spawn(Path::new("/bin/false"), &place.dir, &spec(place.root.path()), admit).await;
-    assert!(matches!(ended, Err(ClientError::EndedAtOnce { .. })), "{ended:?}");
-    let mut wrong = spec(place.root.path());
+    let ended = client::spawn(Path::new("/bin/false"), &run_dir.dir, &spec(run_dir.root.path()), admit).await;
+    assert!(matches!(ended, Err(ClientError::EndedBeforeReply { .. })), "{ended:?}");
+    let mut wrong = spec(run_dir.root.path());
     wrong.vcpus = 0;
     assert!(matches!(
-        client::spawn(Path::new("/bin/false"), &place.dir, &wrong, admit).await,
+        client::spawn(Path::new("/bin/false"), &run_dir.dir, &wrong, admit).await,
         Err(ClientError::Spec(_))
     ));
-    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+    assert!(matches!(client::connect(&run_dir.dir).await, Err(ClientError::NotRunning { .. })));
 }
 
-async fn served_once(place: Place) {
-    let client = place.spawn().await;
+async fn start_second_process(run_dir: RunDir) {
+    let client = run_dir.spawn().await;
     let exe = std::env::current_exe().unwrap();
     let mut second =
-        std::process::Command::new(exe).arg("--dir").arg(&place.dir).stdin(Stdio::piped()).spawn().unwrap();
+        std::process::Command::new(exe).arg("--dir").arg(&run_dir.dir).stdin(Stdio::piped()).spawn().unwrap();
     std::io::Write::write_all(&mut second.stdin.take().unwrap(), b"\n").unwrap();
     let deadline = Instant::now() + LIMIT;
     let status = loop {
@@ -281,9 +281,9 @@ async fn served_once(place: Place) {
         tokio::time::sleep(Duration::from_millis(2)).await;
     };
     assert!(!status.success());
-    until(&client, "the first goes on", |_| true).await;
+    until(&client, "the first process still serves", |_| true).await;
     client.stop(GRACE).await.unwrap();
-    client.ended().await.unwrap();
+    client.wait_for_exit().await.unwrap();
 }
 
 /// Returns the fields of a status file of /proc.
@@ -292,19 +292,19 @@ fn status(path: &Path) -> BTreeMap<String, String> {
     text.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
 }
 
-async fn jailed(place: Place) {
+async fn serve_in_jail(run_dir: RunDir) {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: not root");
     }
-    let client = place.spawn_jailed().await;
+    let client = run_dir.spawn_jailed().await;
     client.configure(network()).await.unwrap();
-    let log = place.root.path().join("logs/a/0.log");
+    let log = run_dir.root.path().join("logs/a/0.log");
     let request = pod::CreateContainerRequest {
         id: "a".into(),
         oci_spec: "big:20000;hold".into(),
         image_key: "image".into(),
         image: vec![pod::Extent {
-            path: place.root.path().join("blob").to_str().unwrap().into(),
+            path: run_dir.root.path().join("blob").to_str().unwrap().into(),
             offset: 0,
             length: 8192,
         }],
@@ -320,7 +320,7 @@ async fn jailed(place: Place) {
     client.reopen_log("a").await.unwrap();
     assert!(log.exists());
     // The process does not see a file that is not among its places.
-    let other = place.root.path().join("other");
+    let other = run_dir.root.path().join("other");
     std::fs::write(&other, vec![b'e'; 8192]).unwrap();
     let mut foreign = pod::CreateContainerRequest { id: "b".into(), image_key: "other".into(), ..request };
     foreign.image[0].path = other.to_str().unwrap().into();
@@ -344,33 +344,33 @@ async fn jailed(place: Place) {
     assert!(threads > 2);
     let mounts = std::fs::read_to_string(process.join("mountinfo")).unwrap();
     let points: Vec<&str> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();
-    let own = place.root.path().to_str().unwrap();
+    let own = run_dir.root.path().to_str().unwrap();
     let known = ["/usr", "/bin", "/sbin", "/lib", "/etc/", "/dev/null", "/dev/urandom", own];
     for point in points {
         assert!(point == "/" || known.iter().any(|known| point.starts_with(known)), "{point}");
     }
-    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    let group = nacelle_jail::cgroup::directories(&cgroup(run_dir.root.path()));
     let there = group.iter().filter(|directory| directory.exists()).count();
     println!("control groups: {there}");
 
     signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
-    client.ended().await.unwrap();
-    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
+    client.wait_for_exit().await.unwrap();
+    let record = client::clean_up(&run_dir.dir, None).await.unwrap().unwrap();
     assert_eq!(record.containers[0].message, "the pod process died of signal 9");
     assert!(group.iter().all(|directory| !directory.exists()), "{group:?}");
-    let disks = std::fs::read_dir(place.root.path().join("templates")).unwrap().flatten();
+    let disks = std::fs::read_dir(run_dir.root.path().join("templates")).unwrap().flatten();
     assert_eq!(disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).count(), 0);
 }
 
-async fn forbidden(place: Place) {
-    let client = place.spawn().await;
+async fn call_forbidden_syscall(run_dir: RunDir) {
+    let client = run_dir.spawn().await;
     client.configure(network()).await.unwrap();
-    place.run(&client, "a", "hold").await;
+    run_dir.run(&client, "a", "hold").await;
     // Sends the signal that the kernel sends.
     signal(client.identity(), nix::sys::signal::Signal::SIGSYS);
-    client.ended().await.unwrap();
-    let record = client::clean_up(&place.dir, None).await.unwrap().unwrap();
-    assert_eq!(record.failure, "the pod process died of a system call that its filter forbids");
+    client.wait_for_exit().await.unwrap();
+    let record = client::clean_up(&run_dir.dir, None).await.unwrap().unwrap();
+    assert_eq!(record.failure, "the pod process died of a system call that its seccomp filter forbids");
 }
 
 /// Writes what the process of this pod can write, wherever it can: in the run directory as the process sees it.
@@ -417,7 +417,7 @@ impl Victim {
         let pid = i32::try_from(self.child.id()).unwrap();
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let start_time = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
-        ProcessIdentity { pid, start_time, ..identity::own().unwrap() }
+        ProcessIdentity { pid, start_time, ..identity::of_this_process().unwrap() }
     }
 }
 
@@ -429,14 +429,14 @@ impl Drop for Victim {
     }
 }
 
-async fn foreign_names(place: Place) {
+async fn name_foreign_processes(run_dir: RunDir) {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: not root");
     }
-    let mut victim = Victim::new(place.root.path());
+    let mut victim = Victim::new(run_dir.root.path());
     let groups = victim.groups();
     // The directory of another pod, which has no guest.
-    let mut foreign = spec(place.root.path());
+    let mut foreign = spec(run_dir.root.path());
     foreign.id = nacelle_base::PodId::from_bytes([7; 32]);
     foreign.engine = nacelle_pod::spec::EngineSpec::Host { agent: "/none".into(), shares: Default::default() };
     foreign.jail = Some(JailSpec { seccomp: Seccomp::Kill, images: Vec::new(), cgroup: Some(victim.group.clone()) });
@@ -445,38 +445,38 @@ async fn foreign_names(place: Place) {
     std::fs::write(others.join("data"), "another pod's").unwrap();
     let (spec, identity) = (serde_json::to_vec(&foreign).unwrap(), serde_json::to_vec(&victim.identity()).unwrap());
 
-    let client = place.spawn_jailed().await;
+    let client = run_dir.spawn_jailed().await;
     client.configure(network()).await.unwrap();
     let own = client.identity().clone();
     for (name, content) in [("spec.json", &spec), ("process.json", &identity), ("share.json", &identity)] {
-        write_as(&client, &place.dir, name, |path| std::fs::write(path, content).unwrap());
+        write_as(&client, &run_dir.dir, name, |path| std::fs::write(path, content).unwrap());
     }
-    client::clean_up(&place.dir, None).await.unwrap();
+    client::clean_up(&run_dir.dir, None).await.unwrap();
     assert!(victim.lives(), "a process was killed that only the jailed process has named");
     assert_eq!(victim.groups(), groups, "a control group was removed that only the jailed process has named");
     assert!(others.join("data").exists(), "a directory was removed that only the jailed process has named");
     assert!(!identity::is_alive(&own).unwrap());
-    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    let group = nacelle_jail::cgroup::directories(&cgroup(run_dir.root.path()));
     assert!(group.iter().all(|directory| !directory.exists()), "its own group is gone: {group:?}");
 }
 
-async fn hidden(place: Place) {
+async fn hide_identity(run_dir: RunDir) {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: not root");
     }
-    let client = place.spawn_jailed().await;
+    let client = run_dir.spawn_jailed().await;
     client.configure(network()).await.unwrap();
     let own = client.identity().clone();
     let wrong = ProcessIdentity { start_time: own.start_time + 1, ..own.clone() };
-    write_as(&client, &place.dir, "process.json", |path| {
+    write_as(&client, &run_dir.dir, "process.json", |path| {
         std::fs::write(path, serde_json::to_vec(&wrong).unwrap()).unwrap()
     });
     // Without its specification the daemon would not know its cgroup.
-    write_as(&client, &place.dir, "spec.json", |path| std::fs::write(path, "{}").unwrap());
-    assert!(client::connect(&place.dir).await.is_ok(), "it is still found");
-    client::clean_up(&place.dir, None).await.unwrap();
-    assert!(!identity::is_alive(&own).unwrap(), "it lives on");
-    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    write_as(&client, &run_dir.dir, "spec.json", |path| std::fs::write(path, "{}").unwrap());
+    assert!(client::connect(&run_dir.dir).await.is_ok(), "the process is still found");
+    client::clean_up(&run_dir.dir, None).await.unwrap();
+    assert!(!identity::is_alive(&own).unwrap(), "the process still runs");
+    let group = nacelle_jail::cgroup::directories(&cgroup(run_dir.root.path()));
     assert!(group.iter().all(|directory| !directory.exists()), "its group is gone: {group:?}");
 }
 
@@ -496,7 +496,7 @@ impl Watched {
     }
 }
 
-async fn unusable() {
+async fn write_unusable_state() {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: not root");
     }
@@ -516,22 +516,22 @@ async fn unusable() {
         ("deep JSON", |path| std::fs::write(path, "[".repeat(1 << 19)).unwrap()),
     ];
     for (what, write) in kinds {
-        let place = Place::new();
-        let client = place.spawn_jailed().await;
+        let run_dir = RunDir::new();
+        let client = run_dir.spawn_jailed().await;
         client.configure(network()).await.unwrap();
         let own = client.identity().clone();
-        write_as(&client, &place.dir, "state.json", write);
+        write_as(&client, &run_dir.dir, "state.json", write);
         signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
-        client.ended().await.unwrap();
+        client.wait_for_exit().await.unwrap();
         let before = memory();
         let watched = Watched::new(what);
-        assert_eq!(client::clean_up(&place.dir, None).await.unwrap(), None, "{what}");
+        assert_eq!(client::clean_up(&run_dir.dir, None).await.unwrap(), None, "{what}");
         drop(watched);
         assert!(memory() < before + (64 << 20), "{what}: {} bytes more", memory() - before);
         assert!(!identity::is_alive(&own).unwrap(), "{what}");
         // The same for the whole run directory.
-        nacelle_base::files::remove_tree_if_there(&place.dir).unwrap();
-        assert!(!place.dir.exists() && Path::new("/etc/shadow").exists(), "{what}");
+        nacelle_base::files::remove_tree_if_there(&run_dir.dir).unwrap();
+        assert!(!run_dir.dir.exists() && Path::new("/etc/shadow").exists(), "{what}");
     }
 }
 
@@ -541,53 +541,53 @@ fn memory() -> u64 {
     status["VmHWM"].trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-async fn led_away(place: Place) {
+async fn replace_sockets(run_dir: RunDir) {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: not root");
     }
-    let client = place.spawn_jailed().await;
+    let client = run_dir.spawn_jailed().await;
     client.configure(network()).await.unwrap();
-    let other = place.root.path().join("other.sock");
+    let other = run_dir.root.path().join("other.sock");
     let listener = std::os::unix::net::UnixListener::bind(&other).unwrap();
     listener.set_nonblocking(true).unwrap();
     for name in ["pod.sock", "stream.sock"] {
-        write_as(&client, &place.dir, name, |path| std::os::unix::fs::symlink(&other, path).unwrap());
+        write_as(&client, &run_dir.dir, name, |path| std::os::unix::fs::symlink(&other, path).unwrap());
     }
-    assert!(client::connect(&place.dir).await.is_err());
+    assert!(client::connect(&run_dir.dir).await.is_err());
     let open = pod::StreamOpen { id: "a".into(), ..Default::default() };
     assert!(client.open_stream(open).await.is_err());
     assert!(listener.accept().is_err(), "the daemon has connected to what a link leads to");
-    client::clean_up(&place.dir, None).await.unwrap();
+    client::clean_up(&run_dir.dir, None).await.unwrap();
     assert!(other.exists(), "what the link leads to was removed");
 }
 
-async fn lost_directory(place: Place) {
+async fn remove_run_directory(run_dir: RunDir) {
     let mut stored = None;
     let admit = |started: PodProcess| {
         stored = Some(started);
         async { Ok(()) }
     };
-    let mut spec = spec(place.root.path());
+    let mut spec = spec(run_dir.root.path());
     spec.jail = Some(JailSpec {
         seccomp: Seccomp::Kill,
-        images: vec![place.root.path().join("blob")],
-        cgroup: Some(cgroup(place.root.path())),
+        images: vec![run_dir.root.path().join("blob")],
+        cgroup: Some(cgroup(run_dir.root.path())),
     });
     if !nix::unistd::geteuid().is_root() {
         spec.jail = None;
     }
-    let client = client::spawn(&std::env::current_exe().unwrap(), &place.dir, &spec, admit).await.unwrap();
+    let client = client::spawn(&std::env::current_exe().unwrap(), &run_dir.dir, &spec, admit).await.unwrap();
     client.configure(network()).await.unwrap();
-    place.run(&client, "a", "hold").await;
+    run_dir.run(&client, "a", "hold").await;
     // Simulates a tmpfs that was mounted again.
-    std::fs::remove_dir_all(&place.dir).unwrap();
-    assert!(matches!(client::connect(&place.dir).await, Err(ClientError::Gone { .. })));
+    std::fs::remove_dir_all(&run_dir.dir).unwrap();
+    assert!(matches!(client::connect(&run_dir.dir).await, Err(ClientError::NotRunning { .. })));
     let stored = stored.unwrap();
     assert_eq!(stored.identity, *client.identity());
     for _ in 0..2 {
-        assert!(client::clean_up(&place.dir, Some(&stored)).await.unwrap().is_none());
-        assert!(!identity::is_alive(&stored.identity).unwrap(), "it runs on, and nothing knows of it");
+        assert!(client::clean_up(&run_dir.dir, Some(&stored)).await.unwrap().is_none());
+        assert!(!identity::is_alive(&stored.identity).unwrap(), "the process still runs after the cleanup");
     }
-    let group = nacelle_jail::cgroup::directories(&cgroup(place.root.path()));
+    let group = nacelle_jail::cgroup::directories(&cgroup(run_dir.root.path()));
     assert!(group.iter().all(|directory| !directory.exists()), "{group:?}");
 }

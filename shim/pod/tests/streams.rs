@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{LIMIT, World, kind};
+use common::{LIMIT, PodFixture, kind};
 use nacelle_base::Kind;
 use nacelle_pod::client::PodClient;
 use nacelle_proto::common::{ResizeRequest, Stream};
@@ -24,8 +24,8 @@ async fn open(client: &PodClient, exec_id: &str, stream: Stream) -> UnixStream {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_has_streams_of_any_length_and_a_code() {
-    let (world, client) = World::ready().await;
-    world.run(&client, "c", "hold").await;
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "c", "hold").await;
     let exec = client.exec(command("c", "cat;err:done;exit:7")).await.unwrap();
     let mut stdin = open(&client, &exec.exec_id, Stream::Stdin).await;
     let mut stdout = open(&client, &exec.exec_id, Stream::Stdout).await;
@@ -39,31 +39,31 @@ async fn a_command_has_streams_of_any_length_and_a_code() {
             stdin
         }
     });
-    let mut came = Vec::new();
-    tokio::time::timeout(LIMIT, stdout.read_to_end(&mut came)).await.unwrap().unwrap();
-    assert!(came == sent, "{} of {} bytes", came.len(), sent.len());
+    let mut received = Vec::new();
+    tokio::time::timeout(LIMIT, stdout.read_to_end(&mut received)).await.unwrap().unwrap();
+    assert!(received == sent, "{} of {} bytes", received.len(), sent.len());
     let mut errors = String::new();
     tokio::time::timeout(LIMIT, stderr.read_to_string(&mut errors)).await.unwrap().unwrap();
     assert_eq!(errors, "done");
-    assert_eq!(exec.end().await.unwrap(), 7);
+    assert_eq!(exec.wait_for_exit().await.unwrap(), 7);
     writing.await.unwrap();
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_that_is_given_up_is_killed() {
-    let (world, client) = World::ready().await;
-    world.run(&client, "c", "hold").await;
+async fn an_abandoned_command_is_killed() {
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "c", "hold").await;
     let exec = client.exec(command("c", "stubborn")).await.unwrap();
     drop(exec);
     let deadline = Instant::now() + LIMIT;
-    while world.agent.calls_of("signal 9") == 0 {
-        assert!(Instant::now() < deadline, "nobody killed it");
+    while fixture.agent.calls_of("signal 9") == 0 {
+        assert!(Instant::now() < deadline, "the command was not killed");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 async fn text(stream: &mut UnixStream, length: usize) -> String {
@@ -73,11 +73,11 @@ async fn text(stream: &mut UnixStream, length: usize) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
-    let (world, client) = World::ready().await;
+async fn the_output_of_a_container_reaches_all_clients_and_the_log() {
+    let (fixture, client) = PodFixture::ready().await;
     for once in [false, true] {
         let request =
-            pod::CreateContainerRequest { stdin: true, stdin_once: once, ..world.container("c", "cat;out:\n") };
+            pod::CreateContainerRequest { stdin: true, stdin_once: once, ..fixture.container("c", "cat;out:\n") };
         client.create_container(request).await.unwrap();
         client.start_container("c").await.unwrap();
         let mut first = open(&client, "", Stream::Stdout).await;
@@ -91,7 +91,7 @@ async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
         drop(first);
         input.write_all(b" you").await.unwrap();
         assert_eq!(text(&mut second, 4).await, " you");
-        let opened = world.agent.opened.lock().unwrap().clone();
+        let opened = fixture.agent.opened.lock().unwrap().clone();
         let of_input = opened.iter().rfind(|open| open.stream() == Stream::Stdin).unwrap().clone();
         assert_eq!((of_input.exec_id.as_str(), of_input.keep_open), ("", !once));
 
@@ -101,16 +101,16 @@ async fn a_container_is_heard_by_all_who_listen_and_by_its_log() {
         tokio::time::timeout(LIMIT, second.read_to_end(&mut rest)).await.unwrap().unwrap();
         tokio::time::timeout(LIMIT, errors.read_to_end(&mut rest)).await.unwrap().unwrap();
         assert_eq!(rest, b"\n");
-        assert!(world.log_text("c").ends_with("stdout F hello you\n"));
+        assert!(fixture.log_text("c").ends_with("stdout F hello you\n"));
         client.remove_container("c").await.unwrap();
     }
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_port_of_the_pod_is_reached_or_said_to_be_closed() {
-    let (world, client) = World::ready().await;
+async fn a_closed_port_of_the_pod_is_reported() {
+    let (fixture, client) = PodFixture::ready().await;
     let port = |port| pod::StreamOpen { stream: Stream::Port.into(), port, ..Default::default() };
     let mut stream = client.open_stream(port(7)).await.unwrap();
     stream.write_all(b"echo").await.unwrap();
@@ -123,13 +123,13 @@ async fn a_port_of_the_pod_is_reached_or_said_to_be_closed() {
     assert_eq!(refused.to_string(), "the agent cannot connect to the port: Connection refused (os error 111)");
     client.stop(GRACE).await.unwrap();
     assert!(client.open_stream(port(7)).await.is_err());
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_does_not_run_has_no_streams() {
-    let (world, client) = World::ready().await;
-    client.create_container(world.container("c", "hold")).await.unwrap();
+async fn a_container_that_does_not_run_has_no_streams() {
+    let (fixture, client) = PodFixture::ready().await;
+    client.create_container(fixture.container("c", "hold")).await.unwrap();
     assert_eq!(kind(client.exec(command("c", "cat")).await), Kind::Conflict);
     assert_eq!(kind(client.exec(command("x", "cat")).await), Kind::NotFound);
     let of = |id: &str, stream: Stream| {
@@ -143,12 +143,12 @@ async fn what_does_not_run_has_no_streams() {
     assert_eq!(kind(client.resize(size).await), Kind::NotFound);
 
     // A client with an invalid preamble is disconnected.
-    let mut garbage = UnixStream::connect(world.dir.join("jail/stream.sock")).await.unwrap();
+    let mut garbage = UnixStream::connect(fixture.dir.join("jail/stream.sock")).await.unwrap();
     garbage.write_all(&[0xff; 64]).await.unwrap();
     let mut answer = Vec::new();
     // The connection is reset or closed.
     let _ = tokio::time::timeout(LIMIT, garbage.read_to_end(&mut answer)).await.unwrap();
     assert!(answer.is_empty());
     client.stop(GRACE).await.unwrap();
-    world.end().await;
+    fixture.end().await;
 }

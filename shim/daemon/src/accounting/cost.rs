@@ -3,7 +3,7 @@
 //! /proc.
 
 use nacelle_model::process::ProcessIdentity;
-use nacelle_pod::{GroupUsage, group_usage, is_of_containers};
+use nacelle_pod::{GroupUsage, cgroup_usage, holds_containers};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -45,12 +45,12 @@ pub fn account(process: &ProcessIdentity) -> Option<Account> {
     whole.anonymous_bytes =
         directories.iter().try_fold(0, |sum, directory| anonymous(sum, directory)).unwrap_or(whole.anonymous_bytes);
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
-    let group = group_usage(&groups);
+    let group = cgroup_usage(&groups);
     if let Some(group) = group {
         // Exact to the nanosecond: in /proc each process loses up to 10 ms, and ended processes that were never seen are missing.
         whole.cpu_nanos = group.cpu_nanos;
         // Without a guest only the cgroup counts page cache that no process has mapped.
-        if is_of_containers(&groups) {
+        if holds_containers(&groups) {
             whole.anonymous_bytes = group.anonymous_bytes;
         }
     }
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn the_account_of_a_process_adds_up() {
-        let own = nacelle_pod::identity::own().unwrap();
+        let own = nacelle_pod::identity::of_this_process().unwrap();
         let account = account(&own).unwrap();
         assert!(account.whole.memory_bytes >= account.guest_bytes, "{account:?}");
     }

@@ -11,7 +11,7 @@ fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {
         [flag, dir] if flag == "--dir" => {
-            if nacelle_pod::told() {
+            if nacelle_pod::wait_for_admission() {
                 nacelle_pod::run(dir.as_ref())
             } else {
                 ExitCode::FAILURE

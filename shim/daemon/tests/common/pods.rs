@@ -5,9 +5,9 @@ use super::Script;
 use nacelle_daemon::lifecycle::services::{Admit, Pods};
 use nacelle_model::process::PodProcess;
 use nacelle_model::process::ProcessIdentity;
+use nacelle_pod::affinity::AffinityError;
 use nacelle_pod::client::{self, ClientError, PodClient};
-use nacelle_pod::processors::ProcessorsError;
-use nacelle_pod::record::{ContainerPhase, ContainerRecord, Phase, PodRecord};
+use nacelle_pod::record::{ContainerPhase, Phase, SavedContainerState, SavedPodState};
 use nacelle_pod::spec::PodSpec;
 use nacelle_proto::{common, pod as proto};
 use std::collections::{BTreeMap, BTreeSet};
@@ -90,7 +90,7 @@ impl FakePods {
     }
 
     async fn start(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<(), ClientError> {
-        nacelle_pod::make_jail(dir).unwrap();
+        nacelle_pod::create_jail(dir).unwrap();
         // Like the real process, it waits for a line of input, and ends without it.
         let mut waits = Command::new("sh");
         waits.args(["-c", "read word && exec sleep 3600"]).stdin(Stdio::piped()).stdout(Stdio::null());
@@ -140,7 +140,7 @@ impl Pods for FakePods {
         spec.write(dir)?;
         self.kernels.lock().unwrap().push((spec.kernel.clone(), std::fs::read(&spec.kernel).ok()));
         if let Err(step) = self.script.step("spawn").await {
-            return Err(ClientError::Refused {
+            return Err(ClientError::Rejected {
                 kind: nacelle_base::Kind::Internal,
                 message: format!("scripted {step}"),
             });
@@ -149,18 +149,18 @@ impl Pods for FakePods {
         client::connect(dir).await
     }
 
-    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
+    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), AffinityError> {
         if self.script.conflicts("confine") {
-            return Err(ProcessorsError::Gone { dir: dir.to_owned() });
+            return Err(AffinityError::Gone { dir: dir.to_owned() });
         }
         self.confined.lock().unwrap().push(processors);
         self.pinned.lock().unwrap().push(pinned);
         Ok(())
     }
 
-    async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
+    async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<SavedPodState>, ClientError> {
         if let Err(step) = self.script.step("clean up").await {
-            return Err(ClientError::Refused {
+            return Err(ClientError::Rejected {
                 kind: nacelle_base::Kind::Internal,
                 message: format!("scripted {step}"),
             });
@@ -175,7 +175,7 @@ pub struct FakePod {
     script: Arc<Script>,
     dir: PathBuf,
     pid: i32,
-    pub record: Mutex<PodRecord>,
+    pub record: Mutex<SavedPodState>,
     changes: watch::Sender<proto::PodState>,
     /// The creation requests that it got.
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
@@ -198,7 +198,7 @@ fn now() -> i64 {
 
 impl FakePod {
     fn new(script: Arc<Script>, dir: &Path, spec: &PodSpec, pid: i32) -> FakePod {
-        let record = PodRecord::new(spec.id.clone());
+        let record = SavedPodState::new(spec.id.clone());
         record.write(dir).unwrap();
         let (changes, _) = watch::channel(proto::PodState::from(&record));
         FakePod {
@@ -218,7 +218,7 @@ impl FakePod {
     }
 
     /// Changes the pod, records it and notifies the watchers.
-    pub fn change(&self, change: impl FnOnce(&mut PodRecord)) {
+    pub fn change(&self, change: impl FnOnce(&mut SavedPodState)) {
         let mut record = self.record.lock().unwrap();
         change(&mut record);
         // The directory may be gone: the process lives a little longer than its pod.
@@ -281,7 +281,7 @@ impl proto::pod_server::Pod for Service {
         self.0.made.lock().unwrap().push(request.clone());
         self.0.step("create").await?;
         self.0.change(|record| {
-            record.containers.push(ContainerRecord {
+            record.containers.push(SavedContainerState {
                 id: request.id.clone(),
                 phase: ContainerPhase::Created,
                 created_at: now(),
@@ -313,7 +313,7 @@ impl proto::pod_server::Pod for Service {
     async fn stop_container(&self, request: Request<proto::StopContainerRequest>) -> Answer<common::Empty> {
         self.0.step("stop").await?;
         let id = request.into_inner().id;
-        let running = |c: &ContainerRecord| c.id == id && c.phase == ContainerPhase::Running;
+        let running = |c: &SavedContainerState| c.id == id && c.phase == ContainerPhase::Running;
         if self.0.record.lock().unwrap().containers.iter().any(running) {
             self.0.exit(&id, 137);
         }

@@ -1,14 +1,15 @@
 //! Handles the actor's requests for single containers and the events that their effects report, and counts the users of images.
 
-use super::{Actor, Answers, Entry, Live, News, Reply, send, tell};
-use crate::container::{self, Attach, Ended, ImageUse, Started};
-use crate::error::{Failure, PodError, printable};
+use super::{ContainerEntry, ContainerHandle, DeferredReplies, EffectEvent, PodActor, Reply, report, send_reply};
+use crate::container::{self, ContainerExit, ImageAttachment, ImageUse, StartedContainer};
+use crate::error::{Failure, PodError};
 use crate::exec;
 use crate::guest_values::Bounded;
 use crate::log::LogPath;
-use crate::record::{ContainerPhase, ContainerRecord, LOST, Phase};
+use crate::record::{ContainerPhase, LOST, Phase, SavedContainerState};
 use crate::state::{ContainerAction, ContainerEvent, ContainerState};
-use crate::stops::{Stop, Stops};
+use crate::stops::{ContainerStop, ContainerStops};
+use crate::text::printable;
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Kind};
@@ -23,25 +24,25 @@ use tokio::sync::watch;
 const START_FAILED: u32 = 128;
 const SIGTERM: u32 = 15;
 
-impl Actor {
-    pub(super) fn create(
+impl PodActor {
+    pub(super) fn create_container(
         &mut self,
         request: pod::CreateContainerRequest,
         reply: Reply<Bounded<common::CreateContainerResponse>>,
-        answers: &mut Answers,
+        replies: &mut DeferredReplies,
     ) {
         let id = request.id.clone();
         let current = self.containers.get(&id).map_or(ContainerState::Gone, |entry| entry.state);
         match (current.step(ContainerEvent::Create), self.containers.get_mut(&id)) {
-            (Err(source), _) => tell(reply, Err(PodError::Container { id, source }.into())),
+            (Err(source), _) => send_reply(reply, Err(PodError::Container { id, source }.into())),
             (Ok((_, ContainerAction::Join)), Some(entry)) => entry.creating.push(reply),
             (Ok((_, ContainerAction::Nothing)), Some(entry)) => {
-                let answer = entry.response.clone();
-                answers.later(move || tell(reply, Ok(answer)));
+                let response = entry.response.clone();
+                replies.add(move || send_reply(reply, Ok(response)));
             }
             (Ok((next, _)), _) => match self.begin_create(&id, next, request) {
                 Ok(entry) => self.containers.entry(id).or_insert(entry).creating.push(reply),
-                Err(failure) => tell(reply, Err(failure)),
+                Err(failure) => send_reply(reply, Err(failure)),
             },
         }
     }
@@ -51,10 +52,10 @@ impl Actor {
         id: &str,
         next: ContainerState,
         request: pod::CreateContainerRequest,
-    ) -> Result<Entry, Failure> {
+    ) -> Result<ContainerEntry, Failure> {
         let agent = self.agent()?;
-        if !is_name(id) {
-            let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected";
+        if !is_valid_id(id) {
+            let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected, and no '.' at the start";
             return Err(PodError::Field { field: "id", value: printable(id, 200), rule }.into());
         }
         let log = match request.log_path.as_str() {
@@ -62,23 +63,23 @@ impl Actor {
             path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
         };
         let volume_disk = self.check_devices(&request)?;
-        let disks = self.take_disks(&request)?;
+        let disks = self.take_offered_disks(&request)?;
         let devices = self.acquire_devices(volume_disk.as_ref(), &request)?;
-        let images = match self.acquire(self.image_disk().as_ref(), &request) {
+        let images = match self.acquire_images(self.image_disk().as_ref(), &request) {
             Ok(images) => images,
             Err(failure) => {
-                request.devices.iter().for_each(|device| self.forget_device(&device.key));
+                request.devices.iter().for_each(|device| self.cancel_device(&device.key));
                 return Err(failure);
             }
         };
         let request = Arc::new(request);
-        let (name, own, asked) = (id.to_owned(), self.own.clone(), Arc::clone(&request));
-        let pushed = self.pushed.clone();
+        let (name, events, creation) = (id.to_owned(), self.events.clone(), Arc::clone(&request));
+        let copied_volumes = self.copied_volumes.clone();
         tokio::spawn(async move {
-            let made = container::make(agent, asked, images, devices, disks, pushed).await;
-            send(&own, News::Created(name, made));
+            let created = container::create(agent, creation, images, devices, disks, copied_volumes).await;
+            report(&events, EffectEvent::Created(name, created));
         });
-        Ok(Entry {
+        Ok(ContainerEntry {
             state: next,
             request,
             log,
@@ -86,13 +87,13 @@ impl Actor {
             creating: Vec::new(),
             waiting: Vec::new(),
             started: None,
-            life: None,
-            stops: Stops::default(),
+            exit_task: None,
+            stops: ContainerStops::default(),
         })
     }
 
     /// Counts this container as a user of each of its images, the root's first; if one image cannot be placed, counts it for none.
-    fn acquire(
+    fn acquire_images(
         &mut self,
         slot: Option<&Slot>,
         request: &pod::CreateContainerRequest,
@@ -106,94 +107,99 @@ impl Actor {
                     // No image was attached yet: new images are forgotten, the others lose this user.
                     for (key, _) in images_of(request).take(uses.len()) {
                         if let Some(placement) = self.images.release(key) {
-                            self.attached.remove(key);
+                            self.image_outcomes.remove(key);
                             self.images.free(placement);
                         }
                     }
                     return Err(PodError::from(error).into());
                 }
             };
-            let mut attach = None;
+            let mut attachment = None;
             if new {
-                let (tell, attached) = watch::channel(None);
-                self.attached.insert(key.to_owned(), attached);
-                attach = Some(Attach { slot: slot.cloned(), key: key.to_owned(), image, tell });
+                let (sender, outcome) = watch::channel(None);
+                self.image_outcomes.insert(key.to_owned(), outcome);
+                attachment = Some(ImageAttachment { slot: slot.cloned(), key: key.to_owned(), image, sender });
             }
-            let attached = self.attached.get(key).cloned().ok_or(PodError::Ending)?;
-            uses.push(ImageUse { placement, attach, attached });
+            let outcome = self.image_outcomes.get(key).cloned().ok_or(PodError::Ending)?;
+            uses.push(ImageUse { placement, attachment, outcome });
         }
         Ok(uses)
     }
 
-    pub(super) fn created(
+    pub(super) fn on_created(
         &mut self,
         id: &str,
         outcome: Result<Bounded<common::CreateContainerResponse>, Failure>,
-        answers: &mut Answers,
+        replies: &mut DeferredReplies,
     ) {
         let event = if outcome.is_ok() { ContainerEvent::Created } else { ContainerEvent::CreateFailed };
-        self.step(id, event);
+        self.apply_container_event(id, event);
         let Some(entry) = self.containers.get_mut(id) else { return };
         for reply in std::mem::take(&mut entry.creating) {
             let outcome = outcome.clone();
-            answers.later(move || tell(reply, outcome));
+            replies.add(move || send_reply(reply, outcome));
         }
         if let Ok(response) = outcome {
-            self.record.containers.push(container::made_record(id, &response));
+            self.record.containers.push(container::created_record(id, &response));
             entry.response = response;
             if self.agent.is_none() {
-                // The VM was gone before the reply arrived.
-                self.lose("the machine is gone");
+                // The VM ended before the reply arrived.
+                self.mark_all_lost("the VM has ended");
             }
         } else if let Some(entry) = self.containers.remove(id) {
             self.release_all(&entry.request);
         }
     }
 
-    pub(super) fn start(&mut self, id: &str, reply: Reply<()>, answers: &mut Answers) {
+    pub(super) fn start_container(&mut self, id: &str, reply: Reply<()>, replies: &mut DeferredReplies) {
         let Some(entry) = self.containers.get_mut(id).filter(|entry| entry.state != ContainerState::Creating) else {
-            return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
+            return send_reply(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
         };
         match entry.state.step(ContainerEvent::Start) {
-            Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
+            Err(source) => send_reply(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
             Ok((_, ContainerAction::Join)) => entry.waiting.push(reply),
             Ok((next, ContainerAction::Start)) => {
                 let Some(agent) = self.agent.clone().filter(|_| self.record.phase == Phase::Ready) else {
-                    return tell(reply, Err(self.unavailable()));
+                    return send_reply(reply, Err(self.unavailable()));
                 };
                 entry.state = next;
                 entry.waiting.push(reply);
-                let (id, own) = (id.to_owned(), self.own.clone());
+                let (id, events) = (id.to_owned(), self.events.clone());
                 let (tty, log) = (entry.request.tty, entry.log.clone());
                 tokio::spawn(async move {
                     let started = container::start(&agent, &id, tty, log).await;
-                    send(&own, News::Started(id, started));
+                    report(&events, EffectEvent::Started(id, started));
                 });
             }
-            Ok(_) => answers.later(move || tell(reply, Ok(()))),
+            Ok(_) => replies.add(move || send_reply(reply, Ok(()))),
         }
     }
 
-    pub(super) fn started(&mut self, id: &str, outcome: Result<Started, PodError>, answers: &mut Answers) {
+    pub(super) fn on_started(
+        &mut self,
+        id: &str,
+        outcome: Result<StartedContainer, PodError>,
+        replies: &mut DeferredReplies,
+    ) {
         let event = if outcome.is_ok() { ContainerEvent::Started } else { ContainerEvent::StartFailed };
-        let in_time = self.step(id, event);
-        let (own, unavailable) = (self.own.clone(), self.unavailable());
+        let in_time = self.apply_container_event(id, event);
+        let (events, unavailable) = (self.events.clone(), self.unavailable());
         let Some(entry) = self.containers.get_mut(id) else { return };
         let now = crate::now_nanos();
         let record = self.record.containers.iter_mut().find(|container| container.id == id);
-        let told = match (outcome, self.agent.clone()) {
-            (Ok(Started { streams, log, outputs, mut pumping }), Some(agent)) if in_time => {
+        let reply_value = match (outcome, self.agent.clone()) {
+            (Ok(StartedContainer { streams, log, outputs, mut pumps_running }), Some(agent)) if in_time => {
                 if let Some(record) = record {
                     record.phase = ContainerPhase::Running;
                     record.started_at = now;
                 }
                 entry.started = Some((streams, log, outputs));
                 let id = id.to_owned();
-                let life = tokio::spawn(async move {
-                    let end = container::ended(&agent, &id, &mut pumping).await;
-                    send(&own, News::Exited(id, end));
+                let exit_task = tokio::spawn(async move {
+                    let exit = container::wait_for_exit(&agent, &id, &mut pumps_running).await;
+                    report(&events, EffectEvent::Exited(id, exit));
                 });
-                entry.life = Some(life.abort_handle());
+                entry.exit_task = Some(exit_task.abort_handle());
                 Ok(())
             }
             (Ok(_), _) => Err(unavailable),
@@ -209,64 +215,64 @@ impl Actor {
             }
         };
         for reply in std::mem::take(&mut entry.waiting) {
-            let told = told.clone();
-            answers.later(move || tell(reply, told));
+            let reply_value = reply_value.clone();
+            replies.add(move || send_reply(reply, reply_value));
         }
     }
 
-    pub(super) fn exited(&mut self, id: &str, end: Ended) {
-        if !self.step(id, ContainerEvent::Exited) {
+    pub(super) fn on_exited(&mut self, id: &str, exit: ContainerExit) {
+        if !self.apply_container_event(id, ContainerEvent::Exited) {
             return;
         }
         let record = self.record.containers.iter_mut().find(|container| container.id == id);
         if let Some(record) = record.filter(|record| record.phase == ContainerPhase::Running) {
             let now = crate::now_nanos();
             record.phase = ContainerPhase::Exited;
-            record.exit_code = end.code;
-            record.oom_killed = end.oom_killed;
-            record.message = end.message;
-            record.finished_at = *end.at.bound_time(record.started_at, now);
+            record.exit_code = exit.code;
+            record.oom_killed = exit.oom_killed;
+            record.message = exit.message;
+            record.finished_at = *exit.finished_at.bound_time(record.started_at, now);
         }
     }
 
-    pub(super) fn stop(&mut self, id: &str, grace: Duration, reply: Reply<()>) {
+    pub(super) fn stop_container(&mut self, id: &str, grace: Duration, reply: Reply<()>) {
         let entry = self.containers.get_mut(id);
         match entry.as_ref().map_or(ContainerState::Gone, |entry| entry.state).step(ContainerEvent::Stop) {
-            Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
+            Err(source) => send_reply(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
             Ok((_, ContainerAction::Stop)) => {
-                let (Some(entry), Some(agent)) = (entry, self.agent.clone()) else { return tell(reply, Ok(())) };
+                let (Some(entry), Some(agent)) = (entry, self.agent.clone()) else { return send_reply(reply, Ok(())) };
                 let (id, published) = (id.to_owned(), self.published.subscribe());
-                let (signal, limit) = (signal_of(&entry.request), self.spec.timeouts.call());
-                let outcome = entry.stops.begin(Stop { agent, published, id, signal, limit }, grace);
-                tokio::spawn(async move { tell(reply, outcome.wait().await) });
+                let (signal, limit) = (stop_signal(&entry.request), self.spec.timeouts.call());
+                let outcome = entry.stops.begin(ContainerStop { agent, published, id, signal, limit }, grace);
+                tokio::spawn(async move { send_reply(reply, outcome.wait().await) });
             }
-            Ok(_) => tell(reply, Ok(())),
+            Ok(_) => send_reply(reply, Ok(())),
         }
     }
 
-    pub(super) fn remove(&mut self, id: &str, reply: Reply<()>) {
-        let Some(entry) = self.containers.get_mut(id) else { return tell(reply, Ok(())) };
+    pub(super) fn remove_container(&mut self, id: &str, reply: Reply<()>) {
+        let Some(entry) = self.containers.get_mut(id) else { return send_reply(reply, Ok(())) };
         match entry.state.step(ContainerEvent::Remove) {
-            Err(source) => tell(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
-            Ok((next, act)) => {
+            Err(source) => send_reply(reply, Err(PodError::Container { id: id.to_owned(), source }.into())),
+            Ok((next, action)) => {
                 entry.state = next;
                 entry.waiting.push(reply);
-                if act == ContainerAction::Remove {
-                    let (id, own, agent) = (id.to_owned(), self.own.clone(), self.agent.clone());
+                if action == ContainerAction::Remove {
+                    let (id, events, agent) = (id.to_owned(), self.events.clone(), self.agent.clone());
                     tokio::spawn(async move {
                         // Without a VM there is nothing left to remove.
                         let removed = match agent {
                             Some(agent) => agent.remove_container(&id).await,
                             None => Ok(()),
                         };
-                        send(&own, News::Removed(id, removed));
+                        report(&events, EffectEvent::Removed(id, removed));
                     });
                 }
             }
         }
     }
 
-    pub(super) fn removed(&mut self, id: &str, outcome: Result<(), PodError>, answers: &mut Answers) {
+    pub(super) fn on_removed(&mut self, id: &str, outcome: Result<(), PodError>, replies: &mut DeferredReplies) {
         // What was lost with the VM counts as removed.
         let outcome = match outcome {
             Err(PodError::Died { .. }) => Ok(()),
@@ -274,14 +280,14 @@ impl Actor {
             other => other.map_err(Failure::from),
         };
         let event = if outcome.is_ok() { ContainerEvent::Removed } else { ContainerEvent::RemoveFailed };
-        self.step(id, event);
+        self.apply_container_event(id, event);
         let Some(entry) = self.containers.get_mut(id) else { return };
         for reply in std::mem::take(&mut entry.waiting) {
             let outcome = outcome.clone();
-            answers.later(move || tell(reply, outcome));
+            replies.add(move || send_reply(reply, outcome));
         }
-        if let Some(life) = entry.life.take() {
-            life.abort();
+        if let Some(exit_task) = entry.exit_task.take() {
+            exit_task.abort();
         }
         match outcome {
             Ok(()) => {
@@ -301,46 +307,52 @@ impl Actor {
 
     pub(super) fn reopen_log(&mut self, id: &str, reply: Reply<()>) {
         let Some(entry) = self.containers.get(id) else {
-            return tell(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
+            return send_reply(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
         };
         // A container that has not started opens its log when it starts.
-        let Some((_, log, _)) = &entry.started else { return tell(reply, Ok(())) };
+        let Some((_, log, _)) = &entry.started else { return send_reply(reply, Ok(())) };
         let log = Arc::clone(log);
         tokio::spawn(async move {
             let reopened = run_blocking("reopen the log of a container", move || log.reopen()).await;
             let reopened = reopened.map_err(PodError::from).and_then(|reopened| Ok(reopened?));
-            tell(reply, reopened.map_err(Failure::from));
+            send_reply(reply, reopened.map_err(Failure::from));
         });
     }
 
     /// Returns this container if it runs.
-    pub(super) fn running(&self, id: &str) -> Result<Live, Failure> {
+    pub(super) fn running_container(&self, id: &str) -> Result<ContainerHandle, Failure> {
         let Some(entry) = self.containers.get(id) else {
             return Err(PodError::NoContainer { id: id.to_owned() }.into());
         };
         match &entry.started {
-            Some((_, _, outputs)) if entry.state == ContainerState::Running => {
-                Ok(Live { agent: self.agent()?, request: Arc::clone(&entry.request), outputs: outputs.clone() })
-            }
+            Some((_, _, outputs)) if entry.state == ContainerState::Running => Ok(ContainerHandle {
+                agent: self.agent()?,
+                request: Arc::clone(&entry.request),
+                outputs: outputs.clone(),
+            }),
             _ => Err(Failure {
                 kind: Kind::Conflict,
-                message: format!("container {id} is {:?}; a running one is needed", entry.state),
+                message: format!("cannot use container {id}: it is {:?}, not Running", entry.state),
             }),
         }
     }
 
-    pub(super) fn exec(&mut self, request: pod::ExecSyncRequest, mut reply: Reply<Bounded<pod::ExecSyncResponse>>) {
-        let agent = match self.running(&request.id) {
-            Ok(live) => live.agent,
-            Err(failure) => return tell(reply, Err(failure)),
+    pub(super) fn exec_sync(
+        &mut self,
+        request: pod::ExecSyncRequest,
+        mut reply: Reply<Bounded<pod::ExecSyncResponse>>,
+    ) {
+        let agent = match self.running_container(&request.id) {
+            Ok(container) => container.agent,
+            Err(failure) => return send_reply(reply, Err(failure)),
         };
         tokio::spawn(async move {
-            let done = tokio::select! {
-                done = exec::run(agent, request) => done,
+            let outcome = tokio::select! {
+                outcome = exec::run_to_end(agent, request) => outcome,
                 // The requester has disconnected: dropping the future kills the command.
                 () = reply.closed() => return,
             };
-            tell(reply, done.map_err(Failure::from));
+            send_reply(reply, outcome.map_err(Failure::from));
         });
     }
 
@@ -351,22 +363,24 @@ impl Actor {
             self.release_device(&device.key);
         }
         for (key, _) in images_of(request) {
-            self.release(key);
+            self.release_image(key);
         }
         if let Some(agent) = self.agent.clone() {
-            self.pushed.drop_copies(agent, &request.pushed);
+            self.copied_volumes.remove_copies(agent, &request.pushed);
         }
     }
 
     /// Removes one user of an image; when the last is gone, detaches the image from the VM.
-    fn release(&mut self, key: &str) {
+    fn release_image(&mut self, key: &str) {
         let Some(placement) = self.images.release(key) else { return };
-        self.attached.remove(key);
-        let (agent, slot, own) = (self.agent.clone(), self.image_disk(), self.own.clone());
+        self.image_outcomes.remove(key);
+        let (agent, slot, events) = (self.agent.clone(), self.image_disk(), self.events.clone());
         tokio::spawn(async move {
-            match container::detach(agent, slot, placement).await {
-                Ok(()) => send(&own, News::Detached(placement)),
-                Err(error) => tracing::warn!("an image stays attached: {}", Chain(&error)),
+            match container::detach_image(agent, slot, placement).await {
+                Ok(()) => report(&events, EffectEvent::ImageDetached(placement)),
+                Err(error) => {
+                    tracing::warn!("cannot detach an image from the VM; it stays attached: {}", Chain(&error))
+                }
             }
         });
     }
@@ -382,18 +396,18 @@ fn extent(piece: &pod::Extent) -> Extent {
     Extent { path: piece.path.clone().into(), offset: piece.offset, length: piece.length }
 }
 
-fn mark_lost(record: &mut ContainerRecord, why: &str) {
+fn mark_lost(record: &mut SavedContainerState, why: &str) {
     record.phase = ContainerPhase::Exited;
     record.exit_code = LOST;
     record.finished_at = crate::now_nanos();
     record.message = why.to_owned();
 }
 
-pub(super) fn signal_of(request: &pod::CreateContainerRequest) -> u32 {
+pub(super) fn stop_signal(request: &pod::CreateContainerRequest) -> u32 {
     if request.stop_signal == 0 { SIGTERM } else { request.stop_signal }
 }
 
-fn is_name(id: &str) -> bool {
+fn is_valid_id(id: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     (1..=128).contains(&id.len()) && id.bytes().all(plain) && !id.starts_with('.')
 }

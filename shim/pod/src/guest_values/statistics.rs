@@ -19,7 +19,7 @@ const MAX_PARTS: usize = 32;
 /// The longest name of a block device or of a huge page size, in bytes.
 const MAX_LABEL: usize = 64;
 /// 100 %, in hundredths of a percent.
-const WHOLE: u32 = 10_000;
+const HUNDRED_PERCENT: u32 = 10_000;
 
 /// What the pod process knows of the pod, whatever its guest sends.
 pub struct StatisticsBounds<'a> {
@@ -91,11 +91,11 @@ impl StatisticsBounds<'_> {
         } = usage;
         let memory =
             [memory_bytes, anonymous_bytes, inactive_file_bytes, cached_bytes, mapped_bytes, kernel_bytes, peak_bytes];
-        limit(memory, self.memory);
-        limit([cpu_nanos, user_nanos, system_nanos, periods, throttled_periods, throttled_nanos], u64::MAX);
-        limit([page_faults, major_page_faults, swap_bytes, swap_available_bytes], u64::MAX);
-        limit([processes, threads, limit_hits, oom_kills], u64::MAX);
-        limit(memory_limit_bytes.iter_mut().chain(threads_limit), u64::MAX);
+        lower_to(memory, self.memory);
+        lower_to([cpu_nanos, user_nanos, system_nanos, periods, throttled_periods, throttled_nanos], u64::MAX);
+        lower_to([page_faults, major_page_faults, swap_bytes, swap_available_bytes], u64::MAX);
+        lower_to([processes, threads, limit_hits, oom_kills], u64::MAX);
+        lower_to(memory_limit_bytes.iter_mut().chain(threads_limit), u64::MAX);
         for Pressure { some, full } in [cpu_pressure, memory_pressure, io_pressure].into_iter().flatten() {
             some.iter_mut().chain(full).for_each(bound_stall);
         }
@@ -104,46 +104,46 @@ impl StatisticsBounds<'_> {
     /// Readers use devices and page sizes as keys, so each name occurs once.
     fn details(&self, details: &mut Details) {
         let Details { descriptors, sockets, open_files_limit, disks, hugepages } = details;
-        limit([descriptors, sockets], u64::MAX);
-        limit(open_files_limit, u64::MAX);
+        lower_to([descriptors, sockets], u64::MAX);
+        lower_to(open_files_limit, u64::MAX);
         let mut names = BTreeSet::new();
         let mut is_new = |name: &str| is_label(name) && names.insert(name.to_owned());
         retain_first(disks, MAX_PARTS, |disk| is_new(&disk.device));
         retain_first(hugepages, MAX_PARTS, |pages| is_new(&pages.size));
         for DiskUsage { device: _, major: _, minor: _, read_bytes, written_bytes, reads, writes } in disks {
-            limit([read_bytes, written_bytes, reads, writes], u64::MAX);
+            lower_to([read_bytes, written_bytes, reads, writes], u64::MAX);
         }
         for HugepageUsage { size: _, bytes } in hugepages {
-            limit([bytes], self.memory);
+            lower_to([bytes], self.memory);
         }
     }
 
     fn layer(&self, layer: &mut Layer) {
         let Layer { bytes, inodes, age_ms } = layer;
-        limit([bytes], self.disk);
-        limit([inodes, age_ms], u64::MAX);
+        lower_to([bytes], self.disk);
+        lower_to([inodes, age_ms], u64::MAX);
     }
 
     fn scratch(&self, scratch: &mut FileSystem) {
         let FileSystem { device: _, bytes, inodes, free_inodes } = scratch;
-        limit([bytes], self.disk);
-        limit([inodes, free_inodes], u64::MAX);
+        lower_to([bytes], self.disk);
+        lower_to([inodes, free_inodes], u64::MAX);
     }
 }
 
-/// Lowers numbers to at most `most`, and to the largest int64: CRI and Prometheus clients read them as that.
-fn limit<'a>(numbers: impl IntoIterator<Item = &'a mut u64>, most: u64) {
-    let most = most.min(i64::MAX.unsigned_abs());
+/// Lowers numbers to at most `maximum`, and to the largest int64: CRI and Prometheus clients read them as that.
+fn lower_to<'a>(numbers: impl IntoIterator<Item = &'a mut u64>, maximum: u64) {
+    let maximum = maximum.min(i64::MAX.unsigned_abs());
     for number in numbers {
-        *number = (*number).min(most);
+        *number = (*number).min(maximum);
     }
 }
 
 fn bound_stall(stall: &mut Stall) {
     let Stall { total_nanos, avg10, avg60, avg300 } = stall;
-    limit([total_nanos], u64::MAX);
+    lower_to([total_nanos], u64::MAX);
     for average in [avg10, avg60, avg300] {
-        *average = (*average).min(WHOLE);
+        *average = (*average).min(HUNDRED_PERCENT);
     }
 }
 
@@ -159,14 +159,14 @@ fn bound_interface(interface: &mut InterfaceUsage) {
         tx_packets,
         tx_dropped,
     } = interface;
-    limit([rx_bytes, rx_errors, tx_bytes, tx_errors, rx_packets, rx_dropped, tx_packets, tx_dropped], u64::MAX);
+    lower_to([rx_bytes, rx_errors, tx_bytes, tx_errors, rx_packets, rx_dropped, tx_packets, tx_dropped], u64::MAX);
 }
 
-/// Keeps the first `most` elements that pass the test; the test does not see those after them.
-fn retain_first<T>(list: &mut Vec<T>, most: usize, mut passes: impl FnMut(&T) -> bool) {
+/// Keeps the first `maximum` elements that pass the test; the test does not see those after them.
+fn retain_first<T>(list: &mut Vec<T>, maximum: usize, mut passes: impl FnMut(&T) -> bool) {
     let mut kept = 0;
     list.retain(|element| {
-        let keep = kept < most && passes(element);
+        let keep = kept < maximum && passes(element);
         kept += usize::from(keep);
         keep
     });
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_cannot_say_more_than_there_is() {
+    fn impossible_figures_are_lowered() {
         let stall = Stall { total_nanos: u64::MAX, avg10: u32::MAX, avg60: 10_001, avg300: 1 };
         let usage = Usage {
             cpu_nanos: u64::MAX,
@@ -318,7 +318,7 @@ mod tests {
         assert_eq!((bounded.scratch.unwrap().bytes, bounded.used_bytes), (1 << 29, Some(0)));
         let none = StatisticsBounds { memory: u64::MAX, ..bounds() };
         let answer = agent::StatsResponse { free_bytes: Some(1), ..Default::default() };
-        assert_eq!(FromGuest(answer).bound(none).used_bytes, None, "without a machine");
+        assert_eq!(FromGuest(answer).bound(none).used_bytes, None, "without a VM");
     }
 
     fn names() -> impl Strategy<Value = String> {
@@ -368,12 +368,12 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
-        fn whatever_bytes_a_guest_answers(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_are_bounded(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             crate::fuzz::statistics(&bytes);
         }
 
         #[test]
-        fn whatever_well_formed_answer(answer in answers()) {
+        fn any_well_formed_response_is_bounded(answer in answers()) {
             crate::fuzz::statistics(&answer.encode_to_vec());
         }
     }

@@ -15,7 +15,7 @@ fn hello(agent_version: &str, kernel_release: &str) -> Bounded<agent::AgentHello
 }
 
 #[test]
-fn what_a_guest_says_of_its_start_stays_in_bounds() {
+fn boot_times_of_a_guest_are_bounded() {
     let steps = |started_nanos, sent_nanos| {
         let hello = agent::AgentHello { started_nanos, sent_nanos, ..Default::default() };
         FromGuest(hello).bound().boot_steps(10_000_000, Duration::from_millis(8)).map(|step| (step.at, step.micros))
@@ -28,9 +28,9 @@ fn what_a_guest_says_of_its_start_stays_in_bounds() {
 #[test]
 fn values_within_the_bounds_are_passed_on() {
     let step = Step { what: "kernel".into(), at: 1, micros: 2, failed: false };
-    let answer = hello("1.2", "6.12.0").into_answer(vec![step]).into_inner();
-    assert_eq!((answer.agent_version.as_str(), answer.kernel_release.as_str()), ("1.2", "6.12.0"));
-    assert_eq!(answer.steps, [pod::Step { what: "kernel".into(), at: 1, micros: 2 }]);
+    let response = hello("1.2", "6.12.0").into_response(vec![step]).into_inner();
+    assert_eq!((response.agent_version.as_str(), response.kernel_release.as_str()), ("1.2", "6.12.0"));
+    assert_eq!(response.steps, [pod::Step { what: "kernel".into(), at: 1, micros: 2 }]);
     let user = CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: (0..1024).collect() };
     assert_eq!(FromGuest(user.clone()).bound().into_inner(), user);
     assert!(FromGuest(agent::BootReport::default()).bound().is_ok());
@@ -45,11 +45,11 @@ fn values_within_the_bounds_are_passed_on() {
 }
 
 #[test]
-fn oversized_values_are_cut_or_refused() {
+fn oversized_values_are_shortened_or_rejected() {
     let long = "é\n".repeat(100_000);
-    let answer = hello(&long, &long).into_answer(Vec::new());
-    assert!(is_text(&answer.agent_version, 128) && is_text(&answer.kernel_release, 128));
-    assert_eq!(answer.agent_version.chars().count(), 127, "a blank at the end is removed");
+    let response = hello(&long, &long).into_response(Vec::new());
+    assert!(is_text(&response.agent_version, 128) && is_text(&response.kernel_release, 128));
+    assert_eq!(response.agent_version.chars().count(), 127, "a blank at the end is removed");
     let report = FromGuest(agent::BootReport { error: long.clone() }).bound().unwrap_err();
     let opened = FromGuest(agent::StreamOpened { error: long.clone() }).bound().unwrap_err();
     let status = tonic::Status::internal(&long);
@@ -67,7 +67,7 @@ fn oversized_values_are_cut_or_refused() {
     }
     for bytes in [0, 4, u64::MAX] {
         let refused = FromGuest(SetMemoryResponse { bytes }).bound(1..=3).unwrap_err();
-        assert!(refused.to_string().contains(&format!("{bytes} for 1 of 3")), "{refused}");
+        assert!(refused.to_string().contains(&format!("{bytes} bytes, where 1 of 3")), "{refused}");
     }
     let mut output = CommandOutput::default();
     for _ in 0..20 {
@@ -80,10 +80,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_text_a_guest_sends(text in prop::collection::vec(any::<char>(), 0..3000)) {
+    fn any_text_of_a_guest_is_bounded(text in prop::collection::vec(any::<char>(), 0..3000)) {
         let text: String = text.into_iter().collect();
-        let answer = hello(&text, &text).into_answer(Vec::new());
-        prop_assert!(is_text(&answer.agent_version, 128) && is_text(&answer.kernel_release, 128));
+        let response = hello(&text, &text).into_response(Vec::new());
+        prop_assert!(is_text(&response.agent_version, 128) && is_text(&response.kernel_release, 128));
         let report = FromGuest(agent::BootReport { error: text.clone() }).bound();
         prop_assert_eq!(report.is_ok(), text.is_empty());
         prop_assert!(report.err().is_none_or(|message| is_text(&message, 1024)));
@@ -92,14 +92,14 @@ proptest! {
     }
 
     #[test]
-    fn whatever_user_a_guest_resolves(uid: u32, groups in prop::collection::vec(any::<u32>(), 0..5000)) {
+    fn any_user_of_a_guest_is_bounded(uid: u32, groups in prop::collection::vec(any::<u32>(), 0..5000)) {
         let user = CreateContainerResponse { uid, gid: uid, supplemental_groups: groups.clone() };
         let user = FromGuest(user).bound();
         prop_assert_eq!(&user.supplemental_groups[..], &groups[..groups.len().min(1024)]);
     }
 
     #[test]
-    fn whatever_times_and_sizes_a_guest_sends(time: i64, started: u64, sent: u64, bytes: u64) {
+    fn any_times_and_sizes_of_a_guest_are_bounded(time: i64, started: u64, sent: u64, bytes: u64) {
         prop_assert!((3..=9).contains(&*FromGuest(time).bound_time(3, 9)));
         let hello = agent::AgentHello { started_nanos: started, sent_nanos: sent, ..Default::default() };
         let steps = FromGuest(hello).bound().boot_steps(1 << 40, Duration::from_secs(60));

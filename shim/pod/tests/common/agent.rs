@@ -16,7 +16,7 @@ use tonic::{Code, Request, Response, Status};
 
 /// The failure of one request.
 #[derive(Clone, Debug)]
-pub enum Fault {
+pub enum RpcFault {
     /// The agent never replies.
     Hang,
     /// The VM dies.
@@ -27,10 +27,10 @@ pub enum Fault {
 
 /// The failure of the handshake.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub enum Boot {
+pub enum BootFault {
     /// The handshake succeeds.
     #[default]
-    Good,
+    Success,
     /// The agent never connects.
     Silent,
     /// The agent sends these bytes as its hello.
@@ -43,21 +43,21 @@ pub enum Boot {
     Die,
 }
 
-type Streams = HashMap<i32, Arc<UnixStream>>;
+type ProcessStreams = HashMap<i32, Arc<UnixStream>>;
 
 struct Process {
     script: String,
     started: bool,
     exit: watch::Sender<Option<proto::Exit>>,
     signals: watch::Sender<u32>,
-    streams: Streams,
+    streams: ProcessStreams,
 }
 
 /// The state that agent and tests share.
 #[derive(Default)]
-pub struct Shared {
-    pub boot: Mutex<Boot>,
-    pub faults: Mutex<BTreeMap<&'static str, Fault>>,
+pub struct FakeAgent {
+    pub boot: Mutex<BootFault>,
+    pub faults: Mutex<BTreeMap<&'static str, RpcFault>>,
     pub calls: Mutex<Vec<String>>,
     pub config: Mutex<Option<proto::BootConfig>>,
     pub images: Mutex<BTreeMap<u32, (u64, u64)>>,
@@ -69,8 +69,8 @@ pub struct Shared {
     guest: Mutex<Option<GuestHandle>>,
 }
 
-impl Shared {
-    pub fn fault(&self, method: &'static str, fault: Fault) {
+impl FakeAgent {
+    pub fn fault(&self, method: &'static str, fault: RpcFault) {
         self.faults.lock().unwrap().insert(method, fault);
     }
 
@@ -80,7 +80,7 @@ impl Shared {
 
     pub fn die(&self) {
         let guest = self.guest.lock().unwrap().clone().unwrap();
-        guest.print("Kernel panic - not syncing: as told\n");
+        guest.print("Kernel panic - not syncing: on request\n");
         guest.end(ExitKind::Panicked);
     }
 
@@ -95,23 +95,23 @@ impl Shared {
             started: false,
             exit: watch::channel(None).0,
             signals: watch::channel(0).0,
-            streams: Streams::new(),
+            streams: ProcessStreams::new(),
         };
         self.processes.lock().unwrap().insert((id.into(), exec_id.into()), process);
     }
 
     fn run(self: &Arc<Self>, id: &str, exec_id: &str) {
         let key = (id.to_owned(), exec_id.to_owned());
-        let shared = Arc::clone(self);
+        let agent = Arc::clone(self);
         std::thread::spawn(move || {
             let (script, mut signals) = {
-                let processes = shared.processes.lock().unwrap();
+                let processes = agent.processes.lock().unwrap();
                 let process = &processes[&key];
                 (process.script.clone(), process.signals.subscribe())
             };
             let stream = |kind: common::Stream| loop {
                 // As in the real agent, output waits in a pipe until a client reads.
-                let processes = shared.processes.lock().unwrap();
+                let processes = agent.processes.lock().unwrap();
                 match processes.get(&key) {
                     None => return None,
                     Some(process) => {
@@ -150,7 +150,7 @@ impl Shared {
                     _ => {}
                 }
             }
-            if let Some(process) = shared.processes.lock().unwrap().get_mut(&key) {
+            if let Some(process) = agent.processes.lock().unwrap().get_mut(&key) {
                 for stream in process.streams.values() {
                     let _ = stream.shutdown(std::net::Shutdown::Both);
                 }
@@ -163,7 +163,7 @@ impl Shared {
 }
 
 #[derive(Clone)]
-struct Service(Arc<Shared>);
+struct Service(Arc<FakeAgent>);
 
 impl Service {
     /// Returns how many streams a container has; the caller may poll it.
@@ -173,31 +173,31 @@ impl Service {
         Ok(process.ok_or_else(|| Status::not_found("no such container"))?.streams.len())
     }
 
-    async fn gate(&self, method: &'static str) -> Result<(), Status> {
+    async fn apply_fault(&self, method: &'static str) -> Result<(), Status> {
         self.0.calls.lock().unwrap().push(method.to_owned());
         let fault = self.0.faults.lock().unwrap().get(method).cloned();
         match fault {
             None => Ok(()),
-            Some(Fault::Hang) => std::future::pending().await,
-            Some(Fault::Die) => {
+            Some(RpcFault::Hang) => std::future::pending().await,
+            Some(RpcFault::Die) => {
                 self.0.die();
                 std::future::pending().await
             }
-            Some(Fault::Refuse(code, message)) => Err(Status::new(code, message)),
+            Some(RpcFault::Refuse(code, message)) => Err(Status::new(code, message)),
         }
     }
 }
 
-type Answer<T> = Result<Response<T>, Status>;
+type RpcResult<T> = Result<Response<T>, Status>;
 
-fn empty() -> Answer<common::Empty> {
+fn empty() -> RpcResult<common::Empty> {
     Ok(Response::new(common::Empty {}))
 }
 
 #[tonic::async_trait]
 impl Agent for Service {
-    async fn attach_image(&self, request: Request<proto::AttachImageRequest>) -> Answer<common::Empty> {
-        self.gate("attach").await?;
+    async fn attach_image(&self, request: Request<proto::AttachImageRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("attach").await?;
         let request = request.into_inner();
         if request.offset + request.length > self.0.disk_capacity(0) {
             return Err(Status::failed_precondition("the disk ends before the image"));
@@ -206,14 +206,14 @@ impl Agent for Service {
         empty()
     }
 
-    async fn detach_image(&self, request: Request<proto::DetachImageRequest>) -> Answer<common::Empty> {
-        self.gate("detach").await?;
+    async fn detach_image(&self, request: Request<proto::DetachImageRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("detach").await?;
         self.0.images.lock().unwrap().remove(&request.into_inner().partition);
         empty()
     }
 
-    async fn attach_device(&self, request: Request<proto::AttachDeviceRequest>) -> Answer<common::Empty> {
-        self.gate("attach device").await?;
+    async fn attach_device(&self, request: Request<proto::AttachDeviceRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("attach device").await?;
         let request = request.into_inner();
         if request.offset + request.length > self.0.disk_capacity(2) {
             return Err(Status::failed_precondition("the disk ends before the device"));
@@ -222,8 +222,8 @@ impl Agent for Service {
         empty()
     }
 
-    async fn detach_device(&self, request: Request<proto::DetachDeviceRequest>) -> Answer<common::Empty> {
-        self.gate("detach device").await?;
+    async fn detach_device(&self, request: Request<proto::DetachDeviceRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("detach device").await?;
         self.0.devices.lock().unwrap().remove(&request.into_inner().partition);
         empty()
     }
@@ -231,8 +231,8 @@ impl Agent for Service {
     async fn create_container(
         &self,
         request: Request<proto::CreateContainerRequest>,
-    ) -> Answer<common::CreateContainerResponse> {
-        self.gate("create").await?;
+    ) -> RpcResult<common::CreateContainerResponse> {
+        self.apply_fault("create").await?;
         let request = request.into_inner();
         for partition in request.volumes.iter().map(|volume| volume.partition).chain([request.partition]) {
             if !self.0.images.lock().unwrap().contains_key(&partition) {
@@ -244,8 +244,8 @@ impl Agent for Service {
         Ok(Response::new(common::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
     }
 
-    async fn start_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
-        self.gate("start").await?;
+    async fn start_container(&self, request: Request<common::ContainerRef>) -> RpcResult<common::Empty> {
+        self.apply_fault("start").await?;
         let id = request.into_inner().id;
         // Waits for the streams, which the pod process must open before the start; otherwise the test hangs.
         while self.connected(&id)? == 0 {
@@ -261,9 +261,9 @@ impl Agent for Service {
         empty()
     }
 
-    async fn signal(&self, request: Request<proto::SignalRequest>) -> Answer<common::Empty> {
+    async fn signal(&self, request: Request<proto::SignalRequest>) -> RpcResult<common::Empty> {
         let request = request.into_inner();
-        self.gate("signal").await?;
+        self.apply_fault("signal").await?;
         self.0.calls.lock().unwrap().push(format!("signal {}", request.signal));
         if let Some(process) = self.0.processes.lock().unwrap().get(&(request.id, request.exec_id)) {
             process.signals.send_replace(request.signal);
@@ -271,8 +271,8 @@ impl Agent for Service {
         empty()
     }
 
-    async fn wait(&self, request: Request<proto::WaitRequest>) -> Answer<proto::WaitResponse> {
-        self.gate("wait").await?;
+    async fn wait(&self, request: Request<proto::WaitRequest>) -> RpcResult<proto::WaitResponse> {
+        self.apply_fault("wait").await?;
         let request = request.into_inner();
         let exit = self.0.processes.lock().unwrap().get(&(request.id, request.exec_id)).map(|p| p.exit.subscribe());
         let mut exit = exit.ok_or_else(|| Status::not_found("no such process"))?;
@@ -284,8 +284,11 @@ impl Agent for Service {
         Ok(Response::new(proto::WaitResponse { exit }))
     }
 
-    async fn push_volume(&self, request: Request<tonic::Streaming<proto::PushVolumeRequest>>) -> Answer<common::Empty> {
-        self.gate("push").await?;
+    async fn push_volume(
+        &self,
+        request: Request<tonic::Streaming<proto::PushVolumeRequest>>,
+    ) -> RpcResult<common::Empty> {
+        self.apply_fault("push").await?;
         let mut parts = request.into_inner();
         while let Some(part) = parts.message().await? {
             if part.whole {
@@ -295,19 +298,19 @@ impl Agent for Service {
         Err(Status::unavailable("the volume was not pushed to its end"))
     }
 
-    async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> Answer<common::Empty> {
-        self.gate("drop").await?;
+    async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("drop").await?;
         empty()
     }
 
-    async fn remove_container(&self, request: Request<common::ContainerRef>) -> Answer<common::Empty> {
-        self.gate("remove").await?;
+    async fn remove_container(&self, request: Request<common::ContainerRef>) -> RpcResult<common::Empty> {
+        self.apply_fault("remove").await?;
         self.0.processes.lock().unwrap().remove(&(request.into_inner().id, String::new()));
         empty()
     }
 
-    async fn exec(&self, request: Request<proto::ExecRequest>) -> Answer<common::Empty> {
-        self.gate("exec").await?;
+    async fn exec(&self, request: Request<proto::ExecRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("exec").await?;
         let request = request.into_inner();
         let script = request.args.first().cloned().ok_or_else(|| Status::invalid_argument("no command"))?;
         self.0.add(&request.id, &request.exec_id, script);
@@ -315,7 +318,7 @@ impl Agent for Service {
         empty()
     }
 
-    async fn update_container(&self, request: Request<common::UpdateContainerRequest>) -> Answer<common::Empty> {
+    async fn update_container(&self, request: Request<common::UpdateContainerRequest>) -> RpcResult<common::Empty> {
         let request = request.into_inner();
         match request.limits.first() {
             Some(limit) if limit.file == "refuse.me" => Err(Status::failed_precondition(limit.value.clone())),
@@ -326,14 +329,14 @@ impl Agent for Service {
         }
     }
 
-    async fn set_processors(&self, request: Request<common::SetProcessorsRequest>) -> Answer<common::Empty> {
+    async fn set_processors(&self, request: Request<common::SetProcessorsRequest>) -> RpcResult<common::Empty> {
         match request.into_inner().count {
             3 => Err(Status::failed_precondition("processor 2 does not start")),
             _ => empty(),
         }
     }
 
-    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> Answer<common::SetMemoryResponse> {
+    async fn set_memory(&self, request: Request<proto::SetMemoryRequest>) -> RpcResult<common::SetMemoryResponse> {
         let proto::SetMemoryRequest { reserve, bytes } = request.into_inner();
         let [proto::MemoryRange { address, bytes: all }] = reserve[..] else { panic!("{reserve:?}") };
         assert_eq!((address, all), (128 << 20, 512 << 20));
@@ -345,25 +348,25 @@ impl Agent for Service {
         }
     }
 
-    async fn resize(&self, _: Request<common::ResizeRequest>) -> Answer<common::Empty> {
+    async fn resize(&self, _: Request<common::ResizeRequest>) -> RpcResult<common::Empty> {
         empty()
     }
 
-    async fn list_containers(&self, _: Request<common::Empty>) -> Answer<proto::ListContainersResponse> {
+    async fn list_containers(&self, _: Request<common::Empty>) -> RpcResult<proto::ListContainersResponse> {
         Ok(Response::new(proto::ListContainersResponse::default()))
     }
 
-    async fn stats(&self, _: Request<common::Empty>) -> Answer<proto::StatsResponse> {
-        self.gate("stats").await?;
+    async fn stats(&self, _: Request<common::Empty>) -> RpcResult<proto::StatsResponse> {
+        self.apply_fault("stats").await?;
         Ok(Response::new(self.0.stats.lock().unwrap().clone()))
     }
 
-    async fn renew(&self, _: Request<proto::RenewRequest>) -> Answer<common::Empty> {
+    async fn renew(&self, _: Request<proto::RenewRequest>) -> RpcResult<common::Empty> {
         empty()
     }
 
-    async fn shutdown(&self, _: Request<common::Empty>) -> Answer<common::Empty> {
-        self.gate("shutdown").await?;
+    async fn shutdown(&self, _: Request<common::Empty>) -> RpcResult<common::Empty> {
+        self.apply_fault("shutdown").await?;
         let guest = self.0.guest.lock().unwrap().clone().unwrap();
         guest.end(ExitKind::Shutdown);
         empty()
@@ -384,25 +387,25 @@ fn read_frame<M: Message + Default>(mut stream: &UnixStream) -> Option<M> {
 }
 
 /// Runs the guest: handshake, then the services, until the VM is ended.
-pub fn guest(shared: &Arc<Shared>, guest: &GuestHandle) -> ExitKind {
-    *shared.guest.lock().unwrap() = Some(guest.clone());
+pub fn guest(agent: &Arc<FakeAgent>, guest: &GuestHandle) -> ExitKind {
+    *agent.guest.lock().unwrap() = Some(guest.clone());
     guest.print("booting\n");
-    let boot = shared.boot.lock().unwrap().clone();
-    if boot == Boot::Die {
-        guest.print("Kernel panic - not syncing: as told\n");
+    let boot = agent.boot.lock().unwrap().clone();
+    if boot == BootFault::Die {
+        guest.print("Kernel panic - not syncing: on request\n");
         return ExitKind::Panicked;
     }
-    if boot != Boot::Silent && shake(shared, guest, &boot).is_none() {
+    if boot != BootFault::Silent && handshake(agent, guest, &boot).is_none() {
         // The host closed the connection; it will kill the VM.
     }
     let (Ok(()), Ok(())) = (guest.listen(1026), guest.listen(1025)) else { return ExitKind::Killed };
     {
-        let (shared, guest) = (Arc::clone(shared), guest.clone());
-        std::thread::spawn(move || streams(&shared, &guest));
+        let (agent, guest) = (Arc::clone(agent), guest.clone());
+        std::thread::spawn(move || serve_streams(&agent, &guest));
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (send, connections) = tokio::sync::mpsc::unbounded_channel::<std::io::Result<tokio::net::UnixStream>>();
-    let service = AgentServer::new(Service(Arc::clone(shared)));
+    let service = AgentServer::new(Service(Arc::clone(agent)));
     let incoming = tokio_stream::wrappers::UnboundedReceiverStream::new(connections);
     runtime.spawn(nacelle_proto::server::builder().add_service(service).serve_with_incoming(incoming));
     while let Ok(stream) = guest.accept(1025) {
@@ -415,7 +418,7 @@ pub fn guest(shared: &Arc<Shared>, guest: &GuestHandle) -> ExitKind {
     ExitKind::Killed
 }
 
-fn shake(shared: &Shared, guest: &GuestHandle, boot: &Boot) -> Option<()> {
+fn handshake(agent: &FakeAgent, guest: &GuestHandle, boot: &BootFault) -> Option<()> {
     // The host listens soon after the VM was started, which may be after the first attempt.
     let stream = loop {
         match guest.connect(1024) {
@@ -429,24 +432,24 @@ fn shake(shared: &Shared, guest: &GuestHandle, boot: &Boot) -> Option<()> {
     let (agent_version, kernel_release) = ("fake".into(), "6.12-fake".into());
     let hello = proto::AgentHello { protocol: 1, agent_version, kernel_release, started_nanos: 1, sent_nanos: 2 };
     let hello = match boot {
-        Boot::Hello(bytes) => bytes.clone(),
+        BootFault::Hello(bytes) => bytes.clone(),
         _ => frame(&hello),
     };
     (&*stream).write_all(&hello).ok()?;
     let config = read_frame(&stream)?;
-    *shared.config.lock().unwrap() = Some(config);
+    *agent.config.lock().unwrap() = Some(config);
     let report = match boot {
-        Boot::Report(error) => frame(&proto::BootReport { error: error.clone() }),
-        Boot::RawReport(bytes) => bytes.clone(),
+        BootFault::Report(error) => frame(&proto::BootReport { error: error.clone() }),
+        BootFault::RawReport(bytes) => bytes.clone(),
         _ => frame(&proto::BootReport::default()),
     };
     (&*stream).write_all(&report).ok()
 }
 
-fn streams(shared: &Shared, guest: &GuestHandle) {
+fn serve_streams(agent: &FakeAgent, guest: &GuestHandle) {
     while let Ok(stream) = guest.accept(1026) {
         let Some(open) = read_frame::<proto::StreamOpen>(&stream) else { continue };
-        shared.opened.lock().unwrap().push(open.clone());
+        agent.opened.lock().unwrap().push(open.clone());
         if open.stream() == common::Stream::Port {
             // Port 7 echoes; all others refuse the connection.
             let error = if open.port == 7 { String::new() } else { "Connection refused\n(os error 111)".into() };
@@ -459,7 +462,7 @@ fn streams(shared: &Shared, guest: &GuestHandle) {
             }
             continue;
         }
-        if let Some(process) = shared.processes.lock().unwrap().get_mut(&(open.id, open.exec_id)) {
+        if let Some(process) = agent.processes.lock().unwrap().get_mut(&(open.id, open.exec_id)) {
             if process.exit.borrow().is_some() {
                 let _ = stream.shutdown(std::net::Shutdown::Both);
             }

@@ -15,7 +15,7 @@ pub fn main(tests: &[(&str, Start)]) -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
     match args.as_slice() {
         [_, flag, dir] if flag == "--dir" => {
-            return if nacelle_pod::told() { serve(Path::new(dir)) } else { ExitCode::FAILURE };
+            return if nacelle_pod::wait_for_admission() { serve(Path::new(dir)) } else { ExitCode::FAILURE };
         }
         _ => {}
     }
@@ -53,10 +53,10 @@ pub fn main(tests: &[(&str, Start)]) -> ExitCode {
 
 fn serve(dir: &Path) -> ExitCode {
     tracing_subscriber::fmt().with_ansi(false).init();
-    let fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine == super::fake());
-    if fake {
-        let shared = Arc::default();
-        nacelle_pod::run_with(dir, |_| Ok(Arc::new(super::engine(&shared))))
+    let is_fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine == super::fake_engine_spec());
+    if is_fake {
+        let agent = Arc::default();
+        nacelle_pod::run_with(dir, |_| Ok(Arc::new(super::engine(&agent))))
     } else {
         nacelle_pod::run(dir)
     }

@@ -5,12 +5,12 @@
 pub mod agent;
 pub mod harness;
 
-use agent::Shared;
+use agent::FakeAgent;
 use nacelle_base::PodId;
 use nacelle_engine::fake::{FailureScript, FakeEngine, GuestHandle};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity;
-use nacelle_pod::record::{self, PodRecord};
+use nacelle_pod::record::{self, SavedPodState};
 use nacelle_pod::spec::{Accelerator, EngineSpec, PodSpec, ScratchSpec, Timeouts, VERSION};
 use nacelle_proto::pod;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub fn spec(root: &Path) -> PodSpec {
     PodSpec {
         version: VERSION,
         id: PodId::from_bytes([9; 32]),
-        engine: fake(),
+        engine: fake_engine_spec(),
         vcpus: 1,
         reserved_vcpus: Some(4),
         topology: None,
@@ -52,7 +52,7 @@ pub fn spec(root: &Path) -> PodSpec {
 }
 
 /// Returns the engine that specifications name when the test uses the fake one.
-pub fn fake() -> EngineSpec {
+pub fn fake_engine_spec() -> EngineSpec {
     EngineSpec::Qemu { binary: "/fake".into(), accelerator: Accelerator::Tcg }
 }
 
@@ -62,28 +62,28 @@ pub fn cgroup(root: &Path) -> PathBuf {
 }
 
 /// Returns an engine whose guests run the fake agent.
-pub fn engine(shared: &Arc<Shared>) -> FakeEngine {
-    let shared = Arc::clone(shared);
-    FakeEngine::new(move |guest: GuestHandle| agent::guest(&shared, &guest))
+pub fn engine(agent_state: &Arc<FakeAgent>) -> FakeEngine {
+    let agent_state = Arc::clone(agent_state);
+    FakeEngine::new(move |guest: GuestHandle| agent::guest(&agent_state, &guest))
 }
 
 /// A pod process and its environment.
-pub struct World {
+pub struct PodFixture {
     pub root: tempfile::TempDir,
     pub dir: PathBuf,
-    pub agent: Arc<Shared>,
+    pub agent: Arc<FakeAgent>,
     process: Option<JoinHandle<std::process::ExitCode>>,
 }
 
-impl World {
-    /// Creates a world whose pod has not begun.
-    pub fn new() -> World {
+impl PodFixture {
+    /// Creates a fixture whose pod has not begun.
+    pub fn new() -> PodFixture {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("run");
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::create_dir_all(root.path().join("logs")).unwrap();
         std::fs::write(root.path().join("blob"), vec![b'e'; 3 << 20]).unwrap();
-        World { dir, root, agent: Arc::default(), process: None }
+        PodFixture { dir, root, agent: Arc::default(), process: None }
     }
 
     /// Starts the pod process as a thread.
@@ -91,8 +91,8 @@ impl World {
         let mut spec = spec(self.root.path());
         change(&mut spec);
         spec.write(&self.dir).unwrap();
-        nacelle_pod::make_jail(&self.dir).unwrap();
-        identity::write(&identity::own().unwrap(), &self.dir).unwrap();
+        nacelle_pod::create_jail(&self.dir).unwrap();
+        identity::write(&identity::of_this_process().unwrap(), &self.dir).unwrap();
         let (dir, engine) = (self.dir.clone(), engine(&self.agent).with_script(script));
         self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Ok(Arc::new(engine)))));
         let deadline = Instant::now() + LIMIT;
@@ -105,14 +105,14 @@ impl World {
         }
     }
 
-    /// Creates a world with a pod that is ready.
-    pub async fn ready() -> (World, PodClient) {
-        World::ready_with(|_| {}).await
+    /// Creates a fixture with a pod that is ready.
+    pub async fn ready() -> (PodFixture, PodClient) {
+        PodFixture::ready_with(|_| {}).await
     }
 
-    /// Creates a world with a ready pod whose specification `change` modified.
-    pub async fn ready_with(change: impl FnOnce(&mut PodSpec)) -> (World, PodClient) {
-        let mut world = World::new();
+    /// Creates a fixture with a ready pod whose specification `change` modified.
+    pub async fn ready_with(change: impl FnOnce(&mut PodSpec)) -> (PodFixture, PodClient) {
+        let mut world = PodFixture::new();
         let client = world.boot(change, FailureScript::default()).await;
         client.configure(network()).await.unwrap();
         (world, client)
@@ -152,12 +152,12 @@ impl World {
     }
 
     /// Returns the record that the process wrote.
-    pub fn record(&self) -> PodRecord {
+    pub fn record(&self) -> SavedPodState {
         record::read(&self.dir).unwrap().unwrap()
     }
 
     /// Waits for the process to end after a stop; returns its record, and checks that it leaked nothing.
-    pub async fn end(mut self) -> PodRecord {
+    pub async fn end(mut self) -> SavedPodState {
         let process = self.process.take().unwrap();
         let code = tokio::task::spawn_blocking(move || process.join().unwrap()).await.unwrap();
         assert_eq!(format!("{code:?}"), format!("{:?}", std::process::ExitCode::SUCCESS));
@@ -170,9 +170,9 @@ impl World {
 }
 
 /// Polls a condition that no event announces; fails with `what` after [`LIMIT`].
-pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+pub async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = std::time::Instant::now() + LIMIT;
-    while !holds() {
+    while !condition() {
         assert!(std::time::Instant::now() < deadline, "not within {LIMIT:?}: {what}");
         tokio::time::sleep(std::time::Duration::from_millis(2)).await;
     }
@@ -205,9 +205,9 @@ pub async fn until(client: &PodClient, what: &str, wanted: impl Fn(&pod::PodStat
 
 /// Waits until a container has exited.
 pub async fn exited(client: &PodClient, id: &str) -> pod::ContainerState {
-    let gone =
+    let has_exited =
         |state: &pod::PodState| state.containers.iter().any(|c| c.id == id && c.phase() == pod::ContainerPhase::Exited);
-    let state = until(client, "the container ends", gone).await;
+    let state = until(client, "the container ends", has_exited).await;
     state.containers.into_iter().find(|container| container.id == id).unwrap()
 }
 

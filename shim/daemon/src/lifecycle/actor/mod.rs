@@ -195,7 +195,7 @@ impl Actor {
             let pid = process.identity.pid;
             Box::pin(async move {
                 let recorded = table::asked_inbox(&me, |answer| Message::Spawned(process, answer)).await;
-                recorded.map_err(|error| ClientError::Unrecorded { pid, kind: error.kind(), source: Box::new(error) })
+                recorded.map_err(|error| ClientError::NotRecorded { pid, kind: error.kind(), source: Box::new(error) })
             })
         })
     }

@@ -7,7 +7,7 @@ use nacelle_base::Chain;
 use nacelle_model::state;
 use nacelle_model::state::PodEvent;
 use nacelle_pod::client::{ClientError, PodClient};
-use nacelle_pod::record::{LOST, blame_memory};
+use nacelle_pod::record::{LOST, mark_oom_killed};
 use nacelle_proto::pod as proto;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ impl Actor {
         // If the pod process is gone as well, the cleanup of the pod checks this.
         let lost = state.phase() == proto::Phase::Stopped || state.containers.iter().any(|one| one.exit_code == LOST);
         if lost && self.parts.pods.out_of_memory(&self.parts.pod_dir(&self.pod.id)).await {
-            blame_memory(&mut state);
+            mark_oom_killed(&mut state);
         }
         match state.phase() {
             proto::Phase::Stopped => self.gone(Some(state)).await,
@@ -71,7 +71,7 @@ impl Actor {
                         tokio::time::sleep(pause).await;
                         return Message::Found(client);
                     }
-                    Err(ClientError::Gone { .. }) => match parts.clean_up(&dir, process.as_ref()).await {
+                    Err(ClientError::NotRunning { .. }) => match parts.clean_up(&dir, process.as_ref()).await {
                         Ok(last) => return Message::Gone(last.as_ref().map(Into::into)),
                         Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
                     },

@@ -13,7 +13,7 @@ use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::DiskSource;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::record::{ContainerRecord, PodRecord};
-use nacelle_pod::client::{Offer, PodClient};
+use nacelle_pod::client::{DeviceOffer, PodClient};
 use nacelle_pod::share::Taker;
 use nacelle_proto::pod as proto;
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ pub(crate) async fn prepare(
     pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<Offer>, Passed), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, Passed), LifecycleError> {
     share(parts, pod, machine, record).await?;
     let prepared = without_directories(parts, client, machine, record).await;
     if prepared.is_err() {
@@ -77,7 +77,7 @@ async fn without_directories(
     client: &PodClient,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<Offer>, Passed), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, Passed), LifecycleError> {
     let (mut machine, config) = (machine.clone(), Arc::clone(&record.config));
     let (machine, passed, OfNode { disks, sources }) = blocking(move || {
         let passed = Passed::find(&config.devices).map_err(|error| at(STEP)(SourceError::Passed(error)))?;
@@ -103,7 +103,7 @@ async fn without_directories(
     };
     let mut offers = Vec::with_capacity(disks.len());
     for (disk, file) in disks {
-        let call = client.offer(record.id.as_str(), &disk.name, file);
+        let call = client.offer_device(record.id.as_str(), &disk.name, file);
         offers.push(ask("hand a disk over to the pod", parts.answer_limit(), call).await?);
         request.disks.push(disk);
     }

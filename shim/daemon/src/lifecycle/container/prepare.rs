@@ -15,7 +15,7 @@ use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::MountOption;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::PidMode;
-use nacelle_pod::client::{Offer, PodClient};
+use nacelle_pod::client::{DeviceOffer, PodClient};
 use nacelle_pod::share::Taker;
 use nacelle_proto::pod as proto;
 use std::path::Path;
@@ -26,7 +26,7 @@ pub(crate) struct Prepared {
     pub(super) request: proto::CreateContainerRequest,
     pub(super) client: PodClient,
     /// Block devices and disks that were sent to the pod process already.
-    pub(super) offers: Vec<Offer>,
+    pub(super) offers: Vec<DeviceOffer>,
     /// The PCI devices of a machine pod's machine.
     pub(super) passed: Option<Passed>,
     /// A volume is mounted in `/sys`, whose paths only the kernel of the containers knows.
@@ -110,7 +110,7 @@ pub(crate) async fn prepare(
         request.empty_dirs = own.into_iter().flatten().collect();
         let mut offers = Vec::with_capacity(blocks.len());
         for (device, file) in blocks {
-            let call = client.offer(record.id.as_str(), &device.container_path, file);
+            let call = client.offer_device(record.id.as_str(), &device.container_path, file);
             offers.push(ask("hand a device over to the pod", parts.answer_limit(), call).await?);
             request.devices.push(device);
         }

@@ -12,8 +12,8 @@ use nacelle_model::empty_dir::MIN_QUOTA;
 use nacelle_model::record::CleanupFailure;
 use nacelle_model::state::InvalidTransition;
 use nacelle_net::NetError;
+use nacelle_pod::affinity::AffinityError;
 use nacelle_pod::client::ClientError;
-use nacelle_pod::processors::ProcessorsError;
 use nacelle_pod::scratch::ScratchError;
 use nacelle_pod::share::VolumesError;
 use nacelle_store::StoreError;
@@ -375,7 +375,7 @@ pub enum StepError {
     Volumes(#[from] Arc<VolumesError>),
     /// The CPUs of the node are the cause.
     #[error(transparent)]
-    Processors(#[from] Arc<ProcessorsError>),
+    Processors(#[from] Arc<AffinityError>),
     /// A disk failed.
     #[error(transparent)]
     Disk(#[from] Arc<ScratchError>),
@@ -402,7 +402,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, ProcessorsError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel);
 
 /// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {

@@ -19,7 +19,7 @@ use nacelle_machines::vms::Vms;
 use nacelle_model::process::PodProcess;
 use nacelle_model::record::PodRecord;
 use nacelle_pod::client::ClientError;
-use nacelle_pod::record::PodRecord as LastRecord;
+use nacelle_pod::record::SavedPodState;
 use nacelle_store::Store;
 use services::{Networks, Pods};
 use std::path::PathBuf;
@@ -71,7 +71,7 @@ impl Parts {
         &self,
         dir: &std::path::Path,
         stored: Option<&PodProcess>,
-    ) -> Result<Option<LastRecord>, ClientError> {
+    ) -> Result<Option<SavedPodState>, ClientError> {
         match tokio::fs::try_exists(dir).await {
             Ok(false) if stored.is_none() => Ok(None),
             // If this cannot be determined, the cleanup returns the reason.

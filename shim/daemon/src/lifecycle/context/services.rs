@@ -5,9 +5,9 @@ use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
 use nacelle_model::process::PodProcess;
 use nacelle_net::{Attachment, CniError, NetError, Network, PodRef};
+use nacelle_pod::affinity::{self, AffinityError};
 use nacelle_pod::client::{self, ClientError, PodClient};
-use nacelle_pod::processors::{self, ProcessorsError};
-use nacelle_pod::record::PodRecord;
+use nacelle_pod::record::SavedPodState;
 use nacelle_pod::share::{self, Taker, Volume, VolumesError};
 use nacelle_pod::spec::PodSpec;
 use std::collections::BTreeSet;
@@ -33,7 +33,7 @@ pub trait Pods: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Connects to the process that serves this directory; fails with `ClientError::Gone` if there is none.
+    /// Connects to the process that serves this directory; fails with `ClientError::NotRunning` if there is none.
     async fn connect(&self, dir: &Path) -> Result<PodClient, ClientError> {
         client::connect(dir).await
     }
@@ -56,17 +56,17 @@ pub trait Pods: Send + Sync + 'static {
 
     /// Confines the VM to these CPUs of the node (empty: all CPUs). `pinned` is the number of vCPUs that are each pinned to a CPU
     /// of their own.
-    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
-        processors::confine(dir, processors, pinned).await
+    async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), AffinityError> {
+        affinity::set_pod_affinity(dir, processors, pinned).await
     }
 
     /// Returns whether the node's kernel has killed one of the pod's processes for lack of memory.
     async fn out_of_memory(&self, dir: &Path) -> bool {
-        client::out_of_memory(dir).await
+        client::was_oom_killed(dir).await
     }
 
     /// Ends what is left of the process, which the store knows as `stored`, and returns its last record. It can be repeated.
-    async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<PodRecord>, ClientError> {
+    async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<SavedPodState>, ClientError> {
         client::clean_up(dir, stored).await
     }
 }
@@ -120,7 +120,7 @@ impl Pods for Processes {
 }
 
 fn of_group(scope: &Scope, error: ScopeError) -> ClientError {
-    ClientError::Group { group: scope.group.clone(), kind: error.kind(), source: Box::new(error) }
+    ClientError::Cgroup { cgroup: scope.group.clone(), kind: error.kind(), source: Box::new(error) }
 }
 
 #[tonic::async_trait]

@@ -252,7 +252,7 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
             Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
             Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
         },
-        Err(ClientError::Gone { .. }) => match parts.clean_up(&dir, pod.process.as_ref()).await {
+        Err(ClientError::NotRunning { .. }) => match parts.clean_up(&dir, pod.process.as_ref()).await {
             Ok(last) => (Found::Dead, None, last.as_ref().map(Into::into)),
             Err(error) => {
                 tracing::warn!(pod = %pod.id, "cannot read what is left of it: {}", Chain(&error));

@@ -183,7 +183,7 @@ async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), Lif
             std::fs::DirBuilder::new().recursive(true).mode(0o700).create(pods).map_err(files::at("create", pods))?;
         }
         std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))?;
-        nacelle_pod::make_jail(&dir)
+        nacelle_pod::create_jail(&dir)
     };
     blocking(make).await.map_err(at("make the directory of the pod"))
 }

@@ -46,7 +46,7 @@ pub(crate) fn pod_spec(
             .chain(config.shape.iter().flat_map(|shape| &shape.kernel_args))
             .cloned()
             .collect(),
-        network: netns.map(|netns| network(config, netns, parts.engine.spec(handler.engine, config).has_machine())),
+        network: netns.map(|netns| network(config, netns, parts.engine.spec(handler.engine, config).has_vm())),
         hostname: config.hostname.clone(),
         sysctls: sysctls(config, groups),
         shared_pid: config.shared_pid,

@@ -8,7 +8,7 @@ use nacelle_base::{Chain, PodId, files};
 use nacelle_model::process::PodProcess;
 use nacelle_model::record::CleanupFailure;
 use nacelle_pod::client::PodClient;
-use nacelle_pod::record::PodRecord as LastRecord;
+use nacelle_pod::record::SavedPodState;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -19,7 +19,7 @@ const NO_PLUGIN: Duration = Duration::from_secs(30);
 /// The result of a cleanup.
 pub(crate) struct Undone {
     /// The last record of the pod process.
-    pub last: Option<LastRecord>,
+    pub last: Option<SavedPodState>,
     /// Resources that could not be released.
     pub left: Vec<CleanupFailure>,
     /// The steps of the cleanup, with their durations.
@@ -74,11 +74,11 @@ async fn end_machine(
     client: Option<PodClient>,
     process: Option<PodProcess>,
     limit: Duration,
-) -> Result<Option<LastRecord>, String> {
+) -> Result<Option<SavedPodState>, String> {
     if let Some(client) = client {
         let orderly = async {
             client.stop(Duration::ZERO).await?;
-            client.ended().await
+            client.wait_for_exit().await
         };
         match timeout(limit, orderly).await {
             Ok(Ok(())) => {}

@@ -103,7 +103,7 @@ fn is_disk(rules: &EmptyDirs, name: &str, root: &Path, mark: &Path) -> Result<bo
         tracing::info!(volume = %root.display(), "has files on the node: it is shared, and is no disk of its machine");
         return Ok(false);
     }
-    scratch::volume(&file, &draft, size(rules, name, root)?).map_err(at("make the disk of a volume"))?;
+    scratch::create_volume_disk(&file, &draft, size(rules, name, root)?).map_err(at("make the disk of a volume"))?;
     Ok(true)
 }
 

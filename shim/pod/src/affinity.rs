@@ -12,13 +12,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The maximum number of threads of a pod, more than any VM has.
-const MOST: usize = 16_384;
+const MAX_THREADS: usize = 16_384;
 
 /// The CPU affinity of a pod cannot be set.
 #[derive(Debug, thiserror::Error)]
-pub enum ProcessorsError {
+pub enum AffinityError {
     /// The pod process is gone.
-    #[error("the pod in {} has no process", dir.display())]
+    #[error("cannot set the CPU affinity of the pod in {}: it has no process", dir.display())]
     Gone {
         /// The pod's run directory.
         dir: PathBuf,
@@ -27,32 +27,32 @@ pub enum ProcessorsError {
     #[error(transparent)]
     Identity(#[from] IdentityError),
     /// The kernel does not support a CPU number.
-    #[error("{number} is too large for the number of a processor")]
+    #[error("CPU number {number} is invalid: the kernel supports no number so large")]
     Number {
         /// The requested number.
         number: u32,
     },
     /// The kernel rejects the affinity of a thread.
-    #[error("cannot have thread {thread} run on processors {processors:?}")]
+    #[error("cannot set the CPU affinity of thread {thread} to {cpus:?}")]
     Set {
         /// The thread's id.
         thread: i32,
         /// The requested CPUs.
-        processors: BTreeSet<u32>,
+        cpus: BTreeSet<u32>,
         /// The cause.
         source: Errno,
     },
     /// Some vCPU threads cannot be found.
-    #[error("the threads of {found} of the machine's {vcpus} processors are there")]
-    Unknown {
+    #[error("cannot pin_vcpus the vCPUs: only {found} of {vcpus} vCPU threads were found")]
+    MissingVcpuThreads {
         /// The number of vCPU threads that were found.
         found: usize,
         /// The number of vCPUs of the VM.
         vcpus: u32,
     },
     /// The pod has too many threads.
-    #[error("process {pid} has made more than {MOST} threads meanwhile")]
-    TooMany {
+    #[error("cannot set the CPU affinity of process {pid}: it has more than {MAX_THREADS} threads")]
+    TooManyThreads {
         /// The pid of the pod process.
         pid: i32,
     },
@@ -61,38 +61,38 @@ pub enum ProcessorsError {
     Task(#[from] TaskError),
 }
 
-impl Classify for ProcessorsError {
+impl Classify for AffinityError {
     fn kind(&self) -> Kind {
         match self {
-            ProcessorsError::Gone { .. } => Kind::Unavailable,
-            ProcessorsError::Identity(source) => source.kind(),
-            ProcessorsError::Number { .. } => Kind::Invalid,
+            AffinityError::Gone { .. } => Kind::Unavailable,
+            AffinityError::Identity(source) => source.kind(),
+            AffinityError::Number { .. } => Kind::Invalid,
             // None of the CPUs is online and in the pod's cgroup.
-            ProcessorsError::Set { source: Errno::EINVAL, .. } => Kind::Conflict,
-            ProcessorsError::Set { .. } | ProcessorsError::Unknown { .. } | ProcessorsError::TooMany { .. } => {
-                Kind::Internal
-            }
-            ProcessorsError::Task(error) => error.kind(),
+            AffinityError::Set { source: Errno::EINVAL, .. } => Kind::Conflict,
+            AffinityError::Set { .. }
+            | AffinityError::MissingVcpuThreads { .. }
+            | AffinityError::TooManyThreads { .. } => Kind::Internal,
+            AffinityError::Task(error) => error.kind(),
         }
     }
 }
 
 /// Restricts the processes of the pod in `dir` to these CPUs; an empty set means all that the caller may use. Processes
 /// that they start later inherit the affinity. With `pinned`, the number of the VM's vCPUs, the nth vCPU is pinned to the
-/// nth of these CPUs; where vCPUs are emulated, one thread runs them all, on all of these CPUs.
-pub async fn confine(dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), ProcessorsError> {
+/// nth of these CPUs; where vCPUs are emulated, one thread vcpus_of_thread them all, on all of these CPUs.
+pub async fn set_pod_affinity(dir: &Path, cpus: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), AffinityError> {
     let dir = dir.to_owned();
     run_blocking("set the CPU affinity of the pod process", move || {
         let process = identity::read(&dir)?.filter(|process| identity::is_alive(process).unwrap_or(false));
-        let pid = process.ok_or(ProcessorsError::Gone { dir })?.pid;
-        set_all(pid, &processors)?;
-        pinned.map_or(Ok(()), |vcpus| pin(&threads(pid), &processors, vcpus))
+        let pid = process.ok_or(AffinityError::Gone { dir })?.pid;
+        set_all_threads(pid, &cpus)?;
+        pinned.map_or(Ok(()), |vcpus| pin_vcpus(&threads(pid), &cpus, vcpus))
     })
     .await?
 }
 
-fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> {
-    let set = set_of(processors)?;
+fn set_all_threads(pid: i32, cpus: &BTreeSet<u32>) -> Result<(), AffinityError> {
+    let set = cpu_set(cpus)?;
     let mut done = BTreeSet::new();
     // A new thread inherits the affinity of its creator, so this repeats until no new thread is found.
     loop {
@@ -100,8 +100,8 @@ fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> 
         if new.is_empty() {
             return Ok(());
         }
-        if done.len() + new.len() > MOST {
-            return Err(ProcessorsError::TooMany { pid });
+        if done.len() + new.len() > MAX_THREADS {
+            return Err(AffinityError::TooManyThreads { pid });
         }
         for thread in new {
             match sched_setaffinity(Pid::from_raw(thread), &set) {
@@ -109,7 +109,7 @@ fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> 
                 // A kernel thread of the process, whose affinity cannot be changed.
                 Err(Errno::EINVAL) if thread != pid => {}
                 Err(source) => {
-                    return Err(ProcessorsError::Set { thread, processors: processors.clone(), source });
+                    return Err(AffinityError::Set { thread, cpus: cpus.clone(), source });
                 }
             }
             done.insert(thread);
@@ -117,9 +117,9 @@ fn set_all(pid: i32, processors: &BTreeSet<u32>) -> Result<(), ProcessorsError> 
     }
 }
 
-/// The vCPUs that a thread runs.
+/// The vCPUs that a thread vcpus_of_thread.
 #[derive(Debug, PartialEq, Eq)]
-enum Runs {
+enum VcpuThread {
     /// One vCPU, counted from 0.
     One(u32),
     /// All vCPUs, one after the other.
@@ -128,49 +128,49 @@ enum Runs {
 
 /// Recognizes vCPU threads by the names that engine `kvm` and QEMU (`debug-threads`) give them. A compromised process may
 /// name its threads as it likes, but gains no CPUs that the pod does not have.
-fn runs(name: &str) -> Option<Runs> {
+fn vcpus_of_thread(name: &str) -> Option<VcpuThread> {
     if name == "ALL CPUs/TCG" {
-        return Some(Runs::All);
+        return Some(VcpuThread::All);
     }
     let of_qemu =
         || name.strip_prefix("CPU ")?.strip_suffix("/KVM").or(name.strip_prefix("CPU ")?.strip_suffix("/TCG"));
-    name.strip_prefix("vcpu").or_else(of_qemu)?.parse().ok().map(Runs::One)
+    name.strip_prefix("vcpu").or_else(of_qemu)?.parse().ok().map(VcpuThread::One)
 }
 
-fn pin(threads: &[i32], processors: &BTreeSet<u32>, vcpus: u32) -> Result<(), ProcessorsError> {
+fn pin_vcpus(threads: &[i32], cpus: &BTreeSet<u32>, vcpus: u32) -> Result<(), AffinityError> {
     let mut pinned = BTreeSet::new();
-    let own: BTreeMap<u32, u32> = (0..vcpus).zip(processors.iter().copied()).collect();
+    let assigned: BTreeMap<u32, u32> = (0..vcpus).zip(cpus.iter().copied()).collect();
     for &thread in threads {
         // A thread that is gone has no name.
         let name = fs::read_to_string(format!("/proc/{thread}/comm")).unwrap_or_default();
-        let number = match runs(name.trim_end()) {
-            Some(Runs::All) => return Ok(()),
-            Some(Runs::One(number)) => number,
+        let number = match vcpus_of_thread(name.trim_end()) {
+            Some(VcpuThread::All) => return Ok(()),
+            Some(VcpuThread::One(number)) => number,
             None => continue,
         };
-        let Some(processor) = own.get(&number) else { continue };
-        let one = BTreeSet::from([*processor]);
-        match sched_setaffinity(Pid::from_raw(thread), &set_of(&one)?) {
+        let Some(cpu) = assigned.get(&number) else { continue };
+        let one = BTreeSet::from([*cpu]);
+        match sched_setaffinity(Pid::from_raw(thread), &cpu_set(&one)?) {
             Ok(()) => drop(pinned.insert(number)),
             Err(Errno::ESRCH) => {}
-            Err(source) => return Err(ProcessorsError::Set { thread, processors: one, source }),
+            Err(source) => return Err(AffinityError::Set { thread, cpus: one, source }),
         }
     }
     match pinned.len() {
         found if u32::try_from(found) == Ok(vcpus) => Ok(()),
-        found => Err(ProcessorsError::Unknown { found, vcpus }),
+        found => Err(AffinityError::MissingVcpuThreads { found, vcpus }),
     }
 }
 
-fn set_of(processors: &BTreeSet<u32>) -> Result<CpuSet, ProcessorsError> {
-    if processors.is_empty() {
-        let own = sched_getaffinity(Pid::from_raw(0));
-        return own.map_err(|source| ProcessorsError::Set { thread: 0, processors: BTreeSet::new(), source });
+fn cpu_set(cpus: &BTreeSet<u32>) -> Result<CpuSet, AffinityError> {
+    if cpus.is_empty() {
+        let current = sched_getaffinity(Pid::from_raw(0));
+        return current.map_err(|source| AffinityError::Set { thread: 0, cpus: BTreeSet::new(), source });
     }
     let mut set = CpuSet::new();
-    for &number in processors {
+    for &number in cpus {
         let index = usize::try_from(number).unwrap_or(usize::MAX);
-        set.set(index).map_err(|_too_large| ProcessorsError::Number { number })?;
+        set.set(index).map_err(|_too_large| AffinityError::Number { number })?;
     }
     Ok(set)
 }
@@ -178,7 +178,7 @@ fn set_of(processors: &BTreeSet<u32>) -> Result<CpuSet, ProcessorsError> {
 /// Returns the threads of a process and of its descendants.
 fn threads(pid: i32) -> Vec<i32> {
     let (mut pids, mut threads, mut at) = (vec![pid], Vec::new(), 0);
-    while let Some(next) = pids.get(at).copied().filter(|_| threads.len() <= MOST) {
+    while let Some(next) = pids.get(at).copied().filter(|_| threads.len() <= MAX_THREADS) {
         at += 1;
         let Ok(entries) = fs::read_dir(format!("/proc/{next}/task")) else { continue };
         for thread in entries.flatten() {
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_and_what_it_has_started_run_where_they_should() {
+    fn a_process_and_its_children_get_the_affinity() {
         let all = allowed(&sched_getaffinity(Pid::from_raw(0)).unwrap());
         let one: BTreeSet<u32> = all.iter().copied().take(1).collect();
         let mut shell = Command::new("/bin/sh")
@@ -214,31 +214,31 @@ mod tests {
             assert!(std::time::Instant::now() < deadline, "the shell starts nothing");
             std::thread::yield_now();
         }
-        for (asked, found) in [(&one, &one), (&BTreeSet::new(), &all)] {
-            set_all(pid, asked).unwrap();
+        for (requested, expected) in [(&one, &one), (&BTreeSet::new(), &all)] {
+            set_all_threads(pid, requested).unwrap();
             for thread in threads(pid) {
-                assert_eq!(allowed(&sched_getaffinity(Pid::from_raw(thread)).unwrap()), *found);
+                assert_eq!(allowed(&sched_getaffinity(Pid::from_raw(thread)).unwrap()), *expected);
             }
         }
-        for (asked, kind) in [(1023, Kind::Conflict), (1024, Kind::Invalid), (u32::MAX, Kind::Invalid)] {
-            if !all.contains(&asked) {
-                assert_eq!(set_all(pid, &[asked].into()).unwrap_err().kind(), kind, "{asked}");
+        for (number, kind) in [(1023, Kind::Conflict), (1024, Kind::Invalid), (u32::MAX, Kind::Invalid)] {
+            if !all.contains(&number) {
+                assert_eq!(set_all_threads(pid, &[number].into()).unwrap_err().kind(), kind, "{number}");
             }
         }
         drop(shell.stdin.take());
         shell.wait().unwrap();
         // Threads that are gone are skipped.
-        set_all(pid, &one).unwrap();
+        set_all_threads(pid, &one).unwrap();
     }
 
     #[test]
-    fn threads_are_known_by_the_names_that_engines_give() {
+    fn vcpu_threads_are_recognized_by_name() {
         for (name, expected) in [
-            ("vcpu0", Some(Runs::One(0))),
-            ("vcpu63", Some(Runs::One(63))),
-            ("CPU 3/KVM", Some(Runs::One(3))),
-            ("CPU 12/TCG", Some(Runs::One(12))),
-            ("ALL CPUs/TCG", Some(Runs::All)),
+            ("vcpu0", Some(VcpuThread::One(0))),
+            ("vcpu63", Some(VcpuThread::One(63))),
+            ("CPU 3/KVM", Some(VcpuThread::One(3))),
+            ("CPU 12/TCG", Some(VcpuThread::One(12))),
+            ("ALL CPUs/TCG", Some(VcpuThread::All)),
             ("CPU 3", None),
             ("vcpu", None),
             ("vcpu-1", None),
@@ -246,42 +246,42 @@ mod tests {
             ("kvm-warden", None),
             ("", None),
         ] {
-            assert_eq!(runs(name), expected, "{name}");
+            assert_eq!(vcpus_of_thread(name), expected, "{name}");
         }
     }
 
     #[test]
-    fn each_processor_of_a_machine_has_one_of_the_node_to_itself() {
+    fn each_vcpu_is_pinned_to_a_cpu_of_its_own() {
         let all = allowed(&sched_getaffinity(Pid::from_raw(0)).unwrap());
-        let (tell, told) = std::sync::mpsc::channel();
+        let (thread_id, started_thread) = std::sync::mpsc::channel();
         let (end, ended) = std::sync::mpsc::channel::<()>();
         let ended = std::sync::Arc::new(std::sync::Mutex::new(ended));
         let start = |name: &str| {
-            let (tell, ended) = (tell.clone(), std::sync::Arc::clone(&ended));
-            let life = move || {
-                tell.send(nix::unistd::gettid().as_raw()).unwrap();
+            let (thread_id, ended) = (thread_id.clone(), std::sync::Arc::clone(&ended));
+            let run = move || {
+                thread_id.send(nix::unistd::gettid().as_raw()).unwrap();
                 drop(ended.lock().map(|ended| ended.recv()));
             };
-            let handle = std::thread::Builder::new().name(name.to_owned()).spawn(life).unwrap();
-            (told.recv().unwrap(), handle)
+            let handle = std::thread::Builder::new().name(name.to_owned()).spawn(run).unwrap();
+            (started_thread.recv().unwrap(), handle)
         };
         let of = |thread: i32| allowed(&sched_getaffinity(Pid::from_raw(thread)).unwrap());
         let vcpus = u32::try_from(all.len().min(2)).unwrap();
         let mut started: Vec<_> = (0..vcpus).map(|n| start(&format!("vcpu{n}"))).collect();
         started.push(start("worker"));
         let threads: Vec<i32> = started.iter().map(|(thread, _)| *thread).collect();
-        pin(&threads, &all, vcpus).unwrap();
-        for (thread, processor) in threads.iter().zip(&all).take(vcpus as usize) {
-            assert_eq!(of(*thread), [*processor].into());
+        pin_vcpus(&threads, &all, vcpus).unwrap();
+        for (thread, cpu) in threads.iter().zip(&all).take(vcpus as usize) {
+            assert_eq!(of(*thread), [*cpu].into());
         }
-        assert_eq!(of(threads[vcpus as usize]), all, "others run everywhere");
-        let error = pin(&threads, &all, vcpus + 1).unwrap_err();
-        let told = format!("the threads of {vcpus} of the machine's {} processors are there", vcpus + 1);
-        assert_eq!((error.kind(), error.to_string()), (Kind::Internal, told));
-        // With emulation one thread runs all vCPUs.
+        assert_eq!(of(threads[vcpus as usize]), all, "other threads are not pinned");
+        let error = pin_vcpus(&threads, &all, vcpus + 1).unwrap_err();
+        let message = format!("cannot pin_vcpus the vCPUs: only {vcpus} of {} vCPU threads were found", vcpus + 1);
+        assert_eq!((error.kind(), error.to_string()), (Kind::Internal, message));
+        // With emulation one thread vcpus_of_thread all vCPUs.
         started.push(start("ALL CPUs/TCG"));
         let thread = started.last().unwrap().0;
-        pin(&[thread], &all, 64).unwrap();
+        pin_vcpus(&[thread], &all, 64).unwrap();
         assert_eq!(of(thread), all);
         drop(end);
         started.into_iter().for_each(|(_, handle)| handle.join().unwrap());

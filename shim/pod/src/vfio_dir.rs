@@ -9,18 +9,18 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 /// The path at which the pod's processes see the directory. QEMU supports no other path.
-pub const SHOWN: &str = "/dev/vfio";
+pub const MOUNT_POINT: &str = "/dev/vfio";
 /// What VFIO maps for a device besides the VM's memory, in MiB: firmware and video memory.
-const BESIDE_MIB: u64 = 128;
+const OVERHEAD_MIB: u64 = 128;
 
 /// Creates the directory.
-pub(crate) fn make(dir: &Path) -> Result<(), PodError> {
+pub(crate) fn create(dir: &Path) -> Result<(), PodError> {
     let directory = dir.join(VFIO_DIR);
-    let made = DirBuilder::new().mode(0o700).recursive(true).create(&directory);
-    Ok(made.map_err(at("create", &directory))?)
+    let created = DirBuilder::new().mode(0o700).recursive(true).create(&directory);
+    Ok(created.map_err(at("create", &directory))?)
 }
 
 /// Returns the limit of locked memory in bytes that devices of a VM with this memory need.
 pub(crate) fn locked_bytes(memory_mib: u32) -> u64 {
-    (u64::from(memory_mib) + BESIDE_MIB) << 20
+    (u64::from(memory_mib) + OVERHEAD_MIB) << 20
 }

@@ -1,0 +1,96 @@
+//! Opens streams of a pod process: of containers and commands, and those by which the daemon offers devices.
+
+use super::spawn::START_LIMIT;
+use super::{CONNECT_LIMIT, ClientError, PodClient, connect_to_socket};
+use crate::agent;
+use crate::error::PodError;
+use crate::text::printable;
+use nacelle_base::Kind;
+use nacelle_base::descriptors::send_with_descriptor;
+use nacelle_proto::{common, pod as proto};
+use std::os::fd::OwnedFd;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+impl PodClient {
+    /// Starts a command in a container; [`PodClient::open_stream`] opens its streams.
+    pub async fn exec(&self, request: proto::ExecRequest) -> Result<RunningExec, ClientError> {
+        let mut events = self.rpc.clone().exec(request).await?.into_inner();
+        match events.message().await?.and_then(|event| event.event) {
+            Some(proto::exec_event::Event::Began(exec_id)) => Ok(RunningExec { exec_id, events }),
+            _ => Err(ended_early()),
+        }
+    }
+
+    /// Offers an open block device of the node for a container that will be created and will have it at `path`. The offer
+    /// is withdrawn when the result is dropped before that.
+    pub async fn offer_device(&self, id: &str, path: &str, device: OwnedFd) -> Result<DeviceOffer, ClientError> {
+        let (id, stream) = (id.to_owned(), common::Stream::Device.into());
+        let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
+        Ok(DeviceOffer { _stream: self.open_with_device(open, Some(device)).await? })
+    }
+
+    /// Opens a stream of bytes of unlimited length, to or from a process.
+    pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<UnixStream, ClientError> {
+        self.open_with_device(open, None).await
+    }
+
+    async fn open_with_device(
+        &self,
+        open: proto::StreamOpen,
+        device: Option<OwnedFd>,
+    ) -> Result<UnixStream, ClientError> {
+        let failed = |source| ClientError::Stream { pod: self.identity.pid, source: Box::new(source) };
+        let connected = timeout(CONNECT_LIMIT, connect_to_socket(&self.streams, crate::STREAM_SOCKET_FILE)).await;
+        let connected = connected.map_err(|_elapsed| ClientError::Timeout { what: "reply", limit: CONNECT_LIMIT })?;
+        let connected = connected.map_err(|source| PodError::Stream { what: "connect", source });
+        let mut stream = connected.map_err(failed)?;
+        agent::write_frame(&mut stream, &open, CONNECT_LIMIT).await.map_err(failed)?;
+        if let Some(device) = device {
+            let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], &device));
+            let sent = timeout(CONNECT_LIMIT, sent).await;
+            let sent =
+                sent.map_err(|_elapsed| ClientError::Timeout { what: "accept a device", limit: CONNECT_LIMIT })?;
+            sent.map_err(|source| failed(PodError::Stream { what: "send a device", source }))?;
+        }
+        // The process forwards the request to the guest, which may be slow.
+        let opened = agent::read_frame(&mut stream, "reply for a stream", START_LIMIT).await.map_err(failed)?;
+        match opened {
+            proto::StreamOpened { code: 0, .. } => Ok(stream),
+            proto::StreamOpened { code, message } => Err(ClientError::Rejected {
+                kind: Kind::from_grpc_code(code),
+                message: printable(&message, super::error::MAX_TEXT),
+            }),
+        }
+    }
+}
+
+/// A block device that was offered. Dropping it withdraws the device, unless a container uses it.
+#[derive(Debug)]
+pub struct DeviceOffer {
+    _stream: UnixStream,
+}
+
+/// A running command. Dropping this value kills the command.
+#[derive(Debug)]
+pub struct RunningExec {
+    /// The id of the exec in its container.
+    pub exec_id: String,
+    events: tonic::Streaming<proto::ExecEvent>,
+}
+
+impl RunningExec {
+    /// Waits for the end of the command; returns its exit code.
+    pub async fn wait_for_exit(mut self) -> Result<u32, ClientError> {
+        match self.events.message().await?.and_then(|event| event.event) {
+            Some(proto::exec_event::Event::Ended(code)) => Ok(code),
+            _ => Err(ended_early()),
+        }
+    }
+}
+
+/// Returns the error for a pod process that ended a response stream early.
+fn ended_early() -> ClientError {
+    ClientError::Rejected { kind: Kind::Unavailable, message: "the pod process ended its reply too early".to_owned() }
+}
