@@ -69,7 +69,7 @@ fn a_block_claim_is_one_machines_and_keeps_what_it_wrote() {
         let disks = if read_only { "root=claim:system,boot=1,readonly" } else { written };
         let other = node.crictl.run_pod_of("vm", pod(&node, if read_only { "reader" } else { "writer" }, disks));
         let told = other.try_create(on_device(&image, 0, &block.device, "mrw")).err();
-        for words in ["FailedPrecondition", "disk root", &block.device, "in use by another machine"] {
+        for words in ["FailedPrecondition", "disk root", &block.device, "in use by another VM"] {
             assert!(told.contains(words), "{words:?} in {told}");
         }
         other.remove();
@@ -135,7 +135,7 @@ fn a_file_claim_survives_the_death_of_all_that_had_it() {
     node.start();
     let third = node.crictl.run_pod_of("vm", third);
     let told = third.try_create(on_mount(&image, 0, &[("root", &directory, false)])).err();
-    assert!(told.contains("in use by another machine"), "{told}");
+    assert!(told.contains("in use by another VM"), "{told}");
     let state = || node.crictl.json(["inspect", "-o", "json", &running])["status"]["state"].clone();
     eventually("the machine is found again", || (state() == "CONTAINER_RUNNING").then_some(()));
     node.crictl.pod(&id, second).remove();
@@ -255,11 +255,11 @@ fn a_claim_that_is_shareable_is_written_by_several_machines_and_by_no_other() {
     assert_eq!(running.status()["state"], "CONTAINER_RUNNING");
     let third = node.crictl.run_pod_of("vm", pod("third", false));
     let refused = third.try_create(on_device(0)).err();
-    assert!(refused.contains("in use by another machine") && refused.contains("shareable"), "{refused}");
+    assert!(refused.contains("in use by another VM") && refused.contains("shareable"), "{refused}");
     [first, second].into_iter().for_each(nacelle_e2e::crictl::RunningPod::remove);
     third.start(on_device(1)).says("boot 3\n");
     let fourth = node.crictl.run_pod_of("vm", pod("fourth", true));
-    assert!(fourth.try_create(on_device(0)).err().contains("in use by another machine"));
+    assert!(fourth.try_create(on_device(0)).err().contains("in use by another VM"));
     [third, fourth].into_iter().for_each(nacelle_e2e::crictl::RunningPod::remove);
 }
 

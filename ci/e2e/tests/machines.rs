@@ -201,7 +201,7 @@ fn a_machine_is_off_and_on_as_it_is_told() {
     let (pod, id, log) = {
         let pod = node.crictl.run_pod_of("vm", named(&node, &image, &[("run-strategy", "Halted")]));
         let machine = pod.start(container(&image, 0));
-        assert!(machine.exec("true").err().contains("is off"));
+        assert!(machine.exec("true").err().contains("is stopped"));
         assert_eq!(machine.status()["state"], "CONTAINER_RUNNING");
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
@@ -215,7 +215,7 @@ fn a_machine_is_off_and_on_as_it_is_told() {
     };
     becomes(&node, "Stopped");
     for verb in ["pause", "unpause", "reset", "power-button", "power-off", "screenshot", "soft-reboot", "guest-info"] {
-        assert!(vm(&node, verb).err().contains("is off"), "{verb} of one that is off");
+        assert!(vm(&node, verb).err().contains("is stopped"), "{verb} of a stopped VM");
     }
     vm(&node, "stop").ok();
     vm(&node, "start").ok();
@@ -355,7 +355,7 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     vm(&["screenshot", "db", "--namespace", "e2e", "--output", &picture.display().to_string()]).ok();
     assert!(fs::read(&picture).expect("it is there").starts_with(b"\x89PNG"));
     // Only a VM that outlives its pods can be stopped.
-    assert!(of("stop", "machine").err().contains("name the machine"));
+    assert!(of("stop", "machine").err().contains("make the VM persistent"));
     assert!(of("guest-info", "db").err().contains("the guest agent"));
     assert!(of("delete", "db").err().contains(&one.id), "it is held");
     one.remove();
@@ -414,7 +414,7 @@ fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str
     let vm = |verb: &str, what: &str| node.crictl.try_call(["exec", "--sync", machine, "@vm", verb, what]);
     let added = vm("add-volume", "extra=64Mi");
     if !has_places {
-        assert!(added.err().contains("its board has no places"));
+        assert!(added.err().contains("its board has no hot-plug slots"));
         return;
     }
     added.ok();

@@ -60,7 +60,7 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     let file = directory.join("memory");
     let output = file.display().to_string();
     let names = || fs::read_dir(&directory).expect("it is there").count();
-    assert!(vm(&node, &["memory-dump", "db", "--output", &output]).err().contains("is off"));
+    assert!(vm(&node, &["memory-dump", "db", "--output", &output]).err().contains("is stopped"));
     assert!(vm(&node, &["memory-dump", "no", "--output", &output]).err().contains("NotFound"));
     assert_eq!(names(), 0, "nothing is left of a dump that was none");
     vm(&node, &["start", "db"]).ok();
@@ -250,11 +250,11 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
         vm(&node, &["add-volume", "db", "extra=1Gi"]).ok();
     }
     for (volume, words) in [
-        ("extra=2Gi", "another size"),
+        ("extra=2Gi", "a different size"),
         ("root=1Gi", "of the specification"),
         ("Extra=1Gi", "InvalidArgument: volume is"),
-        ("Extra=1Gi", "small letters"),
-        ("more=513", "whole 512 bytes"),
+        ("Extra=1Gi", "lower-case letters"),
+        ("more=513", "multiple of 512 bytes"),
         ("more=5Ti", "at most 4Ti"),
         ("more=much", "is no size"),
     ] {
@@ -271,7 +271,7 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
     vm(&node, &["delete-snapshot", "db", "with"]).ok();
     // This guest does not support hot-unplug.
     let held = vm(&node, &["remove-volume", "db", "extra"]).err();
-    assert!(held.contains("letting go of disk extra"), "{held}");
+    assert!(held.contains("the release of disk extra"), "{held}");
     assert_eq!(volumes(&node), ["extra"]);
     // The disk is there after a restart of the VM, and of the daemon.
     node.kill();
@@ -282,7 +282,7 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
     for n in 1..8 {
         vm(&node, &["add-volume", "db", &format!("extra{n}=512")]).ok();
     }
-    assert!(vm(&node, &["add-volume", "db", "more=512"]).err().contains("no more"));
+    assert!(vm(&node, &["add-volume", "db", "more=512"]).err().contains("no free hot-plug slot"));
     vm(&node, &["stop", "db"]).ok();
     eventually("it is off", || (phase(&node, &id) == "Stopped").then_some(()));
     for _ in 0..2 {

@@ -24,7 +24,7 @@ type Client = MachinesClient<Channel>;
 
 /// Returns a qcow2 disk of 1 MiB that contains a word.
 fn disk(word: &str) -> Vec<u8> {
-    let mut disk = nacelle_keeper::qcow2::empty(1 << 20);
+    let mut disk = nacelle_keeper::qcow2::empty_image(1 << 20);
     disk.extend(word.as_bytes());
     disk
 }
@@ -203,7 +203,7 @@ fn what_a_stranger_made_is_checked_and_leaves_nothing() {
         let mut outside = disk("a");
         outside[79] = 4;
         use Code::{FailedPrecondition, InvalidArgument, ResourceExhausted};
-        refused("over", InvalidArgument, "over another file", &same, &[&over]).await;
+        refused("over", InvalidArgument, "backing file", &same, &[&over]).await;
         refused("encrypted", InvalidArgument, "encrypted", &same, &[&disk("a"), &encrypted]).await;
         refused("outside", InvalidArgument, "another file", &same, &[&outside]).await;
         refused("raw", InvalidArgument, "a qcow2 file is expected", &same, &[b"raw"]).await;

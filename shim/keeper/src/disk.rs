@@ -20,27 +20,27 @@ const MAX_KERNEL: u64 = 512 << 20;
 
 /// A disk whose files exist.
 #[derive(Debug)]
-pub struct Ready {
+pub struct PreparedDisk {
     /// The disk.
     pub disk: Disk,
     /// The disk's files.
-    pub files: Files,
+    pub files: DiskFiles,
 }
 
 /// The files of a disk.
 #[derive(Debug)]
-pub enum Files {
+pub enum DiskFiles {
     /// A qcow2 overlay for the guest's writes, over a piece of a file.
-    Over {
+    Overlay {
         /// The overlay, a qcow2 file.
         top: PathBuf,
         /// The base of the overlay.
-        base: Base,
+        base: BackingRange,
     },
     /// A qcow2 file with the whole disk.
-    Own(PathBuf),
+    Qcow2(PathBuf),
     /// A piece of a file; the guest only reads it.
-    Piece(Base),
+    ImageRange(BackingRange),
     /// A file in memory with the raw disk. Its content is never written to a disk of the node.
     Memory(File),
     /// A raw block device or file of the node. It is locked for as long as it is open, here or in QEMU.
@@ -63,7 +63,7 @@ pub struct KernelFiles {
 
 /// A piece of a file that is never written to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Base {
+pub struct BackingRange {
     /// The file.
     pub file: PathBuf,
     /// The start of the piece in bytes.
@@ -76,7 +76,7 @@ pub struct Base {
 
 /// The directories for the files of disks.
 #[derive(Clone, Copy, Debug)]
-pub struct Directories<'a> {
+pub struct DiskDirectories<'a> {
     /// The VM's own directory: removed with the VM.
     pub own: &'a Path,
     /// The pod's directory: removed with the pod.
@@ -85,141 +85,143 @@ pub struct Directories<'a> {
     pub keep: Option<&'a Path>,
 }
 
-/// Creates the files of a disk. A disk that was handed over is taken from `handed` by its name.
-pub fn prepare(
+/// Creates the files of a disk. A disk that was handed over is taken from `handed_over` by its name.
+pub fn prepare_disk(
     disk: &Disk,
-    directories: Directories,
+    directories: DiskDirectories,
     network: &BootConfig,
-    handed: &mut BTreeMap<String, File>,
-) -> Result<Ready, KeeperError> {
+    handed_over: &mut BTreeMap<String, File>,
+) -> Result<PreparedDisk, KeeperError> {
     let directory = directories.own;
     let files = match &disk.source {
         DiskSource::Image { image, file, offset, length } => {
-            let base = base(disk, file, *offset, *length)?;
+            let base = open_base(disk, file, *offset, *length)?;
             match directories.keep {
-                _ if disk.read_only => Files::Piece(base.0),
-                Some(keep) => kept(disk, keep, image, base)?,
-                None => over(directory, disk, base)?,
+                _ if disk.read_only => DiskFiles::ImageRange(base.0),
+                Some(keep) => reuse_overlay(disk, keep, image, base)?,
+                None => create_overlay(directory, disk, base)?,
             }
         }
         DiskSource::Empty { bytes } => {
             let path = directories.keep.unwrap_or(directories.pod).join(format!("{}.qcow2", disk.name));
-            empty(&disk.name, &path, *bytes)?;
-            Files::Own(path)
+            create_empty_disk(&disk.name, &path, *bytes)?;
+            DiskFiles::Qcow2(path)
         }
-        DiskSource::Device { path } => device(disk, path, handed.remove(&disk.name))?,
-        DiskSource::Files(files) => Files::Memory(memory(&seed::files(files)?)?),
-        DiskSource::CloudInit(data) => Files::Memory(memory(&seed::disk(data, network)?)?),
+        DiskSource::Device { path } => open_device(disk, path, handed_over.remove(&disk.name))?,
+        DiskSource::Files(files) => DiskFiles::Memory(create_memory_file(&seed::files_disk(files)?)?),
+        DiskSource::CloudInit(data) => DiskFiles::Memory(create_memory_file(&seed::cloud_init_disk(data, network)?)?),
     };
-    Ok(Ready { disk: disk.clone(), files })
+    Ok(PreparedDisk { disk: disk.clone(), files })
 }
 
 /// Copies kernel and initial file system out of their image, because QEMU reads only whole files.
-pub fn kernel(kernel: &Kernel, directory: &Path) -> Result<KernelFiles, KeeperError> {
+pub fn copy_kernel(kernel: &Kernel, directory: &Path) -> Result<KernelFiles, KeeperError> {
     Ok(KernelFiles {
-        kernel: copied(&kernel.kernel, directory, "kernel")?,
-        initrd: kernel.initrd.as_ref().map(|initrd| copied(initrd, directory, "initrd")).transpose()?,
+        kernel: copy_boot_file(&kernel.kernel, directory, "kernel")?,
+        initrd: kernel.initrd.as_ref().map(|initrd| copy_boot_file(initrd, directory, "initrd")).transpose()?,
     })
 }
 
-fn copied(source: &DiskSource, directory: &Path, name: &str) -> Result<PathBuf, KeeperError> {
-    let refused = |rule| KeeperError::Disk { name: name.to_owned(), rule };
+fn copy_boot_file(source: &DiskSource, directory: &Path, name: &str) -> Result<PathBuf, KeeperError> {
+    let invalid = |rule| KeeperError::Disk { name: name.to_owned(), rule };
     let DiskSource::Image { file: from, offset, length, .. } = source else {
-        return Err(refused("a file of an image is expected"));
+        return Err(invalid("a file of an image is expected"));
     };
     if *length > MAX_KERNEL {
-        return Err(refused("at most 512 MiB are possible"));
+        return Err(invalid("the maximum is 512 MiB"));
     }
     let to = directory.join(name);
-    let mut piece = File::open(from).map_err(KeeperError::file("open", from))?;
-    piece.seek(SeekFrom::Start(*offset)).map_err(KeeperError::file("read", from))?;
-    let mut file = make(&to)?;
-    let copied = std::io::copy(&mut piece.take(*length), &mut file).map_err(KeeperError::file("write", &to))?;
+    let mut range = File::open(from).map_err(KeeperError::file("open", from))?;
+    range.seek(SeekFrom::Start(*offset)).map_err(KeeperError::file("read", from))?;
+    let mut file = create_file(&to)?;
+    let copied = std::io::copy(&mut range.take(*length), &mut file).map_err(KeeperError::file("write", &to))?;
     if copied == 0 || copied != *length {
-        return Err(refused("the image ends before it"));
+        return Err(invalid("the image is shorter than the file"));
     }
     Ok(to)
 }
 
 /// Returns the disk in an image, and its size for the guest in bytes.
-fn base(disk: &Disk, path: &Path, offset: u64, length: u64) -> Result<(Base, u64), KeeperError> {
+fn open_base(disk: &Disk, path: &Path, offset: u64, length: u64) -> Result<(BackingRange, u64), KeeperError> {
     let mut file = File::open(path).map_err(KeeperError::file("open", path))?;
     file.seek(SeekFrom::Start(offset)).map_err(KeeperError::file("read", path))?;
     let mut head = Vec::new();
-    let wanted = length.min(qcow2::HEADER as u64);
-    file.take(wanted).read_to_end(&mut head).map_err(KeeperError::file("read", path))?;
-    let refused = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
-    let format = qcow2::format(&head).map_err(refused)?;
-    let base = Base { file: path.to_owned(), offset, length, qcow2: format != Format::Raw };
+    let lock = length.min(qcow2::HEADER as u64);
+    file.take(lock).read_to_end(&mut head).map_err(KeeperError::file("read", path))?;
+    let invalid = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
+    let format = qcow2::detect_format(&head).map_err(invalid)?;
+    let base = BackingRange { file: path.to_owned(), offset, length, qcow2: format != Format::Raw };
     let size = match format {
         Format::Raw => length,
         Format::Qcow2 { size } => size,
     };
     if size == 0 || size > qcow2::MAX_SIZE {
-        return Err(refused("a disk of 1 byte to 4 TiB is expected"));
+        return Err(invalid("a disk of 1 byte to 4 TiB is expected"));
     }
     Ok((base, size))
 }
 
 /// Returns the disk with a new overlay.
-fn over(directory: &Path, disk: &Disk, (base, size): (Base, u64)) -> Result<Files, KeeperError> {
+fn create_overlay(directory: &Path, disk: &Disk, (base, size): (BackingRange, u64)) -> Result<DiskFiles, KeeperError> {
     let top = directory.join(format!("{}.qcow2", disk.name));
-    let mut file = make(&top)?;
-    file.write_all(&qcow2::empty(size)).and_then(|()| file.sync_all()).map_err(KeeperError::file("write", &top))?;
-    Ok(Files::Over { top, base })
+    let mut file = create_file(&top)?;
+    file.write_all(&qcow2::empty_image(size))
+        .and_then(|()| file.sync_all())
+        .map_err(KeeperError::file("write", &top))?;
+    Ok(DiskFiles::Overlay { top, base })
 }
 
 /// Returns the disk with its earlier overlay if the image is the same, otherwise with a new one.
-fn kept(disk: &Disk, keep: &Path, image: &str, base: (Base, u64)) -> Result<Files, KeeperError> {
+fn reuse_overlay(disk: &Disk, keep: &Path, image: &str, base: (BackingRange, u64)) -> Result<DiskFiles, KeeperError> {
     let (top, mark) = (keep.join(format!("{}.qcow2", disk.name)), keep.join(format!("{}.image", disk.name)));
     let same = std::fs::read_to_string(&mark).is_ok_and(|before| before == image);
     if same && top.exists() {
-        return Ok(Files::Over { top, base: base.0 });
+        return Ok(DiskFiles::Overlay { top, base: base.0 });
     }
-    let files = over(keep, disk, base)?;
+    let files = create_overlay(keep, disk, base)?;
     // Written last: the mark means that the overlay is complete.
-    write_whole(&mark, image.as_bytes()).map_err(KeeperError::Mark)?;
+    write_whole(&mark, image.as_bytes()).map_err(KeeperError::StateFile)?;
     Ok(files)
 }
 
-fn device(disk: &Disk, path: &str, file: Option<File>) -> Result<Files, KeeperError> {
-    let refused = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
-    let file = file.ok_or_else(|| refused("it was not handed over"))?;
-    let kind = file.metadata().map_err(KeeperError::file("look at", Path::new(path)))?.file_type();
+fn open_device(disk: &Disk, path: &str, file: Option<File>) -> Result<DiskFiles, KeeperError> {
+    let invalid = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
+    let file = file.ok_or_else(|| invalid("the daemon did not hand it over"))?;
+    let kind = file.metadata().map_err(KeeperError::file("inspect", Path::new(path)))?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
-        return Err(refused("a file or a block device is expected"));
+        return Err(invalid("a file or a block device is expected"));
     }
-    if sys::writable(&file).map_err(KeeperError::file("look at", Path::new(path)))? == disk.read_only {
-        return Err(refused("it must be open for writing, unless the guest only reads it"));
+    if sys::is_writable(&file).map_err(KeeperError::file("inspect", Path::new(path)))? == disk.read_only {
+        return Err(invalid("it must be open for writing, unless the guest only reads it"));
     }
-    let wanted = match (disk.serving.shared, disk.read_only) {
-        (true, _) => Lock::Shared,
-        (false, true) => Lock::Reads,
-        (false, false) => Lock::Alone,
+    let lock = match (disk.serving.shared, disk.read_only) {
+        (true, _) => Lock::SharedWriters,
+        (false, true) => Lock::SharedReaders,
+        (false, false) => Lock::Exclusive,
     };
-    if !sys::lock(&file, wanted).map_err(KeeperError::file("lock", Path::new(path)))? {
+    if !sys::lock_file(&file, lock).map_err(KeeperError::file("lock", Path::new(path)))? {
         return Err(KeeperError::InUse { name: disk.name.clone(), path: path.to_owned() });
     }
-    Ok(Files::Device { file, block: kind.is_block_device() })
+    Ok(DiskFiles::Device { file, block: kind.is_block_device() })
 }
 
 /// Creates an empty disk. Keeps the file of an earlier run if it has this size.
-pub fn empty(name: &str, path: &Path, bytes: u64) -> Result<(), KeeperError> {
+pub fn create_empty_disk(name: &str, path: &Path, bytes: u64) -> Result<(), KeeperError> {
     if bytes == 0 || bytes > qcow2::MAX_SIZE {
         return Err(KeeperError::Disk { name: name.to_owned(), rule: "a disk of 1 byte to 4 TiB is expected" });
     }
     let mut head = Vec::new();
     let read = File::open(path).and_then(|file| file.take(qcow2::HEADER as u64).read_to_end(&mut head));
-    if read.is_ok() && qcow2::format(&head) == Ok(Format::Qcow2 { size: bytes }) {
+    if read.is_ok() && qcow2::detect_format(&head) == Ok(Format::Qcow2 { size: bytes }) {
         return Ok(());
     }
-    let mut file = make(path)?;
-    let written = file.write_all(&qcow2::empty(bytes)).and_then(|()| file.sync_all());
+    let mut file = create_file(path)?;
+    let written = file.write_all(&qcow2::empty_image(bytes)).and_then(|()| file.sync_all());
     written.map_err(KeeperError::file("write", path))
 }
 
-fn memory(bytes: &[u8]) -> Result<File, KeeperError> {
-    let failed = |source: std::io::Error| KeeperError::Resources { what: "memory for a disk", source };
+fn create_memory_file(bytes: &[u8]) -> Result<File, KeeperError> {
+    let failed = |source: std::io::Error| KeeperError::Resource { what: "create a disk in memory", source };
     let fd = memfd_create("nacelle-disk", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?;
     let mut file = File::from(fd);
     file.write_all(bytes).map_err(failed)?;
@@ -228,7 +230,11 @@ fn memory(bytes: &[u8]) -> Result<File, KeeperError> {
 
 /// Returns the firmware's variables: a copy of the template below, and an overlay with the guest's changes above. An existing
 /// overlay is kept if it is of the same kind: `secure` variables contain keys.
-pub fn variables(from: &Path, secure: bool, directories: Directories) -> Result<Files, KeeperError> {
+pub fn prepare_efi_variables(
+    from: &Path,
+    secure: bool,
+    directories: DiskDirectories,
+) -> Result<DiskFiles, KeeperError> {
     let directory = directories.keep.unwrap_or(directories.own);
     let (first, top) = (directory.join("efi-variables"), directory.join("efi-variables.qcow2"));
     let length = |path: &Path| std::fs::metadata(path).map(|data| data.len());
@@ -238,25 +244,25 @@ pub fn variables(from: &Path, secure: bool, directories: Directories) -> Result<
     if !top.exists() || length(&first).ok() != Some(new) || mark.exists() != secure {
         // Removed first: a crash from here on must not leave an overlay that does not match.
         for path in [&top, &mark] {
-            remove_if_there(path).map_err(KeeperError::Mark)?;
+            remove_if_there(path).map_err(KeeperError::StateFile)?;
         }
         let mut source = File::open(from).map_err(KeeperError::file("open", from))?;
-        let mut copy = make(&first)?;
+        let mut copy = create_file(&first)?;
         std::io::copy(&mut source, &mut copy).and_then(|_| copy.sync_all()).map_err(KeeperError::file("copy", from))?;
-        let mut file = make(&top)?;
-        let written = file.write_all(&qcow2::empty(new)).and_then(|()| file.sync_all());
+        let mut file = create_file(&top)?;
+        let written = file.write_all(&qcow2::empty_image(new)).and_then(|()| file.sync_all());
         written.map_err(KeeperError::file("write", &top))?;
         if secure {
-            write_whole(&mark, b"").map_err(KeeperError::Mark)?;
+            write_whole(&mark, b"").map_err(KeeperError::StateFile)?;
         }
     }
-    Ok(Files::Over { top, base: Base { file: first, offset: 0, length: new, qcow2: false } })
+    Ok(DiskFiles::Overlay { top, base: BackingRange { file: first, offset: 0, length: new, qcow2: false } })
 }
 
 /// Creates a file. Truncates that of an earlier attempt.
-fn make(path: &Path) -> Result<File, KeeperError> {
+fn create_file(path: &Path) -> Result<File, KeeperError> {
     let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
-    opened.map_err(KeeperError::file("make", path))
+    opened.map_err(KeeperError::file("create", path))
 }
 
 #[cfg(test)]
@@ -284,21 +290,22 @@ pub(crate) mod tests {
         BTreeMap::new()
     }
 
-    fn directories(path: &Path) -> Directories<'_> {
-        Directories { own: path, pod: path, keep: None }
+    fn directories(path: &Path) -> DiskDirectories<'_> {
+        DiskDirectories { own: path, pod: path, keep: None }
     }
 
     #[test]
-    fn what_was_written_is_kept_until_the_image_is_another() {
+    fn an_overlay_is_kept_until_the_image_changes() {
         let directory = tempfile::tempdir().unwrap();
         let (blob, keep) = (directory.path().join("blob"), directory.path().join("keep"));
         std::fs::create_dir(&keep).unwrap();
         std::fs::write(&blob, vec![7; 4096]).unwrap();
         let top = |image: &str| {
             let source = DiskSource::Image { image: image.into(), file: blob.clone(), offset: 0, length: 4096 };
-            let directories = Directories { keep: Some(&keep), ..directories(directory.path()) };
-            match prepare(&sample("root", source), directories, &BootConfig::default(), &mut none()).unwrap().files {
-                Files::Over { top, .. } => top,
+            let directories = DiskDirectories { keep: Some(&keep), ..directories(directory.path()) };
+            match prepare_disk(&sample("root", source), directories, &BootConfig::default(), &mut none()).unwrap().files
+            {
+                DiskFiles::Overlay { top, .. } => top,
                 other => panic!("{other:?}"),
             }
         };
@@ -307,14 +314,14 @@ pub(crate) mod tests {
         assert!(std::fs::read(top("b")).unwrap().starts_with(b"QFI"), "another image is another disk");
         let source = directory.path().join("variables");
         std::fs::write(&source, vec![1; 512]).unwrap();
-        let variables = |secure| match variables(
+        let variables = |secure| match prepare_efi_variables(
             &source,
             secure,
-            Directories { keep: Some(&keep), ..directories(directory.path()) },
+            DiskDirectories { keep: Some(&keep), ..directories(directory.path()) },
         )
         .unwrap()
         {
-            Files::Over { top, .. } => top,
+            DiskFiles::Overlay { top, .. } => top,
             other => panic!("{other:?}"),
         };
         std::fs::write(variables(false), "kept").unwrap();
@@ -327,40 +334,44 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_disk_in_an_image_has_what_is_written_beside_it() {
+    fn a_disk_of_an_image_gets_an_overlay() {
         let directory = tempfile::tempdir().unwrap();
         let blob = directory.path().join("blob");
-        let inner = qcow2::empty(1 << 30);
+        let inner = qcow2::empty_image(1 << 30);
         std::fs::write(&blob, [vec![7; 4096], inner.clone()].concat()).unwrap();
-        let piece = |offset, length| DiskSource::Image { image: "a".into(), file: blob.clone(), offset, length };
-        let ready = prepare(
-            &sample("root", piece(4096, inner.len() as u64)),
+        let range = |offset, length| DiskSource::Image { image: "a".into(), file: blob.clone(), offset, length };
+        let prepared = prepare_disk(
+            &sample("root", range(4096, inner.len() as u64)),
             directories(directory.path()),
             &BootConfig::default(),
             &mut none(),
         );
-        let Files::Over { top, base } = ready.unwrap().files else { panic!("it can be written") };
+        let DiskFiles::Overlay { top, base } = prepared.unwrap().files else { panic!("it can be written") };
         assert!(base.qcow2);
         let head = std::fs::read(top).unwrap();
-        assert_eq!(qcow2::format(&head[..qcow2::HEADER]), Ok(Format::Qcow2 { size: 1 << 30 }));
-        let raw = Disk { read_only: true, ..sample("root", piece(0, 4096)) };
-        let ready = prepare(&raw, directories(directory.path()), &BootConfig::default(), &mut none()).unwrap();
-        assert!(matches!(ready.files, Files::Piece(Base { qcow2: false, .. })));
+        assert_eq!(qcow2::detect_format(&head[..qcow2::HEADER]), Ok(Format::Qcow2 { size: 1 << 30 }));
+        let raw = Disk { read_only: true, ..sample("root", range(0, 4096)) };
+        let prepared = prepare_disk(&raw, directories(directory.path()), &BootConfig::default(), &mut none()).unwrap();
+        assert!(matches!(prepared.files, DiskFiles::ImageRange(BackingRange { qcow2: false, .. })));
     }
 
     #[test]
-    fn an_empty_disk_is_as_a_machine_before_has_left_it() {
+    fn an_empty_disk_keeps_its_data_over_runs() {
         use std::os::unix::fs::PermissionsExt;
         let directory = tempfile::tempdir().unwrap();
         let disk = |bytes| sample("data", DiskSource::Empty { bytes });
-        let made =
-            |bytes| match prepare(&disk(bytes), directories(directory.path()), &BootConfig::default(), &mut none())
-                .unwrap()
-                .files
-            {
-                Files::Own(path) => path,
-                other => panic!("{other:?}"),
-            };
+        let made = |bytes| match prepare_disk(
+            &disk(bytes),
+            directories(directory.path()),
+            &BootConfig::default(),
+            &mut none(),
+        )
+        .unwrap()
+        .files
+        {
+            DiskFiles::Qcow2(path) => path,
+            other => panic!("{other:?}"),
+        };
         let path = made(1 << 30);
         assert!(std::fs::metadata(&path).unwrap().len() < 1 << 20, "it takes no room");
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
@@ -369,51 +380,51 @@ pub(crate) mod tests {
         std::fs::write(&path, &used).unwrap();
         assert_eq!(std::fs::read(made(1 << 30)).unwrap(), used);
         assert_ne!(std::fs::read(made(1 << 20)).unwrap(), used, "another size is another disk");
-        assert!(prepare(&disk(0), directories(directory.path()), &BootConfig::default(), &mut none()).is_err());
+        assert!(prepare_disk(&disk(0), directories(directory.path()), &BootConfig::default(), &mut none()).is_err());
     }
 
     #[test]
-    fn what_was_handed_over_is_one_machines_at_a_time() {
+    fn a_handed_over_disk_has_one_writer_or_several_readers() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.img");
         std::fs::write(&path, [0; 512]).unwrap();
         let open = |writable| File::options().read(true).write(writable).open(&path).unwrap();
         let source = || DiskSource::Device { path: path.display().to_string() };
         let (written, read) = (sample("data", source()), Disk { read_only: true, ..sample("data", source()) });
-        let prepare = |disk: &Disk, file: Option<File>| {
-            let mut handed = file.into_iter().map(|file| ("data".to_owned(), file)).collect();
-            prepare(disk, directories(directory.path()), &BootConfig::default(), &mut handed)
+        let prepare_with = |disk: &Disk, file: Option<File>| {
+            let mut handed_over = file.into_iter().map(|file| ("data".to_owned(), file)).collect();
+            prepare_disk(disk, directories(directory.path()), &BootConfig::default(), &mut handed_over)
         };
         for (disk, file, words) in [
-            (&written, None, "not handed over"),
+            (&written, None, "did not hand it over"),
             (&written, Some(open(false)), "open for writing"),
             (&read, Some(open(true)), "open for writing"),
             (&read, Some(File::open("/dev/null").unwrap()), "a file or a block device"),
         ] {
-            let error = prepare(disk, file).unwrap_err();
+            let error = prepare_with(disk, file).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{error}");
         }
-        let first = prepare(&written, Some(open(true))).unwrap();
-        assert!(matches!(first.files, Files::Device { block: false, .. }));
-        for second in [prepare(&written, Some(open(true))), prepare(&read, Some(open(false)))] {
+        let first = prepare_with(&written, Some(open(true))).unwrap();
+        assert!(matches!(first.files, DiskFiles::Device { block: false, .. }));
+        for second in [prepare_with(&written, Some(open(true))), prepare_with(&read, Some(open(false)))] {
             let error = second.unwrap_err();
             assert!(error.kind() == Kind::Conflict && error.to_string().contains("disk.img is in use"), "{error}");
         }
         drop(first);
-        let readers = [(); 2].map(|()| prepare(&read, Some(open(false))).unwrap());
-        assert!(prepare(&written, Some(open(true))).is_err());
+        let readers = [(); 2].map(|()| prepare_with(&read, Some(open(false))).unwrap());
+        assert!(prepare_with(&written, Some(open(true))).is_err());
         drop(readers);
-        drop(prepare(&written, Some(open(true))).unwrap());
+        drop(prepare_with(&written, Some(open(true))).unwrap());
         // Disks marked as shared can be written by several VMs, but not opened by others meanwhile.
         let shared = Disk { serving: Serving { shared: true, ..Serving::default() }, ..sample("data", source()) };
-        let writers = [(); 2].map(|()| prepare(&shared, Some(open(true))).unwrap());
+        let writers = [(); 2].map(|()| prepare_with(&shared, Some(open(true))).unwrap());
         for (disk, writable) in [(&written, true), (&read, false)] {
-            assert_eq!(prepare(disk, Some(open(writable))).unwrap_err().kind(), Kind::Conflict);
+            assert_eq!(prepare_with(disk, Some(open(writable))).unwrap_err().kind(), Kind::Conflict);
         }
         drop(writers);
         for (disk, writable) in [(&written, true), (&read, false)] {
-            let _other = prepare(disk, Some(open(writable))).unwrap();
-            assert_eq!(prepare(&shared, Some(open(true))).unwrap_err().kind(), Kind::Conflict);
+            let _other = prepare_with(disk, Some(open(writable))).unwrap();
+            assert_eq!(prepare_with(&shared, Some(open(true))).unwrap_err().kind(), Kind::Conflict);
         }
     }
 }

@@ -10,14 +10,14 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 pub enum KeeperError {
     /// The document from the daemon cannot be parsed.
-    #[error("the machine's document cannot be read")]
-    Document {
+    #[error("cannot parse the VM document from the daemon")]
+    InvalidDocument {
         /// The position and the reason.
         source: serde_json::Error,
     },
     /// A field of the document has a value that is not allowed.
     #[error("{field} is {value}: {rule}")]
-    Field {
+    InvalidField {
         /// The field.
         field: &'static str,
         /// The value.
@@ -32,22 +32,22 @@ pub enum KeeperError {
         id: String,
     },
     /// There is no snapshot of this name.
-    #[error("the machine has no snapshot {name:?}")]
+    #[error("the VM has no snapshot {name:?}")]
     NoSnapshot {
         /// The name.
         name: String,
     },
     /// A memory dump was not completed.
-    #[error("the memory dump is given up: {why}")]
+    #[error("the memory dump was aborted: {reason}")]
     Dump {
         /// The reason.
-        why: &'static str,
+        reason: &'static str,
     },
     /// The VM did not stay paused while its files were copied.
-    #[error("the machine is not held: {why}")]
-    Hold {
+    #[error("cannot keep the VM paused: {reason}")]
+    Quiesce {
         /// The reason.
-        why: &'static str,
+        reason: &'static str,
     },
     /// There is no command of this name.
     #[error("there is no command {exec} in container {id}")]
@@ -58,14 +58,14 @@ pub enum KeeperError {
         exec: String,
     },
     /// The pod already has a VM.
-    #[error("container {id}: the pod's container is its machine, and there is one already")]
-    Second {
+    #[error("cannot create another container: a machine pod has only one, and container {id} exists")]
+    AlreadyExists {
         /// The name of the existing container.
         id: String,
     },
     /// The operation is not possible in the VM's current state.
-    #[error("cannot {what}: the machine {state}")]
-    State {
+    #[error("cannot {what}: the VM {state}")]
+    WrongState {
         /// The operation.
         what: &'static str,
         /// The state: "runs", "has ended", "has not started".
@@ -82,7 +82,7 @@ pub enum KeeperError {
     /// An operation on a file of the node failed.
     #[error("cannot {what} {}", path.display())]
     File {
-        /// The operation: "open", "make".
+        /// The operation: "open", "create".
         what: &'static str,
         /// The file.
         path: PathBuf,
@@ -91,15 +91,15 @@ pub enum KeeperError {
     },
     /// A file of the persistent state cannot be written or removed.
     #[error(transparent)]
-    Mark(nacelle_base::files::FileError),
+    StateFile(nacelle_base::files::FileError),
     /// Another process has locked the VM.
-    #[error("the machine runs already: another process has locked {}", path.display())]
+    #[error("the VM is already running: another process has locked {}; stop that one first", path.display())]
     Locked {
         /// The directory of the persistent VM.
         path: PathBuf,
     },
     /// A disk cannot be used.
-    #[error("disk {name}: {rule}")]
+    #[error("cannot use disk {name}: {rule}")]
     Disk {
         /// The disk's name.
         name: String,
@@ -107,7 +107,7 @@ pub enum KeeperError {
         rule: &'static str,
     },
     /// A directory of the node cannot be shared with the guest.
-    #[error("file system {name}: its directory cannot be shared with the machine")]
+    #[error("cannot share the directory of file system {name} with the VM")]
     Share {
         /// The name of the share.
         name: String,
@@ -116,8 +116,8 @@ pub enum KeeperError {
     },
     /// The disk is in use by another VM.
     #[error(
-        "disk {name}: {path} is in use by another machine: one at a time may write to it, and while it does no other may read it, \
-         but where all say that it is shareable; stop that one first"
+        "cannot use disk {name}: {path} is in use by another VM: a disk has one writer or several readers, unless all VMs mark it as \
+         shareable; stop the other VM first"
     )]
     InUse {
         /// The disk's name.
@@ -129,8 +129,8 @@ pub enum KeeperError {
     #[error(transparent)]
     Task(#[from] TaskError),
     /// A resource of the process cannot be obtained.
-    #[error("cannot get {what}")]
-    Resources {
+    #[error("cannot {what}")]
+    Resource {
         /// The resource.
         what: &'static str,
         /// The reason.
@@ -140,40 +140,40 @@ pub enum KeeperError {
     #[error(transparent)]
     Engine(#[from] nacelle_engine::EngineError),
     /// The answer did not arrive in time.
-    #[error("no answer of {whom} to {command} within {limit:?}")]
-    TooSlow {
+    #[error("{peer} did not complete {command} within {limit:?}")]
+    Timeout {
         /// "QEMU", "the guest agent".
-        whom: &'static str,
+        peer: &'static str,
         /// The command.
         command: String,
         /// The time limit.
         limit: Duration,
     },
     /// The connection is closed.
-    #[error("{whom} does not answer")]
-    Gone {
+    #[error("the connection to {peer} is closed")]
+    Disconnected {
         /// "QEMU", "the guest agent".
-        whom: &'static str,
+        peer: &'static str,
     },
     /// The answer is malformed.
-    #[error("{whom} answers {command} with something else: {what}")]
-    Garbled {
+    #[error("the reply of {peer} to {command} is malformed: {what}")]
+    MalformedReply {
         /// "QEMU", "the guest agent".
-        whom: &'static str,
+        peer: &'static str,
         /// The command.
         command: String,
         /// The fault of the answer.
         what: &'static str,
     },
     /// The command was rejected.
-    #[error("{whom} refuses {command}: {words:?}")]
-    Refused {
+    #[error("{peer} rejected {command}: {message:?}")]
+    Rejected {
         /// "QEMU", "the guest agent".
-        whom: &'static str,
+        peer: &'static str,
         /// The command.
         command: String,
         /// The peer's error text, truncated.
-        words: String,
+        message: String,
     },
 }
 
@@ -188,25 +188,27 @@ impl KeeperError {
 impl Classify for KeeperError {
     fn kind(&self) -> Kind {
         match self {
-            KeeperError::Document { .. } | KeeperError::Field { .. } | KeeperError::Disk { .. } => Kind::Invalid,
+            KeeperError::InvalidDocument { .. } | KeeperError::InvalidField { .. } | KeeperError::Disk { .. } => {
+                Kind::Invalid
+            }
             KeeperError::NoSnapshot { .. } | KeeperError::NoContainer { .. } | KeeperError::NoExec { .. } => {
                 Kind::NotFound
             }
-            KeeperError::Mark(error) => error.kind(),
+            KeeperError::StateFile(error) => error.kind(),
             KeeperError::Locked { .. }
             | KeeperError::InUse { .. }
-            | KeeperError::Second { .. }
+            | KeeperError::AlreadyExists { .. }
             | KeeperError::Dump { .. }
-            | KeeperError::Hold { .. }
-            | KeeperError::State { .. } => Kind::Conflict,
+            | KeeperError::Quiesce { .. }
+            | KeeperError::WrongState { .. } => Kind::Conflict,
             KeeperError::Unsupported { .. } => Kind::Unsupported,
             KeeperError::File { source, .. } | KeeperError::Share { source, .. } => source.kind().into(),
             KeeperError::Task(error) => error.kind(),
-            KeeperError::Resources { .. } => Kind::Exhausted,
+            KeeperError::Resource { .. } => Kind::Exhausted,
             KeeperError::Engine(error) => error.kind(),
-            KeeperError::TooSlow { .. } => Kind::Timeout,
-            KeeperError::Gone { .. } => Kind::Unavailable,
-            KeeperError::Garbled { .. } | KeeperError::Refused { .. } => Kind::Internal,
+            KeeperError::Timeout { .. } => Kind::Timeout,
+            KeeperError::Disconnected { .. } => Kind::Unavailable,
+            KeeperError::MalformedReply { .. } | KeeperError::Rejected { .. } => Kind::Internal,
         }
     }
 }

@@ -2,22 +2,22 @@
 //! the tests below feed them random bytes and the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic or by
 //! never ending.
 
-use crate::dhcp::{Lease, MOST};
-use crate::guest_agent::{MAX_OUTPUT, outcome};
-use crate::lines::{ANSWERS, EVENTS, printable, read};
-use crate::qcow2::{Format, HEADER, MAX_SIZE, format};
-use crate::snapshots::of_node;
+use crate::dhcp::{Lease, MAX_MESSAGE};
+use crate::guest_agent::{MAX_OUTPUT, parse_exec_status};
+use crate::json_lines::{MAX_QUEUED_EVENTS, MAX_QUEUED_REPLIES, printable, read_lines};
+use crate::qcow2::{Format, HEADER, MAX_SIZE, detect_format};
+use crate::snapshots::snapshots_of_node;
 use nacelle_proto::agent::BootConfig;
 use nacelle_proto::common::{Dns, Interface, Route};
 use serde_json::Value;
 use tokio::sync::mpsc;
 
 /// The maximum line length of the harness.
-const LINE: u64 = 4096;
+const MAX_LINE: u64 = 4096;
 /// The length of the Ethernet, IP and UDP headers.
-const HEADS: usize = 42;
+const PACKET_HEADERS: usize = 42;
 /// The length of the fixed part of a DHCP message.
-const HEAD: usize = 240;
+const DHCP_HEADER: usize = 240;
 /// The hardware address of the harness's card.
 const CARD: [u8; 6] = [2, 0, 0, 0, 0, 0xab];
 
@@ -52,13 +52,13 @@ fn network() -> BootConfig {
 /// to broadcast, and is not a request itself.
 pub fn dhcp(data: &[u8]) {
     let lease = Lease::new(&network(), 0, CARD).expect("an address");
-    let Some(answer) = lease.answer(data) else { return };
-    assert!((HEADS + 300..=HEADS + MOST).contains(&answer.len()), "{}", answer.len());
+    let Some(answer) = lease.reply_to(data) else { return };
+    assert!((PACKET_HEADERS + 300..=PACKET_HEADERS + MAX_MESSAGE).contains(&answer.len()), "{}", answer.len());
     assert!(answer.starts_with(&CARD) || answer.starts_with(&[0xff; 6]), "{answer:?}");
-    let (_, message) = answer.split_at(HEADS);
+    let (_, message) = answer.split_at(PACKET_HEADERS);
     // The answer is for this request.
     assert!(data.windows(4).any(|part| message.get(4..8) == Some(part)));
-    let mut options = message.get(HEAD..).expect("options");
+    let mut options = message.get(DHCP_HEADER..).expect("options");
     let mut kind = None;
     while let [code @ 1..=254, length, rest @ ..] = options {
         let (value, rest) = rest.split_at_checked(usize::from(*length)).expect("an option is not cut");
@@ -68,43 +68,43 @@ pub fn dhcp(data: &[u8]) {
         options = rest;
     }
     assert!(matches!(kind, Some(2 | 5 | 6)) && options.first() == Some(&255), "{kind:?} {options:?}");
-    assert_eq!(lease.answer(&answer), None);
+    assert_eq!(lease.reply_to(&answer), None);
 }
 
 /// The beginning of a disk image.
 pub fn qcow2(data: &[u8]) {
     let head = data.get(..HEADER.min(data.len())).unwrap_or_default();
-    if let Ok(Format::Qcow2 { size }) = format(head) {
+    if let Ok(Format::Qcow2 { size }) = detect_format(head) {
         assert!((1..=MAX_SIZE).contains(&size));
         let backing = head.get(8..16).expect("a head");
-        assert_eq!(backing, [0; 8], "it lies over another file");
+        assert_eq!(backing, [0; 8], "it has a backing file");
     }
 }
 
 /// The output of QEMU's monitor or of a guest agent, parsed as the result of a command and as a list of snapshots.
 pub fn lines(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    let (tell_answer, mut answers) = mpsc::channel(ANSWERS);
-    let (tell_event, mut events) = mpsc::channel(EVENTS);
-    runtime.block_on(read(data, LINE, "somebody", tell_answer, tell_event));
+    let (reply_sender, mut replies) = mpsc::channel(MAX_QUEUED_REPLIES);
+    let (event_sender, mut events) = mpsc::channel(MAX_QUEUED_EVENTS);
+    runtime.block_on(read_lines(data, MAX_LINE, "the peer", reply_sender, event_sender));
     while let Ok(event) = events.try_recv() {
-        plain(&event.name);
-        plain(&printable(&event.data.to_string()));
+        assert_printable(&event.name);
+        assert_printable(&printable(&event.data.to_string()));
     }
-    while let Ok(answer) = answers.try_recv() {
-        if let Some(words) = answer.get("error").and_then(|error| error.get("desc")).and_then(Value::as_str) {
-            plain(&printable(words));
+    while let Ok(answer) = replies.try_recv() {
+        if let Some(message) = answer.get("error").and_then(|error| error.get("desc")).and_then(Value::as_str) {
+            assert_printable(&printable(message));
         }
-        let Some(told) = answer.get("return") else { continue };
-        if let Ok(outcome) = outcome(told) {
+        let Some(value) = answer.get("return") else { continue };
+        if let Ok(outcome) = parse_exec_status(value) {
             assert!(outcome.stdout.len() <= MAX_OUTPUT && outcome.stderr.len() <= MAX_OUTPUT);
         }
-        drop(of_node(told, "disk-0"));
+        drop(snapshots_of_node(value, "disk-0"));
     }
 }
 
 /// Asserts that a text fits into a line of a log.
-fn plain(text: &str) {
+fn assert_printable(text: &str) {
     assert!(text.chars().count() <= 300 && !text.chars().any(char::is_control), "{text:?}");
 }
 
@@ -130,10 +130,10 @@ mod tests {
     }
 
     #[test]
-    fn the_corpus_has_questions_disks_and_answers() {
+    fn the_corpus_has_requests_and_qcow2_headers() {
         let lease = Lease::new(&network(), 0, CARD).unwrap();
-        assert!(corpus("dhcp").iter().filter(|frame| lease.answer(frame).is_some()).count() >= 3);
-        assert!(corpus("qcow2").iter().any(|head| matches!(format(head), Ok(Format::Qcow2 { .. }))));
+        assert!(corpus("dhcp").iter().filter(|frame| lease.reply_to(frame).is_some()).count() >= 3);
+        assert!(corpus("qcow2").iter().any(|head| matches!(detect_format(head), Ok(Format::Qcow2 { .. }))));
     }
 
     proptest! {
@@ -143,7 +143,7 @@ mod tests {
         }
 
         #[test]
-        fn the_corpus_with_flaws(
+        fn the_mutated_corpus(
             target in 0..TARGETS.len(),
             which in any::<prop::sample::Index>(),
             flaws in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),

@@ -3,7 +3,6 @@
 //! console. The crate depends on `base`, `proto`, and the process supervision of `engine`; it knows neither CRI nor the image
 //! store. One thread runs the runtime, one more watches each child process, and blocking work runs on the runtime's pool.
 
-mod added;
 mod console;
 mod credentials;
 mod dhcp;
@@ -13,34 +12,35 @@ mod error;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod guest_agent;
-mod hold;
-mod keeper;
-mod lines;
-mod live;
-mod machine;
+mod hotplug;
+mod json_lines;
 mod network;
 mod pins;
-mod place;
 pub mod qcow2;
 mod qemu;
+mod qemu_process;
+mod quiesce;
+mod restart;
 mod rpc;
-mod runs;
 mod seed;
 mod shares;
 mod snapshots;
+mod startup;
 mod streams;
 mod sys;
 mod verbs;
+mod vm;
+mod vm_manager;
 
-pub use added::{Added, LIST as ADDED, check as check_volume, read as read_added};
-pub use credentials::NOBODY;
+pub use credentials::NO_GUEST_AGENT;
 pub use error::KeeperError;
-pub use verbs::has_long_answer;
+pub use hotplug::{HOTPLUG_LIST, HotplugDisk, check_volume, parse_hotplug_list};
+pub use verbs::streams_output;
 
-use crate::keeper::Keeper;
-use crate::machine::Settings;
-use crate::place::Place;
-use crate::rpc::Service;
+use crate::rpc::KeeperService;
+use crate::startup::StartupResources;
+use crate::vm::Settings;
+use crate::vm_manager::VmManager;
 use nacelle_base::Chain;
 use nacelle_proto::agent::agent_server::AgentServer;
 use std::io;
@@ -52,23 +52,24 @@ use tokio::sync::Notify;
 use tokio_stream::wrappers::UnixListenerStream;
 
 /// The longest time that a request may take; a caller's own deadline may be shorter.
-const DEADLINE: Duration = Duration::from_secs(120);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long after Shutdown the pod process may take to read the remaining answers.
-const FAREWELL: Duration = Duration::from_millis(50);
+const SHUTDOWN_DELAY: Duration = Duration::from_millis(50);
 
-/// Runs the process with the arguments from the pod process (see `Place::parse`).
+/// Runs the process with the arguments from the pod process (see `StartupResources::parse`).
 pub fn run(arguments: impl IntoIterator<Item = String>) -> ExitCode {
-    let Some(mut place) = Place::parse(arguments) else {
-        eprintln!("nacelle-keeper is started by nacelle-pod, and runs nowhere else");
+    let Some(mut startup) = StartupResources::parse(arguments) else {
+        eprintln!("nacelle-keeper: invalid arguments; only nacelle-pod starts this program");
         return ExitCode::from(2);
     };
-    let served = place.greet().map_err(|error| Chain(&error).to_string()).and_then(|network| {
-        let Place { directory, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares } = place;
-        drop(host);
+    let result = startup.handshake().map_err(|error| Chain(&error).to_string()).and_then(|network| {
+        let StartupResources { directory, scratch, qemu, accelerator, connection, rpc, streams, taps, dhcp, shares } =
+            startup;
+        drop(connection);
         let settings = Settings { directory, scratch, qemu, accelerator, taps, dhcp, shares, network };
         serve(settings, rpc, streams).map_err(|error| error.to_string())
     });
-    match served {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("nacelle-keeper: {error}");
@@ -82,33 +83,33 @@ type StdListener = std::os::unix::net::UnixListener;
 /// Serves until the pod process sends Shutdown.
 fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(16).build()?;
-    let served = runtime.block_on(async {
+    let result = runtime.block_on(async {
         let listener = |listener: StdListener| {
             listener.set_nonblocking(true)?;
             UnixListener::from_std(listener)
         };
-        let keeper = Arc::new(Keeper::new(settings));
-        tokio::spawn(streams::serve(listener(streams)?, Arc::clone(&keeper)));
-        let end = Arc::new(Notify::new());
-        let service = Service { keeper: Arc::clone(&keeper), end: Arc::clone(&end) };
+        let manager = Arc::new(VmManager::new(settings));
+        tokio::spawn(streams::serve(listener(streams)?, Arc::clone(&manager)));
+        let shutdown = Arc::new(Notify::new());
+        let service = KeeperService { manager: Arc::clone(&manager), shutdown: Arc::clone(&shutdown) };
         let service = AgentServer::new(service).max_decoding_message_size(nacelle_proto::wire::LARGE);
         let server = nacelle_proto::server::builder()
-            .timeout(DEADLINE)
+            .timeout(REQUEST_TIMEOUT)
             .concurrency_limit_per_connection(256)
             .add_service(service)
             .serve_with_incoming(UnixListenerStream::new(listener(rpc)?));
         tokio::select! {
-            served = server => served.map_err(io::Error::other),
+            result = server => result.map_err(io::Error::other),
             () = async {
-                end.notified().await;
-                if let Some(machine) = keeper.last() {
-                    machine.kill();
+                shutdown.notified().await;
+                if let Some(vm) = manager.newest() {
+                    vm.kill();
                 }
-                tokio::time::sleep(FAREWELL).await;
+                tokio::time::sleep(SHUTDOWN_DELAY).await;
             } => Ok(()),
         }
     });
     // The remaining blocking work holds nothing that must be released.
     runtime.shutdown_background();
-    served
+    result
 }

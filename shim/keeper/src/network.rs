@@ -6,79 +6,79 @@ use nacelle_proto::common::{Interface, Route};
 use serde_json::{Map, Value, json};
 
 /// Formats a hardware address.
-pub fn hex(mac: &[u8]) -> String {
+pub fn format_mac(mac: &[u8]) -> String {
     mac.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":")
 }
 
-fn routes<'a>(network: &'a BootConfig, interface: &'a Interface) -> impl Iterator<Item = &'a Route> {
+fn routes_of<'a>(network: &'a BootConfig, interface: &'a Interface) -> impl Iterator<Item = &'a Route> {
     network.routes.iter().filter(move |route| route.interface == interface.name)
 }
 
 /// Returns whether an address or a prefix is IPv6.
-fn six(address: &str) -> bool {
+fn is_ipv6(address: &str) -> bool {
     address.contains(':')
 }
 
 /// Returns the configuration in version 2 (netplan's format).
-pub fn version_2(network: &BootConfig) -> Value {
+pub fn network_config_v2(network: &BootConfig) -> Value {
     let dns = network.dns.clone().unwrap_or_default();
-    let mut cards = Map::new();
+    let mut ethernets = Map::new();
     for interface in &network.interfaces {
         let route = |route: &Route| {
-            let mut told = json!({ "to": route.destination });
+            let mut config = json!({ "to": route.destination });
             if route.gateway.is_empty() {
-                told["scope"] = json!("link");
+                config["scope"] = json!("link");
             } else {
-                told["via"] = json!(route.gateway);
-                told["on-link"] = json!(true);
+                config["via"] = json!(route.gateway);
+                config["on-link"] = json!(true);
             }
             if let Some(metric) = route.metric {
-                told["metric"] = json!(metric);
+                config["metric"] = json!(metric);
             }
             if !route.source.is_empty() {
-                told["from"] = json!(route.source);
+                config["from"] = json!(route.source);
             }
             if route.mtu > 0 {
-                told["mtu"] = json!(route.mtu);
+                config["mtu"] = json!(route.mtu);
             }
-            told
+            config
         };
-        let mut card = json!({
-            "match": { "macaddress": hex(&interface.mac) },
+        let mut ethernet = json!({
+            "match": { "macaddress": format_mac(&interface.mac) },
             "set-name": interface.name,
             "addresses": interface.addresses,
-            "routes": routes(network, interface).map(route).collect::<Vec<_>>(),
+            "routes": routes_of(network, interface).map(route).collect::<Vec<_>>(),
             "nameservers": { "addresses": dns.servers, "search": dns.searches },
         });
         if interface.mtu > 0 {
-            card["mtu"] = json!(interface.mtu);
+            ethernet["mtu"] = json!(interface.mtu);
         }
-        cards.insert(interface.name.clone(), card);
+        ethernets.insert(interface.name.clone(), ethernet);
     }
-    json!({ "version": 2, "ethernets": cards })
+    json!({ "version": 2, "ethernets": ethernets })
 }
 
 /// Returns the configuration in OpenStack's format.
-pub fn open_stack(network: &BootConfig) -> Value {
+pub fn openstack_network_data(network: &BootConfig) -> Value {
     let (mut links, mut networks) = (Vec::new(), Vec::new());
     for interface in &network.interfaces {
         links.push(json!({
             "id": interface.name,
             "name": interface.name,
             "type": "phy",
-            "ethernet_mac_address": hex(&interface.mac),
+            "ethernet_mac_address": format_mac(&interface.mac),
             "mtu": interface.mtu,
         }));
         for (n, address) in interface.addresses.iter().enumerate() {
-            let first = !interface.addresses.iter().take(n).any(|earlier| six(earlier) == six(address));
-            let own = routes(network, interface)
-                .filter(|route| first && six(&route.destination) == six(address) && !route.gateway.is_empty());
+            let first = !interface.addresses.iter().take(n).any(|earlier| is_ipv6(earlier) == is_ipv6(address));
+            let via_gateway = routes_of(network, interface)
+                .filter(|route| first && is_ipv6(&route.destination) == is_ipv6(address) && !route.gateway.is_empty());
             networks.push(json!({
                 "id": format!("{}-{n}", interface.name),
                 "link": interface.name,
-                "type": if six(address) { "ipv6" } else { "ipv4" },
+                "type": if is_ipv6(address) { "ipv6" } else { "ipv4" },
                 "ip_address": address,
-                "routes": own.map(|route| {
+                "routes": via_gateway.map(|route| {
                     let (to, bits) = route.destination.split_once('/').unwrap_or((&route.destination, "32"));
                     json!({ "network": to, "netmask": bits, "gateway": route.gateway })
                 }).collect::<Vec<_>>(),
@@ -118,21 +118,24 @@ mod tests {
 
     #[test]
     fn version_2_has_what_cni_gave() {
-        let told = version_2(&network());
-        let card = &told["ethernets"]["eth0"];
-        assert_eq!(card["match"]["macaddress"], "02:00:00:00:00:ab");
-        assert_eq!(card["addresses"], json!(["10.1.0.5/24", "fd00::5/64"]));
-        assert_eq!(card["routes"][0], json!({ "to": "0.0.0.0/0", "via": "10.1.0.1", "on-link": true }));
-        assert_eq!(card["routes"][1], json!({ "to": "10.9.0.0/16", "scope": "link" }));
-        assert_eq!((&card["mtu"], &card["nameservers"]["addresses"][0]), (&json!(1450), &json!("10.96.0.10")));
+        let config = network_config_v2(&network());
+        let ethernet = &config["ethernets"]["eth0"];
+        assert_eq!(ethernet["match"]["macaddress"], "02:00:00:00:00:ab");
+        assert_eq!(ethernet["addresses"], json!(["10.1.0.5/24", "fd00::5/64"]));
+        assert_eq!(ethernet["routes"][0], json!({ "to": "0.0.0.0/0", "via": "10.1.0.1", "on-link": true }));
+        assert_eq!(ethernet["routes"][1], json!({ "to": "10.9.0.0/16", "scope": "link" }));
+        assert_eq!((&ethernet["mtu"], &ethernet["nameservers"]["addresses"][0]), (&json!(1450), &json!("10.96.0.10")));
     }
 
     #[test]
     fn openstack_has_a_network_for_each_address() {
-        let told = open_stack(&network());
-        assert_eq!(told["networks"][0]["routes"][0]["gateway"], "10.1.0.1");
-        assert_eq!(told["networks"][1]["type"], "ipv6");
-        assert_eq!(told["networks"][1]["routes"][0], json!({ "network": "::", "netmask": "0", "gateway": "fd00::1" }));
-        assert_eq!(told["services"][0]["address"], "10.96.0.10");
+        let config = openstack_network_data(&network());
+        assert_eq!(config["networks"][0]["routes"][0]["gateway"], "10.1.0.1");
+        assert_eq!(config["networks"][1]["type"], "ipv6");
+        assert_eq!(
+            config["networks"][1]["routes"][0],
+            json!({ "network": "::", "netmask": "0", "gateway": "fd00::1" })
+        );
+        assert_eq!(config["services"][0]["address"], "10.96.0.10");
     }
 }

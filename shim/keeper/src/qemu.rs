@@ -1,17 +1,17 @@
 //! Builds QEMU's command line for a whole VM: board, firmware, disks, cards, screen. The functions are pure.
 
 mod cards;
-mod passed;
-mod places;
-mod serving;
+mod host_devices;
+mod hotplug_slots;
+mod iothreads;
 mod shares;
 mod timers;
 
-pub use cards::Card;
-pub use places::{device, nodes, port};
+pub use cards::NetworkCard;
+pub use hotplug_slots::{block_nodes, device_id, root_port};
 
-use crate::added::Added;
-use crate::disk::{Base, Files, KernelFiles, Ready};
+use crate::disk::{BackingRange, DiskFiles, KernelFiles, PreparedDisk};
+use crate::hotplug::HotplugDisk;
 use nacelle_engine::Accelerator;
 use nacelle_model::machine::{
     Board, Bus, Cache, CardModel, DiskKind, DiskSource, Firmware, MachineDocument, Processors, SmbiosIdentity,
@@ -24,32 +24,32 @@ use std::path::{Path, PathBuf};
 /// The port name that the guest agent looks for.
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 /// The CPU model under emulation: see the same constant of `nacelle-engine`.
-const EMULATED: &str = "max,erms=off,fsrm=off";
+const EMULATED_CPU: &str = "max,erms=off,fsrm=off";
 
 /// The block node with the firmware's program.
-const CODE: &str = "efi-code";
+const EFI_CODE_NODE: &str = "efi-code";
 
 /// The input of the command line.
 #[derive(Debug)]
-pub struct Machine<'a> {
+pub struct QemuConfig<'a> {
     /// The description of the VM.
     pub document: &'a MachineDocument,
     /// The accelerator.
     pub accelerator: Accelerator,
     /// The disks.
-    pub disks: &'a [Ready],
-    /// The added disks with their files.
-    pub added: &'a [(Added, PathBuf)],
+    pub disks: &'a [PreparedDisk],
+    /// The hot-plugged disks with their files.
+    pub hotplug: &'a [(HotplugDisk, PathBuf)],
     /// The sockets of the vhost-user-fs devices.
     pub shares: Vec<PathBuf>,
     /// The firmware's program and its variables; `None` for the board's own firmware.
-    pub firmware: Option<(&'a Path, &'a Files)>,
+    pub firmware: Option<(&'a Path, &'a DiskFiles)>,
     /// The kernel of a direct boot.
     pub kernel: Option<&'a KernelFiles>,
     /// A kernel parameter about the TSC, for emulation on a board without a timer to calibrate it.
     pub clock: Option<String>,
     /// The network cards with their taps.
-    pub cards: Vec<Card>,
+    pub cards: Vec<NetworkCard>,
     /// The path of the VNC socket.
     pub screen: Option<PathBuf>,
     /// QEMU's end of the monitor's socket pair.
@@ -83,13 +83,13 @@ impl Opt {
 }
 
 /// The arguments so far.
-struct Args {
+struct QemuArgs {
     words: Vec<String>,
     /// The free slots for virtio devices, on a board with virtio-mmio.
-    places: Option<usize>,
+    free_slots: Option<usize>,
 }
 
-impl Args {
+impl QemuArgs {
     fn flag(&mut self, name: &str) {
         self.words.push(format!("-{name}"));
     }
@@ -106,7 +106,7 @@ impl Args {
     /// Returns the beginning of a virtio device. The guest finds the first device first, which with virtio-mmio is in the last
     /// slot.
     fn virtio(&mut self, kind: &str) -> Opt {
-        match &mut self.places {
+        match &mut self.free_slots {
             None => Opt::new(format!("{kind}-pci")),
             Some(free) => {
                 // The daemon has counted the devices, so the slots suffice.
@@ -117,12 +117,12 @@ impl Args {
     }
 }
 
-impl Machine<'_> {
+impl QemuConfig<'_> {
     /// Returns the descriptors that QEMU must inherit.
     pub fn inherited(&self) -> Vec<RawFd> {
         let taps = self.cards.iter().flat_map(|card| card.taps.iter().copied());
         let disks = self.disks.iter().filter_map(|ready| match &ready.files {
-            Files::Device { file, .. } | Files::Memory(file) => Some(file.as_raw_fd()),
+            DiskFiles::Device { file, .. } | DiskFiles::Memory(file) => Some(file.as_raw_fd()),
             _ => None,
         });
         taps.chain(disks).chain([self.monitor, self.console, self.agent]).collect()
@@ -131,22 +131,22 @@ impl Machine<'_> {
     /// Returns the arguments after the program's name.
     pub fn args(&self) -> Vec<String> {
         let document = self.document;
-        let mut args = Args { words: Vec::with_capacity(96), places: document.board.places() };
+        let mut args = QemuArgs { words: Vec::with_capacity(96), free_slots: document.board.places() };
         for flag in ["nodefaults", "no-user-config"] {
             args.flag(flag);
         }
         args.add("name", Opt::new(format!("guest={}", document.name.replace(',', ",,"))));
-        self.board(&mut args);
-        self.ends(&mut args);
-        identity(&mut args, &document.identity);
-        serving::threads(&mut args, document);
+        self.add_board(&mut args);
+        self.add_channels(&mut args);
+        add_smbios(&mut args, &document.identity);
+        iothreads::add_iothreads(&mut args, document);
         for (n, ready) in self.disks.iter().enumerate() {
-            disk(&mut args, n, ready, document);
+            add_disk(&mut args, n, ready, document);
         }
-        places::places(&mut args, document.board, self.added);
-        shares::filesystems(&mut args, document, &self.shares);
-        cards::cards(&mut args, &self.cards, document.board);
-        passed::devices(&mut args, document);
+        hotplug_slots::add_slots(&mut args, document.board, self.hotplug);
+        shares::add_filesystems(&mut args, document, &self.shares);
+        cards::add_cards(&mut args, &self.cards, document.board);
+        host_devices::add_devices(&mut args, document);
         if document.random {
             let random = args.virtio("virtio-rng");
             args.device(random);
@@ -164,7 +164,7 @@ impl Machine<'_> {
             };
             args.add("action", Opt::new(format!("watchdog={word}")));
         }
-        self.screen(&mut args);
+        self.add_screen(&mut args);
         if document.ends_at_reboot {
             args.flag("no-reboot");
         }
@@ -174,7 +174,7 @@ impl Machine<'_> {
         args.words
     }
 
-    fn board(&self, args: &mut Args) {
+    fn add_board(&self, args: &mut QemuArgs) {
         let document = self.document;
         let (board, unused) = match document.board {
             Board::Q35 => (Opt::new("q35"), "vmport"),
@@ -187,15 +187,18 @@ impl Machine<'_> {
         }
         let unused = [unused, "usb", "dump-guest-core", "mem-merge"];
         let board = unused.iter().fold(board, |option, key| option.set(key, "off"));
-        let board = timers::board(board.set("memory-backend", "ram"), &document.clock);
+        let board = timers::set_board_timers(board.set("memory-backend", "ram"), &document.clock);
         let board = match &self.firmware {
             Some((code, variables)) => {
-                file(args, "efi-file", code, true, Cache::Writeback);
+                add_file_node(args, "efi-file", code, true, Cache::Writeback);
                 args.add(
                     "blockdev",
-                    Opt::new("driver=raw").set("node-name", CODE).set("file", "efi-file").set("read-only", "on"),
+                    Opt::new("driver=raw")
+                        .set("node-name", EFI_CODE_NODE)
+                        .set("file", "efi-file")
+                        .set("read-only", "on"),
                 );
-                let variables = node(args, "efi", variables, Cache::Writeback, false);
+                let variables = add_disk_nodes(args, "efi", variables, Cache::Writeback, false);
                 let board = match document.firmware {
                     Firmware::Efi { secure: true, .. } => {
                         args.add(
@@ -208,16 +211,16 @@ impl Machine<'_> {
                     }
                     Firmware::Efi { .. } | Firmware::Bios {} => board,
                 };
-                board.set("pflash0", CODE).set("pflash1", variables)
+                board.set("pflash0", EFI_CODE_NODE).set("pflash1", variables)
             }
             None => board,
         };
         args.add("machine", board);
-        self.kernel(args);
+        self.add_kernel(args);
         // One thread for all emulated vCPUs: with several, one may still run code that another has patched.
         let (accel, cpu) = match self.accelerator {
             Accelerator::Kvm => ("kvm", "host"),
-            Accelerator::Tcg => ("tcg,thread=single", EMULATED),
+            Accelerator::Tcg => ("tcg,thread=single", EMULATED_CPU),
         };
         args.add("accel", Opt::new(accel));
         let Processors { sockets, cores, threads, model, features, strict, pins: _ } = &document.processors;
@@ -227,27 +230,27 @@ impl Machine<'_> {
         args.add("cpu", if *strict { cpu.set("enforce", "on") } else { cpu });
         let count = Opt::new(document.processors.count());
         args.add("smp", count.set("sockets", sockets).set("cores", cores).set("threads", threads));
-        shares::memory(args, document);
-        timers::timers(args, &document.clock, self.accelerator);
+        shares::add_memory(args, document);
+        timers::add_timers(args, &document.clock, self.accelerator);
         let denied = ["elevateprivileges", "spawn", "resourcecontrol", "obsolete"];
         args.add("sandbox", denied.iter().fold(Opt::new("on"), |option, key| option.set(key, "deny")));
     }
 
-    fn kernel(&self, args: &mut Args) {
+    fn add_kernel(&self, args: &mut QemuArgs) {
         let (Some(files), Some(kernel)) = (self.kernel, &self.document.kernel) else { return };
         args.add("kernel", Opt::new(files.kernel.display()));
         if let Some(initrd) = &files.initrd {
             args.add("initrd", Opt::new(initrd.display()));
         }
-        let told = self.clock.iter().chain(Some(&kernel.arguments).filter(|words| !words.is_empty()));
-        let told: Vec<&str> = told.map(String::as_str).collect();
-        if !told.is_empty() {
-            args.add("append", Opt::new(told.join(" ")));
+        let parameters = self.clock.iter().chain(Some(&kernel.arguments).filter(|words| !words.is_empty()));
+        let parameters: Vec<&str> = parameters.map(String::as_str).collect();
+        if !parameters.is_empty() {
+            args.add("append", Opt::new(parameters.join(" ")));
         }
     }
 
     /// Adds monitor, console and guest agent channel.
-    fn ends(&self, args: &mut Args) {
+    fn add_channels(&self, args: &mut QemuArgs) {
         for (id, fd) in [("monitor", self.monitor), ("console", self.console), ("agent", self.agent)] {
             args.add("chardev", Opt::new("socket").set("id", id).set("fd", fd));
         }
@@ -259,7 +262,7 @@ impl Machine<'_> {
         args.device(Opt::new("pvpanic"));
     }
 
-    fn screen(&self, args: &mut Args) {
+    fn add_screen(&self, args: &mut QemuArgs) {
         match &self.screen {
             Some(socket) => {
                 args.device(Opt::new("VGA"));
@@ -274,18 +277,18 @@ impl Machine<'_> {
     }
 }
 
-fn identity(args: &mut Args, identity: &SmbiosIdentity) {
+fn add_smbios(args: &mut QemuArgs, identity: &SmbiosIdentity) {
     if !identity.uuid.is_empty() {
         args.add("uuid", Opt::new(&identity.uuid));
     }
-    let said = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
-    if let Some(serial) = said(&identity.serial) {
+    let non_empty = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
+    if let Some(serial) = non_empty(&identity.serial) {
         args.add("smbios", Opt::new("type=1").set("serial", serial));
     }
     if identity.chassis.iter().any(|text| !text.is_empty()) {
         let keys = ["manufacturer", "version", "serial", "asset", "sku"];
         let pairs = keys.iter().zip(&identity.chassis);
-        let case = pairs.fold(Opt::new("type=3"), |case, (key, text)| case.set_if(key, said(text)));
+        let case = pairs.fold(Opt::new("type=3"), |case, (key, text)| case.set_if(key, non_empty(text)));
         args.add("smbios", case);
     }
 }
@@ -299,13 +302,20 @@ pub fn virtio_devices(document: &MachineDocument) -> usize {
 }
 
 /// Adds a block node over a file.
-fn file(args: &mut Args, name: &str, path: &Path, read_only: bool, cache: Cache) {
+fn add_file_node(args: &mut QemuArgs, name: &str, path: &Path, read_only: bool, cache: Cache) {
     // A read-only file is never written, so it needs no lock.
-    protocol(args, "file", name, &path.display().to_string(), (read_only, !read_only), cache);
+    add_protocol_node(args, "file", name, &path.display().to_string(), (read_only, !read_only), cache);
 }
 
 /// Adds a block node with any protocol driver that takes a file name; whether it is read-only, and whether QEMU locks the file.
-fn protocol(args: &mut Args, driver: &str, name: &str, path: &str, (read_only, locking): (bool, bool), cache: Cache) {
+fn add_protocol_node(
+    args: &mut QemuArgs,
+    driver: &str,
+    name: &str,
+    path: &str,
+    (read_only, locking): (bool, bool),
+    cache: Cache,
+) {
     let on = |yes: bool| if yes { "on" } else { "off" };
     let node = Opt::new(format!("driver={driver}")).set("node-name", name).set("filename", path);
     let node = node.set("read-only", on(read_only)).set("auto-read-only", "off").set("locking", on(locking));
@@ -314,9 +324,9 @@ fn protocol(args: &mut Args, driver: &str, name: &str, path: &str, (read_only, l
     args.add("blockdev", node);
 }
 
-fn below(args: &mut Args, n: &str, base: &Base) -> String {
+fn add_backing_nodes(args: &mut QemuArgs, n: &str, base: &BackingRange) -> String {
     let [inner, piece, disk] = ["file", "piece", "base"].map(|part| format!("{part}-{n}"));
-    file(args, &inner, &base.file, true, Cache::Writeback);
+    add_file_node(args, &inner, &base.file, true, Cache::Writeback);
     let node = Opt::new("driver=raw").set("node-name", &piece).set("file", inner).set("read-only", "on");
     args.add("blockdev", node.set("offset", base.offset).set("size", base.length));
     if !base.qcow2 {
@@ -328,34 +338,34 @@ fn below(args: &mut Args, n: &str, base: &Base) -> String {
 }
 
 /// Passes an inherited descriptor to QEMU as a descriptor set of this number.
-fn inherit(args: &mut Args, n: &str, file: &File) {
+fn add_fd_set(args: &mut QemuArgs, n: &str, file: &File) {
     args.add("add-fd", Opt::new(format!("fd={}", file.as_raw_fd())).set("set", n));
 }
 
 /// Adds the block nodes of a disk and returns the name of the top one.
-fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) -> String {
+fn add_disk_nodes(args: &mut QemuArgs, n: &str, files: &DiskFiles, cache: Cache, read_only: bool) -> String {
     let [inner, whole] = ["top", "disk"].map(|part| format!("{part}-{n}"));
     let format = match files {
-        Files::Piece(base) => return below(args, n, base),
-        Files::Memory(file) => {
-            inherit(args, n, file);
-            protocol(args, "file", &inner, &format!("/dev/fdset/{n}"), (false, false), Cache::Writeback);
+        DiskFiles::ImageRange(base) => return add_backing_nodes(args, n, base),
+        DiskFiles::Memory(file) => {
+            add_fd_set(args, n, file);
+            add_protocol_node(args, "file", &inner, &format!("/dev/fdset/{n}"), (false, false), Cache::Writeback);
             Opt::new("driver=raw")
         }
-        Files::Device { file, block } => {
-            inherit(args, n, file);
+        DiskFiles::Device { file, block } => {
+            add_fd_set(args, n, file);
             let driver = if *block { "host_device" } else { "file" };
-            protocol(args, driver, &inner, &format!("/dev/fdset/{n}"), (read_only, true), cache);
+            add_protocol_node(args, driver, &inner, &format!("/dev/fdset/{n}"), (read_only, true), cache);
             // The format is fixed: if QEMU probed it, the guest could write a header that leads to other files.
             Opt::new("driver=raw")
         }
-        Files::Own(path) => {
-            file(args, &inner, path, read_only, cache);
+        DiskFiles::Qcow2(path) => {
+            add_file_node(args, &inner, path, read_only, cache);
             Opt::new("driver=qcow2")
         }
-        Files::Over { top, base } => {
-            let base = below(args, n, base);
-            file(args, &inner, top, read_only, cache);
+        DiskFiles::Overlay { top, base } => {
+            let base = add_backing_nodes(args, n, base);
+            add_file_node(args, &inner, top, read_only, cache);
             Opt::new("driver=qcow2").set("backing", base)
         }
     };
@@ -365,19 +375,23 @@ fn node(args: &mut Args, n: &str, files: &Files, cache: Cache, read_only: bool) 
 }
 
 /// Returns the nodes of which a snapshot can be taken: all writable qcow2 nodes.
-pub fn kept_nodes(disks: &[Ready], added: &[(Added, PathBuf)], firmware: Option<&Files>) -> Vec<String> {
-    let own = |files: &Files| matches!(files, Files::Own(_) | Files::Over { .. });
+pub fn snapshot_nodes(
+    disks: &[PreparedDisk],
+    hotplug: &[(HotplugDisk, PathBuf)],
+    firmware: Option<&DiskFiles>,
+) -> Vec<String> {
+    let own = |files: &DiskFiles| matches!(files, DiskFiles::Qcow2(_) | DiskFiles::Overlay { .. });
     let disks = disks.iter().enumerate().filter(|(_, ready)| own(&ready.files) && !ready.disk.read_only);
     let firmware = firmware.filter(|files| own(files)).map(|_| "disk-efi".to_owned());
-    let added = added.iter().map(|(disk, _)| nodes(disk)).map(|[_, whole]| whole);
-    disks.map(|(n, _)| format!("disk-{n}")).chain(added).chain(firmware).collect()
+    let hotplug = hotplug.iter().map(|(disk, _)| block_nodes(disk)).map(|[_, whole]| whole);
+    disks.map(|(n, _)| format!("disk-{n}")).chain(hotplug).chain(firmware).collect()
 }
 
-fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
+fn add_disk(args: &mut QemuArgs, n: usize, ready: &PreparedDisk, document: &MachineDocument) {
     let (disk, cache, count) = (&ready.disk, ready.disk.cache, document.processors.count());
     // A disk in memory is read-only where the bus supports that, so that it does not prevent snapshots.
     let seed = matches!(disk.source, DiskSource::CloudInit(_) | DiskSource::Files(_)) && disk.bus != Bus::Sata;
-    let node = node(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
+    let node = add_disk_nodes(args, &n.to_string(), &ready.files, cache, disk.read_only || seed);
     let name = format!("d-{}", disk.name);
     let cdrom = disk.kind == DiskKind::Cdrom;
     let device = match disk.bus {
@@ -391,7 +405,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
         }
         Bus::Scsi => {
             let controller = args.virtio("virtio-scsi").set("id", format!("scsi{n}"));
-            args.device(serving::controller(controller, disk, count));
+            args.device(iothreads::set_controller_queues(controller, disk, count));
             Opt::new(if cdrom { "scsi-cd" } else { "scsi-hd" }).set("bus", format!("scsi{n}.0"))
         }
         Bus::Usb => {
@@ -401,7 +415,7 @@ fn disk(args: &mut Args, n: usize, ready: &Ready, document: &MachineDocument) {
     };
     let serial = Some(&disk.serial).filter(|serial| !serial.is_empty());
     let device = device.set("id", name).set("drive", node).set_if("serial", serial);
-    let device = serving::serving(device, disk, count).set_if("bootindex", disk.boot_order);
+    let device = iothreads::set_disk_properties(device, disk, count).set_if("bootindex", disk.boot_order);
     let device = match disk.block_size {
         Some((logical, physical)) => device.set("logical_block_size", logical).set("physical_block_size", physical),
         None => device,
@@ -453,19 +467,19 @@ pub(crate) mod tests {
         }
     }
 
-    fn args(document: &MachineDocument, disks: &[Ready]) -> Vec<String> {
-        let variables = Files::Own("/vars".into());
+    fn args(document: &MachineDocument, disks: &[PreparedDisk]) -> Vec<String> {
+        let variables = DiskFiles::Qcow2("/vars".into());
         let kernel = KernelFiles { kernel: "/k,1".into(), initrd: Some("/i".into()) };
-        let machine = Machine {
+        let machine = QemuConfig {
             document,
             accelerator: Accelerator::Tcg,
             disks,
-            added: &[],
+            hotplug: &[],
             shares: document.filesystems.iter().map(|one| format!("/run/{}", one.name).into()).collect(),
             firmware: document.kernel.is_none().then_some((Path::new("/code"), &variables)),
             kernel: document.kernel.is_some().then_some(&kernel),
             clock: Some("tsc_early_khz=1".into()),
-            cards: vec![Card {
+            cards: vec![NetworkCard {
                 taps: vec![7],
                 model: CardModel::Virtio,
                 mac: [2, 0, 0, 0, 0, 1],
@@ -487,7 +501,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn each_part_of_a_machine_is_said() {
+    fn each_part_of_a_vm_has_its_arguments() {
         let args = args(&document(), &[]);
         assert_eq!(values(&args, "-name"), ["guest=web,, one"]);
         assert_eq!(values(&args, "-accel"), ["tcg,thread=single"]);
@@ -507,13 +521,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_board_without_pci_has_its_devices_in_memory() {
+    fn a_board_without_pci_uses_virtio_mmio() {
         let source = || DiskSource::Empty { bytes: 512 };
         let kernel = Kernel { kernel: source(), initrd: Some(source()), arguments: "root=/dev/vda a=b,c".into() };
         let watchdog = None;
         let document =
             MachineDocument { board: Board::Microvm, kernel: Some(kernel), screen: false, watchdog, ..document() };
-        let disks = ["one", "two"].map(|name| Ready { disk: sample(name, source()), files: Files::Own("/f".into()) });
+        let disks = ["one", "two"]
+            .map(|name| PreparedDisk { disk: sample(name, source()), files: DiskFiles::Qcow2("/f".into()) });
         let args = args(&document, &disks);
         let board = "microvm,acpi=on,ioapic2=on,auto-kernel-cmdline=off,usb=off,dump-guest-core=off,mem-merge=off,memory-backend=ram";
         assert_eq!(values(&args, "-machine"), [board]);
@@ -535,29 +550,29 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn directories_of_the_node_are_shared_by_memory_that_others_can_reach() {
+    fn shared_directories_require_shared_memory() {
         let filesystems = vec![Filesystem { name: "settings".into(), what: "configMap c".into() }];
         let document = MachineDocument { filesystems, ..document() };
-        let told = args(&document, &[]);
-        assert_eq!(values(&told, "-object"), ["memory-backend-memfd,id=ram,size=1024M,share=on"]);
-        assert!(values(&told, "-chardev").contains(&"socket,id=share0,path=/run/settings"), "{told:?}");
+        let arguments = args(&document, &[]);
+        assert_eq!(values(&arguments, "-object"), ["memory-backend-memfd,id=ram,size=1024M,share=on"]);
+        assert!(values(&arguments, "-chardev").contains(&"socket,id=share0,path=/run/settings"), "{arguments:?}");
         let device = "vhost-user-fs-pci,chardev=share0,tag=settings,queue-size=128";
-        assert!(values(&told, "-device").contains(&device), "{told:?}");
+        assert!(values(&arguments, "-device").contains(&device), "{arguments:?}");
         for (largest_pages, size) in [(false, "2M"), (true, "1G")] {
-            let told = args(&MachineDocument { hugepages: true, largest_pages, ..document.clone() }, &[]);
+            let arguments = args(&MachineDocument { hugepages: true, largest_pages, ..document.clone() }, &[]);
             let ram =
                 format!("memory-backend-memfd,id=ram,size=1024M,share=on,hugetlb=on,hugetlbsize={size},prealloc=on");
-            assert_eq!(values(&told, "-object"), [ram]);
+            assert_eq!(values(&arguments, "-object"), [ram]);
         }
     }
 
     #[test]
-    fn a_disk_over_a_piece_of_an_image() {
-        let base = Base { file: "/blob".into(), offset: 4096, length: 8192, qcow2: true };
-        let files = Files::Over { top: "/top".into(), base };
+    fn an_overlay_over_a_range_of_an_image_file() {
+        let base = BackingRange { file: "/blob".into(), offset: 4096, length: 8192, qcow2: true };
+        let files = DiskFiles::Overlay { top: "/top".into(), base };
         let mut disk = sample("root", DiskSource::Empty { bytes: 512 });
         disk.boot_order = Some(1);
-        let args = args(&document(), &[Ready { disk, files }]);
+        let args = args(&document(), &[PreparedDisk { disk, files }]);
         assert_eq!(
             values(&args, "-blockdev")[4..],
             [
@@ -572,25 +587,25 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_device_of_the_node_is_inherited_and_always_raw() {
-        let told = |block, read_only| {
+    fn a_node_device_is_inherited_and_always_raw() {
+        let blockdevs = |block, read_only| {
             let disk = Disk { read_only, ..sample("data", DiskSource::Device { path: "/x".into() }) };
             let file = std::fs::File::open("/dev/null").unwrap();
             let fd = file.as_raw_fd();
-            let args = args(&document(), &[Ready { disk, files: Files::Device { file, block } }]);
+            let args = args(&document(), &[PreparedDisk { disk, files: DiskFiles::Device { file, block } }]);
             assert_eq!(values(&args, "-add-fd"), [format!("fd={fd},set=0")]);
             values(&args, "-blockdev").into_iter().skip(4).map(str::to_owned).collect::<Vec<_>>()
         };
         let inner = "node-name=top-0,filename=/dev/fdset/0";
         assert_eq!(
-            told(true, false),
+            blockdevs(true, false),
             [
                 &format!("driver=host_device,{inner},read-only=off,auto-read-only=off,locking=on,discard=unmap"),
                 "driver=raw,node-name=disk-0,file=top-0,discard=unmap",
             ]
         );
         assert_eq!(
-            told(false, true),
+            blockdevs(false, true),
             [
                 &format!("driver=file,{inner},read-only=on,auto-read-only=off,locking=on"),
                 "driver=raw,node-name=disk-0,file=top-0,read-only=on",
@@ -603,7 +618,7 @@ pub(crate) mod tests {
         let on = |bus, kind| {
             let mut disk = sample("a", DiskSource::Empty { bytes: 512 });
             (disk.bus, disk.kind, disk.cache) = (bus, kind, Cache::None);
-            let args = args(&document(), &[Ready { disk, files: Files::Own("/f".into()) }]);
+            let args = args(&document(), &[PreparedDisk { disk, files: DiskFiles::Qcow2("/f".into()) }]);
             assert!(values(&args, "-blockdev")[4].ends_with(",cache.direct=on,aio=threads"));
             values(&args, "-device").into_iter().find(|device| device.contains("id=d-a")).unwrap().to_owned()
         };

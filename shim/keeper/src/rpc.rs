@@ -2,7 +2,7 @@
 //! sense only for containers are rejected.
 
 use crate::error::KeeperError;
-use crate::keeper::Keeper;
+use crate::vm_manager::VmManager;
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
@@ -20,31 +20,31 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 /// The longest wait of one Wait request.
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
+const MAX_WAIT: Duration = Duration::from_secs(60);
 const SIGKILL: u32 = 9;
 
 /// The service.
-pub struct Service {
+pub struct KeeperService {
     /// The state of the pod.
-    pub keeper: Arc<Keeper>,
+    pub manager: Arc<VmManager>,
     /// Notified when the process must end.
-    pub end: Arc<Notify>,
+    pub shutdown: Arc<Notify>,
 }
 
 fn status(error: &KeeperError) -> Status {
     Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
 }
 
-fn done<T>(outcome: Result<T, KeeperError>) -> Result<Response<Empty>, Status> {
+fn empty_response<T>(outcome: Result<T, KeeperError>) -> Result<Response<Empty>, Status> {
     outcome.map(|_| Response::new(Empty {})).map_err(|error| status(&error))
 }
 
-fn refused<T>(what: &'static str, hint: &'static str) -> Result<Response<T>, Status> {
+fn unsupported<T>(what: &'static str, hint: &'static str) -> Result<Response<T>, Status> {
     Err(status(&KeeperError::Unsupported { what, hint }))
 }
 
 #[tonic::async_trait]
-impl Agent for Service {
+impl Agent for KeeperService {
     // The VM's document names the files of images.
     async fn attach_image(&self, _: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         Ok(Response::new(Empty {}))
@@ -55,11 +55,11 @@ impl Agent for Service {
     }
 
     async fn attach_device(&self, _: Request<AttachDeviceRequest>) -> Result<Response<Empty>, Status> {
-        refused("take a partition", "devices are disks of its document")
+        unsupported("attach a device", "devices are disks of the VM document")
     }
 
     async fn detach_device(&self, _: Request<DetachDeviceRequest>) -> Result<Response<Empty>, Status> {
-        refused("give a partition back", "devices are disks of its document")
+        unsupported("detach a device", "devices are disks of the VM document")
     }
 
     async fn create_container(
@@ -67,41 +67,41 @@ impl Agent for Service {
         request: Request<CreateContainerRequest>,
     ) -> Result<Response<CreateContainerResponse>, Status> {
         let request = request.into_inner();
-        let made = self.keeper.create(request.id, &request.oci_spec).await;
-        made.map(|()| Response::new(CreateContainerResponse::default())).map_err(|error| status(&error))
+        let created = self.manager.create(request.id, &request.oci_spec).await;
+        created.map(|()| Response::new(CreateContainerResponse::default())).map_err(|error| status(&error))
     }
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        let machine = self.keeper.machine(&request.into_inner().id).map_err(|error| status(&error))?;
+        let vm = self.manager.find_vm(&request.into_inner().id).map_err(|error| status(&error))?;
         // In a task, so that it completes even if the caller disconnects: a partial start is not a valid state.
-        let started = tokio::spawn(async move { machine.start().await }).await;
-        done(started.map_err(|error| Status::internal(error.to_string()))?)
+        let started = tokio::spawn(async move { vm.start().await }).await;
+        empty_response(started.map_err(|error| Status::internal(error.to_string()))?)
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
         let SignalRequest { id, exec_id, signal, .. } = request.into_inner();
         if !exec_id.is_empty() {
-            return done(self.keeper.give_up(&id, exec_id));
+            return empty_response(self.manager.abandon(&id, exec_id));
         }
-        let machine = self.keeper.machine(&id);
-        done(machine.map(|machine| if signal == SIGKILL { machine.kill() } else { machine.stop() }))
+        let vm = self.manager.find_vm(&id);
+        empty_response(vm.map(|vm| if signal == SIGKILL { vm.kill() } else { vm.stop() }))
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
         let WaitRequest { id, exec_id, timeout_ms } = request.into_inner();
-        let limit = Duration::from_millis(timeout_ms.into()).min(LONGEST_WAIT);
+        let limit = Duration::from_millis(timeout_ms.into()).min(MAX_WAIT);
         let exit = if exec_id.is_empty() {
-            let machine = self.keeper.machine(&id).map_err(|error| status(&error))?;
-            machine.ended(limit).await
+            let vm = self.manager.find_vm(&id).map_err(|error| status(&error))?;
+            vm.wait_for_end(limit).await
         } else {
-            let command = self.keeper.command(&id, &exec_id).map_err(|error| status(&error))?;
-            command.ended(limit).await.map(|done| done.1)
+            let command = self.manager.find_command(&id, &exec_id).map_err(|error| status(&error))?;
+            command.wait_for_end(limit).await.map(|done| done.1)
         };
         Ok(Response::new(WaitResponse { exit }))
     }
 
     async fn push_volume(&self, _: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
-        refused("take a volume", "volumes are disks of its document")
+        unsupported("use a copied-in volume", "volumes are disks of the VM document")
     }
 
     async fn drop_volume(&self, _: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
@@ -109,65 +109,65 @@ impl Agent for Service {
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        done(self.keeper.remove(&request.into_inner().id).await)
+        empty_response(self.manager.remove(&request.into_inner().id).await)
     }
 
     async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
         let ExecRequest { id, exec_id, args, tty, stdin, .. } = request.into_inner();
         if tty || stdin {
             let hint = "the guest agent runs a command without a terminal and without input; attach has the console";
-            return refused("give a command a terminal or input", hint);
+            return unsupported("give a command a terminal or input", hint);
         }
-        done(self.keeper.exec(&id, exec_id, args))
+        empty_response(self.manager.start_command(&id, exec_id, args))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
         let UpdateContainerRequest { id, limits, oom_score_adj, processors } = request.into_inner();
         if !limits.is_empty() || oom_score_adj.is_some() {
-            return refused("change its limits", "the size of a machine is its pod's");
+            return unsupported("change its limits", "the VM has the resources of its pod");
         }
-        let machine = self.keeper.machine(&id).map_err(|error| status(&error))?;
-        done(machine.pins.change(processors, || machine.live().ok()).await)
+        let vm = self.manager.find_vm(&id).map_err(|error| status(&error))?;
+        empty_response(vm.pinning.set(processors, || vm.qemu().ok()).await)
     }
 
     async fn set_processors(&self, _: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
-        refused("change its processors", "the size of a machine is its pod's")
+        unsupported("change its vCPUs", "the VM has the resources of its pod")
     }
 
     async fn set_memory(&self, _: Request<SetMemoryRequest>) -> Result<Response<SetMemoryResponse>, Status> {
-        refused("change its memory", "the size of a machine is its pod's")
+        unsupported("change its memory", "the VM has the resources of its pod")
     }
 
     // A serial console has no size.
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
-        done(self.keeper.machine(&request.into_inner().id))
+        empty_response(self.manager.find_vm(&request.into_inner().id))
     }
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
-        Ok(Response::new(ListContainersResponse { containers: self.keeper.list() }))
+        Ok(Response::new(ListContainersResponse { containers: self.manager.list() }))
     }
 
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
-        let Some(machine) = self.keeper.last() else { return Ok(Response::new(StatsResponse::default())) };
+        let Some(vm) = self.manager.newest() else { return Ok(Response::new(StatsResponse::default())) };
         // A VM that does not run uses nothing.
-        let (cpu_nanos, memory_bytes) = machine.used().await.unwrap_or_default();
+        let (cpu_nanos, memory_bytes) = vm.resource_usage().await.unwrap_or_default();
         let usage = Usage {
             cpu_nanos,
             memory_bytes,
-            memory_limit_bytes: Some(machine.document.memory_mib << 20),
+            memory_limit_bytes: Some(vm.document.memory_mib << 20),
             processes: 1,
             ..Usage::default()
         };
-        let container = ContainerUsage { id: machine.id.clone(), usage: Some(usage), layer: None, details: None };
+        let container = ContainerUsage { id: vm.id.clone(), usage: Some(usage), layer: None, details: None };
         Ok(Response::new(StatsResponse { pod: Some(usage), containers: vec![container], ..StatsResponse::default() }))
     }
 
     async fn renew(&self, _: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
-        refused("be renewed", "it was not restored")
+        unsupported("be renewed", "it is not restored from a snapshot")
     }
 
     async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {
-        self.end.notify_one();
+        self.shutdown.notify_one();
         Ok(Response::new(Empty {}))
     }
 }

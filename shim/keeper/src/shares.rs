@@ -14,23 +14,23 @@ use std::path::{Path, PathBuf};
 
 /// A device that QEMU connects to by a socket; it serves one QEMU after the other. Dropping it ends it, and blocks for that.
 #[derive(Debug)]
-pub struct Share {
+pub struct SharedDirectory {
     /// The path of the socket.
     pub socket: PathBuf,
     server: Option<Server>,
 }
 
 /// Creates the devices for the file systems of the VM of container `id`, with sockets in this directory. Blocks.
-pub fn serve(
+pub fn serve_directories(
     filesystems: &[Filesystem],
     id: &str,
     directory: &Path,
-    ways: &[[UnixStream; QUEUES]],
-) -> Result<Vec<Share>, KeeperError> {
-    if filesystems.len() > ways.len() {
+    connections: &[[UnixStream; QUEUES]],
+) -> Result<Vec<SharedDirectory>, KeeperError> {
+    if filesystems.len() > connections.len() {
         let value = filesystems.len().to_string();
-        let rule = "the pod was made for fewer: make it anew";
-        return Err(KeeperError::Field { field: "filesystems", value, rule });
+        let rule = "the pod was created with fewer shared directories: create it again";
+        return Err(KeeperError::InvalidField { field: "filesystems", value, rule });
     }
     let one = |(number, (filesystem, [first, second])): (usize, (&Filesystem, &[UnixStream; QUEUES]))| {
         let failed = |source| KeeperError::Share { name: filesystem.name.clone(), source };
@@ -38,21 +38,21 @@ pub fn serve(
         let device = Fs::of_part(streams, &share::volume_name(id, number)).map_err(failed)?.lending().device();
         let socket = directory.join(format!("share-{number}.sock"));
         // A socket of an earlier VM, which ended with its process.
-        remove_if_there(&socket).map_err(KeeperError::Mark)?;
+        remove_if_there(&socket).map_err(KeeperError::StateFile)?;
         let listener = UnixListener::bind(&socket).map_err(KeeperError::file("listen on", &socket))?;
-        let mut share = Share { socket, server: None };
-        let served = vhost_user::serve(device, listener);
-        share.server = Some(served.map_err(|error| failed(std::io::Error::other(error)))?);
+        let mut share = SharedDirectory { socket, server: None };
+        let server = vhost_user::serve(device, listener);
+        share.server = Some(server.map_err(|error| failed(std::io::Error::other(error)))?);
         Ok(share)
     };
-    filesystems.iter().zip(ways).enumerate().map(one).collect()
+    filesystems.iter().zip(connections).enumerate().map(one).collect()
 }
 
-impl Drop for Share {
+impl Drop for SharedDirectory {
     fn drop(&mut self) {
         drop(self.server.take());
         if let Err(error) = remove_if_there(&self.socket) {
-            tracing::warn!("a socket is left behind: {}", Chain(&error));
+            tracing::warn!("cannot remove the socket of a shared directory: {}", Chain(&error));
         }
     }
 }
@@ -64,7 +64,7 @@ mod tests {
     use std::io::{Read, Write};
 
     /// Answers the request for the share, and returns the name in it.
-    fn told(mut stream: UnixStream, errno: i32) -> std::thread::JoinHandle<String> {
+    fn answer_request(mut stream: UnixStream, errno: i32) -> std::thread::JoinHandle<String> {
         std::thread::spawn(move || {
             let mut header = [0; REQUEST_HEADER];
             stream.read_exact(&mut header).unwrap();
@@ -78,29 +78,32 @@ mod tests {
     }
 
     #[test]
-    fn each_file_system_is_a_part_and_has_a_socket_until_its_end() {
+    fn each_shared_directory_has_a_socket_until_it_is_dropped() {
         let directory = tempfile::tempdir().unwrap();
         let filesystems = ["one", "two"].map(|name| Filesystem { name: name.into(), what: String::new() });
-        let made = |errnos: [i32; 2]| {
-            let (mut ways, mut asked) = (Vec::new(), Vec::new());
+        let serve_with = |errnos: [i32; 2]| {
+            let (mut connections, mut requests) = (Vec::new(), Vec::new());
             for errno in errnos {
                 let ((first, far), (second, _)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
-                ways.push([first, second]);
-                asked.push(told(far, errno));
+                connections.push([first, second]);
+                requests.push(answer_request(far, errno));
             }
-            (serve(&filesystems, "c", directory.path(), &ways), asked)
+            (serve_directories(&filesystems, "c", directory.path(), &connections), requests)
         };
-        let (shares, asked) = made([0, 0]);
-        let asked: Vec<_> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
-        assert_eq!(asked, ["c/0", "c/1"]);
+        let (shares, requests) = serve_with([0, 0]);
+        let requests: Vec<_> = requests.into_iter().map(|requests| requests.join().unwrap()).collect();
+        assert_eq!(requests, ["c/0", "c/1"]);
         let shares = shares.unwrap();
         assert!(shares.iter().all(|share| share.socket.exists()));
         drop(shares);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
-        let (shares, _asked) = made([0, nix::libc::ENOTDIR]);
+        let (shares, _asked) = serve_with([0, nix::libc::ENOTDIR]);
         let error = shares.unwrap_err();
         assert!(Chain(&error).to_string().contains("two") && matches!(error, KeeperError::Share { .. }), "{error}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
-        assert!(matches!(serve(&filesystems, "c", directory.path(), &[]), Err(KeeperError::Field { .. })));
+        assert!(matches!(
+            serve_directories(&filesystems, "c", directory.path(), &[]),
+            Err(KeeperError::InvalidField { .. })
+        ));
     }
 }

@@ -2,13 +2,13 @@
 //! reference: snapshot-save, snapshot-load and snapshot-delete).
 
 use crate::error::KeeperError;
-use crate::lines::printable;
-use crate::machine::Machine;
+use crate::json_lines::printable;
+use crate::vm::PodVm;
 use serde_json::{Value, json};
 use std::time::Duration;
 
 /// The interval of job queries: the first, and the longest.
-const LOOK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
+const POLL_INTERVAL: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 /// The maximum length of a name.
 const MAX_NAME: usize = 64;
 /// The maximum number of snapshots of a VM: each is an entry in its disks' tables.
@@ -16,115 +16,115 @@ const MAX_SNAPSHOTS: usize = 100;
 
 /// A snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Snapshot {
+pub struct VmSnapshot {
     /// The snapshot's name.
     pub name: String,
     /// The time of the snapshot in seconds since 1970.
-    pub taken: i64,
+    pub taken_at: i64,
     /// The size of memory and devices in bytes.
     pub bytes: u64,
 }
 
 /// Takes a snapshot. The VM is paused meanwhile.
-pub async fn save(machine: &Machine, name: &str) -> Result<(), KeeperError> {
-    let _alone = machine.snapshots_alone()?;
-    let known = list(machine).await?;
-    if known.iter().any(|snapshot| snapshot.name == name) {
-        let rule = "a snapshot has this name: delete it, or take another name";
-        return Err(KeeperError::Field { field: "name", value: name.to_owned(), rule });
+pub async fn save(vm: &PodVm, name: &str) -> Result<(), KeeperError> {
+    let _lock = vm.lock_snapshots()?;
+    let existing = list(vm).await?;
+    if existing.iter().any(|snapshot| snapshot.name == name) {
+        let rule = "a snapshot has this name: delete it, or choose another name";
+        return Err(KeeperError::InvalidField { field: "name", value: name.to_owned(), rule });
     }
-    if known.len() >= MAX_SNAPSHOTS {
-        let rule = "the machine has 100 snapshots: delete some";
-        return Err(KeeperError::Field { field: "name", value: name.to_owned(), rule });
+    if existing.len() >= MAX_SNAPSHOTS {
+        let rule = "the VM has 100 snapshots: delete some";
+        return Err(KeeperError::InvalidField { field: "name", value: name.to_owned(), rule });
     }
-    job(machine, "snapshot-save", name, true).await
+    run_job(vm, "snapshot-save", name, true).await
 }
 
 /// Loads a snapshot.
-pub async fn load(machine: &Machine, name: &str) -> Result<(), KeeperError> {
-    let _alone = machine.snapshots_alone()?;
-    there(machine, name).await?;
-    job(machine, "snapshot-load", name, true).await?;
-    machine.live()?.given.forget().await;
+pub async fn load(vm: &PodVm, name: &str) -> Result<(), KeeperError> {
+    let _lock = vm.lock_snapshots()?;
+    require_snapshot(vm, name).await?;
+    run_job(vm, "snapshot-load", name, true).await?;
+    vm.qemu()?.credentials.forget().await;
     // The snapshot may be of a paused VM; the VM is resumed in any case.
-    machine.ask("cont", Value::Null).await.map(drop)
+    vm.execute("cont", Value::Null).await.map(drop)
 }
 
 /// Deletes a snapshot. Succeeds if there is no such snapshot.
-pub async fn delete(machine: &Machine, name: &str) -> Result<(), KeeperError> {
-    let _alone = machine.snapshots_alone()?;
-    if there(machine, name).await.is_err() {
+pub async fn delete(vm: &PodVm, name: &str) -> Result<(), KeeperError> {
+    let _lock = vm.lock_snapshots()?;
+    if require_snapshot(vm, name).await.is_err() {
         return Ok(());
     }
-    job(machine, "snapshot-delete", name, false).await
+    run_job(vm, "snapshot-delete", name, false).await
 }
 
-async fn there(machine: &Machine, name: &str) -> Result<(), KeeperError> {
-    match list(machine).await?.iter().any(|snapshot| snapshot.name == name) {
+async fn require_snapshot(vm: &PodVm, name: &str) -> Result<(), KeeperError> {
+    match list(vm).await?.iter().any(|snapshot| snapshot.name == name) {
         true => Ok(()),
         false => Err(KeeperError::NoSnapshot { name: printable(name) }),
     }
 }
 
 /// Returns all snapshots, the oldest first.
-pub async fn list(machine: &Machine) -> Result<Vec<Snapshot>, KeeperError> {
-    let nodes = machine.ask("query-named-block-nodes", json!({ "flat": true })).await?;
-    let Some(first) = machine.kept_nodes().await.into_iter().next() else { return Ok(Vec::new()) };
-    Ok(of_node(&nodes, &first))
+pub async fn list(vm: &PodVm) -> Result<Vec<VmSnapshot>, KeeperError> {
+    let nodes = vm.execute("query-named-block-nodes", json!({ "flat": true })).await?;
+    let Some(first) = vm.snapshot_nodes().await.into_iter().next() else { return Ok(Vec::new()) };
+    Ok(snapshots_of_node(&nodes, &first))
 }
 
-pub(crate) fn of_node(nodes: &Value, name: &str) -> Vec<Snapshot> {
+pub(crate) fn snapshots_of_node(nodes: &Value, name: &str) -> Vec<VmSnapshot> {
     let named = |node: &&Value| node.get("node-name").and_then(Value::as_str) == Some(name);
     let node = nodes.as_array().into_iter().flatten().find(named);
     let all = node.and_then(|node| node.pointer("/image/snapshots")).and_then(Value::as_array);
     let one = |entry: &Value| {
-        Some(Snapshot {
+        Some(VmSnapshot {
             name: entry.get("name")?.as_str()?.to_owned(),
-            taken: entry.get("date-sec")?.as_i64()?,
+            taken_at: entry.get("date-sec")?.as_i64()?,
             bytes: entry.get("vm-state-size")?.as_u64()?,
         })
     };
     all.into_iter().flatten().filter_map(one).collect()
 }
 
-async fn job(machine: &Machine, command: &'static str, name: &str, state: bool) -> Result<(), KeeperError> {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+async fn run_job(vm: &PodVm, command: &'static str, name: &str, with_memory: bool) -> Result<(), KeeperError> {
+    let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
     // QEMU's own ids of snapshots are numbers, so a name must not be a number.
     let number = name.bytes().all(|b| b.is_ascii_digit());
-    if name.is_empty() || name.len() > MAX_NAME || number || !name.bytes().all(plain) {
+    if name.is_empty() || name.len() > MAX_NAME || number || !name.bytes().all(is_plain) {
         let rule = "1 to 64 letters, digits, '-', '_' or '.' are expected, and not digits alone";
-        return Err(KeeperError::Field { field: "name", value: printable(name), rule });
+        return Err(KeeperError::InvalidField { field: "name", value: printable(name), rule });
     }
-    if state && !machine.document.filesystems.is_empty() {
-        let hint = "it has file systems (spec.domain.devices.filesystems), and what its guest has open there lies in no snapshot; \
-                    run it without them";
+    if with_memory && !vm.document.filesystems.is_empty() {
+        let hint = "it has file systems (spec.domain.devices.filesystems), whose open files are part of no snapshot; run it without \
+                    them";
         return Err(KeeperError::Unsupported { what: "take or restore snapshots", hint });
     }
-    let nodes = machine.kept_nodes().await;
+    let nodes = vm.snapshot_nodes().await;
     let Some(first) = nodes.first() else {
-        let hint = "it has no disk of its own to keep them in";
+        let hint = "it has no writable disk of its own that can contain them";
         return Err(KeeperError::Unsupported { what: "take snapshots", hint });
     };
     let id = format!("{command}-{name}");
     let mut arguments = json!({ "job-id": id, "tag": name, "devices": nodes });
-    if state {
+    if with_memory {
         arguments["vmstate"] = json!(first);
     }
-    machine.ask(command, arguments).await?;
-    let mut pause = LOOK.0;
+    vm.execute(command, arguments).await?;
+    let mut interval = POLL_INTERVAL.0;
     let error = loop {
-        let jobs = machine.ask("query-jobs", Value::Null).await?;
+        let jobs = vm.execute("query-jobs", Value::Null).await?;
         let ours = |job: &&Value| job.get("id").and_then(Value::as_str) == Some(&id);
         let Some(job) = jobs.as_array().into_iter().flatten().find(ours) else { return Ok(()) };
         if job.get("status").and_then(Value::as_str) == Some("concluded") {
             break job.get("error").and_then(Value::as_str).map(printable);
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(LOOK.1);
+        tokio::time::sleep(interval).await;
+        interval = (interval * 2).min(POLL_INTERVAL.1);
     };
-    machine.ask("job-dismiss", json!({ "id": id })).await?;
+    vm.execute("job-dismiss", json!({ "id": id })).await?;
     match error {
-        Some(words) => Err(KeeperError::Refused { whom: "QEMU", command: command.to_owned(), words }),
+        Some(message) => Err(KeeperError::Rejected { peer: "QEMU", command: command.to_owned(), message }),
         None => Ok(()),
     }
 }
@@ -140,8 +140,8 @@ mod tests {
             { "node-name": "top-0", "image": {} },
             { "node-name": "disk-0", "image": { "snapshots": [entry("a"), { "name": 3 }, entry("b")] } },
         ]);
-        let names: Vec<_> = of_node(&nodes, "disk-0").into_iter().map(|snapshot| snapshot.name).collect();
+        let names: Vec<_> = snapshots_of_node(&nodes, "disk-0").into_iter().map(|snapshot| snapshot.name).collect();
         assert_eq!(names, ["a", "b"]);
-        assert!(of_node(&nodes, "disk-1").is_empty() && of_node(&Value::Null, "disk-0").is_empty());
+        assert!(snapshots_of_node(&nodes, "disk-1").is_empty() && snapshots_of_node(&Value::Null, "disk-0").is_empty());
     }
 }

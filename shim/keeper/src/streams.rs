@@ -1,7 +1,7 @@
 //! Serves the streams that the pod process opens: console, output of commands, ports of the guest, the screen, and disks that it
 //! hands over.
 
-use crate::keeper::Keeper;
+use crate::vm_manager::VmManager;
 use nacelle_base::descriptors::receive_descriptor;
 use nacelle_proto::agent::{StreamOpen, StreamOpened};
 use nacelle_proto::common::Stream;
@@ -18,64 +18,64 @@ use tokio::net::{TcpStream, UnixListener, UnixStream};
 /// The maximum length of a frame in bytes.
 const MAX_FRAME: u32 = 1 << 20;
 /// The time that a connection has to send its first frame.
-const PREAMBLE: Duration = Duration::from_secs(30);
+const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time limit of a connection into the guest.
-const DIAL: Duration = Duration::from_secs(20);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(20);
 /// The pause between two attempts to connect to a listener whose queue is full.
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
 /// No time limit: a command runs as long as a client waits for it.
-const FOREVER: Duration = Duration::from_secs(1 << 30);
+const NO_LIMIT: Duration = Duration::from_secs(1 << 30);
 /// The port of the screen (VNC), if there is one.
 const SCREEN_PORT: u32 = 5900;
 /// The size of copy buffers in bytes.
-const BUFFER: usize = 32 << 10;
+const COPY_BUFFER: usize = 32 << 10;
 
 /// Accepts connections forever.
-pub async fn serve(listener: UnixListener, keeper: Arc<Keeper>) {
+pub async fn serve(listener: UnixListener, manager: Arc<VmManager>) {
     loop {
         match listener.accept().await {
             Ok((connection, _)) => {
-                let keeper = Arc::clone(&keeper);
+                let manager = Arc::clone(&manager);
                 tokio::spawn(async move {
-                    if let Err(error) = stream(connection, &keeper).await {
-                        tracing::debug!(%error, "a stream broke");
+                    if let Err(error) = serve_stream(connection, &manager).await {
+                        tracing::debug!(%error, "a stream failed");
                     }
                 });
             }
             Err(error) => {
-                tracing::warn!(%error, "a stream is not taken");
+                tracing::warn!(%error, "cannot accept a stream");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }
 }
 
-async fn stream(mut connection: UnixStream, keeper: &Keeper) -> io::Result<()> {
-    let open = tokio::time::timeout(PREAMBLE, read_open(&mut connection)).await;
+async fn serve_stream(mut connection: UnixStream, manager: &VmManager) -> io::Result<()> {
+    let open = tokio::time::timeout(PREAMBLE_TIMEOUT, read_open(&mut connection)).await;
     let open = open.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))?;
     let unknown = |error| io::Error::other(nacelle_base::Chain(&error).to_string());
     match open.stream() {
-        Stream::Port => return forward(connection, keeper, open.port).await,
-        Stream::Device => return take(connection, keeper, open).await,
+        Stream::Port => return forward(connection, manager, open.port).await,
+        Stream::Device => return receive_disk(connection, manager, open).await,
         Stream::Stdin if open.exec_id.is_empty() => {
-            return keeper.machine(&open.id).map_err(unknown)?.console.take_input(&mut connection).await;
+            return manager.find_vm(&open.id).map_err(unknown)?.console.copy_input(&mut connection).await;
         }
         Stream::Stdout if open.exec_id.is_empty() => {
-            return keeper.machine(&open.id).map_err(unknown)?.console.send_output(&mut connection).await;
+            return manager.find_vm(&open.id).map_err(unknown)?.console.copy_output(&mut connection).await;
         }
         // A VM has a single output.
         Stream::Stdin | Stream::Stderr | Stream::Unspecified if open.exec_id.is_empty() => return Ok(()),
         Stream::Stdin | Stream::Unspecified => return Ok(()),
         Stream::Stdout | Stream::Stderr => {}
     }
-    let command = keeper.command(&open.id, &open.exec_id).map_err(unknown)?;
+    let command = manager.find_command(&open.id, &open.exec_id).map_err(unknown)?;
     if open.stream() == Stream::Stdout {
-        match command.read_by(connection) {
+        match command.attach_reader(connection) {
             Ok(()) => return Ok(()),
-            Err(back) => connection = back,
+            Err(returned) => connection = returned,
         }
     }
-    let Some(done) = command.ended(FOREVER).await else { return Ok(()) };
+    let Some(done) = command.wait_for_end(NO_LIMIT).await else { return Ok(()) };
     let output = if open.stream() == Stream::Stdout { &done.0.stdout } else { &done.0.stderr };
     connection.write_all(output).await?;
     connection.shutdown().await
@@ -91,42 +91,42 @@ async fn read_open(connection: &mut UnixStream) -> io::Result<StreamOpen> {
     wire::decode(&payload).map_err(io::Error::other)
 }
 
-trait Both: AsyncRead + AsyncWrite + Unpin + Send {}
-impl<T: AsyncRead + AsyncWrite + Unpin + Send> Both for T {}
+trait ReadWrite: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> ReadWrite for T {}
 
-async fn forward(mut connection: UnixStream, keeper: &Keeper, port: u32) -> io::Result<()> {
-    let dialled = tokio::time::timeout(DIAL, dial(keeper, port)).await;
+async fn forward(mut connection: UnixStream, manager: &VmManager, port: u32) -> io::Result<()> {
+    let dialled = tokio::time::timeout(DIAL_TIMEOUT, dial(manager, port)).await;
     let dialled = dialled.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
-    answer(&mut connection, error).await?;
+    send_reply(&mut connection, error).await?;
     let mut port = dialled?;
-    tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, BUFFER, BUFFER).await.map(drop)
+    tokio::io::copy_bidirectional_with_sizes(&mut connection, &mut port, COPY_BUFFER, COPY_BUFFER).await.map(drop)
 }
 
-async fn answer(connection: &mut UnixStream, error: String) -> io::Result<()> {
-    let answer = StreamOpened { error }.encode_to_vec();
-    connection.write_u32_le(u32::try_from(answer.len()).map_err(io::Error::other)?).await?;
-    connection.write_all(&answer).await
+async fn send_reply(connection: &mut UnixStream, error: String) -> io::Result<()> {
+    let reply = StreamOpened { error }.encode_to_vec();
+    connection.write_u32_le(u32::try_from(reply.len()).map_err(io::Error::other)?).await?;
+    connection.write_all(&reply).await
 }
 
 /// Takes a disk for a VM that will be created, and releases it when the connection ends, unless a VM has taken it by then.
-async fn take(mut connection: UnixStream, keeper: &Keeper, open: StreamOpen) -> io::Result<()> {
+async fn receive_disk(mut connection: UnixStream, manager: &VmManager, open: StreamOpen) -> io::Result<()> {
     let received = connection.async_io(Interest::READABLE, || receive_descriptor(&connection));
-    let received = tokio::time::timeout(PREAMBLE, received).await;
+    let received = tokio::time::timeout(PREAMBLE_TIMEOUT, received).await;
     let file = File::from(received.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))?);
-    let number = match keeper.offer(open.id, open.device, file) {
+    let number = match manager.add_pending_disk(open.id, open.device, file) {
         Ok(number) => number,
         Err(error) => {
-            let told = nacelle_base::Chain(&error).to_string();
-            return answer(&mut connection, told).await;
+            let message = nacelle_base::Chain(&error).to_string();
+            return send_reply(&mut connection, message).await;
         }
     };
-    let answered = answer(&mut connection, String::new()).await;
+    let answered = send_reply(&mut connection, String::new()).await;
     if answered.is_ok() {
         // The peer sends nothing. The read ends with the connection, or with an error that means the same.
         let _ = connection.read(&mut [0]).await;
     }
-    keeper.withdraw(number);
+    manager.release_pending_disk(number);
     answered
 }
 
@@ -142,18 +142,18 @@ async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
 }
 
 /// Connects to the screen, or to a port of the guest at the pod's address.
-async fn dial(keeper: &Keeper, port: u32) -> io::Result<Box<dyn Both>> {
-    let screen = keeper.last().and_then(|machine| machine.screen());
+async fn dial(manager: &VmManager, port: u32) -> io::Result<Box<dyn ReadWrite>> {
+    let screen = manager.newest().and_then(|vm| vm.screen());
     if let Some(socket) = screen.filter(|_| port == SCREEN_PORT) {
         return Ok(Box::new(connect_unix(&socket).await?));
     }
     let port = u16::try_from(port).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
-    let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
-    for address in keeper.addresses() {
+    let mut last_error = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in manager.addresses() {
         match TcpStream::connect((address.as_str(), port)).await {
             Ok(stream) => return Ok(Box::new(stream)),
-            Err(error) => failed = error,
+            Err(error) => last_error = error,
         }
     }
-    Err(failed)
+    Err(last_error)
 }

@@ -1,13 +1,13 @@
 //! Implements the verbs of `exec POD -- @vm VERB`, by which users who have only `kubectl exec` control the VM itself.
 
-use crate::added;
 use crate::dump;
 use crate::error::KeeperError;
-use crate::guest_agent::Outcome;
-use crate::hold;
-use crate::machine::{Machine, State};
-use crate::runs::Order;
-use crate::snapshots::{self, Snapshot};
+use crate::guest_agent::CommandResult;
+use crate::hotplug;
+use crate::quiesce;
+use crate::restart::PowerRequest;
+use crate::snapshots::{self, VmSnapshot};
+use crate::vm::{PodVm, PodVmState};
 use nacelle_base::task::run_blocking;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -17,156 +17,157 @@ use tokio::sync::oneshot;
 /// The name that marks a command line as a verb instead of a program.
 const PROGRAM: &str = "@vm";
 /// The file of a screenshot while it is taken, in the directory of QEMU's sockets.
-const PICTURE: &str = "screen.png";
+const SCREENSHOT_FILE: &str = "screen.png";
 /// The maximum size of a screenshot in bytes.
-const MAX_PICTURE: u64 = 64 << 20;
+const MAX_SCREENSHOT_BYTES: u64 = 64 << 20;
 /// The maximum bytes of the guest's information about itself.
-const MAX_INFO: usize = 1 << 20;
+const MAX_GUEST_INFO_BYTES: usize = 1 << 20;
 
 /// The verbs and their help texts.
 const VERBS: &[(&str, &str)] = &[
-    ("status", "how the machine is, as JSON"),
-    ("running", "whether it runs, for a probe: nothing, or why not, and exit code 1"),
-    ("pause", "the processors stand still"),
-    ("unpause", "they go on"),
-    ("start", "one that is off, or on its way there, runs"),
-    ("stop", "the power button, and it stays off"),
-    ("restart", "the power button, and it runs again"),
-    ("power-off", "its power is taken; what follows is as after any end"),
-    ("reset", "as the button"),
-    ("soft-reboot", "the guest agent is asked to restart the system"),
-    ("power-button", "as the button: the system ends, if it listens"),
-    ("screenshot", "a picture of the screen, as PNG"),
-    ("memory-dump [FORMAT]", "the guest's memory, as elf or kdump-zlib, on standard output"),
-    ("snapshot NAME", "disks, memory and devices are kept under this name"),
-    ("restore NAME", "all is as it was then"),
-    ("snapshots", "those there are, as JSON"),
-    ("delete-snapshot NAME", "it is forgotten"),
-    ("volumes", "the disks that were added, as JSON"),
-    ("add-volume NAME=SIZE", "another disk, empty"),
-    ("remove-volume NAME", "one of these, with all that is on it"),
-    ("hold NAME", "as snapshot; then it stands still until nobody reads the output, and the snapshot goes"),
-    ("credentials JSON", "keys and passwords of users, which the guest agent gives them; the daemon says it"),
-    ("guest-ping", "whether the guest agent answers"),
-    ("guest-info", "what the guest agent says of the system, as JSON"),
-    ("help", "this"),
+    ("status", "report the VM's state as JSON"),
+    ("running", "for probes: succeed if the VM runs; otherwise print the state and exit with 1"),
+    ("pause", "pause the vCPUs"),
+    ("unpause", "resume the vCPUs"),
+    ("start", "start a VM that is stopped or stopping"),
+    ("stop", "press the power button; the VM stays stopped"),
+    ("restart", "press the power button; the VM starts again"),
+    ("power-off", "power the VM off at once; the run strategy decides what follows"),
+    ("reset", "reset the VM, like its reset button"),
+    ("soft-reboot", "request the guest agent to restart the system"),
+    ("power-button", "press the power button; the guest may ignore it"),
+    ("screenshot", "write the screen to standard output as PNG"),
+    ("memory-dump [FORMAT]", "write the guest's memory to standard output, as elf or kdump-zlib"),
+    ("snapshot NAME", "save disks, memory and devices under this name"),
+    ("restore NAME", "return to a snapshot"),
+    ("snapshots", "list the snapshots as JSON"),
+    ("delete-snapshot NAME", "delete a snapshot"),
+    ("volumes", "list the hot-plugged disks as JSON"),
+    ("add-volume NAME=SIZE", "hot-plug an empty disk"),
+    ("remove-volume NAME", "remove a hot-plugged disk and its data"),
+    ("hold NAME", "take a snapshot, keep the VM paused until the output is closed, and delete the snapshot"),
+    ("credentials JSON", "set SSH keys and passwords of users by the guest agent; sent by the daemon"),
+    ("guest-ping", "test whether the guest agent responds"),
+    ("guest-info", "report the guest agent's information about the system as JSON"),
+    ("help", "print this list"),
 ];
 
 /// Returns the verb of a command line and its argument, if it is one; the empty verb if it is unknown or missing.
-pub fn of(args: &[String]) -> Option<(&str, &str)> {
+pub fn parse_verb(args: &[String]) -> Option<(&str, &str)> {
     let (program, rest) = args.split_first()?;
     (program == PROGRAM).then_some(match rest {
         [verb] => (verb.as_str(), ""),
-        [verb, what] => (verb.as_str(), what.as_str()),
+        [verb, argument] => (verb.as_str(), argument.as_str()),
         _ => ("", ""),
     })
 }
 
 /// Returns whether the command is a verb whose answer is unbounded, and is sent to a stream while the verb runs.
-pub fn has_long_answer(args: &[String]) -> bool {
-    of(args).is_some_and(|(verb, _)| ["memory-dump", "hold"].contains(&verb))
+pub fn streams_output(args: &[String]) -> bool {
+    parse_verb(args).is_some_and(|(verb, _)| ["memory-dump", "hold"].contains(&verb))
 }
 
 fn help() -> String {
-    VERBS.iter().map(|(verb, what)| format!("{verb:<23}{what}\n")).collect()
+    VERBS.iter().map(|(verb, argument)| format!("{verb:<23}{argument}\n")).collect()
 }
 
-fn usage() -> Outcome {
-    Outcome { code: 2, stdout: Vec::new(), stderr: format!("{PROGRAM} VERB:\n{}", help()).into_bytes() }
+fn usage() -> CommandResult {
+    CommandResult { code: 2, stdout: Vec::new(), stderr: format!("{PROGRAM} VERB:\n{}", help()).into_bytes() }
 }
 
-async fn all_snapshots(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
-    let one = |snapshot: Snapshot| json!({ "name": snapshot.name, "taken": snapshot.taken, "bytes": snapshot.bytes });
-    let all: Vec<Value> = snapshots::list(machine).await?.into_iter().map(one).collect();
-    Ok(said(format!("{}\n", Value::Array(all))))
+async fn list_snapshots(vm: &Arc<PodVm>) -> Result<CommandResult, KeeperError> {
+    let one =
+        |snapshot: VmSnapshot| json!({ "name": snapshot.name, "taken": snapshot.taken_at, "bytes": snapshot.bytes });
+    let all: Vec<Value> = snapshots::list(vm).await?.into_iter().map(one).collect();
+    Ok(success(format!("{}\n", Value::Array(all))))
 }
 
-fn said(text: String) -> Outcome {
-    Outcome { stdout: text.into_bytes(), ..Outcome::default() }
+fn success(text: String) -> CommandResult {
+    CommandResult { stdout: text.into_bytes(), ..CommandResult::default() }
 }
 
 /// Runs a verb. A long answer goes to the stream from `reader`.
 pub async fn run(
-    machine: &Arc<Machine>,
-    (verb, what): (&str, &str),
+    vm: &Arc<PodVm>,
+    (verb, argument): (&str, &str),
     reader: oneshot::Receiver<UnixStream>,
-) -> Result<Outcome, KeeperError> {
-    let qemu = async |command: &str| machine.ask(command, Value::Null).await.map(|_| Outcome::default());
+) -> Result<CommandResult, KeeperError> {
+    let qemu = async |command: &str| vm.execute(command, Value::Null).await.map(|_| CommandResult::default());
     match verb {
-        "snapshot" => snapshots::save(machine, what).await.map(|()| Outcome::default()),
-        "restore" => snapshots::load(machine, what).await.map(|()| Outcome::default()),
-        "delete-snapshot" => snapshots::delete(machine, what).await.map(|()| Outcome::default()),
-        "add-volume" => whole(machine, what, added::add).await,
-        "remove-volume" => whole(machine, what, added::remove).await,
-        "hold" => hold::hold(machine, what, reader).await.map(|()| Outcome::default()),
+        "snapshot" => snapshots::save(vm, argument).await.map(|()| CommandResult::default()),
+        "restore" => snapshots::load(vm, argument).await.map(|()| CommandResult::default()),
+        "delete-snapshot" => snapshots::delete(vm, argument).await.map(|()| CommandResult::default()),
+        "add-volume" => run_to_end(vm, argument, hotplug::add).await,
+        "remove-volume" => run_to_end(vm, argument, hotplug::remove).await,
+        "hold" => quiesce::quiesce(vm, argument, reader).await.map(|()| CommandResult::default()),
         "credentials" => {
-            let live = machine.live()?;
-            live.given.give(&live.agent, what).await
+            let qemu = vm.qemu()?;
+            qemu.credentials.install(&qemu.agent, argument).await
         }
-        "memory-dump" => dump::dump(machine, what, reader).await.map(|()| Outcome::default()),
-        _ if !what.is_empty() => Ok(usage()),
-        "snapshots" => all_snapshots(machine).await,
-        "volumes" => Ok(said(format!("{}\n", added::list(machine).await))),
-        "status" => status(machine).await,
-        "running" => Ok(running(phase(machine).await?.0)),
+        "memory-dump" => dump::dump_memory(vm, argument, reader).await.map(|()| CommandResult::default()),
+        _ if !argument.is_empty() => Ok(usage()),
+        "snapshots" => list_snapshots(vm).await,
+        "volumes" => Ok(success(format!("{}\n", hotplug::list(vm).await))),
+        "status" => status(vm).await,
+        "running" => Ok(probe_result(phase(vm).await?.0)),
         "pause" => qemu("stop").await,
         "unpause" => qemu("cont").await,
         "start" => {
-            machine.switch_on();
-            Ok(Outcome::default())
+            vm.power_on();
+            Ok(CommandResult::default())
         }
-        "stop" => switch(machine, Order::Off),
-        "restart" => switch(machine, Order::Again),
-        "power-off" => machine.power_off().map(|()| Outcome::default()),
+        "stop" => request_power(vm, PowerRequest::Stop),
+        "restart" => request_power(vm, PowerRequest::Restart),
+        "power-off" => vm.power_off().map(|()| CommandResult::default()),
         "reset" => qemu("system_reset").await,
         "power-button" => qemu("system_powerdown").await,
-        "soft-reboot" => soft_reboot(machine).await,
-        "screenshot" => screenshot(machine).await,
-        "guest-ping" => machine.ask_guest("guest-ping", Value::Null).await.map(|_| Outcome::default()),
-        "guest-info" => guest_info(machine).await,
-        "help" => Ok(said(help())),
+        "soft-reboot" => soft_reboot(vm).await,
+        "screenshot" => screenshot(vm).await,
+        "guest-ping" => vm.guest_command("guest-ping", Value::Null).await.map(|_| CommandResult::default()),
+        "guest-info" => guest_info(vm).await,
+        "help" => Ok(success(help())),
         _ => Ok(usage()),
     }
 }
 
 /// Runs a verb to its end even if the caller is gone.
-async fn whole<F: Future<Output = Result<(), KeeperError>> + Send + 'static>(
-    machine: &Arc<Machine>,
-    what: &str,
-    verb: impl FnOnce(Arc<Machine>, String) -> F,
-) -> Result<Outcome, KeeperError> {
-    let doing = verb(Arc::clone(machine), what.to_owned());
-    let done = tokio::spawn(doing).await;
-    let given_up = |error| KeeperError::Resources { what: "a task", source: std::io::Error::other(error) };
-    done.map_err(given_up)?.map(|()| Outcome::default())
+async fn run_to_end<F: Future<Output = Result<(), KeeperError>> + Send + 'static>(
+    vm: &Arc<PodVm>,
+    argument: &str,
+    verb: impl FnOnce(Arc<PodVm>, String) -> F,
+) -> Result<CommandResult, KeeperError> {
+    let task = verb(Arc::clone(vm), argument.to_owned());
+    let done = tokio::spawn(task).await;
+    let task_failed = |error| KeeperError::Resource { what: "finish a task", source: std::io::Error::other(error) };
+    done.map_err(task_failed)?.map(|()| CommandResult::default())
 }
 
 /// Sets the target state; a running VM is stopped by its power button. Only a VM that outlives its pod can be stopped.
-fn switch(machine: &Arc<Machine>, order: Order) -> Result<Outcome, KeeperError> {
-    if machine.document.strategy.is_none() && order == Order::Off {
-        let hint = "its end is its container's: stop that, or name the machine (vm.nacelle.dev/name)";
-        return Err(KeeperError::Unsupported { what: "be off", hint });
+fn request_power(vm: &Arc<PodVm>, request: PowerRequest) -> Result<CommandResult, KeeperError> {
+    if vm.document.strategy.is_none() && request == PowerRequest::Stop {
+        let hint = "it ends with its container: stop that, or make the VM persistent by a name (vm.nacelle.dev/name)";
+        return Err(KeeperError::Unsupported { what: "stay stopped", hint });
     }
-    machine.order(order);
-    machine.press();
-    Ok(Outcome::default())
+    vm.request_power(request);
+    vm.press_power_button();
+    Ok(CommandResult::default())
 }
 
 /// Returns the state in KubeVirt's terms and, if the VM is on, in QEMU's.
-async fn phase(machine: &Machine) -> Result<(&'static str, Option<Value>), KeeperError> {
-    match machine.state() {
-        State::Off => return Ok(("Stopped", None)),
-        State::Crashing => return Ok(("CrashLoopBackOff", None)),
-        State::Created | State::Starting => return Ok(("Starting", None)),
-        State::Ended(_) => return Ok(("Succeeded", None)),
-        State::Running => {}
+async fn phase(vm: &PodVm) -> Result<(&'static str, Option<Value>), KeeperError> {
+    match vm.state() {
+        PodVmState::Stopped => return Ok(("Stopped", None)),
+        PodVmState::CrashLoopBackOff => return Ok(("CrashLoopBackOff", None)),
+        PodVmState::Created | PodVmState::Starting => return Ok(("Starting", None)),
+        PodVmState::Ended(_) => return Ok(("Succeeded", None)),
+        PodVmState::Running => {}
     }
-    let told = match machine.ask("query-status", Value::Null).await {
+    let reply = match vm.execute("query-status", Value::Null).await {
         // The VM ended during the request.
-        Err(KeeperError::Gone { .. }) => return Ok(("Stopping", None)),
-        told => told?,
+        Err(KeeperError::Disconnected { .. }) => return Ok(("Stopping", None)),
+        reply => reply?,
     };
-    let qemu = told.get("status").cloned().unwrap_or_default();
+    let qemu = reply.get("status").cloned().unwrap_or_default();
     let phase = match qemu.as_str() {
         Some("paused" | "prelaunch" | "suspended") => "Paused",
         _ => "Running",
@@ -174,77 +175,77 @@ async fn phase(machine: &Machine) -> Result<(&'static str, Option<Value>), Keepe
     Ok((phase, Some(qemu)))
 }
 
-async fn status(machine: &Machine) -> Result<Outcome, KeeperError> {
-    let mut status = match phase(machine).await? {
+async fn status(vm: &PodVm) -> Result<CommandResult, KeeperError> {
+    let mut status = match phase(vm).await? {
         (phase, None) => json!({ "phase": phase, "agentConnected": false }),
         (phase, Some(qemu)) => {
-            let accelerated = machine.ask("query-kvm", Value::Null).await?;
+            let accelerated = vm.execute("query-kvm", Value::Null).await?;
             json!({
                 "phase": phase,
                 "qemu": qemu,
-                "agentConnected": machine.ask_guest("guest-ping", Value::Null).await.is_ok(),
+                "agentConnected": vm.guest_command("guest-ping", Value::Null).await.is_ok(),
                 "softwareEmulation": accelerated.get("enabled") != Some(&json!(true)),
             })
         }
     };
-    if let Some(said) = machine.live().ok().and_then(|live| live.given.said()) {
-        status["credentials"] = json!(said);
+    if let Some(result) = vm.qemu().ok().and_then(|qemu| qemu.credentials.last_result()) {
+        status["credentials"] = json!(result);
     }
-    Ok(said(format!("{status}\n")))
+    Ok(success(format!("{status}\n")))
 }
 
 /// Returns the result of a readiness probe: a pod whose VM is stopped or paused is not Ready.
-fn running(phase: &str) -> Outcome {
+fn probe_result(phase: &str) -> CommandResult {
     if phase == "Running" {
-        return Outcome::default();
+        return CommandResult::default();
     }
-    Outcome { code: 1, stderr: format!("the machine is {phase}\n").into_bytes(), ..Outcome::default() }
+    CommandResult { code: 1, stderr: format!("the VM is {phase}\n").into_bytes(), ..CommandResult::default() }
 }
 
-async fn soft_reboot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
-    match machine.ask_guest("guest-shutdown", json!({ "mode": "reboot" })).await {
+async fn soft_reboot(vm: &Arc<PodVm>) -> Result<CommandResult, KeeperError> {
+    match vm.guest_command("guest-shutdown", json!({ "mode": "reboot" })).await {
         // A guest that shuts down may not answer any more.
-        Err(KeeperError::TooSlow { command, .. }) if command == "guest-shutdown" => Ok(Outcome::default()),
+        Err(KeeperError::Timeout { command, .. }) if command == "guest-shutdown" => Ok(CommandResult::default()),
         Err(error) => Err(error),
-        Ok(_) => Ok(Outcome::default()),
+        Ok(_) => Ok(CommandResult::default()),
     }
 }
 
-async fn screenshot(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
-    let Some(socket) = machine.screen() else {
-        let hint = "it has no screen: say domain.devices.autoattachGraphicsDevice";
-        return Err(KeeperError::Unsupported { what: "show its screen", hint });
+async fn screenshot(vm: &Arc<PodVm>) -> Result<CommandResult, KeeperError> {
+    let Some(socket) = vm.screen() else {
+        let hint = "it has no screen; set domain.devices.autoattachGraphicsDevice";
+        return Err(KeeperError::Unsupported { what: "take a screenshot", hint });
     };
-    let path = socket.with_file_name(PICTURE);
-    machine.ask("screendump", json!({ "filename": path, "format": "png" })).await?;
+    let path = socket.with_file_name(SCREENSHOT_FILE);
+    vm.execute("screendump", json!({ "filename": path, "format": "png" })).await?;
     run_blocking("read the screenshot", move || {
         let failed = |source| KeeperError::File { what: "read", path: path.clone(), source };
         let length = std::fs::metadata(&path).map_err(failed)?.len();
-        if length > MAX_PICTURE {
+        if length > MAX_SCREENSHOT_BYTES {
             return Err(failed(std::io::ErrorKind::FileTooLarge.into()));
         }
-        let picture = std::fs::read(&path).map_err(failed)?;
+        let image = std::fs::read(&path).map_err(failed)?;
         std::fs::remove_file(&path).map_err(failed)?;
-        Ok(Outcome { stdout: picture, ..Outcome::default() })
+        Ok(CommandResult { stdout: image, ..CommandResult::default() })
     })
     .await?
 }
 
 /// Returns the guest's information about itself, bounded.
-fn info(os: &Value, name: &Value, interfaces: &Value) -> Result<Outcome, KeeperError> {
+fn format_guest_info(os: &Value, name: &Value, interfaces: &Value) -> Result<CommandResult, KeeperError> {
     let info = format!("{}\n", json!({ "os": os, "hostname": name.get("host-name"), "interfaces": interfaces }));
-    if info.len() > MAX_INFO {
+    if info.len() > MAX_GUEST_INFO_BYTES {
         let command = "guest-network-get-interfaces".to_owned();
-        return Err(KeeperError::Garbled { whom: "the guest agent", command, what: "more than 1 MiB" });
+        return Err(KeeperError::MalformedReply { peer: "the guest agent", command, what: "more than 1 MiB" });
     }
-    Ok(said(info))
+    Ok(success(info))
 }
 
-async fn guest_info(machine: &Arc<Machine>) -> Result<Outcome, KeeperError> {
-    let system = machine.ask_guest("guest-get-osinfo", Value::Null).await?;
-    let name = machine.ask_guest("guest-get-host-name", Value::Null).await?;
-    let interfaces = machine.ask_guest("guest-network-get-interfaces", Value::Null).await?;
-    info(&system, &name, &interfaces)
+async fn guest_info(vm: &Arc<PodVm>) -> Result<CommandResult, KeeperError> {
+    let system = vm.guest_command("guest-get-osinfo", Value::Null).await?;
+    let name = vm.guest_command("guest-get-host-name", Value::Null).await?;
+    let interfaces = vm.guest_command("guest-network-get-interfaces", Value::Null).await?;
+    format_guest_info(&system, &name, &interfaces)
 }
 
 #[cfg(test)]
@@ -252,10 +253,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_verb_is_told_from_a_program() {
+    fn a_verb_is_distinguished_from_a_program() {
         let verb = |words: &[&str]| {
             let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
-            of(&words).map(|(verb, what)| format!("{verb}:{what}"))
+            parse_verb(&words).map(|(verb, argument)| format!("{verb}:{argument}"))
         };
         assert_eq!(verb(&["@vm", "pause"]).as_deref(), Some("pause:"));
         assert_eq!(verb(&["@vm"]).as_deref(), Some(":"));
@@ -263,26 +264,27 @@ mod tests {
         assert_eq!(verb(&["@vm", "snapshot", "a", "b"]).as_deref(), Some(":"));
         assert_eq!(verb(&["/bin/vm", "pause"]), None);
         assert_eq!(verb(&[]), None);
-        let long = |words: &[&str]| has_long_answer(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
+        let long = |words: &[&str]| streams_output(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
         assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
         assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
     }
 
     #[test]
-    fn a_probe_is_told_whether_it_runs() {
-        assert_eq!(running("Running"), Outcome::default());
+    fn a_probe_succeeds_only_for_a_running_vm() {
+        assert_eq!(probe_result("Running"), CommandResult::default());
         for phase in ["Paused", "Stopped", "CrashLoopBackOff", "Starting", "Stopping", "Succeeded"] {
-            let told = running(phase);
-            assert_eq!((told.code, told.stderr), (1, format!("the machine is {phase}\n").into_bytes()));
+            let reply = probe_result(phase);
+            assert_eq!((reply.code, reply.stderr), (1, format!("the VM is {phase}\n").into_bytes()));
         }
     }
 
     #[test]
-    fn what_a_guest_says_of_itself_is_bounded() {
-        let told = info(&json!({ "id": "debian" }), &json!({ "host-name": "db" }), &json!([])).unwrap();
-        let told: Value = serde_json::from_slice(&told.stdout).unwrap();
-        assert_eq!((&told["os"]["id"], &told["hostname"]), (&json!("debian"), &json!("db")));
-        let error = info(&Value::Null, &Value::Null, &json!("x".repeat(MAX_INFO))).unwrap_err();
+    fn guest_information_is_bounded() {
+        let reply = format_guest_info(&json!({ "id": "debian" }), &json!({ "host-name": "db" }), &json!([])).unwrap();
+        let reply: Value = serde_json::from_slice(&reply.stdout).unwrap();
+        assert_eq!((&reply["os"]["id"], &reply["hostname"]), (&json!("debian"), &json!("db")));
+        let error =
+            format_guest_info(&Value::Null, &Value::Null, &json!("x".repeat(MAX_GUEST_INFO_BYTES))).unwrap_err();
         assert!(error.to_string().contains("more than 1 MiB"), "{error}");
     }
 }

@@ -10,7 +10,7 @@ use crate::cdi;
 use crate::profile;
 use nacelle_base::Kind;
 use nacelle_base::task::run_blocking;
-use nacelle_keeper::has_long_answer;
+use nacelle_keeper::streams_output;
 use nacelle_machines::machine_pod::{check_container, check_volumes};
 use nacelle_model::container::ContainerImage;
 use nacelle_model::record::ContainerRecord;
@@ -150,7 +150,7 @@ impl Cri {
         if request.cmd.is_empty() {
             return Err(refuse(Kind::Invalid, "cmd is missing"));
         }
-        if has_long_answer(&request.cmd) && self.node.container(id).map_err(status)?.1.pod.config.machine.is_some() {
+        if streams_output(&request.cmd) && self.node.container(id).map_err(status)?.1.pod.config.machine.is_some() {
             let message = "cmd: ExecSync answers 16 MiB at most, and this is longer: ask by Exec (crictl exec, kubectl exec), or by nacelle vm";
             return Err(refuse(Kind::Invalid, message));
         }

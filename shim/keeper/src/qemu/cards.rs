@@ -1,13 +1,13 @@
 //! Builds QEMU's arguments for network cards. The functions are pure.
 
-use super::{Args, Opt};
-use crate::network::hex;
+use super::{Opt, QemuArgs};
+use crate::network::format_mac;
 use nacelle_model::machine::{Board, CardModel};
 use std::os::fd::RawFd;
 
 /// A network card.
 #[derive(Debug)]
-pub struct Card {
+pub struct NetworkCard {
     /// The queues of the card's tap.
     pub taps: Vec<RawFd>,
     /// The card's model.
@@ -21,17 +21,17 @@ pub struct Card {
 }
 
 /// Adds all cards with their backends.
-pub(super) fn cards(args: &mut Args, cards: &[Card], board: Board) {
+pub(super) fn add_cards(args: &mut QemuArgs, cards: &[NetworkCard], board: Board) {
     for (n, card) in cards.iter().enumerate() {
         let name = format!("net{n}");
         let tap = Opt::new("tap").set("id", &name);
-        let several = card.taps.len() > 1;
+        let has_queues = card.taps.len() > 1;
         let numbers = card.taps.iter().map(ToString::to_string).collect::<Vec<_>>().join(":");
-        args.add("netdev", tap.set(if several { "fds" } else { "fd" }, numbers).set("vhost", "off"));
-        let device = model(args, card.model).set("netdev", &name).set("mac", hex(&card.mac));
-        let device = device.set_if("mq", several.then_some("on"));
+        args.add("netdev", tap.set(if has_queues { "fds" } else { "fd" }, numbers).set("vhost", "off"));
+        let device = card_model(args, card.model).set("netdev", &name).set("mac", format_mac(&card.mac));
+        let device = device.set_if("mq", has_queues.then_some("on"));
         // On PCI: one interrupt per queue and direction, one for configuration changes, and one for the control queue.
-        let vectors = (several && board != Board::Microvm).then(|| card.taps.len() * 2 + 2);
+        let vectors = (has_queues && board != Board::Microvm).then(|| card.taps.len() * 2 + 2);
         let mtu = (card.model == CardModel::Virtio && card.mtu > 0).then_some(card.mtu);
         // No option ROM unless the VM boots from the card. Only PCI cards have one.
         let program = (card.boot_order.is_none() && board != Board::Microvm).then_some("");
@@ -40,7 +40,7 @@ pub(super) fn cards(args: &mut Args, cards: &[Card], board: Board) {
     }
 }
 
-fn model(args: &mut Args, model: CardModel) -> Opt {
+fn card_model(args: &mut QemuArgs, model: CardModel) -> Opt {
     match model {
         CardModel::Virtio => args.virtio("virtio-net"),
         CardModel::E1000 => Opt::new("e1000"),
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn each_card_has_its_tap_with_all_its_queues() {
-        let card = |taps: &[RawFd], model| Card {
+        let card = |taps: &[RawFd], model| NetworkCard {
             taps: taps.to_vec(),
             model,
             mac: [2, 0, 0, 0, 0, 1],
@@ -63,8 +63,8 @@ mod tests {
             boot_order: None,
         };
         let words = |board: Board| {
-            let mut args = Args { words: Vec::new(), places: board.places() };
-            cards(&mut args, &[card(&[7, 8], CardModel::Virtio), card(&[9], CardModel::E1000)], board);
+            let mut args = QemuArgs { words: Vec::new(), free_slots: board.places() };
+            add_cards(&mut args, &[card(&[7, 8], CardModel::Virtio), card(&[9], CardModel::E1000)], board);
             args.words
         };
         let pci = words(Board::Q35);

@@ -2,13 +2,13 @@
 //! "memory-backend-memfd" and "vhost-user-fs-pci"). The file-server process accesses the guest's memory directly, so the memory
 //! must be shared. The functions are pure.
 
-use super::{Args, Opt};
+use super::{Opt, QemuArgs};
 use nacelle_base::share::QUEUE_SIZE;
 use nacelle_model::machine::MachineDocument;
 use std::path::PathBuf;
 
 /// Adds the VM's memory.
-pub(super) fn memory(args: &mut Args, document: &MachineDocument) {
+pub(super) fn add_memory(args: &mut QemuArgs, document: &MachineDocument) {
     let memory = format!("{}M", document.memory_mib);
     args.add("m", Opt::new(&memory));
     let shared = !document.filesystems.is_empty();
@@ -27,7 +27,7 @@ pub(super) fn memory(args: &mut Args, document: &MachineDocument) {
 }
 
 /// Adds the devices of the file systems at these sockets.
-pub(super) fn filesystems(args: &mut Args, document: &MachineDocument, sockets: &[PathBuf]) {
+pub(super) fn add_filesystems(args: &mut QemuArgs, document: &MachineDocument, sockets: &[PathBuf]) {
     for (n, (filesystem, socket)) in document.filesystems.iter().zip(sockets).enumerate() {
         let id = format!("share{n}");
         args.add("chardev", Opt::new("socket").set("id", &id).set("path", socket.display()));

@@ -7,7 +7,7 @@ use crate::machine_pod;
 use crate::runtime::{MachinePodView, PodRuntime, PodRuntimeError};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, ContainerId, PodId};
-use nacelle_keeper::NOBODY as NO_GUEST_AGENT;
+use nacelle_keeper::NO_GUEST_AGENT;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Credentials;
 use nacelle_model::machine_pod::MachinePod;

@@ -4,7 +4,7 @@
 use nacelle_base::json;
 use nacelle_image::{ArtifactKind, Reference};
 use nacelle_keeper::qcow2::MAX_SIZE;
-use nacelle_keeper::{Added, read_added};
+use nacelle_keeper::{HotplugDisk, parse_hotplug_list};
 use nacelle_model::digest::{Digest, ImageId};
 use nacelle_model::record::VmRecord;
 use serde::{Deserialize, Serialize};
@@ -262,7 +262,7 @@ impl ExportedVm {
         }
         // Checked as the keeper reads it.
         let added = serde_json::to_vec(&self.added_disks())?;
-        if read_added(&added).is_err() {
+        if parse_hotplug_list(&added).is_err() {
             return invalid_field("files[]", self.added_disks().len(), "the added disks conflict with each other");
         }
         if names.contains(&format!("{FIRMWARE_VARIABLES}.qcow2")) != names.contains(FIRMWARE_VARIABLES) {
@@ -290,10 +290,10 @@ impl ExportedVm {
     }
 
     /// Returns the hot-plugged disks.
-    pub fn added_disks(&self) -> Vec<Added> {
+    pub fn added_disks(&self) -> Vec<HotplugDisk> {
         let one = |file: &ExportedFile| match &file.kind {
             FileKind::AddedDisk { name, slot, bytes } => {
-                Some(Added { name: name.clone(), place: *slot, bytes: *bytes })
+                Some(HotplugDisk { name: name.clone(), slot: *slot, bytes: *bytes })
             }
             _ => None,
         };

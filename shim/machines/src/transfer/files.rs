@@ -7,7 +7,7 @@ use nacelle_base::files::{FileError, at};
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_keeper::qcow2::{self, Format};
-use nacelle_keeper::{ADDED, Added, read_added};
+use nacelle_keeper::{HOTPLUG_LIST, HotplugDisk, parse_hotplug_list};
 use nacelle_model::record::VmRecord;
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
@@ -60,7 +60,7 @@ pub(super) fn list_files(dir: &JailedDir, record: &VmRecord) -> Result<VmFiles, 
             "efi-variables.qcow2" => continue,
             name => {
                 if let Some(disk) = added.iter().find(|disk| disk.file() == name).cloned() {
-                    let Added { name: disk, place: slot, bytes } = disk;
+                    let HotplugDisk { name: disk, slot, bytes } = disk;
                     files.push((FileKind::AddedDisk { name: disk, slot, bytes }, name.to_owned()));
                     continue;
                 }
@@ -90,10 +90,10 @@ pub(super) fn list_files(dir: &JailedDir, record: &VmRecord) -> Result<VmFiles, 
 }
 
 /// Returns the hot-plugged disks.
-fn read_added_disks(dir: &JailedDir) -> Result<Vec<Added>, TransferError> {
-    let Some(text) = dir.read(ADDED, MAX_ADDED_LIST)? else { return Ok(Vec::new()) };
+fn read_added_disks(dir: &JailedDir) -> Result<Vec<HotplugDisk>, TransferError> {
+    let Some(text) = dir.read(HOTPLUG_LIST, MAX_ADDED_LIST)? else { return Ok(Vec::new()) };
     let rule = "the list of added disks is invalid";
-    read_added(&text).map_err(|_error| TransferError::Disk { disk: ADDED.to_owned(), rule })
+    parse_hotplug_list(&text).map_err(|_error| TransferError::Disk { disk: HOTPLUG_LIST.to_owned(), rule })
 }
 
 /// Returns the backing image of a disk, if it has one.
@@ -112,7 +112,7 @@ pub(super) fn inspect_qcow2(
     path: &Path,
 ) -> Result<Result<(u64, Vec<String>), qcow2::Refusal>, FileError> {
     let head = read_at_most(file, 0, qcow2::HEADER as u64).map_err(at("read", path))?;
-    let size = match qcow2::format(&head) {
+    let size = match qcow2::detect_format(&head) {
         Ok(Format::Qcow2 { size }) => size,
         Ok(Format::Raw) => return Ok(Err("a qcow2 file is expected")),
         Err(rule) => return Ok(Err(rule)),

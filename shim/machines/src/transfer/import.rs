@@ -9,7 +9,7 @@ use crate::vms::{self, VmLock};
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_image::{Artifacts, Descriptor};
-use nacelle_keeper::ADDED;
+use nacelle_keeper::HOTPLUG_LIST;
 use nacelle_model::digest::Digest;
 use nacelle_model::record::VmRecord;
 use std::fs::OpenOptions;
@@ -151,7 +151,7 @@ fn write_metadata(exported: &ExportedVm, directory: &Path) -> Result<(), FileErr
     let added = exported.added_disks();
     if !added.is_empty() {
         let text = serde_json::to_vec(&added).map_err(|error| at("write", directory)(error.into()))?;
-        write_whole(&directory.join(ADDED), &text)?;
+        write_whole(&directory.join(HOTPLUG_LIST), &text)?;
     }
     if exported.secure_boot {
         write_whole(&directory.join("efi-secure"), b"")?;

@@ -100,7 +100,7 @@ mod tests {
         fs::create_dir(directory.path().join("copy")).unwrap();
         let from = directory.path().join("vm");
         fs::create_dir(&from).unwrap();
-        fs::write(from.join("disk0.qcow2"), qcow2::empty(1 << 20)).unwrap();
+        fs::write(from.join("disk0.qcow2"), qcow2::empty_image(1 << 20)).unwrap();
         symlink("/etc/shadow", from.join("disk1.qcow2")).unwrap();
         symlink("disk0.qcow2", from.join("disk2.qcow2")).unwrap();
         nix::unistd::mkfifo(&from.join("disk3.qcow2"), Mode::S_IRWXU).unwrap();
@@ -114,7 +114,7 @@ mod tests {
         let listed = copy_files(&from, &record, &directory.path().join("copy")).unwrap();
         let names: Vec<&str> = listed.files.iter().map(|(_, name)| name.as_str()).collect();
         assert_eq!(names, ["disk0.qcow2"]);
-        assert_eq!(open_file(&listed.dir, "disk0.qcow2").unwrap().1, qcow2::empty(1 << 20).len() as u64);
+        assert_eq!(open_file(&listed.dir, "disk0.qcow2").unwrap().1, qcow2::empty_image(1 << 20).len() as u64);
     }
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn an_oversized_or_irregular_metadata_file_fails_the_export() {
-        for (name, bytes) in [("disk0.image", 129), (nacelle_keeper::ADDED, (64 << 10) + 1)] {
+        for (name, bytes) in [("disk0.image", 129), (nacelle_keeper::HOTPLUG_LIST, (64 << 10) + 1)] {
             let (directory, from, record) = hostile();
             let file = directory.path().join("vm").join(name);
             fs::write(&file, vec![b' '; bytes]).unwrap();

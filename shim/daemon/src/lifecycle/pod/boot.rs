@@ -26,7 +26,6 @@ use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 

@@ -1,11 +1,11 @@
 //! Builds QEMU's arguments for threads and queues of disks, and for disks that several VMs write to (QEMU's manual, "iothread",
 //! and the disk properties "iothread", "num-queues", "share-rw"). The functions are pure.
 
-use super::{Args, Opt};
+use super::{Opt, QemuArgs};
 use nacelle_model::machine::{Bus, Disk, MachineDocument};
 
 /// Adds the threads of disks besides the main thread.
-pub(super) fn threads(args: &mut Args, document: &MachineDocument) {
+pub(super) fn add_iothreads(args: &mut QemuArgs, document: &MachineDocument) {
     let last = document.disks.iter().filter_map(|disk| disk.serving.thread).max();
     for thread in 0..last.map_or(0, |last| last + 1) {
         args.add("object", Opt::new("iothread").set("id", format!("thread{thread}")));
@@ -13,7 +13,7 @@ pub(super) fn threads(args: &mut Args, document: &MachineDocument) {
 }
 
 /// Sets the properties of a disk's device.
-pub(super) fn serving(device: Opt, disk: &Disk, processors: u32) -> Opt {
+pub(super) fn set_disk_properties(device: Opt, disk: &Disk, processors: u32) -> Opt {
     let virtio = disk.bus == Bus::Virtio;
     let thread = disk.serving.thread.filter(|_| virtio).map(|thread| format!("thread{thread}"));
     let queues = (disk.serving.queues && virtio).then_some(processors);
@@ -22,7 +22,7 @@ pub(super) fn serving(device: Opt, disk: &Disk, processors: u32) -> Opt {
 }
 
 /// Sets the properties of a disk's own controller.
-pub(super) fn controller(controller: Opt, disk: &Disk, processors: u32) -> Opt {
+pub(super) fn set_controller_queues(controller: Opt, disk: &Disk, processors: u32) -> Opt {
     controller.set_if("num_queues", disk.serving.queues.then_some(processors))
 }
 
@@ -33,24 +33,24 @@ mod tests {
     use nacelle_model::machine::{DiskSource, Serving};
 
     #[test]
-    fn a_disk_is_served_as_it_is_said() {
-        let said = |bus, serving| {
+    fn disk_properties_follow_the_specification() {
+        let non_empty = |bus, serving| {
             let disk = Disk { bus, serving, ..sample("a", DiskSource::Empty { bytes: 512 }) };
-            (serving_of(&disk), controller(Opt::new("c"), &disk, 4).0)
+            (serving_of(&disk), set_controller_queues(Opt::new("c"), &disk, 4).0)
         };
         fn serving_of(disk: &Disk) -> String {
-            serving(Opt::new("d"), disk, 4).0
+            set_disk_properties(Opt::new("d"), disk, 4).0
         }
         let all = Serving { thread: Some(1), queues: true, shared: true };
-        assert_eq!(said(Bus::Virtio, all).0, "d,iothread=thread1,num-queues=4,share-rw=on");
-        assert_eq!(said(Bus::Scsi, all), ("d,share-rw=on".into(), "c,num_queues=4".into()));
-        assert_eq!(said(Bus::Virtio, Serving::default()), ("d".into(), "c".into()));
+        assert_eq!(non_empty(Bus::Virtio, all).0, "d,iothread=thread1,num-queues=4,share-rw=on");
+        assert_eq!(non_empty(Bus::Scsi, all), ("d,share-rw=on".into(), "c,num_queues=4".into()));
+        assert_eq!(non_empty(Bus::Virtio, Serving::default()), ("d".into(), "c".into()));
     }
 
     #[test]
-    fn there_are_as_many_threads_as_disks_name() {
-        let told = |threads_of: &[Option<u32>]| {
-            let mut args = Args { words: Vec::new(), places: None };
+    fn there_are_as_many_iothreads_as_disks_name() {
+        let values = |threads_of: &[Option<u32>]| {
+            let mut args = QemuArgs { words: Vec::new(), free_slots: None };
             let mut document = crate::qemu::tests::document();
             document.disks = threads_of
                 .iter()
@@ -59,12 +59,12 @@ mod tests {
                     Disk { serving, ..sample("a", DiskSource::Empty { bytes: 512 }) }
                 })
                 .collect();
-            threads(&mut args, &document);
+            add_iothreads(&mut args, &document);
             args.words
         };
-        assert!(told(&[None]).is_empty());
+        assert!(values(&[None]).is_empty());
         assert_eq!(
-            told(&[Some(1), None, Some(0)]),
+            values(&[Some(1), None, Some(0)]),
             ["-object", "iothread,id=thread0", "-object", "iothread,id=thread1"]
         );
     }

@@ -21,7 +21,7 @@ const PROTOCOL: u32 = 1;
 
 /// The arguments and descriptors from the pod process.
 #[derive(Debug)]
-pub struct Place {
+pub struct StartupResources {
     /// The pod's directory on the node, for sockets.
     pub directory: PathBuf,
     /// The directory of the node for disks.
@@ -31,7 +31,7 @@ pub struct Place {
     /// The accelerator that QEMU uses.
     pub accelerator: Accelerator,
     /// The connection to the pod process.
-    pub host: UnixStream,
+    pub connection: UnixStream,
     /// The listener of the service.
     pub rpc: UnixListener,
     /// The listener of the streams.
@@ -44,11 +44,11 @@ pub struct Place {
     pub shares: Vec<[UnixStream; QUEUES]>,
 }
 
-impl Place {
+impl StartupResources {
     /// Parses the arguments: the pod's directory, the directory for disks, QEMU, `kvm` or `tcg`, the number of directories of the
     /// node that are shared with the guest, and descriptor numbers: handshake, service, streams; for each interface its tap (its
     /// queues, separated by colons) and its packet socket; for each shared directory its streams.
-    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<Place> {
+    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Option<StartupResources> {
         let mut arguments = arguments.into_iter();
         let mut path = || arguments.next().map(PathBuf::from).filter(|path| path.is_absolute());
         let (directory, scratch, qemu) = (path()?, path()?, path()?);
@@ -58,22 +58,22 @@ impl Place {
             _ => return None,
         };
         let shared: usize = arguments.next()?.parse().ok()?;
-        let word = |word: String| word.split(':').map(|number| number.parse().ok()).collect::<Option<Vec<RawFd>>>();
-        let words: Vec<Vec<RawFd>> = arguments.map(word).collect::<Option<_>>()?;
-        let numbers: Vec<RawFd> = words.concat();
+        let group = |group: String| group.split(':').map(|number| number.parse().ok()).collect::<Option<Vec<RawFd>>>();
+        let groups: Vec<Vec<RawFd>> = arguments.map(group).collect::<Option<_>>()?;
+        let numbers: Vec<RawFd> = groups.concat();
         let distinct: BTreeSet<RawFd> = numbers.iter().copied().filter(|number| *number > 2).collect();
-        let of_cards = words.len().checked_sub(shared.checked_mul(QUEUES)?)?;
+        let without_shares = groups.len().checked_sub(shared.checked_mul(QUEUES)?)?;
         // Only a tap has several queues.
-        let several =
-            |(n, word): (usize, &Vec<RawFd>)| word.len() > 1 && (n < 3 || n.is_multiple_of(2) || n >= of_cards);
-        let strange = words.iter().enumerate().any(several);
-        if distinct.len() != numbers.len() || of_cards < 3 || of_cards.is_multiple_of(2) || strange {
+        let is_misplaced_group =
+            |(n, group): (usize, &Vec<RawFd>)| group.len() > 1 && (n < 3 || n.is_multiple_of(2) || n >= without_shares);
+        let is_malformed = groups.iter().enumerate().any(is_misplaced_group);
+        if distinct.len() != numbers.len() || without_shares < 3 || without_shares.is_multiple_of(2) || is_malformed {
             return None;
         }
-        let mut fds = sys::adopt(numbers).ok()?.into_iter();
-        let (host, rpc, streams) = (fds.next()?.into(), fds.next()?.into(), fds.next()?.into());
+        let mut fds = sys::adopt_descriptors(numbers).ok()?.into_iter();
+        let (connection, rpc, streams) = (fds.next()?.into(), fds.next()?.into(), fds.next()?.into());
         let (mut taps, mut dhcp) = (Vec::new(), Vec::new());
-        for queues in words.iter().take(of_cards).skip(3).step_by(2).map(Vec::len) {
+        for queues in groups.iter().take(without_shares).skip(3).step_by(2).map(Vec::len) {
             taps.push(fds.by_ref().take(queues).collect());
             dhcp.push(fds.next()?);
         }
@@ -81,12 +81,12 @@ impl Place {
         for _ in 0..shared {
             shares.push([fds.next()?.into(), fds.next()?.into()]);
         }
-        Some(Place { directory, scratch, qemu, accelerator, host, rpc, streams, taps, dhcp, shares })
+        Some(StartupResources { directory, scratch, qemu, accelerator, connection, rpc, streams, taps, dhcp, shares })
     }
 
     /// Sends hello, and receives the pod's network.
-    pub fn greet(&mut self) -> Result<BootConfig, KeeperError> {
-        let failed = |source| KeeperError::Resources { what: "the pod's configuration", source };
+    pub fn handshake(&mut self) -> Result<BootConfig, KeeperError> {
+        let failed = |source| KeeperError::Resource { what: "complete the handshake with the pod process", source };
         let release = nix::sys::utsname::uname().map_err(|errno| failed(errno.into()))?;
         let hello = AgentHello {
             protocol: PROTOCOL,
@@ -95,9 +95,9 @@ impl Place {
             started_nanos: 0,
             sent_nanos: 0,
         };
-        send(&mut self.host, &hello).map_err(failed)?;
-        let config = receive(&mut self.host).map_err(failed)?;
-        send(&mut self.host, &BootReport { error: String::new() }).map_err(failed)?;
+        send(&mut self.connection, &hello).map_err(failed)?;
+        let config = receive(&mut self.connection).map_err(failed)?;
+        send(&mut self.connection, &BootReport { error: String::new() }).map_err(failed)?;
         Ok(config)
     }
 }
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bad_arguments_are_refused() {
+    fn invalid_arguments_are_rejected() {
         for arguments in [
             &[][..],
             &["/f", "/s", "/q", "tcg"],
@@ -148,28 +148,31 @@ mod tests {
             // These descriptors are not open.
             &["/f", "/s", "/q", "tcg", "0", "900", "901", "902"],
         ] {
-            assert!(Place::parse(arguments.iter().map(|word| (*word).to_owned())).is_none(), "{arguments:?}");
+            assert!(
+                StartupResources::parse(arguments.iter().map(|group| (*group).to_owned())).is_none(),
+                "{arguments:?}"
+            );
         }
     }
 
     #[test]
-    fn the_handshake_is_that_of_the_agent() {
+    fn the_handshake_matches_the_agents_protocol() {
         let (mut near, far) = UnixStream::pair().unwrap();
         let directory = tempfile::tempdir().unwrap();
         let listener = |name: &str| UnixListener::bind(directory.path().join(name)).unwrap();
-        let mut place = Place {
+        let mut startup = StartupResources {
             directory: "/f".into(),
             scratch: "/s".into(),
             qemu: "/q".into(),
             accelerator: Accelerator::Tcg,
-            host: far,
+            connection: far,
             rpc: listener("a"),
             streams: listener("b"),
             taps: Vec::new(),
             dhcp: Vec::new(),
             shares: Vec::new(),
         };
-        let other = std::thread::spawn(move || place.greet().unwrap());
+        let other = std::thread::spawn(move || startup.handshake().unwrap());
         assert_eq!(receive::<AgentHello>(&mut near).unwrap().protocol, PROTOCOL);
         send(&mut near, &BootConfig { hostname: "web".into(), ..Default::default() }).unwrap();
         assert_eq!(receive::<BootReport>(&mut near).unwrap().error, "");
