@@ -13,7 +13,7 @@ pub struct Census(BTreeSet<String>);
 impl Census {
     /// Collects the processes and mounts that name `directory`, the links in the node's network namespace, the leases, and the files
     /// in `run` and `netns`.
-    pub fn take(directory: &Path, netns: &Netns) -> Self {
+    pub fn collect(directory: &Path, netns: &Netns) -> Self {
         let mut all = BTreeSet::new();
         for (pid, line) in processes(&directory.join("run")) {
             all.insert(format!("process {pid}: {line}"));
@@ -36,7 +36,7 @@ impl Census {
     }
 
     /// Returns the resources that are not in `before`.
-    pub fn beyond(&self, before: &Self) -> Vec<String> {
+    pub fn added_since(&self, before: &Self) -> Vec<String> {
         self.0.difference(&before.0).cloned().collect()
     }
 }

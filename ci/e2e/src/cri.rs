@@ -7,7 +7,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 /// A client of the daemon.
-pub type Cri = RuntimeServiceClient<Channel>;
+pub type CriClient = RuntimeServiceClient<Channel>;
 
 /// Returns the configuration of a pod that writes its logs into a directory of its name below `logs`.
 pub fn pod_config(namespace: &str, name: &str, logs: &Path) -> cri::PodSandboxConfig {
@@ -48,7 +48,7 @@ impl CriPod {
     ///
     /// # Errors
     /// The daemon's.
-    pub async fn run(cri: &mut Cri, name: &str, logs: &Path) -> Result<CriPod, Status> {
+    pub async fn run(cri: &mut CriClient, name: &str, logs: &Path) -> Result<CriPod, Status> {
         let config = pod_config("e2e", name, logs);
         let run = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: String::new() };
         Ok(CriPod { id: cri.run_pod_sandbox(run).await?.into_inner().pod_sandbox_id, config })
@@ -58,7 +58,11 @@ impl CriPod {
     ///
     /// # Errors
     /// The daemon's.
-    pub async fn start_container(&self, cri: &mut Cri, container: cri::ContainerConfig) -> Result<String, Status> {
+    pub async fn start_container(
+        &self,
+        cri: &mut CriClient,
+        container: cri::ContainerConfig,
+    ) -> Result<String, Status> {
         let create = cri::CreateContainerRequest {
             pod_sandbox_id: self.id.clone(),
             config: Some(container),
@@ -73,7 +77,7 @@ impl CriPod {
     ///
     /// # Errors
     /// The daemon's.
-    pub async fn remove(self, cri: &mut Cri) -> Result<(), Status> {
+    pub async fn remove(self, cri: &mut CriClient) -> Result<(), Status> {
         cri.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id: self.id.clone() }).await?;
         cri.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: self.id }).await.map(drop)
     }
@@ -84,7 +88,7 @@ impl CriPod {
 /// # Errors
 /// The daemon's.
 pub async fn exec(
-    cri: &mut Cri,
+    cri: &mut CriClient,
     container_id: &str,
     command: &[&str],
     timeout: i64,

@@ -1,7 +1,7 @@
 //! Runs the real crictl for tests: pods and containers are described by JSON, and answers are parsed as JSON.
 
 use crate::node::Netns;
-use crate::run::{Output, eventually, feed, run};
+use crate::run::{ProgramOutput, eventually, run, run_with_input};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::fs;
@@ -16,10 +16,10 @@ pub struct Crictl {
     netns: Netns,
 }
 
-const COMPLAINTS: &str = "crictl.err";
+const STDERR_FILE: &str = "crictl.err";
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-fn next() -> u32 {
+fn next_number() -> u32 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
@@ -31,24 +31,28 @@ impl Crictl {
 
     fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let endpoint = format!("unix://{}", self.socket.display());
-        let mut command = self.netns.command(crate::part("CRICTL"));
+        let mut command = self.netns.command(crate::path_from_env("CRICTL"));
         command.args(["--runtime-endpoint", &endpoint, "--image-endpoint", &endpoint, "--timeout", "180s"]);
         command.args(arguments).env("HOME", &self.directory);
         command
     }
 
     /// Runs crictl and returns output and exit code.
-    pub fn try_call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
+    pub fn try_call<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> ProgramOutput {
         run(&mut self.command(arguments))
     }
 
     /// Runs crictl with this standard input and returns output and exit code.
-    pub fn feed<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>, input: &[u8]) -> Output {
-        feed(&mut self.command(arguments), input)
+    pub fn call_with_input<S: AsRef<OsStr>>(
+        &self,
+        arguments: impl IntoIterator<Item = S>,
+        input: &[u8],
+    ) -> ProgramOutput {
+        run_with_input(&mut self.command(arguments), input)
     }
 
     /// Runs crictl in a terminal of 77 columns and 33 rows without input.
-    pub fn in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
+    pub fn call_in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> ProgramOutput {
         let command = self.command(arguments);
         let words = [command.get_program()].into_iter().chain(command.get_args());
         let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_string_lossy())).collect();
@@ -70,7 +74,7 @@ impl Crictl {
     /// # Panics
     /// If it fails or prints something else.
     #[track_caller]
-    pub fn json<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Value {
+    pub fn call_json<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Value {
         let text = self.call(arguments);
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
@@ -78,32 +82,32 @@ impl Crictl {
     /// Starts crictl and does not wait for it. Its errors are in [`complaints`](Self::complaints).
     pub fn spawn<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
         let mut command = self.command(arguments);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(self.complaints_file());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(self.open_stderr_file());
         command.spawn().expect("crictl can be started")
     }
 
     /// Like `spawn`, for a crictl that keeps printing; also returns the file with its output.
-    pub fn spawn_printing<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> (Child, PathBuf) {
-        let path = self.directory.join(format!("crictl-{}.out", next()));
+    pub fn spawn_with_output_file<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> (Child, PathBuf) {
+        let path = self.directory.join(format!("crictl-{}.out", next_number()));
         let output = fs::File::create(&path).expect("the node's directory is writable");
         let mut command = self.command(arguments);
-        command.stdin(Stdio::null()).stdout(output).stderr(self.complaints_file());
+        command.stdin(Stdio::null()).stdout(output).stderr(self.open_stderr_file());
         (command.spawn().expect("crictl can be started"), path)
     }
 
-    fn complaints_file(&self) -> fs::File {
-        let file = fs::File::options().create(true).append(true).open(self.directory.join(COMPLAINTS));
+    fn open_stderr_file(&self) -> fs::File {
+        let file = fs::File::options().create(true).append(true).open(self.directory.join(STDERR_FILE));
         file.expect("the node's directory is writable")
     }
 
     /// Returns the errors of all crictls that were started and not waited for.
-    pub fn complaints(&self) -> String {
-        fs::read_to_string(self.directory.join(COMPLAINTS)).unwrap_or_default()
+    pub fn spawned_stderr(&self) -> String {
+        fs::read_to_string(self.directory.join(STDERR_FILE)).unwrap_or_default()
     }
 
     /// Writes a document as crictl's input; returns its path.
-    pub fn file(&self, what: &str, document: &Value) -> String {
-        let path = self.directory.join(format!("{what}-{}.json", next()));
+    pub fn write_input(&self, what: &str, document: &Value) -> String {
+        let path = self.directory.join(format!("{what}-{}.json", next_number()));
         fs::write(&path, document.to_string()).expect("the node's directory is writable");
         path.display().to_string()
     }
@@ -113,8 +117,8 @@ impl Crictl {
     /// # Panics
     /// If it does not become ready.
     #[track_caller]
-    pub fn run_pod(&self, pod: Pod) -> RunningPod<'_> {
-        self.run_pod_of("", pod)
+    pub fn run_pod(&self, pod: PodRequest) -> RunningPod<'_> {
+        self.run_pod_with_handler("", pod)
     }
 
     /// Runs a pod of this handler; empty means the default one.
@@ -122,8 +126,8 @@ impl Crictl {
     /// # Panics
     /// If it does not become ready.
     #[track_caller]
-    pub fn run_pod_of(&self, handler: &str, pod: Pod) -> RunningPod<'_> {
-        let file = self.file("pod", &pod.0);
+    pub fn run_pod_with_handler(&self, handler: &str, pod: PodRequest) -> RunningPod<'_> {
+        let file = self.write_input("pod", &pod.0);
         let id = self.call(["runp", "--runtime", handler, &file]);
         RunningPod { crictl: self, id, file, config: pod.0 }
     }
@@ -131,21 +135,21 @@ impl Crictl {
 
 impl Crictl {
     /// Returns the handle of a pod that already runs, for instance since before the daemon.
-    pub fn pod(&self, id: &str, pod: Pod) -> RunningPod<'_> {
-        RunningPod { crictl: self, id: id.to_owned(), file: self.file("pod", &pod.0), config: pod.0 }
+    pub fn pod_handle(&self, id: &str, pod: PodRequest) -> RunningPod<'_> {
+        RunningPod { crictl: self, id: id.to_owned(), file: self.write_input("pod", &pod.0), config: pod.0 }
     }
 }
 
 /// A pod's configuration.
-pub struct Pod(pub Value);
+pub struct PodRequest(pub Value);
 
-impl Pod {
+impl PodRequest {
     /// Returns a pod of this name; `logs` is the directory of its logs.
     pub fn new(name: &str, logs: &Path) -> Self {
-        let directory = logs.join(format!("{name}-{}", next()));
+        let directory = logs.join(format!("{name}-{}", next_number()));
         fs::create_dir_all(&directory).expect("the node's directory is writable");
         Self(json!({
-            "metadata": {"name": name, "namespace": "e2e", "uid": format!("uid-{name}-{}", next()), "attempt": 0},
+            "metadata": {"name": name, "namespace": "e2e", "uid": format!("uid-{name}-{}", next_number()), "attempt": 0},
             "log_directory": directory.display().to_string(),
             "labels": {"app": name},
             "linux": {"cgroup_parent": crate::census::cgroup_parent(logs)},
@@ -160,9 +164,9 @@ impl Pod {
 }
 
 /// A container's configuration.
-pub struct Container(pub Value);
+pub struct ContainerRequest(pub Value);
 
-impl Container {
+impl ContainerRequest {
     /// Returns a container of this name and image that runs `sh -c script`.
     pub fn sh(name: &str, image: &str, script: &str) -> Self {
         Self::new(name, image, &["/bin/sh", "-c", script])
@@ -196,7 +200,7 @@ pub struct RunningPod<'a> {
 impl<'a> RunningPod<'a> {
     /// Returns the output of `crictl inspectp`.
     pub fn inspect(&self) -> Value {
-        self.crictl.json(["inspectp", "-o", "json", &self.id])
+        self.crictl.call_json(["inspectp", "-o", "json", &self.id])
     }
 
     /// Returns the pod's first address.
@@ -209,8 +213,8 @@ impl<'a> RunningPod<'a> {
 
     /// Creates a container and does not start it.
     #[track_caller]
-    pub fn create(&self, container: Container) -> RunningContainer<'a> {
-        let file = self.crictl.file("container", &container.0);
+    pub fn create(&self, container: ContainerRequest) -> RunningContainer<'a> {
+        let file = self.crictl.write_input("container", &container.0);
         let id = self.crictl.call(["create", &self.id, &file, &self.file]);
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let log = Path::new(&text(&self.config["log_directory"])).join(text(&container.0["log_path"]));
@@ -218,14 +222,14 @@ impl<'a> RunningPod<'a> {
     }
 
     /// Tries to create a container.
-    pub fn try_create(&self, container: Container) -> Output {
-        let file = self.crictl.file("container", &container.0);
+    pub fn try_create(&self, container: ContainerRequest) -> ProgramOutput {
+        let file = self.crictl.write_input("container", &container.0);
         self.crictl.try_call(["create", &self.id, &file, &self.file])
     }
 
     /// Creates a container and starts it.
     #[track_caller]
-    pub fn start(&self, container: Container) -> RunningContainer<'a> {
+    pub fn start(&self, container: ContainerRequest) -> RunningContainer<'a> {
         let container = self.create(container);
         self.crictl.call(["start", &container.id]);
         container
@@ -251,12 +255,12 @@ pub struct RunningContainer<'a> {
 impl RunningContainer<'_> {
     /// Returns `status` of `crictl inspect`.
     pub fn status(&self) -> Value {
-        self.crictl.json(["inspect", "-o", "json", &self.id])["status"].take()
+        self.crictl.call_json(["inspect", "-o", "json", &self.id])["status"].take()
     }
 
     /// Waits until the container has exited; returns its status.
     #[track_caller]
-    pub fn exited(&self) -> Value {
+    pub fn wait_for_exit(&self) -> Value {
         eventually("the container has exited", || {
             let status = self.status();
             (status["state"] == "CONTAINER_EXITED").then_some(status)
@@ -280,12 +284,12 @@ impl RunningContainer<'_> {
 
     /// Waits until the output contains `text`; returns the output.
     #[track_caller]
-    pub fn says(&self, text: &str) -> String {
+    pub fn wait_for_output(&self, text: &str) -> String {
         eventually(&format!("the container says {text:?}"), || Some(self.output()).filter(|all| all.contains(text)))
     }
 
     /// Runs `sh -c script` in the container.
-    pub fn exec(&self, script: &str) -> Output {
+    pub fn exec(&self, script: &str) -> ProgramOutput {
         self.crictl.try_call(["exec", "--sync", &self.id, "/bin/sh", "-c", script])
     }
 }

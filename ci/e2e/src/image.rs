@@ -11,53 +11,53 @@ use std::path::{Path, PathBuf};
 const BUSYBOX: &str = "/bin/busybox";
 
 /// An image to be built. It starts as busybox with root, nobody and `app` (uid 1000, gid 1000, also in group 2000).
-pub struct Image {
+pub struct TestImage {
     config: Value,
     layers: Vec<Vec<u8>>,
 }
 
-impl Default for Image {
+impl Default for TestImage {
     fn default() -> Self {
         Self::busybox()
     }
 }
 
-impl Image {
+impl TestImage {
     /// Returns busybox with `/bin/sh` as its command.
     pub fn busybox() -> Self {
         let mut layer = Layer::new();
         let busybox = fs::read(BUSYBOX).expect("busybox-static is installed");
         for directory in ["bin", "dev", "etc", "proc", "sys", "tmp", "root", "var"] {
-            layer.directory(directory, if directory == "tmp" { 0o1777 } else { 0o755 });
+            layer.add_directory(directory, if directory == "tmp" { 0o1777 } else { 0o755 });
         }
-        layer.file("bin/busybox", &busybox, 0o755);
-        let applets = crate::run::call(BUSYBOX, ["--list"]).ok();
+        layer.add_file("bin/busybox", &busybox, 0o755);
+        let applets = crate::run::run_program(BUSYBOX, ["--list"]).ok();
         for applet in applets.lines().filter(|applet| *applet != "busybox") {
-            layer.symlink(&format!("bin/{applet}"), "busybox");
+            layer.add_symlink(&format!("bin/{applet}"), "busybox");
         }
-        layer.file(
+        layer.add_file(
             "etc/passwd",
             b"root:x:0:0:root:/root:/bin/sh\napp:x:1000:1000::/:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
             0o644,
         );
-        layer.file("etc/group", b"root:x:0:\napp:x:1000:\nextra:x:2000:app\nnobody:x:65534:\n", 0o644);
+        layer.add_file("etc/group", b"root:x:0:\napp:x:1000:\nextra:x:2000:app\nnobody:x:65534:\n", 0o644);
         Self {
             config: json!({"Cmd": ["/bin/sh"], "Env": ["PATH=/bin"], "Labels": {"maker": "nacelle-e2e"}}),
-            layers: vec![layer.done()],
+            layers: vec![layer.finish()],
         }
     }
 
     /// Sets a key of the image's `config`: "User", "Cmd", "Entrypoint", "Env", "WorkingDir", ...
-    pub fn config(mut self, key: &str, value: Value) -> Self {
+    pub fn with_config(mut self, key: &str, value: Value) -> Self {
         self.config[key] = value;
         self
     }
 
     /// Adds a layer that the closure fills.
-    pub fn layer(mut self, fill: impl FnOnce(&mut Layer)) -> Self {
+    pub fn with_layer(mut self, fill: impl FnOnce(&mut Layer)) -> Self {
         let mut layer = Layer::new();
         fill(&mut layer);
-        self.layers.push(layer.done());
+        self.layers.push(layer.finish());
         self
     }
 
@@ -99,7 +99,7 @@ impl Image {
     }
 
     /// Like [`write`](Self::write), into a new directory below `parent`; returns the directory.
-    pub fn layout(&self, parent: &Path, name: &str) -> PathBuf {
+    pub fn write_layout(&self, parent: &Path, name: &str) -> PathBuf {
         let directory = parent.join(format!("layout-{}", name.replace(['/', ':'], "-")));
         self.write(&directory);
         directory
@@ -114,7 +114,7 @@ impl Layer {
         Self(tar::Builder::new(Vec::new()))
     }
 
-    fn done(self) -> Vec<u8> {
+    fn finish(self) -> Vec<u8> {
         self.0.into_inner().expect("a Vec takes everything")
     }
 
@@ -134,17 +134,17 @@ impl Layer {
     }
 
     /// Adds a directory.
-    pub fn directory(&mut self, path: &str, mode: u32) {
+    pub fn add_directory(&mut self, path: &str, mode: u32) {
         self.append(&format!("{path}/"), tar::EntryType::Directory, mode, None, &[]);
     }
 
     /// Adds a regular file.
-    pub fn file(&mut self, path: &str, bytes: &[u8], mode: u32) {
+    pub fn add_file(&mut self, path: &str, bytes: &[u8], mode: u32) {
         self.append(path, tar::EntryType::Regular, mode, None, bytes);
     }
 
     /// Adds a symbolic link.
-    pub fn symlink(&mut self, path: &str, target: &str) {
+    pub fn add_symlink(&mut self, path: &str, target: &str) {
         self.append(path, tar::EntryType::Symlink, 0o777, Some(target), &[]);
     }
 }

@@ -15,12 +15,12 @@ pub mod node;
 pub mod registry;
 pub mod run;
 
-pub use cri::{Cri, CriPod};
-pub use crictl::{Container, Pod};
-pub use image::Image;
-pub use manager::Manager;
-pub use node::{Node, Options};
-pub use run::{Output, eventually};
+pub use cri::{CriClient, CriPod};
+pub use crictl::{ContainerRequest, PodRequest};
+pub use image::TestImage;
+pub use manager::ServiceManager;
+pub use node::{NodeOptions, TestNode};
+pub use run::{ProgramOutput, eventually};
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ use std::path::PathBuf;
 ///
 /// # Panics
 /// If the variable is not set, because the tests were not started by `ci/test`.
-pub fn part(variable: &str) -> PathBuf {
+pub fn path_from_env(variable: &str) -> PathBuf {
     match std::env::var_os(variable) {
         Some(path) => path.into(),
         None => panic!("{variable} is not set; run ci/test, or see its last part for what it sets"),

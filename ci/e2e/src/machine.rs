@@ -1,13 +1,13 @@
 //! Provides helpers for tests of machine pods: a node that allows them, their annotations, and a disk of one sector that boots
 //! and reports its state on the console.
 
-use crate::node::handler;
-use crate::{Container, Image, Node, Options, Pod};
+use crate::node::handler_config;
+use crate::{ContainerRequest, NodeOptions, PodRequest, TestImage, TestNode};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// `tests/machines/boot.s`, assembled.
-const BOOT: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b80102e84f00fe060080b80103e84500a0008004\
+const BOOT_DISK_HEX: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7ce86400b80102e84f00fe060080b80103e84500a0008004\
     30e85600b00ae85100ba0006eda900017519bafd03eca80174efbaf803ec3c71740f3c727415e83100ebdebea27ce81f00ba0406b80020eff4\
     ebfdb0fee664ebf78a16007eb600b90200bb0080cd13c3ac84c07415e80200ebf688c4bafd03eca82074f8baf80388e0eec3626f6f74200070\
     7265737365640a00";
@@ -31,20 +31,20 @@ const ANNOTATIONS: [&str; 17] = [
     "kernel-args",
 ];
 
-fn key(name: &str) -> String {
+fn annotation_key(name: &str) -> String {
     format!("vm.nacelle.dev/{name}")
 }
 
 /// Returns a node whose handler `vm` allows machine pods.
-pub fn node() -> Node {
-    node_with(Options::default())
+pub fn machine_node() -> TestNode {
+    machine_node_with(NodeOptions::default())
 }
 
 /// Like `node`, with further options.
-pub fn node_with(options: Options) -> Node {
-    let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| key(name)).collect();
-    let extra = options.extra.clone() + &handler("vm", &format!("allowed_annotations = {allowed:?}\n"));
-    Node::with(Options { extra, ..options })
+pub fn machine_node_with(options: NodeOptions) -> TestNode {
+    let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| annotation_key(name)).collect();
+    let extra = options.extra.clone() + &handler_config("vm", &format!("allowed_annotations = {allowed:?}\n"));
+    TestNode::with_options(NodeOptions { extra, ..options })
 }
 
 /// Returns a disk of 1 MiB that boots.
@@ -52,7 +52,7 @@ pub fn node_with(options: Options) -> Node {
 /// # Panics
 /// Never: the constant is hexadecimal.
 pub fn boot_disk() -> Vec<u8> {
-    let hex: String = BOOT.split_whitespace().collect();
+    let hex: String = BOOT_DISK_HEX.split_whitespace().collect();
     let mut disk = hex::decode(hex).expect("it is hexadecimal");
     disk.resize(510, 0);
     disk.extend([0x55, 0xaa]);
@@ -61,9 +61,12 @@ pub fn boot_disk() -> Vec<u8> {
 }
 
 /// Returns an image with that disk.
-pub fn boot_image(node: &Node) -> String {
+pub fn push_boot_image(node: &TestNode) -> String {
     let disk = boot_disk();
-    node.image(&Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)), "boot:1")
+    node.push_and_pull(
+        &TestImage::busybox().with_layer(|layer| layer.add_file("disk/boot.img", &disk, 0o440)),
+        "boot:1",
+    )
 }
 
 /// The parts of Debian that `ci/disk-image` builds.
@@ -73,7 +76,7 @@ pub struct Debian {
 
 impl Debian {
     /// Returns the directory that the environment names; `None` if Debian cannot run here.
-    pub fn found() -> Option<Debian> {
+    pub fn from_env() -> Option<Debian> {
         std::env::var_os("NACELLE_DISK_IMAGE").map(|directory| Debian { directory: directory.into() })
     }
 
@@ -81,7 +84,7 @@ impl Debian {
     ///
     /// # Panics
     /// If it is missing.
-    pub fn part(&self, name: &str) -> Vec<u8> {
+    pub fn read_file(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.directory.join(name)).expect("ci/disk-image has made it")
     }
 
@@ -89,13 +92,13 @@ impl Debian {
     ///
     /// # Panics
     /// If a part is missing.
-    pub fn image(&self, node: &Node) -> String {
-        let image = Image::busybox().layer(|layer| {
-            layer.file("disk/disk.qcow2", &self.part("disk.qcow2"), 0o440);
-            layer.file("boot/vmlinuz", &self.part("vmlinuz"), 0o440);
-            layer.file("boot/initrd.img", &self.part("initrd.img"), 0o440)
+    pub fn push_image(&self, node: &TestNode) -> String {
+        let image = TestImage::busybox().with_layer(|layer| {
+            layer.add_file("disk/disk.qcow2", &self.read_file("disk.qcow2"), 0o440);
+            layer.add_file("boot/vmlinuz", &self.read_file("vmlinuz"), 0o440);
+            layer.add_file("boot/initrd.img", &self.read_file("initrd.img"), 0o440)
         });
-        node.image(&image, "debian:1")
+        node.push_and_pull(&image, "debian:1")
     }
 
     /// Returns its kernel parameters.
@@ -103,20 +106,20 @@ impl Debian {
     /// # Panics
     /// If they are not text.
     pub fn command_line(&self) -> String {
-        String::from_utf8(self.part("cmdline")).expect("it is text").trim().to_owned()
+        String::from_utf8(self.read_file("cmdline")).expect("it is text").trim().to_owned()
     }
 }
 
 /// Returns a pod with annotations of machine pods.
-pub fn annotated(node: &Node, name: &str, annotations: &[(&str, &str)]) -> Pod {
+pub fn annotated_pod(node: &TestNode, name: &str, annotations: &[(&str, &str)]) -> PodRequest {
     let all: serde_json::Map<String, Value> =
-        annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
-    Pod::new(name, &node.directory().join("logs")).set("annotations", Value::Object(all))
+        annotations.iter().map(|(name, value)| (annotation_key(name), json!(value))).collect();
+    PodRequest::new(name, &node.directory().join("logs")).set("annotations", Value::Object(all))
 }
 
 /// Returns the container of a machine pod.
-pub fn container(image: &str, attempt: u32) -> Container {
-    Container::new("machine", image, &[])
+pub fn machine_container(image: &str, attempt: u32) -> ContainerRequest {
+    ContainerRequest::new("machine", image, &[])
         .set("metadata", json!({"name": "machine", "attempt": attempt}))
         .set("log_path", json!(format!("machine-{attempt}.log")))
 }

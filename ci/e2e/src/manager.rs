@@ -9,17 +9,18 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Executes the program with the standard input as descriptor 3 and the variables of socket activation.
-const HAND_OVER: &str = r#"exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1 WATCHDOG_PID=$$; exec "$@""#;
+const SOCKET_ACTIVATION: &str =
+    r#"exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1 WATCHDOG_PID=$$; exec "$@""#;
 
 /// Holds the socket, and the receiving end of NOTIFY_SOCKET.
-pub struct Manager {
+pub struct ServiceManager {
     socket: UnixListener,
     notify: UnixDatagram,
     path: PathBuf,
     watchdog: Duration,
 }
 
-impl Manager {
+impl ServiceManager {
     /// Listens in this directory of a node. Requires a notification from the daemon within `watchdog`.
     ///
     /// # Panics
@@ -34,9 +35,9 @@ impl Manager {
     }
 
     /// Returns the program and its arguments as the manager starts them, without nsenter.
-    pub fn wrap(&self, netns: impl FnOnce(&str) -> Command, words: &[OsString]) -> Command {
+    pub fn command_with_socket(&self, netns: impl FnOnce(&str) -> Command, words: &[OsString]) -> Command {
         let mut command = netns("sh");
-        command.args(["-c", HAND_OVER, "sh"]).args(words);
+        command.args(["-c", SOCKET_ACTIVATION, "sh"]).args(words);
         let handed: OwnedFd = self.socket.try_clone().expect("a socket can be duplicated").into();
         command.stdin(Stdio::from(handed));
         command.env("NOTIFY_SOCKET", &self.path).env("WATCHDOG_USEC", self.watchdog.as_micros().to_string());
@@ -47,7 +48,7 @@ impl Manager {
     ///
     /// # Panics
     /// If the socket fails.
-    pub fn hears(&self, within: Duration) -> Option<String> {
+    pub fn receive_notification(&self, within: Duration) -> Option<String> {
         self.notify.set_read_timeout(Some(within)).expect("a time-out of more than nothing");
         let mut text = [0; 4096];
         let length = self.notify.recv(&mut text).ok()?;
@@ -59,21 +60,21 @@ impl Manager {
     /// # Panics
     /// If it does not.
     #[track_caller]
-    pub fn hears_of(&self, wanted: &str) -> String {
-        let (mut all, end) = (Vec::new(), Instant::now() + crate::run::LIMIT);
+    pub fn wait_for_notification(&self, wanted: &str) -> String {
+        let (mut all, end) = (Vec::new(), Instant::now() + crate::run::WAIT_LIMIT);
         while Instant::now() < end {
-            if let Some(said) = self.hears(Duration::from_millis(200)) {
-                if said.lines().any(|line| line == wanted) {
-                    return said;
+            if let Some(output) = self.receive_notification(Duration::from_millis(200)) {
+                if output.lines().any(|line| line == wanted) {
+                    return output;
                 }
-                all.push(said);
+                all.push(output);
             }
         }
         panic!("the daemon did not say {wanted}, but {all:?}");
     }
 
     /// Discards the notifications so far.
-    pub fn forgets(&self) {
-        while self.hears(Duration::from_millis(1)).is_some() {}
+    pub fn discard_notifications(&self) {
+        while self.receive_notification(Duration::from_millis(1)).is_some() {}
     }
 }

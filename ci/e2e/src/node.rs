@@ -3,9 +3,9 @@
 
 use crate::census::Census;
 use crate::crictl::Crictl;
-use crate::manager::Manager;
-use crate::registry::{Kind, Registry};
-use crate::run::{Output, call, eventually, run};
+use crate::manager::ServiceManager;
+use crate::registry::{RegistryKind, TestRegistry};
+use crate::run::{ProgramOutput, eventually, run, run_program};
 use serde_json::json;
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
@@ -18,20 +18,20 @@ use tonic::transport::{Channel, Endpoint};
 
 /// A named network namespace, removed with its last handle.
 #[derive(Clone)]
-pub struct Netns(Arc<Owned>);
+pub struct Netns(Arc<NetnsName>);
 
-struct Owned(String);
+struct NetnsName(String);
 
-impl Drop for Owned {
+impl Drop for NetnsName {
     fn drop(&mut self) {
-        call("ip", ["netns", "delete", &self.0]);
+        run_program("ip", ["netns", "delete", &self.0]);
     }
 }
 
 impl Netns {
     fn new(name: &str) -> Self {
-        call("ip", ["netns", "add", name]).ok();
-        let netns = Self(Arc::new(Owned(name.to_owned())));
+        run_program("ip", ["netns", "add", name]).ok();
+        let netns = Self(Arc::new(NetnsName(name.to_owned())));
         run(netns.command("ip").args(["link", "set", "lo", "up"])).ok();
         netns
     }
@@ -45,11 +45,11 @@ impl Netns {
 }
 
 /// The settings of a node that a test can change before the daemon starts.
-pub struct Options {
+pub struct NodeOptions {
     /// Lines at the end of the daemon's configuration file.
     pub extra: String,
     /// The kind of the registry next to the daemon, on port 5000.
-    pub registry: Kind,
+    pub registry: RegistryKind,
     /// The size in MiB of a file system for the daemon's data, if they have one of their own.
     pub disk_mib: Option<u32>,
     /// Whether pods also have an IPv6 address; Debian's plugins then wait one to two seconds for duplicate address detection.
@@ -58,18 +58,18 @@ pub struct Options {
     pub further: Vec<String>,
 }
 
-impl Default for Options {
+impl Default for NodeOptions {
     fn default() -> Self {
-        Self { extra: String::new(), registry: Kind::Http, disk_mib: None, ipv6: true, further: Vec::new() }
+        Self { extra: String::new(), registry: RegistryKind::Http, disk_mib: None, ipv6: true, further: Vec::new() }
     }
 }
 
 /// A node with a daemon, a registry and crictl.
-pub struct Node {
+pub struct TestNode {
     /// Runs crictl against this node's daemon.
     pub crictl: Crictl,
     /// The registry.
-    pub registry: Registry,
+    pub registry: TestRegistry,
     /// The node's network namespace.
     pub netns: Netns,
     directory: PathBuf,
@@ -80,14 +80,14 @@ pub struct Node {
     _temporary: tempfile::TempDir,
 }
 
-impl Node {
+impl TestNode {
     /// Returns a node as kubelet would find it.
     pub fn new() -> Self {
-        Self::with(Options::default())
+        Self::with_options(NodeOptions::default())
     }
 
     /// Returns a node with these options.
-    pub fn with(options: Options) -> Self {
+    pub fn with_options(options: NodeOptions) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("e2e-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let parent = std::env::var_os("NACELLE_TEST_DIRECTORY").unwrap_or_else(|| "/var/tmp".into());
@@ -100,17 +100,17 @@ impl Node {
         let netns = Netns::new(&name);
         if let Some(mib) = options.disk_mib {
             let (image, root) = (directory.join("disk.ext4"), directory.join("root"));
-            call("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
-            call("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
-            call("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
+            run_program("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
+            run_program("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
+            run_program("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
         }
-        fs::write(directory.join("cni/10-e2e.conflist"), cni(&directory, &options))
+        fs::write(directory.join("cni/10-e2e.conflist"), cni_config(&directory, &options))
             .expect("the node's directory is writable");
-        let registry = Registry::start(&netns, &directory, options.registry, 5000);
-        fs::write(directory.join("config.toml"), config(&directory, &registry, &options))
+        let registry = TestRegistry::start(&netns, &directory, options.registry, 5000);
+        fs::write(directory.join("config.toml"), daemon_config(&directory, &registry, &options))
             .expect("the directory is writable");
         let crictl = Crictl::new(&directory, &netns, &directory.join("nacelle.sock"));
-        let before = Census::take(&directory, &netns);
+        let before = Census::collect(&directory, &netns);
         let mut node = Self {
             crictl,
             registry,
@@ -127,28 +127,28 @@ impl Node {
 
     /// Starts the daemon and waits until it answers.
     pub fn start(&mut self) {
-        let [program, words @ ..] = &self.words();
+        let [program, words @ ..] = &self.command_line();
         let mut command = self.netns.command(program);
         command.args(words).stdin(Stdio::null());
         self.daemon = Some(self.spawn(command));
-        self.answers();
+        self.wait_until_answering();
     }
 
     /// Like `start`, by a service manager.
-    pub fn start_by(&mut self, manager: &Manager) {
-        self.daemon = Some(self.spawn_by(manager));
-        self.answers();
+    pub fn start_with_manager(&mut self, manager: &ServiceManager) {
+        self.daemon = Some(self.spawn_with_manager(manager));
+        self.wait_until_answering();
     }
 
     /// Starts a daemon by a service manager and leaves it to the caller.
-    pub fn spawn_by(&self, manager: &Manager) -> Child {
-        self.spawn(manager.wrap(|program| self.netns.command(program), &self.words()))
+    pub fn spawn_with_manager(&self, manager: &ServiceManager) -> Child {
+        self.spawn(manager.command_with_socket(|program| self.netns.command(program), &self.command_line()))
     }
 
     /// Returns the daemon's command line.
-    fn words(&self) -> [OsString; 4] {
+    fn command_line(&self) -> [OsString; 4] {
         let config = self.directory.join("config.toml");
-        [crate::part("NACELLE_BIN").into(), "serve".into(), "--config".into(), config.into()]
+        [crate::path_from_env("NACELLE_BIN").into(), "serve".into(), "--config".into(), config.into()]
     }
 
     fn spawn(&self, mut command: Command) -> Child {
@@ -157,7 +157,7 @@ impl Node {
         command.spawn().expect("nsenter is installed")
     }
 
-    fn answers(&mut self) {
+    fn wait_until_answering(&mut self) {
         eventually("the daemon answers", || {
             let ended = self.daemon.as_mut().and_then(|daemon| daemon.try_wait().ok().flatten());
             assert!(ended.is_none(), "the daemon ended: {}", self.log());
@@ -166,8 +166,8 @@ impl Node {
     }
 
     /// Sends the daemon SIGTERM, waits for its end, and returns whether it exited cleanly.
-    pub fn end(&mut self) -> bool {
-        call("kill", ["-TERM", &self.daemon_pid().to_string()]).ok();
+    pub fn terminate(&mut self) -> bool {
+        run_program("kill", ["-TERM", &self.daemon_pid().to_string()]).ok();
         let daemon = self.daemon.take();
         daemon.is_some_and(|mut daemon| daemon.wait().expect("the daemon is our child").success())
     }
@@ -205,13 +205,13 @@ impl Node {
     }
 
     /// Returns the resources on the node that did not exist before the daemon started.
-    pub fn left(&self) -> Vec<String> {
-        Census::take(&self.directory, &self.netns).beyond(&self.before)
+    pub fn leaked(&self) -> Vec<String> {
+        Census::collect(&self.directory, &self.netns).added_since(&self.before)
     }
 
     /// Returns the PIDs of the VMs of pods: the QEMU processes, with our own VMM the pod processes, without guests the agents.
-    pub fn machines(&self) -> Vec<i32> {
-        self.processes(match engine().as_str() {
+    pub fn vm_pids(&self) -> Vec<i32> {
+        self.pids_matching(match engine().as_str() {
             "qemu" => "qemu",
             "host" => "nacelle-agent --host ",
             _ => "nacelle-pod ",
@@ -219,7 +219,7 @@ impl Node {
     }
 
     /// Returns the PIDs of the processes whose command line names this node's run directory and `word`.
-    pub fn processes(&self, word: &str) -> Vec<i32> {
+    pub fn pids_matching(&self, word: &str) -> Vec<i32> {
         crate::census::processes(&self.directory.join("run"))
             .into_iter()
             .filter(|(_, line)| line.contains(word))
@@ -228,25 +228,25 @@ impl Node {
     }
 
     /// Pushes an image and pulls it; returns its reference.
-    pub fn image(&self, image: &crate::Image, name: &str) -> String {
+    pub fn push_and_pull(&self, image: &crate::TestImage, name: &str) -> String {
         let reference = self.registry.push(image, name);
         self.crictl.call(["pull", &reference]);
         reference
     }
 
     /// Runs a command in the node's network namespace.
-    pub fn run(&self, program: &str, arguments: &[&str]) -> Output {
+    pub fn run_in_netns(&self, program: &str, arguments: &[&str]) -> ProgramOutput {
         run(self.netns.command(program).args(arguments))
     }
 }
 
-impl Default for Node {
+impl Default for TestNode {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Drop for Node {
+impl Drop for TestNode {
     fn drop(&mut self) {
         let failing = std::thread::panicking();
         if failing {
@@ -259,13 +259,13 @@ impl Drop for Node {
                 eprintln!("{}", fs::read_to_string(&file).unwrap_or_default());
             }
         }
-        let mut left = Vec::new();
+        let mut leaked = Vec::new();
         if self.daemon.is_some() {
             self.crictl.try_call(["rmp", "--all", "--force"]);
-            let end = std::time::Instant::now() + crate::run::LIMIT;
+            let end = std::time::Instant::now() + crate::run::WAIT_LIMIT;
             loop {
-                left = self.left();
-                if left.is_empty() || failing || std::time::Instant::now() > end {
+                leaked = self.leaked();
+                if leaked.is_empty() || failing || std::time::Instant::now() > end {
                     break;
                 }
                 std::thread::sleep(std::time::Duration::from_millis(100));
@@ -273,16 +273,16 @@ impl Drop for Node {
         }
         self.kill();
         for (pid, _) in crate::census::processes(&self.directory) {
-            call("kill", ["-9", &pid.to_string()]);
+            run_program("kill", ["-9", &pid.to_string()]);
         }
         for mount in crate::census::mounts(&self.directory).iter().rev() {
-            call("umount", ["--lazy", mount]);
+            run_program("umount", ["--lazy", mount]);
         }
         if self.disk {
-            call("umount", [self.directory.join("root")]);
+            run_program("umount", [self.directory.join("root")]);
         }
         crate::census::remove_cgroup_parent(&self.directory);
-        assert!(failing || left.is_empty(), "left on the node when all pods were removed: {left:#?}");
+        assert!(failing || leaked.is_empty(), "resources remain on the node after all pods were removed: {leaked:#?}");
     }
 }
 
@@ -293,7 +293,7 @@ pub fn engine() -> String {
 
 /// Returns whether containers can have limits: a guest always supports them; without a guest the node must delegate its
 /// controllers to cgroup v2.
-pub fn limits() -> bool {
+pub fn supports_limits() -> bool {
     let here = || fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default().contains("memory");
     engine() != "host" || here()
 }
@@ -303,7 +303,7 @@ const PLUGINS: [&str; 3] =
     ["/opt/cni/bin", "/usr/lib/cni", concat!(env!("CARGO_MANIFEST_DIR"), "/../../shim/net/tests/plugins")];
 
 /// Writes the configuration of Debian's plugins, with hostPort.
-fn cni(directory: &Path, options: &Options) -> String {
+fn cni_config(directory: &Path, options: &NodeOptions) -> String {
     let data = directory.join("leases");
     let mut ranges = vec![json!([{"subnet": "10.88.0.0/24"}])];
     let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
@@ -321,15 +321,15 @@ fn cni(directory: &Path, options: &Options) -> String {
 }
 
 /// The default VM settings of tests.
-pub const SMALL: &str = "memory_mib = 128\nscratch_mib = 512\n";
+pub const SMALL_VM: &str = "memory_mib = 128\nscratch_mib = 512\n";
 
 /// Returns the configuration of a handler with the engine under test; `more` are further lines.
-pub fn handler(name: &str, more: &str) -> String {
-    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::part);
+pub fn handler_config(name: &str, more: &str) -> String {
+    let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::path_from_env);
     format!("[handlers.{name}]\nengine = {:?}\nkernel = {kernel:?}\ninitrd = {initrd:?}\n{more}\n", engine())
 }
 
-fn config(directory: &Path, registry: &Registry, options: &Options) -> String {
+fn daemon_config(directory: &Path, registry: &TestRegistry, options: &NodeOptions) -> String {
     let path = |name: &str| directory.join(name).display().to_string();
     let mut text = format!(
         "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\ncni_bin_dirs = {PLUGINS:?}\n\n",
@@ -339,12 +339,12 @@ fn config(directory: &Path, registry: &Registry, options: &Options) -> String {
         path("cni"),
         path("netns"),
     );
-    text += &handler("nacelle", SMALL);
-    text += &handler("other", SMALL);
+    text += &handler_config("nacelle", SMALL_VM);
+    text += &handler_config("other", SMALL_VM);
     text += "[handlers.host]\nengine = \"host\"\n\n";
     let special = match options.registry {
-        Kind::Http => "http = true".to_owned(),
-        Kind::HttpsWithPassword => format!("ca_file = {:?}", registry.ca()),
+        RegistryKind::Http => "http = true".to_owned(),
+        RegistryKind::HttpsWithPassword => format!("ca_file = {:?}", registry.ca_file()),
     };
     writeln!(text, "[images.registries.{:?}]\n{special}\n\n{}", registry.host(), options.extra).expect("a String");
     text

@@ -1,8 +1,8 @@
 //! Runs a real registry (Debian's `docker-registry`) in the node's network namespace.
 
-use crate::image::Image;
+use crate::image::TestImage;
 use crate::node::Netns;
-use crate::run::{Output, call, eventually, run};
+use crate::run::{ProgramOutput, eventually, run, run_program};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -12,7 +12,7 @@ pub const LOGIN: (&str, &str) = ("pilot", "cloud-9");
 
 /// The kind of a registry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
+pub enum RegistryKind {
     /// Plain http without authentication.
     Http,
     /// https with a certificate of a CA of our own, and a password ([`LOGIN`]).
@@ -20,17 +20,17 @@ pub enum Kind {
 }
 
 /// A running registry; dropping it ends it.
-pub struct Registry {
-    kind: Kind,
+pub struct TestRegistry {
+    kind: RegistryKind,
     port: u16,
     directory: PathBuf,
     process: Child,
     netns: Netns,
 }
 
-impl Registry {
+impl TestRegistry {
     /// Starts a registry on `127.0.0.1:port` of the node; its data are below `directory`.
-    pub fn start(netns: &Netns, directory: &Path, kind: Kind, port: u16) -> Self {
+    pub fn start(netns: &Netns, directory: &Path, kind: RegistryKind, port: u16) -> Self {
         let directory = directory.join(format!("registry-{port}"));
         fs::create_dir_all(directory.join("data")).expect("the node's directory is writable");
         let mut config = format!(
@@ -38,9 +38,9 @@ impl Registry {
              http:\n  addr: 127.0.0.1:{port}\n",
             directory.join("data").display()
         );
-        if kind == Kind::HttpsWithPassword {
-            certificate(&directory);
-            let hash = call("htpasswd", ["-Bbn", LOGIN.0, LOGIN.1]).ok();
+        if kind == RegistryKind::HttpsWithPassword {
+            create_certificate(&directory);
+            let hash = run_program("htpasswd", ["-Bbn", LOGIN.0, LOGIN.1]).ok();
             fs::write(directory.join("htpasswd"), hash).expect("the node's directory is writable");
             config += &format!(
                 "  tls: {{certificate: {0}/server.crt, key: {0}/server.key}}\n\
@@ -68,7 +68,7 @@ impl Registry {
     }
 
     fn url(&self, path: &str) -> String {
-        let scheme = if self.kind == Kind::Http { "http" } else { "https" };
+        let scheme = if self.kind == RegistryKind::Http { "http" } else { "https" };
         format!("{scheme}://127.0.0.1:{}{path}", self.port)
     }
 
@@ -78,32 +78,32 @@ impl Registry {
     }
 
     /// Returns the file with the CA certificate of this registry.
-    pub fn ca(&self) -> PathBuf {
+    pub fn ca_file(&self) -> PathBuf {
         self.directory.join("ca.crt")
     }
 
     /// Returns the directory of the registry's blobs, for a test that corrupts one.
-    pub fn data(&self) -> PathBuf {
+    pub fn data_directory(&self) -> PathBuf {
         self.directory.join("data")
     }
 
     /// Pushes an image as `name:tag`; returns its complete reference.
-    pub fn push(&self, image: &Image, name: &str) -> String {
-        let layout = image.layout(&self.directory, name);
+    pub fn push(&self, image: &TestImage, name: &str) -> String {
+        let layout = image.write_layout(&self.directory, name);
         let reference = format!("{}/{name}", self.host());
         let mut copy = self.netns.command("skopeo");
         copy.args(["copy", "--quiet", "--dest-tls-verify=false"]);
-        if self.kind == Kind::HttpsWithPassword {
+        if self.kind == RegistryKind::HttpsWithPassword {
             copy.arg(format!("--dest-creds={}:{}", LOGIN.0, LOGIN.1));
         }
-        let pushed: Output =
+        let pushed: ProgramOutput =
             run(copy.arg(format!("oci:{}:latest", layout.display())).arg(format!("docker://{reference}")));
         pushed.ok();
         reference
     }
 }
 
-impl Drop for Registry {
+impl Drop for TestRegistry {
     fn drop(&mut self) {
         // It may have ended already.
         let _ = self.process.kill();
@@ -112,7 +112,7 @@ impl Drop for Registry {
 }
 
 /// Creates a CA and a certificate for 127.0.0.1 with openssl.
-fn certificate(directory: &Path) {
+fn create_certificate(directory: &Path) {
     let openssl = |arguments: &[&str]| {
         run(std::process::Command::new("openssl").current_dir(directory).args(arguments)).ok();
     };

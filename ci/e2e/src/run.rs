@@ -6,11 +6,11 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The time limit of all waits of the tests: far more than needed, because emulated VMs on a busy node are slow.
-pub const LIMIT: Duration = Duration::from_secs(600);
+pub const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 /// The output and the exit code of a command.
 #[derive(Debug, Clone)]
-pub struct Output {
+pub struct ProgramOutput {
     /// The exit code; -1 if a signal ended the command.
     pub code: i32,
     /// The standard output, lossy, without the last line end.
@@ -19,7 +19,7 @@ pub struct Output {
     pub stderr: String,
 }
 
-impl Output {
+impl ProgramOutput {
     /// Returns the standard output of a command that succeeded.
     ///
     /// # Panics
@@ -45,15 +45,15 @@ impl Output {
 ///
 /// # Panics
 /// If it cannot be started.
-pub fn run(command: &mut Command) -> Output {
-    feed(command, b"")
+pub fn run(command: &mut Command) -> ProgramOutput {
+    run_with_input(command, b"")
 }
 
 /// Runs a command with this standard input, which it need not read.
 ///
 /// # Panics
 /// If it cannot be started.
-pub fn feed(command: &mut Command, input: &[u8]) -> Output {
+pub fn run_with_input(command: &mut Command, input: &[u8]) -> ProgramOutput {
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = child.unwrap_or_else(|error| panic!("cannot start {:?}: {error}", command.get_program()));
     let stdin = child.stdin.take();
@@ -65,11 +65,18 @@ pub fn feed(command: &mut Command, input: &[u8]) -> Output {
         child.wait_with_output().expect("a child can be waited for")
     });
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
-    Output { code: output.status.code().unwrap_or(-1), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+    ProgramOutput {
+        code: output.status.code().unwrap_or(-1),
+        stdout: text(&output.stdout),
+        stderr: text(&output.stderr),
+    }
 }
 
 /// Runs a program with arguments; see [`run`].
-pub fn call<S: AsRef<OsStr>>(program: impl AsRef<OsStr>, arguments: impl IntoIterator<Item = S>) -> Output {
+pub fn run_program<S: AsRef<OsStr>>(
+    program: impl AsRef<OsStr>,
+    arguments: impl IntoIterator<Item = S>,
+) -> ProgramOutput {
     run(Command::new(program).args(arguments))
 }
 
@@ -77,23 +84,23 @@ pub fn call<S: AsRef<OsStr>>(program: impl AsRef<OsStr>, arguments: impl IntoIte
 ///
 /// # Panics
 /// If no runtime can be made.
-pub fn ask<T>(question: impl Future<Output = T>) -> T {
+pub fn block_on<T>(request: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    runtime.expect("threads can be started").block_on(question)
+    runtime.expect("threads can be started").block_on(request)
 }
 
-/// Polls `question` until it returns a value.
+/// Polls `condition` until it returns a value.
 ///
 /// # Panics
-/// After [`LIMIT`] without one, with `what`.
+/// After [`WAIT_LIMIT`] without one, with `what`.
 #[track_caller]
-pub fn eventually<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + LIMIT;
+pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + WAIT_LIMIT;
     loop {
-        if let Some(answer) = question() {
-            return answer;
+        if let Some(value) = condition() {
+            return value;
         }
-        assert!(Instant::now() < end, "waited {LIMIT:?} in vain for: {what}");
+        assert!(Instant::now() < end, "waited {WAIT_LIMIT:?} in vain for: {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

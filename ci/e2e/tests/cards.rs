@@ -1,48 +1,48 @@
 //! Tests pods with several networks: a CNI plugin creates further interfaces, as Multus does, and guests get those that are
 //! requested.
 
-use nacelle_e2e::machine::{Debian, annotated, boot_image, container, node_with};
-use nacelle_e2e::{Container, Image, Node, Options, Pod, eventually};
+use nacelle_e2e::machine::{Debian, annotated_pod, machine_container, machine_node_with, push_boot_image};
+use nacelle_e2e::{ContainerRequest, NodeOptions, PodRequest, TestImage, TestNode, eventually};
 use serde_json::json;
 
 const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
 /// The pod's own network, and another one.
-const TWO: &str = "interfaces: [{name: own}, {name: lan}]}}, networks: [{name: own, pod: {}}, {name: lan, multus: {networkName: lan-conf}}]}";
+const TWO_NETWORKS: &str = "interfaces: [{name: own}, {name: lan}]}}, networks: [{name: own, pod: {}}, {name: lan, multus: {networkName: lan-conf}}]}";
 
-fn node(further: &[&str]) -> Node {
+fn node_with_interfaces(further: &[&str]) -> TestNode {
     let further = further.iter().map(|name| (*name).to_owned()).collect();
-    node_with(Options { ipv6: false, further, ..Options::default() })
+    machine_node_with(NodeOptions { ipv6: false, further, ..NodeOptions::default() })
 }
 
-fn asking(mut pod: Pod, networks: &str) -> Pod {
+fn with_networks(mut pod: PodRequest, networks: &str) -> PodRequest {
     pod.0["annotations"][NETWORKS] = json!(networks);
     pod
 }
 
 /// Returns the maximum number of further interfaces of a container pod's guest.
-fn room() -> usize {
+fn max_further_interfaces() -> usize {
     if nacelle_e2e::node::engine() == "qemu" { 1 } else { 8 }
 }
 
 /// Returns the hardware addresses of the running VM's cards, in their order.
-fn macs(node: &Node) -> Vec<String> {
+fn macs(node: &TestNode) -> Vec<String> {
     let lines = nacelle_e2e::census::processes(&node.directory().join("run"));
     let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -netdev ")).expect("the machine runs");
     line.split([' ', ',']).filter(|word| word.starts_with("mac=")).map(str::to_owned).collect()
 }
 
 #[test]
-fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
-    let node = node(&["net1", "lan"]);
-    let image = boot_image(&node);
+fn a_vm_has_a_stable_network_card_for_each_network() {
+    let node = node_with_interfaces(&["net1", "lan"]);
+    let image = push_boot_image(&node);
     let disks = format!("root=image:{image},boot=1");
-    let spec = format!("{{domain: {{devices: {{{TWO}");
+    let spec = format!("{{domain: {{devices: {{{TWO_NETWORKS}");
     let machine =
         [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db"), ("spec", spec.as_str())];
-    let named = || annotated(&node, "db", &machine);
-    let run = |pod: Pod| {
-        let pod = node.crictl.run_pod_of("vm", pod);
-        pod.start(container(&image, 0)).says("boot ");
+    let named = || annotated_pod(&node, "db", &machine);
+    let run = |pod: PodRequest| {
+        let pod = node.crictl.run_pod_with_handler("vm", pod);
+        pod.start(machine_container(&image, 0)).wait_for_output("boot ");
         let (macs, addresses) = (macs(&node), pod.inspect()["status"]["network"].clone());
         pod.remove();
         assert_eq!(addresses["additionalIps"], json!([]), "the cluster knows the first interface's alone");
@@ -52,9 +52,9 @@ fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
     let first = run(named());
     assert!(first.len() == 2 && first[0] != first[1], "{first:?}");
     assert_eq!(run(named()), first);
-    let other = run(asking(named(), r#"[{"name": "lan-conf", "interface": "lan"}]"#));
+    let other = run(with_networks(named(), r#"[{"name": "lan-conf", "interface": "lan"}]"#));
     assert!(other[0] == first[0] && other[1] != first[1], "{other:?}");
-    assert_eq!(run(asking(named(), "other/x@lan, lan-conf@net1")), first);
+    assert_eq!(run(with_networks(named(), "other/x@lan, lan-conf@net1")), first);
 
     for (networks, code, words) in [
         // CNI has not created one.
@@ -62,31 +62,31 @@ fn a_machine_has_a_card_for_each_of_its_networks_and_they_stay_the_same() {
         ("other/lan-conf", "InvalidArgument", "spec.networks[1].multus.networkName"),
         ("lan-conf@eth0", "InvalidArgument", NETWORKS),
     ] {
-        let file = node.crictl.file("pod", &asking(named(), networks).0);
+        let file = node.crictl.write_input("pod", &with_networks(named(), networks).0);
         let refused = node.crictl.try_call(["runp", "--runtime", "vm", &file]).err();
         assert!(refused.contains(code) && refused.contains(words), "{networks}: {refused}");
     }
-    let pods = node.crictl.json(["pods", "-o", "json"])["items"].clone();
+    let pods = node.crictl.call_json(["pods", "-o", "json"])["items"].clone();
     assert_eq!(pods, json!([]), "nothing is left of them");
 }
 
 #[test]
-fn the_guest_of_containers_has_the_networks_that_its_annotation_asks_for() {
-    let node = node(&["net1", "lan"]);
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_container_pod_has_the_networks_of_its_annotation() {
+    let node = node_with_interfaces(&["net1", "lan"]);
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let several =
-        |networks: &str| Pod::new("several", node.directory()).set("annotations", json!({ NETWORKS: networks }));
-    let many = vec!["a"; room() + 1].join(",");
-    let refused = node.crictl.try_call(["runp", &node.crictl.file("pod", &several(&many).0)]).err();
+        |networks: &str| PodRequest::new("several", node.directory()).set("annotations", json!({ NETWORKS: networks }));
+    let many = vec!["a"; max_further_interfaces() + 1].join(",");
+    let refused = node.crictl.try_call(["runp", &node.crictl.write_input("pod", &several(&many).0)]).err();
     assert!(refused.contains("Unimplemented") && refused.contains(NETWORKS), "{refused}");
     // Only the interface that no plugin creates is missing.
     node.crictl.run_pod(several("a@net7")).remove();
-    let (networks, expected) = match room() {
+    let (networks, expected) = match max_further_interfaces() {
         1 => ("a@lan", vec!["lan"]),
         _ => ("a@lan, b@net7, c@net1", vec!["lan", "net1"]),
     };
     let pod = node.crictl.run_pod(several(networks));
-    let shell = pod.start(Container::sh("shell", &image, "sleep 600"));
+    let shell = pod.start(ContainerRequest::sh("shell", &image, "sleep 600"));
     let inside = shell.exec("ip -o -4 addr show").ok();
     assert!(inside.contains(&format!(" {}/", pod.ip())), "{inside}");
     for name in expected {
@@ -95,22 +95,22 @@ fn the_guest_of_containers_has_the_networks_that_its_annotation_asks_for() {
         assert!(line.contains(&format!(" {subnet}")), "{line}");
         assert!(shell.exec(&format!("ping -c 1 -W 30 {subnet}1")).stdout.contains("1 packets received"), "{name}");
         let own = line.split_whitespace().find_map(|word| word.split_once('/')).expect(name).0;
-        node.run("ping", &["-c", "1", "-W", "30", own]).ok();
+        node.run_in_netns("ping", &["-c", "1", "-W", "30", own]).ok();
     }
     assert!(shell.exec("ping -c 1 -W 30 10.88.0.1").stdout.contains("1 packets received"));
     pod.remove();
 }
 
 #[test]
-fn debian_speaks_on_all_its_cards() {
-    let Some(debian) = Debian::found() else {
+fn debian_communicates_over_all_its_network_cards() {
+    let Some(debian) = Debian::from_env() else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
         return;
     };
-    let node = node(&["net1"]);
-    let image = debian.image(&node);
+    let node = node_with_interfaces(&["net1"]);
+    let image = debian.push_image(&node);
     let (disks, line) = (format!("root=image:{image},boot=1"), debian.command_line());
-    let spec = format!("{{domain: {{devices: {{networkInterfaceMultiqueue: true, {TWO}");
+    let spec = format!("{{domain: {{devices: {{networkInterfaceMultiqueue: true, {TWO_NETWORKS}");
     let machine = [
         ("kind", "machine"),
         ("memory", "768Mi"),
@@ -125,9 +125,9 @@ fn debian_speaks_on_all_its_cards() {
         // The guest requests both addresses by DHCP.
         ("cloud-init-network", "{version: 2, ethernets: {eth0: {dhcp4: true}, eth1: {dhcp4: true}}}"),
     ];
-    let pod = node.crictl.run_pod_of("vm", annotated(&node, "debian", &machine));
-    let machine = pod.start(container(&image, 0));
-    machine.says("Debian GNU/Linux 12 ");
+    let pod = node.crictl.run_pod_with_handler("vm", annotated_pod(&node, "debian", &machine));
+    let machine = pod.start(machine_container(&image, 0));
+    machine.wait_for_output("Debian GNU/Linux 12 ");
     let exec = |script: &str| machine.exec(script);
     eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
     eventually("both cards have their addresses", || {
@@ -142,7 +142,7 @@ fn debian_speaks_on_all_its_cards() {
             exec(&format!("ping -c 1 -W 30 -I {card} {address}")).ok();
         }
         for address in [pod.ip(), "10.88.1.2".to_owned()] {
-            node.run("ping", &["-c", "1", "-W", "30", &address]).ok();
+            node.run_in_netns("ping", &["-c", "1", "-W", "30", &address]).ok();
         }
     };
     both();
@@ -156,6 +156,6 @@ fn debian_speaks_on_all_its_cards() {
     eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
     both();
     node.crictl.call(["stop", "--timeout", "120", &machine.id]);
-    assert_eq!(machine.exited()["exitCode"], 0, "it powered itself off");
+    assert_eq!(machine.wait_for_exit()["exitCode"], 0, "it powered itself off");
     pod.remove();
 }

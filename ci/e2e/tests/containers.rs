@@ -1,36 +1,39 @@
 //! Tests the options of containers, and how containers end.
 
-use nacelle_e2e::node::{Options, engine};
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::node::{NodeOptions, engine};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
 #[test]
-fn ends_are_told_as_they_were() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ends", node.directory()));
-    let good = pod.start(Container::sh("good", &image, "echo done"));
-    let bad = pod.start(Container::sh("bad", &image, "exit 42"));
-    let killed = pod.start(Container::sh("killed", &image, "kill -9 $$"));
-    let polite =
-        pod.start(Container::sh("polite", &image, "trap 'exit 7' TERM; echo ready; while :; do sleep 0.1; done"));
-    assert_eq!(good.exited()["exitCode"], 0);
-    assert_eq!(good.exited()["reason"], "Completed");
-    assert_eq!(bad.exited()["exitCode"], 42);
-    assert_eq!(bad.exited()["reason"], "Error");
+fn exit_codes_and_reasons_are_reported() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("ends", node.directory()));
+    let good = pod.start(ContainerRequest::sh("good", &image, "echo done"));
+    let bad = pod.start(ContainerRequest::sh("bad", &image, "exit 42"));
+    let killed = pod.start(ContainerRequest::sh("killed", &image, "kill -9 $$"));
+    let polite = pod.start(ContainerRequest::sh(
+        "polite",
+        &image,
+        "trap 'exit 7' TERM; echo ready; while :; do sleep 0.1; done",
+    ));
+    assert_eq!(good.wait_for_exit()["exitCode"], 0);
+    assert_eq!(good.wait_for_exit()["reason"], "Completed");
+    assert_eq!(bad.wait_for_exit()["exitCode"], 42);
+    assert_eq!(bad.wait_for_exit()["reason"], "Error");
     // The first process of a PID namespace survives its own SIGKILL: the shell continues and exits with 0.
-    let code = killed.exited()["exitCode"].as_i64();
+    let code = killed.wait_for_exit()["exitCode"].as_i64();
     assert!(code == Some(0) || code == Some(137), "{code:?}");
-    polite.says("ready");
+    polite.wait_for_output("ready");
     node.crictl.call(["stop", "--timeout", "60", &polite.id]);
-    assert_eq!(polite.exited()["exitCode"], 7);
+    assert_eq!(polite.wait_for_exit()["exitCode"], 7);
 
-    let missing = pod.create(Container::new("missing", &image, &["/no/such/program"]));
+    let missing = pod.create(ContainerRequest::new("missing", &image, &["/no/such/program"]));
     let refused = node.crictl.try_call(["start", &missing.id]).err();
     assert!(refused.contains("NotFound") && refused.contains("/no/such/program"), "{refused}");
-    let status = missing.exited();
+    let status = missing.wait_for_exit();
     assert_eq!((&status["reason"], &status["exitCode"]), (&json!("StartError"), &json!(128)), "{status}");
     assert!(status["message"].as_str().unwrap_or_default().contains("/no/such/program"), "{status}");
     pod.remove();
@@ -38,17 +41,17 @@ fn ends_are_told_as_they_were() {
 
 #[test]
 fn a_container_out_of_memory_dies_alone() {
-    if !nacelle_e2e::node::limits() {
+    if !nacelle_e2e::node::supports_limits() {
         println!("skipped: this node's cgroup v2 limits nothing, and containers without a guest have no other");
         return;
     }
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("oom", node.directory()));
-    let neighbour = pod.start(Container::sh("neighbour", &image, "echo here; sleep 600"));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("oom", node.directory()));
+    let neighbour = pod.start(ContainerRequest::sh("neighbour", &image, "echo here; sleep 600"));
     let limits = json!({"resources": {"memory_limit_in_bytes": 16 << 20, "memory_swap_limit_in_bytes": 16 << 20}});
-    let hungry = pod.start(Container::sh("hungry", &image, "tail /dev/zero").set("linux", limits));
-    let status = hungry.exited();
+    let hungry = pod.start(ContainerRequest::sh("hungry", &image, "tail /dev/zero").set("linux", limits));
+    let status = hungry.wait_for_exit();
     assert_eq!(status["reason"], "OOMKilled", "{status}");
     assert_eq!(status["exitCode"], 137);
     assert_eq!(neighbour.status()["state"], "CONTAINER_RUNNING");
@@ -56,7 +59,7 @@ fn a_container_out_of_memory_dies_alone() {
     assert_eq!(status["message"], "", "{status}");
     // Without a limit of its own: all memory of the VM.
     if nacelle_e2e::node::engine() != "host" {
-        let status = pod.start(Container::sh("greedy", &image, "tail /dev/zero")).exited();
+        let status = pod.start(ContainerRequest::sh("greedy", &image, "tail /dev/zero")).wait_for_exit();
         assert_eq!((&status["reason"], &status["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{status}");
         let message = status["message"].as_str().unwrap_or_default();
         assert!(message.contains("the memory of its machine ran out"), "{status}");
@@ -66,20 +69,22 @@ fn a_container_out_of_memory_dies_alone() {
 }
 
 #[test]
-fn users_limits_and_the_rest_of_the_specification_arrive() {
-    let node = Node::new();
-    let image =
-        node.image(&Image::busybox().config("User", json!("app")).config("WorkingDir", json!("/work")), "app:1");
-    let pod = node.crictl.run_pod(Pod::new("spec", node.directory()));
+fn users_limits_and_other_settings_take_effect() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(
+        &TestImage::busybox().with_config("User", json!("app")).with_config("WorkingDir", json!("/work")),
+        "app:1",
+    );
+    let pod = node.crictl.run_pod(PodRequest::new("spec", node.directory()));
     let own = pod.start(
-        Container::sh("own", &image, "id; pwd; echo $GREETING; echo $PATH; touch /x || echo refused")
+        ContainerRequest::sh("own", &image, "id; pwd; echo $GREETING; echo $PATH; touch /x || echo refused")
             .set("envs", json!([{"key": "GREETING", "value": "hello there"}])),
     );
-    own.exited();
-    let said = own.output();
-    assert!(said.contains("uid=1000(app) gid=1000(app) groups=1000(app),2000(extra)"), "{said}");
-    assert!(said.contains("/work\nhello there\n/bin\n"), "{said}");
-    assert!(said.contains("refused"), "{said}");
+    own.wait_for_exit();
+    let output = own.output();
+    assert!(output.contains("uid=1000(app) gid=1000(app) groups=1000(app),2000(extra)"), "{output}");
+    assert!(output.contains("/work\nhello there\n/bin\n"), "{output}");
+    assert!(output.contains("refused"), "{output}");
 
     let linux = json!({
         "resources": {"memory_limit_in_bytes": 64 << 20, "cpu_period": 100_000, "cpu_quota": 50_000, "cpu_shares": 512},
@@ -91,14 +96,14 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
     });
     let script = "id; cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/cpu.max; \
                   grep -E 'CapEff|NoNewPrivs|Seccomp:' /proc/self/status; touch /tmp/x || echo read-only; sleep 600";
-    let strict = pod.start(Container::sh("strict", &image, script).set("linux", linux));
-    let said = strict.says("read-only");
-    assert!(said.contains("uid=1234 gid=4321 groups=77,4321") || said.contains("groups=4321,77"), "{said}");
-    if nacelle_e2e::node::limits() {
-        assert!(said.contains("67108864\n50000 100000"), "{said}");
+    let strict = pod.start(ContainerRequest::sh("strict", &image, script).set("linux", linux));
+    let output = strict.wait_for_output("read-only");
+    assert!(output.contains("uid=1234 gid=4321 groups=77,4321") || output.contains("groups=4321,77"), "{output}");
+    if nacelle_e2e::node::supports_limits() {
+        assert!(output.contains("67108864\n50000 100000"), "{output}");
     }
-    assert!(said.contains("CapEff:\t0000000000000000"), "{said}");
-    assert!(said.contains("NoNewPrivs:\t1"), "{said}");
+    assert!(output.contains("CapEff:\t0000000000000000"), "{output}");
+    assert!(output.contains("NoNewPrivs:\t1"), "{output}");
     assert_eq!(strict.exec("id -u; grep NoNewPrivs /proc/self/status").ok(), "1234\nNoNewPrivs:\t1");
     if nacelle_e2e::node::engine() != "host" {
         // As on kubelet's nodes: programs can map more memory than a small VM has.
@@ -108,20 +113,20 @@ fn users_limits_and_the_rest_of_the_specification_arrive() {
 }
 
 #[test]
-fn groups_rights_and_paths_are_as_the_security_context_says() {
-    let node = Node::new();
-    let image = node.image(
-        &Image::busybox().layer(|layer| {
-            layer.file("etc/secret", b"secret", 0o644);
-            layer.directory("hidden", 0o755);
-            layer.file("hidden/file", b"hidden", 0o644);
-            layer.directory("kept", 0o777);
+fn groups_capabilities_and_paths_follow_the_security_context() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(
+        &TestImage::busybox().with_layer(|layer| {
+            layer.add_file("etc/secret", b"secret", 0o644);
+            layer.add_directory("hidden", 0o755);
+            layer.add_file("hidden/file", b"hidden", 0o644);
+            layer.add_directory("kept", 0o777);
             // Busybox keeps the rights of a setuid file for this applet; its shell runs the plain one unless given a path.
-            layer.file("bin/ping", &fs::read("/bin/busybox").unwrap(), 0o4755);
+            layer.add_file("bin/ping", &fs::read("/bin/busybox").unwrap(), 0o4755);
         }),
         "groups:1",
     );
-    let mut pod = Pod::new("groups", node.directory());
+    let mut pod = PodRequest::new("groups", node.directory());
     let sysctls = [("kernel.shm_rmid_forced", "1"), ("fs.mqueue.msg_max", "100"), ("net/ipv4/ip_forward", "1")];
     pod.0["linux"]["sysctls"] = sysctls.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     let pod = node.crictl.run_pod(pod);
@@ -131,14 +136,14 @@ fn groups_rights_and_paths_are_as_the_security_context_says() {
             "run_as_user": {"value": 1000}, "supplemental_groups": [1234], "supplemental_groups_policy": policy,
         }});
         let name = format!("policy-{policy}");
-        let one = pod.start(Container::sh(&name, &image, "id -G; sleep 600").set("linux", linux));
-        one.says(&format!("{groups}\n"));
+        let one = pod.start(ContainerRequest::sh(&name, &image, "id -G; sleep 600").set("linux", linux));
+        one.wait_for_output(&format!("{groups}\n"));
         assert_eq!(one.exec("id -G").ok(), groups);
         let user = one.status()["user"]["linux"].take();
         let number = |value: &Value| value.as_str().and_then(|text| text.parse().ok()).or(value.as_u64());
-        let mut told: Vec<_> = user["supplementalGroups"].as_array().unwrap().iter().filter_map(number).collect();
-        told.sort_unstable();
-        assert_eq!(told.iter().map(u64::to_string).collect::<Vec<_>>().join(" "), groups, "{user}");
+        let mut reported: Vec<_> = user["supplementalGroups"].as_array().unwrap().iter().filter_map(number).collect();
+        reported.sort_unstable();
+        assert_eq!(reported.iter().map(u64::to_string).collect::<Vec<_>>().join(" "), groups, "{user}");
         assert_eq!((number(&user["uid"]), number(&user["gid"])), (Some(1000), Some(1000)), "{user}");
     }
     // A setuid program gives a user root's rights in the container if the container has them and allows it.
@@ -150,19 +155,19 @@ fn groups_rights_and_paths_are_as_the_security_context_says() {
         let linux = json!({"security_context": {
             "run_as_user": {"value": 1000}, "no_new_privs": no_new_privs, "capabilities": {"drop_capabilities": drop},
         }});
-        let one = pod.start(Container::sh(name, &image, "sleep 600").set("linux", linux));
-        let said = one.exec("/bin/ping -c 1 127.0.0.1 2>&1 && echo answered || echo none").ok();
+        let one = pod.start(ContainerRequest::sh(name, &image, "sleep 600").set("linux", linux));
+        let output = one.exec("/bin/ping -c 1 127.0.0.1 2>&1 && echo answered || echo none").ok();
         let expected = if pings { "answered" } else { "permission denied" };
-        assert!(said.contains(expected), "{name}: {said}");
+        assert!(output.contains(expected), "{name}: {output}");
     }
     let linux = json!({"security_context": {
         "masked_paths": ["/etc/secret", "/hidden", "/not/there"], "readonly_paths": ["/kept", "/nor/there"],
     }});
     let script = "cat /etc/secret; ls /hidden; touch /kept/x 2>&1; touch /hidden/x 2>&1; touch /tmp/x && echo written";
-    let one = pod.start(Container::sh("paths", &image, &format!("{script}; sleep 600")).set("linux", linux));
+    let one = pod.start(ContainerRequest::sh("paths", &image, &format!("{script}; sleep 600")).set("linux", linux));
     let refused = |path: &str| format!("touch: {path}: Read-only file system");
     let expected = format!("{}\n{}\nwritten", refused("/kept/x"), refused("/hidden/x"));
-    assert_eq!(one.says("written").trim(), expected);
+    assert_eq!(one.wait_for_output("written").trim(), expected);
     assert_eq!(one.exec(script).ok(), expected);
     let files = sysctls.map(|(key, _)| format!("/proc/sys/{}", key.replace('.', "/"))).join(" ");
     assert_eq!(one.exec(&format!("cat {files}")).ok(), sysctls.map(|(_, value)| value).join("\n"));
@@ -170,9 +175,9 @@ fn groups_rights_and_paths_are_as_the_security_context_says() {
 }
 
 #[test]
-fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_localhost_seccomp_profile_applies_to_every_process_of_its_container() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let write = |name: &str, profile: Value| {
         let file = node.directory().join(name);
         fs::write(&file, profile.to_string()).unwrap();
@@ -196,13 +201,13 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
             "capabilities": {"add_capabilities": ["SYS_ADMIN"]},
         }})
     };
-    let pod = node.crictl.run_pod(Pod::new("seccomp", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("seccomp", node.directory()));
     let script = "grep Seccomp: /proc/self/status; chmod 755 /tmp 2>&1; hostname other 2>&1; mkdir /x && echo made";
-    let container = Container::sh("one", &image, &format!("{script}; sleep 600")).set("linux", linux(&file));
+    let container = ContainerRequest::sh("one", &image, &format!("{script}; sleep 600")).set("linux", linux(&file));
     let one = pod.start(container);
     let expected =
         "Seccomp:\t2\nchmod: /tmp: Operation not permitted\nhostname: sethostname: Operation not supported\nmade";
-    assert_eq!(one.says("made").trim(), expected);
+    assert_eq!(one.wait_for_output("made").trim(), expected);
     // The container keeps its filter, also for commands, even if the file is removed.
     fs::remove_file(&file).unwrap();
     let again = script.replace("/x", "/y");
@@ -216,7 +221,8 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
     ] {
         let profile = json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": [call], "action": action}]});
         let file = write(&format!("{name}.json"), profile);
-        let container = Container::sh(name, &image, "").set("command", json!(["sleep", "600"])).set("args", json!([]));
+        let container =
+            ContainerRequest::sh(name, &image, "").set("command", json!(["sleep", "600"])).set("args", json!([]));
         let container = pod.start(container.set("linux", linux(&file)));
         for _ in 0..5 {
             assert_eq!(container.exec("echo runs").ok(), "runs", "{name}");
@@ -230,7 +236,7 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
             "seccomp": {"profile_type": 2, "localhost_ref": no_fork},
             "capabilities": {"add_capabilities": capabilities},
         });
-        let container = Container::sh(name, &image, "")
+        let container = ContainerRequest::sh(name, &image, "")
             .set("command", json!(["sleep", "600"]))
             .set("args", json!([]))
             .set("linux", json!({"security_context": security}));
@@ -250,57 +256,58 @@ fn a_seccomp_profile_of_the_node_holds_for_every_process_of_its_container() {
         (notify.as_path(), "Unimplemented", "SCMP_ACT_NOTIFY"),
         (Path::new("profile.json"), "InvalidArgument", "absolute path"),
     ] {
-        let refused = pod.try_create(Container::sh("two", &image, "true").set("linux", linux(file))).err();
+        let refused = pod.try_create(ContainerRequest::sh("two", &image, "true").set("linux", linux(file))).err();
         assert!(refused.contains(code) && refused.contains(words), "{code}, {words}: {refused}");
     }
     pod.remove();
 }
 
 #[test]
-fn commands_run_beside_a_large_environment() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("large", node.directory()));
+fn commands_run_in_a_container_with_a_large_environment() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("large", node.directory()));
     let envs: Vec<Value> = (0..7000).map(|n| json!({"key": format!("V{n}"), "value": "x".repeat(150)})).collect();
-    let one = pod.start(Container::sh("one", &image, "sleep 600").set("envs", json!(envs)));
+    let one = pod.start(ContainerRequest::sh("one", &image, "sleep 600").set("envs", json!(envs)));
     assert_eq!(one.exec("echo ${#V6999}").ok(), "150");
     pod.remove();
 }
 
 #[test]
-fn more_images_than_the_machine_has_disks() {
-    let node = Node::new();
-    let pod = node.crictl.run_pod(Pod::new("many", node.directory()));
+fn containers_can_use_more_images_than_the_vm_has_disks() {
+    let node = TestNode::new();
+    let pod = node.crictl.run_pod(PodRequest::new("many", node.directory()));
     let mut containers = Vec::new();
     for number in 0..7 {
-        let image = Image::busybox().layer(|layer| layer.file("who", format!("image {number}").as_bytes(), 0o644));
-        let image = node.image(&image, &format!("many{number}:1"));
+        let image =
+            TestImage::busybox().with_layer(|layer| layer.add_file("who", format!("image {number}").as_bytes(), 0o644));
+        let image = node.push_and_pull(&image, &format!("many{number}:1"));
         containers.push(
             pod.start(
-                Container::sh("c", &image, "cat /who; echo; sleep 600")
+                ContainerRequest::sh("c", &image, "cat /who; echo; sleep 600")
                     .set("metadata", json!({"name": format!("c{number}"), "attempt": 0}))
                     .set("log_path", json!(format!("{number}.log"))),
             ),
         );
     }
     for (number, container) in containers.iter().enumerate() {
-        container.says(&format!("image {number}"));
+        container.wait_for_output(&format!("image {number}"));
     }
     // After a removal, the slot is used again.
     node.crictl.call(["rm", "--force", &containers[2].id]);
-    let image = Image::busybox().layer(|layer| layer.file("who", b"the late one", 0o644));
-    let image = node.image(&image, "late:1");
-    pod.start(Container::sh("late", &image, "cat /who")).says("the late one");
+    let image = TestImage::busybox().with_layer(|layer| layer.add_file("who", b"the late one", 0o644));
+    let image = node.push_and_pull(&image, "late:1");
+    pod.start(ContainerRequest::sh("late", &image, "cat /who")).wait_for_output("the late one");
     assert_eq!(containers[3].exec("cat /who").ok(), "image 3");
     pod.remove();
 }
 
 #[test]
-fn an_exec_that_takes_too_long_is_ended() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("exec", node.directory()));
-    let container = pod.start(Container::sh("one", &image, "sleep 600"));
+fn an_exec_is_killed_at_its_timeout() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("exec", node.directory()));
+    let container = pod.start(ContainerRequest::sh("one", &image, "sleep 600"));
     let answer = node.crictl.try_call(["exec", "--sync", "--timeout", "2", &container.id, "/bin/sleep", "555"]).err();
     assert!(answer.contains("DeadlineExceeded"), "{answer}");
     eventually("the exec's process is gone", || (!container.exec("ps").ok().contains("sleep 555")).then_some(()));
@@ -313,16 +320,16 @@ fn an_exec_that_takes_too_long_is_ended() {
 
 #[test]
 fn a_log_is_reopened_where_kubelet_moved_it() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("logs", node.directory()));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("logs", node.directory()));
     let container =
-        pod.start(Container::sh("one", &image, "i=0; while :; do echo line $i; i=$((i+1)); sleep 0.05; done"));
-    container.says("line 3");
+        pod.start(ContainerRequest::sh("one", &image, "i=0; while :; do echo line $i; i=$((i+1)); sleep 0.05; done"));
+    container.wait_for_output("line 3");
     let moved = container.log.with_extension("rotated");
     fs::rename(&container.log, &moved).unwrap();
     node.crictl.call(["logs", "--reopen", &container.id]);
-    container.says("line");
+    container.wait_for_output("line");
     node.crictl.call(["stop", "--timeout", "0", &container.id]);
     let all = fs::read_to_string(&moved).unwrap() + &fs::read_to_string(&container.log).unwrap();
     let numbers: Vec<u32> = all.lines().filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
@@ -332,29 +339,29 @@ fn a_log_is_reopened_where_kubelet_moved_it() {
 }
 
 #[test]
-fn devices_are_given_with_the_rights_that_were_asked_for() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let mut config = Pod::new("devices", node.directory());
+fn devices_have_the_requested_permissions() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let mut config = PodRequest::new("devices", node.directory());
     config.0["linux"]["security_context"] = json!({"privileged": true});
     let pod = node.crictl.run_pod(config);
     let device = |host: &str, at: &str, permissions: &str| json!({"host_path": host, "container_path": at, "permissions": permissions});
-    let with = |name: &str, devices: Value| Container::sh(name, &image, "sleep 600").set("devices", devices);
+    let with = |name: &str, devices: Value| ContainerRequest::sh(name, &image, "sleep 600").set("devices", devices);
     let refused = |host: &str| pod.try_create(with("x", json!([device(host, "/dev/x", "rwm")]))).err();
-    let denied = |said: nacelle_e2e::Output, what: &str| {
-        assert!(said.code != 0 && said.stderr.contains("not permitted"), "{what}: {said:?}");
+    let denied = |output: nacelle_e2e::ProgramOutput, what: &str| {
+        assert!(output.code != 0 && output.stderr.contains("not permitted"), "{what}: {output:?}");
     };
     let on_host = engine() == "host";
     if !on_host || Path::new("/dev/net/tun").exists() {
-        let asked = json!([device("/dev/net/tun", "/dev/tun", "rw"), device("/dev/net/tun", "/dev/net/tun", "rw")]);
-        let container = pod.start(with("tun", asked));
+        let requested = json!([device("/dev/net/tun", "/dev/tun", "rw"), device("/dev/net/tun", "/dev/net/tun", "rw")]);
+        let container = pod.start(with("tun", requested));
         let numbers = container.exec("stat -c '%F %t %T' /dev/tun /dev/net/tun | uniq").ok();
         assert_eq!(numbers, "character special file a c8");
         // The device rules of the container apply at open.
         assert_eq!(container.exec("exec 3<>/dev/tun && echo opened").ok(), "opened");
         let plain = pod.start(with("plain", json!([])));
         assert_ne!(plain.exec("ls /dev/tun").code, 0);
-        denied(plain.exec("mknod /tun c 10 200 && exec 3<>/tun"), "a device that was not asked for");
+        denied(plain.exec("mknod /tun c 10 200 && exec 3<>/tun"), "a device that was not requested");
     } else {
         println!("skipped: this node has no /dev/net/tun");
     }
@@ -364,7 +371,7 @@ fn devices_are_given_with_the_rights_that_were_asked_for() {
         let none = refused("/dev/none");
         assert!(none.contains("InvalidArgument") && none.contains("/dev/none"), "{none}");
         let security = json!({"security_context": {"privileged": true}});
-        let privileged = pod.start(Container::sh("all", &image, "sleep 600").set("linux", security));
+        let privileged = pod.start(ContainerRequest::sh("all", &image, "sleep 600").set("linux", security));
         assert_eq!(privileged.exec("stat -c '%t %T' /dev/kmsg").ok(), "1 b");
         privileged.exec("test -c /dev/pts/ptmx && test -c /dev/ptmx && echo x >/dev/null").ok();
     } else {
@@ -377,11 +384,11 @@ fn devices_are_given_with_the_rights_that_were_asked_for() {
 }
 
 #[test]
-fn cdi_devices_bring_what_their_specifications_say() {
+fn cdi_devices_apply_their_specifications() {
     let directory = tempfile::tempdir().expect("there is a directory for such");
     let extra = format!("[sandbox]\ncdi_dirs = [{:?}]\n", directory.path());
-    let node = Node::with(Options { extra, ..Options::default() });
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let node = TestNode::with_options(NodeOptions { extra, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let of_node = node.directory().join("driver");
     fs::create_dir(&of_node).expect("the node's directory is writable");
     fs::write(of_node.join("lib"), "of the driver").expect("the node's directory is writable");
@@ -398,10 +405,10 @@ fn cdi_devices_bring_what_their_specifications_say() {
         .collect();
     let spec = json!({"cdiVersion": "0.6.0", "kind": "nacelle.test/thing", "devices": devices});
     fs::write(directory.path().join("thing.json"), spec.to_string()).expect("the directory is ours");
-    let pod = node.crictl.run_pod(Pod::new("cdi", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("cdi", node.directory()));
     let with = |name: &str| {
         let device = json!([{"name": format!("nacelle.test/thing={name}")}]);
-        Container::sh("c", &image, "sleep 600").set("CDI_devices", device)
+        ContainerRequest::sh("c", &image, "sleep 600").set("CDI_devices", device)
     };
     let refuse = |name: &str, code: &str, word: &str| {
         let refused = pod.try_create(with(name)).err();
@@ -413,42 +420,42 @@ fn cdi_devices_bring_what_their_specifications_say() {
         refuse("kmsg", "Unimplemented", "/dev/kmsg");
     }
     let container = pod.start(with("driver"));
-    let said = container.exec("echo $CDI_TEST; cat /driver/lib; echo; id -G; touch /driver/x 2>&1 | tail -1").ok();
-    let lines: Vec<&str> = said.lines().collect();
-    assert_eq!(lines[..2], ["a=b", "of the driver"], "{said}");
-    assert!(lines[2].split(' ').any(|group| group == "4444") && said.contains("Read-only"), "{said}");
+    let output = container.exec("echo $CDI_TEST; cat /driver/lib; echo; id -G; touch /driver/x 2>&1 | tail -1").ok();
+    let lines: Vec<&str> = output.lines().collect();
+    assert_eq!(lines[..2], ["a=b", "of the driver"], "{output}");
+    assert!(lines[2].split(' ').any(|group| group == "4444") && output.contains("Read-only"), "{output}");
     pod.remove();
 }
 
 #[test]
-fn programs_that_are_not_root_may_use_low_ports_and_ping() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ports", node.directory()));
+fn unprivileged_programs_can_use_low_ports_and_ping() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("ports", node.directory()));
     let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
-    let container = pod.start(Container::sh("c", &image, "sleep 600").set("linux", user));
-    let said = |script: &str| container.exec(script).ok();
-    assert_eq!(said("cd /proc/sys/net/ipv4; cat ip_unprivileged_port_start"), "0");
-    assert_eq!(said("cat /proc/sys/net/ipv4/ping_group_range | tr '\\t' ' '"), "0 2147483647");
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("linux", user));
+    let stdout_of = |script: &str| container.exec(script).ok();
+    assert_eq!(stdout_of("cd /proc/sys/net/ipv4; cat ip_unprivileged_port_start"), "0");
+    assert_eq!(stdout_of("cat /proc/sys/net/ipv4/ping_group_range | tr '\\t' ' '"), "0 2147483647");
     // The client retries until the server listens.
     let client =
         "n=0; until nc 127.0.0.1 80 </dev/null 2>/dev/null; do n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.2; done";
-    assert_eq!(said(&format!("id -u; (echo hello | nc -l -p 80 &); {client}")), "1000\nhello");
+    assert_eq!(stdout_of(&format!("id -u; (echo hello | nc -l -p 80 &); {client}")), "1000\nhello");
     pod.remove();
 }
 
 #[test]
-fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
-    let node = Node::new();
-    let image = node.image(
-        &Image::busybox().layer(|layer| {
+fn mounts_and_the_working_directory_follow_the_symlinks_of_the_image() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(
+        &TestImage::busybox().with_layer(|layer| {
             // All of these links lead to nothing in the image.
-            layer.symlink("var/run", "/run");
-            layer.symlink("etc/resolv.conf", "../run/systemd/resolve/stub-resolv.conf");
-            layer.symlink("etc/hosts", "/etc/second");
-            layer.symlink("etc/second", "../../../third");
-            layer.symlink("work", "/opt/app/work");
-            layer.symlink("conf", "/run/conf");
+            layer.add_symlink("var/run", "/run");
+            layer.add_symlink("etc/resolv.conf", "../run/systemd/resolve/stub-resolv.conf");
+            layer.add_symlink("etc/hosts", "/etc/second");
+            layer.add_symlink("etc/second", "../../../third");
+            layer.add_symlink("work", "/opt/app/work");
+            layer.add_symlink("conf", "/run/conf");
         }),
         "links:1",
     );
@@ -461,32 +468,32 @@ fn mounts_and_the_working_directory_go_where_the_images_links_lead() {
         mount("/conf", &volume.join("token")),
         mount("/work/deep", &volume),
     ]);
-    let pod = node.crictl.run_pod(Pod::new("links", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("links", node.directory()));
     let script = "pwd -P; cat /var/run/secrets/kubernetes.io/serviceaccount/token /run/conf /opt/app/work/deep/token; echo; \
                   grep -c localhost /etc/hosts /third; readlink /var/run; readlink /etc/hosts; test -s /run/systemd/resolve/stub-resolv.conf";
     let container =
-        Container::sh("links", &image, "sleep 600").set("mounts", mounts).set("working_dir", json!("/work"));
+        ContainerRequest::sh("links", &image, "sleep 600").set("mounts", mounts).set("working_dir", json!("/work"));
     let container = pod.start(container);
-    let said = container.exec(script).ok();
-    let lines: Vec<&str> = said.lines().collect();
-    assert_eq!(lines.first().copied(), Some("/opt/app/work"), "{said}");
-    assert_eq!(lines.get(1).copied(), Some("secretsecretsecret"), "{said}");
-    assert!(lines.iter().skip(2).take(2).all(|line| !line.ends_with(":0")), "{said}");
-    assert_eq!(lines.get(4..), Some(&["/run", "/etc/second"][..]), "{said}");
+    let output = container.exec(script).ok();
+    let lines: Vec<&str> = output.lines().collect();
+    assert_eq!(lines.first().copied(), Some("/opt/app/work"), "{output}");
+    assert_eq!(lines.get(1).copied(), Some("secretsecretsecret"), "{output}");
+    assert!(lines.iter().skip(2).take(2).all(|line| !line.ends_with(":0")), "{output}");
+    assert_eq!(lines.get(4..), Some(&["/run", "/etc/second"][..]), "{output}");
     pod.remove();
 }
 
 #[test]
-fn what_is_in_the_way_of_a_mount_is_named() {
-    let node = Node::new();
+fn an_obstacle_to_a_mount_is_named() {
+    let node = TestNode::new();
     let stolen = node.directory().join("stolen");
     fs::create_dir(&stolen).unwrap();
-    let image = node.image(
-        &Image::busybox().layer(|layer| {
-            layer.file("file", b"", 0o644);
-            layer.directory("directory", 0o755);
-            layer.symlink("loop", "loop");
-            layer.symlink("to-root", "/");
+    let image = node.push_and_pull(
+        &TestImage::busybox().with_layer(|layer| {
+            layer.add_file("file", b"", 0o644);
+            layer.add_directory("directory", 0o755);
+            layer.add_symlink("loop", "loop");
+            layer.add_symlink("to-root", "/");
         }),
         "way:1",
     );
@@ -494,9 +501,9 @@ fn what_is_in_the_way_of_a_mount_is_named() {
     fs::create_dir(&volume).unwrap();
     fs::write(volume.join("inside"), "").unwrap();
     let mount = |at: &str, from: &Path| json!({"container_path": at, "host_path": from});
-    let pod = node.crictl.run_pod(Pod::new("way", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("way", node.directory()));
     let refused = |name: &str, image: &str, mounts: Value, cwd: &str| {
-        let container = Container::sh(name, image, "true").set("mounts", mounts).set("working_dir", json!(cwd));
+        let container = ContainerRequest::sh(name, image, "true").set("mounts", mounts).set("working_dir", json!(cwd));
         let made = pod.try_create(container);
         if made.code != 0 {
             return made.stderr;
@@ -512,30 +519,33 @@ fn what_is_in_the_way_of_a_mount_is_named() {
         ("long", long.as_str(), &volume, "File name too long"),
         ("root", "/to-root", &volume, "Invalid argument"),
     ] {
-        let said = refused(name, &image, json!([mount(at, from)]), "/");
-        assert!(said.contains("InvalidArgument"), "{name}: {said}");
-        assert!(said.contains("mount target") && said.contains(at) && said.contains(errno), "{name}: {said}");
+        let output = refused(name, &image, json!([mount(at, from)]), "/");
+        assert!(output.contains("InvalidArgument"), "{name}: {output}");
+        assert!(output.contains("mount target") && output.contains(at) && output.contains(errno), "{name}: {output}");
     }
-    let said = refused("cwd", &image, json!([]), "/file/x");
-    assert!(said.contains("InvalidArgument") && said.contains("working directory /file/x"), "{said}");
+    let output = refused("cwd", &image, json!([]), "/file/x");
+    assert!(output.contains("InvalidArgument") && output.contains("working directory /file/x"), "{output}");
     // An error that only libcontainer can detect keeps its cause.
-    let said = refused("nested", &image, json!([mount("/v", &volume), mount("/v/inside", &volume)]), "/");
-    assert!(said.contains("/v/inside") && said.contains("with O_DIRECTORY"), "{said}");
+    let output = refused("nested", &image, json!([mount("/v", &volume), mount("/v/inside", &volume)]), "/");
+    assert!(output.contains("/v/inside") && output.contains("with O_DIRECTORY"), "{output}");
     // A link that another container put into the volume does not lead a later mount over the masks of /proc.
     std::os::unix::fs::symlink("/proc/sys", volume.join("to-proc")).unwrap();
-    let said = refused("to-proc", &image, json!([mount("/v", &volume), mount("/v/to-proc", &volume)]), "/");
-    assert!(said.contains("InvalidArgument") && said.contains("/proc/sys"), "{said}");
+    let output = refused("to-proc", &image, json!([mount("/v", &volume), mount("/v/to-proc", &volume)]), "/");
+    assert!(output.contains("InvalidArgument") && output.contains("/proc/sys"), "{output}");
     // libcontainer fills /dev by path, from the agent's root.
     let to = format!("/node{}", stolen.display());
-    let image = node.image(
-        &Image::busybox().layer(|layer| {
-            layer.directory(to.trim_start_matches('/'), 0o755);
-            layer.symlink("dev", &to);
+    let image = node.push_and_pull(
+        &TestImage::busybox().with_layer(|layer| {
+            layer.add_directory(to.trim_start_matches('/'), 0o755);
+            layer.add_symlink("dev", &to);
         }),
         "dev:1",
     );
-    let said = refused("dev", &image, json!([]), "/");
+    let output = refused("dev", &image, json!([]), "/");
     assert_eq!(fs::read_dir(&stolen).unwrap().count(), 0, "the node's files are as they were");
-    assert!(said.contains("InvalidArgument") && said.contains("/dev") && said.contains("Not a directory"), "{said}");
+    assert!(
+        output.contains("InvalidArgument") && output.contains("/dev") && output.contains("Not a directory"),
+        "{output}"
+    );
     pod.remove();
 }

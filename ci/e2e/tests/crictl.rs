@@ -1,22 +1,26 @@
 //! Tests the promise of the README: crictl runs a pod, and the pod is a VM.
 
-use nacelle_e2e::{Container, Image, Node, Pod, eventually, run};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually, run};
 use serde_json::{Value, json};
 use std::fs;
 
 #[test]
-fn a_pod_with_two_containers_is_one_machine() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("pair", node.directory()).set("hostname", json!("nacelle-guest")));
-    let first =
-        pod.start(Container::sh("first", &image, "uname -r; hostname; cat /proc/sys/kernel/random/boot_id; sleep 600"));
-    let second = pod.start(Container::sh("second", &image, "cat /proc/sys/kernel/random/boot_id; echo no >&2; exit 3"));
-    assert_eq!(second.exited()["exitCode"], 3);
+fn a_pod_with_two_containers_runs_in_one_vm() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("pair", node.directory()).set("hostname", json!("nacelle-guest")));
+    let first = pod.start(ContainerRequest::sh(
+        "first",
+        &image,
+        "uname -r; hostname; cat /proc/sys/kernel/random/boot_id; sleep 600",
+    ));
+    let second =
+        pod.start(ContainerRequest::sh("second", &image, "cat /proc/sys/kernel/random/boot_id; echo no >&2; exit 3"));
+    assert_eq!(second.wait_for_exit()["exitCode"], 3);
 
-    let said = first.says("-");
-    let lines: Vec<_> = said.lines().collect();
-    let host = run::call("uname", ["-r"]).ok();
+    let output = first.wait_for_output("-");
+    let lines: Vec<_> = output.lines().collect();
+    let host = run::run_program("uname", ["-r"]).ok();
     // Without a guest, containers run on the node's kernel.
     let guest = nacelle_e2e::node::engine() != "host";
     assert_eq!(lines[0] != host, guest, "whose kernel the container sees");
@@ -40,17 +44,17 @@ fn a_pod_with_two_containers_is_one_machine() {
 
 #[test]
 fn lists_and_states_are_what_kubelet_expects() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("listed", node.directory()).set("annotations", json!({"a": "b"})));
-    let pods = node.crictl.json(["pods", "-o", "json"]);
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("listed", node.directory()).set("annotations", json!({"a": "b"})));
+    let pods = node.crictl.call_json(["pods", "-o", "json"]);
     assert_eq!(pods["items"][0]["id"], json!(pod.id));
     assert_eq!(pods["items"][0]["state"], "SANDBOX_READY");
     assert_eq!(pods["items"][0]["annotations"]["a"], "b");
-    assert_eq!(node.crictl.json(["pods", "--name", "other", "-o", "json"])["items"], json!([]));
+    assert_eq!(node.crictl.call_json(["pods", "--name", "other", "-o", "json"])["items"], json!([]));
     assert_eq!(node.crictl.call(["pods", "-q", "--label", "app=listed"]), pod.id);
 
-    let container = pod.create(Container::sh("one", &image, "sleep 600"));
+    let container = pod.create(ContainerRequest::sh("one", &image, "sleep 600"));
     assert_eq!(container.status()["state"], "CONTAINER_CREATED");
     assert_eq!(
         container.status()["startedAt"].as_str().map(|time| time.starts_with("19") || time.starts_with("0")),
@@ -77,7 +81,7 @@ fn lists_and_states_are_what_kubelet_expects() {
     node.crictl.call(["rmp", &pod.id]);
     assert_eq!(node.crictl.call(["pods", "-q"]), "");
 
-    let info = node.crictl.json(["info"]);
+    let info = node.crictl.call_json(["info"]);
     let conditions = info["status"]["conditions"].as_array().expect("conditions").clone();
     for wanted in ["RuntimeReady", "NetworkReady"] {
         let found = conditions.iter().find(|condition| condition["type"] == wanted);
@@ -87,17 +91,18 @@ fn lists_and_states_are_what_kubelet_expects() {
 }
 
 #[test]
-fn the_other_commands_of_crictl_answer() {
-    let node = Node::new();
-    let used = node.registry.push(&Image::busybox(), "used:1");
-    let unused = node.image(&Image::busybox().config("User", json!("1000")), "unused:1");
+fn the_other_crictl_commands_work() {
+    let node = TestNode::new();
+    let used = node.registry.push(&TestImage::busybox(), "used:1");
+    let unused = node.push_and_pull(&TestImage::busybox().with_config("User", json!("1000")), "unused:1");
 
-    let pod = Pod::new("run", node.directory());
-    let container = Container::sh("talks", &used, "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; echo two");
-    let (pod, container) = (node.crictl.file("pod", &pod.0), node.crictl.file("container", &container.0));
+    let pod = PodRequest::new("run", node.directory());
+    let container =
+        ContainerRequest::sh("talks", &used, "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; echo two");
+    let (pod, container) = (node.crictl.write_input("pod", &pod.0), node.crictl.write_input("container", &container.0));
     let id = node.crictl.call(["run", &container, &pod]);
     assert_eq!(node.crictl.call(["ps", "-q"]), id, "pulls the image, runs the pod, starts the container");
-    let (mut follower, followed) = node.crictl.spawn_printing(["logs", "-f", &id]);
+    let (mut follower, followed) = node.crictl.spawn_with_output_file(["logs", "-f", &id]);
     let text = || fs::read_to_string(&followed).unwrap_or_default();
     eventually("the log is followed", || text().contains("one").then_some(()));
 
@@ -109,23 +114,23 @@ fn the_other_commands_of_crictl_answer() {
     assert!(refused.contains("Unimplemented") && refused.contains("CheckpointContainer"), "{refused}");
 
     node.crictl.call(["rmi", "--prune"]);
-    assert_ne!(node.crictl.try_call(["inspecti", &unused]).code, 0, "nobody used it");
+    assert_ne!(node.crictl.try_call(["inspecti", &unused]).code, 0, "no container uses the image");
     node.crictl.call(["inspecti", &used]);
 
     node.crictl.call(["exec", "--sync", &id, "touch", "/tmp/go"]);
-    assert!(follower.wait().unwrap().success(), "{}", node.crictl.complaints());
-    assert!(text().contains("two"), "it ends with the container, having said all: {}", text());
+    assert!(follower.wait().unwrap().success(), "{}", node.crictl.spawned_stderr());
+    assert!(text().contains("two"), "it ends with the container, after its whole output: {}", text());
 }
 
 /// The flight recorder: inspectp contains the durations and the guest's output, and `nacelle pods` draws them.
 #[test]
-fn how_a_pod_came_up_is_told_and_drawn() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("flight", node.directory()));
-    let container = pod.start(Container::sh("c", &image, "sleep 600"));
+fn the_boot_timeline_of_a_pod_is_reported_and_drawn() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("flight", node.directory()));
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600"));
     let guest = nacelle_e2e::node::engine() != "host";
-    let info = node.crictl.json(["inspectp", "-o", "json", &pod.id])["info"].take();
+    let info = node.crictl.call_json(["inspectp", "-o", "json", &pod.id])["info"].take();
     let steps = |info: &Value| -> Vec<String> {
         let steps = info["timeline"].as_array().cloned().unwrap_or_default();
         assert!(steps.iter().all(|step| step["failed"] != true && step["at"].as_i64() > Some(0)), "{steps:?}");
@@ -137,11 +142,11 @@ fn how_a_pod_came_up_is_told_and_drawn() {
         if guest { [&both[..], &["taps and scratch disk", "kernel", "agent"]].concat() } else { both.to_vec() };
     assert!(wanted.iter().all(|step| of_pod.iter().any(|known| known == step)), "{of_pod:?}");
     assert!(info["console"].is_string(), "{info}");
-    let info = node.crictl.json(["inspect", "-o", "json", &container.id])["info"].take();
+    let info = node.crictl.call_json(["inspect", "-o", "json", &container.id])["info"].take();
     assert_eq!(steps(&info), ["prepared", "made", "started"]);
 
     let nacelle = |arguments: &[&str]| {
-        let mut command = node.netns.command(nacelle_e2e::part("NACELLE_BIN"));
+        let mut command = node.netns.command(nacelle_e2e::path_from_env("NACELLE_BIN"));
         command.arg("pods").args(arguments).arg("--config").arg(node.directory().join("config.toml"));
         run::run(&mut command).ok()
     };

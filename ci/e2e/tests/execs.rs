@@ -4,8 +4,8 @@
 //! `NACELLE_TEST_EXECS=100000 NACELLE_TEST_ENGINE=host cargo test -p nacelle-e2e --test execs -- --nocapture` is the long run.
 
 use nacelle_e2e::cri::{container_config, exec};
-use nacelle_e2e::run::LIMIT;
-use nacelle_e2e::{Cri, CriPod, Image, Node, Options};
+use nacelle_e2e::run::WAIT_LIMIT;
+use nacelle_e2e::{CriClient, CriPod, NodeOptions, TestImage, TestNode};
 use nacelle_proto::cri;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +22,7 @@ fn number(variable: &str, default: u64) -> u64 {
 
 /// A client with one container at a time, in the pod that all clients share.
 struct Client {
-    cri: Cri,
+    cri: CriClient,
     number: u64,
     pod: CriPod,
     image: String,
@@ -51,25 +51,25 @@ impl Client {
         Ok(())
     }
 
-    fn note(&mut self, what: &str, error: &tonic::Status) {
+    fn record_error(&mut self, what: &str, error: &tonic::Status) {
         let text = format!("{what} by client {}: {:?}: {}", self.number, error.code(), error.message());
         println!("{text}");
         self.errors.push(text);
     }
 
     /// Takes one command from the remaining number.
-    fn take(&self) -> Option<u64> {
+    fn take_number(&self) -> Option<u64> {
         self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).ok()
     }
 
     async fn run(mut self) -> Client {
-        let mut number = self.take();
+        let mut number = self.take_number();
         while number.is_some() {
             let container_id = match self.start().await {
                 Ok(container_id) => container_id,
                 Err(error) => {
-                    self.note("container start", &error);
-                    number = self.take();
+                    self.record_error("container start", &error);
+                    number = self.take_number();
                     continue;
                 }
             };
@@ -77,12 +77,12 @@ impl Client {
                 let Some(taken) = number else { break };
                 self.execs += 1;
                 if let Err(error) = self.exec(&container_id, taken).await {
-                    self.note("command", &error);
+                    self.record_error("command", &error);
                 }
-                number = self.take();
+                number = self.take_number();
             }
             if let Err(error) = self.cri.remove_container(cri::RemoveContainerRequest { container_id }).await {
-                self.note("removal", &error);
+                self.record_error("removal", &error);
             }
         }
         self
@@ -90,12 +90,12 @@ impl Client {
 }
 
 #[test]
-fn a_command_whose_caller_goes_away_ends() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_command_ends_when_its_caller_disconnects() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
-        let mut cri = Cri::new(node.channel());
+        let mut cri = CriClient::new(node.channel());
         let pod = CriPod::run(&mut cri, "gone", &node.directory().join("logs")).await.expect("the pod starts");
         let left = Arc::default();
         let mut client = Client { cri, number: 0, pod, image, left, errors: Vec::new(), execs: 0, starts: 0 };
@@ -104,10 +104,10 @@ fn a_command_whose_caller_goes_away_ends() {
         for number in 0..80_u64 {
             let (mut cri, container_id) = (client.cri.clone(), container_id.clone());
             running.spawn(async move {
-                let asked = exec(&mut cri, &container_id, &["sleep", "4321"], 0);
+                let requested = exec(&mut cri, &container_id, &["sleep", "4321"], 0);
                 tokio::time::sleep(Duration::from_millis(number * 7)).await;
                 // Some are cancelled before they start, some while they start, some while they run.
-                let _ = tokio::time::timeout(Duration::from_millis(number * 5 % 200), asked).await;
+                let _ = tokio::time::timeout(Duration::from_millis(number * 5 % 200), requested).await;
             });
         }
         running.join_all().await;
@@ -119,7 +119,7 @@ fn a_command_whose_caller_goes_away_ends() {
         let start = Instant::now();
         let mut left = count().await;
         while left != "0" {
-            assert!(start.elapsed() < LIMIT, "{left} commands run that no caller knows");
+            assert!(start.elapsed() < WAIT_LIMIT, "{left} commands run that no caller knows");
             tokio::time::sleep(Duration::from_millis(200)).await;
             left = count().await;
         }
@@ -132,17 +132,17 @@ fn a_command_whose_caller_goes_away_ends() {
 fn no_command_and_no_container_start_fails() {
     let (execs, clients) = (number("NACELLE_TEST_EXECS", 200), number("NACELLE_TEST_CLIENTS", 8));
     let extra = "[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n".to_owned();
-    let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let node = TestNode::with_options(NodeOptions { ipv6: false, extra, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let (done, took) = runtime.block_on(async {
-        let mut cri = Cri::new(node.channel());
+        let mut cri = CriClient::new(node.channel());
         let pod = CriPod::run(&mut cri, "execs", &node.directory().join("logs")).await.expect("the pod starts");
         let (start, left) = (Instant::now(), Arc::new(AtomicU64::new(execs)));
         let mut running = JoinSet::new();
         for number in 0..clients {
             let client = Client {
-                cri: Cri::new(node.channel()),
+                cri: CriClient::new(node.channel()),
                 number,
                 pod: pod.clone(),
                 image: image.clone(),

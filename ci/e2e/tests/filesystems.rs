@@ -3,8 +3,8 @@
 //! results.
 
 use nacelle_e2e::node::engine;
-use nacelle_e2e::run::call;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually, part};
+use nacelle_e2e::run::run_program;
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually, path_from_env};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,12 +14,12 @@ use std::path::PathBuf;
 /// Returns the number of fsx operations on a file, and the pjdfstest tests to run (their names; empty for all). There are fewer
 /// where a file request takes milliseconds, as in the emulated node: the guest's kernel and `nacelle-fs` are the same under both
 /// engines.
-fn share() -> (u32, &'static str) {
+fn test_extent() -> (u32, &'static str) {
     if engine() == "kvm" { (300, "open rename") } else { (3000, "") }
 }
 
 /// The directories of the suites.
-const PLACES: [&str; 4] = ["/own", "/shared", "/block", "/dev/shm"];
+const DIRECTORIES: [&str; 4] = ["/own", "/shared", "/block", "/dev/shm"];
 
 /// All file operations of Linux; `invalidate` needs only msync.
 const FSX: &str = "flen = 262144\n[opsize]\nmax = 65536\n[weights]\nclose_open = 1.0\ninvalidate = 1.0\nmapread = 5.0\n\
@@ -30,7 +30,7 @@ const PJDFSTEST: &str = "[features]\nposix_fallocate = {}\nrename_ctime = {}\nut
     [settings]\nnaptime = 0.02\nallow_remount = false\n[dummy_auth]\nentries = [[\"nobody\", \"nobody\"], [\"app\", \"app\"]]\n";
 
 /// Returns whether a failure is known.
-fn known(place: &str, test: &str) -> bool {
+fn is_known_failure(place: &str, test: &str) -> bool {
     // The suite makes devices 0:0, which are an overlay's whiteouts: the file systems of containers do not show them.
     let whiteout = place == "/own" && test.ends_with("::char");
     // A VM cannot create devices on a directory of the node (docs/contributor/devices/fs.md).
@@ -41,53 +41,53 @@ fn known(place: &str, test: &str) -> bool {
 }
 
 /// A loop device, by its name from losetup.
-struct Loop(String);
+struct LoopDevice(String);
 
-impl Drop for Loop {
+impl Drop for LoopDevice {
     fn drop(&mut self) {
-        call("losetup", ["--detach", &self.0]);
+        run_program("losetup", ["--detach", &self.0]);
     }
 }
 
 #[test]
-fn they_do_what_posix_says() {
-    let node = Node::new();
-    let program = |variable: &str| fs::read(part(variable)).expect("ci/lib.sh built it");
+fn the_file_systems_of_containers_conform_to_posix() {
+    let node = TestNode::new();
+    let program = |variable: &str| fs::read(path_from_env(variable)).expect("ci/lib.sh built it");
     let (fsx, pjdfstest) = (program("NACELLE_FSX"), program("NACELLE_PJDFSTEST"));
-    let image = Image::busybox().layer(|layer| {
-        layer.file("bin/fsx", &fsx, 0o755);
-        layer.file("bin/pjdfstest", &pjdfstest, 0o755);
-        layer.file("etc/fsx.toml", FSX.as_bytes(), 0o644);
-        layer.file("etc/pjdfstest.toml", PJDFSTEST.as_bytes(), 0o644);
+    let image = TestImage::busybox().with_layer(|layer| {
+        layer.add_file("bin/fsx", &fsx, 0o755);
+        layer.add_file("bin/pjdfstest", &pjdfstest, 0o755);
+        layer.add_file("etc/fsx.toml", FSX.as_bytes(), 0o644);
+        layer.add_file("etc/pjdfstest.toml", PJDFSTEST.as_bytes(), 0o644);
     });
-    let image = node.image(&image, "filesystems:1");
+    let image = node.push_and_pull(&image, "filesystems:1");
     let shared = node.directory().join("shared");
     fs::create_dir(&shared).expect("the node's directory is writable");
     fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).expect("it is ours");
     let disk = node.directory().join("disk.ext4");
-    call("truncate", ["--size=64M".as_ref(), disk.as_os_str()]).ok();
-    call("mkfs.ext4", ["-q".as_ref(), disk.as_os_str()]).ok();
-    let disk = Loop(call("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok());
+    run_program("truncate", ["--size=64M".as_ref(), disk.as_os_str()]).ok();
+    run_program("mkfs.ext4", ["-q".as_ref(), disk.as_os_str()]).ok();
+    let disk = LoopDevice(run_program("losetup", ["--find".as_ref(), "--show".as_ref(), disk.as_os_str()]).ok());
     // Privileged, because a third of the tests is about root's rights.
-    let pod = Pod::new("files", node.directory());
+    let pod = PodRequest::new("files", node.directory());
     let pod = node.crictl.run_pod(pod.set("linux", json!({"security_context": {"privileged": true}})));
     let container = pod.start(
-        Container::sh("c", &image, "sleep 3600")
+        ContainerRequest::sh("c", &image, "sleep 3600")
             .set("mounts", json!([{"host_path": shared, "container_path": "/shared"}]))
             .set("devices", json!([{"host_path": disk.0, "container_path": "/dev/disk", "permissions": "rwm"}]))
             .set("linux", json!({"security_context": {"privileged": true}})),
     );
     container.exec("mkdir -m 777 /own /block && mount -t ext4 /dev/disk /block && chmod 777 /block").ok();
     let mut wrong = Vec::new();
-    let (operations, tests) = share();
-    for place in PLACES {
+    let (operations, tests) = test_extent();
+    for place in DIRECTORIES {
         for seed in ["1", "20261122"] {
             let run =
                 format!("cd {place} && fsx -f /etc/fsx.toml -N {} -S {seed} -P {place} {place}/fsx 2>&1", operations);
-            let said = container.exec(&run);
-            println!("{} fsx {place} {seed}: {}", engine(), said.code);
-            if said.code != 0 {
-                wrong.push(format!("fsx {place}, seed {seed}: {said:?}"));
+            let output = container.exec(&run);
+            println!("{} fsx {place} {seed}: {}", engine(), output.code);
+            if output.code != 0 {
+                wrong.push(format!("fsx {place}, seed {seed}: {output:?}"));
             }
         }
         // Programs cannot run from /dev/shm.
@@ -97,38 +97,39 @@ fn they_do_what_posix_says() {
         if place != "/dev/shm" && !busy.stderr.contains("Text file busy") {
             wrong.push(format!("a program that runs can be written in {place}: {busy:?}"));
         }
-        let said = container.exec(&format!("pjdfstest -c /etc/pjdfstest.toml -p {place} {tests} 2>&1; true")).ok();
-        println!("{} pjdfstest {place}: {}", engine(), said.lines().last().unwrap_or_default());
-        let failed: BTreeSet<&str> = said
+        let output = container.exec(&format!("pjdfstest -c /etc/pjdfstest.toml -p {place} {tests} 2>&1; true")).ok();
+        println!("{} pjdfstest {place}: {}", engine(), output.lines().last().unwrap_or_default());
+        let failed: BTreeSet<&str> = output
             .lines()
             .filter(|line| line.ends_with("FAILED"))
             .filter_map(|line| line.split_whitespace().next())
             .collect();
-        assert!(said.contains("Summary: "), "{said}");
-        for test in failed.iter().filter(|test| !known(place, test)) {
+        assert!(output.contains("Summary: "), "{output}");
+        for test in failed.iter().filter(|test| !is_known_failure(place, test)) {
             wrong.push(format!("pjdfstest {place}: {test}"));
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 #[test]
-fn what_is_removed_from_a_root_is_free_at_once_and_soon_the_nodes() {
+fn deleted_files_of_a_root_free_space_in_the_guest_and_on_the_node() {
     if engine() == "host" {
         println!("skipped: without a guest the root is a directory of the node");
         return;
     }
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("removing", node.directory()));
-    let one = pod.start(Container::sh("one", &image, "sleep 600"));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("removing", node.directory()));
+    let one = pod.start(ContainerRequest::sh("one", &image, "sleep 600"));
     // The disk's file is unlinked; the process that has it open leads to it.
     let open = |pid| fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().map(|file| file.path());
     let is_disk =
         |path: &PathBuf| fs::read_link(path).is_ok_and(|file| file.to_string_lossy().contains(".ext4 (deleted)"));
-    let disk = node.processes("nacelle-pod ").into_iter().flat_map(open).find(is_disk).expect("the pod's disk is open");
+    let disk =
+        node.pids_matching("nacelle-pod ").into_iter().flat_map(open).find(is_disk).expect("the pod's disk is open");
     let taken = || fs::metadata(&disk).expect("it stays open").blocks() / 2;
     let before = taken();
     one.exec("dd if=/dev/urandom of=/much bs=1M count=24; mkdir /many; for n in $(seq 300); do echo $n >/many/$n; done; sync").ok();

@@ -1,67 +1,70 @@
 //! Tests images from a real registry, through crictl.
 
-use nacelle_e2e::node::Options;
-use nacelle_e2e::registry::{Kind, LOGIN};
-use nacelle_e2e::{Container, Image, Node, Pod, run};
+use nacelle_e2e::node::NodeOptions;
+use nacelle_e2e::registry::{LOGIN, RegistryKind};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, run};
 use serde_json::json;
 use std::fs;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 #[test]
-fn pulled_listed_and_removed_as_kubelet_does() {
-    let node = Node::new();
-    let image = Image::busybox();
-    let one = node.image(&image, "app:1");
-    let two = node.image(&image, "app:2");
-    let other = node.image(&Image::busybox().config("User", json!("1000")), "other:1");
-    let listed = node.crictl.json(["images", "-o", "json"])["images"].clone();
+fn images_are_pulled_listed_and_removed() {
+    let node = TestNode::new();
+    let image = TestImage::busybox();
+    let one = node.push_and_pull(&image, "app:1");
+    let two = node.push_and_pull(&image, "app:2");
+    let other = node.push_and_pull(&TestImage::busybox().with_config("User", json!("1000")), "other:1");
+    let listed = node.crictl.call_json(["images", "-o", "json"])["images"].clone();
     let listed = listed.as_array().expect("a list").clone();
     assert_eq!(listed.len(), 2, "two tags of one image are one image: {listed:#?}");
     let app = listed.iter().find(|image| image["repoTags"].to_string().contains("app:1")).expect("app is listed");
     assert_eq!(app["repoTags"], json!([one, two]));
     assert!(app["repoDigests"][0].as_str().is_some_and(|digest| digest.contains("/app@sha256:")), "{app}");
     assert!(app["size"].as_str().is_some_and(|size| size.parse::<u64>().is_ok_and(|size| size > 500_000)), "{app}");
-    let status = node.crictl.json(["inspecti", "-o", "json", &other]);
+    let status = node.crictl.call_json(["inspecti", "-o", "json", &other]);
     assert_eq!(status["status"]["uid"]["value"], "1000", "{status}");
     let id = app["id"].as_str().expect("an id").to_owned();
-    assert_eq!(node.crictl.json(["inspecti", "-o", "json", &id])["status"]["id"], json!(id));
+    assert_eq!(node.crictl.call_json(["inspecti", "-o", "json", &id])["status"]["id"], json!(id));
 
-    let used = |node: &Node| {
-        let info = node.crictl.json(["imagefsinfo", "-o", "json"]);
+    let used = |node: &TestNode| {
+        let info = node.crictl.call_json(["imagefsinfo", "-o", "json"]);
         info["status"]["imageFilesystems"][0]["usedBytes"]["value"].as_str().and_then(|text| text.parse::<u64>().ok())
     };
     let before = used(&node).expect("the use of the disk");
     assert!(before > 500_000, "{before}");
     node.crictl.call(["rmi", &id]);
     node.crictl.call(["rmi", &other]);
-    assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
+    assert_eq!(node.crictl.call_json(["images", "-o", "json"])["images"], json!([]));
     let after = used(&node).expect("the use of the disk");
     assert!(after < before / 2, "{before} before, {after} after all images went");
 }
 
 #[test]
-fn a_password_is_needed_and_used() {
-    let node = Node::with(Options { registry: Kind::HttpsWithPassword, ..Options::default() });
-    let image = node.registry.push(&Image::busybox(), "private:1");
+fn registry_credentials_are_required_and_used() {
+    let node =
+        TestNode::with_options(NodeOptions { registry: RegistryKind::HttpsWithPassword, ..NodeOptions::default() });
+    let image = node.registry.push(&TestImage::busybox(), "private:1");
     let refused = node.crictl.try_call(["pull", &image]).err();
     assert!(refused.contains("401") || refused.to_lowercase().contains("credentials"), "{refused}");
     let wrong = node.crictl.try_call(["pull", "--creds", "pilot:wrong", &image]).err();
     assert!(!wrong.contains("wrong\""), "the password must not be printed: {wrong}");
-    assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
+    assert_eq!(node.crictl.call_json(["images", "-o", "json"])["images"], json!([]));
     node.crictl.call(["pull", "--creds", &format!("{}:{}", LOGIN.0, LOGIN.1), &image]);
-    let pod = node.crictl.run_pod(Pod::new("private", node.directory()));
-    pod.start(Container::sh("one", &image, "echo from a private registry")).says("private registry");
+    let pod = node.crictl.run_pod(PodRequest::new("private", node.directory()));
+    pod.start(ContainerRequest::sh("one", &image, "echo from a private registry")).wait_for_output("private registry");
     pod.remove();
     assert!(!node.log().contains(LOGIN.1), "the password is in the daemon's log");
 }
 
 #[test]
 fn a_corrupted_layer_is_refused_and_leaves_nothing() {
-    let node = Node::new();
+    let node = TestNode::new();
     let noise: Vec<u8> = (0..3_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let image = node.registry.push(&Image::busybox().layer(|layer| layer.file("noise", &noise, 0o644)), "spoiled:1");
-    let blob = largest(&node.registry.data());
+    let image = node
+        .registry
+        .push(&TestImage::busybox().with_layer(|layer| layer.add_file("noise", &noise, 0o644)), "spoiled:1");
+    let blob = largest(&node.registry.data_directory());
     let length = fs::metadata(&blob).unwrap().len();
     let mut file = fs::File::options().read(true).write(true).open(&blob).unwrap();
     file.seek(SeekFrom::Start(length / 2)).unwrap();
@@ -69,30 +72,34 @@ fn a_corrupted_layer_is_refused_and_leaves_nothing() {
     drop(file);
     let refused = node.crictl.try_call(["pull", &image]).err();
     assert!(refused.contains("sha256:"), "the message names the digest: {refused}");
-    assert_eq!(node.crictl.json(["images", "-o", "json"])["images"], json!([]));
+    assert_eq!(node.crictl.call_json(["images", "-o", "json"])["images"], json!([]));
     assert!(node.crictl.try_call(["inspecti", &image]).code != 0);
 }
 
 #[test]
 fn a_full_disk_fails_the_pull_and_nothing_else() {
-    let node = Node::with(Options { disk_mib: Some(24), ..Options::default() });
-    let small = node.image(&Image::busybox(), "small:1");
+    let node = TestNode::with_options(NodeOptions { disk_mib: Some(24), ..NodeOptions::default() });
+    let small = node.push_and_pull(&TestImage::busybox(), "small:1");
     let noise: Vec<u8> = (0..40_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let large = node.registry.push(&Image::busybox().layer(|layer| layer.file("noise", &noise, 0o644)), "large:1");
+    let large =
+        node.registry.push(&TestImage::busybox().with_layer(|layer| layer.add_file("noise", &noise, 0o644)), "large:1");
     let refused = node.crictl.try_call(["pull", &large]).err();
     assert!(refused.contains("ResourceExhausted") && refused.contains("No space left"), "{refused}");
-    let listed = node.crictl.json(["images", "-o", "json"])["images"].clone();
+    let listed = node.crictl.call_json(["images", "-o", "json"])["images"].clone();
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
     // The failed pull released its space: another small image fits.
-    let again = node.image(&Image::busybox().layer(|layer| layer.file("more", &[7; 1 << 20], 0o644)), "more:1");
+    let again = node.push_and_pull(
+        &TestImage::busybox().with_layer(|layer| layer.add_file("more", &[7; 1 << 20], 0o644)),
+        "more:1",
+    );
     node.crictl.call(["inspecti", &again]);
     node.crictl.call(["inspecti", &small]);
 }
 
 #[test]
 fn an_archive_is_loaded_without_a_registry() {
-    let node = Node::new();
-    let layout = Image::busybox().layout(node.directory(), "archive");
+    let node = TestNode::new();
+    let layout = TestImage::busybox().write_layout(node.directory(), "archive");
     let archive = node.directory().join("archive.tar");
     let copy = [
         "copy".to_owned(),
@@ -100,13 +107,13 @@ fn an_archive_is_loaded_without_a_registry() {
         format!("oci:{}:latest", layout.display()),
         format!("oci-archive:{}:example.org/loaded:1", archive.display()),
     ];
-    run::call("skopeo", copy).ok();
-    let mut load = node.netns.command(nacelle_e2e::part("NACELLE_BIN"));
+    run::run_program("skopeo", copy).ok();
+    let mut load = node.netns.command(nacelle_e2e::path_from_env("NACELLE_BIN"));
     load.args(["image", "load", "--config"]).arg(node.directory().join("config.toml")).arg(&archive);
-    let said = run::run(&mut load).ok();
-    assert!(said.contains("example.org/loaded:1"), "{said}");
-    let pod = node.crictl.run_pod(Pod::new("loaded", node.directory()));
-    pod.start(Container::sh("one", "example.org/loaded:1", "echo loaded")).says("loaded");
+    let output = run::run(&mut load).ok();
+    assert!(output.contains("example.org/loaded:1"), "{output}");
+    let pod = node.crictl.run_pod(PodRequest::new("loaded", node.directory()));
+    pod.start(ContainerRequest::sh("one", "example.org/loaded:1", "echo loaded")).wait_for_output("loaded");
     pod.remove();
 }
 

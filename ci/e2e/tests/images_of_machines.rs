@@ -1,50 +1,50 @@
 //! Tests machine pods with more than one image: disks and kernels in image volumes of the container, the overlays that are kept,
 //! and what happens when an image changes.
 
-use nacelle_e2e::machine::{Debian, annotated, boot_disk, boot_image, container, node};
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::machine::{Debian, annotated_pod, boot_disk, machine_container, machine_node, push_boot_image};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 
-fn with_volume(image: &str, name: &str, of: &str) -> Container {
+fn container_with_image_volume(image: &str, name: &str, of: &str) -> ContainerRequest {
     let mount = json!({"container_path": format!("/run/nacelle/vm/{name}"), "image": {"image": of}, "readonly": true});
-    container(image, 0).set("mounts", json!([mount]))
+    machine_container(image, 0).set("mounts", json!([mount]))
 }
 
 /// Returns an image without a disk.
-fn plain(node: &Node) -> String {
-    node.image(&Image::busybox(), "plain:1")
+fn push_plain_image(node: &TestNode) -> String {
+    node.push_and_pull(&TestImage::busybox(), "plain:1")
 }
 
-fn machine(node: &Node, disks: &str) -> Pod {
-    annotated(node, "second", &[("kind", "machine"), ("memory", "64Mi"), ("name", "second"), ("disks", disks)])
+fn machine_pod(node: &TestNode, disks: &str) -> PodRequest {
+    annotated_pod(node, "second", &[("kind", "machine"), ("memory", "64Mi"), ("name", "second"), ("disks", disks)])
 }
 
 #[test]
-fn a_disk_lies_in_an_image_volume_and_is_kept_until_that_is_another() {
-    let mut node = node();
-    let (image, plain) = (boot_image(&node), plain(&node));
+fn a_disk_from_an_image_volume_is_kept_until_the_image_changes() {
+    let mut node = machine_node();
+    let (image, plain) = (push_boot_image(&node), push_plain_image(&node));
     let disks = format!("root=image:{image},boot=1;drivers=image:{plain},cdrom,bus=sata");
-    let pod = node.crictl.run_pod_of("vm", machine(&node, &disks.replace(";", ";more=empty:1Mi;")));
-    let mut sub_path = with_volume(&plain, "root", &image);
+    let pod = node.crictl.run_pod_with_handler("vm", machine_pod(&node, &disks.replace(";", ";more=empty:1Mi;")));
+    let mut sub_path = container_with_image_volume(&plain, "root", &image);
     sub_path.0["mounts"][0]["image_sub_path"] = json!("disk");
     for (container, words) in [
-        (container(&plain, 0), "give the container an image volume of it at /run/nacelle/vm/root"),
-        (with_volume(&image, "root", &plain), "that of its image volume is another one"),
-        (with_volume(&image, "else", &plain), "no disk in this image volume"),
-        (with_volume(&image, "more", &plain), "no disk in this image volume"),
+        (machine_container(&plain, 0), "give the container an image volume of it at /run/nacelle/vm/root"),
+        (container_with_image_volume(&image, "root", &plain), "that of its image volume is another one"),
+        (container_with_image_volume(&image, "else", &plain), "no disk in this image volume"),
+        (container_with_image_volume(&image, "more", &plain), "no disk in this image volume"),
         (sub_path, "image_sub_path"),
         // This image has no disk.
-        (with_volume(&plain, "root", &image), "disk drivers: the image has no"),
+        (container_with_image_volume(&plain, "root", &image), "disk drivers: the image has no"),
     ] {
-        let told = pod.try_create(container).err();
-        assert!(told.contains(words), "{words:?} in {told}");
+        let error = pod.try_create(container).err();
+        assert!(error.contains(words), "{words:?} in {error}");
     }
     pod.remove();
 
     let disks = format!("root=image:{image},boot=1");
-    let run = |node: &Node, disks: &str, of: &str, says: &str| {
-        let pod = node.crictl.run_pod_of("vm", machine(node, disks));
-        pod.start(with_volume(&plain, "root", of)).says(says);
+    let run = |node: &TestNode, disks: &str, of: &str, says: &str| {
+        let pod = node.crictl.run_pod_with_handler("vm", machine_pod(node, disks));
+        pod.start(container_with_image_volume(&plain, "root", of)).wait_for_output(says);
         pod.remove();
     };
     run(&node, &disks, &image, "boot 1\n");
@@ -54,20 +54,22 @@ fn a_disk_lies_in_an_image_volume_and_is_kept_until_that_is_another() {
     node.start();
     run(&node, &disks, &image, "boot 3\n");
     let disk = boot_disk();
-    let other = Image::busybox().layer(|layer| layer.file("disk/boot.img", &disk, 0o440)).config("Env", json!(["A=b"]));
-    let other = node.image(&other, "boot:2");
+    let other = TestImage::busybox()
+        .with_layer(|layer| layer.add_file("disk/boot.img", &disk, 0o440))
+        .with_config("Env", json!(["A=b"]));
+    let other = node.push_and_pull(&other, "boot:2");
     run(&node, &disks.replace(&image, &other), &other, "boot 1\n");
-    eventually("nothing is left", || node.left().is_empty().then_some(()));
+    eventually("nothing is left", || node.leaked().is_empty().then_some(()));
 }
 
 #[test]
-fn a_kernel_lies_in_an_image_volume() {
-    let Some(debian) = Debian::found() else {
+fn a_kernel_is_booted_from_an_image_volume() {
+    let Some(debian) = Debian::from_env() else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
         return;
     };
-    let node = node();
-    let (kernel, plain) = (debian.image(&node), plain(&node));
+    let node = machine_node();
+    let (kernel, plain) = (debian.push_image(&node), push_plain_image(&node));
     let machine = [
         ("kind", "machine"),
         ("memory", "256Mi"),
@@ -76,11 +78,11 @@ fn a_kernel_lies_in_an_image_volume() {
         ("kernel", "/boot/vmlinuz"),
         ("kernel-args", "console=ttyS0"),
     ];
-    let pod = node.crictl.run_pod_of("vm", annotated(&node, "kernel", &machine));
-    let told = pod.try_create(container(&plain, 0)).err();
-    assert!(told.contains("/run/nacelle/vm/kernel-boot"), "{told}");
-    let running = pod.start(with_volume(&plain, "kernel-boot", &kernel));
-    running.says("Linux version ");
+    let pod = node.crictl.run_pod_with_handler("vm", annotated_pod(&node, "kernel", &machine));
+    let error = pod.try_create(machine_container(&plain, 0)).err();
+    assert!(error.contains("/run/nacelle/vm/kernel-boot"), "{error}");
+    let running = pod.start(container_with_image_volume(&plain, "kernel-boot", &kernel));
+    running.wait_for_output("Linux version ");
     let state: Value = running.status();
     assert_eq!(state["state"], "CONTAINER_RUNNING");
     pod.remove();

@@ -1,7 +1,7 @@
 //! Tests the sandbox of the pod process on a node with a real VM, and leaks after it dies.
 
 use nacelle_e2e::node::engine;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,29 +9,29 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Returns the fields of a status file of /proc.
-fn status(path: &Path) -> BTreeMap<String, String> {
+fn read_proc_status(path: &Path) -> BTreeMap<String, String> {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
 }
 
 /// Returns the /proc directory of the only pod process.
-fn process(node: &Node) -> PathBuf {
-    let pids = node.processes("nacelle-pod ");
+fn pod_process_directory(node: &TestNode) -> PathBuf {
+    let pids = node.pids_matching("nacelle-pod ");
     assert_eq!(pids.len(), 1);
     PathBuf::from(format!("/proc/{}", pids[0]))
 }
 
 #[test]
-fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("jailed", node.directory()));
-    let container = pod.start(Container::sh("c", &image, "echo up; sleep 600"));
-    container.says("up");
-    let process = process(&node);
+fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("jailed", node.directory()));
+    let container = pod.start(ContainerRequest::sh("c", &image, "echo up; sleep 600"));
+    container.wait_for_output("up");
+    let process = pod_process_directory(&node);
     let mut threads = 0;
     for task in fs::read_dir(process.join("task")).expect("it runs").flatten() {
-        let status = status(&task.path().join("status"));
+        let status = read_proc_status(&task.path().join("status"));
         // A process that has ended meanwhile has no status.
         let Some(name) = status.get("Name") else { continue };
         assert_eq!((status["NoNewPrivs"].as_str(), status["Seccomp"].as_str()), ("1", "2"), "{name}");
@@ -62,18 +62,18 @@ fn the_process_of_a_pod_has_no_rights_and_no_files_but_its_own() {
 }
 
 #[test]
-fn a_process_that_its_filter_kills_is_reported_as_such_and_leaves_nothing() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("killed", node.directory()));
-    let container = pod.start(Container::sh("c", &image, "echo up; sleep 600"));
-    container.says("up");
-    let process = process(&node);
+fn a_seccomp_kill_of_a_process_is_reported_and_leaves_nothing() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("killed", node.directory()));
+    let container = pod.start(ContainerRequest::sh("c", &image, "echo up; sleep 600"));
+    container.wait_for_output("up");
+    let process = pod_process_directory(&node);
     let pid = process.file_name().and_then(|pid| pid.to_str()?.parse().ok()).expect("a number");
     // Like the kernel at a system call that is not allowed.
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGSYS).expect("it runs");
     eventually("the container has ended", || {
-        let status = &node.crictl.json(["inspect", &container.id])["status"];
+        let status = &node.crictl.call_json(["inspect", &container.id])["status"];
         (status["state"] == "CONTAINER_EXITED").then(|| {
             assert_eq!(status["exitCode"], 255);
             let message = status["message"].as_str().unwrap_or_default();
@@ -85,15 +85,15 @@ fn a_process_that_its_filter_kills_is_reported_as_such_and_leaves_nothing() {
 }
 
 /// A cgroup of the node with a limit of 0.01 CPU, in the hierarchy of the CPU controller, as kubelet makes one for a pod.
-struct SmallGroup(PathBuf);
+struct ThrottledCgroup(PathBuf);
 
-impl SmallGroup {
-    fn new(name: &str) -> SmallGroup {
+impl ThrottledCgroup {
+    fn new(name: &str) -> ThrottledCgroup {
         let root = Path::new("/sys/fs/cgroup");
         let v2 = root.join("cgroup.controllers").exists();
         let group = if v2 { root.join(name) } else { root.join("cpu").join(name) };
         fs::create_dir(&group).expect("the node's control groups are writable");
-        let group = SmallGroup(group);
+        let group = ThrottledCgroup(group);
         let (file, quota) = if v2 { ("cpu.max", "1000 100000") } else { ("cpu.cfs_quota_us", "1000") };
         if v2 {
             fs::write(root.join("cgroup.subtree_control"), "+cpu").expect("the node has the controller");
@@ -103,7 +103,7 @@ impl SmallGroup {
     }
 }
 
-impl Drop for SmallGroup {
+impl Drop for ThrottledCgroup {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir(&self.0) {
             eprintln!("cannot remove {}: {error}", self.0.display());
@@ -112,31 +112,31 @@ impl Drop for SmallGroup {
 }
 
 #[test]
-fn a_vm_boots_beside_a_control_group_whose_cpu_quota_would_throttle_it() {
+fn a_vm_boots_outside_a_cgroup_whose_cpu_quota_would_throttle_it() {
     if engine() == "host" {
         println!("skipped: engine host has no VM that boots");
         return;
     }
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let timed = |pod: Pod| {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let timed = |pod: PodRequest| {
         let begin = Instant::now();
         let pod = node.crictl.run_pod(pod);
         (pod, begin.elapsed())
     };
-    let (plain, usual) = timed(Pod::new("plain", node.directory()));
+    let (plain, usual) = timed(PodRequest::new("plain", node.directory()));
     plain.remove();
-    let group = SmallGroup::new(&format!("e2e-small-{}", std::process::id()));
+    let group = ThrottledCgroup::new(&format!("e2e-small-{}", std::process::id()));
     let name = group.0.file_name().expect("a name").to_string_lossy().into_owned();
     let resources = json!({"cpu_period": 100_000, "cpu_quota": 1000, "cpu_shares": 10});
     let linux = json!({"cgroup_parent": format!("/{name}"), "resources": resources});
-    let (pod, took) = timed(Pod::new("small", node.directory()).set("linux", linux));
+    let (pod, took) = timed(PodRequest::new("small", node.directory()).set("linux", linux));
     println!("without a quota: {usual:?}, with one: {took:?}");
     // With 0.01 CPU a boot takes about a hundred times as long. Other work on the node slows it down by less than ten times.
     assert!(took < usual * 10, "{took:?} instead of {usual:?}");
     assert!(node.log().contains("CPU: 10 of 1000 thousandths"), "the log says why");
     // The guest's kernel enforces the container's limit.
-    let limited = Container::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources}));
+    let limited = ContainerRequest::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources}));
     let container = pod.start(limited);
     assert_eq!(container.exec("cat /sys/fs/cgroup/cpu.max").ok(), "1000 100000");
     pod.remove();

@@ -1,29 +1,29 @@
 //! Tests machine pods with crictl: pods whose container is a VM with a disk of its own. Most of them boot a disk of one sector,
 //! which reports its state on the console; one boots Debian.
 
-use nacelle_e2e::machine::{Debian, annotated, boot_disk, boot_image, container, node};
-use nacelle_e2e::run::Output;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::machine::{Debian, annotated_pod, boot_disk, machine_container, machine_node, push_boot_image};
+use nacelle_e2e::run::ProgramOutput;
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
 
-fn machine(node: &Node, image: &str) -> Pod {
+fn machine_pod(node: &TestNode, image: &str) -> PodRequest {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
-    annotated(node, "machine", &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks)])
+    annotated_pod(node, "machine", &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks)])
 }
 
 #[test]
-fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
-    let node = node();
-    let image = boot_image(&node);
-    let pod = node.crictl.run_pod_of("vm", machine(&node, &image));
-    let first = pod.start(container(&image, 0).set("stdin", json!(true)));
-    first.says("boot 1\n");
+fn a_vm_boots_from_its_image_and_stops_by_its_power_button() {
+    let node = machine_node();
+    let image = push_boot_image(&node);
+    let pod = node.crictl.run_pod_with_handler("vm", machine_pod(&node, &image));
+    let first = pod.start(machine_container(&image, 0).set("stdin", json!(true)));
+    first.wait_for_output("boot 1\n");
     // Input goes to the VM's console; "r" resets it: the same VM, with what it wrote.
-    let attached = node.crictl.feed(["attach", "-i", &first.id], b"hellor");
+    let attached = node.crictl.call_with_input(["attach", "-i", &first.id], b"hellor");
     assert_eq!(attached.code, 0, "{attached:?}");
-    first.says("hello");
-    first.says("boot 2\n");
+    first.wait_for_output("hello");
+    first.wait_for_output("boot 2\n");
     assert_eq!(first.status()["state"], "CONTAINER_RUNNING");
 
     let status = node.crictl.try_call(["exec", "--sync", &first.id, "@vm", "status"]).ok();
@@ -48,55 +48,56 @@ fn a_machine_boots_from_its_image_and_ends_by_its_power_button() {
     }
 
     node.crictl.call(["stop", "--timeout", "60", &first.id]);
-    let ended = first.exited();
+    let ended = first.wait_for_exit();
     assert_eq!((&ended["exitCode"], &ended["reason"]), (&json!(0), &json!("Completed")), "{ended}");
-    first.says("pressed\n");
+    first.wait_for_output("pressed\n");
 
     // The next container is a new VM: its own disk is as in the image.
-    let second = pod.start(container(&image, 1));
-    second.says("boot 1\n");
-    let both = pod.try_create(container(&image, 2));
+    let second = pod.start(machine_container(&image, 1));
+    second.wait_for_output("boot 1\n");
+    let both = pod.try_create(machine_container(&image, 2));
     node.crictl.call(["stop", "--timeout", "0", &second.id]);
-    assert_eq!(second.exited()["exitCode"], 137);
+    assert_eq!(second.wait_for_exit()["exitCode"], 137);
     drop(both);
     pod.remove();
 }
 
 #[test]
-fn a_machine_outlives_the_daemon_and_goes_with_its_pod() {
-    let mut node = node();
-    let image = boot_image(&node);
-    let config = machine(&node, &image);
-    let again = Pod(config.0.clone());
+fn a_vm_outlives_the_daemon_and_ends_with_its_pod() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
+    let config = machine_pod(&node, &image);
+    let again = PodRequest(config.0.clone());
     let (pod, id) = {
-        let pod = node.crictl.run_pod_of("vm", config);
-        let running = pod.start(container(&image, 0).set("stdin", json!(true)));
-        running.says("boot 1\n");
+        let pod = node.crictl.run_pod_with_handler("vm", config);
+        let running = pod.start(machine_container(&image, 0).set("stdin", json!(true)));
+        running.wait_for_output("boot 1\n");
         (pod.id.clone(), running.id.clone())
     };
     node.kill();
     node.start();
-    let state = |node: &Node, id: &str| node.crictl.json(["inspect", "-o", "json", id])["status"]["state"].clone();
+    let state =
+        |node: &TestNode, id: &str| node.crictl.call_json(["inspect", "-o", "json", id])["status"]["state"].clone();
     eventually("the machine is found again", || (state(&node, &id) == "CONTAINER_RUNNING").then_some(()));
-    assert_eq!(node.crictl.feed(["attach", "-i", &id], b"q").code, 0);
+    assert_eq!(node.crictl.call_with_input(["attach", "-i", &id], b"q").code, 0);
     eventually("the machine has ended", || (state(&node, &id) == "CONTAINER_EXITED").then_some(()));
-    let pod = node.crictl.pod(&pod, again);
+    let pod = node.crictl.pod_handle(&pod, again);
     let console = pod.inspect()["info"]["console"].to_string();
     assert!(console.contains("boot 1"), "the flight recorder has it: {console}");
     pod.remove();
 }
 
 #[test]
-fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
-    let node = node();
-    let image = boot_image(&node);
+fn invalid_machine_pods_are_refused_before_they_are_created() {
+    let node = machine_node();
+    let image = push_boot_image(&node);
     let run = |annotations: &[(&str, &str)]| {
-        let file = node.crictl.file("pod", &annotated(&node, "refused", annotations).0);
+        let file = node.crictl.write_input("pod", &annotated_pod(&node, "refused", annotations).0);
         node.crictl.try_call(["runp", "--runtime", "vm", &file]).err()
     };
     let machine = [("kind", "machine"), ("memory", "64Mi")];
     let disk = ("disks", "root=image:a.example/a:1");
-    for (told, words) in [
+    for (error, words) in [
         (run(&machine[..1]), "spec.domain.memory.guest: Required value"),
         (run(&machine), "there is nothing to boot"),
         (run(&[machine[0], machine[1], disk, ("firmware", "efi-secure"), ("machine", "pc")]), "secureBoot"),
@@ -104,34 +105,35 @@ fn what_a_machine_pod_cannot_be_is_refused_before_it_is() {
         (run(&[machine[0], machine[1], disk, ("cpus", "0")]), "domain.cpu"),
         (run(&[("memory", "64Mi"), ("cloud-init", "#cloud-config")]), "cloud"),
     ] {
-        assert!(told.contains(words), "{words:?} in {told}");
+        assert!(error.contains(words), "{words:?} in {error}");
     }
-    let other = annotated(&node, "other", &[machine[0], machine[1], ("disks", "root=image:nowhere.example/a:1")]);
-    let pod = node.crictl.run_pod_of("vm", other);
+    let other = annotated_pod(&node, "other", &[machine[0], machine[1], ("disks", "root=image:nowhere.example/a:1")]);
+    let pod = node.crictl.run_pod_with_handler("vm", other);
     for (container, words) in [
-        (container(&image, 0), "another one"),
-        (Container::sh("machine", &image, "true"), "config.command"),
+        (machine_container(&image, 0), "another one"),
+        (ContainerRequest::sh("machine", &image, "true"), "config.command"),
         (
-            container(&image, 0).set("mounts", json!([{"host_path": node.directory(), "container_path": "/data"}])),
+            machine_container(&image, 0)
+                .set("mounts", json!([{"host_path": node.directory(), "container_path": "/data"}])),
             "config.mounts.container_path",
         ),
     ] {
-        let told = pod.try_create(container).err();
-        assert!(told.contains(words), "{words:?} in {told}");
+        let error = pod.try_create(container).err();
+        assert!(error.contains(words), "{words:?} in {error}");
     }
     pod.remove();
 }
 
 /// Returns a pod that is a run of the VM `db`.
-fn named(node: &Node, image: &str, more: &[(&str, &str)]) -> Pod {
+fn persistent_vm_pod(node: &TestNode, image: &str, more: &[(&str, &str)]) -> PodRequest {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     let all = [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db")];
     // The last value of an annotation counts.
-    annotated(node, "db", &[&all[..], more].concat())
+    annotated_pod(node, "db", &[&all[..], more].concat())
 }
 
 /// Returns the identity arguments of QEMU.
-fn identity(node: &Node) -> Vec<String> {
+fn identity_arguments(node: &TestNode) -> Vec<String> {
     let lines = nacelle_e2e::census::processes(&node.directory().join("run"));
     let (_, line) = lines.into_iter().find(|(_, line)| line.contains(" -uuid ")).expect("the machine runs");
     let words: Vec<&str> = line.split([' ', ',']).collect();
@@ -140,78 +142,84 @@ fn identity(node: &Node) -> Vec<String> {
     vec![uuid.to_owned(), (*mac).to_owned()]
 }
 
-fn phase(node: &Node, id: &str) -> String {
-    let told = node.crictl.try_call(["exec", "--sync", id, "@vm", "status"]).ok();
-    let told: Value = serde_json::from_str(&told).expect("it is JSON");
-    told["phase"].as_str().unwrap_or_default().to_owned()
+fn vm_phase(node: &TestNode, id: &str) -> String {
+    let status = node.crictl.try_call(["exec", "--sync", id, "@vm", "status"]).ok();
+    let status: Value = serde_json::from_str(&status).expect("it is JSON");
+    status["phase"].as_str().unwrap_or_default().to_owned()
 }
 
 #[test]
-fn a_machine_with_a_name_outlives_its_pods() {
-    let mut node = node();
-    let image = boot_image(&node);
-    let first = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
-    let machine = first.start(container(&image, 0).set("stdin", json!(true)));
-    machine.says("boot 1\n");
-    let known = identity(&node);
+fn a_persistent_vm_outlives_its_pods() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
+    let first = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[]));
+    let machine = first.start(machine_container(&image, 0).set("stdin", json!(true)));
+    machine.wait_for_output("boot 1\n");
+    let known = identity_arguments(&node);
     // A VM has one run at a time, and the error names the pod that has it.
-    let second = node.crictl.file("pod", &named(&node, &image, &[]).0);
+    let second = node.crictl.write_input("pod", &persistent_vm_pod(&node, &image, &[]).0);
     let refused = node.crictl.try_call(["runp", "--runtime", "vm", &second]).err();
     assert!(refused.contains("FailedPrecondition") && refused.contains(&first.id), "{refused}");
     // The VM powers itself off, and runs again by its run strategy.
-    node.crictl.feed(["attach", "-i", &machine.id], b"q");
-    machine.says("boot 2\n");
-    assert_eq!((machine.status()["state"].clone(), identity(&node)), (json!("CONTAINER_RUNNING"), known.clone()));
+    node.crictl.call_with_input(["attach", "-i", &machine.id], b"q");
+    machine.wait_for_output("boot 2\n");
+    assert_eq!(
+        (machine.status()["state"].clone(), identity_arguments(&node)),
+        (json!("CONTAINER_RUNNING"), known.clone())
+    );
     first.remove();
 
     let pod = {
-        let next = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
-        next.start(container(&image, 0)).says("boot 3\n");
+        let next = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[]));
+        next.start(machine_container(&image, 0)).wait_for_output("boot 3\n");
         next.id.clone()
     };
-    assert_eq!(identity(&node), known);
+    assert_eq!(identity_arguments(&node), known);
     // Its processes are killed, and the daemon with them.
     node.kill();
-    for process in node.processes("") {
-        nacelle_e2e::run::call("kill", ["-9", &process.to_string()]);
+    for process in node.pids_matching("") {
+        nacelle_e2e::run::run_program("kill", ["-9", &process.to_string()]);
     }
     node.start();
     node.crictl.call(["rmp", "--force", &pod]);
-    let last = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
-    let machine = last.start(container(&image, 0));
-    machine.says("boot 4\n");
-    assert_eq!(identity(&node), known);
+    let last = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[]));
+    let machine = last.start(machine_container(&image, 0));
+    machine.wait_for_output("boot 4\n");
+    assert_eq!(identity_arguments(&node), known);
     // Another image means another disk of the same VM.
     last.remove();
-    let other = node.image(
-        &Image::busybox().layer(|layer| layer.file("disk/boot.img", &boot_disk(), 0o440)).config("Env", json!(["A=b"])),
+    let other = node.push_and_pull(
+        &TestImage::busybox()
+            .with_layer(|layer| layer.add_file("disk/boot.img", &boot_disk(), 0o440))
+            .with_config("Env", json!(["A=b"])),
         "boot:2",
     );
-    let last = node.crictl.run_pod_of("vm", named(&node, &other, &[]));
-    let machine = last.start(container(&other, 0));
-    machine.says("boot 1\n");
-    assert_eq!(identity(&node), known);
+    let last = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &other, &[]));
+    let machine = last.start(machine_container(&other, 0));
+    machine.wait_for_output("boot 1\n");
+    assert_eq!(identity_arguments(&node), known);
     last.remove();
 }
 
 #[test]
-fn a_machine_is_off_and_on_as_it_is_told() {
-    let mut node = node();
-    let image = boot_image(&node);
+fn a_vm_stops_and_starts_by_verbs() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
     let (pod, id, log) = {
-        let pod = node.crictl.run_pod_of("vm", named(&node, &image, &[("run-strategy", "Halted")]));
-        let machine = pod.start(container(&image, 0));
+        let pod =
+            node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[("run-strategy", "Halted")]));
+        let machine = pod.start(machine_container(&image, 0));
         assert!(machine.exec("true").err().contains("is stopped"));
         assert_eq!(machine.status()["state"], "CONTAINER_RUNNING");
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
-    let vm = |node: &Node, verb: &str| node.crictl.try_call(["exec", "--sync", &id, "@vm", verb]);
-    let becomes = |node: &Node, wanted: &str| {
-        eventually(wanted, || (phase(node, &id) == wanted).then_some(()));
+    let vm = |node: &TestNode, verb: &str| node.crictl.try_call(["exec", "--sync", &id, "@vm", verb]);
+    let becomes = |node: &TestNode, wanted: &str| {
+        eventually(wanted, || (vm_phase(node, &id) == wanted).then_some(()));
     };
     let says = |text: &str| {
-        let said = || fs::read_to_string(&log).unwrap_or_default().contains(text);
-        eventually(&format!("the machine says {text:?}"), || said().then_some(()));
+        let stdout_of = || fs::read_to_string(&log).unwrap_or_default().contains(text);
+        eventually(&format!("the machine says {text:?}"), || stdout_of().then_some(()));
     };
     becomes(&node, "Stopped");
     for verb in ["pause", "unpause", "reset", "power-button", "power-off", "screenshot", "soft-reboot", "guest-info"] {
@@ -240,19 +248,19 @@ fn a_machine_is_off_and_on_as_it_is_told() {
     becomes(&node, "Stopped");
     // A stopped VM ends without waiting.
     node.crictl.call(["stop", "--timeout", "60", &id]);
-    let state = || node.crictl.json(["inspect", "-o", "json", &id])["status"].clone();
+    let state = || node.crictl.call_json(["inspect", "-o", "json", &id])["status"].clone();
     let ended = eventually("it has ended", || Some(state()).filter(|status| status["state"] == "CONTAINER_EXITED"));
     assert_eq!(ended["exitCode"], 0);
     node.crictl.call(["rmp", "--force", &pod]);
 }
 
 #[test]
-fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
-    let node = node();
-    let image = boot_image(&node);
-    let pod = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
-    let machine = pod.start(container(&image, 0));
-    machine.says("boot 1\n");
+fn a_vm_that_is_killed_repeatedly_keeps_its_disk_and_runs_once() {
+    let node = machine_node();
+    let image = push_boot_image(&node);
+    let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[]));
+    let machine = pod.start(machine_container(&image, 0));
+    machine.wait_for_output("boot 1\n");
     let running = || {
         let lines = nacelle_e2e::census::processes(&node.directory().join("run"));
         lines.into_iter().filter(|(_, line)| line.contains(" -uuid ")).map(|(pid, _)| pid).collect::<Vec<_>>()
@@ -262,7 +270,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
         let [pid] = running()[..] else { panic!("it runs once: {:?}", running()) };
         // At a different moment each time, from before the firmware to after the disk was written.
         std::thread::sleep(std::time::Duration::from_millis(round * 37 % 400));
-        nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]).ok();
+        nacelle_e2e::run::run_program("kill", ["-9", &pid.to_string()]).ok();
         eventually("it runs again", || {
             // The back-off would grow each time.
             let started = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "start"]);
@@ -278,7 +286,7 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
     let counts: Vec<u8> = output.lines().filter_map(|line| line.rsplit_once("boot ")?.1.bytes().next()).collect();
     assert!(counts.iter().all(|count| (b'1'..=b'1' + 21).contains(count)), "{counts:?}");
     node.crictl.call(["stop", "--timeout", "60", &machine.id]);
-    machine.exited();
+    machine.wait_for_exit();
     if let Ok(mut disks) = fs::read_dir(node.directory().join("root/machines")) {
         let disk = disks.next().expect("it keeps its disk").expect("it can be read").path().join("root.qcow2");
         let check = std::process::Command::new("qemu-img").arg("check").arg(&disk).output();
@@ -290,14 +298,14 @@ fn a_machine_that_is_killed_again_and_again_keeps_its_disk_and_runs_once() {
 }
 
 #[test]
-fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
-    let node = node();
-    let image = boot_image(&node);
+fn the_vm_commands_list_and_control_vms() {
+    let node = machine_node();
+    let image = push_boot_image(&node);
     let config = node.directory().join("config.toml").display().to_string();
-    let program = nacelle_e2e::part("NACELLE_BIN");
+    let program = nacelle_e2e::path_from_env("NACELLE_BIN");
     let vm = |words: &[&str]| {
         let words = [&["vm"], words, &["--config", &config]].concat();
-        nacelle_e2e::run::call(&program, words)
+        nacelle_e2e::run::run_program(&program, words)
     };
     let of = |verb: &str, name: &str| vm(&[verb, name, "--namespace", "e2e"]);
     let describe = |name: &str| -> Value { serde_json::from_str(&of("describe", name).ok()).expect("it is JSON") };
@@ -305,20 +313,20 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
         eventually(&format!("{name} is {phase}"), || (describe(name)["phase"] == phase).then_some(()));
     };
     assert!(of("pause", "db").err().contains("NotFound"));
-    let other = node.crictl.run_pod_of("vm", machine(&node, &image));
-    let one = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
+    let other = node.crictl.run_pod_with_handler("vm", machine_pod(&node, &image));
+    let one = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[]));
     becomes("db", "Pending");
     assert!(of("pause", "db").err().contains("FailedPrecondition"));
-    other.start(container(&image, 0)).says("boot 1\n");
-    let db = one.start(container(&image, 0));
-    db.says("boot 1\n");
+    other.start(machine_container(&image, 0)).wait_for_output("boot 1\n");
+    let db = one.start(machine_container(&image, 0));
+    db.wait_for_output("boot 1\n");
     becomes("db", "Running");
     let table = vm(&["list"]).ok();
     assert!(table.lines().count() == 3 && table.contains("machine") && table.contains("Always"), "{table}");
-    assert_eq!(vm(&["list", "--namespace", "nobodys"]).ok().lines().count(), 1);
+    assert_eq!(vm(&["list", "--namespace", "empty"]).ok().lines().count(), 1);
     let known = describe("db");
     assert_eq!((&known["outlivesPods"], &known["memoryMiB"]), (&json!(true), &json!(64)), "{known}");
-    assert_eq!(identity(&node).len(), 2);
+    assert_eq!(identity_arguments(&node).len(), 2);
     for (verb, phase) in [("pause", "Paused"), ("unpause", "Running"), ("stop", "Stopped"), ("start", "Running")] {
         for _ in 0..2 {
             of(verb, "db").ok();
@@ -326,11 +334,11 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
         becomes("db", phase);
     }
     of("restart", "db").ok();
-    db.says("boot 3\n");
+    db.wait_for_output("boot 3\n");
     of("power-off", "db").ok();
-    db.says("boot 4\n");
+    db.wait_for_output("boot 4\n");
     of("reset", "db").ok();
-    db.says("boot 5\n");
+    db.wait_for_output("boot 5\n");
     // The disk has counted five boots, and the memory holds the running program.
     of("snapshot", "db").err();
     let snap = |verb: &str, name: &str| vm(&[verb, "db", name, "--namespace", "e2e"]);
@@ -338,7 +346,7 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     assert!(snap("snapshot", "five").err().contains("has this name"));
     assert!(snap("snapshot", "5").err().contains("digits alone"));
     of("reset", "db").ok();
-    db.says("boot 6\n");
+    db.wait_for_output("boot 6\n");
     for _ in 0..2 {
         snap("restore", "five").ok();
     }
@@ -367,17 +375,17 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
     assert!(copy("twin").err().contains("AlreadyExists"));
     assert!(copy("Twin").err().contains("InvalidArgument"));
     assert_ne!(describe("twin")["uuid"], known["uuid"]);
-    let twin = named(&node, &image, &[("name", "twin")]);
-    let twin = node.crictl.run_pod_of("vm", twin);
-    twin.start(container(&image, 0)).says("boot 7\n");
+    let twin = persistent_vm_pod(&node, &image, &[("name", "twin")]);
+    let twin = node.crictl.run_pod_with_handler("vm", twin);
+    twin.start(machine_container(&image, 0)).wait_for_output("boot 7\n");
     twin.remove();
     of("delete", "twin").ok();
     for _ in 0..2 {
         of("delete", "db").ok();
     }
     assert!(of("describe", "db").err().contains("NotFound"));
-    let next = node.crictl.run_pod_of("vm", named(&node, &image, &[]));
-    next.start(container(&image, 0)).says("boot 1\n");
+    let next = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, &[]));
+    next.start(machine_container(&image, 0)).wait_for_output("boot 1\n");
     assert_ne!(describe("db")["uuid"], known["uuid"]);
     next.remove();
     of("delete", "db").ok();
@@ -386,7 +394,7 @@ fn the_vm_commands_list_machines_and_say_what_they_shall_do() {
 
 /// How Debian is booted.
 #[derive(Clone, Copy, PartialEq)]
-enum Start {
+enum BootMethod {
     Bios,
     /// By UEFI, with secure boot.
     Uefi,
@@ -396,24 +404,24 @@ enum Start {
 
 #[test]
 fn debian_boots_by_firmware_bios() {
-    debian(Start::Bios);
+    check_debian(BootMethod::Bios);
 }
 
 #[test]
 fn debian_boots_by_firmware_uefi() {
-    debian(Start::Uefi);
+    check_debian(BootMethod::Uefi);
 }
 
 #[test]
 fn debian_boots_by_its_kernel() {
-    debian(Start::Kernel);
+    check_debian(BootMethod::Kernel);
 }
 
 /// Hot-plugs and unplugs a disk while the guest runs, where the board has slots for one.
-fn another_disk(node: &Node, machine: &str, has_places: bool, exec: impl Fn(&str) -> Output) {
+fn check_hot_plug(node: &TestNode, machine: &str, has_slots: bool, exec: impl Fn(&str) -> ProgramOutput) {
     let vm = |verb: &str, what: &str| node.crictl.try_call(["exec", "--sync", machine, "@vm", verb, what]);
     let added = vm("add-volume", "extra=64Mi");
-    if !has_places {
+    if !has_slots {
         assert!(added.err().contains("its board has no hot-plug slots"));
         return;
     }
@@ -439,13 +447,13 @@ const CREDENTIALS: &str = "accessCredentials: [{sshPublicKey: {source: {secret: 
                            propagationMethod: {qemuGuestAgent: {}}}}]";
 
 /// The guest agent installs the credentials of the secrets, and their later changes.
-fn let_in(node: &Node, machine: &str, exec: impl Fn(&str) -> Output) {
+fn check_credentials(node: &TestNode, machine: &str, exec: impl Fn(&str) -> ProgramOutput) {
     let mine = "/home/debian/.ssh/authorized_keys";
     let has = |key: &str| exec(&format!("grep -q {key} {mine}")).code == 0;
     eventually("the first key is there", || has("first@e2e").then_some(()));
     eventually("the password is there", || exec("getent shadow root").stdout.starts_with("root:$").then_some(()));
     let status = || node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).ok();
-    eventually("it is told who is not there", || status().contains("stranger").then_some(()));
+    eventually("the status names the missing user", || status().contains("stranger").then_some(()));
     fs::write(node.directory().join("keys/admins"), "ssh-ed25519 AAAAC3Nz second@e2e\n")
         .expect("the directory is there");
     eventually("the second key is there", || has("second@e2e").then_some(()));
@@ -454,8 +462,8 @@ fn let_in(node: &Node, machine: &str, exec: impl Fn(&str) -> Output) {
 }
 
 /// Boots Debian from `ci/disk-image`, and tests cloud-init, the guest agent and ssh in it.
-fn debian(start: Start) {
-    let Some(debian) = Debian::found() else {
+fn check_debian(start: BootMethod) {
+    let Some(debian) = Debian::from_env() else {
         println!("skipped: NACELLE_DISK_IMAGE is not set: ci/disk-image makes the disk of Debian");
         return;
     };
@@ -463,18 +471,19 @@ fn debian(start: Start) {
         println!("skipped: this node has no ssh-keygen");
         return;
     }
-    let node = node();
-    let image = debian.image(&node);
+    let node = machine_node();
+    let image = debian.push_image(&node);
     let ssh = node.directory().join("key");
-    nacelle_e2e::run::call("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()]).ok();
+    nacelle_e2e::run::run_program("ssh-keygen", ["-q", "-t", "ed25519", "-N", "", "-f", &ssh.display().to_string()])
+        .ok();
     let key = fs::read_to_string(ssh.with_extension("pub")).expect("ssh-keygen has made it");
     let disks = format!("root=image:{image},boot=1;data=empty:64Mi,serial=data");
     let data = "#cloud-config\nwrite_files: [{path: /etc/nacelle-was-here, content: \"yes\\n\"}]\n";
     let line = debian.command_line();
     let how = match start {
-        Start::Bios => vec![("firmware", "bios"), ("spec", CLOCK)],
-        Start::Uefi => vec![("firmware", "efi-secure")],
-        Start::Kernel => vec![
+        BootMethod::Bios => vec![("firmware", "bios"), ("spec", CLOCK)],
+        BootMethod::Uefi => vec![("firmware", "efi-secure")],
+        BootMethod::Kernel => vec![
             ("kernel-image", image.as_str()),
             ("kernel", "/boot/vmlinuz"),
             ("initrd", "/boot/initrd.img"),
@@ -492,8 +501,8 @@ fn debian(start: Start) {
         ("cloud-init", data),
         ("ssh-keys", key.trim()),
     ];
-    let pod = annotated(&node, "debian", &[&machine[..], &how].concat());
-    let pod = node.crictl.run_pod_of("vm", pod.set("hostname", json!("db")));
+    let pod = annotated_pod(&node, "debian", &[&machine[..], &how].concat());
+    let pod = node.crictl.run_pod_with_handler("vm", pod.set("hostname", json!("db")));
     let secrets = [("keys", "admins", "ssh-ed25519 AAAAC3Nz first@e2e\n"), ("words", "root", "a word of e2e\n")];
     let mounts = secrets.map(|(secret, file, text)| {
         let directory = node.directory().join(secret);
@@ -501,45 +510,45 @@ fn debian(start: Start) {
         fs::write(directory.join(file), text).expect("it is");
         json!({"host_path": directory, "container_path": format!("/run/nacelle/vm/secret-{secret}"), "readonly": true})
     });
-    let mounts = if start == Start::Kernel { mounts.to_vec() } else { Vec::new() };
-    let machine = pod.start(container(&image, 0).set("mounts", json!(mounts)));
-    machine.says("Debian GNU/Linux 12 db ttyS0");
+    let mounts = if start == BootMethod::Kernel { mounts.to_vec() } else { Vec::new() };
+    let machine = pod.start(machine_container(&image, 0).set("mounts", json!(mounts)));
+    machine.wait_for_output("Debian GNU/Linux 12 db ttyS0");
     let exec = |script: &str| machine.exec(script);
     eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
     eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
     assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
     assert!(exec("exit 7").err().contains("exited with 7"));
     node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "guest-ping"]).ok();
-    if start == Start::Kernel {
-        let_in(&node, &machine.id, |script| exec(script));
+    if start == BootMethod::Kernel {
+        check_credentials(&node, &machine.id, |script| exec(script));
     }
     // Secure boot was active: the variable's attributes, and 1.
     let signed = "od -An -tu1 /sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
     let signed = exec(&format!("test ! -d /sys/firmware/efi || {signed}")).ok();
-    assert_eq!(signed.split_whitespace().last(), (start == Start::Uefi).then_some("1"));
-    assert_eq!(exec("ls /sys/bus/pci/devices | grep -q .").code == 0, start != Start::Kernel);
+    assert_eq!(signed.split_whitespace().last(), (start == BootMethod::Uefi).then_some("1"));
+    assert_eq!(exec("ls /sys/bus/pci/devices | grep -q .").code == 0, start != BootMethod::Kernel);
     let addresses = exec("ip -o address show").ok();
     assert!(addresses.contains(&pod.ip()), "the pod's address is the guest's: {addresses}");
     let clocks = exec("cat /sys/devices/system/clocksource/clocksource0/available_clocksource").ok();
-    assert_eq!(clocks.contains("hpet"), start == Start::Uefi, "{clocks}");
+    assert_eq!(clocks.contains("hpet"), start == BootMethod::Uefi, "{clocks}");
     // In the order of the specification, and by its serial number.
     assert_eq!(exec("basename $(readlink /dev/disk/by-id/virtio-data)").ok().trim(), "vdb");
     let words = ["-i", &ssh.display().to_string(), "-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null"];
     let target = format!("debian@{}", pod.ip());
-    let told = node.run("ssh", &[&words[..], &[&target, "cat", "/etc/hostname"]].concat());
-    assert_eq!(told.stdout.trim(), "db", "{told:?}");
+    let output = node.run_in_netns("ssh", &[&words[..], &[&target, "cat", "/etc/hostname"]].concat());
+    assert_eq!(output.stdout.trim(), "db", "{output:?}");
     let picture = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "screenshot"]);
     match start {
-        Start::Kernel => assert!(picture.err().contains("screen")),
+        BootMethod::Kernel => assert!(picture.err().contains("screen")),
         _ => assert!(picture.code == 0 && picture.stdout.len() > 1000, "{}", picture.stderr),
     }
-    another_disk(&node, &machine.id, start != Start::Kernel, |script| exec(script));
-    let stats = node.crictl.json(["stats", "-o", "json", &machine.id]);
+    check_hot_plug(&node, &machine.id, start != BootMethod::Kernel, |script| exec(script));
+    let stats = node.crictl.call_json(["stats", "-o", "json", &machine.id]);
     let memory = stats["stats"][0]["memory"]["workingSetBytes"]["value"].as_str().unwrap_or_default().to_owned();
     let memory: u64 = memory.parse().expect("a number");
     assert!(memory > 64 << 20 && memory < 768 << 20, "{stats}");
     // Disks and memory are as at the time of the snapshot; tested once for each board.
-    if start != Start::Uefi {
+    if start != BootMethod::Uefi {
         let vm = |words: &[&str]| node.crictl.try_call([&["exec", "--sync", &machine.id, "@vm"], words].concat());
         exec("echo before >/run/memory; sync").ok();
         vm(&["snapshot", "before"]).ok();
@@ -550,6 +559,6 @@ fn debian(start: Start) {
         assert!(exec("cat /root/disk").err().contains("exited with 1"));
     }
     node.crictl.call(["stop", "--timeout", "120", &machine.id]);
-    assert_eq!(machine.exited()["exitCode"], 0, "it powered itself off");
+    assert_eq!(machine.wait_for_exit()["exitCode"], 0, "it powered itself off");
     pod.remove();
 }

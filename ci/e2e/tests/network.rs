@@ -1,23 +1,23 @@
 //! Tests pods on a network of Debian's CNI plugins.
 
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::json;
 
 #[test]
 fn pods_reach_each_other_and_the_node() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let server = node.crictl.run_pod(
-        Pod::new("server", node.directory())
+        PodRequest::new("server", node.directory())
             .set("port_mappings", json!([{"protocol": 0, "container_port": 8080, "host_port": 18080}])),
     );
-    let client = node.crictl.run_pod(Pod::new("client", node.directory()).set(
+    let client = node.crictl.run_pod(PodRequest::new("client", node.directory()).set(
         "dns_config",
         json!({"servers": ["10.88.0.53"], "searches": ["example.internal"], "options": ["ndots:3"]}),
     ));
     let web = "while :; do printf 'HTTP/1.0 200 OK\\r\\n\\r\\nhello from %s\\n' $(hostname) | nc -l -p 8080; done";
-    let web = server.start(Container::sh("web", &image, web));
-    let shell = client.start(Container::sh("shell", &image, "sleep 600"));
+    let web = server.start(ContainerRequest::sh("web", &image, web));
+    let shell = client.start(ContainerRequest::sh("shell", &image, "sleep 600"));
 
     let inside = shell.exec("cat /etc/resolv.conf; ip -o addr show eth0").ok();
     for line in ["nameserver 10.88.0.53", "search example.internal", "options ndots:3", &client.ip()] {
@@ -30,14 +30,14 @@ fn pods_reach_each_other_and_the_node() {
         assert!(answer.stdout.contains("2 packets received"), "{address}: {answer:?}");
     }
     for address in [server.ip(), v6] {
-        node.run("ping", &["-c", "1", "-W", "30", &address]).ok();
+        node.run_in_netns("ping", &["-c", "1", "-W", "30", &address]).ok();
     }
     let get = format!("http://{}:8080/", server.ip());
     eventually("the pod's web server answers", || {
-        node.run("curl", &["-s", "-m", "20", &get]).stdout.contains("hello from").then_some(())
+        node.run_in_netns("curl", &["-s", "-m", "20", &get]).stdout.contains("hello from").then_some(())
     });
     eventually("the server answers on the node's port", || {
-        let answer = node.run("curl", &["-s", "-m", "20", "http://10.88.0.1:18080/"]);
+        let answer = node.run_in_netns("curl", &["-s", "-m", "20", "http://10.88.0.1:18080/"]);
         answer.stdout.contains("hello from").then_some(())
     });
     assert_eq!(web.status()["state"], "CONTAINER_RUNNING");
@@ -46,40 +46,40 @@ fn pods_reach_each_other_and_the_node() {
     let digest = "dd if=/dev/zero bs=1024 count=1024 2>/dev/null | md5sum | cut -c1-32";
     // Its input stays open: busybox's nc would close its side at once, and the sender's would then stop in the middle.
     let receiver = "sleep 1000 | nc -l -p 9000 | md5sum | cut -c1-32";
-    let receiver = server.start(Container::sh("receiver", &image, receiver));
+    let receiver = server.start(ContainerRequest::sh("receiver", &image, receiver));
     eventually("the receiver listens", || web.exec("netstat -ltn").stdout.contains(":9000").then_some(()));
     let expected = shell.exec(digest).ok();
     shell.exec(&format!("dd if=/dev/zero bs=1024 count=1024 2>/dev/null | nc {} 9000", server.ip())).ok();
-    receiver.says(&expected);
+    receiver.wait_for_output(&expected);
 
     client.remove();
     server.remove();
 }
 
 #[test]
-fn pods_see_the_sysctls_and_the_name_they_asked_for() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = Pod::new("settings", node.directory())
+fn pods_have_the_requested_sysctls_and_hostname() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = PodRequest::new("settings", node.directory())
         .set("hostname", json!("settings-host"))
         .set("linux", json!({"sysctls": {"net.ipv4.ip_unprivileged_port_start": "81", "kernel.shm_rmid_forced": "1"}}));
     let pod = node.crictl.run_pod(pod);
     let script = "hostname; cat /etc/hostname; cat /proc/sys/net/ipv4/ip_unprivileged_port_start; \
                   cat /proc/sys/kernel/shm_rmid_forced; grep settings-host /etc/hosts; echo end";
-    let said = pod.start(Container::sh("one", &image, script)).says("end");
-    assert!(said.starts_with("settings-host\nsettings-host\n81\n1\n"), "{said}");
+    let output = pod.start(ContainerRequest::sh("one", &image, script)).wait_for_output("end");
+    assert!(output.starts_with("settings-host\nsettings-host\n81\n1\n"), "{output}");
     pod.remove();
 }
 
 /// Replaces the node's CNI configuration.
-fn configure(node: &Node, plugins: serde_json::Value) {
+fn configure(node: &TestNode, plugins: serde_json::Value) {
     let text = json!({"cniVersion": "1.0.0", "name": "own", "plugins": plugins}).to_string();
     std::fs::write(node.directory().join("cni/10-e2e.conflist"), text).unwrap();
 }
 
 #[test]
-fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
-    let mut node = Node::new();
+fn a_pod_is_removed_without_its_cni_plugin_and_del_is_retried() {
+    let mut node = TestNode::new();
     let directory = node.directory().to_owned();
     let bridge = json!({
         "type": "bridge", "bridge": "cni0", "isGateway": true,
@@ -87,23 +87,23 @@ fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
     });
     configure(&node, json!([bridge, {"type": "nacelle-fake", "dir": directory, "tag": "fake", "del": "broken"}]));
     std::fs::write(directory.join("broken"), "").unwrap();
-    let pod = node.crictl.run_pod(Pod::new("owing", &directory));
+    let pod = node.crictl.run_pod(PodRequest::new("owing", &directory));
     pod.remove();
     // Everything on the node is gone; only the plugins are called again.
-    eventually("nothing is left", || node.left().is_empty().then_some(()));
-    let check = |node: &Node| {
+    eventually("nothing is left", || node.leaked().is_empty().then_some(()));
+    let check = |node: &TestNode| {
         let config = directory.join("config.toml").display().to_string();
-        let bin = nacelle_e2e::part("NACELLE_BIN").display().to_string();
-        ["check", "pods"].map(|command| node.run(&bin, &[command, "--config", &config]).stdout)
+        let bin = nacelle_e2e::path_from_env("NACELLE_BIN").display().to_string();
+        ["check", "pods"].map(|command| node.run_in_netns(&bin, &[command, "--config", &config]).stdout)
     };
-    for said in check(&node) {
-        assert!(said.contains("its CNI DEL from network \"own\" has failed"), "{said}");
+    for output in check(&node) {
+        assert!(output.contains("its CNI DEL from network \"own\" has failed"), "{output}");
     }
     assert!(node.log().contains("the CNI DEL of the pod is owed"), "{}", node.log());
     // The next daemon starts all the same, and knows the pending DEL.
     node.kill();
     node.start();
-    eventually("the plugin is asked again", || check(&node)[1].contains(" times, goes on)").then_some(()));
+    eventually("the plugin is called again", || check(&node)[1].contains(" times, goes on)").then_some(()));
     std::fs::remove_file(directory.join("broken")).unwrap();
     std::fs::write(directory.join("cni/20-other.conf"), "").unwrap();
     eventually("the plugin has given back what it had", || {
@@ -115,15 +115,15 @@ fn a_pod_goes_without_its_plugin_whose_del_is_owed() {
 
 #[test]
 fn permanent_neighbours_and_host_routes_reach_the_guest() {
-    let node = Node::new();
+    let node = TestNode::new();
     configure(&node, json!([{"type": "nacelle-routed", "mtu": 65535}]));
     for address in ["10.80.9.9/32", "fd80:9::9/128"] {
-        node.run("ip", &["addr", "add", address, "dev", "lo"]).ok();
+        node.run_in_netns("ip", &["addr", "add", address, "dev", "lo"]).ok();
     }
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("routed", node.directory()));
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("routed", node.directory()));
     assert_eq!(pod.ip(), "10.80.7.5");
-    let shell = pod.start(Container::sh("shell", &image, "sleep 600"));
+    let shell = pod.start(ContainerRequest::sh("shell", &image, "sleep 600"));
     let neighbours = shell.exec("ip neigh show").ok();
     let permanent = |ip: &str| neighbours.lines().any(|line| line.starts_with(ip) && line.ends_with("PERMANENT"));
     assert!(permanent("169.254.1.1 ") && permanent("fe80::1 "), "{neighbours}");

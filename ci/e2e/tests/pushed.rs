@@ -2,7 +2,7 @@
 //! copies of them, which are updated quickly and atomically.
 
 use nacelle_e2e::node::engine;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// A volume in kubelet's directory of a pod.
-struct Volume(PathBuf);
+struct KubeletVolume(PathBuf);
 
-impl Volume {
-    fn new(node: &Node, plugin: &str, name: &str) -> Volume {
+impl KubeletVolume {
+    fn new(node: &TestNode, plugin: &str, name: &str) -> KubeletVolume {
         let directory = node.directory().join("kubelet/pods/0d3c/volumes").join(plugin).join(name);
         fs::create_dir_all(&directory).expect("the node's directory is writable");
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("it is ours");
-        Volume(directory)
+        KubeletVolume(directory)
     }
 
     /// Writes these files as kubelet does: a new directory, one rename, then the visible links.
@@ -51,7 +51,7 @@ impl Volume {
         }
     }
 
-    fn at(&self, place: &str) -> Value {
+    fn mount(&self, place: &str) -> Value {
         json!({"host_path": self.0, "container_path": place, "readonly": true})
     }
 }
@@ -61,7 +61,7 @@ fn files(files: &[(&str, &str)]) -> Vec<(String, String)> {
 }
 
 /// Prints changes in /conf, and whether it ever sees files of two states together.
-const WATCH: &str = r#"
+const WATCH_SCRIPT: &str = r#"
 while :; do
     sleep 0.02
     one= two=
@@ -74,27 +74,27 @@ done 2>/dev/null
 "#;
 
 /// Returns how long it takes until the container prints this.
-fn seen(log: &Path, words: &str) -> Duration {
+fn wait_for_line(log: &Path, words: &str) -> Duration {
     let begin = Instant::now();
     eventually(words, || fs::read_to_string(log).is_ok_and(|text| text.contains(words)).then(|| begin.elapsed()))
 }
 
 #[test]
-fn changes_reach_containers_at_once_and_whole_with_or_without_a_daemon() {
-    let mut node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn volume_updates_are_fast_and_atomic_with_or_without_a_daemon() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let machine = engine() != "host";
-    let conf = Volume::new(&node, "kubernetes.io~configmap", "conf");
+    let conf = KubeletVolume::new(&node, "kubernetes.io~configmap", "conf");
     conf.write("..1", &files(&[("a", "one"), ("b", "one"), ("gone", "soon")]));
     let part = node.directory().join("kubelet/pods/0d3c/volume-subpaths/conf/c/0");
     fs::create_dir_all(part.parent().expect("it has one")).expect("the node's directory is writable");
     fs::write(&part, "a part").expect("the node's directory is writable");
     let (id, second, log) = {
-        let pod = node.crictl.run_pod(Pod::new("pushed", node.directory()));
+        let pod = node.crictl.run_pod(PodRequest::new("pushed", node.directory()));
         let single = json!({"host_path": part, "container_path": "/etc/part", "readonly": true});
-        let mounts = json!([conf.at("/conf"), conf.at("/again"), single]);
-        let one = pod.start(Container::sh("one", &image, WATCH).set("mounts", mounts));
-        one.says("now one");
+        let mounts = json!([conf.mount("/conf"), conf.mount("/again"), single]);
+        let one = pod.start(ContainerRequest::sh("one", &image, WATCH_SCRIPT).set("mounts", mounts));
+        one.wait_for_output("now one");
         assert_eq!(one.exec("cat /conf/a /again/b /conf/gone /etc/part").ok(), "oneonesoona part");
         assert_eq!(one.exec("stat -L -c '%a %u %g' /conf /conf/a").ok(), "777 0 0\n440 0 2000");
         assert_eq!(one.exec("readlink /conf/a; readlink /conf/..data").ok(), "..data/a\n..1");
@@ -105,23 +105,24 @@ fn changes_reach_containers_at_once_and_whole_with_or_without_a_daemon() {
         let kinds = one.exec("grep -E ' (/conf|/again|/etc/part) ' /proc/mounts | cut -d' ' -f1,3").ok();
         if machine {
             assert_eq!(kinds, ["pushed tmpfs"; 3].join("\n"));
-            let share = node.processes("nacelle-fs ").first().copied().expect("it is there");
+            let share = node.pids_matching("nacelle-fs ").first().copied().expect("it is there");
             let mounts = fs::read_to_string(format!("/proc/{share}/mountinfo")).expect("it runs");
             assert!(!mounts.contains("kubelet"), "nothing is shared: {mounts}");
         }
-        let two = pod.start(Container::sh("two", &image, "sleep 600").set("mounts", json!([conf.at("/mine")])));
+        let two =
+            pod.start(ContainerRequest::sh("two", &image, "sleep 600").set("mounts", json!([conf.mount("/mine")])));
         let inode = two.exec("stat -L -c %i /mine/a").ok();
         assert_eq!(one.exec("stat -L -c %i /conf/a /again/a").ok(), format!("{inode}\n{inode}"), "there is one copy");
         (one.id.clone(), two.id.clone(), one.log.clone())
     };
-    let exec = |node: &Node, id: &str, script: &str| {
+    let exec = |node: &TestNode, id: &str, script: &str| {
         node.crictl.try_call(["exec", "--sync", id, "/bin/sh", "-c", script]).ok()
     };
     let mut times = Vec::new();
     for n in 2..7 {
         let text = format!("state-{n}");
         conf.write(&format!("..{n}"), &files(&[("a", &text), ("b", &text), ("new", "came")]));
-        times.push(seen(&log, &format!("now {text}\n")));
+        times.push(wait_for_line(&log, &format!("now {text}\n")));
     }
     times.sort();
     println!("changes were seen after {times:?}");
@@ -132,31 +133,32 @@ fn changes_reach_containers_at_once_and_whole_with_or_without_a_daemon() {
     // Only the pod's own processes are involved.
     node.kill();
     conf.write("..7", &files(&[("a", "alone"), ("b", "alone")]));
-    seen(&log, "now alone\n");
+    wait_for_line(&log, "now alone\n");
     node.start();
     conf.write("..8", &files(&[("a", "after"), ("b", "after")]));
-    seen(&log, "now after\n");
-    let said = fs::read_to_string(&log).expect("it is there");
-    assert!(!said.contains("mixed"), "{said}");
+    wait_for_line(&log, "now after\n");
+    let output = fs::read_to_string(&log).expect("it is there");
+    assert!(!output.contains("mixed"), "{output}");
     for id in [&id, &second] {
         node.crictl.call(["rm", "-f", id]);
     }
     let pod = node.crictl.call(["pods", "-q"]);
     node.crictl.call(["stopp", pod.trim()]);
     node.crictl.call(["rmp", pod.trim()]);
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 #[test]
-fn ten_thousand_files_are_a_volume_and_odd_ones_are_refused() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let many = Volume::new(&node, "kubernetes.io~secret", "many");
+fn ten_thousand_files_fit_a_volume_and_special_files_are_refused() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let many = KubeletVolume::new(&node, "kubernetes.io~secret", "many");
     let mut all: Vec<_> = (0..10_000).map(|n| (format!("key-{n}"), format!("secret {n}\n"))).collect();
     many.write("..1", &all);
-    let pod = node.crictl.run_pod(Pod::new("many", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("many", node.directory()));
     let begin = Instant::now();
-    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", json!([many.at("/many")])));
+    let container =
+        pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("mounts", json!([many.mount("/many")])));
     println!("a container with 10,000 files was there after {:?}", begin.elapsed());
     assert_eq!(container.exec("ls /many | wc -l; cat /many/key-0 /many/key-9999").ok(), "10000\nsecret 0\nsecret 9999");
     let room = |what: &str| container.exec(what).ok().split_whitespace().last().map(str::to_owned);
@@ -177,15 +179,15 @@ fn ten_thousand_files_are_a_volume_and_odd_ones_are_refused() {
         for (name, code, words) in
             [("fifo", "FailedPrecondition", "neither file"), ("huge", "ResourceExhausted", "bytes")]
         {
-            let odd = Volume::new(&node, "kubernetes.io~projected", name);
+            let odd = KubeletVolume::new(&node, "kubernetes.io~projected", name);
             odd.write("..1", &files(&[("a", "one")]));
             let file = odd.0.join("..1/odd");
             match name {
-                "fifo" => drop(node.run("mkfifo", &[&file.display().to_string()]).ok()),
-                _ => drop(node.run("truncate", &["--size=1T", &file.display().to_string()]).ok()),
+                "fifo" => drop(node.run_in_netns("mkfifo", &[&file.display().to_string()]).ok()),
+                _ => drop(node.run_in_netns("truncate", &["--size=1T", &file.display().to_string()]).ok()),
             }
             // The error comes from the creation or, if that was answered before the guest had the volume, from the start.
-            let config = Container::sh(name, &image, "true").set("mounts", json!([odd.at("/odd")]));
+            let config = ContainerRequest::sh(name, &image, "true").set("mounts", json!([odd.mount("/odd")]));
             let created = pod.try_create(config);
             let refused = match created.code {
                 0 => node.crictl.try_call(["start", created.stdout.trim()]).err(),
@@ -197,5 +199,5 @@ fn ten_thousand_files_are_a_volume_and_odd_ones_are_refused() {
         assert_eq!(container.exec("cat /many/key-9999").ok(), "changed");
     }
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }

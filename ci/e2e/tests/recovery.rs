@@ -1,7 +1,7 @@
 //! Tests recovery after any process was killed.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::{Value, json};
@@ -9,47 +9,47 @@ use std::time::Duration;
 use tonic::transport::Channel;
 
 #[test]
-fn a_daemon_killed_at_rest_finds_everything_again() {
-    let mut node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn an_idle_daemon_finds_everything_again_after_a_kill() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let (pod_id, alive, ended) = {
-        let pod = node.crictl.run_pod(Pod::new("survivor", node.directory()));
+        let pod = node.crictl.run_pod(PodRequest::new("survivor", node.directory()));
         let counter = "echo $$ >/pid; trap 'exit 9' USR1; i=0; while :; do i=$((i+1)); echo tick $i; sleep 0.2; done";
-        let alive = pod.start(Container::sh("alive", &image, counter));
-        let ended = pod.start(Container::sh("ended", &image, "exit 4"));
-        alive.says("tick 2");
-        ended.exited();
+        let alive = pod.start(ContainerRequest::sh("alive", &image, counter));
+        let ended = pod.start(ContainerRequest::sh("ended", &image, "exit 4"));
+        alive.wait_for_output("tick 2");
+        ended.wait_for_exit();
         (pod.id.clone(), alive.id.clone(), ended.id.clone())
     };
-    let machines = node.machines();
+    let machines = node.vm_pids();
     node.kill();
-    assert_eq!(node.machines(), machines, "the machine runs on without the daemon");
+    assert_eq!(node.vm_pids(), machines, "the machine runs on without the daemon");
     node.start();
     assert_eq!(status_of(&node, &alive)["state"], "CONTAINER_RUNNING");
     assert_eq!(status_of(&node, &ended)["exitCode"], 4);
     assert_eq!(node.crictl.call(["pods", "-q", "--state", "Ready"]), pod_id);
     assert_eq!(node.crictl.call(["exec", "--sync", &alive, "echo", "still here"]), "still here");
-    assert_eq!(node.machines(), machines);
+    assert_eq!(node.vm_pids(), machines);
 
     // The next daemon knows what ended while no daemon ran.
     node.crictl.call(["exec", "--sync", &alive, "sh", "-c", "(sleep 3; kill -USR1 $(cat /pid)) >/dev/null 2>&1 &"]);
     node.kill();
     eventually("the container has ended without a daemon", || {
-        let record = find(node.directory(), "state.json", &alive)?;
+        let record = find_state_file(node.directory(), "state.json", &alive)?;
         record.contains("exited").then_some(())
     });
     node.start();
     eventually("its exit code is known", || (status_of(&node, &alive)["exitCode"] == 9).then_some(()));
-    let all = node.crictl.json(["ps", "-a", "-o", "json"]);
+    let all = node.crictl.call_json(["ps", "-a", "-o", "json"]);
     assert_eq!(all["containers"].as_array().map(Vec::len), Some(2));
 }
 
 /// Returns the text of the record of this container's pod.
-fn find(directory: &std::path::Path, name: &str, word: &str) -> Option<String> {
+fn find_state_file(directory: &std::path::Path, name: &str, word: &str) -> Option<String> {
     for entry in std::fs::read_dir(directory).ok()?.flatten() {
         let path = entry.path();
         if path.is_dir() && !path.is_symlink() {
-            if let Some(found) = find(&path, name, word) {
+            if let Some(found) = find_state_file(&path, name, word) {
                 return Some(found);
             }
         } else if entry.file_name() == name {
@@ -63,7 +63,7 @@ fn find(directory: &std::path::Path, name: &str, word: &str) -> Option<String> {
 }
 
 /// Kills the daemon some time after crictl was started with `arguments`, and starts it again.
-fn killed_during(node: &mut Node, arguments: &[&str], after: Duration) {
+fn kill_daemon_during(node: &mut TestNode, arguments: &[&str], after: Duration) {
     let mut call = node.crictl.spawn(arguments);
     // This test varies the time of the kill; it is not a wait for anything.
     std::thread::sleep(after);
@@ -73,81 +73,82 @@ fn killed_during(node: &mut Node, arguments: &[&str], after: Duration) {
 }
 
 #[test]
-fn a_daemon_killed_in_the_middle_of_each_call_loses_and_leaks_nothing() {
-    let mut node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_daemon_killed_during_each_call_loses_and_leaks_nothing() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let offsets = [5, 60, 250, 900].map(Duration::from_millis);
     for after in offsets {
-        let pod = Pod::new("cut", node.directory());
-        let file = node.crictl.file("pod", &pod.0);
-        killed_during(&mut node, &["runp", &file], after);
+        let pod = PodRequest::new("cut", node.directory());
+        let file = node.crictl.write_input("pod", &pod.0);
+        kill_daemon_during(&mut node, &["runp", &file], after);
         // kubelet retries with the same name; the answer is a pod, or that the unfinished one must be removed first.
         let pods = node.crictl.call(["pods", "-q"]);
         for id in pods.lines() {
             node.crictl.call(["rmp", "--force", id]);
         }
         let id = node.crictl.call(["runp", &file]);
-        let container = Container::sh("cut", &image, "trap 'exit 3' TERM; while :; do sleep 0.1; done");
-        let config = node.crictl.file("container", &container.0);
-        killed_during(&mut node, &["create", &id, &config, &file], after);
+        let container = ContainerRequest::sh("cut", &image, "trap 'exit 3' TERM; while :; do sleep 0.1; done");
+        let config = node.crictl.write_input("container", &container.0);
+        kill_daemon_during(&mut node, &["create", &id, &config, &file], after);
         let mut containers = node.crictl.call(["ps", "-aq"]);
         if containers.is_empty() {
             containers = node.crictl.call(["create", &id, &config, &file]);
         }
         assert_eq!(containers.lines().count(), 1, "{containers}");
-        killed_during(&mut node, &["start", &containers], after);
+        kill_daemon_during(&mut node, &["start", &containers], after);
         let state = state_of(&node, &containers);
         assert!(state == "CONTAINER_CREATED" || state == "CONTAINER_RUNNING", "{state}");
         if state == "CONTAINER_CREATED" {
             node.crictl.call(["start", &containers]);
         }
         assert_eq!(node.crictl.call(["exec", "--sync", &containers, "echo", "alive"]), "alive");
-        killed_during(&mut node, &["exec", "--sync", &containers, "sleep", "1"], after);
-        killed_during(&mut node, &["logs", "--reopen", &containers], after);
+        kill_daemon_during(&mut node, &["exec", "--sync", &containers, "sleep", "1"], after);
+        kill_daemon_during(&mut node, &["logs", "--reopen", &containers], after);
         assert_eq!(node.crictl.call(["exec", "--sync", &containers, "echo", "alive"]), "alive");
-        killed_during(&mut node, &["stop", "--timeout", "20", &containers], after);
+        kill_daemon_during(&mut node, &["stop", "--timeout", "20", &containers], after);
         node.crictl.call(["stop", "--timeout", "60", &containers]);
         assert_eq!(state_of(&node, &containers), "CONTAINER_EXITED");
-        killed_during(&mut node, &["rm", &containers], after);
+        kill_daemon_during(&mut node, &["rm", &containers], after);
         // crictl requests the status first, so it fails for a container that is gone already; only the list counts.
         node.crictl.try_call(["rm", "--force", &containers]);
         assert_eq!(node.crictl.call(["ps", "-aq"]), "");
-        killed_during(&mut node, &["stopp", &id], after);
+        kill_daemon_during(&mut node, &["stopp", &id], after);
         node.crictl.call(["stopp", &id]);
-        killed_during(&mut node, &["rmp", &id], after);
+        kill_daemon_during(&mut node, &["rmp", &id], after);
         node.crictl.try_call(["rmp", &id]);
         assert_eq!(node.crictl.call(["pods", "-q"]), "");
-        eventually("nothing is left", || node.left().is_empty().then_some(()));
-        let other = Image::busybox().layer(|layer| layer.file("x", after.as_millis().to_string().as_bytes(), 0o644));
+        eventually("nothing is left", || node.leaked().is_empty().then_some(()));
+        let other = TestImage::busybox()
+            .with_layer(|layer| layer.add_file("x", after.as_millis().to_string().as_bytes(), 0o644));
         let other = node.registry.push(&other, "cut:1");
-        killed_during(&mut node, &["pull", &other], after);
+        kill_daemon_during(&mut node, &["pull", &other], after);
         node.crictl.call(["pull", &other]);
-        killed_during(&mut node, &["rmi", &other], after);
+        kill_daemon_during(&mut node, &["rmi", &other], after);
         node.crictl.try_call(["rmi", &other]);
         assert_ne!(node.crictl.try_call(["inspecti", &other]).code, 0);
     }
 }
 
-fn status_of(node: &Node, id: &str) -> Value {
-    node.crictl.json(["inspect", "-o", "json", id])["status"].take()
+fn status_of(node: &TestNode, id: &str) -> Value {
+    node.crictl.call_json(["inspect", "-o", "json", id])["status"].take()
 }
 
-fn state_of(node: &Node, id: &str) -> String {
+fn state_of(node: &TestNode, id: &str) -> String {
     status_of(node, id)["state"].as_str().unwrap_or_default().to_owned()
 }
 
-fn pod_with_sleeper<'a>(node: &'a Node, image: &str, name: &str) -> (RunningPod<'a>, RunningContainer<'a>) {
-    let pod = node.crictl.run_pod(Pod::new(name, node.directory()));
-    let container = pod.start(Container::sh("sleeper", image, "sleep 600"));
+fn pod_with_sleeper<'a>(node: &'a TestNode, image: &str, name: &str) -> (RunningPod<'a>, RunningContainer<'a>) {
+    let pod = node.crictl.run_pod(PodRequest::new(name, node.directory()));
+    let container = pod.start(ContainerRequest::sh("sleeper", image, "sleep 600"));
     (pod, container)
 }
 
 #[test]
-fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_dead_vm_is_reported_and_its_pod_can_be_removed() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     // With our own VMM both are one process.
-    let victims: [fn(&Node) -> Vec<i32>; 2] = [Node::machines, |node| node.processes("nacelle-pod ")];
+    let victims: [fn(&TestNode) -> Vec<i32>; 2] = [TestNode::vm_pids, |node| node.pids_matching("nacelle-pod ")];
     for processes in victims {
         let (other, neighbour) = pod_with_sleeper(&node, &image, "other");
         let spared = processes(&node);
@@ -155,23 +156,23 @@ fn a_dead_machine_is_told_and_its_pod_can_be_removed() {
         let victims: Vec<_> = processes(&node).into_iter().filter(|pid| !spared.contains(pid)).collect();
         assert!(!victims.is_empty(), "no process of this pod");
         for pid in victims {
-            nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]);
+            nacelle_e2e::run::run_program("kill", ["-9", &pid.to_string()]);
         }
-        let status = container.exited();
+        let status = container.wait_for_exit();
         assert_ne!(status["exitCode"], 0, "{status}");
         assert_ne!(status["reason"], "Completed", "{status}");
         eventually("the pod is not ready", || (pod.inspect()["status"]["state"] == "SANDBOX_NOTREADY").then_some(()));
         assert_eq!(neighbour.exec("echo alive").ok(), "alive");
-        let refused = pod.try_create(Container::sh("late", &image, "true")).err();
+        let refused = pod.try_create(ContainerRequest::sh("late", &image, "true")).err();
         assert!(refused.contains("FailedPrecondition") || refused.contains("Unavailable"), "{refused}");
         pod.remove();
         other.remove();
-        eventually("nothing is left", || node.left().is_empty().then_some(()));
+        eventually("nothing is left", || node.leaked().is_empty().then_some(()));
     }
 }
 
 /// Makes one request over a connection of its own; `number` selects it.
-async fn ask(number: u32, channel: Channel, container_id: String) -> Result<(), tonic::Status> {
+async fn send_exec_requests(number: u32, channel: Channel, container_id: String) -> Result<(), tonic::Status> {
     let mut client = RuntimeServiceClient::new(channel);
     match number % 3 {
         0 => {
@@ -184,16 +185,16 @@ async fn ask(number: u32, channel: Channel, container_id: String) -> Result<(), 
 }
 
 #[test]
-fn a_hundred_requests_at_once_are_answered() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_hundred_concurrent_requests_are_answered() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let (pod, container) = pod_with_sleeper(&node, &image, "busy");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         // Not with crictl: a hundred of those load a slow node so much that they time out.
         let mut calls = tokio::task::JoinSet::new();
         for number in 0..100 {
-            calls.spawn(ask(number, node.channel(), container.id.clone()));
+            calls.spawn(send_exec_requests(number, node.channel(), container.id.clone()));
         }
         for answer in calls.join_all().await {
             answer.unwrap();
@@ -204,54 +205,58 @@ fn a_hundred_requests_at_once_are_answered() {
 }
 
 /// Returns the processes of the node whose command line has this word.
-fn with_word(word: &str) -> Vec<String> {
+fn pids_with_word(word: &str) -> Vec<String> {
     let processes = std::fs::read_dir("/proc").expect("/proc is mounted").flatten();
     let line = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("cmdline")).ok();
     processes.filter_map(line).filter(|line| line.contains(word)).collect()
 }
 
 /// Removes everything below the node's run directory, as if its tmpfs was lost.
-fn lose_run(node: &Node) {
+fn remove_run_directory(node: &TestNode) {
     for entry in std::fs::read_dir(node.directory().join("run")).expect("the run directory").flatten() {
-        nacelle_e2e::run::call("rm", ["-rf", &entry.path().display().to_string()]);
+        nacelle_e2e::run::run_program("rm", ["-rf", &entry.path().display().to_string()]);
     }
 }
 
 #[test]
-fn what_runs_is_ended_if_run_is_lost_while_there_is_no_daemon() {
-    let mut node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn pods_end_if_the_run_directory_is_lost_while_there_is_no_daemon() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     // A number that no other test sleeps for: without a guest the process is the node's.
     let (pod_id, container) = {
-        let pod = node.crictl.run_pod(Pod::new("lost", node.directory()));
-        let container = pod.start(Container::sh("sleeper", &image, "sleep 604857"));
+        let pod = node.crictl.run_pod(PodRequest::new("lost", node.directory()));
+        let container = pod.start(ContainerRequest::sh("sleeper", &image, "sleep 604857"));
         (pod.id.clone(), container.id.clone())
     };
-    assert!(!node.processes("nacelle-pod ").is_empty() && !node.machines().is_empty());
+    assert!(!node.pids_matching("nacelle-pod ").is_empty() && !node.vm_pids().is_empty());
     node.kill();
-    lose_run(&node);
+    remove_run_directory(&node);
     node.start();
     // The daemon serves only after recovery.
-    assert_eq!(node.processes(""), Vec::<i32>::new(), "processes of a pod that is said to be lost run on");
-    assert_eq!(with_word("604857"), Vec::<String>::new(), "a container of a pod that is said to be lost runs on");
+    assert_eq!(node.pids_matching(""), Vec::<i32>::new(), "processes of a pod without a run directory still run");
+    assert_eq!(
+        pids_with_word("604857"),
+        Vec::<String>::new(),
+        "a container of a pod without a run directory still run"
+    );
     assert_eq!(status_of(&node, &container)["state"], "CONTAINER_EXITED");
     assert_eq!(node.crictl.call(["pods", "-q", "--state", "Ready"]), "");
     node.crictl.call(["rmp", &pod_id]);
-    eventually("nothing is left", || node.left().is_empty().then_some(()));
+    eventually("nothing is left", || node.leaked().is_empty().then_some(()));
 }
 
 #[test]
-fn a_pod_whose_run_directory_is_lost_says_so_at_once_and_can_be_removed() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_pod_without_its_run_directory_is_reported_and_can_be_removed() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let (pod, container) = pod_with_sleeper(&node, &image, "lost");
-    lose_run(&node);
+    remove_run_directory(&node);
     let begun = std::time::Instant::now();
     // Without a guest, the agent's sockets are in that directory; a VM's devices have theirs open.
     if nacelle_e2e::node::engine() == "host" {
         let refused = container.exec("true").err();
         assert!(refused.contains("run directory"), "{refused}");
-        let created = pod.try_create(Container::sh("late", &image, "true"));
+        let created = pod.try_create(ContainerRequest::sh("late", &image, "true"));
         let refused = match created.code {
             0 => node.crictl.try_call(["start", created.ok().trim()]).err(),
             _ => created.err(),
@@ -260,6 +265,6 @@ fn a_pod_whose_run_directory_is_lost_says_so_at_once_and_can_be_removed() {
         assert!(refused.contains("run directory"), "{refused}");
     }
     pod.remove();
-    assert_eq!(node.processes(""), Vec::<i32>::new());
-    eventually("nothing is left", || node.left().is_empty().then_some(()));
+    assert_eq!(node.pids_matching(""), Vec::<i32>::new());
+    eventually("nothing is left", || node.leaked().is_empty().then_some(()));
 }

@@ -1,33 +1,35 @@
 //! Tests container pods whose VM is configured by annotations, as containers see it: vCPUs, memory, the kernel and its
 //! parameters; and requests that are rejected without side effects.
 
-use nacelle_e2e::node::{Options, SMALL, engine, handler};
-use nacelle_e2e::{Container, Image, Node, Pod};
+use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-fn key(name: &str) -> String {
+fn annotation_key(name: &str) -> String {
     format!("vm.nacelle.dev/{name}")
 }
 
-fn node() -> Node {
-    let allowed =
-        ["cpus", "cpu-model", "cpu-pinning", "memory", "kernel-image", "kernel", "kernel-args", "spec"].map(key);
-    let extra = handler("shaped", &format!("{SMALL}allowed_annotations = {allowed:?}\n"));
-    Node::with(Options { extra, ..Options::default() })
+fn node_with_annotations() -> TestNode {
+    let allowed = ["cpus", "cpu-model", "cpu-pinning", "memory", "kernel-image", "kernel", "kernel-args", "spec"]
+        .map(annotation_key);
+    let extra = handler_config("shaped", &format!("{SMALL_VM}allowed_annotations = {allowed:?}\n"));
+    TestNode::with_options(NodeOptions { extra, ..NodeOptions::default() })
 }
 
-fn pod(node: &Node, annotations: &[(&str, &str)]) -> Pod {
-    let all: Map<String, Value> = annotations.iter().map(|(name, value)| (key(name), json!(value))).collect();
-    Pod::new("shaped", &node.directory().join("logs")).set("annotations", Value::Object(all))
+fn annotated_test_pod(node: &TestNode, annotations: &[(&str, &str)]) -> PodRequest {
+    let all: Map<String, Value> =
+        annotations.iter().map(|(name, value)| (annotation_key(name), json!(value))).collect();
+    PodRequest::new("shaped", &node.directory().join("logs")).set("annotations", Value::Object(all))
 }
 
 #[test]
-fn a_machine_has_the_shape_that_its_pod_asks_for() {
-    let mut node = node();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let asked = pod(&node, &[("cpus", "2"), ("memory", "256Mi"), ("kernel-args", "nacelle.e2e=here")]);
-    let again = Pod(asked.0.clone());
+fn a_vm_has_the_resources_that_its_pod_requests() {
+    let mut node = node_with_annotations();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let requested =
+        annotated_test_pod(&node, &[("cpus", "2"), ("memory", "256Mi"), ("kernel-args", "nacelle.e2e=here")]);
+    let again = PodRequest(requested.0.clone());
     let seen = "nproc; grep MemTotal /proc/meminfo; cat /proc/cmdline";
     let check = |output: &str| {
         let mut lines = output.lines();
@@ -37,8 +39,8 @@ fn a_machine_has_the_shape_that_its_pod_asks_for() {
         assert!(lines.next().is_some_and(|words| words.split(' ').any(|word| word == "nacelle.e2e=here")), "{output}");
     };
     let id = {
-        let pod = node.crictl.run_pod_of("shaped", asked);
-        let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+        let pod = node.crictl.run_pod_with_handler("shaped", requested);
+        let container = pod.start(ContainerRequest::sh("main", &image, "sleep 1000"));
         check(&container.exec(seen).ok());
         let info = pod.inspect()["info"].to_string();
         assert!(info.contains("shape"), "{info}");
@@ -47,15 +49,15 @@ fn a_machine_has_the_shape_that_its_pod_asks_for() {
     // A restarted daemon shows the same.
     node.kill();
     node.start();
-    let pod = node.crictl.pod(&id, again);
+    let pod = node.crictl.pod_handle(&id, again);
     nacelle_e2e::eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
     assert!(pod.inspect()["info"].to_string().contains("shape"));
     pod.remove();
 }
 
 /// Returns the node's guest kernel with another release: the last digit is changed in all of its occurrences.
-fn other_kernel() -> (Vec<u8>, String) {
-    let mut kernel = std::fs::read(nacelle_e2e::part("NACELLE_KERNEL")).expect("the kernel is there");
+fn kernel_with_other_name() -> (Vec<u8>, String) {
+    let mut kernel = std::fs::read(nacelle_e2e::path_from_env("NACELLE_KERNEL")).expect("the kernel is there");
     let banner = b"Linux version ";
     let at =
         kernel.windows(banner.len()).position(|bytes| bytes == banner).expect("a kernel has a banner") + banner.len();
@@ -72,27 +74,27 @@ fn other_kernel() -> (Vec<u8>, String) {
 }
 
 #[test]
-fn a_machine_boots_the_kernel_that_its_pod_brings() {
-    let mut node = node();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let (kernel, release) = other_kernel();
-    let with_kernel = Image::busybox().layer(|layer| {
-        layer.directory("boot", 0o755);
-        layer.file("boot/vmlinux", &kernel, 0o600);
-        layer.file("boot/readme", b"this is no kernel\n", 0o644);
-        layer.symlink("boot/passwd", "/etc/passwd");
+fn a_vm_boots_the_kernel_of_its_pods_image() {
+    let mut node = node_with_annotations();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let (kernel, release) = kernel_with_other_name();
+    let with_kernel = TestImage::busybox().with_layer(|layer| {
+        layer.add_directory("boot", 0o755);
+        layer.add_file("boot/vmlinux", &kernel, 0o600);
+        layer.add_file("boot/readme", b"this is no kernel\n", 0o644);
+        layer.add_symlink("boot/passwd", "/etc/passwd");
     });
     // The image is not pulled before the pod is created.
     let from = node.registry.push(&with_kernel, "kernels:1");
     let refused = |annotations: &[(&str, &str)]| {
-        let file = node.crictl.file("pod", &pod(&node, annotations).0);
+        let file = node.crictl.write_input("pod", &annotated_test_pod(&node, annotations).0);
         node.crictl.try_call(["runp", "--runtime", "shaped", &file]).err()
     };
     let missing = from.replace("kernels:1", "none:1");
     let spec = format!(
         "{{domain: {{firmware: {{kernelBoot: {{container: {{image: '{from}', kernelPath: /boot/vmlinux, initrdPath: /i}}}}}}}}}}"
     );
-    for (told, code, words) in [
+    for (error, code, words) in [
         (refused(&[("kernel-image", &missing), ("kernel", "/boot/vmlinux")]), "NotFound", "crictl pull"),
         (refused(&[("kernel-image", &from), ("kernel", "/boot/none")]), "FailedPrecondition", "/boot/none"),
         (refused(&[("kernel-image", &from), ("kernel", "/boot/passwd")]), "FailedPrecondition", "/boot/passwd"),
@@ -105,22 +107,24 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
             "handler shaped allows",
         ),
     ] {
-        assert!(told.contains(code) && told.contains(words), "{code}, {words:?} in {told}");
+        assert!(error.contains(code) && error.contains(words), "{code}, {words:?} in {error}");
     }
-    assert!(node.left().is_empty(), "nothing was made: {:?}", node.left());
+    assert!(node.leaked().is_empty(), "nothing was made: {:?}", node.leaked());
 
-    let asked =
-        pod(&node, &[("kernel-image", &from), ("kernel", "/boot/vmlinux"), ("kernel-args", "nacelle.e2e=here")]);
-    let again = Pod(asked.0.clone());
+    let requested = annotated_test_pod(
+        &node,
+        &[("kernel-image", &from), ("kernel", "/boot/vmlinux"), ("kernel-args", "nacelle.e2e=here")],
+    );
+    let again = PodRequest(requested.0.clone());
     let check = |pod: &nacelle_e2e::crictl::RunningPod<'_>, name: &str| {
-        let container = pod.start(Container::sh(name, &image, "sleep 1000"));
+        let container = pod.start(ContainerRequest::sh(name, &image, "sleep 1000"));
         assert_eq!(container.exec("uname -r").ok().trim(), release);
         assert!(container.exec("cat /proc/cmdline").ok().contains("nacelle.e2e=here"));
         let info = pod.inspect()["info"].to_string();
         assert!(info.contains("/boot/vmlinux") && info.contains(&format!("\"kernelRelease\":\"{release}\"")), "{info}");
     };
     let id = {
-        let pod = node.crictl.run_pod_of("shaped", asked);
+        let pod = node.crictl.run_pod_with_handler("shaped", requested);
         // The VM has loaded its kernel: the image may be removed.
         node.crictl.call(["rmi", &from]);
         check(&pod, "one");
@@ -128,23 +132,23 @@ fn a_machine_boots_the_kernel_that_its_pod_brings() {
     };
     node.kill();
     node.start();
-    let found = node.crictl.pod(&id, again);
+    let found = node.crictl.pod_handle(&id, again);
     nacelle_e2e::eventually("the pod is found", || {
         (found.inspect()["status"]["state"] == "SANDBOX_READY").then_some(())
     });
     check(&found, "two");
     found.remove();
     // Other pods have the node's kernel.
-    let plain = node.crictl.run_pod_of("shaped", pod(&node, &[("cpus", "1")]));
-    let container = plain.start(Container::sh("main", &image, "sleep 1000"));
+    let plain = node.crictl.run_pod_with_handler("shaped", annotated_test_pod(&node, &[("cpus", "1")]));
+    let container = plain.start(ContainerRequest::sh("main", &image, "sleep 1000"));
     assert_ne!(container.exec("uname -r").ok().trim(), release);
     plain.remove();
 }
 
 /// Returns the affinities of the vCPU threads, and those of all other threads.
-fn threads(node: &Node) -> (BTreeMap<String, String>, BTreeSet<String>) {
+fn thread_affinities(node: &TestNode) -> (BTreeMap<String, String>, BTreeSet<String>) {
     let (mut vcpus, mut others) = (BTreeMap::new(), BTreeSet::new());
-    for process in node.machines() {
+    for process in node.vm_pids() {
         for task in std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten() {
             let read = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
             let status = read("status");
@@ -161,23 +165,23 @@ fn threads(node: &Node) -> (BTreeMap<String, String>, BTreeSet<String>) {
 }
 
 #[test]
-fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
-    let mut node = node();
+fn vcpus_run_on_the_dedicated_cpus_of_their_containers() {
+    let mut node = node_with_annotations();
     if std::fs::read_to_string("/sys/devices/system/cpu/online").expect("the node says it").trim() != "0-1" {
         println!("skipped: this test is for a node with two processors");
         return;
     }
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let on = |name: &str, processors: &str| {
         let limits = json!({"resources": {"cpuset_cpus": processors}});
-        Container::sh(name, &image, "sleep 1000").set("linux", limits)
+        ContainerRequest::sh(name, &image, "sleep 1000").set("linux", limits)
     };
-    let asked = pod(&node, &[("cpus", "2"), ("cpu-pinning", "true")]);
-    let again = Pod(asked.0.clone());
+    let requested = annotated_test_pod(&node, &[("cpus", "2"), ("cpu-pinning", "true")]);
+    let again = PodRequest(requested.0.clone());
     // Emulated vCPUs share one thread, which runs on both.
-    let check = |node: &Node, when: &str| {
+    let check = |node: &TestNode, when: &str| {
         nacelle_e2e::eventually(when, || {
-            let (vcpus, others) = threads(node);
+            let (vcpus, others) = thread_affinities(node);
             let own = match vcpus.get("ALL CPUs/TCG") {
                 Some(list) => list == "0-1" && vcpus.len() == 1,
                 None => vcpus.values().map(String::as_str).eq(["0", "1"]),
@@ -186,10 +190,10 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
         });
     };
     let (id, both) = {
-        let pod = node.crictl.run_pod_of("shaped", asked);
-        let few = |told: String| {
+        let pod = node.crictl.run_pod_with_handler("shaped", requested);
+        let few = |error: String| {
             let words = ["cpuset_cpus is", "1 processors of the node", "its machine has 2"];
-            assert!(words.iter().all(|word| told.contains(word)), "{told}");
+            assert!(words.iter().all(|word| error.contains(word)), "{error}");
         };
         few(pod.try_create(on("few", "1")).err());
         let both = pod.start(on("both", "0-1"));
@@ -200,13 +204,13 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
     };
     node.kill();
     node.start();
-    let pod = node.crictl.pod(&id, again);
+    let pod = node.crictl.pod_handle(&id, again);
     nacelle_e2e::eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
     check(&node, "with the next daemon");
     pod.start(on("one", "1"));
     node.crictl.call(["rm", "--force", &both]);
     nacelle_e2e::eventually("the machine runs where the container may that is left", || {
-        let (vcpus, others) = threads(&node);
+        let (vcpus, others) = thread_affinities(&node);
         vcpus.values().chain(&others).all(|list| list == "1").then_some(())
     });
     pod.start(on("more", "0-1"));
@@ -215,22 +219,22 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
 }
 
 #[test]
-fn processors_are_of_the_model_that_is_named() {
-    let node = node();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let said = pod(
+fn vcpus_have_the_requested_cpu_model() {
+    let node = node_with_annotations();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let requested = annotated_test_pod(
         &node,
         &[("cpu-model", "Haswell-v4"), ("spec", "{domain: {cpu: {features: [{name: avx2, policy: disable}]}}}")],
     );
     if engine() == "kvm" {
-        let file = node.crictl.file("pod", &said.0);
+        let file = node.crictl.write_input("pod", &requested.0);
         let refused = node.crictl.try_call(["runp", "--runtime", "shaped", &file]).err();
         assert!(refused.contains("Unimplemented") && refused.contains("cpu.model is Haswell-v4"), "{refused}");
-        assert!(node.left().is_empty(), "nothing was made: {:?}", node.left());
+        assert!(node.leaked().is_empty(), "nothing was made: {:?}", node.leaked());
         return;
     }
-    let pod = node.crictl.run_pod_of("shaped", said);
-    let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+    let pod = node.crictl.run_pod_with_handler("shaped", requested);
+    let container = pod.start(ContainerRequest::sh("main", &image, "sleep 1000"));
     let processor = container.exec("cat /proc/cpuinfo").ok();
     let value = |key: &str| {
         let line = processor.lines().find(|line| line.starts_with(key));
@@ -244,14 +248,14 @@ fn processors_are_of_the_model_that_is_named() {
 }
 
 #[test]
-fn what_no_machine_of_containers_has_is_refused_by_its_field() {
-    let node = node();
+fn unsupported_fields_of_container_pods_are_refused_by_name() {
+    let node = node_with_annotations();
     let refused = |annotations: &[(&str, &str)]| {
-        let file = node.crictl.file("pod", &pod(&node, annotations).0);
+        let file = node.crictl.write_input("pod", &annotated_test_pod(&node, annotations).0);
         node.crictl.try_call(["runp", "--runtime", "shaped", &file]).err()
     };
     let spec = |document: &'static str| refused(&[("spec", document)]);
-    for (told, code, words) in [
+    for (error, code, words) in [
         (refused(&[("cpus", "0")]), "InvalidArgument", "spec.domain.cpu"),
         (refused(&[("memory", "16Mi")]), "InvalidArgument", "spec.domain.memory.guest"),
         (refused(&[("hugepages", "2Mi")]), "InvalidArgument", "hugepages"),
@@ -260,7 +264,7 @@ fn what_no_machine_of_containers_has_is_refused_by_its_field() {
         (spec("{domain: {memory: {hugepages: {pageSize: 1Gi}}}}"), "Unimplemented", "pageSize"),
         (spec("{domain: {cpu: {maxSockets: 2}}}"), "Unimplemented", "maxSockets"),
     ] {
-        assert!(told.contains(code) && told.contains(words), "{code}, {words:?} in {told}");
+        assert!(error.contains(code) && error.contains(words), "{code}, {words:?} in {error}");
     }
-    assert!(node.left().is_empty(), "nothing was made: {:?}", node.left());
+    assert!(node.leaked().is_empty(), "nothing was made: {:?}", node.leaked());
 }

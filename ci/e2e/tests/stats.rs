@@ -3,7 +3,7 @@
 use nacelle_e2e::census::cgroups;
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::node::engine;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually, part, run};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually, path_from_env, run};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -16,8 +16,8 @@ fn number(value: &Value) -> u64 {
 
 /// Returns the `crictl stats` of a container.
 #[track_caller]
-fn stats(node: &Node, container: &RunningContainer) -> Value {
-    let mut all = node.crictl.json(["stats", "--all", "--id", &container.id, "-o", "json"]);
+fn stats(node: &TestNode, container: &RunningContainer) -> Value {
+    let mut all = node.crictl.call_json(["stats", "--all", "--id", &container.id, "-o", "json"]);
     let list = all["stats"].as_array().expect("a list");
     assert_eq!(list.len(), 1, "{list:?}");
     all["stats"][0].take()
@@ -25,9 +25,9 @@ fn stats(node: &Node, container: &RunningContainer) -> Value {
 
 /// Returns the `crictl statsp` of a pod, once its VM answers.
 #[track_caller]
-fn pod_stats(node: &Node, pod: &RunningPod) -> Value {
+fn pod_stats(node: &TestNode, pod: &RunningPod) -> Value {
     eventually("the pod has figures", || {
-        let mut all = node.crictl.json(["statsp", "--id", &pod.id, "-o", "json"]);
+        let mut all = node.crictl.call_json(["statsp", "--id", &pod.id, "-o", "json"]);
         let found = all["stats"][0]["linux"].take();
         (number(&found["cpu"]["usageCoreNanoSeconds"]["value"]) > 0).then_some(found)
     })
@@ -38,13 +38,13 @@ fn cpu(stats: &Value) -> u64 {
 }
 
 #[test]
-fn figures_follow_what_containers_do() {
+fn statistics_follow_the_load_of_containers() {
     const MIB: u64 = 1 << 20;
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("stats", node.directory()));
-    let idle = pod.start(Container::sh("idle", &image, "sleep 6000"));
-    let busy = pod.start(Container::sh("busy", &image, "while :; do :; done"));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("stats", node.directory()));
+    let idle = pod.start(ContainerRequest::sh("idle", &image, "sleep 6000"));
+    let busy = pod.start(ContainerRequest::sh("busy", &image, "while :; do :; done"));
 
     // CPU: a busy container has used more than before, and a rate; and more than an idle one.
     let first = eventually("a busy container has figures", || Some(stats(&node, &busy)).filter(|s| cpu(s) > 0));
@@ -86,7 +86,7 @@ fn figures_follow_what_containers_do() {
             && layer(&now, "inodesUsed") >= layer(&before, "inodesUsed") + 4)
             .then_some(now)
     });
-    let images = node.crictl.json(["imagefsinfo", "-o", "json"]);
+    let images = node.crictl.call_json(["imagefsinfo", "-o", "json"]);
     let images = &images["status"]["containerFilesystems"][0]["fsId"]["mountpoint"];
     assert_eq!(&after["writableLayer"]["fsId"]["mountpoint"], images);
     idle.exec("rm /blob").ok();
@@ -98,7 +98,7 @@ fn figures_follow_what_containers_do() {
     assert_eq!(before["network"]["defaultInterface"]["name"], "eth0");
     assert_eq!(before["containers"].as_array().map(Vec::len), Some(2), "{before}");
     assert!(number(&before["process"]["processCount"]["value"]) >= 1, "{before}");
-    node.run("ping", &["-c", "3", "-s", "1000", "-W", "60", &pod.ip()]).ok();
+    node.run_in_netns("ping", &["-c", "3", "-s", "1000", "-W", "60", &pod.ip()]).ok();
     eventually("the bytes are counted", || {
         (received(&pod_stats(&node, &pod)) >= received(&before) + 1000).then_some(())
     });
@@ -120,13 +120,13 @@ fn figures_follow_what_containers_do() {
 }
 
 #[test]
-fn limits_filters_and_processes() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("limits", node.directory()));
+fn statistics_report_limits_and_processes_and_can_be_filtered() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("limits", node.directory()));
     let limited = serde_json::json!({"resources": {"memory_limit_in_bytes": 33_554_432}});
-    let one = pod.start(Container::sh("one", &image, "sleep 6000 & sleep 6000").set("linux", limited));
-    let two = pod.create(Container::sh("two", &image, "true"));
+    let one = pod.start(ContainerRequest::sh("one", &image, "sleep 6000 & sleep 6000").set("linux", limited));
+    let two = pod.create(ContainerRequest::sh("two", &image, "true"));
     let found = eventually("a limit leaves something available", || {
         Some(stats(&node, &one)).filter(|stats| number(&stats["memory"]["availableBytes"]["value"]) > 0)
     });
@@ -139,7 +139,7 @@ fn limits_filters_and_processes() {
     });
 
     let ids = |arguments: &[&str]| -> Vec<String> {
-        let all = node.crictl.json(["stats", "--all", "-o", "json"].iter().chain(arguments));
+        let all = node.crictl.call_json(["stats", "--all", "-o", "json"].iter().chain(arguments));
         let list = all["stats"].as_array().cloned().unwrap_or_default();
         list.iter().map(|stats| stats["attributes"]["id"].as_str().unwrap_or_default().to_owned()).collect()
     };
@@ -159,21 +159,21 @@ fn metrics(list: &Value, name: &str) -> Vec<(Vec<String>, u64)> {
 
 #[test]
 fn metrics_of_a_container() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("metrics", node.directory()));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("metrics", node.directory()));
     let limited = serde_json::json!({"resources": {
         "cpu_period": 100_000, "cpu_quota": 20_000, "cpu_shares": 1024, "memory_limit_in_bytes": 67_108_864,
         "memory_swap_limit_in_bytes": 67_108_864,
     }});
     let command = "for i in 1 2 3 4 5 6 7 8; do echo hi >> /file$i; done; sync; nc -l -p 7000 & sleep 6000";
-    let busy = pod.start(Container::sh("busy", &image, command).set("linux", limited));
-    let described = node.crictl.json(["metricdescs", "-o", "json"]);
+    let busy = pod.start(ContainerRequest::sh("busy", &image, command).set("linux", limited));
+    let described = node.crictl.call_json(["metricdescs", "-o", "json"]);
     let described = described["descriptors"].as_array().expect("a list");
     let keys = |name: &Value| described.iter().find(|found| found["name"] == *name).map(|found| &found["labelKeys"]);
 
     let found = eventually("each described metric has a value", || {
-        let all = node.crictl.json(["metricsp", "-o", "json"]);
+        let all = node.crictl.call_json(["metricsp", "-o", "json"]);
         let found = all["podMetrics"].as_array()?.iter().find(|found| found["podSandboxId"] == pod.id.as_str())?;
         let of_container =
             found["containerMetrics"].as_array()?.iter().find(|c| c["containerId"] == busy.id.as_str())?;
@@ -224,12 +224,12 @@ fn metrics_of_a_container() {
 }
 
 /// Returns the deviation of one figure from the other in thousandths.
-fn off(one: &Value, other: &Value) -> u64 {
+fn deviation_in_thousandths(one: &Value, other: &Value) -> u64 {
     number(one).abs_diff(number(other)) * 1000 / number(other).max(1)
 }
 
 /// Returns whether the node's kernel counts the memory of cgroups: v1 does, v2 if the controller is delegated.
-fn counted() -> bool {
+fn kernel_counts_memory() -> bool {
     let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers");
     let counted = controllers.is_ok_and(|all| all.contains("memory")) || Path::new("/sys/fs/cgroup/memory").exists();
     if !counted {
@@ -239,16 +239,16 @@ fn counted() -> bool {
 }
 
 #[test]
-fn a_machine_costs_what_the_nodes_kernel_counts() {
-    if !counted() {
+fn statistics_of_a_vm_match_the_cgroup_counts_of_the_node() {
+    if !kernel_counts_memory() {
         return;
     }
     let guest = engine() != "host";
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("cost", node.directory()));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("cost", node.directory()));
     let busy = "dd if=/dev/urandom of=/dev/shm/blob bs=1M count=32 && touch /full; while :; do :; done";
-    let busy = pod.start(Container::sh("busy", &image, busy));
+    let busy = pod.start(ContainerRequest::sh("busy", &image, busy));
     eventually("it has its memory", || (busy.exec("test -e /full").code == 0).then_some(()));
     let accounts = eventually("ten seconds of work were counted", || {
         let accounts = pod.inspect()["accounts"].take();
@@ -256,7 +256,10 @@ fn a_machine_costs_what_the_nodes_kernel_counts() {
     });
     let (machine, counted) = (&accounts["machine"], &accounts["node"]);
     for figure in ["cpuNanos", "anonymousBytes"] {
-        assert!(off(&machine[figure], &counted[figure]) <= 20, "{figure} is more than 2 % away: {accounts}");
+        assert!(
+            deviation_in_thousandths(&machine[figure], &counted[figure]) <= 20,
+            "{figure} is more than 2 % away: {accounts}"
+        );
     }
     assert!(number(&counted["memoryBytes"]) >= number(&counted["anonymousBytes"]), "{accounts}");
     let parts = number(&machine["guestBytes"]) + number(&machine["processBytes"]);
@@ -271,27 +274,27 @@ fn a_machine_costs_what_the_nodes_kernel_counts() {
     }
     pod.remove();
 
-    let mut check = node.netns.command(part("NACELLE_BIN"));
+    let mut check = node.netns.command(path_from_env("NACELLE_BIN"));
     check.args(["check", "--overhead", "--config"]).arg(node.directory().join("config.toml"));
-    let said = run::run(&mut check).ok();
-    assert_eq!(guest, said.contains("kind: RuntimeClass"), "{said}");
-    assert_eq!(guest, said.contains("overhead: {podFixed: {memory: "), "{said}");
-    assert_eq!(node.crictl.json(["pods", "-o", "json"])["items"].as_array().map(Vec::len), Some(0));
+    let output = run::run(&mut check).ok();
+    assert_eq!(guest, output.contains("kind: RuntimeClass"), "{output}");
+    assert_eq!(guest, output.contains("overhead: {podFixed: {memory: "), "{output}");
+    assert_eq!(node.crictl.call_json(["pods", "-o", "json"])["items"].as_array().map(Vec::len), Some(0));
 }
 
 #[test]
-fn a_machine_that_the_nodes_kernel_kills_says_so() {
+fn an_oom_kill_of_a_vm_is_reported() {
     if engine() == "host" {
         println!("skipped: without a guest there is no machine");
         return;
     }
-    if !counted() {
+    if !kernel_counts_memory() {
         return;
     }
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("killed", node.directory()));
-    let hungry = pod.start(Container::sh("hungry", &image, "sleep 6000"));
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("killed", node.directory()));
+    let hungry = pod.start(ContainerRequest::sh("hungry", &image, "sleep 6000"));
     let used = |group: &Path, now: &str| fs::read_to_string(group.join(now)).ok()?.trim().parse::<u64>().ok();
     let limit = |group: &Path, now: &str, most: &str| -> Option<()> {
         // Memory that the guest does not use returns to the node over time.
@@ -314,7 +317,7 @@ fn a_machine_that_the_nodes_kernel_kills_says_so() {
     // The answer may be lost with the VM.
     let _ = hungry.exec("dd if=/dev/urandom of=/dev/shm/blob bs=1M count=48");
     let ended = eventually("its end is known", || {
-        let mut known = node.crictl.json(["inspect", "-o", "json", &hungry.id]);
+        let mut known = node.crictl.call_json(["inspect", "-o", "json", &hungry.id]);
         (known["status"]["state"] == "CONTAINER_EXITED").then(|| known["status"].take())
     });
     assert_eq!((&ended["reason"], &ended["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{ended}");

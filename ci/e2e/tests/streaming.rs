@@ -1,7 +1,7 @@
 //! Tests exec, attach and port-forward through the streaming server with the real crictl and real VMs.
 
-use nacelle_e2e::run::feed;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::run::run_with_input;
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -10,21 +10,21 @@ const WAIT_FOR_SIZE: &str =
     "i=0; while [ \"$(stty size)\" != \"33 77\" ] && [ $i -lt 900 ]; do i=$((i+1)); sleep 0.1; done; stty size; ";
 
 #[test]
-fn commands_have_streams_codes_and_terminals() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("streams", node.directory()));
-    let container = pod.start(Container::sh("one", &image, "sleep 600"));
+fn execs_have_streams_exit_codes_and_terminals() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("streams", node.directory()));
+    let container = pod.start(ContainerRequest::sh("one", &image, "sleep 600"));
     let exec = |flags: &str, script: &str, input: &[u8]| {
         let flags = flags.split_whitespace();
         let all = ["exec"].into_iter().chain(flags).chain([&*container.id, "/bin/sh", "-c", script]);
-        node.crictl.feed(all, input)
+        node.crictl.call_with_input(all, input)
     };
-    let said = exec("", "echo out; echo err >&2", b"");
+    let output = exec("", "echo out; echo err >&2", b"");
     // crictl prints warnings of its own.
-    assert_eq!((said.code, &*said.stdout, said.stderr.lines().last()), (0, "out", Some("err")), "{said:?}");
+    assert_eq!((output.code, &*output.stdout, output.stderr.lines().last()), (0, "out", Some("err")), "{output:?}");
     assert!(exec("", "exit 5", b"").err().contains("exit code 5"));
-    let missing = node.crictl.feed(["exec", &container.id, "/no/such/program"], b"").err();
+    let missing = node.crictl.call_with_input(["exec", &container.id, "/no/such/program"], b"").err();
     assert!(missing.contains("/no/such/program"), "{missing}");
 
     // The input arrives, and ends.
@@ -33,24 +33,24 @@ fn commands_have_streams_codes_and_terminals() {
     let back = exec("-i", "cat", &much).ok();
     assert!(back.as_bytes() == much, "{} bytes of {}", back.len(), much.len());
     let web = ["--transport", "websocket"].into_iter().chain(["-i", &*container.id, "/bin/sh", "-c", "wc -c; exit 6"]);
-    let web = node.crictl.feed(["exec"].into_iter().chain(web), b"over a websocket");
+    let web = node.crictl.call_with_input(["exec"].into_iter().chain(web), b"over a websocket");
     assert!(web.stdout == "16" && web.stderr.contains("exit code 6"), "{web:?}");
     // A command that does not read its input still ends.
     assert_eq!(exec("-i", "echo early", &much).ok(), "early");
 
     let script = format!("{WAIT_FOR_SIZE} tty; exit 3");
-    let terminal = node.crictl.in_terminal(["exec", "-it", &container.id, "/bin/sh", "-c", &script]);
+    let terminal = node.crictl.call_in_terminal(["exec", "-it", &container.id, "/bin/sh", "-c", &script]);
     assert!(terminal.stdout.contains("33 77") && terminal.stdout.contains("/dev/pts/"), "{terminal:?}");
     assert!(terminal.code != 0 && terminal.stdout.contains("exit code 3"), "{terminal:?}");
     pod.remove();
 }
 
 #[test]
-fn a_command_ends_with_its_client() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ends", node.directory()));
-    let container = pod.start(Container::sh("one", &image, "sleep 600"));
+fn an_exec_is_killed_when_its_client_disconnects() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("ends", node.directory()));
+    let container = pod.start(ContainerRequest::sh("one", &image, "sleep 600"));
     let mut client = node.crictl.spawn(["exec", &container.id, "/bin/sleep", "333"]);
     eventually("the command runs", || container.exec("ps").ok().contains("sleep 333").then_some(()));
     client.kill().unwrap();
@@ -58,51 +58,53 @@ fn a_command_ends_with_its_client() {
     eventually("the command is gone", || (!container.exec("ps").ok().contains("sleep 333")).then_some(()));
 
     node.crictl.call(["stop", "--timeout", "0", &container.id]);
-    let stopped = node.crictl.feed(["exec", &container.id, "/bin/true"], b"").err();
+    let stopped = node.crictl.call_with_input(["exec", &container.id, "/bin/true"], b"").err();
     assert!(stopped.contains("FailedPrecondition"), "{stopped}");
-    let unknown = node.crictl.feed(["exec", "0123456789ab", "/bin/true"], b"").err();
+    let unknown = node.crictl.call_with_input(["exec", "0123456789ab", "/bin/true"], b"").err();
     assert!(unknown.contains("NotFound") || unknown.contains("not found"), "{unknown}");
     pod.remove();
 }
 
 #[test]
-fn a_container_is_attached_to() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("attached", node.directory()));
+fn attach_connects_to_a_running_container() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("attached", node.directory()));
     let script = "while read line; do echo got $line; done; echo over; exit 4";
-    let once = Container::sh("once", &image, script).set("stdin", json!(true)).set("stdin_once", json!(true));
+    let once = ContainerRequest::sh("once", &image, script).set("stdin", json!(true)).set("stdin_once", json!(true));
     let once = pod.start(once);
     // The input ends with the client, and with it the container: all of its output arrives.
-    assert_eq!(node.crictl.feed(["attach", "-i", &once.id], b"a\nb\n").ok(), "got a\ngot b\nover");
-    assert_eq!(once.exited()["exitCode"], 4);
+    assert_eq!(node.crictl.call_with_input(["attach", "-i", &once.id], b"a\nb\n").ok(), "got a\ngot b\nover");
+    assert_eq!(once.wait_for_exit()["exitCode"], 4);
     assert_eq!(once.output(), "got a\ngot b\nover\n");
 
-    let open = pod.start(Container::sh("open", &image, script).set("stdin", json!(true)));
+    let open = pod.start(ContainerRequest::sh("open", &image, script).set("stdin", json!(true)));
     for line in ["first", "second"] {
-        node.crictl.feed(["attach", "-i", &open.id], format!("{line}\n").as_bytes()).ok();
-        open.says(&format!("got {line}"));
+        node.crictl.call_with_input(["attach", "-i", &open.id], format!("{line}\n").as_bytes()).ok();
+        open.wait_for_output(&format!("got {line}"));
     }
     assert_eq!(open.status()["state"], "CONTAINER_RUNNING");
 
-    let terminal = Container::sh("terminal", &image, WAIT_FOR_SIZE).set("stdin", json!(true)).set("tty", json!(true));
+    let terminal =
+        ContainerRequest::sh("terminal", &image, WAIT_FOR_SIZE).set("stdin", json!(true)).set("tty", json!(true));
     let terminal = pod.start(terminal);
-    let refused = node.crictl.feed(["attach", "-i", &terminal.id], b"").err();
+    let refused = node.crictl.call_with_input(["attach", "-i", &terminal.id], b"").err();
     assert!(refused.contains("InvalidArgument"), "{refused}");
-    let said = node.crictl.in_terminal(["attach", "-it", &terminal.id]);
-    assert!(said.stdout.contains("33 77"), "{said:?}");
-    terminal.exited();
+    let output = node.crictl.call_in_terminal(["attach", "-it", &terminal.id]);
+    assert!(output.stdout.contains("33 77"), "{output:?}");
+    terminal.wait_for_exit();
     pod.remove();
 }
 
 #[test]
 fn ports_are_forwarded() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("ports", node.directory()));
-    pod.start(Container::sh("down", &image, "exec nc -ll -p 7001 -e seq 1 200000"));
-    pod.start(Container::sh("up", &image, "exec nc -ll -p 7002 -e sha256sum"));
-    let speak = |port: &str, bytes: &[u8]| feed(node.netns.command("busybox").args(["nc", "127.0.0.1", port]), bytes);
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("ports", node.directory()));
+    pod.start(ContainerRequest::sh("down", &image, "exec nc -ll -p 7001 -e seq 1 200000"));
+    pod.start(ContainerRequest::sh("up", &image, "exec nc -ll -p 7002 -e sha256sum"));
+    let speak =
+        |port: &str, bytes: &[u8]| run_with_input(node.netns.command("busybox").args(["nc", "127.0.0.1", port]), bytes);
     let numbers: String = (1..=200_000).map(|number| format!("{number}\n")).collect();
     let sum = hex::encode(Sha256::digest(numbers.as_bytes()));
     for (transport, [down, up, none]) in [("spdy", ["8001", "8002", "8003"]), ("websocket", ["8011", "8012", "8013"])] {
@@ -115,10 +117,10 @@ fn ports_are_forwarded() {
             Some(speak(up, numbers.as_bytes()).stdout).filter(|answer| !answer.is_empty())
         });
         assert!(answer.starts_with(&sum), "{answer}");
-        let refused = || node.crictl.complaints().matches("refused").count();
+        let refused = || node.crictl.spawned_stderr().matches("refused").count();
         let before = refused();
         speak(none, b"x");
-        eventually("nobody answers on a port", || (refused() > before).then_some(()));
+        eventually("a connection to a port without a listener is refused", || (refused() > before).then_some(()));
         client.kill().unwrap();
         client.wait().unwrap();
     }

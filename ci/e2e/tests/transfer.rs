@@ -1,70 +1,71 @@
 //! Tests the transfer of persistent VMs through a registry: a stopped one without a pod, a running one with its memory; what is
 //! rejected, and what is left after interruptions.
 
-use nacelle_e2e::machine::{annotated, boot_image, container, node};
-use nacelle_e2e::registry::{Kind, LOGIN, Registry};
-use nacelle_e2e::run::{Output, call};
-use nacelle_e2e::{Node, Pod, eventually};
+use nacelle_e2e::machine::{annotated_pod, machine_container, machine_node, push_boot_image};
+use nacelle_e2e::registry::{LOGIN, RegistryKind, TestRegistry};
+use nacelle_e2e::run::{ProgramOutput, run_program};
+use nacelle_e2e::{PodRequest, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Write;
 use std::process::{Child, Command, Stdio};
 
 /// Returns a pod that is a run of a VM.
-fn named(node: &Node, image: &str, name: &str) -> Pod {
+fn persistent_vm_pod(node: &TestNode, image: &str, name: &str) -> PodRequest {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
-    annotated(node, name, &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks), ("name", name)])
+    annotated_pod(node, name, &[("kind", "machine"), ("memory", "64Mi"), ("disks", &disks), ("name", name)])
 }
 
 /// Returns the arguments of `nacelle vm` for this node.
-fn words(node: &Node, words: &[&str]) -> Vec<String> {
+fn vm_arguments(node: &TestNode, words: &[&str]) -> Vec<String> {
     let config = node.directory().join("config.toml").display().to_string();
     let all = [&["vm"], words, &["--namespace", "e2e", "--config", &config]].concat();
     all.into_iter().map(str::to_owned).collect()
 }
 
-fn vm(node: &Node, told: &[&str]) -> Output {
-    call(nacelle_e2e::part("NACELLE_BIN"), words(node, told))
+fn vm(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
+    run_program(nacelle_e2e::path_from_env("NACELLE_BIN"), vm_arguments(node, arguments))
 }
 
-fn describe(node: &Node, name: &str) -> Value {
+fn describe(node: &TestNode, name: &str) -> Value {
     serde_json::from_str(&vm(node, &["describe", name]).ok()).expect("it is JSON")
 }
 
 /// Returns the number of directories of VMs and of operations on them.
-fn directories(node: &Node) -> usize {
+fn count_machine_directories(node: &TestNode) -> usize {
     fs::read_dir(node.directory().join("root/machines")).expect("it is there").count()
 }
 
 #[test]
-fn a_machine_moves_through_a_registry() {
-    let mut node = node();
-    let image = boot_image(&node);
+fn a_vm_moves_through_a_registry() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
     let reference = format!("{}/machines/db:1", node.registry.host());
     let (known, unplugged) = {
-        let first = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
+        let first = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "db"));
         // A pod holds the VM, and it does not run.
         let refused = vm(&node, &["export", "db", &reference]).err();
-        first.start(container(&image, 0)).says("boot 1\n");
+        first.start(machine_container(&image, 0)).wait_for_output("boot 1\n");
         first.remove();
         (describe(&node, "db"), refused)
     };
     assert!(unplugged.contains("FailedPrecondition"), "{unplugged}");
-    let digest = |told: &str| told.split_whitespace().last().unwrap_or_default().to_owned();
+    let digest = |output: &str| output.split_whitespace().last().unwrap_or_default().to_owned();
     let first = digest(&vm(&node, &["export", "db", &reference]).ok());
     assert!(first.starts_with("sha256:"), "{first}");
     // The daemon is killed during the export, or just before or after it.
-    let mut child = spawn(&node, &["export", "db", &reference]);
+    let mut child = spawn_vm_command(&node, &["export", "db", &reference]);
     node.kill();
     child.wait().expect("it is ours");
     node.start();
-    assert_eq!(directories(&node), 1, "nothing is left");
+    assert_eq!(count_machine_directories(&node), 1, "nothing is left");
     assert_eq!(digest(&vm(&node, &["export", "db", &reference]).ok()), first, "the same machine, the same artifact");
-    let skopeo = node.run("skopeo", &["inspect", "--raw", "--tls-verify=false", &format!("docker://{reference}")]).ok();
+    let skopeo =
+        node.run_in_netns("skopeo", &["inspect", "--raw", "--tls-verify=false", &format!("docker://{reference}")]).ok();
     let manifest: Value = serde_json::from_str(&skopeo).expect("it is JSON");
     assert_eq!(manifest["artifactType"], "application/vnd.nacelle.machine.v1", "{manifest}");
     assert_eq!(manifest["layers"].as_array().map(Vec::len), Some(2), "{manifest}");
-    for (told, words) in [
+    for (output, words) in [
         (vm(&node, &["export", "no", &reference]), "NotFound"),
         (vm(&node, &["export", "db", "A b"]), "InvalidArgument"),
         (vm(&node, &["export", "db", "127.0.0.1:1/a:1"]), "Unavailable"),
@@ -74,8 +75,8 @@ fn a_machine_moves_through_a_registry() {
         (vm(&node, &["import", &image, "other"]), "InvalidArgument"),
         (vm(&node, &["import", &format!("{}/machines/no:1", node.registry.host()), "other"]), "NotFound"),
     ] {
-        let told = told.err();
-        assert!(told.contains(words), "{words} in {told}");
+        let error = output.err();
+        assert!(error.contains(words), "{words} in {error}");
     }
 
     // To a node that has neither the VM nor its image.
@@ -86,7 +87,7 @@ fn a_machine_moves_through_a_registry() {
         refused.contains("FailedPrecondition") && refused.contains("pull 127.0.0.1:5000/boot@sha256:"),
         "{refused}"
     );
-    assert_eq!(directories(&node), 0);
+    assert_eq!(count_machine_directories(&node), 0);
     node.crictl.call(["pull", &image]);
     let by_digest = format!("{}/machines/db@{first}", node.registry.host());
     vm(&node, &["import", &by_digest, "db"]).ok();
@@ -98,30 +99,31 @@ fn a_machine_moves_through_a_registry() {
     node.crictl.call(["rmi", &image]);
     node.crictl.call(["pull", &image]);
     for name in ["db", "twin"] {
-        let pod = node.crictl.run_pod_of("vm", named(&node, &image, name));
-        pod.start(container(&image, 0)).says("boot 2\n");
+        let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, name));
+        pod.start(machine_container(&image, 0)).wait_for_output("boot 2\n");
         pod.remove();
         vm(&node, &["delete", name]).ok();
     }
-    assert_eq!(directories(&node), 0);
+    assert_eq!(count_machine_directories(&node), 0);
 }
 
 #[test]
-fn registries_are_asked_as_they_want_it() {
-    let mut node = node();
-    let image = boot_image(&node);
-    let plain = Registry::start(&node.netns, node.directory(), Kind::Http, 5001);
-    let secret = Registry::start(&node.netns, node.directory(), Kind::HttpsWithPassword, 5002);
+fn exports_use_plain_http_credentials_and_layouts_as_requested() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
+    let plain = TestRegistry::start(&node.netns, node.directory(), RegistryKind::Http, 5001);
+    let secret = TestRegistry::start(&node.netns, node.directory(), RegistryKind::HttpsWithPassword, 5002);
     let mut config = fs::File::options().append(true).open(node.directory().join("config.toml")).expect("it is there");
-    write!(config, "\n[images.registries.{:?}]\nca_file = {:?}\n", secret.host(), secret.ca()).expect("it is writable");
+    write!(config, "\n[images.registries.{:?}]\nca_file = {:?}\n", secret.host(), secret.ca_file())
+        .expect("it is writable");
     node.kill();
     node.start();
-    let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
-    pod.start(container(&image, 0)).says("boot 1\n");
+    let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "db"));
+    pod.start(machine_container(&image, 0)).wait_for_output("boot 1\n");
     pod.remove();
 
     let to = format!("{}/a/b/db:1", plain.host());
-    assert!(vm(&node, &["export", "db", &to]).err().contains("Unavailable"), "it is not asked by http");
+    assert!(vm(&node, &["export", "db", &to]).err().contains("Unavailable"), "plain HTTP is not the default");
     vm(&node, &["export", "db", &to, "--plain-http"]).ok();
     let to = format!("{}/db:1", secret.host());
     let refused = vm(&node, &["export", "db", &to]).err();
@@ -140,20 +142,21 @@ fn registries_are_asked_as_they_want_it() {
     vm(&node, &["delete", "db"]).ok();
 }
 
-fn spawn(node: &Node, told: &[&str]) -> Child {
-    let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
-    let command = command.args(words(node, told)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+fn spawn_vm_command(node: &TestNode, arguments: &[&str]) -> Child {
+    let mut command = Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
+    let command =
+        command.args(vm_arguments(node, arguments)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command.spawn().expect("it can be started")
 }
 
 /// Returns QEMU's state of the VM.
-fn state(node: &Node, machine: &str) -> String {
-    let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
-    serde_json::from_str::<Value>(&told).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
+fn qemu_state(node: &TestNode, machine: &str) -> String {
+    let status = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
+    serde_json::from_str::<Value>(&status).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Returns the byte of the guest's memory in which the program on the disk counts its boots.
-fn count_in_memory(node: &Node) -> u8 {
+fn boot_count_in_memory(node: &TestNode) -> u8 {
     const COUNT: u64 = 0x8000;
     let file = node.directory().join("memory");
     vm(node, &["memory-dump", "db", "--output", &file.display().to_string()]).ok();
@@ -171,48 +174,49 @@ fn count_in_memory(node: &Node) -> u8 {
 }
 
 #[test]
-fn a_machine_that_runs_takes_its_memory_with_it() {
-    let mut node = node();
-    let image = boot_image(&node);
+fn a_running_vm_is_exported_with_its_memory() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
     let reference = format!("{}/machines/db:live", node.registry.host());
     let (pod, id, log) = {
-        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
-        let machine = pod.start(container(&image, 0).set("stdin", json!(true)));
-        machine.says("boot 1\n");
+        let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "db"));
+        let machine = pod.start(machine_container(&image, 0).set("stdin", json!(true)));
+        machine.wait_for_output("boot 1\n");
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
     let says = |log: &std::path::Path, text: &str, times: usize| {
-        let said = || fs::read_to_string(log).unwrap_or_default().matches(text).count() >= times;
-        eventually(&format!("the machine says {text:?}"), || said().then_some(()));
+        let stdout_of = || fs::read_to_string(log).unwrap_or_default().matches(text).count() >= times;
+        eventually(&format!("the machine says {text:?}"), || stdout_of().then_some(()));
     };
-    let running = |node: &Node, id: &str| eventually("it runs", || (state(node, id) == "running").then_some(()));
-    let nothing = |node: &Node| {
+    let running =
+        |node: &TestNode, id: &str| eventually("it runs", || (qemu_state(node, id) == "running").then_some(()));
+    let nothing = |node: &TestNode| {
         let snapshots = || vm(node, &["snapshots", "db"]).stdout;
         eventually("its snapshot is gone", || (snapshots().trim() == "[]").then_some(()));
-        eventually("nothing is left", || (directories(node) == 1).then_some(()));
+        eventually("nothing is left", || (count_machine_directories(node) == 1).then_some(()));
     };
     vm(&node, &["reset", "db"]).ok();
     says(&log, "boot 2", 1);
-    let told = vm(&node, &["export", "db", &reference]).ok();
-    let snapshot = told.split_whitespace().last().unwrap_or_default().to_owned();
-    assert!(told.contains("sha256:") && snapshot.starts_with("exported-"), "{told}");
+    let output = vm(&node, &["export", "db", &reference]).ok();
+    let snapshot = output.split_whitespace().last().unwrap_or_default().to_owned();
+    assert!(output.contains("sha256:") && snapshot.starts_with("exported-"), "{output}");
     running(&node, &id);
     nothing(&node);
     let known = describe(&node, "db");
     // The VM continues: input is echoed, and it has its own disk.
-    node.crictl.feed(["attach", "-i", &id], b"hellor");
+    node.crictl.call_with_input(["attach", "-i", &id], b"hellor");
     says(&log, "hello", 1);
     says(&log, "boot 3", 1);
     // A paused VM stays paused.
     vm(&node, &["pause", "db"]).ok();
     let layout = format!("oci:{}:db", node.directory().join("layout").display());
     vm(&node, &["export", "db", &layout]).ok();
-    assert_eq!(state(&node, &id), "paused");
+    assert_eq!(qemu_state(&node, &id), "paused");
     vm(&node, &["unpause", "db"]).ok();
     // The daemon is killed during the export.
-    let mut child = spawn(&node, &["export", "db", &reference.replace(":live", ":killed")]);
+    let mut child = spawn_vm_command(&node, &["export", "db", &reference.replace(":live", ":killed")]);
     eventually("it is under way", || {
-        (state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
+        (qemu_state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
     });
     node.kill();
     child.wait().expect("it is ours");
@@ -220,9 +224,9 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     running(&node, &id);
     nothing(&node);
     // The client disconnects.
-    let mut child = spawn(&node, &["export", "db", &reference.replace(":live", ":gone")]);
+    let mut child = spawn_vm_command(&node, &["export", "db", &reference.replace(":live", ":gone")]);
     eventually("it is under way", || {
-        (state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
+        (qemu_state(&node, &id) != "running" || child.try_wait().is_ok_and(|end| end.is_some())).then_some(())
     });
     child.kill().expect("it is ours");
     child.wait().expect("it is ours");
@@ -231,16 +235,16 @@ fn a_machine_that_runs_takes_its_memory_with_it() {
     node.crictl.call(["rmp", "--force", &pod]);
     vm(&node, &["delete", "db"]).ok();
 
-    let told = vm(&node, &["import", &reference, "db"]).ok();
-    assert!(told.contains(&snapshot), "{told}");
+    let output = vm(&node, &["import", &reference, "db"]).ok();
+    assert!(output.contains(&snapshot), "{output}");
     assert_eq!(describe(&node, "db")["uuid"], known["uuid"]);
-    let pod = node.crictl.run_pod_of("vm", named(&node, &image, "db"));
-    let machine = pod.start(container(&image, 0));
+    let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "db"));
+    let machine = pod.start(machine_container(&image, 0));
     // Its disk is as at that moment.
-    machine.says("boot 3\n");
-    assert_eq!(count_in_memory(&node), 3);
+    machine.wait_for_output("boot 3\n");
+    assert_eq!(boot_count_in_memory(&node), 3);
     vm(&node, &["restore", "db", &snapshot]).ok();
-    assert_eq!(count_in_memory(&node), 2, "its memory is as it was at that moment");
+    assert_eq!(boot_count_in_memory(&node), 2, "its memory is as it was at that moment");
     vm(&node, &["reset", "db"]).ok();
     says(&machine.log, "boot 3", 2);
     // The VM continues from node to node.

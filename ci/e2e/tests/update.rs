@@ -1,8 +1,8 @@
 //! Tests changes of limits while a container runs, as seen in the guest.
 
-use nacelle_e2e::node::{Options, SMALL, engine, handler};
-use nacelle_e2e::run::ask;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
+use nacelle_e2e::run::block_on;
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::json;
@@ -13,13 +13,14 @@ use std::path::Path;
 use std::time::Instant;
 
 #[test]
-fn limits_change_both_ways_before_and_after_the_start() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(Pod::new("limits", node.directory()));
+fn limits_can_be_raised_and_lowered_before_and_after_the_start() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("limits", node.directory()));
     let resources =
         json!({"memory_limit_in_bytes": 32 << 20, "cpu_period": 100_000, "cpu_quota": 50_000, "cpu_shares": 512});
-    let container = pod.create(Container::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources})));
+    let container =
+        pod.create(ContainerRequest::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources})));
     let read = "cd /sys/fs/cgroup; cat memory.max cpu.max cpu.weight";
     node.crictl.call(["update", "--cpu-quota", "20000", "--cpu-share", "1024", &container.id]);
     node.crictl.call(["start", &container.id]);
@@ -42,7 +43,7 @@ fn limits_change_both_ways_before_and_after_the_start() {
 }
 
 /// Returns the CPUs on which the threads of these processes and of their descendants may run.
-fn allowed(pids: Vec<i32>) -> BTreeSet<String> {
+fn thread_affinities(pids: Vec<i32>) -> BTreeSet<String> {
     let (mut pids, mut lists, mut at) = (pids, BTreeSet::new(), 0);
     while let Some(pid) = pids.get(at).copied() {
         at += 1;
@@ -63,31 +64,31 @@ fn allowed(pids: Vec<i32>) -> BTreeSet<String> {
 }
 
 #[test]
-fn processors_of_the_node_are_kept_to() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn a_cpuset_of_the_node_is_honoured() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let online = fs::read_to_string("/sys/devices/system/cpu/online").expect("Linux says so");
     let first = online.trim().split(['-', ',']).next().expect("there is one").to_owned();
-    let all = allowed(vec![i32::try_from(node.daemon_pid()).expect("a pid")]);
-    let pod = node.crictl.run_pod(Pod::new("processors", node.directory()));
+    let all = thread_affinities(vec![i32::try_from(node.daemon_pid()).expect("a pid")]);
+    let pod = node.crictl.run_pod(PodRequest::new("processors", node.directory()));
     let resources = json!({"resources": {"cpuset_cpus": first}});
     let refused = json!({"resources": {"cpuset_cpus": "1023"}});
-    let refused = pod.try_create(Container::sh("x", &image, "true").set("linux", refused)).err();
+    let refused = pod.try_create(ContainerRequest::sh("x", &image, "true").set("linux", refused)).err();
     assert!(refused.contains("InvalidArgument") && refused.contains("online"), "{refused}");
-    let container = pod.start(Container::sh("c", &image, "sleep 600").set("linux", resources));
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("linux", resources));
     assert_eq!(container.status()["resources"]["linux"]["cpusetCpus"], json!(first));
     if engine() == "host" {
         // If the node lacks the controller, the container runs without the limit, as with others.
         match container.exec("cat /sys/fs/cgroup/cpuset.cpus") {
-            said if said.code == 0 => assert_eq!(said.ok(), first),
+            output if output.code == 0 => assert_eq!(output.ok(), first),
             _ => println!("skipped: no cpuset controller of cgroup v2"),
         }
         return pod.remove();
     }
-    let machine = || allowed(node.processes("nacelle-pod "));
+    let machine = || thread_affinities(node.pids_matching("nacelle-pod "));
     assert_eq!(machine(), BTreeSet::from([first.clone()]));
     // A container without CPU pinning shares the VM.
-    let other = pod.start(Container::sh("d", &image, "sleep 600"));
+    let other = pod.start(ContainerRequest::sh("d", &image, "sleep 600"));
     assert_eq!(machine(), BTreeSet::from([first.clone()]));
     node.crictl.call(["rm", "-f", &container.id]);
     eventually("the machine may run anywhere", || (machine() == all).then_some(()));
@@ -97,31 +98,39 @@ fn processors_of_the_node_are_kept_to() {
 }
 
 /// Updates the resources of a pod as kubelet does, which crictl cannot.
-fn resize(node: &Node, pod: &str, cpu_quota: i64) -> Result<(), tonic::Status> {
-    give(node, pod, cri::LinuxContainerResources { cpu_period: 100_000, cpu_quota, ..Default::default() })
+fn resize(node: &TestNode, pod: &str, cpu_quota: i64) -> Result<(), tonic::Status> {
+    update_pod_resources(
+        node,
+        pod,
+        cri::LinuxContainerResources { cpu_period: 100_000, cpu_quota, ..Default::default() },
+    )
 }
 
-fn give(node: &Node, pod: &str, resources: cri::LinuxContainerResources) -> Result<(), tonic::Status> {
+fn update_pod_resources(
+    node: &TestNode,
+    pod: &str,
+    resources: cri::LinuxContainerResources,
+) -> Result<(), tonic::Status> {
     let pod_sandbox_id = pod.to_owned();
     let request = cri::UpdatePodSandboxResourcesRequest { pod_sandbox_id, overhead: None, resources: Some(resources) };
-    ask(async { RuntimeServiceClient::new(node.channel()).update_pod_sandbox_resources(request).await.map(drop) })
+    block_on(async { RuntimeServiceClient::new(node.channel()).update_pod_sandbox_resources(request).await.map(drop) })
 }
 
 #[test]
-fn a_machine_has_the_processors_that_its_pod_may_use() {
+fn the_vcpus_of_a_vm_follow_the_cpu_limit_of_its_pod() {
     if engine() == "host" {
         println!("skipped: without a machine processors are the node's");
         return;
     }
-    let extra = handler("grows", &format!("{SMALL}max_vcpus = 3\n"));
-    let mut node = Node::with(Options { extra, ..Options::default() });
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let extra = handler_config("grows", &format!("{SMALL_VM}max_vcpus = 3\n"));
+    let mut node = TestNode::with_options(NodeOptions { extra, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let limits = json!({"resources": {"cpu_period": 100_000, "cpu_quota": 100_000}});
-    let asked = Pod::new("grows", &node.directory().join("logs")).set("linux", limits);
-    let again = Pod(asked.0.clone());
+    let requested = PodRequest::new("grows", &node.directory().join("logs")).set("linux", limits);
+    let again = PodRequest(requested.0.clone());
     let id = {
-        let pod = node.crictl.run_pod_of("grows", asked);
-        let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+        let pod = node.crictl.run_pod_with_handler("grows", requested);
+        let container = pod.start(ContainerRequest::sh("main", &image, "sleep 1000"));
         let size = |vcpus: u32| {
             assert_eq!(container.exec("nproc").ok().trim(), vcpus.to_string());
             let machine = pod.inspect()["info"]["machine"].clone();
@@ -133,8 +142,8 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
             size(vcpus);
         }
         // Containers that start later see the new size too.
-        let later = pod.start(Container::sh("later", &image, "echo it has $(nproc); sleep 1000"));
-        later.says("it has 2");
+        let later = pod.start(ContainerRequest::sh("later", &image, "echo it has $(nproc); sleep 1000"));
+        later.wait_for_output("it has 2");
         let refused = resize(&node, &pod.id, 300_001).unwrap_err();
         assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
         assert!(refused.message().contains("3 CPUs") && refused.message().contains("3001 thousandths"), "{refused}");
@@ -143,17 +152,17 @@ fn a_machine_has_the_processors_that_its_pod_may_use() {
     };
     node.kill();
     node.start();
-    let pod = node.crictl.pod(&id, again);
+    let pod = node.crictl.pod_handle(&id, again);
     eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
     assert_eq!(pod.inspect()["info"]["machine"]["vcpus"], 2);
     resize(&node, &id, 100_000).unwrap();
-    let container = pod.start(Container::sh("last", &image, "sleep 1000"));
+    let container = pod.start(ContainerRequest::sh("last", &image, "sleep 1000"));
     assert_eq!(container.exec("nproc").ok().trim(), "1");
     pod.remove();
 }
 
 /// Returns the node's memory that a VM takes in MiB: of QEMU's memory file, or of the pod process.
-fn taken(node: &Node) -> u64 {
+fn vm_memory_mib(node: &TestNode) -> u64 {
     let of_file = |pid: i32| {
         let open = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         let memory =
@@ -170,38 +179,42 @@ fn taken(node: &Node) -> u64 {
         line.trim().trim_end_matches(" kB").parse::<u64>().unwrap_or(0) * 1024
     };
     let bytes: u64 = match engine().as_str() {
-        "qemu" => node.processes("qemu-system").into_iter().map(of_file).sum(),
-        _ => node.processes("nacelle-pod ").into_iter().map(anonymous).sum(),
+        "qemu" => node.pids_matching("qemu-system").into_iter().map(of_file).sum(),
+        _ => node.pids_matching("nacelle-pod ").into_iter().map(anonymous).sum(),
     };
     bytes >> 20
 }
 
 /// Returns a container that holds this much memory until it ends.
-fn hog(image: &str, mib: u32) -> Container {
+fn memory_hog(image: &str, mib: u32) -> ContainerRequest {
     let text = format!(
         "dd if=/dev/zero bs={mib}M count=1 | (dd bs=1 count=1 of=/dev/null; echo it is there; exec sleep 1000)"
     );
-    Container::sh("hog", image, &text)
+    ContainerRequest::sh("hog", image, &text)
 }
 
 #[test]
-fn a_machine_has_the_memory_that_its_pod_may_use() {
+fn the_memory_of_a_vm_follows_the_memory_limit_of_its_pod() {
     if engine() == "host" {
         println!("skipped: without a machine memory is the node's");
         return;
     }
-    let extra = handler("grows", &format!("{SMALL}max_memory_mib = 704\n"));
-    let mut node = Node::with(Options { extra, ..Options::default() });
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let extra = handler_config("grows", &format!("{SMALL_VM}max_memory_mib = 704\n"));
+    let mut node = TestNode::with_options(NodeOptions { extra, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let limits = json!({"resources": {"memory_limit_in_bytes": 64 << 20}});
-    let asked = Pod::new("grows", &node.directory().join("logs")).set("linux", limits);
-    let again = Pod(asked.0.clone());
-    let resize = |node: &Node, pod: &str, mib: i64| {
-        give(node, pod, cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() })
+    let requested = PodRequest::new("grows", &node.directory().join("logs")).set("linux", limits);
+    let again = PodRequest(requested.0.clone());
+    let resize = |node: &TestNode, pod: &str, mib: i64| {
+        update_pod_resources(
+            node,
+            pod,
+            cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() },
+        )
     };
     let (id, born) = {
-        let pod = node.crictl.run_pod_of("grows", asked);
-        let container = pod.start(Container::sh("main", &image, "sleep 1000"));
+        let pod = node.crictl.run_pod_with_handler("grows", requested);
+        let container = pod.start(ContainerRequest::sh("main", &image, "sleep 1000"));
         let total = || container.exec("awk '/MemTotal/ {print $2}' /proc/meminfo").ok().trim().parse::<u64>().unwrap();
         let born = total();
         assert!((100 << 10..192 << 10).contains(&born), "{born} KiB of the 192 MiB that it was born with");
@@ -216,8 +229,8 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
             );
         };
         size(64);
-        for (asked, mib) in [(65, 192), (576, 576), (300, 320), (64, 64), (400, 448), (20, 64)] {
-            resize(&node, &pod.id, asked).unwrap();
+        for (requested, mib) in [(65, 192), (576, 576), (300, 320), (64, 64), (400, 448), (20, 64)] {
+            resize(&node, &pod.id, requested).unwrap();
             size(mib);
         }
         let refused = resize(&node, &pod.id, 577).unwrap_err();
@@ -226,9 +239,9 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
         size(64);
         // Memory in use stays, and with it all the rest.
         resize(&node, &pod.id, 576).unwrap();
-        let hog = pod.start(hog(&image, 350));
-        hog.says("it is there");
-        let (before, full) = (pod.inspect()["info"]["resources"].clone(), taken(&node));
+        let hog = pod.start(memory_hog(&image, 350));
+        hog.wait_for_output("it is there");
+        let (before, full) = (pod.inspect()["info"]["resources"].clone(), vm_memory_mib(&node));
         let refused = resize(&node, &pod.id, 64).unwrap_err();
         assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
         assert!(refused.message().contains("are not in use"), "{refused}");
@@ -238,17 +251,17 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
         node.crictl.call(["rm", "--force", &hog.id]);
         resize(&node, &pod.id, 64).unwrap();
         size(64);
-        assert!(taken(&node) + 200 < full, "{} MiB of {full} are still the machine's", taken(&node));
+        assert!(vm_memory_mib(&node) + 200 < full, "{} MiB of {full} are still the machine's", vm_memory_mib(&node));
         resize(&node, &pod.id, 192).unwrap();
         (pod.id.clone(), born)
     };
     node.kill();
     node.start();
-    let pod = node.crictl.pod(&id, again);
+    let pod = node.crictl.pod_handle(&id, again);
     eventually("the pod is found", || (pod.inspect()["status"]["state"] == "SANDBOX_READY").then_some(()));
     assert_eq!(pod.inspect()["info"]["machine"]["memory"], json!(192 << 20));
     resize(&node, &id, 320).unwrap();
-    let container = pod.start(Container::sh("last", &image, "sleep 1000"));
+    let container = pod.start(ContainerRequest::sh("last", &image, "sleep 1000"));
     assert_eq!(
         container.exec("awk '/MemTotal/ {print $2}' /proc/meminfo").ok().trim(),
         (born + (256 << 10)).to_string()
@@ -257,23 +270,25 @@ fn a_machine_has_the_memory_that_its_pod_may_use() {
 }
 
 #[test]
-fn memory_that_was_needed_once_goes_back_to_the_node() {
+fn memory_that_a_guest_no_longer_uses_returns_to_the_node() {
     if engine() == "host" {
         println!("skipped: without a machine memory is the node's");
         return;
     }
-    let extra = handler("large", "memory_mib = 1280\nscratch_mib = 512\n");
-    let node = Node::with(Options { extra, ..Options::default() });
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod_of("large", Pod::new("large", node.directory()));
-    let hog = pod.start(hog(&image, 1024));
-    hog.says("it is there");
-    let full = taken(&node);
+    let extra = handler_config("large", "memory_mib = 1280\nscratch_mib = 512\n");
+    let node = TestNode::with_options(NodeOptions { extra, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod_with_handler("large", PodRequest::new("large", node.directory()));
+    let hog = pod.start(memory_hog(&image, 1024));
+    hog.wait_for_output("it is there");
+    let full = vm_memory_mib(&node);
     assert!(full >= 1024, "{full} MiB");
     node.crictl.call(["rm", "--force", &hog.id]);
     let ended = Instant::now();
-    eventually("nine tenths of 1 GiB are the node's again", || (full - taken(&node).min(full) > 921).then_some(()));
+    eventually("nine tenths of 1 GiB are the node's again", || {
+        (full - vm_memory_mib(&node).min(full) > 921).then_some(())
+    });
     // The duration depends on other work on the node.
-    println!("of {full} MiB {} are left {:?} after the end", taken(&node), ended.elapsed());
+    println!("of {full} MiB {} are left {:?} after the end", vm_memory_mib(&node), ended.elapsed());
     pod.remove();
 }

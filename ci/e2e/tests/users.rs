@@ -3,20 +3,20 @@
 use nacelle_e2e::census::{cgroup_parent, cgroups};
 use nacelle_e2e::crictl::RunningPod;
 use nacelle_e2e::node::engine;
-use nacelle_e2e::{Container, Image, Node, Pod};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-const OUTSIDE: u32 = 196_608;
+const FIRST_NODE_ID: u32 = 196_608;
 
-fn mapping(first: u32) -> Value {
+fn id_mapping(first: u32) -> Value {
     json!([{"container_id": 0, "host_id": first, "length": 65_536}])
 }
 
-/// Returns `linux` of a pod or container whose user namespace is mapped to these ids.
-fn linux(first: u32, own_pid: bool) -> Value {
-    let users = json!({"mode": 0, "uids": mapping(first), "gids": mapping(first)});
+/// Returns `user_namespace_options` of a pod or container whose user namespace is mapped to these ids.
+fn user_namespace_options(first: u32, own_pid: bool) -> Value {
+    let users = json!({"mode": 0, "uids": id_mapping(first), "gids": id_mapping(first)});
     json!({
         "security_context": {
             "namespace_options": {"userns_options": users, "pid": i32::from(own_pid)},
@@ -30,7 +30,7 @@ fn linux(first: u32, own_pid: bool) -> Value {
 
 /// Tests volumes of the node, with its owners and with those of the user namespace. All are on a tmpfs, which supports id-mapped
 /// mounts.
-fn volumes_of_the_node(pod: &RunningPod, image: &str) {
+fn check_host_path_volumes(pod: &RunningPod, image: &str) {
     let directory = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o700)).expect("it is ours");
     let shared = directory.path().join("shared");
@@ -38,14 +38,16 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     fs::write(shared.join("of-root"), "").expect("it is ours");
     let of_node = |at: &str| json!({"container_path": at, "host_path": shared});
     let mut mapped = of_node("/mapped");
-    (mapped["uidMappings"], mapped["gidMappings"]) = (mapping(OUTSIDE), mapping(OUTSIDE));
+    (mapped["uidMappings"], mapped["gidMappings"]) = (id_mapping(FIRST_NODE_ID), id_mapping(FIRST_NODE_ID));
     let mounts = json!([mapped, of_node("/plain")]);
-    let container = Container::sh("v", image, "sleep 600").set("linux", linux(OUTSIDE, false)).set("mounts", mounts);
+    let container = ContainerRequest::sh("v", image, "sleep 600")
+        .set("linux", user_namespace_options(FIRST_NODE_ID, false))
+        .set("mounts", mounts);
     let container = pod.start(container);
     assert_eq!(container.exec("stat -c %u /mapped/of-root /plain/of-root").ok(), "0\n65534");
     container.exec("touch /mapped/written /mapped/given && chown 5:6 /mapped/given && mkdir -m 700 /mapped/deep").ok();
     container.exec("echo x >/mapped/of-root && touch /mapped/deep/er && test -O /mapped/deep/er").ok();
-    assert_ne!(container.exec("touch /plain/of-nobody").code, 0);
+    assert_ne!(container.exec("touch /plain/unmapped").code, 0);
     let owner =
         |name: &str| fs::metadata(shared.join(name)).map(|found| (found.uid(), found.gid())).expect("it was made");
     for (name, of) in [("written", (0, 0)), ("given", (5, 6)), ("deep/er", (0, 0))] {
@@ -59,82 +61,93 @@ fn volumes_of_the_node(pod: &RunningPod, image: &str) {
     std::os::unix::fs::symlink("..1", conf.join("..data")).expect("it is ours");
     std::os::unix::fs::symlink("..data/key", conf.join("key")).expect("it is ours");
     let mut mount = json!({"container_path": "/conf", "host_path": conf, "readonly": true});
-    (mount["uidMappings"], mount["gidMappings"]) = (mapping(OUTSIDE), mapping(OUTSIDE));
-    let reader = Container::sh("r", image, "sleep 600").set("linux", linux(OUTSIDE, false));
+    (mount["uidMappings"], mount["gidMappings"]) = (id_mapping(FIRST_NODE_ID), id_mapping(FIRST_NODE_ID));
+    let reader =
+        ContainerRequest::sh("r", image, "sleep 600").set("linux", user_namespace_options(FIRST_NODE_ID, false));
     let reader = pod.start(reader.set("mounts", json!([mount])));
     assert_eq!(reader.exec("cat /conf/key; stat -L -c ' %u %g %a' /conf/key").ok(), "value 0 0 400");
     assert_ne!(reader.exec("touch /conf/new || chmod 600 /conf/key").code, 0, "it is read-only");
     let mut other = of_node("/mapped");
-    (other["uidMappings"], other["gidMappings"]) = (mapping(0), mapping(0));
-    let other = Container::sh("w", image, "true").set("linux", linux(OUTSIDE, false)).set("mounts", json!([other]));
+    (other["uidMappings"], other["gidMappings"]) = (id_mapping(0), id_mapping(0));
+    let other = ContainerRequest::sh("w", image, "true")
+        .set("linux", user_namespace_options(FIRST_NODE_ID, false))
+        .set("mounts", json!([other]));
     let refused = pod.try_create(other).err();
     assert!(refused.contains("InvalidArgument") && refused.contains("uidMappings"), "{refused}");
 }
 
 #[test]
-fn users_inside_are_others_outside() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox().layer(|layer| layer.file("mine", b"root's", 0o600)), "busybox:1");
-    let mut asked = linux(OUTSIDE, false);
-    asked["sysctls"] = json!({"kernel.shm_rmid_forced": "1", "net.ipv4.ip_unprivileged_port_start": "5"});
-    asked["cgroup_parent"] = json!(cgroup_parent(node.directory()));
-    let pod = node.crictl.run_pod(Pod::new("users", node.directory()).set("linux", asked));
-    let refused = pod.try_create(Container::sh("other", &image, "true").set("linux", linux(0, false))).err();
+fn user_namespaces_map_container_users_to_other_users_of_the_node() {
+    let node = TestNode::new();
+    let image = node
+        .push_and_pull(&TestImage::busybox().with_layer(|layer| layer.add_file("mine", b"root's", 0o600)), "busybox:1");
+    let mut requested = user_namespace_options(FIRST_NODE_ID, false);
+    requested["sysctls"] = json!({"kernel.shm_rmid_forced": "1", "net.ipv4.ip_unprivileged_port_start": "5"});
+    requested["cgroup_parent"] = json!(cgroup_parent(node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("users", node.directory()).set("linux", requested));
+    let refused = pod
+        .try_create(ContainerRequest::sh("other", &image, "true").set("linux", user_namespace_options(0, false)))
+        .err();
     assert!(refused.contains("InvalidArgument") && refused.contains("its pod's user namespace"), "{refused}");
 
-    let map = format!("0 {OUTSIDE} 65536");
+    let map = format!("0 {FIRST_NODE_ID} 65536");
     let volume = json!([{"container_path": "/volume", "image": {"image": image}, "readonly": true}]);
     let script = "cat /proc/self/uid_map; sleep 60654";
-    let one = pod.start(Container::sh("one", &image, script).set("linux", linux(OUTSIDE, false)).set("mounts", volume));
-    let said = |script: &str| one.exec(script).ok();
+    let one = pod.start(
+        ContainerRequest::sh("one", &image, script)
+            .set("linux", user_namespace_options(FIRST_NODE_ID, false))
+            .set("mounts", volume),
+    );
+    let stdout_of = |script: &str| one.exec(script).ok();
     let plain = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    one.says("65536");
+    one.wait_for_output("65536");
     assert_eq!(plain(one.output()), map);
-    assert_eq!(plain(said("cat /proc/self/uid_map")), map, "an exec is in it, too");
-    assert_eq!(said("id -u; id -g"), "0\n0");
-    assert_eq!(said("cat /mine /volume/mine"), "root'sroot's");
-    let owners = said("stat -c %u:%g / /mine /volume/mine /etc/hosts /dev/shm /dev/pts/ptmx");
+    assert_eq!(plain(stdout_of("cat /proc/self/uid_map")), map, "an exec is in it, too");
+    assert_eq!(stdout_of("id -u; id -g"), "0\n0");
+    assert_eq!(stdout_of("cat /mine /volume/mine"), "root'sroot's");
+    let owners = stdout_of("stat -c %u:%g / /mine /volume/mine /etc/hosts /dev/shm /dev/pts/ptmx");
     assert!(owners.lines().all(|line| line == "0:0"), "{owners}");
-    said("echo x >/new && chown 1000:1000 /new && echo x >>/new && echo x >/dev/shm/y && echo x >/dev/null");
-    assert_eq!(said("stat -c %u:%g /new"), "1000:1000");
+    stdout_of("echo x >/new && chown 1000:1000 /new && echo x >>/new && echo x >/dev/shm/y && echo x >/dev/null");
+    assert_eq!(stdout_of("stat -c %u:%g /new"), "1000:1000");
     assert_ne!(one.exec("chown 65536 /new").code, 0, "there is no such user");
-    assert_eq!(said("cat /proc/sys/kernel/shm_rmid_forced /proc/sys/net/ipv4/ip_unprivileged_port_start"), "1\n5");
-    assert!(said("grep -c . /proc/mounts && ls /dev/mqueue /sys/class/net").contains("eth0"));
+    assert_eq!(stdout_of("cat /proc/sys/kernel/shm_rmid_forced /proc/sys/net/ipv4/ip_unprivileged_port_start"), "1\n5");
+    assert!(stdout_of("grep -c . /proc/mounts && ls /dev/mqueue /sys/class/net").contains("eth0"));
     if engine() == "host" {
         // CNI owns the network; the users of the processes are visible on the node.
         let groups = cgroups(node.directory()).into_iter().map(|group| group.join("pod").join(&one.id));
         let pids: String = groups.filter_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok()).collect();
         let owned = |pid: &str| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            status.lines().any(|line| line.starts_with(&format!("Uid:\t{OUTSIDE}\t")))
+            status.lines().any(|line| line.starts_with(&format!("Uid:\t{FIRST_NODE_ID}\t")))
         };
         assert!(pids.split_whitespace().any(owned), "{pids:?}");
     } else {
-        said("ip addr add 127.0.9.9/8 dev lo && hostname other");
+        stdout_of("ip addr add 127.0.9.9/8 dev lo && hostname other");
     }
-    volumes_of_the_node(&pod, &image);
-    let terminal = node.crictl.in_terminal(["exec", "-it", &one.id, "/bin/sh", "-c", "tty; echo x >/dev/tty"]).ok();
+    check_host_path_volumes(&pod, &image);
+    let terminal =
+        node.crictl.call_in_terminal(["exec", "-it", &one.id, "/bin/sh", "-c", "tty; echo x >/dev/tty"]).ok();
     assert!(terminal.contains("/dev/pts/0"), "{terminal}");
 
     // Another user, in a PID namespace of its own, in a working directory that the agent creates, with a terminal.
-    let mut asked = linux(OUTSIDE, true);
-    asked["security_context"]["run_as_user"] = json!({"value": 1000});
-    asked["security_context"]["run_as_group"] = json!({"value": 1000});
-    asked["security_context"]["readonly_rootfs"] = json!(true);
-    let two = Container::sh("two", &image, "id -u; stat -c %u /made; tty; echo x >/dev/stderr; sleep 600");
-    let two = two.set("linux", asked).set("working_dir", json!("/made/deep")).set("tty", json!(true));
+    let mut requested = user_namespace_options(FIRST_NODE_ID, true);
+    requested["security_context"]["run_as_user"] = json!({"value": 1000});
+    requested["security_context"]["run_as_group"] = json!({"value": 1000});
+    requested["security_context"]["readonly_rootfs"] = json!(true);
+    let two = ContainerRequest::sh("two", &image, "id -u; stat -c %u /made; tty; echo x >/dev/stderr; sleep 600");
+    let two = two.set("linux", requested).set("working_dir", json!("/made/deep")).set("tty", json!(true));
     let two = pod.start(two);
-    two.says("/dev/pts/0");
+    two.wait_for_output("/dev/pts/0");
     let lines = two.output();
     assert_eq!(lines.split_whitespace().take(2).collect::<Vec<_>>(), ["1000", "0"], "{lines}");
     assert_eq!(two.exec("id -u; cat /mine 2>/dev/null || echo no").ok(), "1000\nno");
     // In that container's PID namespace, like a debug container.
-    let mut asked = linux(OUTSIDE, false);
-    let options = &mut asked["security_context"]["namespace_options"];
+    let mut requested = user_namespace_options(FIRST_NODE_ID, false);
+    let options = &mut requested["security_context"]["namespace_options"];
     (options["pid"], options["target_id"]) = (json!(3), json!(two.id));
-    let debug = pod.start(Container::sh("debug", &image, "sleep 600").set("linux", asked));
+    let debug = pod.start(ContainerRequest::sh("debug", &image, "sleep 600").set("linux", requested));
     let namespace = "readlink /proc/self/ns/pid";
     assert_eq!(debug.exec(namespace).ok(), two.exec(namespace).ok());
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }

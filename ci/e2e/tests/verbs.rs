@@ -1,9 +1,9 @@
 //! Tests verbs of VMs that transfer much data, and effects without a verb: memory dumps, the power state from annotations, added
 //! disks.
 
-use nacelle_e2e::machine::{annotated, boot_image, container, node};
-use nacelle_e2e::run::{Output, call};
-use nacelle_e2e::{Node, Pod, eventually};
+use nacelle_e2e::machine::{annotated_pod, machine_container, machine_node, push_boot_image};
+use nacelle_e2e::run::{ProgramOutput, run_program};
+use nacelle_e2e::{PodRequest, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,46 +13,47 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 /// Returns a pod that is a run of the VM `db`.
-fn named(node: &Node, image: &str, strategy: &str) -> Pod {
+fn persistent_vm_pod(node: &TestNode, image: &str, strategy: &str) -> PodRequest {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
     let annotations =
         [("kind", "machine"), ("memory", "64Mi"), ("disks", &disks), ("name", "db"), ("run-strategy", strategy)];
-    annotated(node, "db", &annotations)
+    annotated_pod(node, "db", &annotations)
 }
 
 /// Returns the arguments of `nacelle vm` for this node.
-fn words<'a>(words: &[&'a str], config: &'a str) -> Vec<&'a str> {
-    [&["vm"], words, &["--namespace", "e2e", "--config", config]].concat()
+fn vm_arguments<'a>(arguments: &[&'a str], config: &'a str) -> Vec<&'a str> {
+    [&["vm"], arguments, &["--namespace", "e2e", "--config", config]].concat()
 }
 
-fn vm(node: &Node, told: &[&str]) -> Output {
+fn vm(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
     let config = node.directory().join("config.toml").display().to_string();
-    call(nacelle_e2e::part("NACELLE_BIN"), words(told, &config))
+    run_program(nacelle_e2e::path_from_env("NACELLE_BIN"), vm_arguments(arguments, &config))
 }
 
 /// Returns QEMU's state of the VM.
-fn state(node: &Node, machine: &str) -> String {
-    let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
-    serde_json::from_str::<Value>(&told).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
+fn qemu_state(node: &TestNode, machine: &str) -> String {
+    let status = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
+    serde_json::from_str::<Value>(&status).unwrap_or_default()["qemu"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Starts a dump whose output is not read.
-fn stalled(node: &Node, machine: &str) -> Child {
+fn spawn_stalled_dump(node: &TestNode, machine: &str) -> Child {
     let config = node.directory().join("config.toml").display().to_string();
-    let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
-    let command = command.args(words(&["memory-dump", "db"], &config)).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut command = Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
+    let command =
+        command.args(vm_arguments(&["memory-dump", "db"], &config)).stdout(Stdio::piped()).stderr(Stdio::null());
     let child = command.spawn().expect("it can be started");
-    eventually("the machine stands still", || (state(node, machine) == "save-vm").then_some(()));
+    eventually("the machine stands still", || (qemu_state(node, machine) == "save-vm").then_some(()));
     child
 }
 
 #[test]
-fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
-    let mut node = node();
-    let image = boot_image(&node);
+fn a_vm_keeps_running_during_memory_dumps_with_any_reader() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
     let (pod, id, log) = {
-        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Halted"));
-        let machine = pod.start(container(&image, 0));
+        let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "Halted"));
+        let machine = pod.start(machine_container(&image, 0));
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
     let directory = node.directory().join("dumps");
@@ -67,7 +68,7 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
     eventually("it has booted", || says("boot 1").then_some(()));
 
-    let running = |node: &Node| eventually("it goes on", || (state(node, &id) == "running").then_some(()));
+    let running = |node: &TestNode| eventually("it goes on", || (qemu_state(node, &id) == "running").then_some(()));
     vm(&node, &["memory-dump", "db", "--output", &output]).ok();
     let dump = fs::read(&file).expect("it is there");
     assert!(dump.starts_with(b"\x7fELF") && dump.len() > 64 << 20, "{} bytes", dump.len());
@@ -86,7 +87,7 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     running(&node);
 
     // A client reads nothing, and then disconnects.
-    let mut reader = stalled(&node, &id);
+    let mut reader = spawn_stalled_dump(&node, &id);
     let second = vm(&node, &["memory-dump", "db", "--output", &output]).err();
     assert!(second.contains("dump"), "{second}");
     let mut head = [0; 4];
@@ -96,7 +97,7 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
     reader.wait().expect("it is ours");
     running(&node);
     // The daemon is killed meanwhile.
-    let mut reader = stalled(&node, &id);
+    let mut reader = spawn_stalled_dump(&node, &id);
     node.kill();
     node.start();
     running(&node);
@@ -109,13 +110,13 @@ fn memory_is_dumped_and_the_machine_goes_on_whoever_reads() {
 }
 
 /// Returns the phase of the VM from its status verb.
-fn phase(node: &Node, machine: &str) -> String {
-    let told = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
-    serde_json::from_str::<Value>(&told).unwrap_or_default()["phase"].as_str().unwrap_or_default().to_owned()
+fn vm_phase(node: &TestNode, machine: &str) -> String {
+    let status = node.crictl.try_call(["exec", "--sync", machine, "@vm", "status"]).stdout;
+    serde_json::from_str::<Value>(&status).unwrap_or_default()["phase"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Writes the annotations of a pod as kubelet does: a new directory, and a link that is swapped.
-fn annotate(directory: &Path, power: &str) {
+fn write_annotations(directory: &Path, power: &str) {
     let count = fs::read_dir(directory).expect("it is there").count();
     let name = format!("..2026_11_23_{count}");
     fs::create_dir(directory.join(&name)).expect("it is new");
@@ -126,72 +127,72 @@ fn annotate(directory: &Path, power: &str) {
 }
 
 #[test]
-fn the_power_follows_the_annotations_that_kubelet_writes() {
-    let mut node = node();
-    let image = boot_image(&node);
+fn the_power_state_follows_the_annotations_that_kubelet_writes() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
     let directory = node.directory().join("annotations");
     fs::create_dir(&directory).expect("the node's directory is writable");
-    annotate(&directory, "on");
+    write_annotations(&directory, "on");
     let mount = json!([{"host_path": directory, "container_path": "/run/nacelle/pod", "readonly": true}]);
     let (pod, id, log) = {
-        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
-        let machine = pod.start(container(&image, 0).set("mounts", mount));
+        let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "Always"));
+        let machine = pod.start(machine_container(&image, 0).set("mounts", mount));
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
     let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
-    let becomes = |node: &Node, wanted: &str| {
-        eventually(&format!("it is {wanted}"), || (phase(node, &id) == wanted).then_some(()));
+    let becomes = |node: &TestNode, wanted: &str| {
+        eventually(&format!("it is {wanted}"), || (vm_phase(node, &id) == wanted).then_some(()));
     };
     eventually("it has booted", || says("boot 1").then_some(()));
-    annotate(&directory, "off");
+    write_annotations(&directory, "off");
     becomes(&node, "Stopped");
-    annotate(&directory, "paused");
+    write_annotations(&directory, "paused");
     becomes(&node, "Paused");
-    annotate(&directory, "on");
+    write_annotations(&directory, "on");
     becomes(&node, "Running");
     eventually("it has booted again", || says("boot 2").then_some(()));
-    annotate(&directory, "paused");
+    write_annotations(&directory, "paused");
     becomes(&node, "Paused");
 
     // An invalid value changes nothing: the state that a verb has set stays. The test waits for the logged error, so the value
     // has been processed.
     vm(&node, &["unpause", "db"]).ok();
-    let says_in_log = |node: &Node, text: &str, times: usize| {
+    let says_in_log = |node: &TestNode, text: &str, times: usize| {
         eventually(text, || (node.log().matches(text).count() >= times).then_some(()));
     };
-    annotate(&directory, "sideways");
+    write_annotations(&directory, "sideways");
     says_in_log(&node, "the annotation is \"sideways\"", 1);
-    assert_eq!(phase(&node, &id), "Running");
+    assert_eq!(vm_phase(&node, &id), "Running");
     // The same after a restart of the daemon: a value takes effect once.
-    annotate(&directory, "paused");
+    write_annotations(&directory, "paused");
     let follows = "power=\"paused\"";
     let before = node.log().matches(follows).count();
     node.kill();
     node.start();
     says_in_log(&node, follows, before + 1);
-    assert_eq!(phase(&node, &id), "Running");
+    assert_eq!(vm_phase(&node, &id), "Running");
     // A value that is set while there is no daemon is applied by the next one.
     node.kill();
-    annotate(&directory, "off");
+    write_annotations(&directory, "off");
     node.start();
     becomes(&node, "Stopped");
-    annotate(&directory, "on");
+    write_annotations(&directory, "on");
     becomes(&node, "Running");
     node.crictl.call(["rmp", "--force", &pod]);
 }
 
 #[test]
-fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
-    let node = node();
-    let image = boot_image(&node);
-    let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
+fn the_daemon_serves_console_and_vnc() {
+    let node = machine_node();
+    let image = push_boot_image(&node);
+    let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "Always"));
     // The container has no stdin.
-    let machine = pod.start(container(&image, 0));
-    machine.says("boot 1\n");
+    let machine = pod.start(machine_container(&image, 0));
+    machine.wait_for_output("boot 1\n");
     let config = node.directory().join("config.toml").display().to_string();
-    let start = |told: &[&str]| {
-        let mut command = Command::new(nacelle_e2e::part("NACELLE_BIN"));
-        let command = command.args(words(told, &config)).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let start = |arguments: &[&str]| {
+        let mut command = Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
+        let command = command.args(vm_arguments(arguments, &config)).stdin(Stdio::piped()).stdout(Stdio::piped());
         command.spawn().expect("it can be started")
     };
     let mut console = start(&["console", "db"]);
@@ -202,11 +203,11 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
     // The end of the input is not the end of the output.
     drop(console.stdin.take());
     vm(&node, &["restart", "db"]).ok();
-    let mut said = String::new();
+    let mut output = String::new();
     let mut byte = [0];
-    while !said.contains("boot 2") {
+    while !output.contains("boot 2") {
         console.stdout.as_mut().expect("it is a pipe").read_exact(&mut byte).expect("it prints");
-        said.push(char::from(byte[0]));
+        output.push(char::from(byte[0]));
     }
     let mut screens = start(&["vnc", "db"]);
     let mut line = String::new();
@@ -219,9 +220,9 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
         assert_eq!(&version, b"RFB 003.008\n");
     }
     screens.kill().and_then(|()| screens.wait()).expect("it is ours");
-    assert!(vm(&node, &["vnc", "nobody"]).err().contains("NotFound"));
+    assert!(vm(&node, &["vnc", "missing"]).err().contains("NotFound"));
     vm(&node, &["stop", "db"]).ok();
-    eventually("it is off", || (phase(&node, &machine.id) == "Stopped").then_some(()));
+    eventually("it is off", || (vm_phase(&node, &machine.id) == "Stopped").then_some(()));
     assert!(!vm(&node, &["vnc", "db"]).err().is_empty(), "there is no screen");
     // The console stays, and ends with the VM's process.
     assert!(console.try_wait().expect("it is ours").is_none());
@@ -230,18 +231,18 @@ fn console_and_screen_are_there_for_whoever_asks_the_daemon() {
 }
 
 /// Returns the names of the added disks.
-fn volumes(node: &Node) -> Vec<String> {
-    let told: Value = serde_json::from_str(&vm(node, &["volumes", "db"]).ok()).expect("it is JSON");
-    told.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
+fn added_volumes(node: &TestNode) -> Vec<String> {
+    let list: Value = serde_json::from_str(&vm(node, &["volumes", "db"]).ok()).expect("it is JSON");
+    list.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
 #[test]
-fn disks_are_added_and_removed_and_stay_meanwhile() {
-    let mut node = node();
-    let image = boot_image(&node);
+fn hot_plugged_disks_survive_restarts_until_they_are_removed() {
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
     let (pod, id, log) = {
-        let pod = node.crictl.run_pod_of("vm", named(&node, &image, "Always"));
-        let machine = pod.start(container(&image, 0));
+        let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "Always"));
+        let machine = pod.start(machine_container(&image, 0));
         (pod.id.clone(), machine.id.clone(), machine.log.clone())
     };
     let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
@@ -258,10 +259,10 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
         ("more=5Ti", "at most 4Ti"),
         ("more=much", "is no size"),
     ] {
-        let told = vm(&node, &["add-volume", "db", volume]).err();
-        assert!(told.contains(words), "{volume}: {told}");
+        let error = vm(&node, &["add-volume", "db", volume]).err();
+        assert!(error.contains(words), "{volume}: {error}");
     }
-    assert!(vm(&node, &["add-volume", "nobody", "extra=1Gi"]).err().contains("NotFound"));
+    assert!(vm(&node, &["add-volume", "missing", "extra=1Gi"]).err().contains("NotFound"));
     assert!(vm(&node, &["remove-volume", "db", "root"]).err().contains("specification"));
     vm(&node, &["remove-volume", "db", "no"]).ok();
     vm(&node, &["snapshot", "db", "with"]).ok();
@@ -272,24 +273,24 @@ fn disks_are_added_and_removed_and_stay_meanwhile() {
     // This guest does not support hot-unplug.
     let held = vm(&node, &["remove-volume", "db", "extra"]).err();
     assert!(held.contains("the release of disk extra"), "{held}");
-    assert_eq!(volumes(&node), ["extra"]);
+    assert_eq!(added_volumes(&node), ["extra"]);
     // The disk is there after a restart of the VM, and of the daemon.
     node.kill();
     node.start();
     vm(&node, &["restart", "db"]).ok();
     eventually("it has booted again", || says("boot 2").then_some(()));
-    assert_eq!(volumes(&node), ["extra"]);
+    assert_eq!(added_volumes(&node), ["extra"]);
     for n in 1..8 {
         vm(&node, &["add-volume", "db", &format!("extra{n}=512")]).ok();
     }
     assert!(vm(&node, &["add-volume", "db", "more=512"]).err().contains("no free hot-plug slot"));
     vm(&node, &["stop", "db"]).ok();
-    eventually("it is off", || (phase(&node, &id) == "Stopped").then_some(()));
+    eventually("it is off", || (vm_phase(&node, &id) == "Stopped").then_some(()));
     for _ in 0..2 {
         vm(&node, &["remove-volume", "db", "extra"]).ok();
     }
     vm(&node, &["add-volume", "db", "more=512"]).ok();
-    assert_eq!(volumes(&node).len(), 8);
+    assert_eq!(added_volumes(&node).len(), 8);
     vm(&node, &["start", "db"]).ok();
     eventually("it has booted with all of them", || says("boot 3").then_some(()));
     node.crictl.call(["rmp", "--force", &pod]);

@@ -3,25 +3,25 @@
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
 use nacelle_e2e::image::Layer;
-use nacelle_e2e::run::call;
-use nacelle_e2e::{Container, Image, Node, Pod, eventually};
+use nacelle_e2e::run::run_program;
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_nacelle-volume-probe");
-const OUTSIDE: u32 = 196_608;
+const FIRST_NODE_ID: u32 = 196_608;
 
 /// Adds a program with its shared libraries.
-fn program(layer: &mut Layer, path: &str, name: &str) {
-    layer.file(name, &fs::read(path).expect("cargo built it"), 0o755);
-    let linked = call("ldd", [path]).ok();
+fn add_program(layer: &mut Layer, path: &str, name: &str) {
+    layer.add_file(name, &fs::read(path).expect("cargo built it"), 0o755);
+    let linked = run_program("ldd", [path]).ok();
     for directory in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
-        layer.directory(directory, 0o755);
+        layer.add_directory(directory, 0o755);
     }
     for library in linked.split_whitespace().filter(|word| word.starts_with('/')) {
-        layer.file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
+        layer.add_file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
     }
 }
 
@@ -46,17 +46,23 @@ impl Volume {
 }
 
 /// A container, and the path of the part in it.
-struct Seer<'a> {
+struct VolumeView<'a> {
     container: RunningContainer<'a>,
     part: &'static str,
 }
 
-impl<'a> Seer<'a> {
-    fn new(pod: &RunningPod<'a>, container: Container, source: &Path, mount: &Value, part: &'static str) -> Seer<'a> {
+impl<'a> VolumeView<'a> {
+    fn new(
+        pod: &RunningPod<'a>,
+        container: ContainerRequest,
+        source: &Path,
+        mount: &Value,
+        part: &'static str,
+    ) -> VolumeView<'a> {
         let mut mounts = mount.clone();
         mounts["host_path"] = json!(source);
         mounts["container_path"] = json!("/v");
-        Seer { container: pod.start(container.set("mounts", json!([mounts]))), part }
+        VolumeView { container: pod.start(container.set("mounts", json!([mounts]))), part }
     }
 
     fn exec(&self, script: &str) -> String {
@@ -64,7 +70,7 @@ impl<'a> Seer<'a> {
     }
 
     /// Runs the probe: this container holds, the other one meets.
-    fn meets(&self, other: &Seer, read_only: &str) {
+    fn check_probe(&self, other: &VolumeView, read_only: &str) {
         let hold = format!("/bin/probe hold {} {read_only} </dev/null >/tmp/held 2>&1 &", self.part);
         self.container.exec(&format!("rm -f /tmp/held; {hold}")).ok();
         let held = || self.container.exec("cat /tmp/held").ok();
@@ -80,7 +86,7 @@ impl<'a> Seer<'a> {
 }
 
 /// Checks that writes, new files and renames of one container are visible to the other at once.
-fn are_one(one: &Seer, other: &Seer) {
+fn check_coherence(one: &VolumeView, other: &VolumeView) {
     for round in 0..5 {
         one.exec("echo -n one >torn");
         assert_eq!(other.exec("cat torn"), "one");
@@ -94,72 +100,72 @@ fn are_one(one: &Seer, other: &Seer) {
     assert_eq!(one.exec("stat -c %d:%i torn"), other.exec("stat -c %d:%i torn"));
 }
 
-fn three(node: &Node, volume: &Volume, pod: Pod, linux: &Value, mount: &Value) {
-    let image = Image::busybox().layer(|layer| program(layer, PROBE, "bin/probe"));
-    let image = node.image(&image, "probe:1");
+fn check_views(node: &TestNode, volume: &Volume, pod: PodRequest, linux: &Value, mount: &Value) {
+    let image = TestImage::busybox().with_layer(|layer| add_program(layer, PROBE, "bin/probe"));
+    let image = node.push_and_pull(&image, "probe:1");
     let pod = node.crictl.run_pod(pod);
-    let container = |name: &str| Container::sh(name, &image, "sleep 600").set("linux", linux.clone());
+    let container = |name: &str| ContainerRequest::sh(name, &image, "sleep 600").set("linux", linux.clone());
     let mut readonly = mount.clone();
     readonly["readonly"] = json!(true);
     // Read-only containers come first: a later writable mount changes the mount in the VM, which was read-only until then.
-    let read = Seer::new(&pod, container("read"), &volume.whole, &readonly, "/v/part");
+    let read = VolumeView::new(&pod, container("read"), &volume.whole, &readonly, "/v/part");
     assert_eq!(read.container.exec("cat /v/file").ok(), "one");
-    let a = Seer::new(&pod, container("a"), &volume.whole, mount, "/v/part");
-    let b = Seer::new(&pod, container("b"), &volume.part, mount, "/v");
-    let c = Seer::new(&pod, container("c"), &volume.parent, mount, "/v/whole/part");
+    let a = VolumeView::new(&pod, container("a"), &volume.whole, mount, "/v/part");
+    let b = VolumeView::new(&pod, container("b"), &volume.part, mount, "/v");
+    let c = VolumeView::new(&pod, container("c"), &volume.parent, mount, "/v/whole/part");
     a.container.exec("echo -n two >/v/file").ok();
     assert_eq!(read.container.exec("cat /v/file").ok(), "two");
     assert_eq!(c.container.exec("cat /v/whole/file").ok(), "two");
     for (one, other) in [(&a, &b), (&b, &c), (&c, &a), (&b, &a)] {
-        are_one(one, other);
-        one.meets(other, "");
+        check_coherence(one, other);
+        one.check_probe(other, "");
     }
-    a.meets(&read, "ro");
-    b.meets(&read, "ro");
+    a.check_probe(&read, "ro");
+    b.check_probe(&read, "ro");
     let refused = read.container.exec("echo x >/v/file").err();
     assert!(refused.contains("Read-only file system"), "{refused}");
     // A new container without the earlier ones.
     for gone in [a, c] {
         node.crictl.call(["rm", "--force", &gone.container.id]);
     }
-    let again = Seer::new(&pod, container("again"), &volume.whole, mount, "/v/part");
-    are_one(&again, &b);
-    again.meets(&b, "");
-    again.meets(&read, "ro");
+    let again = VolumeView::new(&pod, container("again"), &volume.whole, mount, "/v/part");
+    check_coherence(&again, &b);
+    again.check_probe(&b, "");
+    again.check_probe(&read, "ro");
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 #[test]
-fn a_volume_a_part_of_it_and_its_parent_are_one_file_system() {
-    let node = Node::new();
+fn a_volume_its_sub_path_and_its_parent_are_one_file_system() {
+    let node = TestNode::new();
     let volume = Volume::new(node.directory());
-    three(&node, &volume, Pod::new("views", node.directory()), &json!({}), &json!({}));
+    check_views(&node, &volume, PodRequest::new("views", node.directory()), &json!({}), &json!({}));
 }
 
 #[test]
-fn they_are_one_file_system_in_a_user_namespace() {
-    let node = Node::new();
+fn a_volume_and_its_sub_path_are_one_file_system_in_a_user_namespace() {
+    let node = TestNode::new();
     // A file system that supports id-mapped mounts.
     let directory = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
     let volume = Volume::new(directory.path());
-    let mapping = json!([{"container_id": 0, "host_id": OUTSIDE, "length": 65_536}]);
+    let mapping = json!([{"container_id": 0, "host_id": FIRST_NODE_ID, "length": 65_536}]);
     let users = json!({"mode": 0, "uids": mapping, "gids": mapping});
     let linux = json!({"security_context": {"namespace_options": {"userns_options": users}}});
     let mount = json!({"uidMappings": mapping, "gidMappings": mapping});
-    let pod = Pod::new("views", node.directory()).set("linux", linux.clone());
-    three(&node, &volume, pod, &linux, &mount);
+    let pod = PodRequest::new("views", node.directory()).set("linux", linux.clone());
+    check_views(&node, &volume, pod, &linux, &mount);
 }
 
 #[test]
-fn what_no_container_may_write_the_node_refuses_and_a_file_can_be_a_volume() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn the_node_enforces_read_only_volumes_and_a_file_can_be_a_volume() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let volume = Volume::new(node.directory());
-    let pod = node.crictl.run_pod(Pod::new("views", node.directory()));
-    let container = |name: &str| Container::sh(name, &image, "sleep 600");
-    let read = Seer::new(&pod, container("read"), &volume.parent, &json!({"readonly": true}), "/v/whole/part");
-    let file = Seer::new(&pod, container("file"), &volume.whole.join("file"), &json!({}), "/");
+    let pod = node.crictl.run_pod(PodRequest::new("views", node.directory()));
+    let container = |name: &str| ContainerRequest::sh(name, &image, "sleep 600");
+    let read = VolumeView::new(&pod, container("read"), &volume.parent, &json!({"readonly": true}), "/v/whole/part");
+    let file = VolumeView::new(&pod, container("file"), &volume.whole.join("file"), &json!({}), "/");
     assert_eq!(file.exec("cat /v"), "one");
     assert_eq!(read.container.exec("cat /v/whole/file").ok(), "one");
     // A write through one mount is visible through the others.
@@ -171,5 +177,5 @@ fn what_no_container_may_write_the_node_refuses_and_a_file_can_be_a_volume() {
     }
     assert_eq!(fs::read_to_string(volume.whole.join("file")).expect("it is there"), "twotwo");
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }

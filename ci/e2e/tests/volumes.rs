@@ -1,9 +1,9 @@
 //! Tests image volumes, in which containers see further images, and volumes of the node; and what is rejected.
 
 use nacelle_e2e::cri::container_config;
-use nacelle_e2e::node::{Options, engine};
-use nacelle_e2e::run::{ask, call};
-use nacelle_e2e::{Container, Cri, Image, Node, Pod};
+use nacelle_e2e::node::{NodeOptions, engine};
+use nacelle_e2e::run::{block_on, run_program};
+use nacelle_e2e::{ContainerRequest, CriClient, PodRequest, TestImage, TestNode};
 use nacelle_proto::cri;
 use serde_json::{Value, json};
 use std::fs;
@@ -12,70 +12,72 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 /// Returns an image with some files.
-fn data() -> Image {
-    Image::busybox().layer(|layer| {
-        layer.directory("conf", 0o755);
-        layer.file("conf/app", b"of the volume", 0o644);
-        layer.directory("conf/deep", 0o755);
-        layer.file("conf/deep/er", b"deeper", 0o644);
-        layer.symlink("current", "/conf/deep");
-        layer.symlink("out", "../../../../run/nacelle");
+fn volume_image() -> TestImage {
+    TestImage::busybox().with_layer(|layer| {
+        layer.add_directory("conf", 0o755);
+        layer.add_file("conf/app", b"of the volume", 0o644);
+        layer.add_directory("conf/deep", 0o755);
+        layer.add_file("conf/deep/er", b"deeper", 0o644);
+        layer.add_symlink("current", "/conf/deep");
+        layer.add_symlink("out", "../../../../run/nacelle");
     })
 }
 
-fn mount(at: &str, image: &str, sub_path: &str) -> Value {
+fn image_mount(at: &str, image: &str, sub_path: &str) -> Value {
     json!({"container_path": at, "image": {"image": image}, "image_sub_path": sub_path, "readonly": true})
 }
 
 /// Returns the mounts in ContainerStatus; crictl's own types may lack fields of ours.
-fn mounts_of(node: &Node, container_id: &str) -> Vec<cri::Mount> {
-    ask(async {
+fn mounts_of(node: &TestNode, container_id: &str) -> Vec<cri::Mount> {
+    block_on(async {
         let request = cri::ContainerStatusRequest { container_id: container_id.to_owned(), verbose: false };
-        let answer = Cri::new(node.channel()).container_status(request).await.unwrap();
+        let answer = CriClient::new(node.channel()).container_status(request).await.unwrap();
         answer.into_inner().status.unwrap().mounts
     })
 }
 
 /// Creates a container with these mounts, or returns the error. crictl's own types may lack fields of ours.
-fn create_with(node: &Node, pod: &str, image: &str, mounts: Vec<cri::Mount>) -> Result<String, String> {
+fn create_with_mounts(node: &TestNode, pod: &str, image: &str, mounts: Vec<cri::Mount>) -> Result<String, String> {
     let container = container_config("c", image, &["sleep", "600"]);
     let config = cri::ContainerConfig { log_path: String::new(), mounts, ..container };
-    ask(async {
+    block_on(async {
         let pod_sandbox_id = pod.to_owned();
         let request = cri::CreateContainerRequest { pod_sandbox_id, config: Some(config), sandbox_config: None };
-        let answer = Cri::new(node.channel()).create_container(request).await;
+        let answer = CriClient::new(node.channel()).create_container(request).await;
         answer
             .map(|answer| answer.into_inner().container_id)
             .map_err(|status| format!("{:?}: {}", status.code(), status.message()))
     })
 }
 
-fn used(node: &Node) -> u64 {
-    let info = node.crictl.json(["imagefsinfo", "-o", "json"]);
+fn image_disk_usage(node: &TestNode) -> u64 {
+    let info = node.crictl.call_json(["imagefsinfo", "-o", "json"]);
     let text = info["status"]["imageFilesystems"][0]["usedBytes"]["value"].as_str().map(str::to_owned);
     text.and_then(|text| text.parse().ok()).expect("the use of the disk")
 }
 
 #[test]
-fn images_are_seen_beside_the_containers_own_and_stay_while_they_are() {
-    let mut node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let volume = node.image(&data().layer(|layer| layer.file("weight", &[7; 3 << 20], 0o644)), "data:1");
-    let volume_id = node.crictl.json(["inspecti", "-o", "json", &volume])["status"]["id"].as_str().unwrap().to_owned();
+fn image_volumes_are_mounted_and_kept_while_in_use() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let volume = node
+        .push_and_pull(&volume_image().with_layer(|layer| layer.add_file("weight", &[7; 3 << 20], 0o644)), "data:1");
+    let volume_id =
+        node.crictl.call_json(["inspecti", "-o", "json", &volume])["status"]["id"].as_str().unwrap().to_owned();
     let (one_id, two_id) = {
-        let pod = node.crictl.run_pod(Pod::new("volumes", node.directory()));
+        let pod = node.crictl.run_pod(PodRequest::new("volumes", node.directory()));
         let mounts = json!([
             // Below the next mount, and listed before it: they are mounted in the order of their depth.
-            mount("/mnt/all/conf/deep", &volume, "bin"),
-            mount("/mnt/all", &volume, ""),
+            image_mount("/mnt/all/conf/deep", &volume, "bin"),
+            image_mount("/mnt/all", &volume, ""),
             // Over an existing directory, with a link in the sub-path.
-            mount("/var", &volume, "current"),
-            mount("/self", &image, ""),
+            image_mount("/var", &volume, "current"),
+            image_mount("/self", &image, ""),
         ]);
-        let one = pod.start(Container::sh("one", &image, "echo up; sleep 600").set("mounts", mounts));
-        one.says("up");
-        let said = one.exec("cat /mnt/all/conf/app; echo; ls /mnt/all/conf/deep/busybox; cat /var/er; echo").ok();
-        assert_eq!(said, "of the volume\n/mnt/all/conf/deep/busybox\ndeeper");
+        let one = pod.start(ContainerRequest::sh("one", &image, "echo up; sleep 600").set("mounts", mounts));
+        one.wait_for_output("up");
+        let output = one.exec("cat /mnt/all/conf/app; echo; ls /mnt/all/conf/deep/busybox; cat /var/er; echo").ok();
+        assert_eq!(output, "of the volume\n/mnt/all/conf/deep/busybox\ndeeper");
         assert_eq!(one.exec("/self/bin/busybox echo runs").ok(), "runs");
         for path in ["/mnt/all/x", "/mnt/all/conf/app", "/var/x", "/self/x"] {
             let refused = one.exec(&format!("echo x >{path}")).err();
@@ -87,92 +89,93 @@ fn images_are_seen_beside_the_containers_own_and_stay_while_they_are() {
             assert!(line.starts_with("erofs ro,nosuid,nodev") && !line.contains("noexec"), "{line}");
         }
         let two = pod.start(
-            Container::sh("two", &volume, "cat /again/app; echo; sleep 600")
-                .set("mounts", json!([mount("/again", &volume_id, "conf")]))
+            ContainerRequest::sh("two", &volume, "cat /again/app; echo; sleep 600")
+                .set("mounts", json!([image_mount("/again", &volume_id, "conf")]))
                 .set("linux", json!({"security_context": {"readonly_rootfs": true}})),
         );
-        two.says("of the volume");
+        two.wait_for_output("of the volume");
         (one.id.clone(), two.id.clone())
     };
-    let told = mounts_of(&node, &one_id);
-    assert_eq!(told.len(), 4, "{told:?}");
-    let var = told.iter().find(|mount| mount.container_path == "/var").expect("it is told");
+    let reported = mounts_of(&node, &one_id);
+    assert_eq!(reported.len(), 4, "{reported:?}");
+    let var = reported.iter().find(|mount| mount.container_path == "/var").expect("it is reported");
     assert!(var.readonly && var.host_path.is_empty() && var.image_sub_path == "current", "{var:?}");
     let spec = var.image.as_ref().expect("it is an image's");
     assert_eq!((spec.image.as_str(), spec.image_ref.as_str()), (volume.as_str(), volume_id.as_str()));
 
     // The image is removed while containers see it: it leaves the list but stays visible, also after a restart of the daemon.
-    let before = used(&node);
+    let before = image_disk_usage(&node);
     node.crictl.call(["rmi", &volume]);
     node.kill();
     node.start();
     assert_ne!(node.crictl.try_call(["inspecti", &volume]).code, 0);
-    assert_eq!(mounts_of(&node, &one_id), told);
+    assert_eq!(mounts_of(&node, &one_id), reported);
     let exec = |id: &str, script: &str| node.crictl.call(["exec", "--sync", id, "/bin/sh", "-c", script]);
     assert_eq!(exec(&one_id, "dd if=/mnt/all/weight bs=65536 2>/dev/null | wc -c"), (3 << 20).to_string());
     node.crictl.call(["rm", "--force", &one_id]);
     assert_eq!(exec(&two_id, "cat /again/deep/er"), "deeper");
-    assert!(used(&node) + (1 << 20) > before, "its files are needed");
+    assert!(image_disk_usage(&node) + (1 << 20) > before, "its files are needed");
     node.crictl.call(["rm", "--force", &two_id]);
     nacelle_e2e::eventually("the image's files go with its last user", || {
-        (used(&node) + (2 << 20) < before).then_some(())
+        (image_disk_usage(&node) + (2 << 20) < before).then_some(())
     });
 }
 
 #[test]
-fn what_is_no_volume_is_refused_and_leaves_nothing() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let volume = node.image(&data(), "data:1");
-    let pod = node.crictl.run_pod(Pod::new("refused", node.directory()));
+fn invalid_volumes_are_refused_and_leave_nothing() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let volume = node.push_and_pull(&volume_image(), "data:1");
+    let pod = node.crictl.run_pod(PodRequest::new("refused", node.directory()));
     let with = |key: &str, value: Value| {
-        let mut mount = mount("/mnt", &volume, "");
+        let mut mount = image_mount("/mnt", &volume, "");
         mount[key] = value;
         mount
     };
     let rows = [
-        (mount("/mnt", &volume, "none"), "ImageVolumeMountFailed", "at /mnt has no "),
-        (mount("/mnt", &volume, "out"), "ImageVolumeMountFailed", "at /mnt has no "),
-        (mount("/mnt", &volume, "conf/app"), "ImageVolumeMountFailed", "is no directory"),
-        (mount("/etc/passwd", &volume, ""), "ImageVolumeMountFailed", "/etc/passwd is not a directory"),
-        (mount("/mnt", &volume, "/conf"), "InvalidArgument", "image_sub_path"),
-        (mount("/mnt", &volume, "conf/../.."), "InvalidArgument", "image_sub_path"),
-        (mount("/proc/self", &volume, ""), "InvalidArgument", "container_path"),
-        (mount("mnt", &volume, ""), "InvalidArgument", "container_path"),
-        (mount("/mnt", "127.0.0.1:5000/none:1", ""), "NotFound", "none:1"),
+        (image_mount("/mnt", &volume, "none"), "ImageVolumeMountFailed", "at /mnt has no "),
+        (image_mount("/mnt", &volume, "out"), "ImageVolumeMountFailed", "at /mnt has no "),
+        (image_mount("/mnt", &volume, "conf/app"), "ImageVolumeMountFailed", "is no directory"),
+        (image_mount("/etc/passwd", &volume, ""), "ImageVolumeMountFailed", "/etc/passwd is not a directory"),
+        (image_mount("/mnt", &volume, "/conf"), "InvalidArgument", "image_sub_path"),
+        (image_mount("/mnt", &volume, "conf/../.."), "InvalidArgument", "image_sub_path"),
+        (image_mount("/proc/self", &volume, ""), "InvalidArgument", "container_path"),
+        (image_mount("mnt", &volume, ""), "InvalidArgument", "container_path"),
+        (image_mount("/mnt", "127.0.0.1:5000/none:1", ""), "NotFound", "none:1"),
         (with("readonly", json!(false)), "InvalidArgument", "readonly"),
         (with("host_path", json!("/etc")), "InvalidArgument", "host_path"),
     ];
     for (mount, code, words) in rows {
         // A valid mount first: its placement must be cleaned up.
-        let mounts = json!([self::mount("/good", &volume, "conf"), mount]);
-        let refused = pod.try_create(Container::sh("one", &image, "true").set("mounts", mounts)).err();
+        let mounts = json!([image_mount("/good", &volume, "conf"), mount]);
+        let refused = pod.try_create(ContainerRequest::sh("one", &image, "true").set("mounts", mounts)).err();
         assert!(refused.contains(code) && refused.contains(words), "{code}, {words}: {refused}");
     }
     assert_eq!(node.crictl.call(["ps", "-aq"]), "");
     // Rejected requests leave nothing that blocks a later one.
-    let mounts = json!([mount("/good", &volume, "conf")]);
-    pod.start(Container::sh("one", &image, "cat /good/app").set("mounts", mounts)).says("of the volume");
+    let mounts = json!([image_mount("/good", &volume, "conf")]);
+    pod.start(ContainerRequest::sh("one", &image, "cat /good/app").set("mounts", mounts))
+        .wait_for_output("of the volume");
     pod.remove();
 }
 
 /// Options with which changes on the node are visible at once.
-fn asking_each_time() -> Options {
-    Options { extra: "[sandbox]\nvolume_cache_ttl = \"0s\"\n".to_owned(), ..Options::default() }
+fn options_without_cache() -> NodeOptions {
+    NodeOptions { extra: "[sandbox]\nvolume_cache_ttl = \"0s\"\n".to_owned(), ..NodeOptions::default() }
 }
 
 #[test]
-fn what_the_node_changes_is_seen_soon() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn changes_on_the_node_become_visible_in_the_guest() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let directory = node.directory().join("shared");
     fs::create_dir(&directory).expect("the node's directory is writable");
     let write =
         |name: &str, text: &str| fs::write(directory.join(name), text).expect("the node's directory is writable");
     write("one", "first");
-    let pod = node.crictl.run_pod(Pod::new("volumes", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("volumes", node.directory()));
     let mounts = json!([{"host_path": directory, "container_path": "/all"}]);
-    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts));
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("mounts", mounts));
     assert_eq!(container.exec("cat /all/one").ok(), "first");
     write("one", "second, and longer");
     write("two", "new");
@@ -186,13 +189,13 @@ fn what_the_node_changes_is_seen_soon() {
     assert_eq!(container.exec("ls /all").ok(), "four");
     assert_eq!(fs::read_to_string(directory.join("four")).expect("it is there"), "x\n");
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 #[test]
 fn directories_and_files_of_the_node_are_volumes() {
-    let node = Node::with(asking_each_time());
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let node = TestNode::with_options(options_without_cache());
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let directory = node.directory().join("shared");
     fs::create_dir(&directory).expect("the node's directory is writable");
     let write = |path: &Path, text: &str| fs::write(path, text).expect("the node's directory is writable");
@@ -201,11 +204,11 @@ fn directories_and_files_of_the_node_are_volumes() {
     std::os::unix::fs::symlink("../secret", directory.join("link")).expect("the node's directory is writable");
     let of_node =
         |of: &Path, at: &str, readonly: bool| json!({"host_path": of, "container_path": at, "readonly": readonly});
-    let pod = node.crictl.run_pod(Pod::new("volumes", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("volumes", node.directory()));
     let file = directory.join("from-node");
     let mounts =
         json!([of_node(&directory, "/rw", false), of_node(&directory, "/ro", true), of_node(&file, "/etc/one", true)]);
-    let container = pod.start(Container::sh("c", &image, "sleep 600").set("mounts", mounts.clone()));
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("mounts", mounts.clone()));
     assert_eq!(container.exec("cat /ro/from-node /etc/one").ok(), "of the nodeof the node");
     container.exec("echo back >/rw/from-pod && chown 1234:5678 /rw/from-pod && chmod 600 /rw/from-pod").ok();
     assert_eq!(fs::read_to_string(directory.join("from-pod")).expect("the pod has written"), "back\n");
@@ -227,14 +230,14 @@ fn directories_and_files_of_the_node_are_volumes() {
     // As in other runtimes, a missing directory is created. Two containers have separate volumes.
     let none = directory.join("none");
     let mounts = json!([of_node(&none, "/none", false), of_node(&directory, "/all", false)]);
-    let later = pod.start(Container::sh("d", &image, "sleep 600").set("mounts", mounts));
+    let later = pod.start(ContainerRequest::sh("d", &image, "sleep 600").set("mounts", mounts));
     later.exec("touch /none/made && test -f /all/none/made").ok();
     assert!(none.join("made").is_file(), "{none:?}");
     node.crictl.call(["rm", "-f", &later.id]);
     assert_eq!(container.exec("ls /rw/none").ok(), "made");
-    if let Some(share) = node.processes("nacelle-fs ").first() {
+    if let Some(share) = node.pids_matching("nacelle-fs ").first() {
         // The file-server process is killed: the pod gets errors, continues, and can be removed.
-        call("kill", ["-9", &share.to_string()]).ok();
+        run_program("kill", ["-9", &share.to_string()]).ok();
         let error = container.exec("cat /rw/from-node").err();
         assert!(error.contains("I/O error") || error.contains("Input/output error"), "{error}");
         assert_eq!(container.exec("echo lives").ok(), "lives");
@@ -243,7 +246,7 @@ fn directories_and_files_of_the_node_are_volumes() {
     }
     pod.remove();
     assert_eq!(fs::read_to_string(directory.join("from-pod")).expect("what was written stays"), "back\n");
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 /// Returns the number of open files of a process with this name, without O_PATH descriptors.
@@ -260,26 +263,26 @@ fn open_files(pid: i32, name: &str) -> usize {
 }
 
 #[test]
-fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
-    let node = Node::new();
+fn the_file_server_closes_files_and_maps_only_the_virtqueues() {
+    let node = TestNode::new();
     if engine() == "host" {
         return; // there is no such process
     }
-    let image = node.image(&Image::busybox(), "busybox:1");
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let directory = node.directory().join("shared");
     fs::create_dir(&directory).expect("the node's directory is writable");
-    let pod = node.crictl.run_pod(Pod::new("seen", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("seen", node.directory()));
     let mounts = json!([{"host_path": directory, "container_path": "/rw"}]);
     let script =
         "exec 3>/rw/held; echo opened; while [ ! -e /rw/go ]; do sleep 0.2; done; exec 3>&-; echo closed; sleep 600";
-    let container = pod.start(Container::sh("c", &image, script).set("mounts", mounts));
-    container.says("opened");
-    let share = node.processes("nacelle-fs ").first().copied().expect("it is there");
+    let container = pod.start(ContainerRequest::sh("c", &image, script).set("mounts", mounts));
+    container.wait_for_output("opened");
+    let share = node.pids_matching("nacelle-fs ").first().copied().expect("it is there");
     assert_eq!(open_files(share, "held"), 1);
     let ahead = container.exec("cat /sys/class/bdi/*/read_ahead_kb").ok();
     assert!(ahead.lines().any(|kib| kib == "496"), "{ahead}");
     fs::write(directory.join("go"), "").expect("the node's directory is writable");
-    container.says("closed");
+    container.wait_for_output("closed");
     // The guest's close() does not wait for this.
     nacelle_e2e::eventually("it is closed here, too", || (open_files(share, "held") == 0).then_some(()));
     // The process accesses the virtqueues directly: in the memory of a QEMU guest, or else in a shared memory file for them.
@@ -293,13 +296,13 @@ fn who_has_the_files_closes_them_and_sees_of_the_guest_what_it_needs() {
         assert!(sizes.iter().all(|size| *size == 2 << 20), "{maps}");
     }
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 #[test]
-fn what_is_there_already_is_opened_and_not_made() {
-    let node = Node::with(asking_each_time());
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn existing_volume_paths_are_opened_and_not_created() {
+    let node = TestNode::with_options(options_without_cache());
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let directory = node.directory().join("shared");
     let mode =
         |path: &Path, mode: u32| fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("it is ours");
@@ -314,12 +317,12 @@ fn what_is_there_already_is_opened_and_not_made() {
         write(name, bits);
     }
     std::os::unix::fs::symlink("target", directory.join("dangling")).expect("the node's directory is writable");
-    let pod = node.crictl.run_pod(Pod::new("created", node.directory()));
+    let pod = node.crictl.run_pod(PodRequest::new("created", node.directory()));
     let mounts = json!([
         {"host_path": directory, "container_path": "/all"}, {"host_path": directory, "container_path": "/ro", "readonly": true},
     ]);
     let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
-    let sleeps = Container::sh("c", &image, "sleep 600").set("mounts", mounts).set("linux", user);
+    let sleeps = ContainerRequest::sh("c", &image, "sleep 600").set("mounts", mounts).set("linux", user);
     let container = pod.start(sleeps);
     // The shell opens with O_CREAT, and also with O_EXCL after `set -C`.
     for (script, why) in [
@@ -354,13 +357,13 @@ fn what_is_there_already_is_opened_and_not_made() {
     mode(&directory, 0o755);
     assert!(container.exec("echo 2 >/all/two").err().contains("Permission denied"));
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
 #[test]
-fn mount_options_take_away() {
-    let node = Node::new();
-    let image = node.image(&Image::busybox(), "busybox:1");
+fn mount_options_restrict_a_volume() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let directory = node.directory().join("shared");
     fs::create_dir(&directory).expect("the node's directory is writable");
     let (script, read) = (directory.join("script"), directory.join("read"));
@@ -384,17 +387,17 @@ fn mount_options_take_away() {
         readonly: true,
         ..mount(at, options)
     };
-    let asked = ["noexec", "nosuid", "nodev", "noatime"];
+    let requested = ["noexec", "nosuid", "nodev", "noatime"];
     let mounts = vec![
-        mount("/all", &asked),
+        mount("/all", &requested),
         mount("/ro", &["ro", "nosuid"]),
         of_image("/image", &[]),
         of_image("/image-noexec", &["noexec"]),
     ];
-    let pod = node.crictl.run_pod(Pod::new("options", node.directory()));
-    let refused = create_with(&node, &pod.id, &image, vec![mount("/x", &["noexec", "uid=0"])]).unwrap_err();
+    let pod = node.crictl.run_pod(PodRequest::new("options", node.directory()));
+    let refused = create_with_mounts(&node, &pod.id, &image, vec![mount("/x", &["noexec", "uid=0"])]).unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("mount_options is \"uid=0\""), "{refused}");
-    let id = create_with(&node, &pod.id, &image, mounts).expect("all of this is possible");
+    let id = create_with_mounts(&node, &pod.id, &image, mounts).expect("all of this is possible");
     node.crictl.call(["start", &id]);
     let exec = |script: &str| node.crictl.try_call(["exec", "--sync", &id, "/bin/sh", "-c", script]);
     assert_eq!(exec("cat /all/read; echo x >/all/new && sh /all/script").ok(), "someruns");
@@ -406,20 +409,20 @@ fn mount_options_take_away() {
         ("/image-noexec/busybox true", false),
         ("/image/busybox true", true),
     ] {
-        let said = exec(program);
-        assert_eq!(said.code == 0, runs, "{program}: {said:?}");
+        let output = exec(program);
+        assert_eq!(output.code == 0, runs, "{program}: {output:?}");
     }
     let refused = exec("echo x >/ro/new").err();
     assert!(refused.contains("Read-only file system"), "{refused}");
     let flags = exec("grep ' /all ' /proc/mounts | cut -d' ' -f4").ok();
-    for option in &asked {
+    for option in &requested {
         assert!(flags.split(',').any(|flag| flag == *option), "{option}: {flags}");
     }
-    let told = mounts_of(&node, &id);
-    let of = |at: &str| told.iter().find(|mount| mount.container_path == at).expect("it is told");
+    let reported = mounts_of(&node, &id);
+    let of = |at: &str| reported.iter().find(|mount| mount.container_path == at).expect("it is reported");
     assert_eq!(of("/all").mount_options, ["nosuid", "nodev", "noexec", "noatime"]);
     assert!(of("/ro").readonly && of("/ro").mount_options == ["nosuid"]);
     assert_eq!(of("/image-noexec").mount_options, ["noexec"]);
     pod.remove();
-    assert_eq!(node.left(), Vec::<String>::new());
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }

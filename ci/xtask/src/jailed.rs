@@ -103,7 +103,7 @@ fn broken(text: &str, reads: Option<&[&str]>, names: bool) -> Vec<String> {
             found.push(format!("{place}: names a path in a pod's jail: use `nacelle_pod::jailed` (or see {LIST})"));
         }
     }
-    // A word that is not needed hides the call that somebody adds later.
+    // A word that is not needed hides a call that is added later.
     found.extend(unused.iter().map(|word| format!("may call `{word}` by {LIST} and does not: take the word out")));
     found
 }

@@ -1,7 +1,7 @@
 //! Runs the peer containerd (Debian's, with runc) on the same node, with the same registry and CNI configuration.
 
-use crate::cri::Cri;
-use nacelle_e2e::{Image, Node, census, eventually};
+use crate::cri::RuntimeClient;
+use nacelle_e2e::{TestImage, TestNode, census, eventually};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
@@ -14,13 +14,13 @@ pub struct Containerd {
 
 impl Containerd {
     /// Starts containerd on the node and waits until it answers.
-    pub fn start(node: &Node) -> (Self, Cri) {
+    pub fn start(node: &TestNode) -> (Self, RuntimeClient) {
         let directory = node.directory().join("containerd");
         fs::create_dir_all(directory.join("logs")).expect("the node's directory is writable");
         let pause = node
             .registry
-            .push(&Image::busybox().config("Cmd", serde_json::json!(["/bin/sleep", "1000000"])), "pause:1");
-        let at = |name: &str| directory.join(name).display().to_string();
+            .push(&TestImage::busybox().with_config("Cmd", serde_json::json!(["/bin/sleep", "1000000"])), "pause:1");
+        let path_of = |name: &str| directory.join(name).display().to_string();
         let host = node.registry.host();
         let config = format!(
             "version = 2\nroot = {:?}\nstate = {:?}\ndisabled_plugins = [\"io.containerd.snapshotter.v1.zfs\"]\n\
@@ -29,10 +29,10 @@ impl Containerd {
              disable_apparmor = true\n\
              [plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\nconf_dir = {:?}\n\
              [plugins.\"io.containerd.grpc.v1.cri\".registry.mirrors.{host:?}]\nendpoint = [\"http://{host}\"]\n",
-            at("root"),
-            at("state"),
-            at("sock"),
-            at("ttrpc"),
+            path_of("root"),
+            path_of("state"),
+            path_of("sock"),
+            path_of("ttrpc"),
             node.directory().join("cni"),
         );
         fs::write(directory.join("config.toml"), config).expect("the node's directory is writable");
@@ -49,7 +49,7 @@ impl Containerd {
             .expect("containerd is installed");
         let socket = directory.join("sock");
         eventually("containerd answers", || std::os::unix::net::UnixStream::connect(&socket).ok());
-        let cri = Cri::connect(&socket, &directory.join("logs"));
+        let cri = RuntimeClient::connect(&socket, &directory.join("logs"));
         (Self { process, directory }, cri)
     }
 }
@@ -60,10 +60,10 @@ impl Drop for Containerd {
         let _ = self.process.kill();
         let _ = self.process.wait();
         for (pid, _) in census::processes(&self.directory) {
-            nacelle_e2e::run::call("kill", ["-9", &pid.to_string()]);
+            nacelle_e2e::run::run_program("kill", ["-9", &pid.to_string()]);
         }
         for mount in census::mounts(&self.directory).iter().rev() {
-            nacelle_e2e::run::call("umount", ["--lazy", mount]);
+            nacelle_e2e::run::run_program("umount", ["--lazy", mount]);
         }
     }
 }

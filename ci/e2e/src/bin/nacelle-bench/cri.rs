@@ -9,23 +9,23 @@ use std::time::{Duration, Instant};
 use tonic::transport::Channel;
 
 /// A client of a runtime's socket.
-pub struct Cri {
+pub struct RuntimeClient {
     runtime: tokio::runtime::Runtime,
     pods: RuntimeServiceClient<Channel>,
     images: ImageServiceClient<Channel>,
     logs: PathBuf,
     /// The parent cgroup of the pods.
-    pub group: String,
+    pub cgroup_parent: String,
     next: u32,
 }
 
 /// A pod and its configuration.
-pub struct Pod {
+pub struct BenchPod {
     pub id: String,
     config: cri::PodSandboxConfig,
 }
 
-impl Cri {
+impl RuntimeClient {
     /// Connects to `socket`. Log files go below `logs`, whose last component distinguishes this client's pods from those of
     /// others.
     pub fn connect(socket: &Path, logs: &Path) -> Self {
@@ -44,7 +44,7 @@ impl Cri {
             pods: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20),
             images: ImageServiceClient::new(channel),
             logs: logs.to_owned(),
-            group: String::new(),
+            cgroup_parent: String::new(),
             next: 0,
         }
     }
@@ -56,12 +56,12 @@ impl Cri {
     }
 
     /// Calls RunPodSandbox; returns the pod and the duration in milliseconds.
-    pub fn run_pod(&mut self) -> (Pod, f64) {
+    pub fn run_pod(&mut self) -> (BenchPod, f64) {
         self.run_pod_with("", false)
     }
 
     /// Like `run_pod`, with a handler, and with `privileged` for privileged containers.
-    pub fn run_pod_with(&mut self, handler: &str, privileged: bool) -> (Pod, f64) {
+    pub fn run_pod_with(&mut self, handler: &str, privileged: bool) -> (BenchPod, f64) {
         let name = self.name("pod");
         let security = cri::LinuxSandboxSecurityContext { privileged, ..Default::default() };
         let directory = self.logs.join(&name);
@@ -69,7 +69,7 @@ impl Cri {
         let config = cri::PodSandboxConfig {
             linux: Some(cri::LinuxPodSandboxConfig {
                 security_context: Some(security),
-                cgroup_parent: self.group.clone(),
+                cgroup_parent: self.cgroup_parent.clone(),
                 ..Default::default()
             }),
             ..pod_config("bench", &name, &self.logs)
@@ -78,11 +78,11 @@ impl Cri {
         let request = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler };
         let start = Instant::now();
         let answer = self.runtime.block_on(self.pods.run_pod_sandbox(request)).expect("RunPodSandbox");
-        (Pod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
+        (BenchPod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
     }
 
     /// Calls UpdatePodSandboxResources with the resources of the pod's containers together; returns the duration in milliseconds.
-    pub fn resize(&mut self, pod: &Pod, cpus: i64, memory: i64) -> f64 {
+    pub fn resize(&mut self, pod: &BenchPod, cpus: i64, memory: i64) -> f64 {
         let (cpu_period, cpu_quota) = (100_000, cpus * 100_000);
         let containers =
             cri::LinuxContainerResources { cpu_period, cpu_quota, memory_limit_in_bytes: memory, ..Default::default() };
@@ -97,7 +97,7 @@ impl Cri {
     }
 
     /// Calls StopPodSandbox and RemovePodSandbox.
-    pub fn remove_pod(&mut self, pod: &Pod) {
+    pub fn remove_pod(&mut self, pod: &BenchPod) {
         let stop = cri::StopPodSandboxRequest { pod_sandbox_id: pod.id.clone() };
         self.runtime.block_on(self.pods.stop_pod_sandbox(stop)).expect("StopPodSandbox");
         let remove = cri::RemovePodSandboxRequest { pod_sandbox_id: pod.id.clone() };
@@ -105,14 +105,14 @@ impl Cri {
     }
 
     /// Calls CreateContainer and StartContainer; returns the id, and the milliseconds until the first byte in the log.
-    pub fn start(&mut self, pod: &Pod, image: &str, command: &[&str]) -> (String, f64) {
-        self.start_with(pod, image, command, &[], None)
+    pub fn start(&mut self, pod: &BenchPod, image: &str, command: &[&str]) -> (String, f64) {
+        self.start_with_volumes(pod, image, command, &[], None)
     }
 
     /// Like `start`, with directories of the node and their paths in the container, or privileged with a device of the node.
-    pub fn start_with(
+    pub fn start_with_volumes(
         &mut self,
-        pod: &Pod,
+        pod: &BenchPod,
         image: &str,
         command: &[&str],
         directories: &[(&Path, &str)],
@@ -122,8 +122,8 @@ impl Cri {
         let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
         let security = cri::LinuxContainerSecurityContext { privileged: device.is_some(), ..Default::default() };
         let config = cri::ContainerConfig {
-            mounts: directories.iter().map(|(directory, at)| mount(directory, at)).collect(),
-            devices: device.into_iter().map(cri_device).collect(),
+            mounts: directories.iter().map(|(directory, at)| directory_mount(directory, at)).collect(),
+            devices: device.into_iter().map(device_request).collect(),
             linux: Some(cri::LinuxContainerConfig { security_context: Some(security), ..Default::default() }),
             ..container_config(&name, image, command)
         };
@@ -147,12 +147,12 @@ impl Cri {
     /// Calls ExecSync; returns the duration in milliseconds.
     pub fn exec(&mut self, container: &str, command: &[&str]) -> f64 {
         let start = Instant::now();
-        self.output(container, command);
+        self.exec_output(container, command);
         milliseconds(start)
     }
 
     /// Calls ExecSync; returns the output.
-    pub fn output(&mut self, container: &str, command: &[&str]) -> String {
+    pub fn exec_output(&mut self, container: &str, command: &[&str]) -> String {
         let request = cri::ExecSyncRequest {
             container_id: container.to_owned(),
             cmd: command.iter().map(|word| (*word).to_owned()).collect(),
@@ -164,14 +164,14 @@ impl Cri {
     }
 
     /// Returns the statistics in a verbose PodSandboxStatus.
-    pub fn accounts(&mut self, pod: &Pod) -> serde_json::Value {
+    pub fn accounts(&mut self, pod: &BenchPod) -> serde_json::Value {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.id.clone(), verbose: true };
         let answer = self.runtime.block_on(self.pods.pod_sandbox_status(request)).expect("PodSandboxStatus");
         serde_json::from_str(&answer.into_inner().info["accounts"]).expect("JSON")
     }
 
     /// Returns the memory of PodSandboxStats in bytes; NaN if there is none.
-    pub fn memory(&mut self, pod: &Pod) -> f64 {
+    pub fn memory_usage(&mut self, pod: &BenchPod) -> f64 {
         let request = cri::PodSandboxStatsRequest { pod_sandbox_id: pod.id.clone() };
         let answer = self.runtime.block_on(self.pods.pod_sandbox_stats(request)).expect("PodSandboxStats");
         let memory = answer.into_inner().stats.and_then(|stats| stats.linux?.memory?.usage_bytes);
@@ -195,11 +195,11 @@ impl Cri {
     }
 }
 
-fn mount(directory: &Path, at: &str) -> cri::Mount {
+fn directory_mount(directory: &Path, at: &str) -> cri::Mount {
     cri::Mount { host_path: directory.display().to_string(), container_path: at.to_owned(), ..Default::default() }
 }
 
-fn cri_device(path: &str) -> cri::Device {
+fn device_request(path: &str) -> cri::Device {
     cri::Device { container_path: path.to_owned(), host_path: path.to_owned(), permissions: "rwm".into() }
 }
 

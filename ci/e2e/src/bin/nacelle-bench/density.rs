@@ -1,60 +1,60 @@
 //! Measures the node's memory per sleeping pod by the number of pods: Nacelle's, containerd's, and plain VMs.
 
 use crate::containerd::Containerd;
-use crate::cri::{Cri, Pod};
+use crate::cri::{BenchPod, RuntimeClient};
 use crate::memory::{self, MIB};
 use crate::{accounts, benches, microvm};
-use nacelle_e2e::node::{Options, engine};
-use nacelle_e2e::{Image, Node, census};
+use nacelle_e2e::node::{NodeOptions, engine};
+use nacelle_e2e::{TestImage, TestNode, census};
 use serde_json::{Value, json};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// The subjects that can be measured.
-pub const WHO: [&str; 4] = ["nacelle", "containerd", "qemu", "accounts"];
+pub const SUBJECTS: [&str; 4] = ["nacelle", "containerd", "qemu", "accounts"];
 /// How long the node is left alone before it is measured.
-const SETTLED: Duration = Duration::from_secs(8);
+const SETTLE_TIME: Duration = Duration::from_secs(8);
 
 /// Returns `{"engine", "density": [{"runtime", "pods", "pss", "used", ...: MiB for each pod}, ...], "accounts": [...]}`; the
 /// latter is the result of [`accounts::measure`].
-pub fn measure(who: &[&str], stages: &[usize]) -> Value {
+pub fn measure(subjects: &[&str], stages: &[usize]) -> Value {
     let mut density = Vec::new();
-    for who in who {
-        match *who {
-            "nacelle" => density.extend(nacelle(stages)),
-            "containerd" => density.extend(containerd(stages)),
-            "qemu" => density.extend(machines(stages)),
+    for subject in subjects {
+        match *subject {
+            "nacelle" => density.extend(measure_nacelle(stages)),
+            "containerd" => density.extend(measure_containerd(stages)),
+            "qemu" => density.extend(measure_qemu(stages)),
             _ => {}
         }
     }
-    let accounts = who.contains(&"accounts").then(accounts::measure);
+    let accounts = subjects.contains(&"accounts").then(accounts::measure);
     json!({"engine": engine(), "density": density, "accounts": accounts})
 }
 
-pub fn node() -> Node {
+pub fn counting_node() -> TestNode {
     let extra = "[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n".to_owned();
-    let node = Node::with(Options { ipv6: false, extra, ..Options::default() });
-    memory::count(node.directory());
+    let node = TestNode::with_options(NodeOptions { ipv6: false, extra, ..NodeOptions::default() });
+    memory::enable_accounting(node.directory());
     node
 }
 
 /// Returns a client whose pods have their cgroups in the node's.
-pub fn ours(node: &Node) -> Cri {
-    let mut cri = Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
-    cri.group = census::cgroup_parent(node.directory());
+pub fn nacelle_client(node: &TestNode) -> RuntimeClient {
+    let mut cri = RuntimeClient::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
+    cri.cgroup_parent = census::cgroup_parent(node.directory());
     cri
 }
 
 /// Creates pods up to each of these numbers, and measures at each; `processes` returns the processes of all pods.
-fn stages<P>(
+fn measure_stages<P>(
     runtime: &str,
     stages: &[usize],
     mut start: impl FnMut() -> P,
     processes: impl Fn(&[P]) -> Vec<i32>,
     more: impl Fn(f64) -> Value,
 ) -> (Vec<P>, Vec<Value>) {
-    std::thread::sleep(SETTLED);
-    let before = memory::in_use();
+    std::thread::sleep(SETTLE_TIME);
+    let before = memory::node_memory_in_use();
     let (mut pods, mut rows) = (Vec::new(), Vec::new());
     for wanted in stages {
         while pods.len() < *wanted {
@@ -62,10 +62,10 @@ fn stages<P>(
             pods.push(start());
             eprintln!("{runtime}: pod {} after {:.1} s", pods.len(), started.elapsed().as_secs_f32());
         }
-        std::thread::sleep(SETTLED);
+        std::thread::sleep(SETTLE_TIME);
         let each = |bytes: f64| bytes / MIB / *wanted as f64;
-        let now = memory::in_use();
-        let programs = memory::proportional(&memory::with_descendants(&processes(&pods)));
+        let now = memory::node_memory_in_use();
+        let programs = memory::pss_by_program(&memory::with_descendants(&processes(&pods)));
         let parts: serde_json::Map<String, Value> =
             programs.iter().map(|(name, bytes)| (name.clone(), json!(each(*bytes)))).collect();
         let row = json!({
@@ -80,42 +80,42 @@ fn stages<P>(
 }
 
 /// Creates a pod with one container that sleeps.
-fn sleeping(cri: &mut Cri, image: &str) -> Pod {
+fn run_sleeping_pod(cri: &mut RuntimeClient, image: &str) -> BenchPod {
     let (pod, _) = cri.run_pod();
     cri.start(&pod, image, &["/bin/sh", "-c", "echo here; exec sleep 1000000"]);
     pod
 }
 
-fn nacelle(numbers: &[usize]) -> Vec<Value> {
-    let node = node();
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let mut cri = ours(&node);
+fn measure_nacelle(stages: &[usize]) -> Vec<Value> {
+    let node = counting_node();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let mut cri = nacelle_client(&node);
     // Allocations that only the first pod causes.
-    let first = sleeping(&mut cri, &image);
+    let first = run_sleeping_pod(&mut cri, &image);
     cri.remove_pod(&first);
     let charged = |pods: f64| {
-        let group = memory::group(node.directory(), None);
-        let each = |of: fn(&memory::Group) -> f64| group.as_ref().map(|group| of(group) / MIB / pods);
+        let group = memory::read_cgroup(node.directory(), None);
+        let each = |of: fn(&memory::CgroupUsage) -> f64| group.as_ref().map(|group| of(group) / MIB / pods);
         let daemon = i32::try_from(node.daemon_pid()).unwrap_or_default();
         json!({
             "charged": each(|group| group.all), "charged_anonymous": each(|group| group.anonymous),
             "charged_kernel": each(|group| group.kernel),
-            "daemon": benches::kilobytes(daemon, "status", "VmRSS:") / 1024.0,
+            "daemon": benches::read_kib(daemon, "status", "VmRSS:") / 1024.0,
         })
     };
-    let roots = |_: &[Pod]| node.processes("");
+    let roots = |_: &[BenchPod]| node.pids_matching("");
     let name = format!("Nacelle, {}", engine());
-    let (pods, rows) = stages(&name, numbers, || sleeping(&mut cri, &image), roots, charged);
+    let (pods, rows) = measure_stages(&name, stages, || run_sleeping_pod(&mut cri, &image), roots, charged);
     pods.iter().for_each(|pod| cri.remove_pod(pod));
     rows
 }
 
-fn containerd(numbers: &[usize]) -> Vec<Value> {
-    let node = node();
-    let image = node.registry.push(&Image::busybox(), "busybox:1");
+fn measure_containerd(stages: &[usize]) -> Vec<Value> {
+    let node = counting_node();
+    let image = node.registry.push(&TestImage::busybox(), "busybox:1");
     let (containerd, mut cri) = Containerd::start(&node);
     cri.pull(&image);
-    let first = sleeping(&mut cri, &image);
+    let first = run_sleeping_pod(&mut cri, &image);
     cri.remove_pod(&first);
     let of = |word: &str| {
         let all = census::processes(&node.directory().join("containerd")).into_iter();
@@ -123,24 +123,29 @@ fn containerd(numbers: &[usize]) -> Vec<Value> {
     };
     let daemon = |_: f64| {
         let daemons: Vec<i32> = of("daemon");
-        let kib = daemons.iter().map(|pid| benches::kilobytes(*pid, "status", "VmRSS:"));
+        let kib = daemons.iter().map(|pid| benches::read_kib(*pid, "status", "VmRSS:"));
         json!({ "daemon": kib.sum::<f64>() / 1024.0 })
     };
-    let (pods, rows) =
-        stages("containerd + runc", numbers, || sleeping(&mut cri, &image), |_: &[Pod]| of("shims"), daemon);
+    let (pods, rows) = measure_stages(
+        "containerd + runc",
+        stages,
+        || run_sleeping_pod(&mut cri, &image),
+        |_: &[BenchPod]| of("shims"),
+        daemon,
+    );
     pods.iter().for_each(|pod| cri.remove_pod(pod));
     drop(containerd);
     rows
 }
 
-fn machines(numbers: &[usize]) -> Vec<Value> {
+fn measure_qemu(stages: &[usize]) -> Vec<Value> {
     let directory = tempfile::tempdir().expect("the directory for temporary files is writable");
     let initramfs = microvm::initramfs(directory.path());
     let pids = |machines: &[Child]| machines.iter().filter_map(|machine| i32::try_from(machine.id()).ok()).collect();
     let accel = if engine() == "kvm" { "kvm" } else { "tcg" };
     let name = format!("plain QEMU, {accel}");
-    let start = || microvm::start(&initramfs, accel, &[]).0;
-    let (machines, rows) = stages(&name, numbers, start, pids, |_| Value::Null);
+    let start = || microvm::start_qemu(&initramfs, accel, &[]).0;
+    let (machines, rows) = measure_stages(&name, stages, start, pids, |_| Value::Null);
     for mut machine in machines {
         machine.kill().expect("QEMU is our child");
         machine.wait().expect("QEMU is our child");

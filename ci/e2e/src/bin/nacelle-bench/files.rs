@@ -2,11 +2,11 @@
 //! virtiofsd.
 
 use crate::containerd::Containerd;
-use crate::cri::Cri;
+use crate::cri::RuntimeClient;
 use crate::median;
-use nacelle_e2e::node::{Options, engine, handler};
-use nacelle_e2e::run::call;
-use nacelle_e2e::{Image, Node, eventually, part};
+use nacelle_e2e::node::{NodeOptions, engine, handler_config};
+use nacelle_e2e::run::run_program;
+use nacelle_e2e::{TestImage, TestNode, eventually, path_from_env};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -27,23 +27,24 @@ const JOBS: [(&str, &str, &str); 7] = [
 ];
 
 /// The directories in a container that are measured.
-const PLACES: [(&str, &str); 4] =
+const DIRECTORIES: [(&str, &str); 4] =
     [("/own", "root"), ("/shared", "volume"), ("/empty", "emptyDir"), ("/block", "block volume")];
 
 /// The handler whose emptyDirs are disks of VMs.
-const DISKS: &str = "disks";
+const DISK_HANDLER: &str = "disks";
 
 /// Separates the results of the jobs in the output of a guest.
-const MARK: &str = "=====";
+const JOB_SEPARATOR: &str = "=====";
 /// The time limit of a VM for all jobs.
-const LIMIT: Duration = Duration::from_secs(600);
+const VM_LIMIT: Duration = Duration::from_secs(600);
 
 /// Runs the jobs `runs` times, alternating between all directories, or only on our volume and in plain QEMU. Returns
 /// `[{"runtime", "operation", "p50", "samples"}, ...]`.
 pub fn measure(runs: usize, only_volumes: bool) -> Value {
-    let node = Node::with(Options { ipv6: false, extra: disks(), ..Options::default() });
-    let fio = fio();
-    let image = node.registry.push(&image(&fio), "fio:1");
+    let node =
+        TestNode::with_options(NodeOptions { ipv6: false, extra: disk_handler_config(), ..NodeOptions::default() });
+    let fio = fio_files();
+    let image = node.registry.push(&fio_image(&fio), "fio:1");
     let shared = |name: &str| {
         let directory = node.directory().join(name);
         fs::create_dir(&directory).expect("the node's directory is writable");
@@ -51,48 +52,52 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     };
     let directories = [shared("ours"), shared("containerd's"), shared("qemu's")];
     let (containerd, mut theirs) = Containerd::start(&node);
-    let mut ours = Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
-    let disks = ["ours.raw", "containerd's.raw"].map(|name| Disk::new(&node.directory().join(name)));
+    let mut ours = RuntimeClient::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
+    let disks = ["ours.raw", "containerd's.raw"].map(|name| LoopDisk::new(&node.directory().join(name)));
     // The path of an emptyDir of kubelet: a disk of the VM, which containerd does not have.
     let empty = node.directory().join("pods/p/volumes/kubernetes.io~empty-dir/empty");
     fs::create_dir_all(&empty).expect("the node's directory is writable");
-    let start = |cri: &mut Cri, handler: &str, directories: &[(&Path, &str)], disk: &Disk| {
+    let start = |cri: &mut RuntimeClient, handler: &str, directories: &[(&Path, &str)], disk: &LoopDisk| {
         cri.pull(&image);
         let pod = cri.run_pod_with(handler, true).0;
         let device = &disk.0;
         let command = format!("mkdir /own /block && mount -t ext4 {device} /block && echo here; sleep 100000");
-        let container = cri.start_with(&pod, &image, &["/bin/sh", "-c", &command], directories, Some(device)).0;
+        let container = cri.start_with_volumes(&pod, &image, &["/bin/sh", "-c", &command], directories, Some(device)).0;
         (pod, container)
     };
     let shared = [(directories[0].as_path(), "/shared"), (&empty, "/empty")];
-    let (our_pod, our_container) = start(&mut ours, DISKS, &shared, &disks[0]);
+    let (our_pod, our_container) = start(&mut ours, DISK_HANDLER, &shared, &disks[0]);
     let (their_pod, their_container) = start(&mut theirs, "", &[(&directories[1], "/shared")], &disks[1]);
-    let machine = (engine() != "host").then(|| Guest::new(&node, &fio, &directories[2]));
+    let machine = (engine() != "host").then(|| QemuGuest::new(&node, &fio, &directories[2]));
     let mut samples: BTreeMap<(String, usize), Vec<f64>> = BTreeMap::new();
-    let mut add = |runtime: String, said: &str| {
-        for (job, figure) in figures(said).into_iter().enumerate() {
+    let mut add = |runtime: String, output: &str| {
+        for (job, figure) in parse_results(output).into_iter().enumerate() {
             samples.entry((runtime.clone(), job)).or_default().push(figure);
         }
     };
     // The first run of each does not count.
     for run in 0..=runs {
-        for (place, what) in PLACES.into_iter().filter(|(place, _)| !only_volumes || *place == "/shared") {
+        for (directory, what) in
+            DIRECTORIES.into_iter().filter(|(directory, _)| !only_volumes || *directory == "/shared")
+        {
             let name = |who: &str| format!("{who}, {what}");
             let both = [
                 (&mut ours, &our_container, format!("nacelle {}", engine())),
                 (&mut theirs, &their_container, "containerd".to_owned()),
             ];
-            for (cri, container, who) in both.into_iter().take(if only_volumes || place == "/empty" { 1 } else { 2 }) {
-                let said = cri.output(container, &["/bin/sh", "-c", &script(place)]);
+            for (cri, container, who) in
+                both.into_iter().take(if only_volumes || directory == "/empty" { 1 } else { 2 })
+            {
+                let output = cri.exec_output(container, &["/bin/sh", "-c", &fio_script(directory)]);
                 if run > 0 {
-                    add(name(&who), &said);
+                    add(name(&who), &output);
                 }
             }
         }
         if let Some(machine) = &machine {
-            let said = machine.run();
+            let output = machine.run();
             if run > 0 {
-                add("qemu, Debian's virtiofsd".to_owned(), &said);
+                add("qemu, Debian's virtiofsd".to_owned(), &output);
             }
         }
     }
@@ -107,18 +112,18 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
 
 /// Returns the script that runs all jobs in a directory and prints fio's results. It drops the files from the caches of the
 /// system where it runs.
-fn script(place: &str) -> String {
-    JOBS.iter().fold(format!("cd {place} && rm -rf job && mkdir job && cd job"), |script, (_, options, _)| {
+fn fio_script(directory: &str) -> String {
+    JOBS.iter().fold(format!("cd {directory} && rm -rf job && mkdir job && cd job"), |script, (_, options, _)| {
         format!(
-            "{script}; sync; echo {MARK}; fio --name=job --thread --ioengine=psync {options} --output-format=json 2>&1; echo {MARK}"
+            "{script}; sync; echo {JOB_SEPARATOR}; fio --name=job --thread --ioengine=psync {options} --output-format=json 2>&1; echo {JOB_SEPARATOR}"
         )
     })
 }
 
 /// Returns the figures of all jobs from the output of the script.
-fn figures(said: &str) -> Vec<f64> {
-    let answers: Vec<&str> = said.split(MARK).skip(1).step_by(2).collect();
-    assert_eq!(answers.len(), JOBS.len(), "{said}");
+fn parse_results(output: &str) -> Vec<f64> {
+    let answers: Vec<&str> = output.split(JOB_SEPARATOR).skip(1).step_by(2).collect();
+    assert_eq!(answers.len(), JOBS.len(), "{output}");
     let figure = |(answer, (name, _, path)): (&str, &(&str, &str, &str))| {
         // Warnings may precede the JSON.
         let json = answer.find('{').and_then(|start| answer.get(start..)).unwrap_or_default();
@@ -131,9 +136,9 @@ fn figures(said: &str) -> Vec<f64> {
 }
 
 /// Returns fio and its libraries: their paths in a root, and their contents. `NACELLE_FIO` is a directory with such a root.
-fn fio() -> Vec<(String, Vec<u8>)> {
-    let root = part("NACELLE_FIO");
-    let found = call("find", [root.as_os_str(), "-type".as_ref(), "f".as_ref()]).ok();
+fn fio_files() -> Vec<(String, Vec<u8>)> {
+    let root = path_from_env("NACELLE_FIO");
+    let found = run_program("find", [root.as_os_str(), "-type".as_ref(), "f".as_ref()]).ok();
     let files = found.lines().map(|file| {
         let path = Path::new(file).strip_prefix(&root).expect("it lies there");
         (path.to_str().expect("UTF-8").to_owned(), fs::read(file).expect("it can be read"))
@@ -141,46 +146,46 @@ fn fio() -> Vec<(String, Vec<u8>)> {
     files.collect()
 }
 
-fn image(files: &[(String, Vec<u8>)]) -> Image {
-    Image::busybox().layer(|layer| {
+fn fio_image(files: &[(String, Vec<u8>)]) -> TestImage {
+    TestImage::busybox().with_layer(|layer| {
         for (path, bytes) in files {
-            layer.file(path, bytes, 0o755);
+            layer.add_file(path, bytes, 0o755);
         }
-        layer.symlink("bin/fio", "/usr/bin/fio");
+        layer.add_symlink("bin/fio", "/usr/bin/fio");
     })
 }
 
-/// Returns the configuration of [`DISKS`].
-fn disks() -> String {
-    handler(DISKS, "empty_dir = \"disk\"\nempty_dir_mib = 512\n")
+/// Returns the configuration of [`DISK_HANDLER`].
+fn disk_handler_config() -> String {
+    handler_config(DISK_HANDLER, "empty_dir = \"disk\"\nempty_dir_mib = 512\n")
 }
 
 /// A loop device with a file system. Dropping it detaches it.
-struct Disk(String);
+struct LoopDisk(String);
 
-impl Disk {
-    fn new(file: &Path) -> Disk {
-        call("truncate", ["--size=512M".as_ref(), file.as_os_str()]).ok();
-        call("mkfs.ext4", ["-q".as_ref(), file.as_os_str()]).ok();
-        Disk(call("losetup", ["--find".as_ref(), "--show".as_ref(), file.as_os_str()]).ok())
+impl LoopDisk {
+    fn new(file: &Path) -> LoopDisk {
+        run_program("truncate", ["--size=512M".as_ref(), file.as_os_str()]).ok();
+        run_program("mkfs.ext4", ["-q".as_ref(), file.as_os_str()]).ok();
+        LoopDisk(run_program("losetup", ["--find".as_ref(), "--show".as_ref(), file.as_os_str()]).ok())
     }
 }
 
-impl Drop for Disk {
+impl Drop for LoopDisk {
     fn drop(&mut self) {
-        call("losetup", ["--detach", &self.0]);
+        run_program("losetup", ["--detach", &self.0]);
     }
 }
 
 /// A plain QEMU microvm with an unpatched kernel. Each boot runs the jobs once on a directory of the node, over Debian's
 /// virtiofsd.
-struct Guest {
+struct QemuGuest {
     directory: PathBuf,
     shared: PathBuf,
 }
 
-impl Guest {
-    fn new(node: &Node, files: &[(String, Vec<u8>)], shared: &Path) -> Guest {
+impl QemuGuest {
+    fn new(node: &TestNode, files: &[(String, Vec<u8>)], shared: &Path) -> QemuGuest {
         let directory = node.directory().join("qemu");
         let root = directory.join("root");
         let write = |path: &str, bytes: &[u8]| {
@@ -200,12 +205,13 @@ impl Guest {
             "#!/bin/busybox sh\n/bin/busybox --install -s /bin\nmount -t proc p /proc\nmount -t devtmpfs d /dev\necho 1 >/proc/sys/vm/overcommit_memory\n\
              mkdir /dev/shm\nmount -t tmpfs s /dev/shm\nmount -t tmpfs t /tmp\nmount -t virtiofs shared /shared || reboot -f\n\
              export PATH=/bin:/usr/bin\n({})\nsync\nreboot -f\n",
-            script("/shared")
+            fio_script("/shared")
         );
         write("init", init.as_bytes());
         let disk = directory.join("disk");
-        call("mkfs.ext4", ["-q".as_ref(), "-d".as_ref(), root.as_os_str(), disk.as_os_str(), "200M".as_ref()]).ok();
-        Guest { directory, shared: shared.to_owned() }
+        run_program("mkfs.ext4", ["-q".as_ref(), "-d".as_ref(), root.as_os_str(), disk.as_os_str(), "200M".as_ref()])
+            .ok();
+        QemuGuest { directory, shared: shared.to_owned() }
     }
 
     /// Boots the VM and returns its output.
@@ -220,7 +226,7 @@ impl Guest {
             .arg("-o")
             .arg(format!("source={}", self.shared.display()));
         let server = server.stdin(Stdio::null()).stdout(log("fs.out")).stderr(log("fs.err")).spawn();
-        let mut server = Ended(server.expect("Debian's QEMU has virtiofsd"));
+        let mut server = KillOnDrop(server.expect("Debian's QEMU has virtiofsd"));
         eventually("virtiofsd listens", || socket.exists().then_some(()));
         let accel = if engine() == "kvm" { "kvm" } else { "tcg" };
         let mut machine = Command::new("qemu-system-x86_64");
@@ -242,12 +248,12 @@ impl Guest {
         machine.arg("-drive").arg(format!("id=disk,file={},format=raw,if=none", self.directory.join("disk").display()));
         machine.args(["-device", "virtio-blk-device,drive=disk", "-append"]);
         machine.arg("console=ttyS0 quiet reboot=t panic=-1 root=/dev/vda rw init=/init");
-        machine.arg("-kernel").arg(part("NACELLE_PLAIN_KERNEL"));
+        machine.arg("-kernel").arg(path_from_env("NACELLE_PLAIN_KERNEL"));
         machine.stdin(Stdio::null()).stdout(log("console")).stderr(log("qemu.err"));
-        let mut machine = Ended(machine.spawn().expect("QEMU is installed"));
+        let mut machine = KillOnDrop(machine.spawn().expect("QEMU is installed"));
         let start = Instant::now();
         while machine.0.try_wait().expect("QEMU is our child").is_none() {
-            assert!(start.elapsed() < LIMIT, "the guest does not end; see {}", self.directory.display());
+            assert!(start.elapsed() < VM_LIMIT, "the guest does not end; see {}", self.directory.display());
             std::thread::sleep(Duration::from_millis(50));
         }
         server.0.wait().expect("virtiofsd is our child, and ends with QEMU");
@@ -257,9 +263,9 @@ impl Guest {
 }
 
 /// A child that is killed when this is dropped.
-struct Ended(Child);
+struct KillOnDrop(Child);
 
-impl Drop for Ended {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         // It may have ended already.
         let _ = self.0.kill();

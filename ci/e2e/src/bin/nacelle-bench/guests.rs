@@ -1,12 +1,12 @@
 //! Measures a VM without a daemon: the boot, disks and the network, compared with QEMU microvm.
 
-use crate::Measured;
-use crate::cri::Cri;
-use crate::machines::{Machine, SAVE, Setup, Timeline, Vmm};
+use crate::BenchResult;
+use crate::cri::RuntimeClient;
+use crate::machines::{BenchVm, BootTimeline, SAVE_COMMAND, VmDescription, Vmm};
 use crate::median;
-use crate::minimal::{self, Floor};
-use nacelle_e2e::node::Options;
-use nacelle_e2e::{Image, Node, part, run};
+use crate::minimal::{self, BootFloor};
+use nacelle_e2e::node::NodeOptions;
+use nacelle_e2e::{TestImage, TestNode, path_from_env, run};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -28,27 +28,27 @@ const DISKS: &str = "/var/tmp";
 const READERS: u32 = 8;
 
 /// A directory for VMs and their parts.
-struct Place {
+struct GuestFiles {
     directory: tempfile::TempDir,
     initrd: PathBuf,
 }
 
-impl Place {
+impl GuestFiles {
     /// Returns a directory with the agent in the guest.
-    fn agent() -> Place {
-        Place { directory: tempfile::tempdir().expect("a directory"), initrd: part("NACELLE_INITRD") }
+    fn with_agent() -> GuestFiles {
+        GuestFiles { directory: tempfile::tempdir().expect("a directory"), initrd: path_from_env("NACELLE_INITRD") }
     }
 
     /// Returns a directory with the guest of the engines' contract, which accepts commands.
-    fn commands(directory: &Path) -> Place {
-        Place {
+    fn with_commands(directory: &Path) -> GuestFiles {
+        GuestFiles {
             directory: tempfile::tempdir_in(directory).expect("a directory"),
-            initrd: part("NACELLE_COMMANDS_INITRD"),
+            initrd: path_from_env("NACELLE_COMMANDS_INITRD"),
         }
     }
 
     /// Returns the description of a VM like that of a pod: an empty disk for images and a writable one.
-    fn setup(&self, disk_mib: u64) -> Setup {
+    fn describe(&self, disk_mib: u64) -> VmDescription {
         let disk = |name: &str, mib: u64| {
             let path = self.directory.path().join(name);
             if !path.exists() {
@@ -60,8 +60,8 @@ impl Place {
             }
             path
         };
-        Setup {
-            kernel: part("NACELLE_KERNEL"),
+        VmDescription {
+            kernel: path_from_env("NACELLE_KERNEL"),
             initrd: self.initrd.clone(),
             memory_mib: 128,
             disks: vec![disk("images", 1), disk("scratch", disk_mib)],
@@ -73,7 +73,7 @@ impl Place {
 }
 
 /// Alternates samples of Nacelle and QEMU; the first of each fills the page cache and does not count.
-fn in_turn(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f64>) {
+fn alternate(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f64>) {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for run in 0..=runs {
         let samples = (sample(Vmm::Ours), sample(Vmm::Qemu));
@@ -86,76 +86,80 @@ fn in_turn(runs: usize, mut sample: impl FnMut(Vmm) -> f64) -> (Vec<f64>, Vec<f6
 }
 
 /// Measures the time from process start to the agent's first message.
-pub fn boot(runs: usize) -> Measured {
-    let place = Place::agent();
-    let setup = place.setup(1);
-    let (mut our_lines, mut their_lines, mut floors) = (Vec::new(), Vec::new(), Vec::new());
-    let (ours, peers) = in_turn(runs, |vmm| {
+pub fn boot(runs: usize) -> BenchResult {
+    let files = GuestFiles::with_agent();
+    let setup = files.describe(1);
+    let (mut our_timelines, mut their_timelines, mut floors) = (Vec::new(), Vec::new(), Vec::new());
+    let (ours, peers) = alternate(runs, |vmm| {
         if vmm == Vmm::Ours {
             floors.push(minimal::boot(&setup));
         }
-        let timeline = Machine::start(vmm, &setup).timeline;
+        let timeline = BenchVm::start(vmm, &setup).timeline;
         match vmm {
-            Vmm::Ours => our_lines.push(timeline),
-            Vmm::Qemu => their_lines.push(timeline),
+            Vmm::Ours => our_timelines.push(timeline),
+            Vmm::Qemu => their_timelines.push(timeline),
         }
         timeline.total
     });
     // The first sample of each does not count.
-    let of =
-        |lines: &[Timeline], part: fn(&Timeline) -> f64| median(&lines.iter().skip(1).map(part).collect::<Vec<_>>());
+    let of = |lines: &[BootTimeline], part: fn(&BootTimeline) -> f64| {
+        median(&lines.iter().skip(1).map(part).collect::<Vec<_>>())
+    };
     // With the same kernel on the same CPU, the time before the kernel has a clock is the same with QEMU.
-    let unclocked = of(&our_lines, Timeline::unclocked);
-    let bar = |name: &str, lines: &[Timeline]| {
-        let (vmm, kernel) = (of(lines, Timeline::vmm) - unclocked, of(lines, |line| line.kernel) + unclocked);
+    let unclocked = of(&our_timelines, BootTimeline::unclocked);
+    let bar = |name: &str, lines: &[BootTimeline]| {
+        let (vmm, kernel) = (of(lines, BootTimeline::vmm) - unclocked, of(lines, |line| line.kernel) + unclocked);
         serde_json::json!({"name": name, "vmm": vmm, "kernel": kernel, "init": of(lines, |line| line.init)})
     };
-    let ours_bar = bar("nacelle", &our_lines);
-    let of_floors = |part: fn(&Floor) -> f64| median(&floors.iter().skip(1).map(part).collect::<Vec<_>>());
+    let ours_bar = bar("nacelle", &our_timelines);
+    let of_floors = |part: fn(&BootFloor) -> f64| median(&floors.iter().skip(1).map(part).collect::<Vec<_>>());
     let against = |name: &str, vmm: f64, kernel: f64, total: f64| {
         serde_json::json!({"name": name, "vmm": vmm, "kernel": kernel, "init": 0.0,
                            "to qemu microvm": total / median(&peers), "ours to it": median(&ours) / total})
     };
-    let floor = against("minimal VMM", of_floors(|one| one.vmm), of_floors(|one| one.kernel), of_floors(Floor::total));
+    let floor =
+        against("minimal VMM", of_floors(|one| one.vmm), of_floors(|one| one.kernel), of_floors(BootFloor::total));
     let kernel = ours_bar["kernel"].as_f64().unwrap_or(f64::NAN);
     let kernel = against("kernel alone", 0.0, kernel, kernel);
-    let details = serde_json::json!([ours_bar, bar("qemu microvm", &their_lines), floor, kernel]);
-    Measured { ours, peers, details, ..Measured::new("ms", "qemu microvm") }
+    let details = serde_json::json!([ours_bar, bar("qemu microvm", &their_timelines), floor, kernel]);
+    BenchResult { ours, peers, details, ..BenchResult::new("ms", "qemu microvm") }
 }
 
 /// Measures the time from process start to the agent's first message for a restore from a snapshot of a guest that waits for its
 /// configuration; the peer is a boot of the same guest.
-pub fn snapshot(runs: usize) -> Measured {
-    let place = Place::agent();
-    let setup = place.setup(1);
-    let directory = place.directory.path().join("snapshot");
-    let saved = number(&Machine::start(Vmm::Ours, &setup).ask(&format!("{SAVE}{}", directory.display())));
+pub fn snapshot(runs: usize) -> BenchResult {
+    let files = GuestFiles::with_agent();
+    let setup = files.describe(1);
+    let directory = files.directory.path().join("snapshot");
+    let saved = parse_number(
+        &BenchVm::start(Vmm::Ours, &setup).send_command(&format!("{SAVE_COMMAND}{}", directory.display())),
+    );
     let memory = fs::metadata(directory.join("memory")).expect("the snapshot's memory");
-    let restored = Setup { from: Some(directory), ..setup.clone() };
-    let (ours, peers) = in_turn(runs, |vmm| {
+    let restored = VmDescription { from: Some(directory), ..setup.clone() };
+    let (ours, peers) = alternate(runs, |vmm| {
         let setup = if vmm == Vmm::Ours { &restored } else { &setup };
-        Machine::start(Vmm::Ours, setup).timeline.total
+        BenchVm::start(Vmm::Ours, setup).timeline.total
     });
     let details = serde_json::json!([{"name": "saving", "ms": saved, "KiB": memory.blocks() / 2}]);
-    Measured { ours, peers, details, ..Measured::new("ms", "a cold boot") }
+    BenchResult { ours, peers, details, ..BenchResult::new("ms", "a cold boot") }
 }
 
 /// Measures random reads of 4 KiB per second.
-pub fn blk(runs: usize) -> Measured {
-    let place = Place::commands(Path::new(DISKS));
-    let setup = place.setup(256);
+pub fn blk(runs: usize) -> BenchResult {
+    let files = GuestFiles::with_commands(Path::new(DISKS));
+    let setup = files.describe(256);
     let command = format!("reads 1 {} {READERS}", sample_seconds());
-    let (ours, peers) = in_turn(runs, |vmm| number(&Machine::start(vmm, &setup).ask(&command)));
-    Measured { ours, peers, ..Measured::new("reads/s", "qemu microvm, io_uring") }
+    let (ours, peers) = alternate(runs, |vmm| parse_number(&BenchVm::start(vmm, &setup).send_command(&command)));
+    BenchResult { ours, peers, ..BenchResult::new("reads/s", "qemu microvm, io_uring") }
 }
 
-fn number(answer: &str) -> f64 {
+fn parse_number(answer: &str) -> f64 {
     answer.parse().unwrap_or_else(|_no_number| panic!("the guest says {answer:?}"))
 }
 
 /// Measures TCP from the guest to the node in MB/s.
-pub fn net_send(runs: usize) -> Measured {
-    net(runs, |machine, seconds| {
+pub fn net_send(runs: usize) -> BenchResult {
+    measure_network(runs, |machine, seconds| {
         let listener = TcpListener::bind((NODE, 0)).expect("a port");
         let to = listener.local_addr().expect("an address").port();
         let sink = std::thread::spawn(move || {
@@ -163,15 +167,15 @@ pub fn net_send(runs: usize) -> Measured {
             let mut buffer = vec![0; 128 << 10];
             while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}
         });
-        let answer = machine.ask(&format!("send {NODE} {to} {seconds}"));
+        let answer = machine.send_command(&format!("send {NODE} {to} {seconds}"));
         sink.join().expect("the sink ends with the connection");
-        number(&answer)
+        parse_number(&answer)
     })
 }
 
 /// Measures TCP from the node to the guest in MB/s.
-pub fn net_receive(runs: usize) -> Measured {
-    net(runs, |machine, seconds| {
+pub fn net_receive(runs: usize) -> BenchResult {
+    measure_network(runs, |machine, seconds| {
         let source = std::thread::spawn(move || {
             let end = Instant::now() + Duration::from_secs(120);
             let mut stream = loop {
@@ -186,9 +190,9 @@ pub fn net_receive(runs: usize) -> Measured {
                 stream.write_all(&buffer).expect("the guest reads");
             }
         });
-        let answer = machine.ask(&format!("receive {PORT}"));
+        let answer = machine.send_command(&format!("receive {PORT}"));
         source.join().expect("the source ends in time");
-        number(&answer)
+        parse_number(&answer)
     })
 }
 
@@ -198,32 +202,32 @@ const GUEST: &str = "10.99.0.2";
 const PORT: u16 = 5001;
 
 /// Measures a network direction. `sample` lets a VM send or receive for this many seconds, and returns bytes per second.
-fn net(runs: usize, sample: impl Fn(&mut Machine, u32) -> f64) -> Measured {
-    let place = Place::commands(&std::env::temp_dir());
+fn measure_network(runs: usize, sample: impl Fn(&mut BenchVm, u32) -> f64) -> BenchResult {
+    let files = GuestFiles::with_commands(&std::env::temp_dir());
     let tap = "benchtap0";
-    let setup = Setup { tap: Some(tap.to_owned()), memory_mib: 256, ..place.setup(1) };
-    let (ours, peers) = in_turn(runs, |vmm| {
-        let mut machine = Machine::start(vmm, &setup);
-        run::call("ip", ["address", "add", &format!("{NODE}/24"), "dev", tap]).ok();
-        run::call("ip", ["link", "set", tap, "up"]).ok();
-        assert_eq!(machine.ask(&format!("address {GUEST}")), "ok");
+    let setup = VmDescription { tap: Some(tap.to_owned()), memory_mib: 256, ..files.describe(1) };
+    let (ours, peers) = alternate(runs, |vmm| {
+        let mut machine = BenchVm::start(vmm, &setup);
+        run::run_program("ip", ["address", "add", &format!("{NODE}/24"), "dev", tap]).ok();
+        run::run_program("ip", ["link", "set", tap, "up"]).ok();
+        assert_eq!(machine.send_command(&format!("address {GUEST}")), "ok");
         sample(&mut machine, WARM_UP);
         sample(&mut machine, sample_seconds()) / 1e6
     });
-    Measured { ours, peers, ..Measured::new("MB/s", "qemu microvm, vhost-net") }
+    BenchResult { ours, peers, ..BenchResult::new("MB/s", "qemu microvm, vhost-net") }
 }
 
 /// Measures the resident memory of the pod process except guest memory in MiB, against the budget.
-pub fn memory(runs: usize) -> Measured {
-    let node = Node::with(Options { ipv6: false, ..Options::default() });
-    let image = node.image(&Image::busybox(), "busybox:1");
-    let mut cri = Cri::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
-    let mut measured = Measured { peers: vec![5.0], ..Measured::new("MiB", "budget") };
+pub fn memory(runs: usize) -> BenchResult {
+    let node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let mut cri = RuntimeClient::connect(&node.directory().join("nacelle.sock"), &node.directory().join("logs"));
+    let mut measured = BenchResult { peers: vec![5.0], ..BenchResult::new("MiB", "budget") };
     for _ in 0..runs {
         let (pod, _) = cri.run_pod();
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
         cri.exec(&container, &["/bin/true"]);
-        let (resident, own) = beside_guest(node.processes("nacelle-pod ")[0]);
+        let (resident, own) = resident_outside_guest(node.pids_matching("nacelle-pod ")[0]);
         measured.ours.push(resident);
         measured.details = serde_json::json!([{"resident MiB": resident, "of these its own (anonymous)": own}]);
         cri.remove_pod(&pod);
@@ -233,7 +237,7 @@ pub fn memory(runs: usize) -> Measured {
 
 /// Returns the resident MiB of a process outside of guest memory, which is its largest mapping and the memory that a device
 /// shares with the guest; and the part of them that is not file pages, which all pods share.
-fn beside_guest(pid: i32) -> (f64, f64) {
+fn resident_outside_guest(pid: i32) -> (f64, f64) {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the pod process runs");
     let (mut all, mut guest, mut largest, mut size, mut shared) = ([0; 2], [0; 2], 0, 0, false);
     let fields = ["Rss:", "Anonymous:"];

@@ -19,7 +19,7 @@ mod vm;
 use std::process::ExitCode;
 
 /// The result of a benchmark: samples of Nacelle and of the peer, taken alternately.
-struct Measured {
+struct BenchResult {
     unit: &'static str,
     peer: &'static str,
     ours: Vec<f64>,
@@ -28,9 +28,33 @@ struct Measured {
     details: serde_json::Value,
 }
 
-impl Measured {
-    fn new(unit: &'static str, peer: &'static str) -> Measured {
-        Measured { unit, peer, ours: Vec::new(), peers: Vec::new(), details: serde_json::Value::Null }
+impl BenchResult {
+    fn new(unit: &'static str, peer: &'static str) -> BenchResult {
+        BenchResult { unit, peer, ours: Vec::new(), peers: Vec::new(), details: serde_json::Value::Null }
+    }
+
+    /// Returns the result as one JSON object, the format of `ci/bench NAME --json`.
+    fn to_json(&self, name: &str) -> serde_json::Value {
+        let (ours, theirs) = (median(&self.ours), median(&self.peers));
+        serde_json::json!({"name": name, "unit": self.unit, "ours": ours, "peer": theirs, "ratio": ours / theirs,
+                           "peer_name": self.peer, "samples": self.ours, "peer_samples": self.peers,
+                           "details": self.details})
+    }
+
+    /// Prints the result for a reader.
+    fn print(&self, name: &str, what: &str) {
+        let Self { unit, peer, ours: samples, peers, details } = self;
+        let (ours, theirs) = (median(samples), median(peers));
+        println!("{name}: {what}");
+        println!(
+            "  ours {ours:.2} {unit}, {peer} {theirs:.2} {unit}, ratio {:.2} (medians of {})",
+            ours / theirs,
+            samples.len()
+        );
+        println!("  ours {samples:.2?}\n  {peer} {peers:.2?}");
+        for bar in details.as_array().into_iter().flatten() {
+            println!("  {bar}");
+        }
     }
 }
 
@@ -46,12 +70,18 @@ fn median(samples: &[f64]) -> f64 {
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [machines::SERVE, description] => return machines::serve(description),
-        [minimal::SERVE, description] => return minimal::serve(description),
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    run_subcommand(&words).unwrap_or_else(|| run_benchmarks(&arguments))
+}
+
+/// Runs the subcommand that the first argument names; returns `None` if the arguments name benchmarks.
+fn run_subcommand(arguments: &[&str]) -> Option<ExitCode> {
+    Some(match arguments {
+        [machines::CHILD_ARGUMENT, description] => machines::run_vm_child(description),
+        [minimal::CHILD_ARGUMENT, description] => minimal::run_minimal_child(description),
         ["plot", name @ ("boot" | "critest" | "crowd" | "density" | "files")] => {
             let measured = serde_json::from_reader(std::io::stdin()).expect("the JSON of the bench on stdin");
-            let plot = match name {
+            let plot = match *name {
                 "boot" => plot::boot,
                 "critest" => plot::critest,
                 "density" => plot::density,
@@ -59,44 +89,48 @@ fn main() -> ExitCode {
                 _ => plot::crowd,
             };
             print!("{}", plot(&measured));
-            return ExitCode::SUCCESS;
+            ExitCode::SUCCESS
         }
-        ["files", runs, ref only @ ..] => {
+        ["files", runs, only @ ..] => {
             let (Ok(runs), [] | ["volumes"]) = (runs.parse(), only) else {
-                eprintln!("usage: ci/bench files RUNS [volumes]");
-                return ExitCode::from(2);
+                return Some(usage_error("ci/bench files RUNS [volumes]"));
             };
             println!("{}", files::measure(runs, !only.is_empty()));
-            return ExitCode::SUCCESS;
+            ExitCode::SUCCESS
         }
         ["vm", runs] => {
-            let Ok(runs) = runs.parse() else {
-                eprintln!("usage: ci/bench vm RUNS");
-                return ExitCode::from(2);
-            };
+            let Ok(runs) = runs.parse() else { return Some(usage_error("ci/bench vm RUNS")) };
             println!("{}", vm::measure(runs));
-            return ExitCode::SUCCESS;
+            ExitCode::SUCCESS
         }
-        ["density", who, ref pods @ ..] => {
-            let who: Vec<&str> = who.split(',').collect();
+        ["density", subjects, pods @ ..] => {
+            let subjects: Vec<&str> = subjects.split(',').collect();
             let pods: Result<Vec<usize>, _> = pods.iter().map(|number| number.parse()).collect();
-            let (Ok(pods), true) = (pods, who.iter().all(|name| density::WHO.contains(name))) else {
-                eprintln!("usage: nacelle-bench density {} PODS...", density::WHO.join(","));
-                return ExitCode::from(2);
+            let (Ok(pods), true) = (pods, subjects.iter().all(|name| density::SUBJECTS.contains(name))) else {
+                return Some(usage_error(&format!("nacelle-bench density {} PODS...", density::SUBJECTS.join(","))));
             };
-            println!("{}", density::measure(&who, &pods));
-            return ExitCode::SUCCESS;
+            println!("{}", density::measure(&subjects, &pods));
+            ExitCode::SUCCESS
         }
         ["crowd", pods, clients] => {
             let (Ok(pods), Ok(clients)) = (pods.parse(), clients.parse()) else {
-                eprintln!("usage: ci/bench crowd PODS CLIENTS");
-                return ExitCode::from(2);
+                return Some(usage_error("ci/bench crowd PODS CLIENTS"));
             };
             println!("{}", crowd::measure(pods, clients));
-            return ExitCode::SUCCESS;
+            ExitCode::SUCCESS
         }
-        _ => {}
-    }
+        _ => return None,
+    })
+}
+
+/// Prints how a subcommand is called; returns the exit code of a wrong command line.
+fn usage_error(usage: &str) -> ExitCode {
+    eprintln!("usage: {usage}");
+    ExitCode::from(2)
+}
+
+/// Runs the named benchmarks and prints their results.
+fn run_benchmarks(arguments: &[String]) -> ExitCode {
     let mut names = Vec::new();
     let (mut json, mut runs) = (false, 5);
     for argument in arguments {
@@ -107,36 +141,22 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             }
             None if argument == "--json" => json = true,
-            None => names.push(argument),
+            None => names.push(argument.as_str()),
         }
     }
     if names.is_empty() || names.iter().any(|name| !benches::ALL.iter().any(|(known, ..)| known == name)) {
-        eprintln!("usage: ci/bench NAME [--json] [--runs=5]");
+        let code = usage_error("ci/bench NAME [--json] [--runs=5]");
         for (name, what, _) in benches::ALL {
             eprintln!("  {name:12} {what}");
         }
-        return ExitCode::from(2);
+        return code;
     }
-    for (name, what, bench) in benches::ALL.iter().filter(|(name, ..)| names.iter().any(|wanted| wanted == name)) {
-        let Measured { unit, peer, ours: samples, peers, details } = bench(runs);
-        let (ours, theirs) = (median(&samples), median(&peers));
-        let ratio = ours / theirs;
+    for (name, what, bench) in benches::ALL.iter().filter(|(name, ..)| names.contains(name)) {
+        let result = bench(runs);
         if json {
-            println!(
-                "{}",
-                serde_json::json!({"name": name, "unit": unit, "ours": ours, "peer": theirs, "ratio": ratio,
-                                   "peer_name": peer, "samples": samples, "peer_samples": peers, "details": details})
-            );
+            println!("{}", result.to_json(name));
         } else {
-            println!("{name}: {what}");
-            println!(
-                "  ours {ours:.2} {unit}, {peer} {theirs:.2} {unit}, ratio {ratio:.2} (medians of {})",
-                samples.len()
-            );
-            println!("  ours {samples:.2?}\n  {peer} {peers:.2?}");
-            for bar in details.as_array().into_iter().flatten() {
-                println!("  {bar}");
-            }
+            result.print(name, what);
         }
     }
     ExitCode::SUCCESS

@@ -15,7 +15,7 @@ pub fn with_descendants(roots: &[i32]) -> BTreeSet<i32> {
         .flatten()
         .filter_map(|entry| {
             let pid = entry.file_name().to_str()?.parse().ok()?;
-            Some((pid, parent(&fs::read_to_string(entry.path().join("stat")).ok()?)?))
+            Some((pid, parent_pid(&fs::read_to_string(entry.path().join("stat")).ok()?)?))
         })
         .collect();
     let mut found: BTreeSet<i32> = roots.iter().copied().collect();
@@ -33,16 +33,16 @@ pub fn with_descendants(roots: &[i32]) -> BTreeSet<i32> {
 }
 
 /// Returns the parent from /proc/PID/stat; the command's name may contain any characters.
-fn parent(stat: &str) -> Option<i32> {
+fn parent_pid(stat: &str) -> Option<i32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
 /// Returns the proportional memory (PSS) of processes in bytes, by the program's name.
-pub fn proportional(processes: &BTreeSet<i32>) -> BTreeMap<String, f64> {
+pub fn pss_by_program(processes: &BTreeSet<i32>) -> BTreeMap<String, f64> {
     let mut programs = BTreeMap::new();
     for pid in processes {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let kib = crate::benches::kilobytes(*pid, "smaps_rollup", "Pss:");
+        let kib = crate::benches::read_kib(*pid, "smaps_rollup", "Pss:");
         // A process that has ended meanwhile has none.
         if kib.is_finite() {
             *programs.entry(name.trim().to_owned()).or_insert(0.0) += kib * 1024.0;
@@ -53,7 +53,7 @@ pub fn proportional(processes: &BTreeSet<i32>) -> BTreeMap<String, f64> {
 
 /// The memory in use on the node, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub struct InUse {
+pub struct NodeMemory {
     /// All memory in use except the page cache.
     pub all: f64,
     /// The part of the kernel: its structures, stacks, page tables and per-CPU counters.
@@ -61,7 +61,7 @@ pub struct InUse {
 }
 
 /// Reads the memory in use on the node.
-pub fn in_use() -> InUse {
+pub fn node_memory_in_use() -> NodeMemory {
     let text = fs::read_to_string("/proc/meminfo").expect("/proc is mounted");
     let of = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -70,12 +70,12 @@ pub fn in_use() -> InUse {
     };
     let files = of("Buffers") + of("Cached") - of("Shmem") + of("SReclaimable");
     let kernel = ["SUnreclaim", "KernelStack", "PageTables", "Percpu"].map(of).iter().sum();
-    InUse { all: of("MemTotal") - of("MemFree") - files, kernel }
+    NodeMemory { all: of("MemTotal") - of("MemFree") - files, kernel }
 }
 
 /// The kernel's counts for a pod's cgroup and those below it, in bytes and nanoseconds.
 #[derive(Clone, Copy, Debug)]
-pub struct Group {
+pub struct CgroupUsage {
     /// All charged memory.
     pub all: f64,
     /// The anonymous part.
@@ -87,7 +87,7 @@ pub struct Group {
 }
 
 /// Reads the cgroup of the pod with this id, or that of all pods of a node; `None` where the kernel does not count.
-pub fn group(directory: &Path, pod: Option<&str>) -> Option<Group> {
+pub fn read_cgroup(directory: &Path, pod: Option<&str>) -> Option<CgroupUsage> {
     let groups = census::cgroups(directory).into_iter();
     let directories: BTreeSet<PathBuf> = match pod {
         Some(id) => groups.filter(|path| path.ends_with(format!("nacelle-{id}"))).collect(),
@@ -102,7 +102,7 @@ pub fn group(directory: &Path, pod: Option<&str>) -> Option<Group> {
         names.iter().map(one).try_fold(0.0, |sum, one| Some(sum + one?))
     };
     // The fields of cgroup v2, or of v1.
-    Some(Group {
+    Some(CgroupUsage {
         all: number("memory.current").or_else(|| number("memory.usage_in_bytes"))?,
         anonymous: of("memory.stat", &["anon", "shmem"])
             .or_else(|| of("memory.stat", &["total_rss", "total_shmem"]))?,
@@ -112,7 +112,7 @@ pub fn group(directory: &Path, pod: Option<&str>) -> Option<Group> {
 }
 
 /// Enables memory counting for the pods' cgroups where the kernel requires that, as kubelet does.
-pub fn count(directory: &Path) {
+pub fn enable_accounting(directory: &Path) {
     let root = Path::new("/sys/fs/cgroup");
     if !root.join("cgroup.controllers").exists() {
         return;

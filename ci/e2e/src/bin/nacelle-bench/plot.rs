@@ -13,8 +13,8 @@ const TOP: f64 = 56.0;
 /// Draws one bar for each entry of `details`.
 pub fn boot(measured: &Value) -> String {
     let bars = measured["details"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let part = |bar: &Value, key: &str| bar[key].as_f64().unwrap_or(0.0).max(0.0);
-    let total = |bar: &Value| PARTS.iter().map(|(key, ..)| part(bar, key)).sum::<f64>();
+    let milliseconds_of = |bar: &Value, key: &str| bar[key].as_f64().unwrap_or(0.0).max(0.0);
+    let total = |bar: &Value| PARTS.iter().map(|(key, ..)| milliseconds_of(bar, key)).sum::<f64>();
     let longest = bars.iter().map(total).fold(1.0, f64::max);
     let height = TOP + ROW * bars.len() as f64 + 40.0;
     let mut svg = format!(
@@ -29,7 +29,7 @@ pub fn boot(measured: &Value) -> String {
         line(format_args!("<text x=\"12\" y=\"{:.0}\">{name}</text>", y + 19.0));
         let mut x = LEFT;
         for (key, label, colour) in PARTS {
-            let (value, width) = (part(bar, key), part(bar, key) / longest * WIDTH);
+            let (value, width) = (milliseconds_of(bar, key), milliseconds_of(bar, key) / longest * WIDTH);
             line(format_args!(
                 "<rect x=\"{x:.1}\" y=\"{y:.0}\" width=\"{width:.1}\" height=\"28\" fill=\"{colour}\"><title>{label}: \
                  {value:.0} ms</title></rect>"

@@ -2,10 +2,10 @@
 //! There are no other controllers and no scheduler: the cases create the objects that those would create.
 
 use crate::kubelet::{ADDRESS, NODE};
-use crate::pods::{ObservedPod, container, wait};
+use crate::pods::{ObservedPod, container_status, wait_for};
 use nacelle_e2e::node::Netns;
-use nacelle_e2e::run::{Output, feed, run};
-use nacelle_e2e::{Node, part};
+use nacelle_e2e::run::{ProgramOutput, run, run_with_input};
+use nacelle_e2e::{TestNode, path_from_env};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -14,18 +14,18 @@ use std::process::{Child, Command, Stdio};
 const ETCD: &str = "http://127.0.0.1:2379";
 const SERVER: &str = "https://127.0.0.1:6443";
 /// The token of an administrator, in a network of its own.
-const TOKEN: &str = "nobody-else-is-here";
+const TOKEN: &str = "only-this-test-has-access";
 
 /// An API server, its store, and a controller.
-pub struct Cluster {
+pub struct TestCluster {
     netns: Netns,
     directory: PathBuf,
     processes: Vec<Child>,
 }
 
-impl Cluster {
+impl TestCluster {
     /// Starts all processes and waits until they answer.
-    pub fn start(node: &Node) -> Self {
+    pub fn start(node: &TestNode) -> Self {
         let directory = node.directory().join("cluster");
         fs::create_dir_all(&directory).expect("the node's directory is writable");
         let mut cluster = Self { netns: node.netns.clone(), directory, processes: Vec::new() };
@@ -62,12 +62,12 @@ impl Cluster {
                 .arg(format!("--service-account-signing-key-file={}", key.display()));
         });
         cluster.write_kubeconfig();
-        wait("the API server is ready", || {
+        wait_for("the API server is ready", || {
             for process in &mut cluster.processes {
                 let ended = process.try_wait().ok().flatten();
                 assert!(ended.is_none(), "{ended:?}: {}", cluster.directory.display());
             }
-            (cluster.ask("/readyz").stdout == "ok").then_some(())
+            (cluster.get("/readyz").stdout == "ok").then_some(())
         });
         cluster.spawn("CONTROLLERS", |controllers, directory| {
             controllers.arg(format!("--kubeconfig={}", directory.join("kubeconfig").display())).args([
@@ -88,7 +88,7 @@ impl Cluster {
 
     fn spawn(&mut self, name: &str, with: impl FnOnce(&mut Command, &PathBuf)) {
         let log = File::create(self.directory.join(format!("{name}.log"))).expect("the directory is writable");
-        let mut command = self.netns.command(part(name));
+        let mut command = self.netns.command(path_from_env(name));
         with(&mut command, &self.directory);
         let log_too = log.try_clone().expect("a file can be duplicated");
         let child = command.stdin(Stdio::null()).stdout(log_too).stderr(log).spawn().expect("nsenter is installed");
@@ -112,7 +112,7 @@ impl Cluster {
 
     /// Returns a kubectl command.
     pub fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = self.netns.command(part("KUBECTL"));
+        let mut command = self.netns.command(path_from_env("KUBECTL"));
         command
             .arg(format!("--kubeconfig={}", self.kubeconfig().display()))
             .args(arguments)
@@ -121,53 +121,53 @@ impl Cluster {
     }
 
     /// Runs kubectl and returns its output and exit code.
-    pub fn kubectl(&self, arguments: &[&str]) -> Output {
+    pub fn kubectl(&self, arguments: &[&str]) -> ProgramOutput {
         run(&mut self.command(arguments))
     }
 
     /// Applies a manifest.
     #[track_caller]
     pub fn apply(&self, manifest: &str) {
-        feed(&mut self.command(&["apply", "-f", "-"]), manifest.as_bytes()).ok();
+        run_with_input(&mut self.command(&["apply", "-f", "-"]), manifest.as_bytes()).ok();
     }
 
     /// Sends the API server a GET request.
-    fn ask(&self, path: &str) -> Output {
+    fn get(&self, path: &str) -> ProgramOutput {
         let token = format!("Authorization: Bearer {TOKEN}");
         run(self.netns.command("curl").args(["-ksf", "--max-time", "60", "-H", &token, &format!("{SERVER}{path}")]))
     }
 
     /// Returns an object, if it exists.
     pub fn object(&self, path: &str) -> Option<Value> {
-        serde_json::from_str(&self.ask(path).stdout).ok()
+        serde_json::from_str(&self.get(path).stdout).ok()
     }
 
     /// Returns the Node object.
-    pub fn node(&self) -> Option<Value> {
+    pub fn node_object(&self) -> Option<Value> {
         self.object(&format!("/api/v1/nodes/{NODE}"))
     }
 
     /// Creates the pod of a manifest and binds it to the node.
     #[track_caller]
-    pub fn pod(&self, name: &str, manifest: &str) -> ApiPod<'_> {
+    pub fn create_pod(&self, name: &str, manifest: &str) -> ApiPod<'_> {
         let pod = ApiPod { cluster: self, name: name.to_owned() };
         self.apply(manifest);
-        self.bind(name).ok();
+        self.bind_pod(name).ok();
         pod
     }
 
     /// Binds a pod to the node. A pod that is bound already is rejected.
-    pub fn bind(&self, name: &str) -> Output {
+    pub fn bind_pod(&self, name: &str) -> ProgramOutput {
         let binding = json!({
             "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name},
             "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
         });
         let path = format!("/api/v1/namespaces/default/pods/{name}/binding");
-        feed(&mut self.command(&["create", "--raw", &path, "-f", "-"]), binding.to_string().as_bytes())
+        run_with_input(&mut self.command(&["create", "--raw", &path, "-f", "-"]), binding.to_string().as_bytes())
     }
 }
 
-impl Drop for Cluster {
+impl Drop for TestCluster {
     fn drop(&mut self) {
         for process in self.processes.iter_mut().rev() {
             // It may have ended already.
@@ -179,7 +179,7 @@ impl Drop for Cluster {
 
 /// A pod of the API server; dropping this deletes it.
 pub struct ApiPod<'c> {
-    cluster: &'c Cluster,
+    cluster: &'c TestCluster,
     name: String,
 }
 
@@ -197,9 +197,9 @@ impl ObservedPod for ApiPod<'_> {
 impl ApiPod<'_> {
     /// Waits until a container of the pod waits for this reason, and returns the message.
     #[track_caller]
-    pub fn waits(&self, name: &str, reason: &str) -> String {
-        self.until(reason, |pod| {
-            let waiting = &container(pod, name)["state"]["waiting"];
+    pub fn wait_for_reason(&self, name: &str, reason: &str) -> String {
+        self.wait_until(reason, |pod| {
+            let waiting = &container_status(pod, name)["state"]["waiting"];
             (waiting["reason"] == reason).then(|| waiting["message"].as_str().unwrap_or_default().to_owned())
         })
     }
@@ -211,7 +211,7 @@ impl ApiPod<'_> {
     }
 
     /// Like `shell`, but returns the failure.
-    pub fn try_shell(&self, script: &str) -> Output {
+    pub fn try_shell(&self, script: &str) -> ProgramOutput {
         self.cluster.kubectl(&["exec", &self.name, "--", "sh", "-c", script])
     }
 

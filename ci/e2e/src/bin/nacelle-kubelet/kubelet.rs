@@ -1,8 +1,8 @@
 //! Runs the kubelet process: its configuration, its start and end, its HTTP APIs.
 
 use nacelle_e2e::node::Netns;
-use nacelle_e2e::run::{Output, run};
-use nacelle_e2e::{Node, eventually, part};
+use nacelle_e2e::run::{ProgramOutput, run};
+use nacelle_e2e::{TestNode, eventually, path_from_env};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ pub const NODE: &str = "node";
 /// The node's address, on an interface of its own.
 pub const ADDRESS: &str = "192.0.2.10";
 /// The read-only port.
-const OPEN: u16 = 10255;
+const READ_ONLY_PORT: u16 = 10255;
 /// The authenticated port, which this kubelet opens to every client on its loopback interface.
-pub const CLOSED: u16 = 10250;
+pub const AUTHENTICATED_PORT: u16 = 10250;
 const INTERFACE: &str = "node0";
 
 /// A kubelet without an API server: it runs the static pods of a manifest directory.
@@ -28,10 +28,10 @@ pub struct Kubelet {
 
 impl Kubelet {
     /// Starts kubelet on this node and waits until it is healthy.
-    pub fn start(node: &Node) -> Self {
+    pub fn start(node: &TestNode) -> Self {
         let directory = node.directory().join("kubelet");
         fs::create_dir_all(directory.join("manifests")).expect("the node's directory is writable");
-        let config = configuration(&directory, &node.directory().join("nacelle.sock"));
+        let config = kubelet_configuration(&directory, &node.directory().join("nacelle.sock"));
         fs::write(directory.join("config.yaml"), config.to_string()).expect("the node's directory is writable");
         for arguments in [
             &["link", "add", INTERFACE, "type", "bridge"][..],
@@ -39,9 +39,9 @@ impl Kubelet {
             &["link", "set", INTERFACE, "up"],
             &["route", "add", "default", "dev", INTERFACE],
         ] {
-            node.run("ip", arguments).ok();
+            node.run_in_netns("ip", arguments).ok();
         }
-        for group in groups(&directory) {
+        for group in cgroup_paths(&directory) {
             fs::create_dir(&group).expect("control groups can be made");
         }
         // One after the other, because controllers that the node does not delegate are not needed. cgroup v1 has no such file.
@@ -49,16 +49,16 @@ impl Kubelet {
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
         }
         let mut kubelet = Self { netns: node.netns.clone(), directory, process: None, kubeconfig: None };
-        kubelet.again();
+        kubelet.start_process();
         kubelet
     }
 
     /// Starts kubelet again after [`kill`](Self::kill).
-    pub fn again(&mut self) {
+    pub fn start_process(&mut self) {
         let log = File::options().create(true).append(true).open(self.log_file()).expect("the directory is writable");
         let process = self
             .netns
-            .command(part("KUBELET"))
+            .command(path_from_env("KUBELET"))
             .arg(format!("--config={}", self.directory.join("config.yaml").display()))
             .arg(format!("--hostname-override={NODE}"))
             .arg(format!("--node-ip={ADDRESS}"))
@@ -70,18 +70,18 @@ impl Kubelet {
             .spawn()
             .expect("nsenter is installed");
         self.process = Some(process);
-        eventually("kubelet is well", || {
+        eventually("kubelet is healthy", || {
             let ended = self.process.as_mut().and_then(|process| process.try_wait().ok().flatten());
-            assert!(ended.is_none(), "kubelet ended: {}", self.log_of(""));
-            (self.curl(&["-f", &format!("http://127.0.0.1:{OPEN}/healthz")]).stdout == "ok").then_some(())
+            assert!(ended.is_none(), "kubelet ended: {}", self.log_lines_with(""));
+            (self.curl(&["-f", &format!("http://127.0.0.1:{READ_ONLY_PORT}/healthz")]).stdout == "ok").then_some(())
         });
     }
 
     /// Restarts kubelet with the API server of this kubeconfig.
-    pub fn join(&mut self, kubeconfig: PathBuf) {
+    pub fn join_cluster(&mut self, kubeconfig: PathBuf) {
         self.kubeconfig = Some(kubeconfig);
         self.kill();
-        self.again();
+        self.start_process();
     }
 
     /// Kills kubelet with SIGKILL.
@@ -107,33 +107,33 @@ impl Kubelet {
     }
 
     /// Returns the last lines of kubelet's log that contain `word`.
-    pub fn log_of(&self, word: &str) -> String {
+    pub fn log_lines_with(&self, word: &str) -> String {
         let log = fs::read_to_string(self.log_file()).unwrap_or_default();
         let mut lines: Vec<&str> = log.lines().rev().filter(|line| line.contains(word)).take(40).collect();
         lines.reverse();
         lines.join("\n")
     }
 
-    fn curl(&self, arguments: &[&str]) -> Output {
+    fn curl(&self, arguments: &[&str]) -> ProgramOutput {
         run(self.netns.command("curl").args(["-sS", "--max-time", "120"]).args(arguments))
     }
 
     /// Sends a GET request to the read-only port.
     #[track_caller]
     pub fn get(&self, path: &str) -> String {
-        self.curl(&["-f", &format!("http://127.0.0.1:{OPEN}{path}")]).ok()
+        self.curl(&["-f", &format!("http://127.0.0.1:{READ_ONLY_PORT}{path}")]).ok()
     }
 
     /// Like `get`, parsed as JSON.
     #[track_caller]
-    pub fn json(&self, path: &str) -> Value {
+    pub fn get_json(&self, path: &str) -> Value {
         let text = self.get(path);
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
     /// Sends a request with this method and path to the authenticated port.
-    pub fn ask(&self, method: &str, path: &str) -> Output {
-        self.curl(&["-k", "--fail-with-body", "-X", method, &format!("https://127.0.0.1:{CLOSED}{path}")])
+    pub fn request(&self, method: &str, path: &str) -> ProgramOutput {
+        self.curl(&["-k", "--fail-with-body", "-X", method, &format!("https://127.0.0.1:{AUTHENTICATED_PORT}{path}")])
     }
 
     /// Returns the node's network namespace.
@@ -146,14 +146,14 @@ impl Drop for Kubelet {
     fn drop(&mut self) {
         self.kill();
         run(self.netns.command("ip").args(["link", "delete", INTERFACE]));
-        for group in groups(&self.directory) {
-            remove_groups(&group);
+        for group in cgroup_paths(&self.directory) {
+            remove_cgroups(&group);
         }
     }
 }
 
 /// Returns the cgroups that are the parent of kubelet's pods and of Nacelle's: one in v2, or one in each hierarchy of v1.
-fn groups(directory: &Path) -> Vec<PathBuf> {
+fn cgroup_paths(directory: &Path) -> Vec<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
     let trees = if root.join("cgroup.controllers").exists() {
         vec![root.to_owned()]
@@ -162,37 +162,37 @@ fn groups(directory: &Path) -> Vec<PathBuf> {
         // Links lead to a hierarchy that is in the list already.
         trees.filter(|tree| tree.join("cgroup.procs").exists() && !tree.is_symlink()).collect()
     };
-    trees.into_iter().map(|tree| tree.join(group(directory))).collect()
+    trees.into_iter().map(|tree| tree.join(cgroup_name(directory))).collect()
 }
 
 /// Returns the name of the cgroup.
-fn group(directory: &Path) -> String {
+fn cgroup_name(directory: &Path) -> String {
     let node = directory.parent().expect("kubelet's directory lies in the node's");
     nacelle_e2e::census::cgroup_parent(node).trim_start_matches('/').to_owned()
 }
 
 /// Removes kubelet's remaining cgroups. They are empty; one that is in use is found by the node's census.
-fn remove_groups(group: &Path) {
+fn remove_cgroups(group: &Path) {
     for entry in fs::read_dir(group).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir()) {
-        remove_groups(&entry.path());
+        remove_cgroups(&entry.path());
     }
     let _ = fs::remove_dir(group);
 }
 
 /// The configuration of a dedicated node, except for settings that make tests fast and evictions that must not happen.
-fn configuration(directory: &Path, socket: &Path) -> Value {
+fn kubelet_configuration(directory: &Path, socket: &Path) -> Value {
     let endpoint = format!("unix://{}", socket.display());
     json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "containerRuntimeEndpoint": endpoint,
-        "cgroupRoot": format!("/{}", group(directory)),
+        "cgroupRoot": format!("/{}", cgroup_name(directory)),
         "failCgroupV1": false,
         "staticPodPath": directory.join("manifests"),
         "volumePluginDir": directory.join("plugins"),
         "fileCheckFrequency": "1s",
         "syncFrequency": "5s",
-        "readOnlyPort": OPEN,
+        "readOnlyPort": READ_ONLY_PORT,
         "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
         "authorization": {"mode": "AlwaysAllow"},
         "failSwapOn": false,

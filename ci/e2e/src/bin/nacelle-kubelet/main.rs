@@ -6,35 +6,35 @@
 mod cases;
 mod cluster;
 mod disk;
+mod fixture;
 mod kubelet;
 mod pods;
 mod websocket;
-mod world;
 
-use cases::{Alone, Outcome, Shared};
+use cases::{CaseResult, ExclusiveCase, SharedCase};
+use fixture::KubeletFixture;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::Instant;
-use world::World;
 
 /// The results of the cases.
 #[derive(Default)]
-struct Count {
+struct Tally {
     passed: usize,
     failed: Vec<String>,
     skipped: usize,
 }
 
-impl Count {
-    fn add(&mut self, name: &str, seconds: f32, outcome: std::thread::Result<Outcome>) {
-        match outcome {
-            Ok(Outcome::Passed) => {
+impl Tally {
+    fn add(&mut self, name: &str, seconds: f32, result: std::thread::Result<CaseResult>) {
+        match result {
+            Ok(CaseResult::Passed) => {
                 self.passed += 1;
                 println!("ok       {name} ({seconds:.1} s)");
             }
-            Ok(Outcome::Skipped(why)) => {
+            Ok(CaseResult::Skipped(why)) => {
                 self.skipped += 1;
                 println!("skipped  {name}: {why}");
             }
@@ -49,58 +49,59 @@ impl Count {
 fn main() -> ExitCode {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     let named = |name: &str| wanted.is_empty() || wanted.iter().any(|word| name.contains(word.as_str()));
-    let shared: Vec<Shared> = cases::SHARED.iter().copied().filter(|(name, _)| named(name)).collect();
-    let alone: Vec<Alone> = cases::ALONE.iter().copied().filter(|(name, _)| named(name)).collect();
-    let cluster: Vec<Shared> = cases::CLUSTER.iter().copied().filter(|(name, _)| named(name)).collect();
-    if shared.is_empty() && alone.is_empty() && cluster.is_empty() {
+    let shared: Vec<SharedCase> = cases::SHARED.iter().copied().filter(|(name, _)| named(name)).collect();
+    let exclusive: Vec<ExclusiveCase> = cases::EXCLUSIVE.iter().copied().filter(|(name, _)| named(name)).collect();
+    let cluster: Vec<SharedCase> = cases::CLUSTER.iter().copied().filter(|(name, _)| named(name)).collect();
+    if shared.is_empty() && exclusive.is_empty() && cluster.is_empty() {
         eprintln!("no case of that name; there are:");
         let (shared, cluster) = (cases::SHARED.iter(), cases::CLUSTER.iter());
-        let all = shared.chain(cluster).map(|case| case.0).chain(cases::ALONE.iter().map(|case| case.0));
+        let all = shared.chain(cluster).map(|case| case.0).chain(cases::EXCLUSIVE.iter().map(|case| case.0));
         all.for_each(|name| eprintln!("  {name}"));
         return ExitCode::from(2);
     }
-    let mut world = World::new();
-    let mut count = Count::default();
-    beside(&world, shared, &mut count);
-    for (name, case) in alone {
+    let mut fixture = KubeletFixture::new();
+    let mut tally = Tally::default();
+    run_concurrently(&fixture, shared, &mut tally);
+    for (name, case) in exclusive {
         let started = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| case(&mut world)));
-        count.add(name, started.elapsed().as_secs_f32(), outcome);
+        let result = catch_unwind(AssertUnwindSafe(|| case(&mut fixture)));
+        tally.add(name, started.elapsed().as_secs_f32(), result);
     }
     if !cluster.is_empty() {
-        world.join();
-        beside(&world, cluster, &mut count);
+        fixture.join_cluster();
+        run_concurrently(&fixture, cluster, &mut tally);
     }
     // The final check for leaks is no success if no case passed.
-    let passed = count.passed;
+    let passed = tally.passed;
     let started = Instant::now();
     let keep = std::env::var_os("KUBELET_KEEP").is_some();
-    let left = catch_unwind(AssertUnwindSafe(|| world.end(keep, count.failed.is_empty()))).map(|()| Outcome::Passed);
-    count.add("nothing is left", started.elapsed().as_secs_f32(), left);
+    let leak_check =
+        catch_unwind(AssertUnwindSafe(|| fixture.finish(keep, tally.failed.is_empty()))).map(|()| CaseResult::Passed);
+    tally.add("nothing is leaked", started.elapsed().as_secs_f32(), leak_check);
     let engine = nacelle_e2e::node::engine();
-    for name in &count.failed {
+    for name in &tally.failed {
         println!("failed: {name}");
     }
-    println!("kubelet {engine}: {} passed, {} failed, {} skipped", count.passed, count.failed.len(), count.skipped);
-    if count.failed.is_empty() && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    println!("kubelet {engine}: {} passed, {} failed, {} skipped", tally.passed, tally.failed.len(), tally.skipped);
+    if tally.failed.is_empty() && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// Runs cases on a few threads, each named after its case, so that a panic message contains the name.
-fn beside(world: &World, cases: Vec<Shared>, count: &mut Count) {
-    let (queue, count) = (Mutex::new(VecDeque::from(cases)), Mutex::new(count));
+fn run_concurrently(fixture: &KubeletFixture, cases: Vec<SharedCase>, tally: &mut Tally) {
+    let (queue, tally) = (Mutex::new(VecDeque::from(cases)), Mutex::new(tally));
     let next = || queue.lock().expect("no case panics with the queue").pop_front();
     std::thread::scope(|scope| {
         for _ in 0..workers() {
             scope.spawn(|| {
                 while let Some((name, case)) = next() {
                     let started = Instant::now();
-                    let outcome = std::thread::scope(|inner| {
+                    let result = std::thread::scope(|inner| {
                         let case =
-                            std::thread::Builder::new().name(name.to_owned()).spawn_scoped(inner, || case(world));
+                            std::thread::Builder::new().name(name.to_owned()).spawn_scoped(inner, || case(fixture));
                         case.expect("a thread can be started").join()
                     });
                     let seconds = started.elapsed().as_secs_f32();
-                    count.lock().expect("no case panics with the count").add(name, seconds, outcome);
+                    tally.lock().expect("no case panics with the count").add(name, seconds, result);
                 }
             });
         }

@@ -1,9 +1,9 @@
 //! Provides static pods for the cases: the manifest, the status from kubelet, commands in containers.
 
+use crate::fixture::KubeletFixture;
 use crate::kubelet::{Kubelet, NODE};
-use crate::websocket::Exec;
-use crate::world::World;
-use nacelle_e2e::run::{LIMIT, Output};
+use crate::websocket::ExecSession;
+use nacelle_e2e::run::{ProgramOutput, WAIT_LIMIT};
 use serde_json::Value;
 use std::fmt::Write as _;
 use std::fs;
@@ -18,15 +18,15 @@ pub fn example(name: &str) -> String {
     fs::read_to_string(Path::new(EXAMPLES).join(format!("{name}.yaml"))).expect("the repository is here")
 }
 
-/// Polls `question` until it returns a value, at an interval that does not load kubelet.
+/// Polls `condition` until it returns a value, at an interval that does not load kubelet.
 #[track_caller]
-pub fn wait<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + LIMIT;
+pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + WAIT_LIMIT;
     loop {
-        if let Some(answer) = question() {
+        if let Some(answer) = condition() {
             return answer;
         }
-        assert!(Instant::now() < end, "waited {LIMIT:?} in vain for: {what}");
+        assert!(Instant::now() < end, "waited {WAIT_LIMIT:?} in vain for: {what}");
         std::thread::sleep(Duration::from_millis(250));
     }
 }
@@ -39,22 +39,22 @@ pub trait ObservedPod {
     /// Returns the pod as the API shows it now; `None` if it is not there.
     fn object(&self) -> Option<Value>;
 
-    /// Waits until `question` has an answer for the pod.
+    /// Waits until `condition` has an answer for the pod.
     #[track_caller]
-    fn until<T>(&self, what: &str, mut question: impl FnMut(&Value) -> Option<T>) -> T {
-        wait(&format!("pod {}: {what}", self.name()), || question(&self.object()?))
+    fn wait_until<T>(&self, what: &str, mut condition: impl FnMut(&Value) -> Option<T>) -> T {
+        wait_for(&format!("pod {}: {what}", self.name()), || condition(&self.object()?))
     }
 
     /// Waits until the pod is Ready.
     #[track_caller]
-    fn ready(&self) -> Value {
-        self.until("it is Ready", |pod| condition(pod, "Ready").then(|| pod.clone()))
+    fn wait_until_ready(&self) -> Value {
+        self.wait_until("it is Ready", |pod| has_condition(pod, "Ready").then(|| pod.clone()))
     }
 
     /// Waits until the pod has this phase.
     #[track_caller]
-    fn phase(&self, phase: &str) -> Value {
-        self.until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
+    fn wait_for_phase(&self, phase: &str) -> Value {
+        self.wait_until(phase, |pod| (pod["status"]["phase"] == phase).then(|| pod.clone()))
     }
 }
 
@@ -65,7 +65,7 @@ impl ObservedPod for StaticPod<'_> {
 
     /// Returns the pod from kubelet.
     fn object(&self) -> Option<Value> {
-        let pods = self.kubelet.json("/pods");
+        let pods = self.kubelet.get_json("/pods");
         let all = pods["items"].as_array()?;
         all.iter().find(|pod| pod["metadata"]["name"] == self.full_name().as_str()).cloned()
     }
@@ -74,33 +74,33 @@ impl ObservedPod for StaticPod<'_> {
 /// A pod whose manifest exists until this is dropped.
 pub struct StaticPod<'w> {
     kubelet: &'w Kubelet,
-    world: &'w World,
+    fixture: &'w KubeletFixture,
     name: String,
     /// The manifest is kept when this is dropped.
-    stays: bool,
+    keep: bool,
 }
 
 impl<'w> StaticPod<'w> {
     /// Writes a manifest into kubelet's directory; the pod's name must be `name`.
-    pub fn new(world: &'w World, name: &str, manifest: &str) -> Self {
-        let pod = Self { kubelet: &world.kubelet, world, name: name.to_owned(), stays: false };
-        pod.change(manifest);
+    pub fn new(fixture: &'w KubeletFixture, name: &str, manifest: &str) -> Self {
+        let pod = Self { kubelet: &fixture.kubelet, fixture, name: name.to_owned(), keep: false };
+        pod.write_manifest(manifest);
         pod
     }
 
     /// Creates the pod of an example.
-    pub fn example(world: &'w World, name: &str) -> Self {
-        Self::new(world, name, &example(name))
+    pub fn example(fixture: &'w KubeletFixture, name: &str) -> Self {
+        Self::new(fixture, name, &example(name))
     }
 
     /// Replaces the manifest.
-    pub fn change(&self, manifest: &str) {
-        let draft = self.world.node.directory().join(format!("{}.yaml", self.name));
+    pub fn write_manifest(&self, manifest: &str) {
+        let draft = self.fixture.node.directory().join(format!("{}.yaml", self.name));
         fs::write(&draft, manifest).expect("the node's directory is writable");
-        fs::rename(draft, self.manifest()).expect("the node's directory is writable");
+        fs::rename(draft, self.manifest_path()).expect("the node's directory is writable");
     }
 
-    fn manifest(&self) -> PathBuf {
+    fn manifest_path(&self) -> PathBuf {
         self.kubelet.manifests().join(format!("{}.yaml", self.name))
     }
 
@@ -116,46 +116,46 @@ impl<'w> StaticPod<'w> {
     }
 
     /// Like `run`, but returns the failure.
-    pub fn try_run(&self, container: &str, command: &[&str]) -> Output {
-        let path = format!("/run/default/{}/{container}?cmd={}", self.full_name(), encoded(&command.join(" ")));
-        self.kubelet.ask("POST", &path)
+    pub fn try_run(&self, container: &str, command: &[&str]) -> ProgramOutput {
+        let path = format!("/run/default/{}/{container}?cmd={}", self.full_name(), percent_encoded(&command.join(" ")));
+        self.kubelet.request("POST", &path)
     }
 
     /// Runs a shell script in a container through kubelet's streams, and returns output and status.
-    pub fn shell(&self, container: &str, script: &str, input: &[u8]) -> Exec {
+    pub fn shell(&self, container: &str, script: &str, input: &[u8]) -> ExecSession {
         let mut path = format!("/exec/default/{}/{container}?output=1&error=1&input=1", self.full_name());
         for word in ["sh", "-c", script] {
-            write!(path, "&command={}", encoded(word)).expect("a String");
+            write!(path, "&command={}", percent_encoded(word)).expect("a String");
         }
-        Exec::run(self.kubelet.netns(), &path, input)
+        ExecSession::run(self.kubelet.netns(), &path, input)
     }
 
     /// Returns a container's log through kubelet.
     #[track_caller]
     pub fn log(&self, container: &str) -> String {
-        self.kubelet.ask("GET", &format!("/containerLogs/default/{}/{container}", self.full_name())).ok()
+        self.kubelet.request("GET", &format!("/containerLogs/default/{}/{container}", self.full_name())).ok()
     }
 
     /// Removes the manifest and waits until kubelet has forgotten the pod and no process of it is left.
     #[track_caller]
     pub fn remove(self) {
-        self.withdraw();
-        wait(&format!("pod {} is gone", self.name), || self.object().is_none().then_some(()));
-        wait(&format!("nothing of pod {} runs", self.name), || {
-            let ready = self.world.node.crictl.call(["pods", "-q", "--state", "Ready", "--name", &self.full_name()]);
+        self.remove_manifest();
+        wait_for(&format!("pod {} is gone", self.name), || self.object().is_none().then_some(()));
+        wait_for(&format!("nothing of pod {} runs", self.name), || {
+            let ready = self.fixture.node.crictl.call(["pods", "-q", "--state", "Ready", "--name", &self.full_name()]);
             ready.is_empty().then_some(())
         });
     }
 
     /// Removes the manifest; kubelet then stops the pod.
-    pub fn withdraw(&self) {
+    pub fn remove_manifest(&self) {
         // It may have been removed already.
-        let _ = fs::remove_file(self.manifest());
+        let _ = fs::remove_file(self.manifest_path());
     }
 
     /// Keeps the manifest.
-    pub fn stays(mut self) {
-        self.stays = true;
+    pub fn keep_manifest(mut self) {
+        self.keep = true;
     }
 }
 
@@ -164,29 +164,29 @@ impl Drop for StaticPod<'_> {
         if std::thread::panicking() {
             let status = self.object().map(|pod| pod["status"].clone()).unwrap_or_default();
             eprintln!("--- pod {}: {status:#}", self.name);
-            eprintln!("--- kubelet of {}:\n{}", self.name, self.kubelet.log_of(&self.full_name()));
+            eprintln!("--- kubelet of {}:\n{}", self.name, self.kubelet.log_lines_with(&self.full_name()));
         }
-        if !self.stays {
-            self.withdraw();
+        if !self.keep {
+            self.remove_manifest();
         }
     }
 }
 
 /// Returns whether a condition of a pod is true.
-pub fn condition(pod: &Value, kind: &str) -> bool {
+pub fn has_condition(pod: &Value, kind: &str) -> bool {
     let conditions = pod["status"]["conditions"].as_array();
     conditions.is_some_and(|all| all.iter().any(|one| one["type"] == kind && one["status"] == "True"))
 }
 
 /// Returns the status of a container, or of an init container.
-pub fn container<'p>(pod: &'p Value, name: &str) -> &'p Value {
+pub fn container_status<'p>(pod: &'p Value, name: &str) -> &'p Value {
     let lists = ["containerStatuses", "initContainerStatuses"].map(|list| pod["status"][list].as_array());
     let found = lists.into_iter().flatten().flatten().find(|status| status["name"] == name);
     found.unwrap_or(&Value::Null)
 }
 
 /// Encodes a word for the query of a URL.
-fn encoded(word: &str) -> String {
+fn percent_encoded(word: &str) -> String {
     word.bytes().fold(String::new(), |mut text, byte| {
         if byte.is_ascii_alphanumeric() {
             text.push(char::from(byte));

@@ -1,7 +1,7 @@
 //! Implements a client of kubelet's streams (exec, attach): WebSocket with the protocol `v5.channel.k8s.io`, over a TLS
 //! connection of `openssl s_client`.
 
-use crate::kubelet::CLOSED;
+use crate::kubelet::AUTHENTICATED_PORT;
 use nacelle_e2e::node::Netns;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -12,21 +12,21 @@ const STDOUT: u8 = 1;
 const STDERR: u8 = 2;
 const STATUS: u8 = 3;
 /// The channel whose number follows has ended.
-const ENDED: u8 = 255;
+const ENDED_CHANNEL: u8 = 255;
 
 const BINARY: u8 = 2;
 const CLOSE: u8 = 8;
 
 /// The output of a stream, from its first byte to its end.
 #[derive(Debug, Default)]
-pub struct Exec {
+pub struct ExecSession {
     pub stdout: String,
     pub stderr: String,
     /// The final `Status` of the server.
     pub status: Value,
 }
 
-impl Exec {
+impl ExecSession {
     /// Requests a stream from kubelet, sends `input` and its end, and reads all output.
     ///
     /// # Panics
@@ -35,7 +35,15 @@ impl Exec {
     pub fn run(netns: &Netns, path: &str, input: &[u8]) -> Self {
         let mut client = netns
             .command("timeout")
-            .args(["180", "openssl", "s_client", "-quiet", "-verify_quiet", "-connect", &format!("127.0.0.1:{CLOSED}")])
+            .args([
+                "180",
+                "openssl",
+                "s_client",
+                "-quiet",
+                "-verify_quiet",
+                "-connect",
+                &format!("127.0.0.1:{AUTHENTICATED_PORT}"),
+            ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -44,7 +52,7 @@ impl Exec {
         let mut to = client.stdin.take().expect("a pipe");
         let mut from = client.stdout.take().expect("a pipe");
         let request = format!(
-            "GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{CLOSED}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+            "GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{AUTHENTICATED_PORT}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
              Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\
              Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n\r\n"
         );
@@ -60,9 +68,9 @@ impl Exec {
         assert!(head.starts_with("HTTP/1.1 101 "), "kubelet refused {path}: {head}");
         // A command that ends early does not read all of its input.
         let sent = input.chunks(16 << 10).try_for_each(|part| to.write_all(&frame(STDIN, part)));
-        let _ = sent.and_then(|()| to.write_all(&frame(ENDED, &[STDIN])));
+        let _ = sent.and_then(|()| to.write_all(&frame(ENDED_CHANNEL, &[STDIN])));
         let mut channels: [Vec<u8>; 4] = Default::default();
-        while let Some((code, message)) = next(&mut from) {
+        while let Some((code, message)) = next_message(&mut from) {
             match (code, message.split_first()) {
                 (BINARY, Some((channel, bytes))) => {
                     let all = channels.get_mut(usize::from(*channel));
@@ -109,7 +117,7 @@ fn frame(channel: u8, bytes: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the next message of a server, or `None` if it closed the connection.
-fn next(from: &mut impl Read) -> Option<(u8, Vec<u8>)> {
+fn next_message(from: &mut impl Read) -> Option<(u8, Vec<u8>)> {
     let mut head = [0; 2];
     from.read_exact(&mut head).ok()?;
     let length = match head[1] & 0x7f {

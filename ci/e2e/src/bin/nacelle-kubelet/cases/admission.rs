@@ -2,18 +2,18 @@
 //! and the manifests that the program prints. Its pods do not run, because there is no scheduler here: the program runs at the
 //! Service's address instead.
 
-use super::Outcome;
-use crate::cluster::Cluster;
-use crate::pods::{ObservedPod, wait};
-use crate::world::World;
-use nacelle_e2e::part;
-use nacelle_e2e::run::{Output, feed, run};
+use super::CaseResult;
+use crate::cluster::TestCluster;
+use crate::fixture::KubeletFixture;
+use crate::pods::{ObservedPod, wait_for};
+use nacelle_e2e::path_from_env;
+use nacelle_e2e::run::{ProgramOutput, run, run_with_input};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-const SPACE: &str = "nacelle-system";
-const WRONG: &str = "
+const NAMESPACE: &str = "nacelle-system";
+const INVALID_POD: &str = "
 apiVersion: v1
 kind: Pod
 metadata:
@@ -29,7 +29,7 @@ metadata:
 spec:
   containers: [ { name: main, image: debian } ]
 ";
-const TOLD: &str = "The Pod \"wrong\" is invalid: \n\
+const EXPECTED_ERROR: &str = "The Pod \"wrong\" is invalid: \n\
     * spec.domain.devices.disks[0].disk.bus: Unsupported value: \"floppy\": supported values: \"virtio\", \"sata\", \"scsi\", \"usb\"\n\
     * spec.domain.cpu.cores: Invalid value: 0: must be at least 1\n\
     * spec.domain.devices.disks[1].name: Duplicate value: \"root\": spec.domain.devices.disks[0] has this name";
@@ -37,7 +37,7 @@ const CATALOGUE: &str =
     "kind: VirtualMachineInstancetype\nmetadata: {name: tiny}\nspec: {cpu: {guest: 2}, memory: {guest: 192Mi}}\n";
 const CLASS: &str =
     "apiVersion: node.k8s.io/v1\nkind: RuntimeClass\nmetadata: {name: nacelle-shaped}\nhandler: disks\n";
-const SIZED: &str = "
+const INSTANCETYPE_POD: &str = "
 apiVersion: v1
 kind: Pod
 metadata: {name: sized, annotations: {vm.nacelle.dev/instancetype: tiny}}
@@ -51,12 +51,12 @@ spec:
 ";
 
 /// The webhook server. The API server calls it until this is dropped.
-struct Asked<'w> {
-    cluster: &'w Cluster,
+struct WebhookServer<'w> {
+    cluster: &'w TestCluster,
     process: Child,
 }
 
-impl Drop for Asked<'_> {
+impl Drop for WebhookServer<'_> {
     fn drop(&mut self) {
         // The webhooks are removed first, so that other cases are not affected.
         for kind in ["validating", "mutating"] {
@@ -69,9 +69,9 @@ impl Drop for Asked<'_> {
 }
 
 /// Runs the commands of docs/reference/vm-admission.md that create the certificate.
-fn certificate(directory: &Path) {
+fn create_certificate(directory: &Path) {
     let script = format!(
-        "ns={SPACE}\nkey='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'\n\
+        "ns={NAMESPACE}\nkey='-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes'\n\
          openssl req -x509 $key -days 3650 -subj /CN=nacelle-admission-ca -keyout ca.key -out ca.crt\n\
          openssl req $key -subj /CN=nacelle-admission -keyout tls.key -out tls.csr\n\
          printf 'subjectAltName=DNS:nacelle-admission.%s.svc' $ns >names\n\
@@ -80,17 +80,21 @@ fn certificate(directory: &Path) {
     run(Command::new("sh").args(["-ec", &script]).current_dir(directory)).ok();
 }
 
-fn asked<'w>(world: &'w World, cluster: &'w Cluster, directory: &Path) -> Asked<'w> {
-    certificate(directory);
-    let netns = &world.node.netns;
-    let program: PathBuf = part("NACELLE_BIN");
+fn start_webhook_server<'w>(
+    fixture: &'w KubeletFixture,
+    cluster: &'w TestCluster,
+    directory: &Path,
+) -> WebhookServer<'w> {
+    create_certificate(directory);
+    let netns = &fixture.node.netns;
+    let program: PathBuf = path_from_env("NACELLE_BIN");
     let manifests =
         run(Command::new(&program).args(["admission", "manifests", "--ca-file"]).arg(directory.join("ca.crt"))).ok();
     let (webhooks, others): (Vec<_>, Vec<_>) =
         manifests.split("\n---\n").partition(|part| part.contains("WebhookConfiguration\n"));
     assert_eq!((webhooks.len(), others.len()), (2, 5), "{manifests}");
     cluster.apply(&others.join("\n---\n"));
-    let service = ["-n", SPACE, "get", "service", "nacelle-admission", "-o", "jsonpath={.spec.clusterIP}"];
+    let service = ["-n", NAMESPACE, "get", "service", "nacelle-admission", "-o", "jsonpath={.spec.clusterIP}"];
     let address = cluster.kubectl(&service).ok();
     run(netns.command("ip").args(["address", "add", &format!("{address}/32"), "dev", "lo"])).ok();
     fs::write(directory.join("catalogue.yaml"), CATALOGUE).expect("the directory is writable");
@@ -99,39 +103,41 @@ fn asked<'w>(world: &'w World, cluster: &'w Cluster, directory: &Path) -> Asked<
     server.args(["admission", "--listen", &format!("{address}:443"), "--tls-cert", "tls.crt", "--tls-key", "tls.key"]);
     server.args(["--catalogue", "catalogue.yaml"]).current_dir(directory).stdin(Stdio::null()).stderr(log);
     let process = server.spawn().expect("nsenter is installed");
-    let asked = Asked { cluster, process };
-    wait("the server answers", || {
-        let url = format!("https://nacelle-admission.{SPACE}.svc/readyz");
-        let place = format!("nacelle-admission.{SPACE}.svc:443:{address}");
+    let server = WebhookServer { cluster, process };
+    wait_for("the server answers", || {
+        let url = format!("https://nacelle-admission.{NAMESPACE}.svc/readyz");
+        let resolve = format!("nacelle-admission.{NAMESPACE}.svc:443:{address}");
         let mut curl = netns.command("curl");
-        curl.args(["-sf", "--max-time", "20", "--resolve", &place, "--cacert"]).arg(directory.join("ca.crt")).arg(&url);
+        curl.args(["-sf", "--max-time", "20", "--resolve", &resolve, "--cacert"])
+            .arg(directory.join("ca.crt"))
+            .arg(&url);
         (run(&mut curl).stdout == "ok").then_some(())
     });
     cluster.apply(&webhooks.join("\n---\n"));
-    asked
+    server
 }
 
-pub fn a_wrong_machine(world: &World) -> Outcome {
-    let cluster = world.cluster.as_ref().expect("the node has joined");
-    let directory = world.directory("admission");
-    let server = asked(world, cluster, &directory);
-    let create = |manifest: &str, more: &[&str]| -> Output {
-        feed(&mut cluster.command(&[&["create", "-f", "-"], more].concat()), manifest.as_bytes())
+pub fn admission_webhook(fixture: &KubeletFixture) -> CaseResult {
+    let cluster = fixture.cluster.as_ref().expect("the node has joined");
+    let directory = fixture.directory("admission");
+    let server = start_webhook_server(fixture, cluster, &directory);
+    let create = |manifest: &str, more: &[&str]| -> ProgramOutput {
+        run_with_input(&mut cluster.command(&[&["create", "-f", "-"], more].concat()), manifest.as_bytes())
     };
     // The API server notices new webhooks with a delay.
-    let told = wait("the API server asks", || {
-        let output = create(WRONG, &["--dry-run=server"]);
+    let error = wait_for("the API server calls the webhook", || {
+        let output = create(INVALID_POD, &["--dry-run=server"]);
         (output.code != 0).then_some(output.stderr)
     });
-    assert_eq!(told, TOLD);
-    assert_eq!(create(WRONG, &[]).err(), TOLD);
+    assert_eq!(error, EXPECTED_ERROR);
+    assert_eq!(create(INVALID_POD, &[]).err(), EXPECTED_ERROR);
     assert!(cluster.object("/api/v1/namespaces/default/pods/wrong").is_none());
-    let template = WRONG.replace("\n", "\n    ").replace("kind: Pod", "").replace("apiVersion: v1", "");
+    let template = INVALID_POD.replace("\n", "\n    ").replace("kind: Pod", "").replace("apiVersion: v1", "");
     let many = format!(
         "apiVersion: apps/v1\nkind: Deployment\nmetadata: {{name: many}}\nspec:\n  selector: {{matchLabels: {{a: b}}}}\n  template:\n{}",
         template.replace("name: wrong", "labels: {a: b}")
     );
-    assert_eq!(create(&many, &[]).err(), TOLD.replace("The Pod \"wrong\"", "The Deployment \"many\""));
+    assert_eq!(create(&many, &[]).err(), EXPECTED_ERROR.replace("The Pod \"wrong\"", "The Deployment \"many\""));
     let annotations =
         ["kernel-image=a:1", "kernel=/k", "initrd=/i"].map(|one| format!("--annotations=vm.nacelle.dev/{one}"));
     let [image, kernel, initrd] = &annotations;
@@ -143,14 +149,14 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
 
     // The server's catalogue affects the guest.
     cluster.apply(CLASS);
-    let pod = cluster.pod("sized", SIZED);
+    let pod = cluster.create_pod("sized", INSTANCETYPE_POD);
     let object = pod.object().expect("it was created");
     let annotations = &object["metadata"]["annotations"];
     let spec = &annotations["vm.nacelle.dev/spec"];
     assert_eq!(spec, "{\"domain\":{\"cpu\":{\"sockets\":2},\"memory\":{\"guest\":\"192Mi\"}}}", "{annotations}");
     assert!(annotations["vm.nacelle.dev/instancetype"].is_null(), "{annotations}");
     if nacelle_e2e::node::engine() == "qemu" {
-        pod.ready();
+        pod.wait_until_ready();
         let memory: u64 = pod.shell("awk '/MemTotal/ {print $2}' /proc/meminfo").parse().expect("a number");
         assert!((128 << 10..192 << 10).contains(&memory), "{memory}");
         assert_eq!(pod.shell("nproc"), "2");
@@ -159,5 +165,5 @@ pub fn a_wrong_machine(world: &World) -> Outcome {
     drop(server);
     let log = fs::read_to_string(directory.join("admission.log")).expect("it has one");
     assert!(log.contains("verdict=\"denied\"") && log.contains("verdict=\"patched\""), "{log}");
-    Outcome::Passed
+    CaseResult::Passed
 }

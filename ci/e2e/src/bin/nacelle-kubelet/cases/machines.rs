@@ -1,67 +1,68 @@
 //! Tests machine pods under kubelet: kubectl on a machine pod, and a replica set of machine pods.
 
-use super::Outcome;
-use crate::cluster::{ApiPod, Cluster};
-use crate::pods::{ObservedPod, condition, example, wait};
-use crate::world::World;
-use nacelle_e2e::Image;
+use super::CaseResult;
+use crate::cluster::{ApiPod, TestCluster};
+use crate::fixture::KubeletFixture;
+use crate::pods::{ObservedPod, example, has_condition, wait_for};
+use nacelle_e2e::TestImage;
 use nacelle_e2e::machine::boot_disk;
-use nacelle_e2e::run::feed;
+use nacelle_e2e::run::run_with_input;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::process::{Child, Stdio};
 
 /// The image of the examples, and the memory of their VMs, with replacements: the disk here is smaller and needs less.
-const SAID: [(&str, &str); 2] = [("registry.example/debian-disk:12", "boot:1"), ("memory: 1Gi", "memory: 64Mi")];
+const REPLACEMENTS: [(&str, &str); 2] =
+    [("registry.example/debian-disk:12", "boot:1"), ("memory: 1Gi", "memory: 64Mi")];
 
 /// Returns the documents of an example of machine pods: the pods, and all others.
-fn documents(world: &World, name: &str) -> Vec<String> {
-    let image = Image::busybox().layer(|layer| layer.file("disk/boot.img", &boot_disk(), 0o440));
-    world.node.registry.push(&image, "library/boot:1");
-    let text = SAID.iter().fold(example(name), |text, (from, to)| text.replace(from, to));
+fn documents(fixture: &KubeletFixture, name: &str) -> Vec<String> {
+    let image = TestImage::busybox().with_layer(|layer| layer.add_file("disk/boot.img", &boot_disk(), 0o440));
+    fixture.node.registry.push(&image, "library/boot:1");
+    let text = REPLACEMENTS.iter().fold(example(name), |text, (from, to)| text.replace(from, to));
     text.split("\n---\n").map(str::to_owned).collect()
 }
 
-fn cluster(world: &World) -> &Cluster {
-    world.cluster.as_ref().expect("the node has joined")
+fn joined_cluster(fixture: &KubeletFixture) -> &TestCluster {
+    fixture.cluster.as_ref().expect("the node has joined")
 }
 
 /// Returns the output of kubectl for a verb of a pod's VM.
-fn vm(cluster: &Cluster, pod: &str, verb: &str) -> String {
+fn run_vm_verb(cluster: &TestCluster, pod: &str, verb: &str) -> String {
     cluster.kubectl(&["exec", pod, "--", "@vm", verb]).ok()
 }
 
-fn phase(cluster: &Cluster, pod: &str) -> String {
-    let told: Value = serde_json::from_str(&vm(cluster, pod, "status")).expect("it is JSON");
-    told["phase"].as_str().unwrap_or_default().to_owned()
+fn vm_phase(cluster: &TestCluster, pod: &str) -> String {
+    let status: Value = serde_json::from_str(&run_vm_verb(cluster, pod, "status")).expect("it is JSON");
+    status["phase"].as_str().unwrap_or_default().to_owned()
 }
 
 /// A kubelet that has just joined may not serve logs yet.
-fn says(cluster: &Cluster, pod: &str, text: &str) {
-    wait(&format!("{pod} says {text:?}"), || {
+fn wait_for_log(cluster: &TestCluster, pod: &str, text: &str) {
+    wait_for(&format!("{pod} says {text:?}"), || {
         cluster.kubectl(&["logs", pod]).stdout.contains(text.trim_end()).then_some(())
     });
 }
 
-fn not_ready(pod: &ApiPod) {
-    pod.until("it is not Ready", |pod| (!condition(pod, "Ready")).then_some(()));
+fn wait_until_not_ready(pod: &ApiPod) {
+    pod.wait_until("it is not Ready", |pod| (!has_condition(pod, "Ready")).then_some(()));
 }
 
-fn told_to(cluster: &Cluster, power: &str) {
+fn set_power(cluster: &TestCluster, power: &str) {
     let word = format!("vm.nacelle.dev/power={power}");
     cluster.kubectl(&["annotate", "--overwrite", "pod", "machine", &word]).ok();
 }
 
-pub fn a_machine(world: &World) -> Outcome {
+pub fn machine_pod(fixture: &KubeletFixture) -> CaseResult {
     if nacelle_e2e::node::engine() == "host" {
-        return Outcome::Skipped("a pod without a machine is none");
+        return CaseResult::Skipped("a pod without a machine is none");
     }
-    let cluster = cluster(world);
-    let [class, manifest] = &documents(world, "machine")[..] else { panic!("a class and a pod") };
+    let cluster = joined_cluster(fixture);
+    let [class, manifest] = &documents(fixture, "machine")[..] else { panic!("a class and a pod") };
     cluster.apply(class);
-    let pod = cluster.pod("machine", manifest);
-    let object = pod.ready();
-    says(cluster, "machine", "boot 1\n");
+    let pod = cluster.create_pod("machine", manifest);
+    let object = pod.wait_until_ready();
+    wait_for_log(cluster, "machine", "boot 1\n");
     assert_eq!(object["status"]["containerStatuses"][0]["started"], true, "{object}");
     // The VM's console is the container's.
     let mut attach = cluster.command(&["attach", "-i", "machine"]);
@@ -69,34 +70,34 @@ pub fn a_machine(world: &World) -> Outcome {
         attach.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("kubectl");
     let typed = std::io::Write::write_all(attached.stdin.as_mut().expect("it is a pipe"), b"typed\n");
     typed.expect("kubectl reads");
-    says(cluster, "machine", "typed");
+    wait_for_log(cluster, "machine", "typed");
     attached.kill().expect("kubectl is our child");
     attached.wait().expect("kubectl is our child");
     // A paused VM is not Ready.
-    vm(cluster, "machine", "pause");
-    not_ready(&pod);
-    assert_eq!(phase(cluster, "machine"), "Paused");
-    vm(cluster, "machine", "unpause");
-    pod.ready();
+    run_vm_verb(cluster, "machine", "pause");
+    wait_until_not_ready(&pod);
+    assert_eq!(vm_phase(cluster, "machine"), "Paused");
+    run_vm_verb(cluster, "machine", "unpause");
+    pod.wait_until_ready();
     let refused = cluster.kubectl(&["exec", "machine", "--", "true"]).err();
     assert!(refused.contains("guest agent"), "{refused}");
     // The screen, by a port that the guest does not have.
     let mut forward = cluster.command(&["port-forward", "pod/machine", "15900:5900"]);
     let mut forward = forward.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("kubectl can be started");
-    wait("the screen answers", || {
+    wait_for("the screen answers", || {
         let script = "exec 3<>/dev/tcp/127.0.0.1/15900 && head -c 4 <&3";
-        (world.node.run("timeout", &["20", "bash", "-c", script]).stdout == "RFB").then_some(())
+        (fixture.node.run_in_netns("timeout", &["20", "bash", "-c", script]).stdout == "RFB").then_some(())
     });
     forward.kill().expect("kubectl is our child");
     forward.wait().expect("kubectl is our child");
     // By the pod's annotation, which kubelet writes into the volume.
-    told_to(cluster, "off");
-    wait("it is off", || (phase(cluster, "machine") == "Stopped").then_some(()));
-    not_ready(&pod);
-    says(cluster, "machine", "pressed");
-    told_to(cluster, "on");
-    pod.ready();
-    says(cluster, "machine", "boot 2\n");
+    set_power(cluster, "off");
+    wait_for("it is stopped", || (vm_phase(cluster, "machine") == "Stopped").then_some(()));
+    wait_until_not_ready(&pod);
+    wait_for_log(cluster, "machine", "pressed");
+    set_power(cluster, "on");
+    pod.wait_until_ready();
+    wait_for_log(cluster, "machine", "boot 2\n");
     let restarts = pod.object().expect("it is there")["status"]["containerStatuses"][0]["restartCount"].clone();
     assert_eq!(restarts, 0);
     let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
@@ -107,33 +108,33 @@ pub fn a_machine(world: &World) -> Outcome {
     assert!(memory.is_some_and(|bytes| (1 << 20..=64 << 20).contains(&bytes)), "{ours}");
     // A pod of the same name runs the persistent VM of the last one.
     pod.delete();
-    let pod = cluster.pod("machine", manifest);
-    pod.ready();
-    says(cluster, "machine", "boot 3\n");
+    let pod = cluster.create_pod("machine", manifest);
+    pod.wait_until_ready();
+    wait_for_log(cluster, "machine", "boot 3\n");
     pod.delete();
-    Outcome::Passed
+    CaseResult::Passed
 }
 
 /// Returns the names of the live pods of the set.
-fn members(cluster: &Cluster) -> BTreeSet<String> {
+fn members(cluster: &TestCluster) -> BTreeSet<String> {
     let pods = cluster.object("/api/v1/namespaces/default/pods?labelSelector=app%3Dmachines").unwrap_or_default();
     let living =
         pods["items"].as_array().into_iter().flatten().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
     living.filter_map(|pod| pod["metadata"]["name"].as_str().map(str::to_owned)).collect()
 }
 
-pub fn a_set_of_machines(world: &World) -> Outcome {
+pub fn replica_set_of_machine_pods(fixture: &KubeletFixture) -> CaseResult {
     if nacelle_e2e::node::engine() == "host" {
-        return Outcome::Skipped("a pod without a machine is none");
+        return CaseResult::Skipped("a pod without a machine is none");
     }
-    let cluster = cluster(world);
-    cluster.apply(&documents(world, "machine")[0]);
-    cluster.apply(&documents(world, "replica-set")[0]);
+    let cluster = joined_cluster(fixture);
+    cluster.apply(&documents(fixture, "machine")[0]);
+    cluster.apply(&documents(fixture, "replica-set")[0]);
     // Binds the pods in place of a scheduler.
     let ready = |wanted: u64| {
-        wait(&format!("{wanted} machines are Ready"), || {
+        wait_for(&format!("{wanted} machines are Ready"), || {
             for name in members(cluster) {
-                cluster.bind(&name);
+                cluster.bind_pod(&name);
             }
             let set = cluster.object("/apis/apps/v1/namespaces/default/replicasets/machines")?;
             let found = members(cluster);
@@ -144,7 +145,7 @@ pub fn a_set_of_machines(world: &World) -> Outcome {
     };
     let three = ready(3);
     for name in &three {
-        says(cluster, name, "boot 1\n");
+        wait_for_log(cluster, name, "boot 1\n");
     }
     // A deleted member is replaced by another one, which starts anew.
     let gone = three.first().expect("there are three");
@@ -152,12 +153,12 @@ pub fn a_set_of_machines(world: &World) -> Outcome {
     let after = ready(3);
     assert!(!after.contains(gone) && after.intersection(&three).count() == 2, "{three:?} {after:?}");
     for name in &after {
-        says(cluster, name, "boot 1\n");
+        wait_for_log(cluster, name, "boot 1\n");
     }
     // A VM that powers itself off has ended, and its container is restarted: the pod stays.
     let member = after.first().expect("there are three");
-    feed(&mut cluster.command(&["attach", "-i", member]), b"q");
-    wait("its container has been started again", || {
+    run_with_input(&mut cluster.command(&["attach", "-i", member]), b"q");
+    wait_for("its container has been started again", || {
         let pod = cluster.object(&format!("/api/v1/namespaces/default/pods/{member}"))?;
         (pod["status"]["containerStatuses"][0]["restartCount"].as_u64() >= Some(1)).then_some(())
     });
@@ -165,7 +166,7 @@ pub fn a_set_of_machines(world: &World) -> Outcome {
     cluster.kubectl(&["scale", "replicaset", "machines", "--replicas=1"]).ok();
     assert!(ready(1).is_subset(&after));
     cluster.kubectl(&["scale", "replicaset", "machines", "--replicas=0"]).ok();
-    wait("all are gone", || members(cluster).is_empty().then_some(()));
+    wait_for("all are gone", || members(cluster).is_empty().then_some(()));
     cluster.kubectl(&["delete", "replicaset", "machines"]).ok();
-    Outcome::Passed
+    CaseResult::Passed
 }

@@ -1,18 +1,18 @@
 //! Tests volumes.
 
-use super::Outcome;
-use super::runs::{waiting, with_directory};
+use super::CaseResult;
+use super::pod_features::{waiting, with_directory};
+use crate::fixture::KubeletFixture;
 use crate::pods::{ObservedPod, StaticPod};
-use crate::world::World;
 use std::fs;
 
-pub fn scratch(world: &World) -> Outcome {
-    let pod = StaticPod::example(world, "scratch");
-    pod.ready();
+pub fn empty_dir_volumes(fixture: &KubeletFixture) -> CaseResult {
+    let pod = StaticPod::example(fixture, "scratch");
+    pod.wait_until_ready();
     let reader = |script: &str| pod.shell("reader", script, b"");
     // Ready only means that both containers were started.
     let words = || reader("cat /disk/word /memory/word").stdout;
-    crate::pods::wait("the writer's words", || (words() == "on disk\nin memory\n").then_some(()));
+    crate::pods::wait_for("the writer's words", || (words() == "on disk\nin memory\n").then_some(()));
     assert_ne!(reader("touch /disk/file").code(), Some(0), "a read-only volume");
     // A write of one container is visible to the other, also in a subPath.
     assert_eq!(reader("echo mine >/seen/part").code(), Some(0));
@@ -21,23 +21,23 @@ pub fn scratch(world: &World) -> Outcome {
     let full = reader("dd if=/dev/zero of=/memory/much bs=1M count=16");
     assert!(full.code() != Some(0) && full.stderr.contains("No space left"), "{full:?}");
     pod.remove();
-    Outcome::Passed
+    CaseResult::Passed
 }
 
-pub fn huge_pages(world: &World) -> Outcome {
+pub fn huge_pages(fixture: &KubeletFixture) -> CaseResult {
     // The huge pages that the node offers to pods: kubelet admits no pod beyond them.
     let pool = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages").unwrap_or_default();
     if pool.trim().parse().unwrap_or(0) < 4 {
-        return Outcome::Skipped("the node has no four huge pages in its pool");
+        return CaseResult::Skipped("the node has no four huge pages in its pool");
     }
     let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
     if nacelle_e2e::node::engine() == "host" && !controllers.contains("hugetlb") {
-        return Outcome::Skipped("without machines containers have no limits on a node with cgroup v1");
+        return CaseResult::Skipped("without machines containers have no limits on a node with cgroup v1");
     }
-    let pod = StaticPod::example(world, "huge-pages");
-    pod.ready();
+    let pod = StaticPod::example(fixture, "huge-pages");
+    pod.wait_until_ready();
     let shell = |container: &str, script: &str| pod.shell(container, script, b"");
-    crate::pods::wait("the owner's file", || {
+    crate::pods::wait_for("the owner's file", || {
         (shell("other", "stat -c %s /pages/file").stdout == "4194304\n").then_some(())
     });
     // HUGETLBFS_MAGIC, whose name busybox does not know.
@@ -50,16 +50,16 @@ pub fn huge_pages(world: &World) -> Outcome {
     assert_eq!(shell("owner", "rm -f /pages/other && fallocate -l 4M /pages/more").code(), Some(0));
     assert_ne!(shell("owner", "fallocate -l 2M /pages/too-much").code(), Some(0));
     pod.remove();
-    Outcome::Passed
+    CaseResult::Passed
 }
 
-pub fn directories_of_the_node(world: &World) -> Outcome {
-    let directory = world.directory("data");
+pub fn host_path_volumes(fixture: &KubeletFixture) -> CaseResult {
+    let directory = fixture.directory("data");
     fs::write(directory.join("from-node"), "word of the node\n").expect("writable");
-    let pod = StaticPod::new(world, "node-directory", &with_directory("node-directory", "/srv/data", &directory));
-    pod.ready();
+    let pod = StaticPod::new(fixture, "node-directory", &with_directory("node-directory", "/srv/data", &directory));
+    pod.wait_until_ready();
     let main = |script: &str| pod.shell("main", script, b"");
-    crate::pods::wait("the pod's word is on the node", || {
+    crate::pods::wait_for("the pod's word is on the node", || {
         let word = fs::read_to_string(directory.join("from-pod")).unwrap_or_default();
         (word == "word of the node\n").then_some(())
     });
@@ -71,19 +71,20 @@ pub fn directories_of_the_node(world: &World) -> Outcome {
     assert_eq!(main("cat /etc/os-release").stdout, fs::read_to_string("/etc/os-release").expect("Debian"));
     pod.remove();
     assert_eq!(fs::read_to_string(directory.join("from-pod")).expect("it stays"), "word of the node\n");
-    Outcome::Passed
+    CaseResult::Passed
 }
 
-pub fn an_image_as_a_volume(world: &World) -> Outcome {
-    let image = nacelle_e2e::Image::busybox().layer(|layer| layer.file("model/weights", b"0 1 1 2 3 5", 0o644));
-    world.node.registry.push(&image, "library/model:1");
+pub fn image_volume(fixture: &KubeletFixture) -> CaseResult {
+    let image =
+        nacelle_e2e::TestImage::busybox().with_layer(|layer| layer.add_file("model/weights", b"0 1 1 2 3 5", 0o644));
+    fixture.node.registry.push(&image, "library/model:1");
     let volume = "  volumes: [{name: model, image: {reference: \"model:1\", pullPolicy: IfNotPresent}}]\n";
     let mounts = "    volumeMounts:\n    - {name: model, mountPath: /image}\n    \
                   - {name: model, mountPath: /model, subPath: model}\n";
-    let pod = StaticPod::new(world, "image-volume", &waiting("image-volume", volume, mounts));
-    pod.ready();
+    let pod = StaticPod::new(fixture, "image-volume", &waiting("image-volume", volume, mounts));
+    pod.wait_until_ready();
     assert_eq!(pod.run("main", &["cat", "/image/model/weights", "/model/weights"]), "0 1 1 2 3 50 1 1 2 3 5");
     assert_ne!(pod.try_run("main", &["touch", "/image/file"]).code, 0);
     pod.remove();
-    Outcome::Passed
+    CaseResult::Passed
 }

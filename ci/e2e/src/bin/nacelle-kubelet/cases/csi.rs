@@ -1,15 +1,15 @@
 //! Tests volumes of a CSI driver, and runs the driver's process (`ci/kubelet.d/driver`).
 
-use super::Outcome;
+use super::CaseResult;
 use super::cluster::{claim, cluster};
-use super::runs::waiting;
-use crate::cluster::Cluster;
-use crate::disk::Disk;
+use super::pod_features::waiting;
+use crate::cluster::TestCluster;
+use crate::disk::LoopDisk;
+use crate::fixture::KubeletFixture;
 use crate::kubelet::NODE;
-use crate::pods::{ObservedPod, wait};
-use crate::world::World;
-use nacelle_e2e::part;
-use nacelle_e2e::run::call;
+use crate::pods::{ObservedPod, wait_for};
+use nacelle_e2e::path_from_env;
+use nacelle_e2e::run::run_program;
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::Path;
@@ -29,10 +29,17 @@ struct Driver(Child);
 
 impl Driver {
     /// Starts a driver with these volumes; kubelet finds it by itself.
-    fn start(volumes: &[(&str, &Disk)], log: &Path) -> Self {
+    fn start(volumes: &[(&str, &LoopDisk)], log: &Path) -> Self {
         let log = File::create(log).expect("the node's directory is writable");
         let pairs = volumes.iter().map(|(name, disk)| format!("{name}={}", disk.device()));
-        Self(Command::new(part("CSI_DRIVER")).arg(DRIVER).args(pairs).stderr(log).spawn().expect("ci/kubelet built it"))
+        Self(
+            Command::new(path_from_env("CSI_DRIVER"))
+                .arg(DRIVER)
+                .args(pairs)
+                .stderr(log)
+                .spawn()
+                .expect("ci/kubelet built it"),
+        )
     }
 }
 
@@ -58,7 +65,7 @@ fn volume(name: &str, mode: &str) -> String {
 }
 
 /// Requests 64 MiB, and acts as the external resizer: the volume has grown and the node must follow.
-fn ask_for_more(cluster: &Cluster, name: &str) {
+fn request_expansion(cluster: &TestCluster, name: &str) {
     let patch = |kind: &str, patch: Value, further: &[&str]| {
         let patch = patch.to_string();
         cluster.kubectl(&[&["patch", kind, name, "--type=merge", "-p", &patch][..], further].concat()).ok();
@@ -81,21 +88,21 @@ fn may_grow_ext4() -> bool {
 }
 
 /// Returns kubelet's statistics of the bytes of the pod's volume.
-fn figures(cluster: &Cluster, pod: &str, volume: &str) -> Option<Value> {
+fn volume_statistics(cluster: &TestCluster, pod: &str, volume: &str) -> Option<Value> {
     let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
     let summary: Value = serde_json::from_str(&summary).expect("kubelet answers in JSON");
     let pods = summary["pods"].as_array()?.iter().find(|one| one["podRef"]["name"] == pod)?;
     pods["volume"].as_array()?.iter().find(|one| one["name"] == volume).cloned()
 }
 
-pub fn volumes_of_a_driver(world: &World) -> Outcome {
-    let cluster = cluster(world);
-    let [files, disk] = ["driven-files", "driven-disk"].map(|name| Disk::new(world, name, 32));
-    call("mkfs.ext4", ["-q", files.device()]).ok();
+pub fn csi_volumes(fixture: &KubeletFixture) -> CaseResult {
+    let cluster = cluster(fixture);
+    let [files, disk] = ["driven-files", "driven-disk"].map(|name| LoopDisk::new(fixture, name, 32));
+    run_program("mkfs.ext4", ["-q", files.device()]).ok();
     let volumes = [("driven-files", &files), ("driven-disk", &disk)];
-    let driver = Driver::start(&volumes, &world.node.directory().join("driver.log"));
+    let driver = Driver::start(&volumes, &fixture.node.directory().join("driver.log"));
     cluster.apply(REGISTERED);
-    wait("kubelet knows the driver", || {
+    wait_for("kubelet knows the driver", || {
         let node = cluster.object(&format!("/apis/storage.k8s.io/v1/csinodes/{NODE}"))?;
         node["spec"]["drivers"].as_array()?.iter().any(|one| one["name"] == DRIVER).then_some(())
     });
@@ -113,29 +120,31 @@ pub fn volumes_of_a_driver(world: &World) -> Outcome {
         (lines.next().expect("of the files"), lines.next().expect("of the disk"))
     };
 
-    let pod = cluster.pod("driven", &waiting("driven", spec, main));
-    pod.ready();
+    let pod = cluster.create_pod("driven", &waiting("driven", spec, main));
+    pod.wait_until_ready();
     pod.shell("echo first >/part/file; echo first | dd of=/dev/data conv=notrunc,fsync");
     assert_eq!(pod.shell("cat /seen/part/file; stat -c '%a %g' /files"), "first\n2775 2000");
     assert_ne!(pod.try_shell("touch /seen/other").code, 0);
     let (room, size) = sizes_of(&pod.shell(sizes));
     assert!(room < 32 << 10 && size == 32 << 20, "{room} {size}");
     // The figures by which kubelet warns and evicts.
-    let said = wait("kubelet has asked the driver", || figures(cluster, "driven", "files")?["capacityBytes"].as_u64());
-    assert_eq!(said, room << 10);
+    let reported = wait_for("kubelet has the statistics of the driver", || {
+        volume_statistics(cluster, "driven", "files")?["capacityBytes"].as_u64()
+    });
+    assert_eq!(reported, room << 10);
 
     // Both grow while the pod runs; without the capability for ext4 only the disk grows.
     let grow = &volumes[usize::from(!may_grow_ext4())..];
     for (name, disk) in grow {
         disk.grow(64);
-        ask_for_more(cluster, name);
+        request_expansion(cluster, name);
     }
-    wait("the pod sees what has grown", || {
+    wait_for("the pod sees what has grown", || {
         let (now, size) = sizes_of(&pod.shell(sizes));
         ((now > room + (16 << 10) || !may_grow_ext4()) && size == 64 << 20).then_some(())
     });
     for (name, _) in grow {
-        wait("the claim says so", || {
+        wait_for("the claim reports it", || {
             let claim = cluster.object(&format!("/api/v1/namespaces/default/persistentvolumeclaims/{name}"))?;
             (claim["status"]["capacity"]["storage"] == "64Mi").then_some(())
         });
@@ -143,8 +152,8 @@ pub fn volumes_of_a_driver(world: &World) -> Outcome {
     pod.delete();
 
     // Another pod finds the data of the first one.
-    let pod = cluster.pod("driven-again", &waiting("driven-again", spec, main));
-    pod.ready();
+    let pod = cluster.create_pod("driven-again", &waiting("driven-again", spec, main));
+    pod.wait_until_ready();
     assert_eq!(pod.shell("cat /part/file; head -c 5 /dev/data"), "first\nfirst");
     pod.delete();
     cluster.kubectl(&["delete", "pvc,pv", "driven-files", "driven-disk", "--wait=false"]).ok();
@@ -152,5 +161,5 @@ pub fn volumes_of_a_driver(world: &World) -> Outcome {
     disk.detach();
     cluster.kubectl(&["delete", "csidriver,storageclass", DRIVER, "driven", "--ignore-not-found", "--wait=false"]).ok();
     drop(driver);
-    Outcome::Passed
+    CaseResult::Passed
 }

@@ -1,55 +1,55 @@
 //! Provides a node with Nacelle and a kubelet, and checks it at the end.
 
-use crate::cluster::Cluster;
+use crate::cluster::TestCluster;
 use crate::kubelet::Kubelet;
-use crate::pods::{condition, wait};
-use nacelle_e2e::node::{Options, handler};
-use nacelle_e2e::{Image, Node, eventually};
+use crate::pods::{has_condition, wait_for};
+use nacelle_e2e::node::{NodeOptions, handler_config};
+use nacelle_e2e::{TestImage, TestNode, eventually};
 use std::fs;
 use std::path::PathBuf;
 
 /// The image of almost all examples; a registry on loopback serves it in place of Docker's.
-const IMAGE: &str = "library/busybox:1.36";
+const EXAMPLE_IMAGE: &str = "library/busybox:1.36";
 
 /// The annotations of the machine pods in docs/examples.
 const ANNOTATIONS: [&str; 6] = ["kind", "name", "memory", "disks", "run-strategy", "power"];
 
 /// A node whose kubelet runs its pods on Nacelle.
-pub struct World {
+pub struct KubeletFixture {
     /// Nacelle, the registry, the network.
-    pub node: Node,
+    pub node: TestNode,
     /// kubelet.
     pub kubelet: Kubelet,
     /// The cluster, once the node has joined it.
-    pub cluster: Option<Cluster>,
+    pub cluster: Option<TestCluster>,
 }
 
-impl World {
+impl KubeletFixture {
     /// Starts everything and waits until kubelet is healthy.
     pub fn new() -> Self {
         let mirror = |host: &str| format!("[images.registries.{host:?}]\nmirrors = [\"http://127.0.0.1:5000\"]\n\n");
         let policy = "[sandbox]\nhost_namespaces = \"run-on-host\"\n\n";
-        let disks = handler(
+        let disks = handler_config(
             "disks",
             "memory_mib = 128\nempty_dir = \"disk\"\n\
              allowed_annotations = [\"vm.nacelle.dev/empty-dir-limits\", \"vm.nacelle.dev/spec\", \"vm.nacelle.dev/applied\"]\n",
         );
         let allowed: Vec<String> = ANNOTATIONS.iter().map(|name| format!("vm.nacelle.dev/{name}")).collect();
-        let machines = handler("machines", &format!("allowed_annotations = {allowed:?}\n"));
-        let growing = handler("growing", "memory_mib = 128\nmax_vcpus = 3\nmax_memory_mib = 448\n");
+        let machines = handler_config("machines", &format!("allowed_annotations = {allowed:?}\n"));
+        let growing = handler_config("growing", "memory_mib = 128\nmax_vcpus = 3\nmax_memory_mib = 448\n");
         let extra =
             [policy.to_owned(), disks, machines, growing, mirror("docker.io"), mirror("registry.k8s.io")].concat();
-        let node = Node::with(Options { extra, ipv6: false, ..Options::default() });
-        node.registry.push(&Image::busybox(), IMAGE);
+        let node = TestNode::with_options(NodeOptions { extra, ipv6: false, ..NodeOptions::default() });
+        node.registry.push(&TestImage::busybox(), EXAMPLE_IMAGE);
         let kubelet = Kubelet::start(&node);
         Self { node, kubelet, cluster: None }
     }
 
     /// Starts a cluster, and restarts kubelet as its node.
-    pub fn join(&mut self) {
-        let cluster = Cluster::start(&self.node);
-        self.kubelet.join(cluster.kubeconfig());
-        wait("the node is Ready", || condition(&cluster.node()?, "Ready").then_some(()));
+    pub fn join_cluster(&mut self) {
+        let cluster = TestCluster::start(&self.node);
+        self.kubelet.join_cluster(cluster.kubeconfig());
+        wait_for("the node is Ready", || has_condition(&cluster.node_object()?, "Ready").then_some(()));
         self.cluster = Some(cluster);
     }
 
@@ -62,16 +62,17 @@ impl World {
 
     /// Copies the logs of both daemons to the directory `KUBELET_LOGS`.
     fn keep_logs(&self) {
-        let Some(place) = std::env::var_os("KUBELET_LOGS").map(PathBuf::from) else { return };
+        let Some(directory) = std::env::var_os("KUBELET_LOGS").map(PathBuf::from) else { return };
         let engine = nacelle_e2e::node::engine();
         for (log, name) in [("kubelet/kubelet.log", "kubelet"), ("daemon.log", "daemon")] {
-            let kept = fs::copy(self.node.directory().join(log), place.join(format!("kubelet-{engine}-{name}.log")));
+            let kept =
+                fs::copy(self.node.directory().join(log), directory.join(format!("kubelet-{engine}-{name}.log")));
             kept.expect("the directory for logs is writable");
         }
     }
 
     /// Stops kubelet after it has cleaned up all pods, and checks what it left.
-    pub fn end(self, keep: bool, all_well: bool) {
+    pub fn finish(self, keep: bool, all_passed: bool) {
         if keep {
             let (directory, pid) = (self.node.directory().display(), self.node.daemon_pid());
             eprintln!("kept: {directory}, daemon {pid}, kubelet {}; end with ctrl-c, or kill this", self.kubelet.pid());
@@ -79,7 +80,7 @@ impl World {
                 std::thread::park();
             }
         }
-        if all_well {
+        if all_passed {
             eventually("kubelet has removed all pods", || {
                 let pods = self.node.crictl.call(["pods", "-q"]);
                 (pods.is_empty()).then_some(())
