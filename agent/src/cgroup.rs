@@ -173,13 +173,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_found_by_their_whole_word() {
+    fn figures_are_found_by_their_full_name() {
         let text = "oom 5\noom_kill 3\noom_kill_other 9\npopulated 1\n";
         assert_eq!((read_figure(text, "oom_kill"), read_figure(text, "oom"), read_figure(text, "none")), (3, 5, 0));
     }
 
     #[test]
-    fn memory_runs_out_in_a_container_or_in_the_guest() {
+    fn an_oom_kill_is_attributed_to_the_container_or_the_guest() {
         let cgroup = tempfile::tempdir().unwrap();
         assert_eq!(oom_kill_cause(cgroup.path()), None);
         for (events, why) in [
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_followed_only_below_its_container() {
+    fn a_cgroup_of_a_process_must_be_below_its_container() {
         let c1 = container_path("c1");
         assert_eq!(parse_cgroup_below("0::/pod/c1/init\n", &c1).as_deref(), Some("/sys/fs/cgroup/pod/c1/init"));
         for other in ["0::/pod/c1\n", "0::/pod/c11/init\n", "0::/agent\n", "0::/pod/c1/../../agent\n", "0::/../x", ""] {

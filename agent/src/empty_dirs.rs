@@ -22,25 +22,29 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use crate::image::{DiskError, Disks};
+use crate::image::{DiskError, GuestDisks};
 use crate::paths;
 
 /// The directory of a disk that is the volume. Files of the file system itself, such as lost+found, are beside it.
-const VOLUME: &str = "volume";
+const VOLUME_DIRECTORY: &str = "volume";
 /// The name of that directory while it is made.
-const DRAFT: &str = "draft";
+const DRAFT_DIRECTORY: &str = "draft";
 
 /// Reasons a container does not get its emptyDir volume.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum EmptyDirError {
-    #[error("{name:?} is no name of a volume: 1 to 128 letters, digits, '_', '-' and '.' are, not starting with '.'")]
+    #[error(
+        "invalid volume name {name:?}: 1 to 128 letters, digits, '_', '-' and '.' are allowed, not starting with '.'"
+    )]
     Name { name: String },
-    #[error("{part:?} is no part of a volume: names without . and .. are")]
+    #[error("invalid subPath {part:?}: only names other than . and .. are allowed")]
     Part { part: String },
-    #[error("the volume {path} has files on the node, which the guest would not see: create them from a container")]
+    #[error(
+        "cannot create the volume {path} in the guest: it has files on the node, which the guest would not see; create them from a container"
+    )]
     Occupied { path: String },
-    #[error("the part {part:?} of the volume {path} is no directory, or leads out of the volume")]
+    #[error("cannot use subPath {part:?} of the volume {path}: it is not a directory, or leads out of the volume")]
     NoDirectory { part: String, path: String },
     #[error(transparent)]
     Disk(#[from] DiskError),
@@ -71,7 +75,7 @@ impl Classify for EmptyDirError {
 
 /// The emptyDir volumes of the pod.
 #[derive(Debug, Default)]
-pub struct EmptyDirs {
+pub struct EmptyDirVolumes {
     mounted: Mutex<BTreeSet<String>>,
 }
 
@@ -84,101 +88,102 @@ pub enum EmptyDirSource {
     Part(OwnedFd),
 }
 
-impl EmptyDirs {
+impl EmptyDirVolumes {
     /// Returns the source of a mount. Creates the volume, and the part, if they do not exist.
-    pub fn provide(&self, asked: &EmptyDir, disks: &Disks) -> Result<EmptyDirSource, EmptyDirError> {
-        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-        let name = &asked.name;
-        if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(plain) {
+    pub fn prepare(&self, request: &EmptyDir, disks: &GuestDisks) -> Result<EmptyDirSource, EmptyDirError> {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        let name = &request.name;
+        if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(is_plain) {
             return Err(EmptyDirError::Name { name: name.chars().take(140).collect() });
         }
-        let on_disk = asked.partition != 0;
+        let on_disk = request.partition != 0;
         let point = Path::new(paths::EMPTY_DIRS).join(name);
-        let root = if on_disk { point.join(VOLUME) } else { point.clone() };
+        let root = if on_disk { point.join(VOLUME_DIRECTORY) } else { point.clone() };
         let mut mounted = self.mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if !mounted.contains(name) {
             if on_disk {
-                mount_disk(asked, &disks.device_path(asked.partition)?, &point)?;
-            } else if asked.occupied {
-                return Err(EmptyDirError::Occupied { path: asked.path.clone() });
+                mount_disk(request, &disks.device_path(request.partition)?, &point)?;
+            } else if request.occupied {
+                return Err(EmptyDirError::Occupied { path: request.path.clone() });
             } else {
-                mount_memory(asked, &point).map_err(|error| match error.raw_os_error() {
+                mount_memory(request, &point).map_err(|error| match error.raw_os_error() {
                     // The page size is the only option that a kernel may not support.
-                    Some(libc::EINVAL | libc::ENODEV) if asked.page_bytes > 0 => {
-                        EmptyDirError::NoPages { bytes: asked.page_bytes, path: asked.path.clone() }
+                    Some(libc::EINVAL | libc::ENODEV) if request.page_bytes > 0 => {
+                        EmptyDirError::NoPages { bytes: request.page_bytes, path: request.path.clone() }
                     }
-                    _ => io_at("make", asked)(error),
+                    _ => io_error("create", request)(error),
                 })?;
             }
             mounted.insert(name.clone());
         }
         drop(mounted);
-        if asked.part.is_empty() {
+        if request.part.is_empty() {
             return Ok(EmptyDirSource::Whole(root));
         }
-        let part = open_part(&root, asked)?;
+        let part = open_part(&root, request)?;
         let path = format!("/proc/self/fd/{}", part.as_raw_fd());
-        mounts::copy(Path::new(&path), false).map(EmptyDirSource::Part).map_err(io_at("show a part of", asked))
+        mounts::copy(Path::new(&path), false).map(EmptyDirSource::Part).map_err(io_error("mount a subPath of", request))
     }
 }
 
-fn io_at<E: Into<io::Error>>(what: &'static str, asked: &EmptyDir) -> impl FnOnce(E) -> EmptyDirError {
-    let path = asked.path.clone();
+fn io_error<E: Into<io::Error>>(what: &'static str, request: &EmptyDir) -> impl FnOnce(E) -> EmptyDirError {
+    let path = request.path.clone();
     move |source| EmptyDirError::Io { what, path, source: source.into() }
 }
 
 /// Mounts a tmpfs or a hugetlbfs with the mode and the owner of the node's directory, no larger than the guest's memory. A hugetlbfs
 /// without a size is limited by the containers' limits of huge pages only.
-fn mount_memory(asked: &EmptyDir, root: &Path) -> io::Result<()> {
+fn mount_memory(request: &EmptyDir, root: &Path) -> io::Result<()> {
     let total = nix::sys::sysinfo::sysinfo()?.ram_total();
     fs::create_dir_all(root)?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-    let (mode, pages) = (asked.mode & 0o7777, asked.page_bytes);
-    let (kind, options) = match asked.bytes {
-        bytes if pages == 0 => ("tmpfs", format!("mode={mode:o},size={}", bytes.min(total).max(4096))),
-        0 => ("hugetlbfs", format!("mode={mode:o},pagesize={pages}")),
-        bytes => ("hugetlbfs", format!("mode={mode:o},pagesize={pages},size={}", bytes.min(total).max(pages))),
+    let (mode, page_size) = (request.mode & 0o7777, request.page_bytes);
+    let (kind, options) = match request.bytes {
+        bytes if page_size == 0 => ("tmpfs", format!("mode={mode:o},size={}", bytes.min(total).max(4096))),
+        0 => ("hugetlbfs", format!("mode={mode:o},pagesize={page_size}")),
+        bytes => ("hugetlbfs", format!("mode={mode:o},pagesize={page_size},size={}", bytes.min(total).max(page_size))),
     };
     mount(Some("memory"), root, Some(kind), flags, Some(options.as_str()))?;
-    chown(root, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?;
+    chown(root, Some(Uid::from_raw(request.uid)), Some(Gid::from_raw(request.gid)))?;
     // hugetlbfs ignores the set-group-id bit of its mode option.
     fs::set_permissions(root, fs::Permissions::from_mode(mode))
 }
 
 /// Mounts a disk, and creates the volume's directory on a new one, with the mode and the owner of the node's directory.
-fn mount_disk(asked: &EmptyDir, device: &Path, point: &Path) -> Result<(), EmptyDirError> {
-    fs::create_dir_all(point).map_err(io_at("make a mount point for", asked))?;
+fn mount_disk(request: &EmptyDir, device: &Path, point: &Path) -> Result<(), EmptyDirError> {
+    fs::create_dir_all(point).map_err(io_error("create a mount point for", request))?;
     mount(Some(device), point, Some("ext4"), MsFlags::MS_NODEV, Some("discard"))
-        .map_err(|error| EmptyDirError::Damaged { path: asked.path.clone(), source: error.into() })?;
-    let made = create_volume(asked, point);
-    if made.is_err() {
+        .map_err(|error| EmptyDirError::Damaged { path: request.path.clone(), source: error.into() })?;
+    let result = create_volume(request, point);
+    if result.is_err() {
         // The first error is the one to report. The next container tries again.
         let _ = umount2(point, MntFlags::MNT_DETACH);
     }
-    made
+    result
 }
 
 /// Creates the volume's directory on a mounted disk, unless there is one. Earlier users of the disk may have left anything in it.
-fn create_volume(asked: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
-    let volume = point.join(VOLUME);
+fn create_volume(request: &EmptyDir, point: &Path) -> Result<(), EmptyDirError> {
+    let volume = point.join(VOLUME_DIRECTORY);
     match fs::symlink_metadata(&volume) {
-        Ok(found) if found.is_dir() => return Ok(()),
+        Ok(metadata) if metadata.is_dir() => return Ok(()),
         Ok(_) => {
             let source = io::ErrorKind::NotADirectory.into();
-            return Err(EmptyDirError::Damaged { path: asked.path.clone(), source });
+            return Err(EmptyDirError::Damaged { path: request.path.clone(), source });
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(io_at("look for", asked)(error)),
+        Err(error) => return Err(io_error("look for", request)(error)),
     }
-    let draft = point.join(DRAFT);
-    let made = match fs::remove_dir(&draft) {
+    let draft = point.join(DRAFT_DIRECTORY);
+    let result = match fs::remove_dir(&draft) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => fs::create_dir(&draft),
     };
-    made.and_then(|()| Ok(chown(&draft, Some(Uid::from_raw(asked.uid)), Some(Gid::from_raw(asked.gid)))?))
-        .and_then(|()| fs::set_permissions(&draft, fs::Permissions::from_mode(asked.mode & 0o7777)))
+    result
+        .and_then(|()| Ok(chown(&draft, Some(Uid::from_raw(request.uid)), Some(Gid::from_raw(request.gid)))?))
+        .and_then(|()| fs::set_permissions(&draft, fs::Permissions::from_mode(request.mode & 0o7777)))
         .and_then(|()| fs::rename(&draft, &volume))
-        .map_err(io_at("make", asked))
+        .map_err(io_error("create", request))
 }
 
 /// Opens a directory by one name. Links and mounts are not followed.
@@ -189,31 +194,31 @@ fn open_directory(at: &OwnedFd, name: &OsStr) -> nix::Result<OwnedFd> {
 }
 
 /// Opens a directory of the volume. Missing ones are made with the mode and the owner of the node's.
-fn open_part(root: &Path, asked: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
-    let wrong = || EmptyDirError::Part { part: asked.part.chars().take(200).collect() };
-    let root = File::options().read(true).open(root).map_err(io_at("open", asked))?;
+fn open_part(root: &Path, request: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
+    let invalid_part = || EmptyDirError::Part { part: request.part.chars().take(200).collect() };
+    let root = File::options().read(true).open(root).map_err(io_error("open", request))?;
     let mut directory = OwnedFd::from(root);
-    for name in Path::new(&asked.part).components() {
-        let Component::Normal(name) = name else { return Err(wrong()) };
-        let mode = Mode::from_bits_truncate(asked.part_mode & 0o7777);
+    for name in Path::new(&request.part).components() {
+        let Component::Normal(name) = name else { return Err(invalid_part()) };
+        let mode = Mode::from_bits_truncate(request.part_mode & 0o7777);
         match mkdirat(&directory, name, mode) {
             Ok(()) => {
-                let owner = (Some(Uid::from_raw(asked.part_uid)), Some(Gid::from_raw(asked.part_gid)));
+                let owner = (Some(Uid::from_raw(request.part_uid)), Some(Gid::from_raw(request.part_gid)));
                 fchownat(&directory, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)
-                    .map_err(io_at("give a part of", asked))?;
+                    .map_err(io_error("set the owner of a subPath of", request))?;
                 // Sets the bits that the umask has cleared.
-                let opened = open_directory(&directory, name).map_err(io_at("open a part of", asked))?;
+                let opened = open_directory(&directory, name).map_err(io_error("open a subPath of", request))?;
                 fchmodat(&opened, ".", mode, FchmodatFlags::FollowSymlink)
-                    .map_err(io_at("set the mode of a part of", asked))?;
+                    .map_err(io_error("set the mode of a subPath of", request))?;
             }
             Err(Errno::EEXIST) => {}
-            Err(error) => return Err(io_at("make a part of", asked)(error)),
+            Err(error) => return Err(io_error("create a subPath of", request)(error)),
         }
         directory = open_directory(&directory, name).map_err(|error| match error {
             Errno::ELOOP | Errno::ENOTDIR | Errno::EXDEV => {
-                EmptyDirError::NoDirectory { part: asked.part.clone(), path: asked.path.clone() }
+                EmptyDirError::NoDirectory { part: request.part.clone(), path: request.path.clone() }
             }
-            error => io_at("open a part of", asked)(error),
+            error => io_error("open a subPath of", request)(error),
         })?;
     }
     Ok(directory)
@@ -223,20 +228,20 @@ fn open_part(root: &Path, asked: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
 mod tests {
     use super::*;
 
-    fn asked(part: &str) -> EmptyDir {
+    fn request(part: &str) -> EmptyDir {
         let (uid, gid) = (nix::unistd::getuid().as_raw(), nix::unistd::getgid().as_raw());
         EmptyDir { part: part.into(), part_mode: 0o2750, part_uid: uid, part_gid: gid, ..Default::default() }
     }
 
     #[test]
-    fn a_part_is_a_directory_of_the_volume_and_nothing_else() {
+    fn a_subpath_must_be_a_directory_of_the_volume() {
         use std::os::unix::fs::{MetadataExt, symlink};
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let opened = File::from(open_part(root, &asked("a/b")).unwrap());
-        let made = fs::metadata(root.join("a/b")).unwrap();
-        assert_eq!((opened.metadata().unwrap().ino(), made.mode() & 0o7777), (made.ino(), 0o2750));
-        open_part(root, &asked("a/b")).unwrap();
+        let opened = File::from(open_part(root, &request("a/b")).unwrap());
+        let result = fs::metadata(root.join("a/b")).unwrap();
+        assert_eq!((opened.metadata().unwrap().ino(), result.mode() & 0o7777), (result.ino(), 0o2750));
+        open_part(root, &request("a/b")).unwrap();
         symlink("/", root.join("link")).unwrap();
         fs::write(root.join("file"), "").unwrap();
         for (bad, kind) in [
@@ -246,39 +251,39 @@ mod tests {
             ("../x", Kind::Invalid),
             ("/etc", Kind::Invalid),
         ] {
-            assert_eq!(open_part(root, &asked(bad)).unwrap_err().kind(), kind, "{bad}");
+            assert_eq!(open_part(root, &request(bad)).unwrap_err().kind(), kind, "{bad}");
         }
     }
 
     #[test]
-    fn names_are_plain_and_what_is_on_the_node_is_not_hidden() {
-        let (volumes, disks) = (EmptyDirs::default(), Disks::on_node());
+    fn volume_names_are_validated_and_node_files_are_not_hidden() {
+        let (volumes, disks) = (EmptyDirVolumes::default(), GuestDisks::on_node());
         for name in ["", ".x", "a/b"] {
-            let error = volumes.provide(&EmptyDir { name: name.into(), ..asked("") }, &disks).unwrap_err();
+            let error = volumes.prepare(&EmptyDir { name: name.into(), ..request("") }, &disks).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
         }
-        let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), occupied: true, ..asked("") };
-        let error = volumes.provide(&there, &disks).unwrap_err();
+        let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), occupied: true, ..request("") };
+        let error = volumes.prepare(&there, &disks).unwrap_err();
         assert!(error.kind() == Kind::Conflict && error.to_string().contains("/k/x"), "{error}");
-        let on_disk = EmptyDir { name: "disk.x".into(), partition: 3, ..asked("") };
-        assert_eq!(volumes.provide(&on_disk, &disks).unwrap_err().kind(), Kind::NotFound);
+        let on_disk = EmptyDir { name: "disk.x".into(), partition: 3, ..request("") };
+        assert_eq!(volumes.prepare(&on_disk, &disks).unwrap_err().kind(), Kind::NotFound);
     }
 
     #[test]
-    fn a_new_disk_gets_a_directory_as_the_node_has_it_and_an_old_one_keeps_its_own() {
+    fn a_new_disk_gets_the_nodes_owner_and_mode_and_an_old_one_keeps_its_own() {
         use std::os::unix::fs::{MetadataExt, symlink};
         let directory = tempfile::tempdir().unwrap();
         let point = directory.path();
-        let asked = EmptyDir { mode: 0o2777, ..asked("") };
+        let request = EmptyDir { mode: 0o2777, ..request("") };
         // A VM that crashed while it made the volume has left this.
-        fs::create_dir(point.join(DRAFT)).unwrap();
-        create_volume(&asked, point).unwrap();
-        let mode = || fs::metadata(point.join(VOLUME)).unwrap().mode() & 0o7777;
-        assert_eq!((mode(), point.join(DRAFT).exists()), (0o2777, false));
-        create_volume(&EmptyDir { mode: 0o700, ..asked.clone() }, point).unwrap();
+        fs::create_dir(point.join(DRAFT_DIRECTORY)).unwrap();
+        create_volume(&request, point).unwrap();
+        let mode = || fs::metadata(point.join(VOLUME_DIRECTORY)).unwrap().mode() & 0o7777;
+        assert_eq!((mode(), point.join(DRAFT_DIRECTORY).exists()), (0o2777, false));
+        create_volume(&EmptyDir { mode: 0o700, ..request.clone() }, point).unwrap();
         assert_eq!(mode(), 0o2777);
-        fs::remove_dir(point.join(VOLUME)).unwrap();
-        symlink("/", point.join(VOLUME)).unwrap();
-        assert_eq!(create_volume(&asked, point).unwrap_err().kind(), Kind::Conflict);
+        fs::remove_dir(point.join(VOLUME_DIRECTORY)).unwrap();
+        symlink("/", point.join(VOLUME_DIRECTORY)).unwrap();
+        assert_eq!(create_volume(&request, point).unwrap_err().kind(), Kind::Conflict);
     }
 }

@@ -13,7 +13,7 @@ pub const MAX_ZYGOTE: u32 = wire::LARGE as u32;
 
 /// Reasons a frame cannot be read or written.
 #[derive(Debug, thiserror::Error)]
-pub enum FrameError {
+pub enum AgentFrameError {
     /// The peer has closed the connection or is too slow.
     #[error("cannot {what} a frame")]
     Io {
@@ -31,15 +31,15 @@ pub enum FrameError {
         max: u32,
     },
     /// The payload is not the message expected.
-    #[error("a frame does not hold the message expected")]
+    #[error("a frame does not contain the expected message")]
     Decode(#[from] WireError),
 }
 
-impl FrameError {
+impl AgentFrameError {
     /// Whether the peer has closed the connection, between frames or within one.
     pub fn is_hung_up(&self) -> bool {
         use io::ErrorKind as E;
-        let FrameError::Io { source, .. } = self else { return false };
+        let AgentFrameError::Io { source, .. } = self else { return false };
         matches!(
             source.kind(),
             E::UnexpectedEof | E::ConnectionReset | E::ConnectionAborted | E::BrokenPipe | E::NotConnected
@@ -47,21 +47,21 @@ impl FrameError {
     }
 }
 
-fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> FrameError {
-    move |source| FrameError::Io { what, source }
+fn io_error(what: &'static str) -> impl FnOnce(io::Error) -> AgentFrameError {
+    move |source| AgentFrameError::Io { what, source }
 }
 
 /// Returns the length in a frame's first four bytes, if it is allowed.
-pub fn parse_length(head: [u8; 4], max: u32) -> Result<usize, FrameError> {
+pub fn parse_length(head: [u8; 4], max: u32) -> Result<usize, AgentFrameError> {
     let length = u32::from_le_bytes(head);
     let size = usize::try_from(length).unwrap_or(usize::MAX);
-    if length > max { Err(FrameError::TooLong { length: size, max }) } else { Ok(size) }
+    if length > max { Err(AgentFrameError::TooLong { length: size, max }) } else { Ok(size) }
 }
 
 /// Returns the bytes of a frame with this payload.
-pub fn encode_frame(payload: &[u8], max: u32) -> Result<Vec<u8>, FrameError> {
+pub fn encode_frame(payload: &[u8], max: u32) -> Result<Vec<u8>, AgentFrameError> {
     let length = u32::try_from(payload.len()).ok().filter(|length| *length <= max);
-    let length = length.ok_or(FrameError::TooLong { length: payload.len(), max })?;
+    let length = length.ok_or(AgentFrameError::TooLong { length: payload.len(), max })?;
     let mut bytes = Vec::with_capacity(payload.len() + 4);
     bytes.extend_from_slice(&length.to_le_bytes());
     bytes.extend_from_slice(payload);
@@ -69,7 +69,7 @@ pub fn encode_frame(payload: &[u8], max: u32) -> Result<Vec<u8>, FrameError> {
 }
 
 /// Reads one frame's payload.
-pub fn read_bytes(from: &mut impl Read, max: u32) -> Result<Vec<u8>, FrameError> {
+pub fn read_bytes(from: &mut impl Read, max: u32) -> Result<Vec<u8>, AgentFrameError> {
     let mut head = [0; 4];
     from.read_exact(&mut head).map_err(io_error("read"))?;
     let mut payload = vec![0; parse_length(head, max)?];
@@ -78,24 +78,24 @@ pub fn read_bytes(from: &mut impl Read, max: u32) -> Result<Vec<u8>, FrameError>
 }
 
 /// Reads one framed message.
-pub fn read<M: Message + Shaped + Default>(from: &mut impl Read) -> Result<M, FrameError> {
+pub fn read<M: Message + Shaped + Default>(from: &mut impl Read) -> Result<M, AgentFrameError> {
     Ok(wire::decode(&read_bytes(from, MAX)?)?)
 }
 
 /// Writes one frame.
-pub fn write_bytes(to: &mut impl Write, payload: &[u8], max: u32) -> Result<(), FrameError> {
+pub fn write_bytes(to: &mut impl Write, payload: &[u8], max: u32) -> Result<(), AgentFrameError> {
     to.write_all(&encode_frame(payload, max)?).map_err(io_error("write"))
 }
 
 /// Writes one framed message.
-pub fn write<M: Message>(to: &mut impl Write, message: &M) -> Result<(), FrameError> {
+pub fn write<M: Message>(to: &mut impl Write, message: &M) -> Result<(), AgentFrameError> {
     write_bytes(to, &message.encode_to_vec(), MAX)
 }
 
 /// Reads one framed message from an asynchronous stream.
 pub async fn read_async<M: Message + Shaped + Default>(
     from: &mut (impl tokio::io::AsyncRead + Unpin),
-) -> Result<M, FrameError> {
+) -> Result<M, AgentFrameError> {
     use tokio::io::AsyncReadExt;
     let mut head = [0; 4];
     from.read_exact(&mut head).await.map_err(io_error("read"))?;
@@ -111,7 +111,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_message_comes_back() {
+    fn a_frame_is_read_as_it_was_written() {
         let sent = StreamOpen {
             id: "a".into(),
             exec_id: "b".into(),
@@ -130,14 +130,14 @@ mod tests {
         let error = |bytes: &[u8]| read::<WaitRequest>(&mut &*bytes).unwrap_err();
         assert!(error(&[]).is_hung_up() && error(&[9, 0, 0, 0, 1]).is_hung_up());
         assert!(!error(&[0xff; 4]).is_hung_up() && !error(&[1, 0, 0, 0, 0xff]).is_hung_up());
-        let slow = FrameError::Io { what: "read", source: io::ErrorKind::WouldBlock.into() };
+        let slow = AgentFrameError::Io { what: "read", source: io::ErrorKind::WouldBlock.into() };
         assert!(!slow.is_hung_up());
     }
 
     #[test]
-    fn too_long_is_refused_before_memory_is_taken() {
+    fn a_too_long_frame_is_rejected_before_its_memory_is_allocated() {
         let error = read_bytes(&mut [0xff_u8; 8].as_slice(), MAX_ZYGOTE).unwrap_err();
-        assert!(matches!(error, FrameError::TooLong { .. }), "{error}");
+        assert!(matches!(error, AgentFrameError::TooLong { .. }), "{error}");
         assert!(encode_frame(&vec![0; 1 << 21], MAX).is_err());
     }
 

@@ -10,12 +10,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use crate::memory::{self, MARGIN};
+use crate::memory::{self, MIN_AVAILABLE};
 
 /// The directory with a directory for each huge page size that the kernel supports.
-const POOLS: &str = "/sys/kernel/mm/hugepages";
+const POOLS_DIRECTORY: &str = "/sys/kernel/mm/hugepages";
 /// Writing to this file makes the kernel compact free memory.
-const COMPACT: &str = "/proc/sys/vm/compact_memory";
+const COMPACT_FILE: &str = "/proc/sys/vm/compact_memory";
 
 /// The limits of one container in bytes, by page size as cgroups name it ("2MB").
 pub type HugePageLimits = BTreeMap<String, u64>;
@@ -24,17 +24,17 @@ pub type HugePageLimits = BTreeMap<String, u64>;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum HugePagesError {
-    #[error("the guest has no huge pages of {size:?}; it has those of {has}")]
-    Size { size: String, has: String },
+    #[error("the guest has no huge pages of {size:?}; it has those of {available_sizes}")]
+    Size { size: String, available_sizes: String },
     #[error(
-        "{count} more huge pages of {size}: {available} bytes of the guest's memory are not in use, of which {MARGIN} must be \
-         left. Give the pod more memory"
+        "cannot reserve {count} more huge pages of {size}: only {available} bytes of the guest's memory are not in use, and \
+         {MIN_AVAILABLE} must remain; give the pod more memory"
     )]
     Short { size: String, count: u64, available: u64 },
     #[error(
-        "{made} of {count} more huge pages of {size} is all that the guest's memory has in one piece. Give the pod more memory"
+        "cannot reserve {count} more huge pages of {size}: the guest has contiguous memory for only {allocated}; give the pod more memory"
     )]
-    Pieces { size: String, count: u64, made: u64 },
+    Pieces { size: String, count: u64, allocated: u64 },
     #[error("cannot use {}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
@@ -61,7 +61,7 @@ pub struct HugePages {
 struct Reservations {
     containers: HashMap<String, HugePageLimits>,
     /// Pages of each size that belong to no container: those reserved before the first container had any.
-    others: BTreeMap<String, u64>,
+    base_counts: BTreeMap<String, u64>,
 }
 
 #[derive(Debug)]
@@ -74,7 +74,11 @@ struct KernelFiles {
 impl HugePages {
     /// The huge pages of the guest whose first process this is.
     pub fn of_guest() -> HugePages {
-        let files = KernelFiles { pools: POOLS.into(), meminfo: memory::MEMINFO.into(), compact: COMPACT.into() };
+        let files = KernelFiles {
+            pools: POOLS_DIRECTORY.into(),
+            meminfo: memory::MEMINFO.into(),
+            compact: COMPACT_FILE.into(),
+        };
         HugePages { files: Some(files), reserved: Mutex::default() }
     }
 
@@ -125,8 +129,8 @@ impl KernelFiles {
             pools.push(self.find_pool(size)?);
         }
         for Pool { size, directory, .. } in &pools {
-            if !reserved.others.contains_key(size) {
-                reserved.others.insert(size.clone(), count_reserved(directory)?);
+            if !reserved.base_counts.contains_key(size) {
+                reserved.base_counts.insert(size.clone(), count_reserved(directory)?);
             }
         }
         let before = reserved.containers.insert(container.to_owned(), after);
@@ -157,9 +161,10 @@ impl KernelFiles {
     fn find_pool(&self, size: &str) -> Result<Pool, HugePagesError> {
         let found = self.list_pools().into_iter().find(|pool| pool.size == size);
         found.ok_or_else(|| {
-            let has: Vec<String> = self.list_pools().into_iter().map(|pool| pool.size).collect();
-            let has = if has.is_empty() { "no size".to_owned() } else { has.join(" and ") };
-            HugePagesError::Size { size: size.chars().take(20).collect(), has }
+            let available_sizes: Vec<String> = self.list_pools().into_iter().map(|pool| pool.size).collect();
+            let available_sizes =
+                if available_sizes.is_empty() { "no size".to_owned() } else { available_sizes.join(" and ") };
+            HugePagesError::Size { size: size.chars().take(20).collect(), available_sizes }
         })
     }
 
@@ -181,7 +186,7 @@ impl KernelFiles {
         let size = || pool.size.clone();
         let available = memory::read_available(&self.meminfo)
             .map_err(|source| HugePagesError::Io { path: self.meminfo.clone(), source })?;
-        if available < count.saturating_mul(pool.bytes).saturating_add(MARGIN) {
+        if available < count.saturating_mul(pool.bytes).saturating_add(MIN_AVAILABLE) {
             return Err(HugePagesError::Short { size: size(), count, available });
         }
         write(wanted)?;
@@ -190,8 +195,8 @@ impl KernelFiles {
             let _ = memory::write_once(&self.compact, "1");
             write(wanted)?;
         }
-        let made = count_reserved(&pool.directory)?.saturating_sub(before);
-        if made < count { Err(HugePagesError::Pieces { size: size(), count, made }) } else { Ok(()) }
+        let allocated = count_reserved(&pool.directory)?.saturating_sub(before);
+        if allocated < count { Err(HugePagesError::Pieces { size: size(), count, allocated }) } else { Ok(()) }
     }
 }
 
@@ -209,7 +214,7 @@ impl Reservations {
     fn count_wanted(&self, pool: &Pool) -> u64 {
         let of = |limits: &HugePageLimits| limits.get(&pool.size).map_or(0, |bytes| bytes / pool.bytes);
         let all = self.containers.values().map(of).fold(0u64, u64::saturating_add);
-        all.saturating_add(self.others.get(&pool.size).copied().unwrap_or(0))
+        all.saturating_add(self.base_counts.get(&pool.size).copied().unwrap_or(0))
     }
 }
 
@@ -226,7 +231,7 @@ fn list_pools(directory: &Path) -> Vec<Pool> {
 
 /// Returns the huge page sizes that this kernel, the guest's or the node's, supports.
 pub fn list_sizes() -> Vec<String> {
-    list_pools(Path::new(POOLS)).into_iter().map(|pool| pool.size).collect()
+    list_pools(Path::new(POOLS_DIRECTORY)).into_iter().map(|pool| pool.size).collect()
 }
 
 /// Returns the name of a size in the names of cgroup files (`mem_fmt` in mm/hugetlb_cgroup.c).
@@ -251,7 +256,7 @@ fn count_reserved(directory: &Path) -> Result<u64, HugePagesError> {
 }
 
 /// Picks the huge page limits out of cgroup files and their values. "max" is no limit.
-pub fn limits_of_files<'a>(files: impl IntoIterator<Item = (&'a str, &'a str)>) -> HugePageLimits {
+pub fn limits_from_files<'a>(files: impl IntoIterator<Item = (&'a str, &'a str)>) -> HugePageLimits {
     let limit = |(file, value): (&'a str, &'a str)| {
         let size = file.strip_prefix("hugetlb.")?.strip_suffix(".max").filter(|size| !size.contains('.'))?;
         Some((size.to_owned(), value.parse().ok()?))
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_as_many_as_all_containers_may_have_beside_those_of_before() {
+    fn huge_pages_are_the_sum_of_all_limits_and_the_initial_ones() {
         let fake = Fake::new(1 << 20);
         assert_eq!(fake.set("a", 8).unwrap(), HugePageLimits::from([("2MB".into(), 0)]));
         assert_eq!(fake.now(), 3 + 4);
@@ -321,8 +326,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_changes_nothing() {
-        let fake = Fake::new((64 << 10) + (MARGIN >> 10));
+    fn a_missing_page_size_changes_nothing() {
+        let fake = Fake::new((64 << 10) + (MIN_AVAILABLE >> 10));
         fake.set("a", 64).unwrap();
         let error = fake.set("b", 66).unwrap_err();
         assert!(matches!(error, HugePagesError::Short { count: 33, .. }), "{error}");
@@ -342,29 +347,32 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_makes_fewer_is_asked_once_more_after_it_has_tidied_up() {
+    fn a_partial_allocation_is_retried_after_compaction() {
         let fake = Fake::new(1 << 20);
         // The file takes the number, but two of the pages are surplus.
         fs::write(fake.file("surplus_hugepages"), "2").unwrap();
         let error = fake.set("a", 8).unwrap_err();
-        assert!(matches!(error, HugePagesError::Pieces { count: 4, made: 2, .. }), "{error}");
+        assert!(matches!(error, HugePagesError::Pieces { count: 4, allocated: 2, .. }), "{error}");
         assert_eq!(error.kind(), Kind::Exhausted);
         assert_eq!(fs::read_to_string(fake.directory.path().join("compact")).unwrap(), "1");
         assert!(fake.pages.reserved.lock().unwrap().containers.is_empty());
     }
 
     #[test]
-    fn sizes_are_called_as_control_groups_call_them() {
+    fn page_sizes_have_their_cgroup_names() {
         for (kib, name) in [(64, "64KB"), (2048, "2MB"), (32 << 10, "32MB"), (1 << 20, "1GB")] {
             assert_eq!(cgroup_size_name(kib), name);
         }
         let files = [("hugetlb.2MB.max", "4194304"), ("hugetlb.1GB.max", "max"), ("hugetlb.2MB.rsvd.max", "1")];
-        let others = [("memory.max", "1"), ("hugetlb.2MB.events", "2")];
-        assert_eq!(limits_of_files(files.into_iter().chain(others)), HugePageLimits::from([("2MB".into(), 4 << 20)]));
+        let base_counts = [("memory.max", "1"), ("hugetlb.2MB.events", "2")];
+        assert_eq!(
+            limits_from_files(files.into_iter().chain(base_counts)),
+            HugePageLimits::from([("2MB".into(), 4 << 20)])
+        );
     }
 
     #[test]
-    fn the_nodes_are_let_alone() {
+    fn the_nodes_huge_pages_are_not_changed() {
         let pages = HugePages::of_node();
         assert_eq!(
             pages.set_limits("a", &HugePageLimits::from([("2MB".into(), 1 << 21)])).unwrap(),

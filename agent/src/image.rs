@@ -1,7 +1,7 @@
 //! Attaches the disks of the pod: images mounted as EROFS, from partitions of the image disk or from files of the node; the scratch disk;
 //! block devices of the node as partitions of the volume disk; and the file system of volumes that the node shares.
 //!
-//! `Disks` serialises its operations, which block and are for blocking threads.
+//! `GuestDisks` serialises its operations, which block and are for blocking threads.
 
 use nacelle_base::{Classify, Kind, share};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -25,41 +25,42 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum DiskError {
-    #[error("{number} is no partition number: 1 to 255 are")]
+    #[error("invalid partition number {number}: 1 to 255 are allowed")]
     Number { number: u32 },
     #[error("offset {offset} and length {length} are not multiples of 4096 above 0")]
-    Shape { offset: u64, length: u64 },
-    #[error("image {number} is attached already, {there}")]
-    Taken { number: u8, there: ImageSource },
+    InvalidRange { offset: u64, length: u64 },
+    #[error("cannot attach image {number}: it is already attached {attached_source}")]
+    AlreadyAttached { number: u8, attached_source: ImageSource },
     #[error("an image needs at least one file")]
     NoFiles,
     #[error("offset {offset} and length {length} of a device are not multiples of 512 above 0")]
-    DeviceShape { offset: u64, length: u64 },
-    #[error("device {number} is attached already, at offset {offset}")]
-    DeviceTaken { number: u8, offset: u64 },
+    InvalidDeviceRange { offset: u64, length: u64 },
+    #[error("cannot attach device {number}: it is already attached at offset {offset}")]
+    DeviceAlreadyAttached { number: u8, offset: u64 },
     #[error("there is no device at partition {number}")]
     NoDevice { number: u32 },
-    #[error("device {number} is in use")]
+    #[error("cannot detach device {number}: it is in use")]
     DeviceBusy { number: u8 },
     #[error("there is no image at partition {number}")]
     NoImage { number: u32 },
-    #[error("{number} is no disk of this VM")]
+    #[error("this VM has no disk {number}")]
     NoDisk { number: u32 },
     #[error("the disk {disk} has {have} bytes and did not grow to {need}")]
     TooSmall { disk: String, have: u64, need: u64 },
     #[error("cannot {what} {}", path.display())]
     Io { what: &'static str, path: PathBuf, source: io::Error },
-    #[error("image {number} is in use")]
+    #[error("cannot detach image {number}: it is in use")]
     Busy { number: u8 },
 }
 
 impl Classify for DiskError {
     fn kind(&self) -> Kind {
         match self {
-            DiskError::Number { .. } | DiskError::Shape { .. } | DiskError::DeviceShape { .. } | DiskError::NoFiles => {
-                Kind::Invalid
-            }
-            DiskError::Taken { .. } | DiskError::DeviceTaken { .. } => Kind::AlreadyExists,
+            DiskError::Number { .. }
+            | DiskError::InvalidRange { .. }
+            | DiskError::InvalidDeviceRange { .. }
+            | DiskError::NoFiles => Kind::Invalid,
+            DiskError::AlreadyAttached { .. } | DiskError::DeviceAlreadyAttached { .. } => Kind::AlreadyExists,
             DiskError::NoImage { .. } | DiskError::NoDevice { .. } | DiskError::NoDisk { .. } => Kind::NotFound,
             DiskError::TooSmall { .. } => Kind::Timeout,
             DiskError::Busy { .. } | DiskError::DeviceBusy { .. } => Kind::Conflict,
@@ -68,13 +69,13 @@ impl Classify for DiskError {
     }
 }
 
-fn at<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> DiskError {
+fn io_error<E: Into<io::Error>>(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(E) -> DiskError {
     let path = path.into();
     move |source| DiskError::Io { what, path, source: source.into() }
 }
 
-fn taken(number: u8, there: &ImageSource) -> DiskError {
-    DiskError::Taken { number, there: there.clone() }
+fn already_attached(number: u8, attached_source: &ImageSource) -> DiskError {
+    DiskError::AlreadyAttached { number, attached_source: attached_source.clone() }
 }
 
 /// Returns the kernel's name of a virtio disk: 0 is "vda".
@@ -120,7 +121,7 @@ struct VolumePartition {
 
 /// The VM's disks, or on the node their replacements.
 #[derive(Debug)]
-pub struct Disks {
+pub struct GuestDisks {
     image_disk: u32,
     scratch_disk: u32,
     volume_disk: u32,
@@ -130,10 +131,10 @@ pub struct Disks {
     share_mounted: Mutex<bool>,
 }
 
-impl Disks {
+impl GuestDisks {
     /// The disks of a VM, by their numbers: 0 is the first. `volume_disk` 0: there is none.
-    pub fn new(image_disk: u32, scratch_disk: u32, volume_disk: u32) -> Disks {
-        Disks {
+    pub fn new(image_disk: u32, scratch_disk: u32, volume_disk: u32) -> GuestDisks {
+        GuestDisks {
             image_disk,
             scratch_disk,
             volume_disk,
@@ -145,23 +146,27 @@ impl Disks {
     }
 
     /// The disks of a pod on the node: there is none, and the scratch directory is mounted already.
-    pub fn on_node() -> Disks {
-        Disks { scratch_mounted: Mutex::new(true), share_mounted: Mutex::new(true), ..Disks::new(0, 0, 0) }
+    pub fn on_node() -> GuestDisks {
+        GuestDisks { scratch_mounted: Mutex::new(true), share_mounted: Mutex::new(true), ..GuestDisks::new(0, 0, 0) }
     }
 
     /// Mounts an image from files of the node. Succeeds without effect if it is mounted from the same files.
     pub fn attach_files(&self, partition: u32, files: Vec<PathBuf>) -> Result<(), DiskError> {
         let number = check_partition(partition)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(there) = attached.get(&number) {
-            return if *there == ImageSource::Files(files) { Ok(()) } else { Err(taken(number, there)) };
+        if let Some(attached_source) = attached.get(&number) {
+            return if *attached_source == ImageSource::Files(files) {
+                Ok(())
+            } else {
+                Err(already_attached(number, attached_source))
+            };
         }
         let (tree, layers) = files.split_first().ok_or(DiskError::NoFiles)?;
-        let layers: Vec<PathBuf> = layers.iter().map(|layer| paths::of_node(layer)).collect();
+        let layers: Vec<PathBuf> = layers.iter().map(|layer| paths::node_path(layer)).collect();
         let point = mount_point(number);
         fs::create_dir_all(&point)
-            .and_then(|()| sys::mount_erofs(&paths::of_node(tree), &layers, &point))
-            .map_err(at("mount the image", tree))?;
+            .and_then(|()| sys::mount_erofs(&paths::node_path(tree), &layers, &point))
+            .map_err(io_error("mount the image", tree))?;
         attached.insert(number, ImageSource::Files(files));
         Ok(())
     }
@@ -169,30 +174,30 @@ impl Disks {
     /// Adds a partition of the image disk and mounts it. Succeeds without effect if it is mounted from the same offset and length.
     pub fn attach_image(&self, partition: u32, offset: u64, length: u64) -> Result<(), DiskError> {
         let number = check_partition(partition)?;
-        let shape = || DiskError::Shape { offset, length };
+        let invalid_range = || DiskError::InvalidRange { offset, length };
         let end = offset
             .checked_add(length)
             .filter(|_| length > 0 && offset.is_multiple_of(4096) && length.is_multiple_of(4096));
-        let end = end.ok_or_else(shape)?;
-        let start = i64::try_from(offset).ok().ok_or_else(shape)?;
-        let size = i64::try_from(length).ok().ok_or_else(shape)?;
+        let end = end.ok_or_else(invalid_range)?;
+        let start = i64::try_from(offset).ok().ok_or_else(invalid_range)?;
+        let size = i64::try_from(length).ok().ok_or_else(invalid_range)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         match attached.get(&number) {
-            Some(there) if *there == ImageSource::Disk(offset, length) => return Ok(()),
-            Some(there) => return Err(taken(number, there)),
+            Some(attached_source) if *attached_source == ImageSource::Disk(offset, length) => return Ok(()),
+            Some(attached_source) => return Err(already_attached(number, attached_source)),
             None => {}
         }
         let disk = disk_name(self.image_disk)?;
         wait_for_size(&disk, end)?;
         let device = Path::new("/dev").join(&disk);
-        let file = File::open(&device).map_err(at("open", &device))?;
+        let file = File::open(&device).map_err(io_error("open", &device))?;
         match sys::add_partition(&file, number, start, size) {
             // A failed attempt has left the partition.
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                sys::delete_partition(&file, number).map_err(at("remove a stale partition of", &device))?;
-                sys::add_partition(&file, number, start, size).map_err(at("add a partition to", &device))?;
+                sys::delete_partition(&file, number).map_err(io_error("remove a stale partition of", &device))?;
+                sys::add_partition(&file, number, start, size).map_err(io_error("add a partition to", &device))?;
             }
-            other => other.map_err(at("add a partition to", &device))?,
+            other => other.map_err(io_error("add a partition to", &device))?,
         }
         if let Err(error) = mount_image(&disk, number) {
             // The error of the mount is the one to report. The next attempt replaces a partition that stays.
@@ -208,14 +213,14 @@ impl Disks {
         let number = check_partition(partition)?;
         let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(source) = attached.get(&number) else { return Ok(()) };
-        let on_disk = matches!(source, ImageSource::Disk(..));
+        let is_partition = matches!(source, ImageSource::Disk(..));
         let point = mount_point(number);
         match umount2(&point, MntFlags::empty()) {
             Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => {}
             Err(nix::Error::EBUSY) => return Err(DiskError::Busy { number }),
-            Err(error) => return Err(at("unmount", &point)(error)),
+            Err(error) => return Err(io_error("unmount", &point)(error)),
         }
-        if on_disk {
+        if is_partition {
             self.delete_image_partition(number)?;
         }
         attached.remove(&number);
@@ -250,32 +255,38 @@ impl Disks {
     /// Adds a partition of the volume disk for a device of the node, or changes its length, and sets whether it is writable.
     pub fn attach_device(&self, partition: u32, offset: u64, length: u64, writable: bool) -> Result<(), DiskError> {
         let number = check_partition(partition)?;
-        let shape = || DiskError::DeviceShape { offset, length };
-        let fits = length > 0 && offset > 0 && offset.is_multiple_of(512) && length.is_multiple_of(512);
-        let end = offset.checked_add(length).filter(|end| fits && i64::try_from(*end).is_ok()).ok_or_else(shape)?;
+        let invalid_range = || DiskError::InvalidDeviceRange { offset, length };
+        let is_aligned = length > 0 && offset > 0 && offset.is_multiple_of(512) && length.is_multiple_of(512);
+        let end = offset
+            .checked_add(length)
+            .filter(|end| is_aligned && i64::try_from(*end).is_ok())
+            .ok_or_else(invalid_range)?;
         let numbers = (i64::try_from(offset).ok(), i64::try_from(length).ok());
-        let (Some(start), Some(size)) = numbers else { return Err(shape()) };
+        let (Some(start), Some(size)) = numbers else { return Err(invalid_range()) };
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = devices.get(&number).copied();
-        if let Some(there) = before.filter(|there| there.offset != offset) {
-            return Err(DiskError::DeviceTaken { number, offset: there.offset });
+        let existing = devices.get(&number).copied();
+        if let Some(attached_source) = existing.filter(|attached_source| attached_source.offset != offset) {
+            return Err(DiskError::DeviceAlreadyAttached { number, offset: attached_source.offset });
         }
         let disk = self.volume_disk_name()?;
         wait_for_size(&disk, end)?;
-        let whole = Path::new("/dev").join(&disk);
-        let file = File::open(&whole).map_err(at("open", &whole))?;
-        match before {
-            Some(there) if there.length == length => {}
+        let disk_file = Path::new("/dev").join(&disk);
+        let file = File::open(&disk_file).map_err(io_error("open", &disk_file))?;
+        match existing {
+            Some(attached_source) if attached_source.length == length => {}
             Some(_) => {
-                sys::resize_partition(&file, number, start, size).map_err(at("resize a partition of", &whole))?;
+                sys::resize_partition(&file, number, start, size)
+                    .map_err(io_error("resize a partition of", &disk_file))?;
             }
-            None => sys::add_partition(&file, number, start, size).map_err(at("add a partition to", &whole))?,
+            None => {
+                sys::add_partition(&file, number, start, size).map_err(io_error("add a partition to", &disk_file))?
+            }
         }
         devices.insert(number, VolumePartition { offset, length, writable });
         let node = PathBuf::from(format!("/dev/{disk}{number}"));
-        if before.is_none_or(|there| there.writable != writable) {
+        if existing.is_none_or(|attached_source| attached_source.writable != writable) {
             let set = File::open(&node).and_then(|device| sys::set_read_only(&device, !writable));
-            set.map_err(at("say who may write to", &node))?;
+            set.map_err(io_error("set the access to", &node))?;
         }
         Ok(())
     }
@@ -307,7 +318,7 @@ impl Disks {
     /// Returns the major and the minor number of an attached device.
     pub fn device_numbers(&self, partition: u32) -> Result<(i64, i64), DiskError> {
         let node = self.device_path(partition)?;
-        let rdev = fs::metadata(&node).map_err(at("look at", &node))?.rdev();
+        let rdev = fs::metadata(&node).map_err(io_error("inspect", &node))?.rdev();
         let number = |part: u64| i64::try_from(part).unwrap_or(i64::MAX);
         Ok((number(nix::sys::stat::major(rdev)), number(nix::sys::stat::minor(rdev))))
     }
@@ -322,7 +333,7 @@ impl Disks {
                 .and_then(|()| {
                     Ok(mount(Some(share::TAG), directory, Some("virtiofs"), MsFlags::MS_NODEV, None::<&str>)?)
                 })
-                .map_err(at("mount the volumes of the node at", directory))?;
+                .map_err(io_error("mount the volumes of the node at", directory))?;
             *mounted = true;
             // The volumes are usable without it.
             if let Err(error) = set_read_ahead(directory) {
@@ -340,7 +351,7 @@ impl Disks {
             let flags = MsFlags::MS_NOATIME;
             // The disk ends with the VM, so its content need not survive a crash.
             mount(Some(&node), paths::SCRATCH, Some("ext4"), flags, Some("discard,nobarrier"))
-                .map_err(at("mount the scratch disk", &node))?;
+                .map_err(io_error("mount the scratch disk", &node))?;
             *mounted = true;
         }
         Ok(())
@@ -361,13 +372,13 @@ fn mount_image(disk: &str, number: u8) -> Result<(), DiskError> {
     let flags = MsFlags::MS_RDONLY | MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
     fs::create_dir_all(&point)
         .and_then(|()| mount(Some(&node), &point, Some("erofs"), flags, None::<&str>).map_err(io::Error::from))
-        .map_err(at("mount the image", &node))
+        .map_err(io_error("mount the image", &node))
 }
 
 /// Deletes a partition when it is no longer used. Returns false if it is still used after `RELEASE_TIMEOUT`.
 fn delete_partition(disk: &str, number: u8) -> Result<bool, DiskError> {
     let device = Path::new("/dev").join(disk);
-    let file = File::open(&device).map_err(at("open", &device))?;
+    let file = File::open(&device).map_err(io_error("open", &device))?;
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
         match sys::delete_partition(&file, number).map_err(|error| (error.raw_os_error(), error)) {
@@ -376,7 +387,7 @@ fn delete_partition(disk: &str, number: u8) -> Result<bool, DiskError> {
                 std::thread::sleep(Duration::from_millis(5));
             }
             Err((Some(libc::EBUSY), _)) => return Ok(false),
-            Err((_, error)) => return Err(at("remove a partition of", &device)(error)),
+            Err((_, error)) => return Err(io_error("remove a partition of", &device)(error)),
         }
     }
 }
@@ -385,7 +396,7 @@ fn wait_for_size(disk: &str, need: u64) -> Result<(), DiskError> {
     let path = PathBuf::from(format!("/sys/block/{disk}/size"));
     let deadline = Instant::now() + GROWTH_TIMEOUT;
     loop {
-        let text = fs::read_to_string(&path).map_err(at("read", &path))?;
+        let text = fs::read_to_string(&path).map_err(io_error("read", &path))?;
         let have = text.trim().parse::<u64>().unwrap_or(0).saturating_mul(512);
         if have >= need {
             return Ok(());
@@ -406,7 +417,7 @@ mod tests {
         assert_eq!(disk_name(0).unwrap(), "vda");
         assert_eq!(disk_name(25).unwrap(), "vdz");
         assert!(disk_name(26).is_err());
-        let disks = Disks::new(0, 1, 2);
+        let disks = GuestDisks::new(0, 1, 2);
         for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)]
         {
             assert_eq!(disks.attach_image(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
@@ -417,7 +428,7 @@ mod tests {
             assert_eq!(disks.attach_device(partition, offset, length, true).unwrap_err().kind(), Kind::Invalid);
         }
         assert_eq!(disks.device_numbers(3).unwrap_err().kind(), Kind::NotFound);
-        assert_eq!(Disks::on_node().attach_device(1, 512, 512, true).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(GuestDisks::on_node().attach_device(1, 512, 512, true).unwrap_err().kind(), Kind::NotFound);
         disks.detach_device(3).unwrap();
         assert_eq!(disks.image_mount_point(3).unwrap_err().kind(), Kind::NotFound);
         disks.detach_image(3).unwrap();

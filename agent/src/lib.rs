@@ -3,6 +3,7 @@
 pub mod boot;
 pub mod cgroup;
 pub mod container;
+pub mod copied_in;
 pub mod empty_dirs;
 pub mod frame;
 pub mod huge_pages;
@@ -12,7 +13,6 @@ pub mod log;
 pub mod memory;
 pub mod paths;
 pub mod processors;
-pub mod pushed;
 pub mod rootfs;
 pub mod server;
 pub mod stats;

@@ -16,48 +16,50 @@ use crate::sys;
 
 /// A listening socket, before the runtime exists.
 #[derive(Debug)]
-pub enum Socket {
+pub enum HostSocket {
     /// A vsock port of the guest.
     Vsock(OwnedFd),
     /// A socket in the pod's directory, which only the node's root can enter.
     Unix(OwnedFd),
 }
 
-impl AsRef<OwnedFd> for Socket {
+impl AsRef<OwnedFd> for HostSocket {
     fn as_ref(&self) -> &OwnedFd {
-        let (Socket::Vsock(fd) | Socket::Unix(fd)) = self;
+        let (HostSocket::Vsock(fd) | HostSocket::Unix(fd)) = self;
         fd
     }
 }
 
 /// A listening socket in the runtime.
-pub enum Listener {
+pub enum HostListener {
     /// See [`Socket::Vsock`].
     Vsock(VsockListener),
     /// See [`Socket::Unix`].
     Unix(UnixListener),
 }
 
-impl Listener {
+impl HostListener {
     /// Registers a socket with the runtime. Must be called inside one.
-    pub fn new(socket: Socket) -> io::Result<Listener> {
+    pub fn new(socket: HostSocket) -> io::Result<HostListener> {
         match socket {
-            Socket::Vsock(fd) => Ok(Listener::Vsock(sys::vsock_listener(fd))),
-            Socket::Unix(fd) => {
+            HostSocket::Vsock(fd) => Ok(HostListener::Vsock(sys::vsock_listener(fd))),
+            HostSocket::Unix(fd) => {
                 let listener = std::os::unix::net::UnixListener::from(fd);
                 listener.set_nonblocking(true)?;
-                UnixListener::from_std(listener).map(Listener::Unix)
+                UnixListener::from_std(listener).map(HostListener::Unix)
             }
         }
     }
 
     /// Accepts the next connection of the host.
-    pub async fn accept(&self) -> io::Result<Connection> {
+    pub async fn accept(&self) -> io::Result<HostConnection> {
         loop {
             match self {
-                Listener::Unix(listener) => return listener.accept().await.map(|(stream, _)| Connection::Unix(stream)),
-                Listener::Vsock(listener) => match listener.accept().await? {
-                    (stream, peer) if peer.cid() == libc::VMADDR_CID_HOST => return Ok(Connection::Vsock(stream)),
+                HostListener::Unix(listener) => {
+                    return listener.accept().await.map(|(stream, _)| HostConnection::Unix(stream));
+                }
+                HostListener::Vsock(listener) => match listener.accept().await? {
+                    (stream, peer) if peer.cid() == libc::VMADDR_CID_HOST => return Ok(HostConnection::Vsock(stream)),
                     (_, peer) => {
                         tracing::warn!(cid = peer.cid(), "dropped a connection that does not come from the host")
                     }
@@ -67,7 +69,7 @@ impl Listener {
     }
 
     /// Returns a stream of the host's connections.
-    pub fn incoming(self) -> impl Stream<Item = io::Result<Connection>> {
+    pub fn incoming(self) -> impl Stream<Item = io::Result<HostConnection>> {
         let (sender, receiver) = tokio::sync::mpsc::channel(1);
         tokio::spawn(async move { while sender.send(self.accept().await).await.is_ok() {} });
         tokio_stream::wrappers::ReceiverStream::new(receiver)
@@ -75,14 +77,14 @@ impl Listener {
 }
 
 /// A connection of the host.
-pub enum Connection {
+pub enum HostConnection {
     /// A connection over vsock.
     Vsock(VsockStream),
     /// A connection over a Unix socket of the node.
     Unix(UnixStream),
 }
 
-impl Connected for Connection {
+impl Connected for HostConnection {
     type ConnectInfo = ();
 
     fn connect_info(&self) {}
@@ -91,19 +93,19 @@ impl Connected for Connection {
 macro_rules! delegate {
     ($self:ident, $stream:ident => $call:expr) => {
         match $self.get_mut() {
-            Connection::Vsock($stream) => $call,
-            Connection::Unix($stream) => $call,
+            HostConnection::Vsock($stream) => $call,
+            HostConnection::Unix($stream) => $call,
         }
     };
 }
 
-impl AsyncRead for Connection {
+impl AsyncRead for HostConnection {
     fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         delegate!(self, stream => Pin::new(stream).poll_read(context, buffer))
     }
 }
 
-impl AsyncWrite for Connection {
+impl AsyncWrite for HostConnection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         delegate!(self, stream => Pin::new(stream).poll_write(context, bytes))
     }

@@ -1,6 +1,6 @@
 //! Boots the agent, serves, and powers the VM off.
 
-use nacelle_agent::boot::{BootError, Ready, guest, host};
+use nacelle_agent::boot::{BootError, BootedAgent, guest, host};
 use nacelle_agent::server;
 use nacelle_base::Chain;
 use nix::sys::reboot::{RebootMode, reboot};
@@ -34,14 +34,14 @@ fn usage() -> ExitCode {
 }
 
 /// Boots and serves until the host sends Shutdown.
-fn boot_and_serve(boot: impl FnOnce() -> Result<Ready, BootError>) -> ExitCode {
+fn boot_and_serve(boot: impl FnOnce() -> Result<BootedAgent, BootError>) -> ExitCode {
     match boot() {
         Ok(ready) => match server::serve(ready) {
             Ok(()) => return ExitCode::SUCCESS,
             Err(error) => tracing::error!(error = %Chain(&error), "the agent cannot serve"),
         },
         Err(error) => {
-            tracing::error!(error = %Chain(&error), "the pod does not become ready");
+            tracing::error!(error = %Chain(&error), "the guest cannot be configured");
             eprintln!("nacelle-agent: {}", Chain(&error));
         }
     }

@@ -14,21 +14,21 @@ use std::time::{Duration, Instant};
 use crate::sys;
 
 /// The directory with a directory for each memory block that the kernel knows.
-const BLOCKS: &str = "/sys/devices/system/memory";
+const BLOCKS_DIRECTORY: &str = "/sys/devices/system/memory";
 /// The file with the amount of available memory.
 pub(crate) const MEMINFO: &str = "/proc/meminfo";
 /// The time in which all blocks of a request must be offline. The kernel tries for ever while it cannot move their pages.
 const OFFLINE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The memory in bytes that must stay available: while the kernel moves pages, a lack of memory makes it kill processes.
-pub(crate) const MARGIN: u64 = 32 << 20;
+pub(crate) const MIN_AVAILABLE: u64 = 32 << 20;
 /// The time before an operation, or the signal that interrupts it, is repeated.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Reasons the amount of memory cannot be changed.
 #[derive(Debug, thiserror::Error)]
-pub enum MemoryError {
+pub enum MemoryResizeError {
     /// The pod runs on the node, without a kernel of its own.
-    #[error("the memory is the node's: it is not resized for a pod")]
+    #[error("cannot resize the memory: the pod runs on the node")]
     OfNode,
     /// The kernel does not support memory hot-plug.
     #[error(
@@ -42,20 +42,22 @@ pub enum MemoryError {
         source: io::Error,
     },
     /// The reserve is smaller.
-    #[error("{asked} bytes of the reserve: it has {there}, in blocks of {block}")]
+    #[error("cannot bring {requested} bytes of the reserve online: it has {reserve_bytes}, in blocks of {block}")]
     Size {
         /// The requested bytes.
-        asked: u64,
+        requested: u64,
         /// The bytes of the reserve, in whole blocks.
-        there: u64,
+        reserve_bytes: u64,
         /// The size of a block in bytes.
         block: u64,
     },
     /// The memory is in use.
-    #[error("{less} bytes less memory: only {available} are not in use, and {MARGIN} must be left")]
+    #[error(
+        "cannot take {to_remove} bytes of memory offline: only {available} are not in use, and {MIN_AVAILABLE} must remain"
+    )]
     InUse {
         /// The bytes that should go offline.
-        less: u64,
+        to_remove: u64,
         /// The bytes that are available.
         available: u64,
     },
@@ -71,22 +73,22 @@ pub enum MemoryError {
     },
 }
 
-impl Classify for MemoryError {
+impl Classify for MemoryResizeError {
     fn kind(&self) -> Kind {
         match self {
-            MemoryError::OfNode | MemoryError::Kernel { .. } => Kind::Unsupported,
-            MemoryError::Size { .. } => Kind::Invalid,
-            MemoryError::InUse { .. } | MemoryError::Switch { .. } => Kind::Conflict,
+            MemoryResizeError::OfNode | MemoryResizeError::Kernel { .. } => Kind::Unsupported,
+            MemoryResizeError::Size { .. } => Kind::Invalid,
+            MemoryResizeError::InUse { .. } | MemoryResizeError::Switch { .. } => Kind::Conflict,
         }
     }
 }
 
 /// The memory of the guest.
 #[derive(Debug)]
-pub struct Memory {
+pub struct HotplugMemory {
     /// `None` on the node.
     files: Option<BlockFiles>,
-    turn: Mutex<()>,
+    resize_lock: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -109,50 +111,50 @@ impl Block {
     }
 }
 
-impl Memory {
+impl HotplugMemory {
     /// The memory of the guest whose first process this is.
-    pub fn of_guest() -> Memory {
-        let files = BlockFiles { blocks: BLOCKS.into(), meminfo: MEMINFO.into(), timeout: OFFLINE_TIMEOUT };
-        Memory { files: Some(files), turn: Mutex::default() }
+    pub fn of_guest() -> HotplugMemory {
+        let files = BlockFiles { blocks: BLOCKS_DIRECTORY.into(), meminfo: MEMINFO.into(), timeout: OFFLINE_TIMEOUT };
+        HotplugMemory { files: Some(files), resize_lock: Mutex::default() }
     }
 
     /// The memory of the node, which is not changed.
-    pub fn of_node() -> Memory {
-        Memory { files: None, turn: Mutex::default() }
+    pub fn of_node() -> HotplugMemory {
+        HotplugMemory { files: None, resize_lock: Mutex::default() }
     }
 
-    /// Brings the first `asked` bytes of the reserve online, in whole blocks, and all others offline. Returns the bytes that are
+    /// Brings the first `requested` bytes of the reserve online, in whole blocks, and all others offline. Returns the bytes that are
     /// online. If a block cannot be changed, all others are restored.
-    pub fn set_online_bytes(&self, reserve: &[Range<u64>], asked: u64) -> Result<u64, MemoryError> {
-        let files = self.files.as_ref().ok_or(MemoryError::OfNode)?;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn set_online_bytes(&self, reserve: &[Range<u64>], requested: u64) -> Result<u64, MemoryResizeError> {
+        let files = self.files.as_ref().ok_or(MemoryResizeError::OfNode)?;
+        let _lock = self.resize_lock.lock().unwrap_or_else(PoisonError::into_inner);
         let block = files.read_block_size()?;
         let blocks: Vec<Block> = reserve.iter().flat_map(|range| blocks_within(range, block)).collect();
-        let wanted = asked.div_ceil(block);
+        let wanted = requested.div_ceil(block);
         let count = u64::try_from(blocks.len()).unwrap_or(u64::MAX);
         if wanted > count {
-            return Err(MemoryError::Size { asked, there: count.saturating_mul(block), block });
+            return Err(MemoryResizeError::Size { requested, reserve_bytes: count.saturating_mul(block), block });
         }
         let (first, others) = blocks.split_at(usize::try_from(wanted).unwrap_or(usize::MAX));
-        let less: Vec<Block> = others.iter().rev().filter(|block| files.is_online(**block)).copied().collect();
-        files.check_available(less.iter().map(|block| block.bytes).sum())?;
-        let more = first.iter().filter(|block| !files.is_online(**block)).copied();
+        let to_remove: Vec<Block> = others.iter().rev().filter(|block| files.is_online(**block)).copied().collect();
+        files.check_available(to_remove.iter().map(|block| block.bytes).sum())?;
+        let to_add = first.iter().filter(|block| !files.is_online(**block)).copied();
         let deadline = Instant::now() + files.timeout;
         let mut changed: Vec<(Block, bool)> = Vec::new();
-        for (block, on) in more.map(|block| (block, true)).chain(less.iter().map(|block| (*block, false))) {
-            if let Err(error) = files.switch(block, on, deadline) {
-                for (block, on) in changed.into_iter().rev() {
-                    if let Err(error) = files.switch(block, !on, Instant::now() + files.timeout) {
+        for (block, online) in to_add.map(|block| (block, true)).chain(to_remove.iter().map(|block| (*block, false))) {
+            if let Err(error) = files.set_block_online(block, online, deadline) {
+                for (block, online) in changed.into_iter().rev() {
+                    if let Err(error) = files.set_block_online(block, !online, Instant::now() + files.timeout) {
                         tracing::warn!("cannot restore the state of a memory block: {}", Chain(&error));
                     }
                 }
                 return Err(error);
             }
-            changed.push((block, on));
+            changed.push((block, online));
         }
         let bytes = wanted.saturating_mul(block);
         if !changed.is_empty() {
-            tracing::info!(bytes, blocks = changed.len(), "memory of the reserve");
+            tracing::info!(bytes, blocks = changed.len(), "changed how much of the memory reserve is online");
         }
         Ok(bytes)
     }
@@ -165,13 +167,13 @@ fn blocks_within(range: &Range<u64>, bytes: u64) -> impl Iterator<Item = Block> 
 }
 
 impl BlockFiles {
-    fn read_block_size(&self) -> Result<u64, MemoryError> {
+    fn read_block_size(&self) -> Result<u64, MemoryResizeError> {
         let path = self.blocks.join("block_size_bytes");
         let parse = |text: String| {
             let parsed = u64::from_str_radix(text.trim_end(), 16).ok().filter(|bytes| *bytes > 0);
             parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{text:?} is no size")))
         };
-        fs::read_to_string(&path).and_then(parse).map_err(|source| MemoryError::Kernel { path, source })
+        fs::read_to_string(&path).and_then(parse).map_err(|source| MemoryResizeError::Kernel { path, source })
     }
 
     fn state_path(&self, block: Block) -> PathBuf {
@@ -183,20 +185,24 @@ impl BlockFiles {
         fs::read_to_string(self.state_path(block)).is_ok_and(|state| state.starts_with("online"))
     }
 
-    /// Checks that `less` bytes are available and `MARGIN` besides: the kernel would try to free memory that is in use for ever.
-    fn check_available(&self, less: u64) -> Result<(), MemoryError> {
-        if less == 0 {
+    /// Checks that `to_remove` bytes are available and `MIN_AVAILABLE` besides: the kernel would try to free memory that is in use for ever.
+    fn check_available(&self, to_remove: u64) -> Result<(), MemoryResizeError> {
+        if to_remove == 0 {
             return Ok(());
         }
-        let unknown = |source| MemoryError::Kernel { path: self.meminfo.clone(), source };
+        let unknown = |source| MemoryResizeError::Kernel { path: self.meminfo.clone(), source };
         let available = read_available(&self.meminfo).map_err(unknown)?;
-        if available < less.saturating_add(MARGIN) { Err(MemoryError::InUse { less, available }) } else { Ok(()) }
+        if available < to_remove.saturating_add(MIN_AVAILABLE) {
+            Err(MemoryResizeError::InUse { to_remove, available })
+        } else {
+            Ok(())
+        }
     }
 
-    fn switch(&self, block: Block, on: bool, deadline: Instant) -> Result<(), MemoryError> {
+    fn set_block_online(&self, block: Block, online: bool, deadline: Instant) -> Result<(), MemoryResizeError> {
         let address = block.address();
-        let failed = |what| move |source| MemoryError::Switch { what, address, source };
-        if !on {
+        let failed = |what| move |source| MemoryResizeError::Switch { what, address, source };
+        if !online {
             return take_offline(&self.state_path(block), deadline).map_err(failed("free"));
         }
         // A block that was added stays known to the kernel, online or offline.
@@ -204,7 +210,7 @@ impl BlockFiles {
             let path = self.blocks.join("probe");
             match write_once(&path, &format!("{address:#x}")) {
                 Err(source) if source.kind() == io::ErrorKind::NotFound => {
-                    return Err(MemoryError::Kernel { path, source });
+                    return Err(MemoryResizeError::Kernel { path, source });
                 }
                 added => added.map_err(failed("add"))?,
             }
@@ -233,11 +239,12 @@ pub(crate) fn write_once(path: &Path, text: &str) -> io::Result<()> {
 /// Takes a block offline. Tries again while the kernel reports it as busy, until the deadline.
 fn take_offline(state: &Path, deadline: Instant) -> io::Result<()> {
     loop {
-        let done = take_offline_once(state, deadline);
+        let result = take_offline_once(state, deadline);
         // Any signal to that thread interrupts the kernel, not only the one that is sent at the deadline.
-        let again = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR));
-        if !done.as_ref().err().is_some_and(again) || Instant::now() + RETRY_INTERVAL > deadline {
-            return done.map_err(|error| match error.kind() {
+        let is_retryable =
+            |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR));
+        if !result.as_ref().err().is_some_and(is_retryable) || Instant::now() + RETRY_INTERVAL > deadline {
+            return result.map_err(|error| match error.kind() {
                 io::ErrorKind::Interrupted => io::ErrorKind::TimedOut.into(),
                 _ => error,
             });
@@ -249,7 +256,7 @@ fn take_offline(state: &Path, deadline: Instant) -> io::Result<()> {
 /// Takes a block offline in a thread, which receives a signal at the deadline: the kernel moves pages until it is done or a signal
 /// is pending.
 fn take_offline_once(state: &Path, deadline: Instant) -> io::Result<()> {
-    sys::interrupt_by(sys::WAKE)?;
+    sys::let_signal_interrupt(sys::WAKE_SIGNAL)?;
     let (sender, receiver) = mpsc::channel();
     let state = state.to_owned();
     let builder = std::thread::Builder::new().name("memory".into());
@@ -258,12 +265,12 @@ fn take_offline_once(state: &Path, deadline: Instant) -> io::Result<()> {
     loop {
         match receiver.recv_timeout(wait) {
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                sys::signal_thread(thread.as_pthread_t(), sys::WAKE)?;
+                sys::signal_thread(thread.as_pthread_t(), sys::WAKE_SIGNAL)?;
                 wait = RETRY_INTERVAL;
             }
-            done => {
+            result => {
                 drop(thread.join());
-                return done
+                return result
                     .unwrap_or_else(|_panicked| Err(io::Error::other("the thread that writes the state has ended")));
             }
         }
@@ -282,7 +289,7 @@ mod tests {
 
     struct Fake {
         directory: tempfile::TempDir,
-        memory: Memory,
+        memory: HotplugMemory,
     }
 
     /// A guest whose kernel has blocks in these states.
@@ -297,7 +304,7 @@ mod tests {
             fs::write(directory.path().join(format!("memory{number}/state")), state).unwrap();
         }
         let files = BlockFiles { blocks: directory.path().to_owned(), meminfo, timeout: Duration::from_millis(10) };
-        Fake { directory, memory: Memory { files: Some(files), turn: Mutex::default() } }
+        Fake { directory, memory: HotplugMemory { files: Some(files), resize_lock: Mutex::default() } }
     }
 
     impl Fake {
@@ -315,13 +322,13 @@ mod tests {
     }
 
     #[test]
-    fn the_first_blocks_are_in_use() {
+    fn the_first_memory_blocks_are_online() {
         let fake = guest(&["offline\n"; 3], 1 << 20);
-        let (on, off) = ("online_movable", "offline");
+        let (online, off) = ("online_movable", "offline");
         for (bytes, used, states) in [
-            (1, 1, [on, off, off]),
-            (3 * BLOCK, 3, [on, on, on]),
-            (BLOCK + 1, 2, [on, on, off]),
+            (1, 1, [online, off, off]),
+            (3 * BLOCK, 3, [online, online, online]),
+            (BLOCK + 1, 2, [online, online, off]),
             (0, 0, [off, off, off]),
         ] {
             assert_eq!(fake.memory.set_online_bytes(&RESERVE, bytes).unwrap(), used * BLOCK);
@@ -329,7 +336,7 @@ mod tests {
         }
         for bytes in [3 * BLOCK + 1, u64::MAX] {
             let error = fake.memory.set_online_bytes(&RESERVE, bytes).unwrap_err();
-            assert!(matches!(error, MemoryError::Size { block: BLOCK, .. }), "{error}");
+            assert!(matches!(error, MemoryResizeError::Size { block: BLOCK, .. }), "{error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
         assert_eq!(fake.memory.set_online_bytes(&[], 0).unwrap(), 0);
@@ -337,11 +344,11 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_does_not_know_is_added_first() {
+    fn unknown_memory_blocks_are_added_first() {
         let fake = guest(&["online\n"], 1 << 20);
         // The file takes the address, but no block appears.
         let error = fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap_err();
-        assert!(matches!(error, MemoryError::Switch { what: "use", address: 0x1800_0000, .. }), "{error}");
+        assert!(matches!(error, MemoryResizeError::Switch { what: "use", address: 0x1800_0000, .. }), "{error}");
         assert_eq!(fs::read_to_string(fake.directory.path().join("probe")).unwrap(), "0x18000000");
         fs::remove_file(fake.directory.path().join("probe")).unwrap();
         assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap_err().kind(), Kind::Unsupported);
@@ -351,27 +358,27 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_cannot_be_switched_changes_nothing() {
+    fn a_memory_block_that_cannot_be_changed_restores_all() {
         let fake = guest(&["offline\n"; 3], 1 << 20);
         fake.break_block(8);
         let error = fake.memory.set_online_bytes(&RESERVE, 3 * BLOCK).unwrap_err();
-        assert!(matches!(error, MemoryError::Switch { what: "use", address: 0x4000_0000, .. }), "{error}");
+        assert!(matches!(error, MemoryResizeError::Switch { what: "use", address: 0x4000_0000, .. }), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
         assert_eq!(fake.now(), ["offline", "offline"]);
     }
 
     #[test]
-    fn what_is_in_use_stays() {
-        let fake = guest(&["online\n"; 3], ((2 * BLOCK + MARGIN) >> 10) - 1);
+    fn memory_in_use_stays_online() {
+        let fake = guest(&["online\n"; 3], ((2 * BLOCK + MIN_AVAILABLE) >> 10) - 1);
         let error = fake.memory.set_online_bytes(&RESERVE, BLOCK).unwrap_err();
-        assert!(matches!(error, MemoryError::InUse { less, .. } if less == 2 * BLOCK), "{error}");
+        assert!(matches!(error, MemoryResizeError::InUse { to_remove, .. } if to_remove == 2 * BLOCK), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
         assert_eq!(fake.now(), ["online"; 3]);
         assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap(), 2 * BLOCK);
     }
 
     #[test]
-    fn a_kernel_that_does_not_end_is_interrupted() {
+    fn a_blocked_offline_request_is_interrupted() {
         let pipe = tempfile::tempdir().unwrap();
         let path = pipe.path().join("state");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -384,6 +391,6 @@ mod tests {
 
     #[test]
     fn the_nodes_memory_is_not_changed() {
-        assert_eq!(Memory::of_node().set_online_bytes(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(HotplugMemory::of_node().set_online_bytes(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
     }
 }

@@ -32,16 +32,16 @@ pub const DEFAULT_SEARCH_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:
 pub const NODE: &str = "/node";
 
 /// Returns the path at which the agent of a pod on the node sees a path of the node.
-pub fn of_node(path: &Path) -> PathBuf {
+pub fn node_path(path: &Path) -> PathBuf {
     Path::new(NODE).join(path.strip_prefix("/").unwrap_or(path))
 }
 
 /// Returns the directory on the scratch disk that a container's root is made of.
-pub fn scratch_of(id: &str) -> PathBuf {
+pub fn scratch_directory(id: &str) -> PathBuf {
     Path::new(SCRATCH).join(id)
 }
 
 /// Returns the directory on the scratch disk with what a container has written to its root.
-pub fn upper_layer_of(id: &str) -> PathBuf {
-    scratch_of(id).join("upper")
+pub fn upper_layer(id: &str) -> PathBuf {
+    scratch_directory(id).join("upper")
 }

@@ -9,23 +9,23 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 /// The directory with a directory for each vCPU.
-const CPUS: &str = "/sys/devices/system/cpu";
+const CPU_DIRECTORY: &str = "/sys/devices/system/cpu";
 /// More vCPUs than any VM has.
 const MAX_CPUS: u32 = 1024;
 
 /// Reasons the number of online vCPUs cannot be changed.
 #[derive(Debug, thiserror::Error)]
-pub enum ProcessorsError {
+pub enum OnlineCpusError {
     /// The pod runs on the node, without a kernel of its own.
-    #[error("the CPUs are the node's: they are not brought online and offline for a pod")]
+    #[error("cannot change the number of CPUs: the pod runs on the node, whose CPUs stay online")]
     OfNode,
     /// The VM has fewer vCPUs, or none was requested.
-    #[error("cannot run {asked} vCPUs: the VM has {there}, and needs at least 1")]
+    #[error("cannot run {requested} vCPUs: the VM has {vcpus}, and needs at least 1")]
     Count {
         /// The requested number.
-        asked: u32,
+        requested: u32,
         /// The number of vCPUs of the VM.
-        there: u32,
+        vcpus: u32,
     },
     /// The kernel could not change a vCPU.
     #[error("cannot {what} vCPU {number}")]
@@ -39,91 +39,91 @@ pub enum ProcessorsError {
     },
 }
 
-impl Classify for ProcessorsError {
+impl Classify for OnlineCpusError {
     fn kind(&self) -> Kind {
         match self {
-            ProcessorsError::OfNode => Kind::Unsupported,
-            ProcessorsError::Count { .. } => Kind::Invalid,
-            ProcessorsError::Switch { .. } => Kind::Conflict,
+            OnlineCpusError::OfNode => Kind::Unsupported,
+            OnlineCpusError::Count { .. } => Kind::Invalid,
+            OnlineCpusError::Switch { .. } => Kind::Conflict,
         }
     }
 }
 
 /// The vCPUs of the guest.
 #[derive(Debug)]
-pub struct Processors {
+pub struct OnlineCpus {
     /// `None` on the node.
     directory: Option<PathBuf>,
-    turn: Mutex<()>,
+    resize_lock: Mutex<()>,
 }
 
-impl Processors {
+impl OnlineCpus {
     /// The vCPUs of the guest whose first process this is.
-    pub fn of_guest() -> Processors {
-        Processors { directory: Some(CPUS.into()), turn: Mutex::default() }
+    pub fn of_guest() -> OnlineCpus {
+        OnlineCpus { directory: Some(CPU_DIRECTORY.into()), resize_lock: Mutex::default() }
     }
 
     /// The CPUs of the node, which are not changed.
-    pub fn of_node() -> Processors {
-        Processors { directory: None, turn: Mutex::default() }
+    pub fn of_node() -> OnlineCpus {
+        OnlineCpus { directory: None, resize_lock: Mutex::default() }
     }
 
-    /// Brings the first `asked` vCPUs online and all others offline. If one cannot be changed, all others are restored.
-    pub fn set_online_count(&self, asked: u32) -> Result<(), ProcessorsError> {
-        let directory = self.directory.as_ref().ok_or(ProcessorsError::OfNode)?;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Brings the first `requested` vCPUs online and all others offline. If one cannot be changed, all others are restored.
+    pub fn set_online_count(&self, requested: u32) -> Result<(), OnlineCpusError> {
+        let directory = self.directory.as_ref().ok_or(OnlineCpusError::OfNode)?;
+        let _lock = self.resize_lock.lock().unwrap_or_else(PoisonError::into_inner);
         // The first vCPU has no such file: it is always online.
-        let switch = |number: u32| directory.join(format!("cpu{number}/online"));
-        let there = (1..MAX_CPUS).find(|number| !switch(*number).exists()).unwrap_or(MAX_CPUS);
-        if !(1..=there).contains(&asked) {
-            return Err(ProcessorsError::Count { asked, there });
+        let online_file = |number: u32| directory.join(format!("cpu{number}/online"));
+        let vcpus = (1..MAX_CPUS).find(|number| !online_file(*number).exists()).unwrap_or(MAX_CPUS);
+        if !(1..=vcpus).contains(&requested) {
+            return Err(OnlineCpusError::Count { requested, vcpus });
         }
         let mut changed = Vec::new();
-        for number in 1..there {
-            let on = number < asked;
-            let turned = fs::read_to_string(switch(number)).and_then(|now| {
-                let same = (now.trim_end() == "1") == on;
-                if same { Ok(false) } else { set_online(&switch(number), on).map(|()| true) }
+        for number in 1..vcpus {
+            let online = number < requested;
+            let result = fs::read_to_string(online_file(number)).and_then(|now| {
+                let unchanged = (now.trim_end() == "1") == online;
+                if unchanged { Ok(false) } else { set_online(&online_file(number), online).map(|()| true) }
             });
-            match turned {
+            match result {
                 Ok(true) => changed.push(number),
                 Ok(false) => {}
                 Err(source) => {
                     for number in changed.into_iter().rev() {
-                        if let Err(error) = set_online(&switch(number), !on) {
+                        if let Err(error) = set_online(&online_file(number), !online) {
                             tracing::warn!(number, "cannot restore the state of a vCPU: {}", Chain(&error));
                         }
                     }
-                    let what = if on { "start" } else { "stop" };
-                    return Err(ProcessorsError::Switch { what, number, source });
+                    let what = if online { "start" } else { "stop" };
+                    return Err(OnlineCpusError::Switch { what, number, source });
                 }
             }
         }
         if !changed.is_empty() {
-            tracing::info!(running = asked, there, "changed the number of online vCPUs");
+            tracing::info!(running = requested, vcpus, "changed the number of online vCPUs");
         }
         Ok(())
     }
 }
 
 /// Writes the state of a vCPU to its existing file.
-fn set_online(switch: &PathBuf, on: bool) -> io::Result<()> {
-    let value = if on { b"1" } else { b"0" };
-    File::options().write(true).truncate(true).open(switch)?.write_all(value)
+fn set_online(online_file: &PathBuf, online: bool) -> io::Result<()> {
+    let value = if online { b"1" } else { b"0" };
+    File::options().write(true).truncate(true).open(online_file)?.write_all(value)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn guest(running: &[&str]) -> (tempfile::TempDir, Processors) {
+    fn guest(running: &[&str]) -> (tempfile::TempDir, OnlineCpus) {
         let directory = tempfile::tempdir().unwrap();
         fs::create_dir(directory.path().join("cpu0")).unwrap();
         for (number, value) in (1..).zip(running) {
             fs::create_dir(directory.path().join(format!("cpu{number}"))).unwrap();
             fs::write(directory.path().join(format!("cpu{number}/online")), value).unwrap();
         }
-        let processors = Processors { directory: Some(directory.path().to_owned()), turn: Mutex::default() };
+        let processors = OnlineCpus { directory: Some(directory.path().to_owned()), resize_lock: Mutex::default() };
         (directory, processors)
     }
 
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_ones_run() {
+    fn the_first_vcpus_are_online() {
         let (directory, processors) = guest(&["1\n", "0\n", "0\n"]);
         for (count, running) in [(2, ["1", "0", "0"]), (4, ["1", "1", "1"]), (3, ["1", "1", "0"]), (1, ["0", "0", "0"])]
         {
@@ -142,7 +142,7 @@ mod tests {
         }
         for count in [0, 5, u32::MAX] {
             let error = processors.set_online_count(count).unwrap_err();
-            assert!(matches!(error, ProcessorsError::Count { there: 4, .. }), "{error}");
+            assert!(matches!(error, OnlineCpusError::Count { vcpus: 4, .. }), "{error}");
             assert_eq!(error.kind(), Kind::Invalid);
         }
         let (_directory, alone) = guest(&[]);
@@ -151,18 +151,18 @@ mod tests {
     }
 
     #[test]
-    fn one_that_cannot_be_switched_changes_nothing() {
+    fn a_vcpu_that_cannot_be_changed_restores_all() {
         let (directory, processors) = guest(&["0", "0", "0"]);
         // A directory in place of the file cannot be read or written.
         fs::remove_file(directory.path().join("cpu3/online")).unwrap();
         fs::create_dir(directory.path().join("cpu3/online")).unwrap();
         let error = processors.set_online_count(4).unwrap_err();
-        assert!(matches!(error, ProcessorsError::Switch { number: 3, what: "start", .. }), "{error}");
+        assert!(matches!(error, OnlineCpusError::Switch { number: 3, what: "start", .. }), "{error}");
         assert_eq!(now(&directory), ["0", "0"]);
     }
 
     #[test]
     fn the_nodes_cpus_are_not_changed() {
-        assert_eq!(Processors::of_node().set_online_count(1).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(OnlineCpus::of_node().set_online_count(1).unwrap_err().kind(), Kind::Unsupported);
     }
 }

@@ -21,18 +21,18 @@ struct Inner {
 
 /// The agent's end of one stream of a process.
 #[derive(Debug)]
-pub struct Channel {
+pub struct StdioChannel {
     inner: Mutex<Inner>,
     newest: watch::Sender<u64>,
 }
 
-impl Channel {
+impl StdioChannel {
     /// Takes a descriptor over and makes it non-blocking. Must be called inside a runtime.
-    pub fn new(fd: OwnedFd) -> io::Result<Channel> {
+    pub fn new(fd: OwnedFd) -> io::Result<StdioChannel> {
         let flags = nix::fcntl::OFlag::O_NONBLOCK;
         nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags))?;
-        let inner = Inner { end: Some(crate::sys::watch(File::from(fd))?), pending: Vec::new() };
-        Ok(Channel { inner: Mutex::new(inner), newest: watch::Sender::new(0) })
+        let inner = Inner { end: Some(crate::sys::register(File::from(fd))?), pending: Vec::new() };
+        Ok(StdioChannel { inner: Mutex::new(inner), newest: watch::Sender::new(0) })
     }
 
     /// Announces a connection, which ends the one before. The receiver changes when a newer one is announced.
@@ -56,7 +56,7 @@ impl Channel {
     }
 
     /// Copies a connection to the process's input. With `close`, the connection's end of file closes the input.
-    pub async fn take_input(&self, mut connection: impl AsyncRead + Unpin, close: bool) -> io::Result<()> {
+    pub async fn copy_input(&self, mut connection: impl AsyncRead + Unpin, close: bool) -> io::Result<()> {
         let mut newer = self.announce();
         let mut inner = self.inner.lock().await;
         tokio::select! {
@@ -129,11 +129,11 @@ async fn copy_input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin)
 #[derive(Debug, Default)]
 pub struct Stdio {
     /// The input, if it was requested.
-    pub stdin: Option<Channel>,
+    pub stdin: Option<StdioChannel>,
     /// The output; with a terminal, also the errors.
-    pub stdout: Option<Channel>,
+    pub stdout: Option<StdioChannel>,
     /// The errors; `None` with a terminal.
-    pub stderr: Option<Channel>,
+    pub stderr: Option<StdioChannel>,
     /// The master of the terminal.
     pub terminal: Option<OwnedFd>,
 }
@@ -142,8 +142,8 @@ impl Stdio {
     /// The streams of a process with a terminal, whose master is given.
     pub fn of_terminal(master: OwnedFd, stdin: bool) -> io::Result<Stdio> {
         Ok(Stdio {
-            stdin: if stdin { Some(Channel::new(master.try_clone()?)?) } else { None },
-            stdout: Some(Channel::new(master.try_clone()?)?),
+            stdin: if stdin { Some(StdioChannel::new(master.try_clone()?)?) } else { None },
+            stdout: Some(StdioChannel::new(master.try_clone()?)?),
             stderr: None,
             terminal: Some(master),
         })
@@ -159,7 +159,7 @@ impl Stdio {
         let input = if stdin {
             let (theirs, ours) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
             owned(&theirs)?;
-            stdio.stdin = Some(Channel::new(ours)?);
+            stdio.stdin = Some(StdioChannel::new(ours)?);
             theirs
         } else {
             File::open("/dev/null")?.into()
@@ -169,7 +169,7 @@ impl Stdio {
             let (ours, end) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
             owned(&end)?;
             theirs.push(end);
-            *channel = Some(Channel::new(ours)?);
+            *channel = Some(StdioChannel::new(ours)?);
         }
         Ok((stdio, theirs))
     }
@@ -196,7 +196,7 @@ mod tests {
     fn output_waits_for_a_reader_and_ends() {
         runtime().block_on(async {
             let (ours, theirs) = nix::unistd::pipe().unwrap();
-            let channel = Channel::new(ours).unwrap();
+            let channel = StdioChannel::new(ours).unwrap();
             File::from(theirs).write_all(b"early").unwrap();
             let (near, mut far) = duplex(1024);
             channel.send_output(near).await.unwrap();
@@ -213,7 +213,7 @@ mod tests {
     fn a_newer_reader_continues_where_the_older_stopped() {
         runtime().block_on(async {
             let (ours, theirs) = nix::unistd::pipe().unwrap();
-            let channel = Arc::new(Channel::new(ours).unwrap());
+            let channel = Arc::new(StdioChannel::new(ours).unwrap());
             let mut process = File::from(theirs);
             process.write_all(b"0123456789").unwrap();
             let (near, mut first) = duplex(4);
@@ -241,9 +241,9 @@ mod tests {
     fn input_is_closed_by_its_end() {
         runtime().block_on(async {
             let (theirs, ours) = nix::unistd::pipe().unwrap();
-            let channel = Channel::new(ours).unwrap();
-            channel.take_input(&b"to "[..], false).await.unwrap();
-            channel.take_input(&b"you"[..], true).await.unwrap();
+            let channel = StdioChannel::new(ours).unwrap();
+            channel.copy_input(&b"to "[..], false).await.unwrap();
+            channel.copy_input(&b"you"[..], true).await.unwrap();
             let mut all = String::new();
             File::from(theirs).read_to_string(&mut all).unwrap();
             assert_eq!(all, "to you");
@@ -254,9 +254,9 @@ mod tests {
     fn input_for_a_process_that_has_ended_fails() {
         runtime().block_on(async {
             let (theirs, ours) = nix::unistd::pipe().unwrap();
-            let channel = Channel::new(ours).unwrap();
+            let channel = StdioChannel::new(ours).unwrap();
             drop(theirs);
-            assert!(channel.take_input(&b"x"[..], true).await.is_err());
+            assert!(channel.copy_input(&b"x"[..], true).await.is_err());
         });
     }
 }

@@ -195,10 +195,10 @@ pub fn set_signal(signal: c_int, ignore: bool) -> io::Result<()> {
 }
 
 /// The signal that only interrupts the system call of a thread.
-pub const WAKE: c_int = libc::SIGUSR1;
+pub const WAKE_SIGNAL: c_int = libc::SIGUSR1;
 
 /// Sets a handler for a signal that does nothing, so that the signal only interrupts the system call of its thread.
-pub fn interrupt_by(signal: c_int) -> io::Result<()> {
+pub fn let_signal_interrupt(signal: c_int) -> io::Result<()> {
     extern "C" fn nothing(_signal: c_int) {}
     // SAFETY: all zeroes are a valid sigaction: no flags, so that no call is begun anew, and an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -300,7 +300,7 @@ pub fn attach_device_program(cgroup: impl AsFd, program: &[[u8; 8]]) -> io::Resu
 }
 
 /// Takes ownership of descriptors that a received message carried, or that this process was started with.
-pub fn adopt(fds: Vec<c_int>) -> Vec<OwnedFd> {
+pub fn adopt_descriptors(fds: Vec<c_int>) -> Vec<OwnedFd> {
     // SAFETY: the kernel has just installed these descriptors for this process; no other code in it owns them.
     fds.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect()
 }
@@ -313,7 +313,7 @@ pub fn vsock_listener(fd: OwnedFd) -> tokio_vsock::VsockListener {
 }
 
 /// Registers a file for readiness events. Must be called inside a runtime.
-pub fn watch(file: File) -> io::Result<AsyncFd<File>> {
+pub fn register(file: File) -> io::Result<AsyncFd<File>> {
     // SAFETY: a File owns one descriptor and keeps it open until it is dropped, after its registration.
     Ok(unsafe { AsyncFd::register(file)? })
 }

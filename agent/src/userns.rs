@@ -37,22 +37,22 @@ pub struct OwnedNamespace {
 }
 
 impl UserNs {
-    /// Creates a user namespace, and namespaces of the kinds `with` that it owns, which this process may enter.
-    pub fn create(asked: &UserNamespace, with: CloneFlags) -> io::Result<(UserNs, Vec<OwnedNamespace>)> {
+    /// Creates a user namespace, and namespaces of the kinds `namespaces` that it owns, which this process may enter.
+    pub fn create(request: &UserNamespace, namespaces: CloneFlags) -> io::Result<(UserNs, Vec<OwnedNamespace>)> {
         let range = |range: Option<IdRange>| range.ok_or(io::Error::from(io::ErrorKind::InvalidInput));
-        let (users, groups) = (range(asked.users)?, range(asked.groups)?);
+        let (users, groups) = (range(request.users)?, range(request.groups)?);
         let (mut ours, theirs) = UnixStream::pair()?;
         // A namespace needs a process in it until this process has opened it.
         let holder = match sys::fork()? {
             None => {
                 drop(ours);
-                run_holder(theirs, with)
+                run_holder(theirs, namespaces)
             }
             Some(pid) => pid,
         };
         drop(theirs);
         let open = |name: &str| File::open(format!("/proc/{holder}/ns/{name}")).map(OwnedFd::from);
-        let made = (|| {
+        let result = (|| {
             read_result(&mut ours)?;
             for (file, range) in [("uid_map", users), ("gid_map", groups)] {
                 fs::write(format!("/proc/{holder}/{file}"), format!("0 {} {}", range.first, range.count))?;
@@ -65,16 +65,16 @@ impl UserNs {
                 (CloneFlags::CLONE_NEWUTS, "uts"),
                 (CloneFlags::CLONE_NEWNET, "net"),
             ] {
-                if with.contains(kind) {
+                if namespaces.contains(kind) {
                     others.push(OwnedNamespace { file: open(name)?, kind });
                 }
             }
-            let network = with.contains(CloneFlags::CLONE_NEWNET);
+            let network = namespaces.contains(CloneFlags::CLONE_NEWNET);
             Ok((UserNs { file: open("user")?, users, groups, network }, others))
         })();
         drop(ours);
         retry_interrupted(|| waitpid(Pid::from_raw(holder), None))?;
-        made
+        result
     }
 
     /// Binds the user namespace to `paths::USER_NAMESPACE`, and makes its root the owner of the pod's files.
@@ -93,25 +93,25 @@ impl UserNs {
         // seteuid(2) clears the parent-death signal, so it is restored below.
         let at_end = get_pdeathsig()?;
         seteuid(self.root().0)?;
-        let done = work();
+        let result = work();
         seteuid(Uid::from_raw(0))?;
         set_pdeathsig(at_end)?;
-        done
+        result
     }
 
     /// Returns the ids outside of the namespace's root.
     pub fn root(&self) -> (Uid, Gid) {
-        let (uid, gid) = self.outside(0, 0);
+        let (uid, gid) = self.to_outer_ids(0, 0);
         (Uid::from_raw(uid), Gid::from_raw(gid))
     }
 
     /// Maps ids inside to ids outside. Both are within the limits.
-    pub fn outside(&self, uid: u32, gid: u32) -> (u32, u32) {
+    pub fn to_outer_ids(&self, uid: u32, gid: u32) -> (u32, u32) {
         (self.users.first.saturating_add(uid), self.groups.first.saturating_add(gid))
     }
 
     /// Returns the largest ids of a user and of a group inside.
-    pub fn limits(&self) -> (u32, u32) {
+    pub fn max_ids(&self) -> (u32, u32) {
         (self.users.count.saturating_sub(1), self.groups.count.saturating_sub(1))
     }
 }
@@ -148,20 +148,20 @@ fn read_result(holder: &mut UnixStream) -> io::Result<()> {
 }
 
 /// Runs the holder: unshares the user namespace, waits until the agent has set its id maps, then unshares the others.
-fn run_holder(mut agent: UnixStream, with: CloneFlags) -> ! {
-    let mut held = || -> io::Result<()> {
-        for flags in [CloneFlags::CLONE_NEWUSER, with] {
-            let made = unshare(flags);
-            let code = made.err().map_or(0, |error| error as i32);
+fn run_holder(mut agent: UnixStream, namespaces: CloneFlags) -> ! {
+    let mut run = || -> io::Result<()> {
+        for flags in [CloneFlags::CLONE_NEWUSER, namespaces] {
+            let result = unshare(flags);
+            let code = result.err().map_or(0, |error| error as i32);
             agent.write_all(&code.to_ne_bytes())?;
             // Wait for the agent's byte to continue. The end of the connection means to stop.
-            if made.is_err() || retry_interrupted(|| agent.read(&mut [0]))? == 0 {
+            if result.is_err() || retry_interrupted(|| agent.read(&mut [0]))? == 0 {
                 break;
             }
         }
         Ok(())
     };
-    std::process::exit(i32::from(held().is_err()))
+    std::process::exit(i32::from(run().is_err()))
 }
 
 #[cfg(test)]
@@ -179,8 +179,8 @@ mod tests {
         #[test]
         fn numbers_inside_stay_within_their_range_outside(first: u32, count in 1_u32.., uid: u32) {
             let users = namespace(first, count);
-            let (limit, _) = users.limits();
-            let (outside, _) = users.outside(uid.min(limit), 0);
+            let (limit, _) = users.max_ids();
+            let (outside, _) = users.to_outer_ids(uid.min(limit), 0);
             prop_assert!(outside >= first);
             prop_assert!(u64::from(outside) < u64::from(first) + u64::from(count));
         }

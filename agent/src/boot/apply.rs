@@ -10,7 +10,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use super::error::BootError;
-use super::netlink::{Link, LinkChange, Netlink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link};
+use super::netlink::{
+    LinkChange, NetlinkSocket, NetworkLink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link,
+};
 use crate::userns::UserNs;
 
 /// Applies everything in a VM that the pod needs to be ready. Later steps depend on earlier ones.
@@ -50,7 +52,7 @@ pub fn apply_to_pod(
 /// Makes the pod's user namespace and enters the other namespaces that it owns. Moves the network devices there.
 fn create_user_namespace(asked: &UserNamespace, with: CloneFlags) -> Result<UserNs, BootError> {
     let failed = |what| move |source| BootError::UserNamespace { what, source };
-    let (users, others) = UserNs::create(asked, with).map_err(failed("make"))?;
+    let (users, others) = UserNs::create(asked, with).map_err(failed("create"))?;
     for other in others {
         if other.kind == CloneFlags::CLONE_NEWNET {
             move_nics(other.file.as_fd()).map_err(failed("move the network devices to"))?;
@@ -67,7 +69,7 @@ pub fn publish_user_namespace(users: Option<&UserNs>) -> Result<(), BootError> {
 }
 
 fn move_nics(netns: BorrowedFd<'_>) -> std::io::Result<()> {
-    let netlink = Netlink::open()?;
+    let netlink = NetlinkSocket::open()?;
     let mut links = netlink.send_request(&get_links())?;
     // Moved in this order, so that the first links have the lower numbers there, too.
     links.sort_by_key(|link| link.index);
@@ -121,14 +123,14 @@ fn parse<T: std::str::FromStr>(what: &'static str, text: &str) -> Result<T, Boot
 
 fn configure_network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> {
     let failed = |what: String| move |source| BootError::Network { what, source };
-    let netlink = Netlink::open().map_err(failed("open rtnetlink".to_owned()))?;
+    let netlink = NetlinkSocket::open().map_err(failed("open rtnetlink".to_owned()))?;
     let mut links = netlink.send_request(&get_links()).map_err(failed("list the links".to_owned()))?;
     links.sort_by_key(|link| link.index);
     if let Some(lo) = links.iter().find(|link| link.name == "lo") {
         let up = LinkChange { up: true, ..LinkChange::default() };
         netlink.send_request(&set_link(lo.index, &up)).map_err(failed("set lo up".to_owned()))?;
     }
-    let nics: Vec<Link> = links.into_iter().filter(|link| link.virtio).collect();
+    let nics: Vec<NetworkLink> = links.into_iter().filter(|link| link.virtio).collect();
     // Names may be permuted, so links that change their names first get one that no link has.
     for (at, (nic, interface)) in nics.iter().zip(interfaces).enumerate() {
         if nic.name != interface.name && nics.iter().any(|other| other.name == interface.name) {
@@ -156,7 +158,7 @@ fn configure_network(interfaces: &[Interface], routes: &[Route]) -> Result<(), B
     Ok(())
 }
 
-fn configure_interface(netlink: &Netlink, nic: &Link, interface: &Interface) -> Result<(), BootError> {
+fn configure_interface(netlink: &NetlinkSocket, nic: &NetworkLink, interface: &Interface) -> Result<(), BootError> {
     let failed = |what: String| move |source| BootError::Network { what, source };
     let change = LinkChange {
         name: Some(interface.name.as_str()).filter(|name| *name != nic.name),

@@ -1,16 +1,16 @@
-//! Defines the error of the boot. The host receives its text if the pod does not become ready.
+//! Defines the error of the boot. The host receives its text if the guest cannot be configured.
 
 use std::io;
 use std::path::PathBuf;
 
 use super::ports::HANDSHAKE_PORT;
-use crate::frame::FrameError;
+use crate::frame::AgentFrameError;
 
-/// Reasons the pod does not become ready.
+/// Reasons the guest cannot be configured.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum BootError {
-    #[error("cannot make the directory {path}")]
+    #[error("cannot create the directory {path}")]
     Directory { path: String, source: nix::Error },
     #[error("cannot mount {kind} at {path}")]
     Mount { kind: &'static str, path: String, source: nix::Error },
@@ -18,14 +18,14 @@ pub enum BootError {
     SwitchRoot { source: nix::Error },
     #[error("cannot leave the node's namespaces")]
     Namespaces { source: nix::Error },
-    #[error("cannot make the device {path}")]
+    #[error("cannot create the device {path}")]
     Device { path: String, source: nix::Error },
     #[error("cannot reach the host on vsock port {HANDSHAKE_PORT}")]
     Connect { source: nix::Error },
     #[error("cannot listen on vsock port {port}")]
     Listen { port: u32, source: nix::Error },
-    #[error("the handshake with the host broke off")]
-    Handshake { source: FrameError },
+    #[error("the handshake with the host failed")]
+    Handshake { source: AgentFrameError },
     #[error("cannot set the clock")]
     Clock { source: nix::Error },
     #[error("cannot seed the random pool")]
@@ -38,9 +38,9 @@ pub enum BootError {
     SysctlName { name: String },
     #[error("cannot set the sysctl {name} to {value:?}")]
     Sysctl { name: String, value: String, source: io::Error },
-    #[error("{text:?} is no {what}")]
+    #[error("{text:?} is not a valid {what}")]
     Address { what: &'static str, text: String },
-    #[error("there is no network device for {name}: the VM has {have}")]
+    #[error("the VM has no network device for {name}: it has only {have}")]
     NoNic { name: String, have: usize },
     #[error("cannot {what}")]
     Network { what: String, source: io::Error },

@@ -13,18 +13,18 @@ use std::path::PathBuf;
 use super::error::BootError;
 use super::handshake::{connect_and_greet, monotonic_nanos, open_vsock, receive_configuration};
 use super::ports::{RPC_PORT, STREAM_PORT};
-use super::ready::Ready;
+use super::ready::BootedAgent;
 use super::{apply, mounts};
 use crate::frame;
 use crate::huge_pages::HugePages;
-use crate::image::Disks;
-use crate::listener::Socket;
-use crate::memory::Memory;
-use crate::processors::Processors;
+use crate::image::GuestDisks;
+use crate::listener::HostSocket;
+use crate::memory::HotplugMemory;
+use crate::processors::OnlineCpus;
 use crate::zygote::Zygote;
 
 /// Boots the guest. An error while the configuration is applied is reported to the host before it is returned.
-pub fn boot() -> Result<Ready, BootError> {
+pub fn boot() -> Result<BootedAgent, BootError> {
     let started_nanos = monotonic_nanos();
     let handshake = |source| BootError::Handshake { source };
     let host = connect_and_greet(started_nanos)?;
@@ -45,10 +45,10 @@ pub fn boot() -> Result<Ready, BootError> {
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
-    let disks = Disks::new(config.image_disk, config.scratch_disk, config.volume_disk);
-    let (rpc, streams) = (Socket::Vsock(rpc), Socket::Vsock(streams));
-    let (processors, memory, huge_pages) = (Processors::of_guest(), Memory::of_guest(), HugePages::of_guest());
-    Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: false, users, rpc, streams, zygote })
+    let disks = GuestDisks::new(config.image_disk, config.scratch_disk, config.volume_disk);
+    let (rpc, streams) = (HostSocket::Vsock(rpc), HostSocket::Vsock(streams));
+    let (processors, memory, huge_pages) = (OnlineCpus::of_guest(), HotplugMemory::of_guest(), HugePages::of_guest());
+    Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid: false, users, rpc, streams, zygote })
 }
 
 fn listen_on(port: u32) -> Result<OwnedFd, BootError> {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::error::BootError;
 use super::ports::HANDSHAKE_PORT;
-use crate::frame::{self, FrameError};
+use crate::frame::{self, AgentFrameError};
 
 /// The time in which the host must send the configuration. CNI plugins run meanwhile.
 const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(600);
@@ -39,7 +39,7 @@ pub(super) fn connect_and_greet(started_nanos: u64) -> Result<File, BootError> {
     }
 }
 
-pub(super) fn send_hello(host: &mut File, started_nanos: u64) -> Result<(), FrameError> {
+pub(super) fn send_hello(host: &mut File, started_nanos: u64) -> Result<(), AgentFrameError> {
     let kernel_release =
         nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
     let agent_version = env!("CARGO_PKG_VERSION").to_owned();

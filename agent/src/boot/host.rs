@@ -14,15 +14,15 @@ use std::path::PathBuf;
 
 use super::error::BootError;
 use super::handshake::{monotonic_nanos, send_hello};
-use super::ready::Ready;
+use super::ready::BootedAgent;
 use super::{apply, mounts};
 use crate::frame;
 use crate::huge_pages::HugePages;
-use crate::image::Disks;
-use crate::listener::Socket;
-use crate::memory::Memory;
+use crate::image::GuestDisks;
+use crate::listener::HostSocket;
+use crate::memory::HotplugMemory;
 use crate::paths;
-use crate::processors::Processors;
+use crate::processors::OnlineCpus;
 use crate::zygote::Zygote;
 
 /// The first argument of an agent that runs on the node.
@@ -75,14 +75,14 @@ impl HostArguments {
         if distinct.len() != 3 || !directory.is_absolute() || !scratch.is_absolute() {
             return None;
         }
-        let mut fds = crate::sys::adopt(numbers).into_iter();
+        let mut fds = crate::sys::adopt_descriptors(numbers).into_iter();
         Some(HostArguments { host: fds.next()?, rpc: fds.next()?, streams: fds.next()?, directory, scratch, shares })
     }
 }
 
 /// Boots on the node. The pod process has made the PID namespace and entered the network namespace already, and this process is
 /// alone in the cgroup that is the root of the pod's.
-pub fn boot(arguments: HostArguments) -> Result<Ready, BootError> {
+pub fn boot(arguments: HostArguments) -> Result<BootedAgent, BootError> {
     let started = monotonic_nanos();
     let HostArguments { host, rpc, streams, directory, scratch, shares } = arguments;
     crate::log::log_to_stdout();
@@ -104,7 +104,7 @@ pub fn boot(arguments: HostArguments) -> Result<Ready, BootError> {
     let users = configured?;
 
     mounts::mount_for_containers(config.shm_bytes, shares.ipc)?;
-    mounts::bind_mount(&paths::of_node(&scratch), paths::SCRATCH.as_ref())?;
+    mounts::bind_mount(&paths::node_path(&scratch), paths::SCRATCH.as_ref())?;
     apply::write_files(&config)?;
     apply::publish_user_namespace(users.as_ref())?;
     create_cgroups()?;
@@ -113,10 +113,10 @@ pub fn boot(arguments: HostArguments) -> Result<Ready, BootError> {
     drop(host);
     let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
-    let (rpc, streams) = (Socket::Unix(rpc), Socket::Unix(streams));
-    let (processors, memory, huge_pages) = (Processors::of_node(), Memory::of_node(), HugePages::of_node());
-    let disks = Disks::on_node();
-    Ok(Ready { config, disks, processors, memory, huge_pages, node_pid: shares.pid, users, rpc, streams, zygote })
+    let (rpc, streams) = (HostSocket::Unix(rpc), HostSocket::Unix(streams));
+    let (processors, memory, huge_pages) = (OnlineCpus::of_node(), HotplugMemory::of_node(), HugePages::of_node());
+    let disks = GuestDisks::on_node();
+    Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid: shares.pid, users, rpc, streams, zygote })
 }
 
 /// Moves the agent out of the root of the pod's cgroups, so that the root can enable controllers.

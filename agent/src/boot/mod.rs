@@ -14,4 +14,4 @@ pub mod ports;
 mod ready;
 
 pub use error::BootError;
-pub use ready::Ready;
+pub use ready::BootedAgent;

@@ -89,7 +89,7 @@ pub fn mount_for_containers(shm_bytes: u64, node_ipc: bool) -> Result<(), BootEr
     make_directory(paths::FILES)?;
     if node_ipc {
         make_directory("/dev/shm")?;
-        return bind_mount(&paths::of_node(Path::new("/dev/shm")), Path::new("/dev/shm"));
+        return bind_mount(&paths::node_path(Path::new("/dev/shm")), Path::new("/dev/shm"));
     }
     let size = if shm_bytes == 0 { 64 << 20 } else { shm_bytes };
     mount_new("tmpfs", "/dev/shm", plain, &format!("mode=1777,size={size}"))

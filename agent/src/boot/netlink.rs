@@ -25,7 +25,7 @@ const IFLA_PARENT_DEV_BUS_NAME: u16 = 57;
 
 /// A link of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Link {
+pub struct NetworkLink {
     /// The interface index.
     pub index: u32,
     /// The interface name.
@@ -205,7 +205,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 }
 
 /// Splits a buffer into pieces that begin with their length, a number of `width` bytes. Stops at an invalid length.
-fn pieces(mut bytes: &[u8], width: usize, least: usize) -> impl Iterator<Item = &[u8]> {
+fn parse_attributes(mut bytes: &[u8], width: usize, least: usize) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let length = if width == 4 { u32_at(bytes, 0)?.try_into().ok()? } else { usize::from(u16_at(bytes, 0)?) };
         let piece = bytes.get(..length).filter(|piece| piece.len() >= least)?;
@@ -218,7 +218,7 @@ fn pieces(mut bytes: &[u8], width: usize, least: usize) -> impl Iterator<Item = 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Answers {
     /// The links that were listed.
-    pub links: Vec<Link>,
+    pub links: Vec<NetworkLink>,
     /// Set if the request is over: 0 for success, or an error number.
     pub end: Option<i32>,
 }
@@ -226,7 +226,7 @@ pub struct Answers {
 /// Parses one datagram.
 pub fn read_answers(datagram: &[u8]) -> Answers {
     let mut answers = Answers::default();
-    for message in pieces(datagram, 4, 16) {
+    for message in parse_attributes(datagram, 4, 16) {
         match u16_at(message, 4) {
             Some(NLMSG_ERROR) => {
                 let code = u32_at(message, 16).unwrap_or_default().cast_signed();
@@ -240,9 +240,9 @@ pub fn read_answers(datagram: &[u8]) -> Answers {
     answers
 }
 
-fn read_link(message: &[u8]) -> Option<Link> {
-    let mut link = Link { index: u32_at(message, 20)?, name: String::new(), mac: Vec::new(), virtio: false };
-    for attribute in pieces(message.get(32..)?, 2, 4) {
+fn read_link(message: &[u8]) -> Option<NetworkLink> {
+    let mut link = NetworkLink { index: u32_at(message, 20)?, name: String::new(), mac: Vec::new(), virtio: false };
+    for attribute in parse_attributes(message.get(32..)?, 2, 4) {
         let value = attribute.get(4..)?;
         match u16_at(attribute, 2)? {
             IFLA_IFNAME => link.name = String::from_utf8_lossy(value).trim_end_matches('\0').to_owned(),
@@ -255,17 +255,17 @@ fn read_link(message: &[u8]) -> Option<Link> {
 }
 
 /// A socket of rtnetlink; each call waits for the kernel's answer.
-pub struct Netlink(OwnedFd);
+pub struct NetlinkSocket(OwnedFd);
 
-impl Netlink {
+impl NetlinkSocket {
     /// Opens a socket.
-    pub fn open() -> io::Result<Netlink> {
+    pub fn open() -> io::Result<NetlinkSocket> {
         let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
-        Ok(Netlink(fd))
+        Ok(NetlinkSocket(fd))
     }
 
     /// Sends a request and returns the links in the answer.
-    pub fn send_request(&self, request: &[u8]) -> io::Result<Vec<Link>> {
+    pub fn send_request(&self, request: &[u8]) -> io::Result<Vec<NetworkLink>> {
         retry_interrupted(|| send(self.0.as_raw_fd(), request, MsgFlags::empty()))?;
         let mut links = Vec::new();
         let mut datagram = vec![0; 32 << 10];
@@ -288,7 +288,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn an_address_is_laid_out_as_the_kernel_wants() {
+    fn an_address_request_has_the_kernels_layout() {
         let bytes = add_address(7, "10.0.0.2/24".parse().unwrap());
         assert_eq!(u32_at(&bytes, 0), Some(u32::try_from(bytes.len()).unwrap()));
         assert_eq!(u16_at(&bytes, 4), Some(RTM_NEWADDR));
@@ -303,8 +303,9 @@ mod tests {
         let gateway = Some("10.0.0.1".parse().unwrap());
         let destination = "0.0.0.0/0".parse().unwrap();
         let route = NewRoute { destination, gateway, metric: Some(5), source: None, mtu: None };
-        let kinds =
-            |bytes: &[u8]| -> Vec<u16> { pieces(&bytes[28..], 2, 4).filter_map(|piece| u16_at(piece, 2)).collect() };
+        let kinds = |bytes: &[u8]| -> Vec<u16> {
+            parse_attributes(&bytes[28..], 2, 4).filter_map(|piece| u16_at(piece, 2)).collect()
+        };
         let bytes = add_route(3, route);
         assert_eq!(bytes[16..28], [2, 0, 0, 0, 254, 4, 0, 1, 4, 0, 0, 0]);
         assert_eq!(kinds(&bytes), [5, 6, 4]);
@@ -329,7 +330,7 @@ mod tests {
 
     #[test]
     fn the_kernel_lists_the_loopback() {
-        let links = match Netlink::open().and_then(|netlink| netlink.send_request(&get_links())) {
+        let links = match NetlinkSocket::open().and_then(|netlink| netlink.send_request(&get_links())) {
             Ok(links) => links,
             Err(error) => return println!("skipped: no rtnetlink here: {error}"),
         };

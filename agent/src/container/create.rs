@@ -12,32 +12,35 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::devices;
-use super::error::PodError;
+use super::error::AgentError;
 use super::options::CreateOptions;
-use super::pod::{Pod, check_id};
+use super::pod::{AgentPod, check_id};
 use super::prepare::{PreparedContainer, prepare_container};
-use super::record::Container;
+use super::record::GuestContainer;
 use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
-use super::spec::{PidNamespace, SpecError};
+use super::spec::{OciSpecError, PidNamespace};
 use super::{mapped_mounts, root};
 use crate::rootfs::proc_mount_points;
-use crate::zygote::{Create, Request};
+use crate::zygote::{CreateCommand, ZygoteRequest};
 use crate::{cgroup, sys};
 
-impl Pod {
+impl AgentPod {
     /// Creates a container. For an id that exists already, returns the answer of its creation.
     pub async fn create_container(
         self: Arc<Self>,
         options: CreateOptions,
-    ) -> Result<CreateContainerResponse, PodError> {
+    ) -> Result<CreateContainerResponse, AgentError> {
         check_id(&options.id)?;
         let id = options.id.clone();
-        self.with_container_lock(&id, self.create_locked(options)).await
+        self.with_container_lock(&id, self.create_under_lock(options)).await
     }
 
     /// Creates a container whose lock the caller holds.
-    async fn create_locked(self: &Arc<Self>, options: CreateOptions) -> Result<CreateContainerResponse, PodError> {
+    async fn create_under_lock(
+        self: &Arc<Self>,
+        options: CreateOptions,
+    ) -> Result<CreateContainerResponse, AgentError> {
         if let Ok(existing) = self.find_container(&options.id) {
             return Ok(existing.created.clone());
         }
@@ -61,17 +64,17 @@ impl Pod {
         });
         let pod = Arc::clone(self);
         let stdin = options.stdin;
-        let made = async {
+        let created = async {
             let prepared = tokio::task::spawn_blocking(move || prepare_container(&pod, &options, pid)).await??;
             trace_guard = self.freeze_tracers(&id, &namespace).await?;
-            let made = self.make_first_process(&id, prepared, stdin, namespace).await?;
+            let created = self.create_first_process(&id, prepared, stdin, namespace).await?;
             // The container has mounted the copies by now. Releasing them releases the mounts that they copy.
             let copies = id.clone();
             let unmounted = tokio::task::spawn_blocking(move || mapped_mounts::unmount_copies(&copies)).await?;
-            unmounted.map_err(PodError::io("take the mounts", &id))?;
-            Ok(made)
+            unmounted.map_err(AgentError::io("release the mounts", &id))?;
+            Ok(created)
         };
-        let container = match made.await {
+        let container = match created.await {
             Ok(container) => container,
             Err(error) => {
                 // Dropped on a thread where it may block. The stack logs what it could not undo.
@@ -87,15 +90,15 @@ impl Pod {
     }
 
     /// Makes the first process by the zygote, then attaches the device rules and sets the terminal size, which libcontainer does not.
-    async fn make_first_process(
+    async fn create_first_process(
         self: &Arc<Self>,
         id: &str,
         prepared: PreparedContainer,
         stdin: bool,
         namespace: PidNamespace,
-    ) -> Result<Container, PodError> {
+    ) -> Result<GuestContainer, AgentError> {
         let PreparedContainer { spec, late_mounts, response } = prepared;
-        let missing = |part| PodError::Spec { id: id.to_owned(), source: SpecError::Missing { part } };
+        let missing = |part| AgentError::Spec { id: id.to_owned(), source: OciSpecError::Missing { part } };
         let process = spec.process().clone().ok_or_else(|| missing("process"))?;
         let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
         let tty = process.terminal().unwrap_or(false);
@@ -103,20 +106,20 @@ impl Pod {
 
         let spawn_guard = self.begin_spawn();
         let in_proc = proc_mount_points(&spec);
-        let request = Request::Create(Create { id: id.to_owned(), tty, in_proc, late: late_mounts });
+        let request = ZygoteRequest::Create(CreateCommand { id: id.to_owned(), tty, in_proc, late: late_mounts });
         let stdio = StdioOptions { tty, stdin, owner: (response.uid, response.gid) };
-        let (made, stdio) = self.spawn_process(id, request, vec![], stdio).await?;
-        let init = self.register_process(made, stdio, path.clone(), namespace != PidNamespace::Own);
+        let (created, stdio) = self.spawn_process(id, request, vec![], stdio).await?;
+        let init = self.register_process(created, stdio, path.clone(), namespace != PidNamespace::Own);
         drop(spawn_guard);
         let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
-        devices::attach_rules(&path, &rules).map_err(PodError::io("limit the devices", id))?;
+        devices::attach_rules(&path, &rules).map_err(AgentError::io("limit the devices", id))?;
         if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
             let saturate = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
             sys::set_window_size(terminal, saturate(size.width()), saturate(size.height()))
-                .map_err(PodError::io("size the terminal", id))?;
+                .map_err(AgentError::io("size the terminal", id))?;
         }
         let namespaces = linux.namespaces().as_deref().unwrap_or_default();
-        Ok(Container {
+        Ok(GuestContainer {
             id: id.to_owned(),
             process,
             seccomp: linux.seccomp().clone(),

@@ -4,20 +4,20 @@ use nacelle_base::{Classify, Kind};
 use std::io;
 
 use super::{image_volumes, limits, spec, user};
+use crate::copied_in::PushError;
 use crate::empty_dirs::EmptyDirError;
 use crate::huge_pages::HugePagesError;
 use crate::image::DiskError;
-use crate::memory::MemoryError;
-use crate::processors::ProcessorsError;
-use crate::pushed::PushError;
+use crate::memory::MemoryResizeError;
+use crate::processors::OnlineCpusError;
 use crate::rootfs::{RootError, RootPathError};
 use crate::zygote::ZygoteError;
 
 /// Reasons an operation on the pod or one of its containers fails.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
-pub enum PodError {
-    #[error("{id:?} is no id: 1 to 128 characters from letters, digits, '_', '-' and '.' are, not starting with '.'")]
+pub enum AgentError {
+    #[error("invalid id {id:?}: 1 to 128 letters, digits, '_', '-' and '.' are allowed, not starting with '.'")]
     Id { id: String },
     #[error("there is no container {id}")]
     NoContainer { id: String },
@@ -27,7 +27,7 @@ pub enum PodError {
     Killed { id: String, exec_id: String },
     #[error("container {id} is not running")]
     NotRunning { id: String },
-    #[error("{signal} is no signal")]
+    #[error("invalid signal {signal}")]
     Signal { signal: u32 },
     #[error("an exec needs a program")]
     NoProgram,
@@ -38,16 +38,16 @@ pub enum PodError {
     #[error("cannot find the user of container {id}")]
     User { id: String, source: user::UserError },
     #[error("container {id} cannot run as this user")]
-    Numbers { id: String, source: user::IdError },
+    Numbers { id: String, source: user::UserIdError },
     #[error("cannot use the specification of container {id}")]
-    Spec { id: String, source: spec::SpecError },
+    Spec { id: String, source: spec::OciSpecError },
     #[error("cannot change the limits of container {id}")]
     Limits { id: String, source: limits::LimitError },
     #[error("cannot give container {id} its huge pages")]
     HugePages { id: String, source: HugePagesError },
     #[error("cannot prepare the root of container {id}")]
     Root { id: String, source: RootError },
-    #[error("cannot mount what container {id} asks for")]
+    #[error("cannot prepare the mounts of container {id}")]
     Mount { id: String, source: RootPathError },
     #[error("the image of container {id} cannot be used as the specification asks")]
     Target { id: String, source: RootPathError },
@@ -62,9 +62,9 @@ pub enum PodError {
     #[error(transparent)]
     EmptyDir(#[from] EmptyDirError),
     #[error(transparent)]
-    Memory(#[from] MemoryError),
+    Memory(#[from] MemoryResizeError),
     #[error(transparent)]
-    Processors(#[from] ProcessorsError),
+    OnlineCpus(#[from] OnlineCpusError),
     #[error("cannot use the disk")]
     Disk {
         #[from]
@@ -77,42 +77,42 @@ pub enum PodError {
     },
 }
 
-impl PodError {
+impl AgentError {
     /// Returns a function for `map_err` that makes an I/O error into "cannot `what` of container `id`".
-    pub(super) fn io(what: &'static str, id: &str) -> impl Fn(io::Error) -> PodError {
-        move |source| PodError::Io { what, id: id.to_owned(), source }
+    pub(super) fn io(what: &'static str, id: &str) -> impl Fn(io::Error) -> AgentError {
+        move |source| AgentError::Io { what, id: id.to_owned(), source }
     }
 }
 
-impl Classify for PodError {
+impl Classify for AgentError {
     fn kind(&self) -> Kind {
         match self {
-            PodError::Id { .. }
-            | PodError::Signal { .. }
-            | PodError::NoProgram
-            | PodError::User { .. }
-            | PodError::Numbers { .. } => Kind::Invalid,
-            PodError::NoContainer { .. } | PodError::NoExec { .. } => Kind::NotFound,
-            PodError::NotRunning { .. } | PodError::Killed { .. } | PodError::NoTerminal { .. } => Kind::Conflict,
-            PodError::Spec { source: spec::SpecError::Unsupported { .. }, .. } => Kind::Unsupported,
-            PodError::Spec { .. } => Kind::Invalid,
-            PodError::StillAlive { .. } => Kind::Timeout,
-            PodError::Root { source, .. } => match Kind::from(source.source.kind()) {
+            AgentError::Id { .. }
+            | AgentError::Signal { .. }
+            | AgentError::NoProgram
+            | AgentError::User { .. }
+            | AgentError::Numbers { .. } => Kind::Invalid,
+            AgentError::NoContainer { .. } | AgentError::NoExec { .. } => Kind::NotFound,
+            AgentError::NotRunning { .. } | AgentError::Killed { .. } | AgentError::NoTerminal { .. } => Kind::Conflict,
+            AgentError::Spec { source: spec::OciSpecError::Unsupported { .. }, .. } => Kind::Unsupported,
+            AgentError::Spec { .. } => Kind::Invalid,
+            AgentError::StillAlive { .. } => Kind::Timeout,
+            AgentError::Root { source, .. } => match Kind::from(source.source.kind()) {
                 Kind::Exhausted => Kind::Exhausted,
                 _ => Kind::Internal,
             },
-            PodError::Mount { source, .. } => source.kind(),
-            PodError::Target { source, .. } => source.kind(),
-            PodError::Volume { source, .. } => source.kind(),
-            PodError::Limits { source, .. } => source.kind(),
-            PodError::HugePages { source, .. } => source.kind(),
-            PodError::Zygote { source, .. } => source.kind(),
-            PodError::Io { .. } | PodError::Task { .. } => Kind::Internal,
-            PodError::Push(source) => source.kind(),
-            PodError::Memory(source) => source.kind(),
-            PodError::Processors(source) => source.kind(),
-            PodError::EmptyDir(source) => source.kind(),
-            PodError::Disk { source } => source.kind(),
+            AgentError::Mount { source, .. } => source.kind(),
+            AgentError::Target { source, .. } => source.kind(),
+            AgentError::Volume { source, .. } => source.kind(),
+            AgentError::Limits { source, .. } => source.kind(),
+            AgentError::HugePages { source, .. } => source.kind(),
+            AgentError::Zygote { source, .. } => source.kind(),
+            AgentError::Io { .. } | AgentError::Task { .. } => Kind::Internal,
+            AgentError::Push(source) => source.kind(),
+            AgentError::Memory(source) => source.kind(),
+            AgentError::OnlineCpus(source) => source.kind(),
+            AgentError::EmptyDir(source) => source.kind(),
+            AgentError::Disk { source } => source.kind(),
         }
     }
 }

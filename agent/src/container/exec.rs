@@ -6,43 +6,43 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::error::PodError;
+use super::error::AgentError;
 use super::lock::release_entry;
 use super::options::ExecOptions;
-use super::pod::{Pod, check_id};
-use super::process::Process;
-use super::record::{Container, ExecEntry};
+use super::pod::{AgentPod, check_id};
+use super::process::ContainerProcess;
+use super::record::{ExecEntry, GuestContainer};
 use super::spawn::StdioOptions;
 use super::spec::derive_exec_process;
 use crate::cgroup;
-use crate::zygote::{Exec, Request};
+use crate::zygote::{ExecCommand, ZygoteRequest};
 
 /// The most execs of a container that are remembered after their end.
 const MAX_ENDED_EXECS: usize = 256;
 
-impl Pod {
+impl AgentPod {
     /// Starts a process in a running container. Succeeds without effect if an exec of that id was started before.
-    pub async fn start_exec(self: Arc<Self>, options: ExecOptions) -> Result<(), PodError> {
+    pub async fn start_exec(self: Arc<Self>, options: ExecOptions) -> Result<(), AgentError> {
         check_id(&options.exec_id)?;
         if options.args.first().is_none_or(String::is_empty) {
-            return Err(PodError::NoProgram);
+            return Err(AgentError::NoProgram);
         }
         let container = self.find_container(&options.id)?;
         if !container.started.load(Ordering::Acquire) || container.init.exit().is_some() {
-            return Err(PodError::NotRunning { id: options.id });
+            return Err(AgentError::NotRunning { id: options.id });
         }
         let entry = self.exec_entry(&container, &options.exec_id);
         let exec_id = options.exec_id.clone();
-        let made = entry.process.get_or_try_init(|| async {
+        let created = entry.process.get_or_try_init(|| async {
             // The client has given the exec up already, and its signal overtook this request.
             if entry.killed.load(Ordering::SeqCst) {
-                return Err(PodError::Killed { id: options.id.clone(), exec_id: exec_id.clone() });
+                return Err(AgentError::Killed { id: options.id.clone(), exec_id: exec_id.clone() });
             }
-            self.make_exec(&container, options).await
+            self.create_exec_process(&container, options).await
         });
-        match made.await {
+        match created.await {
             Ok(process) if entry.killed.load(Ordering::SeqCst) => {
-                process.send_signal(libc::SIGKILL).map_err(PodError::io("kill a command", &container.id))
+                process.send_signal(libc::SIGKILL).map_err(AgentError::io("kill a command", &container.id))
             }
             Ok(_) => Ok(()),
             Err(error) => {
@@ -56,15 +56,18 @@ impl Pod {
 
     /// Returns the entry of an exec, which it creates if there is none. Forgets the oldest of more than `MAX_ENDED_EXECS` that
     /// are over.
-    pub(super) fn exec_entry(&self, container: &Container, exec_id: &str) -> Arc<ExecEntry> {
+    pub(super) fn exec_entry(&self, container: &GuestContainer, exec_id: &str) -> Arc<ExecEntry> {
         let sequence = {
             let mut state = self.lock_state();
             state.exec_sequence += 1;
             state.exec_sequence
         };
         let mut execs = container.lock_execs();
-        let over: Vec<(u64, String)> =
-            execs.iter().filter(|(_, entry)| entry.is_over()).map(|(id, entry)| (entry.sequence, id.clone())).collect();
+        let over: Vec<(u64, String)> = execs
+            .iter()
+            .filter(|(_, entry)| entry.has_ended())
+            .map(|(id, entry)| (entry.sequence, id.clone()))
+            .collect();
         if over.len() > MAX_ENDED_EXECS
             && let Some((_, oldest)) = over.iter().min()
         {
@@ -73,19 +76,19 @@ impl Pod {
         Arc::clone(execs.entry(exec_id.to_owned()).or_insert_with(|| Arc::new(ExecEntry::new(sequence))))
     }
 
-    async fn make_exec(
+    async fn create_exec_process(
         self: &Arc<Self>,
-        container: &Container,
+        container: &GuestContainer,
         options: ExecOptions,
-    ) -> Result<Arc<Process>, PodError> {
-        let not_running = || PodError::NotRunning { id: options.id.clone() };
+    ) -> Result<Arc<ContainerProcess>, AgentError> {
+        let not_running = || AgentError::NotRunning { id: options.id.clone() };
         let pidfd = container.init.pidfd.as_ref().ok_or_else(not_running)?;
-        let pidfd = pidfd.try_clone().map_err(PodError::io("refer to the first process", &options.id))?;
+        let pidfd = pidfd.try_clone().map_err(AgentError::io("refer to the first process", &options.id))?;
         let process = derive_exec_process(&container.process, options.args, options.tty);
         let owner = (process.user().uid(), process.user().gid());
         // Until the program runs, its container must not be frozen, and no container that may trace it may start.
         let _no_freeze = self.trace_lock.read().await;
-        let request = Request::Exec(Box::new(Exec {
+        let request = ZygoteRequest::Exec(Box::new(ExecCommand {
             process,
             seccomp: container.seccomp.clone(),
             may_be_traced: !self.find_tracers(&container.joinable_pid_namespace()).is_empty(),
@@ -97,10 +100,10 @@ impl Pod {
         }));
         let _spawn_guard = self.begin_spawn();
         let stdio = StdioOptions { tty: options.tty, stdin: options.stdin, owner };
-        let made = self.spawn_process(&options.id, request, vec![pidfd], stdio).await;
+        let created = self.spawn_process(&options.id, request, vec![pidfd], stdio).await;
         // If the container has ended meanwhile, that is the reason, whatever error the zygote saw.
-        let (made, stdio) =
-            made.map_err(|error| if container.init.exit().is_some() { not_running() } else { error })?;
-        Ok(self.register_process(made, stdio, container.cgroup.clone(), false))
+        let (created, stdio) =
+            created.map_err(|error| if container.init.exit().is_some() { not_running() } else { error })?;
+        Ok(self.register_process(created, stdio, container.cgroup.clone(), false))
     }
 }

@@ -39,15 +39,15 @@ pub enum ImageVolumeError {
         at.display()
     )]
     SubPath { at: PathBuf, sub_path: String },
-    #[error("ImageVolumeMountFailed: {} is no path below / for a volume", at.display())]
+    #[error("ImageVolumeMountFailed: the mount path {} is not below /", at.display())]
     Path { at: PathBuf },
     #[error("ImageVolumeMountFailed: the container's {} is not a directory, or leads to none", at.display())]
     Occupied { at: PathBuf, source: Box<RootPathError> },
-    #[error("ImageVolumeMountFailed: cannot make the container's {}", at.display())]
+    #[error("ImageVolumeMountFailed: cannot create the container's {}", at.display())]
     Place { at: PathBuf, source: Box<RootPathError> },
     #[error("ImageVolumeMountFailed: {} leads to {}, a file system of the container's own", at.display(), to.display())]
     Reserved { at: PathBuf, to: PathBuf },
-    #[error("ImageVolumeMountFailed: cannot look at {sub_path:?} in the image of the volume at {}", at.display())]
+    #[error("ImageVolumeMountFailed: cannot inspect {sub_path:?} in the image of the volume at {}", at.display())]
     Look { at: PathBuf, sub_path: String, source: io::Error },
 }
 
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn its_place_is_made_inside_the_root_and_in_no_other_file_system() {
+    fn an_image_mount_point_is_created_inside_the_root_file_system() {
         let Pair { outer, image, root } = pair();
         for (at, made) in [
             ("/a/b", "a/b"),

@@ -11,9 +11,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// The limit below which a container would be killed at once.
-const MEMORY: &str = "memory.max";
+const MEMORY_LIMIT: &str = "memory.max";
 /// The controllers of cgroup v2 (the kernel's Documentation/admin-guide/cgroup-v2.rst), which a node may leave to version 1.
-const CONTROLLERS: [&str; 8] = ["cpu", "cpuset", "memory", "io", "pids", "hugetlb", "rdma", "misc"];
+const KNOWN_CONTROLLERS: [&str; 8] = ["cpu", "cpuset", "memory", "io", "pids", "hugetlb", "rdma", "misc"];
 /// The most limits of one request.
 const MAX_LIMITS: usize = 64;
 
@@ -21,20 +21,20 @@ const MAX_LIMITS: usize = 64;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum LimitError {
-    #[error("{file:?} is no file of a limit")]
+    #[error("invalid limit file {file:?}")]
     Name { file: String },
-    #[error("{count} limits at once are too many")]
+    #[error("too many limits in one request: {count} (maximum {MAX_LIMITS})")]
     TooMany { count: usize },
-    #[error("{MEMORY} of {limit} bytes is not possible: {used} bytes are in use")]
+    #[error("cannot set {MEMORY_LIMIT} to {limit}: {used} bytes are in use")]
     InUse { limit: u64, used: u64 },
     #[error("cannot write {value:?} to {file}")]
     Write { file: String, value: String, source: io::Error },
     #[error("cannot read {file}, so a change could not be undone")]
     Read { file: String, source: io::Error },
     #[error(
-        "no {file}: there is no cgroup v2 controller for it here ({has:?} are), and containers run without such limits"
+        "cannot set {file}: there is no cgroup v2 controller for it, only {controllers:?}, and containers run without such limits"
     )]
-    NoController { file: String, has: String },
+    NoController { file: String, controllers: String },
 }
 
 impl Classify for LimitError {
@@ -68,7 +68,7 @@ pub fn change_limits(
     if limits.len() > MAX_LIMITS {
         return Err(LimitError::TooMany { count: limits.len() });
     }
-    let has = read_controllers(cgroup);
+    let controllers = read_controllers(cgroup);
     for (file, value) in limits {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         // The files of cgroup v2 itself kill, move and freeze processes.
@@ -76,13 +76,16 @@ pub fn change_limits(
             return Err(LimitError::Name { file: file.chars().take(100).collect() });
         }
         let controller = file.split('.').next().unwrap_or(file);
-        let missing =
-            |has: &&String| !holds_without(file, value) && !has.split_whitespace().any(|one| one == controller);
-        if let Some(has) = has.as_ref().filter(missing).filter(|_| CONTROLLERS.contains(&controller)) {
-            return Err(LimitError::NoController { file: file.clone(), has: has.trim().to_owned() });
+        let missing = |controllers: &&String| {
+            !is_default_value(file, value) && !controllers.split_whitespace().any(|one| one == controller)
+        };
+        if let Some(controllers) =
+            controllers.as_ref().filter(missing).filter(|_| KNOWN_CONTROLLERS.contains(&controller))
+        {
+            return Err(LimitError::NoController { file: file.clone(), controllers: controllers.trim().to_owned() });
         }
-        if let (MEMORY, Ok(limit)) = (file.as_str(), value.parse::<u64>()) {
-            let used = read(&cgroup.join("memory.current"))?.trim().parse().unwrap_or(0);
+        if let (MEMORY_LIMIT, Ok(limit)) = (file.as_str(), value.parse::<u64>()) {
+            let used = read_file(&cgroup.join("memory.current"))?.trim().parse().unwrap_or(0);
             if used > limit {
                 return Err(LimitError::InUse { limit, used });
             }
@@ -94,7 +97,7 @@ pub fn change_limits(
         for WrittenLimit { path, before } in written.iter().rev() {
             // Some files take one line at a time.
             for line in before.lines() {
-                if let Err(error) = write(path, line) {
+                if let Err(error) = write_file(path, line) {
                     tracing::warn!(path = %path.display(), %error, "cannot restore a limit");
                 }
             }
@@ -111,15 +114,15 @@ fn change_each(
     written: &mut Vec<WrittenLimit>,
 ) -> Result<(), LimitError> {
     let mut set = |path: PathBuf, value: &str| {
-        let before = read(&path)?;
-        let done = write(&path, value);
-        done.map_err(|source| LimitError::Write { file: name(&path), value: value.to_owned(), source })?;
+        let before = read_file(&path)?;
+        let result = write_file(&path, value);
+        result.map_err(|source| LimitError::Write { file: file_name(&path), value: value.to_owned(), source })?;
         written.push(WrittenLimit { path, before });
         Ok(())
     };
     for (file, value) in limits {
         let path = cgroup.join(file);
-        if !holds_without(file, value) || path.exists() {
+        if !is_default_value(file, value) || path.exists() {
             set(path, value)?;
         }
     }
@@ -128,7 +131,7 @@ fn change_each(
     let processes = processes.map_err(|source| LimitError::Read { file: "cgroup.procs".into(), source })?;
     for pid in processes {
         match set(proc.join(pid.to_string()).join("oom_score_adj"), &adjustment.to_string()) {
-            Err(LimitError::Write { source, .. } | LimitError::Read { source, .. }) if is_gone(&source) => {}
+            Err(LimitError::Write { source, .. } | LimitError::Read { source, .. }) if is_missing(&source) => {}
             other => other?,
         }
     }
@@ -137,16 +140,16 @@ fn change_each(
 
 /// Whether a limit holds where its file is missing: "max" limits nothing, and of huge pages of a size that the kernel does not
 /// have, a container can have none.
-fn holds_without(file: &str, value: &str) -> bool {
+fn is_default_value(file: &str, value: &str) -> bool {
     value == "max" || value.starts_with("max ") || (file.starts_with("hugetlb.") && value == "0")
 }
 
 /// Whether the error means that the process has ended.
-fn is_gone(error: &io::Error) -> bool {
+fn is_missing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
-fn name(path: &Path) -> String {
+fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
@@ -155,12 +158,12 @@ fn read_controllers(cgroup: &Path) -> Option<String> {
     fs::read_to_string(cgroup.join("cgroup.controllers")).ok()
 }
 
-fn read(path: &Path) -> Result<String, LimitError> {
-    fs::read_to_string(path).map_err(|source| LimitError::Read { file: name(path), source })
+fn read_file(path: &Path) -> Result<String, LimitError> {
+    fs::read_to_string(path).map_err(|source| LimitError::Read { file: file_name(path), source })
 }
 
 /// Writes to an existing file, in one piece.
-fn write(path: &Path, value: &str) -> io::Result<()> {
+fn write_file(path: &Path, value: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write_all(value.as_bytes())
 }
 
@@ -172,7 +175,7 @@ pub fn huge_page_limits(spec: &Spec) -> HugePageLimits {
     let mut limits: HugePageLimits =
         of_sizes.filter_map(|limit| Some((limit.page_size().clone(), u64::try_from(limit.limit()).ok()?))).collect();
     let files = resources.unified().iter().flatten().map(|(file, value)| (file.as_str(), value.as_str()));
-    limits.extend(huge_pages::limits_of_files(files));
+    limits.extend(huge_pages::limits_from_files(files));
     limits
 }
 
@@ -202,18 +205,19 @@ pub fn drop_unsupported_limits(spec: &mut Spec, controllers: &str, sizes: &[Stri
     }
     if let Some(limits) = resources.hugepage_limits().clone() {
         let none = missing("hugetlb");
-        let (lost, kept): (Vec<_>, Vec<_>) = limits
+        let (dropped_limits, kept): (Vec<_>, Vec<_>) = limits
             .into_iter()
             .filter(|limit| limit.limit() > 0 || sizes.contains(limit.page_size()))
             .partition(|limit| none && limit.limit() > 0);
         resources.set_hugepage_limits(Some(kept).filter(|kept| !none && !kept.is_empty()));
-        dropped.extend(if lost.is_empty() { None } else { Some("hugetlb") });
+        dropped.extend(if dropped_limits.is_empty() { None } else { Some("hugetlb") });
     }
     if let Some(unified) = resources.unified().clone() {
         let known = |file: &String| !missing(file.split('.').next().unwrap_or(file));
-        let (kept, lost): (HashMap<_, _>, HashMap<_, _>) = unified.into_iter().partition(|(file, _)| known(file));
+        let (kept, dropped_limits): (HashMap<_, _>, HashMap<_, _>) =
+            unified.into_iter().partition(|(file, _)| known(file));
         resources.set_unified(Some(kept).filter(|kept| !kept.is_empty()));
-        dropped.extend(if lost.is_empty() { None } else { Some("unified") });
+        dropped.extend(if dropped_limits.is_empty() { None } else { Some("unified") });
     }
     if !dropped.is_empty() {
         tracing::warn!(?dropped, "this node has no cgroup v2 controllers for these limits of a container");
@@ -282,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn all_are_written() {
+    fn all_limits_are_written() {
         let (_outer, cgroup, proc) = fake();
         let none = ("hugetlb.1GB.max", "0");
         change_limits(&cgroup, &proc, &limits(&[("memory.max", "1000"), none, ("cpu.max", "5 10")]), Some(-4)).unwrap();
@@ -312,13 +316,16 @@ mod tests {
     }
 
     #[test]
-    fn a_node_without_the_controller_says_so() {
+    fn a_missing_controller_is_reported() {
         let (_outer, cgroup, proc) = fake();
         fs::write(cgroup.join("cgroup.controllers"), "cpu\n").unwrap();
         let error =
             change_limits(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("memory.max", "2000")]), None).unwrap_err();
         assert_eq!(error.kind(), Kind::Conflict, "{error}");
-        assert!(error.to_string().contains("no memory.max") && error.to_string().contains("\"cpu\""), "{error}");
+        assert!(
+            error.to_string().contains("cannot set memory.max") && error.to_string().contains("\"cpu\""),
+            "{error}"
+        );
         assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap(), "max 100000\n");
         let error = change_limits(&cgroup, &proc, &limits(&[("memry.max", "1")]), None).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid, "{error}");

@@ -3,16 +3,16 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::error::PodError;
-use super::pod::Pod;
+use super::error::AgentError;
+use super::pod::AgentPod;
 
-impl Pod {
+impl AgentPod {
     /// Runs `work` while no other operation on the container runs.
     pub(super) async fn with_container_lock<T>(
         &self,
         id: &str,
-        work: impl Future<Output = Result<T, PodError>>,
-    ) -> Result<T, PodError> {
+        work: impl Future<Output = Result<T, AgentError>>,
+    ) -> Result<T, AgentError> {
         let lock = Arc::clone(self.lock_state().container_locks.entry(id.to_owned()).or_default());
         let result = {
             let _held = lock.lock().await;

@@ -22,42 +22,42 @@ pub const SYS: &str = "/sys";
 
 /// Returns the directory of a container's copies. It must be unmounted before it is removed: the files in the copies belong to
 /// images and volumes.
-pub fn directory(id: &str) -> PathBuf {
+pub fn copies_directory(id: &str) -> PathBuf {
     Path::new(paths::BUNDLES).join(id).join("shown")
 }
 
 /// Copies the mount at `source` to the container's directory as `name`, with owners mapped into the user namespace. Owners of the
 /// agent's sysfs are not mapped: all its files belong to root.
 pub fn copy_mount(id: &str, users: &UserNs, source: &Path, name: &str) -> Result<PathBuf, RootError> {
-    let what = "show the container, with the owners of its user namespace,";
+    let action = "mount in the container, with the owners of its user namespace,";
     let directory = make_directory(id)?;
     let of_image = source != Path::new(SYS);
-    let copy = mounts::copy(source, of_image).map_err(root_error(what, source))?;
+    let copy = mounts::copy(source, of_image).map_err(root_error(action, source))?;
     if of_image {
         let mapped = Change { users: Some(users.as_fd()), ..Change::default() };
-        mounts::change(&copy, false, &mapped).map_err(root_error(what, source))?;
+        mounts::change(&copy, false, &mapped).map_err(root_error(action, source))?;
     }
-    let place = directory.join(name);
+    let target = directory.join(name);
     let copy = File::from(copy);
-    let is_directory = copy.metadata().map_err(root_error("look at", source))?.is_dir();
-    let made = if is_directory { fs::create_dir(&place) } else { File::create_new(&place).map(drop) };
-    made.and_then(|()| mounts::place(&copy, &place)).map_err(root_error(what, source))?;
-    Ok(place)
+    let is_directory = copy.metadata().map_err(root_error("inspect", source))?.is_dir();
+    let created = if is_directory { fs::create_dir(&target) } else { File::create_new(&target).map(drop) };
+    created.and_then(|()| mounts::place(&copy, &target)).map_err(root_error(action, source))?;
+    Ok(target)
 }
 
 /// Attaches a detached mount of a directory to the container's directory as `name`.
 pub fn attach_mount(id: &str, mount: impl AsFd, name: &str) -> Result<PathBuf, RootError> {
-    let place = make_directory(id)?.join(name);
-    let kept = fs::create_dir(&place).and_then(|()| mounts::place(mount, &place));
-    kept.map_err(root_error("show the container", &place))?;
-    Ok(place)
+    let target = make_directory(id)?.join(name);
+    let result = fs::create_dir(&target).and_then(|()| mounts::place(mount, &target));
+    result.map_err(root_error("mount in the container", &target))?;
+    Ok(target)
 }
 
 /// Returns the container's directory, which it makes, on a tmpfs, if it is missing.
 fn make_directory(id: &str) -> Result<PathBuf, RootError> {
-    let directory = directory(id);
+    let directory = copies_directory(id);
     if !directory.exists() {
-        fs::create_dir_all(&directory).map_err(root_error("make", &directory))?;
+        fs::create_dir_all(&directory).map_err(root_error("create", &directory))?;
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
         mount(Some("tmpfs"), &directory, Some("tmpfs"), flags, Some("mode=755,size=64k"))
             .map_err(root_error("mount a tmpfs at", &directory))?;
@@ -79,7 +79,7 @@ pub fn map_sources(id: &str, users: &UserNs, mounts: &mut [Mount]) -> Result<(),
 
 /// Unmounts all copies of a container. Succeeds if there are none.
 pub fn unmount_copies(id: &str) -> io::Result<()> {
-    unmount_all(&directory(id)).map_err(|error| error.source)
+    unmount_all(&copies_directory(id)).map_err(|error| error.source)
 }
 
 /// Unmounts everything that is mounted at and below a path.

@@ -29,8 +29,8 @@ mod trace;
 mod update;
 pub mod user;
 
-pub use error::PodError;
+pub use error::AgentError;
 pub use options::{CreateOptions, ExecOptions};
-pub use pod::Pod;
-pub use process::Process;
-pub use record::Container;
+pub use pod::AgentPod;
+pub use process::ContainerProcess;
+pub use record::GuestContainer;

@@ -3,13 +3,13 @@
 use nacelle_proto::agent::PidMode;
 use std::sync::Arc;
 
-use super::error::PodError;
-use super::pod::Pod;
+use super::error::AgentError;
+use super::pod::AgentPod;
 use super::spec::PidNamespace;
-use crate::zygote::{Request, ZygoteError};
+use crate::zygote::{ZygoteError, ZygoteRequest};
 use crate::{paths, userns};
 
-impl Pod {
+impl AgentPod {
     /// Returns the PID namespace in which container `id` runs: that of container `pid_of` unless that is empty, otherwise
     /// the one of `mode`.
     pub(super) async fn choose_pid_namespace(
@@ -17,11 +17,11 @@ impl Pod {
         id: &str,
         pid_of: &str,
         mode: PidMode,
-    ) -> Result<PidNamespace, PodError> {
+    ) -> Result<PidNamespace, AgentError> {
         if !pid_of.is_empty() {
             let target = self.find_container(pid_of)?;
             if target.init.exit().is_some() {
-                return Err(PodError::NotRunning { id: pid_of.to_owned() });
+                return Err(AgentError::NotRunning { id: pid_of.to_owned() });
             }
             return Ok(target.joinable_pid_namespace());
         }
@@ -36,17 +36,17 @@ impl Pod {
     }
 
     /// Starts the process that holds the shared PID namespace, and returns its PID. `id`: the container that needs it.
-    async fn start_pause_process(self: &Arc<Self>, id: &str) -> Result<i32, PodError> {
-        let failed = |source: ZygoteError| PodError::Zygote { id: id.to_owned(), source };
+    async fn start_pause_process(self: &Arc<Self>, id: &str) -> Result<i32, AgentError> {
+        let failed = |source: ZygoteError| AgentError::Zygote { id: id.to_owned(), source };
         let pod = Arc::clone(self);
         let user_namespace = self.users.is_some();
-        let hold = move || pod.zygote.call(&Request::Pause { user_namespace }, &[]);
+        let hold = move || pod.zygote.call(&ZygoteRequest::Pause { user_namespace }, &[]);
         let holder = tokio::task::spawn_blocking(hold).await?.map_err(failed)?;
         if user_namespace {
             let named = userns::bind_namespace(&format!("/proc/{}/ns/pid", holder.pid), paths::PID_NAMESPACE);
-            named.map_err(PodError::io("name the PID namespace", id))?;
+            named.map_err(AgentError::io("name the PID namespace", id))?;
         }
         // The process lives as long as the agent, which never signals it.
-        Ok(holder.keep().0)
+        Ok(holder.release().0)
     }
 }

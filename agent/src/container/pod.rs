@@ -8,25 +8,25 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::OnceCell;
 
-use super::error::PodError;
-use super::process::Process;
-use super::record::Container;
-use crate::empty_dirs::EmptyDirs;
+use super::error::AgentError;
+use super::process::ContainerProcess;
+use super::record::GuestContainer;
+use crate::copied_in::CopiedInVolumes;
+use crate::empty_dirs::EmptyDirVolumes;
 use crate::huge_pages::{HugePageLimits, HugePages};
-use crate::image::Disks;
-use crate::pushed::Volumes;
+use crate::image::GuestDisks;
 use crate::stats::Layers;
 use crate::userns::UserNs;
 use crate::zygote::Zygote;
 
 /// The tables of a pod.
 #[derive(Default)]
-pub(super) struct PodState {
-    pub containers: HashMap<String, Arc<Container>>,
+pub(super) struct AgentPodState {
+    pub containers: HashMap<String, Arc<GuestContainer>>,
     /// The lock of each container on which an operation runs or waits, by id.
     pub container_locks: HashMap<String, Arc<tokio::sync::Mutex<()>>>,
     /// Running processes by their PIDs.
-    pub processes: HashMap<i32, Arc<Process>>,
+    pub processes: HashMap<i32, Arc<ContainerProcess>>,
     /// Wait statuses of processes that ended before they were registered, by their PIDs. Empty unless `spawning`.
     pub unclaimed_exits: HashMap<i32, i32>,
     /// The number of `SpawnGuard`s that exist.
@@ -36,16 +36,16 @@ pub(super) struct PodState {
 }
 
 /// The pod that this agent runs.
-pub struct Pod {
+pub struct AgentPod {
     pub(super) zygote: Zygote,
     /// The image, scratch and volume disks.
-    pub disks: Disks,
+    pub disks: GuestDisks,
     /// Sizes of the containers' writable layers.
     pub layers: Arc<Layers>,
     /// Copied-in volumes (configMap, secret, projected, downwardAPI).
-    pub volumes: Volumes,
+    pub volumes: CopiedInVolumes,
     /// emptyDir volumes in memory or on disks of the VM.
-    pub empty_dirs: EmptyDirs,
+    pub empty_dirs: EmptyDirVolumes,
     pub(super) huge_pages: HugePages,
     pub(super) shared_pid: bool,
     pub(super) node_pid: bool,
@@ -57,26 +57,26 @@ pub struct Pod {
     /// Held for writing while a container is created that a frozen tracer would see, and while a container that may trace
     /// starts. Held for reading while an exec is made: its container must not be frozen then.
     pub(super) trace_lock: tokio::sync::RwLock<()>,
-    state: Mutex<PodState>,
+    state: Mutex<AgentPodState>,
 }
 
-impl Pod {
+impl AgentPod {
     /// A pod without containers. `shared_pid`: all containers share one PID namespace; `node_pid`: that of the node.
     /// `users`: the pod's user namespace; `None` if containers are in the agent's.
     pub fn new(
         zygote: Zygote,
-        disks: Disks,
+        disks: GuestDisks,
         huge_pages: HugePages,
         shared_pid: bool,
         node_pid: bool,
         users: Option<UserNs>,
-    ) -> Arc<Pod> {
-        Arc::new(Pod {
+    ) -> Arc<AgentPod> {
+        Arc::new(AgentPod {
             zygote,
             disks,
             layers: Arc::default(),
-            volumes: Volumes::default(),
-            empty_dirs: EmptyDirs::default(),
+            volumes: CopiedInVolumes::default(),
+            empty_dirs: EmptyDirVolumes::default(),
             huge_pages,
             shared_pid,
             node_pid,
@@ -87,29 +87,29 @@ impl Pod {
         })
     }
 
-    pub(super) fn lock_state(&self) -> MutexGuard<'_, PodState> {
+    pub(super) fn lock_state(&self) -> MutexGuard<'_, AgentPodState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn find_container(&self, id: &str) -> Result<Arc<Container>, PodError> {
+    pub(super) fn find_container(&self, id: &str) -> Result<Arc<GuestContainer>, AgentError> {
         let container = self.lock_state().containers.get(id).cloned();
-        container.ok_or_else(|| PodError::NoContainer { id: id.to_owned() })
+        container.ok_or_else(|| AgentError::NoContainer { id: id.to_owned() })
     }
 
     /// Returns the exec `exec_id` of a container, or with an empty `exec_id` the container's first process.
-    pub fn find_process(&self, id: &str, exec_id: &str) -> Result<Arc<Process>, PodError> {
+    pub fn find_process(&self, id: &str, exec_id: &str) -> Result<Arc<ContainerProcess>, AgentError> {
         let container = self.find_container(id)?;
         if exec_id.is_empty() {
             return Ok(Arc::clone(&container.init));
         }
         let found = container.lock_execs().get(exec_id).and_then(|entry| entry.process.get()).cloned();
-        found.ok_or_else(|| PodError::NoExec { id: id.to_owned(), exec_id: exec_id.to_owned() })
+        found.ok_or_else(|| AgentError::NoExec { id: id.to_owned(), exec_id: exec_id.to_owned() })
     }
 
     /// Returns the states of all containers, in no order.
     pub fn list_containers(&self) -> Vec<ContainerState> {
         let state = self.lock_state();
-        let describe = |container: &Arc<Container>| ContainerState {
+        let describe = |container: &Arc<GuestContainer>| ContainerState {
             id: container.id.clone(),
             started: container.started.load(Ordering::Acquire),
             exit: container.init.exit(),
@@ -121,11 +121,11 @@ impl Pod {
     ///
     /// Containers that have ended lose their huge pages first, so that they keep them no longer than until the next one needs
     /// some. Blocks.
-    pub(super) fn reserve_huge_pages(&self, id: &str, limits: &HugePageLimits) -> Result<HugePageLimits, PodError> {
+    pub(super) fn reserve_huge_pages(&self, id: &str, limits: &HugePageLimits) -> Result<HugePageLimits, AgentError> {
         if limits.is_empty() {
             return Ok(HugePageLimits::new());
         }
-        let failed = |source| PodError::HugePages { id: id.to_owned(), source };
+        let failed = |source| AgentError::HugePages { id: id.to_owned(), source };
         for ended in self.list_containers().into_iter().filter(|container| container.exit.is_some()) {
             self.huge_pages.release(&ended.id).map_err(failed)?;
         }
@@ -134,11 +134,11 @@ impl Pod {
 }
 
 /// Checks an id of a container or an exec, which becomes the name of directories and of a cgroup.
-pub(super) fn check_id(id: &str) -> Result<(), PodError> {
+pub(super) fn check_id(id: &str) -> Result<(), AgentError> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     if (1..=128).contains(&id.len()) && !id.starts_with('.') && id.chars().all(plain) {
         Ok(())
     } else {
-        Err(PodError::Id { id: id.chars().take(140).collect() })
+        Err(AgentError::Id { id: id.chars().take(140).collect() })
     }
 }

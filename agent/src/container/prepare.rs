@@ -8,9 +8,9 @@ use nacelle_proto::agent::EmptyDir;
 use nacelle_proto::common::CreateContainerResponse;
 use std::path::Path;
 
-use super::error::PodError;
+use super::error::AgentError;
 use super::options::CreateOptions;
-use super::pod::Pod;
+use super::pod::AgentPod;
 use super::spec::{PidNamespace, SpecContext, adjust_spec, parse_spec, read_bounding_set, read_oom_score_adj};
 use super::{devices, image_volumes, limits, mapped_mounts, root, user};
 use crate::empty_dirs::EmptyDirSource;
@@ -33,13 +33,13 @@ pub(super) struct PreparedContainer {
 
 /// Prepares the container of these options, whose PID namespace is `pid`.
 pub(super) fn prepare_container(
-    pod: &Pod,
+    pod: &AgentPod,
     options: &CreateOptions,
     pid: PidNamespace,
-) -> Result<PreparedContainer, PodError> {
+) -> Result<PreparedContainer, AgentError> {
     let id = &options.id;
-    let in_spec = |source| PodError::Spec { id: id.clone(), source };
-    let in_root = |source| PodError::Root { id: id.clone(), source };
+    let in_spec = |source| AgentError::Spec { id: id.clone(), source };
+    let in_root = |source| AgentError::Root { id: id.clone(), source };
     let spec = parse_spec(&options.spec).map_err(in_spec)?;
     pod.reserve_huge_pages(id, &limits::huge_page_limits(&spec))?;
     let image = pod.disks.image_mount_point(options.partition)?;
@@ -55,7 +55,7 @@ pub(super) fn prepare_container(
     for volume in &options.volumes {
         let image = pod.disks.image_mount_point(volume.partition)?;
         let mount = image_volumes::prepare_mount(&root, &image, volume, owner);
-        mounts.push(mount.map_err(|source| PodError::Volume { id: id.clone(), source })?);
+        mounts.push(mount.map_err(|source| AgentError::Volume { id: id.clone(), source })?);
     }
     let is_shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::DIRECTORY));
     if spec.mounts().iter().flatten().any(is_shared) {
@@ -88,12 +88,12 @@ pub(super) fn prepare_container(
         &huge_pages::list_sizes(),
     );
     check_bind_mounts(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(mapped_mounts::SYS))
-        .map_err(|source| PodError::Mount { id: id.clone(), source })?;
+        .map_err(|source| AgentError::Mount { id: id.clone(), source })?;
     let late_mounts = take_late_mounts(&mut spec);
-    prepare_mount_points(&root, &mut spec, owner).map_err(|source| PodError::Target { id: id.clone(), source })?;
+    prepare_mount_points(&root, &mut spec, owner).map_err(|source| AgentError::Target { id: id.clone(), source })?;
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
-    std::fs::write(path, json).map_err(PodError::io("write the bundle", id))?;
+    std::fs::write(path, json).map_err(AgentError::io("write the bundle", id))?;
     Ok(PreparedContainer { spec, late_mounts, response })
 }
 
@@ -104,13 +104,13 @@ fn find_user(
     users: Option<&UserNs>,
     passwd: &str,
     group: &str,
-) -> Result<(user::UserAccount, Vec<u32>), PodError> {
+) -> Result<(user::UserAccount, Vec<u32>), AgentError> {
     let id = &options.id;
     let asked = spec.process().as_ref().map(|process| process.user().clone()).unwrap_or_default();
     let user = if options.user.is_empty() {
         user::user_with_ids(asked.uid(), asked.gid(), passwd)
     } else {
-        user::find_user(&options.user, passwd, group).map_err(|source| PodError::User { id: id.clone(), source })?
+        user::find_user(&options.user, passwd, group).map_err(|source| AgentError::User { id: id.clone(), source })?
     };
     let mut groups = vec![user.gid];
     let merged = match &user.name {
@@ -122,10 +122,10 @@ fn find_user(
             groups.push(gid);
         }
     }
-    let last = users.map(UserNs::limits);
+    let last = users.map(UserNs::max_ids);
     user::check_ids([user.uid], last.map(|(user, _)| user))
         .and_then(|()| user::check_ids(groups.iter().copied(), last.map(|(_, group)| group)))
-        .map_err(|source| PodError::Numbers { id: id.clone(), source })?;
+        .map_err(|source| AgentError::Numbers { id: id.clone(), source })?;
     Ok((user, groups))
 }
 
@@ -148,12 +148,12 @@ fn prepare_mount_points(root: &Path, spec: &mut Spec, owner: Owner) -> Result<()
 }
 
 /// Creates the emptyDir volumes that do not exist yet, and sets the sources of their mounts to where they are in the VM.
-fn resolve_empty_dirs(pod: &Pod, id: &str, mut spec: Spec, volumes: &[EmptyDir]) -> Result<Spec, PodError> {
+fn resolve_empty_dirs(pod: &AgentPod, id: &str, mut spec: Spec, volumes: &[EmptyDir]) -> Result<Spec, AgentError> {
     for (number, volume) in volumes.iter().enumerate() {
-        let source = match pod.empty_dirs.provide(volume, &pod.disks)? {
+        let source = match pod.empty_dirs.prepare(volume, &pod.disks)? {
             EmptyDirSource::Whole(path) => path,
             EmptyDirSource::Part(mount) => mapped_mounts::attach_mount(id, mount, &format!("own{number}"))
-                .map_err(|source| PodError::Root { id: id.to_owned(), source })?,
+                .map_err(|source| AgentError::Root { id: id.to_owned(), source })?,
         };
         let asked = Path::new(&volume.source);
         for mount in spec.mounts_mut().iter_mut().flatten() {

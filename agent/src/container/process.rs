@@ -15,7 +15,7 @@ use crate::{cgroup, sys};
 
 /// The first process of a container, or an exec.
 #[derive(Debug)]
-pub struct Process {
+pub struct ContainerProcess {
     /// The PID in the agent's PID namespace.
     pub pid: i32,
     /// `None` if the process had ended before its pidfd could be opened.
@@ -28,7 +28,7 @@ pub struct Process {
     kills_cgroup_on_exit: bool,
 }
 
-impl Process {
+impl ContainerProcess {
     /// A process that runs. `kills_cgroup_on_exit`: the exit of this process ends its container, and no PID namespace kills the
     /// container's other processes then.
     pub(super) fn new(
@@ -37,8 +37,8 @@ impl Process {
         stdio: Stdio,
         cgroup: PathBuf,
         kills_cgroup_on_exit: bool,
-    ) -> Process {
-        Process { pid, pidfd, exit: watch::Sender::new(None), stdio, cgroup, kills_cgroup_on_exit }
+    ) -> ContainerProcess {
+        ContainerProcess { pid, pidfd, exit: watch::Sender::new(None), stdio, cgroup, kills_cgroup_on_exit }
     }
 
     /// Returns how the process ended, or `None` while it runs.

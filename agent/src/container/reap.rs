@@ -10,14 +10,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::pod::Pod;
-use super::process::Process;
+use super::pod::AgentPod;
+use super::process::ContainerProcess;
 use crate::stdio::Stdio;
 use crate::sys;
 use crate::zygote::NewProcess;
 
 /// While one exists, exits of processes that are not registered are kept.
-pub(super) struct SpawnGuard(Arc<Pod>);
+pub(super) struct SpawnGuard(Arc<AgentPod>);
 
 impl Drop for SpawnGuard {
     fn drop(&mut self) {
@@ -29,7 +29,7 @@ impl Drop for SpawnGuard {
     }
 }
 
-impl Pod {
+impl AgentPod {
     /// Reaps every process that has ended. Called after each SIGCHLD.
     pub fn reap_processes(&self) {
         let mut state = self.lock_state();
@@ -56,16 +56,16 @@ impl Pod {
     /// Enters a new process into the table. The caller has held a `SpawnGuard` since before the process was made.
     pub(super) fn register_process(
         &self,
-        made: NewProcess,
+        new_process: NewProcess,
         stdio: Stdio,
         cgroup: PathBuf,
         kills_cgroup_on_exit: bool,
-    ) -> Arc<Process> {
+    ) -> Arc<ContainerProcess> {
         let mut state = self.lock_state();
-        let (pid, pidfd) = made.keep();
+        let (pid, pidfd) = new_process.release();
         // The exit may be that of an earlier process with this PID.
-        let unclaimed = state.unclaimed_exits.remove(&pid).filter(|_| pidfd.as_ref().is_none_or(has_ended));
-        let process = Arc::new(Process::new(pid, pidfd, stdio, cgroup, kills_cgroup_on_exit));
+        let unclaimed = state.unclaimed_exits.remove(&pid).filter(|_| pidfd.as_ref().is_none_or(has_exited));
+        let process = Arc::new(ContainerProcess::new(pid, pidfd, stdio, cgroup, kills_cgroup_on_exit));
         match unclaimed {
             Some(status) => process.record_exit(status),
             None => drop(state.processes.insert(pid, Arc::clone(&process))),
@@ -75,7 +75,7 @@ impl Pod {
 }
 
 /// Whether a process has ended, reaped or not: its pidfd is readable (pidfd_open(2)).
-fn has_ended(pidfd: &OwnedFd) -> bool {
+fn has_exited(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
     // If poll fails, the PID alone decides.
     retry::poll(&mut fds, Some(Instant::now())).map_or(true, |ready| ready > 0)

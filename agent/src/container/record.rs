@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::OnceCell;
 
-use super::process::Process;
+use super::process::ContainerProcess;
 use super::spec::PidNamespace;
 
 /// A container that was created and not yet removed.
 #[derive(Debug)]
-pub struct Container {
+pub struct GuestContainer {
     pub(super) id: String,
     /// The adjusted `process` of the specification, from which execs are derived.
     pub(super) process: SpecProcess,
@@ -24,7 +24,7 @@ pub struct Container {
     pub(super) cgroup: PathBuf,
     /// The answer to the request that created the container, repeated for a repeated request.
     pub(super) created: CreateContainerResponse,
-    pub(super) init: Arc<Process>,
+    pub(super) init: Arc<ContainerProcess>,
     pub(super) started: AtomicBool,
     pub(super) execs: Mutex<Execs>,
 }
@@ -38,7 +38,7 @@ pub(super) struct ExecEntry {
     /// Grows with each entry of the pod, so that the smallest is the oldest.
     pub sequence: u64,
     /// The process, once the zygote has made it.
-    pub process: OnceCell<Arc<Process>>,
+    pub process: OnceCell<Arc<ContainerProcess>>,
     /// Whether SIGKILL was requested, perhaps before the process was made.
     pub killed: AtomicBool,
 }
@@ -50,18 +50,18 @@ impl ExecEntry {
     }
 
     /// Whether no process of the exec runs or will run.
-    pub fn is_over(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.process.get().map_or(self.killed.load(Ordering::SeqCst), |process| process.exit().is_some())
     }
 }
 
-impl Container {
+impl GuestContainer {
     pub(super) fn lock_execs(&self) -> MutexGuard<'_, Execs> {
         self.execs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the container's processes are in this PID namespace.
-    pub(super) fn is_in(&self, namespace: &PidNamespace) -> bool {
+    pub(super) fn shares_pid_namespace(&self, namespace: &PidNamespace) -> bool {
         match namespace {
             PidNamespace::Of(pid) if self.init.pid == *pid => true,
             PidNamespace::Own => false,

@@ -4,20 +4,20 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::error::PodError;
-use super::pod::{Pod, check_id};
-use super::process::Process;
+use super::error::AgentError;
+use super::pod::{AgentPod, check_id};
+use super::process::ContainerProcess;
 use super::root;
 use crate::cgroup;
 
 /// The time that killed processes have to end.
 pub(super) const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
-impl Pod {
+impl AgentPod {
     /// Kills the processes of a container and removes it. Succeeds if there is no such container.
     ///
     /// A container that could not be removed completely stays in the table, so that the next attempt continues.
-    pub async fn remove_container(self: Arc<Self>, id: String) -> Result<(), PodError> {
+    pub async fn remove_container(self: Arc<Self>, id: String) -> Result<(), AgentError> {
         check_id(&id)?;
         self.with_container_lock(&id, async {
             let Ok(container) = self.find_container(&id) else { return Ok(()) };
@@ -26,9 +26,9 @@ impl Pod {
             let (name, pod) = (id.clone(), Arc::clone(&self));
             let remove = move || (cgroup::remove(&path), root::remove_root(&name), pod.huge_pages.release(&name));
             let removed = tokio::task::spawn_blocking(remove).await?;
-            removed.0.map_err(PodError::io("remove the cgroup", &id))?;
-            removed.1.map_err(|source| PodError::Root { id: id.clone(), source })?;
-            removed.2.map_err(|source| PodError::HugePages { id: id.clone(), source })?;
+            removed.0.map_err(AgentError::io("remove the cgroup", &id))?;
+            removed.1.map_err(|source| AgentError::Root { id: id.clone(), source })?;
+            removed.2.map_err(|source| AgentError::HugePages { id: id.clone(), source })?;
             self.lock_state().containers.remove(&id);
             Ok(())
         })
@@ -37,10 +37,10 @@ impl Pod {
 }
 
 /// Kills all processes of a container and waits until they have ended.
-async fn kill_and_wait(id: &str, path: &Path, init: &Process) -> Result<(), PodError> {
-    let failed = PodError::io("kill the processes", id);
+async fn kill_and_wait(id: &str, path: &Path, init: &ContainerProcess) -> Result<(), AgentError> {
+    let failed = AgentError::io("kill the processes", id);
     cgroup::kill_processes(path).map_err(&failed)?;
-    let alive = || PodError::StillAlive { id: id.to_owned(), seconds: KILL_TIMEOUT.as_secs() };
+    let alive = || AgentError::StillAlive { id: id.to_owned(), seconds: KILL_TIMEOUT.as_secs() };
     let deadline = Instant::now() + KILL_TIMEOUT;
     init.wait(KILL_TIMEOUT).await.ok_or_else(alive)?;
     while cgroup::is_populated(path) {

@@ -23,13 +23,13 @@ pub fn mount_point(id: &str) -> PathBuf {
 pub fn mount_root(id: &str, image: &Path, users: Option<&UserNs>) -> Result<PathBuf, RootError> {
     let mapped = users.map(|users| mapped_mounts::copy_mount(id, users, image, "image")).transpose()?;
     let image = mapped.as_deref().unwrap_or(image);
-    let (upper, work) = (paths::upper_layer_of(id), paths::scratch_of(id).join("work"));
+    let (upper, work) = (paths::upper_layer(id), paths::scratch_directory(id).join("work"));
     let root = mount_point(id);
     for path in [&upper, &work, &root] {
-        fs::create_dir_all(path).map_err(root_error("make", path))?;
+        fs::create_dir_all(path).map_err(root_error("create", path))?;
     }
     // The root directory has the mode and the owner of the image's.
-    let original = fs::metadata(image).map_err(root_error("look at", image))?;
+    let original = fs::metadata(image).map_err(root_error("inspect", image))?;
     fs::set_permissions(&upper, original.permissions()).map_err(root_error("set the mode of", &upper))?;
     let (uid, gid) = (std::os::unix::fs::MetadataExt::uid(&original), std::os::unix::fs::MetadataExt::gid(&original));
     nix::unistd::chown(&upper, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))
@@ -44,9 +44,11 @@ pub fn mount_root(id: &str, image: &Path, users: Option<&UserNs>) -> Result<Path
 
 /// Unmounts a container's root, and removes what the container wrote and its bundle. Succeeds if there are none.
 pub fn remove_root(id: &str) -> Result<(), RootError> {
-    mapped_mounts::unmount_all(&mapped_mounts::directory(id))?;
+    mapped_mounts::unmount_all(&mapped_mounts::copies_directory(id))?;
     mapped_mounts::unmount_all(&mount_point(id))?;
-    for path in [paths::scratch_of(id), Path::new(paths::BUNDLES).join(id), Path::new(paths::CONTAINERS).join(id)] {
+    for path in
+        [paths::scratch_directory(id), Path::new(paths::BUNDLES).join(id), Path::new(paths::CONTAINERS).join(id)]
+    {
         match fs::remove_dir_all(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             other => other.map_err(root_error("remove", &path))?,

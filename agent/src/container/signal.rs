@@ -3,18 +3,18 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use super::error::PodError;
-use super::pod::{Pod, check_id};
-use super::record::Container;
+use super::error::AgentError;
+use super::pod::{AgentPod, check_id};
+use super::record::GuestContainer;
 use crate::{cgroup, sys};
 
-impl Pod {
+impl AgentPod {
     /// Sends a signal to the exec `exec_id`, to the container's first process if `exec_id` is empty, or with `all` to every
     /// process of the container. SIGKILL to an exec that does not exist yet prevents its start.
-    pub fn send_signal(&self, id: &str, exec_id: &str, signal: u32, all: bool) -> Result<(), PodError> {
+    pub fn send_signal(&self, id: &str, exec_id: &str, signal: u32, all: bool) -> Result<(), AgentError> {
         let number = i32::try_from(signal).ok().filter(|number| (1..=64).contains(number));
-        let number = number.ok_or(PodError::Signal { signal })?;
-        let failed = PodError::io("signal a process", id);
+        let number = number.ok_or(AgentError::Signal { signal })?;
+        let failed = AgentError::io("signal a process", id);
         if all {
             return match self.find_container(id) {
                 Ok(container) => signal_all(&container, number).map_err(failed),
@@ -40,7 +40,7 @@ impl Pod {
     }
 }
 
-fn signal_all(container: &Container, signal: i32) -> io::Result<()> {
+fn signal_all(container: &GuestContainer, signal: i32) -> io::Result<()> {
     if signal == libc::SIGKILL {
         return cgroup::kill_processes(&container.cgroup);
     }

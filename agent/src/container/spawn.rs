@@ -3,10 +3,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::error::PodError;
-use super::pod::Pod;
+use super::error::AgentError;
+use super::pod::AgentPod;
 use crate::stdio::Stdio;
-use crate::zygote::{NewProcess, Request};
+use crate::zygote::{NewProcess, ZygoteRequest};
 
 /// The streams that a new process gets.
 pub(super) struct StdioOptions {
@@ -18,19 +18,19 @@ pub(super) struct StdioOptions {
     pub owner: (u32, u32),
 }
 
-impl Pod {
+impl AgentPod {
     /// Makes a process by a request to the zygote. `fds` precede the streams. The caller holds a `SpawnGuard`.
     pub(super) async fn spawn_process(
         self: &Arc<Self>,
         id: &str,
-        request: Request,
+        request: ZygoteRequest,
         mut fds: Vec<OwnedFd>,
         options: StdioOptions,
-    ) -> Result<(NewProcess, Stdio), PodError> {
-        let failed = PodError::io("set up the streams", id);
+    ) -> Result<(NewProcess, Stdio), AgentError> {
+        let failed = AgentError::io("set up the streams", id);
         let StdioOptions { tty, stdin, owner: (uid, gid) } = options;
         let mut stdio = Stdio::default();
-        let (uid, gid) = self.users.as_ref().map_or((uid, gid), |users| users.outside(uid, gid));
+        let (uid, gid) = self.users.as_ref().map_or((uid, gid), |users| users.to_outer_ids(uid, gid));
         if !tty {
             let (ours, theirs) = Stdio::pipes(stdin, uid, gid).map_err(&failed)?;
             stdio = ours;
@@ -38,11 +38,11 @@ impl Pod {
         }
         let pod = Arc::clone(self);
         let call = move || pod.zygote.call(&request, &fds.iter().collect::<Vec<_>>());
-        let made = tokio::task::spawn_blocking(call).await?;
-        let mut made = made.map_err(|source| PodError::Zygote { id: id.to_owned(), source })?;
-        if let Some(master) = made.terminal.take() {
+        let created = tokio::task::spawn_blocking(call).await?;
+        let mut created = created.map_err(|source| AgentError::Zygote { id: id.to_owned(), source })?;
+        if let Some(master) = created.terminal.take() {
             stdio = Stdio::of_terminal(master, stdin).map_err(&failed)?;
         }
-        Ok((made, stdio))
+        Ok((created, stdio))
     }
 }

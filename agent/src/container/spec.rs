@@ -15,9 +15,9 @@ use crate::paths;
 
 /// Reasons a specification is not usable.
 #[derive(Debug, thiserror::Error)]
-pub enum SpecError {
+pub enum OciSpecError {
     /// The JSON is not a specification.
-    #[error("the OCI specification cannot be read")]
+    #[error("cannot parse the OCI specification")]
     Json {
         /// The parser's error.
         #[from]
@@ -30,7 +30,7 @@ pub enum SpecError {
         part: &'static str,
     },
     /// The specification asks for something that this guest does not support.
-    #[error("the OCI specification asks for {what}, which the guest of a pod does not support")]
+    #[error("the OCI specification uses {what}, which the guest of a pod does not support")]
     Unsupported {
         /// The unsupported part.
         what: &'static str,
@@ -113,24 +113,24 @@ fn parse_bounding_set(status: &str) -> Option<u64> {
 }
 
 /// Parses a specification, and rejects what the agent does not support.
-pub fn parse_spec(json: &[u8]) -> Result<Spec, SpecError> {
+pub fn parse_spec(json: &[u8]) -> Result<Spec, OciSpecError> {
     let spec: Spec = serde_json::from_slice(json)?;
     if spec.process().as_ref().and_then(|process| process.args().as_ref()).is_none_or(Vec::is_empty) {
-        return Err(SpecError::Missing { part: "process.args" });
+        return Err(OciSpecError::Missing { part: "process.args" });
     }
-    let linux = spec.linux().as_ref().ok_or(SpecError::Missing { part: "linux" })?;
+    let linux = spec.linux().as_ref().ok_or(OciSpecError::Missing { part: "linux" })?;
     let user_namespace = |namespace: &LinuxNamespace| namespace.typ() == LinuxNamespaceType::User;
     if linux.namespaces().iter().flatten().any(user_namespace) {
-        return Err(SpecError::Unsupported { what: "a user namespace" });
+        return Err(OciSpecError::Unsupported { what: "a user namespace" });
     }
     if spec.hooks().is_some() {
-        return Err(SpecError::Unsupported { what: "hooks" });
+        return Err(OciSpecError::Unsupported { what: "hooks" });
     }
     Ok(spec)
 }
 
 /// Adjusts a specification to the guest.
-pub fn adjust_spec(mut spec: Spec, mut context: SpecContext) -> Result<Spec, SpecError> {
+pub fn adjust_spec(mut spec: Spec, mut context: SpecContext) -> Result<Spec, OciSpecError> {
     let read_only = spec.root().as_ref().and_then(|root| root.readonly()).unwrap_or(false);
     spec.set_root(Some(RootBuilder::default().path(context.root).readonly(read_only).build()?));
     spec.set_hostname(None).set_domainname(None);
@@ -140,11 +140,11 @@ pub fn adjust_spec(mut spec: Spec, mut context: SpecContext) -> Result<Spec, Spe
         bind_agent_sysfs(&mut mounts);
     }
     spec.set_mounts(Some(mounts));
-    let mut linux = spec.linux().clone().ok_or(SpecError::Missing { part: "linux" })?;
+    let mut linux = spec.linux().clone().ok_or(OciSpecError::Missing { part: "linux" })?;
     linux.set_cgroups_path(Some(PathBuf::from(paths::POD_CGROUP).join(context.id)));
     linux.set_namespaces(Some(build_namespaces(linux.namespaces().as_deref().unwrap_or_default(), &context)?));
     spec.set_linux(Some(linux));
-    let process = spec.process().clone().ok_or(SpecError::Missing { part: "process" })?;
+    let process = spec.process().clone().ok_or(OciSpecError::Missing { part: "process" })?;
     spec.set_process(Some(adjust_process(process, &context)?));
     Ok(spec)
 }
@@ -161,7 +161,7 @@ fn bind_agent_sysfs(mounts: &mut [Mount]) {
 
 /// Returns the namespaces that the container makes or enters. Network, IPC and host name are the pod's, in which the agent is
 /// already.
-fn build_namespaces(asked: &[LinuxNamespace], context: &SpecContext) -> Result<Vec<LinuxNamespace>, SpecError> {
+fn build_namespaces(asked: &[LinuxNamespace], context: &SpecContext) -> Result<Vec<LinuxNamespace>, OciSpecError> {
     let new = |kind| LinuxNamespaceBuilder::default().typ(kind).build();
     let mut namespaces = vec![new(LinuxNamespaceType::Mount)?];
     if context.users.is_some() {
@@ -186,7 +186,7 @@ fn build_namespaces(asked: &[LinuxNamespace], context: &SpecContext) -> Result<V
     Ok(namespaces)
 }
 
-fn build_bind_mount(source: impl AsRef<Path>, destination: &str, options: &[&str]) -> Result<Mount, SpecError> {
+fn build_bind_mount(source: impl AsRef<Path>, destination: &str, options: &[&str]) -> Result<Mount, OciSpecError> {
     let options: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
     let mount = MountBuilder::default().source(source.as_ref()).destination(destination).typ("bind").options(options);
     Ok(mount.build()?)
@@ -194,7 +194,7 @@ fn build_bind_mount(source: impl AsRef<Path>, destination: &str, options: &[&str
 
 /// Returns the mounts of the specification with the pod's /dev/shm in place of the container's, then image volumes, then the pod's
 /// files in /etc, unless another mount is there: a volume over /etc, which is read-only, has files of its own or none.
-fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, SpecError> {
+fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, OciSpecError> {
     let mut mounts = Vec::with_capacity(asked.len() + volumes.len() + 4);
     for mount in asked {
         if mount.destination() == Path::new("/dev/shm") && mount.typ().as_deref() == Some("tmpfs") {
@@ -217,7 +217,7 @@ fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, Sp
     Ok(mounts)
 }
 
-fn adjust_process(mut process: Process, context: &SpecContext) -> Result<Process, SpecError> {
+fn adjust_process(mut process: Process, context: &SpecContext) -> Result<Process, OciSpecError> {
     let mut user: User = process.user().clone();
     user.set_uid(context.user.uid).set_gid(context.user.gid).set_additional_gids(Some(context.groups.to_vec()));
     process.set_user(user);
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_agent_may_not_lower_is_as_low_as_its_own() {
+    fn oom_score_adj_is_limited_to_the_agents_own() {
         let user = UserAccount { uid: 0, gid: 0, name: None, home: None };
         let context = |own: i32, capabilities: u64| SpecContext {
             id: "c1",
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_image_sets_stays() {
+    fn environment_of_the_image_is_kept() {
         let mut json = minimal();
         json["process"]["env"] = serde_json::json!(["PATH=/x", "HOME=/y"]);
         let spec = adjusted(&json, PidNamespace::Own);
@@ -440,13 +440,13 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
-        assert!(matches!(parse_spec(b"{"), Err(SpecError::Json { .. })));
+    fn invalid_specifications_are_rejected() {
+        assert!(matches!(parse_spec(b"{"), Err(OciSpecError::Json { .. })));
         let mut json = minimal();
         json["process"]["args"] = serde_json::json!([]);
-        assert!(matches!(parse_spec(json.to_string().as_bytes()), Err(SpecError::Missing { part: "process.args" })));
+        assert!(matches!(parse_spec(json.to_string().as_bytes()), Err(OciSpecError::Missing { part: "process.args" })));
         let mut json = minimal();
         json["linux"]["namespaces"] = serde_json::json!([{ "type": "user" }]);
-        assert!(matches!(parse_spec(json.to_string().as_bytes()), Err(SpecError::Unsupported { .. })));
+        assert!(matches!(parse_spec(json.to_string().as_bytes()), Err(OciSpecError::Unsupported { .. })));
     }
 }

@@ -7,22 +7,22 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::error::PodError;
-use super::pod::Pod;
+use super::error::AgentError;
+use super::pod::AgentPod;
 use crate::paths;
 
-impl Pod {
+impl AgentPod {
     /// Starts a created container. Succeeds without effect if it was started before.
-    pub async fn start_container(self: Arc<Self>, id: String) -> Result<(), PodError> {
+    pub async fn start_container(self: Arc<Self>, id: String) -> Result<(), AgentError> {
         self.with_container_lock(&id, async {
             let container = self.find_container(&id)?;
             if container.started.load(Ordering::Acquire) {
                 return Ok(());
             }
             if container.init.exit().is_some() {
-                return Err(PodError::NotRunning { id: id.clone() });
+                return Err(AgentError::NotRunning { id: id.clone() });
             }
-            let failed = PodError::io("start the first process", &id);
+            let failed = AgentError::io("start the first process", &id);
             // A container that may trace must not begin to run while another is created: it would not be frozen.
             let _no_creation = if container.may_trace() { Some(self.trace_lock.write().await) } else { None };
             // The container's first process listens on this socket: connecting does not wait.

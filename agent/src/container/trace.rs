@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::sync::{RwLockReadGuard, RwLockWriteGuard};
 
-use super::error::PodError;
-use super::pod::Pod;
+use super::error::AgentError;
+use super::pod::AgentPod;
 use super::spec::PidNamespace;
 use crate::cgroup;
 
@@ -29,11 +29,14 @@ enum TraceLock<'a> {
     Exclusive(RwLockWriteGuard<'a, ()>),
 }
 
-impl Pod {
+impl AgentPod {
     /// Returns the cgroups of the containers that may trace the processes of this PID namespace.
     pub(super) fn find_tracers(&self, namespace: &PidNamespace) -> Vec<PathBuf> {
         let state = self.lock_state();
-        let tracers = state.containers.values().filter(|container| container.is_in(namespace) && container.may_trace());
+        let tracers = state
+            .containers
+            .values()
+            .filter(|container| container.shares_pid_namespace(namespace) && container.may_trace());
         tracers.map(|container| container.cgroup.clone()).collect()
     }
 
@@ -42,7 +45,7 @@ impl Pod {
         &self,
         id: &str,
         namespace: &PidNamespace,
-    ) -> Result<Option<TraceGuard<'_>>, PodError> {
+    ) -> Result<Option<TraceGuard<'_>>, AgentError> {
         if matches!(namespace, PidNamespace::Own | PidNamespace::Node) {
             return Ok(None);
         }
@@ -54,7 +57,7 @@ impl Pod {
         let lock = TraceLock::Exclusive(self.trace_lock.write().await);
         let cgroups = self.find_tracers(namespace);
         let what = "freeze the containers with CAP_SYS_PTRACE that would see the first process";
-        let frozen = cgroup::FrozenCgroups::freeze(cgroups, FREEZE_TIMEOUT).await.map_err(PodError::io(what, id))?;
+        let frozen = cgroup::FrozenCgroups::freeze(cgroups, FREEZE_TIMEOUT).await.map_err(AgentError::io(what, id))?;
         Ok(Some(TraceGuard { _lock: lock, _frozen: Some(frozen) }))
     }
 }

@@ -19,8 +19,8 @@ pub enum UserError {
 
 /// An id of a user or group is too large. 4294967295 even means "unchanged" to the kernel, which would be root.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{number} is no user or group: 0 to {max} are")]
-pub struct IdError {
+#[error("invalid user or group ID {number}: 0 to {max} are allowed")]
+pub struct UserIdError {
     /// The id.
     pub number: u32,
     /// The largest allowed id.
@@ -31,10 +31,10 @@ pub struct IdError {
 pub const MAX_ID: u32 = i32::MAX.cast_unsigned();
 
 /// Rejects ids that no process may get: those above `MAX_ID`, and in a user namespace those above its `last`.
-pub fn check_ids(numbers: impl IntoIterator<Item = u32>, last: Option<u32>) -> Result<(), IdError> {
+pub fn check_ids(numbers: impl IntoIterator<Item = u32>, last: Option<u32>) -> Result<(), UserIdError> {
     let max = last.unwrap_or(MAX_ID).min(MAX_ID);
     match numbers.into_iter().find(|number| *number > max) {
-        Some(number) => Err(IdError { number, max }),
+        Some(number) => Err(UserIdError { number, max }),
         None => Ok(()),
     }
 }
@@ -62,12 +62,12 @@ struct Account<'a> {
     home: &'a str,
 }
 
-fn lines(text: &str) -> impl Iterator<Item = &str> {
+fn significant_lines(text: &str) -> impl Iterator<Item = &str> {
     text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#') && line.len() <= MAX_LINE)
 }
 
-fn accounts(passwd: &str) -> impl Iterator<Item = Account<'_>> {
-    lines(passwd).filter_map(|line| {
+fn parse_accounts(passwd: &str) -> impl Iterator<Item = Account<'_>> {
+    significant_lines(passwd).filter_map(|line| {
         let mut fields = line.split(':');
         let name = fields.next()?;
         let uid = fields.nth(1)?.parse().ok()?;
@@ -76,8 +76,8 @@ fn accounts(passwd: &str) -> impl Iterator<Item = Account<'_>> {
     })
 }
 
-fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
-    lines(group).filter_map(|line| {
+fn parse_groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
+    significant_lines(group).filter_map(|line| {
         let mut fields = line.split(':');
         let name = fields.next()?;
         let gid = fields.nth(1)?.parse().ok()?;
@@ -87,27 +87,27 @@ fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
 
 /// Finds a user given as `name`, `uid`, `name:group`, `uid:gid` or mixed. A name takes precedence over a number. A number that the
 /// image does not have is taken as it is, with group 0.
-pub fn find_user(asked: &str, passwd: &str, group: &str) -> Result<UserAccount, UserError> {
-    let (user, asked_group) = match asked.split_once(':') {
+pub fn find_user(requested: &str, passwd: &str, group: &str) -> Result<UserAccount, UserError> {
+    let (user, requested_group) = match requested.split_once(':') {
         Some((user, group)) => (user, Some(group).filter(|group| !group.is_empty())),
-        None => (asked, None),
+        None => (requested, None),
     };
     let user = if user.is_empty() { "0" } else { user };
     let number: Option<u32> = user.parse().ok();
-    let account = accounts(passwd)
+    let account = parse_accounts(passwd)
         .find(|account| account.name == user)
-        .or_else(|| accounts(passwd).find(|account| Some(account.uid) == number));
-    let mut found = match (account, number) {
+        .or_else(|| parse_accounts(passwd).find(|account| Some(account.uid) == number));
+    let mut user_account = match (account, number) {
         (Some(account), _) => to_user(&account),
         (None, Some(uid)) => UserAccount { uid, gid: 0, name: None, home: None },
         (None, None) => return Err(UserError::NoUser { name: user.to_owned() }),
     };
-    if let Some(asked) = asked_group {
-        let named = groups(group).find(|(name, ..)| *name == asked).map(|(_, gid, _)| gid);
-        let gid = named.or_else(|| asked.parse().ok());
-        found.gid = gid.ok_or_else(|| UserError::NoGroup { name: asked.to_owned() })?;
+    if let Some(requested) = requested_group {
+        let named = parse_groups(group).find(|(name, ..)| *name == requested).map(|(_, gid, _)| gid);
+        let gid = named.or_else(|| requested.parse().ok());
+        user_account.gid = gid.ok_or_else(|| UserError::NoGroup { name: requested.to_owned() })?;
     }
-    Ok(found)
+    Ok(user_account)
 }
 
 fn to_user(account: &Account) -> UserAccount {
@@ -121,7 +121,7 @@ fn to_user(account: &Account) -> UserAccount {
 
 /// Returns the user with these ids, with name and home of the first account that has the user id.
 pub fn user_with_ids(uid: u32, gid: u32, passwd: &str) -> UserAccount {
-    let account = accounts(passwd).find(|account| account.uid == uid);
+    let account = parse_accounts(passwd).find(|account| account.uid == uid);
     match account {
         Some(account) => UserAccount { uid, gid, ..to_user(&account) },
         None => UserAccount { uid, gid, name: None, home: None },
@@ -131,7 +131,7 @@ pub fn user_with_ids(uid: u32, gid: u32, passwd: &str) -> UserAccount {
 /// Returns the groups that list this user as a member in /etc/group, at most 65,536.
 pub fn list_memberships(name: &str, group: &str) -> Vec<u32> {
     let member = |members: &str| members.split(',').any(|member| member.trim() == name);
-    groups(group).filter(|(_, _, members)| member(members)).map(|(_, gid, _)| gid).take(65_536).collect()
+    parse_groups(group).filter(|(_, _, members)| member(members)).map(|(_, gid, _)| gid).take(65_536).collect()
 }
 
 #[cfg(test)]
@@ -142,13 +142,13 @@ mod tests {
     const PASSWD: &str = "# comment\nroot:x:0:0:root:/root:/bin/sh\nweb:x:101:102:Web,,:/srv/web:/bin/false\n1000:x:7:8::/odd:\nbad:x:z:1::/:\nshort:x:5\n";
     const GROUP: &str = "root:x:0:\nweb:x:102:\nlog:x:4:web,root\n44:x:9:\nvideo:x:45:web";
 
-    fn numbers(asked: &str) -> Result<(u32, u32), UserError> {
-        find_user(asked, PASSWD, GROUP).map(|found| (found.uid, found.gid))
+    fn numbers(requested: &str) -> Result<(u32, u32), UserError> {
+        find_user(requested, PASSWD, GROUP).map(|user_account| (user_account.uid, user_account.gid))
     }
 
     #[test]
     fn every_form_is_found() {
-        for (asked, expected) in [
+        for (requested, expected) in [
             ("", (0, 0)),
             ("root", (0, 0)),
             ("web", (101, 102)),
@@ -162,7 +162,7 @@ mod tests {
             ("4711:video", (4711, 45)),
             ("web:", (101, 102)),
         ] {
-            assert_eq!(numbers(asked), Ok(expected), "{asked:?}");
+            assert_eq!(numbers(requested), Ok(expected), "{requested:?}");
         }
         assert_eq!(numbers("nobody"), Err(UserError::NoUser { name: "nobody".into() }));
         assert_eq!(numbers("bad"), Err(UserError::NoUser { name: "bad".into() }));
@@ -180,28 +180,28 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_mean_something_else_are_refused() {
+    fn reserved_ids_are_rejected() {
         assert_eq!(check_ids([0, 1000, MAX_ID], None), Ok(()));
         assert_eq!(check_ids([0, 65_535], Some(65_535)), Ok(()));
         for (number, last, max) in
             [(MAX_ID + 1, None, MAX_ID), (u32::MAX, Some(u32::MAX), MAX_ID), (65_536, Some(65_535), 65_535)]
         {
-            assert_eq!(check_ids([0, number], last), Err(IdError { number, max }));
+            assert_eq!(check_ids([0, number], last), Err(UserIdError { number, max }));
         }
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(256))]
         #[test]
-        fn any_files_are_read_without_panic(asked in "[a-z0-9:]{0,8}", passwd in "[a-z0-9:,#\n ]{0,80}", group in "\\PC{0,80}") {
-            let _ = find_user(&asked, &passwd, &group);
-            let _ = list_memberships(&asked, &group);
+        fn any_files_are_read_without_panic(requested in "[a-z0-9:]{0,8}", passwd in "[a-z0-9:,#\n ]{0,80}", group in "\\PC{0,80}") {
+            let _ = find_user(&requested, &passwd, &group);
+            let _ = list_memberships(&requested, &group);
         }
 
         #[test]
         fn a_number_is_always_a_user(uid: u32, gid: u32) {
-            let found = find_user(&format!("{uid}:{gid}"), "", "").unwrap();
-            prop_assert_eq!((found.uid, found.gid), (uid, gid));
+            let user_account = find_user(&format!("{uid}:{gid}"), "", "").unwrap();
+            prop_assert_eq!((user_account.uid, user_account.gid), (uid, gid));
         }
     }
 }

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use std::path::{Path, PathBuf};
 
 use super::error::RootPathError;
-use super::root_dir::{Entry, RootDir, Step, follow_links};
+use super::root_dir::{PathStep, RootDir, RootEntry, follow_links};
 
 const DEV: &str = "/dev";
 const PROC: &str = "/proc";
@@ -49,10 +49,10 @@ pub fn check_bind_mounts(root: &Path, mounts: &[Mount], sysfs: &Path) -> Result<
 
 /// Returns where a path leads in a root. What is missing is entered as if it were a directory: it may come with a mount.
 fn resolve_links(root: &RootDir, path: &Path) -> Result<PathBuf, RootPathError> {
-    follow_links("mount target", path, |place, part, _is_last| match root.look_up(place, part) {
-        Ok(Entry::Link(target)) => Ok(Step::Follow(target)),
+    follow_links("mount target", path, |directory_path, part, _is_last| match root.look_up(directory_path, part) {
+        Ok(RootEntry::Link(target)) => Ok(PathStep::Follow(target)),
         // A part below a missing or impossible one is no link, either.
-        Ok(_) | Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG) => Ok(Step::Enter),
+        Ok(_) | Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG) => Ok(PathStep::Enter),
         Err(error) => Err(error),
     })
 }
@@ -72,7 +72,7 @@ pub fn check_proc_mounts(mountinfo: &str, allowed: &[PathBuf]) -> Result<(), Roo
     // The kernel escapes blanks and the like in paths. No allowed path has such a character.
     for at in mountinfo.lines().filter_map(|line| line.split(' ').nth(4)).map(Path::new) {
         if at.starts_with(PROC) {
-            let found = left.iter().position(|place| place == at);
+            let found = left.iter().position(|directory_path| directory_path == at);
             left.swap_remove(found.ok_or_else(|| RootPathError::OverProc { at: at.to_owned() })?);
         }
     }
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_links_lead_to_counts() {
+    fn mount_targets_are_compared_after_their_links_are_resolved() {
         let (_kept, root) = root();
         let sysfs = root.parent().unwrap().join("sysfs");
         let check =
@@ -173,15 +173,16 @@ mod tests {
         use crate::rootfs::{EntryKind, MountPoints};
         let (_kept, root) = root();
         let (opened, points) = (RootDir::open(&root).unwrap(), MountPoints::open(&root, None).unwrap());
-        for asked in ["/to-etc/to-dev/x", "/to-sys/../etc", "/etc/to-dev/../../new", "/to-kernel/new", "/../../up"] {
-            let checked = resolve_links(&opened, Path::new(asked)).unwrap();
-            let prepared = points.prepare_path("mount target", Path::new(asked), EntryKind::Directory).unwrap();
-            assert_eq!(checked, prepared, "{asked}");
+        for requested in ["/to-etc/to-dev/x", "/to-sys/../etc", "/etc/to-dev/../../new", "/to-kernel/new", "/../../up"]
+        {
+            let checked = resolve_links(&opened, Path::new(requested)).unwrap();
+            let prepared = points.prepare_path("mount target", Path::new(requested), EntryKind::Directory).unwrap();
+            assert_eq!(checked, prepared, "{requested}");
         }
     }
 
     #[test]
-    fn nothing_else_is_mounted_over_proc() {
+    fn unexpected_mounts_over_proc_are_rejected() {
         let mut spec = Spec::default();
         spec.set_mounts(Some(vec![bind("/proc"), bind("/proc/cpuinfo"), bind("/data"), bind("/data/x")]));
         let linux = spec.linux_mut().as_mut().unwrap();
@@ -202,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_over_dev_is_mounted_after_the_rest() {
+    fn mounts_below_dev_are_made_last() {
         let spec = |list: &[&str]| {
             let mut spec = Spec::default();
             spec.set_mounts(Some(list.iter().map(|at| bind(at)).collect()));

@@ -30,30 +30,30 @@ pub(crate) fn root_error<E: Into<io::Error>>(
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum RootPathError {
-    #[error("cannot prepare the {purpose} {} in the container's root: {}", asked.display(), at.display())]
-    Prepare { purpose: &'static str, asked: PathBuf, at: PathBuf, source: io::Error },
-    #[error("the device {} lies in the volume at {}: choose a path that is in no volume", device.display(), volume.display())]
+    #[error("cannot prepare the {purpose} {} in the container's root: {}", requested.display(), at.display())]
+    Prepare { purpose: &'static str, requested: PathBuf, at: PathBuf, source: io::Error },
+    #[error("cannot create the device {}: it is in the volume at {}; choose a path outside volumes", device.display(), volume.display())]
     DeviceInVolume { device: PathBuf, volume: PathBuf },
     #[error(
-        "the mount at {} leads to {}, where a container has a file system of its own; mount it at a path that is no link",
+        "cannot mount at {}: it leads to {}, a file system of the container's own; use a path that is not a link",
         at.display(), to.display()
     )]
     Reserved { at: PathBuf, to: PathBuf },
     #[error(
-        "the mount at {} lies in sysfs, in which nothing can be made, and the kernel has no {}: mount over /sys, or elsewhere",
+        "cannot mount at {}: it is in sysfs, where nothing can be created, and the kernel has no {}; mount over /sys, or elsewhere",
         at.display(), to.display()
     )]
     NotInSysfs { at: PathBuf, to: PathBuf },
     #[error(
-        "a mount of the container has come to lie at {}, where its proc is: a volume may not be mounted through a link in another volume",
+        "a mount of the container is at {}, in its /proc: a volume must not be mounted through a link in another volume",
         at.display()
     )]
     OverProc { at: PathBuf },
 }
 
 impl RootPathError {
-    pub(super) fn prepare(purpose: &'static str, asked: &Path, at: &Path, error: Errno) -> RootPathError {
-        RootPathError::Prepare { purpose, asked: asked.to_owned(), at: at.to_owned(), source: error.into() }
+    pub(super) fn prepare(purpose: &'static str, requested: &Path, at: &Path, error: Errno) -> RootPathError {
+        RootPathError::Prepare { purpose, requested: requested.to_owned(), at: at.to_owned(), source: error.into() }
     }
 }
 

@@ -13,7 +13,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use super::error::RootPathError;
-use super::root_dir::{Entry, RootDir, Step, follow_links};
+use super::root_dir::{PathStep, RootDir, RootEntry, follow_links};
 
 /// Directories that libcontainer mounts on or fills by their paths, so that they may not be links.
 const RESERVED_DIRECTORIES: [&str; 3] = ["dev", "proc", "sys"];
@@ -50,8 +50,8 @@ impl MountPoints {
         for name in RESERVED_DIRECTORIES {
             let at = Path::new("/").join(name);
             let plain = match self.root.look_up(Path::new("/"), OsStr::new(name)) {
-                Ok(Entry::Missing | Entry::Directory) => Ok(()),
-                Ok(Entry::Link(_) | Entry::File) => Err(Errno::ENOTDIR),
+                Ok(RootEntry::Missing | RootEntry::Directory) => Ok(()),
+                Ok(RootEntry::Link(_) | RootEntry::File) => Err(Errno::ENOTDIR),
                 Err(error) => Err(error),
             };
             plain.map_err(|error| RootPathError::prepare("mount target", &at, &at, error))?;
@@ -62,13 +62,13 @@ impl MountPoints {
     /// Returns the path without links at which the next mount of the specification is made. It exists unless an earlier mount
     /// covers it.
     pub fn add_mount(&mut self, destination: &Path, kind: EntryKind) -> Result<PathBuf, RootPathError> {
-        let place = self.prepare_path("mount target", destination, kind)?;
-        if place == Path::new("/") {
+        let directory_path = self.prepare_path("mount target", destination, kind)?;
+        if directory_path == Path::new("/") {
             // The mount would become the container's root.
-            return Err(RootPathError::prepare("mount target", destination, &place, Errno::EINVAL));
+            return Err(RootPathError::prepare("mount target", destination, &directory_path, Errno::EINVAL));
         }
-        self.mounted.push(place.clone());
-        Ok(place)
+        self.mounted.push(directory_path.clone());
+        Ok(directory_path)
     }
 
     /// Checks the path of a device, after all mounts were added. libcontainer makes the device by its path, which in a volume
@@ -84,22 +84,27 @@ impl MountPoints {
 
     /// Returns a path without links, and makes what is missing of it, its end as `kind`. What an earlier mount covers is neither
     /// looked at nor made. `purpose` is for the error.
-    pub fn prepare_path(&self, purpose: &'static str, asked: &Path, kind: EntryKind) -> Result<PathBuf, RootPathError> {
-        follow_links(purpose, asked, |place, part, is_last| {
-            if self.covering_mount(&place.join(part)).is_some() {
-                return Ok(Step::Enter);
+    pub fn prepare_path(
+        &self,
+        purpose: &'static str,
+        requested: &Path,
+        kind: EntryKind,
+    ) -> Result<PathBuf, RootPathError> {
+        follow_links(purpose, requested, |directory_path, part, is_last| {
+            if self.covering_mount(&directory_path.join(part)).is_some() {
+                return Ok(PathStep::Enter);
             }
-            match self.root.look_up(place, part)? {
-                Entry::Link(target) => return Ok(Step::Follow(target)),
-                Entry::Directory if is_last && kind == EntryKind::File => return Err(Errno::EISDIR),
-                Entry::File if !is_last || kind == EntryKind::Directory => return Err(Errno::ENOTDIR),
-                Entry::Directory | Entry::File => {}
-                Entry::Missing => {
+            match self.root.look_up(directory_path, part)? {
+                RootEntry::Link(target) => return Ok(PathStep::Follow(target)),
+                RootEntry::Directory if is_last && kind == EntryKind::File => return Err(Errno::EISDIR),
+                RootEntry::File if !is_last || kind == EntryKind::Directory => return Err(Errno::ENOTDIR),
+                RootEntry::Directory | RootEntry::File => {}
+                RootEntry::Missing => {
                     let kind = if is_last { kind } else { EntryKind::Directory };
-                    self.make_entry(place, part, kind)?;
+                    self.make_entry(directory_path, part, kind)?;
                 }
             }
-            Ok(Step::Enter)
+            Ok(PathStep::Enter)
         })
     }
 
@@ -108,8 +113,8 @@ impl MountPoints {
         self.mounted.iter().rev().find(|mounted| path.starts_with(mounted)).map(PathBuf::as_path)
     }
 
-    fn make_entry(&self, place: &Path, name: &OsStr, kind: EntryKind) -> nix::Result<()> {
-        let directory = self.root.open_directory(place)?;
+    fn make_entry(&self, directory_path: &Path, name: &OsStr, kind: EntryKind) -> nix::Result<()> {
+        let directory = self.root.open_directory(directory_path)?;
         match kind {
             EntryKind::Directory => mkdirat(&directory, name, Mode::from_bits_truncate(0o755))?,
             EntryKind::File => {
@@ -160,13 +165,13 @@ mod tests {
     }
 
     #[test]
-    fn a_link_to_nothing_is_followed_and_what_it_names_is_made() {
+    fn a_dangling_link_is_followed_and_its_target_is_created() {
         let tree = tree();
         symlink("/run", tree.root.join("var/run")).unwrap();
         symlink("../run/systemd/stub.conf", tree.root.join("etc/resolv.conf")).unwrap();
         symlink("/etc/second", tree.root.join("etc/first")).unwrap();
         symlink("third", tree.root.join("etc/second")).unwrap();
-        for (asked, kind, place) in [
+        for (requested, kind, directory_path) in [
             (
                 "/var/run/secrets/kubernetes.io/serviceaccount",
                 EntryKind::Directory,
@@ -179,39 +184,39 @@ mod tests {
             ("/new/deep/file", EntryKind::File, "/new/deep/file"),
             ("/file", EntryKind::File, "/file"),
         ] {
-            let found = mount_points(&tree).add_mount(Path::new(asked), kind).unwrap();
-            assert_eq!(found, Path::new(place), "{asked}");
-            let made = tree.root.join(place.trim_start_matches('/'));
-            assert_eq!(made.is_dir(), kind == EntryKind::Directory, "{asked}");
-            assert!(made.exists(), "{asked}");
+            let found = mount_points(&tree).add_mount(Path::new(requested), kind).unwrap();
+            assert_eq!(found, Path::new(directory_path), "{requested}");
+            let made = tree.root.join(directory_path.trim_start_matches('/'));
+            assert_eq!(made.is_dir(), kind == EntryKind::Directory, "{requested}");
+            assert!(made.exists(), "{requested}");
             // Once more, now that it is there.
-            assert_eq!(mount_points(&tree).add_mount(Path::new(asked), kind).unwrap(), Path::new(place));
+            assert_eq!(mount_points(&tree).add_mount(Path::new(requested), kind).unwrap(), Path::new(directory_path));
         }
         assert_eq!(fs::read(tree.root.join("file")).unwrap(), b"kept");
     }
 
     #[test]
-    fn nothing_is_made_outside_the_root() {
+    fn nothing_is_created_outside_the_root() {
         let tree = tree();
         let outside = tree.outer.path().join("outside");
         symlink("../../../outside", tree.root.join("etc/up")).unwrap();
         symlink(&outside, tree.root.join("etc/absolute")).unwrap();
         symlink("/proc/self/root", tree.root.join("etc/magic")).unwrap();
-        for asked in ["/etc/up", "/etc/absolute/below", "/../outside", "/etc/magic/outside"] {
-            mount_points(&tree).add_mount(Path::new(asked), EntryKind::Directory).unwrap();
+        for requested in ["/etc/up", "/etc/absolute/below", "/../outside", "/etc/magic/outside"] {
+            mount_points(&tree).add_mount(Path::new(requested), EntryKind::Directory).unwrap();
         }
         assert!(!outside.exists());
         assert!(tree.root.join("outside").is_dir() && tree.root.join("proc/self/root/outside").is_dir());
     }
 
     #[test]
-    fn what_is_in_the_way_is_named() {
+    fn an_obstacle_is_named_in_the_error() {
         let tree = tree();
         symlink("loop", tree.root.join("etc/loop")).unwrap();
         symlink("/file", tree.root.join("etc/to-file")).unwrap();
         symlink("/", tree.root.join("etc/to-root")).unwrap();
         let long = format!("/data/{}", "n".repeat(300));
-        for (asked, kind, errno, at) in [
+        for (requested, kind, errno, at) in [
             ("/file", EntryKind::Directory, libc::ENOTDIR, "/file"),
             ("/file/below", EntryKind::File, libc::ENOTDIR, "/file"),
             ("/etc/to-file", EntryKind::Directory, libc::ENOTDIR, "/file"),
@@ -221,7 +226,11 @@ mod tests {
             (long.as_str(), EntryKind::Directory, libc::ENAMETOOLONG, long.as_str()),
             ("/etc/to-root", EntryKind::Directory, libc::EINVAL, "/"),
         ] {
-            assert_eq!(error(mount_points(&tree).add_mount(Path::new(asked), kind)), (errno, at.to_owned()), "{asked}");
+            assert_eq!(
+                error(mount_points(&tree).add_mount(Path::new(requested), kind)),
+                (errno, at.to_owned()),
+                "{requested}"
+            );
         }
         for name in ["dev", "sys"] {
             symlink("/data", tree.root.join(name)).unwrap();
@@ -232,15 +241,18 @@ mod tests {
     }
 
     #[test]
-    fn what_a_mount_covers_is_not_the_images() {
+    fn paths_below_a_mount_are_not_created_in_the_image() {
         let tree = tree();
         symlink("/data", tree.root.join("link")).unwrap();
         symlink("/etc/elsewhere", tree.root.join("data/inner")).unwrap();
         let mut points = mount_points(&tree);
         assert_eq!(points.add_mount(Path::new("/dev"), EntryKind::Directory).unwrap(), Path::new("/dev"));
         assert_eq!(points.add_mount(Path::new("/link"), EntryKind::Directory).unwrap(), Path::new("/data"));
-        for (asked, place) in [("/link/inner", "/data/inner"), ("/data/new/deep", "/data/new/deep")] {
-            assert_eq!(points.add_mount(Path::new(asked), EntryKind::Directory).unwrap(), Path::new(place));
+        for (requested, directory_path) in [("/link/inner", "/data/inner"), ("/data/new/deep", "/data/new/deep")] {
+            assert_eq!(
+                points.add_mount(Path::new(requested), EntryKind::Directory).unwrap(),
+                Path::new(directory_path)
+            );
         }
         assert!(!tree.root.join("data/new").exists() && !tree.root.join("etc/elsewhere").exists());
         points.add_mount(Path::new("/dev/volume"), EntryKind::Directory).unwrap();

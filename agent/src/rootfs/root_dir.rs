@@ -22,7 +22,7 @@ const MAX_FILE: u64 = 1 << 20;
 pub struct RootDir(OwnedFd);
 
 /// The file that a name in a directory refers to.
-pub(super) enum Entry {
+pub(super) enum RootEntry {
     Missing,
     /// A symbolic link, and its text.
     Link(PathBuf),
@@ -32,7 +32,7 @@ pub(super) enum Entry {
 }
 
 /// The way in which [`follow_links`] continues after a part of a path.
-pub(super) enum Step {
+pub(super) enum PathStep {
     /// Continue below it.
     Enter,
     /// Continue at the target of a link.
@@ -61,15 +61,15 @@ impl RootDir {
     }
 
     /// Returns what `name` is in a directory, whose path has no links.
-    pub(super) fn look_up(&self, directory: &Path, name: &OsStr) -> nix::Result<Entry> {
+    pub(super) fn look_up(&self, directory: &Path, name: &OsStr) -> nix::Result<RootEntry> {
         let directory = self.open_directory(directory)?;
         match fstatat(&directory, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Err(Errno::ENOENT) => Ok(Entry::Missing),
+            Err(Errno::ENOENT) => Ok(RootEntry::Missing),
             Err(error) => Err(error),
             Ok(stat) => Ok(match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
-                SFlag::S_IFLNK => Entry::Link(readlinkat(&directory, name)?.into()),
-                SFlag::S_IFDIR => Entry::Directory,
-                _ => Entry::File,
+                SFlag::S_IFLNK => RootEntry::Link(readlinkat(&directory, name)?.into()),
+                SFlag::S_IFDIR => RootEntry::Directory,
+                _ => RootEntry::File,
             }),
         }
     }
@@ -79,39 +79,39 @@ impl RootDir {
 ///
 /// `visit` receives each part that is not `..`: the path of its directory, the part, and whether it is the last one known so
 /// far. It decides whether the part is a link, and may make what is missing.
-/// `purpose` and `asked` are for the error, which names the part that failed.
+/// `purpose` and `requested` are for the error, which names the part that failed.
 pub(super) fn follow_links(
     purpose: &'static str,
-    asked: &Path,
-    mut visit: impl FnMut(&Path, &OsStr, bool) -> nix::Result<Step>,
+    requested: &Path,
+    mut visit: impl FnMut(&Path, &OsStr, bool) -> nix::Result<PathStep>,
 ) -> Result<PathBuf, RootPathError> {
-    let mut place = PathBuf::from("/");
+    let mut directory_path = PathBuf::from("/");
     // The parts that are still to be followed, the next one last.
     let mut rest: Vec<OsString> = Vec::new();
-    push_parts(&mut rest, asked);
+    push_parts(&mut rest, requested);
     let mut links = 0;
     while let Some(part) = rest.pop() {
         if part == ".." {
-            place.pop();
+            directory_path.pop();
             continue;
         }
-        let next = place.join(&part);
-        let failed = |error| RootPathError::prepare(purpose, asked, &next, error);
-        match visit(&place, &part, rest.is_empty()).map_err(failed)? {
-            Step::Enter => place = next,
-            Step::Follow(target) => {
+        let next = directory_path.join(&part);
+        let failed = |error| RootPathError::prepare(purpose, requested, &next, error);
+        match visit(&directory_path, &part, rest.is_empty()).map_err(failed)? {
+            PathStep::Enter => directory_path = next,
+            PathStep::Follow(target) => {
                 links += 1;
                 if links > MAX_LINKS {
                     return Err(failed(Errno::ELOOP));
                 }
                 if target.is_absolute() {
-                    place = PathBuf::from("/");
+                    directory_path = PathBuf::from("/");
                 }
                 push_parts(&mut rest, &target);
             }
         }
     }
-    Ok(place)
+    Ok(directory_path)
 }
 
 /// Puts the parts of a path on top of those that are still to be followed.
@@ -133,7 +133,7 @@ pub fn read_file(root: &Path, path: &str) -> Result<String, RootError> {
         Err(error) => return Err(root_error("open", root.join(path))(error)),
     };
     // Checked before it is opened for reading: opening a device may have effects.
-    if !found.metadata().map_err(root_error("look at", path))?.is_file() {
+    if !found.metadata().map_err(root_error("inspect", path))?.is_file() {
         return Ok(String::new());
     }
     let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()));
@@ -154,7 +154,7 @@ pub fn find(root: &Path, path: &Path) -> Result<Option<(PathBuf, bool)>, RootErr
         Err(error) => return Err(root_error("open", path)(error)),
     };
     let whole = fs::read_link(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(root_error("find", path))?;
-    let is_directory = found.metadata().map_err(root_error("look at", path))?.is_dir();
+    let is_directory = found.metadata().map_err(root_error("inspect", path))?.is_dir();
     Ok(Some((whole, is_directory)))
 }
 

@@ -12,23 +12,29 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, oneshot};
 
-use crate::boot::Ready;
-use crate::container::Pod;
-use crate::listener::Listener;
-use rpc::{DEADLINE, Service};
+use crate::boot::BootedAgent;
+use crate::container::AgentPod;
+use crate::listener::HostListener;
+use rpc::{AgentService, DEADLINE};
 
 /// The time that the host has after Shutdown to read its answers.
 const SHUTDOWN_GRACE: Duration = Duration::from_millis(50);
 
 /// Serves until the host sends Shutdown.
-pub fn serve(ready: Ready) -> io::Result<()> {
+pub fn serve(ready: BootedAgent) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(64).build()?;
     runtime.block_on(run(ready))
 }
 
-async fn run(ready: Ready) -> io::Result<()> {
-    let pod =
-        Pod::new(ready.zygote, ready.disks, ready.huge_pages, ready.config.shared_pid, ready.node_pid, ready.users);
+async fn run(ready: BootedAgent) -> io::Result<()> {
+    let pod = AgentPod::new(
+        ready.zygote,
+        ready.disks,
+        ready.huge_pages,
+        ready.config.shared_pid,
+        ready.node_pid,
+        ready.users,
+    );
     let end = Arc::new(Notify::new());
     let mut children = signal(SignalKind::child())?;
     let reaper = Arc::clone(&pod);
@@ -43,8 +49,8 @@ async fn run(ready: Ready) -> io::Result<()> {
     // The first container needs the scratch disk. If mounting fails here, it is tried again, and reported, when the container is created.
     let early = Arc::clone(&pod);
     tokio::task::spawn_blocking(move || early.disks.mount_scratch());
-    tokio::spawn(streams::serve_streams(Listener::new(ready.streams)?, Arc::clone(&pod)));
-    let service = Service {
+    tokio::spawn(streams::serve_streams(HostListener::new(ready.streams)?, Arc::clone(&pod)));
+    let service = AgentService {
         pod: Arc::clone(&pod),
         processors: Arc::new(ready.processors),
         memory: Arc::new(ready.memory),
@@ -64,7 +70,7 @@ async fn run(ready: Ready) -> io::Result<()> {
         .timeout(DEADLINE)
         .concurrency_limit_per_connection(256)
         .add_service(AgentServer::new(service))
-        .serve_with_incoming_shutdown(Listener::new(ready.rpc)?.incoming(), shutdown);
+        .serve_with_incoming_shutdown(HostListener::new(ready.rpc)?.incoming(), shutdown);
     let late = async {
         let _ = begun.await;
         tokio::time::sleep(SHUTDOWN_GRACE).await;

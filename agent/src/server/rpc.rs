@@ -20,10 +20,10 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use crate::boot::apply;
 use crate::container::devices::NodeDevice;
 use crate::container::image_volumes::ImageVolumeMount;
-use crate::container::{CreateOptions, ExecOptions, Pod, PodError};
-use crate::memory::Memory;
-use crate::processors::Processors;
-use crate::pushed::{Draft, PushError, Volumes};
+use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions};
+use crate::copied_in::{CopiedInVolumes, PushError, VolumeDraft};
+use crate::memory::HotplugMemory;
+use crate::processors::OnlineCpus;
 use crate::stats::MeasuredContainer;
 
 /// The deadline of every request. A client may set a shorter one.
@@ -32,20 +32,20 @@ pub const DEADLINE: Duration = Duration::from_secs(120);
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
 /// The agent's gRPC service.
-pub struct Service {
+pub struct AgentService {
     /// The pod.
-    pub pod: Arc<Pod>,
+    pub pod: Arc<AgentPod>,
     /// The VM's vCPUs.
-    pub processors: Arc<Processors>,
+    pub processors: Arc<OnlineCpus>,
     /// The VM's memory.
-    pub memory: Arc<Memory>,
+    pub memory: Arc<HotplugMemory>,
     /// Notified when the VM must power off.
     pub end: Arc<Notify>,
     /// The generation of the last Renew request; empty before the first one. A VM that is restored gets a new generation.
     pub generation: Mutex<Vec<u8>>,
 }
 
-fn to_status(error: &PodError) -> Status {
+fn to_status(error: &AgentError) -> Status {
     Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
 }
 
@@ -74,15 +74,15 @@ fn saturate(number: u32) -> u16 {
 
 /// Runs an operation to its end even if the client disconnects, so that none stops halfway.
 async fn run_to_end<T: Send + 'static>(
-    operation: impl Future<Output = Result<T, PodError>> + Send + 'static,
+    operation: impl Future<Output = Result<T, AgentError>> + Send + 'static,
 ) -> Result<T, Status> {
-    let done = tokio::spawn(operation).await.map_err(PodError::from);
+    let done = tokio::spawn(operation).await.map_err(AgentError::from);
     done.and_then(|result| result).map_err(|error| to_status(&error))
 }
 
 /// Writes a copied-in volume as it arrives, and swaps it in when it is complete.
-async fn receive_volume(volumes: Volumes, mut parts: Streaming<PushVolumeRequest>) -> Result<(), PodError> {
-    let mut draft: Option<Draft> = None;
+async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<PushVolumeRequest>) -> Result<(), AgentError> {
+    let mut draft: Option<VolumeDraft> = None;
     loop {
         // If the host has disconnected or the stream failed, there is no next part.
         let part = parts.message().await.unwrap_or_else(|status| {
@@ -95,10 +95,10 @@ async fn receive_volume(volumes: Volumes, mut parts: Streaming<PushVolumeRequest
             return Err(PushError::Short { name: String::new() }.into());
         };
         let (volumes, begun) = (volumes.clone(), draft.take());
-        let write = move || -> Result<Option<Draft>, PushError> {
+        let write = move || -> Result<Option<VolumeDraft>, PushError> {
             let mut draft = begun.map_or_else(|| volumes.begin(&name), Ok)?;
             draft.add(tree.unwrap_or_default().entries)?;
-            if whole { draft.swap_in().map(|()| None) } else { Ok(Some(draft)) }
+            if whole { draft.publish().map(|()| None) } else { Ok(Some(draft)) }
         };
         draft = tokio::task::spawn_blocking(write).await??;
         if draft.is_none() {
@@ -108,16 +108,16 @@ async fn receive_volume(volumes: Volumes, mut parts: Streaming<PushVolumeRequest
 }
 
 /// Runs an operation that blocks, on a thread for such.
-async fn run_blocking<E: Into<PodError> + Send + 'static>(
+async fn run_blocking<E: Into<AgentError> + Send + 'static>(
     operation: impl FnOnce() -> Result<(), E> + Send + 'static,
 ) -> Result<Response<Empty>, Status> {
-    let done = tokio::task::spawn_blocking(operation).await.map_err(PodError::from);
+    let done = tokio::task::spawn_blocking(operation).await.map_err(AgentError::from);
     done.and_then(|result| result.map_err(Into::into)).map_err(|error| to_status(&error))?;
     Ok(Response::new(Empty {}))
 }
 
 #[tonic::async_trait]
-impl Agent for Service {
+impl Agent for AgentService {
     async fn attach_image(&self, request: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
         run_blocking(move || match request.files {
@@ -225,8 +225,9 @@ impl Agent for Service {
         let (SetMemoryRequest { reserve, bytes }, memory) = (request.into_inner(), Arc::clone(&self.memory));
         let range = |range: &MemoryRange| range.address..range.address.saturating_add(range.bytes);
         let reserve: Vec<_> = reserve.iter().map(range).collect();
-        let set =
-            tokio::task::spawn_blocking(move || memory.set_online_bytes(&reserve, bytes)).await.map_err(PodError::from);
+        let set = tokio::task::spawn_blocking(move || memory.set_online_bytes(&reserve, bytes))
+            .await
+            .map_err(AgentError::from);
         let bytes = set.and_then(|set| set.map_err(Into::into)).map_err(|error| to_status(&error))?;
         Ok(Response::new(SetMemoryResponse { bytes }))
     }
@@ -260,7 +261,7 @@ impl Agent for Service {
         let renewed = apply::add_entropy(&request.entropy).and_then(|()| apply::set_clock(request.time_unix_nanos));
         renewed.map_err(|error| Status::internal(Chain(&error).to_string()))?;
         *generation = request.generation;
-        tracing::info!("the VM was restored: clock and random pool are set anew");
+        tracing::info!("the VM was restored: the clock and the random pool are set again");
         Ok(Response::new(Empty {}))
     }
 

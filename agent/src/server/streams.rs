@@ -13,9 +13,9 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
-use crate::container::Pod;
+use crate::container::AgentPod;
 use crate::frame;
-use crate::listener::{Connection, Listener};
+use crate::listener::{HostConnection, HostListener};
 
 /// The most connections at the same time.
 const MAX_CONNECTIONS: usize = 1024;
@@ -28,7 +28,7 @@ const DIAL_TIMEOUT: Duration = Duration::from_secs(30);
 const FORWARD_BUFFER: usize = 16 << 10;
 
 /// Accepts connections until the agent ends.
-pub async fn serve_streams(listener: Listener, pod: Arc<Pod>) {
+pub async fn serve_streams(listener: HostListener, pod: Arc<AgentPod>) {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
@@ -48,7 +48,7 @@ pub async fn serve_streams(listener: Listener, pod: Arc<Pod>) {
     }
 }
 
-async fn join_stream(mut connection: Connection, pod: &Pod) {
+async fn join_stream(mut connection: HostConnection, pod: &AgentPod) {
     let open = match tokio::time::timeout(PREAMBLE_TIMEOUT, frame::read_async::<StreamOpen>(&mut connection)).await {
         Ok(Ok(open)) => open,
         Ok(Err(error)) => return tracing::warn!(error = %Chain(&error), "a stream has an invalid preamble"),
@@ -68,7 +68,7 @@ async fn join_stream(mut connection: Connection, pod: &Pod) {
     let result = match open.stream() {
         Stream::Stdin => match &stdio.stdin {
             // The end of input of a terminal is a character, not the end of the connection.
-            Some(channel) => channel.take_input(&mut connection, stdio.terminal.is_none() && !open.keep_open).await,
+            Some(channel) => channel.copy_input(&mut connection, stdio.terminal.is_none() && !open.keep_open).await,
             None => Ok(()),
         },
         Stream::Stdout | Stream::Stderr => {
@@ -86,7 +86,7 @@ async fn join_stream(mut connection: Connection, pod: &Pod) {
     }
 }
 
-async fn forward_port(mut connection: Connection, port: u32) -> io::Result<()> {
+async fn forward_port(mut connection: HostConnection, port: u32) -> io::Result<()> {
     let dialled = tokio::time::timeout(DIAL_TIMEOUT, dial(port)).await;
     let dialled = dialled.unwrap_or_else(|_late| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);

@@ -40,58 +40,58 @@ pub struct MeasuredLayer {
     pub size: LayerSize,
     /// The end of the walk.
     pub at: Instant,
-    took: Duration,
+    duration: Duration,
 }
 
 #[derive(Default)]
-struct State {
-    known: HashMap<String, MeasuredLayer>,
+struct MeasureState {
+    sizes: HashMap<String, MeasuredLayer>,
     walking: bool,
 }
 
 /// The sizes of the writable layers of all containers.
 #[derive(Default)]
-pub struct Layers(Mutex<State>);
+pub struct Layers(Mutex<MeasureState>);
 
 impl Layers {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MeasureState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the last size of each container that has one.
-    pub fn known(&self) -> HashMap<String, MeasuredLayer> {
-        self.lock().known.clone()
+    pub fn sizes(&self) -> HashMap<String, MeasuredLayer> {
+        self.lock().sizes.clone()
     }
 
     /// Measures those of these containers whose sizes are old, unless a walk runs already. Forgets all other containers. Blocks.
-    pub fn renew(&self, ids: &[String]) {
-        let due: Vec<&String> = {
+    pub fn measure_stale(&self, ids: &[String]) {
+        let stale: Vec<&String> = {
             let mut state = self.lock();
             if state.walking {
                 return;
             }
-            state.known.retain(|id, _| ids.contains(id));
-            let fresh = |old: &MeasuredLayer| old.at.elapsed() < MAX_AGE.0.max(old.took.saturating_mul(MAX_AGE.1));
-            let due: Vec<_> = ids.iter().filter(|id| !state.known.get(*id).is_some_and(fresh)).collect();
-            state.walking = !due.is_empty();
-            due
+            state.sizes.retain(|id, _| ids.contains(id));
+            let fresh = |old: &MeasuredLayer| old.at.elapsed() < MAX_AGE.0.max(old.duration.saturating_mul(MAX_AGE.1));
+            let stale: Vec<_> = ids.iter().filter(|id| !state.sizes.get(*id).is_some_and(fresh)).collect();
+            state.walking = !stale.is_empty();
+            stale
         };
-        if due.is_empty() {
+        if stale.is_empty() {
             return;
         }
         let _walking = WalkGuard(self);
-        for id in due {
-            let began = Instant::now();
+        for id in stale {
+            let start = Instant::now();
             // A container that has just been removed has no size.
-            if let Ok(size) = measure(&paths::upper_layer_of(id)) {
+            if let Ok(size) = measure(&paths::upper_layer(id)) {
                 let at = Instant::now();
-                self.lock().known.insert(id.clone(), MeasuredLayer { size, at, took: at.duration_since(began) });
+                self.lock().sizes.insert(id.clone(), MeasuredLayer { size, at, duration: at.duration_since(start) });
             }
         }
     }
 }
 
-/// Resets `State::walking` when the walk ends, also by a panic.
+/// Resets `MeasureState::walking` when the walk ends, also by a panic.
 struct WalkGuard<'a>(&'a Layers);
 
 impl Drop for WalkGuard<'_> {
@@ -100,10 +100,10 @@ impl Drop for WalkGuard<'_> {
     }
 }
 
-/// Starts [`Layers::renew`], and waits at most `limit` for its end.
-pub async fn renew_within(layers: &Arc<Layers>, ids: Vec<String>, limit: Duration) {
+/// Starts [`Layers::measure_stale`], and waits at most `limit` for its end.
+pub async fn measure_stale_within(layers: &Arc<Layers>, ids: Vec<String>, limit: Duration) {
     let layers = Arc::clone(layers);
-    let walk = tokio::task::spawn_blocking(move || layers.renew(&ids));
+    let walk = tokio::task::spawn_blocking(move || layers.measure_stale(&ids));
     // A walk that takes longer continues, for the next request.
     let _ = tokio::time::timeout(limit, walk).await;
 }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_deep_counts_as_the_whole_disk() {
+    fn a_tree_that_is_too_deep_counts_as_the_whole_disk() {
         let directory = tempfile::tempdir().unwrap();
         let mut deep = directory.path().join("upper");
         let root = deep.clone();
@@ -219,11 +219,11 @@ mod tests {
     #[test]
     fn sizes_of_removed_containers_are_forgotten() {
         let layers = Layers::default();
-        let measured = MeasuredLayer { size: LayerSize::default(), at: Instant::now(), took: Duration::ZERO };
-        layers.lock().known.insert("gone".into(), measured);
-        layers.lock().known.insert("here".into(), measured);
-        layers.renew(&["here".into(), "none".into()]);
-        assert_eq!(layers.known().into_keys().collect::<Vec<_>>(), ["here"]);
+        let measured = MeasuredLayer { size: LayerSize::default(), at: Instant::now(), duration: Duration::ZERO };
+        layers.lock().sizes.insert("gone".into(), measured);
+        layers.lock().sizes.insert("here".into(), measured);
+        layers.measure_stale(&["here".into(), "none".into()]);
+        assert_eq!(layers.sizes().into_keys().collect::<Vec<_>>(), ["here"]);
         assert!(!layers.lock().walking);
     }
 }

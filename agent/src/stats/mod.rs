@@ -33,8 +33,8 @@ pub struct MeasuredContainer {
 /// Reads the usage of these containers. A container that is removed meanwhile has none.
 pub async fn read_usage(layers: &Arc<Layers>, containers: Vec<MeasuredContainer>) -> io::Result<StatsResponse> {
     let ids = containers.iter().map(|asked| asked.id.clone()).collect();
-    layer::renew_within(layers, ids, MEASURE_TIMEOUT).await;
-    let layers = layers.known();
+    layer::measure_stale_within(layers, ids, MEASURE_TIMEOUT).await;
+    let layers = layers.sizes();
     let read = tokio::task::spawn_blocking(move || {
         let memory = fs::read_to_string("/proc/meminfo")?;
         let swap = usage::parse_meminfo(&memory, "SwapTotal").unwrap_or(0);

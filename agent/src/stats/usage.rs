@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_read() {
+    fn the_usage_of_a_cgroup_is_read() {
         let group = group(&[
             (
                 "cpu.stat",
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn without_limits_swap_or_files_there_are_no_figures() {
+    fn missing_cgroup_files_yield_no_figures() {
         let unlimited = group(&[("cpu.stat", "usage_usec 1\n"), ("memory.max", "max\n"), ("cgroup.procs", "")]);
         let usage = read_cgroup(unlimited.path(), 0).unwrap();
         assert_eq!((usage.memory_limit_bytes, usage.swap_available_bytes, usage.processes), (None, 0, 0));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn swap_of_the_guest() {
+    fn swap_figures_are_those_of_the_guest() {
         let swap = |text| parse_meminfo(text, "SwapTotal");
         assert_eq!(swap("MemTotal:  5 kB\nSwapCached: 7 kB\nSwapTotal:      12 kB\n"), Some(12 * 1024));
         for wrong in ["", "SwapTotal: x kB", "SwapTotal: 1", "SwapTotal: 18014398509481984 kB", "Swap: 1 kB"] {
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pressure_file_is_none() {
+    fn an_invalid_pressure_file_yields_none() {
         for text in [
             "",
             "some",

@@ -11,8 +11,8 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use super::error::ZygoteError;
-use super::message::{Answer, Refusal, Request};
-use super::wire::{hand_over, receive_with, send_answer};
+use super::message::{Refusal, ZygoteReply, ZygoteRequest};
+use super::wire::{hand_over_process, receive_with_descriptors, send_reply};
 use super::{create, exec, pause};
 use crate::{frame, sys};
 
@@ -35,7 +35,7 @@ pub(super) fn run(control: OwnedFd) -> ! {
     }
     loop {
         // Nothing is received when the agent has ended.
-        let fds = match receive_with(&control, MsgFlags::empty()) {
+        let fds = match receive_with_descriptors(&control, MsgFlags::empty()) {
             Ok((bytes, fds)) if !bytes.is_empty() => fds,
             _ => std::process::exit(0),
         };
@@ -47,14 +47,14 @@ pub(super) fn run(control: OwnedFd) -> ! {
                 std::process::exit(code);
             }
             Ok(Some(_)) => {}
-            Err(error) => refuse(fds, &error),
+            Err(error) => refusal_for(fds, &error),
         }
     }
 }
 
 /// Refuses a request because no child could be forked for it.
-pub(super) fn refuse(fds: Vec<OwnedFd>, error: &io::Error) {
-    let refusal = Refusal::of_fork("fork a child of the zygote", error);
+pub(super) fn refusal_for(fds: Vec<OwnedFd>, error: &io::Error) {
+    let refusal = Refusal::fork_failed("fork a child of the zygote", error);
     tracing::error!("{refusal}");
     let Some(peer) = fds.into_iter().next() else { return };
     let mut peer = UnixStream::from(peer);
@@ -62,26 +62,26 @@ pub(super) fn refuse(fds: Vec<OwnedFd>, error: &io::Error) {
     if let Err(error) = frame::read_bytes(&mut Timed::new(&peer, REFUSAL_TIMEOUT), frame::MAX_ZYGOTE) {
         tracing::warn!(error = %Chain(&error), "cannot read a request that is refused");
     }
-    if let Err(error) = send_answer(&mut peer, &Answer::Refused(refusal), &[]) {
+    if let Err(error) = send_reply(&mut peer, &ZygoteReply::Refused(refusal), &[]) {
         tracing::warn!(error = %Chain(&error), "cannot send a refusal to the agent");
     }
 }
 
 fn serve_request(fds: Vec<OwnedFd>) -> Result<(), ZygoteError> {
-    let talk = |source| ZygoteError::Talk { source };
+    let connection_failed = |source| ZygoteError::Talk { source };
     // libcontainer and exec wait for their own children.
-    sys::set_signal(libc::SIGCHLD, false).map_err(talk)?;
+    sys::set_signal(libc::SIGCHLD, false).map_err(connection_failed)?;
     let mut fds = fds.into_iter();
     let Some(peer) = fds.next() else { return Ok(()) };
     let mut peer = UnixStream::from(peer);
     let request = serde_json::from_slice(&frame::read_bytes(&mut peer, frame::MAX_ZYGOTE)?)?;
     let made = match request {
-        Request::Create(request) => create::create_container(&request, fds.collect()),
-        Request::Exec(request) => exec::start_exec(&request, fds.collect()),
-        Request::Pause { user_namespace } => pause::start_holder(user_namespace),
+        ZygoteRequest::Create(request) => create::create_container(&request, fds.collect()),
+        ZygoteRequest::Exec(request) => exec::start_exec(&request, fds.collect()),
+        ZygoteRequest::Pause { user_namespace } => pause::start_holder(user_namespace),
     };
     match made {
-        Ok(made) => hand_over(&mut peer, &made),
-        Err(refusal) => send_answer(&mut peer, &Answer::Refused(refusal), &[]),
+        Ok(made) => hand_over_process(&mut peer, &made),
+        Err(refusal) => send_reply(&mut peer, &ZygoteReply::Refused(refusal), &[]),
     }
 }

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use super::child;
 use super::error::ZygoteError;
-use super::message::{Answer, Request};
+use super::message::{ZygoteReply, ZygoteRequest};
 use super::process::NewProcess;
-use super::wire::{TAKEN, receive_with, send_with};
+use super::wire::{ACKNOWLEDGED, receive_with_descriptors, send_with_descriptors};
 use crate::{frame, sys};
 
 /// The longest time from a request to its answer.
@@ -44,37 +44,37 @@ impl Zygote {
     }
 
     /// Sends a request with descriptors to a child of the zygote, and waits for the process at most a minute.
-    pub fn call(&self, request: &Request, fds: &[&OwnedFd]) -> Result<NewProcess, ZygoteError> {
+    pub fn call(&self, request: &ZygoteRequest, fds: &[&OwnedFd]) -> Result<NewProcess, ZygoteError> {
         self.call_within(REQUEST_TIMEOUT, request, fds)
     }
 
     pub(super) fn call_within(
         &self,
         limit: Duration,
-        request: &Request,
+        request: &ZygoteRequest,
         fds: &[&OwnedFd],
     ) -> Result<NewProcess, ZygoteError> {
-        let talk = |source| ZygoteError::Talk { source };
-        let (ours, theirs) = UnixStream::pair().map_err(talk)?;
+        let connection_failed = |source| ZygoteError::Talk { source };
+        let (ours, theirs) = UnixStream::pair().map_err(connection_failed)?;
         let mut child = Timed::new(&ours, limit);
         let mut all = vec![theirs.as_raw_fd()];
         all.extend(fds.iter().map(|fd| fd.as_raw_fd()));
-        let send = || send_with(&self.control, b"!", &all, MsgFlags::MSG_DONTWAIT);
-        Timed::new(&self.control, limit).when_ready(PollFlags::POLLOUT, send).map_err(talk)?;
+        let send = || send_with_descriptors(&self.control, b"!", &all, MsgFlags::MSG_DONTWAIT);
+        Timed::new(&self.control, limit).when_ready(PollFlags::POLLOUT, send).map_err(connection_failed)?;
         drop(theirs);
         frame::write_bytes(&mut child, &serde_json::to_vec(request)?, frame::MAX_ZYGOTE)?;
-        let receive = || receive_with(&ours, MsgFlags::MSG_DONTWAIT);
-        let (first, received) = child.when_ready(PollFlags::POLLIN, receive).map_err(talk)?;
-        let answer = frame::read_bytes(&mut io::Cursor::new(first).chain(&mut child), frame::MAX_ZYGOTE)?;
-        let answer = serde_json::from_slice(&answer)?;
-        let (pid, pidfd) = match answer {
-            Answer::Made { pid, pidfd } => (pid, pidfd),
-            Answer::Refused(refusal) => return Err(refusal.into()),
+        let receive = || receive_with_descriptors(&ours, MsgFlags::MSG_DONTWAIT);
+        let (first, received) = child.when_ready(PollFlags::POLLIN, receive).map_err(connection_failed)?;
+        let reply = frame::read_bytes(&mut io::Cursor::new(first).chain(&mut child), frame::MAX_ZYGOTE)?;
+        let reply = serde_json::from_slice(&reply)?;
+        let (pid, pidfd) = match reply {
+            ZygoteReply::Created { pid, pidfd } => (pid, pidfd),
+            ZygoteReply::Refused(refusal) => return Err(refusal.into()),
         };
         let mut received = received.into_iter();
         let pidfd = if pidfd { received.next() } else { None };
         let made = NewProcess { pid, pidfd, terminal: received.next() };
-        child.write_all(&TAKEN).map_err(talk)?;
+        child.write_all(&ACKNOWLEDGED).map_err(connection_failed)?;
         Ok(made)
     }
 }

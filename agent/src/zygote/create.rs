@@ -12,11 +12,11 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::executor::Program;
-use super::late;
-use super::message::{Create, Refusal, RefusalKind};
-use super::process::Made;
-use super::wire::receive_with;
+use super::executor::ContainerProgram;
+use super::late_mounts;
+use super::message::{CreateCommand, Refusal, RefusalKind};
+use super::process::CreatedProcess;
+use super::wire::receive_with_descriptors;
 use crate::rootfs::check_proc_mounts;
 use crate::{log, paths, sys};
 
@@ -24,19 +24,20 @@ use crate::{log, paths, sys};
 const MAX_CAUSE: usize = 1024;
 
 /// Makes the container. `stdio` are stdin, stdout and stderr of its first process, or nothing if it has a terminal.
-pub(super) fn create_container(request: &Create, stdio: Vec<OwnedFd>) -> Result<Made, Refusal> {
+pub(super) fn create_container(request: &CreateCommand, stdio: Vec<OwnedFd>) -> Result<CreatedProcess, Refusal> {
     let (reason, report) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
-        .map_err(|error| Refusal::internal("make a pipe", &error))?;
+        .map_err(|error| Refusal::internal("create a pipe", &error))?;
     let (causes, copy) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
-        .map_err(|error| Refusal::internal("make a pipe", &error))?;
+        .map_err(|error| Refusal::internal("create a pipe", &error))?;
     log::copy_errors_of_libcontainer(copy);
     let bundle = Path::new(paths::BUNDLES).join(&request.id);
     let failed = |error: libcontainer::error::LibcontainerError| {
-        let mut refusal = Refusal::internal("make the container", &error);
-        let mut text = [0; MAX_CAUSE];
-        if let Ok(length @ 1..) = retry_interrupted(|| nix::unistd::read(&causes, &mut text)) {
-            let text = String::from_utf8_lossy(text.get(..length).unwrap_or_default());
-            refusal.message = format!("{}; libcontainer: {}", refusal.message, text.trim_end().replace('\n', "; "));
+        let mut refusal = Refusal::internal("create the container", &error);
+        let mut buffer = [0; MAX_CAUSE];
+        if let Ok(length @ 1..) = retry_interrupted(|| nix::unistd::read(&causes, &mut buffer)) {
+            let description = String::from_utf8_lossy(buffer.get(..length).unwrap_or_default());
+            refusal.message =
+                format!("{}; libcontainer: {}", refusal.message, description.trim_end().replace('\n', "; "));
         }
         let mut code = [0];
         if retry_interrupted(|| nix::unistd::read(&reason, &mut code)) == Ok(1) {
@@ -49,7 +50,7 @@ pub(super) fn create_container(request: &Create, stdio: Vec<OwnedFd>) -> Result<
         refusal
     };
     let mut builder = ContainerBuilder::new(request.id.clone(), SyscallType::default())
-        .with_executor(Program { report: Arc::new(report) })
+        .with_executor(ContainerProgram { report: Arc::new(report) })
         .with_root_path(paths::CONTAINERS)
         .map_err(failed)?;
     let mut console = None;
@@ -66,7 +67,7 @@ pub(super) fn create_container(request: &Create, stdio: Vec<OwnedFd>) -> Result<
     }
     let container = builder.as_init(&bundle).with_systemd(false).with_detach(true).build().map_err(failed)?;
     let pid = container.pid().map(|pid| pid.as_raw()).ok_or_else(|| Refusal {
-        message: "cannot make the container: it has no process".to_owned(),
+        message: "cannot create the container: it has no process".to_owned(),
         kind: RefusalKind::Internal,
     })?;
     let terminal = console.map(receive_terminal).transpose();
@@ -74,11 +75,11 @@ pub(super) fn create_container(request: &Create, stdio: Vec<OwnedFd>) -> Result<
     // Opened while this process still sees the agent's /proc, and read when all mounts are made.
     let mounts = File::open(format!("/proc/{pid}/mountinfo"));
     let mounts = mounts.map_err(|error| Refusal::internal("open the container's mounts", &error))?;
-    late::mount_late(pid, &request.late)
+    late_mounts::mount_late(pid, &request.late)
         .map_err(|error| Refusal::internal("mount over the container's /dev", &error))?;
     check_mounts_in_proc(mounts, &request.in_proc)?;
     // The PID stays the process's own as long as this process, its parent, has not reaped it.
-    Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal })
+    Ok(CreatedProcess { pid, pidfd: sys::pidfd_open(pid).ok(), terminal })
 }
 
 /// Checks the mounts in the container's /proc before the container's program starts: links in volumes, which containers of the pod can
@@ -87,7 +88,7 @@ fn check_mounts_in_proc(mut mounts: File, allowed: &[PathBuf]) -> Result<(), Ref
     let mut mountinfo = String::new();
     mounts.read_to_string(&mut mountinfo).map_err(|error| Refusal::internal("read the container's mounts", &error))?;
     check_proc_mounts(&mountinfo, allowed).map_err(|error| Refusal {
-        message: format!("cannot make the container: {error}"),
+        message: format!("cannot create the container: {error}"),
         kind: RefusalKind::Unusable,
     })
 }
@@ -95,5 +96,5 @@ fn check_mounts_in_proc(mut mounts: File, allowed: &[PathBuf]) -> Result<(), Ref
 fn receive_terminal(console: UnixListener) -> io::Result<OwnedFd> {
     // The container's first process has connected and sent before `build` returned.
     let (peer, _) = console.accept()?;
-    receive_with(&peer, MsgFlags::empty())?.1.pop().ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+    receive_with_descriptors(&peer, MsgFlags::empty())?.1.pop().ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }

@@ -10,7 +10,7 @@ use crate::frame;
 #[derive(Debug, thiserror::Error)]
 pub enum ZygoteError {
     /// The connection to the zygote or its child failed.
-    #[error("cannot speak with the zygote")]
+    #[error("the connection to the zygote failed")]
     Talk {
         /// The system call's error.
         source: io::Error,
@@ -20,7 +20,7 @@ pub enum ZygoteError {
     Frame {
         /// The frame's error.
         #[from]
-        source: frame::FrameError,
+        source: frame::AgentFrameError,
     },
     /// A message is not the expected JSON.
     #[error("cannot write or read a message of the zygote")]
@@ -30,7 +30,7 @@ pub enum ZygoteError {
         source: serde_json::Error,
     },
     /// The child refused the request.
-    #[error("cannot make the process")]
+    #[error("cannot create the process")]
     Refused {
         /// The child's reason.
         #[from]
@@ -44,7 +44,7 @@ impl Classify for ZygoteError {
             ZygoteError::Talk { source } if source.kind() == io::ErrorKind::TimedOut => Kind::Timeout,
             ZygoteError::Talk { .. } => Kind::Unavailable,
             ZygoteError::Frame { source } if source.is_hung_up() => Kind::Unavailable,
-            ZygoteError::Frame { source: frame::FrameError::TooLong { .. } } => Kind::Invalid,
+            ZygoteError::Frame { source: frame::AgentFrameError::TooLong { .. } } => Kind::Invalid,
             ZygoteError::Frame { .. } => Kind::Timeout,
             ZygoteError::Json { .. } => Kind::Internal,
             ZygoteError::Refused { source } => match source.kind {

@@ -3,7 +3,7 @@
 //! The child of the zygote stays in the agent's namespaces and waits with a deadline. The *step* enters the container with the agent's
 //! rights, still in the agent's PID namespace, where no process of the container can see it; it resolves paths in the container, gives up
 //! all rights and forks the *program's process*. That is the only one in the container's PID namespace, and from its first instant it has
-//! the container's root, user and capabilities and nothing of the agent's (but see [`Loader::Program`]). The container can stop or kill
+//! the container's root, user and capabilities and nothing of the agent's (but see [`Loader::ContainerProgram`]). The container can stop or kill
 //! it; then the exec fails.
 
 use libcontainer::oci_spec::runtime::{Capability, LinuxCapabilities, PosixRlimitType, Process};
@@ -25,9 +25,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::executor::{exec_error_kind, find_program, to_c_strings};
-use super::message::{Exec, Refusal, RefusalKind};
-use super::process::Made;
-use super::wire::{receive_with, send_with};
+use super::message::{ExecCommand, Refusal, RefusalKind};
+use super::process::CreatedProcess;
+use super::wire::{receive_with_descriptors, send_with_descriptors};
 use crate::rootfs::RootDir;
 use crate::sys;
 use crate::userns::become_root;
@@ -36,7 +36,7 @@ use crate::userns::become_root;
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The message after which the program's process continues.
-const GO: [u8; 1] = *b"!";
+const CONTINUE: [u8; 1] = *b"!";
 
 /// The tasks of the step and the program's process, in order. Messages contain their numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl Task {
         Task::Run,
     ];
 
-    fn text(self) -> &'static str {
+    fn description(self) -> &'static str {
         match self {
             Task::Cgroup => "enter the container's cgroup to run",
             Task::Namespaces => "enter the container's namespaces to run",
@@ -88,7 +88,7 @@ impl Task {
             Task::Filter => "load the seccomp filter of",
             Task::Capabilities => "set the capabilities of",
             Task::Fork => "fork the process of",
-            Task::Session => "make a session for",
+            Task::Session => "create a session for",
             Task::Find => "find the program",
             Task::Run => "run the program",
         }
@@ -96,7 +96,7 @@ impl Task {
 }
 
 /// The task that failed, and its error.
-type Failed = (Task, Errno);
+type FailedTask = (Task, Errno);
 
 /// A message of four bytes, so that one write is one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +151,7 @@ enum Loader {
 
 /// Reasons an attempt made no process.
 enum AttemptError {
-    /// The container's filter may have forbidden the step to fork, or its child to wait for `GO` or to make a session.
+    /// The container's filter may have forbidden the step to fork, or its child to wait for `CONTINUE` or to make a session.
     Filtered(Refusal),
     /// The step was killed, by the filter or by something that a further attempt does not change.
     Killed(Refusal),
@@ -159,7 +159,7 @@ enum AttemptError {
 }
 
 /// Starts the process. `fds` are a pidfd of the container's first process, then stdin, stdout and stderr, unless it has a terminal.
-pub(super) fn start_exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refusal> {
+pub(super) fn start_exec(request: &ExecCommand, fds: Vec<OwnedFd>) -> Result<CreatedProcess, Refusal> {
     let mut fds = fds.into_iter();
     let pidfd = fds.next().ok_or_else(|| Refusal::internal("enter the container", &Errno::EBADF))?;
     let stdio: Vec<OwnedFd> = fds.collect();
@@ -179,12 +179,17 @@ pub(super) fn start_exec(request: &Exec, fds: Vec<OwnedFd>) -> Result<Made, Refu
     })
 }
 
-fn attempt_exec(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Loader) -> Result<Made, AttemptError> {
+fn attempt_exec(
+    request: &ExecCommand,
+    pidfd: &OwnedFd,
+    stdio: &[OwnedFd],
+    loader: Loader,
+) -> Result<CreatedProcess, AttemptError> {
     let refused = |what, error: &dyn std::error::Error| AttemptError::Other(Refusal::internal(what, error));
     let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
-    let (from_step, of_step) = pair().map_err(|error| refused("make a socket", &error))?;
-    let (from_program, of_program) = pair().map_err(|error| refused("make a socket", &error))?;
-    let step = match sys::fork().map_err(|error| AttemptError::Other(Refusal::of_fork("fork", &error)))? {
+    let (from_step, of_step) = pair().map_err(|error| refused("create a socket", &error))?;
+    let (from_program, of_program) = pair().map_err(|error| refused("create a socket", &error))?;
+    let step = match sys::fork().map_err(|error| AttemptError::Other(Refusal::fork_failed("fork", &error)))? {
         Some(pid) => pid,
         None => {
             let Err((task, error)) = run_step(request, pidfd, stdio, (&of_step, of_program), loader);
@@ -196,14 +201,14 @@ fn attempt_exec(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Load
     let deadline = Instant::now() + START_TIMEOUT;
     let mut child = None;
     let made = await_program(request, &from_step, &from_program, deadline, &mut child);
-    let missed = match made {
+    let failure = match made {
         Ok(made) => {
             // Reaps the step, which has nothing more to do: the agent would take the exit of an orphan for that of a later process with its
             // PID.
             let _ = retry_interrupted(|| nix::sys::wait::waitpid(Pid::from_raw(step), None));
             return Ok(made);
         }
-        Err(missed) => missed,
+        Err(failure) => failure,
     };
     // Ends the processes of the attempt. The step is this process's child, so its PID is not another's. The program's process ends
     // when its socket is closed, unless the program runs already.
@@ -213,23 +218,23 @@ fn attempt_exec(request: &Exec, pidfd: &OwnedFd, stdio: &[OwnedFd], loader: Load
     }
     let status = retry_interrupted(|| nix::sys::wait::waitpid(Pid::from_raw(step), None));
     let by_filter = matches!(status, Ok(nix::sys::wait::WaitStatus::Signaled(_, nix::sys::signal::Signal::SIGSYS, _)));
-    Err(match missed {
+    Err(match failure {
         AttemptError::Killed(refusal) if by_filter => AttemptError::Filtered(refusal),
         AttemptError::Killed(refusal) => AttemptError::Other(refusal),
-        missed => missed,
+        failure => failure,
     })
 }
 
 /// Waits for the end of the step, then until the program runs, which closes the socket of the program's process.
 fn await_program(
-    request: &Exec,
+    request: &ExecCommand,
     from_step: &OwnedFd,
     from_program: &OwnedFd,
     deadline: Instant,
     child: &mut Option<OwnedFd>,
-) -> Result<Made, AttemptError> {
+) -> Result<CreatedProcess, AttemptError> {
     let (mut pid, mut terminal) = (None, None);
-    let lost = |error: io::Error| {
+    let connection_lost = |error: io::Error| {
         let name = request.process.args().iter().flatten().next().cloned().unwrap_or_default();
         let message = match error.kind() {
             io::ErrorKind::TimedOut => format!(
@@ -237,11 +242,11 @@ fn await_program(
                  may have stopped it",
                 START_TIMEOUT.as_secs()
             ),
-            _ => format!("cannot learn whether the program {name:?} runs: {error}"),
+            _ => format!("cannot determine whether the program {name:?} runs: {error}"),
         };
         AttemptError::Other(Refusal { message, kind: RefusalKind::Internal })
     };
-    while let Some((message, fds)) = next_message(from_step, deadline).map_err(lost)? {
+    while let Some((message, fds)) = next_message(from_step, deadline).map_err(connection_lost)? {
         match message {
             Message::Terminal => terminal = fds.into_iter().next(),
             Message::Process(number) => {
@@ -250,10 +255,10 @@ fn await_program(
             }
             // EAGAIN and ENOMEM do not come from a filter: a limit on processes or memory is reached.
             Message::Failed(Task::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
-                return Err(AttemptError::Filtered(refuse(request, Task::Fork, error)));
+                return Err(AttemptError::Filtered(refusal_for(request, Task::Fork, error)));
             }
-            Message::Failed(task, error) => return Err(AttemptError::Other(refuse(request, task, error))),
-            Message::Session => return Err(lost(io::ErrorKind::InvalidData.into())),
+            Message::Failed(task, error) => return Err(AttemptError::Other(refusal_for(request, task, error))),
+            Message::Session => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
         }
     }
     // The step has ended without a message: the filter killed it, or the container ended.
@@ -263,41 +268,44 @@ fn await_program(
     let pid = pid.ok_or_else(killed)?;
     if child.is_none() {
         return Err(AttemptError::Filtered(Refusal::internal(
-            "hold the process in the container: it has ended",
+            "open the process in the container: it has ended",
             &Errno::ESRCH,
         )));
     }
     // The program's process can be killed now, so it may continue. If it has ended already, its message has the reason.
-    let _ = send_with(from_program, &GO, &[], MsgFlags::empty());
+    let _ = send_with_descriptors(from_program, &CONTINUE, &[], MsgFlags::empty());
     let first = match next_message(from_program, deadline) {
-        // The process has ended before it read `GO`.
+        // The process has ended before it read `CONTINUE`.
         Err(error) if error.kind() == io::ErrorKind::ConnectionReset => None,
-        first => first.map_err(lost)?,
+        first => first.map_err(connection_lost)?,
     };
     match first {
         Some((Message::Session, _)) => {}
         Some((Message::Failed(Task::Session, error), _)) => {
-            return Err(AttemptError::Filtered(refuse(request, Task::Session, error)));
+            return Err(AttemptError::Filtered(refusal_for(request, Task::Session, error)));
         }
-        Some((Message::Failed(task, error), _)) => return Err(AttemptError::Other(refuse(request, task, error))),
-        Some(_) => return Err(lost(io::ErrorKind::InvalidData.into())),
+        Some((Message::Failed(task, error), _)) => return Err(AttemptError::Other(refusal_for(request, task, error))),
+        Some(_) => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
         None => {
-            let killed =
-                Refusal::internal("make a session for a process in the container: it was killed before", &Errno::ESRCH);
+            let killed = Refusal::internal(
+                "create a session for a process in the container: it was killed before",
+                &Errno::ESRCH,
+            );
             return Err(AttemptError::Filtered(killed));
         }
     }
-    match next_message(from_program, deadline).map_err(lost)? {
-        None => Ok(Made { pid, pidfd: child.take(), terminal }),
-        Some((Message::Failed(task, error), _)) => Err(AttemptError::Other(refuse(request, task, error))),
-        Some(_) => Err(lost(io::ErrorKind::InvalidData.into())),
+    match next_message(from_program, deadline).map_err(connection_lost)? {
+        None => Ok(CreatedProcess { pid, pidfd: child.take(), terminal }),
+        Some((Message::Failed(task, error), _)) => Err(AttemptError::Other(refusal_for(request, task, error))),
+        Some(_) => Err(connection_lost(io::ErrorKind::InvalidData.into())),
     }
 }
 
 /// Receives the next message; `None` if all processes that could send one have ended.
 fn next_message(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
     let socket = Timed::new(from, deadline.saturating_duration_since(Instant::now()));
-    let (bytes, fds) = socket.when_ready(PollFlags::POLLIN, || receive_with(from, MsgFlags::MSG_DONTWAIT))?;
+    let (bytes, fds) =
+        socket.when_ready(PollFlags::POLLIN, || receive_with_descriptors(from, MsgFlags::MSG_DONTWAIT))?;
     if bytes.is_empty() {
         return Ok(None);
     }
@@ -310,7 +318,7 @@ fn send_message(to: &OwnedFd, message: Message) {
     let _ = retry_interrupted(|| nix::unistd::write(to, &message.bytes()));
 }
 
-fn refuse(request: &Exec, task: Task, error: Errno) -> Refusal {
+fn refusal_for(request: &ExecCommand, task: Task, error: Errno) -> Refusal {
     let process = &request.process;
     let name = match task {
         Task::Directory => process.cwd().display().to_string(),
@@ -327,11 +335,11 @@ fn refuse(request: &Exec, task: Task, error: Errno) -> Refusal {
         (Task::Directory, Errno::EXDEV) => "it leads out of the container's root",
         (Task::Directory, Errno::ELOOP) => "a loop of links, or a link of /proc to the files of a process",
         (Task::Fork, Errno::EAGAIN) => {
-            "there may be no more processes: pids.max of the container, the pod or the node, or RLIMIT_NPROC"
+            "a limit on processes is reached: pids.max of the container, the pod or the node, or RLIMIT_NPROC"
         }
         _ => error.desc(),
     };
-    Refusal { message: format!("cannot {} {name:?}: {hint}", task.text()), kind }
+    Refusal { message: format!("cannot {} {name:?}: {hint}", task.description()), kind }
 }
 
 fn to_errno(error: io::Error) -> Errno {
@@ -340,12 +348,12 @@ fn to_errno(error: io::Error) -> Errno {
 
 /// Runs the step, which exits when the program's process exists; returns only if a task failed.
 fn run_step(
-    request: &Exec,
+    request: &ExecCommand,
     pidfd: &OwnedFd,
     stdio: &[OwnedFd],
     (of_step, of_program): (&OwnedFd, OwnedFd),
     loader: Loader,
-) -> Result<Infallible, Failed> {
+) -> Result<Infallible, FailedTask> {
     let process = &request.process;
     let score = process.oom_score_adj().unwrap_or(0);
     fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (Task::Limits, to_errno(error)))?;
@@ -360,7 +368,7 @@ fn run_step(
     let tty = process.terminal().unwrap_or(false);
     if tty {
         let (master, slave) = open_terminal(request).map_err(|error| (Task::Terminal, to_errno(error)))?;
-        send_with(of_step, &Message::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
+        send_with_descriptors(of_step, &Message::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
             .map_err(|error| (Task::Terminal, error))?;
         connect_stdio(&[slave]).map_err(|error| (Task::Stdio, to_errno(error)))?;
     } else {
@@ -379,8 +387,8 @@ fn run_step(
         None => {
             // Only the step reports the PID.
             let _ = nix::unistd::close(of_step.as_raw_fd());
-            let mut word = [0; GO.len()];
-            if retry_interrupted(|| nix::unistd::read(&of_program, &mut word)) != Ok(GO.len()) {
+            let mut word = [0; CONTINUE.len()];
+            if retry_interrupted(|| nix::unistd::read(&of_program, &mut word)) != Ok(CONTINUE.len()) {
                 std::process::exit(126);
             }
             let (task, error) = become_program(request, tty, loader, &of_program);
@@ -390,7 +398,7 @@ fn run_step(
     }
 }
 
-fn enter_cgroup(request: &Exec) -> io::Result<()> {
+fn enter_cgroup(request: &ExecCommand) -> io::Result<()> {
     let join = |cgroup: &str| fs::write(format!("{cgroup}/cgroup.procs"), "0");
     match (join(&request.cgroup), &request.init_cgroup) {
         (Err(error), Some(cgroup)) if error.raw_os_error() == Some(libc::EBUSY) => join(cgroup),
@@ -399,7 +407,7 @@ fn enter_cgroup(request: &Exec) -> io::Result<()> {
 }
 
 /// Opens a new terminal of the container's devpts, and returns its master and its slave.
-fn open_terminal(request: &Exec) -> io::Result<(OwnedFd, OwnedFd)> {
+fn open_terminal(request: &ExecCommand) -> io::Result<(OwnedFd, OwnedFd)> {
     let path = Path::new("/dev/pts/ptmx");
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
     let master = RootDir::open(Path::new("/"))?.open_beneath(path, flags)?;
@@ -424,7 +432,7 @@ fn enter_directory(path: &Path) -> nix::Result<()> {
 
 /// Does everything that takes rights, and gives them up until the container's own remain. No path of the container is resolved
 /// afterwards.
-fn drop_to_container_rights(request: &Exec, loader: Loader) -> Result<(), Failed> {
+fn drop_to_container_rights(request: &ExecCommand, loader: Loader) -> Result<(), FailedTask> {
     let process = &request.process;
     let at = |task| move |error: Errno| (task, error);
     let refused = |_: libcontainer::syscall::SyscallError| (Task::Capabilities, Errno::last());
@@ -470,7 +478,7 @@ fn drop_to_container_rights(request: &Exec, loader: Loader) -> Result<(), Failed
 }
 
 /// Whether loading the filter takes CAP_SYS_ADMIN: only a process with no_new_privs may load one without.
-fn loads_with_capability(request: &Exec) -> bool {
+fn loads_with_capability(request: &ExecCommand) -> bool {
     request.seccomp.is_some() && !request.process.no_new_privileges().unwrap_or(false)
 }
 
@@ -484,13 +492,13 @@ fn with_sys_admin(wanted: &LinuxCapabilities) -> LinuxCapabilities {
     kept
 }
 
-fn load_filter(request: &Exec) -> Result<(), Failed> {
+fn load_filter(request: &ExecCommand) -> Result<(), FailedTask> {
     let Some(filter) = &request.seccomp else { return Ok(()) };
     seccomp::initialize_seccomp(filter).map(drop).map_err(|_no_number| (Task::Filter, Errno::EINVAL))
 }
 
 /// Executes the program in this process, which has the container's rights; returns only if a task failed.
-fn become_program(request: &Exec, tty: bool, loader: Loader, of_program: &OwnedFd) -> Failed {
+fn become_program(request: &ExecCommand, tty: bool, loader: Loader, of_program: &OwnedFd) -> FailedTask {
     let process = &request.process;
     let prepared = || {
         nix::unistd::setsid().map_err(|error| (Task::Session, error))?;
@@ -562,9 +570,9 @@ fn rlimit_number(kind: PosixRlimitType) -> u32 {
 mod tests {
     use super::*;
 
-    fn request() -> Exec {
+    fn request() -> ExecCommand {
         let process = serde_json::json!({ "args": ["/bin/x"], "cwd": "/w", "user": { "uid": 0, "gid": 0 } });
-        Exec {
+        ExecCommand {
             process: serde_json::from_value(process).unwrap(),
             seccomp: None,
             may_be_traced: false,
@@ -594,7 +602,7 @@ mod tests {
 
     /// Runs `await_program` on these messages. `program`: the messages of the program's process, which then closes its socket; `None`: it
     /// keeps the socket open.
-    fn awaited(step: &[Message], program: Option<&[Message]>) -> Result<Made, AttemptError> {
+    fn awaited(step: &[Message], program: Option<&[Message]>) -> Result<CreatedProcess, AttemptError> {
         let ((from_step, of_step), (from_program, of_program)) = (pair(), pair());
         step.iter().for_each(|message| send_message(&of_step, *message));
         drop(of_step);
@@ -612,7 +620,7 @@ mod tests {
         made
     }
 
-    fn message(made: Result<Made, AttemptError>) -> String {
+    fn message(made: Result<CreatedProcess, AttemptError>) -> String {
         match made {
             Err(AttemptError::Other(refusal)) => refusal.message,
             Err(AttemptError::Filtered(refusal)) => format!("filtered: {}", refusal.message),
@@ -622,7 +630,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_an_exec_is_reported() {
+    fn each_outcome_of_an_exec_is_reported() {
         let own = i32::try_from(std::process::id()).unwrap();
         let process = Message::Process(own);
         assert_eq!(message(awaited(&[process], Some(&[Message::Session]))), own.to_string());
@@ -638,17 +646,17 @@ mod tests {
         assert!(message(awaited(&[process], None)).contains("may have stopped it"));
         assert!(message(awaited(&[], Some(&[]))).starts_with("killed: "));
         let full = message(awaited(&[Message::Failed(Task::Fork, Errno::EAGAIN)], Some(&[])));
-        assert!(full.starts_with("cannot fork") && full.contains("no more processes"), "{full}");
+        assert!(full.starts_with("cannot fork") && full.contains("limit on processes"), "{full}");
         let said = message(awaited(&[Message::Failed(Task::Fork, Errno::EPERM)], Some(&[])));
         assert_eq!(said, "filtered: cannot fork the process of \"/bin/x\": Operation not permitted");
         // Only the step may report a PID.
         for wrong in [&[Message::Process(1)][..], &[Message::Session, Message::Session]] {
-            assert!(message(awaited(&[process], Some(wrong))).contains("cannot learn"));
+            assert!(message(awaited(&[process], Some(wrong))).contains("cannot determine"));
         }
-        assert!(message(awaited(&[Message::Session], Some(&[]))).contains("cannot learn"));
+        assert!(message(awaited(&[Message::Session], Some(&[]))).contains("cannot determine"));
         // A filter that forbids setsid(2) returns an error or kills the process.
         let said = message(awaited(&[process], Some(&[Message::Failed(Task::Session, Errno::EPERM)])));
-        assert_eq!(said, "filtered: cannot make a session for \"/bin/x\": Operation not permitted");
+        assert_eq!(said, "filtered: cannot create a session for \"/bin/x\": Operation not permitted");
         assert!(message(awaited(&[process], Some(&[]))).starts_with("filtered: "));
     }
 }

@@ -16,7 +16,7 @@ use crate::sys;
 
 /// Executes the program of a specification.
 #[derive(Clone)]
-pub(super) struct Program {
+pub(super) struct ContainerProgram {
     /// A pipe for the kind of refusal.
     pub report: Arc<OwnedFd>,
 }
@@ -76,7 +76,7 @@ pub(super) fn find_program(name: &str, env: &[String]) -> Result<CString, Errno>
 
 /// Converts strings for execve(2). One with a NUL inside fails with EINVAL.
 pub(super) fn to_c_strings(texts: &[String]) -> Result<Vec<CString>, Errno> {
-    texts.iter().map(|text| CString::new(text.as_str()).ok().ok_or(Errno::EINVAL)).collect()
+    texts.iter().map(|description| CString::new(description.as_str()).ok().ok_or(Errno::EINVAL)).collect()
 }
 
 fn args_and_env(spec: &Spec) -> (&[String], &[String]) {
@@ -86,7 +86,7 @@ fn args_and_env(spec: &Spec) -> (&[String], &[String]) {
     (args, env)
 }
 
-impl Executor for Program {
+impl Executor for ContainerProgram {
     fn validate(&self, spec: &Spec) -> Result<(), ExecutorValidationError> {
         let (args, env) = args_and_env(spec);
         let name = args.first().map(String::as_str).unwrap_or_default();
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_run_is_classified() {
+    fn exec_errors_are_classified() {
         let env = ["PATH=/usr/bin:/bin".to_owned()];
         assert_eq!(find_program("true", &env).map(drop), Ok(()));
         assert_eq!(

@@ -10,12 +10,12 @@ use std::path::PathBuf;
 
 /// A request to a child of the zygote.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Request {
-    /// Make the container of a bundle. Descriptors: stdin, stdout, stderr (none with a terminal).
-    Create(Create),
+pub enum ZygoteRequest {
+    /// Create the container of a bundle. Descriptors: stdin, stdout, stderr (none with a terminal).
+    Create(CreateCommand),
     /// Start a process in a container. Descriptors: a pidfd of the container's first process, then stdin, stdout and stderr
     /// (none with a terminal).
-    Exec(Box<Exec>),
+    Exec(Box<ExecCommand>),
     /// Start the holder of the pod's PID namespace.
     Pause {
         /// Whether the PID namespace belongs to the pod's user namespace.
@@ -23,9 +23,9 @@ pub enum Request {
     },
 }
 
-/// A container to make.
+/// A container to create.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Create {
+pub struct CreateCommand {
     /// The container's id, which names its bundle.
     pub id: String,
     /// Whether the container has a terminal.
@@ -38,7 +38,7 @@ pub struct Create {
 
 /// A process to start in a container.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Exec {
+pub struct ExecCommand {
     /// The program, its user and rights, and whether it has a terminal.
     pub process: Process,
     /// The container's seccomp filter.
@@ -60,19 +60,19 @@ pub struct Exec {
 
 /// The answer of a child.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Answer {
-    /// The process was made. Descriptors: its pidfd, unless it has ended already; the terminal's master.
-    Made {
+pub(super) enum ZygoteReply {
+    /// The process was created. Descriptors: its pidfd, unless it has ended already; the terminal's master.
+    Created {
         /// The PID in the agent's PID namespace.
         pid: i32,
         /// Whether the first descriptor is the pidfd.
         pidfd: bool,
     },
-    /// The process could not be made.
+    /// The process could not be created.
     Refused(Refusal),
 }
 
-/// A child's reason for making no process.
+/// The reason why a child created no process.
 #[derive(Clone, Debug, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
@@ -102,12 +102,12 @@ impl Refusal {
     }
 
     /// A fork failed. EAGAIN means that a limit on processes is reached, which no repetition changes.
-    pub(super) fn of_fork(what: &str, error: &io::Error) -> Refusal {
+    pub(super) fn fork_failed(what: &str, error: &io::Error) -> Refusal {
         let mut refusal = Refusal::internal(what, error);
         if error.raw_os_error() == Some(libc::EAGAIN) {
             refusal.kind = RefusalKind::Exhausted;
             refusal.message +=
-                "; there may be no more processes: pids.max of the container, the pod or the node, or RLIMIT_NPROC";
+                "; a limit on processes is reached: pids.max of the container, the pod or the node, or RLIMIT_NPROC";
         }
         refusal
     }

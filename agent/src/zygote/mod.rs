@@ -10,7 +10,7 @@ mod create;
 mod error;
 mod exec;
 mod executor;
-mod late;
+mod late_mounts;
 mod message;
 mod pause;
 mod process;
@@ -20,5 +20,5 @@ mod wire;
 
 pub use client::Zygote;
 pub use error::ZygoteError;
-pub use message::{Create, Exec, Refusal, RefusalKind, Request};
+pub use message::{CreateCommand, ExecCommand, Refusal, RefusalKind, ZygoteRequest};
 pub use process::NewProcess;

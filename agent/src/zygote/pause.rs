@@ -11,11 +11,11 @@ use std::fs::File;
 use std::io;
 
 use super::message::Refusal;
-use super::process::Made;
+use super::process::CreatedProcess;
 use crate::{paths, sys, userns};
 
 /// Starts the holder. `user_namespace`: its PID namespace belongs to the pod's user namespace.
-pub(super) fn start_holder(user_namespace: bool) -> Result<Made, Refusal> {
+pub(super) fn start_holder(user_namespace: bool) -> Result<CreatedProcess, Refusal> {
     if user_namespace {
         let entered = File::open(paths::USER_NAMESPACE).and_then(|users| {
             nix::sched::setns(users, CloneFlags::CLONE_NEWUSER)?;
@@ -24,16 +24,16 @@ pub(super) fn start_holder(user_namespace: bool) -> Result<Made, Refusal> {
         entered.map_err(|error| Refusal::internal("enter the pod's user namespace", &error))?;
     }
     nix::sched::unshare(CloneFlags::CLONE_NEWPID | CloneFlags::CLONE_NEWNS)
-        .map_err(|error| Refusal::internal("make the pod's PID namespace", &error))?;
+        .map_err(|error| Refusal::internal("create the pod's PID namespace", &error))?;
     enter_empty_root().map_err(|error| Refusal::internal("give the pod's PID namespace an empty root", &error))?;
     // Before there is a process that containers could see.
     drop_privileges()
-        .map_err(|error| Refusal::internal("give up the rights of the holder of the pod's PID namespace", &error))?;
-    match sys::fork().map_err(|error| Refusal::of_fork("fork the holder of the pod's PID namespace", &error))? {
-        Some(pid) => Ok(Made { pid, pidfd: sys::pidfd_open(pid).ok(), terminal: None }),
+        .map_err(|error| Refusal::internal("drop the rights of the holder of the pod's PID namespace", &error))?;
+    match sys::fork().map_err(|error| Refusal::fork_failed("fork the holder of the pod's PID namespace", &error))? {
+        Some(pid) => Ok(CreatedProcess { pid, pidfd: sys::pidfd_open(pid).ok(), terminal: None }),
         None => {
-            let quiet = sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0));
-            if quiet.is_err() {
+            let isolated = sys::set_signal(libc::SIGCHLD, true).and_then(|()| sys::close_all(0));
+            if isolated.is_err() {
                 std::process::exit(1);
             }
             loop {

@@ -6,7 +6,7 @@ use crate::sys;
 
 /// A process that a child has made and not yet handed over.
 #[derive(Debug)]
-pub(super) struct Made {
+pub(super) struct CreatedProcess {
     /// The PID in the agent's PID namespace.
     pub pid: i32,
     /// `None` if the process has ended already.
@@ -30,7 +30,7 @@ pub struct NewProcess {
 
 impl NewProcess {
     /// Takes the process over: returns its PID, and its pidfd unless it has ended already. It is no longer killed.
-    pub fn keep(mut self) -> (i32, Option<OwnedFd>) {
+    pub fn release(mut self) -> (i32, Option<OwnedFd>) {
         (self.pid, self.pidfd.take())
     }
 }

@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 use super::child;
 use super::client::Zygote;
 use super::error::ZygoteError;
-use super::message::{Answer, Create, Refusal, RefusalKind, Request};
-use super::process::Made;
-use super::wire::{hand_over, receive_with, send_answer};
+use super::message::{CreateCommand, Refusal, RefusalKind, ZygoteReply, ZygoteRequest};
+use super::process::CreatedProcess;
+use super::wire::{hand_over_process, receive_with_descriptors, send_reply};
 use crate::frame;
 
 const SIGNAL: i32 = libc::SIGUSR2;
@@ -57,28 +57,28 @@ fn join_signalled<T>(thread: JoinHandle<T>) -> T {
 
 /// The agent's end, and the socket where the zygote would be.
 fn pair() -> (Zygote, OwnedFd) {
-    crate::sys::interrupt_by(SIGNAL).unwrap();
+    crate::sys::let_signal_interrupt(SIGNAL).unwrap();
     let (control, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
     (Zygote { control }, theirs)
 }
 
 /// Takes a request, as a child of the zygote does.
 fn take(control: &OwnedFd) -> UnixStream {
-    let (_, fds) = receive_with(control, MsgFlags::empty()).unwrap();
+    let (_, fds) = receive_with_descriptors(control, MsgFlags::empty()).unwrap();
     let mut peer = UnixStream::from(fds.into_iter().next().unwrap());
     frame::read_bytes(&mut peer, frame::MAX_ZYGOTE).unwrap();
     peer
 }
 
-fn pause() -> Request {
-    Request::Pause { user_namespace: false }
+fn pause() -> ZygoteRequest {
+    ZygoteRequest::Pause { user_namespace: false }
 }
 
 /// A process as a child makes it. It echoes its stdin until it is killed.
-fn program() -> (Child, Made) {
+fn program() -> (Child, CreatedProcess) {
     let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();
-    (child, Made { pid, pidfd: crate::sys::pidfd_open(pid).ok(), terminal: None })
+    (child, CreatedProcess { pid, pidfd: crate::sys::pidfd_open(pid).ok(), terminal: None })
 }
 
 /// Waits until a process has ended, and returns whether SIGKILL ended it. Kills it after `LIMIT`.
@@ -103,8 +103,8 @@ fn assert_runs(child: &mut Child) {
 }
 
 #[test]
-fn signals_interrupt_calls_and_not_those_of_the_helper() {
-    crate::sys::interrupt_by(SIGNAL).unwrap();
+fn signals_do_not_interrupt_retried_calls() {
+    crate::sys::let_signal_interrupt(SIGNAL).unwrap();
     // Without the helper each of them fails: the signals do reach the thread while it waits.
     let (near, _far) = UnixStream::pair().unwrap();
     near.set_read_timeout(Some(LIMIT)).unwrap();
@@ -157,7 +157,7 @@ fn signals_do_not_end_a_request() {
         let before = counted.load(Ordering::SeqCst);
         eventually("signals were sent while the caller waits", || counted.load(Ordering::SeqCst) > before + 20);
         let refusal = Refusal { message: "no".to_owned(), kind: RefusalKind::Internal };
-        send_answer(&mut peer, &Answer::Refused(refusal), &[]).unwrap();
+        send_reply(&mut peer, &ZygoteReply::Refused(refusal), &[]).unwrap();
     });
     let caller = spawn(move || zygote.call(&pause(), &[]));
     let refused = join_signalled_counting(caller, &sent).unwrap_err();
@@ -166,22 +166,22 @@ fn signals_do_not_end_a_request() {
 }
 
 #[test]
-fn a_refusal_reaches_an_agent_that_still_writes() {
+fn a_rejection_reaches_an_agent_that_still_writes() {
     let (zygote, control) = pair();
     let child = spawn(move || {
-        let (_, fds) = receive_with(&control, MsgFlags::empty()).unwrap();
-        child::refuse(fds, &io::Error::from_raw_os_error(libc::EAGAIN));
+        let (_, fds) = receive_with_descriptors(&control, MsgFlags::empty()).unwrap();
+        child::refusal_for(fds, &io::Error::from_raw_os_error(libc::EAGAIN));
     });
     // More than a socket holds.
     let allowed = vec![std::path::PathBuf::from("/".repeat(4000)); 200];
-    let request = Create { id: "a".to_owned(), tty: false, in_proc: allowed, late: Vec::new() };
-    let error = zygote.call(&Request::Create(request), &[]).unwrap_err();
+    let request = CreateCommand { id: "a".to_owned(), tty: false, in_proc: allowed, late: Vec::new() };
+    let error = zygote.call(&ZygoteRequest::Create(request), &[]).unwrap_err();
     assert_eq!(error.kind(), Kind::Exhausted, "{error:?}");
     child.join().unwrap();
 }
 
 #[test]
-fn a_request_without_an_answer_times_out() {
+fn a_request_without_a_reply_times_out() {
     let (zygote, control) = pair();
     let child = spawn(move || take(&control));
     let error = zygote.call_within(Duration::from_millis(50), &pause(), &[]).unwrap_err();
@@ -196,7 +196,7 @@ fn a_request_without_an_answer_times_out() {
 }
 
 #[test]
-fn a_process_that_the_agent_does_not_take_is_killed() {
+fn a_process_that_the_agent_does_not_accept_is_killed() {
     // The agent gives up before the answer comes.
     let (zygote, control) = pair();
     let (gave_up, agent_gave_up) = mpsc::channel();
@@ -204,7 +204,7 @@ fn a_process_that_the_agent_does_not_take_is_killed() {
         let mut peer = take(&control);
         agent_gave_up.recv_timeout(LIMIT).unwrap();
         let (child, made) = program();
-        (hand_over(&mut peer, &made).is_err(), child)
+        (hand_over_process(&mut peer, &made).is_err(), child)
     });
     zygote.call_within(Duration::from_millis(50), &pause(), &[]).unwrap_err();
     gave_up.send(()).unwrap();
@@ -215,7 +215,7 @@ fn a_process_that_the_agent_does_not_take_is_killed() {
     let (near, mut far) = UnixStream::pair().unwrap();
     let child = spawn(move || {
         let (child, made) = program();
-        (hand_over(&mut far, &made).is_err(), child)
+        (hand_over_process(&mut far, &made).is_err(), child)
     });
     retry::poll(&mut [PollFd::new(near.as_fd(), PollFlags::POLLIN)], None).unwrap();
     drop(near);
@@ -228,13 +228,13 @@ fn a_process_that_the_agent_does_not_take_is_killed() {
         let child = spawn(move || {
             let mut peer = take(&control);
             let (child, made) = program();
-            hand_over(&mut peer, &made).unwrap();
+            hand_over_process(&mut peer, &made).unwrap();
             child
         });
         let made = zygote.call(&pause(), &[]).unwrap();
         let mut process = child.join().unwrap();
         if keep {
-            let (pid, pidfd) = made.keep();
+            let (pid, pidfd) = made.release();
             assert_eq!((pid, pidfd.is_some()), (i32::try_from(process.id()).unwrap(), true));
             assert_runs(&mut process);
             process.kill().unwrap();

@@ -29,8 +29,8 @@ pub(super) fn mount_late(pid: i32, late: &[Mount]) -> io::Result<()> {
         // Mounted volumes may be shared with running containers: links that these make there must not lead out of this root.
         let points = MountPoints::open(Path::new("/"), None).map_err(io::Error::other)?;
         let at = points.prepare_path("mount target", mount.destination(), kind).map_err(io::Error::other)?;
-        let place = RootDir::open(Path::new("/"))?.open_beneath(&at, OFlag::O_PATH)?;
-        mounts::place_on(&copy, &place)?;
+        let target = RootDir::open(Path::new("/"))?.open_beneath(&at, OFlag::O_PATH)?;
+        mounts::place_on(&copy, &target)?;
     }
     Ok(())
 }

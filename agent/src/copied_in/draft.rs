@@ -5,7 +5,7 @@
 //! link is followed.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
-use super::busy::VolumeClaim;
+use super::claim::VolumeClaim;
 use super::error::PushError;
 use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
@@ -28,19 +28,19 @@ const NEW_DATA: &str = "..data_tmp";
 
 /// A volume that is being written. Dropping it removes what was not swapped in.
 #[derive(Debug)]
-pub struct Draft {
+pub struct VolumeDraft {
     claim: VolumeClaim,
     /// The path of the volume that containers see.
-    shown: PathBuf,
+    published: PathBuf,
     /// The path at which the new state is written.
     path: PathBuf,
     root: Option<DraftRoot>,
     /// The path and the descriptor of the last entry's directory.
-    last: Option<(Vec<u8>, OwnedFd)>,
+    last_directory: Option<(Vec<u8>, OwnedFd)>,
     /// The path and the file of which more bytes follow.
     file: Option<(Vec<u8>, File)>,
     /// The name and the descriptor of the directory with the files that containers see now.
-    old: Option<(Vec<u8>, OwnedFd)>,
+    current: Option<(Vec<u8>, OwnedFd)>,
     entries: usize,
     bytes: u64,
 }
@@ -52,12 +52,12 @@ enum DraftRoot {
     File,
 }
 
-fn to_text(path: &[u8]) -> String {
+fn path_text(path: &[u8]) -> String {
     String::from_utf8_lossy(path).into_owned()
 }
 
 fn failed<E: Into<io::Error>>(what: &'static str, path: &[u8]) -> impl FnOnce(E) -> PushError + use<E> {
-    let path = to_text(path);
+    let path = path_text(path);
     move |error| {
         let source = error.into();
         match source.raw_os_error() {
@@ -105,39 +105,39 @@ fn is_data_directory(name: &[u8]) -> bool {
 
 /// Splits the path of an entry into its directory and its name. Rejects paths that are too long or deep or have `.` or `..`.
 fn split_path(path: &[u8]) -> Result<(&[u8], &[u8]), PushError> {
-    let bad = || PushError::Path { path: to_text(path) };
+    let invalid = || PushError::Path { path: path_text(path) };
     let names = || path.split(|byte| *byte == b'/');
-    let good = |name: &[u8]| !name.is_empty() && name != b"." && name != b".." && !name.contains(&0);
-    if path.len() > MAX_PATH || names().count() > MAX_DEPTH || !names().all(good) {
-        return Err(bad());
+    let is_valid = |name: &[u8]| !name.is_empty() && name != b"." && name != b".." && !name.contains(&0);
+    if path.len() > MAX_PATH || names().count() > MAX_DEPTH || !names().all(is_valid) {
+        return Err(invalid());
     }
     match path.iter().rposition(|byte| *byte == b'/') {
         None => Ok((&[], path)),
-        Some(at) => Ok((path.get(..at).unwrap_or_default(), path.get(at + 1..).ok_or_else(bad)?)),
+        Some(at) => Ok((path.get(..at).unwrap_or_default(), path.get(at + 1..).ok_or_else(invalid)?)),
     }
 }
 
-impl Draft {
+impl VolumeDraft {
     /// Begins to write a volume, and removes what a failed attempt has left.
-    pub(super) fn begin(volumes: &Path, claim: VolumeClaim) -> Result<Draft, PushError> {
-        let (shown, path) = (volumes.join(&claim.name), volumes.join(format!(".{}", claim.name)));
+    pub(super) fn begin(volumes: &Path, claim: VolumeClaim) -> Result<VolumeDraft, PushError> {
+        let (published, path) = (volumes.join(&claim.name), volumes.join(format!(".{}", claim.name)));
         remove_tree(&path)?;
-        let old = match read_data_link(&shown) {
+        let current = match read_data_link(&published) {
             Some(data) if is_data_directory(&data) => {
-                open_directory(&shown.join(OsStr::from_bytes(&data))).ok().map(|old| (data, old))
+                open_directory(&published.join(OsStr::from_bytes(&data))).ok().map(|current| (data, current))
             }
             _ => None,
         };
-        let (root, last, file) = (None, None, None);
-        Ok(Draft { claim, shown, path, root, last, file, old, entries: 0, bytes: 0 })
+        let (root, last_directory, file) = (None, None, None);
+        Ok(VolumeDraft { claim, published, path, root, last_directory, file, current, entries: 0, bytes: 0 })
     }
 
     /// Writes the next entries. A directory comes before its entries, and the parts of a file follow each other.
     pub fn add(&mut self, entries: Vec<TreeEntry>) -> Result<(), PushError> {
-        entries.into_iter().try_for_each(|entry| self.add_one(entry))
+        entries.into_iter().try_for_each(|entry| self.add_entry(entry))
     }
 
-    fn add_one(&mut self, entry: TreeEntry) -> Result<(), PushError> {
+    fn add_entry(&mut self, entry: TreeEntry) -> Result<(), PushError> {
         if entry.mode & libc::S_IFMT == libc::S_IFREG {
             self.bytes += entry.data.len() as u64;
         }
@@ -146,7 +146,7 @@ impl Draft {
         }
         if let Some((path, mut file)) = self.file.take() {
             if path != entry.path {
-                return Err(PushError::Order { path: to_text(&entry.path) });
+                return Err(PushError::Order { path: path_text(&entry.path) });
             }
             file.write_all(&entry.data).map_err(failed("write", &path))?;
             self.file = entry.more.then_some((path, file));
@@ -159,23 +159,23 @@ impl Draft {
         if self.root.is_none() {
             return self.add_root(entry);
         }
-        let order = || PushError::Order { path: to_text(&entry.path) };
+        let order = || PushError::Order { path: path_text(&entry.path) };
         let (parent, name) = split_path(&entry.path)?;
-        if self.last.as_ref().is_none_or(|(path, _)| path != parent) {
+        if self.last_directory.as_ref().is_none_or(|(path, _)| path != parent) {
             let Some(DraftRoot::Directory(root)) = &self.root else { return Err(order()) };
             let flags = OFlag::O_DIRECTORY | OFlag::O_PATH;
             let opened = open_beneath(root, if parent.is_empty() { b"." } else { parent }, flags, 0);
-            self.last = Some((parent.to_vec(), opened.map_err(failed("find", parent))?));
+            self.last_directory = Some((parent.to_vec(), opened.map_err(failed("find", parent))?));
         }
-        let Some((_, at)) = &self.last else { return Err(order()) };
+        let Some((_, at)) = &self.last_directory else { return Err(order()) };
         match entry.mode & libc::S_IFMT {
             libc::S_IFDIR => {
-                mkdirat(at, name, Mode::S_IRWXU).map_err(failed("make", &entry.path))?;
+                mkdirat(at, name, Mode::S_IRWXU).map_err(failed("create", &entry.path))?;
                 let made = open_beneath(at, name, OFlag::O_DIRECTORY | OFlag::O_RDONLY, 0);
                 set_owner_and_mode(&made.map_err(failed("open", &entry.path))?, &entry)
             }
             libc::S_IFLNK => {
-                let (uid, gid) = owner_of(&entry);
+                let (uid, gid) = entry_owner(&entry);
                 symlinkat(OsStr::from_bytes(&entry.data), at, name)
                     .and_then(|()| fchownat(at, name, uid, gid, AtFlags::AT_SYMLINK_NOFOLLOW))
                     .map_err(failed("link", &entry.path))
@@ -185,7 +185,7 @@ impl Draft {
                     return Ok(());
                 }
                 let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_WRONLY;
-                let file = open_beneath(at, name, flags, 0o600).map_err(failed("make", &entry.path))?;
+                let file = open_beneath(at, name, flags, 0o600).map_err(failed("create", &entry.path))?;
                 self.write_first(file, entry)
             }
             _ => Err(order()),
@@ -194,18 +194,18 @@ impl Draft {
 
     fn add_root(&mut self, entry: TreeEntry) -> Result<(), PushError> {
         if !entry.path.is_empty() {
-            return Err(PushError::Order { path: to_text(&entry.path) });
+            return Err(PushError::Order { path: path_text(&entry.path) });
         }
         match entry.mode & libc::S_IFMT {
             libc::S_IFDIR => {
-                fs::create_dir(&self.path).map_err(failed("make", b"the root"))?;
+                fs::create_dir(&self.path).map_err(failed("create", b"the root"))?;
                 let root = open_directory(&self.path).map_err(failed("open", b"the root"))?;
                 set_owner_and_mode(&root, &entry)?;
                 self.root = Some(DraftRoot::Directory(root));
                 Ok(())
             }
             libc::S_IFREG => {
-                let file = File::create_new(&self.path).map_err(failed("make", b"the root"))?;
+                let file = File::create_new(&self.path).map_err(failed("create", b"the root"))?;
                 self.root = Some(DraftRoot::File);
                 self.write_first(file.into(), entry)
             }
@@ -224,16 +224,16 @@ impl Draft {
 
     /// Returns the file that containers see at this path, if it has the same content, mode and owner.
     fn find_same(&self, entry: &TreeEntry) -> Option<OwnedFd> {
-        let (_, old) = self.old.as_ref()?;
+        let (_, current) = self.current.as_ref()?;
         let at = entry.path.iter().position(|byte| *byte == b'/')?;
         let first = entry.path.get(..at)?;
         let path = entry.path.get(at + 1..)?;
         if entry.more || !is_data_directory(first) {
             return None;
         }
-        let file = File::from(open_beneath(old, path, OFlag::O_RDONLY | OFlag::O_NONBLOCK, 0).ok()?);
-        let there = file.metadata().ok()?;
-        let numbers = (there.mode(), there.uid(), there.gid(), there.len());
+        let file = File::from(open_beneath(current, path, OFlag::O_RDONLY | OFlag::O_NONBLOCK, 0).ok()?);
+        let metadata = file.metadata().ok()?;
+        let numbers = (metadata.mode(), metadata.uid(), metadata.gid(), metadata.len());
         if numbers != (entry.mode, entry.uid, entry.gid, entry.data.len() as u64) {
             return None;
         }
@@ -243,22 +243,22 @@ impl Draft {
     }
 
     /// Swaps the volume in, so that containers see it.
-    pub fn swap_in(mut self) -> Result<(), PushError> {
+    pub fn publish(mut self) -> Result<(), PushError> {
         if self.root.is_none() || self.file.is_some() {
             return Err(PushError::Short { name: self.claim.name.clone() });
         }
-        self.last = None;
-        match fs::symlink_metadata(&self.shown) {
+        self.last_directory = None;
+        match fs::symlink_metadata(&self.published) {
             Err(_nothing_there) => {
                 if let Some(data) = read_data_link(&self.path)
                     && !self.path.join(OsStr::from_bytes(&data)).is_dir()
                 {
                     return Err(PushError::NoData { name: self.claim.name.clone() });
                 }
-                fs::rename(&self.path, &self.shown).map_err(failed("show", self.claim.name.as_bytes()))
+                fs::rename(&self.path, &self.published).map_err(failed("publish", self.claim.name.as_bytes()))
             }
-            Ok(_) => match (read_data_link(&self.path), read_data_link(&self.shown)) {
-                (Some(data), Some(_)) if is_data_directory(&data) => self.replace_shown(&data),
+            Ok(_) => match (read_data_link(&self.path), read_data_link(&self.published)) {
+                (Some(data), Some(_)) if is_data_directory(&data) => self.replace_published(&data),
                 // A volume without ..data that was written before, but whose answer was lost.
                 (None, None) => Ok(()),
                 _ => Err(PushError::Exists { name: self.claim.name.clone() }),
@@ -267,49 +267,49 @@ impl Draft {
     }
 
     /// Replaces what containers see by what was written.
-    fn replace_shown(&self, data: &[u8]) -> Result<(), PushError> {
-        let (new, old) = (&self.path, &self.shown);
+    fn replace_published(&self, data: &[u8]) -> Result<(), PushError> {
+        let (new, published) = (&self.path, &self.published);
         let at = |what, name: &OsStr| failed::<io::Error>(what, name.as_bytes());
         let name = OsStr::from_bytes(data);
-        let current = self.old.as_ref().is_some_and(|(current, _)| current == data);
-        if !current {
+        let unchanged = self.current.as_ref().is_some_and(|(current, _)| current == data);
+        if !unchanged {
             if !new.join(name).is_dir() {
                 return Err(PushError::NoData { name: self.claim.name.clone() });
             }
-            remove_tree(&old.join(name))?;
-            fs::rename(new.join(name), old.join(name)).map_err(at("show", name))?;
-            remove_tree(&old.join(NEW_DATA))?;
-            std::os::unix::fs::symlink(name, old.join(NEW_DATA)).map_err(at("link", name))?;
-            fs::rename(old.join(NEW_DATA), old.join(DATA)).map_err(at("link", name))?;
+            remove_tree(&published.join(name))?;
+            fs::rename(new.join(name), published.join(name)).map_err(at("publish", name))?;
+            remove_tree(&published.join(NEW_DATA))?;
+            std::os::unix::fs::symlink(name, published.join(NEW_DATA)).map_err(at("link", name))?;
+            fs::rename(published.join(NEW_DATA), published.join(DATA)).map_err(at("link", name))?;
         }
         let mut kept = BTreeSet::from([OsString::from(DATA), name.to_owned()]);
         for link in list_names(new)? {
             if kept.contains(&link) {
                 continue;
             }
-            let [there, here] = [old, new].map(|directory| fs::read_link(directory.join(&link)).ok());
-            if here.is_some() && here != there {
-                renameat(AT_FDCWD, &new.join(&link), AT_FDCWD, &old.join(&link))
-                    .map_err(|error| at("show", &link)(error.into()))?;
+            let [old_target, new_target] = [published, new].map(|directory| fs::read_link(directory.join(&link)).ok());
+            if new_target.is_some() && new_target != old_target {
+                renameat(AT_FDCWD, &new.join(&link), AT_FDCWD, &published.join(&link))
+                    .map_err(|error| at("publish", &link)(error.into()))?;
             }
             kept.insert(link);
         }
-        for gone in list_names(old)?.difference(&kept) {
-            remove_tree(&old.join(gone))?;
+        for obsolete in list_names(published)?.difference(&kept) {
+            remove_tree(&published.join(obsolete))?;
         }
         if let Some(DraftRoot::Directory(written)) = &self.root {
             let written = File::from(written.try_clone().map_err(at("open", name))?);
-            let metadata = written.metadata().map_err(at("look at", name))?;
-            let shown = open_directory(old).map_err(failed("open", b"the root"))?;
+            let metadata = written.metadata().map_err(at("inspect", name))?;
+            let root = open_directory(published).map_err(failed("open", b"the root"))?;
             let entry =
                 TreeEntry { mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid(), ..Default::default() };
-            set_owner_and_mode(&shown, &entry)?;
+            set_owner_and_mode(&root, &entry)?;
         }
         Ok(())
     }
 }
 
-impl Drop for Draft {
+impl Drop for VolumeDraft {
     fn drop(&mut self) {
         if let Err(error) = remove_tree(&self.path) {
             tracing::warn!("cannot remove an incomplete volume: {}", nacelle_base::Chain(&error));
@@ -328,16 +328,16 @@ fn read_data_link(volume: &Path) -> Option<Vec<u8>> {
     readlinkat(&volume, DATA).ok().map(OsStringExt::into_vec)
 }
 
-fn owner_of(entry: &TreeEntry) -> (Option<Uid>, Option<Gid>) {
+fn entry_owner(entry: &TreeEntry) -> (Option<Uid>, Option<Gid>) {
     (Some(Uid::from_raw(entry.uid)), Some(Gid::from_raw(entry.gid)))
 }
 
 /// Sets the owner, then the permissions, of which a change of the owner may clear some.
 fn set_owner_and_mode(what: &OwnedFd, entry: &TreeEntry) -> Result<(), PushError> {
-    let (uid, gid) = owner_of(entry);
-    let given = fchown(what, uid, gid);
-    let given = given.and_then(|()| fchmod(what, Mode::from_bits_truncate(entry.mode & 0o7777)));
-    given.map_err(failed("give away", &entry.path))
+    let (uid, gid) = entry_owner(entry);
+    let result = fchown(what, uid, gid);
+    let result = result.and_then(|()| fchmod(what, Mode::from_bits_truncate(entry.mode & 0o7777)));
+    result.map_err(failed("set the owner of", &entry.path))
 }
 
 /// Links an open file to a further name.

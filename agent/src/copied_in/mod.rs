@@ -3,14 +3,14 @@
 //! `draft` writes a volume and swaps it in. Containers see the volumes read-only, but one with many capabilities can change them
 //! all the same, so no link in them is followed.
 
-mod busy;
+mod claim;
 mod draft;
 mod error;
 
-pub use draft::Draft;
+pub use draft::VolumeDraft;
 pub use error::PushError;
 
-use busy::{BusyNames, VolumeClaim};
+use claim::{ClaimedNames, VolumeClaim};
 use nacelle_base::push;
 use nix::mount::{MsFlags, mount};
 use std::fs;
@@ -19,37 +19,41 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Options of the tmpfs of all volumes: half of the guest's memory and so many files, directories and links at most.
-const OPTIONS: &str = "mode=755,size=50%,nr_inodes=262144";
+const TMPFS_OPTIONS: &str = "mode=755,size=50%,nr_inodes=262144";
 
 /// The copied-in volumes of the pod.
 #[derive(Clone, Debug)]
-pub struct Volumes {
+pub struct CopiedInVolumes {
     directory: PathBuf,
     mounted: Arc<Mutex<bool>>,
-    busy: BusyNames,
+    claimed: ClaimedNames,
 }
 
-impl Default for Volumes {
-    fn default() -> Volumes {
-        Volumes { directory: push::DIRECTORY.into(), mounted: Arc::default(), busy: BusyNames::default() }
+impl Default for CopiedInVolumes {
+    fn default() -> CopiedInVolumes {
+        CopiedInVolumes { directory: push::DIRECTORY.into(), mounted: Arc::default(), claimed: ClaimedNames::default() }
     }
 }
 
-impl Volumes {
+impl CopiedInVolumes {
     /// Volumes in an existing directory, which is not mounted.
     #[cfg(test)]
-    fn below(directory: &std::path::Path) -> Volumes {
-        Volumes { directory: directory.to_owned(), mounted: Arc::new(Mutex::new(true)), busy: BusyNames::default() }
+    fn in_directory(directory: &std::path::Path) -> CopiedInVolumes {
+        CopiedInVolumes {
+            directory: directory.to_owned(),
+            mounted: Arc::new(Mutex::new(true)),
+            claimed: ClaimedNames::default(),
+        }
     }
 
     /// Checks the name, mounts the tmpfs on the first call, and claims the volume.
     fn claim(&self, name: &str) -> Result<VolumeClaim, PushError> {
-        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-        if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(plain) {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(is_plain) {
             return Err(PushError::Name { name: name.chars().take(140).collect() });
         }
         self.mount_once()?;
-        self.busy.claim(name).ok_or_else(|| PushError::Busy { name: name.to_owned() })
+        self.claimed.claim(name).ok_or_else(|| PushError::Busy { name: name.to_owned() })
     }
 
     fn mount_once(&self) -> Result<(), PushError> {
@@ -58,17 +62,17 @@ impl Volumes {
             return Ok(());
         }
         let failed = |what| move |source| PushError::Directory { what, source };
-        fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory).map_err(failed("make"))?;
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory).map_err(failed("create"))?;
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-        mount(Some("pushed"), &self.directory, Some("tmpfs"), flags, Some(OPTIONS))
+        mount(Some("pushed"), &self.directory, Some("tmpfs"), flags, Some(TMPFS_OPTIONS))
             .map_err(|error| failed("mount")(error.into()))?;
         *mounted = true;
         Ok(())
     }
 
     /// Begins to write a volume, or its next state.
-    pub fn begin(&self, name: &str) -> Result<Draft, PushError> {
-        Draft::begin(&self.directory, self.claim(name)?)
+    pub fn begin(&self, name: &str) -> Result<VolumeDraft, PushError> {
+        VolumeDraft::begin(&self.directory, self.claim(name)?)
     }
 
     /// Removes a volume. Succeeds if there is none of that name.

@@ -8,19 +8,25 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum PushError {
-    #[error("{name:?} is no name of a volume: 1 to 128 letters, digits, '_', '-' and '.' are, not starting with '.'")]
+    #[error(
+        "invalid volume name {name:?}: 1 to 128 letters, digits, '_', '-' and '.' are allowed, not starting with '.'"
+    )]
     Name { name: String },
     #[error("the volume {name} is being written already")]
     Busy { name: String },
     #[error("the volume {name} was not sent completely")]
     Short { name: String },
-    #[error("{path:?} is no path in a volume: at most {MAX_PATH} bytes and {MAX_DEPTH} names without . and .. are")]
+    #[error(
+        "invalid path {path:?} in a volume: at most {MAX_PATH} bytes and {MAX_DEPTH} names other than . and .. are allowed"
+    )]
     Path { path: String },
-    #[error("{path:?} comes before its directory, or for the second time, or is no file, directory or link")]
+    #[error(
+        "cannot add {path:?} to a volume: its directory is missing, it exists already, or it is not a file, directory or link"
+    )]
     Order { path: String },
     #[error("the volume has more than {MAX_ENTRIES} files, directories and links, or {MAX_BYTES} bytes")]
     TooMuch,
-    #[error("the volume {name} exists, and is not one that can be updated")]
+    #[error("cannot update the volume {name}: it exists without kubelet's layout")]
     Exists { name: String },
     #[error("the volume {name} has a link ..data without its target")]
     NoData { name: String },

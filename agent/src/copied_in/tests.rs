@@ -38,17 +38,17 @@ fn live(data: &str, files: &[(&str, &str)]) -> Vec<TreeEntry> {
     entries
 }
 
-fn push(volumes: &Volumes, name: &str, entries: Vec<TreeEntry>) -> Result<(), PushError> {
+fn push(volumes: &CopiedInVolumes, name: &str, entries: Vec<TreeEntry>) -> Result<(), PushError> {
     let mut draft = volumes.begin(name)?;
     for entry in entries {
         draft.add(vec![entry])?;
     }
-    draft.swap_in()
+    draft.publish()
 }
 
-fn volumes() -> (tempfile::TempDir, Volumes) {
+fn volumes() -> (tempfile::TempDir, CopiedInVolumes) {
     let outer = tempfile::tempdir().unwrap();
-    let volumes = Volumes::below(outer.path());
+    let volumes = CopiedInVolumes::in_directory(outer.path());
     (outer, volumes)
 }
 
@@ -60,7 +60,7 @@ fn names(path: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_volume_is_shown_whole_and_changes_whole() {
+fn a_volume_is_published_and_updated_atomically() {
     let (home, volumes) = volumes();
     let at = home.path().join("conf");
     push(&volumes, "conf", live("..1", &[("a", "one"), ("gone", "soon"), ("same", "same")])).unwrap();
@@ -104,7 +104,7 @@ fn a_watch_of_the_directory_reports_the_change() {
 }
 
 #[test]
-fn another_owner_mode_or_size_is_another_file() {
+fn a_changed_owner_mode_or_size_creates_a_new_file() {
     let (home, volumes) = volumes();
     push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
     let before = fs::metadata(home.path().join("conf/a")).unwrap().ino();
@@ -116,7 +116,7 @@ fn another_owner_mode_or_size_is_another_file() {
 }
 
 #[test]
-fn half_a_volume_is_none() {
+fn an_incomplete_volume_is_not_published() {
     let (home, volumes) = volumes();
     push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
     let mut draft = volumes.begin("conf").unwrap();
@@ -128,7 +128,7 @@ fn half_a_volume_is_none() {
         (vec!["conf".into()], vec!["..1".into(), DATA.into(), "a".to_owned()])
     );
     // Incomplete volumes: no root, half a file, a link to files that were not sent.
-    assert!(matches!(volumes.begin("x").unwrap().swap_in(), Err(PushError::Short { .. })));
+    assert!(matches!(volumes.begin("x").unwrap().publish(), Err(PushError::Short { .. })));
     let half = TreeEntry { more: true, ..file("", "half") };
     assert!(matches!(push(&volumes, "x", vec![half]), Err(PushError::Short { .. })));
     for name in ["x", "conf"] {
@@ -160,7 +160,7 @@ fn nothing_is_written_elsewhere() {
         assert!(matches!(volumes.begin(name), Err(PushError::Name { .. })), "{name:?}");
     }
     let to = out.path().to_str().unwrap();
-    for (bad, kind) in [
+    for (invalid, kind) in [
         (file("/abs", ""), Kind::Invalid),
         (file("../x", ""), Kind::Invalid),
         (file("a//b", ""), Kind::Invalid),
@@ -176,8 +176,8 @@ fn nothing_is_written_elsewhere() {
         (file(&"x/".repeat(MAX_DEPTH + 1), ""), Kind::Invalid),
         (file("nul\0", ""), Kind::Invalid),
     ] {
-        let what = format!("{bad:?}");
-        let error = push(&volumes, "v", vec![directory(""), link("l", to), bad]).unwrap_err();
+        let what = format!("{invalid:?}");
+        let error = push(&volumes, "v", vec![directory(""), link("l", to), invalid]).unwrap_err();
         assert_eq!(error.kind(), kind, "{what}: {error}");
     }
     assert_eq!((names(out.path()), names(home.path())), (vec![], vec![]));
@@ -194,7 +194,7 @@ fn nothing_is_written_elsewhere() {
 }
 
 #[test]
-fn there_is_a_limit_to_everything() {
+fn entries_bytes_and_paths_are_limited() {
     let (home, volumes) = volumes();
     let mut draft = volumes.begin("v").unwrap();
     draft.add(vec![directory("")]).unwrap();
@@ -223,11 +223,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
     /// No entries leave anything but the volume that is swapped in, and nothing is written outside.
     #[test]
-    fn no_entries_make_it_leave_its_place(pushes in prop::collection::vec(prop::collection::vec(any_entry(), 0..8), 1..4)) {
+    fn no_entries_are_written_outside_the_volume(pushes in prop::collection::vec(prop::collection::vec(any_entry(), 0..8), 1..4)) {
         let outer = tempfile::tempdir().unwrap();
         let home = outer.path().join("home");
         fs::create_dir(&home).unwrap();
-        let volumes = Volumes::below(&home);
+        let volumes = CopiedInVolumes::in_directory(&home);
         for entries in pushes {
             let _ = push(&volumes, "v", [vec![directory("")], entries].concat());
         }
