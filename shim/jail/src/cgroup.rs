@@ -9,16 +9,16 @@ use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The mount point of the node's cgroup file systems.
-const ROOT: &str = "/sys/fs/cgroup";
+const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 /// The hierarchies of cgroup v1 that account or limit what a pod process uses; cpuset would need values first. `unified` is
 /// the hierarchy of v2 besides them, which can kill whole cgroups.
-const V1: [&str; 7] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio", "unified"];
+const V1_HIERARCHIES: [&str; 7] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio", "unified"];
 /// The limit for the killed processes of a cgroup to end.
-const LIMIT: Duration = Duration::from_secs(20);
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Returns the cgroup's directory in each hierarchy of this node; none for a path that would lead out of them.
 pub fn directories(group: &Path) -> Vec<PathBuf> {
-    directories_below(Path::new(ROOT), group)
+    directories_below(Path::new(CGROUP_ROOT), group)
 }
 
 fn directories_below(root: &Path, group: &Path) -> Vec<PathBuf> {
@@ -36,7 +36,7 @@ fn directories_below(root: &Path, group: &Path) -> Vec<PathBuf> {
     if is_v2(root) {
         return vec![root.join(below)];
     }
-    let trees = V1.iter().map(|name| root.join(name));
+    let trees = V1_HIERARCHIES.iter().map(|name| root.join(name));
     // A name that is a symbolic link refers to a hierarchy that is in the list too.
     let trees = trees.filter(|tree| tree.symlink_metadata().is_ok_and(|tree| tree.is_dir()));
     trees.filter(|tree| tree.join("cgroup.procs").exists()).map(|tree| tree.join(&below)).collect()
@@ -44,7 +44,7 @@ fn directories_below(root: &Path, group: &Path) -> Vec<PathBuf> {
 
 /// Returns the memory limit in bytes of a cgroup and its ancestors; `None` if there is no limit, or no such cgroup.
 pub fn memory_limit(group: &Path) -> Option<u64> {
-    memory_limit_below(Path::new(ROOT), group)
+    memory_limit_below(Path::new(CGROUP_ROOT), group)
 }
 
 fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
@@ -53,19 +53,19 @@ fn memory_limit_below(root: &Path, group: &Path) -> Option<u64> {
         // cgroup v1 reports a cgroup without a limit as the largest possible number of pages.
         Some(limit).filter(|limit| *limit < i64::MAX as u64 / 2)
     };
-    least_below(root, group, |directory| {
+    smallest_limit(root, group, |directory| {
         ["memory.max", "memory.limit_in_bytes"].into_iter().filter_map(|file| limit(directory, file)).min()
     })
 }
 
 /// Returns the CPU limit in thousandths of a CPU of a cgroup and its ancestors; `None` if there is no limit, or no such cgroup.
 pub fn cpu_limit(group: &Path) -> Option<u64> {
-    cpu_limit_below(Path::new(ROOT), group)
+    cpu_limit_below(Path::new(CGROUP_ROOT), group)
 }
 
 fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
     let read = |directory: &Path, file: &str| fs::read_to_string(directory.join(file)).ok();
-    least_below(root, group, |directory| {
+    smallest_limit(root, group, |directory| {
         // Quota and period are in one file of cgroup v2, in two of v1. Without a limit the quota is "max", or negative.
         let text = read(directory, "cpu.max")
             .or_else(|| Some([read(directory, "cpu.cfs_quota_us")?, read(directory, "cpu.cfs_period_us")?].concat()))?;
@@ -76,10 +76,11 @@ fn cpu_limit_below(root: &Path, group: &Path) -> Option<u64> {
 }
 
 /// Returns the smallest limit of a cgroup and its ancestors, in all hierarchies.
-fn least_below(root: &Path, group: &Path, limit: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
+fn smallest_limit(root: &Path, group: &Path, limit: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
     let directories = directories_below(root, group);
-    let within =
-        directories.iter().flat_map(|directory| directory.ancestors().take_while(|above| above.starts_with(root)));
+    let within = directories
+        .iter()
+        .flat_map(|directory| directory.ancestors().take_while(|ancestors| ancestors.starts_with(root)));
     within.filter(|directory| *directory != root).filter_map(limit).min()
 }
 
@@ -99,12 +100,12 @@ pub struct Usage {
 /// Returns the resource usage of the cgroup of a process, including child cgroups, given the text of its /proc/PID/cgroup.
 /// If that cgroup is named `part`, its parent is used. Returns `None` without the needed controllers.
 pub fn usage(groups: &str, part: &str) -> Option<Usage> {
-    usage_below(Path::new(ROOT), groups, part)
+    usage_below(Path::new(CGROUP_ROOT), groups, part)
 }
 
 fn usage_below(root: &Path, groups: &str, part: &str) -> Option<Usage> {
     // With cgroup v1 a process may be in another cgroup in each hierarchy; with v2 no controller is named.
-    let with = |controller: &str, file: &str| {
+    let directory_of = |controller: &str, file: &str| {
         let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1));
         let group = lines.find_map(|mut line| {
             let (controllers, group) = (line.next()?, line.next()?);
@@ -124,21 +125,21 @@ fn usage_below(root: &Path, groups: &str, part: &str) -> Option<Usage> {
         names.iter().map(of).try_fold(0_u64, |sum, one| Some(sum.saturating_add(one?)))
     };
     let group = |current: &str, peak: &str, anonymous: &[&str]| {
-        let directory = with("memory", current)?;
+        let directory = directory_of("memory", current)?;
         let memory_bytes = number(&directory, current)?;
         Some((memory_bytes, lines(&directory, "memory.stat", anonymous)?, number(&directory, peak)))
     };
     let (memory_bytes, anonymous_bytes, peak_bytes) = group("memory.current", "memory.peak", &["anon", "shmem"])
         .or_else(|| group("memory.usage_in_bytes", "memory.max_usage_in_bytes", &["total_rss", "total_shmem"]))?;
-    let micros = || lines(&with("cpu", "cpu.stat")?, "cpu.stat", &["usage_usec"])?.checked_mul(1000);
-    let cpu_nanos = micros().or_else(|| number(&with("cpuacct", "cpuacct.usage")?, "cpuacct.usage"))?;
+    let micros = || lines(&directory_of("cpu", "cpu.stat")?, "cpu.stat", &["usage_usec"])?.checked_mul(1000);
+    let cpu_nanos = micros().or_else(|| number(&directory_of("cpuacct", "cpuacct.usage")?, "cpuacct.usage"))?;
     Some(Usage { cpu_nanos, memory_bytes, anonymous_bytes, peak_bytes })
 }
 
 /// Returns how many processes of a cgroup the OOM killer has killed, because of the cgroup's limit or because the node ran
 /// out of memory; child cgroups do not count.
 pub fn oom_kills(group: &Path) -> u64 {
-    oom_kills_below(Path::new(ROOT), group)
+    oom_kills_below(Path::new(CGROUP_ROOT), group)
 }
 
 fn oom_kills_below(root: &Path, group: &Path) -> u64 {
@@ -157,11 +158,12 @@ pub fn join(group: &Path) -> Result<(), FileError> {
     for directory in directories(group) {
         let file = directory.join("cgroup.procs");
         let missing = !directory.exists();
-        let made = fs::create_dir_all(&directory).map_err(at("create", &directory));
-        if missing && made.is_ok() {
-            hand_down(group);
+        let created = fs::create_dir_all(&directory).map_err(at("create", &directory));
+        if missing && created.is_ok() {
+            enable_controllers(group);
         }
-        let joined = made.and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
+        let joined =
+            created.and_then(|()| fs::write(&file, std::process::id().to_string()).map_err(at("write", &file)));
         if let Err(error) = joined {
             // The cgroup was just created, and would stay empty.
             let _ = fs::remove_dir(&directory);
@@ -174,19 +176,19 @@ pub fn join(group: &Path) -> Result<(), FileError> {
 /// Enables the controllers of cgroup v2 in all ancestors of the cgroup, as far as the node allows, because a cgroup can
 /// limit only what its ancestors have enabled. An ancestor with processes of its own enables nothing more: with threaded
 /// controllers alone it would become a threaded domain, whose children cannot have processes (cgroup-v2.rst, "Threads").
-pub fn hand_down(group: &Path) {
-    hand_down_below(Path::new(ROOT), group);
+pub fn enable_controllers(group: &Path) {
+    enable_controllers_below(Path::new(CGROUP_ROOT), group);
 }
 
-fn hand_down_below(root: &Path, group: &Path) {
+fn enable_controllers_below(root: &Path, group: &Path) {
     if !is_v2(root) {
         return;
     }
     let Some(directory) = directories_below(root, group).pop() else { return };
-    let mut above: Vec<&Path> =
+    let mut ancestors: Vec<&Path> =
         directory.ancestors().skip(1).take_while(|directory| directory.starts_with(root)).collect();
-    above.reverse();
-    for directory in above {
+    ancestors.reverse();
+    for directory in ancestors {
         let Ok(controllers) = fs::read_to_string(directory.join("cgroup.controllers")) else { return };
         // Only the node's root cgroup, which has no type, may have both processes and enabled controllers.
         let with_processes =
@@ -206,9 +208,9 @@ fn hand_down_below(root: &Path, group: &Path) {
 pub fn remove(group: &Path) -> Result<(), FileError> {
     let directories = directories(group);
     for directory in &directories {
-        kill_all(directory);
+        kill_processes(directory);
     }
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + REMOVE_TIMEOUT;
     let mut first = Ok(());
     for directory in directories {
         loop {
@@ -216,7 +218,7 @@ pub fn remove(group: &Path) -> Result<(), FileError> {
                 Ok(()) => break,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => break,
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
-                    kill_all(&directory);
+                    kill_processes(&directory);
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => {
@@ -248,9 +250,9 @@ fn is_v2(root: &Path) -> bool {
 }
 
 /// Kills the processes of a cgroup and its children. A process that is missed is killed when removing the cgroup fails.
-fn kill_all(directory: &Path) {
-    let at_once = fs::OpenOptions::new().write(true).open(directory.join("cgroup.kill"));
-    if at_once.and_then(|mut file| io::Write::write_all(&mut file, b"1")).is_ok() {
+fn kill_processes(directory: &Path) {
+    let kill_file = fs::OpenOptions::new().write(true).open(directory.join("cgroup.kill"));
+    if kill_file.and_then(|mut file| io::Write::write_all(&mut file, b"1")).is_ok() {
         return;
     }
     // This file does not exist before Linux 5.14, nor in cgroup v1.
@@ -267,7 +269,7 @@ fn kill_all(directory: &Path) {
     }
     for below in fs::read_dir(directory).into_iter().flatten().flatten() {
         if below.file_type().is_ok_and(|kind| kind.is_dir()) {
-            kill_all(&below.path());
+            kill_processes(&below.path());
         }
     }
 }
@@ -338,7 +340,7 @@ mod tests {
                 fs::write(directory.join("cgroup.type"), "domain\n").unwrap();
             }
         }
-        hand_down_below(root.path(), Path::new("a/b/c/d"));
+        enable_controllers_below(root.path(), Path::new("a/b/c/d"));
         let handed = |group: &str| fs::read_to_string(root.path().join(group).join("cgroup.subtree_control")).ok();
         assert_eq!(
             ["", "a", "a/b", "a/b/c"].map(handed),
@@ -383,7 +385,7 @@ mod tests {
         for (group, child) in ["", "below"].iter().zip(&killed) {
             fs::write(directory.path().join(group).join("cgroup.procs"), format!("{}\n", child.id())).unwrap();
         }
-        kill_all(directory.path());
+        kill_processes(directory.path());
         for child in &mut killed {
             assert!(!child.wait().unwrap().success());
         }

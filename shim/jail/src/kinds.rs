@@ -66,5 +66,5 @@ pub enum Profile {
     InProcess,
     /// The process starts another program (QEMU), which inherits the process's filter: it only forbids what neither needs.
     /// Threads that start no program have the same lists as with `InProcess`.
-    Spawns,
+    StartsPrograms,
 }

@@ -2,21 +2,21 @@
 //! knows no pods, engines or devices, and depends only on `base` inside Nacelle. docs/contributor/jail.md lists what
 //! remains accessible, and why.
 //!
-//! Every thread that serves a guest must be started with [`spawn`], which gives it the filter of its kind; before [`arm`]
+//! Every thread that serves a guest must be started with [`spawn`], which gives it the filter of its kind; before [`install_process_filter`]
 //! it just starts a thread.
 
 pub mod cgroup;
 mod enter;
 mod kinds;
+mod mount_namespace;
 mod seccomp;
 mod spawn;
 mod sys;
 mod table;
-mod walls;
 
-pub use enter::{JailError, Plan, close_inherited, confine, enter};
+pub use enter::{JailError, JailPlan, close_inherited, confine, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
-pub use seccomp::{SeccompError, arm, arm_single, thread};
+pub use mount_namespace::{Access, MountNamespaceError, VisiblePath};
+pub use seccomp::{SeccompError, filter_thread, install_process_filter, install_single_thread_filter};
 pub use spawn::spawn;
-pub use table::{Allow, Only, alone, forbidden, table};
-pub use walls::{Access, Place, WallError};
+pub use table::{ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_when_single_threaded};

@@ -30,28 +30,28 @@ pub enum Access {
 
 /// A file or directory that stays visible to the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct VisiblePath {
     /// The absolute path.
     pub path: PathBuf,
     /// The path at which the process sees it, if that differs.
-    pub shown: Option<PathBuf>,
+    pub visible_as: Option<PathBuf>,
     /// The access of the process.
     pub access: Access,
     /// If the path is missing, the process cannot work; other paths may be missing on a node.
-    pub needed: bool,
+    pub is_required: bool,
 }
 
-impl Place {
-    fn name(&self) -> &Path {
-        self.shown.as_deref().unwrap_or(&self.path)
+impl VisiblePath {
+    fn visible_path(&self) -> &Path {
+        self.visible_as.as_deref().unwrap_or(&self.path)
     }
 }
 
 /// The mount namespace cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} {}", path.display())]
-pub struct WallError {
-    /// The step: "open", "show", "remove", "leave".
+pub struct MountNamespaceError {
+    /// The step: "open", "bind-mount", "remove", "leave".
     pub what: &'static str,
     /// The path.
     pub path: PathBuf,
@@ -59,85 +59,91 @@ pub struct WallError {
     pub source: io::Error,
 }
 
-fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> WallError {
+fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> MountNamespaceError {
     let path = path.to_owned();
-    move |source| WallError { what, path, source: source.into() }
+    move |source| MountNamespaceError { what, path, source: source.into() }
 }
 
-/// An opened place that will be mounted in the new root.
-struct Source {
-    place: Place,
+/// An opened path that will be mounted in the new root.
+struct OpenedPath {
+    spec: VisiblePath,
     /// The target of a symbolic link, which is recreated as a link.
     link: Option<PathBuf>,
     handle: Option<OwnedFd>,
-    directory: bool,
+    is_directory: bool,
     /// The parent directory, if the name must be removed.
     parent: Option<OwnedFd>,
 }
 
-/// Replaces the root by one that contains only these places. `scaffold` is a directory on which the new root is mounted
-/// while it is built; it may be one of the places.
-pub(crate) fn build(mut places: Vec<Place>, scaffold: &Path) -> Result<(), WallError> {
+/// Replaces the root by one that contains only these paths. `mount_point` is a directory on which the new root is mounted
+/// while it is built; it may be one of the paths.
+pub(crate) fn enter_new_root(mut paths: Vec<VisiblePath>, mount_point: &Path) -> Result<(), MountNamespaceError> {
     let root = Path::new("/");
     unshare(CloneFlags::CLONE_NEWNS).map_err(failed("leave", root))?;
     mount(None::<&str>, root, None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
         .map_err(failed("leave", root))?;
-    // A place inside another place is mounted after it.
-    places.sort_by_key(|place| place.name().components().count());
-    let sources: Vec<Source> =
-        places.into_iter().map(find).collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect();
+    // A path inside another one is mounted after it.
+    paths.sort_by_key(|path_spec| path_spec.visible_path().components().count());
+    let sources: Vec<OpenedPath> =
+        paths.into_iter().map(open_path).collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect();
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-    mount(Some("nacelle"), scaffold, Some("tmpfs"), flags, Some("mode=0755,size=1m"))
-        .map_err(failed("make a root on", scaffold))?;
+    mount(Some("nacelle"), mount_point, Some("tmpfs"), flags, Some("mode=0755,size=1m"))
+        .map_err(failed("mount a new root on", mount_point))?;
     for source in &sources {
-        show(source, scaffold)?;
+        bind_path(source, mount_point)?;
     }
     for source in &sources {
-        if let (Some(parent), Some(name)) = (&source.parent, source.place.path.file_name()) {
-            unlinkat(parent, name, UnlinkatFlags::NoRemoveDir).map_err(failed("remove", &source.place.path))?;
+        if let (Some(parent), Some(name)) = (&source.parent, source.spec.path.file_name()) {
+            unlinkat(parent, name, UnlinkatFlags::NoRemoveDir).map_err(failed("remove", &source.spec.path))?;
         }
     }
     drop(sources);
     mount(
         None::<&str>,
-        scaffold,
+        mount_point,
         None::<&str>,
         flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY,
         None::<&str>,
     )
-    .map_err(failed("close", scaffold))?;
+    .map_err(failed("make read-only", mount_point))?;
     // The old root is now stacked on the new one, and is unmounted.
-    chdir(scaffold).map_err(failed("enter", scaffold))?;
+    chdir(mount_point).map_err(failed("enter", mount_point))?;
     pivot_root(".", ".").map_err(failed("leave", root))?;
     umount2(".", MntFlags::MNT_DETACH).map_err(failed("leave", root))?;
     chdir(root).map_err(failed("enter", root))
 }
 
-/// Opens a place; returns `None` if it is missing and not needed.
-fn find(place: Place) -> Result<Option<Source>, WallError> {
-    let metadata = match fs::symlink_metadata(&place.path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && !place.needed => return Ok(None),
-        other => other.map_err(failed("open", &place.path))?,
+/// Opens a path; returns `None` if it is missing and not required.
+fn open_path(path_spec: VisiblePath) -> Result<Option<OpenedPath>, MountNamespaceError> {
+    let metadata = match fs::symlink_metadata(&path_spec.path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && !path_spec.is_required => return Ok(None),
+        other => other.map_err(failed("open", &path_spec.path))?,
     };
     // Programs refer to each other through symbolic links (such as /lib); all other links are resolved.
-    if metadata.is_symlink() && place.access == Access::Execute {
-        let link = fs::read_link(&place.path).map_err(failed("open", &place.path))?;
-        return Ok(Some(Source { place, link: Some(link), handle: None, directory: false, parent: None }));
+    if metadata.is_symlink() && path_spec.access == Access::Execute {
+        let link = fs::read_link(&path_spec.path).map_err(failed("open", &path_spec.path))?;
+        return Ok(Some(OpenedPath {
+            spec: path_spec,
+            link: Some(link),
+            handle: None,
+            is_directory: false,
+            parent: None,
+        }));
     }
-    let metadata = fs::metadata(&place.path).map_err(failed("open", &place.path))?;
+    let metadata = fs::metadata(&path_spec.path).map_err(failed("open", &path_spec.path))?;
     let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
     let handle =
-        |path: &Path| retry_interrupted(|| open(path, flags, Mode::empty())).map_err(failed("open", &place.path));
-    let parent = place.path.parent().filter(|_| place.access == Access::Take).map(&handle).transpose()?;
-    let own = Some(handle(&place.path)?);
-    Ok(Some(Source { place, link: None, handle: own, directory: metadata.is_dir(), parent }))
+        |path: &Path| retry_interrupted(|| open(path, flags, Mode::empty())).map_err(failed("open", &path_spec.path));
+    let parent = path_spec.path.parent().filter(|_| path_spec.access == Access::Take).map(&handle).transpose()?;
+    let own = Some(handle(&path_spec.path)?);
+    Ok(Some(OpenedPath { spec: path_spec, link: None, handle: own, is_directory: metadata.is_dir(), parent }))
 }
 
-/// Mounts a place below the new root.
-fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
-    let path = source.place.name();
-    let target = scaffold.join(path.strip_prefix("/").unwrap_or(path));
-    let failed = |error: io::Error| failed("show", path)(error);
+/// Bind-mounts a path below the new root.
+fn bind_path(source: &OpenedPath, mount_point: &Path) -> Result<(), MountNamespaceError> {
+    let path = source.spec.visible_path();
+    let target = mount_point.join(path.strip_prefix("/").unwrap_or(path));
+    let failed = |error: io::Error| failed("bind-mount", path)(error);
     if let Some(parent) = target.parent() {
         DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(failed)?;
     }
@@ -145,24 +151,24 @@ fn show(source: &Source, scaffold: &Path) -> Result<(), WallError> {
         return std::os::unix::fs::symlink(link, &target).map_err(failed);
     }
     let Some(handle) = &source.handle else { return Ok(()) };
-    // The mount point may exist already inside another place.
-    if source.directory {
+    // The mount point may exist already inside another path.
+    if source.is_directory {
         DirBuilder::new().recursive(true).mode(0o755).create(&target).map_err(failed)?;
     } else if !target.exists() {
         fs::File::create(&target).map_err(failed)?;
     }
     let from = format!("/proc/self/fd/{}", handle.as_raw_fd());
-    let nothing = None::<&str>;
-    mount(Some(from.as_str()), &target, nothing, MsFlags::MS_BIND, nothing).map_err(|error| failed(error.into()))?;
-    let all = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-    let flags = match source.place.access {
-        Access::Read => all | MsFlags::MS_RDONLY,
+    let none = None::<&str>;
+    mount(Some(from.as_str()), &target, none, MsFlags::MS_BIND, none).map_err(|error| failed(error.into()))?;
+    let restricted = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    let flags = match source.spec.access {
+        Access::Read => restricted | MsFlags::MS_RDONLY,
         Access::Execute => MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_RDONLY,
-        Access::Write | Access::Take => all,
+        Access::Write | Access::Take => restricted,
         // The process must not change the directory itself. Device nodes stay writable on a read-only mount.
-        Access::Device if source.directory => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY,
+        Access::Device if source.is_directory => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY,
         Access::Device => MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC,
     };
-    mount(nothing, &target, nothing, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, nothing)
+    mount(none, &target, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, none)
         .map_err(|error| failed(error.into()))
 }

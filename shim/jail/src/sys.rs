@@ -61,7 +61,7 @@ pub(crate) fn close_inherited() -> io::Result<()> {
 
 /// Configures malloc so that it opens no files. By default it would open one to count the CPUs when it has created some
 /// arenas, and one to read the overcommit mode before it releases a part of an arena, on any thread.
-pub(crate) fn quiet_heaps(heaps: i32) {
+pub(crate) fn limit_malloc_arenas(heaps: i32) {
     for (parameter, value) in [(libc::M_ARENA_MAX, heaps), (libc::M_TRIM_THRESHOLD, i32::MAX)] {
         // SAFETY: mallopt only sets a number that later calls of malloc and free read; it cannot fail for these.
         unsafe { libc::mallopt(parameter, value) };

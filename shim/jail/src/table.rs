@@ -4,52 +4,54 @@
 use crate::ThreadKind;
 use libc as c;
 
-/// One entry: a call that is allowed (or, in [`forbidden`], one that is not).
+/// One entry: a call that is allowed (or, in [`forbidden_calls`], one that is not).
 #[derive(Clone, Copy, Debug)]
-pub struct Allow {
+pub struct SyscallRule {
     /// The number of the call on x86-64.
     pub syscall: i64,
     /// The allowed arguments.
-    pub only: Only,
+    pub arguments: ArgumentRule,
     /// What needs the call.
-    pub why: &'static str,
+    pub reason: &'static str,
 }
 
 /// The arguments with which a call is allowed. Only their lower 32 bits are compared, because the kernel uses only those.
 #[derive(Clone, Copy, Debug)]
-pub enum Only {
+pub enum ArgumentRule {
     /// All arguments are allowed.
-    Always,
+    Any,
     /// The argument with this index is one of these values.
-    Arg(u8, &'static [u64]),
+    OneOf(u8, &'static [u64]),
     /// The argument with this index is the pid of this process.
-    Own(u8),
+    OwnPid(u8),
     /// The argument with this index, masked with the second number, equals the third.
     Masked(u8, u64, u64),
 }
 
-impl Only {
+impl ArgumentRule {
     /// Returns the index of the argument that is compared.
-    pub(crate) fn argument(self) -> u8 {
+    pub(crate) fn argument_index(self) -> u8 {
         match self {
-            Only::Always => 0,
-            Only::Arg(argument, _) | Only::Own(argument) | Only::Masked(argument, _, _) => argument,
+            ArgumentRule::Any => 0,
+            ArgumentRule::OneOf(argument, _)
+            | ArgumentRule::OwnPid(argument)
+            | ArgumentRule::Masked(argument, _, _) => argument,
         }
     }
 }
 
-const fn always(syscall: i64, why: &'static str) -> Allow {
-    Allow { syscall, only: Only::Always, why }
+const fn any_arguments(syscall: i64, reason: &'static str) -> SyscallRule {
+    SyscallRule { syscall, arguments: ArgumentRule::Any, reason }
 }
 
 /// One ioctl, by type and number: the lower half of the request.
-const fn ioctl(number: u64, why: &'static str) -> Allow {
-    Allow { syscall: c::SYS_ioctl, only: Only::Masked(1, 0xffff, number), why }
+const fn ioctl_number(number: u64, reason: &'static str) -> SyscallRule {
+    SyscallRule { syscall: c::SYS_ioctl, arguments: ArgumentRule::Masked(1, 0xffff, number), reason }
 }
 
 /// All ioctls of a type.
-const fn ioctls(letter: u8, why: &'static str) -> Allow {
-    Allow { syscall: c::SYS_ioctl, only: Only::Masked(1, 0xff00, (letter as u64) << 8), why }
+const fn ioctl_type(letter: u8, reason: &'static str) -> SyscallRule {
+    SyscallRule { syscall: c::SYS_ioctl, arguments: ArgumentRule::Masked(1, 0xff00, (letter as u64) << 8), reason }
 }
 
 const KVM: u8 = 0xae;
@@ -59,356 +61,417 @@ const EXEC: u64 = c::PROT_EXEC as u64;
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
 /// The calls of every Rust thread.
-const LIFE: &[Allow] = &[
-    always(c::SYS_futex, "locks, channels, joins"),
-    always(c::SYS_sched_yield, "a lock that is held for moments"),
-    always(c::SYS_clock_gettime, "where the vDSO has no clock"),
-    always(c::SYS_clock_nanosleep, "short waits"),
-    always(c::SYS_nanosleep, "short waits"),
-    always(c::SYS_restart_syscall, "a wait goes on after a stop"),
-    always(c::SYS_rt_sigreturn, "the end of a signal's handler"),
-    always(c::SYS_rt_sigaction, "abort takes back its handler"),
-    always(c::SYS_rt_sigprocmask, "signals of a thread at its start and end"),
-    always(c::SYS_sigaltstack, "the stack on which a stack overflow is told"),
-    always(c::SYS_rseq, "the C library, at the start of a thread"),
-    always(c::SYS_set_robust_list, "the C library, at the start of a thread"),
-    always(c::SYS_set_tid_address, "the C library, at the start of a thread"),
-    always(c::SYS_sched_getaffinity, "the C library, to find a thread's stack"),
-    Allow {
+const EVERY_THREAD: &[SyscallRule] = &[
+    any_arguments(c::SYS_futex, "locks, channels, joins"),
+    any_arguments(c::SYS_sched_yield, "a lock that is held for moments"),
+    any_arguments(c::SYS_clock_gettime, "where the vDSO has no clock"),
+    any_arguments(c::SYS_clock_nanosleep, "short waits"),
+    any_arguments(c::SYS_nanosleep, "short waits"),
+    any_arguments(c::SYS_restart_syscall, "a wait is resumed after SIGSTOP"),
+    any_arguments(c::SYS_rt_sigreturn, "the end of a signal's handler"),
+    any_arguments(c::SYS_rt_sigaction, "abort resets its signal handler"),
+    any_arguments(c::SYS_rt_sigprocmask, "signals of a thread at its start and end"),
+    any_arguments(c::SYS_sigaltstack, "the stack for the handler of stack overflows"),
+    any_arguments(c::SYS_rseq, "the C library, at the start of a thread"),
+    any_arguments(c::SYS_set_robust_list, "the C library, at the start of a thread"),
+    any_arguments(c::SYS_set_tid_address, "the C library, at the start of a thread"),
+    any_arguments(c::SYS_sched_getaffinity, "the C library, to find a thread's stack"),
+    SyscallRule {
         syscall: c::SYS_prctl,
-        only: Only::Arg(0, &[c::PR_SET_NAME as u64, c::PR_SET_NO_NEW_PRIVS as u64, PR_SET_VMA]),
-        why: "the thread's name; filters; names of mappings",
+        arguments: ArgumentRule::OneOf(0, &[c::PR_SET_NAME as u64, c::PR_SET_NO_NEW_PRIVS as u64, PR_SET_VMA]),
+        reason: "the thread's name; filters; names of mappings",
     },
-    always(c::SYS_seccomp, "a thread's own filter: it can only forbid more"),
-    Allow { syscall: c::SYS_mmap, only: Only::Masked(2, EXEC, 0), why: "memory, but no new code" },
-    Allow { syscall: c::SYS_mprotect, only: Only::Masked(2, EXEC, 0), why: "heaps grow, but no new code" },
-    always(c::SYS_munmap, "memory is given back"),
-    always(c::SYS_mremap, "large buffers grow"),
-    always(c::SYS_madvise, "memory is given back"),
-    always(c::SYS_brk, "the heap"),
-    always(c::SYS_getrandom, "seeds of hash tables, random bytes"),
-    always(c::SYS_gettid, "the thread's number, for abort and logs"),
-    always(c::SYS_getpid, "the process's number, for abort and signals"),
-    Allow { syscall: c::SYS_tgkill, only: Only::Own(0), why: "abort; waking a processor's thread" },
-    always(c::SYS_write, "log lines; eventfds"),
-    always(c::SYS_read, "eventfds"),
-    always(c::SYS_close, "descriptors are given back"),
-    Allow {
+    any_arguments(c::SYS_seccomp, "a thread's own filter: it can only forbid more"),
+    SyscallRule {
+        syscall: c::SYS_mmap,
+        arguments: ArgumentRule::Masked(2, EXEC, 0),
+        reason: "memory, but no new code",
+    },
+    SyscallRule {
+        syscall: c::SYS_mprotect,
+        arguments: ArgumentRule::Masked(2, EXEC, 0),
+        reason: "heaps grow, but no new code",
+    },
+    any_arguments(c::SYS_munmap, "release memory"),
+    any_arguments(c::SYS_mremap, "large buffers grow"),
+    any_arguments(c::SYS_madvise, "release memory"),
+    any_arguments(c::SYS_brk, "the heap"),
+    any_arguments(c::SYS_getrandom, "seeds of hash tables, random bytes"),
+    any_arguments(c::SYS_gettid, "the thread's number, for abort and logs"),
+    any_arguments(c::SYS_getpid, "the process's number, for abort and signals"),
+    SyscallRule { syscall: c::SYS_tgkill, arguments: ArgumentRule::OwnPid(0), reason: "abort; wake up a vCPU thread" },
+    any_arguments(c::SYS_write, "log lines; eventfds"),
+    any_arguments(c::SYS_read, "eventfds"),
+    any_arguments(c::SYS_close, "close descriptors"),
+    SyscallRule {
         syscall: c::SYS_fcntl,
-        only: Only::Arg(1, &[c::F_GETFD as u64]),
-        why: "std, built for debugging: whether a descriptor is open that is to be closed",
+        arguments: ArgumentRule::OneOf(1, &[c::F_GETFD as u64]),
+        reason: "std, built for debugging: whether a descriptor is open that is to be closed",
     },
-    always(c::SYS_exit, "the end of a thread"),
-    always(c::SYS_exit_group, "the end of the process"),
+    any_arguments(c::SYS_exit, "the end of a thread"),
+    any_arguments(c::SYS_exit_group, "the end of the process"),
 ];
 
 /// Waiting for descriptors.
-const WAIT: &[Allow] = &[
-    always(c::SYS_poll, "waiting for kicks and streams"),
-    always(c::SYS_ppoll, "waiting for kicks and streams"),
-    always(c::SYS_epoll_wait, "waiting for many descriptors"),
-    always(c::SYS_epoll_pwait, "waiting for many descriptors"),
-    always(c::SYS_epoll_ctl, "what is waited for"),
+const WAIT_FOR_DESCRIPTORS: &[SyscallRule] = &[
+    any_arguments(c::SYS_poll, "waiting for kicks and streams"),
+    any_arguments(c::SYS_ppoll, "waiting for kicks and streams"),
+    any_arguments(c::SYS_epoll_wait, "waiting for many descriptors"),
+    any_arguments(c::SYS_epoll_pwait, "waiting for many descriptors"),
+    any_arguments(c::SYS_epoll_ctl, "register descriptors to wait for"),
 ];
 
 /// Starting threads. The flags of clone3 lie in memory, where a filter cannot check them; but a process that it creates
 /// could execute nothing.
-const SPAWN: &[Allow] = &[
-    always(c::SYS_clone3, "a thread starts"),
-    Allow {
+const START_THREAD: &[SyscallRule] = &[
+    any_arguments(c::SYS_clone3, "a thread starts"),
+    SyscallRule {
         syscall: c::SYS_clone,
-        only: Only::Masked(0, c::CLONE_THREAD as u64, c::CLONE_THREAD as u64),
-        why: "a thread starts, where the C library does not use clone3",
+        arguments: ArgumentRule::Masked(0, c::CLONE_THREAD as u64, c::CLONE_THREAD as u64),
+        reason: "a thread starts, where the C library does not use clone3",
     },
-    always(c::SYS_prlimit64, "the size of a thread's stack"),
-    always(c::SYS_eventfd2, "a thread is told to stop"),
-    always(c::SYS_epoll_create1, "a thread waits for many descriptors"),
-    always(c::SYS_fcntl, "copies of descriptors, close-on-exec"),
+    any_arguments(c::SYS_prlimit64, "the size of a thread's stack"),
+    any_arguments(c::SYS_eventfd2, "stop a thread"),
+    any_arguments(c::SYS_epoll_create1, "a thread waits for many descriptors"),
+    any_arguments(c::SYS_fcntl, "copies of descriptors, close-on-exec"),
 ];
 
 /// Reading and writing open files: disks, taps, the console.
-const DATA: &[Allow] = &[
-    always(c::SYS_readv, "frames from a tap, blocks"),
-    always(c::SYS_writev, "frames to a tap, blocks"),
-    always(c::SYS_pread64, "blocks of a disk"),
-    always(c::SYS_pwrite64, "blocks of a disk"),
-    always(c::SYS_preadv, "blocks of a disk"),
-    always(c::SYS_pwritev, "blocks of a disk"),
-    always(c::SYS_preadv2, "blocks of a disk"),
-    always(c::SYS_pwritev2, "blocks of a disk"),
-    always(c::SYS_fdatasync, "a disk's flush"),
-    always(c::SYS_fsync, "a disk's flush"),
-    always(c::SYS_fallocate, "discard and write-zeroes"),
-    ioctls(0x12, "discard and write-zeroes of a block device"),
+const READ_WRITE: &[SyscallRule] = &[
+    any_arguments(c::SYS_readv, "frames from a tap, blocks"),
+    any_arguments(c::SYS_writev, "frames to a tap, blocks"),
+    any_arguments(c::SYS_pread64, "blocks of a disk"),
+    any_arguments(c::SYS_pwrite64, "blocks of a disk"),
+    any_arguments(c::SYS_preadv, "blocks of a disk"),
+    any_arguments(c::SYS_pwritev, "blocks of a disk"),
+    any_arguments(c::SYS_preadv2, "blocks of a disk"),
+    any_arguments(c::SYS_pwritev2, "blocks of a disk"),
+    any_arguments(c::SYS_fdatasync, "a disk's flush"),
+    any_arguments(c::SYS_fsync, "a disk's flush"),
+    any_arguments(c::SYS_fallocate, "discard and write-zeroes"),
+    ioctl_type(0x12, "discard and write-zeroes of a block device"),
 ];
 
 /// Streams over open Unix sockets.
-const STREAM: &[Allow] = &[
-    always(c::SYS_recvfrom, "bytes of a stream"),
-    always(c::SYS_sendto, "bytes of a stream"),
-    always(c::SYS_recvmsg, "bytes of a stream, descriptors of a front end"),
-    always(c::SYS_sendmsg, "bytes of a stream"),
-    always(c::SYS_readv, "bytes of a stream"),
-    always(c::SYS_writev, "bytes of a stream"),
-    always(c::SYS_shutdown, "one end of a stream ends"),
-    always(c::SYS_getsockopt, "the error of a stream"),
-    always(c::SYS_setsockopt, "buffers and time limits of a stream"),
-    always(c::SYS_fcntl, "streams that do not block"),
-    ioctl(c::FIONBIO, "streams that do not block"),
-    ioctl(c::FIONREAD, "how much can be read"),
+const STREAM: &[SyscallRule] = &[
+    any_arguments(c::SYS_recvfrom, "bytes of a stream"),
+    any_arguments(c::SYS_sendto, "bytes of a stream"),
+    any_arguments(c::SYS_recvmsg, "bytes of a stream, descriptors of a front end"),
+    any_arguments(c::SYS_sendmsg, "bytes of a stream"),
+    any_arguments(c::SYS_readv, "bytes of a stream"),
+    any_arguments(c::SYS_writev, "bytes of a stream"),
+    any_arguments(c::SYS_shutdown, "one end of a stream ends"),
+    any_arguments(c::SYS_getsockopt, "the error of a stream"),
+    any_arguments(c::SYS_setsockopt, "buffers and time limits of a stream"),
+    any_arguments(c::SYS_fcntl, "non-blocking streams"),
+    ioctl_number(c::FIONBIO, "non-blocking streams"),
+    ioctl_number(c::FIONREAD, "the number of readable bytes"),
 ];
 
 /// Creating Unix sockets.
-const SOCKET: &[Allow] = &[
-    Allow { syscall: c::SYS_socket, only: Only::Arg(0, &[c::AF_UNIX as u64]), why: "unix sockets" },
-    Allow { syscall: c::SYS_socketpair, only: Only::Arg(0, &[c::AF_UNIX as u64]), why: "a connection of the guest" },
-    always(c::SYS_bind, "the pod's socket"),
-    always(c::SYS_listen, "the pod's socket"),
-    always(c::SYS_connect, "unix sockets"),
-    always(c::SYS_accept4, "a connection of the daemon or of a front end"),
-    always(c::SYS_getsockname, "the address of a socket"),
-    always(c::SYS_getpeername, "the address of a socket"),
+const SOCKET: &[SyscallRule] = &[
+    SyscallRule {
+        syscall: c::SYS_socket,
+        arguments: ArgumentRule::OneOf(0, &[c::AF_UNIX as u64]),
+        reason: "unix sockets",
+    },
+    SyscallRule {
+        syscall: c::SYS_socketpair,
+        arguments: ArgumentRule::OneOf(0, &[c::AF_UNIX as u64]),
+        reason: "a connection of the guest",
+    },
+    any_arguments(c::SYS_bind, "the pod's socket"),
+    any_arguments(c::SYS_listen, "the pod's socket"),
+    any_arguments(c::SYS_connect, "unix sockets"),
+    any_arguments(c::SYS_accept4, "a connection of the daemon or of a front end"),
+    any_arguments(c::SYS_getsockname, "the address of a socket"),
+    any_arguments(c::SYS_getpeername, "the address of a socket"),
 ];
 
 /// Opening files by name, of which the jail leaves few.
-const FILES: &[Allow] = &[
-    always(c::SYS_open, "files of the pod, its logs, images"),
-    always(c::SYS_openat, "files of the pod, its logs, images"),
-    always(c::SYS_openat2, "files of the pod, its logs, images"),
-    always(c::SYS_stat, "what a file is"),
-    always(c::SYS_fstat, "what a file is"),
-    always(c::SYS_lstat, "what a file is"),
-    always(c::SYS_newfstatat, "what a file is"),
-    always(c::SYS_statx, "what a file is"),
-    always(c::SYS_fstatfs, "what a file system is"),
-    always(c::SYS_access, "whether a file is there"),
-    always(c::SYS_faccessat, "whether a file is there"),
-    always(c::SYS_faccessat2, "whether a file is there"),
-    always(c::SYS_readlink, "where a link leads"),
-    always(c::SYS_readlinkat, "where a link leads"),
-    always(c::SYS_getdents64, "what a directory has"),
-    always(c::SYS_lseek, "lengths and holes"),
-    always(c::SYS_mkdir, "directories of logs"),
-    always(c::SYS_mkdirat, "directories of logs"),
-    always(c::SYS_rename, "the record is written whole"),
-    always(c::SYS_renameat, "the record is written whole"),
-    always(c::SYS_renameat2, "the record is written whole"),
-    always(c::SYS_unlink, "sockets, disks and drafts are removed"),
-    always(c::SYS_unlinkat, "sockets, disks and drafts are removed"),
-    always(c::SYS_rmdir, "a directory is removed"),
-    always(c::SYS_chmod, "the socket is its owner's"),
-    always(c::SYS_fchmod, "the socket is its owner's"),
-    always(c::SYS_fchmodat, "the socket is its owner's"),
-    always(c::SYS_ftruncate, "a disk gets its size"),
-    always(c::SYS_flock, "a file that is one process's"),
-    always(c::SYS_copy_file_range, "a copy of a file"),
-    always(c::SYS_umask, "modes of new files"),
-    always(c::SYS_getcwd, "where relative names begin"),
+const FILES: &[SyscallRule] = &[
+    any_arguments(c::SYS_open, "files of the pod, its logs, images"),
+    any_arguments(c::SYS_openat, "files of the pod, its logs, images"),
+    any_arguments(c::SYS_openat2, "files of the pod, its logs, images"),
+    any_arguments(c::SYS_stat, "file metadata"),
+    any_arguments(c::SYS_fstat, "file metadata"),
+    any_arguments(c::SYS_lstat, "file metadata"),
+    any_arguments(c::SYS_newfstatat, "file metadata"),
+    any_arguments(c::SYS_statx, "file metadata"),
+    any_arguments(c::SYS_fstatfs, "the type of a file system"),
+    any_arguments(c::SYS_access, "whether a file exists"),
+    any_arguments(c::SYS_faccessat, "whether a file exists"),
+    any_arguments(c::SYS_faccessat2, "whether a file exists"),
+    any_arguments(c::SYS_readlink, "the target of a link"),
+    any_arguments(c::SYS_readlinkat, "the target of a link"),
+    any_arguments(c::SYS_getdents64, "list a directory"),
+    any_arguments(c::SYS_lseek, "lengths and holes"),
+    any_arguments(c::SYS_mkdir, "directories of logs"),
+    any_arguments(c::SYS_mkdirat, "directories of logs"),
+    any_arguments(c::SYS_rename, "replace the record atomically"),
+    any_arguments(c::SYS_renameat, "replace the record atomically"),
+    any_arguments(c::SYS_renameat2, "replace the record atomically"),
+    any_arguments(c::SYS_unlink, "sockets, disks and drafts are removed"),
+    any_arguments(c::SYS_unlinkat, "sockets, disks and drafts are removed"),
+    any_arguments(c::SYS_rmdir, "a directory is removed"),
+    any_arguments(c::SYS_chmod, "restrict a socket to its owner"),
+    any_arguments(c::SYS_fchmod, "restrict a socket to its owner"),
+    any_arguments(c::SYS_fchmodat, "restrict a socket to its owner"),
+    any_arguments(c::SYS_ftruncate, "a disk gets its size"),
+    any_arguments(c::SYS_flock, "lock a file"),
+    any_arguments(c::SYS_copy_file_range, "a copy of a file"),
+    any_arguments(c::SYS_umask, "modes of new files"),
+    any_arguments(c::SYS_getcwd, "resolve relative paths"),
 ];
 
 /// Writing the guest's console to a file of bounded size.
-const CONSOLE: &[Allow] = &[
-    always(c::SYS_lseek, "the console's log keeps its newest half"),
-    always(c::SYS_ftruncate, "the console's log keeps its newest half"),
-    always(c::SYS_statx, "the length of that half"),
+const CONSOLE: &[SyscallRule] = &[
+    any_arguments(c::SYS_lseek, "the console's log keeps its newest half"),
+    any_arguments(c::SYS_ftruncate, "the console's log keeps its newest half"),
+    any_arguments(c::SYS_statx, "the length of that half"),
 ];
 
 /// Sharing a virtqueue with another process.
-const LENDING: &[Allow] = &[
-    always(c::SYS_sendmsg, "its descriptors are sent"),
-    Allow {
+const SHARED_VIRTQUEUE: &[SyscallRule] = &[
+    any_arguments(c::SYS_sendmsg, "its descriptors are sent"),
+    SyscallRule {
         syscall: c::SYS_fcntl,
-        only: Only::Arg(1, &[c::F_DUPFD_CLOEXEC as u64]),
-        why: "a copy of its interrupt for the other process",
+        arguments: ArgumentRule::OneOf(1, &[c::F_DUPFD_CLOEXEC as u64]),
+        reason: "a copy of its interrupt for the other process",
     },
 ];
 
 /// Using the guest memory of another program by a descriptor.
-const MEMORY: &[Allow] = &[
-    always(c::SYS_fstat, "how large it is"),
-    always(c::SYS_statx, "how large it is"),
-    always(c::SYS_fcntl, "whether it is sealed"),
+const GUEST_MEMORY: &[SyscallRule] = &[
+    any_arguments(c::SYS_fstat, "its size"),
+    any_arguments(c::SYS_statx, "its size"),
+    any_arguments(c::SYS_fcntl, "whether it is sealed"),
 ];
 
 /// Reconfiguring a network interface while it runs.
-const NETWORK: &[Allow] = &[
-    ioctls(VHOST, "a network queue that the kernel serves"),
-    ioctl(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
-    ioctl(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
+const NETWORK_INTERFACE: &[SyscallRule] = &[
+    ioctl_type(VHOST, "a network queue that the kernel serves"),
+    ioctl_number(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
+    ioctl_number(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
 ];
 
 /// Creating a VM in this process: memory, KVM, taps.
-const MACHINE: &[Allow] = &[
-    ioctls(KVM, "the machine is made, saved and restored"),
-    ioctl(0x54d2, "TUNGETIFF: what sort of tap it is"),
-    ioctl(0x54d8, "TUNSETVNETHDRSZ: the header before each frame"),
-    always(c::SYS_memfd_create, "guest memory that is shared"),
-    always(c::SYS_fallocate, "guest memory that is given back"),
-    always(c::SYS_mbind, "where guest memory lies"),
-    always(c::SYS_sched_setaffinity, "where a processor runs"),
+const CREATE_VM: &[SyscallRule] = &[
+    ioctl_type(KVM, "create, save and restore the VM"),
+    ioctl_number(0x54d2, "TUNGETIFF: the type of the tap"),
+    ioctl_number(0x54d8, "TUNSETVNETHDRSZ: the header before each frame"),
+    any_arguments(c::SYS_memfd_create, "guest memory that is shared"),
+    any_arguments(c::SYS_fallocate, "release guest memory"),
+    any_arguments(c::SYS_mbind, "place guest memory on NUMA nodes"),
+    any_arguments(c::SYS_sched_setaffinity, "pin a vCPU"),
 ];
 
 /// Running one vCPU.
-const VCPU: &[Allow] = &[
-    ioctl(0xae80, "KVM_RUN: the processor's loop"),
-    ioctl(0xaead, "KVM_KVMCLOCK_CTRL: the guest was paused"),
-    ioctl(0xae61, "KVM_IRQ_LINE: an interrupt of the bus"),
-    ioctl(0xae81, "KVM_GET_REGS: the processor is saved"),
-    ioctl(0xae82, "KVM_SET_REGS: the processor is made or restored"),
-    ioctl(0xae83, "KVM_GET_SREGS: the processor is saved"),
-    ioctl(0xae84, "KVM_SET_SREGS: the processor is made or restored"),
-    ioctl(0xae88, "KVM_GET_MSRS: the processor is saved"),
-    ioctl(0xae89, "KVM_SET_MSRS: the processor is made or restored"),
-    ioctl(0xae8c, "KVM_GET_FPU: the processor is saved"),
-    ioctl(0xae8d, "KVM_SET_FPU: the processor is made or restored"),
-    ioctl(0xae8e, "KVM_GET_LAPIC: the processor is saved"),
-    ioctl(0xae8f, "KVM_SET_LAPIC: the processor is made or restored"),
-    ioctl(0xae90, "KVM_SET_CPUID2: the processor is made or restored"),
-    ioctl(0xae91, "KVM_GET_CPUID2: the processor is saved"),
-    ioctl(0xae98, "KVM_GET_MP_STATE: the processor is saved"),
-    ioctl(0xae99, "KVM_SET_MP_STATE: the processor is restored"),
-    ioctl(0xae9f, "KVM_GET_VCPU_EVENTS: the processor is saved"),
-    ioctl(0xaea0, "KVM_SET_VCPU_EVENTS: the processor is restored"),
-    ioctl(0xaea1, "KVM_GET_DEBUGREGS: the processor is saved"),
-    ioctl(0xaea2, "KVM_SET_DEBUGREGS, KVM_SET_TSC_KHZ: the processor is restored"),
-    ioctl(0xaea3, "KVM_GET_TSC_KHZ: the processor is saved"),
-    ioctl(0xaea4, "KVM_GET_XSAVE: the processor is saved"),
-    ioctl(0xaea5, "KVM_SET_XSAVE: the processor is restored"),
-    ioctl(0xaea6, "KVM_GET_XCRS: the processor is saved"),
-    ioctl(0xaea7, "KVM_SET_XCRS: the processor is restored"),
-    ioctl(0xaecf, "KVM_GET_XSAVE2: the processor is saved"),
-    always(c::SYS_sched_setaffinity, "where a processor runs"),
+const VCPU: &[SyscallRule] = &[
+    ioctl_number(0xae80, "KVM_RUN: the loop of the vCPU"),
+    ioctl_number(0xaead, "KVM_KVMCLOCK_CTRL: the guest was paused"),
+    ioctl_number(0xae61, "KVM_IRQ_LINE: an interrupt of the bus"),
+    ioctl_number(0xae81, "KVM_GET_REGS: save the vCPU"),
+    ioctl_number(0xae82, "KVM_SET_REGS: create or restore the vCPU"),
+    ioctl_number(0xae83, "KVM_GET_SREGS: save the vCPU"),
+    ioctl_number(0xae84, "KVM_SET_SREGS: create or restore the vCPU"),
+    ioctl_number(0xae88, "KVM_GET_MSRS: save the vCPU"),
+    ioctl_number(0xae89, "KVM_SET_MSRS: create or restore the vCPU"),
+    ioctl_number(0xae8c, "KVM_GET_FPU: save the vCPU"),
+    ioctl_number(0xae8d, "KVM_SET_FPU: create or restore the vCPU"),
+    ioctl_number(0xae8e, "KVM_GET_LAPIC: save the vCPU"),
+    ioctl_number(0xae8f, "KVM_SET_LAPIC: create or restore the vCPU"),
+    ioctl_number(0xae90, "KVM_SET_CPUID2: create or restore the vCPU"),
+    ioctl_number(0xae91, "KVM_GET_CPUID2: save the vCPU"),
+    ioctl_number(0xae98, "KVM_GET_MP_STATE: save the vCPU"),
+    ioctl_number(0xae99, "KVM_SET_MP_STATE: restore the vCPU"),
+    ioctl_number(0xae9f, "KVM_GET_VCPU_EVENTS: save the vCPU"),
+    ioctl_number(0xaea0, "KVM_SET_VCPU_EVENTS: restore the vCPU"),
+    ioctl_number(0xaea1, "KVM_GET_DEBUGREGS: save the vCPU"),
+    ioctl_number(0xaea2, "KVM_SET_DEBUGREGS, KVM_SET_TSC_KHZ: restore the vCPU"),
+    ioctl_number(0xaea3, "KVM_GET_TSC_KHZ: save the vCPU"),
+    ioctl_number(0xaea4, "KVM_GET_XSAVE: save the vCPU"),
+    ioctl_number(0xaea5, "KVM_SET_XSAVE: restore the vCPU"),
+    ioctl_number(0xaea6, "KVM_GET_XCRS: save the vCPU"),
+    ioctl_number(0xaea7, "KVM_SET_XCRS: restore the vCPU"),
+    ioctl_number(0xaecf, "KVM_GET_XSAVE2: save the vCPU"),
+    any_arguments(c::SYS_sched_setaffinity, "pin a vCPU"),
 ];
 
 /// Starting a virtqueue, which happens on the vCPU thread when the guest writes to a register.
-const QUEUES: &[Allow] = &[
-    Allow {
+const START_VIRTQUEUE: &[SyscallRule] = &[
+    SyscallRule {
         syscall: c::SYS_fcntl,
-        only: Only::Arg(1, &[c::F_DUPFD_CLOEXEC as u64, c::F_GETFL as u64, c::F_SETFL as u64]),
-        why: "a queue has its own copy of its eventfds, and does not block on them",
+        arguments: ArgumentRule::OneOf(1, &[c::F_DUPFD_CLOEXEC as u64, c::F_GETFL as u64, c::F_SETFL as u64]),
+        reason: "a queue has its own copy of its eventfds, and does not block on them",
     },
-    always(c::SYS_eventfd2, "a queue's thread is told to stop"),
+    any_arguments(c::SYS_eventfd2, "stop the thread of a queue"),
 ];
 
 /// The calls of the first thread only.
-const MAIN: &[Allow] = &[
-    always(c::SYS_uname, "the kernel's version"),
-    always(c::SYS_sysinfo, "the C library, before it sorts"),
-    always(c::SYS_getuid, "who runs this"),
-    always(c::SYS_geteuid, "who runs this"),
-    always(c::SYS_getgid, "who runs this"),
-    always(c::SYS_getegid, "who runs this"),
-    always(c::SYS_getppid, "whose child this is"),
-    always(c::SYS_getrlimit, "the limits of the process"),
-    always(c::SYS_getrusage, "what the process has used"),
-    always(c::SYS_clock_getres, "how fine a clock is"),
-    always(c::SYS_gettimeofday, "where the vDSO has no clock"),
-    always(c::SYS_dup, "copies of descriptors"),
-    always(c::SYS_dup2, "copies of descriptors"),
-    always(c::SYS_dup3, "copies of descriptors"),
-    always(c::SYS_pipe2, "signals reach the runtime"),
-    always(c::SYS_timerfd_create, "timers"),
-    always(c::SYS_timerfd_settime, "timers"),
-    always(c::SYS_membarrier, "locks that are cheap for readers"),
+const FIRST_THREAD: &[SyscallRule] = &[
+    any_arguments(c::SYS_uname, "the kernel's version"),
+    any_arguments(c::SYS_sysinfo, "the C library, before it sorts"),
+    any_arguments(c::SYS_getuid, "the user and group of the process"),
+    any_arguments(c::SYS_geteuid, "the user and group of the process"),
+    any_arguments(c::SYS_getgid, "the user and group of the process"),
+    any_arguments(c::SYS_getegid, "the user and group of the process"),
+    any_arguments(c::SYS_getppid, "the parent process"),
+    any_arguments(c::SYS_getrlimit, "the limits of the process"),
+    any_arguments(c::SYS_getrusage, "what the process has used"),
+    any_arguments(c::SYS_clock_getres, "how fine a clock is"),
+    any_arguments(c::SYS_gettimeofday, "where the vDSO has no clock"),
+    any_arguments(c::SYS_dup, "copies of descriptors"),
+    any_arguments(c::SYS_dup2, "copies of descriptors"),
+    any_arguments(c::SYS_dup3, "copies of descriptors"),
+    any_arguments(c::SYS_pipe2, "signals reach the runtime"),
+    any_arguments(c::SYS_timerfd_create, "timers"),
+    any_arguments(c::SYS_timerfd_settime, "timers"),
+    any_arguments(c::SYS_membarrier, "locks that are cheap for readers"),
 ];
 
 /// Returns the allowed system calls of a kind.
-pub fn table(kind: ThreadKind) -> impl Iterator<Item = &'static Allow> {
-    let sets: &[&[Allow]] = match kind {
-        ThreadKind::Main => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU, MAIN],
-        ThreadKind::Blocking => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE],
-        ThreadKind::Machine => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE, VCPU],
-        ThreadKind::Vcpu => &[LIFE, VCPU, QUEUES, NETWORK, CONSOLE],
-        ThreadKind::Queue => &[LIFE, WAIT, DATA, CONSOLE],
-        ThreadKind::Share => &[LIFE, WAIT, DATA, LENDING],
-        ThreadKind::NetControl => &[LIFE, WAIT, NETWORK],
-        ThreadKind::Vsock => &[LIFE, WAIT, STREAM, SOCKET],
-        ThreadKind::VhostUser => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, MEMORY],
+pub fn allowed_calls(kind: ThreadKind) -> impl Iterator<Item = &'static SyscallRule> {
+    let sets: &[&[SyscallRule]] = match kind {
+        ThreadKind::Main => &[
+            EVERY_THREAD,
+            WAIT_FOR_DESCRIPTORS,
+            START_THREAD,
+            READ_WRITE,
+            STREAM,
+            SOCKET,
+            FILES,
+            NETWORK_INTERFACE,
+            CREATE_VM,
+            VCPU,
+            FIRST_THREAD,
+        ],
+        ThreadKind::Blocking => &[
+            EVERY_THREAD,
+            WAIT_FOR_DESCRIPTORS,
+            START_THREAD,
+            READ_WRITE,
+            STREAM,
+            SOCKET,
+            FILES,
+            NETWORK_INTERFACE,
+            CREATE_VM,
+        ],
+        ThreadKind::Machine => &[
+            EVERY_THREAD,
+            WAIT_FOR_DESCRIPTORS,
+            START_THREAD,
+            READ_WRITE,
+            STREAM,
+            SOCKET,
+            FILES,
+            NETWORK_INTERFACE,
+            CREATE_VM,
+            VCPU,
+        ],
+        ThreadKind::Vcpu => &[EVERY_THREAD, VCPU, START_VIRTQUEUE, NETWORK_INTERFACE, CONSOLE],
+        ThreadKind::Queue => &[EVERY_THREAD, WAIT_FOR_DESCRIPTORS, READ_WRITE, CONSOLE],
+        ThreadKind::Share => &[EVERY_THREAD, WAIT_FOR_DESCRIPTORS, READ_WRITE, SHARED_VIRTQUEUE],
+        ThreadKind::NetControl => &[EVERY_THREAD, WAIT_FOR_DESCRIPTORS, NETWORK_INTERFACE],
+        ThreadKind::Vsock => &[EVERY_THREAD, WAIT_FOR_DESCRIPTORS, STREAM, SOCKET],
+        ThreadKind::VhostUser => {
+            &[EVERY_THREAD, WAIT_FOR_DESCRIPTORS, START_THREAD, READ_WRITE, STREAM, SOCKET, GUEST_MEMORY]
+        }
         // The devices of the VM may be dropped on this thread.
-        ThreadKind::Warden => &[LIFE, WAIT, SPAWN, DATA, STREAM, SOCKET, FILES, NETWORK, MACHINE],
-        ThreadKind::Log => &[LIFE, WAIT, STREAM],
+        ThreadKind::Warden => &[
+            EVERY_THREAD,
+            WAIT_FOR_DESCRIPTORS,
+            START_THREAD,
+            READ_WRITE,
+            STREAM,
+            SOCKET,
+            FILES,
+            NETWORK_INTERFACE,
+            CREATE_VM,
+        ],
+        ThreadKind::Log => &[EVERY_THREAD, WAIT_FOR_DESCRIPTORS, STREAM],
     };
     sets.iter().copied().flatten()
 }
 
 /// Returns the calls that are forbidden to a process that starts other programs, and to these programs: none of them is
 /// needed to run a VM.
-pub fn forbidden() -> &'static [Allow] {
+pub fn forbidden_calls() -> &'static [SyscallRule] {
     const {
         &[
-            always(c::SYS_mount, "the jail's walls"),
-            always(c::SYS_umount2, "the jail's walls"),
-            always(c::SYS_pivot_root, "the jail's walls"),
-            always(c::SYS_chroot, "the jail's walls"),
-            always(c::SYS_unshare, "new namespaces bring new rights"),
-            always(c::SYS_setns, "other namespaces"),
-            always(c::SYS_open_tree, "the jail's walls"),
-            always(c::SYS_move_mount, "the jail's walls"),
-            always(c::SYS_fsopen, "the jail's walls"),
-            always(c::SYS_fsconfig, "the jail's walls"),
-            always(c::SYS_fsmount, "the jail's walls"),
-            always(c::SYS_fspick, "the jail's walls"),
-            always(c::SYS_mount_setattr, "the jail's walls"),
-            always(c::SYS_open_by_handle_at, "files beyond the walls"),
-            always(c::SYS_ptrace, "other processes"),
-            always(c::SYS_process_vm_readv, "other processes"),
-            always(c::SYS_process_vm_writev, "other processes"),
-            always(c::SYS_pidfd_getfd, "other processes"),
-            always(c::SYS_kcmp, "other processes"),
-            always(c::SYS_bpf, "programs in the kernel"),
-            always(c::SYS_perf_event_open, "a large part of the kernel that no machine needs"),
-            always(c::SYS_userfaultfd, "helps to win races in the kernel"),
-            always(c::SYS_keyctl, "the kernel's keys"),
-            always(c::SYS_add_key, "the kernel's keys"),
-            always(c::SYS_request_key, "the kernel's keys"),
-            always(c::SYS_init_module, "programs in the kernel"),
-            always(c::SYS_finit_module, "programs in the kernel"),
-            always(c::SYS_delete_module, "programs in the kernel"),
-            always(c::SYS_kexec_load, "another kernel"),
-            always(c::SYS_kexec_file_load, "another kernel"),
-            always(c::SYS_reboot, "the node"),
-            always(c::SYS_swapon, "the node"),
-            always(c::SYS_swapoff, "the node"),
-            always(c::SYS_acct, "the node"),
-            always(c::SYS_quotactl, "the node"),
-            always(c::SYS_syslog, "the node's log"),
-            always(c::SYS_settimeofday, "the node's clock"),
-            always(c::SYS_clock_settime, "the node's clock"),
-            always(c::SYS_adjtimex, "the node's clock"),
-            always(c::SYS_clock_adjtime, "the node's clock"),
-            always(c::SYS_sethostname, "the node's name"),
-            always(c::SYS_setdomainname, "the node's name"),
-            always(c::SYS_mknod, "devices"),
-            always(c::SYS_iopl, "the node's ports"),
-            always(c::SYS_ioperm, "the node's ports"),
-            always(c::SYS_personality, "old ways of the kernel"),
-            always(c::SYS_vhangup, "terminals"),
-            always(c::SYS_lookup_dcookie, "never needed"),
-            always(c::SYS_nfsservctl, "never needed"),
+            any_arguments(c::SYS_mount, "changes of the mount namespace"),
+            any_arguments(c::SYS_umount2, "changes of the mount namespace"),
+            any_arguments(c::SYS_pivot_root, "changes of the mount namespace"),
+            any_arguments(c::SYS_chroot, "changes of the mount namespace"),
+            any_arguments(c::SYS_unshare, "new namespaces bring new rights"),
+            any_arguments(c::SYS_setns, "other namespaces"),
+            any_arguments(c::SYS_open_tree, "changes of the mount namespace"),
+            any_arguments(c::SYS_move_mount, "changes of the mount namespace"),
+            any_arguments(c::SYS_fsopen, "changes of the mount namespace"),
+            any_arguments(c::SYS_fsconfig, "changes of the mount namespace"),
+            any_arguments(c::SYS_fsmount, "changes of the mount namespace"),
+            any_arguments(c::SYS_fspick, "changes of the mount namespace"),
+            any_arguments(c::SYS_mount_setattr, "changes of the mount namespace"),
+            any_arguments(c::SYS_open_by_handle_at, "files outside the mount namespace"),
+            any_arguments(c::SYS_ptrace, "other processes"),
+            any_arguments(c::SYS_process_vm_readv, "other processes"),
+            any_arguments(c::SYS_process_vm_writev, "other processes"),
+            any_arguments(c::SYS_pidfd_getfd, "other processes"),
+            any_arguments(c::SYS_kcmp, "other processes"),
+            any_arguments(c::SYS_bpf, "programs in the kernel"),
+            any_arguments(c::SYS_perf_event_open, "a large part of the kernel that no VM needs"),
+            any_arguments(c::SYS_userfaultfd, "helps to win races in the kernel"),
+            any_arguments(c::SYS_keyctl, "the kernel's keys"),
+            any_arguments(c::SYS_add_key, "the kernel's keys"),
+            any_arguments(c::SYS_request_key, "the kernel's keys"),
+            any_arguments(c::SYS_init_module, "programs in the kernel"),
+            any_arguments(c::SYS_finit_module, "programs in the kernel"),
+            any_arguments(c::SYS_delete_module, "programs in the kernel"),
+            any_arguments(c::SYS_kexec_load, "another kernel"),
+            any_arguments(c::SYS_kexec_file_load, "another kernel"),
+            any_arguments(c::SYS_reboot, "the node"),
+            any_arguments(c::SYS_swapon, "the node"),
+            any_arguments(c::SYS_swapoff, "the node"),
+            any_arguments(c::SYS_acct, "the node"),
+            any_arguments(c::SYS_quotactl, "the node"),
+            any_arguments(c::SYS_syslog, "the node's log"),
+            any_arguments(c::SYS_settimeofday, "the node's clock"),
+            any_arguments(c::SYS_clock_settime, "the node's clock"),
+            any_arguments(c::SYS_adjtimex, "the node's clock"),
+            any_arguments(c::SYS_clock_adjtime, "the node's clock"),
+            any_arguments(c::SYS_sethostname, "the node's name"),
+            any_arguments(c::SYS_setdomainname, "the node's name"),
+            any_arguments(c::SYS_mknod, "devices"),
+            any_arguments(c::SYS_iopl, "the node's ports"),
+            any_arguments(c::SYS_ioperm, "the node's ports"),
+            any_arguments(c::SYS_personality, "obsolete execution domains"),
+            any_arguments(c::SYS_vhangup, "terminals"),
+            any_arguments(c::SYS_lookup_dcookie, "never needed"),
+            any_arguments(c::SYS_nfsservctl, "never needed"),
         ]
     }
 }
 
 /// Returns the calls that are forbidden in addition to a process that only serves files.
-pub fn alone() -> &'static [Allow] {
+pub fn forbidden_when_single_threaded() -> &'static [SyscallRule] {
     const {
         &[
-            always(c::SYS_execve, "programs"),
-            always(c::SYS_execveat, "programs"),
-            always(c::SYS_fork, "processes"),
-            always(c::SYS_vfork, "processes"),
-            always(c::SYS_clone, "processes and threads"),
-            always(c::SYS_clone3, "processes and threads"),
-            always(c::SYS_kill, "other processes"),
-            always(c::SYS_tkill, "other processes"),
-            always(c::SYS_pidfd_open, "other processes"),
-            always(c::SYS_pidfd_send_signal, "other processes"),
-            always(c::SYS_socket, "networks"),
-            always(c::SYS_socketpair, "networks"),
-            always(c::SYS_connect, "networks, and sockets that lie on a volume"),
-            always(c::SYS_bind, "networks, and sockets that lie on a volume"),
-            always(c::SYS_io_uring_setup, "calls that no filter sees"),
-            always(c::SYS_memfd_create, "code"),
+            any_arguments(c::SYS_execve, "programs"),
+            any_arguments(c::SYS_execveat, "programs"),
+            any_arguments(c::SYS_fork, "processes"),
+            any_arguments(c::SYS_vfork, "processes"),
+            any_arguments(c::SYS_clone, "processes and threads"),
+            any_arguments(c::SYS_clone3, "processes and threads"),
+            any_arguments(c::SYS_kill, "other processes"),
+            any_arguments(c::SYS_tkill, "other processes"),
+            any_arguments(c::SYS_pidfd_open, "other processes"),
+            any_arguments(c::SYS_pidfd_send_signal, "other processes"),
+            any_arguments(c::SYS_socket, "networks"),
+            any_arguments(c::SYS_socketpair, "networks"),
+            any_arguments(c::SYS_connect, "networks, and sockets that lie on a volume"),
+            any_arguments(c::SYS_bind, "networks, and sockets that lie on a volume"),
+            any_arguments(c::SYS_io_uring_setup, "system calls that bypass filters"),
+            any_arguments(c::SYS_memfd_create, "code"),
         ]
     }
 }
@@ -418,15 +481,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_entry_has_its_reason() {
-        for entry in ThreadKind::ALL.into_iter().flat_map(table).chain(forbidden()).chain(alone()) {
-            assert!(!entry.why.is_empty(), "{}", entry.syscall);
+    fn each_syscall_rule_has_its_reason() {
+        for entry in ThreadKind::ALL
+            .into_iter()
+            .flat_map(allowed_calls)
+            .chain(forbidden_calls())
+            .chain(forbidden_when_single_threaded())
+        {
+            assert!(!entry.reason.is_empty(), "{}", entry.syscall);
         }
     }
 
     #[test]
     fn the_process_allows_what_each_of_its_threads_is_allowed() {
-        let calls = |kind| table(kind).map(|entry| entry.syscall).collect::<std::collections::BTreeSet<_>>();
+        let calls = |kind| allowed_calls(kind).map(|entry| entry.syscall).collect::<std::collections::BTreeSet<_>>();
         for kind in ThreadKind::ALL {
             let extra: Vec<_> = calls(kind).difference(&calls(ThreadKind::Main)).copied().collect();
             assert_eq!(extra, Vec::<i64>::new(), "{kind:?}");
@@ -434,23 +502,27 @@ mod tests {
     }
 
     #[test]
-    fn nobody_in_the_process_may_do_what_is_forbidden_to_all() {
-        for entry in forbidden() {
-            assert!(!table(ThreadKind::Main).any(|allowed| allowed.syscall == entry.syscall), "{}", entry.why);
+    fn no_thread_is_allowed_what_is_forbidden_to_all() {
+        for entry in forbidden_calls() {
+            assert!(
+                !allowed_calls(ThreadKind::Main).any(|allowed| allowed.syscall == entry.syscall),
+                "{}",
+                entry.reason
+            );
         }
     }
 
     #[test]
-    fn a_machine_in_this_process_executes_nothing() {
+    fn a_vm_in_this_process_executes_nothing() {
         for call in [c::SYS_execve, c::SYS_execveat, c::SYS_fork, c::SYS_vfork] {
-            assert!(!table(ThreadKind::Main).any(|allowed| allowed.syscall == call));
+            assert!(!allowed_calls(ThreadKind::Main).any(|allowed| allowed.syscall == call));
         }
     }
 
     #[test]
-    fn a_processor_opens_nothing_and_starts_nothing() {
+    fn a_vcpu_thread_opens_and_starts_nothing() {
         for call in [c::SYS_openat, c::SYS_clone3, c::SYS_clone, c::SYS_socket, c::SYS_sendmsg, c::SYS_unlink] {
-            assert!(!table(ThreadKind::Vcpu).any(|allowed| allowed.syscall == call), "{call}");
+            assert!(!allowed_calls(ThreadKind::Vcpu).any(|allowed| allowed.syscall == call), "{call}");
         }
     }
 }

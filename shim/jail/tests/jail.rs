@@ -1,7 +1,7 @@
 //! Tests what a jailed process can access and what not, from inside and from outside. This program is its own prisoner:
-//! `jail prisoner PROFILE MODE DIRECTORY` enters the jail and executes commands from standard input. Needs root.
+//! `jail run_jailed_process PROFILE MODE DIRECTORY` enters the jail and executes commands from standard input. Needs root.
 
-use nacelle_jail::{Access, Mode, Place, Plan, Profile, ThreadKind, cgroup};
+use nacelle_jail::{Access, JailPlan, Mode, Profile, ThreadKind, VisiblePath, cgroup};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     if let [_, verb, profile, mode, directory] = args.as_slice()
         && verb == "prisoner"
     {
-        return prisoner(profile, mode, Path::new(directory));
+        return run_jailed_process(profile, mode, Path::new(directory));
     }
     let wanted = |name: &str| {
         let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
@@ -57,21 +57,21 @@ fn main() -> ExitCode {
 const KINDS: [ThreadKind; 5] =
     [ThreadKind::Blocking, ThreadKind::Vcpu, ThreadKind::Queue, ThreadKind::Vsock, ThreadKind::Log];
 
-fn prisoner(profile: &str, mode: &str, directory: &Path) -> ExitCode {
+fn run_jailed_process(profile: &str, mode: &str, directory: &Path) -> ExitCode {
     nacelle_jail::close_inherited().unwrap();
-    let place = |path: PathBuf, access| Place { path, shown: None, access, needed: true };
-    let mut places = vec![
-        place(directory.join("run"), Access::Write),
-        place(directory.join("images"), Access::Read),
-        place(directory.join("disks/disk"), Access::Take),
-        place("/dev/null".into(), Access::Device),
-        Place { shown: Some("/else/where".into()), ..place(directory.join("shown"), Access::Device) },
-        Place { needed: false, ..place("/dev/none".into(), Access::Device) },
+    let visible_path = |path: PathBuf, access| VisiblePath { path, visible_as: None, access, is_required: true };
+    let mut visible_paths = vec![
+        visible_path(directory.join("run"), Access::Write),
+        visible_path(directory.join("images"), Access::Read),
+        visible_path(directory.join("disks/disk"), Access::Take),
+        visible_path("/dev/null".into(), Access::Device),
+        VisiblePath { visible_as: Some("/else/where".into()), ..visible_path(directory.join("shown"), Access::Device) },
+        VisiblePath { is_required: false, ..visible_path("/dev/none".into(), Access::Device) },
     ];
-    let profile = if profile == "spawns" { Profile::Spawns } else { Profile::InProcess };
-    if profile == Profile::Spawns {
+    let profile = if profile == "spawns" { Profile::StartsPrograms } else { Profile::InProcess };
+    if profile == Profile::StartsPrograms {
         for name in ["/usr", "/bin", "/lib", "/lib64"] {
-            places.push(Place { needed: false, ..place(name.into(), Access::Execute) });
+            visible_paths.push(VisiblePath { is_required: false, ..visible_path(name.into(), Access::Execute) });
         }
     }
     let seccomp = match mode {
@@ -79,7 +79,14 @@ fn prisoner(profile: &str, mode: &str, directory: &Path) -> ExitCode {
         _ => Mode::Off,
     };
     let group = PathBuf::from(format!("nacelle/{}", directory.file_name().unwrap().to_str().unwrap()));
-    let plan = Plan { places, scaffold: directory.join("run"), cgroup: Some(group), locked_bytes: 0, seccomp, profile };
+    let plan = JailPlan {
+        visible_paths,
+        mount_point: directory.join("run"),
+        cgroup: Some(group),
+        locked_bytes: 0,
+        seccomp,
+        profile,
+    };
     if let Err(error) = nacelle_jail::enter(plan) {
         println!("{}", nacelle_base::Chain(&error));
         return ExitCode::FAILURE;
@@ -112,8 +119,8 @@ fn prisoner(profile: &str, mode: &str, directory: &Path) -> ExitCode {
             "run" => {
                 Command::new(rest).output().map(|output| format!("{:?}", output.status.code())).map_err(|e| e.kind())
             }
-            "thread" => Ok(act_on(rest)),
-            _ => Ok(act(verb)),
+            "thread" => Ok(perform_on(rest)),
+            _ => Ok(perform(verb)),
         };
         println!("{answer:?}");
     }
@@ -121,13 +128,13 @@ fn prisoner(profile: &str, mode: &str, directory: &Path) -> ExitCode {
 }
 
 /// Performs an action for which a filter may kill the process.
-fn act(what: &str) -> String {
+fn perform(what: &str) -> String {
     let done = match what {
         "inet" => std::net::UdpSocket::bind("127.0.0.1:0").map(drop).map_err(|error| error.to_string()),
         "unshare" => nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).map_err(|error| error.to_string()),
         "unix" => std::os::unix::net::UnixStream::pair().map(drop).map_err(|error| error.to_string()),
         // A guest that enables a virtqueue causes the same: a vCPU thread, which may not start threads, requests one.
-        "queue" => nacelle_jail::spawn(ThreadKind::Queue, std::thread::Builder::new(), || act("nothing"))
+        "queue" => nacelle_jail::spawn(ThreadKind::Queue, std::thread::Builder::new(), || perform("nothing"))
             .map(|thread| drop(thread.join().unwrap()))
             .map_err(|error| error.to_string()),
         "nothing" => Ok(()),
@@ -146,11 +153,11 @@ fn act(what: &str) -> String {
 }
 
 /// Performs an action on a thread of a kind: "KIND WHAT".
-fn act_on(words: &str) -> String {
+fn perform_on(words: &str) -> String {
     let (kind, what) = words.split_once(' ').unwrap();
     let kind = ThreadKind::ALL.into_iter().find(|known| format!("{known:?}") == kind).unwrap();
     let what = what.to_owned();
-    nacelle_jail::spawn(kind, std::thread::Builder::new(), move || act(&what)).unwrap().join().unwrap()
+    nacelle_jail::spawn(kind, std::thread::Builder::new(), move || perform(&what)).unwrap().join().unwrap()
 }
 
 /// A prisoner and the files outside of its jail.
@@ -195,7 +202,7 @@ impl Jail {
     }
 
     /// Returns the prisoner's answer; `None` if the command killed it.
-    fn ask(&mut self, what: &str) -> Option<String> {
+    fn request(&mut self, what: &str) -> Option<String> {
         writeln!(self.input.as_ref().unwrap(), "{what}").unwrap();
         self.line()
     }
@@ -239,24 +246,24 @@ fn nothing_but_its_places() {
     let mut jail = Jail::new("in-process", "kill");
     let [run, images, disk, other] =
         ["run/file", "images/file", "disks/disk", "other/file"].map(|name| jail.path(name));
-    assert_eq!(jail.ask(&format!("read {run}")).unwrap(), r#"Ok("run")"#);
-    assert_eq!(jail.ask(&format!("read {images}")).unwrap(), r#"Ok("images")"#);
-    assert_eq!(jail.ask(&format!("read {disk}")).unwrap(), r#"Ok("disk")"#);
-    assert_eq!(jail.ask("read /dev/null").unwrap(), r#"Ok("")"#);
+    assert_eq!(jail.request(&format!("read {run}")).unwrap(), r#"Ok("run")"#);
+    assert_eq!(jail.request(&format!("read {images}")).unwrap(), r#"Ok("images")"#);
+    assert_eq!(jail.request(&format!("read {disk}")).unwrap(), r#"Ok("disk")"#);
+    assert_eq!(jail.request("read /dev/null").unwrap(), r#"Ok("")"#);
     for gone in [other.as_str(), "/etc/passwd", "/proc/self/status", "/usr/bin/true", "/sys/kernel"] {
-        assert_eq!(jail.ask(&format!("read {gone}")).unwrap(), "Err(NotFound)", "{gone}");
+        assert_eq!(jail.request(&format!("read {gone}")).unwrap(), "Err(NotFound)", "{gone}");
     }
-    assert_eq!(jail.ask("list /").unwrap(), format!(r#"Ok("dev else {}")"#, other.split('/').nth(1).unwrap()));
+    assert_eq!(jail.request("list /").unwrap(), format!(r#"Ok("dev else {}")"#, other.split('/').nth(1).unwrap()));
     // A directory with devices has another name inside, and not its own; the prisoner cannot change its entries.
-    assert_eq!(jail.ask("read /else/where/file").unwrap(), r#"Ok("shown")"#);
-    assert_eq!(jail.ask("write /else/where/file").unwrap(), "Err(ReadOnlyFilesystem)");
-    assert_eq!(jail.ask(&format!("read {}", jail.path("shown/file"))).unwrap(), "Err(NotFound)");
+    assert_eq!(jail.request("read /else/where/file").unwrap(), r#"Ok("shown")"#);
+    assert_eq!(jail.request("write /else/where/file").unwrap(), "Err(ReadOnlyFilesystem)");
+    assert_eq!(jail.request(&format!("read {}", jail.path("shown/file"))).unwrap(), "Err(NotFound)");
     // The prisoner can write to its own files, and to no others.
-    assert_eq!(jail.ask(&format!("write {run}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!(jail.request(&format!("write {run}")).unwrap(), r#"Ok("written")"#);
     assert_eq!(fs::read_to_string(&run).unwrap(), "x");
-    assert_eq!(jail.ask(&format!("write {disk}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!(jail.request(&format!("write {disk}")).unwrap(), r#"Ok("written")"#);
     for sealed in [images.as_str(), "/new", "/dev/new"] {
-        assert_eq!(jail.ask(&format!("write {sealed}")).unwrap(), "Err(ReadOnlyFilesystem)", "{sealed}");
+        assert_eq!(jail.request(&format!("write {sealed}")).unwrap(), "Err(ReadOnlyFilesystem)", "{sealed}");
     }
     // A file that was taken has no name outside any more; the mounts of the jail are not visible outside.
     assert!(!Path::new(&disk).exists() && Path::new(&jail.path("disks/file")).exists());
@@ -320,7 +327,7 @@ fn every_thread_is_filtered() {
 fn what_is_forbidden_kills() {
     let kills = |profile: &str, what: &str| {
         let mut jail = Jail::new(profile, "kill");
-        assert_eq!(jail.ask(what), None, "{what}");
+        assert_eq!(jail.request(what), None, "{what}");
         assert_eq!(jail.end().signal(), Some(nix::libc::SIGSYS), "{what}");
     };
     for what in ["inet", "unshare", "run /usr/bin/true", "thread Vcpu open", "thread Vcpu spawn", "thread Vcpu unix"] {
@@ -343,15 +350,15 @@ fn what_is_forbidden_kills() {
         "thread Vcpu queue",
         "signal-own",
     ] {
-        assert!(jail.ask(what).unwrap().contains("Ok("), "{what}");
+        assert!(jail.request(what).unwrap().contains("Ok("), "{what}");
     }
     assert!(jail.end().success());
 }
 
 fn spawns() {
     let mut jail = Jail::new("spawns", "kill");
-    assert_eq!(jail.ask("run /usr/bin/true").unwrap(), r#"Ok("Some(0)")"#);
+    assert_eq!(jail.request("run /usr/bin/true").unwrap(), r#"Ok("Some(0)")"#);
     let images = jail.path("images/file");
-    assert_eq!(jail.ask(&format!("run {images}")).unwrap(), "Err(PermissionDenied)");
+    assert_eq!(jail.request(&format!("run {images}")).unwrap(), "Err(PermissionDenied)");
     assert!(jail.end().success());
 }

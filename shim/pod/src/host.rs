@@ -26,7 +26,7 @@ pub(crate) fn start_agent(
         // The agent starts in this cgroup, and the pod process then moves to a cgroup of its own, so that the controllers
         // can be delegated to child cgroups.
         cgroup::join(group)?;
-        cgroup::hand_down(group);
+        cgroup::enable_controllers(group);
     }
     let netns = spec.network.as_ref().map(|network| network.netns.as_path());
     let host = HostSpec {

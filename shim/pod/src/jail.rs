@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
-use nacelle_jail::{Access, Place, Plan, Profile};
+use nacelle_jail::{Access, JailPlan, Profile, VisiblePath};
 use std::path::{Path, PathBuf};
 
 /// What programs need to start: the directories of programs and libraries. Names that do not exist on the node are skipped.
@@ -40,28 +40,29 @@ fn drop_oom_protection(file: &Path) {
     }
 }
 
-fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
-    let place = |path: &Path, access, needed| Place { path: path.to_owned(), shown: None, access, needed };
-    let mut places = vec![place(&jail_dir(dir), Access::Write, true)];
-    places.extend(spec.log_directory.iter().map(|logs| place(logs, Access::Write, true)));
+fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
+    let visible_path =
+        |path: &Path, access, is_required| VisiblePath { path: path.to_owned(), visible_as: None, access, is_required };
+    let mut paths = vec![visible_path(&jail_dir(dir), Access::Write, true)];
+    paths.extend(spec.log_directory.iter().map(|logs| visible_path(logs, Access::Write, true)));
     if matches!(spec.engine, EngineSpec::Host { .. }) {
         // The agent, which runs already, has access to the rest. This process starts no other process.
-        return Plan {
-            places,
-            scaffold: dir.to_owned(),
+        return JailPlan {
+            visible_paths: paths,
+            mount_point: dir.to_owned(),
             cgroup: jail.cgroup.as_deref().map(crate::host::process_group),
             locked_bytes: 0,
             seccomp: jail.seccomp,
-            profile: Profile::Spawns,
+            profile: Profile::StartsPrograms,
         };
     }
     let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
-    places.push(place(&spec.scratch_file(), own, true));
-    places.extend(jail.images.iter().map(|images| place(images, Access::Read, true)));
+    paths.push(visible_path(&spec.scratch_file(), own, true));
+    paths.extend(jail.images.iter().map(|images| visible_path(images, Access::Read, true)));
     // The engine reports a missing file. A kernel that the pod brings along lies in the jail directory and is removed later.
     let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
-    places.extend(files.map(|file| place(file, Access::Read, false)));
-    let device = |name: &str| place(Path::new(name), Access::Device, false);
+    paths.extend(files.map(|file| visible_path(file, Access::Read, false)));
+    let device = |name: &str| visible_path(Path::new(name), Access::Device, false);
     let (qemu, needs_kvm) = match &spec.engine {
         EngineSpec::Kvm {} => (None, true),
         EngineSpec::Qemu { binary, accelerator } => (Some(binary), *accelerator == Accelerator::Kvm),
@@ -69,36 +70,36 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Plan {
         EngineSpec::Host { .. } => (None, false),
     };
     if let Some(program) = qemu {
-        places.extend(PROGRAMS.map(|path| place(Path::new(path), Access::Execute, false)));
-        places.extend(LINKER.map(|path| place(Path::new(path), Access::Read, false)));
-        places.extend(install_dir(program).map(|path| place(&path, Access::Execute, false)));
+        paths.extend(PROGRAMS.map(|path| visible_path(Path::new(path), Access::Execute, false)));
+        paths.extend(LINKER.map(|path| visible_path(Path::new(path), Access::Read, false)));
+        paths.extend(install_dir(program).map(|path| visible_path(&path, Access::Execute, false)));
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
-            places.push(place(program, Access::Execute, true));
-            places.extend(keep.iter().map(|directory| place(directory, Access::Write, true)));
+            paths.push(visible_path(program, Access::Execute, true));
+            paths.extend(keep.iter().map(|directory| visible_path(directory, Access::Write, true)));
             // The directory is empty until a container with devices is created. It lies in the daemon's part of the run directory.
             let (directory, shown) =
                 (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(vfio_dir::MOUNT_POINT)));
-            places.push(Place { shown, ..place(&directory, Access::Device, true) });
+            paths.push(VisiblePath { visible_as: shown, ..visible_path(&directory, Access::Device, true) });
         }
-        places.extend(["/dev/null", "/dev/urandom"].map(device));
+        paths.extend(["/dev/null", "/dev/urandom"].map(device));
     }
     let locked_bytes = match spec.engine {
         EngineSpec::Keeper { .. } => vfio_dir::locked_bytes(spec.memory_mib),
         _ => 0,
     };
     if needs_kvm {
-        places.push(device("/dev/kvm"));
+        paths.push(device("/dev/kvm"));
     }
     if qemu.is_none() {
-        places.push(device("/dev/vhost-net"));
+        paths.push(device("/dev/vhost-net"));
     }
-    Plan {
-        places,
-        scaffold: dir.to_owned(),
+    JailPlan {
+        visible_paths: paths,
+        mount_point: dir.to_owned(),
         cgroup: jail.cgroup.clone(),
         locked_bytes,
         seccomp: jail.seccomp,
-        profile: if qemu.is_some() { Profile::Spawns } else { Profile::InProcess },
+        profile: if qemu.is_some() { Profile::StartsPrograms } else { Profile::InProcess },
     }
 }
 
@@ -125,12 +126,12 @@ mod tests {
     #[test]
     fn a_pod_may_write_to_its_own_files() {
         let plan = plan(&sample(), &jail(), Path::new("/run/nacelle/pods/a"));
-        let written = plan.places.iter().filter(|place| matches!(place.access, Access::Write | Access::Take));
-        let written: Vec<_> = written.map(|place| place.path.to_str().unwrap().to_owned()).collect();
+        let written = plan.visible_paths.iter().filter(|path| matches!(path.access, Access::Write | Access::Take));
+        let written: Vec<_> = written.map(|path| path.path.to_str().unwrap().to_owned()).collect();
         let disk = sample().scratch_file();
         assert_eq!(written, ["/run/nacelle/pods/a/jail", "/var/log/pods/a", disk.to_str().unwrap()]);
-        assert!(plan.places.iter().all(|place| !place.path.ends_with("kvm")), "emulated");
-        assert_eq!(plan.profile, Profile::Spawns);
+        assert!(plan.visible_paths.iter().all(|path| !path.path.ends_with("kvm")), "emulated");
+        assert_eq!(plan.profile, Profile::StartsPrograms);
     }
 
     #[test]
@@ -138,7 +139,7 @@ mod tests {
         let dir = Path::new("/run/nacelle/pods/a");
         let has = |kernel: PathBuf| {
             let plan = plan(&PodSpec { kernel: kernel.clone(), ..sample() }, &jail(), dir);
-            plan.places.iter().any(|place| place.path == kernel)
+            plan.visible_paths.iter().any(|path| path.path == kernel)
         };
         assert_eq!((has("/usr/lib/nacelle/vmlinux".into()), has(jail_dir(dir).join("kernel"))), (true, false));
     }
@@ -147,9 +148,9 @@ mod tests {
     fn a_vm_in_the_pod_process_needs_no_programs() {
         let spec = PodSpec { engine: EngineSpec::Kvm {}, ..sample() };
         let plan = plan(&spec, &jail(), Path::new("/run/nacelle/pods/a"));
-        assert!(plan.places.iter().all(|place| place.access != Access::Execute));
-        let devices = plan.places.iter().filter(|place| place.access == Access::Device);
-        let devices: Vec<_> = devices.map(|place| place.path.to_str().unwrap()).collect();
+        assert!(plan.visible_paths.iter().all(|path| path.access != Access::Execute));
+        let devices = plan.visible_paths.iter().filter(|path| path.access == Access::Device);
+        let devices: Vec<_> = devices.map(|path| path.path.to_str().unwrap()).collect();
         assert_eq!((devices, plan.profile), (vec!["/dev/kvm", "/dev/vhost-net"], Profile::InProcess));
     }
 
@@ -164,8 +165,8 @@ mod tests {
             shares: 0,
         };
         let plan = plan(&PodSpec { engine, memory_mib: 1024, ..sample() }, &jail(), dir);
-        let of_directory = plan.places.iter().filter(|place| place.path == dir.join("vfio"));
-        let seen: Vec<_> = of_directory.map(|place| (place.shown.as_deref(), place.access)).collect();
+        let of_directory = plan.visible_paths.iter().filter(|path| path.path == dir.join("vfio"));
+        let seen: Vec<_> = of_directory.map(|path| (path.visible_as.as_deref(), path.access)).collect();
         assert_eq!(seen, [(Some(Path::new("/dev/vfio")), Access::Device)]);
         assert_eq!(plan.locked_bytes, 1152 << 20);
     }
@@ -175,8 +176,8 @@ mod tests {
         let engine = EngineSpec::Host { agent: "/usr/bin/nacelle-agent".into(), shares: Default::default() };
         let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };
         let plan = plan(&PodSpec { engine, ..sample() }, &jail, Path::new("/run/nacelle/pods/a"));
-        assert!(plan.places.iter().all(|place| place.access == Access::Write), "{:?}", plan.places);
-        assert_eq!((plan.places.len(), plan.cgroup), (2, Some("nacelle/a/process".into())));
+        assert!(plan.visible_paths.iter().all(|path| path.access == Access::Write), "{:?}", plan.visible_paths);
+        assert_eq!((plan.visible_paths.len(), plan.cgroup), (2, Some("nacelle/a/process".into())));
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
         .enable_all()
         .thread_stack_size(THREAD_STACK)
         .max_blocking_threads(64)
-        .on_thread_start(|| nacelle_jail::thread(nacelle_jail::ThreadKind::Blocking))
+        .on_thread_start(|| nacelle_jail::filter_thread(nacelle_jail::ThreadKind::Blocking))
         .build()
         .map_err(failed)?;
     let served = runtime.block_on(serve(spec, dir, engine, prepared));
