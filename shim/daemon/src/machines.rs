@@ -18,7 +18,7 @@ use tokio::sync::watch;
 impl PodRuntime for Node {
     fn machine_pods(&self) -> Vec<MachinePodView> {
         let views = self.views();
-        let machines = views.iter().filter(|view| view.pod.config.machine.is_some());
+        let machines = views.iter().filter(|view| view.pod.config.kind.machine().is_some());
         machines.map(|view| MachinePodView { pod: view.pod.clone(), containers: view.containers.clone() }).collect()
     }
 

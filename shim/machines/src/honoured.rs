@@ -6,7 +6,7 @@ pub mod container_pod;
 use crate::machine_pod;
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::preset::Catalogue;
-use nacelle_vmi::spec::PodKind;
+use nacelle_vmi::spec::SpecKind;
 use serde::Serialize;
 use std::fmt;
 
@@ -29,10 +29,10 @@ impl fmt::Display for NotRun {
 /// depends on the runtime handler is not included.
 pub fn not_run(admitted: &Admitted) -> Vec<NotRun> {
     let (fields, value, reason): (_, _, fn(&str) -> Option<&'static str>) = match admitted.kind() {
-        PodKind::Machine => {
+        SpecKind::Machine => {
             (machine_pod::not_honoured(admitted), machine_pod::refused_value(admitted), machine_pod::reason)
         }
-        PodKind::Container => (container_pod::not_honoured(admitted), None, container_pod::reason),
+        SpecKind::Container => (container_pod::not_honoured(admitted), None, container_pod::reason),
     };
     let message = || format!("is not run by nodes with Nacelle {}: they refuse the pod", env!("CARGO_PKG_VERSION"));
     let why = |what: &str| reason(what).map(|why| format!("; {why}")).unwrap_or_default();

@@ -36,7 +36,7 @@ impl MachinePodView {
     /// Returns the namespace and name under which clients address the VM: those of the persistent VM, otherwise the pod's.
     pub fn vm_name(&self) -> Option<(&str, &str)> {
         let config: &PodConfig = &self.pod.config;
-        match &config.vm {
+        match config.kind.persistent_vm() {
             Some(id) => id.split_once('/'),
             None => Some((&config.name.namespace, &config.name.name)),
         }
@@ -50,7 +50,7 @@ impl MachinePodView {
 
 /// Returns whether a pod holds this persistent VM. It does so until its VM is known to have stopped.
 pub fn holds_vm(pod: &PodRecord, vm: &str) -> bool {
-    pod.config.vm.as_deref() == Some(vm) && pod.state != PodState::Stopped
+    pod.config.kind.persistent_vm() == Some(vm) && pod.state != PodState::Stopped
 }
 
 /// The result of a command that has ended.

@@ -52,27 +52,14 @@ pub struct PodConfig {
     pub sysctls: StringMap,
     /// All containers share one PID namespace.
     pub shared_pid: bool,
-    /// Namespaces that the pod shares with the node. A pod with any of them has no guest.
-    #[serde(default, skip_serializing_if = "NodeNamespaces::none")]
-    pub node_namespaces: NodeNamespaces,
-    /// The pod has no guest, whatever the engine of its handler: it is privileged, and the configuration runs such pods on the node.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub on_host: bool,
+    /// What the containers run in.
+    pub kind: PodKind,
     /// The user namespace of the containers, if they have one of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_namespace: Option<UserNamespace>,
     /// The emptyDirs that kubelet keeps on its disk; `None` if they are shares of the node's directories.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub empty_dirs: Option<EmptyDirs>,
-    /// The machine that is the pod's container; `None` for a container pod.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub machine: Option<Box<MachinePod>>,
-    /// The VM resources and settings that the annotations of a container pod ask for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub shape: Option<VmShape>,
-    /// Namespace and name of the persistent VM of which the pod is a run.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vm: Option<String>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory limit of all containers together in bytes, if there is one.
@@ -90,10 +77,75 @@ pub struct PodConfig {
     pub cgroup_parent: Option<String>,
 }
 
-impl PodConfig {
-    /// Returns whether the pod cannot have a guest, whatever the engine of its handler is.
-    pub fn needs_host(&self) -> bool {
-        self.on_host || !self.node_namespaces.none()
+/// What the containers of a PodSandbox run in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum PodKind {
+    /// A VM with Nacelle's kernel and agent, which runs the containers.
+    Containers {
+        /// The VM resources and settings that the pod's annotations ask for.
+        #[serde(default)]
+        shape: VmShape,
+    },
+    /// A machine of its own, which takes the place of the pod's container.
+    Machine {
+        /// The machine.
+        machine: Box<MachinePod>,
+        /// Namespace and name of the persistent VM of which the pod is a run, separated by a slash.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        vm: Option<String>,
+    },
+    /// The node itself, without a guest.
+    Host {
+        /// The namespaces that the pod shares with the node.
+        #[serde(default, skip_serializing_if = "NodeNamespaces::none")]
+        namespaces: NodeNamespaces,
+    },
+}
+
+impl Default for PodKind {
+    /// Returns containers in a VM without requests of their own.
+    fn default() -> PodKind {
+        PodKind::Containers { shape: VmShape::default() }
+    }
+}
+
+impl PodKind {
+    /// Returns whether the pod runs in a VM.
+    pub fn has_guest(&self) -> bool {
+        !matches!(self, PodKind::Host { .. })
+    }
+
+    /// Returns the machine of a machine pod.
+    pub fn machine(&self) -> Option<&MachinePod> {
+        match self {
+            PodKind::Machine { machine, .. } => Some(machine),
+            PodKind::Containers { .. } | PodKind::Host { .. } => None,
+        }
+    }
+
+    /// Returns namespace and name of the persistent VM of which the pod is a run.
+    pub fn persistent_vm(&self) -> Option<&str> {
+        match self {
+            PodKind::Machine { vm, .. } => vm.as_deref(),
+            PodKind::Containers { .. } | PodKind::Host { .. } => None,
+        }
+    }
+
+    /// Returns the requested shape of the VM of a container pod.
+    pub fn shape(&self) -> Option<&VmShape> {
+        match self {
+            PodKind::Containers { shape } => Some(shape),
+            PodKind::Machine { .. } | PodKind::Host { .. } => None,
+        }
+    }
+
+    /// Returns the namespaces that the pod shares with the node.
+    pub fn node_namespaces(&self) -> NodeNamespaces {
+        match self {
+            PodKind::Host { namespaces } => *namespaces,
+            PodKind::Containers { .. } | PodKind::Machine { .. } => NodeNamespaces::default(),
+        }
     }
 }
 

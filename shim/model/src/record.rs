@@ -1,7 +1,7 @@
 //! Defines the stored records of pods, containers and persistent VMs, and their encoding: JSON with a version tag.
 //!
-//! A new field needs a default; a new version is another variant of `Stored` and a conversion. Golden files in `tests/golden` hold
-//! version 1. A record of an unknown version is refused.
+//! A new field needs a default. A change that an older record cannot express gets a new version. Golden files in `tests/golden` hold
+//! the current versions. A record of another version is refused: a node is drained before an update that changes one.
 
 use crate::container::{ContainerConfig, ContainerImage};
 use crate::digest::ImageId;
@@ -184,7 +184,9 @@ impl VmRecord {
 
 /// A record cannot be decoded or encoded.
 #[derive(Debug, thiserror::Error)]
-#[error("the record of {what} {id} is not one that this version of Nacelle knows")]
+#[error(
+    "cannot read the record of {what} {id}: it is damaged, or another version of Nacelle wrote it; start that version, and drain the node before the update"
+)]
 pub struct RecordError {
     /// The kind of record: "pod", "container", "machine".
     pub what: &'static str,
@@ -194,45 +196,51 @@ pub struct RecordError {
     pub source: serde_json::Error,
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(tag = "version")]
-enum Stored<T> {
-    #[serde(rename = "1")]
-    V1(T),
-}
-
-#[derive(Serialize)]
-#[serde(tag = "version")]
-enum StoredRef<'a, T> {
-    #[serde(rename = "1")]
-    V1(&'a T),
-}
-
 macro_rules! stored {
-    ($record:ty, $what:literal) => {
-        impl $record {
-            /// Encodes the record with its version.
-            pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
-                let id = self.id.to_string();
-                serde_json::to_vec(&StoredRef::V1(self)).map_err(|source| RecordError { what: $what, id, source })
+    ($record:ident, $what:literal, $version:literal) => {
+        const _: () = {
+            #[derive(Deserialize)]
+            #[serde(tag = "version")]
+            enum Stored {
+                #[serde(rename = $version)]
+                Current($record),
             }
 
-            /// Decodes the record that is stored under this key.
-            pub fn decode(id: &str, bytes: &[u8]) -> Result<Self, RecordError> {
-                let Stored::V1(record) = serde_json::from_slice(bytes).map_err(|source| RecordError {
-                    what: $what,
-                    id: id.to_owned(),
-                    source,
-                })?;
-                Ok(record)
+            #[derive(Serialize)]
+            #[serde(tag = "version")]
+            enum StoredRef<'a> {
+                #[serde(rename = $version)]
+                Current(&'a $record),
             }
-        }
+
+            impl $record {
+                /// Encodes the record with its version.
+                pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
+                    let id = self.id.to_string();
+                    serde_json::to_vec(&StoredRef::Current(self)).map_err(|source| RecordError {
+                        what: $what,
+                        id,
+                        source,
+                    })
+                }
+
+                /// Decodes the record that is stored under this key.
+                pub fn decode(id: &str, bytes: &[u8]) -> Result<Self, RecordError> {
+                    let Stored::Current(record) = serde_json::from_slice(bytes).map_err(|source| RecordError {
+                        what: $what,
+                        id: id.to_owned(),
+                        source,
+                    })?;
+                    Ok(record)
+                }
+            }
+        };
     };
 }
 
-stored!(PodRecord, "pod");
-stored!(ContainerRecord, "container");
-stored!(VmRecord, "machine");
+stored!(PodRecord, "pod", "2");
+stored!(ContainerRecord, "container", "1");
+stored!(VmRecord, "machine", "1");
 
 #[cfg(test)]
 mod tests {
@@ -242,8 +250,8 @@ mod tests {
 
     /// The files were written once and never change: what a node has stored stays readable.
     #[test]
-    fn version_1_stays_readable() {
-        let text = include_str!("../tests/golden/pod-v1.json");
+    fn current_versions_stay_readable() {
+        let text = include_str!("../tests/golden/pod-v2.json");
         assert_eq!(PodRecord::decode("x", text.as_bytes()).unwrap(), pod(1));
         let text = include_str!("../tests/golden/container-v1.json");
         assert_eq!(ContainerRecord::decode("x", text.as_bytes()).unwrap(), container(2, 1));
@@ -257,9 +265,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_what_version_1_says() {
+    fn what_is_written_is_what_the_golden_files_say() {
         let value = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).unwrap();
-        let text = include_str!("../tests/golden/pod-v1.json");
+        let text = include_str!("../tests/golden/pod-v2.json");
         assert_eq!(value(&pod(1).encode().unwrap()), value(text.as_bytes()));
         let text = include_str!("../tests/golden/container-v1.json");
         assert_eq!(value(&container(2, 1).encode().unwrap()), value(text.as_bytes()));
@@ -269,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_pod_is_stored_with_how_its_process_is_found() {
-        let mut value: serde_json::Value = serde_json::from_str(include_str!("../tests/golden/pod-v1.json")).unwrap();
+        let mut value: serde_json::Value = serde_json::from_str(include_str!("../tests/golden/pod-v2.json")).unwrap();
         let process = serde_json::json!({
             "identity": { "pid": 7, "start_time": 8, "boot_id": "b" },
             "cgroup": "nacelle/a",
@@ -283,8 +291,11 @@ mod tests {
 
     #[test]
     fn another_version_is_refused_by_name() {
-        let text = include_str!("../tests/golden/pod-v1.json").replace(r#""version": "1""#, r#""version": "9""#);
+        let text = include_str!("../tests/golden/pod-v2.json").replace(r#""version": "2""#, r#""version": "9""#);
         let error = PodRecord::decode("abc", text.as_bytes()).unwrap_err();
         assert!(error.to_string().contains("pod abc"), "{error}");
+        // Version 1 had no `kind`: its fields must not be misread.
+        let text = include_str!("../tests/golden/pod-v1.json");
+        assert!(PodRecord::decode("abc", text.as_bytes()).is_err());
     }
 }

@@ -4,7 +4,7 @@ use crate::StringMap;
 use crate::container::{ContainerConfig, ContainerImage};
 use crate::digest::Digest;
 use crate::network::{DnsConfig, PortMapping, Protocol};
-use crate::pod::{PodConfig, PodName};
+use crate::pod::{PodConfig, PodKind, PodName};
 use crate::record::{ContainerRecord, PodRecord};
 use crate::resources::Resources;
 use crate::security::{Capabilities, ContainerUser, PidMode, RunAs, SeccompPolicy};
@@ -28,13 +28,9 @@ pub fn pod(n: u8) -> PodRecord {
             annotations: StringMap::new(),
             sysctls: StringMap::new(),
             shared_pid: true,
-            node_namespaces: Default::default(),
-            on_host: false,
+            kind: PodKind::default(),
             user_namespace: None,
             empty_dirs: None,
-            machine: None,
-            shape: None,
-            vm: None,
             privileged: false,
             memory_limit: Some(1 << 28),
             overhead_memory: None,

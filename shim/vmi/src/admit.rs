@@ -5,7 +5,7 @@ use crate::annotations::{self, Wishes};
 use crate::cause::{Cause, Causes, Problem};
 use crate::preset::{Applied, Catalogue, apply};
 use crate::shape::field;
-use crate::spec::{InstanceSpec, PodKind, Power, RunStrategy, VirtualMachine};
+use crate::spec::{InstanceSpec, Power, RunStrategy, SpecKind, VirtualMachine};
 use crate::tree::{ROOT, Tree};
 use crate::version::written;
 use crate::{complete, default, rules, tree};
@@ -45,8 +45,8 @@ impl Admitted {
     }
 
     /// Returns the kind of the pod.
-    pub fn kind(&self) -> PodKind {
-        self.wishes.kind.unwrap_or(PodKind::Container)
+    pub fn kind(&self) -> SpecKind {
+        self.wishes.kind.unwrap_or(SpecKind::Container)
     }
 
     /// Returns the name of the persistent VM of which the pod is a run.
@@ -93,7 +93,7 @@ pub fn pod(annotations: &BTreeMap<String, String>, catalogue: &Catalogue) -> Res
 
 /// Admits a specification by itself, as a machine pod. `wrong` are the causes from parsing it.
 pub fn instance(spec: &InstanceSpec, wrong: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
-    let wishes = Wishes { kind: Some(PodKind::Machine), ..Wishes::default() };
+    let wishes = Wishes { kind: Some(SpecKind::Machine), ..Wishes::default() };
     admit(Tree::of(written(spec)), wishes, wrong, catalogue)
 }
 
@@ -101,7 +101,7 @@ pub fn instance(spec: &InstanceSpec, wrong: Causes, catalogue: &Catalogue) -> Re
 pub fn machine(machine: &VirtualMachine, wrong: Causes, catalogue: &Catalogue) -> Result<Admitted, Causes> {
     let name = |matcher: &Option<crate::spec::Matcher>| matcher.as_ref().map(|matcher| matcher.name.clone());
     let wishes = Wishes {
-        kind: Some(PodKind::Machine),
+        kind: Some(SpecKind::Machine),
         name: Some(machine.metadata.name.clone()),
         run_strategy: machine.spec.run_strategy,
         instancetype: name(&machine.spec.instancetype),

@@ -6,7 +6,7 @@ use crate::annotations::{PREFIX, field};
 use crate::cause::{Causes, Rule};
 use crate::preset::{Applied, Catalogue};
 use crate::read;
-use crate::spec::PodKind;
+use crate::spec::SpecKind;
 use crate::tree::Tree;
 use crate::version::written;
 use serde_json::Value;
@@ -28,7 +28,7 @@ pub fn complete(
     defaults: bool,
 ) -> Result<Option<BTreeMap<String, String>>, Causes> {
     let Some(admitted) = admit::pod(annotations, catalogue)? else { return Ok(None) };
-    let defaults = defaults && admitted.kind() == PodKind::Machine;
+    let defaults = defaults && admitted.kind() == SpecKind::Machine;
     let record = record(&admitted, annotations);
     if !names(admitted.applied()) && !defaults {
         return Ok(None);

@@ -4,7 +4,7 @@ use crate::Quantity;
 use crate::annotations::Wishes;
 use crate::spec::{
     Board, Bus, CloudInit, Cpu, CpuFeaturePolicy, Disk, DiskTarget, Domain, Empty, InputBus, InstanceSpec, Interface,
-    Memory, Network, NicModel, PodKind, Probe, Protocol, Rng, RunStrategy, Volume, WatchdogAction,
+    Memory, Network, NicModel, Probe, Protocol, Rng, RunStrategy, SpecKind, Volume, WatchdogAction,
 };
 
 /// The default time that a guest has after the power button, in seconds.
@@ -12,8 +12,8 @@ const GRACE_SECONDS: i64 = 30;
 
 /// Sets the defaults. Invalid values stay: the rules are checked afterwards.
 pub fn fill(spec: &mut InstanceSpec, wishes: &mut Wishes) {
-    let kind = *wishes.kind.get_or_insert(PodKind::Container);
-    if kind == PodKind::Machine {
+    let kind = *wishes.kind.get_or_insert(SpecKind::Container);
+    if kind == SpecKind::Machine {
         wishes.run_strategy.get_or_insert(RunStrategy::Always);
         machine(spec, wishes);
     }

@@ -5,7 +5,7 @@ use nacelle_vmi::admit::{self, Admitted};
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::complete::complete;
 use nacelle_vmi::preset::Catalogue;
-use nacelle_vmi::spec::{Bus, PodKind, Power, RunStrategy};
+use nacelle_vmi::spec::{Bus, Power, RunStrategy, SpecKind};
 use nacelle_vmi::{Causes, read};
 use std::collections::BTreeMap;
 
@@ -40,7 +40,7 @@ fn without_annotations_there_is_nothing_to_admit() {
 #[test]
 fn a_container_pod_is_shaped_and_no_more() {
     let shaped = admitted(&[("cpus", "4"), ("memory", "2Gi"), ("disks", "data=empty:1Gi")]).unwrap().unwrap();
-    assert_eq!((shaped.kind(), shaped.run_strategy(), shaped.power()), (PodKind::Container, None, Power::On));
+    assert_eq!((shaped.kind(), shaped.run_strategy(), shaped.power()), (SpecKind::Container, None, Power::On));
     let domain = &shaped.spec().domain;
     assert_eq!(domain.cpu.as_ref().unwrap().count(), Some(4));
     assert_eq!(domain.devices.disks[0].bus(), Some(Bus::Virtio));
@@ -109,7 +109,7 @@ fn what_was_applied_is_recorded() {
     assert!(spec.volumes[2].cloud_init_no_cloud.is_some());
     assert_eq!(spec.networks[0].name, "default");
     assert_eq!(spec.termination_grace_period_seconds, Some(5));
-    assert_eq!((machine.kind(), machine.run_strategy()), (PodKind::Machine, Some(RunStrategy::Always)));
+    assert_eq!((machine.kind(), machine.run_strategy()), (SpecKind::Machine, Some(RunStrategy::Always)));
     assert_eq!(machine.ssh_keys().len(), 1);
     let applied = machine.applied();
     assert_eq!(applied.instancetype.as_deref(), Some("u1.large"));

@@ -44,11 +44,11 @@ impl Cri {
             None => None,
         };
         let view = self.node.pod(pod).map_err(status)?;
-        let (node, users) = (view.pod.config.node_namespaces, view.pod.config.user_namespace);
+        let (node, users) = (view.pod.config.kind.node_namespaces(), view.pod.config.user_namespace);
         let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
-        let guest = self.node.parts().has_guest(&view.pod);
+        let guest = view.pod.config.kind.has_guest();
         container_label(request.config.as_ref(), !guest && self.selinux).map_err(status)?;
-        if let Some(machine) = &view.pod.config.machine {
+        if let Some(machine) = view.pod.config.kind.machine() {
             check_container(machine, &config).map_err(status)?;
             check_volumes(machine, &config).map_err(status)?;
         } else if guest {
@@ -150,7 +150,9 @@ impl Cri {
         if request.cmd.is_empty() {
             return Err(refuse(Kind::Invalid, "cmd is missing"));
         }
-        if streams_output(&request.cmd) && self.node.container(id).map_err(status)?.1.pod.config.machine.is_some() {
+        if streams_output(&request.cmd)
+            && self.node.container(id).map_err(status)?.1.pod.config.kind.machine().is_some()
+        {
             let message = "cmd: ExecSync answers 16 MiB at most, and this is longer: ask by Exec (crictl exec, kubectl exec), or by nacelle vm";
             return Err(refuse(Kind::Invalid, message));
         }

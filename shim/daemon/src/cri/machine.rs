@@ -4,18 +4,18 @@
 
 use super::convert::{EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
-use crate::config::{Config, EngineSetting, Handler};
+use crate::config::{Config, Handler};
 use nacelle_base::Kind;
+use nacelle_base::machine::EngineKind;
 use nacelle_machines::machine_pod;
 use nacelle_machines::multus::{self, NETWORKS};
 use nacelle_model::StringMap;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::pod::{PodConfig, VmShape};
-use nacelle_pod::spec::EngineSpec;
 use nacelle_vmi::admit;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::preset::Catalogue;
-use nacelle_vmi::spec::PodKind;
+use nacelle_vmi::spec::SpecKind;
 use tonic::Status;
 
 /// The largest error text in bytes: gRPC sends it in a header of limited size.
@@ -42,7 +42,7 @@ pub(super) fn of(
     pod: &PodConfig,
     config: &Config,
     handler: &Handler,
-    engine: &EngineSpec,
+    engine: EngineKind,
 ) -> Result<Option<Asked>, Status> {
     let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
@@ -53,8 +53,8 @@ pub(super) fn of(
     let admitted = admit::pod(&ours, &Catalogue::default())
         .map_err(|causes| refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(TOLD))))?;
     let Some(admitted) = admitted else { return Ok(None) };
-    if admitted.kind() == PodKind::Machine {
-        if pod.needs_host() || handler.engine == EngineSetting::Host {
+    if admitted.kind() == SpecKind::Machine {
+        if !pod.kind.has_guest() {
             let message = "config.annotations: a machine pod needs a handler whose engine is not host, and no namespace of the node";
             return Err(refuse(Kind::Invalid, message));
         }
@@ -74,11 +74,11 @@ pub(super) fn of(
 }
 
 /// Checks that the guest of a container pod has device slots for the networks that its pod requests in addition to the first one.
-pub(super) fn has_room(pod: &PodConfig, engine: &EngineSpec) -> Result<(), Status> {
+pub(super) fn has_room(pod: &PodConfig, engine: EngineKind) -> Result<(), Status> {
     let room = match engine {
-        EngineSpec::Kvm {} => 8,
-        EngineSpec::Qemu { .. } => 1,
-        EngineSpec::Host { .. } | EngineSpec::Keeper { .. } => return Ok(()),
+        EngineKind::Kvm => 8,
+        EngineKind::Qemu => 1,
+        EngineKind::Host => return Ok(()),
     };
     // An invalid annotation is left to the plugins.
     let asked = multus::asked(&pod.annotations, &pod.name.namespace).ok().flatten().map_or(0, |asked| asked.len());
@@ -102,9 +102,10 @@ mod tests {
     }
 
     fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Asked>, Status> {
-        let mut pod = pod_config(Some(&sample()), "h", &Default::default()).unwrap();
+        let mut pod =
+            pod_config(Some(&sample()), "h", crate::config::EngineSetting::Auto, &Default::default()).unwrap();
         pod.annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        of(&pod, &Config::default(), &Handler::default(), &EngineSpec::Kvm {})
+        of(&pod, &Config::default(), &Handler::default(), EngineKind::Kvm)
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::machine;
 use super::status::{refuse, status};
 use nacelle_base::{Kind, PodId};
 use nacelle_machines::machine_pod;
-use nacelle_pod::spec::EngineSpec;
+use nacelle_model::pod::PodKind;
 use nacelle_proto::cri;
 use nacelle_vmi::annotations::PREFIX;
 use std::collections::HashMap;
@@ -28,7 +28,7 @@ impl Cri {
             let message = format!("runtime_handler is {asked:?}: this node has the handlers {}", known.join(", "));
             return Err(refuse(Kind::Invalid, &message));
         };
-        let mut pod = pod_config(request.config.as_ref(), asked, &config.sandbox).map_err(status)?;
+        let mut pod = pod_config(request.config.as_ref(), asked, handler.engine, &config.sandbox).map_err(status)?;
         if let Some(key) =
             pod.annotations.keys().find(|key| key.starts_with(PREFIX) && !handler.allowed_annotations.contains(key))
         {
@@ -38,28 +38,28 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
-        let engine = self.node.parts().engine.spec(handler.engine, &pod);
-        let on_node = matches!(engine, EngineSpec::Host { .. });
-        pod_label(request.config.as_ref(), on_node && self.selinux).map_err(status)?;
-        match machine::of(&pod, config, handler, &engine)? {
+        let engine = self.node.parts().engine.resolve(handler.engine, &pod.kind);
+        pod_label(request.config.as_ref(), !pod.kind.has_guest() && self.selinux).map_err(status)?;
+        match machine::of(&pod, config, handler, engine)? {
             Some(machine::Asked::Machine { mut machine, name }) => {
+                let mut vm = None;
                 if let Some(name) = name {
                     let vms = &self.node.parts().vms;
-                    let vm = vms.get_or_create(&pod.name.namespace, &name).await.map_err(status)?;
-                    machine_pod::identify(&mut machine, &vm, vms.directory(&vm));
-                    pod.vm = Some(vm.id);
+                    let record = vms.get_or_create(&pod.name.namespace, &name).await.map_err(status)?;
+                    machine_pod::identify(&mut machine, &record, vms.directory(&record));
+                    vm = Some(record.id);
                 }
-                pod.machine = Some(machine);
+                pod.kind = PodKind::Machine { machine, vm };
             }
-            Some(machine::Asked::Shape(shape)) => pod.shape = Some(shape),
+            Some(machine::Asked::Shape(shape)) => pod.kind = PodKind::Containers { shape },
             None => {}
         }
-        if pod.machine.is_none() {
-            machine::has_room(&pod, &engine)?;
+        if pod.kind.machine().is_none() {
+            machine::has_room(&pod, engine)?;
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();
-        let id = self.node.run_pod(pod, name).await.map_err(status)?;
+        let id = self.node.run_pod(pod, name, engine).await.map_err(status)?;
         Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })
     }
 

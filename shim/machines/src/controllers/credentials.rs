@@ -56,7 +56,7 @@ pub(super) struct CredentialsController {
 
 impl Controller for CredentialsController {
     fn new(runtime: &Arc<dyn PodRuntime>, view: &MachinePodView, container: &ContainerRecord) -> Option<Self> {
-        let machine = view.pod.config.machine.as_deref().filter(|machine| !machine.credentials.is_empty())?;
+        let machine = view.pod.config.kind.machine().filter(|machine| !machine.credentials.is_empty())?;
         Some(CredentialsController {
             runtime: Arc::clone(runtime),
             pod: view.pod.id.clone(),

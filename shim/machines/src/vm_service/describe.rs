@@ -15,7 +15,7 @@ const UNKNOWN_PHASE: &str = "Unknown";
 pub(super) fn describe_pod(view: &MachinePodView) -> Option<vm::Machine> {
     let config = &view.pod.config;
     let (namespace, name) = view.vm_name()?;
-    let machine = config.machine.as_ref()?;
+    let machine = config.kind.machine()?;
     let mac = machine.cards.first().and_then(|card| card.mac);
     let holds = view.pod.state != PodState::Stopped;
     let last = view.containers.values().max_by_key(|container| container.created_at);
@@ -23,7 +23,7 @@ pub(super) fn describe_pod(view: &MachinePodView) -> Option<vm::Machine> {
         namespace: namespace.to_owned(),
         name: name.to_owned(),
         phase: if last.is_some_and(|last| last.finished_at > 0) { "Succeeded" } else { "Pending" }.to_owned(),
-        outlives_pods: config.vm.is_some(),
+        outlives_pods: config.kind.persistent_vm().is_some(),
         pod_id: if holds { view.pod.id.to_string() } else { String::new() },
         pod_name: config.name.name.clone(),
         container_id: view.running_container().map(|container| container.id.to_string()).unwrap_or_default(),

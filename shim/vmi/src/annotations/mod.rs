@@ -6,7 +6,7 @@ pub mod empty_dirs;
 mod parse;
 
 use crate::cause::{Causes, Rule};
-use crate::spec::{PodKind, Power, RunStrategy};
+use crate::spec::{Power, RunStrategy, SpecKind};
 use crate::tree::Tree;
 use crate::{read, version};
 use std::collections::BTreeMap;
@@ -57,7 +57,7 @@ pub const ALL: &[(&str, &str)] = &[
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wishes {
     /// The kind of the pod.
-    pub kind: Option<PodKind>,
+    pub kind: Option<SpecKind>,
     /// The name of the persistent VM of which the pod is a run.
     pub name: Option<String>,
     /// The run strategy of the persistent VM.

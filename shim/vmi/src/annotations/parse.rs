@@ -3,7 +3,7 @@
 use super::{PREFIX, Wishes, disks, field};
 use crate::Quantity;
 use crate::cause::{Causes, Rule};
-use crate::spec::{PodKind, Power, RunStrategy};
+use crate::spec::{Power, RunStrategy, SpecKind};
 use crate::tree::Tree;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -93,7 +93,7 @@ impl<'a> Reader<'a> {
             self.causes.too_long(Rule("presets-number"), field("presets"), message);
         }
         Wishes {
-            kind: self.word("kind", PodKind::WORDS, PodKind::of),
+            kind: self.word("kind", SpecKind::WORDS, SpecKind::of),
             name: self.text("name").map(str::to_owned),
             run_strategy: self.word("run-strategy", RunStrategy::WORDS, RunStrategy::of),
             power: self.word("power", Power::WORDS, Power::of),

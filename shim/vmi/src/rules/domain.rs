@@ -3,7 +3,7 @@
 use super::common::{ABSOLUTE, IMAGE, absolute, image, printable};
 use crate::annotations::Wishes;
 use crate::cause::{Causes, Rule};
-use crate::spec::{Bootloader, Domain, Firmware, InstanceSpec, KernelBoot, PodKind};
+use crate::spec::{Bootloader, Domain, Firmware, InstanceSpec, KernelBoot, SpecKind};
 
 const CPU: &str = "spec.domain.cpu";
 const MEMORY: &str = "spec.domain.memory";
@@ -68,10 +68,10 @@ pub fn processors(domain: &Domain, causes: &mut Causes) {
 }
 
 /// Checks the memory.
-pub fn memory(domain: &Domain, kind: PodKind, causes: &mut Causes) {
+pub fn memory(domain: &Domain, kind: SpecKind, causes: &mut Causes) {
     let memory = domain.memory.as_ref();
     let Some(guest) = memory.and_then(|memory| memory.guest.as_ref()) else {
-        if kind == PodKind::Machine {
+        if kind == SpecKind::Machine {
             let message = "a machine must say how much memory it has: here, in resources or by an instance type";
             causes.required(Rule("memory-missing"), format!("{MEMORY}.guest"), message);
         }
@@ -231,7 +231,7 @@ fn bootloader(loader: &Bootloader, domain: &Domain, wishes: &Wishes, causes: &mu
     }
 }
 
-fn kernel_boot(kernel: &KernelBoot, kind: Option<PodKind>, causes: &mut Causes) {
+fn kernel_boot(kernel: &KernelBoot, kind: Option<SpecKind>, causes: &mut Causes) {
     let at = format!("{FIRMWARE}.kernelBoot");
     let args = &kernel.kernel_args;
     if args.len() > MAX_COMMAND_LINE || !printable(args) {
@@ -241,7 +241,7 @@ fn kernel_boot(kernel: &KernelBoot, kind: Option<PodKind>, causes: &mut Causes) 
     let at = format!("{at}.container");
     let Some(container) = &kernel.container else {
         // The VM of a container pod has a kernel already, which accepts parameters.
-        if kind == Some(PodKind::Container) && !args.is_empty() {
+        if kind == Some(SpecKind::Container) && !args.is_empty() {
             return;
         }
         return causes.required(Rule("kernel-container"), at, "must say the image with the kernel");

@@ -14,11 +14,11 @@ pub(crate) use common::label;
 
 use crate::annotations::Wishes;
 use crate::cause::Causes;
-use crate::spec::{InstanceSpec, PodKind};
+use crate::spec::{InstanceSpec, SpecKind};
 
 /// Checks all rules.
 pub fn check(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
-    let kind = wishes.kind.unwrap_or(PodKind::Container);
+    let kind = wishes.kind.unwrap_or(SpecKind::Container);
     domain::processors(&spec.domain, causes);
     domain::memory(&spec.domain, kind, causes);
     domain::resources(&spec.domain, causes);

@@ -3,10 +3,10 @@
 use super::common::{LABEL, SUBDOMAIN, label, subdomain};
 use crate::annotations::{PREFIX, Wishes, field};
 use crate::cause::{Causes, Rule};
-use crate::spec::{InstanceSpec, PodKind, Power, RunStrategy};
+use crate::spec::{InstanceSpec, Power, RunStrategy, SpecKind};
 
 /// Checks all of these settings.
-pub fn check(spec: &InstanceSpec, wishes: &Wishes, kind: PodKind, causes: &mut Causes) {
+pub fn check(spec: &InstanceSpec, wishes: &Wishes, kind: SpecKind, causes: &mut Causes) {
     if wishes.name.as_deref().is_some_and(|name| !subdomain(name)) {
         causes.invalid(Rule("vm-name"), field("name"), &wishes.name, SUBDOMAIN);
     }
@@ -14,8 +14,8 @@ pub fn check(spec: &InstanceSpec, wishes: &Wishes, kind: PodKind, causes: &mut C
         causes.invalid(Rule("preset-name"), field("presets"), preset, LABEL);
     }
     match kind {
-        PodKind::Container => container(spec, wishes, causes),
-        PodKind::Machine => machine(spec, wishes, causes),
+        SpecKind::Container => container(spec, wishes, causes),
+        SpecKind::Machine => machine(spec, wishes, causes),
     }
 }
 

@@ -74,7 +74,7 @@ words! {
     }
 
     /// What a pod is.
-    pub enum PodKind {
+    pub enum SpecKind {
         Container = "container",
         Machine = "machine",
     }

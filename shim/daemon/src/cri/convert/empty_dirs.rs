@@ -1,7 +1,7 @@
 //! Determines the emptyDir rules of a pod, `EmptyDirs`, from its handler and its annotation.
 
 use super::{FieldError, bad, cut};
-use crate::config::{EmptyDir, EngineSetting, Handler};
+use crate::config::{EmptyDir, Handler};
 use nacelle_model::empty_dir::EmptyDirs;
 use nacelle_model::pod::PodConfig;
 use nacelle_vmi::annotations::empty_dirs as annotation;
@@ -16,7 +16,7 @@ const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
 pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs>, FieldError> {
     let asked = pod.annotations.get(LIMITS);
     let limits = asked.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;
-    let cannot = if pod.needs_host() || handler.engine == EngineSetting::Host {
+    let cannot = if !pod.kind.has_guest() {
         "the pod has no machine, and its emptyDirs are directories of the node, whose sizeLimit is kubelet's"
     } else if pod.user_namespace.is_some() {
         "the emptyDirs of a pod with a user namespace are directories of the node, whose sizeLimit is kubelet's"
@@ -29,7 +29,7 @@ pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs
     if let Some(text) = asked.filter(|_| !cannot.is_empty()) {
         return Err(FieldError::NotHere { field: FIELD, value: cut(text), why: cannot });
     }
-    let own = !pod.needs_host() && handler.engine != EngineSetting::Host && pod.user_namespace.is_none();
+    let own = pod.kind.has_guest() && pod.user_namespace.is_none();
     Ok(own.then(|| EmptyDirs {
         disks: handler.empty_dir == EmptyDir::Disk,
         limits,
@@ -46,7 +46,8 @@ mod tests {
     use super::*;
     use nacelle_base::{Classify, Kind};
     use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
-    use nacelle_model::namespace::{IdRange, UserNamespace};
+    use nacelle_model::namespace::{IdRange, NodeNamespaces, UserNamespace};
+    use nacelle_model::pod::PodKind;
     use proptest::prelude::*;
 
     fn pod(annotation: Option<&str>) -> PodConfig {
@@ -108,11 +109,8 @@ mod tests {
         let asked = || pod(Some("a=16Mi"));
         let range = IdRange { first: 65536, count: 65536 };
         let users = PodConfig { user_namespace: Some(UserNamespace { users: range, groups: range }), ..asked() };
-        let on_host = PodConfig { on_host: true, ..asked() };
-        let host = Handler { engine: EngineSetting::Host, ..disks() };
-        for (pod, handler) in
-            [(&asked(), &Handler::default()), (&users, &disks()), (&on_host, &disks()), (&asked(), &host)]
-        {
+        let on_host = PodConfig { kind: PodKind::Host { namespaces: NodeNamespaces::default() }, ..asked() };
+        for (pod, handler) in [(&asked(), &Handler::default()), (&users, &disks()), (&on_host, &disks())] {
             let error = empty_dirs(pod, handler).unwrap_err();
             assert!(error.kind() == Kind::Conflict && error.to_string().contains("sizeLimit"), "{error}");
         }

@@ -2,10 +2,10 @@
 
 use super::resources::{fields, pod_resources};
 use super::{FieldError, apparmor, bad, id_number, name, pairs, users};
-use crate::config::{HostNamespaces, PrivilegedPods, SandboxSettings};
+use crate::config::{EngineSetting, HostNamespaces, PrivilegedPods, SandboxSettings};
 use nacelle_model::namespace::NodeNamespaces;
 use nacelle_model::network::{DnsConfig, PortMapping, Protocol};
-use nacelle_model::pod::{PodConfig, PodName};
+use nacelle_model::pod::{PodConfig, PodKind, PodName};
 use nacelle_model::resources::cpu_milli;
 use nacelle_proto::cri;
 use std::path::PathBuf;
@@ -15,12 +15,13 @@ const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "f
 /// The longest host name in bytes that Linux accepts.
 const HOSTNAME: usize = 64;
 
-/// Checks and converts a pod's configuration. `handler` is the request's runtime_handler, whose existence the caller checks;
-/// `policy` determines the handling of pods with namespaces of the node, and of privileged ones. The parts that depend on the
+/// Checks and converts a pod's configuration. `handler` is the request's runtime_handler, whose existence the caller checks, and
+/// `engine` that handler's setting; `policy` determines the handling of pods with namespaces of the node, and of privileged ones. The parts that depend on the
 /// handler are left out.
 pub fn pod_config(
     config: Option<&cri::PodSandboxConfig>,
     handler: &str,
+    engine: EngineSetting,
     policy: &SandboxSettings,
 ) -> Result<PodConfig, FieldError> {
     let config = config.ok_or(FieldError::Missing { field: "config" })?;
@@ -43,6 +44,10 @@ pub fn pod_config(
     let user_namespace = users::of_pod(&namespaces)?;
     // In a user namespace a privileged pod has no rights on the node that it could need.
     let on_host = security.privileged && user_namespace.is_none() && policy.privileged == PrivilegedPods::RunOnHost;
+    let kind = match on_host || !shares.none() || engine == EngineSetting::Host {
+        true => PodKind::Host { namespaces: shares },
+        false => PodKind::default(),
+    };
     Ok(PodConfig {
         hostname: hostname(&config.hostname, &name.name, shares)?,
         name,
@@ -54,13 +59,9 @@ pub fn pod_config(
         annotations: pairs(&config.annotations),
         sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value, shares)).collect::<Result<_, _>>()?,
         shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
-        node_namespaces: shares,
-        on_host,
+        kind,
         user_namespace,
         empty_dirs: None,
-        machine: None,
-        shape: None,
-        vm: None,
         privileged: security.privileged,
         memory_limit: positive(resources.containers.memory_limit),
         overhead_memory: positive(resources.overhead.memory_limit),
@@ -259,7 +260,7 @@ pub(crate) mod tests {
     fn converted(change: impl FnOnce(&mut cri::PodSandboxConfig)) -> Result<PodConfig, FieldError> {
         let mut config = sample();
         change(&mut config);
-        pod_config(Some(&config), "h", &SandboxSettings::default())
+        pod_config(Some(&config), "h", EngineSetting::Auto, &SandboxSettings::default())
     }
 
     fn security(config: &mut cri::PodSandboxConfig) -> &mut cri::LinuxSandboxSecurityContext {
@@ -359,7 +360,7 @@ pub(crate) mod tests {
             assert!(error.to_string().contains(words), "{error}");
         }
         assert_eq!(
-            pod_config(None, "", &SandboxSettings::default()).unwrap_err(),
+            pod_config(None, "", EngineSetting::Auto, &SandboxSettings::default()).unwrap_err(),
             FieldError::Missing { field: "config" }
         );
     }
@@ -373,12 +374,13 @@ pub(crate) mod tests {
             let linux = config.linux.get_or_insert_default();
             linux.sysctls = sysctl.map(|key| (key.to_owned(), "1".to_owned())).into_iter().collect();
             let policy = SandboxSettings { host_namespaces: HostNamespaces::RunOnHost, ..SandboxSettings::default() };
-            pod_config(Some(&config), "h", &policy)
+            pod_config(Some(&config), "h", EngineSetting::Auto, &policy)
         };
         let pod = converted(Some("kernel.shmmax")).unwrap();
-        assert_eq!(pod.node_namespaces, NodeNamespaces { network: true, pid: true, ipc: false });
+        let namespaces = NodeNamespaces { network: true, pid: true, ipc: false };
+        assert_eq!(pod.kind, PodKind::Host { namespaces });
         assert_eq!(pod.hostname, "web-0");
-        assert!(!pod.shared_pid && pod.needs_host());
+        assert!(!pod.shared_pid);
         let error = converted(Some("net.ipv4.ip_forward")).unwrap_err();
         assert!(error.to_string().contains("shares with the node"), "{error}");
     }
@@ -393,11 +395,17 @@ pub(crate) mod tests {
             let mut config = sample();
             security(&mut config).privileged = privileged;
             let policy = SandboxSettings { privileged: policy, ..SandboxSettings::default() };
-            assert_eq!(pod_config(Some(&config), "h", &policy).unwrap().needs_host(), on_host);
+            assert_eq!(
+                pod_config(Some(&config), "h", EngineSetting::Auto, &policy).unwrap().kind.has_guest(),
+                !on_host
+            );
             let range = vec![cri::IdMapping { container_id: 0, host_id: 65_536, length: 65_536 }];
             let users = cri::UserNamespace { uids: range.clone(), gids: range, ..Default::default() };
             namespaces(&mut config).userns_options = Some(users);
-            assert!(!pod_config(Some(&config), "h", &policy).unwrap().needs_host(), "it is nobody on the node");
+            assert!(
+                pod_config(Some(&config), "h", EngineSetting::Auto, &policy).unwrap().kind.has_guest(),
+                "it is nobody on the node"
+            );
         }
     }
 
@@ -411,7 +419,7 @@ pub(crate) mod tests {
         for (network, pid, expected) in [(2, 0, node.trim()), (0, 2, "web")] {
             let options = cri::NamespaceOption { network, pid, ..Default::default() };
             security(&mut config).namespace_options = Some(options);
-            assert_eq!(pod_config(Some(&config), "h", &policy).unwrap().hostname, expected);
+            assert_eq!(pod_config(Some(&config), "h", EngineSetting::Auto, &policy).unwrap().hostname, expected);
         }
     }
 

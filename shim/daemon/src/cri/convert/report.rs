@@ -8,6 +8,7 @@ use nacelle_image::{ImageRecord, RunAs};
 use nacelle_model::StringMap;
 use nacelle_model::container::ContainerImage;
 use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
+use nacelle_model::pod::VmShape;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::resources::Resources;
 use nacelle_model::state::ContainerState;
@@ -68,7 +69,7 @@ pub fn pod(pod: &PodRecord) -> cri::PodSandbox {
 /// Returns the pod's status.
 pub fn pod_status(pod: &PodRecord) -> cri::PodSandboxStatus {
     let mut ips = pod.ips.iter().map(ToString::to_string);
-    let node = pod.config.node_namespaces;
+    let node = pod.config.kind.node_namespaces();
     let own = |shared, own| if shared { cri::NamespaceMode::Node } else { own };
     let pid = if pod.config.shared_pid { cri::NamespaceMode::Pod } else { cri::NamespaceMode::Container };
     let options = cri::NamespaceOption {
@@ -140,7 +141,7 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
         "hostname": pod.config.hostname,
         "containers": view.containers.len(),
         "machine": pod.machine,
-        "shape": pod.config.shape,
+        "shape": pod.config.kind.shape().filter(|shape| **shape != VmShape::default()),
         "resources": pod.resources,
     })
 }

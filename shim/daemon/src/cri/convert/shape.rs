@@ -2,7 +2,7 @@
 //! are rejected one by one.
 
 use crate::config::Handler;
-use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
+use nacelle_base::machine::{CpuModel, EngineKind, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
 use nacelle_image::Reference;
@@ -10,7 +10,7 @@ use nacelle_machines::honoured::container_pod;
 use nacelle_machines::machine_pod::{self, Refused};
 use nacelle_model::digest::Digest;
 use nacelle_model::pod::{OwnKernel, PodConfig, VmShape};
-use nacelle_pod::spec::{EngineSpec, MIN_MEMORY_MIB};
+use nacelle_pod::spec::MIN_MEMORY_MIB;
 use nacelle_vmi::admit::Admitted;
 
 const CPU: &str = "spec.domain.cpu";
@@ -82,9 +82,9 @@ pub fn shape(
     admitted: &Admitted,
     pod: &PodConfig,
     handler: &Handler,
-    engine: &EngineSpec,
+    engine: EngineKind,
 ) -> Result<VmShape, ShapeError> {
-    if matches!(engine, EngineSpec::Host { .. }) {
+    if engine == EngineKind::Host {
         return Err(ShapeError::NoMachine);
     }
     let told = container_pod::not_honoured(admitted);
@@ -107,13 +107,13 @@ pub fn shape(
 }
 
 /// Returns the CPU model; `None` for all features of the node's CPUs.
-fn cpu_model(admitted: &Admitted, engine: &EngineSpec) -> Result<Option<CpuModel>, ShapeError> {
+fn cpu_model(admitted: &Admitted, engine: EngineKind) -> Result<Option<CpuModel>, ShapeError> {
     let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
     let model = machine_pod::cpu_model(cpu)?;
     if model == CpuModel::default() {
         return Ok(None);
     }
-    if matches!(engine, EngineSpec::Qemu { .. }) {
+    if engine == EngineKind::Qemu {
         return Ok(Some(model));
     }
     let why =
@@ -126,7 +126,7 @@ fn cpu_model(admitted: &Admitted, engine: &EngineSpec) -> Result<Option<CpuModel
     })
 }
 
-fn processors(admitted: &Admitted, pod: &PodConfig, engine: &EngineSpec) -> Result<Option<Topology>, ShapeError> {
+fn processors(admitted: &Admitted, pod: &PodConfig, engine: EngineKind) -> Result<Option<Topology>, ShapeError> {
     let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
     if cpu.sockets.or(cpu.cores).or(cpu.threads).is_none() {
         return Ok(None);
@@ -148,11 +148,11 @@ fn processors(admitted: &Admitted, pod: &PodConfig, engine: &EngineSpec) -> Resu
         return bad(CPU, value, rule);
     }
     let why = match engine {
-        EngineSpec::Kvm {} if sockets > 1 || threads > 1 => {
+        EngineKind::Kvm if sockets > 1 || threads > 1 => {
             "engine kvm arranges virtual processors as cores of one socket: say so many cores"
         }
         // QEMU's firmware requires CPU numbers without gaps.
-        EngineSpec::Qemu { .. } if sockets > 1 && !cores.is_power_of_two() => {
+        EngineKind::Qemu if sockets > 1 && !cores.is_power_of_two() => {
             "with more than one socket, engine qemu needs cores that are a power of two"
         }
         _ => return Ok(Some(topology)),
@@ -241,20 +241,14 @@ fn kernel(admitted: &Admitted) -> Result<Option<OwnKernel>, ShapeError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_model::namespace::NodeNamespaces;
-    use nacelle_pod::spec::Accelerator;
     use nacelle_vmi::admit;
     use nacelle_vmi::preset::Catalogue;
-
-    fn qemu() -> EngineSpec {
-        EngineSpec::Qemu { binary: "/q".into(), accelerator: Accelerator::Tcg }
-    }
 
     fn plain() -> PodConfig {
         PodConfig { memory_limit: None, ..(*nacelle_model::testing::pod(1).config).clone() }
     }
 
-    fn shaped(said: &[(&str, &str)], pod: &PodConfig, engine: &EngineSpec) -> Result<VmShape, ShapeError> {
+    fn shaped(said: &[(&str, &str)], pod: &PodConfig, engine: EngineKind) -> Result<VmShape, ShapeError> {
         let said = said.iter().map(|(name, value)| (format!("vm.nacelle.dev/{name}"), (*value).to_owned())).collect();
         let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
         let handler = Handler { kernel_args: vec!["a=1".into()], ..Handler::default() };
@@ -282,20 +276,20 @@ mod tests {
             kernel: None,
         };
         for said in [&short[..], &[("spec", spec)]] {
-            for engine in [qemu(), EngineSpec::Kvm {}] {
-                assert_eq!(shaped(said, &plain(), &engine), Ok(expected.clone()));
+            for engine in [EngineKind::Qemu, EngineKind::Kvm] {
+                assert_eq!(shaped(said, &plain(), engine), Ok(expected.clone()));
             }
         }
-        let sized = shaped(&[("instancetype", "u1.medium")], &plain(), &qemu()).unwrap();
+        let sized = shaped(&[("instancetype", "u1.medium")], &plain(), EngineKind::Qemu).unwrap();
         assert_eq!((sized.processors, sized.memory_mib), (Some(Topology::flat(1)), Some(4096)));
     }
 
     #[test]
     fn what_is_a_default_is_no_wish() {
         for said in [("kind", "container"), ("cpu-pinning", "false")] {
-            assert_eq!(shaped(&[said], &plain(), &qemu()), Ok(VmShape::default()));
+            assert_eq!(shaped(&[said], &plain(), EngineKind::Qemu), Ok(VmShape::default()));
         }
-        let shape = shaped(&[("memory", "64Mi")], &plain(), &qemu()).unwrap();
+        let shape = shaped(&[("memory", "64Mi")], &plain(), EngineKind::Qemu).unwrap();
         assert_eq!(shape, VmShape { memory_mib: Some(64), ..VmShape::default() });
     }
 
@@ -303,7 +297,7 @@ mod tests {
     fn what_is_not_honoured_is_named_with_who_said_it() {
         let spec = "{domain: {cpu: {maxSockets: 2}, devices: {disks: [{name: a}], blockMultiQueue: false}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
         let said = [("spec", spec), ("cpus", "2"), ("mac", "02:00:00:00:00:01")];
-        let error = shaped(&said, &plain(), &qemu()).unwrap_err();
+        let error = shaped(&said, &plain(), EngineKind::Qemu).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         for field in [
             "spec.domain.cpu.maxSockets,",
@@ -322,7 +316,7 @@ mod tests {
         let id = "0123456789abcdef".repeat(4);
         let kernel = |image: &str| {
             let said = [("kernel-image", image), ("kernel", "/boot/vmlinux"), ("kernel-args", "quiet")];
-            shaped(&said, &plain(), &EngineSpec::Kvm {})
+            shaped(&said, &plain(), EngineKind::Kvm)
         };
         for (asked, image) in [
             ("a:1", "docker.io/library/a:1".to_owned()),
@@ -337,7 +331,7 @@ mod tests {
         let error = kernel("a..b").unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains(KERNEL_IMAGE), "{error}");
         let initrd = [("kernel-image", "a:1"), ("kernel", "/vmlinux"), ("initrd", "/initrd")];
-        let error = shaped(&initrd, &plain(), &qemu()).unwrap_err();
+        let error = shaped(&initrd, &plain(), EngineKind::Qemu).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         let told = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): its initial file system is Nacelle's";
         assert!(error.to_string().contains(told) && !error.to_string().contains("kernelPath"), "{error}");
@@ -350,25 +344,25 @@ mod tests {
     #[test]
     fn processors_are_of_a_model_and_have_abilities() {
         let spec = |cpu: &str| format!("{{domain: {{cpu: {cpu}}}}}");
-        let on = |cpu: &str, engine: &EngineSpec| {
+        let on = |cpu: &str, engine: EngineKind| {
             shaped(&[("spec", &spec(cpu))], &plain(), engine).map(|shape| shape.cpu_model)
         };
-        let (qemu, kvm) = (qemu(), EngineSpec::Kvm {});
+        let (qemu, kvm) = (EngineKind::Qemu, EngineKind::Kvm);
         for cpu in ["{model: host-passthrough}", "{model: host-model, cores: 2}", "{cores: 2}"] {
-            assert_eq!((on(cpu, &qemu), on(cpu, &kvm)), (Ok(None), Ok(None)), "{cpu}");
+            assert_eq!((on(cpu, qemu), on(cpu, kvm)), (Ok(None), Ok(None)), "{cpu}");
         }
         let cpu = "{model: EPYC-Rome, features: [{name: avx2, policy: disable}, {name: aes, policy: require}]}";
         let features = vec![("avx2".to_owned(), false), ("aes".to_owned(), true)];
         let expected = CpuModel { name: Some("EPYC-Rome".into()), features, strict: true };
-        assert_eq!(on(cpu, &qemu), Ok(Some(expected)));
-        assert_eq!(shaped(&[("cpu-model", "EPYC")], &plain(), &qemu).unwrap().cpu_model.unwrap().name.unwrap(), "EPYC");
+        assert_eq!(on(cpu, qemu), Ok(Some(expected)));
+        assert_eq!(shaped(&[("cpu-model", "EPYC")], &plain(), qemu).unwrap().cpu_model.unwrap().name.unwrap(), "EPYC");
         for (cpu, words) in
             [("{model: EPYC}", "cpu.model is EPYC:"), ("{features: [{name: avx}]}", "features[0].name is avx:")]
         {
-            let error = on(cpu, &kvm).unwrap_err();
+            let error = on(cpu, kvm).unwrap_err();
             assert!(error.kind() == Kind::Unsupported && error.to_string().contains(words), "{error}");
         }
-        let error = on("{features: [{name: avx, policy: forbid}]}", &qemu).unwrap_err();
+        let error = on("{features: [{name: avx, policy: forbid}]}", qemu).unwrap_err();
         assert!(error.to_string().contains("features[0].policy is \"forbid\""), "{error}");
     }
 
@@ -376,30 +370,30 @@ mod tests {
     fn what_cannot_be_is_refused_by_field_value_and_rule() {
         let limited = PodConfig { memory_limit: Some(1 << 28), cpu_limit_milli: Some(1500), ..plain() };
         let over = PodConfig { overhead_memory: Some(300 << 20), ..limited.clone() };
-        let host = EngineSpec::Host { agent: "/a".into(), shares: NodeNamespaces::default() };
+        let host = EngineKind::Host;
         let two = "{domain: {cpu: {sockets: 2, cores: 3}}}";
         let odd = "{domain: {cpu: {sockets: 2, threads: 2}}}";
         let long = "x".repeat(1021);
-        let kvm = EngineSpec::Kvm {};
+        let kvm = EngineKind::Kvm;
         for (said, pod, engine, kind, words) in [
-            (("cpus", "2"), &plain(), &host, Kind::Invalid, "engine is host"),
-            (("cpus", "65"), &plain(), &kvm, Kind::Invalid, "at most 64"),
-            (("cpus", "1"), &limited, &kvm, Kind::Invalid, "1500 thousandths"),
-            (("spec", two), &plain(), &qemu(), Kind::Unsupported, "power of two"),
-            (("spec", odd), &plain(), &kvm, Kind::Unsupported, "cores of one socket"),
-            (("memory", "63Mi"), &plain(), &kvm, Kind::Invalid, "64Mi are needed"),
-            (("memory", "511Mi"), &limited, &kvm, Kind::Invalid, "512Mi are needed"),
-            (("memory", "557Mi"), &over, &kvm, Kind::Invalid, "583008256 bytes on the node"),
-            (("hugepages", "1Gi"), &plain(), &kvm, Kind::Unsupported, "hugepages.pageSize is 1Gi"),
-            (("kernel-args", "a=\"b c\""), &plain(), &kvm, Kind::Invalid, "quotes"),
-            (("kernel-args", long.as_str()), &plain(), &kvm, Kind::Invalid, "1024 are possible"),
+            (("cpus", "2"), &plain(), host, Kind::Invalid, "engine is host"),
+            (("cpus", "65"), &plain(), kvm, Kind::Invalid, "at most 64"),
+            (("cpus", "1"), &limited, kvm, Kind::Invalid, "1500 thousandths"),
+            (("spec", two), &plain(), EngineKind::Qemu, Kind::Unsupported, "power of two"),
+            (("spec", odd), &plain(), kvm, Kind::Unsupported, "cores of one socket"),
+            (("memory", "63Mi"), &plain(), kvm, Kind::Invalid, "64Mi are needed"),
+            (("memory", "511Mi"), &limited, kvm, Kind::Invalid, "512Mi are needed"),
+            (("memory", "557Mi"), &over, kvm, Kind::Invalid, "583008256 bytes on the node"),
+            (("hugepages", "1Gi"), &plain(), kvm, Kind::Unsupported, "hugepages.pageSize is 1Gi"),
+            (("kernel-args", "a=\"b c\""), &plain(), kvm, Kind::Invalid, "quotes"),
+            (("kernel-args", long.as_str()), &plain(), kvm, Kind::Invalid, "1024 are possible"),
         ] {
             let error = shaped(&[said], pod, engine).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
-        assert_eq!(shaped(&[("memory", "512Mi")], &limited, &kvm).unwrap().memory_mib, Some(512));
-        assert_eq!(shaped(&[("memory", "556Mi")], &over, &kvm).unwrap().memory_mib, Some(556));
-        assert_eq!(shaped(&[("spec", odd)], &plain(), &qemu()).unwrap().processors.unwrap().count(), 4);
+        assert_eq!(shaped(&[("memory", "512Mi")], &limited, kvm).unwrap().memory_mib, Some(512));
+        assert_eq!(shaped(&[("memory", "556Mi")], &over, kvm).unwrap().memory_mib, Some(556));
+        assert_eq!(shaped(&[("spec", odd)], &plain(), EngineKind::Qemu).unwrap().processors.unwrap().count(), 4);
     }
 }

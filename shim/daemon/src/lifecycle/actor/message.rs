@@ -4,6 +4,7 @@ use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::Up;
 use crate::lifecycle::pod::teardown::Undone;
+use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, ContainerId, Kind};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::process::PodProcess;
@@ -87,8 +88,8 @@ impl Patience {
 
 /// The initial state of an actor.
 pub(crate) enum Begin {
-    /// A new pod, which is recorded and then booted.
-    New(Answer<()>),
+    /// A new pod, which is recorded and then booted with this engine.
+    New(EngineKind, Answer<()>),
     /// A pod from the store, with what happened to it while no daemon ran.
     Known(Option<Box<Message>>),
 }

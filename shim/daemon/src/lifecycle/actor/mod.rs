@@ -19,6 +19,7 @@ use super::context::view::View;
 use super::pod::boot;
 use announce::Told;
 use message::{Answer, Begin, Message, Patience, Stopping};
+use nacelle_base::machine::EngineKind;
 use nacelle_base::timeline::Timeline;
 use nacelle_base::{Chain, Classify, ContainerId};
 use nacelle_model::process::PodProcess;
@@ -148,7 +149,7 @@ fn tell<T: Clone>(waiting: &mut Vec<Answer<T>>, answer: &Result<T, LifecycleErro
 impl Actor {
     pub(crate) async fn run(mut self, begin: Begin) {
         match begin {
-            Begin::New(answer) => self.begin(answer).await,
+            Begin::New(engine, answer) => self.begin(engine, answer).await,
             Begin::Known(first) => {
                 // Publish what recovery found before the actor existed.
                 self.publish();
@@ -163,7 +164,7 @@ impl Actor {
         }
     }
 
-    async fn begin(&mut self, answer: Answer<()>) {
+    async fn begin(&mut self, engine: EngineKind, answer: Answer<()>) {
         if let Err(error) = self.commit(vec![Change::Pod(self.pod.clone().into())]).await {
             self.table.forget(&self.pod);
             self.parts.events.notify_change();
@@ -181,6 +182,7 @@ impl Actor {
             self.pod.id.clone(),
             self.pod.config.clone(),
             handler.clone(),
+            engine,
             self.cancel_boot.clone(),
             self.timeline.clone(),
             self.admit(),

@@ -13,6 +13,7 @@ use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_machines::machine_pod::{self, Passed};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::MountOption;
+use nacelle_model::pod::PodKind;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::PidMode;
 use nacelle_pod::client::{DeviceOffer, PodClient};
@@ -53,8 +54,8 @@ pub(crate) async fn prepare(
     pod: &PodRecord,
     record: &ContainerRecord,
 ) -> Result<Prepared, LifecycleError> {
-    if let Some(machine) = &pod.config.machine {
-        if let Some(vm) = &pod.config.vm {
+    if let PodKind::Machine { machine, vm } = &pod.config.kind {
+        if let Some(vm) = vm {
             // Recorded before a disk refers to the images: they are kept as long as the disk.
             let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
             parts.vms.set_images(vm, images).await.map_err(at("keep the images of the machine"))?;
@@ -65,7 +66,7 @@ pub(crate) async fn prepare(
     let asked = Arc::clone(&record.config);
     let mut found =
         blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
-    let taker = taker(parts, pod);
+    let taker = taker(pod);
     let mut blocks = Vec::new();
     let nodes = if taker == Taker::Share {
         // CPU numbers of the node mean nothing in the guest.

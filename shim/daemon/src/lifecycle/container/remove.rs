@@ -26,7 +26,7 @@ pub(crate) async fn remove(
     let Some(client) = client else { return Ok(()) };
     remove_from_guest(&parts, client, &id).await?;
     // Copied-in volumes are left over only if a daemon died while it created the container.
-    for taker in takers(&parts, &pod, &record) {
+    for taker in takers(&pod, &record) {
         let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *taker, id.as_str()).await;
         detached.map_err(at("take back the volumes of the container"))?;
     }

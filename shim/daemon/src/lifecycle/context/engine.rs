@@ -2,7 +2,7 @@
 
 use crate::config::EngineSetting;
 use nacelle_base::machine::EngineKind;
-use nacelle_model::pod::PodConfig;
+use nacelle_model::pod::PodKind;
 use nacelle_pod::spec::{Accelerator, EngineSpec};
 use std::path::PathBuf;
 
@@ -22,22 +22,24 @@ pub struct EngineChoice {
 }
 
 impl EngineChoice {
-    /// Returns the engine of a pod.
-    pub(crate) fn spec(&self, setting: EngineSetting, pod: &PodConfig) -> EngineSpec {
-        let setting = if pod.needs_host() { EngineSetting::Host } else { setting };
-        let shares = pod.node_namespaces;
-        let engine = setting.or(self.fitting);
-        if pod.machine.is_some() && engine != EngineKind::Host {
-            let accelerator = if engine == EngineKind::Kvm { Accelerator::Kvm } else { self.accelerator };
-            let keep = pod.machine.as_ref().and_then(|machine| machine.keep.clone());
-            let shares = pod.machine.as_ref().map_or(0, |machine| machine.filesystems.len());
-            let (program, qemu) = (self.keeper.clone(), self.qemu.clone());
-            return EngineSpec::Keeper { program, qemu, accelerator, keep, shares };
-        }
-        match engine {
-            EngineKind::Kvm => EngineSpec::Kvm {},
-            EngineKind::Qemu => EngineSpec::Qemu { binary: self.qemu.clone(), accelerator: self.accelerator },
-            EngineKind::Host => EngineSpec::Host { agent: self.agent.clone(), shares },
+    /// Returns the engine of a pod of this kind whose handler has this setting. Called once for a pod, when its request is checked.
+    pub(crate) fn resolve(&self, setting: EngineSetting, kind: &PodKind) -> EngineKind {
+        if kind.has_guest() { setting.or(self.fitting) } else { EngineKind::Host }
+    }
+
+    /// Returns the description of the engine for the pod process. Called once for a pod, when it boots.
+    pub(crate) fn spec(&self, engine: EngineKind, kind: &PodKind) -> EngineSpec {
+        match (engine, kind) {
+            (EngineKind::Host, _) => EngineSpec::Host { agent: self.agent.clone(), shares: kind.node_namespaces() },
+            (engine, PodKind::Machine { machine, .. }) => EngineSpec::Keeper {
+                program: self.keeper.clone(),
+                qemu: self.qemu.clone(),
+                accelerator: if engine == EngineKind::Kvm { Accelerator::Kvm } else { self.accelerator },
+                keep: machine.keep.clone(),
+                shares: machine.filesystems.len(),
+            },
+            (EngineKind::Kvm, _) => EngineSpec::Kvm {},
+            (EngineKind::Qemu, _) => EngineSpec::Qemu { binary: self.qemu.clone(), accelerator: self.accelerator },
         }
     }
 }

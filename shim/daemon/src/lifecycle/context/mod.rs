@@ -9,7 +9,7 @@ pub mod services;
 pub(crate) mod text;
 pub(crate) mod view;
 
-use crate::config::{Config, EngineSetting};
+use crate::config::Config;
 use engine::EngineChoice;
 use events::Events;
 use ipnet::IpNet;
@@ -17,7 +17,6 @@ use nacelle_base::PodId;
 use nacelle_base::lock::PathLock;
 use nacelle_machines::vms::Vms;
 use nacelle_model::process::PodProcess;
-use nacelle_model::record::PodRecord;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::record::SavedPodState;
 use nacelle_store::Store;
@@ -57,12 +56,6 @@ impl Parts {
     /// (`nacelle_pod::jail_dir`).
     pub fn pod_dir(&self, id: &PodId) -> PathBuf {
         self.config.paths.pods().join(id.short())
-    }
-
-    /// Returns whether the pod runs in a VM.
-    pub(crate) fn has_guest(&self, pod: &PodRecord) -> bool {
-        let handler = self.config.handler(&pod.handler);
-        !pod.config.needs_host() && handler.is_none_or(|(_, handler)| handler.engine != EngineSetting::Host)
     }
 
     /// Ends what is left of the pod process of this run directory, which the store knows as `stored`. This works even if the

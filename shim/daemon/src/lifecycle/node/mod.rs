@@ -14,6 +14,7 @@ use super::context::error::{LifecycleError, at};
 use super::context::view::View;
 use super::context::{Parts, new_id, now};
 use ipnet::IpNet;
+use nacelle_base::machine::EngineKind;
 use nacelle_base::{ContainerId, PodId};
 use nacelle_machines::runtime::holds_vm;
 use nacelle_model::container::{ContainerConfig, ContainerImage};
@@ -67,9 +68,14 @@ impl Node {
     }
 
     /// Creates a pod and waits until it is ready. A repeated request for a pod that boots or is ready returns the same pod.
-    pub async fn run_pod(&self, config: PodConfig, handler: String) -> Result<PodId, LifecycleError> {
+    pub async fn run_pod(
+        &self,
+        config: PodConfig,
+        handler: String,
+        engine: EngineKind,
+    ) -> Result<PodId, LifecycleError> {
         let (answer, ready) = oneshot::channel();
-        let (id, known) = self.place(config, handler, answer)?;
+        let (id, known) = self.place(config, handler, engine, answer)?;
         if let Some((inbox, answer)) = known {
             let sent = inbox.send(Message::WaitReady(answer)).await;
             sent.map_err(|_closed| self.table.explain(&id, LifecycleError::Ended))?;
@@ -83,6 +89,7 @@ impl Node {
         &self,
         config: PodConfig,
         handler: String,
+        engine: EngineKind,
         answer: Answer<()>,
     ) -> Result<(PodId, Option<Known>), LifecycleError> {
         let mut rows = self.table.rows();
@@ -96,7 +103,7 @@ impl Node {
             }
             return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
         }
-        if let Some(vm) = config.vm.as_deref() {
+        if let Some(vm) = config.kind.persistent_vm() {
             let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
             if let Some(view) = views.into_iter().find(|view| holds_vm(&view.pod, vm)) {
                 return Err(held(vm, &view));
@@ -133,7 +140,7 @@ impl Node {
             actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Told::default());
         rows.pods.insert(id.clone(), Handle { inbox, view });
         self.parts.events.notify_change();
-        tokio::spawn(actor.run(Begin::New(answer)));
+        tokio::spawn(actor.run(Begin::New(engine, answer)));
         Ok((id, None))
     }
 

@@ -17,11 +17,10 @@ use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::{Step, Timeline};
 use nacelle_base::{Chain, PodId, files};
 use nacelle_model::machine::INTERFACE;
-use nacelle_model::pod::PodConfig;
+use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::resources::VmResources;
 use nacelle_net::{InterfaceUsage, PodRef};
 use nacelle_pod::client::PodClient;
-use nacelle_pod::spec::EngineSpec;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -47,15 +46,17 @@ pub(crate) async fn boot(
     id: PodId,
     config: Arc<PodConfig>,
     handler: Handler,
+    engine: EngineKind,
     cancel: CancellationToken,
     timeline: Timeline,
     admit: Admit,
 ) -> Result<Up, LifecycleError> {
     let dir = parts.pod_dir(&id);
-    if !matches!(parts.engine.spec(handler.engine, &config), EngineSpec::Host { .. }) {
+    let guest = config.kind.has_guest();
+    if guest {
         size::check(&config, &handler)?;
     }
-    let page = match &config.machine {
+    let page = match config.kind.machine() {
         Some(machine) if machine.largest_pages => Some(hugepages::LARGEST_MIB),
         Some(machine) => machine.hugepages.then_some(hugepages::PAGE_MIB),
         None => (memory_pages(&config, &handler) == MemoryPages::Hugetlb).then_some(hugepages::PAGE_MIB),
@@ -66,14 +67,10 @@ pub(crate) async fn boot(
     make_directories(dir.clone(), config.log_directory.clone()).await?;
     let own_kernel = own_kernel(&config);
     if let Some(own) = own_kernel {
-        let engine = match parts.engine.spec(handler.engine, &config) {
-            EngineSpec::Qemu { .. } => EngineKind::Qemu,
-            _ => EngineKind::Kvm,
-        };
         let brought = kernel::bring(&parts, &dir, own, engine, size::narrow(memory_mib(&config, &handler)), &cancel);
         timeline.measure("kernel out of its image", brought).await?;
     }
-    let netns = match config.node_namespaces.network {
+    let netns = match config.kind.node_namespaces().network {
         true => None,
         false => {
             let created = timeline.measure("network namespace", parts.networks.create(&id)).await;
@@ -84,17 +81,14 @@ pub(crate) async fn boot(
         return Err(LifecycleError::Cancelled);
     }
     let group = choose_group(&parts, &id, &config, &handler).await?;
-    let groups = match parts.engine.spec(handler.engine, &config) {
-        EngineSpec::Host { .. } => blocking(Groups::of_this_process).await,
-        _ => Groups::All,
+    let groups = if guest { Groups::All } else { blocking(Groups::of_this_process).await };
+    let engine = parts.engine.spec(engine, &config.kind);
+    let spec = pod_spec(&parts, &id, &config, &handler, engine, netns, group, groups);
+    let usage = match config.kind {
+        PodKind::Host { .. } => InterfaceUsage::Namespace,
+        PodKind::Machine { .. } => InterfaceUsage::GuestNeedsAll,
+        PodKind::Containers { .. } => InterfaceUsage::Guest,
     };
-    let spec = pod_spec(&parts, &id, &config, &handler, netns, group, groups);
-    let usage = match spec.engine {
-        EngineSpec::Host { .. } => InterfaceUsage::Namespace,
-        _ if config.machine.is_some() => InterfaceUsage::GuestNeedsAll,
-        _ => InterfaceUsage::Guest,
-    };
-    let guest = usage != InterfaceUsage::Namespace;
     let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
     let pod = PodRef {
         id: id.clone(),
@@ -124,7 +118,7 @@ pub(crate) async fn boot(
     if let Some(network) = &spec.network {
         keep_only(&mut attached.network, &network.interfaces);
     }
-    if config.machine.is_some() {
+    if config.kind.machine().is_some() {
         for interface in attached.network.interfaces.iter().filter(|interface| !interface.neighbours.is_empty()) {
             let (name, neighbours) = (&interface.name, interface.neighbours.len());
             let why = "a machine's own system learns no permanent neighbours by DHCP or cloud-init; it asks for their addresses";
@@ -158,16 +152,16 @@ pub(crate) async fn boot(
         micros: step.micros,
         failed: false,
     }));
-    let machine = match spec.engine {
+    let machine = match guest {
+        true => size::of(&config, &handler),
         // The pod runs on the node itself.
-        EngineSpec::Host { .. } => VmResources {
+        false => VmResources {
             vcpus: u32::MAX,
             max_vcpus: u32::MAX,
             memory: u64::MAX,
             least_memory: u64::MAX,
             max_memory: u64::MAX,
         },
-        _ => size::of(&config, &handler),
     };
     Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
 }

@@ -8,7 +8,6 @@ use crate::systemd;
 use nacelle_base::PodId;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_model::pod::PodConfig;
-use nacelle_pod::spec::EngineSpec;
 use std::path::{Path, PathBuf};
 
 /// Returns the cgroup of the pod process: a child of kubelet's pod cgroup, or, if that is too small for the VM ([`too_small`]),
@@ -21,8 +20,7 @@ pub(crate) async fn choose_group(
 ) -> Result<PathBuf, LifecycleError> {
     let driver = parts.config.sandbox.cgroup_driver;
     let group = cgroup(config.cgroup_parent.as_deref(), driver, id);
-    let guest = !matches!(parts.engine.spec(handler.engine, config), EngineSpec::Host { .. });
-    if !guest || config.cgroup_parent.is_none() {
+    if !config.kind.has_guest() || config.cgroup_parent.is_none() {
         return Ok(group);
     }
     let asked = group.clone();

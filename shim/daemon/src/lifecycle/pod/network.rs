@@ -4,7 +4,7 @@ use nacelle_base::net::{Neighbour, PodNetwork};
 use nacelle_machines::multus;
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::network::DnsConfig;
-use nacelle_model::pod::PodConfig;
+use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_net::Attachment;
 use nacelle_pod::spec::NetworkSpec;
 use nacelle_proto::{common, pod as proto};
@@ -18,19 +18,22 @@ pub(crate) fn of_node() -> Attachment {
 
 /// Returns the specification of the pod's network: a tap for each network interface of a machine pod's machine, or for each
 /// interface of the containers' guest.
-pub(crate) fn network(config: &PodConfig, netns: PathBuf, guest: bool) -> NetworkSpec {
+pub(crate) fn network(config: &PodConfig, netns: PathBuf) -> NetworkSpec {
     let first = INTERFACE.to_owned();
-    let cards = config.machine.iter().flat_map(|machine| &machine.cards);
-    let (mut interfaces, queues): (Vec<String>, Vec<u32>) =
-        cards.map(|card| (card.interface.clone(), card.queues)).unzip();
-    if interfaces.is_empty() {
-        interfaces.push(first);
-        if guest && config.machine.is_none() {
+    let (interfaces, queues) = match &config.kind {
+        PodKind::Host { .. } => (vec![first], Vec::new()),
+        PodKind::Machine { machine, .. } => {
+            let cards = machine.cards.iter().map(|card| (card.interface.clone(), card.queues));
+            let (interfaces, queues): (Vec<String>, Vec<u32>) = cards.unzip();
+            (if interfaces.is_empty() { vec![first] } else { interfaces }, queues)
+        }
+        PodKind::Containers { .. } => {
             let asked = multus::asked(&config.annotations, &config.name.namespace);
             // An invalid annotation is left to the plugins, which may not read it at all.
-            interfaces.extend(asked.ok().flatten().into_iter().flatten().map(|asked| asked.interface));
+            let further = asked.ok().flatten().into_iter().flatten().map(|asked| asked.interface);
+            (std::iter::once(first).chain(further).collect(), Vec::new())
         }
-    }
+    };
     NetworkSpec { netns, interfaces, queues }
 }
 
@@ -61,7 +64,7 @@ pub(crate) fn configuration(config: &PodConfig, attached: &Attachment, resolv_co
         Some(dns) => dns.clone(),
         None if attached.dns != DnsConfig::default() => attached.dns.clone(),
         // A pod with the node's network reaches what the node reaches.
-        None => node_dns(resolv_conf, config.node_namespaces.network),
+        None => node_dns(resolv_conf, config.kind.node_namespaces().network),
     };
     proto::ConfigureRequest {
         interfaces: interfaces.collect(),

@@ -20,11 +20,11 @@ const BLOCK_MIB: u64 = nacelle_engine::BLOCK_MIB as u64;
 /// Returns the VM's memory in MiB at boot: that of its annotations, otherwise the handler's plus the limit of its containers, in
 /// whole huge pages.
 pub(crate) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
-    if let Some(machine) = &config.machine {
+    if let Some(machine) = config.kind.machine() {
         return machine.memory_mib;
     }
     let limit = config.memory_limit.map_or(0, |bytes| bytes.div_ceil(MIB));
-    let shaped = config.shape.as_ref().and_then(|shape| shape.memory_mib);
+    let shaped = config.kind.shape().and_then(|shape| shape.memory_mib);
     let mib = shaped.unwrap_or(handler.memory_mib.saturating_add(limit));
     match memory_pages(config, handler) {
         MemoryPages::Transparent => mib,
@@ -35,8 +35,8 @@ pub(crate) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
 /// Returns the memory in MiB that can be plugged into the VM in addition, in whole blocks and at most up to the handler's bound.
 /// Zero for machine pods, for a VM whose memory an annotation sets, and for pages that the node must reserve in advance.
 pub(crate) fn reserve_mib(config: &PodConfig, handler: &Handler) -> u64 {
-    let shaped = config.shape.as_ref().is_some_and(|shape| shape.memory_mib.is_some());
-    let grows = config.machine.is_none() && !shaped && memory_pages(config, handler) == MemoryPages::Transparent;
+    let shaped = config.kind.shape().is_some_and(|shape| shape.memory_mib.is_some());
+    let grows = config.kind.machine().is_none() && !shaped && memory_pages(config, handler) == MemoryPages::Transparent;
     let more =
         handler.max_memory_mib.filter(|_| grows).map_or(0, |max| max.saturating_sub(memory_mib(config, handler)));
     more / BLOCK_MIB * BLOCK_MIB
@@ -44,17 +44,17 @@ pub(crate) fn reserve_mib(config: &PodConfig, handler: &Handler) -> u64 {
 
 /// Returns the page size that backs the VM's memory.
 pub(crate) fn memory_pages(config: &PodConfig, handler: &Handler) -> MemoryPages {
-    config.shape.as_ref().and_then(|shape| shape.memory_pages).unwrap_or(handler.memory_pages)
+    config.kind.shape().and_then(|shape| shape.memory_pages).unwrap_or(handler.memory_pages)
 }
 
 /// Returns the vCPU topology if the pod sets one.
 pub(crate) fn topology(config: &PodConfig) -> Option<Topology> {
-    config.shape.as_ref().and_then(|shape| shape.processors)
+    config.kind.shape().and_then(|shape| shape.processors)
 }
 
 /// Returns the number of vCPUs at boot.
 pub(crate) fn vcpus(config: &PodConfig, handler: &Handler) -> u32 {
-    if let Some(machine) = &config.machine {
+    if let Some(machine) = config.kind.machine() {
         return machine.processors.count();
     }
     if let Some(topology) = topology(config) {
@@ -72,8 +72,8 @@ pub(crate) fn reserved(config: &PodConfig, handler: &Handler) -> Option<u32> {
 
 /// Returns whether the number of vCPUs follows the pod's limits: not if the pod sets their number or pins them.
 pub(crate) fn grows(config: &PodConfig) -> bool {
-    let shaped = config.shape.as_ref().is_some_and(|shape| shape.processors.is_some() || shape.pinned);
-    config.machine.is_none() && !shaped
+    let shaped = config.kind.shape().is_some_and(|shape| shape.processors.is_some() || shape.pinned);
+    config.kind.machine().is_none() && !shaped
 }
 
 /// Rejects resources that no VM can have, before anything is created.
@@ -90,7 +90,7 @@ pub(crate) fn check(config: &PodConfig, handler: &Handler) -> Result<(), Lifecyc
 
 /// Returns the VM's resources at its creation; memory is what its containers can use.
 pub(crate) fn of(config: &PodConfig, handler: &Handler) -> VmResources {
-    let own = if config.memory_limit.is_some() && config.machine.is_none() { handler.memory_mib } else { 0 };
+    let own = if config.memory_limit.is_some() && config.kind.machine().is_none() { handler.memory_mib } else { 0 };
     let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(MIB);
     let vcpus = vcpus(config, handler);
     let max_memory = memory.saturating_add(reserve_mib(config, handler).saturating_mul(MIB));
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
     use nacelle_base::{Classify, Kind};
     use nacelle_engine::MachineSpec;
-    use nacelle_model::pod::VmShape;
+    use nacelle_model::pod::{PodKind, VmShape};
     use proptest::prelude::*;
 
     fn limited(memory_limit: Option<u64>, cpu_limit_milli: Option<u64>) -> PodConfig {
@@ -182,11 +182,11 @@ mod tests {
         assert_eq!(wanted(born, 1, &asked(0, 100_000)).unwrap().vcpus, 1);
         // An annotation determines the number.
         let shape = VmShape { processors: Some(Topology::flat(4)), ..VmShape::default() };
-        let config = PodConfig { shape: Some(shape), ..limited(None, Some(2500)) };
+        let config = PodConfig { kind: PodKind::Containers { shape }, ..limited(None, Some(2500)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (4, None, false));
         // The number of pinned vCPUs is fixed.
         let shape = VmShape { pinned: true, ..VmShape::default() };
-        let config = PodConfig { shape: Some(shape), ..limited(None, Some(3000)) };
+        let config = PodConfig { kind: PodKind::Containers { shape }, ..limited(None, Some(3000)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (3, None, false));
     }
 
@@ -220,7 +220,7 @@ mod tests {
         stays(&limited(Some(1 << 40), None), &handler);
         stays(&config, &Handler { memory_pages: MemoryPages::Hugetlb, ..handler.clone() });
         let shape = VmShape { memory_mib: Some(512), ..VmShape::default() };
-        stays(&PodConfig { shape: Some(shape), ..config.clone() }, &handler);
+        stays(&PodConfig { kind: PodKind::Containers { shape }, ..config.clone() }, &handler);
         // A record from before the bounds existed.
         let old = VmResources { vcpus: 1, max_vcpus: 0, memory: 5, least_memory: 0, max_memory: 0 };
         assert_eq!((old.reserve_used(), old.memory_bound()), (None, 5));
@@ -248,7 +248,8 @@ mod tests {
             let handler =
                 Handler { vcpus: least, max_vcpus: reserve, memory_mib: own, memory_pages: pages, max_memory_mib, ..Handler::default() };
             let shape = shaped.map(|mib| VmShape { memory_mib: Some(mib), ..VmShape::default() });
-            let config = PodConfig { shape, ..limited(memory_limit, cpus) };
+            let kind = PodKind::Containers { shape: shape.unwrap_or_default() };
+            let config = PodConfig { kind, ..limited(memory_limit, cpus) };
             let mib = memory_mib(&config, &handler);
             prop_assert!(mib >= shaped.unwrap_or(own));
             prop_assert!(shaped.is_some() || mib == u64::MAX || mib / 2 >= memory_limit.unwrap_or(0) / MIB / 2);

@@ -8,12 +8,12 @@ use crate::lifecycle::context::Parts;
 use nacelle_base::PodId;
 use nacelle_base::machine::MemoryPages;
 use nacelle_model::pod::{OwnKernel, PodConfig};
-use nacelle_pod::spec::{self, JailSpec, PodSpec, ScratchSpec, Timeouts};
+use nacelle_pod::spec::{self, EngineSpec, JailSpec, PodSpec, ScratchSpec, Timeouts};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 pub(crate) fn own_kernel(config: &PodConfig) -> Option<&OwnKernel> {
-    config.shape.as_ref().and_then(|shape| shape.kernel.as_ref())
+    config.kind.shape().and_then(|shape| shape.kernel.as_ref())
 }
 
 pub(crate) fn pod_spec(
@@ -21,6 +21,7 @@ pub(crate) fn pod_spec(
     id: &PodId,
     config: &PodConfig,
     handler: &Handler,
+    engine: EngineSpec,
     netns: Option<PathBuf>,
     group: PathBuf,
     groups: Groups,
@@ -28,25 +29,29 @@ pub(crate) fn pod_spec(
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
-        engine: parts.engine.spec(handler.engine, config),
+        engine,
         vcpus: size::vcpus(config, handler),
         reserved_vcpus: size::reserved(config, handler),
         topology: topology(config),
-        cpu_model: config.shape.as_ref().and_then(|shape| shape.cpu_model.clone()),
+        cpu_model: config.kind.shape().and_then(|shape| shape.cpu_model.clone()),
         memory_mib: size::narrow(memory_mib(config, handler)),
         reserved_memory_mib: Some(size::narrow(size::reserve_mib(config, handler))).filter(|mib| *mib > 0),
         // The pod process does not hold the memory of a machine pod's machine.
-        memory_pages: if config.machine.is_some() { MemoryPages::default() } else { memory_pages(config, handler) },
+        memory_pages: if config.kind.machine().is_some() {
+            MemoryPages::default()
+        } else {
+            memory_pages(config, handler)
+        },
         console: handler.console,
         kernel: own_kernel(config).map_or_else(|| handler.kernel.clone(), |_| kernel::file(&parts.pod_dir(id))),
         initrd: handler.initrd.clone(),
         kernel_args: handler
             .kernel_args
             .iter()
-            .chain(config.shape.iter().flat_map(|shape| &shape.kernel_args))
+            .chain(config.kind.shape().iter().flat_map(|shape| &shape.kernel_args))
             .cloned()
             .collect(),
-        network: netns.map(|netns| network(config, netns, parts.engine.spec(handler.engine, config).has_vm())),
+        network: netns.map(|netns| network(config, netns)),
         hostname: config.hostname.clone(),
         sysctls: sysctls(config, groups),
         shared_pid: config.shared_pid,
@@ -88,7 +93,7 @@ impl Groups {
 fn sysctls(config: &PodConfig, groups: Groups) -> BTreeMap<String, String> {
     let mut sysctls = config.sysctls.clone();
     // The guest system of a machine pod sets its own sysctls.
-    if config.node_namespaces.network || config.machine.is_some() {
+    if config.kind.node_namespaces().network || config.kind.machine().is_some() {
         return sysctls;
     }
     let mut default = |name: &str, value: &str| {
@@ -106,6 +111,8 @@ fn sysctls(config: &PodConfig, groups: Groups) -> BTreeMap<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_model::namespace::NodeNamespaces;
+    use nacelle_model::pod::PodKind;
 
     #[test]
     fn programs_that_are_not_root_may_use_low_ports_and_ping_unless_the_pod_says_otherwise() {
@@ -121,7 +128,15 @@ mod tests {
         assert_eq!(sysctls(&plain, Groups::Some), [ports.clone()].into());
         let said = pod(|config| config.sysctls = [(String::from("net.ipv4.ping_group_range"), "1 0".into())].into());
         assert_eq!(sysctls(&said, Groups::All), [ports, ("net.ipv4.ping_group_range".into(), "1 0".into())].into());
-        assert!(sysctls(&pod(|config| config.node_namespaces.network = true), Groups::All).is_empty());
+        assert!(
+            sysctls(
+                &pod(|config| {
+                    config.kind = PodKind::Host { namespaces: NodeNamespaces { network: true, ..Default::default() } };
+                }),
+                Groups::All
+            )
+            .is_empty()
+        );
         assert_eq!(Groups::in_map("         0          0 4294967295\n"), Groups::All);
         for part in ["0 100000 65536", "0 0 65536", "0 0 1\n1 1 4294967294\n", ""] {
             assert_eq!(Groups::in_map(part), Groups::Some, "{part}");

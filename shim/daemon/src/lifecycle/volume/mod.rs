@@ -31,7 +31,7 @@ pub(crate) async fn own_volumes(
     config: &ContainerConfig,
 ) -> Result<Vec<Option<OwnVolume>>, LifecycleError> {
     let (id, looked) = (record.id.clone(), config.node_volumes.clone());
-    let guest = parts.has_guest(pod);
+    let guest = pod.config.kind.has_guest();
     // Owner ids are mapped in a user namespace, which only a share of the node supports.
     let mapped = pod.config.user_namespace.is_some();
     let way = match &pod.config.empty_dirs {

@@ -5,24 +5,24 @@ use nacelle_base::Chain;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
 use nacelle_model::namespace::{IdRange, UserNamespace};
-use nacelle_model::pod::PodConfig;
+use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_pod::share::{self as shares, Owners, Taker, Volume, VolumeAccess};
 use std::path::PathBuf;
 
 /// Returns which process mounts the volumes of a pod.
-pub(crate) fn taker(parts: &Parts, pod: &PodRecord) -> Taker {
-    if parts.has_guest(pod) { Taker::Share } else { Taker::Agent }
+pub(crate) fn taker(pod: &PodRecord) -> Taker {
+    if pod.config.kind.has_guest() { Taker::Share } else { Taker::Agent }
 }
 
 /// Returns the processes that may hold volumes of a container.
-pub(crate) fn takers(parts: &Parts, pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
-    match taker(parts, pod) {
+pub(crate) fn takers(pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
+    match &pod.config.kind {
         _ if config.node_volumes.is_empty() => &[],
-        _ if pod.config.machine.as_ref().is_some_and(|machine| machine.filesystems.is_empty()) => &[],
-        Taker::Share | Taker::Pushed if pod.config.machine.is_some() => &[Taker::Share],
-        Taker::Share | Taker::Pushed => &[Taker::Share, Taker::Pushed],
-        Taker::Agent => &[Taker::Agent],
+        PodKind::Machine { machine, .. } if machine.filesystems.is_empty() => &[],
+        PodKind::Machine { .. } => &[Taker::Share],
+        PodKind::Containers { .. } => &[Taker::Share, Taker::Pushed],
+        PodKind::Host { .. } => &[Taker::Agent],
     }
 }
 
@@ -49,7 +49,7 @@ pub(crate) fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
 
 /// Detaches the volumes of a container whose creation failed.
 pub(crate) async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
-    for taker in takers(parts, pod, &record.config) {
+    for taker in takers(pod, &record.config) {
         take_back_from(parts, pod, record, *taker).await;
     }
 }

@@ -24,8 +24,8 @@ impl Actor {
     /// Returns the number of the VM's vCPUs if each of them is pinned to a CPU of its own.
     fn pinned(&self) -> Option<u32> {
         let config = &self.pod.config;
-        let shaped = config.shape.as_ref().is_some_and(|shape| shape.pinned);
-        let machine = config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
+        let shaped = config.kind.shape().is_some_and(|shape| shape.pinned);
+        let machine = config.kind.machine().is_some_and(|machine| machine.processors.pins.is_some());
         self.pod.machine.filter(|_| shaped || machine).map(|machine| machine.vcpus)
     }
 
@@ -43,12 +43,12 @@ impl Actor {
 
     /// Confines the VM to the CPUs of the pod's containers and of a container to be created.
     pub(crate) async fn confine(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
-        if self.client.is_none() || !self.parts.has_guest(&self.pod) {
+        if self.client.is_none() || !self.pod.config.kind.has_guest() {
             return Ok(());
         }
         // Pinned vCPUs of a machine pod's machine keep their CPUs until the machine gets other pins: the keeper has pinned them,
         // and pins them again.
-        let kept = self.pod.config.machine.as_ref().is_some_and(|machine| machine.processors.pins.is_some());
+        let kept = self.pod.config.kind.machine().is_some_and(|machine| machine.processors.pins.is_some());
         let moves = |entry: &Entry| entry.updates.front().is_some_and(|(change, _)| !change.cpuset_cpus.is_empty());
         if kept && !self.live().any(moves) && (new.is_none() || self.live().next().is_some()) {
             return Ok(());

@@ -124,9 +124,9 @@ impl Actor {
         if config.privileged && !self.pod.config.privileged {
             return Err(LifecycleError::NotPrivileged { name: config.name });
         }
-        cpus::check(&config.resources, self.parts.has_guest(&self.pod))?;
+        cpus::check(&config.resources, self.pod.config.kind.has_guest())?;
         match &config.pid {
-            PidMode::Pod if !self.pod.config.shared_pid && !self.pod.config.node_namespaces.pid => {
+            PidMode::Pod if !self.pod.config.shared_pid && !self.pod.config.kind.node_namespaces().pid => {
                 return Err(LifecycleError::NoPodPid { name: config.name });
             }
             PidMode::Of(target) => {

@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 
 impl Actor {
     pub(crate) async fn update(&mut self, id: ContainerId, change: Box<Resources>, answer: Answer<()>) {
-        if let Err(error) = cpus::check(&change, self.parts.has_guest(&self.pod)) {
+        if let Err(error) = cpus::check(&change, self.pod.config.kind.has_guest()) {
             return drop(answer.send(Err(error)));
         }
         let Some(entry) = self.containers.get_mut(&id) else {
@@ -55,7 +55,7 @@ impl Actor {
         let not_ready = self.not_ready();
         let confined = self.confine(None).await;
         let grown = self.grow_for(id).await;
-        let guest = self.parts.has_guest(&self.pod);
+        let guest = self.pod.config.kind.has_guest();
         let config = Arc::clone(&self.pod.config);
         let Some(entry) = self.containers.get_mut(id) else { return };
         let there =
@@ -63,7 +63,7 @@ impl Actor {
         match (&self.client, entry.updates.front()) {
             (Some(client), Some((change, _))) if there => {
                 let next = Box::new(entry.record.resources().changed_by(change));
-                let processors = pins(config.machine.as_deref(), &next);
+                let processors = pins(config.kind.machine(), &next);
                 let change = if guest { &change.in_guest() } else { &**change };
                 let limits = oci::limits(&next, change);
                 // In this field 0 means unset.
