@@ -38,14 +38,14 @@ pub enum EmptyDirError {
         "invalid volume name {name:?}: 1 to 128 letters, digits, '_', '-' and '.' are allowed, not starting with '.'"
     )]
     Name { name: String },
-    #[error("invalid subPath {part:?}: only names other than . and .. are allowed")]
-    Part { part: String },
+    #[error("invalid subPath {sub_path:?}: only names other than . and .. are allowed")]
+    SubPath { sub_path: String },
     #[error(
         "cannot create the volume {path} in the guest: it has files on the node, which the guest would not see; create them from a container"
     )]
     Occupied { path: String },
-    #[error("cannot use subPath {part:?} of the volume {path}: it is not a directory, or leads out of the volume")]
-    NoDirectory { part: String, path: String },
+    #[error("cannot use subPath {sub_path:?} of the volume {path}: it is not a directory, or leads out of the volume")]
+    NoDirectory { sub_path: String, path: String },
     #[error(transparent)]
     Disk(#[from] DiskError),
     #[error(
@@ -62,7 +62,7 @@ pub enum EmptyDirError {
 impl Classify for EmptyDirError {
     fn kind(&self) -> Kind {
         match self {
-            EmptyDirError::Name { .. } | EmptyDirError::Part { .. } => Kind::Invalid,
+            EmptyDirError::Name { .. } | EmptyDirError::SubPath { .. } => Kind::Invalid,
             EmptyDirError::Occupied { .. } | EmptyDirError::NoDirectory { .. } | EmptyDirError::Damaged { .. } => {
                 Kind::Conflict
             }
@@ -84,12 +84,12 @@ pub struct EmptyDirVolumes {
 pub enum EmptyDirSource {
     /// The path of the whole volume.
     Whole(PathBuf),
-    /// A detached mount of a part of the volume.
-    Part(OwnedFd),
+    /// A detached mount of a subPath of the volume.
+    SubPath(OwnedFd),
 }
 
 impl EmptyDirVolumes {
-    /// Returns the source of a mount. Creates the volume, and the part, if they do not exist.
+    /// Returns the source of a mount. Creates the volume, and the subPath, if they do not exist.
     pub fn prepare(&self, request: &EmptyDir, disks: &GuestDisks) -> Result<EmptyDirSource, EmptyDirError> {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         let name = &request.name;
@@ -103,7 +103,7 @@ impl EmptyDirVolumes {
         if !mounted.contains(name) {
             if on_disk {
                 mount_disk(request, &disks.device_path(request.partition)?, &point)?;
-            } else if request.occupied {
+            } else if request.has_node_files {
                 return Err(EmptyDirError::Occupied { path: request.path.clone() });
             } else {
                 mount_memory(request, &point).map_err(|error| match error.raw_os_error() {
@@ -117,12 +117,14 @@ impl EmptyDirVolumes {
             mounted.insert(name.clone());
         }
         drop(mounted);
-        if request.part.is_empty() {
+        if request.sub_path.is_empty() {
             return Ok(EmptyDirSource::Whole(root));
         }
-        let part = open_part(&root, request)?;
-        let path = format!("/proc/self/fd/{}", part.as_raw_fd());
-        mounts::copy(Path::new(&path), false).map(EmptyDirSource::Part).map_err(io_error("mount a subPath of", request))
+        let sub_path = open_sub_path(&root, request)?;
+        let path = format!("/proc/self/fd/{}", sub_path.as_raw_fd());
+        mounts::copy(Path::new(&path), false)
+            .map(EmptyDirSource::SubPath)
+            .map_err(io_error("mount a subPath of", request))
     }
 }
 
@@ -194,16 +196,16 @@ fn open_directory(at: &OwnedFd, name: &OsStr) -> nix::Result<OwnedFd> {
 }
 
 /// Opens a directory of the volume. Missing ones are made with the mode and the owner of the node's.
-fn open_part(root: &Path, request: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
-    let invalid_part = || EmptyDirError::Part { part: request.part.chars().take(200).collect() };
+fn open_sub_path(root: &Path, request: &EmptyDir) -> Result<OwnedFd, EmptyDirError> {
+    let invalid_sub_path = || EmptyDirError::SubPath { sub_path: request.sub_path.chars().take(200).collect() };
     let root = File::options().read(true).open(root).map_err(io_error("open", request))?;
     let mut directory = OwnedFd::from(root);
-    for name in Path::new(&request.part).components() {
-        let Component::Normal(name) = name else { return Err(invalid_part()) };
-        let mode = Mode::from_bits_truncate(request.part_mode & 0o7777);
+    for name in Path::new(&request.sub_path).components() {
+        let Component::Normal(name) = name else { return Err(invalid_sub_path()) };
+        let mode = Mode::from_bits_truncate(request.sub_path_mode & 0o7777);
         match mkdirat(&directory, name, mode) {
             Ok(()) => {
-                let owner = (Some(Uid::from_raw(request.part_uid)), Some(Gid::from_raw(request.part_gid)));
+                let owner = (Some(Uid::from_raw(request.sub_path_uid)), Some(Gid::from_raw(request.sub_path_gid)));
                 fchownat(&directory, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)
                     .map_err(io_error("set the owner of a subPath of", request))?;
                 // Sets the bits that the umask has cleared.
@@ -216,7 +218,7 @@ fn open_part(root: &Path, request: &EmptyDir) -> Result<OwnedFd, EmptyDirError> 
         }
         directory = open_directory(&directory, name).map_err(|error| match error {
             Errno::ELOOP | Errno::ENOTDIR | Errno::EXDEV => {
-                EmptyDirError::NoDirectory { part: request.part.clone(), path: request.path.clone() }
+                EmptyDirError::NoDirectory { sub_path: request.sub_path.clone(), path: request.path.clone() }
             }
             error => io_error("open a subPath of", request)(error),
         })?;
@@ -228,9 +230,15 @@ fn open_part(root: &Path, request: &EmptyDir) -> Result<OwnedFd, EmptyDirError> 
 mod tests {
     use super::*;
 
-    fn request(part: &str) -> EmptyDir {
+    fn request(sub_path: &str) -> EmptyDir {
         let (uid, gid) = (nix::unistd::getuid().as_raw(), nix::unistd::getgid().as_raw());
-        EmptyDir { part: part.into(), part_mode: 0o2750, part_uid: uid, part_gid: gid, ..Default::default() }
+        EmptyDir {
+            sub_path: sub_path.into(),
+            sub_path_mode: 0o2750,
+            sub_path_uid: uid,
+            sub_path_gid: gid,
+            ..Default::default()
+        }
     }
 
     #[test]
@@ -238,10 +246,10 @@ mod tests {
         use std::os::unix::fs::{MetadataExt, symlink};
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let opened = File::from(open_part(root, &request("a/b")).unwrap());
+        let opened = File::from(open_sub_path(root, &request("a/b")).unwrap());
         let result = fs::metadata(root.join("a/b")).unwrap();
         assert_eq!((opened.metadata().unwrap().ino(), result.mode() & 0o7777), (result.ino(), 0o2750));
-        open_part(root, &request("a/b")).unwrap();
+        open_sub_path(root, &request("a/b")).unwrap();
         symlink("/", root.join("link")).unwrap();
         fs::write(root.join("file"), "").unwrap();
         for (bad, kind) in [
@@ -251,7 +259,7 @@ mod tests {
             ("../x", Kind::Invalid),
             ("/etc", Kind::Invalid),
         ] {
-            assert_eq!(open_part(root, &request(bad)).unwrap_err().kind(), kind, "{bad}");
+            assert_eq!(open_sub_path(root, &request(bad)).unwrap_err().kind(), kind, "{bad}");
         }
     }
 
@@ -262,7 +270,7 @@ mod tests {
             let error = volumes.prepare(&EmptyDir { name: name.into(), ..request("") }, &disks).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
         }
-        let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), occupied: true, ..request("") };
+        let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), has_node_files: true, ..request("") };
         let error = volumes.prepare(&there, &disks).unwrap_err();
         assert!(error.kind() == Kind::Conflict && error.to_string().contains("/k/x"), "{error}");
         let on_disk = EmptyDir { name: "disk.x".into(), partition: 3, ..request("") };

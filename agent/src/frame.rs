@@ -1,7 +1,7 @@
 //! Reads and writes the frames of the boot handshake, of stream preambles and of the zygote: a little-endian u32 length, which is limited,
 //! and that many bytes.
 
-use nacelle_proto::wire::{self, Shaped, WireError};
+use nacelle_proto::wire::{self, MessageError, Shaped};
 use prost::Message;
 use std::io::{self, Read, Write};
 
@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 pub const MAX: u32 = 1 << 20;
 /// The longest payload of a frame between the agent and its zygote, in bytes. It holds the arguments and the environment of a program
 /// as JSON, which come from a gRPC request of at most that size.
-pub const MAX_ZYGOTE: u32 = wire::LARGE as u32;
+pub const MAX_ZYGOTE: u32 = wire::MAX_LARGE_MESSAGE as u32;
 
 /// Reasons a frame cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +32,7 @@ pub enum AgentFrameError {
     },
     /// The payload is not the message expected.
     #[error("a frame does not contain the expected message")]
-    Decode(#[from] WireError),
+    Decode(#[from] MessageError),
 }
 
 impl AgentFrameError {

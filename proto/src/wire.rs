@@ -10,20 +10,20 @@ use tonic::Status;
 use tonic::codec::{DecodeBuf, EncodeBuf};
 
 /// The maximum length in bytes of a message between the daemon, a pod process and its agent.
-pub const MESSAGE: usize = 1 << 20;
+pub const MAX_MESSAGE: usize = 1 << 20;
 /// The maximum length of an ExecSync response, which has both streams of a command, and of a request to create a container, which
 /// has the user data of a VM.
-pub const LARGE: usize = 40 << 20;
+pub const MAX_LARGE_MESSAGE: usize = 40 << 20;
 /// The maximum length of a request to run a command.
-const COMMAND: usize = 4 << 20;
+const MAX_COMMAND_REQUEST: usize = 4 << 20;
 /// The maximum length of a message between the daemon and its clients; the largest is a screenshot of a VM.
-const CLIENT: usize = 80 << 20;
+const MAX_CLIENT_MESSAGE: usize = 80 << 20;
 /// The maximum memory in bytes that a message may take beyond its own length.
-pub const MEMORY: usize = 8 << 20;
+pub const MAX_EXTRA_MEMORY: usize = 8 << 20;
 /// The same for messages between the daemon and its clients, which are all root: they list all pods of the node.
-const CLIENT_MEMORY: usize = 256 << 20;
+const MAX_CLIENT_EXTRA_MEMORY: usize = 256 << 20;
 /// The maximum nesting depth of messages. Those of this crate have at most 10.
-const DEPTH: usize = 32;
+const MAX_DEPTH: usize = 32;
 /// The maximum memory of a map entry in addition to its strings: a hash map may be less than half full.
 const MAP_ENTRY: usize = 128;
 /// The maximum memory of a string in addition to its bytes: its element in a list that may be half empty, and the allocator's
@@ -64,7 +64,7 @@ pub trait Shaped {
 
 /// Reasons that a message is not decoded.
 #[derive(Debug, thiserror::Error)]
-pub enum WireError {
+pub enum MessageError {
     /// The message exceeds the maximum length of its type.
     #[error("{name} has {length} bytes; at most {limit} are allowed")]
     TooLong {
@@ -103,22 +103,22 @@ pub enum WireError {
     },
 }
 
-impl From<WireError> for Status {
-    fn from(error: WireError) -> Self {
+impl From<MessageError> for Status {
+    fn from(error: MessageError) -> Self {
         let text = match &error {
-            WireError::Decode { source, .. } => format!("{error}: {source}"),
+            MessageError::Decode { source, .. } => format!("{error}: {source}"),
             _ => error.to_string(),
         };
         match error {
-            WireError::TooLong { .. } | WireError::TooLarge { .. } => Status::resource_exhausted(text),
-            WireError::Damaged { .. } | WireError::Decode { .. } => Status::internal(text),
+            MessageError::TooLong { .. } | MessageError::TooLarge { .. } => Status::resource_exhausted(text),
+            MessageError::Damaged { .. } | MessageError::Decode { .. } => Status::internal(text),
         }
     }
 }
 
 /// The result of a scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Cost {
+pub struct ScanCost {
     /// An upper bound of the memory of the decoded message in bytes.
     pub memory: usize,
     /// The number of fields that were visited.
@@ -128,34 +128,36 @@ pub struct Cost {
 /// Returns the maximum length of a message of this name, and the maximum memory beyond that.
 fn limits(name: &str) -> (usize, usize) {
     match name {
-        "nacelle.pod.v1.ExecSyncResponse" => (LARGE, MEMORY),
-        "nacelle.pod.v1.CreateContainerRequest" | "nacelle.agent.v1.CreateContainerRequest" => (LARGE, MEMORY),
+        "nacelle.pod.v1.ExecSyncResponse" => (MAX_LARGE_MESSAGE, MAX_EXTRA_MEMORY),
+        "nacelle.pod.v1.CreateContainerRequest" | "nacelle.agent.v1.CreateContainerRequest" => {
+            (MAX_LARGE_MESSAGE, MAX_EXTRA_MEMORY)
+        }
         "nacelle.pod.v1.ExecSyncRequest" | "nacelle.pod.v1.ExecRequest" | "nacelle.agent.v1.ExecRequest" => {
-            (COMMAND, MEMORY)
+            (MAX_COMMAND_REQUEST, MAX_EXTRA_MEMORY)
         }
         _ if ["nacelle.pod.", "nacelle.agent.", "nacelle.common."].iter().any(|package| name.starts_with(package)) => {
-            (MESSAGE, MEMORY)
+            (MAX_MESSAGE, MAX_EXTRA_MEMORY)
         }
-        _ => (CLIENT, CLIENT_MEMORY),
+        _ => (MAX_CLIENT_MESSAGE, MAX_CLIENT_EXTRA_MEMORY),
     }
 }
 
 /// Scans a message without decoding it, and fails as soon as it is known to take more than `limit` bytes of memory. The number of
 /// steps is at most the number of bytes.
-pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, WireError> {
+pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<ScanCost, MessageError> {
     let name = shape.name;
-    let damaged = |why| WireError::Damaged { name, why };
-    let mut reader = Reader { bytes, at: 0 };
-    let mut cost = Cost { memory: shape.size, steps: 0 };
+    let damaged = |why| MessageError::Damaged { name, why };
+    let mut reader = Reader { bytes, position: 0 };
+    let mut cost = ScanCost { memory: shape.size, steps: 0 };
     // The current message, its end, the number of the previous field, and the enclosing messages.
     let (mut shape, mut end, mut before) = (shape, bytes.len(), 0);
-    let mut around = Vec::with_capacity(DEPTH);
+    let mut outer_messages = Vec::with_capacity(MAX_DEPTH);
     loop {
         if cost.memory > limit {
-            return Err(WireError::TooLarge { name, length: bytes.len(), limit });
+            return Err(MessageError::TooLarge { name, length: bytes.len(), limit });
         }
-        if reader.at == end {
-            match around.pop() {
+        if reader.position == end {
+            match outer_messages.pop() {
                 Some(outer) => (shape, end, before) = outer,
                 None => return Ok(cost),
             }
@@ -169,7 +171,7 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, W
         let mut inner = None;
         let length = match key & 7 {
             0 => {
-                reader.varint().ok_or_else(|| damaged("a number is cut"))?;
+                reader.varint().ok_or_else(|| damaged("a number is truncated"))?;
                 0
             }
             1 => 8,
@@ -191,21 +193,22 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, W
         if key & 7 != 2 && matches!(field, Some(Field::Scalars)) {
             cost.memory = cost.memory.saturating_add(NUMBER);
         }
-        let field_end = reader.at.checked_add(length).filter(|field_end| *field_end <= end && reader.at <= end);
+        let field_end =
+            reader.position.checked_add(length).filter(|field_end| *field_end <= end && reader.position <= end);
         let field_end = field_end.ok_or_else(|| damaged("a field ends after its message"))?;
         match inner {
             Some(child) => {
                 // A list starts with a capacity of four elements, and doubles it when it is full.
-                let room = if number == before { 2 } else { 4 };
-                cost.memory = cost.memory.saturating_add(room * child.size);
-                if around.len() == DEPTH {
+                let capacity = if number == before { 2 } else { 4 };
+                cost.memory = cost.memory.saturating_add(capacity * child.size);
+                if outer_messages.len() == MAX_DEPTH {
                     return Err(damaged("too many messages are inside each other"));
                 }
-                around.push((shape, end, number));
+                outer_messages.push((shape, end, number));
                 (shape, end, before) = (child, field_end, 0);
             }
             None => {
-                reader.at = field_end;
+                reader.position = field_end;
                 before = number;
             }
         }
@@ -213,31 +216,31 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<Cost, W
 }
 
 /// Decodes a message, unless it exceeds the length or the memory limit of its type.
-pub fn decode<M: Message + Shaped + Default>(bytes: &[u8]) -> Result<M, WireError> {
+pub fn decode<M: Message + Shaped + Default>(bytes: &[u8]) -> Result<M, MessageError> {
     check::<M>(bytes)?;
-    M::decode(bytes).map_err(|source| WireError::Decode { name: M::shape().name, source })
+    M::decode(bytes).map_err(|source| MessageError::Decode { name: M::shape().name, source })
 }
 
-fn check<M: Shaped>(bytes: &[u8]) -> Result<(), WireError> {
+fn check<M: Shaped>(bytes: &[u8]) -> Result<(), MessageError> {
     let shape = M::shape();
-    let (longest, memory) = limits(shape.name);
-    if bytes.len() > longest {
-        return Err(WireError::TooLong { name: shape.name, length: bytes.len(), limit: longest });
+    let (max_length, memory) = limits(shape.name);
+    if bytes.len() > max_length {
+        return Err(MessageError::TooLong { name: shape.name, length: bytes.len(), limit: max_length });
     }
     scan(shape, bytes, bytes.len() + memory).map(drop)
 }
 
 struct Reader<'b> {
     bytes: &'b [u8],
-    at: usize,
+    position: usize,
 }
 
 impl Reader<'_> {
     fn varint(&mut self) -> Option<u64> {
         let mut value = 0;
         for shift in (0..70).step_by(7) {
-            let byte = *self.bytes.get(self.at)?;
-            self.at += 1;
+            let byte = *self.bytes.get(self.position)?;
+            self.position += 1;
             value |= u64::from(byte & 0x7f).checked_shl(shift).unwrap_or(0);
             if byte & 0x80 == 0 {
                 return Some(value);

@@ -1,7 +1,7 @@
 //! Measures the cost of hostile messages: the memory that decoding takes in a process of its own, and the steps of the scan, both
 //! compared with the size of the message.
 
-use nacelle_proto::wire::{self, LARGE, MEMORY, MESSAGE, Shape, Shaped, WireError, scan};
+use nacelle_proto::wire::{self, MAX_EXTRA_MEMORY, MAX_LARGE_MESSAGE, MAX_MESSAGE, MessageError, Shape, Shaped, scan};
 use nacelle_proto::{agent, common, pod};
 use proptest::prelude::*;
 use prost::Message;
@@ -58,7 +58,7 @@ fn decode_in_a_process() {
 #[test]
 fn the_memory_of_a_message_follows_its_size() {
     for name in INPUTS {
-        for size in [1 << 10, 16 << 10, 128 << 10, MESSAGE - 64] {
+        for size in [1 << 10, 16 << 10, 128 << 10, MAX_MESSAGE - 64] {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", "decode_in_a_process", "--nocapture"]).env("WIRE_INPUT", format!("{name}/{size}"));
             let output = command.output().unwrap();
@@ -67,7 +67,7 @@ fn the_memory_of_a_message_follows_its_size() {
             let peak: usize = said.split_whitespace().next().unwrap().parse().unwrap();
             println!("{name}, {size} bytes: {said}");
             // The peak includes the pages of the decoder itself.
-            assert!(peak <= size + MEMORY + (2 << 20), "{name}, {size} bytes: {said}");
+            assert!(peak <= size + MAX_EXTRA_MEMORY + (2 << 20), "{name}, {size} bytes: {said}");
         }
     }
 }
@@ -84,33 +84,36 @@ fn steps_follow_the_size() {
 }
 
 #[test]
-fn a_message_of_empty_elements_is_refused_before_it_is_decoded() {
+fn a_message_of_empty_elements_is_rejected_before_decoding() {
     let empty = |count| [0x1a, 0].repeat(count);
     assert_eq!(wire::decode::<pod::PodState>(&empty(1000)).unwrap().containers.len(), 1000);
-    let refused = wire::decode::<pod::PodState>(&empty(MESSAGE / 2)).unwrap_err();
-    assert!(matches!(refused, WireError::TooLarge { name: "nacelle.pod.v1.PodState", .. }), "{refused}");
+    let refused = wire::decode::<pod::PodState>(&empty(MAX_MESSAGE / 2)).unwrap_err();
+    assert!(matches!(refused, MessageError::TooLarge { name: "nacelle.pod.v1.PodState", .. }), "{refused}");
     let refused = wire::decode::<pod::PodState>(&empty(20 << 20)).unwrap_err();
-    assert!(matches!(refused, WireError::TooLong { limit: MESSAGE, .. }), "{refused}");
+    assert!(matches!(refused, MessageError::TooLong { limit: MAX_MESSAGE, .. }), "{refused}");
     assert_eq!(tonic::Status::from(refused).code(), tonic::Code::ResourceExhausted);
     // The only long response.
     let full = pod::ExecSyncResponse { stdout: vec![7; 16 << 20], stderr: vec![8; 16 << 20], exit_code: 1 };
     let bytes = full.encode_to_vec();
-    assert!(bytes.len() < LARGE && wire::decode::<pod::ExecSyncResponse>(&bytes).unwrap() == full);
+    assert!(bytes.len() < MAX_LARGE_MESSAGE && wire::decode::<pod::ExecSyncResponse>(&bytes).unwrap() == full);
 }
 
 #[test]
 fn shared_messages_have_the_limits_of_the_packages_that_use_them() {
-    let limits = common::Limit { file: "memory.max".into(), value: "x".repeat(MESSAGE) };
+    let limits = common::Limit { file: "memory.max".into(), value: "x".repeat(MAX_MESSAGE) };
     let update = common::UpdateContainerRequest { limits: vec![limits], ..Default::default() };
     let refused = wire::decode::<common::UpdateContainerRequest>(&update.encode_to_vec()).unwrap_err();
-    assert!(matches!(refused, WireError::TooLong { limit: MESSAGE, .. }), "{refused}");
-    let empty_limits = [0x12, 0].repeat(MESSAGE / 2);
+    assert!(matches!(refused, MessageError::TooLong { limit: MAX_MESSAGE, .. }), "{refused}");
+    let empty_limits = [0x12, 0].repeat(MAX_MESSAGE / 2);
     let refused = wire::decode::<common::UpdateContainerRequest>(&empty_limits).unwrap_err();
-    assert!(matches!(refused, WireError::TooLarge { limit, .. } if limit == MESSAGE + MEMORY), "{refused}");
+    assert!(
+        matches!(refused, MessageError::TooLarge { limit, .. } if limit == MAX_MESSAGE + MAX_EXTRA_MEMORY),
+        "{refused}"
+    );
 }
 
 #[test]
-fn what_a_pod_and_a_machine_need_is_decoded() {
+fn the_largest_real_messages_are_decoded() {
     let state = pod::PodState {
         containers: (0..1000u32)
             .map(|n| pod::ContainerState {
@@ -141,7 +144,7 @@ fn messages_inside_each_other_end() {
     for _ in 0..100 {
         bytes = field(1, &bytes);
     }
-    assert!(matches!(scan(&ENDLESS, &bytes, usize::MAX), Err(WireError::Damaged { .. })));
+    assert!(matches!(scan(&ENDLESS, &bytes, usize::MAX), Err(MessageError::Damaged { .. })));
 }
 
 #[test]
@@ -167,14 +170,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn what_is_decoded_is_also_scanned(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn decodable_messages_pass_the_scan(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         let cost = scan(pod::PodState::shape(), &bytes, usize::MAX);
         if let Ok(cost) = &cost {
             prop_assert!(cost.steps <= bytes.len());
         }
         if pod::PodState::decode(bytes.as_slice()).is_ok() {
             // Groups, which are older than these contracts, are the only thing that prost skips.
-            let group = matches!(cost, Err(WireError::Damaged { why: "it has a group or an unknown type", .. }));
+            let group = matches!(cost, Err(MessageError::Damaged { why: "it has a group or an unknown type", .. }));
             prop_assert!(cost.is_ok() || group, "{:?}", cost);
         }
     }

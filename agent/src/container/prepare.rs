@@ -152,7 +152,7 @@ fn resolve_empty_dirs(pod: &AgentPod, id: &str, mut spec: Spec, volumes: &[Empty
     for (number, volume) in volumes.iter().enumerate() {
         let source = match pod.empty_dirs.prepare(volume, &pod.disks)? {
             EmptyDirSource::Whole(path) => path,
-            EmptyDirSource::Part(mount) => mapped_mounts::attach_mount(id, mount, &format!("own{number}"))
+            EmptyDirSource::SubPath(mount) => mapped_mounts::attach_mount(id, mount, &format!("own{number}"))
                 .map_err(|source| AgentError::Root { id: id.to_owned(), source })?,
         };
         let asked = Path::new(&volume.source);

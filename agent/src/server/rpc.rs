@@ -89,7 +89,7 @@ async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<PushVolum
             tracing::info!("a copied-in volume is incomplete: {status}");
             None
         });
-        let Some(PushVolumeRequest { name, tree, whole }) = part else {
+        let Some(PushVolumeRequest { name, tree, complete }) = part else {
             // Dropped on a thread where it may block.
             tokio::task::spawn_blocking(move || drop(draft)).await?;
             return Err(PushError::Short { name: String::new() }.into());
@@ -98,7 +98,7 @@ async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<PushVolum
         let write = move || -> Result<Option<VolumeDraft>, PushError> {
             let mut draft = begun.map_or_else(|| volumes.begin(&name), Ok)?;
             draft.add(tree.unwrap_or_default().entries)?;
-            if whole { draft.publish().map(|()| None) } else { Ok(Some(draft)) }
+            if complete { draft.publish().map(|()| None) } else { Ok(Some(draft)) }
         };
         draft = tokio::task::spawn_blocking(write).await??;
         if draft.is_none() {

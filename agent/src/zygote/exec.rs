@@ -40,7 +40,7 @@ const CONTINUE: [u8; 1] = *b"!";
 
 /// The tasks of the step and the program's process, in order. Messages contain their numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Task {
+enum ExecStage {
     Cgroup,
     Namespaces,
     Terminal,
@@ -57,46 +57,46 @@ enum Task {
     Run,
 }
 
-impl Task {
-    const ALL: [Task; 14] = [
-        Task::Cgroup,
-        Task::Namespaces,
-        Task::Terminal,
-        Task::Stdio,
-        Task::Limits,
-        Task::Directory,
-        Task::User,
-        Task::NoNewPrivileges,
-        Task::Filter,
-        Task::Capabilities,
-        Task::Fork,
-        Task::Session,
-        Task::Find,
-        Task::Run,
+impl ExecStage {
+    const ALL: [ExecStage; 14] = [
+        ExecStage::Cgroup,
+        ExecStage::Namespaces,
+        ExecStage::Terminal,
+        ExecStage::Stdio,
+        ExecStage::Limits,
+        ExecStage::Directory,
+        ExecStage::User,
+        ExecStage::NoNewPrivileges,
+        ExecStage::Filter,
+        ExecStage::Capabilities,
+        ExecStage::Fork,
+        ExecStage::Session,
+        ExecStage::Find,
+        ExecStage::Run,
     ];
 
     fn description(self) -> &'static str {
         match self {
-            Task::Cgroup => "enter the container's cgroup to run",
-            Task::Namespaces => "enter the container's namespaces to run",
-            Task::Terminal => "open a terminal for",
-            Task::Stdio => "connect the streams of",
-            Task::Limits => "set the resource limits of",
-            Task::Directory => "enter the working directory",
-            Task::User => "set the groups and the user of",
-            Task::NoNewPrivileges => "set no_new_privs for",
-            Task::Filter => "load the seccomp filter of",
-            Task::Capabilities => "set the capabilities of",
-            Task::Fork => "fork the process of",
-            Task::Session => "create a session for",
-            Task::Find => "find the program",
-            Task::Run => "run the program",
+            ExecStage::Cgroup => "enter the container's cgroup to run",
+            ExecStage::Namespaces => "enter the container's namespaces to run",
+            ExecStage::Terminal => "open a terminal for",
+            ExecStage::Stdio => "connect the streams of",
+            ExecStage::Limits => "set the resource limits of",
+            ExecStage::Directory => "enter the working directory",
+            ExecStage::User => "set the groups and the user of",
+            ExecStage::NoNewPrivileges => "set no_new_privs for",
+            ExecStage::Filter => "load the seccomp filter of",
+            ExecStage::Capabilities => "set the capabilities of",
+            ExecStage::Fork => "fork the process of",
+            ExecStage::Session => "create a session for",
+            ExecStage::Find => "find the program",
+            ExecStage::Run => "run the program",
         }
     }
 }
 
 /// The task that failed, and its error.
-type FailedTask = (Task, Errno);
+type FailedTask = (ExecStage, Errno);
 
 /// A message of four bytes, so that one write is one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +108,7 @@ enum Message {
     /// The program's process has its session and its terminal.
     Session,
     /// A task failed.
-    Failed(Task, Errno),
+    Failed(ExecStage, Errno),
 }
 
 impl Message {
@@ -132,7 +132,7 @@ impl Message {
             1 => Some(Message::Process(number)),
             2 => Some(Message::Session),
             kind => {
-                let task = Task::ALL.get(usize::from(kind.checked_sub(3)?)).copied()?;
+                let task = ExecStage::ALL.get(usize::from(kind.checked_sub(3)?)).copied()?;
                 Some(Message::Failed(task, Errno::from_raw(number)))
             }
         }
@@ -254,8 +254,8 @@ fn await_program(
                 pid = Some(number);
             }
             // EAGAIN and ENOMEM do not come from a filter: a limit on processes or memory is reached.
-            Message::Failed(Task::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
-                return Err(AttemptError::Filtered(refusal_for(request, Task::Fork, error)));
+            Message::Failed(ExecStage::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
+                return Err(AttemptError::Filtered(refusal_for(request, ExecStage::Fork, error)));
             }
             Message::Failed(task, error) => return Err(AttemptError::Other(refusal_for(request, task, error))),
             Message::Session => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
@@ -281,8 +281,8 @@ fn await_program(
     };
     match first {
         Some((Message::Session, _)) => {}
-        Some((Message::Failed(Task::Session, error), _)) => {
-            return Err(AttemptError::Filtered(refusal_for(request, Task::Session, error)));
+        Some((Message::Failed(ExecStage::Session, error), _)) => {
+            return Err(AttemptError::Filtered(refusal_for(request, ExecStage::Session, error)));
         }
         Some((Message::Failed(task, error), _)) => return Err(AttemptError::Other(refusal_for(request, task, error))),
         Some(_) => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
@@ -318,23 +318,26 @@ fn send_message(to: &OwnedFd, message: Message) {
     let _ = retry_interrupted(|| nix::unistd::write(to, &message.bytes()));
 }
 
-fn refusal_for(request: &ExecCommand, task: Task, error: Errno) -> Refusal {
+fn refusal_for(request: &ExecCommand, task: ExecStage, error: Errno) -> Refusal {
     let process = &request.process;
     let name = match task {
-        Task::Directory => process.cwd().display().to_string(),
+        ExecStage::Directory => process.cwd().display().to_string(),
         _ => process.args().iter().flatten().next().cloned().unwrap_or_default(),
     };
     let kind = match task {
-        Task::Fork if error == Errno::EAGAIN => RefusalKind::Exhausted,
-        Task::Cgroup | Task::Namespaces | Task::Terminal | Task::Stdio | Task::Fork | Task::Session => {
-            RefusalKind::Internal
-        }
+        ExecStage::Fork if error == Errno::EAGAIN => RefusalKind::Exhausted,
+        ExecStage::Cgroup
+        | ExecStage::Namespaces
+        | ExecStage::Terminal
+        | ExecStage::Stdio
+        | ExecStage::Fork
+        | ExecStage::Session => RefusalKind::Internal,
         _ => exec_error_kind(error),
     };
     let hint = match (task, error) {
-        (Task::Directory, Errno::EXDEV) => "it leads out of the container's root",
-        (Task::Directory, Errno::ELOOP) => "a loop of links, or a link of /proc to the files of a process",
-        (Task::Fork, Errno::EAGAIN) => {
+        (ExecStage::Directory, Errno::EXDEV) => "it leads out of the container's root",
+        (ExecStage::Directory, Errno::ELOOP) => "a loop of links, or a link of /proc to the files of a process",
+        (ExecStage::Fork, Errno::EAGAIN) => {
             "a limit on processes is reached: pids.max of the container, the pod or the node, or RLIMIT_NPROC"
         }
         _ => error.desc(),
@@ -356,30 +359,30 @@ fn run_step(
 ) -> Result<Infallible, FailedTask> {
     let process = &request.process;
     let score = process.oom_score_adj().unwrap_or(0);
-    fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (Task::Limits, to_errno(error)))?;
-    enter_cgroup(request).map_err(|error| (Task::Cgroup, to_errno(error)))?;
+    fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (ExecStage::Limits, to_errno(error)))?;
+    enter_cgroup(request).map_err(|error| (ExecStage::Cgroup, to_errno(error)))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
     namespaces.set(CloneFlags::CLONE_NEWUSER, request.user_namespace);
-    nix::sched::setns(pidfd, namespaces).map_err(|error| (Task::Namespaces, error))?;
+    nix::sched::setns(pidfd, namespaces).map_err(|error| (ExecStage::Namespaces, error))?;
     if request.user_namespace {
-        become_root().map_err(|error| (Task::Namespaces, to_errno(error)))?;
+        become_root().map_err(|error| (ExecStage::Namespaces, to_errno(error)))?;
     }
     let tty = process.terminal().unwrap_or(false);
     if tty {
-        let (master, slave) = open_terminal(request).map_err(|error| (Task::Terminal, to_errno(error)))?;
+        let (master, slave) = open_terminal(request).map_err(|error| (ExecStage::Terminal, to_errno(error)))?;
         send_with_descriptors(of_step, &Message::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
-            .map_err(|error| (Task::Terminal, error))?;
-        connect_stdio(&[slave]).map_err(|error| (Task::Stdio, to_errno(error)))?;
+            .map_err(|error| (ExecStage::Terminal, error))?;
+        connect_stdio(&[slave]).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     } else {
-        connect_stdio(stdio).map_err(|error| (Task::Stdio, to_errno(error)))?;
+        connect_stdio(stdio).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     }
     // The program's process must not have other descriptors, such as the agent's connection or its log. The caller owns some of them,
     // but exits without dropping them.
     sys::close_all_but(&[of_step.as_raw_fd(), of_program.as_raw_fd()])
-        .map_err(|error| (Task::Stdio, to_errno(error)))?;
+        .map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     drop_to_container_rights(request, loader)?;
-    match sys::fork().map_err(|error| (Task::Fork, to_errno(error)))? {
+    match sys::fork().map_err(|error| (ExecStage::Fork, to_errno(error)))? {
         Some(pid) => {
             send_message(of_step, Message::Process(pid));
             std::process::exit(0)
@@ -435,35 +438,35 @@ fn enter_directory(path: &Path) -> nix::Result<()> {
 fn drop_to_container_rights(request: &ExecCommand, loader: Loader) -> Result<(), FailedTask> {
     let process = &request.process;
     let at = |task| move |error: Errno| (task, error);
-    let refused = |_: libcontainer::syscall::SyscallError| (Task::Capabilities, Errno::last());
+    let refused = |_: libcontainer::syscall::SyscallError| (ExecStage::Capabilities, Errno::last());
     let syscall = create_syscall();
-    set_limits(process).map_err(|error| (Task::Limits, to_errno(error)))?;
+    set_limits(process).map_err(|error| (ExecStage::Limits, to_errno(error)))?;
     // Tried as the agent first, and again as the user: either may lack the permission.
     let mut entered = enter_directory(process.cwd());
     if let Some(umask) = process.user().umask() {
         nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(umask));
     }
     if process.no_new_privileges().unwrap_or(false) {
-        prctl::set_no_new_privs().map_err(at(Task::NoNewPrivileges))?;
+        prctl::set_no_new_privs().map_err(at(ExecStage::NoNewPrivileges))?;
     }
     let groups: Vec<Gid> = process.user().additional_gids().iter().flatten().map(|gid| Gid::from_raw(*gid)).collect();
-    nix::unistd::setgroups(&groups).map_err(at(Task::User))?;
+    nix::unistd::setgroups(&groups).map_err(at(ExecStage::User))?;
     let (uid, gid) = (Uid::from_raw(process.user().uid()), Gid::from_raw(process.user().gid()));
-    prctl::set_keepcaps(true).map_err(at(Task::User))?;
-    nix::unistd::setresgid(gid, gid, gid).map_err(at(Task::User))?;
-    nix::unistd::setresuid(uid, uid, uid).map_err(at(Task::User))?;
-    prctl::set_keepcaps(false).map_err(at(Task::User))?;
+    prctl::set_keepcaps(true).map_err(at(ExecStage::User))?;
+    nix::unistd::setresgid(gid, gid, gid).map_err(at(ExecStage::User))?;
+    nix::unistd::setresuid(uid, uid, uid).map_err(at(ExecStage::User))?;
+    prctl::set_keepcaps(false).map_err(at(ExecStage::User))?;
     // A change of the user sets the dumpable flag to the node's `fs.suid_dumpable`, which may be any.
-    prctl::set_dumpable(false).map_err(at(Task::User))?;
+    prctl::set_dumpable(false).map_err(at(ExecStage::User))?;
     if entered.is_err() {
         // A user other than root has no effective capabilities now.
         entered = enter_directory(process.cwd());
     }
-    entered.map_err(at(Task::Directory))?;
+    entered.map_err(at(ExecStage::Directory))?;
     match sys::is_beneath_root() {
         Ok(true) => {}
-        Ok(false) => return Err((Task::Directory, Errno::EXDEV)),
-        Err(error) => return Err((Task::Directory, to_errno(error))),
+        Ok(false) => return Err((ExecStage::Directory, Errno::EXDEV)),
+        Err(error) => return Err((ExecStage::Directory, to_errno(error))),
     }
     capabilities::reset_effective(syscall.as_ref()).map_err(refused)?;
     if loader == Loader::Step {
@@ -494,22 +497,22 @@ fn with_sys_admin(wanted: &LinuxCapabilities) -> LinuxCapabilities {
 
 fn load_filter(request: &ExecCommand) -> Result<(), FailedTask> {
     let Some(filter) = &request.seccomp else { return Ok(()) };
-    seccomp::initialize_seccomp(filter).map(drop).map_err(|_no_number| (Task::Filter, Errno::EINVAL))
+    seccomp::initialize_seccomp(filter).map(drop).map_err(|_no_number| (ExecStage::Filter, Errno::EINVAL))
 }
 
 /// Executes the program in this process, which has the container's rights; returns only if a task failed.
 fn become_program(request: &ExecCommand, tty: bool, loader: Loader, of_program: &OwnedFd) -> FailedTask {
     let process = &request.process;
     let prepared = || {
-        nix::unistd::setsid().map_err(|error| (Task::Session, error))?;
+        nix::unistd::setsid().map_err(|error| (ExecStage::Session, error))?;
         if tty {
-            sys::take_terminal().map_err(|error| (Task::Session, to_errno(error)))?;
+            sys::take_terminal().map_err(|error| (ExecStage::Session, to_errno(error)))?;
         }
         send_message(of_program, Message::Session);
         if loader == Loader::Program {
             load_filter(request)?;
             if let Some(wanted) = process.capabilities().as_ref().filter(|_| loads_with_capability(request)) {
-                let refused = |_: libcontainer::syscall::SyscallError| (Task::Capabilities, Errno::last());
+                let refused = |_: libcontainer::syscall::SyscallError| (ExecStage::Capabilities, Errno::last());
                 capabilities::drop_privileges(wanted, create_syscall().as_ref()).map_err(refused)?;
             }
         }
@@ -517,11 +520,11 @@ fn become_program(request: &ExecCommand, tty: bool, loader: Loader, of_program: 
         let args = process.args().as_deref().unwrap_or_default();
         let name = args.first().map(String::as_str).unwrap_or_default();
         let found = find_program(name, env).and_then(|path| Ok((path, to_c_strings(args)?, to_c_strings(env)?)));
-        found.map_err(|error| (Task::Find, error))
+        found.map_err(|error| (ExecStage::Find, error))
     };
     match prepared() {
         Err(failed) => failed,
-        Ok((path, args, env)) => (Task::Run, sys::execve(&path, &args, &env)),
+        Ok((path, args, env)) => (ExecStage::Run, sys::execve(&path, &args, &env)),
     }
 }
 
@@ -590,7 +593,7 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_were_written() {
-        let failures = Task::ALL.map(|task| Message::Failed(task, Errno::ENAMETOOLONG));
+        let failures = ExecStage::ALL.map(|task| Message::Failed(task, Errno::ENAMETOOLONG));
         let others = [Message::Terminal, Message::Process(1), Message::Process(0x003f_ffff), Message::Session];
         for message in others.iter().chain(&failures) {
             assert_eq!(Message::parse(&message.bytes()), Some(*message));
@@ -637,17 +640,17 @@ mod tests {
         // A process without a pidfd is not started.
         let gone = Message::Process(0x003f_ffff);
         assert!(message(awaited(&[gone], Some(&[]))).contains("it has ended"));
-        let missing = Message::Failed(Task::Find, Errno::ENOENT);
+        let missing = Message::Failed(ExecStage::Find, Errno::ENOENT);
         let said = message(awaited(&[process], Some(&[Message::Session, missing])));
         assert_eq!(said, "cannot find the program \"/bin/x\": No such file or directory");
-        let outside = Message::Failed(Task::Directory, Errno::ELOOP);
+        let outside = Message::Failed(ExecStage::Directory, Errno::ELOOP);
         assert!(message(awaited(&[outside], Some(&[]))).contains("the working directory \"/w\": "));
         // A process that was stopped holds its socket open.
         assert!(message(awaited(&[process], None)).contains("may have stopped it"));
         assert!(message(awaited(&[], Some(&[]))).starts_with("killed: "));
-        let full = message(awaited(&[Message::Failed(Task::Fork, Errno::EAGAIN)], Some(&[])));
+        let full = message(awaited(&[Message::Failed(ExecStage::Fork, Errno::EAGAIN)], Some(&[])));
         assert!(full.starts_with("cannot fork") && full.contains("limit on processes"), "{full}");
-        let said = message(awaited(&[Message::Failed(Task::Fork, Errno::EPERM)], Some(&[])));
+        let said = message(awaited(&[Message::Failed(ExecStage::Fork, Errno::EPERM)], Some(&[])));
         assert_eq!(said, "filtered: cannot fork the process of \"/bin/x\": Operation not permitted");
         // Only the step may report a PID.
         for wrong in [&[Message::Process(1)][..], &[Message::Session, Message::Session]] {
@@ -655,7 +658,7 @@ mod tests {
         }
         assert!(message(awaited(&[Message::Session], Some(&[]))).contains("cannot determine"));
         // A filter that forbids setsid(2) returns an error or kills the process.
-        let said = message(awaited(&[process], Some(&[Message::Failed(Task::Session, Errno::EPERM)])));
+        let said = message(awaited(&[process], Some(&[Message::Failed(ExecStage::Session, Errno::EPERM)])));
         assert_eq!(said, "filtered: cannot create a session for \"/bin/x\": Operation not permitted");
         assert!(message(awaited(&[process], Some(&[]))).starts_with("filtered: "));
     }

@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_removed_already() {
+    fn removing_a_missing_cgroup_succeeds() {
         let group = format!("nacelle/test-{}", std::process::id());
         remove(Path::new(&group)).unwrap();
     }
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_group_has_used_is_in_its_files() {
+    fn the_usage_of_a_cgroup_is_read_from_its_files() {
         let write = |root: &Path, files: &[(&str, &str)]| {
             for (file, text) in files {
                 let path = root.join(file);
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_killed_is_counted() {
+    fn oom_kills_are_counted() {
         let root = tempfile::tempdir().unwrap();
         let kills = |group: &str| oom_kills_below(root.path(), Path::new(group));
         for (group, text) in [("a", "low 0\noom 5\noom_kill 2\noom_group_kill 7\n"), ("b", "oom_kill x\n"), ("c", "")] {

@@ -82,7 +82,7 @@ pub fn qcow2(data: &[u8]) {
 }
 
 /// The output of QEMU's monitor or of a guest agent, parsed as the result of a command and as a list of snapshots.
-pub fn lines(data: &[u8]) {
+pub fn json_lines(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let (reply_sender, mut replies) = mpsc::channel(MAX_QUEUED_REPLIES);
     let (event_sender, mut events) = mpsc::channel(MAX_QUEUED_EVENTS);
@@ -112,7 +112,7 @@ fn assert_printable(text: &str) {
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 3] = [("dhcp", dhcp), ("qcow2", qcow2), ("lines", lines)];
+pub const TARGETS: [(&str, Target); 3] = [("dhcp", dhcp), ("qcow2", qcow2), ("lines", json_lines)];
 
 #[cfg(test)]
 mod tests {

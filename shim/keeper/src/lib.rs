@@ -92,7 +92,7 @@ fn serve(settings: Settings, rpc: StdListener, streams: StdListener) -> io::Resu
         tokio::spawn(streams::serve(listener(streams)?, Arc::clone(&manager)));
         let shutdown = Arc::new(Notify::new());
         let service = KeeperService { manager: Arc::clone(&manager), shutdown: Arc::clone(&shutdown) };
-        let service = AgentServer::new(service).max_decoding_message_size(nacelle_proto::wire::LARGE);
+        let service = AgentServer::new(service).max_decoding_message_size(nacelle_proto::wire::MAX_LARGE_MESSAGE);
         let server = nacelle_proto::server::builder()
             .timeout(REQUEST_TIMEOUT)
             .concurrency_limit_per_connection(256)

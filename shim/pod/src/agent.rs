@@ -72,7 +72,7 @@ impl Agent {
         };
         // The address is unused: the connector determines the destination.
         let channel = Endpoint::from_static("http://agent").connect_with_connector_lazy(connector);
-        let rpc = AgentClient::new(channel).max_decoding_message_size(wire::MESSAGE);
+        let rpc = AgentClient::new(channel).max_decoding_message_size(wire::MAX_MESSAGE);
         Self { rpc, link, exit_watch, limit }
     }
 

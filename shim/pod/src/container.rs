@@ -103,7 +103,7 @@ pub async fn create(
         wait_until_attached(&mut image.outcome).await?;
     }
     let device_partitions = attached?;
-    for volume in &request.pushed {
+    for volume in &request.copied_in_volumes {
         copied_volumes.copy_in(&agent, volume).await?;
     }
     let mut handed_over = Vec::with_capacity(disks.len());
@@ -169,7 +169,7 @@ async fn attach_devices(agent: &Agent, mut uses: Vec<DeviceUse>) -> Result<Vec<u
 
 /// Returns the devices for the agent's request, without those that hold volumes.
 fn agent_devices(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<proto::BlockDevice> {
-    let all = partitions.iter().zip(&request.devices).filter(|(_, device)| !device.of_volume);
+    let all = partitions.iter().zip(&request.devices).filter(|(_, device)| !device.is_empty_dir);
     let convert = |(partition, device): (&u32, &pod::BlockDevice)| proto::BlockDevice {
         partition: *partition,
         container_path: device.container_path.clone(),
@@ -185,11 +185,11 @@ fn agent_devices(request: &pod::CreateContainerRequest, partitions: &[u32]) -> V
 fn agent_empty_dirs(request: &pod::CreateContainerRequest, partitions: &[u32]) -> Vec<proto::EmptyDir> {
     let partition = |source: &str| {
         let mut all = partitions.iter().zip(&request.devices);
-        all.find(|(_, device)| device.of_volume && device.container_path == source)
+        all.find(|(_, device)| device.is_empty_dir && device.container_path == source)
             .map_or(0, |(partition, _)| *partition)
     };
     let convert = |volume: &pod::EmptyDir| {
-        let pod::EmptyDir { name, path, source, part, .. } = volume.clone();
+        let pod::EmptyDir { name, path, source, sub_path, .. } = volume.clone();
         proto::EmptyDir {
             partition: partition(&source),
             name,
@@ -199,11 +199,11 @@ fn agent_empty_dirs(request: &pod::CreateContainerRequest, partitions: &[u32]) -
             mode: volume.mode,
             uid: volume.uid,
             gid: volume.gid,
-            occupied: volume.occupied,
-            part,
-            part_mode: volume.part_mode,
-            part_uid: volume.part_uid,
-            part_gid: volume.part_gid,
+            has_node_files: volume.has_node_files,
+            sub_path,
+            sub_path_mode: volume.sub_path_mode,
+            sub_path_uid: volume.sub_path_uid,
+            sub_path_gid: volume.sub_path_gid,
             page_bytes: volume.page_bytes,
         }
     };

@@ -64,7 +64,7 @@ impl ExecProcess {
             ended = self.wait_for_exit() => ended,
             () = events.closed() => return,
         };
-        let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Ended(exit.code)) });
+        let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Exited(exit.code)) });
         // The client may have disconnected.
         let _ = events.send(event.map_err(|error| crate::codes::status(&error))).await;
     }

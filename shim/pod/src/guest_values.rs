@@ -117,7 +117,8 @@ impl Bounded<agent::AgentHello> {
     /// Returns the reply to Configure, with the steps that the pod process measured.
     pub fn into_response(self, steps: Vec<Step>) -> Bounded<pod::ConfigureResponse> {
         let agent::AgentHello { agent_version, kernel_release, .. } = self.0;
-        let steps = steps.into_iter().map(|step| pod::Step { what: step.what, at: step.at, micros: step.micros });
+        let steps =
+            steps.into_iter().map(|step| pod::BootStep { name: step.what, started_at: step.at, micros: step.micros });
         Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps: steps.collect() })
     }
 }

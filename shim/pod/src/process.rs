@@ -77,7 +77,7 @@ async fn serve(
     stop_on_signals(handles.inbox.clone())?;
     tokio::spawn(streams::serve(streams_listener, handles.inbox.clone()));
     let (actor_guard, actor_ended) = tokio::sync::oneshot::channel::<()>();
-    let service = PodServer::new(PodService::new(handles, spec)).max_decoding_message_size(wire::LARGE);
+    let service = PodServer::new(PodService::new(handles, spec)).max_decoding_message_size(wire::MAX_LARGE_MESSAGE);
     let server = nacelle_proto::server::builder().add_service(service).serve_with_incoming_shutdown(
         UnixListenerStream::new(listener),
         async {

@@ -124,7 +124,7 @@ impl Pod for PodService {
         let started = ExecProcess::start(agent, id, args, tty, stdin).await;
         let process = started.map_err(|error| crate::codes::status(&error))?;
         let (events, receiver) = mpsc::channel(2);
-        let began = proto::exec_event::Event::Began(process.exec_id().to_owned());
+        let began = proto::exec_event::Event::Started(process.exec_id().to_owned());
         // The channel has room, and its receiver is in this function.
         let _ = events.try_send(Ok(proto::ExecEvent { event: Some(began) }));
         tokio::spawn(process.forward_exit(events));

@@ -359,14 +359,14 @@ impl PodActor {
     /// Removes one container from the users of these images and devices, and its copied-in volumes.
     fn release_all(&mut self, request: &pod::CreateContainerRequest) {
         // A device of a volume stays attached until the pod ends.
-        for device in request.devices.iter().filter(|device| !device.of_volume) {
+        for device in request.devices.iter().filter(|device| !device.is_empty_dir) {
             self.release_device(&device.key);
         }
         for (key, _) in images_of(request) {
             self.release_image(key);
         }
         if let Some(agent) = self.agent.clone() {
-            self.copied_volumes.remove_copies(agent, &request.pushed);
+            self.copied_volumes.remove_copies(agent, &request.copied_in_volumes);
         }
     }
 

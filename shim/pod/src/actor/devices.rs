@@ -112,7 +112,7 @@ impl PodActor {
         let attachment =
             |placed, previous| DeviceAttachment { placed, file, writable: device.writable, previous, sender };
         if change == DeviceChange::New {
-            let placed = Arc::new(PlacedDevice::new(slot, number, Path::new(&device.path), device.of_volume));
+            let placed = Arc::new(PlacedDevice::new(slot, number, Path::new(&device.path), device.is_empty_dir));
             let (watched, mut attached) = (Arc::clone(&placed), outcome.clone());
             let size_watcher = tokio::spawn(async move {
                 let attached = attached.wait_for(Option::is_some).await.map(|outcome| matches!(*outcome, Some(Ok(()))));

@@ -66,7 +66,9 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
         .await
         .map_err(|_elapsed| ClientError::Timeout { what: "reply", limit: CONNECT_LIMIT })?
         .map_err(|source| ClientError::Connect { socket, source })?;
-    let rpc = Rpc::new(channel).max_decoding_message_size(wire::MESSAGE).max_encoding_message_size(wire::LARGE);
+    let rpc = Rpc::new(channel)
+        .max_decoding_message_size(wire::MAX_MESSAGE)
+        .max_encoding_message_size(wire::MAX_LARGE_MESSAGE);
     Ok(PodClient { rpc, streams, identity })
 }
 
@@ -152,7 +154,7 @@ impl PodClient {
     ) -> Result<proto::ExecSyncResponse, ClientError> {
         let timeout_ms = timeout.map_or(0, |limit| millis(limit).max(1));
         let request = proto::ExecSyncRequest { id: id.to_owned(), args, timeout_ms };
-        let mut rpc = self.rpc.clone().max_decoding_message_size(wire::LARGE);
+        let mut rpc = self.rpc.clone().max_decoding_message_size(wire::MAX_LARGE_MESSAGE);
         Ok(rpc.exec_sync(request).await?.into_inner())
     }
 

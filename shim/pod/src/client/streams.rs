@@ -18,7 +18,7 @@ impl PodClient {
     pub async fn exec(&self, request: proto::ExecRequest) -> Result<RunningExec, ClientError> {
         let mut events = self.rpc.clone().exec(request).await?.into_inner();
         match events.message().await?.and_then(|event| event.event) {
-            Some(proto::exec_event::Event::Began(exec_id)) => Ok(RunningExec { exec_id, events }),
+            Some(proto::exec_event::Event::Started(exec_id)) => Ok(RunningExec { exec_id, events }),
             _ => Err(ended_early()),
         }
     }
@@ -84,7 +84,7 @@ impl RunningExec {
     /// Waits for the end of the command; returns its exit code.
     pub async fn wait_for_exit(mut self) -> Result<u32, ClientError> {
         match self.events.message().await?.and_then(|event| event.event) {
-            Some(proto::exec_event::Event::Ended(code)) => Ok(code),
+            Some(proto::exec_event::Event::Exited(code)) => Ok(code),
             _ => Err(ended_early()),
         }
     }

@@ -29,7 +29,7 @@ const RETRY_PAUSE: (Duration, Duration) = (Duration::from_secs(1), Duration::fro
 const MAX_TEXT: usize = 1024;
 
 /// A request of a container for a volume, and the channel for the reply.
-type CopyRequest = (pod::PushedVolume, oneshot::Sender<Result<(), Failure>>);
+type CopyRequest = (pod::CopiedInVolume, oneshot::Sender<Result<(), Failure>>);
 
 /// The copied-in volumes of the pod.
 #[derive(Clone, Default)]
@@ -50,11 +50,11 @@ impl CopiedVolumes {
     }
 
     /// Copies the present content of this volume into the guest.
-    pub async fn copy_in(&self, agent: &Agent, volume: &pod::PushedVolume) -> Result<(), Failure> {
+    pub async fn copy_in(&self, agent: &Agent, volume: &pod::CopiedInVolume) -> Result<(), Failure> {
         let no_server = || Failure::from(PodError::NoFileServer { path: volume.path.clone() });
         let channel = self.channel.clone().ok_or_else(no_server)?;
         let mut copier = VolumeCopier { agent: agent.clone(), channel, name: volume.name.clone() };
-        if !volume.live {
+        if !volume.is_live {
             let (opened, outcome) = copier.open_and_copy(volume).await;
             copier.channel.close(&opened).await;
             return outcome.map_err(Failure::from);
@@ -73,9 +73,9 @@ impl CopiedVolumes {
     }
 
     /// Removes a container's own copies from the guest, after the container is gone.
-    pub fn remove_copies(&self, agent: Agent, volumes: &[pod::PushedVolume]) {
+    pub fn remove_copies(&self, agent: Agent, volumes: &[pod::CopiedInVolume]) {
         let names: Vec<String> =
-            volumes.iter().filter(|volume| !volume.live).map(|volume| volume.name.clone()).collect();
+            volumes.iter().filter(|volume| !volume.is_live).map(|volume| volume.name.clone()).collect();
         if names.is_empty() {
             return;
         }
@@ -98,9 +98,9 @@ struct VolumeCopier {
 
 impl VolumeCopier {
     /// Opens the volume and copies it. The caller must close the volume.
-    async fn open_and_copy(&mut self, volume: &pod::PushedVolume) -> (OpenVolume, Result<(), PodError>) {
+    async fn open_and_copy(&mut self, volume: &pod::CopiedInVolume) -> (OpenVolume, Result<(), PodError>) {
         let opened = self.channel.allocate();
-        let request = CopyInRequest::Open { id: opened.id, live: volume.live, path: volume.place.clone() };
+        let request = CopyInRequest::Open { id: opened.id, live: volume.is_live, path: volume.server_path.clone() };
         let outcome = match self.channel.call(request).await {
             Some(CopyInMessage::Done { .. }) => self.copy(&opened, &volume.path, true).await,
             other => Err(read_error(&volume.path, other)),
@@ -200,7 +200,7 @@ impl VolumeCopier {
             };
             let tree: Result<proto::Tree, _> = wire::decode(&tree);
             let tree = tree.map_err(|_malformed| PodError::NoFileServer { path: path.to_owned() })?;
-            let part = proto::PushVolumeRequest { name: std::mem::take(&mut name), tree: Some(tree), whole: last };
+            let part = proto::PushVolumeRequest { name: std::mem::take(&mut name), tree: Some(tree), complete: last };
             if send.send(part).await.is_err() || last {
                 return Ok(());
             }

@@ -30,7 +30,7 @@ fn values_within_the_bounds_are_passed_on() {
     let step = Step { what: "kernel".into(), at: 1, micros: 2, failed: false };
     let response = hello("1.2", "6.12.0").into_response(vec![step]).into_inner();
     assert_eq!((response.agent_version.as_str(), response.kernel_release.as_str()), ("1.2", "6.12.0"));
-    assert_eq!(response.steps, [pod::Step { what: "kernel".into(), at: 1, micros: 2 }]);
+    assert_eq!(response.steps, [pod::BootStep { name: "kernel".into(), started_at: 1, micros: 2 }]);
     let user = CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: (0..1024).collect() };
     assert_eq!(FromGuest(user.clone()).bound().into_inner(), user);
     assert!(FromGuest(agent::BootReport::default()).bound().is_ok());

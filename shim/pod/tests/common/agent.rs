@@ -291,7 +291,7 @@ impl Agent for Service {
         self.apply_fault("push").await?;
         let mut parts = request.into_inner();
         while let Some(part) = parts.message().await? {
-            if part.whole {
+            if part.complete {
                 return empty();
             }
         }

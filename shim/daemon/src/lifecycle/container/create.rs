@@ -22,7 +22,7 @@ pub(crate) async fn make(
     prepared: Prepared,
 ) -> Result<ContainerUser, LifecycleError> {
     let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
-    let pushed = !request.pushed.is_empty();
+    let pushed = !request.copied_in_volumes.is_empty();
     let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
     // Only now: another machine of the pod may have held its own devices until the creation.
     if let (Ok(_), Some(passed)) = (&made, passed)

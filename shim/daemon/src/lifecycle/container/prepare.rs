@@ -135,7 +135,7 @@ async fn request(
     record: &ContainerRecord,
     config: &ContainerConfig,
     devices: &[DeviceNode],
-    pushed: Vec<proto::PushedVolume>,
+    pushed: Vec<proto::CopiedInVolume>,
 ) -> Result<proto::CreateContainerRequest, LifecycleError> {
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices);
@@ -170,7 +170,7 @@ async fn request(
         },
         own_pid_namespace: config.pid == PidMode::Own,
         volumes,
-        pushed,
+        copied_in_volumes: pushed,
         devices: Vec::new(),
         empty_dirs: Vec::new(),
         disks: Vec::new(),

@@ -147,8 +147,8 @@ pub(crate) async fn boot(
     }
     // Measured by the pod process; its times are not verified.
     timeline.add(configured.steps.into_iter().map(|step| Step {
-        what: clip(&step.what).chars().take(STEP_NAME).collect(),
-        at: step.at,
+        what: clip(&step.name).chars().take(STEP_NAME).collect(),
+        at: step.started_at,
         micros: step.micros,
         failed: false,
     }));

@@ -33,19 +33,19 @@ enum Way {
 
 /// Returns the copy request for each of a container's volumes, by its index in the list; `None` for shared volumes. The paths
 /// must be free of symbolic links.
-pub(crate) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto::PushedVolume>> {
+pub(crate) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto::CopiedInVolume>> {
     let mut count = 0;
     let planned = volumes.iter().map(|volume| {
         let way = way(volume)?;
         let number = count;
         count += 1;
-        Some(proto::PushedVolume {
-            live: matches!(way, Way::Live(_)),
+        Some(proto::CopiedInVolume {
+            is_live: matches!(way, Way::Live(_)),
             name: match way {
                 Way::Live(name) => name,
                 Way::Copy => format!("{id}.{number}"),
             },
-            place: format!("{id}/{number}"),
+            server_path: format!("{id}/{number}"),
             path: volume.host_path.clone(),
         })
     });
@@ -53,7 +53,7 @@ pub(crate) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto
 }
 
 /// Returns the path of the copy in the guest.
-pub(crate) fn in_guest(volume: &proto::PushedVolume) -> String {
+pub(crate) fn in_guest(volume: &proto::CopiedInVolume) -> String {
     format!("{DIRECTORY}/{}", volume.name)
 }
 
@@ -184,7 +184,8 @@ mod tests {
         let (first, second) = (written(&pod, PLUGINS[0].0), written(&pod, PLUGINS[1].0));
         let id = ContainerId::from_bytes([1; 32]);
         let planned = plan(&id, &[volume(Path::new("/srv")), volume(&first), volume(Path::new("/x")), volume(&second)]);
-        let places: Vec<_> = planned.iter().map(|volume| volume.as_ref().map(|volume| volume.place.clone())).collect();
+        let places: Vec<_> =
+            planned.iter().map(|volume| volume.as_ref().map(|volume| volume.server_path.clone())).collect();
         let place = |n: u8| Some(format!("{id}/{n}"));
         assert_eq!(places, [None, place(0), None, place(1)]);
     }

@@ -86,7 +86,7 @@ pub(crate) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, Owned
         mode: metadata.mode() & 0o777,
         uid: metadata.uid(),
         gid: metadata.gid(),
-        of_volume: false,
+        is_empty_dir: false,
     };
     Ok((told, file.into()))
 }

@@ -141,7 +141,7 @@ fn disk(volume: &NodeVolume, name: String, root: &Path, source: String) -> Resul
         path: place.display().to_string(),
         writable: true,
         container_path: source.clone(),
-        of_volume: true,
+        is_empty_dir: true,
         ..Default::default()
     };
     let volume = proto::EmptyDir {
@@ -151,10 +151,10 @@ fn disk(volume: &NodeVolume, name: String, root: &Path, source: String) -> Resul
         mode: whole.mode() & 0o7777,
         uid: whole.uid(),
         gid: whole.gid(),
-        part,
-        part_mode: seen.mode() & 0o7777,
-        part_uid: seen.uid(),
-        part_gid: seen.gid(),
+        sub_path: part,
+        sub_path_mode: seen.mode() & 0o7777,
+        sub_path_uid: seen.uid(),
+        sub_path_gid: seen.gid(),
         ..Default::default()
     };
     Ok(Disk { volume, device, file: file.into() })
@@ -228,7 +228,7 @@ mod tests {
         fs::write(place.root().join(DRAFT), "of a daemon that died").unwrap();
         let first = place.plan(true, &whole).unwrap().unwrap();
         assert_eq!(File::from(first.file).metadata().unwrap().len(), (32 << 20) - (512 << 10));
-        assert_eq!((first.volume.part.as_str(), first.device.of_volume), ("", true));
+        assert_eq!((first.volume.sub_path.as_str(), first.device.is_empty_dir), ("", true));
         assert_eq!(first.volume.source, first.device.container_path);
         // A disk stays a disk, whatever the handler's setting for new ones is.
         let again = place.plan(false, &volume(&place.root().join("deep/part"))).unwrap();

@@ -36,11 +36,11 @@ pub(crate) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Optio
             mode: whole.mode() & 0o7777,
             uid: whole.uid(),
             gid: whole.gid(),
-            occupied: occupied(&root),
-            part_mode: seen.mode() & 0o7777,
-            part_uid: seen.uid(),
-            part_gid: seen.gid(),
-            part,
+            has_node_files: occupied(&root),
+            sub_path_mode: seen.mode() & 0o7777,
+            sub_path_uid: seen.uid(),
+            sub_path_gid: seen.gid(),
+            sub_path: part,
         }))
     });
     planned.collect()

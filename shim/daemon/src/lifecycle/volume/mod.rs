@@ -60,7 +60,7 @@ pub(crate) async fn own_volumes(
 pub(crate) fn as_found(
     mut config: ContainerConfig,
     id: &ContainerId,
-    plan: &[Option<proto::PushedVolume>],
+    plan: &[Option<proto::CopiedInVolume>],
     own: &[Option<proto::EmptyDir>],
     marks: bool,
 ) -> ContainerConfig {
