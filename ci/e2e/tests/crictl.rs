@@ -157,10 +157,10 @@ fn the_boot_timeline_of_a_pod_is_reported_and_drawn() {
     let drawing = nacelle(&["--timeline", &pod.id[..13]]);
     println!("{drawing}");
     assert!(of_pod.iter().all(|step| drawing.contains(step.as_str())) && drawing.contains('█'), "{drawing}");
-    assert!(drawing.contains("started") && !drawing.contains("its end"), "{drawing}");
+    assert!(drawing.contains("started") && !drawing.contains("teardown of the pod"), "{drawing}");
     node.crictl.call(["stopp", &pod.id]);
     let drawing = nacelle(&["--timeline", &pod.id]);
     println!("{drawing}");
-    assert!(drawing.contains("its end") && drawing.contains("end of the network"), "{drawing}");
+    assert!(drawing.contains("teardown of the pod") && drawing.contains("end of the network"), "{drawing}");
     pod.remove();
 }

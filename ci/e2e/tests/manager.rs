@@ -72,7 +72,7 @@ fn a_socket_that_is_not_the_configured_one_is_refused() {
     let mut daemon = node.spawn_with_manager(&manager);
     assert!(!daemon.wait().unwrap().success());
     let log = node.log();
-    let complaint = format!("hands over {}/nacelle.sock, and paths.socket is", elsewhere.path().display());
+    let complaint = format!("passes the socket {}/nacelle.sock, but paths.socket is", elsewhere.path().display());
     assert!(log.contains(&complaint), "{log}");
     node.start();
     eventually("it serves without a manager", || (node.crictl.try_call(["version"]).code == 0).then_some(()));

@@ -103,7 +103,7 @@ fn a_pod_is_removed_without_its_cni_plugin_and_del_is_retried() {
     // The next daemon starts all the same, and knows the pending DEL.
     node.kill();
     node.start();
-    eventually("the plugin is called again", || check(&node)[1].contains(" times, goes on)").then_some(()));
+    eventually("the plugin is called again", || check(&node)[1].contains(" times, will be retried)").then_some(()));
     std::fs::remove_file(directory.join("broken")).unwrap();
     std::fs::write(directory.join("cni/20-other.conf"), "").unwrap();
     eventually("the plugin has given back what it had", || {

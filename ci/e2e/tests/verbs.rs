@@ -257,7 +257,7 @@ fn hot_plugged_disks_survive_restarts_until_they_are_removed() {
         ("Extra=1Gi", "lower-case letters"),
         ("more=513", "multiple of 512 bytes"),
         ("more=5Ti", "at most 4Ti"),
-        ("more=much", "is no size"),
+        ("more=much", "invalid size"),
     ] {
         let error = vm(&node, &["add-volume", "db", volume]).err();
         assert!(error.contains(words), "{volume}: {error}");

@@ -16,21 +16,21 @@ const HEADER: &str = "grpc-timeout";
 
 /// The layer that limits the time of requests.
 #[derive(Clone, Copy, Debug)]
-pub struct Deadlines;
+pub struct DeadlineLayer;
 
 /// A service with a time limit for its requests.
 #[derive(Clone, Copy, Debug)]
-pub struct Limited<S>(S);
+pub struct DeadlineService<S>(S);
 
-impl<S> Layer<S> for Deadlines {
-    type Service = Limited<S>;
+impl<S> Layer<S> for DeadlineLayer {
+    type Service = DeadlineService<S>;
 
-    fn layer(&self, inner: S) -> Limited<S> {
-        Limited(inner)
+    fn layer(&self, inner: S) -> DeadlineService<S> {
+        DeadlineService(inner)
     }
 }
 
-impl<S, B> Service<Request<B>> for Limited<S>
+impl<S, B> Service<Request<B>> for DeadlineService<S>
 where
     S: Service<Request<B>, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -44,22 +44,22 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let limit = request.headers().get(HEADER).and_then(|text| limit(text.to_str().ok()?));
+        let limit = request.headers().get(HEADER).and_then(|text| parse_timeout(text.to_str().ok()?));
         // The library's own timer for the request starts after this one, and therefore never expires before it.
-        let Some(over) = limit.map(tokio::time::sleep) else { return Box::pin(self.0.call(request)) };
-        let answer = self.0.call(request);
+        let Some(expired) = limit.map(tokio::time::sleep) else { return Box::pin(self.0.call(request)) };
+        let response = self.0.call(request);
         Box::pin(async move {
             tokio::select! {
                 biased;
-                answer = answer => answer,
-                () = over => Ok(Status::deadline_exceeded("the time that the caller gave is over").into_http()),
+                response = response => response,
+                () = expired => Ok(Status::deadline_exceeded("the request exceeded the time limit of the caller (grpc-timeout)").into_http()),
             }
         })
     }
 }
 
 /// Parses a time limit: at most eight digits and a unit; otherwise `None`.
-fn limit(text: &str) -> Option<Duration> {
+fn parse_timeout(text: &str) -> Option<Duration> {
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     let number: u64 = number.parse().ok().filter(|_| number.len() <= 8)?;
     Some(match unit {
@@ -79,28 +79,28 @@ mod tests {
     use std::convert::Infallible;
 
     #[tokio::test]
-    async fn what_takes_too_long_for_its_caller_says_so() {
-        let asked = || Request::builder().header(HEADER, "1m").body(()).unwrap();
+    async fn a_request_beyond_its_deadline_fails_with_deadline_exceeded() {
+        let request = || Request::builder().header(HEADER, "1m").body(()).unwrap();
         let forever = tower::service_fn(|_: Request<()>| std::future::pending::<Result<Response<Body>, Infallible>>());
-        let answer = Deadlines.layer(forever).call(asked()).await.unwrap();
-        assert_eq!(answer.headers()["grpc-status"], "4");
+        let response = DeadlineLayer.layer(forever).call(request()).await.unwrap();
+        assert_eq!(response.headers()["grpc-status"], "4");
         let at_once = tower::service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(Body::empty())));
-        let answer = Deadlines.layer(at_once).call(asked()).await.unwrap();
-        assert!(answer.headers().is_empty());
+        let response = DeadlineLayer.layer(at_once).call(request()).await.unwrap();
+        assert!(response.headers().is_empty());
     }
 
     #[test]
-    fn limits_are_read_as_they_are_written() {
+    fn timeouts_are_parsed_in_every_unit() {
         let rows = [("1m", 1_000_000), ("99999999n", 99_999_999), ("2u", 2000), ("3S", 3_000_000_000)];
         for (text, nanos) in rows {
-            assert_eq!(limit(text), Some(Duration::from_nanos(nanos)), "{text}");
+            assert_eq!(parse_timeout(text), Some(Duration::from_nanos(nanos)), "{text}");
         }
         assert_eq!(
-            (limit("99999999H"), limit("5M")),
+            (parse_timeout("99999999H"), parse_timeout("5M")),
             (Some(Duration::from_secs(359_999_996_400)), Some(Duration::from_secs(300)))
         );
         for text in ["", "m", "1", "1x", "-1m", "123456789m", "1é", "é"] {
-            assert_eq!(limit(text), None, "{text}");
+            assert_eq!(parse_timeout(text), None, "{text}");
         }
     }
 }

@@ -13,10 +13,10 @@ pub const LARGEST_MIB: u64 = 1024;
 /// The pool is too small.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a machine of {mib} MiB in huge pages takes {needed} of the node's pages of {page} MiB, and {free} are free: write a \
+    "a VM with {mib} MiB in huge pages needs {needed} pages of {page} MiB, and the node has {free} free: write a \
      larger number to {POOLS}/hugepages-{}kB/nr_hugepages, or set memory_pages of its handler to \"transparent\"", page * 1024
 )]
-pub struct TooFew {
+pub struct HugepagesExhausted {
     /// The VM's memory in MiB.
     pub mib: u64,
     /// The page size in MiB.
@@ -27,7 +27,7 @@ pub struct TooFew {
     pub free: u64,
 }
 
-impl Classify for TooFew {
+impl Classify for HugepagesExhausted {
     fn kind(&self) -> Kind {
         Kind::Exhausted
     }
@@ -35,13 +35,13 @@ impl Classify for TooFew {
 
 /// Checks that a VM with this much memory in pages of this size could start now. Another VM may take the pages first; the start
 /// reports that.
-pub fn check(mib: u64, page: u64) -> Result<(), TooFew> {
+pub fn check(mib: u64, page: u64) -> Result<(), HugepagesExhausted> {
     check_in(&Path::new(POOLS).join(format!("hugepages-{}kB", page * 1024)), mib, page)
 }
 
-fn check_in(pool: &Path, mib: u64, page: u64) -> Result<(), TooFew> {
+fn check_in(pool: &Path, mib: u64, page: u64) -> Result<(), HugepagesExhausted> {
     let (needed, free) = (mib.div_ceil(page), free(pool));
-    if needed <= free { Ok(()) } else { Err(TooFew { mib, page, needed, free }) }
+    if needed <= free { Ok(()) } else { Err(HugepagesExhausted { mib, page, needed, free }) }
 }
 
 /// Returns the number of unreserved pages, including those that Linux may allocate beyond the pool; 0 on a node without huge
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_promised_is_not_free_and_what_may_be_made_is() {
+    fn reserved_pages_are_not_free_and_overcommit_pages_are() {
         let pool = tempfile::tempdir().unwrap();
         let numbers = [("free", 100), ("resv", 40), ("nr_overcommit", 9), ("surplus", 5)];
         for (name, number) in numbers {
@@ -69,11 +69,11 @@ mod tests {
         assert_eq!(check_in(pool.path(), 128, PAGE_MIB), Ok(()));
         let error = check_in(pool.path(), 130, PAGE_MIB).unwrap_err();
         assert_eq!((error.needed, error.free, error.kind()), (65, 64, Kind::Exhausted));
-        for words in ["65", "64 are free", "nr_hugepages", "memory_pages"] {
+        for words in ["65", "has 64 free", "nr_hugepages", "memory_pages"] {
             assert!(error.to_string().contains(words), "{error}");
         }
         assert_eq!(check_in(pool.path(), 64 << 10, LARGEST_MIB), Ok(()));
-        let none = TooFew { mib: 2048, page: 1024, needed: 2, free: 0 };
+        let none = HugepagesExhausted { mib: 2048, page: 1024, needed: 2, free: 0 };
         assert_eq!(check_in(Path::new("/nowhere"), 2048, LARGEST_MIB), Err(none.clone()));
         assert!(none.to_string().contains("hugepages-1048576kB/nr_hugepages"), "{none}");
     }

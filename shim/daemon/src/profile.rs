@@ -16,13 +16,13 @@ const MAX_FILE: u64 = 256 << 10;
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
 pub enum ProfileFileError {
-    #[error("the seccomp profile {} cannot be read", path.display())]
+    #[error("cannot read seccomp profile {}", path.display())]
     Read { path: PathBuf, source: io::Error },
-    #[error("the seccomp profile {} is not a regular file", path.display())]
-    NoFile { path: PathBuf },
-    #[error("the seccomp profile {} has more than {MAX_FILE} bytes", path.display())]
-    TooLong { path: PathBuf },
-    #[error("the seccomp profile {} cannot be used", path.display())]
+    #[error("seccomp profile {} is not a regular file", path.display())]
+    NotAFile { path: PathBuf },
+    #[error("seccomp profile {} is too large (maximum {MAX_FILE} bytes)", path.display())]
+    TooLarge { path: PathBuf },
+    #[error("invalid seccomp profile {}", path.display())]
     Profile { path: PathBuf, source: SeccompProfileError },
 }
 
@@ -41,12 +41,12 @@ pub fn read(path: &Path) -> Result<SeccompProfile, ProfileFileError> {
     let file = File::options().read(true).custom_flags((OFlag::O_NONBLOCK | OFlag::O_NOCTTY).bits()).open(path);
     let file = file.map_err(failed)?;
     if !file.metadata().map_err(failed)?.is_file() {
-        return Err(ProfileFileError::NoFile { path: path.to_owned() });
+        return Err(ProfileFileError::NotAFile { path: path.to_owned() });
     }
     let mut bytes = Vec::new();
     file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > MAX_FILE {
-        return Err(ProfileFileError::TooLong { path: path.to_owned() });
+        return Err(ProfileFileError::TooLarge { path: path.to_owned() });
     }
     SeccompProfile::parse(&bytes).map_err(|source| ProfileFileError::Profile { path: path.to_owned(), source })
 }
@@ -65,9 +65,9 @@ mod tests {
         nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert_eq!(read(&path("good")).unwrap(), read(&path("link")).unwrap());
         assert!(matches!(read(&path("none")), Err(ProfileFileError::Read { .. })));
-        assert!(matches!(read(&path("long")), Err(ProfileFileError::TooLong { .. })));
+        assert!(matches!(read(&path("long")), Err(ProfileFileError::TooLarge { .. })));
         for name in [path("pipe"), directory.path().to_owned(), "/dev/zero".into()] {
-            assert!(matches!(read(&name), Err(ProfileFileError::NoFile { .. })), "{}", name.display());
+            assert!(matches!(read(&name), Err(ProfileFileError::NotAFile { .. })), "{}", name.display());
         }
     }
 

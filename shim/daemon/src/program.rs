@@ -6,68 +6,68 @@ use std::path::PathBuf;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
-/// The program of pod processes. It is installed beside the daemon's.
+/// The program of pod processes, in the directory of the daemon's.
 const POD_PROGRAM: &str = "nacelle-pod";
-/// The keeper of machines of machine pods. It is installed there too.
+/// The keeper, which runs the VM of a machine pod, in the same directory.
 const KEEPER_PROGRAM: &str = "nacelle-keeper";
-/// The agent, the same that guests have in their initramfs. It is installed there too.
+/// The agent, the same as in the guests' initramfs, in the same directory.
 const AGENT_PROGRAM: &str = "nacelle-agent";
 
-/// How log lines are written to standard error.
+/// The format of the log on standard error.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for humans.
     Text,
-    /// One object a line.
+    /// One JSON object per line.
     Json,
 }
 
 impl LogFormat {
-    /// The variable of the environment that names the format.
+    /// The environment variable with the format.
     pub const VARIABLE: &str = "NACELLE_LOG_FORMAT";
 }
 
-/// Writes the log to standard error from now on: what NACELLE_LOG lets through, else what is at least an info.
-pub fn log(format: LogFormat) {
-    let wanted = std::env::var("NACELLE_LOG").ok().and_then(|filter| filter.parse().ok());
-    let filter = wanted.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
+/// Starts logging to standard error, with the filter in NACELLE_LOG or, without it, from level info.
+pub fn init_log(format: LogFormat) {
+    let configured = std::env::var("NACELLE_LOG").ok().and_then(|filter| filter.parse().ok());
+    let filter = configured.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
     let registry = tracing_subscriber::registry();
     match format {
-        LogFormat::Text => registry.with(lines.with_target(false).with_filter(filter)).init(),
-        LogFormat::Json => registry.with(lines.json().with_filter(filter)).init(),
+        LogFormat::Text => registry.with(layer.with_target(false).with_filter(filter)).init(),
+        LogFormat::Json => registry.with(layer.json().with_filter(filter)).init(),
     }
 }
 
-/// Writes the log to standard output, which is the flight recorder of a machine pod: its lines are among those of the guest.
-pub fn log_for_the_recorder() {
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stdout).with_ansi(false).with_target(false);
+/// Starts logging to standard output, which a machine pod's flight recorder keeps together with the guest's console.
+pub fn init_recorder_log() {
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stdout).with_ansi(false).with_target(false);
     let filter = Targets::new().with_default(LevelFilter::INFO);
-    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
+    tracing_subscriber::registry().with(layer.with_filter(filter)).init();
 }
 
-/// Allows as many open files as the hard limit does: a connection of a pod takes two, and the usual soft limit of 1024
-/// is a guess about programs that use select(2).
-pub fn more_files() {
+/// Raises the soft limit on open files to the hard limit. The usual soft limit of 1024 is for programs that use select(2), and
+/// each connection of a pod needs two descriptors.
+pub fn raise_file_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+    let result = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
-    if let Err(error) = raised {
-        tracing::warn!("the limit on open files stays as it is: {error}");
+    if let Err(error) = result {
+        tracing::warn!("cannot raise the limit on open files: {error}");
     }
 }
 
-/// The agent's program, for pods that have no guest.
+/// Returns the path of the agent's program, for pods without a guest.
 pub fn agent_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(AGENT_PROGRAM))
 }
 
-/// The program that keeps machines of machine pods.
+/// Returns the path of the keeper's program.
 pub fn keeper_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(KEEPER_PROGRAM))
 }
 
-/// The program of pod processes.
+/// Returns the path of the program of pod processes.
 pub fn pod_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(POD_PROGRAM))
 }

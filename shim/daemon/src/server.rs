@@ -3,7 +3,7 @@
 
 use crate::config::Config;
 use crate::cri::Cri;
-use crate::deadline::Deadlines;
+use crate::deadline::DeadlineLayer;
 use crate::grpc_connection::GrpcConnection;
 use crate::lifecycle::services::{Networks, Pods};
 use crate::lifecycle::{EngineChoice, Events, Node, Parts};
@@ -36,16 +36,16 @@ use tokio_util::task::AbortOnDropHandle;
 /// The largest message in bytes: the response to ExecSync with both streams full.
 const MESSAGE_LIMIT: usize = 40 << 20;
 /// Time for requests in progress when the daemon stops; their work continues without it.
-const END_LIMIT: Duration = Duration::from_secs(3);
+const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
 /// Time to wait for the locks of a daemon that is about to end.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 /// Pause between two attempts to settle owed CNI DELs.
-const DEBTS_PAUSE: Duration = Duration::from_secs(5);
+const OWED_DELETES_PAUSE: Duration = Duration::from_secs(5);
 
 /// The parts of a daemon.
-pub struct Setup {
+pub struct DaemonSetup {
     /// The configuration.
     pub config: Config,
     /// The engines.
@@ -80,10 +80,10 @@ pub enum ServeError {
     Socket(#[from] SocketError),
     /// Another daemon uses a directory in which each daemon removes unknown files.
     #[error(
-        "cannot use {setting} = {path:?}: another daemon uses that directory, and each would remove what belongs to the other; stop that \
+        "cannot use {setting} = {path:?}: another daemon uses that directory, and each would remove the files of the other; stop that \
          one, or set {setting} to another path"
     )]
-    Shared {
+    DirectoryInUse {
         /// The setting of the directory: "paths.run".
         setting: &'static str,
         /// The directory.
@@ -116,7 +116,7 @@ impl Classify for ServeError {
             ServeError::Streaming(error) => error.kind(),
             ServeError::Supervision(error) => error.kind(),
             ServeError::Socket(error) => error.kind(),
-            ServeError::Shared { source, .. } => source.kind(),
+            ServeError::DirectoryInUse { source, .. } => source.kind(),
             ServeError::Task(error) => error.kind(),
             ServeError::Serve { .. } => Kind::Internal,
         }
@@ -124,24 +124,24 @@ impl Classify for ServeError {
 }
 
 /// Opens the stores and recovers the node's pods.
-pub async fn open(setup: Setup) -> Result<Node, ServeError> {
-    let Setup { config, engine, pods, networks, observer, events } = setup;
-    let with = config.clone();
+pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
+    let DaemonSetup { config, engine, pods, networks, observer, events } = setup;
+    let opened_config = config.clone();
     let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
-        let paths = &with.paths;
+        let paths = &opened_config.paths;
         for directory in [&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()] {
             let mut make = std::fs::DirBuilder::new();
             make.recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
         }
         // The state store first: its lock keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;
-        let locks = lock_directories(&with)?;
+        let locks = lock_directories(&opened_config)?;
         // At this point only processes that hold the locks of their drafts write there.
         if let Err(error) = draft::sweep(&paths.root) {
             // Jailed processes write in some of the directories: their files must not prevent the daemon from serving.
-            tracing::warn!(error = %Chain(&error), "not all drafts of killed processes are removed");
+            tracing::warn!(error = %Chain(&error), "cannot remove all temporary files of killed processes");
         }
-        let images = open_images(&with)?;
+        let images = open_images(&opened_config)?;
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
         Ok((store, contents, images, vms, locks))
     });
@@ -155,41 +155,41 @@ pub async fn open(setup: Setup) -> Result<Node, ServeError> {
 /// store has its own.
 fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
     let (run, netns) = (&config.paths.run, &config.network.netns_dir);
-    let held = |setting, path: &Path| {
+    let in_use = |setting, path: &Path| {
         let path = path.to_owned();
-        move |source| ServeError::Shared { setting, path, source }
+        move |source| ServeError::DirectoryInUse { setting, path, source }
     };
-    let of_run = PathLock::take(&run.join("lock"), LOCK_LIMIT).map_err(held("paths.run", run))?;
+    let run_lock = PathLock::take(&run.join("lock"), LOCK_LIMIT).map_err(in_use("paths.run", run))?;
     // Other programs have namespaces in this directory too, and would list the lock file as one.
     std::fs::create_dir_all(netns).map_err(at("create", netns))?;
-    let beside = PathLock::beside(&netns.canonicalize().map_err(at("find", netns))?);
-    let of_netns = PathLock::take(&beside, LOCK_LIMIT).map_err(held("network.netns_dir", netns))?;
-    Ok(vec![of_run, of_netns])
+    let lock_path = PathLock::beside(&netns.canonicalize().map_err(at("find", netns))?);
+    let netns_lock = PathLock::take(&lock_path, LOCK_LIMIT).map_err(in_use("network.netns_dir", netns))?;
+    Ok(vec![run_lock, netns_lock])
 }
 
 /// The right to serve.
 #[derive(Debug)]
-pub enum Claim {
+pub enum ServeClaim {
     /// On the listening socket of the service manager.
-    Handed(std::os::unix::net::UnixListener),
+    Passed(std::os::unix::net::UnixListener),
     /// On the path in the configuration.
     Own(SocketClaim),
 }
 
 /// Acquires the right to serve, before anything on the node is touched, so that a daemon that cannot serve changes nothing.
-pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Claim, ServeError> {
+pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<ServeClaim, ServeError> {
     let path = config.paths.socket.clone();
     if let Some(listener) = supervisor.take_listener(&path)? {
-        return Ok(Claim::Handed(listener));
+        return Ok(ServeClaim::Passed(listener));
     }
-    let claimed = run_blocking("claim the CRI socket", move || SocketClaim::take(&path, LOCK_LIMIT)).await;
-    Ok(Claim::Own(claimed??))
+    let claimed = run_blocking("claim the CRI socket", move || SocketClaim::acquire(&path, LOCK_LIMIT)).await;
+    Ok(ServeClaim::Own(claimed??))
 }
 
 /// Repeats owed CNI DELs for as long as the daemon serves.
-async fn settle_debts(node: Node) {
+async fn retry_owed_deletes(node: Node) {
     loop {
-        tokio::time::sleep(DEBTS_PAUSE).await;
+        tokio::time::sleep(OWED_DELETES_PAUSE).await;
         let parts = node.parts();
         parts.networks.settle(parts.teardown_limit()).await;
     }
@@ -210,32 +210,32 @@ fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
 pub async fn serve(
     node: Node,
     supervisor: Supervisor,
-    claim: Claim,
+    claim: ServeClaim,
     end: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
     let socket = node.parts().config.paths.socket.clone();
     let (streams, streaming) = nacelle_stream::Server::bind(&node.parts().config.streaming_options()).await?;
     let (listener, own) = match claim {
         // The service manager's socket stays after the daemon's end: clients wait on it for the next daemon.
-        Claim::Handed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
-        Claim::Own(claim) => claim.listen().map(|(listener, own)| (listener, Some(own)))?,
+        ServeClaim::Passed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
+        ServeClaim::Own(claim) => claim.listen().map(|(listener, own)| (listener, Some(own)))?,
     };
-    tracing::info!(socket = %socket.display(), handed_over = own.is_none(), "serving CRI v1");
-    let (ending, ended) = tokio::sync::oneshot::channel();
+    tracing::info!(socket = %socket.display(), passed = own.is_none(), "serving CRI v1");
+    let (shutdown_started, shutdown) = tokio::sync::oneshot::channel();
     let guests = Arc::new(Guests::new(node.clone()));
     // Streams end with the daemon; the pods are not affected.
     let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
     let machine_pods: Arc<dyn PodRuntime> = Arc::new(node.clone());
     let _controllers = AbortOnDropHandle::new(tokio::spawn(controllers::run(Arc::clone(&machine_pods))));
-    let _debts = AbortOnDropHandle::new(tokio::spawn(settle_debts(node.clone())));
+    let _owed_deletes = AbortOnDropHandle::new(tokio::spawn(retry_owed_deletes(node.clone())));
     let cri = Cri::new(node.clone(), streams);
-    let events_of = node.clone();
+    let event_node = node.clone();
     let supervisor = Arc::new(supervisor);
     let (watching, watched, watched_socket) = (Arc::clone(&supervisor), node.clone(), socket.clone());
     let watch = AbortOnDropHandle::new(tokio::spawn(async move { watching.watch(&watched_socket, &watched).await }));
     let connections = UnixListenerStream::new(listener).map(|accepted| accepted.map(GrpcConnection::new));
     let server = nacelle_proto::server::builder()
-        .layer(Deadlines)
+        .layer(DeadlineLayer)
         .add_service(
             RuntimeServiceServer::new(cri.clone())
                 .max_encoding_message_size(MESSAGE_LIMIT)
@@ -249,12 +249,12 @@ pub async fn serve(
             drop(watch);
             supervisor.stopping();
             // Otherwise subscribers would keep their connections open, and with them this server, forever.
-            events_of.parts().events.close();
-            let _ = ending.send(());
+            event_node.parts().events.close();
+            let _ = shutdown_started.send(());
         });
     let limit = async {
-        match ended.await {
-            Ok(()) => tokio::time::sleep(END_LIMIT).await,
+        match shutdown.await {
+            Ok(()) => tokio::time::sleep(SHUTDOWN_LIMIT).await,
             Err(_dropped) => std::future::pending().await,
         }
     };

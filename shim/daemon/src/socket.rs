@@ -21,7 +21,7 @@ use std::time::Duration;
 use tokio::net::UnixListener;
 
 /// The backlog of the listener: the largest number of clients that wait to be accepted.
-const QUEUE: i32 = 1024;
+const BACKLOG: i32 = 1024;
 
 /// Why the daemon cannot serve on its socket's path.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +42,7 @@ pub enum SocketError {
         "cannot serve on {path}: another program listens there; stop that one, or set paths.socket to another path",
         path = path.display()
     )]
-    Answers {
+    Listening {
         /// The socket's path.
         path: PathBuf,
     },
@@ -51,7 +51,7 @@ pub enum SocketError {
         "cannot serve on {path}: a {kind} has that name; move it away, or set paths.socket to another path",
         path = path.display()
     )]
-    NoSocket {
+    NotASocket {
         /// The path.
         path: PathBuf,
         /// The kind of file: "regular file".
@@ -63,7 +63,9 @@ impl Classify for SocketError {
     fn kind(&self) -> Kind {
         match self {
             SocketError::File(error) => error.kind(),
-            SocketError::InUse { .. } | SocketError::Answers { .. } | SocketError::NoSocket { .. } => Kind::Conflict,
+            SocketError::InUse { .. } | SocketError::Listening { .. } | SocketError::NotASocket { .. } => {
+                Kind::Conflict
+            }
         }
     }
 }
@@ -77,7 +79,7 @@ pub struct SocketClaim {
 
 /// A listening socket that this process may remove.
 #[derive(Debug)]
-pub struct OwnSocket {
+pub struct OwnedSocket {
     path: PathBuf,
     /// Keeps the inode open, so that its number is not given to another file.
     inode: File,
@@ -85,31 +87,31 @@ pub struct OwnSocket {
 }
 
 /// The file at the socket's path.
-enum Standing {
-    Nothing,
+enum SocketState {
+    Absent,
     /// A socket on which no process listens any more: its device and inode.
     Stale(u64, u64),
 }
 
 impl SocketClaim {
-    /// Takes the lock and examines the path, and changes nothing else. Waits for at most `patience` for a daemon that is
+    /// Takes the lock and examines the path, and changes nothing else. Waits for at most `timeout` for a daemon that is
     /// stopping. Blocks.
-    pub fn take(path: &Path, patience: Duration) -> Result<SocketClaim, SocketError> {
+    pub fn acquire(path: &Path, timeout: Duration) -> Result<SocketClaim, SocketError> {
         let directory = path.parent().unwrap_or(Path::new("/"));
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(at("create", directory))?;
-        let lock = PathLock::take(&PathLock::beside(path), patience)
+        let lock = PathLock::take(&PathLock::beside(path), timeout)
             .map_err(|source| SocketError::InUse { path: path.to_owned(), source })?;
-        look(path)?;
+        examine(path)?;
         Ok(SocketClaim { path: path.to_owned(), lock })
     }
 
     /// Listens. Only root may connect, from the socket's first moment on. Blocks for a few file operations.
-    pub fn listen(self) -> Result<(UnixListener, OwnSocket), SocketError> {
+    pub fn listen(self) -> Result<(UnixListener, OwnedSocket), SocketError> {
         let SocketClaim { path, lock } = self;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let new = path.with_file_name(format!(".{name}.n"));
         // Left over from a daemon that was killed between the next lines.
-        if let Standing::Stale(..) = look(&new)? {
+        if let SocketState::Stale(..) = examine(&new)? {
             remove_if_there(&new)?;
         }
         let listener = listen_privately(&new).map_err(at("listen on", &new))?;
@@ -117,7 +119,7 @@ impl SocketClaim {
         let removed = remove_if_there(&new);
         let inode = named?;
         removed?;
-        Ok((listener, OwnSocket { path, inode, _lock: lock }))
+        Ok((listener, OwnedSocket { path, inode, _lock: lock }))
     }
 }
 
@@ -128,7 +130,7 @@ fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     let server = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     fchmod(&server, Mode::S_IRUSR | Mode::S_IWUSR)?;
     bind(server.as_raw_fd(), &UnixAddr::new(path)?)?;
-    listen(&server, Backlog::new(QUEUE)?)?;
+    listen(&server, Backlog::new(BACKLOG)?)?;
     UnixListener::from_std(server.into())
 }
 
@@ -136,7 +138,7 @@ fn listen_privately(path: &Path) -> io::Result<UnixListener> {
 fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
     let inode = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(new);
     let inode = inode.map_err(at("open", new))?;
-    if let Standing::Stale(device, number) = look(path)? {
+    if let SocketState::Stale(device, number) = examine(path)? {
         // Checked again right before the link: a program that does not know the lock may have taken the path meanwhile.
         let now = fs::symlink_metadata(path).map_err(at("look at", path))?;
         if (now.dev(), now.ino()) == (device, number) {
@@ -146,14 +148,14 @@ fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
     match fs::hard_link(new, path) {
         Ok(()) => Ok(inode),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            look(path)?;
-            Err(SocketError::Answers { path: path.to_owned() })
+            examine(path)?;
+            Err(SocketError::Listening { path: path.to_owned() })
         }
         Err(error) => Err(at("name", path)(error).into()),
     }
 }
 
-impl OwnSocket {
+impl OwnedSocket {
     /// Removes the socket, unless its path leads to another file by now. Blocks for a few file operations.
     pub fn remove(self) -> Result<(), FileError> {
         let own = self.inode.metadata().map_err(at("look at", &self.path))?;
@@ -161,7 +163,7 @@ impl OwnSocket {
             Ok(now) if (now.dev(), now.ino()) == (own.dev(), own.ino()) => remove_if_there(&self.path),
             Ok(_) => {
                 let path = self.path.display();
-                tracing::warn!(%path, "the socket stays: another program has put a file of its own at its path");
+                tracing::warn!(%path, "not removing the socket: another program has replaced the file at its path");
                 Ok(())
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -171,9 +173,9 @@ impl OwnSocket {
 }
 
 /// Returns what exists at the path, or an error if it may not be replaced.
-fn look(path: &Path) -> Result<Standing, SocketError> {
+fn examine(path: &Path) -> Result<SocketState, SocketError> {
     let found = match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Standing::Nothing),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(SocketState::Absent),
         other => other.map_err(at("look at", path))?,
     };
     let kind = found.file_type();
@@ -184,19 +186,19 @@ fn look(path: &Path) -> Result<Standing, SocketError> {
             kind if kind.is_symlink() => "symbolic link",
             _ => "special file",
         };
-        return Err(SocketError::NoSocket { path: path.to_owned(), kind });
+        return Err(SocketError::NotASocket { path: path.to_owned(), kind });
     }
-    match attempt(path) {
-        Err(Errno::ECONNREFUSED) => Ok(Standing::Stale(found.dev(), found.ino())),
-        Err(Errno::ENOENT) => Ok(Standing::Nothing),
+    match try_connect(path) {
+        Err(Errno::ECONNREFUSED) => Ok(SocketState::Stale(found.dev(), found.ino())),
+        Err(Errno::ENOENT) => Ok(SocketState::Absent),
         // EAGAIN: the listener's queue is full. EPROTOTYPE: a process has a socket of another type open.
-        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Err(SocketError::Answers { path: path.to_owned() }),
+        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Err(SocketError::Listening { path: path.to_owned() }),
         Err(errno) => Err(at("connect to", path)(errno.into()).into()),
     }
 }
 
 /// Connects without waiting for a free place in the listener's queue.
-fn attempt(path: &Path) -> Result<(), Errno> {
+fn try_connect(path: &Path) -> Result<(), Errno> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     let address = UnixAddr::new(path)?;
@@ -210,7 +212,7 @@ mod tests {
     use std::os::unix::net::{UnixDatagram, UnixListener as StdListener, UnixStream};
 
     fn claim(path: &Path) -> Result<SocketClaim, SocketError> {
-        SocketClaim::take(path, Duration::ZERO)
+        SocketClaim::acquire(path, Duration::ZERO)
     }
 
     fn inode(path: &Path) -> u64 {
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_is_private_and_goes_with_its_daemon() {
+    async fn a_socket_is_private_and_is_removed_with_its_daemon() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("run/n.sock");
         let (listener, own) = claim(&path).unwrap().listen().unwrap();
@@ -260,32 +262,32 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/nowhere", &path).unwrap();
-        assert!(matches!(claim(&path), Err(SocketError::NoSocket { kind: "symbolic link", .. })));
+        assert!(matches!(claim(&path), Err(SocketError::NotASocket { kind: "symbolic link", .. })));
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
-        assert!(matches!(claim(&path), Err(SocketError::NoSocket { kind: "directory", .. })));
+        assert!(matches!(claim(&path), Err(SocketError::NotASocket { kind: "directory", .. })));
         fs::remove_dir(&path).unwrap();
 
         let foreign = StdListener::bind(&path).unwrap();
         let before = inode(&path);
-        assert!(matches!(claim(&path), Err(SocketError::Answers { .. })));
+        assert!(matches!(claim(&path), Err(SocketError::Listening { .. })));
         assert_eq!(inode(&path), before);
         drop(foreign);
         fs::remove_file(&path).unwrap();
         let _datagrams = UnixDatagram::bind(&path).unwrap();
         let before = inode(&path);
-        assert!(matches!(claim(&path), Err(SocketError::Answers { .. })));
+        assert!(matches!(claim(&path), Err(SocketError::Listening { .. })));
         assert_eq!(inode(&path), before);
     }
 
     #[tokio::test]
-    async fn what_takes_the_name_later_is_neither_replaced_nor_removed() {
+    async fn a_file_that_appears_later_is_neither_replaced_nor_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("n.sock");
         let claimed = claim(&path).unwrap();
         let foreign = StdListener::bind(&path).unwrap();
         let before = inode(&path);
-        assert!(matches!(claimed.listen(), Err(SocketError::Answers { .. })));
+        assert!(matches!(claimed.listen(), Err(SocketError::Listening { .. })));
         assert_eq!(inode(&path), before);
         drop(foreign);
 

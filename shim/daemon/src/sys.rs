@@ -1,24 +1,24 @@
 //! Wraps the system and library calls for which neither nix nor std has a safe function.
-#![allow(unsafe_code)] // reason: mallopt, variables of the environment and descriptors of whoever started the program.
+#![allow(unsafe_code)] // reason: mallopt, variables of the environment and inherited descriptors.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 
 /// Bytes. Allocations of at least this size get mappings of their own, which are released when they are freed; so is free memory
 /// of this size at the end of a heap.
-const LARGE: i32 = 128 << 10;
+const MAPPING_THRESHOLD: i32 = 128 << 10;
 
 /// Makes the C library release memory to the kernel when it is freed. By default it adapts its threshold to the buffers of a
 /// pull, and keeps tens of MiB for the next one.
-pub(crate) fn give_memory_back() {
+pub(crate) fn return_freed_memory() {
     for parameter in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
         // SAFETY: mallopt only sets a number that later calls of malloc and free read; it cannot fail for these.
-        unsafe { libc::mallopt(parameter, LARGE) };
+        unsafe { libc::mallopt(parameter, MAPPING_THRESHOLD) };
     }
 }
 
 /// Removes variables from the environment of this process and its later children. The process must have a single thread.
-pub(crate) fn forget_variables(names: &[&str]) {
+pub(crate) fn remove_variables(names: &[&str]) {
     for name in names {
         // SAFETY: the caller guarantees that there is no other thread, so no thread reads the environment meanwhile.
         unsafe { std::env::remove_var(name) };
@@ -27,7 +27,7 @@ pub(crate) fn forget_variables(names: &[&str]) {
 
 /// Takes a descriptor that this process inherited, and marks it close-on-exec. Must be called before anything is opened, and once
 /// for each number.
-pub(crate) fn inherited(number: i32) -> io::Result<OwnedFd> {
+pub(crate) fn take_inherited(number: i32) -> io::Result<OwnedFd> {
     // SAFETY: fcntl with F_SETFD takes integers and touches no memory; for a number that is not open it returns an error.
     if unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());

@@ -1,4 +1,4 @@
-//! Asks the node's systemd for a scope for each pod, in the slice that kubelet has created for it. D-Bus is all that it uses.
+//! Creates a systemd scope for each pod, over D-Bus, in the slice that kubelet has created for it.
 //!
 //! systemd enables the controllers in its cgroups that it considers necessary, and disables the others whenever it checks. It
 //! does not know a cgroup that another process creates in a slice: kubelet's slices would lose controllers, and kubelet takes a
@@ -15,27 +15,27 @@ use zbus::connection::Builder;
 use zbus::{Connection, Variant};
 
 /// Exists if systemd is the first process (sd_booted(3)).
-const BOOTED: &str = "/run/systemd/system";
+const SYSTEMD_DIR: &str = "/run/systemd/system";
 /// The socket of the system bus.
-const BUS: &str = "/run/dbus/system_bus_socket";
-const NAME: &str = "org.freedesktop.systemd1";
-const OBJECT: &str = "/org/freedesktop/systemd1";
-const MANAGER: &str = "org.freedesktop.systemd1.Manager";
+const SYSTEM_BUS: &str = "/run/dbus/system_bus_socket";
+const BUS_NAME: &str = "org.freedesktop.systemd1";
+const MANAGER_PATH: &str = "/org/freedesktop/systemd1";
+const MANAGER_INTERFACE: &str = "org.freedesktop.systemd1.Manager";
 /// The CPUs that the node may ever have.
-const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
+const POSSIBLE_CPUS: &str = "/sys/devices/system/cpu/possible";
 /// Time limit for all requests to systemd for one pod.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Pause between two checks of a job's result.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_PAUSE: Duration = Duration::from_millis(1);
 
 /// Returns whether systemd is the node's first process.
-pub(crate) fn runs() -> bool {
-    Path::new(BOOTED).is_dir()
+pub(crate) fn is_running() -> bool {
+    Path::new(SYSTEMD_DIR).is_dir()
 }
 
 /// Returns whether the system bus accepts connections. Blocks.
 pub(crate) fn has_bus() -> bool {
-    retry_interrupted(|| std::os::unix::net::UnixStream::connect(BUS)).is_ok()
+    retry_interrupted(|| std::os::unix::net::UnixStream::connect(SYSTEM_BUS)).is_ok()
 }
 
 /// Why a pod does not get its scope.
@@ -43,12 +43,12 @@ pub(crate) fn has_bus() -> bool {
 pub enum ScopeError {
     /// The system bus does not accept connections.
     #[error(
-        "there is no system bus, over which sandbox.cgroup_driver = \"systemd\" asks for control groups: install dbus, or set it to \"cgroupfs\""
+        "cannot connect to the system bus, which sandbox.cgroup_driver = \"systemd\" needs: install dbus, or set it to \"cgroupfs\""
     )]
     Connect(#[source] Box<zbus::Error>),
     /// systemd rejected the request.
-    #[error("systemd refuses {unit}")]
-    Refused {
+    #[error("systemd rejected the request for {unit}")]
+    Rejected {
         /// The scope.
         unit: String,
         /// The error of systemd.
@@ -65,8 +65,8 @@ pub enum ScopeError {
         source: io::Error,
     },
     /// systemd did not finish within the time limit.
-    #[error("systemd did not answer for {unit} within {LIMIT:?}")]
-    TooSlow {
+    #[error("systemd did not complete the request for {unit} within {LIMIT:?}")]
+    Timeout {
         /// The scope.
         unit: String,
     },
@@ -76,8 +76,8 @@ impl Classify for ScopeError {
     fn kind(&self) -> Kind {
         match self {
             ScopeError::Connect(_) => Kind::Unavailable,
-            ScopeError::Refused { .. } | ScopeError::Ended { .. } => Kind::Internal,
-            ScopeError::TooSlow { .. } => Kind::Timeout,
+            ScopeError::Rejected { .. } | ScopeError::Ended { .. } => Kind::Internal,
+            ScopeError::Timeout { .. } => Kind::Timeout,
         }
     }
 }
@@ -95,16 +95,16 @@ pub(crate) fn scope_in(slice: &str, id: &PodId) -> PathBuf {
 }
 
 /// Converts a CPU list in the kernel's format ("0-3,8") into a bit mask, the lowest eight CPUs in the first byte.
-fn mask(list: &str) -> Vec<u8> {
+fn cpu_mask(list: &str) -> Vec<u8> {
     let mut mask = Vec::new();
     for range in list.trim().split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (Ok(first), Ok(last)) = (first.parse::<u16>(), last.parse::<u16>()) else { continue };
-        for processor in first..=last {
-            let byte = usize::from(processor / 8);
+        for cpu in first..=last {
+            let byte = usize::from(cpu / 8);
             mask.resize(mask.len().max(byte + 1), 0);
             if let Some(byte) = mask.get_mut(byte) {
-                *byte |= 1 << (processor % 8);
+                *byte |= 1 << (cpu % 8);
             }
         }
     }
@@ -139,25 +139,27 @@ impl Scope {
 
     /// Makes systemd keep the slice's controllers, although it knows no unit in it.
     pub async fn keep_slice(&self) -> Result<(), ScopeError> {
-        let possible = std::fs::read_to_string(POSSIBLE).unwrap_or_default();
+        let possible = std::fs::read_to_string(POSSIBLE_CPUS).unwrap_or_default();
         self.within_limit(async { self.keep_slice_over(&connect().await?, &possible).await }).await
     }
 
     async fn within_limit(&self, work: impl Future<Output = Result<(), ScopeError>>) -> Result<(), ScopeError> {
-        timeout(LIMIT, work).await.map_err(|_elapsed| ScopeError::TooSlow { unit: self.unit.clone() })?
+        timeout(LIMIT, work).await.map_err(|_elapsed| ScopeError::Timeout { unit: self.unit.clone() })?
     }
 
     /// Keeps the other controllers; cpu is kept by kubelet's own settings.
     async fn keep_slice_over(&self, connection: &Connection, possible: &str) -> Result<(), ScopeError> {
         let properties = [
-            ("AllowedCPUs", Variant::from(mask(possible))),
+            ("AllowedCPUs", Variant::from(cpu_mask(possible))),
             ("IOAccounting", Variant::from(true)),
             ("MemoryAccounting", Variant::from(true)),
             ("TasksAccounting", Variant::from(true)),
         ];
         let body = (self.slice.as_str(), true, &properties[..]);
-        let asked = connection.call_method(Some(NAME), OBJECT, Some(MANAGER), "SetUnitProperties", &body).await;
-        asked.map_err(|source| ScopeError::Refused { unit: self.slice.clone(), source: Box::new(source) })?;
+        let reply = connection
+            .call_method(Some(BUS_NAME), MANAGER_PATH, Some(MANAGER_INTERFACE), "SetUnitProperties", &body)
+            .await;
+        reply.map_err(|source| ScopeError::Rejected { unit: self.slice.clone(), source: Box::new(source) })?;
         Ok(())
     }
 
@@ -177,8 +179,10 @@ impl Scope {
         ];
         let none: [(&str, Vec<(&str, Variant<'_>)>); 0] = [];
         let body = (self.unit.as_str(), "fail", &properties[..], &none[..]);
-        let asked = connection.call_method(Some(NAME), OBJECT, Some(MANAGER), "StartTransientUnit", &body).await;
-        asked.map_err(|source| ScopeError::Refused { unit: self.unit.clone(), source: Box::new(source) })?;
+        let reply = connection
+            .call_method(Some(BUS_NAME), MANAGER_PATH, Some(MANAGER_INTERFACE), "StartTransientUnit", &body)
+            .await;
+        reply.map_err(|source| ScopeError::Rejected { unit: self.unit.clone(), source: Box::new(source) })?;
         // The job has only been queued.
         loop {
             let groups = std::fs::read_to_string(proc.join(format!("{pid}/cgroup")));
@@ -187,7 +191,7 @@ impl Scope {
             if groups.map_err(ended)?.lines().any(|line| line.ends_with(&end)) {
                 return Ok(());
             }
-            sleep(LOOK).await;
+            sleep(POLL_PAUSE).await;
         }
     }
 }
@@ -211,24 +215,24 @@ mod tests {
     }
 
     #[test]
-    fn slices_and_processors() {
+    fn slice_names_and_cpu_masks() {
         assert_eq!(slice_of("/a.slice/a-b.slice/"), Some("a-b"));
         assert_eq!(["", "/", "a.slice/b", ".slice", "/x/.slice"].map(slice_of), [None; 5]);
-        assert_eq!(mask("0-3\n"), [15]);
-        assert_eq!(mask("0,9-10,x,4"), [17, 6]);
-        assert_eq!(mask(""), [0u8; 0]);
+        assert_eq!(cpu_mask("0-3\n"), [15]);
+        assert_eq!(cpu_mask("0,9-10,x,4"), [17, 6]);
+        assert_eq!(cpu_mask(""), [0u8; 0]);
     }
 
     type Properties = Vec<(String, OwnedVariant)>;
 
     /// A systemd with the methods that this module calls.
-    struct Manager {
+    struct FakeManager {
         proc: PathBuf,
         seen: Arc<Mutex<Vec<String>>>,
     }
 
     #[zbus::interface(name = "org.freedesktop.systemd1.Manager")]
-    impl Manager {
+    impl FakeManager {
         async fn start_transient_unit(
             &self,
             name: String,
@@ -258,10 +262,10 @@ mod tests {
         std::fs::create_dir(proc.path().join("77")).unwrap();
         std::fs::write(proc.path().join("77/cgroup"), "0::/system.slice/nacelle.service\n").unwrap();
         let seen = Arc::default();
-        let manager = Manager { proc: proc.path().to_owned(), seen: Arc::clone(&seen) };
+        let manager = FakeManager { proc: proc.path().to_owned(), seen: Arc::clone(&seen) };
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let server = Builder::unix_stream(theirs).server(zbus::Guid::generate()).p2p();
-        let server = server.serve_at(OBJECT, manager).build();
+        let server = server.serve_at(MANAGER_PATH, manager).build();
         let client = Builder::unix_stream(ours).p2p().build();
         let (_server, client) = tokio::try_join!(server, client).unwrap();
 
@@ -276,12 +280,15 @@ mod tests {
         }
 
         let other = Scope::of(Path::new("a.slice/nacelle-y.scope")).unwrap();
-        let refused = other.start_over(&client, 77, proc.path()).await.unwrap_err();
-        assert_eq!((refused.kind(), refused.to_string()), (Kind::Internal, "systemd refuses nacelle-y.scope".into()));
+        let error = other.start_over(&client, 77, proc.path()).await.unwrap_err();
+        assert_eq!(
+            (error.kind(), error.to_string()),
+            (Kind::Internal, "systemd rejected the request for nacelle-y.scope".into())
+        );
         scope.keep_slice_over(&client, "0-1").await.unwrap();
         let text = seen.lock().unwrap().join(" ");
         assert_eq!(text, "kubepods-podab.slice true AllowedCPUs IOAccounting MemoryAccounting TasksAccounting");
-        let gone = scope.start_over(&client, 78, proc.path()).await.unwrap_err();
-        assert!(matches!(gone, ScopeError::Ended { pid: 78, .. }), "{gone:?}");
+        let ended = scope.start_over(&client, 78, proc.path()).await.unwrap_err();
+        assert!(matches!(ended, ScopeError::Ended { pid: 78, .. }), "{ended:?}");
     }
 }

@@ -78,11 +78,11 @@ fn validate_names_everything_that_is_wrong_at_once() {
     assert_eq!(told[0]["causes"][1]["rule"], "cpu-part-zero");
 
     let output = vm(&["validate", "-"], MACHINE);
-    assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), "-: VirtualMachineInstance web: right\n"));
+    assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), "-: VirtualMachineInstance web: valid\n"));
 }
 
 #[test]
-fn validate_warns_of_what_is_right_and_not_run() {
+fn validate_warns_of_valid_fields_that_nodes_reject() {
     let machine = MACHINE.replace("memory: { guest: 1Gi }", "memory: { guest: 1Gi }, clock: { timezone: Europe/Rome }");
     for input in [machine.clone(), text(&vm(&["convert", "-"], &machine).stdout).to_owned()] {
         let output = vm(&["validate", "-"], &input);
@@ -92,7 +92,7 @@ fn validate_warns_of_what_is_right_and_not_run() {
             " web: warning: spec.domain.clock.timezone is not run by nodes with Nacelle {}: they refuse the pod\n",
             env!("CARGO_PKG_VERSION")
         );
-        assert!(told.contains(" web: right\n") && told.ends_with(&warning), "{told}");
+        assert!(told.contains(" web: valid\n") && told.ends_with(&warning), "{told}");
         let told: Value = serde_json::from_slice(&vm(&["validate", "-o", "json", "-"], &input).stdout).unwrap();
         assert_eq!(told[0]["valid"], true);
         assert_eq!(told[0]["warnings"][0]["what"], "spec.domain.clock.timezone");
@@ -106,7 +106,7 @@ fn validate_warns_of_what_is_right_and_not_run() {
 fn what_cannot_be_read_is_an_error() {
     for (arguments, input, told) in [
         (["validate", "/nowhere"], "", "cannot read /nowhere"),
-        (["validate", "-"], "", "- has no document"),
+        (["validate", "-"], "", "- contains no document"),
         (["validate", "-"], "a: &a 1", "anchors and aliases are not read"),
     ] {
         let output = vm(&arguments, input);
@@ -117,7 +117,7 @@ fn what_cannot_be_read_is_an_error() {
 }
 
 #[test]
-fn what_is_converted_is_right() {
+fn converted_manifests_are_valid() {
     let output = vm(&["convert", "--runtime-class", "slow", "-"], MACHINE);
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     let pod = text(&output.stdout);
@@ -126,7 +126,7 @@ fn what_is_converted_is_right() {
         "{pod}"
     );
     let output = vm(&["validate", "-"], pod);
-    assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), "-: Pod web: right\n"));
+    assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), "-: Pod web: valid\n"));
     let output = vm(&["convert", "-"], &MACHINE.replace("containerDisk", "ephemeral"));
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("spec.volumes[0].ephemeral: Forbidden"), "{output:?}");

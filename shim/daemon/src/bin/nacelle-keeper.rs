@@ -5,6 +5,6 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     // The log lines become part of the pod's console, whose end the daemon shows.
-    program::log_for_the_recorder();
+    program::init_recorder_log();
     nacelle_keeper::run(std::env::args().skip(1))
 }

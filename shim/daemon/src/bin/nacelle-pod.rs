@@ -6,8 +6,8 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let json = std::env::var_os(LogFormat::VARIABLE).is_some_and(|format| format == "json");
-    program::log(if json { LogFormat::Json } else { LogFormat::Text });
-    program::more_files();
+    program::init_log(if json { LogFormat::Json } else { LogFormat::Text });
+    program::raise_file_limit();
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {
         [flag, dir] if flag == "--dir" => {
@@ -18,7 +18,7 @@ fn main() -> ExitCode {
             }
         }
         _ => {
-            eprintln!("nacelle-pod: the daemon starts this, as: nacelle-pod --dir DIR");
+            eprintln!("nacelle-pod: usage: nacelle-pod --dir DIR (the daemon starts this program)");
             ExitCode::FAILURE
         }
     }

@@ -10,63 +10,72 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 /// Free disk space in bytes that the first images need.
-const ENOUGH_DISK: u64 = 2 << 30;
+const MIN_FREE_DISK: u64 = 2 << 30;
 /// The kernel's vhost device for guests' network packets.
 const VHOST_NET: &str = "/dev/vhost-net";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Level {
-    Good,
-    Worse,
+enum Severity {
+    Ok,
+    /// Pods can run, with a disadvantage.
+    Note,
     /// No pod can run.
-    Bad,
+    Fail,
 }
 
 struct Finding {
-    level: Level,
-    what: &'static str,
-    says: String,
+    severity: Severity,
+    subject: &'static str,
+    message: String,
 }
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let word = match self.level {
-            Level::Good => "ok",
-            Level::Worse => "note",
-            Level::Bad => "FAIL",
+        let word = match self.severity {
+            Severity::Ok => "ok",
+            Severity::Note => "note",
+            Severity::Fail => "FAIL",
         };
-        write!(f, "{word:<5}{:<9}{}", self.what, self.says)
+        write!(f, "{word:<5}{:<9}{}", self.subject, self.message)
     }
 }
 
-fn finding(level: Level, what: &'static str, says: impl Into<String>) -> Finding {
-    Finding { level, what, says: says.into() }
+fn finding(severity: Severity, subject: &'static str, message: impl Into<String>) -> Finding {
+    Finding { severity, subject, message: message.into() }
 }
 
 pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
-    let (engine, verdict) = super::serve::engine();
+    let (engine, verdict) = super::serve::probe_engine();
     let handlers: Vec<_> = config.handlers.iter().map(|(name, handler)| (name.as_str(), handler.engine)).collect();
-    let mut findings = vec![user(), kernel(), pods(), kvm(&verdict, &handlers), vhost(Path::new(VHOST_NET), &verdict)];
-    findings
-        .push(qemu(&engine.qemu, handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu)));
+    let mut findings = vec![
+        check_user(),
+        check_kernel(),
+        check_pod_program(),
+        check_kvm(&verdict, &handlers),
+        check_vhost_net(Path::new(VHOST_NET), &verdict),
+    ];
+    findings.push(check_qemu(
+        &engine.qemu,
+        handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu),
+    ));
     if config.handlers.values().any(|handler| handler.engine == EngineSetting::Host) {
-        findings.extend(host(&engine.agent));
+        findings.extend(check_engine_host(&engine.agent));
     }
     for (name, handler) in config.handlers.iter().filter(|(_, handler)| handler.engine != EngineSetting::Host) {
-        findings.push(file(name, "kernel", &handler.kernel));
-        findings.push(file(name, "initrd", &handler.initrd));
-        findings.extend(pages(name, handler));
+        findings.push(check_guest_file(name, "kernel", &handler.kernel));
+        findings.push(check_guest_file(name, "initrd", &handler.initrd));
+        findings.extend(check_huge_pages(name, handler));
     }
-    findings.push(tap());
-    findings.push(network(&config)?);
-    findings.extend(owed(&config)?);
-    findings.push(cgroups());
-    findings.extend(systemd(config.sandbox.cgroup_driver));
-    findings.push(disk(&config.paths.root));
+    findings.push(check_tap());
+    findings.push(check_cni(&config)?);
+    findings.extend(report_owed_deletes(&config)?);
+    findings.push(check_cgroups());
+    findings.extend(check_systemd(config.sandbox.cgroup_driver));
+    findings.push(check_disk(&config.paths.root));
     for finding in &findings {
         println!("{finding}");
     }
-    let bad = findings.iter().filter(|finding| finding.level == Level::Bad).count();
+    let bad = findings.iter().filter(|finding| finding.severity == Severity::Fail).count();
     Ok(match bad {
         0 => {
             println!("check: this node can run pods");
@@ -83,65 +92,68 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     })
 }
 
-fn user() -> Finding {
+fn check_user() -> Finding {
     match nix::unistd::geteuid().is_root() {
-        true => finding(Level::Good, "user", "root"),
-        false => finding(Level::Bad, "user", "not root: network namespaces and taps need it; use sudo"),
+        true => finding(Severity::Ok, "user", "root"),
+        false => finding(Severity::Fail, "user", "not root: network namespaces and taps need it; use sudo"),
     }
 }
 
-fn kernel() -> Finding {
+fn check_kernel() -> Finding {
     match nix::sys::utsname::uname() {
-        Ok(name) => finding(Level::Good, "host", format!("Linux {}", name.release().to_string_lossy())),
-        Err(error) => finding(Level::Worse, "host", format!("uname: {error}")),
+        Ok(name) => finding(Severity::Ok, "host", format!("Linux {}", name.release().to_string_lossy())),
+        Err(error) => finding(Severity::Note, "host", format!("uname: {error}")),
     }
 }
 
 /// Checks the binary of pod processes.
-fn pods() -> Finding {
-    let missing = |says: String| finding(Level::Bad, "pods", format!("{says}; install nacelle-pod beside nacelle"));
+fn check_pod_program() -> Finding {
+    let missing =
+        |problem: String| finding(Severity::Fail, "pods", format!("{problem}; install nacelle-pod beside nacelle"));
     match crate::program::pod_program() {
-        Ok(path) if path.is_file() => finding(Level::Good, "pods", path.display().to_string()),
-        Ok(path) => missing(format!("{} is not there", path.display())),
-        Err(error) => missing(format!("the path of this program: {error}")),
+        Ok(path) if path.is_file() => finding(Severity::Ok, "pods", path.display().to_string()),
+        Ok(path) => missing(format!("{} does not exist", path.display())),
+        Err(error) => missing(format!("cannot find the path of this program: {error}")),
     }
 }
 
 /// Checks KVM, and whether a handler needs more of it than it provides.
-fn kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
+fn check_kvm(verdict: &KvmVerdict, handlers: &[(&str, EngineSetting)]) -> Finding {
     if probe::default_engine(verdict) == EngineKind::Kvm {
-        return finding(Level::Good, "kvm", verdict.to_string());
+        return finding(Severity::Ok, "kvm", verdict.to_string());
     }
     match handlers.iter().find(|(_, setting)| *setting == EngineSetting::Kvm) {
-        None => finding(Level::Worse, "kvm", verdict.to_string()),
+        None => finding(Severity::Note, "kvm", verdict.to_string()),
         Some((name, _)) => {
             let advice = format!("handler {name} has engine = \"kvm\", which does not work here: set it to \"auto\"");
-            finding(Level::Bad, "kvm", format!("{verdict}; {advice}"))
+            finding(Severity::Fail, "kvm", format!("{verdict}; {advice}"))
         }
     }
 }
 
 /// Checks vhost-net, which only Nacelle's own VMM uses.
-fn vhost(path: &Path, verdict: &KvmVerdict) -> Finding {
-    let there = std::fs::File::options().read(true).write(true).open(path);
-    match (there, probe::default_engine(verdict)) {
-        (_, EngineKind::Qemu | EngineKind::Host) => finding(Level::Good, "vhost", "not needed: pods run in QEMU here"),
-        (Ok(_), EngineKind::Kvm) => finding(Level::Good, "vhost", "the node's kernel moves the packets of guests"),
+fn check_vhost_net(path: &Path, verdict: &KvmVerdict) -> Finding {
+    let opened = std::fs::File::options().read(true).write(true).open(path);
+    match (opened, probe::default_engine(verdict)) {
+        (_, EngineKind::Qemu | EngineKind::Host) => finding(Severity::Ok, "vhost", "not needed: pods run in QEMU here"),
+        (Ok(_), EngineKind::Kvm) => finding(Severity::Ok, "vhost", "the node's kernel processes the packets of guests"),
         (Err(error), EngineKind::Kvm) => {
             let path = path.display();
-            let says = format!("{path}: {error}: each pod process moves its packets itself; load the module vhost_net");
-            finding(Level::Worse, "vhost", says)
+            let message = format!(
+                "{path}: {error}: each pod process processes its packets itself, which is slower; load the module vhost_net"
+            );
+            finding(Severity::Note, "vhost", message)
         }
     }
 }
 
 /// Checks what pods without a guest need: the agent, EROFS images mounted from files, and a cgroup hierarchy with limits.
-fn host(agent: &Path) -> Vec<Finding> {
+fn check_engine_host(agent: &Path) -> Vec<Finding> {
     let program = match std::fs::metadata(agent) {
-        Ok(data) if data.is_file() => finding(Level::Good, "agent", format!("{} (engine host)", agent.display())),
-        Ok(_) => finding(Level::Bad, "agent", format!("{} is no file (engine host)", agent.display())),
+        Ok(data) if data.is_file() => finding(Severity::Ok, "agent", format!("{} (engine host)", agent.display())),
+        Ok(_) => finding(Severity::Fail, "agent", format!("{} is not a regular file (engine host)", agent.display())),
         Err(error) => finding(
-            Level::Bad,
+            Severity::Fail,
             "agent",
             format!("{}: {error}; engine host needs it: install nacelle-agent beside nacelle", agent.display()),
         ),
@@ -149,32 +161,32 @@ fn host(agent: &Path) -> Vec<Finding> {
     let systems = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
     let has = |name: &str| systems.lines().any(|line| line.split_whitespace().last() == Some(name));
     let missing: Vec<_> = ["erofs", "overlay"].into_iter().filter(|name| !has(name)).collect();
-    let images = match (missing.as_slice(), newer_than_6_11()) {
-        ([], true) => finding(Level::Good, "erofs", "the node's kernel mounts images from files (engine host)"),
+    let images = match (missing.as_slice(), is_linux_6_12_or_newer()) {
+        ([], true) => finding(Severity::Ok, "erofs", "the node's kernel mounts images from files (engine host)"),
         (_, false) => {
-            finding(Level::Bad, "erofs", "engine host needs Linux 6.12 or newer, which mounts images from files")
+            finding(Severity::Fail, "erofs", "engine host needs Linux 6.12 or newer, which mounts images from files")
         }
         (missing, true) => {
             let missing = missing.join(" and ");
-            let says =
+            let message =
                 format!("engine host: no {missing} yet; the kernel loads it with the first pod, if it is a module");
-            finding(Level::Worse, "erofs", says)
+            finding(Severity::Note, "erofs", message)
         }
     };
     let controllers = std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
     let limits = match ["cpu", "memory", "pids"].iter().all(|name| controllers.split_whitespace().any(|c| c == *name)) {
-        true => finding(Level::Good, "limits", "cgroup v2 limits containers of engine host"),
+        true => finding(Severity::Ok, "limits", "cgroup v2 limits containers of engine host"),
         false => finding(
-            Level::Worse,
+            Severity::Note,
             "limits",
-            "no cgroup v2 with cpu, memory and pids: containers of engine host run without the limits they ask for",
+            "no cgroup v2 with cpu, memory and pids: containers of engine host run without their resource limits",
         ),
     };
     vec![program, images, limits]
 }
 
 /// Returns whether the kernel is 6.12 or newer, which can mount EROFS from a file.
-fn newer_than_6_11() -> bool {
+fn is_linux_6_12_or_newer() -> bool {
     let Ok(name) = nix::sys::utsname::uname() else { return false };
     let release = name.release().to_string_lossy();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().unwrap_or(0));
@@ -182,29 +194,31 @@ fn newer_than_6_11() -> bool {
 }
 
 /// Checks QEMU. `needs` (a handler needs it) determines the severity if it is missing.
-fn qemu(program: &Path, needs: bool) -> Finding {
+fn check_qemu(program: &Path, needs: bool) -> Finding {
     if !needs {
-        return finding(Level::Good, "qemu", "not needed: no handler uses it");
+        return finding(Severity::Ok, "qemu", "not needed: no handler uses it");
     }
     match Command::new(program).arg("--version").output() {
         Ok(output) if output.status.success() => {
             let text = String::from_utf8_lossy(&output.stdout);
-            finding(Level::Good, "qemu", text.lines().next().unwrap_or_default())
+            finding(Severity::Ok, "qemu", text.lines().next().unwrap_or_default())
         }
-        Ok(output) => finding(Level::Bad, "qemu", format!("{} ended with {}", program.display(), output.status)),
-        Err(error) => finding(Level::Bad, "qemu", format!("{}: {error}; install qemu-system-x86", program.display())),
+        Ok(output) => finding(Severity::Fail, "qemu", format!("{} ended with {}", program.display(), output.status)),
+        Err(error) => {
+            finding(Severity::Fail, "qemu", format!("{}: {error}; install qemu-system-x86", program.display()))
+        }
     }
 }
 
-fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
+fn check_guest_file(handler: &str, what: &'static str, path: &Path) -> Finding {
     match std::fs::metadata(path) {
         Ok(data) if data.is_file() => {
             let size = format!("{} ({} KiB, handler {handler})", path.display(), data.len() >> 10);
-            finding(Level::Good, what, size)
+            finding(Severity::Ok, what, size)
         }
-        Ok(_) => finding(Level::Bad, what, format!("handler {handler}: {} is no file", path.display())),
+        Ok(_) => finding(Severity::Fail, what, format!("handler {handler}: {} is not a regular file", path.display())),
         Err(error) => finding(
-            Level::Bad,
+            Severity::Fail,
             what,
             format!(
                 "handler {handler}: {}: {error}; build it with guest/build or set handlers.{handler}.{what}",
@@ -215,74 +229,84 @@ fn file(handler: &str, what: &'static str, path: &Path) -> Finding {
 }
 
 /// Checks that the node has enough huge pages for a VM of a handler with "hugetlb" memory; `None` for other handlers.
-fn pages(name: &str, handler: &Handler) -> Option<Finding> {
+fn check_huge_pages(name: &str, handler: &Handler) -> Option<Finding> {
     (handler.memory_pages == MemoryPages::Hugetlb).then(|| {
         match hugepages::check(handler.memory_mib, hugepages::PAGE_MIB) {
-            Ok(()) => finding(Level::Good, "pages", format!("huge pages for a machine of handler {name}")),
-            Err(error) => finding(Level::Worse, "pages", format!("handler {name}: {error}")),
+            Ok(()) => {
+                finding(Severity::Ok, "pages", format!("the node has enough huge pages for a VM of handler {name}"))
+            }
+            Err(error) => finding(Severity::Note, "pages", format!("handler {name}: {error}")),
         }
     })
 }
 
-fn tap() -> Finding {
+fn check_tap() -> Finding {
     match std::fs::File::options().read(true).write(true).open("/dev/net/tun") {
-        Ok(_) => finding(Level::Good, "tap", "/dev/net/tun can be opened"),
-        Err(error) => finding(Level::Bad, "tap", format!("/dev/net/tun: {error}; load the module tun")),
+        Ok(_) => finding(Severity::Ok, "tap", "/dev/net/tun can be opened"),
+        Err(error) => finding(Severity::Fail, "tap", format!("/dev/net/tun: {error}; load the module tun")),
     }
 }
 
-fn network(config: &Config) -> anyhow::Result<Finding> {
+fn check_cni(config: &Config) -> anyhow::Result<Finding> {
     let network = nacelle_net::Network::new(config.network_options());
     Ok(match super::runtime()?.block_on(network.status()) {
         Ok(()) => {
             let dir = config.network.cni_conf_dir.display();
-            finding(Level::Good, "cni", format!("the configuration in {dir} and its plugins are ready"))
+            finding(Severity::Ok, "cni", format!("the configuration in {dir} and its plugins are ready"))
         }
-        Err(error) => finding(Level::Bad, "cni", Chain(&error).to_string()),
+        Err(error) => finding(Severity::Fail, "cni", Chain(&error).to_string()),
     })
 }
 
 /// Reports owed CNI DELs of removed pods: the networks have not released the resources of these pods.
-fn owed(config: &Config) -> anyhow::Result<Vec<Finding>> {
+fn report_owed_deletes(config: &Config) -> anyhow::Result<Vec<Finding>> {
     let network = nacelle_net::Network::new(config.network_options());
     Ok(match super::runtime()?.block_on(network.owed()) {
-        Ok(owed) => owed.iter().map(|one| finding(Level::Worse, "cni", super::owed_line(one))).collect(),
-        Err(error) => vec![finding(Level::Worse, "cni", Chain(&error).to_string())],
+        Ok(owed) => owed.iter().map(|delete| finding(Severity::Note, "cni", super::owed_delete_line(delete))).collect(),
+        Err(error) => vec![finding(Severity::Note, "cni", Chain(&error).to_string())],
     })
 }
 
 /// Checks systemd's bus if the configuration uses systemd's cgroup driver.
-fn systemd(driver: CgroupDriver) -> Option<Finding> {
-    let bad = |says| Some(finding(Level::Bad, "systemd", says));
+fn check_systemd(driver: CgroupDriver) -> Option<Finding> {
+    let fail = |message| Some(finding(Severity::Fail, "systemd", message));
     match driver {
         CgroupDriver::Cgroupfs => None,
-        CgroupDriver::Systemd if !crate::systemd::runs() => {
-            bad("the node's first process is another: set sandbox.cgroup_driver to \"cgroupfs\"")
+        CgroupDriver::Systemd if !crate::systemd::is_running() => {
+            fail("systemd is not the node's first process: set sandbox.cgroup_driver to \"cgroupfs\"")
         }
-        CgroupDriver::Systemd if !crate::systemd::has_bus() => bad("no system bus to ask it over: install dbus"),
-        CgroupDriver::Systemd => Some(finding(Level::Good, "systemd", "makes the control groups of pods")),
+        CgroupDriver::Systemd if !crate::systemd::has_bus() => {
+            fail("the system bus of D-Bus does not accept connections: install dbus")
+        }
+        CgroupDriver::Systemd => Some(finding(Severity::Ok, "systemd", "creates the cgroups of pods")),
     }
 }
 
-fn cgroups() -> Finding {
+fn check_cgroups() -> Finding {
     match std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers") {
-        Ok(controllers) => finding(Level::Good, "cgroups", format!("v2: {}", controllers.trim())),
-        Err(_v1) => finding(Level::Good, "cgroups", "no unified v2 here; containers are limited by the guest's own"),
+        Ok(controllers) => finding(Severity::Ok, "cgroups", format!("v2: {}", controllers.trim())),
+        Err(_v1) => {
+            finding(Severity::Ok, "cgroups", "this node has no cgroup v2 hierarchy; the guests limit their containers")
+        }
     }
 }
 
-fn disk(root: &Path) -> Finding {
-    let there = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    match nix::sys::statvfs::statvfs(there) {
+fn check_disk(root: &Path) -> Finding {
+    let existing = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match nix::sys::statvfs::statvfs(existing) {
         Ok(stat) => {
             let free = stat.blocks_available().saturating_mul(stat.fragment_size());
-            let says = format!("{} MiB free for {}", free >> 20, root.display());
-            match free >= ENOUGH_DISK {
-                true => finding(Level::Good, "disk", says),
-                false => finding(Level::Worse, "disk", format!("{says}: images need more; set paths.root")),
+            let message = format!("{} MiB free for {}", free >> 20, root.display());
+            match free >= MIN_FREE_DISK {
+                true => finding(Severity::Ok, "disk", message),
+                false => finding(
+                    Severity::Note,
+                    "disk",
+                    format!("{message}: images need at least 2 GiB; set paths.root to a larger disk"),
+                ),
             }
         }
-        Err(error) => finding(Level::Worse, "disk", format!("{}: {error}", there.display())),
+        Err(error) => finding(Severity::Note, "disk", format!("{}: {error}", existing.display())),
     }
 }
 
@@ -306,56 +330,63 @@ mod tests {
     }
 
     #[test]
-    fn each_verdict_says_what_it_is_and_what_follows() {
+    fn each_kvm_verdict_has_its_message_and_severity() {
         for (verdict, words) in verdicts() {
             let hardware = matches!(verdict, KvmVerdict::Hardware { .. });
-            let found = kvm(&verdict, AUTO);
-            assert!(found.says.contains(words), "{found}");
-            assert!(found.says.contains(if hardware { "engine kvm" } else { "pods run in QEMU" }), "{found}");
-            assert!(found.level == if hardware { Level::Good } else { Level::Worse }, "{found}");
-            let found = kvm(&verdict, KVM);
-            assert!(found.level == if hardware { Level::Good } else { Level::Bad }, "{found}");
-            assert_eq!(found.says.contains("handler k has engine"), !hardware, "{found}");
+            let found = check_kvm(&verdict, AUTO);
+            assert!(found.message.contains(words), "{found}");
+            assert!(found.message.contains(if hardware { "engine kvm" } else { "pods run in QEMU" }), "{found}");
+            assert!(found.severity == if hardware { Severity::Ok } else { Severity::Note }, "{found}");
+            let found = check_kvm(&verdict, KVM);
+            assert!(found.severity == if hardware { Severity::Ok } else { Severity::Fail }, "{found}");
+            assert_eq!(found.message.contains("handler k has engine"), !hardware, "{found}");
         }
     }
 
     #[test]
-    fn vhost_is_for_our_own_vmm() {
+    fn vhost_net_is_checked_for_engine_kvm_only() {
         let directory = tempfile::tempdir().unwrap();
         let (there, missing) = (directory.path().join("there"), directory.path().join("missing"));
         std::fs::write(&there, "").unwrap();
         for (verdict, _) in verdicts() {
             let hardware = matches!(verdict, KvmVerdict::Hardware { .. });
-            assert!(vhost(&there, &verdict).level == Level::Good);
-            let found = vhost(&missing, &verdict);
-            assert!(found.level == if hardware { Level::Worse } else { Level::Good }, "{found}");
-            assert_eq!(found.says.contains("load the module vhost_net"), hardware, "{found}");
+            assert!(check_vhost_net(&there, &verdict).severity == Severity::Ok);
+            let found = check_vhost_net(&missing, &verdict);
+            assert!(found.severity == if hardware { Severity::Note } else { Severity::Ok }, "{found}");
+            assert_eq!(found.message.contains("load the module vhost_net"), hardware, "{found}");
         }
     }
 
     #[test]
-    fn huge_pages_are_looked_for_only_where_they_are_wanted() {
+    fn huge_pages_are_checked_for_hugetlb_handlers_only() {
         let usual = Handler { memory_mib: 16 << 20, ..Handler::default() };
-        assert!(pages("a", &usual).is_none());
-        let found = pages("h", &Handler { memory_pages: MemoryPages::Hugetlb, ..usual }).unwrap();
-        assert!(found.level == Level::Worse && found.says.contains("handler h: a machine of 16777216 MiB"), "{found}");
+        assert!(check_huge_pages("a", &usual).is_none());
+        let found = check_huge_pages("h", &Handler { memory_pages: MemoryPages::Hugetlb, ..usual }).unwrap();
+        assert!(
+            found.severity == Severity::Note && found.message.contains("handler h: a VM with 16777216 MiB"),
+            "{found}"
+        );
     }
 
     #[test]
-    fn pods_without_a_guest_need_the_agent() {
+    fn engine_host_needs_the_agent() {
         let directory = tempfile::tempdir().unwrap();
         let agent = directory.path().join("nacelle-agent");
-        let found = host(&agent);
-        assert!(found[0].level == Level::Bad && found[0].says.contains("install nacelle-agent"), "{}", found[0]);
+        let found = check_engine_host(&agent);
+        assert!(
+            found[0].severity == Severity::Fail && found[0].message.contains("install nacelle-agent"),
+            "{}",
+            found[0]
+        );
         std::fs::write(&agent, "").unwrap();
-        assert!(host(&agent)[0].level == Level::Good);
+        assert!(check_engine_host(&agent)[0].severity == Severity::Ok);
     }
 
     #[test]
-    fn qemu_is_asked_for_only_where_it_is_used() {
+    fn qemu_is_checked_only_if_a_handler_uses_it() {
         let missing = Path::new("/nowhere/qemu");
-        assert!(qemu(missing, false).level == Level::Good);
-        let found = qemu(missing, true);
-        assert!(found.level == Level::Bad && found.says.contains("install qemu-system-x86"), "{found}");
+        assert!(check_qemu(missing, false).severity == Severity::Ok);
+        let found = check_qemu(missing, true);
+        assert!(found.severity == Severity::Fail && found.message.contains("install qemu-system-x86"), "{found}");
     }
 }

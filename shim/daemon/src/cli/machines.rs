@@ -1,10 +1,10 @@
-//! Implements the commands of `nacelle vm` that call the daemon: lists machines and runs operations on them.
+//! Implements the commands of `nacelle vm` that call the daemon: lists VMs and runs operations on them.
 
+mod console;
 mod dump;
 mod transfer;
-mod ways;
 
-use super::{connect, told};
+use super::{connect_to_daemon, status_error};
 use crate::config::Config;
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
@@ -17,112 +17,112 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use tonic::transport::Channel;
 
-/// One message: a picture.
+/// The largest message in bytes: a screenshot.
 const MESSAGE_LIMIT: usize = 80 << 20;
 
-type Client = MachinesClient<Channel>;
+type VmClient = MachinesClient<Channel>;
 
 #[derive(Subcommand)]
-pub(super) enum Machines {
-    /// Lists the machines of this node.
+pub(super) enum VmOperation {
+    /// Lists the VMs of this node.
     List {
-        /// The namespace; all without it.
+        /// Lists only the VMs of this namespace.
         #[arg(long, short)]
         namespace: Option<String>,
-        /// As JSON.
+        /// Prints JSON instead of a table.
         #[arg(long)]
         json: bool,
     },
-    /// Says what is known of a machine, as JSON.
-    Describe(Name),
-    /// Has one run that is off.
-    Start(Name),
-    /// Presses the power button; the machine stays off, and its pod runs on.
-    Stop(Name),
-    /// Presses the power button; the machine runs again.
-    Restart(Name),
-    /// Takes its power away.
-    PowerOff(Name),
-    /// Has its processors stand still.
-    Pause(Name),
-    /// Has them go on.
-    Unpause(Name),
-    /// Presses the reset button.
-    Reset(Name),
-    /// Asks the guest agent to restart the system.
-    SoftReboot(Name),
-    /// Connects this terminal with the serial console; Ctrl-] leaves it.
-    Console(Name),
-    /// Listens for VNC's clients, and passes them on to the screen, until it is interrupted.
+    /// Prints the configuration and state of a VM as JSON.
+    Describe(VmName),
+    /// Starts a stopped VM.
+    Start(VmName),
+    /// Shuts a VM down with the power button; it stays stopped, and its pod continues to run.
+    Stop(VmName),
+    /// Shuts a VM down with the power button and starts it again.
+    Restart(VmName),
+    /// Powers a VM off at once, without a shutdown of the guest.
+    PowerOff(VmName),
+    /// Pauses the vCPUs of a VM.
+    Pause(VmName),
+    /// Resumes the vCPUs of a paused VM.
+    Unpause(VmName),
+    /// Resets a VM as its reset button does.
+    Reset(VmName),
+    /// Reboots the operating system through the guest agent.
+    SoftReboot(VmName),
+    /// Connects this terminal to the serial console; press Ctrl-] to leave it.
+    Console(VmName),
+    /// Listens for VNC clients and connects them to the VM's screen, until it is interrupted.
     Vnc {
         #[command(flatten)]
-        name: Name,
-        /// Where; port 0: any free one, which is printed.
+        name: VmName,
+        /// The address to listen on; port 0 selects a free port. The address is printed.
         #[arg(long, default_value = "127.0.0.1:0")]
         listen: SocketAddr,
     },
-    /// Takes a picture of the screen, as PNG.
+    /// Takes a screenshot as PNG.
     Screenshot {
         #[command(flatten)]
-        name: Name,
-        /// Where to; the standard output without it.
+        name: VmName,
+        /// The output file; without it, standard output.
         #[arg(long, short, value_name = "FILE")]
         output: Option<PathBuf>,
     },
-    /// Writes all memory of the guest, for debuggers; meanwhile the machine stands still.
+    /// Writes the guest's memory for debuggers; the VM is paused meanwhile.
     MemoryDump {
         #[command(flatten)]
-        name: Name,
-        /// Where to; the standard output without it. The file is there when all of it is.
+        name: VmName,
+        /// The output file, which appears when the dump is complete; without it, standard output.
         #[arg(long, short, value_name = "FILE")]
         output: Option<PathBuf>,
-        /// How it is written.
+        /// The format of the dump.
         #[arg(long, value_enum, default_value = "elf")]
         format: DumpFormat,
     },
-    /// Prints what the guest agent says of the system.
-    GuestInfo(Name),
-    /// Keeps disks, memory and devices as they are now; meanwhile the machine stands still.
+    /// Prints what the guest agent reports about the operating system.
+    GuestInfo(VmName),
+    /// Takes a snapshot of disks, memory and devices; the VM is paused meanwhile.
     Snapshot(SnapshotName),
-    /// Has all as it was when a snapshot was taken.
+    /// Restores disks, memory and devices from a snapshot.
     Restore(SnapshotName),
-    /// Lists the snapshots of a machine.
-    Snapshots(Name),
-    /// Forgets a snapshot.
+    /// Lists the snapshots of a VM as JSON.
+    Snapshots(VmName),
+    /// Deletes a snapshot.
     DeleteSnapshot(SnapshotName),
-    /// Gives it an empty disk, also while it runs; the disk stays until it is removed, or the machine is.
+    /// Attaches a new empty disk, also to a running VM; the disk exists until it or the VM is removed.
     AddVolume {
         #[command(flatten)]
-        name: Name,
-        /// The disk: NAME=SIZE, as data=10Gi. NAME becomes its serial number.
-        #[arg(value_parser = volume)]
+        name: VmName,
+        /// The disk as NAME=SIZE, for example data=10Gi. NAME becomes its serial number.
+        #[arg(value_parser = parse_volume)]
         volume: (String, u64),
     },
-    /// Takes away a disk that was added, with all that is on it; the guest of one that runs has to let go of it.
+    /// Detaches a disk that was added and deletes its contents; the guest of a running VM must release it first.
     RemoveVolume {
         #[command(flatten)]
-        name: Name,
-        /// The disk.
+        name: VmName,
+        /// The name of the disk.
         volume: String,
     },
-    /// Lists the disks that were added.
-    Volumes(Name),
-    /// Makes another machine, with a copy of what this one has kept; no pod may hold it.
+    /// Lists the disks that were added to a VM, as JSON.
+    Volumes(VmName),
+    /// Copies a persistent VM to a new one; no pod may run it meanwhile.
     Clone {
         #[command(flatten)]
-        name: Name,
-        /// The other machine, in the same namespace.
+        name: VmName,
+        /// The name of the new VM, in the same namespace.
         to: String,
     },
-    /// Puts a machine that outlives its pods into a registry, as an OCI artifact; one that runs stands still while it is copied.
-    Export(transfer::Export),
-    /// Makes a machine of such an artifact, on this node or another.
-    Import(transfer::Import),
-    /// Forgets a machine that outlives its pods, with all that it has kept.
-    Delete(Name),
-    /// Prints each machine, and again when it has changed, as lines of JSON.
+    /// Exports a persistent VM to a registry as an OCI artifact; a running VM is paused while it is copied.
+    Export(transfer::ExportArguments),
+    /// Imports a persistent VM from an OCI artifact, on this node or another.
+    Import(transfer::ImportArguments),
+    /// Deletes a persistent VM with its disks and snapshots.
+    Delete(VmName),
+    /// Prints a line of JSON for each VM, and another whenever a VM changes.
     Watch {
-        /// The namespace; all without it.
+        /// Prints only the VMs of this namespace.
         #[arg(long, short)]
         namespace: Option<String>,
     },
@@ -130,17 +130,17 @@ pub(super) enum Machines {
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(super) enum DumpFormat {
-    /// As core files of processes are: gdb, crash, drgn.
+    /// An ELF core file, for gdb, crash and drgn.
     Elf,
-    /// Compressed, in the flattened form of makedumpfile: crash.
+    /// Compressed, in the flattened format of makedumpfile, for crash.
     KdumpZlib,
 }
 
 #[derive(clap::Args)]
-pub(super) struct Name {
-    /// The machine, or the pod that it goes with.
+pub(super) struct VmName {
+    /// The name of the VM, or of the pod that runs it.
     name: String,
-    /// Its namespace.
+    /// The namespace of the VM.
     #[arg(long, short, default_value = "default")]
     namespace: String,
 }
@@ -148,130 +148,163 @@ pub(super) struct Name {
 #[derive(clap::Args)]
 pub(super) struct SnapshotName {
     #[command(flatten)]
-    machine: Name,
-    /// The snapshot.
+    machine: VmName,
+    /// The name of the snapshot.
     snapshot: String,
 }
 
 impl SnapshotName {
-    fn snapshot(self) -> vm::SnapshotRef {
-        vm::SnapshotRef { machine: Some(self.machine.machine()), name: self.snapshot }
+    fn into_ref(self) -> vm::SnapshotRef {
+        vm::SnapshotRef { machine: Some(self.machine.into_ref()), name: self.snapshot }
     }
 }
 
-impl Name {
-    fn machine(self) -> vm::MachineRef {
+impl VmName {
+    fn into_ref(self) -> vm::MachineRef {
         vm::MachineRef { namespace: self.namespace, name: self.name }
     }
 }
 
-/// NAME=SIZE, with a quantity as Kubernetes writes it.
-fn volume(text: &str) -> Result<(String, u64), String> {
-    let (name, size) = text.split_once('=').ok_or("NAME=SIZE is expected, as data=10Gi")?;
+/// Parses NAME=SIZE; the size is a Kubernetes quantity.
+fn parse_volume(text: &str) -> Result<(String, u64), String> {
+    let (name, size) = text.split_once('=').ok_or("NAME=SIZE is expected, for example data=10Gi")?;
     let bytes = nacelle_vmi::Quantity::parse(size).ok().and_then(|size| size.bytes());
-    let bytes = bytes.ok_or_else(|| format!("{size:?} is no size: 10Gi is one"))?;
+    let bytes = bytes.ok_or_else(|| format!("invalid size {size:?}: a quantity is expected, for example 10Gi"))?;
     Ok((name.to_owned(), bytes))
 }
 
-pub(super) fn run(config: &Config, command: Machines) -> anyhow::Result<ExitCode> {
+pub(super) fn run(config: &Config, operation: VmOperation) -> anyhow::Result<ExitCode> {
     super::runtime()?.block_on(async {
-        let socket = &config.paths.socket;
-        let channel = connect(socket).await;
-        let channel = channel.with_context(|| format!("nobody serves {}: is the daemon running?", socket.display()))?;
+        let channel = connect_to_daemon(&config.paths.socket).await?;
         let client = MachinesClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT);
-        ask(client, command).await
+        execute(client, operation).await
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
-async fn ask(mut client: Client, command: Machines) -> anyhow::Result<()> {
-    match command {
-        Machines::List { namespace, json } => {
-            let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
-            let machines = client.list(request).await.map_err(told)?.into_inner().machines;
-            if json {
-                println!("{:#}", Value::Array(machines.iter().map(shown).collect()));
-            } else {
-                print!("{}", table(&machines));
-            }
+async fn execute(mut client: VmClient, operation: VmOperation) -> anyhow::Result<()> {
+    match operation {
+        VmOperation::List { namespace, json } => list(&mut client, namespace, json).await?,
+        VmOperation::Describe(name) => {
+            let machine = client.describe(name.into_ref()).await.map_err(status_error)?.into_inner();
+            println!("{:#}", machine_json(&machine));
         }
-        Machines::Describe(name) => {
-            let machine = client.describe(name.machine()).await.map_err(told)?.into_inner();
-            println!("{:#}", shown(&machine));
+        VmOperation::Watch { namespace } => watch(&mut client, namespace).await?,
+        VmOperation::Console(name) => console::attach_terminal(client, name.into_ref()).await?,
+        VmOperation::Vnc { name, listen } => console::serve_vnc(client, name.into_ref(), listen).await?,
+        VmOperation::Start(name) => drop(client.start(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Stop(name) => drop(client.stop(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Restart(name) => drop(client.restart(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::PowerOff(name) => drop(client.power_off(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Pause(name) => drop(client.pause(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Unpause(name) => drop(client.unpause(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Reset(name) => drop(client.reset(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::SoftReboot(name) => drop(client.soft_reboot(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Delete(name) => drop(client.delete(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Snapshot(name) => drop(client.snapshot(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Restore(name) => drop(client.restore(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::DeleteSnapshot(name) => drop(client.delete_snapshot(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Snapshots(name) => list_snapshots(&mut client, name).await?,
+        VmOperation::AddVolume { name, volume } => add_volume(&mut client, name, volume).await?,
+        VmOperation::RemoveVolume { name, volume } => remove_volume(&mut client, name, volume).await?,
+        VmOperation::Volumes(name) => list_volumes(&mut client, name).await?,
+        VmOperation::Clone { name, to } => clone_vm(&mut client, name, to).await?,
+        VmOperation::Export(arguments) => transfer::export(&mut client, arguments).await?,
+        VmOperation::Import(arguments) => transfer::import(&mut client, arguments).await?,
+        VmOperation::GuestInfo(name) => {
+            print!("{}", client.guest_info(name.into_ref()).await.map_err(status_error)?.into_inner().text);
         }
-        Machines::Console(name) => ways::console(client, name.machine()).await?,
-        Machines::Vnc { name, listen } => ways::vnc(client, name.machine(), listen).await?,
-        Machines::Start(name) => drop(client.start(name.machine()).await.map_err(told)?),
-        Machines::Stop(name) => drop(client.stop(name.machine()).await.map_err(told)?),
-        Machines::Restart(name) => drop(client.restart(name.machine()).await.map_err(told)?),
-        Machines::PowerOff(name) => drop(client.power_off(name.machine()).await.map_err(told)?),
-        Machines::Pause(name) => drop(client.pause(name.machine()).await.map_err(told)?),
-        Machines::Unpause(name) => drop(client.unpause(name.machine()).await.map_err(told)?),
-        Machines::Reset(name) => drop(client.reset(name.machine()).await.map_err(told)?),
-        Machines::SoftReboot(name) => drop(client.soft_reboot(name.machine()).await.map_err(told)?),
-        Machines::Delete(name) => drop(client.delete(name.machine()).await.map_err(told)?),
-        Machines::Snapshot(name) => drop(client.snapshot(name.snapshot()).await.map_err(told)?),
-        Machines::Restore(name) => drop(client.restore(name.snapshot()).await.map_err(told)?),
-        Machines::DeleteSnapshot(name) => drop(client.delete_snapshot(name.snapshot()).await.map_err(told)?),
-        Machines::Clone { name, to } => {
-            let to = vm::MachineRef { namespace: name.namespace.clone(), name: to };
-            let request = vm::CopyRequest { from: Some(name.machine()), to: Some(to) };
-            drop(client.copy(request).await.map_err(told)?);
-        }
-        Machines::Export(asked) => transfer::export(&mut client, asked).await?,
-        Machines::Import(asked) => transfer::import(&mut client, asked).await?,
-        Machines::Snapshots(name) => {
-            let all = client.list_snapshots(name.machine()).await.map_err(told)?.into_inner().snapshots;
-            let one = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });
-            println!("{:#}", Value::Array(all.iter().map(one).collect()));
-        }
-        Machines::AddVolume { name, volume: (volume, bytes) } => {
-            let request = vm::AddVolumeRequest { machine: Some(name.machine()), name: volume, bytes };
-            drop(client.add_volume(request).await.map_err(told)?);
-        }
-        Machines::RemoveVolume { name, volume } => {
-            let request = vm::VolumeRef { machine: Some(name.machine()), name: volume };
-            drop(client.remove_volume(request).await.map_err(told)?);
-        }
-        Machines::Volumes(name) => {
-            let all = client.list_volumes(name.machine()).await.map_err(told)?.into_inner().volumes;
-            let one = |volume: &vm::Volume| json!({ "name": volume.name, "bytes": volume.bytes });
-            println!("{:#}", Value::Array(all.iter().map(one).collect()));
-        }
-        Machines::GuestInfo(name) => {
-            print!("{}", client.guest_info(name.machine()).await.map_err(told)?.into_inner().text);
-        }
-        Machines::Screenshot { name, output } => {
-            let png = client.screenshot(name.machine()).await.map_err(told)?.into_inner().png;
-            match output {
-                Some(path) => std::fs::write(&path, png).with_context(|| format!("cannot write {}", path.display()))?,
-                None => {
-                    anyhow::ensure!(!std::io::stdout().is_terminal(), "a picture is no text: say --output FILE");
-                    std::io::stdout().write_all(&png)?;
-                }
-            }
-        }
-        Machines::MemoryDump { name, output, format } => {
-            let format = match format {
-                DumpFormat::Elf => "elf",
-                DumpFormat::KdumpZlib => "kdump-zlib",
-            };
-            let request = vm::MemoryDumpRequest { machine: Some(name.machine()), format: format.to_owned() };
-            dump::write(client.memory_dump(request).await.map_err(told)?.into_inner(), output).await?;
-        }
-        Machines::Watch { namespace } => {
-            let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
-            let mut machines = client.watch(request).await.map_err(told)?.into_inner();
-            while let Some(machine) = machines.message().await.map_err(told)? {
-                println!("{}", shown(&machine));
-                std::io::stdout().flush()?;
-            }
+        VmOperation::Screenshot { name, output } => write_screenshot(&mut client, name, output).await?,
+        VmOperation::MemoryDump { name, output, format } => {
+            write_memory_dump(&mut client, name, output, format).await?;
         }
     }
     Ok(())
 }
 
-fn shown(machine: &vm::Machine) -> Value {
+async fn list(client: &mut VmClient, namespace: Option<String>, json: bool) -> anyhow::Result<()> {
+    let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
+    let machines = client.list(request).await.map_err(status_error)?.into_inner().machines;
+    if json {
+        println!("{:#}", Value::Array(machines.iter().map(machine_json).collect()));
+    } else {
+        print!("{}", format_table(&machines));
+    }
+    Ok(())
+}
+
+async fn watch(client: &mut VmClient, namespace: Option<String>) -> anyhow::Result<()> {
+    let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
+    let mut machines = client.watch(request).await.map_err(status_error)?.into_inner();
+    while let Some(machine) = machines.message().await.map_err(status_error)? {
+        println!("{}", machine_json(&machine));
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}
+
+async fn list_snapshots(client: &mut VmClient, name: VmName) -> anyhow::Result<()> {
+    let snapshots = client.list_snapshots(name.into_ref()).await.map_err(status_error)?.into_inner().snapshots;
+    let to_json = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });
+    println!("{:#}", Value::Array(snapshots.iter().map(to_json).collect()));
+    Ok(())
+}
+
+async fn add_volume(client: &mut VmClient, name: VmName, (volume, bytes): (String, u64)) -> anyhow::Result<()> {
+    let request = vm::AddVolumeRequest { machine: Some(name.into_ref()), name: volume, bytes };
+    client.add_volume(request).await.map_err(status_error)?;
+    Ok(())
+}
+
+async fn remove_volume(client: &mut VmClient, name: VmName, volume: String) -> anyhow::Result<()> {
+    let request = vm::VolumeRef { machine: Some(name.into_ref()), name: volume };
+    client.remove_volume(request).await.map_err(status_error)?;
+    Ok(())
+}
+
+async fn list_volumes(client: &mut VmClient, name: VmName) -> anyhow::Result<()> {
+    let volumes = client.list_volumes(name.into_ref()).await.map_err(status_error)?.into_inner().volumes;
+    let to_json = |volume: &vm::Volume| json!({ "name": volume.name, "bytes": volume.bytes });
+    println!("{:#}", Value::Array(volumes.iter().map(to_json).collect()));
+    Ok(())
+}
+
+async fn clone_vm(client: &mut VmClient, name: VmName, to: String) -> anyhow::Result<()> {
+    let to = vm::MachineRef { namespace: name.namespace.clone(), name: to };
+    client.copy(vm::CopyRequest { from: Some(name.into_ref()), to: Some(to) }).await.map_err(status_error)?;
+    Ok(())
+}
+
+async fn write_screenshot(client: &mut VmClient, name: VmName, output: Option<PathBuf>) -> anyhow::Result<()> {
+    let png = client.screenshot(name.into_ref()).await.map_err(status_error)?.into_inner().png;
+    match output {
+        Some(path) => std::fs::write(&path, png).with_context(|| format!("cannot write {}", path.display())),
+        None => {
+            anyhow::ensure!(
+                !std::io::stdout().is_terminal(),
+                "cannot write a screenshot to a terminal: use --output FILE"
+            );
+            Ok(std::io::stdout().write_all(&png)?)
+        }
+    }
+}
+
+async fn write_memory_dump(
+    client: &mut VmClient,
+    name: VmName,
+    output: Option<PathBuf>,
+    format: DumpFormat,
+) -> anyhow::Result<()> {
+    let format = match format {
+        DumpFormat::Elf => "elf",
+        DumpFormat::KdumpZlib => "kdump-zlib",
+    };
+    let request = vm::MemoryDumpRequest { machine: Some(name.into_ref()), format: format.to_owned() };
+    dump::write(client.memory_dump(request).await.map_err(status_error)?.into_inner(), output).await
+}
+
+/// Returns a VM in the form in which `list --json`, `describe` and `watch` print it.
+fn machine_json(machine: &vm::Machine) -> Value {
     json!({
         "namespace": machine.namespace,
         "name": machine.name,
@@ -290,19 +323,19 @@ fn shown(machine: &vm::Machine) -> Value {
     })
 }
 
-fn table(machines: &[vm::Machine]) -> String {
+fn format_table(machines: &[vm::Machine]) -> String {
     let mut rows =
         vec![["NAMESPACE", "NAME", "PHASE", "STRATEGY", "POD", "ADDRESS", "CPUS", "MEMORY"].map(str::to_owned)];
     rows.extend(machines.iter().map(|machine| {
-        let some = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
+        let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
         let number = |number: u64, unit: &str| if number == 0 { "-".to_owned() } else { format!("{number}{unit}") };
         [
             machine.namespace.clone(),
             machine.name.clone(),
             machine.phase.clone(),
-            some(&machine.run_strategy),
-            some(&machine.pod_id.chars().take(13).collect::<String>()),
-            some(machine.addresses.first().map_or("", String::as_str)),
+            or_dash(&machine.run_strategy),
+            or_dash(&machine.pod_id.chars().take(13).collect::<String>()),
+            or_dash(machine.addresses.first().map_or("", String::as_str)),
             number(machine.vcpus.into(), ""),
             number(machine.memory_mib, "Mi"),
         ]
@@ -329,7 +362,7 @@ mod tests {
             memory_mib: 512,
             ..vm::Machine::default()
         };
-        let table = table(&[machine]);
+        let table = format_table(&[machine]);
         let lines: Vec<_> = table.lines().collect();
         assert_eq!(lines[0].split_whitespace().count(), 8);
         assert_eq!(

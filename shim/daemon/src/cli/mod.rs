@@ -9,8 +9,9 @@ mod pods;
 mod serve;
 mod vm;
 
-use crate::program::{LogFormat, log, more_files};
+use crate::program::{LogFormat, init_log, raise_file_limit};
 use crate::supervision::Supervisor;
+use anyhow::Context;
 use clap::{Parser, Subcommand};
 use hyper_util::rt::TokioIo;
 use nacelle_pod::client::connect_unix;
@@ -24,73 +25,73 @@ use tonic::transport::{Channel, Endpoint, Uri};
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// How log lines are written to standard error.
+    /// The format of the log on standard error.
     #[arg(long, global = true, value_enum, default_value = "text", env = LogFormat::VARIABLE)]
     log_format: LogFormat,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serves CRI on a unix socket.
-    Serve(Config),
-    /// Says what this node can do, and what is missing.
+    /// Runs the daemon, which serves CRI on a Unix socket.
+    Serve(ConfigArgument),
+    /// Checks whether this node can run pods, and reports what is missing.
     Check {
         #[command(flatten)]
-        config: Config,
-        /// Measures what a machine of each handler costs beside its containers, with a pod of each by the daemon, and prints RuntimeClasses.
+        config: ConfigArgument,
+        /// Measures the overhead of a VM of each handler with a test pod, and prints RuntimeClasses. Needs the daemon.
         #[arg(long)]
         overhead: bool,
     },
-    /// Works with the images of this node, through the daemon if it runs.
+    /// Manages the images of this node, through the daemon if it runs.
     Image {
         #[command(flatten)]
-        config: Config,
+        config: ConfigArgument,
         #[command(subcommand)]
-        command: image::Image,
+        command: image::ImageCommand,
     },
-    /// Lists the pods of this node and what they use and cost.
+    /// Lists the pods of this node with their resource use and the overhead of their VMs.
     Pods {
         #[command(flatten)]
-        config: Config,
-        /// Draws what took how long at the start of this pod and its containers.
+        config: ConfigArgument,
+        /// Draws how long each step of the start of this pod and its containers took.
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
     },
-    /// Works with machines, and with their specifications, for which it needs no daemon.
+    /// Manages VMs through the daemon, and checks and converts VM manifests without it.
     Vm {
         #[command(flatten)]
-        config: Config,
+        config: ConfigArgument,
         #[command(subcommand)]
-        command: vm::Vm,
+        command: vm::VmCommand,
     },
-    /// Tells a cluster's API server whether pods and machines are right, before they are stored: admission webhooks over https.
-    Admission(Box<admission::Admission>),
+    /// Serves admission webhooks over https, which check pods and VMs before the API server stores them.
+    Admission(Box<admission::AdmissionArguments>),
     /// Prints the version.
     Version,
 }
 
 #[derive(clap::Args)]
-struct Config {
-    /// The configuration; without it /etc/nacelle/config.toml, if that is there.
+struct ConfigArgument {
+    /// The configuration file [default: /etc/nacelle/config.toml, if it exists].
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
 }
 
-impl Config {
+impl ConfigArgument {
     fn load(&self) -> anyhow::Result<crate::config::Config> {
         Ok(crate::config::Config::load(self.config.as_deref())?)
     }
 }
 
-/// Does what the command line says.
+/// Parses the command line and runs the command.
 pub fn run() -> ExitCode {
     let cli = Cli::parse();
-    log(cli.log_format);
-    let done = match cli.command {
+    init_log(cli.log_format);
+    let result = match cli.command {
         Command::Serve(config) => {
-            more_files();
+            raise_file_limit();
             // Before any file is opened and any thread is started.
-            let supervisor = Supervisor::of_environment();
+            let supervisor = Supervisor::from_environment();
             config.load().and_then(|config| serve::serve(config, supervisor?))
         }
         Command::Check { config, overhead: false } => config.load().and_then(check::check),
@@ -99,7 +100,7 @@ pub fn run() -> ExitCode {
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
         Command::Vm { config, command } => vm::run(&config, command),
         Command::Admission(admission) => {
-            more_files();
+            raise_file_limit();
             admission::run(*admission)
         }
         Command::Version => {
@@ -107,8 +108,8 @@ pub fn run() -> ExitCode {
             Ok(ExitCode::SUCCESS)
         }
     };
-    done.unwrap_or_else(|error| {
-        // With its causes: the first line names the failure, the others the reasons.
+    result.unwrap_or_else(|error| {
+        // The alternate format contains the causes.
         eprintln!("nacelle: {error:#}");
         ExitCode::FAILURE
     })
@@ -118,8 +119,8 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
 }
 
-/// A channel to the daemon, if one serves.
-async fn connect(socket: &Path) -> Option<Channel> {
+/// Connects to the daemon; `None` if no daemon listens on the socket.
+async fn try_connect(socket: &Path) -> Option<Channel> {
     let path = socket.to_owned();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
@@ -130,13 +131,19 @@ async fn connect(socket: &Path) -> Option<Channel> {
     endpoint.connect_with_connector(connector).await.ok()
 }
 
-/// A CNI DEL that is owed, for a person.
-fn owed_line(owed: &nacelle_net::OwedDelete) -> String {
+/// Connects to the daemon.
+async fn connect_to_daemon(socket: &Path) -> anyhow::Result<Channel> {
+    let channel = try_connect(socket).await;
+    channel.with_context(|| format!("cannot connect to the daemon on {}: is it running?", socket.display()))
+}
+
+/// Returns the line that reports a CNI DEL which is still to be done.
+fn owed_delete_line(owed: &nacelle_net::OwedDelete) -> String {
     let since = now_seconds().saturating_sub(owed.since);
     let (pod, network) = (owed.pod.short(), &owed.network);
     let tried = if owed.attempts == 1 { "once".to_owned() } else { format!("{} times", owed.attempts) };
     format!(
-        "pod {pod} is gone, and its CNI DEL from network {network:?} has failed for {since} s (tried {tried}, goes on): {}",
+        "pod {pod} was removed, but its CNI DEL from network {network:?} has failed for {since} s (tried {tried}, will be retried): {}",
         owed.error
     )
 }
@@ -145,7 +152,7 @@ fn now_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Code and message of a status, as a person reads them.
-fn told(status: tonic::Status) -> anyhow::Error {
+/// Converts the status of a failed request into an error with its code and message.
+fn status_error(status: tonic::Status) -> anyhow::Error {
     anyhow::anyhow!("{:?}: {}", status.code(), status.message())
 }

@@ -1,7 +1,7 @@
-//! Implements `nacelle check --overhead`: measures what a VM of each handler costs beside its containers, with a pod without
+//! Implements `nacelle check --overhead`: measures the overhead of a VM of each handler, with a pod without
 //! containers, and prints it as the manifest of a RuntimeClass.
 
-use super::{connect, told};
+use super::{connect_to_daemon, status_error};
 use crate::config::{Config, EngineSetting, Handler};
 use crate::hugepages;
 use anyhow::Context;
@@ -24,35 +24,33 @@ type Client = RuntimeServiceClient<Channel>;
 
 /// The measurements of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Seen {
-    /// Bytes that the VM takes on the node beside the guest's memory.
-    own: u64,
+struct Overhead {
+    /// Bytes on the node in addition to the guest's memory.
+    own_bytes: u64,
     /// Bytes of the guest's memory that its kernel and agent use.
-    system: u64,
+    system_bytes: u64,
     /// Idle CPU use in thousandths of a CPU.
-    milli: u64,
+    cpu_milli: u64,
 }
 
 pub(super) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     super::runtime()?.block_on(async {
-        let socket = &config.paths.socket;
-        let channel = connect(socket).await;
-        let channel = channel.with_context(|| format!("nobody serves {}: is the daemon running?", socket.display()))?;
+        let channel = connect_to_daemon(&config.paths.socket).await?;
         let mut client = RuntimeServiceClient::new(channel);
         for (name, handler) in &config.handlers {
             if handler.engine == EngineSetting::Host {
-                println!("# {name}: without a machine, which costs nothing beside its containers");
+                println!("# {name}: engine host has no VM and no overhead");
                 continue;
             }
-            let seen = measured(&mut client, name).await.with_context(|| format!("handler {name}"))?;
-            print!("{}", manifest(name, handler, seen));
+            let overhead = measure_handler(&mut client, name).await.with_context(|| format!("handler {name}"))?;
+            print!("{}", manifest(name, handler, overhead));
         }
         Ok(ExitCode::SUCCESS)
     })
 }
 
 /// Runs a pod without containers, measures it, and removes it in any case.
-async fn measured(client: &mut Client, handler: &str) -> anyhow::Result<Seen> {
+async fn measure_handler(client: &mut Client, handler: &str) -> anyhow::Result<Overhead> {
     let metadata = cri::PodSandboxMetadata {
         name: format!("overhead-{handler}"),
         uid: format!("{}-{:?}", std::process::id(), Instant::now()),
@@ -62,49 +60,50 @@ async fn measured(client: &mut Client, handler: &str) -> anyhow::Result<Seen> {
     let config =
         cri::PodSandboxConfig { metadata: Some(metadata), linux: Some(Default::default()), ..Default::default() };
     let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: handler.to_owned() };
-    let id = client.run_pod_sandbox(request).await.map_err(told)?.into_inner().pod_sandbox_id;
-    let seen = tokio::select! {
-        seen = watched(client.clone(), &id) => seen,
+    let id = client.run_pod_sandbox(request).await.map_err(status_error)?.into_inner().pod_sandbox_id;
+    let overhead = tokio::select! {
+        overhead = measure_pod(client.clone(), &id) => overhead,
         _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
     };
     let pod_sandbox_id = id.clone();
-    client.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id }).await.map_err(told)?;
-    client.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: id }).await.map_err(told)?;
-    seen
+    client.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id }).await.map_err(status_error)?;
+    client.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: id }).await.map_err(status_error)?;
+    overhead
 }
 
-async fn watched(mut client: Client, id: &str) -> anyhow::Result<Seen> {
+async fn measure_pod(mut client: Client, id: &str) -> anyhow::Result<Overhead> {
     tokio::time::sleep(IDLE).await;
-    let (before, start) = (accounts(&mut client, id).await?, Instant::now());
+    let (before, start) = (read_accounts(&mut client, id).await?, Instant::now());
     tokio::time::sleep(IDLE).await;
-    let after = accounts(&mut client, id).await?;
-    seen(&before, &after, start.elapsed()).with_context(|| format!("the pod does not say what it costs: {after}"))
+    let after = read_accounts(&mut client, id).await?;
+    compute(&before, &after, start.elapsed())
+        .with_context(|| format!("cannot measure the overhead: the pod reports no accounts of its VM: {after}"))
 }
 
-async fn accounts(client: &mut Client, id: &str) -> anyhow::Result<Value> {
+async fn read_accounts(client: &mut Client, id: &str) -> anyhow::Result<Value> {
     let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose: true };
-    let answer = client.pod_sandbox_status(request).await.map_err(told)?.into_inner();
-    Ok(answer.info.get("accounts").and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default())
+    let response = client.pod_sandbox_status(request).await.map_err(status_error)?.into_inner();
+    Ok(response.info.get("accounts").and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default())
 }
 
 /// Computes the measurements. The kernel's own count exceeds the resident memory of the processes: it includes page tables, page
 /// cache and the VM's kernel structures.
-fn seen(before: &Value, after: &Value, time: Duration) -> Option<Seen> {
-    let (machine, was) = (&after["machine"], &before["machine"]);
+fn compute(before: &Value, after: &Value, time: Duration) -> Option<Overhead> {
+    let (machine, machine_before) = (&after["machine"], &before["machine"]);
     let guest = machine["guestBytes"].as_u64()?;
     let counted = after["node"]["memoryBytes"].as_u64().unwrap_or(0).saturating_sub(guest);
-    let nanos = u128::from(machine["cpuNanos"].as_u64()?.saturating_sub(was["cpuNanos"].as_u64()?));
-    Some(Seen {
-        own: machine["processBytes"].as_u64()?.max(counted),
-        system: after["system"]["memoryBytes"].as_u64().unwrap_or(0),
-        milli: u64::try_from(nanos * 1000 / time.as_nanos().max(1)).unwrap_or(u64::MAX),
+    let nanos = u128::from(machine["cpuNanos"].as_u64()?.saturating_sub(machine_before["cpuNanos"].as_u64()?));
+    Some(Overhead {
+        own_bytes: machine["processBytes"].as_u64()?.max(counted),
+        system_bytes: after["system"]["memoryBytes"].as_u64().unwrap_or(0),
+        cpu_milli: u64::try_from(nanos * 1000 / time.as_nanos().max(1)).unwrap_or(u64::MAX),
     })
 }
 
 /// Returns the manifest of a RuntimeClass. Its overhead is the handler's memory, all of which the guest may touch, plus the
 /// measured memory that runs the VM.
-fn manifest(name: &str, handler: &Handler, seen: Seen) -> String {
-    let own = (seen.own >> 20).saturating_add(1);
+fn manifest(name: &str, handler: &Handler, overhead: Overhead) -> String {
+    let own = (overhead.own_bytes >> 20).saturating_add(1);
     let pages = handler.memory_pages == MemoryPages::Hugetlb;
     let (memory, huge) = match pages {
         true => (own, handler.memory_mib.next_multiple_of(hugepages::PAGE_MIB)),
@@ -112,9 +111,9 @@ fn manifest(name: &str, handler: &Handler, seen: Seen) -> String {
     };
     let huge = if pages { format!(", hugepages-2Mi: {huge}Mi") } else { String::new() };
     let memory = memory.next_multiple_of(STEP_MIB);
-    let cpu = (seen.milli + 1).next_multiple_of(10);
+    let cpu = (overhead.cpu_milli + 1).next_multiple_of(10);
     format!(
-        "# {name}: memory_mib = {} of the handler, of which the guest's kernel and agent use {} MiB; {own} MiB beside it; idle {}.{} % of a processor
+        "# {name}: memory_mib = {} of the handler, of which the guest's kernel and agent use {} MiB; {own} MiB outside the guest; idle {}.{} % of a CPU
 apiVersion: node.k8s.io/v1
 kind: RuntimeClass
 metadata: {{name: {name}}}
@@ -123,9 +122,9 @@ overhead: {{podFixed: {{memory: {memory}Mi{huge}, cpu: {cpu}m}}}}
 ---
 ",
         handler.memory_mib,
-        seen.system >> 20,
-        seen.milli / 10,
-        seen.milli % 10,
+        overhead.system_bytes >> 20,
+        overhead.cpu_milli / 10,
+        overhead.cpu_milli % 10,
     )
 }
 
@@ -135,23 +134,23 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_was_seen_becomes_an_overhead() {
+    fn measurements_become_the_overhead_of_a_runtime_class() {
         let before = json!({"machine": {"cpuNanos": 1_000_000_000_u64}});
         let mut after = json!({
             "machine": {"cpuNanos": 1_200_000_000_u64, "guestBytes": 90 << 20, "processBytes": 30 << 20},
             "system": {"memoryBytes": 60 << 20}, "node": {"memoryBytes": 125 << 20},
         });
         let time = Duration::from_secs(10);
-        let found = seen(&before, &after, time).unwrap();
-        assert_eq!(found, Seen { own: 35 << 20, system: 60 << 20, milli: 20 });
+        let found = compute(&before, &after, time).unwrap();
+        assert_eq!(found, Overhead { own_bytes: 35 << 20, system_bytes: 60 << 20, cpu_milli: 20 });
         let handler = Handler { memory_mib: 128, ..Handler::default() };
         let text = manifest("large", &handler, found);
         assert!(text.contains("overhead: {podFixed: {memory: 168Mi, cpu: 30m}}"), "{text}");
-        assert!(text.contains("use 60 MiB; 36 MiB beside it; idle 2.0 %"), "{text}");
+        assert!(text.contains("use 60 MiB; 36 MiB outside the guest; idle 2.0 %"), "{text}");
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 129, ..Handler::default() };
         assert!(manifest("large", &huge, found).contains("{memory: 40Mi, hugepages-2Mi: 130Mi, cpu: 30m}"));
         after["node"] = Value::Null;
-        assert_eq!(seen(&before, &after, time).unwrap().own, 30 << 20);
-        assert_eq!(seen(&before, &json!({}), time), None);
+        assert_eq!(compute(&before, &after, time).unwrap().own_bytes, 30 << 20);
+        assert_eq!(compute(&before, &json!({}), time), None);
     }
 }

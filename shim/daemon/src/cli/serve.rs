@@ -4,7 +4,7 @@ use crate::config::Config;
 use crate::lifecycle::services::Processes;
 use crate::lifecycle::{EngineChoice, Events};
 use crate::program;
-use crate::server::{self, Setup};
+use crate::server::{self, DaemonSetup};
 use crate::supervision::Supervisor;
 use crate::sys;
 use anyhow::Context;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Returns the engines of this node according to the probe of KVM, and the result of the probe.
-pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
+pub(super) fn probe_engine() -> (EngineChoice, probe::KvmVerdict) {
     let verdict = probe::probe_kvm();
     let accelerator = match probe::choose_accelerator(&verdict) {
         probe::Accelerator::Kvm => Accelerator::Kvm,
@@ -33,13 +33,14 @@ pub(super) fn engine() -> (EngineChoice, probe::KvmVerdict) {
 }
 
 pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Result<ExitCode> {
-    sys::give_memory_back();
-    supervisor.status("bringing the pods of this node in order");
-    let (engine, verdict) = engine();
+    sys::return_freed_memory();
+    supervisor.status("recovering the pods of this node");
+    let (engine, verdict) = probe_engine();
     tracing::info!(engine = %engine.fitting, "{verdict}");
-    let exe = program::pod_program().context("cannot find the path of this program, beside which that of pods is")?;
+    let exe =
+        program::pod_program().context("cannot find the path of this program, in whose directory nacelle-pod is")?;
     let networks = Arc::new(nacelle_net::Network::new(config.network_options()));
-    let setup = Setup {
+    let setup = DaemonSetup {
         config,
         engine,
         pods: Arc::new(Processes { exe }),
@@ -57,7 +58,7 @@ pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Resul
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
-            tracing::info!("ending; pods run on");
+            tracing::info!("stopping; pods continue to run");
         };
         server::serve(node, supervisor, claim, end).await?;
         Ok(ExitCode::SUCCESS)

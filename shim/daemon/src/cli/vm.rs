@@ -1,7 +1,7 @@
 //! Implements the commands of `nacelle vm` that need no daemon: check and convert the manifests of machines, and print their
 //! schema. The rules are the same on every node. Operations on machines are in `machines`.
 
-use super::machines::{self, Machines};
+use super::machines::{self, VmOperation};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use nacelle_machines::honoured::{NotRun, not_known, not_run};
@@ -15,36 +15,37 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Subcommand)]
-pub(super) enum Vm {
-    /// Checks manifests: pods and workloads with annotations of Nacelle, machines, KubeVirt's machines, specifications.
+pub(super) enum VmCommand {
+    /// Checks manifests: pods and workloads with Nacelle's annotations, VirtualMachines of Nacelle and KubeVirt, and bare VM
+    /// specifications.
     Validate {
-        /// Files with YAML or JSON documents; - is the standard input.
+        /// Files with YAML or JSON documents; - means standard input.
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
         #[command(flatten)]
-        catalogue: Documents,
-        /// How it is told.
+        catalogue: CatalogueFiles,
+        /// The format of the report.
         #[arg(long, short, value_enum, default_value = "text")]
-        output: Output,
+        output: ReportFormat,
     },
-    /// Turns KubeVirt's machines into pods, ReplicaSets, Deployments and machine records.
+    /// Converts KubeVirt's VMs into pods, ReplicaSets, Deployments and VirtualMachine records.
     Convert {
-        /// Files with YAML or JSON documents; - is the standard input.
+        /// Files with YAML or JSON documents; - means standard input.
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
         #[command(flatten)]
-        catalogue: Documents,
+        catalogue: CatalogueFiles,
         /// The RuntimeClass of the pods.
         #[arg(long, value_name = "NAME")]
         runtime_class: Option<String>,
-        /// The image of pods whose machines have their disks elsewhere.
+        /// The image of pods whose VMs have no disk in an image.
         #[arg(long, value_name = "REFERENCE")]
         image: Option<String>,
     },
-    /// Works with the machines of this node, through the daemon.
+    /// Manages the VMs of this node, through the daemon.
     #[command(flatten)]
-    Machines(Machines),
-    /// Prints the schema of machines as an OpenAPI v3 document.
+    Operation(VmOperation),
+    /// Prints the schema of VM documents as OpenAPI v3.
     Schema {
         /// The version of the documents.
         #[arg(long, value_enum, default_value = "v1")]
@@ -53,14 +54,14 @@ pub(super) enum Vm {
 }
 
 #[derive(clap::Args)]
-pub(super) struct Documents {
-    /// Files with instance types, preferences and presets, beside those that are built in.
+pub(super) struct CatalogueFiles {
+    /// A file with instance types, preferences and presets, in addition to the built-in ones. May be repeated.
     #[arg(long, value_name = "FILE")]
     catalogue: Vec<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-pub(super) enum Output {
+pub(super) enum ReportFormat {
     Text,
     Json,
 }
@@ -71,19 +72,19 @@ pub(super) enum SchemaVersion {
     V1alpha1,
 }
 
-pub(super) fn run(config: &super::Config, command: Vm) -> anyhow::Result<ExitCode> {
+pub(super) fn run(config: &super::ConfigArgument, command: VmCommand) -> anyhow::Result<ExitCode> {
     match command {
-        Vm::Machines(command) => machines::run(&config.load()?, command),
-        Vm::Validate { files, catalogue, output } => validate(&files, &catalogue.read()?, output),
-        Vm::Convert { files, catalogue, runtime_class, image } => {
-            let usual = Options::default();
+        VmCommand::Operation(operation) => machines::run(&config.load()?, operation),
+        VmCommand::Validate { files, catalogue, output } => validate(&files, &catalogue.read()?, output),
+        VmCommand::Convert { files, catalogue, runtime_class, image } => {
+            let defaults = Options::default();
             let options = Options {
-                runtime_class: runtime_class.unwrap_or(usual.runtime_class),
-                image: image.unwrap_or(usual.image),
+                runtime_class: runtime_class.unwrap_or(defaults.runtime_class),
+                image: image.unwrap_or(defaults.image),
             };
             convert(&files, &catalogue.read()?, &options)
         }
-        Vm::Schema { api_version } => {
+        VmCommand::Schema { api_version } => {
             let version = match api_version {
                 SchemaVersion::V1 => Version::V1,
                 SchemaVersion::V1alpha1 => Version::V1Alpha1,
@@ -94,102 +95,103 @@ pub(super) fn run(config: &super::Config, command: Vm) -> anyhow::Result<ExitCod
     }
 }
 
-impl Documents {
+impl CatalogueFiles {
     pub(super) fn read(&self) -> anyhow::Result<Catalogue> {
         let mut catalogue = Catalogue::default();
         for file in &self.catalogue {
-            for document in documents(file)? {
-                catalogue.add(document, "document").with_context(|| format!("{} is no catalogue", file.display()))?;
+            for document in read_documents(file)? {
+                catalogue.add(document, "document").with_context(|| format!("invalid catalogue {}", file.display()))?;
             }
         }
         Ok(catalogue)
     }
 }
 
-/// The documents of a file.
-fn documents(file: &Path) -> anyhow::Result<Vec<Value>> {
+/// Reads the documents of a file, or of standard input for "-".
+fn read_documents(file: &Path) -> anyhow::Result<Vec<Value>> {
     let mut text = String::new();
     // One byte above the limit, so that a longer file is detected.
-    let most = u64::try_from(read::MAX_BYTES)?.saturating_add(1);
+    let limit = u64::try_from(read::MAX_BYTES)?.saturating_add(1);
     let read = if file == Path::new("-") {
-        std::io::stdin().take(most).read_to_string(&mut text)
+        std::io::stdin().take(limit).read_to_string(&mut text)
     } else {
-        std::fs::File::open(file).and_then(|opened| opened.take(most).read_to_string(&mut text))
+        std::fs::File::open(file).and_then(|opened| opened.take(limit).read_to_string(&mut text))
     };
     read.with_context(|| format!("cannot read {}", file.display()))?;
     Ok(read::all(&text, &file.display().to_string())?)
 }
 
-fn validate(files: &[PathBuf], catalogue: &Catalogue, output: Output) -> anyhow::Result<ExitCode> {
-    let mut told = Vec::new();
-    let mut right = true;
+fn validate(files: &[PathBuf], catalogue: &Catalogue, output: ReportFormat) -> anyhow::Result<ExitCode> {
+    let mut reports = Vec::new();
+    let mut all_valid = true;
     for file in files {
-        let verdicts = manifest::validate(&documents(file)?, catalogue);
-        anyhow::ensure!(!verdicts.is_empty(), "{} has no document", file.display());
-        right &= verdicts.iter().all(|verdict| verdict.causes.is_empty());
+        let verdicts = manifest::validate(&read_documents(file)?, catalogue);
+        anyhow::ensure!(!verdicts.is_empty(), "{} contains no document", file.display());
+        all_valid &= verdicts.iter().all(|verdict| verdict.causes.is_empty());
         match output {
-            Output::Text => verdicts.iter().for_each(|verdict| print!("{}", lines(file, verdict))),
-            Output::Json => told.extend(verdicts.iter().map(|verdict| {
+            ReportFormat::Text => verdicts.iter().for_each(|verdict| print!("{}", report_lines(file, verdict))),
+            ReportFormat::Json => reports.extend(verdicts.iter().map(|verdict| {
                 json!({ "file": file, "kind": verdict.kind, "name": verdict.name, "machine": verdict.machine,
                     "valid": verdict.causes.is_empty(), "causes": verdict.causes, "warnings": warnings(verdict) })
             })),
         }
     }
-    if output == Output::Json {
-        println!("{:#}", Value::Array(told));
+    if output == ReportFormat::Json {
+        println!("{:#}", Value::Array(reports));
     }
-    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if all_valid { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What is right, and refused by nodes all the same.
+/// Returns the fields of a valid specification for which nodes of this version reject the pod.
 fn warnings(verdict: &Verdict) -> Vec<NotRun> {
     let Some(admitted) = &verdict.admitted else { return Vec::new() };
-    // The Deployment in the record names this.
-    let names = if manifest::is_machine(&verdict.kind) { Vec::new() } else { not_known(admitted) };
-    names.into_iter().chain(not_run(admitted)).collect()
+    // The record's Deployment has these names.
+    let unknown = if manifest::is_machine(&verdict.kind) { Vec::new() } else { not_known(admitted) };
+    unknown.into_iter().chain(not_run(admitted)).collect()
 }
 
-/// A line for each cause, or one that says that there is none, and one for each warning.
-fn lines(file: &Path, verdict: &Verdict) -> String {
+/// Returns a line for each cause, or a line for a valid document and one for each warning.
+fn report_lines(file: &Path, verdict: &Verdict) -> String {
     let kind = if verdict.kind.is_empty() { "specification" } else { &verdict.kind };
-    let who = format!("{}: {kind} {}", file.display(), verdict.name);
-    let who = who.trim_end();
+    let subject = format!("{}: {kind} {}", file.display(), verdict.name);
+    let subject = subject.trim_end();
     if verdict.causes.is_empty() {
-        let what = if verdict.machine { "right" } else { "says nothing of a machine" };
-        let warnings = warnings(verdict).into_iter().map(|warning| format!("{who}: warning: {warning}\n"));
-        return format!("{who}: {what}\n{}", warnings.collect::<String>());
+        let result = if verdict.machine { "valid" } else { "valid, requests no VM settings" };
+        let warnings = warnings(verdict).into_iter().map(|warning| format!("{subject}: warning: {warning}\n"));
+        return format!("{subject}: {result}\n{}", warnings.collect::<String>());
     }
-    each(who, &verdict.causes)
+    cause_lines(subject, &verdict.causes)
 }
 
-fn each(who: &str, causes: &Causes) -> String {
-    causes.list().iter().map(|cause| format!("{who}: {cause}\n")).collect()
+fn cause_lines(subject: &str, causes: &Causes) -> String {
+    causes.list().iter().map(|cause| format!("{subject}: {cause}\n")).collect()
 }
 
 fn convert(files: &[PathBuf], catalogue: &Catalogue, options: &Options) -> anyhow::Result<ExitCode> {
-    let mut made = Vec::new();
-    let mut right = true;
+    let mut converted_documents = Vec::new();
+    let mut all_valid = true;
     let mut catalogue = catalogue.clone();
     for file in files {
-        let (listed, rest): (Vec<Value>, Vec<Value>) = documents(file)?.into_iter().partition(manifest::is_catalogue);
-        for document in listed {
-            catalogue.add(document, "document").with_context(|| format!("{} is no catalogue", file.display()))?;
+        let (catalogues, rest): (Vec<Value>, Vec<Value>) =
+            read_documents(file)?.into_iter().partition(manifest::is_catalogue);
+        for document in catalogues {
+            catalogue.add(document, "document").with_context(|| format!("invalid catalogue {}", file.display()))?;
         }
         for document in rest {
             let text = |pointer: &str| document.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
-            let who = format!("{}: {} {}", file.display(), text("/kind"), text("/metadata/name"));
+            let subject = format!("{}: {} {}", file.display(), text("/kind"), text("/metadata/name"));
             match manifest::convert(&document, &catalogue, options) {
                 Ok(converted) => {
-                    converted.notes.iter().for_each(|note| eprintln!("{who}: note: {note}"));
-                    made.extend(converted.documents);
+                    converted.notes.iter().for_each(|note| eprintln!("{subject}: note: {note}"));
+                    converted_documents.extend(converted.documents);
                 }
                 Err(causes) => {
-                    right = false;
-                    eprint!("{}", each(&who, &causes));
+                    all_valid = false;
+                    eprint!("{}", cause_lines(&subject, &causes));
                 }
             }
         }
     }
-    print!("{}", manifest::text(&made));
-    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    print!("{}", manifest::text(&converted_documents));
+    Ok(if all_valid { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

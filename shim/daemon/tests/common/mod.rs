@@ -13,7 +13,7 @@ use nacelle_base::net::{Interface, PodNetwork};
 use nacelle_daemon::config::{Config, Handler};
 use nacelle_daemon::lifecycle::services::Networks;
 use nacelle_daemon::lifecycle::{EngineChoice, Events};
-use nacelle_daemon::server::{self, Setup};
+use nacelle_daemon::server::{self, DaemonSetup};
 use nacelle_daemon::supervision::Supervisor;
 use nacelle_net::{Attachment, CniError, NetError, PodRef};
 use nacelle_pod::spec::Accelerator;
@@ -270,7 +270,7 @@ impl World {
     fn start(&self, observer: Option<Observer>, events: Events) -> Daemon {
         let config = self.config();
         let socket = config.paths.socket.clone();
-        let setup = Setup {
+        let setup = DaemonSetup {
             config,
             engine: EngineChoice {
                 fitting: EngineKind::Qemu,

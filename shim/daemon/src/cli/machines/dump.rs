@@ -1,6 +1,6 @@
 //! Writes what the daemon sends to standard output, or to a file that appears only when it is complete.
 
-use super::told;
+use super::status_error;
 use anyhow::Context;
 use nacelle_proto::vm;
 use std::ffi::OsString;
@@ -12,14 +12,17 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::signal::unix::{SignalKind, signal};
 use tonic::Streaming;
 
-/// Writes all pieces. After an interrupt or an error no file is left.
+/// Writes the whole dump. After an interrupt or an error no file is left.
 pub(super) async fn write(pieces: Streaming<vm::Piece>, output: Option<PathBuf>) -> anyhow::Result<()> {
     let Some(path) = output else {
-        anyhow::ensure!(!std::io::stdout().is_terminal(), "a memory dump is no text: say --output FILE");
+        anyhow::ensure!(
+            !std::io::stdout().is_terminal(),
+            "cannot write a memory dump to a terminal: use --output FILE"
+        );
         let mut stdout = tokio::io::stdout();
         return copy(pieces, &mut stdout).await;
     };
-    let (partial, mut file) = Partial::make(&path)?;
+    let (partial, mut file) = PartialFile::create(&path)?;
     let mut terminated = signal(SignalKind::terminate())?;
     tokio::select! {
         copied = copy(pieces, &mut file) => copied?,
@@ -27,40 +30,40 @@ pub(super) async fn write(pieces: Streaming<vm::Piece>, output: Option<PathBuf>)
             interrupted?;
             anyhow::bail!("interrupted");
         }
-        _ = terminated.recv() => anyhow::bail!("told to end"),
+        _ = terminated.recv() => anyhow::bail!("terminated by SIGTERM"),
     }
     let failed = || format!("cannot write {}", path.display());
     file.sync_all().await.with_context(failed)?;
-    partial.keep(&path).with_context(failed)
+    partial.rename_to(&path).with_context(failed)
 }
 
 async fn copy(mut pieces: Streaming<vm::Piece>, to: &mut (impl AsyncWrite + Unpin)) -> anyhow::Result<()> {
-    while let Some(vm::Piece { data }) = pieces.message().await.map_err(told)? {
+    while let Some(vm::Piece { data }) = pieces.message().await.map_err(status_error)? {
         to.write_all(&data).await.context("cannot write the memory dump")?;
     }
     to.flush().await.context("cannot write the memory dump")
 }
 
 /// A temporary file next to the output file, removed on drop.
-struct Partial(PathBuf);
+struct PartialFile(PathBuf);
 
-impl Partial {
+impl PartialFile {
     /// Creates the temporary file. A memory dump contains secrets: no other user may read it.
-    fn make(path: &Path) -> anyhow::Result<(Partial, File)> {
-        let mut name = path.file_name().context("--output names no file")?.to_owned();
+    fn create(path: &Path) -> anyhow::Result<(PartialFile, File)> {
+        let mut name = path.file_name().context("--output is not the path of a file")?.to_owned();
         name.push(OsString::from(format!(".partial.{}", std::process::id())));
         let partial = path.with_file_name(name);
         let file = std::fs::File::options().write(true).create_new(true).mode(0o600).open(&partial);
-        let file = file.with_context(|| format!("cannot make {}", partial.display()))?;
-        Ok((Partial(partial), File::from_std(file)))
+        let file = file.with_context(|| format!("cannot create {}", partial.display()))?;
+        Ok((PartialFile(partial), File::from_std(file)))
     }
 
-    fn keep(self, path: &Path) -> std::io::Result<()> {
+    fn rename_to(self, path: &Path) -> std::io::Result<()> {
         std::fs::rename(&self.0, path)
     }
 }
 
-impl Drop for Partial {
+impl Drop for PartialFile {
     fn drop(&mut self) {
         // The file no longer has this name after it was renamed to the output file.
         let _ = std::fs::remove_file(&self.0);
@@ -73,22 +76,22 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[tokio::test]
-    async fn a_file_is_there_when_it_is_whole() {
+    async fn the_output_file_appears_when_it_is_complete() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("memory.elf");
         let names = || std::fs::read_dir(directory.path()).unwrap().count();
         std::fs::write(&path, "old").unwrap();
-        let (partial, mut file) = Partial::make(&path).unwrap();
+        let (partial, mut file) = PartialFile::create(&path).unwrap();
         file.write_all(b"half").await.unwrap();
         assert_eq!(names(), 2);
         drop(partial);
         assert_eq!((names(), std::fs::read(&path).unwrap().as_slice()), (1, &b"old"[..]));
-        let (partial, mut file) = Partial::make(&path).unwrap();
+        let (partial, mut file) = PartialFile::create(&path).unwrap();
         file.write_all(b"whole").await.unwrap();
         file.flush().await.unwrap();
-        partial.keep(&path).unwrap();
+        partial.rename_to(&path).unwrap();
         assert_eq!((names(), std::fs::read(&path).unwrap().as_slice()), (1, &b"whole"[..]));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(Partial::make(Path::new("/")).is_err());
+        assert!(PartialFile::create(Path::new("/")).is_err());
     }
 }

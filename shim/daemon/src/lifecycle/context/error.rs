@@ -1,6 +1,6 @@
 //! Defines the errors of operations on pods and containers, and their kinds for the caller.
 
-use crate::hugepages::TooFew;
+use crate::hugepages::HugepagesExhausted;
 use crate::oci::OciError;
 use nacelle_base::files::FileError;
 use nacelle_base::{Classify, Kind};
@@ -94,7 +94,7 @@ pub enum LifecycleError {
     Cancelled,
     /// The node has too few free huge pages for the VM's memory.
     #[error(transparent)]
-    HugePages(#[from] TooFew),
+    HugePages(#[from] HugepagesExhausted),
     /// The VM or the network could not be created.
     #[error("cannot {step}")]
     Step {
