@@ -1,8 +1,10 @@
-//! Checks the house rules (`cargo xtask rules`) and measures the code (`cargo xtask shape`).
+//! Checks the house rules (`cargo xtask rules`), measures the code (`cargo xtask shape`), and writes the tables of documents that
+//! follow from the code (`cargo xtask docs`).
 
 mod budgets;
 mod calls;
 mod decoders;
+mod docs;
 mod files;
 mod jailed;
 mod language;
@@ -34,9 +36,11 @@ fn main() -> ExitCode {
         ["rules"] => print_rules(&root()),
         ["shape"] => print_shape(&root(), false),
         ["shape", "--json"] => print_shape(&root(), true),
+        ["docs"] => docs::write(&root()),
         _ => {
             eprintln!("usage: cargo xtask rules            checks the house rules");
             eprintln!("       cargo xtask shape [--json]   measures files, functions, import cycles and names");
+            eprintln!("       cargo xtask docs             writes the tables of documents that follow from the code");
             ExitCode::from(2)
         }
     }
