@@ -8,16 +8,16 @@ use std::error::Error;
 use std::fs;
 use std::path::Path;
 
-const TABLE: &str = "ci/budgets.tsv";
+const BUDGETS_FILE: &str = "ci/budgets.tsv";
 
 /// All suites together take less, in seconds.
-const LIMIT: u32 = 3600;
+const MAX_SECONDS: u32 = 3600;
 
 pub fn check(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
-    Ok(broken(&fs::read_to_string(root.join(TABLE))?))
+    Ok(violations(&fs::read_to_string(root.join(BUDGETS_FILE))?))
 }
 
-fn broken(table: &str) -> Vec<Finding> {
+fn violations(table: &str) -> Vec<Finding> {
     let (mut found, mut main, mut node) = (Vec::new(), 0_u32, 0_u32);
     for (before, line) in table.lines().enumerate().filter(|(_, line)| !line.is_empty() && !line.starts_with('#')) {
         match budget(line) {
@@ -25,16 +25,16 @@ fn broken(table: &str) -> Vec<Finding> {
             Some(("node", seconds)) => node += seconds,
             Some(_) => {}
             None => found.push(Finding {
-                place: format!("{TABLE}:{}", before + 1),
+                place: format!("{BUDGETS_FILE}:{}", before + 1),
                 rule: "is not seconds, a lane (main, node or node?), test programs and a name, separated by tabs"
                     .to_owned(),
             }),
         }
     }
     for (suites, seconds) in [("lane main", main), ("both lanes, each with half of the suites,", main.midpoint(node))] {
-        if seconds >= LIMIT {
-            let rule = format!("the budgets of {suites} are {seconds} s, which is not below {LIMIT} s");
-            found.push(Finding { place: TABLE.to_owned(), rule });
+        if seconds >= MAX_SECONDS {
+            let rule = format!("the budgets of {suites} are {seconds} s, which is not below {MAX_SECONDS} s");
+            found.push(Finding { place: BUDGETS_FILE.to_owned(), rule });
         }
     }
     found
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     fn findings(table: &str) -> Vec<String> {
-        broken(table).into_iter().map(|found| format!("{}: {}", found.place, found.rule)).collect()
+        violations(table).into_iter().map(|found| format!("{}: {}", found.place, found.rule)).collect()
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Finds system calls that a signal can interrupt and that are not repeated (`nacelle_base::retry`).
 
 use crate::Finding;
-use crate::source::{Token, blank, tokens};
+use crate::source::{Token, blank_literals, tokens};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -9,16 +9,16 @@ use std::ops::Range;
 const DIRECTORIES: [&str; 2] = ["agent/src", "shim"];
 
 /// The file that makes such calls for the others.
-const HELPER: &str = "shim/base/src/retry.rs";
+const RETRY_HELPER: &str = "shim/base/src/retry.rs";
 
 /// The file that lists system calls by their numbers and makes none.
-const NUMBERS: &str = "shim/jail/src/table.rs";
+const SYSCALL_NUMBERS: &str = "shim/jail/src/table.rs";
 
 /// Crates whose functions are system calls as they are; the standard library repeats most of its own.
-const CRATES: [&str; 3] = ["nix", "libc", "rustix"];
+const SYSCALL_CRATES: [&str; 3] = ["nix", "libc", "rustix"];
 
 /// Functions of those crates that can fail with EINTR (signal(7)).
-const CALLS: [&str; 59] = [
+const INTERRUPTIBLE_CALLS: [&str; 59] = [
     "accept",
     "accept4",
     "clock_nanosleep",
@@ -81,23 +81,23 @@ const CALLS: [&str; 59] = [
 ];
 
 /// Arguments that make fcntl(2) wait.
-const WAITS: [&str; 2] = ["F_SETLKW", "F_OFD_SETLKW"];
+const BLOCKING_LOCKS: [&str; 2] = ["F_SETLKW", "F_OFD_SETLKW"];
 
 /// The files whose `connect_unix` connects sockets that do not block: connect(2) fails with EAGAIN while a listener's queue is full.
-const CONNECTORS: [&str; 2] = ["shim/pod/src/client/mod.rs", "shim/keeper/src/streams.rs"];
+const CONNECTING_FILES: [&str; 2] = ["shim/pod/src/client/mod.rs", "shim/keeper/src/streams.rs"];
 
 /// The functions of the helper that take such a call.
-const REPEATED: [&str; 3] = ["retry_interrupted", "retry_transient", "when_ready"];
+const RETRY_FUNCTIONS: [&str; 3] = ["retry_interrupted", "retry_transient", "when_ready"];
 
 /// `files` are all Rust files: their places and their texts.
 pub fn check(files: &[(String, String)]) -> Vec<Finding> {
     let runs = |place: &str| DIRECTORIES.iter().any(|directory| place.starts_with(&format!("{directory}/")));
     let mut found = Vec::new();
     for (place, text) in files.iter().filter(|(place, _)| runs(place) && !is_test(place)) {
-        if [HELPER, NUMBERS].contains(&place.as_str()) {
+        if [RETRY_HELPER, SYSCALL_NUMBERS].contains(&place.as_str()) {
             continue;
         }
-        let raw = raw_calls(text, CONNECTORS.contains(&place.as_str()));
+        let raw = raw_calls(text, CONNECTING_FILES.contains(&place.as_str()));
         found.extend(raw.into_iter().map(|(line, rule)| Finding { place: format!("{place}:{line}"), rule }));
     }
     found
@@ -109,12 +109,12 @@ fn is_test(place: &str) -> bool {
     place.contains("/tests/") || place.contains("/contract/") || name == "tests.rs" || name.ends_with("_tests.rs")
 }
 
-/// The lines with calls that are not repeated, and what is wrong there. `connector`: see [`CONNECTORS`].
+/// The lines with calls that are not repeated, and what is wrong there. `connector`: see [`CONNECTING_FILES`].
 fn raw_calls(text: &str, connector: bool) -> Vec<(usize, String)> {
-    let code = without_tests(&blank(text));
+    let code = without_tests(&blank_literals(text));
     let tokens = tokens(&code);
-    let (names, uses) = imports(&tokens);
-    let repeated = arguments(&tokens);
+    let (names, uses) = imported_names(&tokens);
+    let repeated = call_arguments(&tokens);
     let mut found = Vec::new();
     let mut next = 0;
     while let Some(token) = tokens.get(next) {
@@ -140,7 +140,7 @@ fn raw_calls(text: &str, connector: bool) -> Vec<(usize, String)> {
         if connector && path == ["tokio", "net", "UnixStream", "connect"] {
             continue;
         }
-        let Some(rule) = broken(&path, repeated.iter().filter(|(range, _)| range.contains(&first)).map(|(_, by)| *by))
+        let Some(rule) = violation(&path, repeated.iter().filter(|(range, _)| range.contains(&first)).map(|(_, by)| *by))
         else {
             continue;
         };
@@ -150,7 +150,7 @@ fn raw_calls(text: &str, connector: bool) -> Vec<(usize, String)> {
 }
 
 /// What is wrong with naming this function inside of the arguments of those.
-fn broken<'a>(path: &[&str], mut inside: impl Iterator<Item = &'a str>) -> Option<String> {
+fn violation<'a>(path: &[&str], mut inside: impl Iterator<Item = &'a str>) -> Option<String> {
     let (root, last) = (path.first()?, path.last()?);
     let name = path.join("::");
     if path.ends_with(&["UnixStream", "connect"]) {
@@ -162,13 +162,13 @@ fn broken<'a>(path: &[&str], mut inside: impl Iterator<Item = &'a str>) -> Optio
             _ => None,
         };
     }
-    if !CRATES.contains(root) {
+    if !SYSCALL_CRATES.contains(root) {
         return None;
     }
     match *last {
         "openat2" | "SYS_openat2" | "SYS_bpf" => (!inside.any(|by| by == "retry_transient"))
             .then(|| format!("{name} can fail with EINTR, and with EAGAIN when it races: wrap it in retry_transient")),
-        call if CALLS.contains(&call) || WAITS.contains(&call) => inside
+        call if INTERRUPTIBLE_CALLS.contains(&call) || BLOCKING_LOCKS.contains(&call) => inside
             .next()
             .is_none()
             .then(|| format!("{name} can fail with EINTR: wrap it in a function of nacelle_base::retry")),
@@ -177,7 +177,7 @@ fn broken<'a>(path: &[&str], mut inside: impl Iterator<Item = &'a str>) -> Optio
 }
 
 /// The full paths of imported names, and where the `use` items are.
-fn imports<'a>(tokens: &[Token<'a>]) -> (BTreeMap<&'a str, Vec<&'a str>>, Vec<Range<usize>>) {
+fn imported_names<'a>(tokens: &[Token<'a>]) -> (BTreeMap<&'a str, Vec<&'a str>>, Vec<Range<usize>>) {
     let (mut names, mut uses) = (BTreeMap::new(), Vec::new());
     let mut at = 0;
     while let Some(token) = tokens.get(at) {
@@ -185,7 +185,7 @@ fn imports<'a>(tokens: &[Token<'a>]) -> (BTreeMap<&'a str, Vec<&'a str>>, Vec<Ra
         if token.text == "use" {
             let start = at;
             let end = tokens.iter().skip(at).position(|token| token.text == ";").map_or(tokens.len(), |more| at + more);
-            import(tokens.get(start..end).unwrap_or_default(), &[], &mut names);
+            collect_imports(tokens.get(start..end).unwrap_or_default(), &[], &mut names);
             uses.push(start..end);
             at = end;
         }
@@ -194,7 +194,7 @@ fn imports<'a>(tokens: &[Token<'a>]) -> (BTreeMap<&'a str, Vec<&'a str>>, Vec<Ra
 }
 
 /// Notes the names that one tree of a `use` item brings.
-fn import<'a>(tree: &[Token<'a>], above: &[&'a str], names: &mut BTreeMap<&'a str, Vec<&'a str>>) {
+fn collect_imports<'a>(tree: &[Token<'a>], above: &[&'a str], names: &mut BTreeMap<&'a str, Vec<&'a str>>) {
     let mut path = above.to_vec();
     for (number, token) in tree.iter().enumerate() {
         match token.text {
@@ -206,7 +206,7 @@ fn import<'a>(tree: &[Token<'a>], above: &[&'a str], names: &mut BTreeMap<&'a st
                     depth += i32::from(token.text == "{") - i32::from(token.text == "}");
                     token.text == "," && depth == 0
                 }) {
-                    import(part, &path, names);
+                    collect_imports(part, &path, names);
                 }
                 return;
             }
@@ -226,9 +226,9 @@ fn import<'a>(tree: &[Token<'a>], above: &[&'a str], names: &mut BTreeMap<&'a st
 }
 
 /// Where the arguments of the helper's functions are.
-fn arguments<'a>(tokens: &[Token<'a>]) -> Vec<(Range<usize>, &'a str)> {
+fn call_arguments<'a>(tokens: &[Token<'a>]) -> Vec<(Range<usize>, &'a str)> {
     let mut found = Vec::new();
-    for (number, token) in tokens.iter().enumerate().filter(|(_, token)| REPEATED.contains(&token.text)) {
+    for (number, token) in tokens.iter().enumerate().filter(|(_, token)| RETRY_FUNCTIONS.contains(&token.text)) {
         let start = number + 1;
         if tokens.get(start).is_none_or(|token| token.text != "(") {
             continue;

@@ -9,13 +9,13 @@ use std::error::Error;
 use std::fs;
 use std::path::Path;
 
-const LIST: &str = "ci/decoders.txt";
+const LIST_FILE: &str = "ci/decoders.txt";
 /// Calls that decode without a bound.
-const JSON: [&str; 4] =
+const JSON_DECODERS: [&str; 4] =
     ["serde_json::from_slice", "serde_json::from_str", "serde_json::from_reader", "serde_json::Deserializer"];
 
 pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Box<dyn Error>> {
-    let list = fs::read_to_string(root.join(LIST))?;
+    let list = fs::read_to_string(root.join(LIST_FILE))?;
     Ok(compare(&list, files))
 }
 
@@ -30,7 +30,7 @@ fn compare(list: &str, files: &[(String, String)]) -> Vec<Finding> {
         }
     }
     for (place, text) in files.iter().filter(|(place, _)| !is_test(place)) {
-        match (decodes(text), listed.remove(place.as_str()).is_some()) {
+        match (unbounded_decoder(text), listed.remove(place.as_str()).is_some()) {
             (Some(call), false) => found.push(finding(
                 place,
                 &format!(
@@ -51,11 +51,11 @@ fn is_test(place: &str) -> bool {
 }
 
 /// The decoder that the code calls without a bound.
-fn decodes(text: &str) -> Option<String> {
+fn unbounded_decoder(text: &str) -> Option<String> {
     let code = text.lines().take_while(|line| !line.ends_with("mod tests {"));
     let code: Vec<&str> = code.filter(|line| !line.trim_start().starts_with("//")).collect();
     let calls = |call: &str| code.iter().any(|line| line.contains(call));
-    if let Some(call) = JSON.iter().find(|call| calls(call)) {
+    if let Some(call) = JSON_DECODERS.iter().find(|call| calls(call)) {
         return Some((*call).to_owned());
     }
     if calls("ProstCodec") {

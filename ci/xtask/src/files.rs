@@ -10,21 +10,21 @@ use std::path::{Path, PathBuf};
 const DIRECTORIES: [&str; 5] = ["proto", "shim", "agent", "guest", "ci"];
 
 /// All Rust files: their places below `root` and their texts.
-pub fn all(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
+pub fn read_rust(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     let mut found = Vec::new();
-    for path in paths(root)?.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "rs")) {
-        found.push((place(root, &path)?, fs::read_to_string(&path)?));
+    for path in tracked_paths(root)?.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "rs")) {
+        found.push((relative_path(root, &path)?, fs::read_to_string(&path)?));
     }
     Ok(found)
 }
 
 /// All shell scripts: their places below `root` and their texts. A script has the ending `.sh`, or its first line names a shell.
-pub fn scripts(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
+pub fn read_scripts(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     let mut found = Vec::new();
-    for path in paths(root)? {
+    for path in tracked_paths(root)? {
         let bytes = fs::read(&path)?;
         if path.extension().is_some_and(|extension| extension == "sh") || names_shell(&bytes) {
-            found.push((place(root, &path)?, String::from_utf8_lossy(&bytes).into_owned()));
+            found.push((relative_path(root, &path)?, String::from_utf8_lossy(&bytes).into_owned()));
         }
     }
     Ok(found)
@@ -35,9 +35,9 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
     let mut listed: BTreeSet<&str> = list.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let mut found = Vec::new();
     for (place, text) in files {
-        found.extend(header(text).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
+        found.extend(missing_header(text).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
         let allowed = listed.remove(place.as_str());
-        found.extend(unsafety(text, allowed).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
+        found.extend(misplaced_unsafe(text, allowed).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
     }
     found.extend(listed.into_iter().map(|place| Finding {
         place: place.to_owned(),
@@ -47,7 +47,7 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
 }
 
 /// All files below the directories of the project, in order.
-fn paths(root: &Path) -> Result<Vec<PathBuf>, Box<dyn Error>> {
+fn tracked_paths(root: &Path) -> Result<Vec<PathBuf>, Box<dyn Error>> {
     let mut paths = Vec::new();
     for directory in DIRECTORIES {
         collect(&root.join(directory), &mut paths)?;
@@ -70,7 +70,7 @@ fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Err
     Ok(())
 }
 
-fn place(root: &Path, path: &Path) -> Result<String, Box<dyn Error>> {
+fn relative_path(root: &Path, path: &Path) -> Result<String, Box<dyn Error>> {
     Ok(path.strip_prefix(root)?.to_string_lossy().into_owned())
 }
 
@@ -82,11 +82,11 @@ fn names_shell(bytes: &[u8]) -> bool {
     words.any(|word| matches!(word.rsplit('/').next(), Some("sh" | "bash")))
 }
 
-fn header(text: &str) -> Option<&'static str> {
+fn missing_header(text: &str) -> Option<&'static str> {
     (!text.starts_with("//! ")).then_some("does not open with `//!` and a sentence that says what the module does")
 }
 
-fn unsafety(text: &str, listed: bool) -> Option<&'static str> {
+fn misplaced_unsafe(text: &str, listed: bool) -> Option<&'static str> {
     let says = text.lines().map(str::trim_start).filter(|line| !line.starts_with("//")).any(has_unsafe);
     match (says, listed) {
         (true, false) => Some("says `unsafe` and is not listed in ci/unsafe.txt"),
@@ -116,17 +116,17 @@ mod tests {
 
     #[test]
     fn a_file_says_what_it_does() {
-        assert_eq!(header("//! Forwards frames.\n"), None);
-        assert!(header("use std::fs;\n").is_some());
+        assert_eq!(missing_header("//! Forwards frames.\n"), None);
+        assert!(missing_header("use std::fs;\n").is_some());
     }
 
     #[test]
     fn unsafe_has_an_address() {
         let block = format!("let x = {} {{ f() }};", "unsafe");
-        assert!(unsafety(&block, false).is_some());
-        assert_eq!(unsafety(&block, true), None);
-        assert!(unsafety("fn f() {}", true).is_some());
-        assert_eq!(unsafety(&format!("// {block}"), false), None);
-        assert_eq!(unsafety("#![deny(unsafe_code)]", false), None);
+        assert!(misplaced_unsafe(&block, false).is_some());
+        assert_eq!(misplaced_unsafe(&block, true), None);
+        assert!(misplaced_unsafe("fn f() {}", true).is_some());
+        assert_eq!(misplaced_unsafe(&format!("// {block}"), false), None);
+        assert_eq!(misplaced_unsafe("#![deny(unsafe_code)]", false), None);
     }
 }

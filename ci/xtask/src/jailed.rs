@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::path::Path;
 
-const LIST: &str = "ci/jailed.txt";
+const LIST_FILE: &str = "ci/jailed.txt";
 
 /// Calls that follow links, wait for a writer, or read without a bound. Of an open file they are methods with other names.
-const CALLS: [&str; 28] = [
+const PATH_CALLS: [&str; 28] = [
     "fs::read(",
     "fs::read_to_string",
     "fs::read_dir",
@@ -41,7 +41,7 @@ const CALLS: [&str; 28] = [
 ];
 
 /// What names a path in a pod's jail, or in the directory of a VM's disks, which its pod writes.
-const NAMES: [&str; 4] = ["jail_dir(", ".in_jail(", "vms.directory(", "\"jail"];
+const JAIL_PATHS: [&str; 4] = ["jail_dir(", ".in_jail(", "vms.directory(", "\"jail"];
 
 /// What the list allows.
 #[derive(Default)]
@@ -52,7 +52,7 @@ struct List<'a> {
 
 /// `files` are all Rust files: their places and their texts.
 pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Box<dyn Error>> {
-    let text = std::fs::read_to_string(root.join(LIST))?;
+    let text = std::fs::read_to_string(root.join(LIST_FILE))?;
     let mut list = parse(&text)?;
     let mut found = Vec::new();
     for (place, text) in files {
@@ -61,12 +61,12 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
         }
         let reads = list.reads.remove(place.as_str());
         let names = list.names.remove(place.as_str());
-        let rules = broken(text, reads.as_deref(), names).into_iter();
+        let rules = violations(text, reads.as_deref(), names).into_iter();
         found.extend(rules.map(|rule| Finding { place: place.clone(), rule }));
     }
     let gone = list.reads.into_keys().chain(list.names);
     found.extend(
-        gone.map(|place| Finding { place: place.to_owned(), rule: format!("is listed in {LIST} and is not there") }),
+        gone.map(|place| Finding { place: place.to_owned(), rule: format!("is listed in {LIST_FILE} and is not there") }),
     );
     Ok(found)
 }
@@ -78,14 +78,14 @@ fn parse(text: &str) -> Result<List<'_>, String> {
         match (words.next(), words.next()) {
             (Some("reads"), Some(file)) => list.reads.entry(file).or_default().extend(words),
             (Some("names"), Some(file)) => list.names.extend([file]),
-            _ => return Err(format!("{LIST}: {line:?} is neither \"reads FILE\" nor \"names FILE\"")),
+            _ => return Err(format!("{LIST_FILE}: {line:?} is neither \"reads FILE\" nor \"names FILE\"")),
         }
     }
     Ok(list)
 }
 
 /// The rules that a file breaks. Its tests may do anything.
-fn broken(text: &str, reads: Option<&[&str]>, names: bool) -> Vec<String> {
+fn violations(text: &str, reads: Option<&[&str]>, names: bool) -> Vec<String> {
     let code = text.split("#[cfg(test)]").next().unwrap_or_default();
     let lines = code.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//"));
     let mut unused: Vec<&str> = reads.unwrap_or_default().to_vec();
@@ -94,17 +94,17 @@ fn broken(text: &str, reads: Option<&[&str]>, names: bool) -> Vec<String> {
         let place = format!("line {}", number + 1);
         unused.retain(|word| !line.contains(word));
         if let Some(allowed) = reads {
-            let calls = CALLS.iter().filter(|call| line.contains(**call) && !allowed.contains(call));
+            let calls = PATH_CALLS.iter().filter(|call| line.contains(**call) && !allowed.contains(call));
             found.extend(
                 calls.map(|call| format!("{place}: `{call}` where a jailed process writes: use nacelle_base::jailed")),
             );
         }
-        if !names && NAMES.iter().any(|name| line.contains(name)) {
-            found.push(format!("{place}: names a path in a pod's jail: use `nacelle_pod::jailed` (or see {LIST})"));
+        if !names && JAIL_PATHS.iter().any(|name| line.contains(name)) {
+            found.push(format!("{place}: names a path in a pod's jail: use `nacelle_pod::jailed` (or see {LIST_FILE})"));
         }
     }
     // A word that is not needed hides a call that is added later.
-    found.extend(unused.iter().map(|word| format!("may call `{word}` by {LIST} and does not: take the word out")));
+    found.extend(unused.iter().map(|word| format!("may call `{word}` by {LIST_FILE} and does not: take the word out")));
     found
 }
 
@@ -121,19 +121,19 @@ mod tests {
             "if path.exists() {",
             "UnixStream::connect(&socket)?;",
         ] {
-            assert_eq!(broken(line, Some(&[]), false).len(), 1, "{line}");
-            assert!(broken(line, None, false).is_empty(), "not listed: {line}");
-            assert!(broken(&format!("    // {line}"), Some(&[]), false).is_empty());
-            assert!(broken(&format!("fn f() {{}}\n#[cfg(test)]\nmod tests {{ {line} }}"), Some(&[]), false).is_empty());
+            assert_eq!(violations(line, Some(&[]), false).len(), 1, "{line}");
+            assert!(violations(line, None, false).is_empty(), "not listed: {line}");
+            assert!(violations(&format!("    // {line}"), Some(&[]), false).is_empty());
+            assert!(violations(&format!("fn f() {{}}\n#[cfg(test)]\nmod tests {{ {line} }}"), Some(&[]), false).is_empty());
         }
-        assert!(broken("let file = dir.open(name)?.metadata();", Some(&[]), false).is_empty());
+        assert!(violations("let file = dir.open(name)?.metadata();", Some(&[]), false).is_empty());
     }
 
     #[test]
     fn an_exception_is_for_one_call_and_must_be_needed() {
-        assert!(broken("File::open(own)?;", Some(&["File::open"]), false).is_empty());
-        assert_eq!(broken("File::open(own)?; fs::copy(a, b)?;", Some(&["File::open"]), false).len(), 1);
-        assert!(broken("fn f() {}", Some(&["File::open"]), false)[0].contains("take the word out"));
+        assert!(violations("File::open(own)?;", Some(&["File::open"]), false).is_empty());
+        assert_eq!(violations("File::open(own)?; fs::copy(a, b)?;", Some(&["File::open"]), false).len(), 1);
+        assert!(violations("fn f() {}", Some(&["File::open"]), false)[0].contains("take the word out"));
     }
 
     #[test]
@@ -144,10 +144,10 @@ mod tests {
             "std::fs::read(parts.vms.directory(&record).join(name))",
             "parts.pod_dir(&id).join(\"jail/state.json\")",
         ] {
-            assert_eq!(broken(line, None, false).len(), 1, "{line}");
-            assert!(broken(line, None, true).is_empty());
+            assert_eq!(violations(line, None, false).len(), 1, "{line}");
+            assert!(violations(line, None, true).is_empty());
         }
-        assert!(broken("nacelle_pod::create_jail(&dir)?; nacelle_pod::jailed(&dir)", None, false).is_empty());
+        assert!(violations("nacelle_pod::create_jail(&dir)?; nacelle_pod::jailed(&dir)", None, false).is_empty());
     }
 
     #[test]

@@ -11,8 +11,8 @@ use std::error::Error;
 use std::path::Path;
 use std::process::Command;
 
-const WORDS: &str = "ci/words.tsv";
-const NAMES: &str = "ci/names.txt";
+const WORDS_FILE: &str = "ci/words.tsv";
+const NAMES_FILE: &str = "ci/names.txt";
 
 /// The prefixes of headers that the project no longer uses.
 const OLD_HEADERS: [&str; 3] = ["//! Owns:", "//! May use:", "//! Threads:"];
@@ -26,9 +26,9 @@ const MAX_TITLE: usize = 72;
 /// `files` are all Rust files: their paths and their texts.
 pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Box<dyn Error>> {
     let language = shape::language(root)?;
-    let mut found = headers(files);
-    found.extend(words(&std::fs::read_to_string(root.join(WORDS))?, &language.words));
-    found.extend(shared_names(&std::fs::read_to_string(root.join(NAMES))?, &language.types));
+    let mut found = old_headers(files);
+    found.extend(frequent_words(&std::fs::read_to_string(root.join(WORDS_FILE))?, &language.words));
+    found.extend(shared_names(&std::fs::read_to_string(root.join(NAMES_FILE))?, &language.types));
     found.extend(commit_titles(root)?);
     Ok(found)
 }
@@ -37,13 +37,13 @@ fn finding(place: impl Into<String>, rule: String) -> Finding {
     Finding { place: place.into(), rule }
 }
 
-fn headers(files: &[(String, String)]) -> Vec<Finding> {
+fn old_headers(files: &[(String, String)]) -> Vec<Finding> {
     let old = |text: &str| text.lines().find_map(|line| OLD_HEADERS.into_iter().find(|old| line.starts_with(old)));
     let wrong = files.iter().filter_map(|(path, text)| Some((path, old(text)?)));
     wrong.map(|(path, old)| finding(path, format!("has a header with {old:?}: write plain sentences"))).collect()
 }
 
-fn words(list: &str, counts: &[(String, usize)]) -> Vec<Finding> {
+fn frequent_words(list: &str, counts: &[(String, usize)]) -> Vec<Finding> {
     let lines = list.lines().filter_map(|line| line.split_once('\t'));
     let most: BTreeMap<&str, usize> = lines.filter_map(|(word, most)| Some((word, most.parse().ok()?))).collect();
     let wrong = counts.iter().filter_map(|(words, count)| match most.get(words.as_str()) {
@@ -53,7 +53,7 @@ fn words(list: &str, counts: &[(String, usize)]) -> Vec<Finding> {
         }
         None => Some(format!("{words}: has no line with the number that is allowed")),
     });
-    wrong.map(|rule| finding(WORDS, rule)).collect()
+    wrong.map(|rule| finding(WORDS_FILE, rule)).collect()
 }
 
 fn shared_names(list: &str, places: &BTreeMap<String, Vec<String>>) -> Vec<Finding> {
@@ -62,10 +62,10 @@ fn shared_names(list: &str, places: &BTreeMap<String, Vec<String>>) -> Vec<Findi
     let new = places.iter().filter(|(name, places)| places.len() > 1 && !listed.contains(name.as_str()));
     let new = new.map(|(name, places)| {
         let rule = format!("{name} is the name of several public types ({}): give each its own", places.join(", "));
-        finding(NAMES, rule)
+        finding(NAMES_FILE, rule)
     });
     let gone = listed.iter().filter(|name| !shared(name));
-    let gone = gone.map(|name| finding(NAMES, format!("{name} is not shared any more: take it out of the list")));
+    let gone = gone.map(|name| finding(NAMES_FILE, format!("{name} is not shared any more: take it out of the list")));
     new.chain(gone).collect()
 }
 
@@ -110,14 +110,14 @@ mod tests {
         let old = format!("{} devices.\n", OLD_HEADERS[0]);
         let later = format!("//! Serves devices.\n//!\n{} any.\n", OLD_HEADERS[2]);
         let files = [file("a.rs", &old), file("b.rs", "//! Serves devices.\n"), file("c.rs", &later)];
-        let places: Vec<_> = headers(&files).into_iter().map(|found| found.place).collect();
+        let places: Vec<_> = old_headers(&files).into_iter().map(|found| found.place).collect();
         assert_eq!(places, ["a.rs", "c.rs"]);
     }
 
     #[test]
     fn words_do_not_become_more() {
         let counts = [("told".to_owned(), 3), ("folder".to_owned(), 4), ("beside".to_owned(), 0)];
-        let found = rules(words("told\t3\nfolder\t3\n", &counts));
+        let found = rules(frequent_words("told\t3\nfolder\t3\n", &counts));
         assert!(found.len() == 2 && found[0].contains("folder: 4 times") && found[1].contains("beside"), "{found:?}");
     }
 

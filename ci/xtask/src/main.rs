@@ -48,7 +48,7 @@ fn main() -> ExitCode {
 
 fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     let mut found = layers::check(root)?;
-    let files = files::all(root)?;
+    let files = files::read_rust(root)?;
     found.extend(files::check(root, &files)?);
     found.extend(calls::check(&files));
     found.extend(decoders::check(root, &files)?);

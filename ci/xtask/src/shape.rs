@@ -27,24 +27,24 @@ pub struct Language {
 
 /// Counts types and words outside of tests below `root`.
 pub fn language(root: &Path) -> Result<Language, Box<dyn Error>> {
-    let (rust, scripts) = (files::all(root)?, files::scripts(root)?);
-    let files = source_file::production(&rust);
+    let (rust, scripts) = (files::read_rust(root)?, files::read_scripts(root)?);
+    let files = source_file::production_files(&rust);
     let scripts: Vec<_> = scripts.into_iter().filter(|(place, _)| !source_file::is_test(place)).collect();
-    let counts = words::count(&files, &scripts).into_iter().map(|count| (count.words, count.in_rust + count.in_shell));
-    Ok(Language { types: type_names::places(&files), words: counts.collect() })
+    let counts = words::count_words(&files, &scripts).into_iter().map(|count| (count.words, count.in_rust + count.in_shell));
+    Ok(Language { types: type_names::definitions(&files), words: counts.collect() })
 }
 
 /// Measures the tree below `root`. Returns JSON or Markdown.
 pub fn measure(root: &Path, json: bool) -> Result<String, Box<dyn Error>> {
-    let (rust, scripts) = (files::all(root)?, files::scripts(root)?);
-    let files = source_file::production(&rust);
+    let (rust, scripts) = (files::read_rust(root)?, files::read_scripts(root)?);
+    let files = source_file::production_files(&rust);
     let scripts: Vec<_> = scripts.into_iter().filter(|(place, _)| !source_file::is_test(place)).collect();
     let report = Report {
-        files: lengths::files(&files),
-        functions: lengths::functions(&files),
+        files: lengths::measure_files(&files),
+        functions: lengths::measure_functions(&files),
         crates: modules::cycles(&files),
-        types: type_names::count(&files),
-        words: words::count(&files, &scripts),
+        types: type_names::count_shared(&files),
+        words: words::count_words(&files, &scripts),
     };
     if json { Ok(serde_json::to_string_pretty(&report)?) } else { Ok(report.markdown()) }
 }

@@ -60,12 +60,12 @@ pub fn group_end(tokens: &[Token<'_>], at: usize) -> usize {
 }
 
 /// Returns a program with blanks in place of comments, strings and characters. Offsets and line numbers stay as they are.
-pub fn blank(text: &str) -> String {
+pub fn blank_literals(text: &str) -> String {
     let mut code = String::with_capacity(text.len());
     let mut rest = text;
     let mut in_name = false;
     while let Some(first) = rest.chars().next() {
-        let Some(length) = literal(rest, in_name) else {
+        let Some(length) = literal_length(rest, in_name) else {
             code.push(first);
             in_name = first.is_alphanumeric() || first == '_';
             rest = rest.get(first.len_utf8()..).unwrap_or_default();
@@ -81,15 +81,15 @@ pub fn blank(text: &str) -> String {
 
 /// Returns the length of the comment, string or character that `rest` begins with, if it begins with one. `in_name`: the character
 /// before belongs to a name, so that an `r` here does not begin a raw string.
-fn literal(rest: &str, in_name: bool) -> Option<usize> {
+fn literal_length(rest: &str, in_name: bool) -> Option<usize> {
     if rest.starts_with("//") {
         Some(rest.find('\n').unwrap_or(rest.len()))
     } else if rest.starts_with("/*") {
         Some(block_comment(rest))
     } else if rest.starts_with('"') {
-        Some(closing(rest, '"'))
+        Some(find_closing(rest, '"'))
     } else if rest.starts_with('\'') && is_character(rest) {
-        Some(closing(rest, '\''))
+        Some(find_closing(rest, '\''))
     } else if in_name {
         None
     } else {
@@ -134,7 +134,7 @@ fn is_character(rest: &str) -> bool {
 }
 
 /// Returns the length of a text up to and with its closing mark.
-fn closing(rest: &str, mark: char) -> usize {
+fn find_closing(rest: &str, mark: char) -> usize {
     let mut escaped = false;
     for (at, c) in rest.char_indices().skip(1) {
         match c {
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     fn words(text: &str) -> Vec<String> {
-        tokens(&blank(text)).iter().map(|token| token.text.to_owned()).collect()
+        tokens(&blank_literals(text)).iter().map(|token| token.text.to_owned()).collect()
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn lines_and_offsets_stay() {
         let text = "a\n\"é\n\"\n/* x\n*/ b::c";
-        let code = blank(text);
+        let code = blank_literals(text);
         assert_eq!(code.len(), text.len());
         let places: Vec<_> = tokens(&code).iter().map(|token| (token.text.to_owned(), token.line)).collect();
         let expected = [("a", 1), ("b", 5), ("::", 5), ("c", 5)].map(|(text, line)| (text.to_owned(), line));

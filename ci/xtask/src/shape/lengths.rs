@@ -7,7 +7,7 @@ use serde::Serialize;
 /// Functions above so many lines are counted.
 pub const FUNCTION_LIMIT: usize = 60;
 /// So many of the longest are named.
-const NAMED: usize = 10;
+const MAX_LISTED: usize = 10;
 
 #[derive(Serialize)]
 pub struct FileLengths {
@@ -40,7 +40,7 @@ pub struct FunctionLength {
     pub lines: usize,
 }
 
-pub fn files(files: &[SourceFile<'_>]) -> FileLengths {
+pub fn measure_files(files: &[SourceFile<'_>]) -> FileLengths {
     let measured = files.iter().map(|file| FileLength {
         place: file.place.to_owned(),
         lines: file.production().count(),
@@ -50,7 +50,7 @@ pub fn files(files: &[SourceFile<'_>]) -> FileLengths {
     longest.sort_by(|a, b| b.lines.cmp(&a.lines).then_with(|| a.place.cmp(&b.place)));
     let mut sorted: Vec<_> = longest.iter().map(|file| file.lines).collect();
     sorted.reverse();
-    longest.truncate(NAMED);
+    longest.truncate(MAX_LISTED);
     FileLengths {
         count: sorted.len(),
         median: quantile(&sorted, 50),
@@ -60,11 +60,11 @@ pub fn files(files: &[SourceFile<'_>]) -> FileLengths {
     }
 }
 
-pub fn functions(files: &[SourceFile<'_>]) -> FunctionLengths {
+pub fn measure_functions(files: &[SourceFile<'_>]) -> FunctionLengths {
     let mut longest: Vec<_> = files.iter().flat_map(functions_of).collect();
     let (count, above_limit) = (longest.len(), longest.iter().filter(|one| one.lines > FUNCTION_LIMIT).count());
     longest.sort_by(|a, b| b.lines.cmp(&a.lines).then_with(|| a.place.cmp(&b.place)));
-    longest.truncate(NAMED);
+    longest.truncate(MAX_LISTED);
     FunctionLengths { count, above_limit, longest }
 }
 
@@ -82,7 +82,7 @@ fn functions_of(file: &SourceFile<'_>) -> Vec<FunctionLength> {
         let Some(name) = tokens.get(at + 1).filter(|name| name.is_name()) else {
             continue;
         };
-        let Some(last) = body(&tokens, at + 2).and_then(|body| tokens.get(group_end(&tokens, body) - 1)) else {
+        let Some(last) = body_start(&tokens, at + 2).and_then(|body| tokens.get(group_end(&tokens, body) - 1)) else {
             continue;
         };
         let place = format!("{}:{}", file.place, token.line);
@@ -92,7 +92,7 @@ fn functions_of(file: &SourceFile<'_>) -> Vec<FunctionLength> {
 }
 
 /// Returns the index of the brace that opens a function's body; `at` lies in its signature.
-fn body(tokens: &[Token<'_>], mut at: usize) -> Option<usize> {
+fn body_start(tokens: &[Token<'_>], mut at: usize) -> Option<usize> {
     loop {
         match text_at(tokens, at) {
             "{" => return Some(at),
@@ -105,7 +105,7 @@ fn body(tokens: &[Token<'_>], mut at: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::source_file::production;
+    use super::super::source_file::production_files;
     use super::*;
 
     #[test]
@@ -139,7 +139,7 @@ mod tests {
 }
 ";
         let tree = [("a/src/b.rs".to_owned(), text.to_owned())];
-        let found = functions(&production(&tree));
+        let found = measure_functions(&production_files(&tree));
         let lines: Vec<_> =
             found.longest.iter().map(|one| (one.name.as_str(), one.place.as_str(), one.lines)).collect();
         let expected = [("long", "a/src/b.rs:7", 8), ("given", "a/src/b.rs:3", 3), ("inner", "a/src/b.rs:13", 1)];
@@ -151,7 +151,7 @@ mod tests {
     fn files_are_measured_without_tests() {
         let text = |lines: usize| format!("{}#[cfg(test)]\nmod tests {{\n}}\n", "fn f() {}\n".repeat(lines));
         let tree: Vec<_> = (1..=12).map(|lines| (format!("a/src/f{lines}.rs"), text(lines))).collect();
-        let found = files(&production(&tree));
+        let found = measure_files(&production_files(&tree));
         assert_eq!((found.count, found.median, found.p90, found.maximum), (12, 6, 11, 12));
         let first = &found.longest[0];
         assert_eq!((first.place.as_str(), first.lines, first.lines_with_tests), ("a/src/f12.rs", 12, 15));

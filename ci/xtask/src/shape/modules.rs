@@ -36,14 +36,14 @@ type Modules<'a> = BTreeMap<Module<'a>, &'a SourceFile<'a>>;
 
 /// Returns the cycles of all crates, in the order of their names.
 pub fn cycles(files: &[SourceFile<'_>]) -> Vec<CrateCycles> {
-    crates(files).into_iter().map(|(name, modules)| cycles_of(name, &modules)).collect()
+    group_by_crate(files).into_iter().map(|(name, modules)| cycles_of(name, &modules)).collect()
 }
 
-fn crates<'a>(files: &'a [SourceFile<'a>]) -> BTreeMap<String, Modules<'a>> {
+fn group_by_crate<'a>(files: &'a [SourceFile<'a>]) -> BTreeMap<String, Modules<'a>> {
     let libraries: BTreeSet<&str> = files.iter().filter_map(|file| file.place.strip_suffix("/src/lib.rs")).collect();
     let mut crates: BTreeMap<String, Modules<'a>> = BTreeMap::new();
     for file in files {
-        if let Some((name, module)) = locate(file.place, &libraries) {
+        if let Some((name, module)) = crate_and_module(file.place, &libraries) {
             crates.entry(name).or_default().insert(module, file);
         }
     }
@@ -51,7 +51,7 @@ fn crates<'a>(files: &'a [SourceFile<'a>]) -> BTreeMap<String, Modules<'a>> {
 }
 
 /// Returns the crate and the module of a file, or `None` for one outside of `src`.
-fn locate<'a>(place: &'a str, libraries: &BTreeSet<&str>) -> Option<(String, Module<'a>)> {
+fn crate_and_module<'a>(place: &'a str, libraries: &BTreeSet<&str>) -> Option<(String, Module<'a>)> {
     let (package, inner) = place.split_once("/src/")?;
     let mut module: Module<'a> = inner.trim_end_matches(".rs").split('/').collect();
     let mut name = package.to_owned();
@@ -91,9 +91,9 @@ fn imports<'a>(modules: &Modules<'a>, with_children: bool) -> Graph<Module<'a>> 
     for (module, file) in modules {
         let tokens = tokens(&file.code);
         let mut targets = BTreeSet::new();
-        for path in paths::named(&tokens) {
+        for path in paths::named_paths(&tokens) {
             let base: Vec<&str> = module.iter().copied().chain(path.inside).collect();
-            targets.extend(resolve(&base, &path.names, modules, with_children).filter(|target| target != module));
+            targets.extend(resolve_path(&base, &path.names, modules, with_children).filter(|target| target != module));
         }
         graph.insert(module.clone(), targets);
     }
@@ -101,7 +101,7 @@ fn imports<'a>(modules: &Modules<'a>, with_children: bool) -> Graph<Module<'a>> 
 }
 
 /// Returns the innermost module with a file that a path leads to. `base` is the module that the path stands in.
-fn resolve<'a>(base: &[&'a str], names: &[&'a str], modules: &Modules<'a>, with_children: bool) -> Option<Module<'a>> {
+fn resolve_path<'a>(base: &[&'a str], names: &[&'a str], modules: &Modules<'a>, with_children: bool) -> Option<Module<'a>> {
     let mut module = base.to_vec();
     match *names.first()? {
         "crate" => module.clear(),
@@ -138,12 +138,12 @@ fn top_level<'a>(imports: &Graph<Module<'a>>) -> Graph<&'a str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::source_file::production;
+    use super::super::source_file::production_files;
     use super::*;
 
     fn crate_of(files: &[(&str, &str)]) -> CrateCycles {
         let files: Vec<_> = files.iter().map(|(place, text)| (format!("a/src/{place}"), (*text).to_owned())).collect();
-        cycles(&production(&files)).into_iter().find(|one| one.name == "a").expect("the crate has files")
+        cycles(&production_files(&files)).into_iter().find(|one| one.name == "a").expect("the crate has files")
     }
 
     #[test]
@@ -160,9 +160,9 @@ mod tests {
             ("a/src/bin/c/main.rs", "a/src/bin/c", vec![]),
             ("a/src/bin/c/d/mod.rs", "a/src/bin/c", vec!["d"]),
         ] {
-            assert_eq!(locate(place, &libraries), Some((name.to_owned(), module)), "{place}");
+            assert_eq!(crate_and_module(place, &libraries), Some((name.to_owned(), module)), "{place}");
         }
-        assert_eq!(locate("a/build.rs", &libraries), None);
+        assert_eq!(crate_and_module("a/build.rs", &libraries), None);
     }
 
     #[test]

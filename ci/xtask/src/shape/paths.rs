@@ -9,7 +9,7 @@ pub struct NamedPath<'a> {
     pub names: Vec<&'a str>,
 }
 
-pub fn named<'a>(tokens: &[Token<'a>]) -> Vec<NamedPath<'a>> {
+pub fn named_paths<'a>(tokens: &[Token<'a>]) -> Vec<NamedPath<'a>> {
     let mut found = Vec::new();
     let mut modules = OpenModules::default();
     let mut at = 0;
@@ -129,7 +129,7 @@ mod tests {
     /// The paths, each with the modules around it and a `/`.
     fn paths(code: &str) -> Vec<String> {
         let tokens = tokens(code);
-        let found = named(&tokens).into_iter();
+        let found = named_paths(&tokens).into_iter();
         found.map(|path| format!("{}/{}", path.inside.join("::"), path.names.join("::"))).collect()
     }
 

@@ -143,13 +143,13 @@ mod tests {
             file("shim/daemon/src/b.rs", "use crate::a;\npub struct A;\n"),
             file("shim/daemon/src/lib.rs", "mod a;\nmod b;\n"),
         ];
-        let files = source_file::production(&tree);
+        let files = source_file::production_files(&tree);
         let report = Report {
-            files: lengths::files(&files),
-            functions: lengths::functions(&files),
+            files: lengths::measure_files(&files),
+            functions: lengths::measure_functions(&files),
             crates: modules::cycles(&files),
-            types: type_names::count(&files),
-            words: words::count(&files, &[]),
+            types: type_names::count_shared(&files),
+            words: words::count_words(&files, &[]),
         };
         let page = report.markdown();
         for line in [

@@ -2,7 +2,7 @@
 //! in the others.
 
 use super::cfg_test::{self, TestItems};
-use crate::source::{blank, tokens};
+use crate::source::{blank_literals, tokens};
 use std::ops::RangeInclusive;
 
 /// A file that is not for tests only.
@@ -28,10 +28,10 @@ impl<'a> SourceFile<'a> {
 }
 
 /// Returns those of the files (paths and texts) that are not for tests only, in the same order.
-pub fn production(files: &[(String, String)]) -> Vec<SourceFile<'_>> {
+pub fn production_files(files: &[(String, String)]) -> Vec<SourceFile<'_>> {
     let (mut found, mut test_modules) = (Vec::new(), Vec::new());
     for (place, text) in files {
-        let (file, items) = read(place, text);
+        let (file, items) = parse(place, text);
         test_modules.extend(items.modules.iter().map(|name| module_place(place, name)));
         if !items.whole_file && !is_test(place) {
             found.push(file);
@@ -41,8 +41,8 @@ pub fn production(files: &[(String, String)]) -> Vec<SourceFile<'_>> {
     found
 }
 
-fn read<'a>(place: &'a str, text: &'a str) -> (SourceFile<'a>, TestItems) {
-    let blanked = blank(text);
+fn parse<'a>(place: &'a str, text: &'a str) -> (SourceFile<'a>, TestItems) {
+    let blanked = blank_literals(text);
     let tokens = tokens(&blanked);
     let items = cfg_test::find(&tokens);
     let (mut code, mut test_lines, mut from) = (String::with_capacity(blanked.len()), Vec::new(), 0);
@@ -102,14 +102,14 @@ mod tests {
             ("a/src/d.rs", "#![cfg(test)]\n"),
             ("a/tests/e.rs", ""),
         ]);
-        let places: Vec<_> = production(&files).iter().map(|file| file.place).collect();
+        let places: Vec<_> = production_files(&files).iter().map(|file| file.place).collect();
         assert_eq!(places, ["a/src/lib.rs", "a/src/b.rs", "a/src/b/common_more.rs"]);
     }
 
     #[test]
     fn items_for_tests_are_left_out() {
         let text = "//! A.\nfn f() {}\n\n#[cfg(test)]\nmod tests {\n    fn g() {}\n}\nfn h() {}\n";
-        let (file, _) = read("a/src/b.rs", text);
+        let (file, _) = parse("a/src/b.rs", text);
         assert_eq!(file.lines, 8);
         assert_eq!(file.production().collect::<Vec<_>>(), ["//! A.", "fn f() {}", "", "fn h() {}"]);
         let code = tokens(&file.code);

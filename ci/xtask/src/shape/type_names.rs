@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// So many of the most frequent names are listed.
-const NAMED: usize = 10;
+const MAX_LISTED: usize = 10;
 
 #[derive(Serialize)]
 pub struct TypeNames {
@@ -25,7 +25,7 @@ pub struct SharedName {
 }
 
 /// Returns where each name of a public type stands.
-pub fn places(files: &[SourceFile<'_>]) -> BTreeMap<String, Vec<String>> {
+pub fn definitions(files: &[SourceFile<'_>]) -> BTreeMap<String, Vec<String>> {
     let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for file in files {
         for (name, line) in public_types(&tokens(&file.code)) {
@@ -35,15 +35,15 @@ pub fn places(files: &[SourceFile<'_>]) -> BTreeMap<String, Vec<String>> {
     places
 }
 
-pub fn count(files: &[SourceFile<'_>]) -> TypeNames {
-    let places = places(files);
+pub fn count_shared(files: &[SourceFile<'_>]) -> TypeNames {
+    let places = definitions(files);
     let types = places.values().map(Vec::len).sum();
     let shared = places.into_iter().filter(|(_, places)| places.len() > 1);
     let mut shared: Vec<SharedName> = shared.map(|(name, places)| SharedName { name, places }).collect();
     // The names are in order; this keeps them so where they are equally frequent.
     shared.sort_by_key(|one| std::cmp::Reverse(one.places.len()));
     let (sharing, shared_names) = (shared.iter().map(|one| one.places.len()).sum(), shared.len());
-    shared.truncate(NAMED);
+    shared.truncate(MAX_LISTED);
     TypeNames { types, sharing, shared_names, most_frequent: shared }
 }
 
@@ -68,7 +68,7 @@ fn public_types<'a>(tokens: &[Token<'a>]) -> Vec<(&'a str, usize)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::source_file::production;
+    use super::super::source_file::production_files;
     use super::*;
 
     #[test]
@@ -87,7 +87,7 @@ mod tests {
             file("c/src/d.rs", "pub enum Way {}\npub trait Place {}\n"),
             file("c/src/e.rs", "pub struct Way;\n#[cfg(test)]\nmod tests { pub struct Own; }\n"),
         ];
-        let found = count(&production(&files));
+        let found = count_shared(&production_files(&files));
         assert_eq!((found.types, found.sharing, found.shared_names), (6, 5, 2));
         let names: Vec<_> = found.most_frequent.iter().map(|one| (one.name.as_str(), one.places.len())).collect();
         assert_eq!(names, [("Way", 3), ("Place", 2)]);

@@ -14,7 +14,7 @@ pub struct WordCount {
 }
 
 /// `scripts` are the paths and texts of the shell scripts.
-pub fn count(files: &[SourceFile<'_>], scripts: &[(String, String)]) -> Vec<WordCount> {
+pub fn count_words(files: &[SourceFile<'_>], scripts: &[(String, String)]) -> Vec<WordCount> {
     let count = |words: &&[&str]| WordCount {
         words: words.join(", "),
         in_rust: files.iter().flat_map(SourceFile::production).map(|line| occurrences(line, words)).sum(),
@@ -30,7 +30,7 @@ fn occurrences(text: &str, words: &[&str]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::source_file::production;
+    use super::super::source_file::production_files;
     use super::*;
 
     #[test]
@@ -38,7 +38,7 @@ mod tests {
         let text = "//! Told to nobody.\nstruct ToldOf;\n#[cfg(test)]\nmod tests {\n    // told\n}\n";
         let files = [("a/src/b.rs".to_owned(), text.to_owned())];
         let scripts = [("ci/test".to_owned(), "folders=2 # Somebody\n".to_owned())];
-        let counts: Vec<_> = count(&production(&files), &scripts)
+        let counts: Vec<_> = count_words(&production_files(&files), &scripts)
             .into_iter()
             .map(|count| (count.words, count.in_rust, count.in_shell))
             .collect();
