@@ -1,4 +1,5 @@
-# What a test of a whole node says and asks (sourced). It names its logs in `units`, and has `log_of UNIT`.
+# The steps, checks and waits of a test of a whole node (sourced). The test sets `units`, whose logs are printed on failure, and
+# defines `log_of UNIT`.
 step() { echo "== $(date +%T) $*"; }
 fail() {
     echo "error: $*"
