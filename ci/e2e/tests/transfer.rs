@@ -23,12 +23,12 @@ fn vm_arguments(node: &TestNode, words: &[&str]) -> Vec<String> {
     all.into_iter().map(str::to_owned).collect()
 }
 
-fn vm(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
+fn run_vm_command(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
     run_program(nacelle_e2e::path_from_env("NACELLE_BIN"), vm_arguments(node, arguments))
 }
 
 fn describe(node: &TestNode, name: &str) -> Value {
-    serde_json::from_str(&vm(node, &["describe", name]).ok()).expect("it is JSON")
+    serde_json::from_str(&run_vm_command(node, &["describe", name]).ok()).expect("it is JSON")
 }
 
 /// Returns the number of directories of VMs and of operations on them.
@@ -44,14 +44,14 @@ fn a_vm_moves_through_a_registry() {
     let (known, unplugged) = {
         let first = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "db"));
         // A pod holds the VM, and it does not run.
-        let refused = vm(&node, &["export", "db", &reference]).err();
+        let refused = run_vm_command(&node, &["export", "db", &reference]).err();
         first.start(machine_container(&image, 0)).wait_for_output("boot 1\n");
         first.remove();
         (describe(&node, "db"), refused)
     };
     assert!(unplugged.contains("FailedPrecondition"), "{unplugged}");
     let digest = |output: &str| output.split_whitespace().last().unwrap_or_default().to_owned();
-    let first = digest(&vm(&node, &["export", "db", &reference]).ok());
+    let first = digest(&run_vm_command(&node, &["export", "db", &reference]).ok());
     assert!(first.starts_with("sha256:"), "{first}");
     // The daemon is killed during the export, or just before or after it.
     let mut child = spawn_vm_command(&node, &["export", "db", &reference]);
@@ -59,30 +59,34 @@ fn a_vm_moves_through_a_registry() {
     child.wait().expect("it is ours");
     node.start();
     assert_eq!(count_machine_directories(&node), 1, "nothing is left");
-    assert_eq!(digest(&vm(&node, &["export", "db", &reference]).ok()), first, "the same machine, the same artifact");
+    assert_eq!(
+        digest(&run_vm_command(&node, &["export", "db", &reference]).ok()),
+        first,
+        "the same machine, the same artifact"
+    );
     let skopeo =
         node.run_in_netns("skopeo", &["inspect", "--raw", "--tls-verify=false", &format!("docker://{reference}")]).ok();
     let manifest: Value = serde_json::from_str(&skopeo).expect("it is JSON");
     assert_eq!(manifest["artifactType"], "application/vnd.nacelle.machine.v1", "{manifest}");
     assert_eq!(manifest["layers"].as_array().map(Vec::len), Some(2), "{manifest}");
     for (output, words) in [
-        (vm(&node, &["export", "no", &reference]), "NotFound"),
-        (vm(&node, &["export", "db", "A b"]), "InvalidArgument"),
-        (vm(&node, &["export", "db", "127.0.0.1:1/a:1"]), "Unavailable"),
-        (vm(&node, &["import", &reference, "db"]), "AlreadyExists"),
-        (vm(&node, &["import", &reference, "other"]), "FailedPrecondition"),
-        (vm(&node, &["import", &reference, "Db"]), "InvalidArgument"),
-        (vm(&node, &["import", &image, "other"]), "InvalidArgument"),
-        (vm(&node, &["import", &format!("{}/machines/no:1", node.registry.host()), "other"]), "NotFound"),
+        (run_vm_command(&node, &["export", "no", &reference]), "NotFound"),
+        (run_vm_command(&node, &["export", "db", "A b"]), "InvalidArgument"),
+        (run_vm_command(&node, &["export", "db", "127.0.0.1:1/a:1"]), "Unavailable"),
+        (run_vm_command(&node, &["import", &reference, "db"]), "AlreadyExists"),
+        (run_vm_command(&node, &["import", &reference, "other"]), "FailedPrecondition"),
+        (run_vm_command(&node, &["import", &reference, "Db"]), "InvalidArgument"),
+        (run_vm_command(&node, &["import", &image, "other"]), "InvalidArgument"),
+        (run_vm_command(&node, &["import", &format!("{}/machines/no:1", node.registry.host()), "other"]), "NotFound"),
     ] {
         let error = output.err();
         assert!(error.contains(words), "{words} in {error}");
     }
 
     // To a node that has neither the VM nor its image.
-    vm(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
     node.crictl.call(["rmi", &image]);
-    let refused = vm(&node, &["import", &reference, "db"]).err();
+    let refused = run_vm_command(&node, &["import", &reference, "db"]).err();
     assert!(
         refused.contains("FailedPrecondition") && refused.contains("pull 127.0.0.1:5000/boot@sha256:"),
         "{refused}"
@@ -90,10 +94,10 @@ fn a_vm_moves_through_a_registry() {
     assert_eq!(count_machine_directories(&node), 0);
     node.crictl.call(["pull", &image]);
     let by_digest = format!("{}/machines/db@{first}", node.registry.host());
-    vm(&node, &["import", &by_digest, "db"]).ok();
+    run_vm_command(&node, &["import", &by_digest, "db"]).ok();
     let moved = describe(&node, "db");
     assert_eq!((&moved["uuid"], &moved["mac"]), (&known["uuid"], &known["mac"]));
-    vm(&node, &["import", &reference, "twin", "--new-identity"]).ok();
+    run_vm_command(&node, &["import", &reference, "twin", "--new-identity"]).ok();
     assert_ne!(describe(&node, "twin")["uuid"], known["uuid"]);
     // The image stays with the VM.
     node.crictl.call(["rmi", &image]);
@@ -102,7 +106,7 @@ fn a_vm_moves_through_a_registry() {
         let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, name));
         pod.start(machine_container(&image, 0)).wait_for_output("boot 2\n");
         pod.remove();
-        vm(&node, &["delete", name]).ok();
+        run_vm_command(&node, &["delete", name]).ok();
     }
     assert_eq!(count_machine_directories(&node), 0);
 }
@@ -123,23 +127,26 @@ fn exports_use_plain_http_credentials_and_layouts_as_requested() {
     pod.remove();
 
     let to = format!("{}/a/b/db:1", plain.host());
-    assert!(vm(&node, &["export", "db", &to]).err().contains("Unavailable"), "plain HTTP is not the default");
-    vm(&node, &["export", "db", &to, "--plain-http"]).ok();
+    assert!(
+        run_vm_command(&node, &["export", "db", &to]).err().contains("Unavailable"),
+        "plain HTTP is not the default"
+    );
+    run_vm_command(&node, &["export", "db", &to, "--plain-http"]).ok();
     let to = format!("{}/db:1", secret.host());
-    let refused = vm(&node, &["export", "db", &to]).err();
+    let refused = run_vm_command(&node, &["export", "db", &to]).err();
     assert!(refused.contains("PermissionDenied"), "{refused}");
     let file = node.directory().join("auth.json");
     let auths = json!({ "auths": { secret.host(): { "username": LOGIN.0, "password": LOGIN.1 } } });
     fs::write(&file, auths.to_string()).expect("the node's directory is writable");
     let file = file.display().to_string();
-    vm(&node, &["export", "db", &to, "--authfile", &file]).ok();
+    run_vm_command(&node, &["export", "db", &to, "--authfile", &file]).ok();
     let layout = format!("oci:{}:db", node.directory().join("layout").display());
-    vm(&node, &["export", "db", &layout]).ok();
-    vm(&node, &["delete", "db"]).ok();
-    vm(&node, &["import", &to, "db", "--authfile", &file]).ok();
-    vm(&node, &["delete", "db"]).ok();
-    vm(&node, &["import", &layout, "db"]).ok();
-    vm(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["export", "db", &layout]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["import", &to, "db", "--authfile", &file]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["import", &layout, "db"]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
 }
 
 fn spawn_vm_command(node: &TestNode, arguments: &[&str]) -> Child {
@@ -159,7 +166,7 @@ fn qemu_state(node: &TestNode, machine: &str) -> String {
 fn boot_count_in_memory(node: &TestNode) -> u8 {
     const COUNT: u64 = 0x8000;
     let file = node.directory().join("memory");
-    vm(node, &["memory-dump", "db", "--output", &file.display().to_string()]).ok();
+    run_vm_command(node, &["memory-dump", "db", "--output", &file.display().to_string()]).ok();
     let dump = fs::read(&file).expect("it is there");
     let eight = |at: usize| u64::from_le_bytes(dump[at..at + 8].try_into().expect("eight bytes"));
     let two = |at: usize| usize::from(u16::from_le_bytes(dump[at..at + 2].try_into().expect("two bytes")));
@@ -191,13 +198,13 @@ fn a_running_vm_is_exported_with_its_memory() {
     let running =
         |node: &TestNode, id: &str| eventually("it runs", || (qemu_state(node, id) == "running").then_some(()));
     let nothing = |node: &TestNode| {
-        let snapshots = || vm(node, &["snapshots", "db"]).stdout;
+        let snapshots = || run_vm_command(node, &["snapshots", "db"]).stdout;
         eventually("its snapshot is gone", || (snapshots().trim() == "[]").then_some(()));
         eventually("nothing is left", || (count_machine_directories(node) == 1).then_some(()));
     };
-    vm(&node, &["reset", "db"]).ok();
+    run_vm_command(&node, &["reset", "db"]).ok();
     says(&log, "boot 2", 1);
-    let output = vm(&node, &["export", "db", &reference]).ok();
+    let output = run_vm_command(&node, &["export", "db", &reference]).ok();
     let snapshot = output.split_whitespace().last().unwrap_or_default().to_owned();
     assert!(output.contains("sha256:") && snapshot.starts_with("exported-"), "{output}");
     running(&node, &id);
@@ -208,11 +215,11 @@ fn a_running_vm_is_exported_with_its_memory() {
     says(&log, "hello", 1);
     says(&log, "boot 3", 1);
     // A paused VM stays paused.
-    vm(&node, &["pause", "db"]).ok();
+    run_vm_command(&node, &["pause", "db"]).ok();
     let layout = format!("oci:{}:db", node.directory().join("layout").display());
-    vm(&node, &["export", "db", &layout]).ok();
+    run_vm_command(&node, &["export", "db", &layout]).ok();
     assert_eq!(qemu_state(&node, &id), "paused");
-    vm(&node, &["unpause", "db"]).ok();
+    run_vm_command(&node, &["unpause", "db"]).ok();
     // The daemon is killed during the export.
     let mut child = spawn_vm_command(&node, &["export", "db", &reference.replace(":live", ":killed")]);
     eventually("it is under way", || {
@@ -233,9 +240,9 @@ fn a_running_vm_is_exported_with_its_memory() {
     running(&node, &id);
     nothing(&node);
     node.crictl.call(["rmp", "--force", &pod]);
-    vm(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
 
-    let output = vm(&node, &["import", &reference, "db"]).ok();
+    let output = run_vm_command(&node, &["import", &reference, "db"]).ok();
     assert!(output.contains(&snapshot), "{output}");
     assert_eq!(describe(&node, "db")["uuid"], known["uuid"]);
     let pod = node.crictl.run_pod_with_handler("vm", persistent_vm_pod(&node, &image, "db"));
@@ -243,13 +250,13 @@ fn a_running_vm_is_exported_with_its_memory() {
     // Its disk is as at that moment.
     machine.wait_for_output("boot 3\n");
     assert_eq!(boot_count_in_memory(&node), 3);
-    vm(&node, &["restore", "db", &snapshot]).ok();
+    run_vm_command(&node, &["restore", "db", &snapshot]).ok();
     assert_eq!(boot_count_in_memory(&node), 2, "its memory is as it was at that moment");
-    vm(&node, &["reset", "db"]).ok();
+    run_vm_command(&node, &["reset", "db"]).ok();
     says(&machine.log, "boot 3", 2);
     // The VM continues from node to node.
-    vm(&node, &["delete-snapshot", "db", &snapshot]).ok();
-    vm(&node, &["export", "db", &reference]).ok();
+    run_vm_command(&node, &["delete-snapshot", "db", &snapshot]).ok();
+    run_vm_command(&node, &["export", "db", &reference]).ok();
     pod.remove();
-    vm(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
 }

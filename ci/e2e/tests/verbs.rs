@@ -25,7 +25,7 @@ fn vm_arguments<'a>(arguments: &[&'a str], config: &'a str) -> Vec<&'a str> {
     [&["vm"], arguments, &["--namespace", "e2e", "--config", config]].concat()
 }
 
-fn vm(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
+fn run_vm_command(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
     let config = node.directory().join("config.toml").display().to_string();
     run_program(nacelle_e2e::path_from_env("NACELLE_BIN"), vm_arguments(arguments, &config))
 }
@@ -61,20 +61,20 @@ fn a_vm_keeps_running_during_memory_dumps_with_any_reader() {
     let file = directory.join("memory");
     let output = file.display().to_string();
     let names = || fs::read_dir(&directory).expect("it is there").count();
-    assert!(vm(&node, &["memory-dump", "db", "--output", &output]).err().contains("is stopped"));
-    assert!(vm(&node, &["memory-dump", "no", "--output", &output]).err().contains("NotFound"));
+    assert!(run_vm_command(&node, &["memory-dump", "db", "--output", &output]).err().contains("is stopped"));
+    assert!(run_vm_command(&node, &["memory-dump", "no", "--output", &output]).err().contains("NotFound"));
     assert_eq!(names(), 0, "nothing is left of a dump that was none");
-    vm(&node, &["start", "db"]).ok();
+    run_vm_command(&node, &["start", "db"]).ok();
     let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
     eventually("it has booted", || says("boot 1").then_some(()));
 
     let running = |node: &TestNode| eventually("it goes on", || (qemu_state(node, &id) == "running").then_some(()));
-    vm(&node, &["memory-dump", "db", "--output", &output]).ok();
+    run_vm_command(&node, &["memory-dump", "db", "--output", &output]).ok();
     let dump = fs::read(&file).expect("it is there");
     assert!(dump.starts_with(b"\x7fELF") && dump.len() > 64 << 20, "{} bytes", dump.len());
     assert!(dump.windows(8).any(|bytes| bytes == b"pressed\n"), "the guest's program is in it");
     running(&node);
-    vm(&node, &["memory-dump", "db", "--format", "kdump-zlib", "--output", &output]).ok();
+    run_vm_command(&node, &["memory-dump", "db", "--format", "kdump-zlib", "--output", &output]).ok();
     let dump = fs::read(&file).expect("it is there");
     assert!(dump.starts_with(b"makedumpfile") && dump.len() < 32 << 20, "{} bytes", dump.len());
     assert_eq!(names(), 1, "nothing is left beside it");
@@ -88,7 +88,7 @@ fn a_vm_keeps_running_during_memory_dumps_with_any_reader() {
 
     // A client reads nothing, and then disconnects.
     let mut reader = spawn_stalled_dump(&node, &id);
-    let second = vm(&node, &["memory-dump", "db", "--output", &output]).err();
+    let second = run_vm_command(&node, &["memory-dump", "db", "--output", &output]).err();
     assert!(second.contains("dump"), "{second}");
     let mut head = [0; 4];
     reader.stdout.as_mut().expect("it is a pipe").read_exact(&mut head).expect("it has begun");
@@ -104,7 +104,7 @@ fn a_vm_keeps_running_during_memory_dumps_with_any_reader() {
     let mut rest = Vec::new();
     reader.stdout.take().expect("it is a pipe").read_to_end(&mut rest).expect("a pipe can be read");
     assert!(!reader.wait().expect("it is ours").success(), "half a dump is none");
-    vm(&node, &["memory-dump", "db", "--output", &output]).ok();
+    run_vm_command(&node, &["memory-dump", "db", "--output", &output]).ok();
     running(&node);
     node.crictl.call(["rmp", "--force", &pod]);
 }
@@ -156,7 +156,7 @@ fn the_power_state_follows_the_annotations_that_kubelet_writes() {
 
     // An invalid value changes nothing: the state that a verb has set stays. The test waits for the logged error, so the value
     // has been processed.
-    vm(&node, &["unpause", "db"]).ok();
+    run_vm_command(&node, &["unpause", "db"]).ok();
     let says_in_log = |node: &TestNode, text: &str, times: usize| {
         eventually(text, || (node.log().matches(text).count() >= times).then_some(()));
     };
@@ -202,7 +202,7 @@ fn the_daemon_serves_console_and_vnc() {
     assert_eq!(&heard, b"hello", "the guest repeats what is typed");
     // The end of the input is not the end of the output.
     drop(console.stdin.take());
-    vm(&node, &["restart", "db"]).ok();
+    run_vm_command(&node, &["restart", "db"]).ok();
     let mut output = String::new();
     let mut byte = [0];
     while !output.contains("boot 2") {
@@ -220,10 +220,10 @@ fn the_daemon_serves_console_and_vnc() {
         assert_eq!(&version, b"RFB 003.008\n");
     }
     screens.kill().and_then(|()| screens.wait()).expect("it is ours");
-    assert!(vm(&node, &["vnc", "missing"]).err().contains("NotFound"));
-    vm(&node, &["stop", "db"]).ok();
+    assert!(run_vm_command(&node, &["vnc", "missing"]).err().contains("NotFound"));
+    run_vm_command(&node, &["stop", "db"]).ok();
     eventually("it is off", || (vm_phase(&node, &machine.id) == "Stopped").then_some(()));
-    assert!(!vm(&node, &["vnc", "db"]).err().is_empty(), "there is no screen");
+    assert!(!run_vm_command(&node, &["vnc", "db"]).err().is_empty(), "there is no screen");
     // The console stays, and ends with the VM's process.
     assert!(console.try_wait().expect("it is ours").is_none());
     pod.remove();
@@ -232,7 +232,7 @@ fn the_daemon_serves_console_and_vnc() {
 
 /// Returns the names of the added disks.
 fn added_volumes(node: &TestNode) -> Vec<String> {
-    let list: Value = serde_json::from_str(&vm(node, &["volumes", "db"]).ok()).expect("it is JSON");
+    let list: Value = serde_json::from_str(&run_vm_command(node, &["volumes", "db"]).ok()).expect("it is JSON");
     list.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
@@ -248,7 +248,7 @@ fn hot_plugged_disks_survive_restarts_until_they_are_removed() {
     let says = |text: &str| fs::read_to_string(&log).unwrap_or_default().contains(text);
     eventually("it has booted", || says("boot 1").then_some(()));
     for _ in 0..2 {
-        vm(&node, &["add-volume", "db", "extra=1Gi"]).ok();
+        run_vm_command(&node, &["add-volume", "db", "extra=1Gi"]).ok();
     }
     for (volume, words) in [
         ("extra=2Gi", "a different size"),
@@ -259,40 +259,40 @@ fn hot_plugged_disks_survive_restarts_until_they_are_removed() {
         ("more=5Ti", "at most 4Ti"),
         ("more=much", "invalid size"),
     ] {
-        let error = vm(&node, &["add-volume", "db", volume]).err();
+        let error = run_vm_command(&node, &["add-volume", "db", volume]).err();
         assert!(error.contains(words), "{volume}: {error}");
     }
-    assert!(vm(&node, &["add-volume", "missing", "extra=1Gi"]).err().contains("NotFound"));
-    assert!(vm(&node, &["remove-volume", "db", "root"]).err().contains("specification"));
-    vm(&node, &["remove-volume", "db", "no"]).ok();
-    vm(&node, &["snapshot", "db", "with"]).ok();
-    let kept = vm(&node, &["remove-volume", "db", "extra"]).err();
+    assert!(run_vm_command(&node, &["add-volume", "missing", "extra=1Gi"]).err().contains("NotFound"));
+    assert!(run_vm_command(&node, &["remove-volume", "db", "root"]).err().contains("specification"));
+    run_vm_command(&node, &["remove-volume", "db", "no"]).ok();
+    run_vm_command(&node, &["snapshot", "db", "with"]).ok();
+    let kept = run_vm_command(&node, &["remove-volume", "db", "extra"]).err();
     assert!(kept.contains("in snapshots"), "{kept}");
-    vm(&node, &["restore", "db", "with"]).ok();
-    vm(&node, &["delete-snapshot", "db", "with"]).ok();
+    run_vm_command(&node, &["restore", "db", "with"]).ok();
+    run_vm_command(&node, &["delete-snapshot", "db", "with"]).ok();
     // This guest does not support hot-unplug.
-    let held = vm(&node, &["remove-volume", "db", "extra"]).err();
+    let held = run_vm_command(&node, &["remove-volume", "db", "extra"]).err();
     assert!(held.contains("the release of disk extra"), "{held}");
     assert_eq!(added_volumes(&node), ["extra"]);
     // The disk is there after a restart of the VM, and of the daemon.
     node.kill();
     node.start();
-    vm(&node, &["restart", "db"]).ok();
+    run_vm_command(&node, &["restart", "db"]).ok();
     eventually("it has booted again", || says("boot 2").then_some(()));
     assert_eq!(added_volumes(&node), ["extra"]);
     for n in 1..8 {
-        vm(&node, &["add-volume", "db", &format!("extra{n}=512")]).ok();
+        run_vm_command(&node, &["add-volume", "db", &format!("extra{n}=512")]).ok();
     }
-    assert!(vm(&node, &["add-volume", "db", "more=512"]).err().contains("no free hot-plug slot"));
-    vm(&node, &["stop", "db"]).ok();
+    assert!(run_vm_command(&node, &["add-volume", "db", "more=512"]).err().contains("no free hot-plug slot"));
+    run_vm_command(&node, &["stop", "db"]).ok();
     eventually("it is off", || (vm_phase(&node, &id) == "Stopped").then_some(()));
     for _ in 0..2 {
-        vm(&node, &["remove-volume", "db", "extra"]).ok();
+        run_vm_command(&node, &["remove-volume", "db", "extra"]).ok();
     }
-    vm(&node, &["add-volume", "db", "more=512"]).ok();
+    run_vm_command(&node, &["add-volume", "db", "more=512"]).ok();
     assert_eq!(added_volumes(&node).len(), 8);
-    vm(&node, &["start", "db"]).ok();
+    run_vm_command(&node, &["start", "db"]).ok();
     eventually("it has booted with all of them", || says("boot 3").then_some(()));
     node.crictl.call(["rmp", "--force", &pod]);
-    vm(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["delete", "db"]).ok();
 }

@@ -140,7 +140,8 @@ fn raw_calls(text: &str, connector: bool) -> Vec<(usize, String)> {
         if connector && path == ["tokio", "net", "UnixStream", "connect"] {
             continue;
         }
-        let Some(rule) = violation(&path, repeated.iter().filter(|(range, _)| range.contains(&first)).map(|(_, by)| *by))
+        let Some(rule) =
+            violation(&path, repeated.iter().filter(|(range, _)| range.contains(&first)).map(|(_, by)| *by))
         else {
             continue;
         };

@@ -12,7 +12,9 @@ const DIRECTORIES: [&str; 5] = ["proto", "shim", "agent", "guest", "ci"];
 /// All Rust files: their places below `root` and their texts.
 pub fn read_rust(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     let mut found = Vec::new();
-    for path in tracked_paths(root)?.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "rs")) {
+    for path in
+        project_files(root)?.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+    {
         found.push((relative_path(root, &path)?, fs::read_to_string(&path)?));
     }
     Ok(found)
@@ -21,7 +23,7 @@ pub fn read_rust(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
 /// All shell scripts: their places below `root` and their texts. A script has the ending `.sh`, or its first line names a shell.
 pub fn read_scripts(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     let mut found = Vec::new();
-    for path in tracked_paths(root)? {
+    for path in project_files(root)? {
         let bytes = fs::read(&path)?;
         if path.extension().is_some_and(|extension| extension == "sh") || names_shell(&bytes) {
             found.push((relative_path(root, &path)?, String::from_utf8_lossy(&bytes).into_owned()));
@@ -37,7 +39,9 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
     for (place, text) in files {
         found.extend(missing_header(text).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
         let allowed = listed.remove(place.as_str());
-        found.extend(misplaced_unsafe(text, allowed).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }));
+        found.extend(
+            misplaced_unsafe(text, allowed).map(|rule| Finding { place: place.clone(), rule: rule.to_owned() }),
+        );
     }
     found.extend(listed.into_iter().map(|place| Finding {
         place: place.to_owned(),
@@ -47,21 +51,21 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
 }
 
 /// All files below the directories of the project, in order.
-fn tracked_paths(root: &Path) -> Result<Vec<PathBuf>, Box<dyn Error>> {
+fn project_files(root: &Path) -> Result<Vec<PathBuf>, Box<dyn Error>> {
     let mut paths = Vec::new();
     for directory in DIRECTORIES {
-        collect(&root.join(directory), &mut paths)?;
+        collect_files(&root.join(directory), &mut paths)?;
     }
     paths.sort();
     Ok(paths)
 }
 
-fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Error>> {
+fn collect_files(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Box<dyn Error>> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         if path.is_dir() {
             if path.file_name().is_some_and(|name| name != "target") {
-                collect(&path, files)?;
+                collect_files(&path, files)?;
             }
         } else if path.is_file() {
             files.push(path);

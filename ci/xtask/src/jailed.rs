@@ -66,7 +66,10 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
     }
     let gone = list.reads.into_keys().chain(list.names);
     found.extend(
-        gone.map(|place| Finding { place: place.to_owned(), rule: format!("is listed in {LIST_FILE} and is not there") }),
+        gone.map(|place| Finding {
+            place: place.to_owned(),
+            rule: format!("is listed in {LIST_FILE} and is not there"),
+        }),
     );
     Ok(found)
 }
@@ -100,7 +103,8 @@ fn violations(text: &str, reads: Option<&[&str]>, names: bool) -> Vec<String> {
             );
         }
         if !names && JAIL_PATHS.iter().any(|name| line.contains(name)) {
-            found.push(format!("{place}: names a path in a pod's jail: use `nacelle_pod::jailed` (or see {LIST_FILE})"));
+            found
+                .push(format!("{place}: names a path in a pod's jail: use `nacelle_pod::jailed` (or see {LIST_FILE})"));
         }
     }
     // A word that is not needed hides a call that is added later.
@@ -124,7 +128,9 @@ mod tests {
             assert_eq!(violations(line, Some(&[]), false).len(), 1, "{line}");
             assert!(violations(line, None, false).is_empty(), "not listed: {line}");
             assert!(violations(&format!("    // {line}"), Some(&[]), false).is_empty());
-            assert!(violations(&format!("fn f() {{}}\n#[cfg(test)]\nmod tests {{ {line} }}"), Some(&[]), false).is_empty());
+            assert!(
+                violations(&format!("fn f() {{}}\n#[cfg(test)]\nmod tests {{ {line} }}"), Some(&[]), false).is_empty()
+            );
         }
         assert!(violations("let file = dir.open(name)?.metadata();", Some(&[]), false).is_empty());
     }

@@ -30,7 +30,8 @@ pub fn language(root: &Path) -> Result<Language, Box<dyn Error>> {
     let (rust, scripts) = (files::read_rust(root)?, files::read_scripts(root)?);
     let files = source_file::production_files(&rust);
     let scripts: Vec<_> = scripts.into_iter().filter(|(place, _)| !source_file::is_test(place)).collect();
-    let counts = words::count_words(&files, &scripts).into_iter().map(|count| (count.words, count.in_rust + count.in_shell));
+    let counts =
+        words::count_words(&files, &scripts).into_iter().map(|count| (count.words, count.in_rust + count.in_shell));
     Ok(Language { types: type_names::definitions(&files), words: counts.collect() })
 }
 

@@ -5,7 +5,7 @@ use crate::source::{Token, group_end, text_at};
 use std::ops::Range;
 
 /// Words that begin an item. Anything else under an attribute is a field, a variant, an arm or a statement.
-const ITEMS: [&str; 16] = [
+const ITEM_KEYWORDS: [&str; 16] = [
     "async",
     "const",
     "enum",
@@ -86,7 +86,7 @@ fn item_end(tokens: &[Token<'_>], start: usize) -> usize {
         }
     }
     let word = text_at(tokens, first);
-    let is_item = ITEMS.contains(&word);
+    let is_item = ITEM_KEYWORDS.contains(&word);
     let is_constant = word == "const" && !["async", "extern", "fn", "unsafe"].contains(&text_at(tokens, first + 1));
     // Braces do not end these.
     let needs_semicolon = is_constant || ["let", "static", "type", "use"].contains(&word);

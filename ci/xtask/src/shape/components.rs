@@ -22,7 +22,7 @@ struct Search<'a, N> {
     graph: &'a Graph<N>,
     /// The nodes that were visited, with their ranks.
     order: BTreeMap<&'a N, usize>,
-    /// Those of them whose component is not complete.
+    /// The nodes on the stack, whose components are not complete.
     stack: Vec<&'a N>,
     found: Vec<Vec<N>>,
 }

@@ -101,7 +101,12 @@ fn imports<'a>(modules: &Modules<'a>, with_children: bool) -> Graph<Module<'a>> 
 }
 
 /// Returns the innermost module with a file that a path leads to. `base` is the module that the path stands in.
-fn resolve_path<'a>(base: &[&'a str], names: &[&'a str], modules: &Modules<'a>, with_children: bool) -> Option<Module<'a>> {
+fn resolve_path<'a>(
+    base: &[&'a str],
+    names: &[&'a str],
+    modules: &Modules<'a>,
+    with_children: bool,
+) -> Option<Module<'a>> {
     let mut module = base.to_vec();
     match *names.first()? {
         "crate" => module.clear(),

@@ -32,7 +32,7 @@ pub fn production_files(files: &[(String, String)]) -> Vec<SourceFile<'_>> {
     let (mut found, mut test_modules) = (Vec::new(), Vec::new());
     for (place, text) in files {
         let (file, items) = parse(place, text);
-        test_modules.extend(items.modules.iter().map(|name| module_place(place, name)));
+        test_modules.extend(items.modules.iter().map(|name| module_file(place, name)));
         if !items.whole_file && !is_test(place) {
             found.push(file);
         }
@@ -68,7 +68,7 @@ pub fn is_test(place: &str) -> bool {
 }
 
 /// Returns the path of a module that `parent` declares, without `.rs` or `/mod.rs`.
-fn module_place(parent: &str, module: &str) -> String {
+fn module_file(parent: &str, module: &str) -> String {
     match parent.rsplit_once('/') {
         Some((directory, "lib.rs" | "main.rs" | "mod.rs")) => format!("{directory}/{module}"),
         _ => format!("{}/{module}", parent.trim_end_matches(".rs")),

@@ -49,7 +49,7 @@ impl RuntimeClient {
         }
     }
 
-    fn name(&mut self, what: &str) -> String {
+    fn unique_name(&mut self, what: &str) -> String {
         self.next += 1;
         let directory = self.logs.file_name().unwrap_or_default().to_string_lossy();
         format!("{what}-{directory}-{}", self.next)
@@ -62,7 +62,7 @@ impl RuntimeClient {
 
     /// Like `run_pod`, with a handler, and with `privileged` for privileged containers.
     pub fn run_pod_with(&mut self, handler: &str, privileged: bool) -> (BenchPod, f64) {
-        let name = self.name("pod");
+        let name = self.unique_name("pod");
         let security = cri::LinuxSandboxSecurityContext { privileged, ..Default::default() };
         let directory = self.logs.join(&name);
         std::fs::create_dir_all(&directory).expect("the bench's directory is writable");
@@ -118,7 +118,7 @@ impl RuntimeClient {
         directories: &[(&Path, &str)],
         device: Option<&str>,
     ) -> (String, f64) {
-        let name = self.name("container");
+        let name = self.unique_name("container");
         let log = Path::new(&pod.config.log_directory).join(format!("{name}.log"));
         let security = cri::LinuxContainerSecurityContext { privileged: device.is_some(), ..Default::default() };
         let config = cri::ContainerConfig {

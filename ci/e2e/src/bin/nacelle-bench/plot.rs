@@ -64,7 +64,7 @@ fn distinct<'a>(keys: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     found
 }
 
-fn opened(width: f64, height: f64, title: &str) -> String {
+fn open_svg(width: f64, height: f64, title: &str) -> String {
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" font-family=\"sans-serif\" \
          font-size=\"13\">\n<rect width=\"{width:.0}\" height=\"{height:.0}\" fill=\"white\"/>\n\
@@ -110,7 +110,7 @@ fn bars(measured: &Value, title: &str, left: f64) -> String {
     let (floor, ceiling) = (least.log10().floor(), most.log10().max(least.log10().floor() + 1.0));
     let group = 18.0 * runtimes.len() as f64 + 12.0;
     let height = TOP + group * operations.len() as f64 + 30.0;
-    let mut svg = opened(780.0, height, title);
+    let mut svg = open_svg(780.0, height, title);
     for row in rows {
         let place = |names: &[&str], name: String| names.iter().position(|known| *known == name).unwrap_or(0);
         let (o, r) = (place(&operations, text(row, "operation")), place(&runtimes, text(row, "runtime")));
@@ -148,7 +148,7 @@ pub fn crowd(measured: &Value) -> String {
         measured["pods"],
         measured["engine"].as_str().unwrap_or_default()
     );
-    let mut svg = opened(780.0, height, &title);
+    let mut svg = open_svg(780.0, height, &title);
     for tick in 0..=4 {
         let part = f64::from(tick) / 4.0;
         let (y, x) = (bottom - part * (bottom - TOP), 70.0 + part * 680.0);
@@ -199,7 +199,7 @@ pub fn density(measured: &Value) -> String {
     let x = |row: &Value| 70.0 + number(row, "pods") / pods * 680.0;
     let y = |row: &Value| bottom - number(row, "pss").max(1.0).log10() / top * (bottom - TOP);
     let title = "Memory of the processes of each pod that sleeps (Pss, MiB, logarithmic, by pods there)";
-    let mut svg = opened(780.0, 460.0, title);
+    let mut svg = open_svg(780.0, 460.0, title);
     let mut line = |text: std::fmt::Arguments<'_>| writeln!(svg, "{text}").expect("a String");
     for power in 0..=top as i32 {
         let (value, y) = (10_f64.powi(power), bottom - f64::from(power) / top * (bottom - TOP));

@@ -15,17 +15,17 @@ use std::path::Path;
 use std::time::Duration;
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
-const LIMIT: Duration = Duration::from_secs(300);
+const TIME_LIMIT: Duration = Duration::from_secs(300);
 /// The bytes in the mapping: the holder's first, that of the process that meets, and the holder's last.
 const HELD: u8 = b'#';
 const ASKED: u8 = b'?';
 const ANSWERED: u8 = b'!';
 
-type Outcome = Result<(), Box<dyn Error>>;
+type ProbeResult = Result<(), Box<dyn Error>>;
 
-fn main() -> Outcome {
+fn main() -> ProbeResult {
     std::thread::spawn(|| {
-        std::thread::sleep(LIMIT);
+        std::thread::sleep(TIME_LIMIT);
         eprintln!("the other one did not come");
         std::process::exit(2);
     });
@@ -49,14 +49,14 @@ fn map(file: File, writable: bool) -> Result<MmapRegion, Box<dyn Error>> {
     Ok(MmapRegion::build(Some(FileOffset::new(file, 0)), 4096, libc::PROT_READ | write, libc::MAP_SHARED)?)
 }
 
-fn wait_for(map: &MmapRegion, byte: u8) -> Outcome {
+fn wait_for(map: &MmapRegion, byte: u8) -> ProbeResult {
     while map.as_volatile_slice().read_obj::<u8>(0)? != byte {
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
 }
 
-fn hold(dir: &Path, read_only: bool) -> Outcome {
+fn hold(dir: &Path, read_only: bool) -> ProbeResult {
     for name in ["sock", "fifo", "flock", "fcntl", "map", "event"] {
         let _ = fs::remove_file(dir.join(name)); // of an earlier one
     }
@@ -91,7 +91,7 @@ fn hold(dir: &Path, read_only: bool) -> Outcome {
     Ok(())
 }
 
-fn meet(dir: &Path, read_only: bool) -> Outcome {
+fn meet(dir: &Path, read_only: bool) -> ProbeResult {
     let open = |name: &str| File::options().read(true).write(!read_only).open(dir.join(name));
     UnixStream::connect(dir.join("sock"))?.write_all(b"hello")?;
     File::options().write(true).open(dir.join("fifo"))?.write_all(b"through")?;
