@@ -9,30 +9,30 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum ShareError {
     /// A step in the life of the file-server process failed.
-    #[error("the process for the volumes of the node cannot {what}")]
+    #[error("cannot {what}")]
     Step {
-        /// The step, in the passive voice or as an infinitive: "be started", "leave the node's files".
+        /// The step, as an infinitive with its object: "start the file-server process".
         what: &'static str,
         /// The cause.
         source: io::Error,
     },
     /// The process could not enter its jail.
-    #[error("the process for the volumes of the node cannot be shut in")]
+    #[error("cannot jail the file-server process of the pod")]
     Jail {
         /// The cause.
         #[from]
         source: JailError,
     },
     /// The process ended, or did not become ready in time.
-    #[error("the process for the volumes of the node did not start; the pod's log has its reason")]
-    Silent {
+    #[error("the file-server process of the pod did not become ready; see the pod's log for the cause")]
+    NotReady {
         /// The error of reading from the process.
         source: io::Error,
     },
     /// A volume does not exist, or could not be mounted.
     #[error("cannot {what} the volume {}", path.display())]
     Volume {
-        /// The step: "open", "mount", "make a place for".
+        /// The step: "open", "mount", "find the mount of".
         what: &'static str,
         /// The path on the node.
         path: PathBuf,
@@ -40,17 +40,17 @@ pub enum ShareError {
         source: io::Error,
     },
     /// The volume lies on a mount that does not propagate mounts below it.
-    #[error("the volume {} lies on the mount {}, which is not {needed}", path.display(), at.display())]
+    #[error("cannot propagate mounts to or from the volume {}: its mount {} must be {needed}; change it with mount --make-shared", path.display(), mount_point.display())]
     NotShared {
         /// The path on the node.
         path: PathBuf,
         /// The mount point of that mount.
-        at: PathBuf,
-        /// The required propagation: "shared".
+        mount_point: PathBuf,
+        /// The required propagation: "shared", "shared, or a slave of a shared mount".
         needed: &'static str,
     },
     /// The file system does not support idmapped mounts, or the user namespace could not be created.
-    #[error("cannot map the owners of the volume {}", path.display())]
+    #[error("cannot map the file owners of the volume {}", path.display())]
     Owners {
         /// The path on the node.
         path: PathBuf,
@@ -58,8 +58,8 @@ pub enum ShareError {
         source: io::Error,
     },
     /// Volumes could not be unmounted.
-    #[error("cannot take back the volumes of container {container}")]
-    Detach {
+    #[error("cannot unmount the volumes of container {container}")]
+    Unmount {
         /// The id of their container.
         container: String,
         /// The cause.

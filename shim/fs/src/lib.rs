@@ -5,18 +5,18 @@
 //! docs/contributor/devices/fs.md describes the whole. Inside Nacelle the crate depends on `base`, `jail` and `proto` (for
 //! the parts of a copied-in volume); the file system itself is virtiofsd's.
 
+mod copied_in;
 mod error;
 mod mounts;
 mod names;
-mod pusher;
-mod queue;
-mod room;
+mod process;
 mod server;
 mod sys;
-mod tree;
 mod views;
+mod virtqueue;
+mod volume_reader;
 mod volumes;
 
 pub use error::ShareError;
-pub use room::{Share, Shown, Ways, start};
-pub use volumes::{Owners, Propagation, Taker, Volume, VolumeAccess, attach, detach};
+pub use process::{FileServerChannels, FileServerProcess, ShareLayout, start_file_server};
+pub use volumes::{Owners, Propagation, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes};

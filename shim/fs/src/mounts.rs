@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 /// The file systems of Linux 6.12 that do nothing when a file is closed.
-const NOTHING_TO_DO: [&str; 6] = ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"];
+const NO_FLUSH_FILESYSTEMS: [&str; 6] = ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"];
 /// The maximum size of the table in bytes: some 64k mounts.
 const MAX_TABLE: u64 = 16 << 20;
 
@@ -40,8 +40,8 @@ pub(crate) struct MountTable {
     mounts: HashMap<MountId, MountFlags>,
     /// The mounts that have another mount below them, at any depth of directories.
     parents: Vec<MountId>,
-    /// Closing a file does nothing on all mounts.
-    spared: bool,
+    /// Closing a file does nothing on any mount.
+    flush_needless: bool,
 }
 
 impl MountTable {
@@ -57,28 +57,29 @@ impl MountTable {
 
     /// Returns a table of these mounts.
     #[cfg(test)]
-    pub fn of(mounts: &[(MountId, MountFlags)]) -> MountTable {
+    pub fn from_mounts(mounts: &[(MountId, MountFlags)]) -> MountTable {
         MountTable { mounts: mounts.iter().copied().collect(), ..MountTable::default() }
     }
 
     fn parse(table: &[u8], generation: u64) -> MountTable {
-        let mut found = MountTable { generation, spared: true, ..MountTable::default() };
+        let mut result = MountTable { generation, flush_needless: true, ..MountTable::default() };
         for line in table.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
             // The optional fields of proc_pid_mountinfo(5) end with a dash; the type of the file system follows.
             let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-            let number = |at: usize| std::str::from_utf8(fields.get(at)?).ok()?.parse::<MountId>().ok();
-            let kind = fields.iter().skip(6).skip_while(|field| **field != b"-").nth(1);
-            found.spared &= kind.is_some_and(|kind| NOTHING_TO_DO.iter().any(|known| known.as_bytes() == *kind));
+            let number = |index: usize| std::str::from_utf8(fields.get(index)?).ok()?.parse::<MountId>().ok();
+            let fs_type = fields.iter().skip(6).skip_while(|field| **field != b"-").nth(1);
+            result.flush_needless &=
+                fs_type.is_some_and(|fs_type| NO_FLUSH_FILESYSTEMS.iter().any(|known| known.as_bytes() == *fs_type));
             let (Some(mount), Some(parent), Some(options)) = (number(0), number(1), fields.get(5)) else { continue };
             let has = |option: &[u8]| options.split(|byte| *byte == b',').any(|one| one == option);
             let flags = MountFlags { writable: !has(b"ro"), access_times: !has(b"noatime"), mapped: has(b"idmapped") };
-            found.mounts.insert(mount, flags);
-            found.parents.push(parent);
+            result.mounts.insert(mount, flags);
+            result.parents.push(parent);
         }
-        found.spared &= !found.mounts.is_empty();
-        found.parents.sort_unstable();
-        found.parents.dedup();
-        found
+        result.flush_needless &= !result.mounts.is_empty();
+        result.parents.sort_unstable();
+        result.parents.dedup();
+        result
     }
 }
 
@@ -86,14 +87,14 @@ impl MountTable {
 pub(crate) struct Mounts {
     /// `mountinfo`, which signals changes to poll(2).
     file: File,
-    table: Mutex<Known>,
+    table: Mutex<CachedTable>,
 }
 
 #[derive(Default)]
-struct Known {
+struct CachedTable {
     table: Option<Arc<MountTable>>,
     /// A change was signalled and could not be read; the kernel does not signal it again.
-    missed: bool,
+    change_missed: bool,
 }
 
 impl Mounts {
@@ -106,29 +107,29 @@ impl Mounts {
 
     /// Returns the present table. If it cannot be read, returns the last one, or an empty one, and reads it again at the next call.
     pub fn table(&self) -> Arc<MountTable> {
-        let mut known = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cached = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         let mut changed = [PollFd::new(self.file.as_fd(), PollFlags::POLLPRI)];
-        let same = matches!(retry::poll(&mut changed, Some(Instant::now())), Ok(0));
-        if let Some(table) = known.table.as_ref().filter(|_| same && !known.missed) {
+        let unchanged = matches!(retry::poll(&mut changed, Some(Instant::now())), Ok(0));
+        if let Some(table) = cached.table.as_ref().filter(|_| unchanged && !cached.change_missed) {
             return table.clone();
         }
-        let generation = known.table.as_ref().map_or(1, |table| table.generation + 1);
+        let generation = cached.table.as_ref().map_or(1, |table| table.generation + 1);
         match self.read() {
             Ok(read) => {
-                known.missed = false;
-                known.table.insert(Arc::new(MountTable::parse(&read, generation))).clone()
+                cached.change_missed = false;
+                cached.table.insert(Arc::new(MountTable::parse(&read, generation))).clone()
             }
             Err(error) => {
                 tracing::warn!("cannot read the mount table: {error}");
-                known.missed = true;
-                known.table.clone().unwrap_or_default()
+                cached.change_missed = true;
+                cached.table.clone().unwrap_or_default()
             }
         }
     }
 
-    /// Returns whether closing a file does nothing on all mounts.
-    pub fn need_no_flush(&self) -> bool {
-        self.table().spared
+    /// Returns whether closing a file does nothing on any mount.
+    pub fn is_flush_needless(&self) -> bool {
+        self.table().flush_needless
     }
 
     fn read(&self) -> io::Result<Vec<u8>> {
@@ -153,16 +154,16 @@ mod tests {
     }
 
     #[test]
-    fn one_mount_of_another_type_is_enough_to_need_flushes() {
+    fn flushes_are_needed_if_one_mount_has_another_type() {
         let named = "32 30 0:56 / /c/2\\040-\\040ext4 rw - fuse.ext4 ext4 rw\n";
-        let spared = |lines: &[&str]| parse(lines).spared;
-        assert!(spared(&[ROOT]));
-        assert!(spared(&[ROOT, DISK]));
-        assert!(!spared(&[ROOT, DISK, BELOW]));
-        assert!(!spared(&[named, ROOT]));
-        assert!(!spared(&[]));
-        assert!(!spared(&[ROOT, "31 30 254:1\n"]));
-        assert!(!spared(&[ROOT, "31 30 254:1 / / rw shared:2 -\n"]));
+        let is_flush_needless = |lines: &[&str]| parse(lines).flush_needless;
+        assert!(is_flush_needless(&[ROOT]));
+        assert!(is_flush_needless(&[ROOT, DISK]));
+        assert!(!is_flush_needless(&[ROOT, DISK, BELOW]));
+        assert!(!is_flush_needless(&[named, ROOT]));
+        assert!(!is_flush_needless(&[]));
+        assert!(!is_flush_needless(&[ROOT, "31 30 254:1\n"]));
+        assert!(!is_flush_needless(&[ROOT, "31 30 254:1 / / rw shared:2 -\n"]));
     }
 
     #[test]

@@ -6,12 +6,12 @@
 const IN_HEADER: usize = 40;
 
 /// Returns whether all names in a request are plain names. Requests without names, and invalid requests, pass.
-pub(crate) fn stay(request: &[u8]) -> bool {
+pub(crate) fn are_plain(request: &[u8]) -> bool {
     let Some(opcode) = request.get(4..8).and_then(|bytes| bytes.try_into().ok()).map(u32::from_le_bytes) else {
         return true;
     };
     // The offset of the names, and how many there are (linux/fuse.h). The name in a TMPFILE request is never used.
-    let (before, count) = match opcode {
+    let (offset, count) = match opcode {
         1 | 6 | 10 | 11 => (0, 1), // LOOKUP, SYMLINK (the target follows), UNLINK, RMDIR
         9 | 13 => (8, 1),          // MKDIR, LINK
         8 | 35 => (16, 1),         // MKNOD, CREATE
@@ -19,7 +19,7 @@ pub(crate) fn stay(request: &[u8]) -> bool {
         45 => (16, 2),             // RENAME2
         _ => return true,
     };
-    let names = request.get(IN_HEADER + before..).unwrap_or_default();
+    let names = request.get(IN_HEADER + offset..).unwrap_or_default();
     names.split(|byte| *byte == 0).take(count).all(|name| !matches!(name, b"." | b"..") && !name.contains(&b'/'))
 }
 
@@ -40,25 +40,25 @@ mod tests {
         [(1, 0), (6, 0), (8, 16), (9, 8), (10, 0), (11, 0), (12, 8), (13, 8), (35, 16), (45, 16)];
 
     #[test]
-    fn names_that_lead_elsewhere_are_refused() {
+    fn names_that_lead_out_of_the_directory_are_rejected() {
         for (opcode, before) in WITH_NAMES {
             for name in ["..", ".", "/", "../x", "a/b", "/etc", "a/.."] {
-                assert!(!stay(&request(opcode, before, format!("{name}\0rest\0").as_bytes())), "{opcode} {name}");
-                let second = stay(&request(opcode, before, format!("a\0{name}\0").as_bytes()));
+                assert!(!are_plain(&request(opcode, before, format!("{name}\0rest\0").as_bytes())), "{opcode} {name}");
+                let second = are_plain(&request(opcode, before, format!("a\0{name}\0").as_bytes()));
                 assert_eq!(second, !matches!(opcode, 12 | 45), "{opcode} {name}");
             }
             for name in ["a", "...", "..a", ".a", "-"] {
-                assert!(stay(&request(opcode, before, format!("{name}\0b\0").as_bytes())), "{opcode} {name}");
+                assert!(are_plain(&request(opcode, before, format!("{name}\0b\0").as_bytes())), "{opcode} {name}");
             }
         }
         // The target of a symbolic link may be any text: the guest follows it.
-        assert!(stay(&request(6, 0, b"link\0../../etc\0")));
+        assert!(are_plain(&request(6, 0, b"link\0../../etc\0")));
     }
 
     proptest! {
         #[test]
         fn any_bytes_can_be_looked_at(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            stay(&bytes);
+            are_plain(&bytes);
         }
 
         #[test]
@@ -68,7 +68,7 @@ mod tests {
             let (opcode, before) = WITH_NAMES[which];
             let bytes = request(opcode, before, &name);
             let first: &[u8] = name.split(|byte| *byte == 0).next().unwrap();
-            if stay(&bytes) {
+            if are_plain(&bytes) {
                 prop_assert!(first != b".." && !first.contains(&b'/'));
             }
         }

@@ -33,21 +33,21 @@ pub(crate) type Region = GuestRegionMmap<Bitmap>;
 
 /// The guest address of this process's own memory, above all addresses that a guest can have: descriptor table and rings,
 /// then a request, then a reply.
-pub(crate) const OWN: u64 = 1 << 60;
-const DESCRIPTORS: u64 = OWN;
-const AVAILABLE: u64 = OWN + 0x2000;
-const USED: u64 = OWN + 0x3000;
-const REQUEST: u64 = OWN + 0x5000;
+pub(crate) const OWN_ADDRESS: u64 = 1 << 60;
+const DESCRIPTORS: u64 = OWN_ADDRESS;
+const AVAILABLE: u64 = OWN_ADDRESS + 0x2000;
+const USED: u64 = OWN_ADDRESS + 0x3000;
+const REQUEST: u64 = OWN_ADDRESS + 0x5000;
 /// There is space before it for the header of a reply on a stream.
-const ANSWER: u64 = REQUEST + MAX_MESSAGE as u64 + 0x10;
-const BYTES: usize = 0x5000 + 2 * MAX_MESSAGE + 0x10;
+const REPLY: u64 = REQUEST + MAX_MESSAGE as u64 + 0x10;
+const OWN_BYTES: usize = 0x5000 + 2 * MAX_MESSAGE + 0x10;
 /// The number of descriptors: the maximum number of buffers of a request.
-pub(crate) const SIZE: u16 = 512;
+pub(crate) const QUEUE_SIZE: u16 = 512;
 /// `VIRTQ_DESC_F_NEXT`, `VIRTQ_DESC_F_WRITE`.
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
+const DESCRIPTOR_NEXT: u16 = 1;
+const DESCRIPTOR_WRITE: u16 = 2;
 /// The number of descriptors that are reserved for other purposes than the guest's files.
-const OWN_FILES: u64 = 64;
+const RESERVED_FILES: u64 = 64;
 /// The length of `struct fuse_out_header`, and the offsets of a request's unique number and opcode.
 const OUT_HEADER: usize = 16;
 const UNIQUE: std::ops::Range<usize> = 8..16;
@@ -66,32 +66,33 @@ const FUSE_CREATE: [u8; 4] = 35u32.to_le_bytes();
 const OPEN_FLAGS: std::ops::Range<usize> = 40..44;
 /// The length of `struct fuse_entry_out`, which precedes `struct fuse_open_out` in a reply to `FUSE_CREATE`; of the latter
 /// the length, the offset of the flags, and `FOPEN_NOFLUSH`.
-const ENTRY: u32 = 40 + 88;
-const OPENED: u32 = 16;
-const FLAGS_AT: u32 = 8;
-const NO_FLUSH: u32 = 1 << 5;
+const ENTRY_OUT: u32 = 40 + 88;
+const OPEN_OUT: u32 = 16;
+const OPEN_OUT_FLAGS: u32 = 8;
+const FOPEN_NOFLUSH: u32 = 1 << 5;
 
 /// The FUSE server of the files below a directory.
 pub(crate) struct Server {
     fuse: Fuse<Views>,
-    own: Arc<Region>,
+    own_region: Arc<Region>,
     memory: Memory,
     queue: Queue,
-    asked: u16,
+    request_count: u16,
     mounts: Arc<Mounts>,
     /// The guest's kernel mounts volumes that are not directories too.
-    mounts_files: Arc<AtomicBool>,
+    supports_file_submounts: Arc<AtomicBool>,
     /// The copied beginning of a request; kept between requests to reuse its capacity.
     head: Vec<u8>,
 }
 
 /// `FUSE_FORGET`, `FUSE_RELEASE`, `FUSE_RELEASEDIR`, `FUSE_BATCH_FORGET`: in Nacelle's guests close() no longer waits for
 /// their reply. (With another kernel it does wait, and then also for the next request if that has arrived already.)
-const UNAWAITED: [[u8; 4]; 4] = [2u32.to_le_bytes(), 18u32.to_le_bytes(), 29u32.to_le_bytes(), 42u32.to_le_bytes()];
+const WITHOUT_WAITER: [[u8; 4]; 4] =
+    [2u32.to_le_bytes(), 18u32.to_le_bytes(), 29u32.to_le_bytes(), 42u32.to_le_bytes()];
 
-/// The result of a request.
+/// The completion of a request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Answered {
+pub(crate) struct Completion {
     /// The length of the reply in bytes.
     pub bytes: u32,
     /// A process in the guest may wait for the reply.
@@ -99,7 +100,7 @@ pub(crate) struct Answered {
 }
 
 /// A buffer: address and length in bytes.
-pub(crate) type Piece = (u64, u32);
+pub(crate) type Buffer = (u64, u32);
 
 impl Server {
     /// Creates a server of the directory `root`. `own_fds` is this process's `/proc/self/fd`, `files` the maximum number of
@@ -117,178 +118,194 @@ impl Server {
             killpriv_v2: true,
             announce_submounts: true,
             readdirplus: true,
-            guest_fd_limit: files.saturating_sub(OWN_FILES),
+            guest_fd_limit: files.saturating_sub(RESERVED_FILES),
             ..Config::default()
         };
-        let mounts_files = Arc::new(AtomicBool::new(false));
-        let views =
-            Views::new(PassthroughFs::new(config)?, CString::new(root)?, own_fds, mounts.clone(), mounts_files.clone());
+        let supports_file_submounts = Arc::new(AtomicBool::new(false));
+        let views = Views::new(
+            PassthroughFs::new(config)?,
+            CString::new(root)?,
+            own_fds,
+            mounts.clone(),
+            supports_file_submounts.clone(),
+        );
         let fuse = Fuse::new(views);
-        let region = MmapRegion::new(BYTES).map_err(io::Error::other)?;
-        let own = Arc::new(Region::new(region, GuestAddress(OWN)).ok_or(io::ErrorKind::OutOfMemory)?);
-        let memory = Memory::from_arc_regions(vec![own.clone()]).map_err(io::Error::other)?;
-        let mut queue = Queue::new(SIZE).map_err(io::Error::other)?;
-        queue.set_size(SIZE);
+        let region = MmapRegion::new(OWN_BYTES).map_err(io::Error::other)?;
+        let own_region = Arc::new(Region::new(region, GuestAddress(OWN_ADDRESS)).ok_or(io::ErrorKind::OutOfMemory)?);
+        let memory = Memory::from_arc_regions(vec![own_region.clone()]).map_err(io::Error::other)?;
+        let mut queue = Queue::new(QUEUE_SIZE).map_err(io::Error::other)?;
+        queue.set_size(QUEUE_SIZE);
         queue.try_set_desc_table_address(GuestAddress(DESCRIPTORS)).map_err(io::Error::other)?;
         queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).map_err(io::Error::other)?;
         queue.try_set_used_ring_address(GuestAddress(USED)).map_err(io::Error::other)?;
         queue.set_ready(true);
-        Ok(Server { fuse, own, memory, queue, asked: 0, mounts, mounts_files, head: Vec::new() })
+        Ok(Server {
+            fuse,
+            own_region,
+            memory,
+            queue,
+            request_count: 0,
+            mounts,
+            supports_file_submounts,
+            head: Vec::new(),
+        })
     }
 
     /// Returns this process's own memory, which must be added to the memory of a guest whose requests are served in place.
-    pub fn own(&self) -> Arc<Region> {
-        self.own.clone()
+    pub fn own_region(&self) -> Arc<Region> {
+        self.own_region.clone()
     }
 
     /// Reads a request of `length` bytes, at most [`MAX_MESSAGE`], from a stream, and writes the reply: its length as 32
-    /// bits, at most `room`, then the reply; some requests have none. Only the checked beginning of the request is copied
+    /// bits, at most `capacity`, then the reply; some requests have none. Only the checked beginning of the request is copied
     /// once more.
-    pub fn answer(&mut self, stream: &mut UnixStream, length: usize, room: usize) -> io::Result<()> {
-        let room = u32::try_from(room.min(MAX_MESSAGE)).unwrap_or(0);
+    pub fn serve_stream_request(&mut self, stream: &mut UnixStream, length: usize, capacity: usize) -> io::Result<()> {
+        let capacity = u32::try_from(capacity.min(MAX_MESSAGE)).unwrap_or(0);
         let memory = self.memory.clone();
-        stream.read_exact_volatile(&mut self.place(REQUEST, length)?).map_err(stream_error)?;
+        stream.read_exact_volatile(&mut self.own_slice(REQUEST, length)?).map_err(stream_error)?;
         // Clears the header of the previous reply.
-        memory.write_slice(&[0; OUT_HEADER], GuestAddress(ANSWER)).map_err(bad)?;
+        memory.write_slice(&[0; OUT_HEADER], GuestAddress(REPLY)).map_err(other_error)?;
         let request = [(REQUEST, u32::try_from(length).unwrap_or(0))]; // all of it was read, so it is not longer than REQUEST
-        let writable = [(ANSWER, room)];
-        let writable = if room == 0 { &[] } else { writable.as_slice() };
+        let writable = [(REPLY, capacity)];
+        let writable = if capacity == 0 { &[] } else { writable.as_slice() };
         let mut head = std::mem::take(&mut self.head);
         head.clear();
-        let looked_at =
+        let checked_length =
             |length: usize, opcode: &[u8]| if opcode == FUSE_WRITE { length.min(WRITE_HEAD) } else { length };
         head.resize(length.min(OPCODE.end), 0);
-        memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(bad)?;
-        head.resize(looked_at(length, head.get(OPCODE).unwrap_or_default()), 0);
-        memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(bad)?;
-        let written = self.ask(&memory, &head, &request, writable).min(room);
-        self.keep(head);
-        let at = ANSWER - REPLY_HEADER as u64;
-        memory.write_obj(written.to_le(), GuestAddress(at)).map_err(bad)?;
-        stream.write_all_volatile(&self.place(at, REPLY_HEADER + written as usize)?).map_err(stream_error)
+        memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(other_error)?;
+        head.resize(checked_length(length, head.get(OPCODE).unwrap_or_default()), 0);
+        memory.read_slice(&mut head, GuestAddress(REQUEST)).map_err(other_error)?;
+        let written = self.handle_request(&memory, &head, &request, writable).min(capacity);
+        self.recycle_head(head);
+        let at = REPLY - REPLY_HEADER as u64;
+        memory.write_obj(written.to_le(), GuestAddress(at)).map_err(other_error)?;
+        stream.write_all_volatile(&self.own_slice(at, REPLY_HEADER + written as usize)?).map_err(stream_error)
     }
 
     /// Returns a slice of this process's own memory.
-    fn place(&self, at: u64, length: usize) -> io::Result<VolatileSlice<'_, BS<'_, Bitmap>>> {
-        self.own.get_slice(MemoryRegionAddress(at - OWN), length).map_err(bad)
+    fn own_slice(&self, at: u64, length: usize) -> io::Result<VolatileSlice<'_, BS<'_, Bitmap>>> {
+        self.own_region.get_slice(MemoryRegionAddress(at - OWN_ADDRESS), length).map_err(other_error)
     }
 
-    /// Answers a request that lies in `memory`, which includes [`own`](Server::own). The buffers are the guest's, which may
+    /// Answers a request that lies in `memory`, which includes [`own_region`](Server::own_region). The buffers are the guest's, which may
     /// change them at any time: whatever is checked is copied first; file data is not.
-    pub fn answer_there(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> Answered {
+    pub fn serve_in_place(&mut self, memory: &Memory, readable: &[Buffer], writable: &[Buffer]) -> Completion {
         let mut head = std::mem::take(&mut self.head);
-        let bytes = match lay(memory, readable, &mut head) {
+        let bytes = match copy_request_head(memory, readable, &mut head) {
             Ok(rest) => {
                 let length = u32::try_from(head.len()).unwrap_or(0); // at most MAX_MESSAGE
                 let mut readable = vec![(REQUEST, length)];
                 readable.extend(rest);
-                self.ask(memory, &head, &readable, writable)
+                self.handle_request(memory, &head, &readable, writable)
             }
             Err(error) => {
-                tracing::debug!("a request of the guest makes no sense: {error}");
-                self.refuse(memory, &head, writable, libc::EIO).unwrap_or(0)
+                tracing::debug!("the guest sent an invalid file request: {error}");
+                self.write_error(memory, &head, writable, libc::EIO).unwrap_or(0)
             }
         };
-        let awaited = !head.get(OPCODE).is_some_and(|opcode| UNAWAITED.iter().any(|other| other == opcode));
-        self.keep(head);
-        Answered { bytes, awaited }
+        let awaited = !head.get(OPCODE).is_some_and(|opcode| WITHOUT_WAITER.iter().any(|other| other == opcode));
+        self.recycle_head(head);
+        Completion { bytes, awaited }
     }
 
     /// Keeps the buffer between requests only at a size that small requests need.
-    fn keep(&mut self, mut head: Vec<u8>) {
+    fn recycle_head(&mut self, mut head: Vec<u8>) {
         head.clear();
         head.shrink_to(64 << 10);
         self.head = head;
     }
 
     /// Passes a request to virtiofsd whose beginning, `head`, was checked and copied, so that the guest cannot change it.
-    fn ask(&mut self, memory: &Memory, head: &[u8], readable: &[Piece], writable: &[Piece]) -> u32 {
-        let error = if names::stay(head) {
+    fn handle_request(&mut self, memory: &Memory, head: &[u8], readable: &[Buffer], writable: &[Buffer]) -> u32 {
+        let error = if names::are_plain(head) {
             if head.get(OPCODE).is_some_and(|opcode| opcode == FUSE_INIT) {
                 let flags = head.get(INIT_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
-                self.mounts_files.store(flags & DEVICE_SUBMOUNTS != 0, Ordering::Relaxed);
+                self.supports_file_submounts.store(flags & DEVICE_SUBMOUNTS != 0, Ordering::Relaxed);
             }
-            match self.pass(memory, readable, writable) {
+            match self.forward(memory, readable, writable) {
                 Ok(written) => {
-                    self.spare_flush(memory, head, writable, written);
+                    self.skip_flush(memory, head, writable, written);
                     return written;
                 }
                 Err(error) => {
-                    tracing::debug!("a request of the guest makes no sense: {error}");
+                    tracing::debug!("the guest sent an invalid file request: {error}");
                     libc::EIO
                 }
             }
         } else {
-            tracing::warn!("the guest asks for a file by a name that leads out of its directory");
+            tracing::warn!("rejected a file request of the guest: its name leads out of the directory");
             libc::EACCES
         };
-        self.refuse(memory, head, writable, error).unwrap_or(0)
+        self.write_error(memory, head, writable, error).unwrap_or(0)
     }
 
-    fn pass(&mut self, memory: &Memory, readable: &[Piece], writable: &[Piece]) -> io::Result<u32> {
-        let chain = self.chain(memory, readable, writable)?;
-        let reader = Reader::new(memory, chain.clone()).map_err(bad)?;
-        let writer = Writer::new(memory, chain).map_err(bad)?;
-        let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(bad)?;
-        let room = writable.iter().fold(0u32, |room, (_, length)| room.saturating_add(*length));
-        Ok(u32::try_from(written).unwrap_or(u32::MAX).min(room))
+    fn forward(&mut self, memory: &Memory, readable: &[Buffer], writable: &[Buffer]) -> io::Result<u32> {
+        let chain = self.build_chain(memory, readable, writable)?;
+        let reader = Reader::new(memory, chain.clone()).map_err(other_error)?;
+        let writer = Writer::new(memory, chain).map_err(other_error)?;
+        let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(other_error)?;
+        let capacity = writable.iter().fold(0u32, |sum, (_, length)| sum.saturating_add(*length));
+        Ok(u32::try_from(written).unwrap_or(u32::MAX).min(capacity))
     }
 
     /// Sets `FOPEN_NOFLUSH`, so that Linux sends no request when the file is closed: for files that were opened read-only,
     /// since nothing was written, and where closing does nothing on the node.
-    fn spare_flush(&self, memory: &Memory, head: &[u8], writable: &[Piece], written: u32) {
+    fn skip_flush(&self, memory: &Memory, head: &[u8], writable: &[Buffer], written: u32) {
         let before = match head.get(OPCODE) {
             Some(opcode) if opcode == FUSE_OPEN => OUT_HEADER as u32,
-            Some(opcode) if opcode == FUSE_CREATE => OUT_HEADER as u32 + ENTRY,
+            Some(opcode) if opcode == FUSE_CREATE => OUT_HEADER as u32 + ENTRY_OUT,
             _ => return,
         };
         let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
         let read_only = flags.is_some_and(|flags| flags & libc::O_ACCMODE == libc::O_RDONLY);
-        if written != before + OPENED || !(read_only || self.mounts.need_no_flush()) {
+        if written != before + OPEN_OUT || !(read_only || self.mounts.is_flush_needless()) {
             return;
         }
-        let (flags_at, mut before) = (u64::from(before + FLAGS_AT), 0);
+        let (flags_at, mut before) = (u64::from(before + OPEN_OUT_FLAGS), 0);
         for (address, length) in writable {
             let end = before + u64::from(*length);
             // Flags that are split over two buffers stay unchanged.
             if before <= flags_at && flags_at + size_of::<u32>() as u64 <= end {
                 let at = GuestAddress(address.saturating_add(flags_at - before));
                 let flags = memory.read_obj::<u32>(at).map(u32::from_le);
-                let _ = flags.and_then(|flags| memory.write_obj((flags | NO_FLUSH).to_le(), at));
+                let _ = flags.and_then(|flags| memory.write_obj((flags | FOPEN_NOFLUSH).to_le(), at));
             }
             before = end;
         }
     }
 
     /// Writes an error reply, if the buffers have space for it.
-    fn refuse(&mut self, memory: &Memory, head: &[u8], writable: &[Piece], error: i32) -> io::Result<u32> {
-        let mut writer = Writer::new(memory, self.chain(memory, &[], writable)?).map_err(bad)?;
+    fn write_error(&mut self, memory: &Memory, head: &[u8], writable: &[Buffer], error: i32) -> io::Result<u32> {
+        let mut writer = Writer::new(memory, self.build_chain(memory, &[], writable)?).map_err(other_error)?;
         let Some(unique) = head.get(UNIQUE).filter(|_| writer.available_bytes() >= OUT_HEADER) else { return Ok(0) };
-        let answer = [(OUT_HEADER as u32).to_le_bytes().as_slice(), &(-error).to_le_bytes(), unique].concat();
-        writer.write_all(&answer)?;
+        let reply = [(OUT_HEADER as u32).to_le_bytes().as_slice(), &(-error).to_le_bytes(), unique].concat();
+        writer.write_all(&reply)?;
         Ok(OUT_HEADER as u32)
     }
 
     /// Builds a descriptor chain in the form that virtiofsd requires.
-    fn chain<'m>(
+    fn build_chain<'m>(
         &mut self,
         memory: &'m Memory,
-        readable: &[Piece],
-        writable: &[Piece],
+        readable: &[Buffer],
+        writable: &[Buffer],
     ) -> io::Result<DescriptorChain<&'m Memory>> {
-        let pieces = readable.iter().map(|piece| (piece, 0)).chain(writable.iter().map(|piece| (piece, WRITE)));
-        let count = u16::try_from(readable.len() + writable.len()).ok().filter(|count| (1..=SIZE).contains(count));
+        let buffers =
+            readable.iter().map(|buffer| (buffer, 0)).chain(writable.iter().map(|buffer| (buffer, DESCRIPTOR_WRITE)));
+        let count =
+            u16::try_from(readable.len() + writable.len()).ok().filter(|count| (1..=QUEUE_SIZE).contains(count));
         let count = count.ok_or(io::ErrorKind::InvalidInput)?;
-        for (number, ((address, length), flags)) in (1..=count).zip(pieces) {
-            let flags = if number == count { flags } else { flags | NEXT };
+        for (number, ((address, length), flags)) in (1..=count).zip(buffers) {
+            let flags = if number == count { flags } else { flags | DESCRIPTOR_NEXT };
             let at = DESCRIPTORS + 16 * u64::from(number - 1);
             let descriptor = Descriptor::new(*address, *length, flags, number);
-            memory.write_obj(descriptor, GuestAddress(at)).map_err(bad)?;
+            memory.write_obj(descriptor, GuestAddress(at)).map_err(other_error)?;
         }
-        let slot = AVAILABLE + 4 + 2 * u64::from(self.asked % SIZE);
-        self.asked = self.asked.wrapping_add(1);
-        memory.write_obj(0u16, GuestAddress(slot)).map_err(bad)?;
-        memory.write_obj(self.asked.to_le(), GuestAddress(AVAILABLE + 2)).map_err(bad)?;
+        let slot = AVAILABLE + 4 + 2 * u64::from(self.request_count % QUEUE_SIZE);
+        self.request_count = self.request_count.wrapping_add(1);
+        memory.write_obj(0u16, GuestAddress(slot)).map_err(other_error)?;
+        memory.write_obj(self.request_count.to_le(), GuestAddress(AVAILABLE + 2)).map_err(other_error)?;
         self.queue.pop_descriptor_chain(memory).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 }
@@ -297,44 +314,44 @@ impl Server {
 fn stream_error(error: VolatileMemoryError) -> io::Error {
     match error {
         VolatileMemoryError::IOError(error) => error,
-        other => bad(other),
+        other => other_error(other),
     }
 }
 
-fn bad(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+fn other_error(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::other(error)
 }
 
 /// Copies a request into `head` and from there into own memory, except for the data of a write; returns the buffers of that data.
-fn lay(memory: &Memory, pieces: &[Piece], head: &mut Vec<u8>) -> io::Result<Vec<Piece>> {
+fn copy_request_head(memory: &Memory, buffers: &[Buffer], head: &mut Vec<u8>) -> io::Result<Vec<Buffer>> {
     head.clear();
     let mut rest = Vec::new();
-    for &(address, length) in pieces {
-        let mut taken = 0;
-        while taken < length {
+    for &(address, length) in buffers {
+        let mut copied = 0;
+        while copied < length {
             let limit = match head.get(OPCODE) {
                 None => WRITE_HEAD,
                 Some(opcode) if opcode == FUSE_WRITE => WRITE_HEAD,
                 Some(_) => MAX_MESSAGE,
             };
-            let room = limit.saturating_sub(head.len());
-            if room == 0 {
+            let remaining = limit.saturating_sub(head.len());
+            if remaining == 0 {
                 break;
             }
-            let now = (length - taken).min(u32::try_from(room).unwrap_or(u32::MAX));
+            let count = (length - copied).min(u32::try_from(remaining).unwrap_or(u32::MAX));
             let start = head.len();
-            head.resize(start + now as usize, 0);
+            head.resize(start + count as usize, 0);
             let bytes = head.get_mut(start..).unwrap_or_default();
-            memory.read_slice(bytes, GuestAddress(address.saturating_add(taken.into()))).map_err(bad)?;
-            taken += now;
+            memory.read_slice(bytes, GuestAddress(address.saturating_add(copied.into()))).map_err(other_error)?;
+            copied += count;
         }
-        if taken < length {
-            rest.push((address.saturating_add(taken.into()), length - taken));
+        if copied < length {
+            rest.push((address.saturating_add(copied.into()), length - copied));
         }
     }
     if !rest.is_empty() && head.get(OPCODE) != Some(&FUSE_WRITE) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is too long"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the request is too long"));
     }
-    memory.write_slice(head, GuestAddress(REQUEST)).map_err(bad)?;
+    memory.write_slice(head, GuestAddress(REQUEST)).map_err(other_error)?;
     Ok(rest)
 }

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 /// Forks this process; returns `None` in the child. Fails if the process has more than one thread.
 pub(crate) fn fork() -> io::Result<Option<Pid>> {
     if std::fs::read_dir("/proc/self/task")?.count() != 1 {
-        return Err(io::Error::other("there is a second thread"));
+        return Err(io::Error::other("the process has more than one thread"));
     }
     // SAFETY: there is no other thread, as was just checked, so no thread holds a lock that the child would wait for: the
     // child may do whatever this process may.
@@ -29,22 +29,22 @@ pub(crate) fn exit(code: i32) -> ! {
 }
 
 /// Creates a user namespace with these maps of users and groups (user_namespaces(7)). The caller needs privileges over all of the ids.
-pub(crate) fn user_namespace(users: &str, groups: &str) -> io::Result<OwnedFd> {
+pub(crate) fn create_user_namespace(users: &str, groups: &str) -> io::Result<OwnedFd> {
     // A namespace exists only while a process or a descriptor refers to it: here a child, until this process has opened it.
-    let holder = hold_user_namespace()?;
-    let made = (|| {
+    let holder = spawn_user_namespace_holder()?;
+    let namespace = (|| {
         for (file, map) in [("uid_map", users), ("gid_map", groups)] {
             fs::write(format!("/proc/{holder}/{file}"), map)?;
         }
         Ok(File::open(format!("/proc/{holder}/ns/user"))?.into())
     })();
     kill(holder, Signal::SIGKILL).and_then(|()| retry_interrupted(|| waitpid(holder, None)))?;
-    made
+    namespace
 }
 
 /// Starts a process in a new user namespace, which waits to be killed. Any thread may call it; the process ends when the
 /// calling thread does.
-fn hold_user_namespace() -> io::Result<Pid> {
+fn spawn_user_namespace_holder() -> io::Result<Pid> {
     let (parent, flags, none) =
         (getpid().as_raw(), libc::c_long::from(libc::CLONE_NEWUSER | libc::SIGCHLD), 0 as libc::c_long);
     // SAFETY: as fork: without CLONE_VM and with no stack given, the child continues on a copy of this memory. There it

@@ -4,7 +4,7 @@
 //! Each call enters the other mount namespace on a short-lived thread of its own. The calls block.
 
 use crate::error::ShareError;
-use crate::room::{PLACES, PUSHED, SHOWN};
+use crate::process::{COPIED_IN_ROOT, SHARE_ROOT, WRITABLE_ROOT};
 use crate::sys;
 use nacelle_base::mounts::{self, Change};
 use nacelle_base::share::DIRECTORY;
@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 
 /// The process that holds a pod's volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taker {
+pub enum VolumeTarget {
     /// The file-server process: the guest finds the n-th volume of a container at `CONTAINER/n` below the share's root.
     Share,
-    /// The file-server process, for copied-in volumes: the n-th of a container is at the place `CONTAINER/n`, which the
+    /// The file-server process, for copied-in volumes: the n-th of a container is at the path `CONTAINER/n`, which the
     /// guest cannot reach. Copies that were made stay when the volumes are unmounted.
     Pushed,
     /// The agent of a pod without a guest, which finds the volumes at the same path as in a guest: `nacelle_base::share::DIRECTORY`.
@@ -30,7 +30,7 @@ pub enum Taker {
 
 /// One directory or file of the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Volume {
+pub struct VolumeToMount {
     /// The path, without symbolic links.
     pub path: PathBuf,
     /// The write access of the pod.
@@ -74,88 +74,96 @@ pub struct Owners {
     pub groups: (u32, u32),
 }
 
-impl Taker {
+impl VolumeTarget {
     /// Returns the directory in which the volumes are mounted, and the one in which mount points are created.
     fn directories(self) -> (&'static Path, &'static Path) {
-        let (shown, places) = match self {
-            Taker::Share => (SHOWN, PLACES),
-            Taker::Pushed => (PUSHED, PUSHED),
-            Taker::Agent => (DIRECTORY, DIRECTORY),
+        let (root, mount_points) = match self {
+            VolumeTarget::Share => (SHARE_ROOT, WRITABLE_ROOT),
+            VolumeTarget::Pushed => (COPIED_IN_ROOT, COPIED_IN_ROOT),
+            VolumeTarget::Agent => (DIRECTORY, DIRECTORY),
         };
-        (Path::new(shown), Path::new(places))
+        (Path::new(root), Path::new(mount_points))
     }
 
     /// Returns the mount attributes of all volumes. Device nodes are disabled where there is a guest, because a device
     /// number means another device there.
-    fn attributes(self) -> u64 {
+    fn mount_attributes(self) -> u64 {
         match self {
-            Taker::Share => libc::MOUNT_ATTR_NODEV,
-            Taker::Pushed => libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
-            Taker::Agent => 0,
+            VolumeTarget::Share => libc::MOUNT_ATTR_NODEV,
+            VolumeTarget::Pushed => libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
+            VolumeTarget::Agent => 0,
         }
     }
 }
 
 /// Mounts the volumes of a container in the process of this pidfd: all, or none.
-pub fn attach(process: BorrowedFd, taker: Taker, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
-    let trees = volumes.iter().map(|volume| copy(volume, taker)).collect::<Result<Vec<_>, _>>()?;
-    let done = inside(process, || {
-        let mut done = Ok(());
-        for (number, (volume, (tree, directory))) in volumes.iter().zip(&trees).enumerate() {
-            let place = Path::new(container).join(number.to_string());
-            done = place_tree(taker, tree.as_fd(), *directory, &place).map_err(failed("mount", &volume.path));
-            if done.is_err() {
+pub fn mount_volumes(
+    process: BorrowedFd,
+    target: VolumeTarget,
+    container: &str,
+    volumes: &[VolumeToMount],
+) -> Result<(), ShareError> {
+    let mounts = volumes.iter().map(|volume| clone_mounts(volume, target)).collect::<Result<Vec<_>, _>>()?;
+    let result = run_in_mount_namespace(process, || {
+        let mut mounted = Ok(());
+        for (number, (volume, (mount, directory))) in volumes.iter().zip(&mounts).enumerate() {
+            let relative_path = Path::new(container).join(number.to_string());
+            mounted = attach_mount(target, mount.as_fd(), *directory, &relative_path)
+                .map_err(volume_error("mount", &volume.path));
+            if mounted.is_err() {
                 // The caller needs the first error.
-                let _ = take_back(taker, container);
+                let _ = unmount_container_volumes(target, container);
                 break;
             }
         }
-        done
+        mounted
     });
-    done.map_err(|source| ShareError::Step { what: "be entered", source })?
+    result
+        .map_err(|source| ShareError::Step { what: "enter the mount namespace of the file-server process", source })?
 }
 
 /// Unmounts the volumes of a container; succeeds if it has none. Files that the guest has open stay open for it, and mounts
 /// that containers have propagated to the node stay there.
-pub fn detach(process: BorrowedFd, taker: Taker, container: &str) -> Result<(), ShareError> {
-    let taken = inside(process, || take_back(taker, container)).and_then(|taken| taken);
-    taken.map_err(|source| ShareError::Detach { container: container.to_owned(), source })
+pub fn unmount_volumes(process: BorrowedFd, target: VolumeTarget, container: &str) -> Result<(), ShareError> {
+    let unmounted = run_in_mount_namespace(process, || unmount_container_volumes(target, container))
+        .and_then(|unmounted| unmounted);
+    unmounted.map_err(|source| ShareError::Unmount { container: container.to_owned(), source })
 }
 
-fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ShareError {
+fn volume_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ShareError {
     let path = path.to_owned();
     move |source| ShareError::Volume { what, path, source }
 }
 
 /// Copies a volume's mounts; also returns whether the volume is a directory.
-fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
-    check(volume)?;
-    let tree = mounts::copy(&volume.path, true).map_err(failed("open", &volume.path))?;
-    let metadata = File::from(tree.try_clone().map_err(failed("open", &volume.path))?).metadata();
-    let directory = metadata.map_err(failed("open", &volume.path))?.is_dir();
+fn clone_mounts(volume: &VolumeToMount, target: VolumeTarget) -> Result<(OwnedFd, bool), ShareError> {
+    check_propagation(volume)?;
+    let tree = mounts::copy(&volume.path, true).map_err(volume_error("open", &volume.path))?;
+    let metadata = File::from(tree.try_clone().map_err(volume_error("open", &volume.path))?).metadata();
+    let directory = metadata.map_err(volume_error("open", &volume.path))?.is_dir();
     let propagation = match volume.propagation {
         Propagation::Private => libc::MS_PRIVATE,
         Propagation::FromNode => libc::MS_SLAVE,
         Propagation::BothWays => 0,
     };
-    let (all, own) = match volume.access {
+    let (recursive, top) = match volume.access {
         VolumeAccess::ReadWrite => (0, 0),
         VolumeAccess::ReadOnly => (0, libc::MOUNT_ATTR_RDONLY),
         VolumeAccess::RecursiveReadOnly => (libc::MOUNT_ATTR_RDONLY, libc::MOUNT_ATTR_RDONLY),
     };
-    let all = Change { attributes: taker.attributes() | all, propagation, ..Change::default() };
-    let mut own = Change { attributes: own, ..Change::default() };
+    let recursive = Change { attributes: target.mount_attributes() | recursive, propagation, ..Change::default() };
+    let mut top = Change { attributes: top, ..Change::default() };
     if volume.no_access_times {
-        own.attributes |= libc::MOUNT_ATTR_NOATIME;
-        own.without = libc::MOUNT_ATTR__ATIME;
+        top.attributes |= libc::MOUNT_ATTR_NOATIME;
+        top.without = libc::MOUNT_ATTR__ATIME;
     }
-    let set = mounts::change(&tree, true, &all).and_then(|()| mounts::change(&tree, false, &own));
-    set.map_err(failed("mount", &volume.path))?;
+    let changed = mounts::change(&tree, true, &recursive).and_then(|()| mounts::change(&tree, false, &top));
+    changed.map_err(volume_error("mount", &volume.path))?;
     if let Some(owners) = volume.owners {
-        let map = |(first, count)| format!("0 {first} {count}");
-        let users = sys::user_namespace(&map(owners.users), &map(owners.groups));
-        let mapped = users.and_then(|users| {
-            mounts::change(&tree, false, &Change { users: Some(users.as_fd()), ..Change::default() })
+        let id_map = |(first, count)| format!("0 {first} {count}");
+        let namespace = sys::create_user_namespace(&id_map(owners.users), &id_map(owners.groups));
+        let mapped = namespace.and_then(|namespace| {
+            mounts::change(&tree, false, &Change { users: Some(namespace.as_fd()), ..Change::default() })
         });
         mapped.map_err(|source| ShareError::Owners { path: volume.path.clone(), source })?;
     }
@@ -163,85 +171,86 @@ fn copy(volume: &Volume, taker: Taker) -> Result<(OwnedFd, bool), ShareError> {
 }
 
 /// Rejects a volume that requires propagation if its mount does not propagate.
-fn check(volume: &Volume) -> Result<(), ShareError> {
+fn check_propagation(volume: &VolumeToMount) -> Result<(), ShareError> {
     if volume.propagation == Propagation::Private {
         return Ok(());
     }
-    let (at, shared, slave) = lies_on(&volume.path).map_err(failed("find the mount of", &volume.path))?;
-    let (good, needed) = match volume.propagation {
+    let (mount_point, shared, slave) =
+        find_mount_of(&volume.path).map_err(volume_error("find the mount of", &volume.path))?;
+    let (allowed, needed) = match volume.propagation {
         Propagation::BothWays => (shared, "shared"),
-        _ => (shared || slave, "shared, nor a slave of one that is"),
+        _ => (shared || slave, "shared, or a slave of a shared mount"),
     };
-    if good { Ok(()) } else { Err(ShareError::NotShared { path: volume.path.clone(), at, needed }) }
+    if allowed { Ok(()) } else { Err(ShareError::NotShared { path: volume.path.clone(), mount_point, needed }) }
 }
 
 /// Returns the mount point of the mount that a path lies on, and whether it is shared and whether it is a slave
 /// (proc_pid_mountinfo(5)).
-fn lies_on(path: &Path) -> io::Result<(PathBuf, bool, bool)> {
+fn find_mount_of(path: &Path) -> io::Result<(PathBuf, bool, bool)> {
     let file = File::options().read(true).custom_flags(libc::O_PATH).open(path)?;
-    let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
-    let id = about.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim);
+    let fdinfo = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
+    let id = fdinfo.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim);
     let mounts = fs::read("/proc/self/mountinfo")?;
     let mounts = String::from_utf8_lossy(&mounts);
     let found = mounts.lines().find(|line| line.split(' ').next() == id).ok_or(io::ErrorKind::NotFound)?;
-    let at = found.split(' ').nth(4).unwrap_or_default();
+    let mount_point = found.split(' ').nth(4).unwrap_or_default();
     let has = |tag| found.split(' ').skip(6).take_while(|field| *field != "-").any(|field| field.starts_with(tag));
-    Ok((at.into(), has("shared:"), has("master:")))
+    Ok((mount_point.into(), has("shared:"), has("master:")))
 }
 
-fn place_tree(taker: Taker, tree: BorrowedFd, directory: bool, place: &Path) -> io::Result<()> {
-    let (shown, places) = taker.directories();
-    let place_for_it = places.join(place);
-    make_directory(places)?;
-    make_directory(place_for_it.parent().unwrap_or(places))?;
+fn attach_mount(target: VolumeTarget, tree: BorrowedFd, directory: bool, relative_path: &Path) -> io::Result<()> {
+    let (root, mount_points) = target.directories();
+    let mount_point = mount_points.join(relative_path);
+    create_directory(mount_points)?;
+    create_directory(mount_point.parent().unwrap_or(mount_points))?;
     if directory {
-        make_directory(&place_for_it)?;
+        create_directory(&mount_point)?;
     } else {
-        File::create(&place_for_it)?;
+        File::create(&mount_point)?;
     }
-    mounts::place(tree, &shown.join(place))
+    mounts::place(tree, &root.join(relative_path))
 }
 
 /// Creates a directory of mode 0755, independent of this process's umask.
-fn make_directory(path: &Path) -> io::Result<()> {
+fn create_directory(path: &Path) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        made => made.and_then(|()| fs::set_permissions(path, Permissions::from_mode(0o755))),
+        created => created.and_then(|()| fs::set_permissions(path, Permissions::from_mode(0o755))),
     }
 }
 
-fn take_back(taker: Taker, container: &str) -> io::Result<()> {
-    let (shown, places) = taker.directories();
-    let volumes = match fs::read_dir(shown.join(container)) {
+fn unmount_container_volumes(target: VolumeTarget, container: &str) -> io::Result<()> {
+    let (root, mount_points) = target.directories();
+    let volumes = match fs::read_dir(root.join(container)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         volumes => volumes?.collect::<Result<Vec<_>, _>>()?,
     };
-    let places = places.join(container);
+    let mount_points = mount_points.join(container);
     for volume in volumes {
-        let (at, none) = (volume.path(), None::<&str>);
+        let (path, none) = (volume.path(), None::<&str>);
         // Unmounting must not propagate to the node's mounts below the volume.
-        let alone = mount(none, &at, none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none);
-        match alone.and_then(|()| umount2(&at, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)) {
+        let made_private = mount(none, &path, none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none);
+        match made_private.and_then(|()| umount2(&path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)) {
             Ok(()) | Err(nix::Error::EINVAL) => {} // nothing is mounted there
             Err(error) => return Err(error.into()),
         }
-        let place = places.join(volume.file_name());
+        let mount_point = mount_points.join(volume.file_name());
         // Removes only the mount point, never recursively: if something were still mounted there, it would be the node's files.
-        if volume.file_type()?.is_dir() { fs::remove_dir(place)? } else { fs::remove_file(place)? }
+        if volume.file_type()?.is_dir() { fs::remove_dir(mount_point)? } else { fs::remove_file(mount_point)? }
     }
-    fs::remove_dir(places)
+    fs::remove_dir(mount_points)
 }
 
 /// Runs a closure in the mount namespace of a process.
-fn inside<T: Send>(process: BorrowedFd, work: impl FnOnce() -> T + Send) -> io::Result<T> {
-    let enter = || {
+fn run_in_mount_namespace<T: Send>(process: BorrowedFd, work: impl FnOnce() -> T + Send) -> io::Result<T> {
+    let enter_namespace = || {
         // setns changes root and working directory, so the thread needs its own.
         unshare(CloneFlags::CLONE_FS)?;
         setns(process, CloneFlags::CLONE_NEWNS)
     };
     std::thread::scope(|scope| {
-        let entered = move || Ok(enter().map(|()| work())?);
-        let thread = std::thread::Builder::new().name("volumes".into()).spawn_scoped(scope, entered)?;
+        let run = move || Ok(enter_namespace().map(|()| work())?);
+        let thread = std::thread::Builder::new().name("volumes".into()).spawn_scoped(scope, run)?;
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }

@@ -39,8 +39,8 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     let share = share::start(&spec, dir)?;
     let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;
-    if let Some(channels) = share.map(nacelle_fs::Share::ready).transpose()? {
-        (prepared.shares, prepared.copied_volumes) = (channels.files, Some(channels.pushed));
+    if let Some(channels) = share.map(nacelle_fs::FileServerProcess::wait_until_ready).transpose()? {
+        (prepared.shares, prepared.copied_volumes) = (channels.file_requests, Some(channels.copied_in));
     }
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;

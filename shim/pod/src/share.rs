@@ -8,8 +8,8 @@ use crate::identity::{self, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, Kind};
-pub use nacelle_fs::{Owners, Propagation, Taker, Volume, VolumeAccess};
-use nacelle_fs::{Share, ShareError, Shown};
+use nacelle_fs::{FileServerProcess, ShareError, ShareLayout};
+pub use nacelle_fs::{Owners, Propagation, VolumeAccess, VolumeTarget as Taker, VolumeToMount as Volume};
 use nacelle_model::process::ProcessIdentity;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -52,10 +52,10 @@ impl Classify for VolumesError {
 /// Starts the file-server process for pods that are jailed VMs, in the pod's cgroup. Returns `None` if the pod needs none.
 /// The process of a container pod serves all volumes as one share; that of a machine pod has one share for each file
 /// system.
-pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodError> {
-    let served = match spec.engine {
-        EngineSpec::Kvm {} | EngineSpec::Qemu { .. } => Shown::All,
-        EngineSpec::Keeper { shares: count @ 1.., .. } => Shown::Parts(count),
+pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<FileServerProcess>, PodError> {
+    let layout = match spec.engine {
+        EngineSpec::Kvm {} | EngineSpec::Qemu { .. } => ShareLayout::Single,
+        EngineSpec::Keeper { shares: count @ 1.., .. } => ShareLayout::PerVolume(count),
         EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => return Ok(None),
     };
     let Some(jail) = &spec.jail else { return Ok(None) };
@@ -63,8 +63,9 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<Share>, PodErro
         // If this fails, the error is reported when the pod process joins the cgroup for good.
         let _ = nacelle_jail::cgroup::join(group);
     }
-    let share = nacelle_fs::start(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), served)?;
-    record_process(share.process().as_raw(), dir)?;
+    let share =
+        nacelle_fs::start_file_server(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), layout)?;
+    record_process(share.pid().as_raw(), dir)?;
     Ok(Some(share))
 }
 
@@ -84,7 +85,7 @@ pub(crate) fn record_process(process: i32, dir: &Path) -> Result<(), IdentityErr
 pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with_process(dir, move |process| match process {
-        Ok(process) => Ok(nacelle_fs::attach(process.as_fd(), taker, &container, &volumes)?),
+        Ok(process) => Ok(nacelle_fs::mount_volumes(process.as_fd(), taker, &container, &volumes)?),
         Err(error) => Err(error),
     })
     .await
@@ -94,7 +95,7 @@ pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volu
 pub async fn detach(dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with_process(dir, move |process| match process {
-        Ok(process) => Ok(nacelle_fs::detach(process.as_fd(), taker, &container)?),
+        Ok(process) => Ok(nacelle_fs::unmount_volumes(process.as_fd(), taker, &container)?),
         Err(VolumesError::Gone { .. }) => Ok(()),
         Err(error) => Err(error),
     })

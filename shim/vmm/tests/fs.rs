@@ -1,5 +1,5 @@
 //! Tests shared queues of the file-system device: what the file-server process receives, and what happens to a queue that this
-//! process does not return. That such a queue is served is tested in shim/fs/tests/room.rs.
+//! process does not return. That such a queue is served is tested in shim/fs/tests/file_server.rs.
 
 #[path = "../src/virtio/fs/borrower.rs"]
 mod borrower;

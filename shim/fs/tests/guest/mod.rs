@@ -6,7 +6,10 @@ mod front;
 
 pub use front::{Machine, Queue, eventually};
 use nacelle_base::push::{CopyInMessage, CopyInRequest};
-use nacelle_fs::{Share, ShareError, Shown, Taker, Volume, Ways, attach, detach};
+use nacelle_fs::{
+    FileServerChannels, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount, mount_volumes,
+    unmount_volumes,
+};
 use nacelle_jail::Mode;
 use nacelle_proto::agent::{Tree, TreeEntry};
 use nacelle_vmm::fs::Fs;
@@ -42,8 +45,8 @@ pub struct Guest {
     pub others: Vec<[UnixStream; 2]>,
     pub machine: Option<Machine>,
     /// The guest address of requests and replies.
-    pub room: u64,
-    pub pushed: UnixStream,
+    pub buffer_address: u64,
+    pub copied_in: UnixStream,
     pub pid: nix::unistd::Pid,
     pub user: u32,
     pub group: u32,
@@ -51,108 +54,119 @@ pub struct Guest {
 }
 
 /// The space for a request, and for its reply, in bytes.
-pub const ROOM: u32 = 70_000;
+pub const BUFFER_BYTES: u32 = 70_000;
 
 impl Guest {
     pub fn new() -> Guest {
-        Guest::made(false)
+        Guest::start(false)
     }
 
     /// Starts a guest whose share serves one volume, with or without shared virtqueues.
-    pub fn of_part(lent: bool, container: &str, volumes: &[Volume], part: &str) -> std::io::Result<Guest> {
+    pub fn of_volume(shared: bool, container: &str, volumes: &[VolumeToMount], part: &str) -> std::io::Result<Guest> {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO, Shown::Parts(2)).unwrap();
-        let pid = share.process();
-        let Ways { mut files, pushed } = share.ready().unwrap();
+        let share: FileServerProcess =
+            nacelle_fs::start_file_server(scaffold.path(), Mode::Kill, Duration::ZERO, ShareLayout::PerVolume(2))
+                .unwrap();
+        let pid = share.pid();
+        let FileServerChannels { file_requests: mut files, copied_in } = share.wait_until_ready().unwrap();
         let namespace = File::open(format!("/proc/{pid}/ns/mnt")).unwrap();
-        attach(namespace.as_fd(), Taker::Share, container, volumes).unwrap();
+        mount_volumes(namespace.as_fd(), VolumeTarget::Share, container, volumes).unwrap();
         let streams = files.pop().unwrap();
         let copies = [&streams[0], &streams[1]].map(|stream| stream.try_clone().unwrap());
         let device = Fs::of_part(copies, part)?;
-        let (streams, machine) = match lent {
+        let (streams, machine) = match shared {
             true => (Vec::new(), Some(Machine::new(device.lending().device(), 2))),
             false => {
                 streams.iter().for_each(|stream| stream.set_nonblocking(false).unwrap());
                 (Vec::from(streams), None)
             }
         };
-        let mut guest = Guest::with(streams, machine, pushed, pid, scaffold);
+        let mut guest = Guest::with(streams, machine, copied_in, pid, scaffold);
         guest.others = files;
         Ok(guest)
     }
 
     /// Starts a guest whose virtqueues the file-server process serves.
-    pub fn lent() -> Guest {
-        Guest::made(true)
+    pub fn with_shared_virtqueues() -> Guest {
+        Guest::start(true)
     }
 
-    fn made(lent: bool) -> Guest {
+    fn start(shared: bool) -> Guest {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: Share = nacelle_fs::start(scaffold.path(), Mode::Kill, Duration::ZERO, Shown::All).unwrap();
-        let pid = share.process();
-        let Ways { mut files, pushed } = share.ready().unwrap();
+        let share: FileServerProcess =
+            nacelle_fs::start_file_server(scaffold.path(), Mode::Kill, Duration::ZERO, ShareLayout::Single).unwrap();
+        let pid = share.pid();
+        let FileServerChannels { file_requests: mut files, copied_in } = share.wait_until_ready().unwrap();
         let files = files.pop().unwrap();
-        let (streams, machine) = match lent {
+        let (streams, machine) = match shared {
             false => (Vec::from(files), None),
             true => (Vec::new(), Some(Machine::new(Fs::new(files).unwrap().lending().device(), 2))),
         };
-        Guest::with(streams, machine, pushed, pid, scaffold)
+        Guest::with(streams, machine, copied_in, pid, scaffold)
     }
 
     fn with(
         streams: Vec<UnixStream>,
         mut machine: Option<Machine>,
-        pushed: UnixStream,
+        copied_in: UnixStream,
         pid: nix::unistd::Pid,
         scaffold: tempfile::TempDir,
     ) -> Guest {
-        let (lent, others) = (machine.is_some(), Vec::new());
-        let room = machine.as_mut().map_or(0, |machine| machine.allocate(u64::from(2 * ROOM)));
-        let mut guest = Guest { streams, others, machine, room, pushed, pid, user: 0, group: 0, _scaffold: scaffold };
-        guest.begin();
+        let (shared, others) = (machine.is_some(), Vec::new());
+        let buffer_address = machine.as_mut().map_or(0, |machine| machine.allocate(u64::from(2 * BUFFER_BYTES)));
+        let mut guest =
+            Guest { streams, others, machine, buffer_address, copied_in, pid, user: 0, group: 0, _scaffold: scaffold };
+        guest.send_init();
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-        assert_eq!(maps.contains("memfd:guest"), lent);
+        assert_eq!(maps.contains("memfd:guest"), shared);
         guest
     }
 
     /// Sends the first request of a guest's kernel: the oldest protocol version with the needed features, and all flags of
     /// Linux 6.12, including submounts.
-    pub fn begin(&mut self) {
+    pub fn send_init(&mut self) {
         let init = [7u32, 38, 1 << 20, 0x3fff_ffff].map(u32::to_le_bytes).concat();
-        self.ask(INIT, 0, &init).unwrap();
+        self.send_request(INIT, 0, &init).unwrap();
     }
 
-    pub fn attach(&self, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
-        self.attach_as(Taker::Share, container, volumes)
+    pub fn mount_volumes(&self, container: &str, volumes: &[VolumeToMount]) -> Result<(), ShareError> {
+        self.mount_volumes_for(VolumeTarget::Share, container, volumes)
     }
 
-    pub fn attach_as(&self, taker: Taker, container: &str, volumes: &[Volume]) -> Result<(), ShareError> {
+    pub fn mount_volumes_for(
+        &self,
+        target: VolumeTarget,
+        container: &str,
+        volumes: &[VolumeToMount],
+    ) -> Result<(), ShareError> {
         let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        attach(namespace.as_fd(), taker, container, volumes)
+        mount_volumes(namespace.as_fd(), target, container, volumes)
     }
 
     /// Receives the next message about copied-in volumes.
-    pub fn told(&mut self) -> CopyInMessage {
+    pub fn next_message(&mut self) -> CopyInMessage {
         let mut length = [0; 4];
-        self.pushed.read_exact(&mut length).unwrap();
-        let mut word = vec![0; u32::from_le_bytes(length) as usize];
-        self.pushed.read_exact(&mut word).unwrap();
-        CopyInMessage::decode(&word).unwrap()
+        self.copied_in.read_exact(&mut length).unwrap();
+        let mut bytes = vec![0; u32::from_le_bytes(length) as usize];
+        self.copied_in.read_exact(&mut bytes).unwrap();
+        CopyInMessage::decode(&bytes).unwrap()
     }
 
-    pub fn ask_for(&mut self, ask: CopyInRequest) -> CopyInMessage {
-        let word = ask.encode();
-        let length = u32::try_from(word.len()).unwrap();
-        self.pushed.write_all(&[length.to_le_bytes().as_slice(), &word].concat()).unwrap();
-        self.told()
+    pub fn send_copy_in_request(&mut self, request: CopyInRequest) -> CopyInMessage {
+        let bytes = request.encode();
+        let length = u32::try_from(bytes.len()).unwrap();
+        self.copied_in.write_all(&[length.to_le_bytes().as_slice(), &bytes].concat()).unwrap();
+        self.next_message()
     }
 
     /// Returns the files of a copied-in volume, with their contents.
     pub fn files(&mut self, id: u32) -> Vec<(String, String)> {
-        let mut ask = CopyInRequest::Begin { id, full: true };
+        let mut request = CopyInRequest::Begin { id, full: true };
         let mut files = Vec::new();
         loop {
-            let CopyInMessage::Part { last, tree, .. } = self.ask_for(ask) else { panic!("it is not read") };
+            let CopyInMessage::Part { last, tree, .. } = self.send_copy_in_request(request) else {
+                panic!("the volume was not read")
+            };
             let text = |bytes| String::from_utf8(bytes).unwrap();
             let regular = |entry: &TreeEntry| entry.mode & libc::S_IFMT == libc::S_IFREG;
             let entries = Tree::decode(tree.as_slice()).unwrap().entries.into_iter().filter(regular);
@@ -160,27 +174,27 @@ impl Guest {
             if last {
                 return files;
             }
-            ask = CopyInRequest::Next { id };
+            request = CopyInRequest::Next { id };
         }
     }
 
-    pub fn detach(&self, container: &str) {
+    pub fn unmount_volumes(&self, container: &str) {
         let namespace = File::open(format!("/proc/{}/ns/mnt", self.pid)).unwrap();
-        detach(namespace.as_fd(), Taker::Share, container).unwrap();
+        unmount_volumes(namespace.as_fd(), VolumeTarget::Share, container).unwrap();
     }
 
     /// Sends a request; returns the reply without its header, or the error.
-    pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
+    pub fn send_request(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
         let request = self.request(opcode, node, body);
-        self.raw(&request)
+        self.send_raw(&request)
     }
 
     /// Sends a request that has no reply.
-    pub fn tell(&mut self, opcode: u32, node: u64, body: &[u8]) {
+    pub fn request_without_reply(&mut self, opcode: u32, node: u64, body: &[u8]) {
         let request = self.request(opcode, node, body);
         let answer = match self.machine {
-            None => self.copied(&request),
-            Some(_) => self.there(&request, &[]),
+            None => self.send_over_stream(&request),
+            Some(_) => self.send_over_virtqueue(&request, &[]),
         };
         assert!(answer.is_empty(), "{answer:?}");
     }
@@ -198,10 +212,10 @@ impl Guest {
         request
     }
 
-    pub fn raw(&mut self, request: &[u8]) -> Result<Vec<u8>, i32> {
+    pub fn send_raw(&mut self, request: &[u8]) -> Result<Vec<u8>, i32> {
         let mut answer = match self.machine {
-            None => self.copied(request),
-            Some(_) => self.there(request, &[7, 40, 100, 9000]),
+            None => self.send_over_stream(request),
+            Some(_) => self.send_over_virtqueue(request, &[7, 40, 100, 9000]),
         };
         let Some(error) = answer.get(4..8) else { return Ok(Vec::new()) };
         match i32::from_le_bytes(error.try_into().unwrap()) {
@@ -210,9 +224,9 @@ impl Guest {
         }
     }
 
-    fn copied(&mut self, request: &[u8]) -> Vec<u8> {
+    fn send_over_stream(&mut self, request: &[u8]) -> Vec<u8> {
         let stream = &mut self.streams[1];
-        let header = [u32::try_from(request.len()).unwrap(), ROOM].map(u32::to_le_bytes).concat();
+        let header = [u32::try_from(request.len()).unwrap(), BUFFER_BYTES].map(u32::to_le_bytes).concat();
         stream.write_all(&[header.as_slice(), request].concat()).unwrap();
         let mut length = [0; 4];
         stream.read_exact(&mut length).unwrap();
@@ -222,31 +236,32 @@ impl Guest {
     }
 
     /// Sends a request over the virtqueue; request and reply are split into buffers at these offsets.
-    pub fn there(&mut self, request: &[u8], cuts: &[u32]) -> Vec<u8> {
-        let (room, answer_at) = (self.room, self.room + u64::from(ROOM));
+    pub fn send_over_virtqueue(&mut self, request: &[u8], cuts: &[u32]) -> Vec<u8> {
+        let (request_at, reply_at) = (self.buffer_address, self.buffer_address + u64::from(BUFFER_BYTES));
         let machine = self.machine.as_mut().unwrap();
-        machine.memory.write_slice(request, GuestAddress(room)).unwrap();
-        machine.memory.write_slice(&[0xee; ROOM as usize], GuestAddress(answer_at)).unwrap();
+        machine.memory.write_slice(request, GuestAddress(request_at)).unwrap();
+        machine.memory.write_slice(&[0xee; BUFFER_BYTES as usize], GuestAddress(reply_at)).unwrap();
         let pieces = |at: u64, length: u32, writable| {
             let mut ends: Vec<u32> = cuts.iter().copied().filter(|cut| *cut < length).collect();
             ends.push(length);
             let starts = [0].into_iter().chain(ends.clone());
             starts.zip(ends).map(|(start, end)| (at + u64::from(start), end - start, writable)).collect::<Vec<_>>()
         };
-        let buffers = [pieces(room, u32::try_from(request.len()).unwrap(), false), pieces(answer_at, ROOM, true)];
-        let written = answer(machine, &buffers.concat());
+        let buffers =
+            [pieces(request_at, u32::try_from(request.len()).unwrap(), false), pieces(reply_at, BUFFER_BYTES, true)];
+        let written = submit_chain(machine, &buffers.concat());
         let mut answer = vec![0; written as usize];
-        machine.memory.read_slice(&mut answer, GuestAddress(answer_at)).unwrap();
+        machine.memory.read_slice(&mut answer, GuestAddress(reply_at)).unwrap();
         answer
     }
 
     /// Makes a descriptor chain available and returns the number of bytes that were written to its buffers.
-    pub fn chain(&mut self, buffers: &[(u64, u32, bool)]) -> u32 {
-        answer(self.machine.as_mut().unwrap(), buffers)
+    pub fn send_chain(&mut self, buffers: &[(u64, u32, bool)]) -> u32 {
+        submit_chain(self.machine.as_mut().unwrap(), buffers)
     }
 
     pub fn lookup(&mut self, node: u64, name: &str) -> Result<u64, i32> {
-        let entry = self.ask(LOOKUP, node, CString::new(name).unwrap().as_bytes_with_nul())?;
+        let entry = self.send_request(LOOKUP, node, CString::new(name).unwrap().as_bytes_with_nul())?;
         Ok(u64::from_le_bytes(entry[..8].try_into().unwrap()))
     }
 
@@ -258,7 +273,7 @@ impl Guest {
     pub fn owner(&mut self, path: &str) -> Result<(u32, u32), i32> {
         let node = self.find(path)?;
         // `fuse_attr_out`: 16 bytes, then the attributes.
-        let answer = self.ask(GETATTR, node, &[0; 16])?;
+        let answer = self.send_request(GETATTR, node, &[0; 16])?;
         let number = |at: usize| u32::from_le_bytes(answer[at..at + 4].try_into().unwrap());
         Ok((number(16 + 68), number(16 + 72)))
     }
@@ -269,9 +284,9 @@ impl Guest {
 
     /// Opens a file; returns its handle and the flags for Linux.
     pub fn opened(&mut self, node: u64, flags: i32) -> Result<(u64, u32), i32> {
-        let opened = self.ask(OPEN, node, &[flags as u32, 0].map(u32::to_le_bytes).concat())?;
-        let told = u32::from_le_bytes(opened[8..12].try_into().unwrap());
-        Ok((u64::from_le_bytes(opened[..8].try_into().unwrap()), told))
+        let opened = self.send_request(OPEN, node, &[flags as u32, 0].map(u32::to_le_bytes).concat())?;
+        let flags = u32::from_le_bytes(opened[8..12].try_into().unwrap());
+        Ok((u64::from_le_bytes(opened[..8].try_into().unwrap()), flags))
     }
 
     pub fn read(&mut self, path: &str) -> Result<String, i32> {
@@ -280,30 +295,30 @@ impl Guest {
         let mut body = [handle, 0].map(u64::to_le_bytes).concat();
         body.extend([60_000u32, 0].map(u32::to_le_bytes).concat());
         body.extend([0; 16]);
-        Ok(String::from_utf8(self.ask(READ, node, &body)?).unwrap())
+        Ok(String::from_utf8(self.send_request(READ, node, &body)?).unwrap())
     }
 
     /// Creates a file; returns its handle and the flags for Linux, which follow 128 bytes of `fuse_entry_out`.
     pub fn created(&mut self, directory: u64, name: &str) -> Result<(u64, u32), i32> {
         let answer = self.create(directory, name)?;
-        let told = u32::from_le_bytes(answer[136..140].try_into().unwrap());
-        Ok((u64::from_le_bytes(answer[128..136].try_into().unwrap()), told))
+        let flags = u32::from_le_bytes(answer[136..140].try_into().unwrap());
+        Ok((u64::from_le_bytes(answer[128..136].try_into().unwrap()), flags))
     }
 
     pub fn create(&mut self, directory: u64, name: &str) -> Result<Vec<u8>, i32> {
         let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
         body.extend(CString::new(name).unwrap().as_bytes_with_nul());
-        self.ask(CREATE, directory, &body)
+        self.send_request(CREATE, directory, &body)
     }
 
     pub fn mknod(&mut self, directory: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
         let mut body = [mode, device, 0, 0].map(u32::to_le_bytes).concat();
         body.extend(CString::new(name).unwrap().as_bytes_with_nul());
-        self.ask(MKNOD, directory, &body)
+        self.send_request(MKNOD, directory, &body)
     }
 }
 
-fn answer(machine: &mut Machine, buffers: &[(u64, u32, bool)]) -> u32 {
+fn submit_chain(machine: &mut Machine, buffers: &[(u64, u32, bool)]) -> u32 {
     let queue = &mut machine.queues[1];
     let head = queue.driver.submit(buffers);
     queue.kick();

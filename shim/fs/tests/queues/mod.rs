@@ -1,6 +1,6 @@
 //! Tests virtqueues that are shared with the file-server process, and large requests over a stream.
 
-use super::guest::{GETATTR, Guest, Queue, READ, RELEASE, ROOM, ROOT, WRITE, eventually};
+use super::guest::{BUFFER_BYTES, GETATTR, Guest, Queue, READ, RELEASE, ROOT, WRITE, eventually};
 use super::{directory, volume};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
@@ -17,10 +17,10 @@ fn transfer(handle: u64, at: u64, bytes: u32) -> Vec<u8> {
     body
 }
 
-pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
+pub fn data_of_a_shared_virtqueue_is_transferred_correctly() {
     let (dir, directory) = directory();
-    let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&directory)]).unwrap();
+    let mut guest = Guest::with_shared_virtqueues();
+    guest.mount_volumes("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let handle = guest.open(node, libc::O_RDWR).unwrap();
     let data: Vec<u8> = (0..50_000u32).map(|number| (number / 7) as u8).collect();
@@ -29,10 +29,10 @@ pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
         let at = round as u64 * 100_000;
         let body = [transfer(handle, at, 50_000), data.clone()].concat();
         let request = guest.request(WRITE, node, &body);
-        let answer = guest.there(&request, cuts);
+        let answer = guest.send_over_virtqueue(&request, cuts);
         assert_eq!((answer.len(), &answer[16..20]), (24, &50_000u32.to_le_bytes()[..]));
         let request = guest.request(READ, node, &transfer(handle, at, 50_000));
-        assert!(guest.there(&request, cuts)[16..] == data, "{cuts:?}");
+        assert!(guest.send_over_virtqueue(&request, cuts)[16..] == data, "{cuts:?}");
         assert!(fs::read(directory.join("file")).unwrap()[at as usize..] == data, "{cuts:?}");
     }
     drop(guest);
@@ -42,26 +42,29 @@ pub fn data_of_a_queue_that_is_lent_go_where_they_belong() {
 pub fn a_large_request_arrives_whole_over_a_stream() {
     let (dir, directory) = directory();
     let mut guest = Guest::new();
-    guest.attach("c", &[volume(&directory)]).unwrap();
+    guest.mount_volumes("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let file = guest.open(node, libc::O_RDWR).unwrap();
     // More than a stream accepts at once, and the maximum that virtiofsd writes.
     for length in [300_000u32, 1 << 20] {
         let data: Vec<u8> = (0..length).map(|number| (number / 3) as u8).collect();
-        let written = guest.ask(WRITE, node, &[transfer(file, 0, length), data.clone()].concat()).unwrap();
+        let written = guest.send_request(WRITE, node, &[transfer(file, 0, length), data.clone()].concat()).unwrap();
         assert_eq!(written[..4], length.to_le_bytes());
         assert!(fs::read(directory.join("file")).unwrap() == data, "{length}");
         // As Linux requests it: with space for exactly the reply.
-        assert!(guest.ask(READ, node, &transfer(file, 10, ROOM - 16)).unwrap() == data[10..][..ROOM as usize - 16]);
+        assert!(
+            guest.send_request(READ, node, &transfer(file, 10, BUFFER_BYTES - 16)).unwrap()
+                == data[10..][..BUFFER_BYTES as usize - 16]
+        );
     }
     drop(guest);
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
-pub fn a_queue_is_lent_taken_back_and_lent_again() {
+pub fn a_virtqueue_is_shared_returned_and_shared_again() {
     let (dir, directory) = directory();
-    let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&directory)]).unwrap();
+    let mut guest = Guest::with_shared_virtqueues();
+    guest.mount_volumes("c", &[volume(&directory)]).unwrap();
     for round in 0..3 {
         assert_eq!(guest.read("c/0/file").unwrap(), "of the node");
         let machine = guest.machine.as_mut().unwrap();
@@ -81,10 +84,10 @@ pub fn a_queue_is_lent_taken_back_and_lent_again() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
-pub fn what_nobody_waits_for_is_told_all_the_same() {
+pub fn requests_without_a_waiter_are_completed_and_notified() {
     let (dir, directory) = directory();
-    let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&directory)]).unwrap();
+    let mut guest = Guest::with_shared_virtqueues();
+    guest.mount_volumes("c", &[volume(&directory)]).unwrap();
     let node = guest.find("c/0/file").unwrap();
     let [first, second] = [0, 1].map(|_| guest.open(node, libc::O_RDONLY).unwrap());
     let open = || fs::read_dir(format!("/proc/{}/fd", guest.pid)).unwrap().count();
@@ -92,7 +95,7 @@ pub fn what_nobody_waits_for_is_told_all_the_same() {
     let release = |handle: u64| guest.request(RELEASE, node, &[handle.to_le_bytes().as_slice(), &[0; 16]].concat());
     let (alone, with, other) = (release(first), release(second), guest.request(GETATTR, node, &[0; 16]));
     let machine = guest.machine.as_mut().unwrap();
-    let place = |number: u64| guest.room + 4096 * number;
+    let place = |number: u64| guest.buffer_address + 4096 * number;
     // A request without a waiter alone, then one before a request with a waiter, with one kick: one interrupt for each kick.
     for requests in [&[alone][..], &[with, other]] {
         let Queue { driver, kick, call } = &mut machine.queues[1];
@@ -117,11 +120,11 @@ pub fn what_nobody_waits_for_is_told_all_the_same() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
-pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
+pub fn invalid_chains_of_a_shared_virtqueue_have_no_effect() {
     let (dir, directory) = directory();
-    let mut guest = Guest::lent();
-    guest.attach("c", &[volume(&directory)]).unwrap();
-    let (own, at) = (1u64 << 60, guest.room);
+    let mut guest = Guest::with_shared_virtqueues();
+    guest.mount_volumes("c", &[volume(&directory)]).unwrap();
+    let (own, at) = (1u64 << 60, guest.buffer_address);
     let request = guest.request(GETATTR, ROOT, &[0; 16]);
     guest.machine.as_ref().unwrap().memory.write_slice(&request, GuestAddress(at)).unwrap();
     // Invalid addresses: outside guest memory, at its end, in the process's own; a readable buffer after a writable one; no space.
@@ -138,7 +141,7 @@ pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
         (vec![(at, 2 << 20, false), (at + 4096, 200, true)], 16),
         (vec![(at, long, false), (at + 4096, 200, true)], 120),
     ] {
-        assert_eq!(guest.chain(&buffers), written, "{buffers:x?}");
+        assert_eq!(guest.send_chain(&buffers), written, "{buffers:x?}");
     }
     // An invalid ring is not served any more; the process and the other virtqueue continue.
     let machine = guest.machine.as_mut().unwrap();
@@ -150,8 +153,8 @@ pub fn what_is_no_chain_of_a_lent_queue_harms_nobody() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
-pub fn without_the_process_a_lent_queue_is_answered_with_errors() {
-    let mut guest = Guest::lent();
+pub fn without_the_process_a_shared_virtqueue_is_answered_with_errors() {
+    let mut guest = Guest::with_shared_virtqueues();
     guest.find("c").unwrap_err();
     kill(guest.pid, Signal::SIGKILL).unwrap();
     for _ in 0..3 {

@@ -3,7 +3,7 @@
 //! own requests.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use crate::server::{Answered, Memory, Piece, Region, SIZE, Server};
+use crate::server::{Buffer, Completion, Memory, QUEUE_SIZE, Region, Server};
 use nacelle_base::retry::retry_interrupted;
 use nacelle_base::share::SharedVirtqueue;
 use nix::errno::Errno;
@@ -21,10 +21,10 @@ use vm_memory_of_virtiofsd::{FileOffset, GuestAddress, GuestMemory, MmapRegion};
 /// The number of requests that are served before other queues get a turn.
 const BATCH: usize = 32;
 /// The maximum number of buffers of a request; Linux uses fewer than the virtqueue has descriptors.
-const MAX_PIECES: usize = SIZE as usize - 2;
+const MAX_BUFFERS: usize = QUEUE_SIZE as usize - 2;
 
 /// A shared virtqueue.
-pub(crate) struct Served {
+pub(crate) struct ServedVirtqueue {
     queue: Queue,
     /// The guest's memory.
     guest: Memory,
@@ -38,41 +38,41 @@ pub(crate) struct Served {
 /// The buffers of a request.
 #[derive(Default)]
 struct Buffers {
-    readable: Vec<Piece>,
-    writable: Vec<Piece>,
+    readable: Vec<Buffer>,
+    writable: Vec<Buffer>,
 }
 
-impl Served {
+impl ServedVirtqueue {
     /// Sets up the virtqueue with these descriptors: its kick, its call, and the files of the guest's memory.
-    pub fn new(lent: &SharedVirtqueue, fds: Vec<OwnedFd>, own: Arc<Region>) -> io::Result<Served> {
+    pub fn new(shared: &SharedVirtqueue, fds: Vec<OwnedFd>, own_region: Arc<Region>) -> io::Result<ServedVirtqueue> {
         let mut fds = VecDeque::from(fds);
-        let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no queue");
-        let (kick, call) = fds.pop_front().zip(fds.pop_front()).ok_or_else(bad)?;
-        if fds.len() != lent.regions.len() {
-            return Err(bad());
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "the message is not a valid shared virtqueue");
+        let (kick, call) = fds.pop_front().zip(fds.pop_front()).ok_or_else(invalid)?;
+        if fds.len() != shared.regions.len() {
+            return Err(invalid());
         }
         let mut regions = Vec::with_capacity(fds.len() + 1);
-        for (region, fd) in lent.regions.iter().zip(fds) {
-            regions.push(Arc::new(map(region, fd)?));
+        for (region, fd) in shared.regions.iter().zip(fds) {
+            regions.push(Arc::new(map_region(region, fd)?));
         }
         let memory = |regions| Memory::from_arc_regions(regions).map_err(io::Error::other);
         let guest = memory(regions.clone())?;
-        regions.push(own);
+        regions.push(own_region);
         let all = memory(regions)?;
-        let mut queue = Queue::new(lent.size).map_err(io::Error::other)?;
-        queue.set_size(lent.size);
-        queue.set_event_idx(lent.event_idx);
-        queue.try_set_desc_table_address(GuestAddress(lent.descriptors)).map_err(io::Error::other)?;
-        queue.try_set_avail_ring_address(GuestAddress(lent.available)).map_err(io::Error::other)?;
-        queue.try_set_used_ring_address(GuestAddress(lent.used)).map_err(io::Error::other)?;
-        queue.set_next_avail(lent.next_avail);
+        let mut queue = Queue::new(shared.size).map_err(io::Error::other)?;
+        queue.set_size(shared.size);
+        queue.set_event_idx(shared.event_idx);
+        queue.try_set_desc_table_address(GuestAddress(shared.descriptors)).map_err(io::Error::other)?;
+        queue.try_set_avail_ring_address(GuestAddress(shared.available)).map_err(io::Error::other)?;
+        queue.try_set_used_ring_address(GuestAddress(shared.used)).map_err(io::Error::other)?;
+        queue.set_next_avail(shared.next_avail);
         queue.set_ready(true);
         if !queue.is_valid(&guest) {
-            return Err(bad());
+            return Err(invalid());
         }
         let used = queue.used_idx(&guest, Ordering::Acquire).map_err(io::Error::other)?;
         queue.set_next_used(used.0);
-        Ok(Served { queue, guest, all, kick, call, broken: false })
+        Ok(ServedVirtqueue { queue, guest, all, kick, call, broken: false })
     }
 
     /// Returns the next index of the available ring: all requests before it are completed.
@@ -81,10 +81,10 @@ impl Served {
     }
 
     /// Reads the kick eventfd.
-    pub fn kicked(&mut self) {
+    pub fn read_kick(&mut self) {
         match retry_interrupted(|| nix::unistd::read(&self.kick, &mut [0; 8])) {
             Ok(1..) | Err(Errno::EAGAIN) => {}
-            Ok(_) | Err(_) => self.breaks(&"its kick cannot be read"),
+            Ok(_) | Err(_) => self.mark_broken(&"cannot read its kick eventfd"),
         }
     }
 
@@ -93,7 +93,7 @@ impl Served {
         match self.try_serve(server) {
             Ok(more) => more,
             Err(error) => {
-                self.breaks(&error);
+                self.mark_broken(&error);
                 false
             }
         }
@@ -104,37 +104,37 @@ impl Served {
             return Ok(false);
         }
         self.queue.disable_notification(&self.guest)?;
-        let mut untold = false;
+        let mut unnotified = false;
         for _ in 0..BATCH {
             let Some(chain) = self.queue.iter(&self.guest)?.next() else {
-                if untold {
-                    self.tell()?;
+                if unnotified {
+                    self.notify_guest()?;
                 }
                 return self.queue.enable_notification(&self.guest);
             };
             let head = chain.head_index();
-            let answered = match collect(&self.guest, chain) {
-                Some(Buffers { readable, writable }) => server.answer_there(&self.all, &readable, &writable),
+            let completion = match collect_buffers(&self.guest, chain) {
+                Some(Buffers { readable, writable }) => server.serve_in_place(&self.all, &readable, &writable),
                 None => {
-                    tracing::debug!("the guest sent a chain of descriptors that makes no sense");
-                    Answered { bytes: 0, awaited: true }
+                    tracing::debug!("the guest sent an invalid descriptor chain");
+                    Completion { bytes: 0, awaited: true }
                 }
             };
-            self.queue.add_used(&self.guest, head, answered.bytes)?;
+            self.queue.add_used(&self.guest, head, completion.bytes)?;
             // The completion of a request without a waiter is signalled together with the next one.
-            untold = !answered.awaited;
-            if answered.awaited {
-                self.tell()?;
+            unnotified = !completion.awaited;
+            if completion.awaited {
+                self.notify_guest()?;
             }
         }
-        if untold {
-            self.tell()?;
+        if unnotified {
+            self.notify_guest()?;
         }
         Ok(true)
     }
 
     /// Interrupts the guest after completions, unless it has disabled that.
-    fn tell(&mut self) -> Result<(), Error> {
+    fn notify_guest(&mut self) -> Result<(), Error> {
         if !self.queue.needs_notification(&self.guest)? {
             return Ok(());
         }
@@ -146,9 +146,9 @@ impl Served {
     }
 
     /// Stops serving the virtqueue.
-    fn breaks(&mut self, why: &dyn std::fmt::Display) {
+    fn mark_broken(&mut self, reason: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.broken, true) {
-            tracing::warn!("the guest broke its queue for files: {why}");
+            tracing::warn!("the guest broke its virtqueue for file requests, which is no longer served: {reason}");
         }
     }
 
@@ -158,7 +158,7 @@ impl Served {
     }
 }
 
-impl AsFd for Served {
+impl AsFd for ServedVirtqueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.kick.as_fd()
     }
@@ -166,22 +166,23 @@ impl AsFd for Served {
 
 /// Maps a region of guest memory. Accepts only files that are sealed against shrinking, because an access beyond the end of
 /// the file would kill this process.
-fn map(region: &nacelle_base::share::SharedRegion, fd: OwnedFd) -> io::Result<Region> {
+fn map_region(region: &nacelle_base::share::SharedRegion, fd: OwnedFd) -> io::Result<Region> {
     let nacelle_base::share::SharedRegion { address, length, offset } = *region;
-    let bad = || io::Error::new(io::ErrorKind::InvalidData, "what was lent is no guest memory");
+    let invalid =
+        || io::Error::new(io::ErrorKind::InvalidData, "a region of the shared virtqueue is not sealed guest memory");
     let file = File::from(fd);
     let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);
-    let end = offset.checked_add(length).ok_or_else(bad)?;
+    let end = offset.checked_add(length).ok_or_else(invalid)?;
     if !seals.contains(SealFlag::F_SEAL_SHRINK) || file.metadata()?.len() < end {
-        return Err(bad());
+        return Err(invalid());
     }
     let size = usize::try_from(length).map_err(io::Error::other)?;
     let mapped = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(io::Error::other)?;
-    Region::new(mapped, GuestAddress(address)).ok_or_else(bad)
+    Region::new(mapped, GuestAddress(address)).ok_or_else(invalid)
 }
 
 /// Returns the buffers of a descriptor chain, after checking that the chain ends, is in order and lies in guest memory.
-fn collect(guest: &Memory, chain: DescriptorChain<&Memory>) -> Option<Buffers> {
+fn collect_buffers(guest: &Memory, chain: DescriptorChain<&Memory>) -> Option<Buffers> {
     let mut buffers = Buffers::default();
     let mut last: Option<Descriptor> = None;
     for descriptor in chain {
@@ -200,7 +201,7 @@ fn collect(guest: &Memory, chain: DescriptorChain<&Memory>) -> Option<Buffers> {
         if length > 0 {
             list.push((address.0, length));
         }
-        if buffers.readable.len() + buffers.writable.len() > MAX_PIECES {
+        if buffers.readable.len() + buffers.writable.len() > MAX_BUFFERS {
             return None;
         }
     }

@@ -1,0 +1,234 @@
+//! Serves the pod process's requests for copied-in volumes in the file-server process: reads volumes part by part, and
+//! reports that one has changed. Between two parts the guest's file requests are served. It runs on the process's only
+//! thread and must not block: it reads only what has arrived.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use crate::volume_reader::{VolumeReadError, VolumeReader};
+use nacelle_base::Chain;
+use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
+use nacelle_base::retry::retry_transient;
+use nacelle_proto::agent::Tree;
+use nix::unistd::{chdir, fchdir};
+use prost::Message;
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// The maximum number of open volumes, more than any pod has.
+const MAX_VOLUMES: usize = 4096;
+/// The delay from the first event of a change to its report, because a change consists of several steps.
+const SETTLE_DELAY: Duration = Duration::from_millis(20);
+/// The buffer size for inotify events in bytes: some dozens of events.
+const EVENT_BUFFER: usize = 4096;
+
+struct CopiedInVolume {
+    root: OwnedFd,
+    live: bool,
+    /// The inotify watch descriptor.
+    watch: Option<i32>,
+    reader: Option<VolumeReader>,
+    /// The name of the data directory that was read completely.
+    known_data: Option<Vec<u8>>,
+    /// The time at which its change must be reported.
+    report_at: Option<Instant>,
+    /// The change was reported.
+    reported: bool,
+}
+
+/// The open copied-in volumes.
+pub(crate) struct CopiedInVolumes {
+    stream: UnixStream,
+    root: OwnedFd,
+    inotify: OwnedFd,
+    volumes: BTreeMap<u32, CopiedInVolume>,
+}
+
+impl CopiedInVolumes {
+    /// Serves requests on this stream; volumes are mounted below the directory `root`.
+    pub fn new(stream: UnixStream, root: OwnedFd) -> io::Result<CopiedInVolumes> {
+        let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+        Ok(CopiedInVolumes { stream, root, inotify, volumes: BTreeMap::new() })
+    }
+
+    /// Returns the stream on which the pod process sends requests.
+    pub fn stream(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// Returns the inotify descriptor.
+    pub fn inotify(&self) -> BorrowedFd<'_> {
+        self.inotify.as_fd()
+    }
+
+    /// Returns the earliest time at which [`CopiedInVolumes::report_changes`] has something to report.
+    pub fn next_report(&self) -> Option<Instant> {
+        self.volumes.values().filter_map(|volume| volume.report_at).min()
+    }
+
+    /// Reports the changes that are due.
+    pub fn report_changes(&mut self) -> io::Result<()> {
+        let now = Instant::now();
+        for (id, volume) in &mut self.volumes {
+            if volume.report_at.is_some_and(|time| time <= now) {
+                volume.report_at = None;
+                volume.reported = true;
+                send_message(&mut self.stream, &CopyInMessage::Changed { id: *id })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the inotify events.
+    pub fn read_events(&mut self) -> io::Result<()> {
+        let mut buffer = [MaybeUninit::uninit(); EVENT_BUFFER];
+        let mut events = Reader::new(&self.inotify, &mut buffer);
+        loop {
+            let event = match events.next() {
+                Ok(event) => event,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            let overflowed = event.events().contains(ReadFlags::QUEUE_OVERFLOW);
+            // Directories beside the link are written before the link refers to them, and removed later.
+            let is_other_entry = event.file_name().is_none_or(|name| {
+                let name = name.to_bytes();
+                name.starts_with(b"..") && name != DATA.as_bytes()
+            });
+            if is_other_entry && !overflowed {
+                continue;
+            }
+            for volume in self.volumes.values_mut() {
+                if (overflowed || volume.watch == Some(event.wd())) && volume.live && !volume.reported {
+                    volume.report_at.get_or_insert_with(|| Instant::now() + SETTLE_DELAY);
+                }
+            }
+        }
+    }
+
+    /// Reads one request and replies.
+    pub fn handle_request(&mut self) -> io::Result<()> {
+        let mut length = [0; 4];
+        self.stream.read_exact(&mut length)?;
+        let length = u32::from_le_bytes(length) as usize;
+        if length > MAX_COPY_IN_MESSAGE {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut bytes = vec![0; length];
+        self.stream.read_exact(&mut bytes)?;
+        let request = CopyInRequest::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
+        let reply = self.respond_to(request);
+        send_message(&mut self.stream, &reply)
+    }
+
+    fn respond_to(&mut self, request: CopyInRequest) -> CopyInMessage {
+        match request {
+            CopyInRequest::Open { id, live, path } => match self.open(id, live, &path) {
+                Ok(()) => CopyInMessage::Done { id },
+                Err((reason, text)) => CopyInMessage::Failed { id, reason, text },
+            },
+            CopyInRequest::Begin { id, full } => self.read_part(id, Some(full)),
+            CopyInRequest::Next { id } => self.read_part(id, None),
+            CopyInRequest::Close { id } => {
+                self.close(id);
+                CopyInMessage::Done { id }
+            }
+        }
+    }
+
+    fn open(&mut self, id: u32, live: bool, path: &str) -> Result<(), (CopyInFailure, String)> {
+        if self.volumes.len() >= MAX_VOLUMES {
+            return Err((
+                CopyInFailure::LimitExceeded,
+                format!("the pod has the maximum of {MAX_VOLUMES} open copied-in volumes"),
+            ));
+        }
+        self.close(id);
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let failed = |what: &str, error: io::Error| {
+            let reason =
+                if error.kind() == io::ErrorKind::NotFound { CopyInFailure::Missing } else { CopyInFailure::Failed };
+            (reason, format!("cannot {what} the volume: {error}"))
+        };
+        let root = retry_transient(|| openat2(&self.root, path, flags, Mode::empty(), resolve));
+        let root = root.map_err(|error| failed("open", error.into()))?;
+        let watch = if live { Some(self.add_watch(&root).map_err(|error| failed("watch", error))?) } else { None };
+        let volume =
+            CopiedInVolume { root, live, watch, reader: None, known_data: None, report_at: None, reported: false };
+        self.volumes.insert(id, volume);
+        Ok(())
+    }
+
+    /// Watches a directory that has no path here, by making it the working directory for the call.
+    fn add_watch(&self, root: &OwnedFd) -> io::Result<i32> {
+        let events = WatchFlags::CREATE
+            | WatchFlags::DELETE
+            | WatchFlags::MOVED_TO
+            | WatchFlags::MOVED_FROM
+            | WatchFlags::ONLYDIR
+            | WatchFlags::EXCL_UNLINK;
+        fchdir(root)?;
+        let watch = inotify::add_watch(&self.inotify, ".", events);
+        chdir("/")?;
+        Ok(watch?)
+    }
+
+    fn close(&mut self, id: u32) {
+        let Some(volume) = self.volumes.remove(&id) else { return };
+        let Some(watch) = volume.watch else { return };
+        // Several volumes of the same directory share one watch.
+        if self.volumes.values().all(|other| other.watch != Some(watch))
+            && let Err(error) = inotify::remove_watch(&self.inotify, watch)
+        {
+            tracing::debug!("cannot remove an inotify watch: {error}");
+        }
+    }
+
+    /// Returns the next part of a volume; with `begin` the first one, `true` for the whole volume.
+    fn read_part(&mut self, id: u32, begin: Option<bool>) -> CopyInMessage {
+        let missing =
+            || CopyInMessage::Failed { id, reason: CopyInFailure::Missing, text: "the volume is not open".into() };
+        let Some(volume) = self.volumes.get_mut(&id) else { return missing() };
+        match read_next_part(volume, begin) {
+            Ok(Some((tree, last))) => CopyInMessage::Part { id, last, tree },
+            Ok(None) => missing(),
+            Err(error) => {
+                volume.reader = None;
+                CopyInMessage::Failed { id, reason: error.reason(), text: Chain(&error).to_string() }
+            }
+        }
+    }
+}
+
+fn read_next_part(
+    volume: &mut CopiedInVolume,
+    begin: Option<bool>,
+) -> Result<Option<(Vec<u8>, bool)>, VolumeReadError> {
+    if let Some(full) = begin {
+        // Changes from here on are reported.
+        (volume.report_at, volume.reported) = (None, false);
+        let known = volume.known_data.take().filter(|_| !full);
+        volume.reader = Some(VolumeReader::begin(volume.root.as_fd(), volume.live, known.as_deref())?);
+    }
+    let Some(reader) = &mut volume.reader else { return Ok(None) };
+    let (entries, last) = reader.next_part()?;
+    if last {
+        volume.known_data = reader.data_directory().map(<[u8]>::to_vec);
+        volume.reader = None;
+    }
+    Ok(Some((Tree { entries }.encode_to_vec(), last)))
+}
+
+fn send_message(stream: &mut UnixStream, message: &CopyInMessage) -> io::Result<()> {
+    let bytes = message.encode();
+    let length = u32::try_from(bytes.len()).ok().filter(|length| *length as usize <= MAX_COPY_IN_MESSAGE);
+    let length = length.ok_or(io::ErrorKind::InvalidData)?;
+    stream.write_all(&[length.to_le_bytes().as_slice(), &bytes].concat())
+}

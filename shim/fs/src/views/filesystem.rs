@@ -1,0 +1,377 @@
+//! Implements FUSE operations of the guest: each one is passed to virtiofsd with the inode of the best view.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::Views;
+use super::nodes::{Boundary, NodeId, ROOT_DEVICE, ROOT_INODE, View, ViewState};
+use super::resolve::{impersonate_caller, require_mount_id};
+use rustix::fs::{AtFlags, CWD, StatxFlags, makedev, statx};
+use std::ffi::CStr;
+use std::io;
+use std::time::Duration;
+use virtiofsd::filesystem::{
+    Context, Entry, Extensions, FileSystem, FsOptions, GetxattrReply, ListxattrReply, OpenOptions, SetattrValid,
+    SetxattrFlags, ZeroCopyReader, ZeroCopyWriter,
+};
+use virtiofsd::fuse::{Attr, SetattrIn};
+use virtiofsd::passthrough::PassthroughFs;
+
+impl FileSystem for Views {
+    type Inode = u64;
+    type Handle = u64;
+    type DirIter = <PassthroughFs as FileSystem>::DirIter;
+
+    fn init(&self, capable: FsOptions) -> io::Result<FsOptions> {
+        let options = self.inner.init(capable)?;
+        let status = statx(CWD, &*self.root, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS | StatxFlags::MNT_ID);
+        let status = require_mount_id(status).ok_or_else(|| io::Error::from_raw_os_error(libc::EIO))?;
+        let mount = status.stx_mnt_id;
+        let flags = self.mounts.table().flags(mount).ok_or_else(|| io::Error::from_raw_os_error(libc::EIO))?;
+        let device = (makedev(status.stx_dev_major, status.stx_dev_minor), flags.mapped);
+        let mut state = self.state();
+        *state = ViewState { last_number: ROOT_INODE, ..ViewState::default() };
+        state.insert(
+            ROOT_INODE,
+            device,
+            (ROOT_DEVICE, status.stx_ino),
+            View { inner: ROOT_INODE, mount, flags, open: 0 },
+        );
+        Ok(options)
+    }
+
+    fn destroy(&self) {
+        *self.state() = ViewState::default();
+        self.inner.destroy();
+    }
+
+    fn lookup(&self, ctx: Context, parent: NodeId, name: &CStr) -> io::Result<Entry> {
+        let mut state = self.state();
+        let table = self.mounts.table();
+        let best = self.best_view(ctx, &mut state, &table, parent)?;
+        let mut found = vec![self.lookup_through(ctx, &state, parent, best, name)];
+        // A mount in the view of one container is visible to all of them.
+        let mut others: Vec<_> = state.views_of_path(parent).map(|view| view.mount).collect();
+        others.retain(|mount| *mount != best.mount && table.is_parent(*mount) && table.flags(*mount).is_some());
+        others.sort_unstable();
+        others.dedup();
+        for mount in others {
+            if let Some(view) = self.find_view_on_mount(ctx, &mut state, &table, parent, mount) {
+                found.push(self.lookup_through(ctx, &state, parent, view, name));
+            }
+        }
+        let crossing =
+            found.iter().position(|found| found.as_ref().is_ok_and(|found| found.boundary != Boundary::None));
+        let chosen = found.swap_remove(crossing.unwrap_or(0));
+        let entry = chosen.and_then(|chosen| {
+            let entry = self.add_entry(&mut state, parent, name, &chosen);
+            if entry.is_err() {
+                self.forget_unreferenced(ctx, &state, chosen.entry.inode);
+            }
+            entry
+        });
+        for other in found.into_iter().flatten() {
+            let key = state.node_key(&other);
+            match &entry {
+                Ok(entry) if state.nodes.get(&entry.inode).is_some_and(|node| Some(node.key) == key) => {
+                    state.add_view(entry.inode, &other);
+                }
+                _ => self.forget_unreferenced(ctx, &state, other.entry.inode),
+            }
+        }
+        entry
+    }
+
+    fn forget(&self, ctx: Context, node: NodeId, count: u64) {
+        self.forget_node(ctx, node, count);
+    }
+
+    fn batch_forget(&self, ctx: Context, requests: Vec<(NodeId, u64)>) {
+        for (node, count) in requests {
+            self.forget_node(ctx, node, count);
+        }
+    }
+
+    fn getattr(&self, ctx: Context, node: NodeId, handle: Option<u64>) -> io::Result<(Attr, Duration)> {
+        self.inner.getattr(ctx, self.inode_for(ctx, node)?, handle)
+    }
+
+    fn setattr(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        attr: SetattrIn,
+        handle: Option<u64>,
+        valid: SetattrValid,
+    ) -> io::Result<(Attr, Duration)> {
+        self.inner.setattr(ctx, self.inode_for_handle(ctx, node, handle)?, attr, handle, valid)
+    }
+
+    fn readlink(&self, ctx: Context, node: NodeId) -> io::Result<Vec<u8>> {
+        self.inner.readlink(ctx, self.inode_for(ctx, node)?)
+    }
+
+    fn symlink(
+        &self,
+        ctx: Context,
+        target: &CStr,
+        parent: NodeId,
+        name: &CStr,
+        extensions: Extensions,
+    ) -> io::Result<Entry> {
+        let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
+        let fd = self.next_fd()?;
+        let created = self.inner.symlink(ctx, target, view.inner, name, extensions)?;
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+    }
+
+    fn mknod(
+        &self,
+        ctx: Context,
+        parent: NodeId,
+        name: &CStr,
+        mode: u32,
+        rdev: u32,
+        umask: u32,
+        extensions: Extensions,
+    ) -> io::Result<Entry> {
+        let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
+        let fd = self.next_fd()?;
+        let created = self.inner.mknod(ctx, view.inner, name, mode, rdev, umask, extensions)?;
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+    }
+
+    fn mkdir(
+        &self,
+        ctx: Context,
+        parent: NodeId,
+        name: &CStr,
+        mode: u32,
+        umask: u32,
+        extensions: Extensions,
+    ) -> io::Result<Entry> {
+        let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
+        let fd = self.next_fd()?;
+        let created = self.inner.mkdir(ctx, view.inner, name, mode, umask, extensions)?;
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+    }
+
+    fn unlink(&self, ctx: Context, parent: NodeId, name: &CStr) -> io::Result<()> {
+        self.inner.unlink(ctx, self.inode_for(ctx, parent)?, name)
+    }
+
+    fn rmdir(&self, ctx: Context, parent: NodeId, name: &CStr) -> io::Result<()> {
+        self.inner.rmdir(ctx, self.inode_for(ctx, parent)?, name)
+    }
+
+    fn rename(
+        &self,
+        ctx: Context,
+        from: NodeId,
+        name: &CStr,
+        to: NodeId,
+        new_name: &CStr,
+        flags: u32,
+    ) -> io::Result<()> {
+        let (old, new) = self.views_on_same_mount(ctx, from, to)?;
+        let guard = impersonate_caller(ctx, new)?;
+        self.inner.rename(ctx, old.inner, name, new.inner, new_name, flags)?;
+        drop(guard);
+        self.update_parent(ctx, to, new, new_name);
+        if flags & libc::RENAME_EXCHANGE != 0 {
+            self.update_parent(ctx, from, old, name);
+        }
+        Ok(())
+    }
+
+    fn link(&self, ctx: Context, node: NodeId, parent: NodeId, name: &CStr) -> io::Result<Entry> {
+        let (source, view) = self.views_on_same_mount(ctx, node, parent)?;
+        let fd = self.next_fd()?;
+        let guard = impersonate_caller(ctx, view)?;
+        let created = self.inner.link(ctx, source.inner, view.inner, name)?;
+        drop(guard);
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+    }
+
+    fn open(&self, ctx: Context, node: NodeId, kill_priv: bool, flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
+        self.open_and_record(ctx, node, |inner| self.inner.open(ctx, inner, kill_priv, flags))
+    }
+
+    fn create(
+        &self,
+        ctx: Context,
+        parent: NodeId,
+        name: &CStr,
+        mode: u32,
+        kill_priv: bool,
+        flags: u32,
+        umask: u32,
+        extensions: Extensions,
+    ) -> io::Result<(Entry, Option<u64>, OpenOptions)> {
+        let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
+        let fd = self.next_fd()?;
+        let created = self.inner.create(ctx, view.inner, name, mode, kill_priv, flags, umask, extensions)?;
+        let (created, handle, options) = created;
+        let inode = created.inode;
+        let admitted = self.add_created_entry(ctx, (parent, view), name, created, &fd);
+        if let (Err(_), Some(handle)) = (&admitted, handle) {
+            // The guest does not get the number of this open file.
+            let _ = self.inner.release(ctx, inode, 0, handle, false, false, None);
+        }
+        let (entry, inner) = admitted?;
+        if let Some(handle) = handle {
+            self.state().add_handle(entry.inode, inner, handle);
+        }
+        Ok((entry, handle, options))
+    }
+
+    fn read<W: ZeroCopyWriter>(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        handle: u64,
+        to: W,
+        size: u32,
+        offset: u64,
+        lock_owner: Option<u64>,
+        flags: u32,
+    ) -> io::Result<usize> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.read(ctx, inner, handle, to, size, offset, lock_owner, flags)
+    }
+
+    fn write<R: ZeroCopyReader>(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        handle: u64,
+        from: R,
+        size: u32,
+        offset: u64,
+        lock_owner: Option<u64>,
+        delayed_write: bool,
+        kill_priv: bool,
+        flags: u32,
+    ) -> io::Result<usize> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.write(ctx, inner, handle, from, size, offset, lock_owner, delayed_write, kill_priv, flags)
+    }
+
+    fn flush(&self, ctx: Context, node: NodeId, handle: u64, lock_owner: u64) -> io::Result<()> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.flush(ctx, inner, handle, lock_owner)
+    }
+
+    fn fsync(&self, ctx: Context, node: NodeId, datasync: bool, handle: u64) -> io::Result<()> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.fsync(ctx, inner, datasync, handle)
+    }
+
+    fn fallocate(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        handle: u64,
+        mode: u32,
+        offset: u64,
+        length: u64,
+    ) -> io::Result<()> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.fallocate(ctx, inner, handle, mode, offset, length)
+    }
+
+    fn release(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        flags: u32,
+        handle: u64,
+        flush: bool,
+        flock_release: bool,
+        lock_owner: Option<u64>,
+    ) -> io::Result<()> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.release(ctx, inner, flags, handle, flush, flock_release, lock_owner)?;
+        self.state().remove_handle(handle);
+        Ok(())
+    }
+
+    fn statfs(&self, ctx: Context, node: NodeId) -> io::Result<libc::statvfs64> {
+        self.inner.statfs(ctx, self.inode_for(ctx, node)?)
+    }
+
+    fn setxattr(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        name: &CStr,
+        value: &[u8],
+        flags: u32,
+        extra_flags: SetxattrFlags,
+    ) -> io::Result<()> {
+        self.inner.setxattr(ctx, self.inode_for(ctx, node)?, name, value, flags, extra_flags)
+    }
+
+    fn getxattr(&self, ctx: Context, node: NodeId, name: &CStr, size: u32) -> io::Result<GetxattrReply> {
+        self.inner.getxattr(ctx, self.inode_for(ctx, node)?, name, size)
+    }
+
+    fn listxattr(&self, ctx: Context, node: NodeId, size: u32) -> io::Result<ListxattrReply> {
+        self.inner.listxattr(ctx, self.inode_for(ctx, node)?, size)
+    }
+
+    fn removexattr(&self, ctx: Context, node: NodeId, name: &CStr) -> io::Result<()> {
+        self.inner.removexattr(ctx, self.inode_for(ctx, node)?, name)
+    }
+
+    fn opendir(&self, ctx: Context, node: NodeId, flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
+        self.open_and_record(ctx, node, |inner| self.inner.opendir(ctx, inner, flags))
+    }
+
+    fn readdir(&self, ctx: Context, node: NodeId, handle: u64, size: u32, offset: u64) -> io::Result<Self::DirIter> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.readdir(ctx, inner, handle, size, offset)
+    }
+
+    fn fsyncdir(&self, ctx: Context, node: NodeId, datasync: bool, handle: u64) -> io::Result<()> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.fsyncdir(ctx, inner, datasync, handle)
+    }
+
+    fn releasedir(&self, ctx: Context, node: NodeId, flags: u32, handle: u64) -> io::Result<()> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.releasedir(ctx, inner, flags, handle)?;
+        self.state().remove_handle(handle);
+        Ok(())
+    }
+
+    fn access(&self, ctx: Context, node: NodeId, mask: u32) -> io::Result<()> {
+        self.inner.access(ctx, self.inode_for(ctx, node)?, mask)
+    }
+
+    fn lseek(&self, ctx: Context, node: NodeId, handle: u64, offset: u64, whence: u32) -> io::Result<u64> {
+        let inner = self.state().inode_of_handle(node, handle)?;
+        self.inner.lseek(ctx, inner, handle, offset, whence)
+    }
+
+    fn copyfilerange(
+        &self,
+        ctx: Context,
+        from: NodeId,
+        from_handle: u64,
+        from_offset: u64,
+        to: NodeId,
+        to_handle: u64,
+        to_offset: u64,
+        length: u64,
+        flags: u64,
+    ) -> io::Result<usize> {
+        let state = self.state();
+        let inner = (state.inode_of_handle(from, from_handle)?, state.inode_of_handle(to, to_handle)?);
+        drop(state);
+        let (from, to) = inner;
+        self.inner.copyfilerange(ctx, from, from_handle, from_offset, to, to_handle, to_offset, length, flags)
+    }
+
+    fn syncfs(&self, ctx: Context, node: NodeId) -> io::Result<()> {
+        self.inner.syncfs(ctx, self.inode_for(ctx, node)?)
+    }
+}

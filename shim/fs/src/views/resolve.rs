@@ -1,0 +1,302 @@
+//! Finds the view by which a request is answered, and adds the files that virtiofsd has found or created to the table of nodes.
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use super::Views;
+use super::nodes::{Boundary, LookupResult, NodeId, ROOT_DEVICE, ROOT_INODE, View, ViewState, VirtiofsdInode, ebadf};
+use crate::mounts::{MountId, MountTable};
+use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
+use std::cmp::Reverse;
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use virtiofsd::filesystem::{Context, Entry, FileSystem, OpenOptions};
+use virtiofsd::fuse::ATTR_SUBMOUNT;
+use virtiofsd::passthrough::credentials::{UnixCredentials, UnixCredentialsGuard};
+use virtiofsd::soft_idmap::{HostGid, HostUid, Id};
+
+impl Views {
+    /// Returns the number of the descriptor that this process opens next. virtiofsd keeps one descriptor of each new inode:
+    /// the first that it opens.
+    pub(super) fn next_fd(&self) -> io::Result<String> {
+        Ok(rustix::io::dup(&self.own_fds)?.as_raw_fd().to_string())
+    }
+
+    /// Determines device, mount and flags of an entry that virtiofsd found in a directory that is reached through `from`.
+    /// If the inode is new to this process, `fd` is its descriptor. The caller keeps the reference that virtiofsd counted
+    /// for the entry if the inode is new.
+    pub(super) fn identify(
+        &self,
+        ctx: Context,
+        state: &ViewState,
+        parent: (View, (u64, bool)),
+        entry: Entry,
+        fd: &str,
+    ) -> io::Result<LookupResult> {
+        let (from, _) = parent;
+        if let Some((node, view)) = state.find_view(entry.inode) {
+            self.inner.forget(ctx, entry.inode, 1);
+            let (mount, flags, device) = (view.mount, view.flags, node.device);
+            return Ok(LookupResult {
+                entry,
+                device,
+                mount,
+                flags,
+                boundary: Boundary::between(parent, mount, device),
+            });
+        }
+        let known = stat_fd(&self.own_fds, fd).filter(|status| status.stx_ino == entry.attr.ino);
+        let found = known.and_then(|status| {
+            let mount = status.stx_mnt_id;
+            let flags = if mount == from.mount { Some(from.flags) } else { self.mounts.table().flags(mount) }?;
+            let device = (makedev(status.stx_dev_major, status.stx_dev_minor), flags.mapped);
+            Some((device, mount, flags))
+        });
+        let Some((device, mount, flags)) = found else {
+            self.inner.forget(ctx, entry.inode, 1);
+            tracing::error!("BUG: the mount of a file that the guest has looked up is unknown");
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        };
+        Ok(LookupResult { entry, device, mount, flags, boundary: Boundary::between(parent, mount, device) })
+    }
+
+    /// Looks a name up through one view of a directory.
+    pub(super) fn lookup_through(
+        &self,
+        ctx: Context,
+        state: &ViewState,
+        parent: NodeId,
+        from: View,
+        name: &CStr,
+    ) -> io::Result<LookupResult> {
+        let device = state.nodes.get(&parent).ok_or_else(ebadf)?.device;
+        let fd = self.next_fd()?;
+        let entry = self.inner.lookup(ctx, from.inner, name)?;
+        self.identify(ctx, state, (from, device), entry, &fd)
+    }
+
+    /// Returns the view of a node through a mount, if it has one or one is found through the directories above it.
+    pub(super) fn find_view_on_mount(
+        &self,
+        ctx: Context,
+        state: &mut ViewState,
+        table: &MountTable,
+        node: NodeId,
+        mount: MountId,
+    ) -> Option<View> {
+        let chain = state.ancestors(node);
+        let through =
+            |state: &ViewState, id| state.nodes.get(&id)?.views.iter().find(|view| view.mount == mount).copied();
+        let (above, mut view) = chain.iter().enumerate().find_map(|(at, id)| Some((at, through(state, *id)?)))?;
+        for id in chain.get(..above)?.iter().rev() {
+            let (parent, name) = state.nodes.get(id)?.parent.clone()?;
+            let found = self.lookup_through(ctx, state, parent, view, &name).ok()?;
+            let inner = found.entry.inode;
+            let same = state.node_key(&found) == Some(state.nodes.get(id)?.key);
+            if !same || found.mount != mount {
+                self.forget_unreferenced(ctx, state, inner);
+                return None;
+            }
+            view = state.add_view(*id, &found)?;
+        }
+        if let Some(node) = state.nodes.get_mut(&node) {
+            node.views.sort_by_key(|view| Reverse(view.rank(table)));
+        }
+        Some(view)
+    }
+
+    /// Drops the reference to an inode of virtiofsd that belongs to no node.
+    pub(super) fn forget_unreferenced(&self, ctx: Context, state: &ViewState, inner: VirtiofsdInode) {
+        if !state.by_inode.contains_key(&inner) {
+            self.inner.forget(ctx, inner, 1);
+        }
+    }
+
+    /// Returns the best view of a node by the present mount table. Reading the table is a system call, so callers do it
+    /// once for each request.
+    pub(super) fn best_view(
+        &self,
+        ctx: Context,
+        state: &mut ViewState,
+        table: &MountTable,
+        node: NodeId,
+    ) -> io::Result<View> {
+        let known = state.nodes.get(&node).ok_or_else(ebadf)?;
+        if known.searched_at != (table.generation, state.changes) {
+            let own = known.views.iter().map(|view| view.rank(table)).max();
+            let better = state.views_of_ancestors(node).map(|view| (view.rank(table), view.mount));
+            let better = better.filter(|(rank, _)| Some(*rank) > own).max_by_key(|(rank, _)| *rank);
+            if let Some((_, mount)) = better {
+                self.find_view_on_mount(ctx, state, table, node, mount);
+            }
+            let changes = state.changes;
+            let known = state.nodes.get_mut(&node).ok_or_else(ebadf)?;
+            known.views.sort_by_key(|view| Reverse(view.rank(table)));
+            known.searched_at = (table.generation, changes);
+            // Views through mounts that are gone would keep those mounts alive.
+            let has_mounted_view = known.views.first().is_some_and(|view| table.flags(view.mount).is_some());
+            let is_stale = |view: &View| has_mounted_view && view.open == 0 && table.flags(view.mount).is_none();
+            let (stale, views) = known.views.iter().partition(|view| is_stale(view));
+            known.views = views;
+            self.forget_views(ctx, state, stale);
+        }
+        let best = state.nodes.get(&node).and_then(|node| node.views.first());
+        best.copied().ok_or_else(ebadf)
+    }
+
+    pub(super) fn forget_views(&self, ctx: Context, state: &mut ViewState, views: Vec<View>) {
+        for view in views {
+            state.by_inode.remove(&view.inner);
+            self.inner.forget(ctx, view.inner, 1);
+        }
+    }
+
+    /// Returns virtiofsd's inode by which a request about a node is answered.
+    pub(super) fn inode_for(&self, ctx: Context, node: NodeId) -> io::Result<VirtiofsdInode> {
+        Ok(self.best_view(ctx, &mut self.state(), &self.mounts.table(), node)?.inner)
+    }
+
+    /// As `inode_for`; if the request names an open file, returns the inode of that file.
+    pub(super) fn inode_for_handle(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        handle: Option<u64>,
+    ) -> io::Result<VirtiofsdInode> {
+        match handle {
+            Some(handle) => self.state().inode_of_handle(node, handle),
+            None => self.inode_for(ctx, node),
+        }
+    }
+
+    /// Returns the views of two nodes through the same mount, which rename and link need, if both have one.
+    pub(super) fn views_on_same_mount(&self, ctx: Context, one: NodeId, other: NodeId) -> io::Result<(View, View)> {
+        let mut state = self.state();
+        let table = self.mounts.table();
+        let first = self.best_view(ctx, &mut state, &table, one)?;
+        let second = self.best_view(ctx, &mut state, &table, other)?;
+        if first.mount == second.mount {
+            return Ok((first, second));
+        }
+        let both = [one, other].map(|node| state.views_of_path(node).copied().collect::<Vec<_>>()).concat();
+        let mut mounts: Vec<_> = both.iter().map(|view| (Reverse(view.rank(&table)), view.mount)).collect();
+        mounts.sort_unstable();
+        mounts.dedup();
+        for (_, mount) in mounts {
+            let first = self.find_view_on_mount(ctx, &mut state, &table, one, mount);
+            let second = self.find_view_on_mount(ctx, &mut state, &table, other, mount);
+            if let (Some(first), Some(second)) = (first, second) {
+                return Ok((first, second));
+            }
+        }
+        Ok((first, second))
+    }
+
+    /// Adds the guest's node for an entry that was found in a directory.
+    pub(super) fn add_entry(
+        &self,
+        state: &mut ViewState,
+        parent: NodeId,
+        name: &CStr,
+        found: &LookupResult,
+    ) -> io::Result<Entry> {
+        let mut attr = found.entry.attr;
+        let directory = attr.mode & libc::S_IFMT == libc::S_IFDIR;
+        let volume = state.nodes.get(&parent).is_some_and(|parent| parent.key.0 == ROOT_DEVICE);
+        let announced = directory || (volume && self.supports_file_submounts.load(Ordering::Relaxed));
+        attr.flags &= !ATTR_SUBMOUNT;
+        if found.boundary != Boundary::None && announced {
+            attr.flags |= ATTR_SUBMOUNT;
+        }
+        let id = state.add_node(found).ok_or_else(|| io::Error::from_raw_os_error(libc::ENFILE))?;
+        if let Some(node) = state.nodes.get_mut(&id) {
+            node.lookups = node.lookups.saturating_add(1);
+            if found.boundary != Boundary::Mount && id != ROOT_INODE {
+                node.parent = Some((parent, name.to_owned()));
+            }
+        }
+        Ok(Entry { inode: id, attr, ..found.entry })
+    }
+
+    /// Adds the guest's node for an entry that was just created in a directory.
+    pub(super) fn add_created_entry(
+        &self,
+        ctx: Context,
+        parent: (NodeId, View),
+        name: &CStr,
+        created: Entry,
+        fd: &str,
+    ) -> io::Result<(Entry, VirtiofsdInode)> {
+        let (parent, from) = parent;
+        let mut state = self.state();
+        let device = state.nodes.get(&parent).ok_or_else(ebadf)?.device;
+        let inner = created.inode;
+        let found = self.identify(ctx, &state, (from, device), created, fd)?;
+        let entry = self.add_entry(&mut state, parent, name, &found);
+        if entry.is_err() {
+            self.forget_unreferenced(ctx, &state, inner);
+        }
+        Ok((entry?, inner))
+    }
+
+    /// Updates the parent of a file after a rename.
+    pub(super) fn update_parent(&self, ctx: Context, parent: NodeId, from: View, name: &CStr) {
+        let mut state = self.state();
+        let Ok(found) = self.lookup_through(ctx, &state, parent, from, name) else { return };
+        self.forget_unreferenced(ctx, &state, found.entry.inode);
+        let id = state.by_inode.get(&found.entry.inode).copied();
+        if let Some(node) = id.and_then(|id| state.nodes.get_mut(&id)).filter(|_| found.boundary != Boundary::Mount) {
+            node.parent = Some((parent, name.to_owned()));
+        }
+    }
+
+    pub(super) fn forget_node(&self, ctx: Context, node: NodeId, count: u64) {
+        let mut state = self.state();
+        let Some(known) = state.nodes.get_mut(&node) else { return };
+        known.lookups = known.lookups.saturating_sub(count);
+        if known.lookups == 0 && node != ROOT_INODE {
+            let views = state.remove(node);
+            self.forget_views(ctx, &mut state, views);
+        }
+    }
+
+    pub(super) fn open_and_record(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        open: impl FnOnce(VirtiofsdInode) -> io::Result<(Option<u64>, OpenOptions)>,
+    ) -> io::Result<(Option<u64>, OpenOptions)> {
+        let mut state = self.state();
+        let view = self.best_view(ctx, &mut state, &self.mounts.table(), node)?;
+        let (handle, options) = open(view.inner)?;
+        if let Some(handle) = handle {
+            state.add_handle(node, view.inner, handle);
+        }
+        Ok((handle, options))
+    }
+}
+
+/// Acts as the calling process of the guest until the guard is dropped, if the view is idmapped: there the node creates
+/// names only for users that the mapping contains (EOVERFLOW otherwise), while virtiofsd renames and links as the node's
+/// root. The guest's kernel has checked the permissions, so root's capabilities are kept.
+pub(super) fn impersonate_caller(ctx: Context, view: View) -> io::Result<Option<UnixCredentialsGuard>> {
+    if !view.flags.mapped {
+        return Ok(None);
+    }
+    let (uid, gid) = (HostUid::from(ctx.uid.into_inner()), HostGid::from(ctx.gid.into_inner()));
+    let guard = UnixCredentials::new(uid, gid).supplementary_gid(false, Vec::new()).set()?;
+    if guard.is_some() {
+        virtiofsd::util::add_cap_to_eff("FOWNER").map_err(|error| io::Error::other(error.to_string()))?;
+    }
+    Ok(guard)
+}
+
+/// Returns the device, the inode number and the mount of an open file.
+pub(super) fn stat_fd(own_fds: &File, fd: &str) -> Option<Statx> {
+    require_mount_id(statx(own_fds, fd, AtFlags::empty(), StatxFlags::BASIC_STATS | StatxFlags::MNT_ID))
+}
+
+pub(super) fn require_mount_id(status: rustix::io::Result<Statx>) -> Option<Statx> {
+    status.ok().filter(|status| status.stx_mask & StatxFlags::MNT_ID.bits() != 0)
+}
