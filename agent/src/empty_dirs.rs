@@ -122,7 +122,7 @@ impl EmptyDirVolumes {
         }
         let sub_path = open_sub_path(&root, request)?;
         let path = format!("/proc/self/fd/{}", sub_path.as_raw_fd());
-        mounts::copy(Path::new(&path), false)
+        mounts::clone_tree(Path::new(&path), false)
             .map(EmptyDirSource::SubPath)
             .map_err(io_error("mount a subPath of", request))
     }

@@ -349,7 +349,7 @@ pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<
     // SAFETY: no memory is passed.
     let mounted =
         unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, READ_ONLY_NO_SETUID_NO_DEVICES) };
-    nacelle_base::mounts::place(new(mounted)?, point)
+    nacelle_base::mounts::attach(new(mounted)?, point)
 }
 
 fn c_path(path: &Path) -> io::Result<CString> {

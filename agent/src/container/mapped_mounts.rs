@@ -5,7 +5,7 @@
 //! come with their owners mapped already, if they are to be.
 
 use libcontainer::oci_spec::runtime::Mount;
-use nacelle_base::mounts::{self, Change};
+use nacelle_base::mounts::{self, MountChange};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::fs::{self, File};
@@ -32,23 +32,23 @@ pub fn copy_mount(id: &str, users: &UserNs, source: &Path, name: &str) -> Result
     let action = "mount in the container, with the owners of its user namespace,";
     let directory = make_directory(id)?;
     let of_image = source != Path::new(SYS);
-    let copy = mounts::copy(source, of_image).map_err(root_error(action, source))?;
+    let copy = mounts::clone_tree(source, of_image).map_err(root_error(action, source))?;
     if of_image {
-        let mapped = Change { users: Some(users.as_fd()), ..Change::default() };
-        mounts::change(&copy, false, &mapped).map_err(root_error(action, source))?;
+        let mapped = MountChange { user_namespace: Some(users.as_fd()), ..MountChange::default() };
+        mounts::change_attributes(&copy, false, &mapped).map_err(root_error(action, source))?;
     }
     let target = directory.join(name);
     let copy = File::from(copy);
     let is_directory = copy.metadata().map_err(root_error("inspect", source))?.is_dir();
     let created = if is_directory { fs::create_dir(&target) } else { File::create_new(&target).map(drop) };
-    created.and_then(|()| mounts::place(&copy, &target)).map_err(root_error(action, source))?;
+    created.and_then(|()| mounts::attach(&copy, &target)).map_err(root_error(action, source))?;
     Ok(target)
 }
 
 /// Attaches a detached mount of a directory to the container's directory as `name`.
 pub fn attach_mount(id: &str, mount: impl AsFd, name: &str) -> Result<PathBuf, RootError> {
     let target = make_directory(id)?.join(name);
-    let result = fs::create_dir(&target).and_then(|()| mounts::place(mount, &target));
+    let result = fs::create_dir(&target).and_then(|()| mounts::attach(mount, &target));
     result.map_err(root_error("mount in the container", &target))?;
     Ok(target)
 }

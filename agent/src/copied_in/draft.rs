@@ -7,7 +7,7 @@
 
 use super::claim::VolumeClaim;
 use super::error::PushError;
-use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
+use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nacelle_proto::agent::TreeEntry;
 use nix::errno::Errno;

@@ -1,6 +1,6 @@
 //! Defines the error of a copied-in volume.
 
-use nacelle_base::push::{MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
+use nacelle_base::copied_in::{MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
 use nacelle_base::{Classify, Kind};
 use std::io;
 

@@ -11,7 +11,7 @@ pub use draft::VolumeDraft;
 pub use error::PushError;
 
 use claim::{ClaimedNames, VolumeClaim};
-use nacelle_base::push;
+use nacelle_base::copied_in;
 use nix::mount::{MsFlags, mount};
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -31,7 +31,11 @@ pub struct CopiedInVolumes {
 
 impl Default for CopiedInVolumes {
     fn default() -> CopiedInVolumes {
-        CopiedInVolumes { directory: push::DIRECTORY.into(), mounted: Arc::default(), claimed: ClaimedNames::default() }
+        CopiedInVolumes {
+            directory: copied_in::DIRECTORY.into(),
+            mounted: Arc::default(),
+            claimed: ClaimedNames::default(),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tests writing copied-in volumes and swapping them in: what containers see at each moment, and which volumes are rejected.
 
 use super::*;
-use nacelle_base::push::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES};
+use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES};
 use nacelle_base::{Classify, Kind};
 use nacelle_proto::agent::TreeEntry;
 use proptest::prelude::*;

@@ -7,7 +7,7 @@
 //! another container can put a link into a shared volume.
 
 use libcontainer::oci_spec::runtime::{Mount, Spec};
-use nacelle_base::mounts::is_place_in_proc;
+use nacelle_base::mounts::is_allowed_proc_target;
 use nix::errno::Errno;
 use std::path::{Path, PathBuf};
 
@@ -33,7 +33,8 @@ pub fn check_bind_mounts(root: &Path, mounts: &[Mount], sysfs: &Path) -> Result<
     for at in &binds {
         let to = resolve_links(&opened, at)?;
         let (literal_dev, literal) = (*at == Path::new(DEV), to == *at);
-        if (to == Path::new(DEV) && !literal_dev) || (to.starts_with(PROC) && !(literal && is_place_in_proc(&to))) {
+        if (to == Path::new(DEV) && !literal_dev) || (to.starts_with(PROC) && !(literal && is_allowed_proc_target(&to)))
+        {
             return Err(RootPathError::Reserved { at: at.to_path_buf(), to });
         }
         let is_covered = || binds.iter().any(|other| other != at && other.starts_with(SYS) && to.starts_with(other));

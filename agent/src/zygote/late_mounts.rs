@@ -4,7 +4,7 @@
 //! The caller is a child of the zygote with one thread, which stays in that namespace.
 
 use libcontainer::oci_spec::runtime::Mount;
-use nacelle_base::mounts::{self, Change};
+use nacelle_base::mounts::{self, MountChange};
 use nix::fcntl::OFlag;
 use nix::sched::CloneFlags;
 use std::fs::File;
@@ -30,7 +30,7 @@ pub(super) fn mount_late(pid: i32, late: &[Mount]) -> io::Result<()> {
         let points = MountPoints::open(Path::new("/"), None).map_err(io::Error::other)?;
         let at = points.prepare_path("mount target", mount.destination(), kind).map_err(io::Error::other)?;
         let target = RootDir::open(Path::new("/"))?.open_beneath(&at, OFlag::O_PATH)?;
-        mounts::place_on(&copy, &target)?;
+        mounts::attach_to_fd(&copy, &target)?;
     }
     Ok(())
 }
@@ -39,7 +39,7 @@ pub(super) fn mount_late(pid: i32, late: &[Mount]) -> io::Result<()> {
 fn copy_source(mount: &Mount) -> io::Result<OwnedFd> {
     let source = mount.source().as_deref().ok_or(io::ErrorKind::InvalidInput)?;
     let has = |word: &str| mount.options().iter().flatten().any(|option| option == word);
-    let copy = mounts::copy(source, has("rbind"))?;
+    let copy = mounts::clone_tree(source, has("rbind"))?;
     let mut attributes = 0;
     for (word, attribute) in [
         ("ro", libc::MOUNT_ATTR_RDONLY),
@@ -52,12 +52,16 @@ fn copy_source(mount: &Mount) -> io::Result<OwnedFd> {
             attributes |= attribute;
         }
     }
-    let without = if has("noatime") { libc::MOUNT_ATTR__ATIME } else { 0 };
+    let clear = if has("noatime") { libc::MOUNT_ATTR__ATIME } else { 0 };
     if attributes != 0 {
-        mounts::change(&copy, false, &Change { attributes, without, ..Change::default() })?;
+        mounts::change_attributes(&copy, false, &MountChange { attributes, clear, ..MountChange::default() })?;
     }
     if has("rro") {
-        mounts::change(&copy, true, &Change { attributes: libc::MOUNT_ATTR_RDONLY, ..Change::default() })?;
+        mounts::change_attributes(
+            &copy,
+            true,
+            &MountChange { attributes: libc::MOUNT_ATTR_RDONLY, ..MountChange::default() },
+        )?;
     }
     Ok(copy)
 }

@@ -97,7 +97,7 @@ impl Classify for ReviewError {
 impl Review {
     /// Parses a request.
     pub fn read(body: &[u8]) -> Result<Review, ReviewError> {
-        let mut whole: Value = json::read_most(body, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
+        let mut whole: Value = json::read_limited(body, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
         let word = |field: &str| whole.get(field).and_then(Value::as_str).map_or_else(String::new, cut);
         let (api_version, kind) = (word("apiVersion"), word("kind"));
         if api_version != API_VERSION || kind != KIND {

@@ -5,22 +5,22 @@
 use std::collections::BTreeSet;
 
 /// The first number that is too large for a CPU.
-const END: u32 = 1024;
+const NUMBER_LIMIT: u32 = 1024;
 /// The maximum length of a list in bytes. A longer list must repeat some numbers.
-const MAX_LENGTH: usize = 8192;
+const MAX_LIST_LENGTH: usize = 8192;
 
 /// Returns the numbers of a list, or `None` if the text is not a list. An empty text is a list without numbers.
-pub fn numbers(list: &str) -> Option<BTreeSet<u32>> {
+pub fn parse(list: &str) -> Option<BTreeSet<u32>> {
     let mut all = BTreeSet::new();
     if list.is_empty() {
         return Some(all);
     }
-    if list.len() > MAX_LENGTH {
+    if list.len() > MAX_LIST_LENGTH {
         return None;
     }
     for part in list.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (number(first)?, number(last)?);
+        let (first, last) = (parse_number(first)?, parse_number(last)?);
         if first > last {
             return None;
         }
@@ -29,9 +29,9 @@ pub fn numbers(list: &str) -> Option<BTreeSet<u32>> {
     Some(all)
 }
 
-fn number(text: &str) -> Option<u32> {
+fn parse_number(text: &str) -> Option<u32> {
     let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    text.parse().ok().filter(|number| plain && *number < END)
+    text.parse().ok().filter(|number| plain && *number < NUMBER_LIMIT)
 }
 
 #[cfg(test)]
@@ -40,11 +40,11 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn lists_are_read_and_nothing_else_is() {
+    fn valid_lists_are_parsed_and_others_rejected() {
         for (list, found) in
             [("", &[][..]), ("0", &[0]), ("0-2,7", &[0, 1, 2, 7]), ("5,1-1,5", &[1, 5]), ("1023", &[1023])]
         {
-            assert_eq!(numbers(list), Some(found.iter().copied().collect()), "{list}");
+            assert_eq!(parse(list), Some(found.iter().copied().collect()), "{list}");
         }
         for bad in [
             ",",
@@ -63,25 +63,25 @@ mod tests {
             "0-3:1/2",
             "1--2",
         ] {
-            assert_eq!(numbers(bad), None, "{bad:?}");
+            assert_eq!(parse(bad), None, "{bad:?}");
         }
-        assert_eq!(numbers(&"1,".repeat(MAX_LENGTH)), None);
+        assert_eq!(parse(&"1,".repeat(MAX_LIST_LENGTH)), None);
     }
 
     proptest! {
         #[test]
-        fn whatever_is_asked_for_numbers_stay_in_bounds(list in "[0-9,\\-+ ]{0,40}") {
-            if let Some(found) = numbers(&list) {
-                prop_assert!(found.iter().all(|number| *number < END));
+        fn parsed_numbers_stay_in_bounds(list in "[0-9,\\-+ ]{0,40}") {
+            if let Some(found) = parse(&list) {
+                prop_assert!(found.iter().all(|number| *number < NUMBER_LIMIT));
                 let written = found.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-                prop_assert_eq!(numbers(&written), Some(found));
+                prop_assert_eq!(parse(&written), Some(found));
             }
         }
 
         #[test]
-        fn ranges_hold_what_lies_between(first in 0..END, more in 0..END) {
-            let last = (first + more).min(END - 1);
-            prop_assert_eq!(numbers(&format!("{first}-{last}")), Some((first..=last).collect()));
+        fn ranges_contain_every_number_between_their_ends(first in 0..NUMBER_LIMIT, more in 0..NUMBER_LIMIT) {
+            let last = (first + more).min(NUMBER_LIMIT - 1);
+            prop_assert_eq!(parse(&format!("{first}-{last}")), Some((first..=last).collect()));
         }
     }
 }

@@ -70,7 +70,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     #[test]
-    fn a_descriptor_comes_with_a_byte() {
+    fn a_descriptor_is_received_with_a_byte() {
         let (near, far) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(7).unwrap();
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_are_refused_are_closed() {
+    fn rejected_descriptors_are_closed() {
         let send = |socket: &UnixStream, count| {
             let (_near, far) = UnixStream::pair().unwrap();
             let all = vec![far.as_raw_fd(); count];

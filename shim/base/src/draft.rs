@@ -1,11 +1,12 @@
 //! Writes files under a temporary name (drafts) and renames them when they are complete. A draft is locked with flock by
-//! the process that writes it, so that `sweep` can distinguish the leaked drafts of a killed process from those that are
+//! the process that writes it, so that `remove_stale_drafts` can distinguish the leaked drafts of a killed process from those that are
 //! still being written.
 //!
 //! The writer locks a new draft and then checks that its name still refers to it. The sweeper removes a draft only while it
 //! holds the draft's lock. So a draft is never removed while its writer uses it.
 
-use crate::files::{FileError, at, remove_if_there};
+use crate::file_error::{FileError, at};
+use crate::removal::remove_if_there;
 use crate::retry::retry_interrupted;
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, openat, unlinkat};
 use rustix::io::Errno;
@@ -19,21 +20,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The maximum number of names that are tried. A name that is in use belongs to a killed process that had the same pid.
 const ATTEMPTS: u32 = 10_000;
 /// How many levels of directories below its root a sweep visits.
-const DEPTH: u32 = 3;
+const MAX_DEPTH: u32 = 3;
 
-/// A file that is removed on drop unless it is [kept](Draft::keep).
+/// A file that is removed on drop unless it is [committed](Draft::commit).
 #[derive(Debug)]
 pub struct Draft {
     target: PathBuf,
     path: PathBuf,
     /// The file, open for reading and writing, created empty with mode 0600.
     pub file: File,
-    kept: bool,
+    committed: bool,
 }
 
 impl Draft {
     /// Creates an empty draft of `target`, in the same directory.
-    pub fn of(target: &Path) -> Result<Draft, FileError> {
+    pub fn create(target: &Path) -> Result<Draft, FileError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         for _ in 0..ATTEMPTS {
             let mut name = target.file_name().unwrap_or_default().to_owned();
@@ -53,8 +54,8 @@ impl Draft {
                     return Err(at("lock", &path)(error));
                 }
             }
-            let draft = Draft { target: target.to_owned(), path, file, kept: false };
-            if draft.is_named() {
+            let draft = Draft { target: target.to_owned(), path, file, committed: false };
+            if draft.has_its_name() {
                 return Ok(draft);
             }
         }
@@ -68,18 +69,19 @@ impl Draft {
 
     /// Syncs the file and renames it to its target, replacing an existing file. After a crash the target has the old or the
     /// new content.
-    pub fn keep(mut self) -> Result<(), FileError> {
-        let kept = self.file.sync_all().and_then(|()| fs::rename(&self.path, &self.target));
-        self.kept = kept.is_ok();
-        kept.and_then(|()| match self.target.parent() {
-            Some(directory) if !directory.as_os_str().is_empty() => File::open(directory)?.sync_all(),
-            _ => Ok(()),
-        })
-        .map_err(at("write", &self.target))
+    pub fn commit(mut self) -> Result<(), FileError> {
+        let renamed = self.file.sync_all().and_then(|()| fs::rename(&self.path, &self.target));
+        self.committed = renamed.is_ok();
+        renamed
+            .and_then(|()| match self.target.parent() {
+                Some(directory) if !directory.as_os_str().is_empty() => File::open(directory)?.sync_all(),
+                _ => Ok(()),
+            })
+            .map_err(at("write", &self.target))
     }
 
     /// Returns whether the draft's name still refers to its file.
-    fn is_named(&self) -> bool {
+    fn has_its_name(&self) -> bool {
         match (self.file.metadata(), fs::symlink_metadata(&self.path)) {
             (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),
             _ => false,
@@ -90,10 +92,10 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         // A file that cannot be removed is removed by the next sweep.
-        if !self.kept
+        if !self.committed
             && let Err(error) = remove_if_there(&self.path)
         {
-            tracing::warn!(error = %crate::Chain(&error), "a draft stays until the next start");
+            tracing::warn!(error = %crate::Chain(&error), "cannot remove a draft; the next start removes it");
         }
     }
 }
@@ -108,20 +110,20 @@ fn is_draft(name: &str) -> bool {
 
 /// Removes the drafts in `root` and in the directories below it that no running process writes. Continues after a failure
 /// and returns the first one. Blocks.
-pub fn sweep(root: &Path) -> Result<(), FileError> {
+pub fn remove_stale_drafts(root: &Path) -> Result<(), FileError> {
     // `paths.root` itself may be a symbolic link.
     match retry_interrupted(|| {
         rustix::fs::open(root, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
     }) {
         Err(Errno::NOENT) => Ok(()),
         Err(error) => Err(at("open", root)(error.into())),
-        Ok(directory) => sweep_below(&directory, root, DEPTH),
+        Ok(directory) => remove_stale_below(&directory, root, MAX_DEPTH),
     }
 }
 
 /// Sweeps an open directory. Jailed processes write in some of these directories, so the sweep follows no symbolic link,
 /// and leaves alone any entry with a draft's name that is not a regular file.
-fn sweep_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileError> {
+fn remove_stale_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileError> {
     let mut first = Ok(());
     for entry in Dir::read_from(directory).map_err(|error| at("read", path)(error.into()))? {
         let entry = entry.map_err(|error| at("read", path)(error.into()))?;
@@ -131,7 +133,7 @@ fn sweep_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileE
         let open = |flags| retry_interrupted(|| openat(directory, name, flags, Mode::empty()));
         if entry.file_type() == FileType::Directory && depth > 0 && text != "." && text != ".." {
             if let Ok(below) = open(flags | OFlags::DIRECTORY) {
-                first = first.and(sweep_below(&below, &path.join(&*text), depth - 1));
+                first = first.and(remove_stale_below(&below, &path.join(&*text), depth - 1));
             }
         } else if entry.file_type() == FileType::RegularFile
             && is_draft(&text)
@@ -139,7 +141,7 @@ fn sweep_below(directory: &OwnedFd, path: &Path, depth: u32) -> Result<(), FileE
             && file.try_lock().is_ok()
         {
             // The lock is held until the draft is removed.
-            tracing::info!(path = %path.join(&*text).display(), "the draft of a killed process is removed");
+            tracing::info!(path = %path.join(&*text).display(), "removing the draft of a killed process");
             match unlinkat(directory, name, AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => first = first.and(Err(at("remove", &path.join(&*text))(error.into()))),
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_killed_processes_left_goes_and_what_is_being_written_stays() {
+    fn drafts_of_killed_processes_are_removed_and_open_drafts_stay() {
         let directory = tempfile::tempdir().unwrap();
         let below = directory.path().join("machines/one");
         fs::create_dir_all(&below).unwrap();
@@ -175,11 +177,11 @@ mod tests {
         fs::write(outside.path().join("a.tmp.7.0"), "kept").unwrap();
         std::os::unix::fs::symlink(outside.path(), directory.path().join("linked")).unwrap();
         std::os::unix::fs::symlink(outside.path().join("a.tmp.7.0"), below.join("c.tmp.1.1")).unwrap();
-        let mut living = Draft::of(&below.join("b.json")).unwrap();
-        living.file.write_all(b"whole").unwrap();
+        let mut open_draft = Draft::create(&below.join("b.json")).unwrap();
+        open_draft.file.write_all(b"whole").unwrap();
         std::os::unix::fs::symlink("a.json", below.join("link.tmp.1.1")).unwrap();
-        sweep(directory.path()).unwrap();
-        let draft = living.path().file_name().unwrap().to_str().unwrap().to_owned();
+        remove_stale_drafts(directory.path()).unwrap();
+        let draft = open_draft.path().file_name().unwrap().to_str().unwrap().to_owned();
         let mut expected: BTreeSet<String> = other.map(str::to_owned).into();
         expected.extend(["machines".to_owned(), "linked".to_owned()]);
         assert_eq!(names(directory.path()), expected);
@@ -187,23 +189,23 @@ mod tests {
         expected.extend(["link.tmp.1.1".to_owned(), "c.tmp.1.1".to_owned(), draft]);
         assert_eq!(names(outside.path()), BTreeSet::from(["a.tmp.7.0".to_owned()]));
         assert_eq!(names(&below), expected);
-        living.keep().unwrap();
+        open_draft.commit().unwrap();
         assert_eq!(fs::read(below.join("b.json")).unwrap(), b"whole");
-        sweep(&directory.path().join("none")).unwrap();
+        remove_stale_drafts(&directory.path().join("none")).unwrap();
     }
 
     #[test]
-    fn the_leftovers_of_a_process_with_the_same_id_are_no_obstacle() {
+    fn stale_drafts_of_the_same_pid_do_not_prevent_a_new_draft() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("a.json");
-        let first = Draft::of(&target).unwrap();
+        let first = Draft::create(&target).unwrap();
         let number: u64 = first.path().to_str().unwrap().rsplit('.').next().unwrap().parse().unwrap();
         for next in number + 1..number + 50 {
             fs::write(directory.path().join(format!("a.json.tmp.{}.{next}", std::process::id())), "half").unwrap();
         }
-        let mut second = Draft::of(&target).unwrap();
+        let mut second = Draft::create(&target).unwrap();
         second.file.write_all(b"two").unwrap();
-        second.keep().unwrap();
+        second.commit().unwrap();
         assert_eq!(fs::read(&target).unwrap(), b"two");
         let path = first.path().to_owned();
         drop(first);

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_distinct_and_come_back() {
+    fn grpc_codes_are_distinct_and_map_back_to_their_kinds() {
         for kind in Kind::ALL {
             assert_eq!(Kind::from_grpc_code(kind.grpc_code()), kind);
         }
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_exhausted() {
+    fn enospc_is_exhausted() {
         assert_eq!(Kind::from(std::io::Error::from_raw_os_error(28).kind()), Kind::Exhausted);
     }
 }

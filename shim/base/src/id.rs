@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn json_refuses_what_parse_refuses() {
+    fn json_rejects_what_parse_rejects() {
         assert!(serde_json::from_str::<PodId>("\"../x\"").is_err());
         let id = PodId::from_bytes([7; 32]);
         let text = serde_json::to_string(&id).unwrap();

@@ -3,7 +3,7 @@
 //! or reads more than a bounded number of bytes. `ci/jailed.txt` lists the source files that may reach such directories
 //! through this module only.
 
-use crate::files::{FileError, at};
+use crate::file_error::{FileError, at};
 use crate::retry::{retry_interrupted, retry_transient};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, statat, unlinkat};
 use rustix::io::Errno;
@@ -62,36 +62,36 @@ impl JailedDir {
     /// Opens a regular file for reading; returns `None` if there is no entry of this name. An entry of another type is an error.
     pub fn open(&self, name: impl AsRef<str>) -> Result<Option<File>, FileError> {
         let name = name.as_ref();
-        self.find(|dir| regular(dir, name)).map_err(at("open", &self.0.join(name)))
+        self.with_open_directory(|dir| open_regular(dir, name)).map_err(at("open", &self.0.join(name)))
     }
 
-    /// Reads a regular file of at most `most` bytes; returns `None` if there is no entry of this name. A larger file is an
+    /// Reads a regular file of at max `max` bytes; returns `None` if there is no entry of this name. A larger file is an
     /// error, and nothing of it is read.
-    pub fn read(&self, name: impl AsRef<str>, most: u64) -> Result<Option<Vec<u8>>, FileError> {
+    pub fn read(&self, name: impl AsRef<str>, max: u64) -> Result<Option<Vec<u8>>, FileError> {
         let name = name.as_ref();
         let Some(file) = self.open(name)? else { return Ok(None) };
         let read = || {
             let length = file.metadata()?.len();
-            if length > most {
-                return Err(invalid(format!("it has {length} bytes, and {most} are allowed")));
+            if length > max {
+                return Err(invalid_data(format!("it has {length} bytes (maximum {max})")));
             }
             let mut bytes = Vec::new();
             // The file may grow while it is read.
-            file.take(most).read_to_end(&mut bytes)?;
+            file.take(max).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
         Ok(Some(read().map_err(at("read", &self.0.join(name)))?))
     }
 
-    /// Reads the last `most` bytes of a regular file of any size; returns `None` if there is no entry of this name.
-    pub fn tail(&self, name: impl AsRef<str>, most: u64) -> Result<Option<Vec<u8>>, FileError> {
+    /// Reads the last `max` bytes of a regular file of any size; returns `None` if there is no entry of this name.
+    pub fn tail(&self, name: impl AsRef<str>, max: u64) -> Result<Option<Vec<u8>>, FileError> {
         let name = name.as_ref();
         let Some(mut file) = self.open(name)? else { return Ok(None) };
         let mut read = || {
             let length = file.metadata()?.len();
-            file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+            file.seek(SeekFrom::Start(length.saturating_sub(max)))?;
             let mut bytes = Vec::new();
-            file.by_ref().take(most).read_to_end(&mut bytes)?;
+            file.by_ref().take(max).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
         Ok(Some(read().map_err(at("read", &self.0.join(name)))?))
@@ -100,13 +100,14 @@ impl JailedDir {
     /// Returns whether there is an entry of this name, of any type.
     pub fn has(&self, name: impl AsRef<str>) -> Result<bool, FileError> {
         let name = name.as_ref();
-        let found = self.find(|dir| absent_is_none(statat(dir, plain(name)?, AtFlags::SYMLINK_NOFOLLOW)));
-        Ok(found.map_err(at("look at", &self.0.join(name)))?.is_some())
+        let found = self
+            .with_open_directory(|dir| none_if_not_found(statat(dir, check_name(name)?, AtFlags::SYMLINK_NOFOLLOW)));
+        Ok(found.map_err(at("stat", &self.0.join(name)))?.is_some())
     }
 
     /// Returns the sorted names of the regular files, without names that are not UTF-8. Fails if there are more than 16,384 entries.
     pub fn files(&self) -> Result<Vec<String>, FileError> {
-        let names = self.entries(FileType::RegularFile).map_err(at("read", &self.0))?;
+        let names = self.list_entries(FileType::RegularFile).map_err(at("read", &self.0))?;
         let mut names: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
         names.sort();
         Ok(names)
@@ -115,11 +116,11 @@ impl JailedDir {
     /// Finds a socket; returns `None` if there is no entry of this name. An entry of another type is an error.
     pub fn socket(&self, name: impl AsRef<str>) -> Result<Option<JailedSocket>, FileError> {
         let name = name.as_ref();
-        let found = self.find(|dir| {
-            let Some(found) = beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
-            match kind(&found)? {
+        let found = self.with_open_directory(|dir| {
+            let Some(found) = open_beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
+            match file_type_of(&found)? {
                 FileType::Socket => Ok(Some(JailedSocket(found))),
-                other => Err(invalid(format!("it is {}, and no socket", named(other)))),
+                other => Err(invalid_data(format!("it is {}, not a socket", describe(other)))),
             }
         });
         found.map_err(at("connect to", &self.0.join(name)))
@@ -128,39 +129,41 @@ impl JailedDir {
     /// Removes an entry that is not a directory; succeeds if it does not exist.
     pub fn remove(&self, name: impl AsRef<str>) -> Result<(), FileError> {
         let name = name.as_ref();
-        let removed = self.find(|dir| absent_is_none(unlinkat(dir, plain(name)?, AtFlags::empty())));
+        let removed =
+            self.with_open_directory(|dir| none_if_not_found(unlinkat(dir, check_name(name)?, AtFlags::empty())));
         removed.map(drop).map_err(at("remove", &self.0.join(name)))
     }
 
     /// Removes all sockets.
     pub fn remove_sockets(&self) -> Result<(), FileError> {
-        for name in self.entries(FileType::Socket).map_err(at("read", &self.0))? {
-            let removed = self.find(|dir| absent_is_none(unlinkat(dir, name.as_c_str(), AtFlags::empty())));
+        for name in self.list_entries(FileType::Socket).map_err(at("read", &self.0))? {
+            let removed =
+                self.with_open_directory(|dir| none_if_not_found(unlinkat(dir, name.as_c_str(), AtFlags::empty())));
             removed.map_err(at("remove", &self.0.join(name.to_string_lossy().as_ref())))?;
         }
         Ok(())
     }
 
     /// Calls `work` with the open directory; returns `None` if the directory does not exist.
-    fn find<T>(&self, work: impl FnOnce(&OwnedFd) -> io::Result<Option<T>>) -> io::Result<Option<T>> {
+    fn with_open_directory<T>(&self, work: impl FnOnce(&OwnedFd) -> io::Result<Option<T>>) -> io::Result<Option<T>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let opened = retry_interrupted(|| openat(rustix::fs::CWD, &self.0, flags, Mode::empty()));
-        match absent_is_none(opened)? {
+        match none_if_not_found(opened)? {
             Some(dir) => work(&dir),
             None => Ok(None),
         }
     }
 
-    fn entries(&self, wanted: FileType) -> io::Result<Vec<std::ffi::CString>> {
-        let names = self.find(|dir| {
+    fn list_entries(&self, wanted: FileType) -> io::Result<Vec<std::ffi::CString>> {
+        let names = self.with_open_directory(|dir| {
             let mut names = Vec::new();
             for (count, entry) in Dir::read_from(dir)?.enumerate() {
                 let entry = entry?;
                 if count >= MAX_ENTRIES {
-                    return Err(invalid(format!("it has more than {MAX_ENTRIES} entries")));
+                    return Err(invalid_data(format!("it has more than {MAX_ENTRIES} entries")));
                 }
                 let found = match entry.file_type() {
-                    FileType::Unknown => absent_is_none(statat(dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW))?
+                    FileType::Unknown => none_if_not_found(statat(dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW))?
                         .map(|stat| FileType::from_raw_mode(stat.st_mode)),
                     known => Some(known),
                 };
@@ -175,43 +178,43 @@ impl JailedDir {
 }
 
 /// Opens an entry of this directory without following links; returns `None` if it does not exist.
-fn beneath(dir: impl AsFd, name: &str, flags: OFlags) -> io::Result<Option<OwnedFd>> {
+fn open_beneath(dir: impl AsFd, name: &str, flags: OFlags) -> io::Result<Option<OwnedFd>> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    let name = plain(name)?;
+    let name = check_name(name)?;
     let opened = retry_transient(|| openat2(&dir, name, flags | OFlags::CLOEXEC, Mode::empty(), resolve));
-    match absent_is_none(opened) {
+    match none_if_not_found(opened) {
         // openat2(2) found a symbolic link, which is not allowed here.
         Err(error) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
-            Err(invalid("it is a symbolic link".to_owned()))
+            Err(invalid_data("it is a symbolic link".to_owned()))
         }
         other => other,
     }
 }
 
-fn regular(dir: &OwnedFd, name: &str) -> io::Result<Option<File>> {
+fn open_regular(dir: &OwnedFd, name: &str) -> io::Result<Option<File>> {
     // The type is checked before the entry is opened, because opening a device or a FIFO has side effects.
-    let Some(found) = beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
-    expect_regular(kind(&found)?)?;
-    let Some(opened) = beneath(dir, name, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)? else {
+    let Some(found) = open_beneath(dir, name, OFlags::PATH)? else { return Ok(None) };
+    expect_regular(file_type_of(&found)?)?;
+    let Some(opened) = open_beneath(dir, name, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)? else {
         return Ok(None);
     };
     // The name may refer to another entry by now.
-    expect_regular(kind(&opened)?)?;
+    expect_regular(file_type_of(&opened)?)?;
     Ok(Some(opened.into()))
 }
 
 fn expect_regular(found: FileType) -> io::Result<()> {
     match found {
         FileType::RegularFile => Ok(()),
-        other => Err(invalid(format!("it is {}, and no regular file", named(other)))),
+        other => Err(invalid_data(format!("it is {}, not a regular file", describe(other)))),
     }
 }
 
-fn kind(file: impl AsFd) -> io::Result<FileType> {
+fn file_type_of(file: impl AsFd) -> io::Result<FileType> {
     Ok(FileType::from_raw_mode(fstat(file)?.st_mode))
 }
 
-fn named(kind: FileType) -> &'static str {
+fn describe(kind: FileType) -> &'static str {
     match kind {
         FileType::RegularFile => "a regular file",
         FileType::Directory => "a directory",
@@ -219,12 +222,12 @@ fn named(kind: FileType) -> &'static str {
         FileType::Fifo => "a FIFO",
         FileType::Socket => "a socket",
         FileType::CharacterDevice | FileType::BlockDevice => "a device",
-        FileType::Unknown => "of an unknown kind",
+        FileType::Unknown => "a file of an unknown type",
     }
 }
 
 /// Checks that the text is a plain name and not a path.
-fn plain(name: &str) -> io::Result<&str> {
+fn check_name(name: &str) -> io::Result<&str> {
     match name {
         "" | "." | ".." => Err(io::ErrorKind::InvalidInput.into()),
         name if name.contains('/') => Err(io::ErrorKind::InvalidInput.into()),
@@ -232,15 +235,15 @@ fn plain(name: &str) -> io::Result<&str> {
     }
 }
 
-fn absent_is_none<T>(found: Result<T, Errno>) -> io::Result<Option<T>> {
+fn none_if_not_found<T>(found: Result<T, Errno>) -> io::Result<Option<T>> {
     match found {
         Err(Errno::NOENT) => Ok(None),
         other => Ok(Some(other?)),
     }
 }
 
-fn invalid(why: String) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, why)
+fn invalid_data(reason: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, reason)
 }
 
 #[cfg(test)]
@@ -249,12 +252,12 @@ mod tests {
     use std::os::unix::fs::symlink;
     use std::os::unix::net::UnixListener;
 
-    fn why<T: std::fmt::Debug>(outcome: Result<T, FileError>) -> String {
+    fn error_text<T: std::fmt::Debug>(outcome: Result<T, FileError>) -> String {
         crate::Chain(&outcome.unwrap_err()).to_string()
     }
 
     /// Creates one entry of each type that a process could create, named after its type.
-    fn hostile() -> (tempfile::TempDir, JailedDir) {
+    fn hostile_directory() -> (tempfile::TempDir, JailedDir) {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("jail");
         std::fs::create_dir(&dir).unwrap();
@@ -272,34 +275,34 @@ mod tests {
 
     #[test]
     fn only_a_regular_file_within_its_bound_is_read() {
-        let (_root, dir) = hostile();
+        let (_root, dir) = hostile_directory();
         assert_eq!(dir.read("file", 10).unwrap().unwrap(), b"0123456789");
         assert_eq!(dir.tail("file", 3).unwrap().unwrap(), b"789");
         assert_eq!(dir.tail("sparse", 3).unwrap().unwrap(), [0; 3]);
         assert!(dir.read("none", 10).unwrap().is_none());
         assert!(JailedDir::new("/nowhere/at/all").read("file", 10).unwrap().is_none());
         for (name, expected) in [
-            ("directory", "it is a directory, and no regular file"),
+            ("directory", "it is a directory, not a regular file"),
             ("link", "symbolic link"),
             ("inner", "symbolic link"),
             ("magic", "symbolic link"),
-            ("fifo", "it is a FIFO, and no regular file"),
-            ("socket", "it is a socket, and no regular file"),
-            ("sparse", "it has 3221225472 bytes, and 10 are allowed"),
+            ("fifo", "it is a FIFO, not a regular file"),
+            ("socket", "it is a socket, not a regular file"),
+            ("sparse", "it has 3221225472 bytes (maximum 10)"),
             ("../secret", "invalid"),
             ("..", "invalid"),
             ("/etc/shadow", "invalid"),
         ] {
-            let told = why(dir.read(name, 10));
-            assert!(told.contains(expected), "{name}: {told}");
+            let error = error_text(dir.read(name, 10));
+            assert!(error.contains(expected), "{name}: {error}");
         }
-        assert!(why(dir.tail("fifo", 10)).contains("FIFO"));
-        assert!(why(dir.read("file", 9)).contains("it has 10 bytes, and 9 are allowed"));
+        assert!(error_text(dir.tail("fifo", 10)).contains("FIFO"));
+        assert!(error_text(dir.read("file", 9)).contains("it has 10 bytes (maximum 9)"));
     }
 
     #[test]
     fn a_directory_that_was_replaced_by_a_link_is_not_followed() {
-        let (root, _dir) = hostile();
+        let (root, _dir) = hostile_directory();
         let link = root.path().join("replaced");
         symlink("/etc", &link).unwrap();
         assert!(JailedDir::new(&link).read("passwd", 1 << 20).is_err());
@@ -307,8 +310,8 @@ mod tests {
     }
 
     #[test]
-    fn names_are_looked_at_and_removed_without_following_them() {
-        let (root, dir) = hostile();
+    fn entries_are_found_and_removed_without_following_links() {
+        let (root, dir) = hostile_directory();
         assert_eq!(dir.files().unwrap(), ["file", "sparse"]);
         assert!(dir.has("magic").unwrap() && dir.has("fifo").unwrap() && !dir.has("none").unwrap());
         dir.remove_sockets().unwrap();
@@ -323,8 +326,8 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_is_reached_by_its_inode() {
-        let (root, dir) = hostile();
+    fn a_socket_is_connected_by_its_inode() {
+        let (root, dir) = hostile_directory();
         let other = UnixListener::bind(root.path().join("other")).unwrap();
         symlink("../other", root.path().join("jail/led-away")).unwrap();
         let listener = UnixListener::bind(root.path().join("jail/served")).unwrap();
@@ -332,8 +335,8 @@ mod tests {
         drop(std::os::unix::net::UnixStream::connect(found.path()).unwrap());
         drop(listener.accept().unwrap());
         assert!(dir.socket("none").unwrap().is_none());
-        assert!(why(dir.socket("led-away")).contains("symbolic link"));
-        assert!(why(dir.socket("file")).contains("it is a regular file, and no socket"));
+        assert!(error_text(dir.socket("led-away")).contains("symbolic link"));
+        assert!(error_text(dir.socket("file")).contains("it is a regular file, not a socket"));
         other.set_nonblocking(true).unwrap();
         assert!(other.accept().is_err());
     }
@@ -344,6 +347,6 @@ mod tests {
         for n in 0..=MAX_ENTRIES {
             File::create(root.path().join(n.to_string())).unwrap();
         }
-        assert!(why(JailedDir::new(root.path()).files()).contains("more than"));
+        assert!(error_text(JailedDir::new(root.path()).files()).contains("more than"));
     }
 }

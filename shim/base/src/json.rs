@@ -7,24 +7,24 @@ use serde::de::{DeserializeOwned, Error as _};
 
 /// The bound for documents that have no larger bound of their own. Image manifests, results of CNI plugins and OCI
 /// specifications have a few thousand values.
-pub const VALUES: usize = 100_000;
+pub const MAX_VALUES: usize = 100_000;
 
-/// Decodes a text of at most [`VALUES`] values.
+/// Decodes a text of at most [`MAX_VALUES`] values.
 pub fn read<T: DeserializeOwned>(text: &[u8]) -> Result<T, serde_json::Error> {
-    read_most(text, VALUES)
+    read_limited(text, MAX_VALUES)
 }
 
-/// Decodes a text of at most `most` values.
-pub fn read_most<T: DeserializeOwned>(text: &[u8], most: usize) -> Result<T, serde_json::Error> {
-    if count(text) > most {
-        return Err(serde_json::Error::custom(format_args!("there are more than {most} values")));
+/// Decodes a text of at most `max` values.
+pub fn read_limited<T: DeserializeOwned>(text: &[u8], max: usize) -> Result<T, serde_json::Error> {
+    if count_values(text) > max {
+        return Err(serde_json::Error::custom(format_args!("the document has more than {max} values")));
     }
     serde_json::from_slice(text)
 }
 
 /// Counts values and keys of the text in one pass without allocation; never less than the text has. For text that is not
 /// JSON the result is arbitrary.
-pub fn count(text: &[u8]) -> usize {
+pub fn count_values(text: &[u8]) -> usize {
     let (mut count, mut quoted, mut escaped) = (1, false, false);
     for &byte in text {
         match byte {
@@ -54,20 +54,20 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_everything() {
-        let of = |values: usize| format!("[{}0]", "0,".repeat(values - 2));
-        assert_eq!(read_most::<Value>(of(1000).as_bytes(), 1000).unwrap().as_array().map(Vec::len), Some(999));
-        let refused = read_most::<Value>(of(1001).as_bytes(), 1000).unwrap_err().to_string();
-        assert!(refused.contains("there are more than 1000 values"), "{refused}");
+    fn documents_with_too_many_values_are_rejected() {
+        let array_of = |values: usize| format!("[{}0]", "0,".repeat(values - 2));
+        assert_eq!(read_limited::<Value>(array_of(1000).as_bytes(), 1000).unwrap().as_array().map(Vec::len), Some(999));
+        let refused = read_limited::<Value>(array_of(1001).as_bytes(), 1000).unwrap_err().to_string();
+        assert!(refused.contains("the document has more than 1000 values"), "{refused}");
         for text in ["[".repeat(1000), "{} {}".to_owned(), String::new(), "1e999".to_owned(), "\u{0}".to_owned()] {
             assert!(read::<Value>(text.as_bytes()).is_err());
         }
     }
 
     #[test]
-    fn what_stands_in_texts_is_no_value() {
+    fn delimiters_in_strings_are_not_counted() {
         let text = json!({ "a,b": "[[[{,:\\\"," }).to_string();
-        assert_eq!(count(text.as_bytes()), 3);
+        assert_eq!(count_values(text.as_bytes()), 3);
     }
 
     fn document() -> impl Strategy<Value = Value> {
@@ -88,14 +88,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_value_is_missed(value in document()) {
+        fn no_value_is_missed_by_the_count(value in document()) {
             let text = value.to_string();
-            prop_assert!(count(text.as_bytes()) >= values(&value));
+            prop_assert!(count_values(text.as_bytes()) >= values(&value));
             prop_assert_eq!(read::<Value>(text.as_bytes()).unwrap(), value);
         }
 
         #[test]
-        fn what_it_reads_is_what_it_says(text in "[\\[\\]{}:,\"a0-9.e -]{0,40}|\\{\"[a-c]\":[0-9]{1,25}(\\.[0-9])?\\}") {
+        fn reads_the_same_value_as_serde_json(text in "[\\[\\]{}:,\"a0-9.e -]{0,40}|\\{\"[a-c]\":[0-9]{1,25}(\\.[0-9])?\\}") {
             let plain = serde_json::from_str::<Value>(&text).ok();
             prop_assert_eq!(read::<Value>(text.as_bytes()).ok(), plain);
         }

@@ -1,12 +1,14 @@
 //! Provides the basic types and helpers that every crate of Nacelle shares. It depends on no other crate of Nacelle, and
 //! knows neither CRI nor engines nor guests.
 
+pub mod copied_in;
 #[cfg(feature = "testing")]
 pub mod corpus;
 pub mod cpulist;
 pub mod descriptors;
 pub mod draft;
 pub mod error;
+mod file_error;
 pub mod files;
 pub mod id;
 pub mod jailed;
@@ -16,8 +18,8 @@ pub mod machine;
 pub mod mounts;
 pub mod net;
 pub mod pidfd;
-pub mod push;
 pub mod random;
+mod removal;
 pub mod retry;
 pub mod share;
 #[cfg(feature = "task")]

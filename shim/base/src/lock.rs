@@ -2,19 +2,19 @@
 //! everything that it does not know. The kernel releases a lock when its holder ends, however that happens; the lock file
 //! stays.
 
-use crate::files::{FileError, at};
+use crate::file_error::{FileError, at};
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The pause between two attempts to take a lock that another process holds.
-const PAUSE: Duration = Duration::from_millis(20);
+/// The pause between two attempts to acquire a lock that another process holds.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// The maximum number of bytes that are read from a lock file: a process id.
-const PID_BYTES: u64 = 20;
+const MAX_PID_BYTES: u64 = 20;
 
-/// A lock cannot be taken.
+/// A lock cannot be acquired.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// The lock file cannot be opened, locked or written.
@@ -46,19 +46,19 @@ pub struct PathLock {
 }
 
 impl PathLock {
-    /// Takes the lock of this file, which is created with mode 0600 if it is missing; its directory must exist. Waits for
-    /// at most `patience`, because a process that was killed may hold a lock for a moment longer. Blocks.
-    pub fn take(path: &Path, patience: Duration) -> Result<PathLock, LockError> {
-        let deadline = Instant::now() + patience;
+    /// Acquires the lock of this file, which is created with mode 0600 if it is missing; its directory must exist. Waits for
+    /// at most `timeout`, because a process that was killed may hold a lock for a moment longer. Blocks.
+    pub fn acquire(path: &Path, timeout: Duration) -> Result<PathLock, LockError> {
+        let deadline = Instant::now() + timeout;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
         let mut file = options.open(path).map_err(at("open", path))?;
         loop {
             match file.try_lock() {
                 Ok(()) => break,
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(RETRY_INTERVAL),
                 Err(TryLockError::WouldBlock) => {
-                    return Err(LockError::Held { path: path.to_owned(), pid: holder(&file) });
+                    return Err(LockError::Held { path: path.to_owned(), pid: read_holder_pid(&file) });
                 }
                 Err(TryLockError::Error(source)) => return Err(at("lock", path)(source).into()),
             }
@@ -72,16 +72,16 @@ impl PathLock {
 
     /// Returns the path of the lock file for a path whose directory this process does not own: `/run/netns` has
     /// `/run/.netns.nacelle-lock`.
-    pub fn beside(path: &Path) -> PathBuf {
+    pub fn path_beside(path: &Path) -> PathBuf {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         path.with_file_name(format!(".{name}.nacelle-lock"))
     }
 }
 
 /// Reads the process id in a lock file.
-fn holder(file: &File) -> String {
+fn read_holder_pid(file: &File) -> String {
     let mut text = String::new();
-    let read = file.take(PID_BYTES).read_to_string(&mut text);
+    let read = file.take(MAX_PID_BYTES).read_to_string(&mut text);
     match read {
         Ok(_) if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) => text,
         _ => "unknown".to_owned(),
@@ -93,22 +93,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_has_one_holder_who_is_named() {
+    fn a_lock_has_one_holder_and_the_error_names_it() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("lock");
-        let held = PathLock::take(&path, Duration::ZERO).unwrap();
-        let error = PathLock::take(&path, Duration::from_millis(50)).unwrap_err();
+        let held = PathLock::acquire(&path, Duration::ZERO).unwrap();
+        let error = PathLock::acquire(&path, Duration::from_millis(50)).unwrap_err();
         let expected = format!("process {} holds the lock {}", std::process::id(), path.display());
         assert_eq!(error.to_string(), expected);
         drop(held);
-        PathLock::take(&path, Duration::ZERO).unwrap();
+        PathLock::acquire(&path, Duration::ZERO).unwrap();
         std::os::unix::fs::symlink("elsewhere", directory.path().join("link")).unwrap();
-        assert!(matches!(PathLock::take(&directory.path().join("link"), Duration::ZERO), Err(LockError::File(_))));
+        assert!(matches!(PathLock::acquire(&directory.path().join("link"), Duration::ZERO), Err(LockError::File(_))));
         assert!(!directory.path().join("elsewhere").exists());
     }
 
     #[test]
-    fn a_shared_directory_has_its_lock_beside_it() {
-        assert_eq!(PathLock::beside(Path::new("/run/netns")), Path::new("/run/.netns.nacelle-lock"));
+    fn the_lock_of_a_shared_directory_lies_beside_it() {
+        assert_eq!(PathLock::path_beside(Path::new("/run/netns")), Path::new("/run/.netns.nacelle-lock"));
     }
 }

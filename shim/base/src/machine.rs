@@ -40,7 +40,7 @@ pub struct Topology {
 
 impl Topology {
     /// Returns a topology of one socket with so many cores.
-    pub fn flat(cores: u32) -> Topology {
+    pub fn single_socket(cores: u32) -> Topology {
         Topology { sockets: 1, cores, threads: 1 }
     }
 
@@ -67,10 +67,10 @@ pub struct CpuModel {
 
 impl CpuModel {
     /// Returns the first invalid name: a name has only letters, digits, `-`, `_` and `.`.
-    pub fn wrong(&self) -> Option<&str> {
+    pub fn find_invalid_name(&self) -> Option<&str> {
         let names = self.name.iter().chain(self.features.iter().map(|(name, _)| name));
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-        names.map(String::as_str).find(|name| name.is_empty() || !name.bytes().all(plain))
+        let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+        names.map(String::as_str).find(|name| name.is_empty() || !name.bytes().all(is_valid))
     }
 }
 

@@ -8,8 +8,8 @@ use std::io;
 /// Fills `bytes` with random bytes. The call does not block once the node has booted.
 pub fn fill(mut bytes: &mut [u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        let got = retry_interrupted(|| getrandom(&mut *bytes, GetRandomFlags::empty()))?;
-        bytes = bytes.get_mut(got..).unwrap_or_default();
+        let filled = retry_interrupted(|| getrandom(&mut *bytes, GetRandomFlags::empty()))?;
+        bytes = bytes.get_mut(filled..).unwrap_or_default();
     }
     Ok(())
 }
@@ -19,7 +19,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_of_it_is_random() {
+    fn every_byte_is_filled() {
         let (mut one, mut two) = (vec![0; 5000], vec![0; 5000]);
         fill(&mut one).unwrap();
         fill(&mut two).unwrap();

@@ -56,11 +56,11 @@ pub fn retry_interrupted<T, E: SystemError>(mut call: impl FnMut() -> Result<T, 
 /// `RESOLVE_IN_ROOT`, if a path has `..` and any process of the node renames or mounts at the same moment; bpf(2) that loads a
 /// program, if a signal arrives while the kernel verifies it. After 1,000 attempts the error is EAGAIN.
 pub fn retry_transient<T, E: SystemError>(mut call: impl FnMut() -> Result<T, E>) -> Result<T, E> {
-    let mut left = ATTEMPTS;
+    let mut remaining = ATTEMPTS;
     loop {
-        left = left.saturating_sub(1);
+        remaining = remaining.saturating_sub(1);
         match retry_interrupted(&mut call) {
-            Err(error) if left > 0 && error.number() == Some(libc::EAGAIN) => std::thread::yield_now(),
+            Err(error) if remaining > 0 && error.number() == Some(libc::EAGAIN) => std::thread::yield_now(),
             result => return result,
         }
     }
@@ -70,10 +70,10 @@ pub fn retry_transient<T, E: SystemError>(mut call: impl FnMut() -> Result<T, E>
 /// of ready descriptors, 0 after the deadline.
 pub fn poll(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usize> {
     loop {
-        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        match nix::poll::poll(fds, left.map_or(PollTimeout::NONE, round_up)) {
-            // The maximum timeout of poll(2) may be shorter than the time that is left.
-            Ok(0) if left.is_some_and(|left| !left.is_zero()) => {}
+        let remaining = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        match nix::poll::poll(fds, remaining.map_or(PollTimeout::NONE, round_up)) {
+            // The maximum timeout of poll(2) may be shorter than the time that is remaining.
+            Ok(0) if remaining.is_some_and(|remaining| !remaining.is_zero()) => {}
             Err(Errno::EINTR) => {}
             result => return Ok(usize::try_from(result?).unwrap_or_default()),
         }
@@ -81,8 +81,8 @@ pub fn poll(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usi
 }
 
 /// Converts a time to milliseconds, the unit of poll(2), rounded up so that a wait does not end before its deadline.
-fn round_up(left: Duration) -> PollTimeout {
-    let milliseconds = left.as_nanos().div_ceil(1_000_000);
+fn round_up(remaining: Duration) -> PollTimeout {
+    let milliseconds = remaining.as_nanos().div_ceil(1_000_000);
     PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX)
 }
 
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_races_is_repeated_but_not_for_ever() {
+    fn a_racing_call_is_repeated_a_bounded_number_of_times() {
         let mut results = vec![Ok(7), Err(Errno::EAGAIN), Err(Errno::EINTR), Err(Errno::EAGAIN)];
         assert_eq!(retry_transient(|| results.pop().unwrap()), Ok(7));
         let mut count = 0;
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_ends_at_its_deadline_with_timed_out() {
+    fn socket_calls_fail_with_timed_out_after_the_deadline() {
         let (near, far) = UnixStream::pair().unwrap();
         let limit = Duration::from_millis(50);
         let start = Instant::now();
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_not_shorter_than_asked() {
+    fn a_timeout_is_never_rounded_down() {
         assert_eq!(round_up(Duration::ZERO), PollTimeout::ZERO);
         assert_eq!(round_up(Duration::from_nanos(1)), PollTimeout::from(1u8));
         assert_eq!(round_up(Duration::from_millis(9)), PollTimeout::from(9u8));

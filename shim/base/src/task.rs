@@ -82,7 +82,7 @@ mod tests {
 
     #[tokio::test]
     #[should_panic(expected = "no sheep")]
-    async fn a_panic_goes_on_in_the_caller() {
+    async fn a_panic_is_resumed_in_the_caller() {
         run_blocking_or_panic(|| panic!("no sheep")).await
     }
 }

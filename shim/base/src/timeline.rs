@@ -10,7 +10,7 @@ pub const MAX_STEPS: usize = 64;
 
 /// One step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Step {
+pub struct TimelineStep {
     /// The name of the step: "network namespace", "kernel".
     pub what: String,
     /// The beginning in nanoseconds since 1970.
@@ -24,36 +24,36 @@ pub struct Step {
 
 /// A list of completed steps; clones share it.
 #[derive(Clone, Debug, Default)]
-pub struct Timeline(Arc<Mutex<Vec<Step>>>);
+pub struct Timeline(Arc<Mutex<Vec<TimelineStep>>>);
 
 impl Timeline {
     /// Returns a timeline that begins with these steps.
-    pub fn after(steps: Vec<Step>) -> Timeline {
+    pub fn from_steps(steps: Vec<TimelineStep>) -> Timeline {
         Timeline(Arc::new(Mutex::new(steps)))
     }
 
     /// Awaits the future and records its duration. The step counts as failed if this future is dropped before its end.
     pub async fn measure<T, E>(&self, what: &'static str, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let mut running = self.begin(what);
-        let done = work.await;
-        running.failed = done.is_err();
-        done
+        let result = work.await;
+        running.failed = result.is_err();
+        result
     }
 
     /// Begins a step that ends when the returned value is dropped, successfully if `done` was called.
-    pub fn begin(&self, what: &'static str) -> Running {
-        Running { timeline: self.clone(), what, at: now(), since: Instant::now(), failed: true }
+    pub fn begin(&self, what: &'static str) -> RunningStep {
+        RunningStep { timeline: self.clone(), what, at: now(), since: Instant::now(), failed: true }
     }
 
     /// Adds measured steps; those beyond `MAX_STEPS` are dropped.
-    pub fn add(&self, steps: impl IntoIterator<Item = Step>) {
-        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = MAX_STEPS.saturating_sub(own.len());
-        own.extend(steps.into_iter().take(room));
+    pub fn add(&self, steps: impl IntoIterator<Item = TimelineStep>) {
+        let mut recorded = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let remaining = MAX_STEPS.saturating_sub(recorded.len());
+        recorded.extend(steps.into_iter().take(remaining));
     }
 
     /// Returns the steps in the order of their beginnings.
-    pub fn steps(&self) -> Vec<Step> {
+    pub fn steps(&self) -> Vec<TimelineStep> {
         let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         steps.sort_by_key(|step| step.at);
         steps
@@ -82,7 +82,7 @@ impl fmt::Display for Millis {
 }
 
 /// A step in progress.
-pub struct Running {
+pub struct RunningStep {
     timeline: Timeline,
     what: &'static str,
     at: i64,
@@ -90,17 +90,17 @@ pub struct Running {
     failed: bool,
 }
 
-impl Running {
+impl RunningStep {
     /// Ends the step successfully.
     pub fn done(mut self) {
         self.failed = false;
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningStep {
     fn drop(&mut self) {
         let micros = u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let step = Step { what: self.what.to_owned(), at: self.at, micros, failed: self.failed };
+        let step = TimelineStep { what: self.what.to_owned(), at: self.at, micros, failed: self.failed };
         self.timeline.add([step]);
     }
 }
@@ -115,8 +115,8 @@ pub fn now() -> i64 {
 mod tests {
     use super::*;
 
-    fn step(what: &str, at: i64) -> Step {
-        Step { what: what.into(), at, micros: 1_250, failed: false }
+    fn step(what: &str, at: i64) -> TimelineStep {
+        TimelineStep { what: what.into(), at, micros: 1_250, failed: false }
     }
 
     #[test]
@@ -124,11 +124,11 @@ mod tests {
         let timeline = Timeline::default();
         timeline.add([step("second", 2), step("first", 1)]);
         assert_eq!(timeline.to_string(), "first 1.2 ms, second 1.2 ms");
-        assert_eq!(Timeline::after(timeline.steps()).steps(), timeline.steps());
+        assert_eq!(Timeline::from_steps(timeline.steps()).steps(), timeline.steps());
     }
 
     #[test]
-    fn what_is_not_brought_to_an_end_has_failed() {
+    fn a_step_that_is_dropped_before_its_end_has_failed() {
         let timeline = Timeline::default();
         drop(timeline.begin("given up"));
         timeline.begin("good").done();
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_them() {
+    fn steps_beyond_the_maximum_are_dropped() {
         let timeline = Timeline::default();
         timeline.add((0..).map(|n| step("x", n)).take(10_000));
         timeline.begin("one more").done();

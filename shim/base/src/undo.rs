@@ -3,21 +3,21 @@
 
 use std::error::Error;
 
-type Step = Box<dyn FnOnce() -> Result<(), Box<dyn Error + Send + Sync>> + Send>;
+type UndoAction = Box<dyn FnOnce() -> Result<(), Box<dyn Error + Send + Sync>> + Send>;
 
 /// A resource that could not be released, with the error and its causes on one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Left {
+pub struct UnreleasedResource {
     /// The name under which the resource was registered.
     pub what: &'static str,
     /// The error and its causes.
-    pub why: String,
+    pub reason: String,
 }
 
 /// The release actions, newest last. Dropping the stack without `unwind` or `keep` also unwinds it, and logs each action
 /// that fails, so that a panic or an early return leaks nothing.
 #[derive(Default)]
-pub struct UndoStack(Vec<(&'static str, Step)>);
+pub struct UndoStack(Vec<(&'static str, UndoAction)>);
 
 impl UndoStack {
     /// Returns an empty stack.
@@ -26,11 +26,11 @@ impl UndoStack {
     }
 
     /// Registers the action that releases `what`.
-    pub fn push<E>(&mut self, what: &'static str, step: impl FnOnce() -> Result<(), E> + Send + 'static)
+    pub fn push<E>(&mut self, what: &'static str, action: impl FnOnce() -> Result<(), E> + Send + 'static)
     where
         E: Into<Box<dyn Error + Send + Sync>>,
     {
-        self.0.push((what, Box::new(move || step().map_err(Into::into))));
+        self.0.push((what, Box::new(move || action().map_err(Into::into))));
     }
 
     /// Keeps all resources: discards the actions.
@@ -39,26 +39,26 @@ impl UndoStack {
     }
 
     /// Releases all resources in reverse order; returns those that could not be released.
-    #[must_use = "what could not be undone must be recorded"]
-    pub fn unwind(mut self) -> Vec<Left> {
-        self.run()
+    #[must_use = "unreleased resources must be recorded"]
+    pub fn unwind(mut self) -> Vec<UnreleasedResource> {
+        self.run_actions()
     }
 
-    fn run(&mut self) -> Vec<Left> {
-        let mut left = Vec::new();
-        while let Some((what, step)) = self.0.pop() {
-            if let Err(error) = step() {
-                left.push(Left { what, why: crate::Chain(error.as_ref()).to_string() });
+    fn run_actions(&mut self) -> Vec<UnreleasedResource> {
+        let mut unreleased = Vec::new();
+        while let Some((what, action)) = self.0.pop() {
+            if let Err(error) = action() {
+                unreleased.push(UnreleasedResource { what, reason: crate::Chain(error.as_ref()).to_string() });
             }
         }
-        left
+        unreleased
     }
 }
 
 impl Drop for UndoStack {
     fn drop(&mut self) {
-        for Left { what, why } in self.run() {
-            tracing::error!(what, why, "could not be undone");
+        for UnreleasedResource { what, reason } in self.run_actions() {
+            tracing::error!(what, reason, "cannot release a resource");
         }
     }
 }
@@ -70,7 +70,7 @@ mod tests {
 
     type Log = Arc<Mutex<Vec<&'static str>>>;
 
-    fn noting(log: &Log, what: &'static str) -> impl FnOnce() -> Result<(), std::io::Error> + use<> {
+    fn record(log: &Log, what: &'static str) -> impl FnOnce() -> Result<(), std::io::Error> + use<> {
         let log = Arc::clone(log);
         move || {
             log.lock().unwrap().push(what);
@@ -82,10 +82,10 @@ mod tests {
     fn unwinds_newest_first_and_past_failures() {
         let log = Log::default();
         let mut undo = UndoStack::new();
-        undo.push("netns", noting(&log, "netns"));
+        undo.push("netns", record(&log, "netns"));
         undo.push("tap", || Err(std::io::Error::other("busy")));
-        undo.push("disk", noting(&log, "disk"));
-        assert_eq!(undo.unwind(), [Left { what: "tap", why: "busy".into() }]);
+        undo.push("disk", record(&log, "disk"));
+        assert_eq!(undo.unwind(), [UnreleasedResource { what: "tap", reason: "busy".into() }]);
         assert_eq!(*log.lock().unwrap(), ["disk", "netns"]);
     }
 
@@ -93,10 +93,10 @@ mod tests {
     fn dropping_unwinds_and_keeping_does_not() {
         let log = Log::default();
         let mut undo = UndoStack::new();
-        undo.push("a", noting(&log, "a"));
+        undo.push("a", record(&log, "a"));
         drop(undo);
         let mut undo = UndoStack::new();
-        undo.push("b", noting(&log, "b"));
+        undo.push("b", record(&log, "b"));
         undo.keep();
         assert_eq!(*log.lock().unwrap(), ["a"]);
     }

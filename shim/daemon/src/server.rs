@@ -137,7 +137,7 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
         let (store, contents) = Store::open(&paths.store(), observer)?;
         let locks = lock_directories(&opened_config)?;
         // At this point only processes that hold the locks of their drafts write there.
-        if let Err(error) = draft::sweep(&paths.root) {
+        if let Err(error) = draft::remove_stale_drafts(&paths.root) {
             // Jailed processes write in some of the directories: their files must not prevent the daemon from serving.
             tracing::warn!(error = %Chain(&error), "cannot remove all temporary files of killed processes");
         }
@@ -159,11 +159,11 @@ fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
         let path = path.to_owned();
         move |source| ServeError::DirectoryInUse { setting, path, source }
     };
-    let run_lock = PathLock::take(&run.join("lock"), LOCK_LIMIT).map_err(in_use("paths.run", run))?;
+    let run_lock = PathLock::acquire(&run.join("lock"), LOCK_LIMIT).map_err(in_use("paths.run", run))?;
     // Other programs have namespaces in this directory too, and would list the lock file as one.
     std::fs::create_dir_all(netns).map_err(at("create", netns))?;
-    let lock_path = PathLock::beside(&netns.canonicalize().map_err(at("find", netns))?);
-    let netns_lock = PathLock::take(&lock_path, LOCK_LIMIT).map_err(in_use("network.netns_dir", netns))?;
+    let lock_path = PathLock::path_beside(&netns.canonicalize().map_err(at("find", netns))?);
+    let netns_lock = PathLock::acquire(&lock_path, LOCK_LIMIT).map_err(in_use("network.netns_dir", netns))?;
     Ok(vec![run_lock, netns_lock])
 }
 

@@ -99,7 +99,7 @@ impl SocketClaim {
     pub fn acquire(path: &Path, timeout: Duration) -> Result<SocketClaim, SocketError> {
         let directory = path.parent().unwrap_or(Path::new("/"));
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(at("create", directory))?;
-        let lock = PathLock::take(&PathLock::beside(path), timeout)
+        let lock = PathLock::acquire(&PathLock::path_beside(path), timeout)
             .map_err(|source| SocketError::InUse { path: path.to_owned(), source })?;
         examine(path)?;
         Ok(SocketClaim { path: path.to_owned(), lock })

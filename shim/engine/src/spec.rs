@@ -287,7 +287,7 @@ impl MachineSpec {
             return Err(SpecError::Topology { topology, vcpus: self.vcpus });
         }
         if let Some(model) = &self.cpu_model {
-            let rule = match model.wrong() {
+            let rule = match model.find_invalid_name() {
                 _ if !limits.cpu_models => Some("this engine passes the node's CPUs to the guest unchanged"),
                 Some(_) => Some("a name consists of letters, digits, '-', '_' and '.'"),
                 None => None,

@@ -5,7 +5,7 @@
 
 use crate::volume_reader::{VolumeReadError, VolumeReader};
 use nacelle_base::Chain;
-use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
+use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
 use nacelle_base::retry::retry_transient;
 use nacelle_proto::agent::Tree;
 use nix::unistd::{chdir, fchdir};
@@ -42,18 +42,18 @@ struct CopiedInVolume {
 }
 
 /// The open copied-in volumes.
-pub(crate) struct CopiedInVolumes {
+pub(crate) struct CopiedInServer {
     stream: UnixStream,
     root: OwnedFd,
     inotify: OwnedFd,
     volumes: BTreeMap<u32, CopiedInVolume>,
 }
 
-impl CopiedInVolumes {
+impl CopiedInServer {
     /// Serves requests on this stream; volumes are mounted below the directory `root`.
-    pub fn new(stream: UnixStream, root: OwnedFd) -> io::Result<CopiedInVolumes> {
+    pub fn new(stream: UnixStream, root: OwnedFd) -> io::Result<CopiedInServer> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-        Ok(CopiedInVolumes { stream, root, inotify, volumes: BTreeMap::new() })
+        Ok(CopiedInServer { stream, root, inotify, volumes: BTreeMap::new() })
     }
 
     /// Returns the stream on which the pod process sends requests.
@@ -66,7 +66,7 @@ impl CopiedInVolumes {
         self.inotify.as_fd()
     }
 
-    /// Returns the earliest time at which [`CopiedInVolumes::report_changes`] has something to report.
+    /// Returns the earliest time at which [`CopiedInServer::report_changes`] has something to report.
     pub fn next_report(&self) -> Option<Instant> {
         self.volumes.values().filter_map(|volume| volume.report_at).min()
     }

@@ -1,7 +1,7 @@
 //! Implements the file-server process `nacelle-fs`: the pod process forks it before it drops its rights; it enters a root
 //! that contains only the volumes, and answers requests until the pod process ends. It has only one thread.
 
-use crate::copied_in::CopiedInVolumes;
+use crate::copied_in::CopiedInServer;
 use crate::error::ShareError;
 use crate::mounts::Mounts;
 use crate::server::Server;
@@ -79,7 +79,7 @@ impl ShareLayout {
 pub struct FileServerChannels {
     /// For each share one stream per queue of its device: the guest's file requests.
     pub file_requests: Vec<[UnixStream; QUEUES]>,
-    /// The requests of the pod process for copied-in volumes (`nacelle_base::push`).
+    /// The requests of the pod process for copied-in volumes (`nacelle_base::copied_in`).
     pub copied_in: UnixStream,
 }
 
@@ -191,7 +191,7 @@ fn run(
         };
         shares.push(ServedShare { server, channels: streams.map(|stream| QueueChannel { stream, virtqueue: None }) });
     }
-    let mut copied_in = CopiedInVolumes::new(copied_in, copied_in_root).map_err(serve)?;
+    let mut copied_in = CopiedInServer::new(copied_in, copied_in_root).map_err(serve)?;
     let first = shares.first_mut().and_then(|share| share.channels.first_mut());
     first.map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
     match serve_requests(&mut shares, &mut copied_in, &factory) {
@@ -286,7 +286,7 @@ impl ServerFactory {
 /// Serves requests until a stream ends: those of the high-priority queues first, the pod process's last.
 fn serve_requests(
     shares: &mut [ServedShare],
-    copied_in: &mut CopiedInVolumes,
+    copied_in: &mut CopiedInServer,
     factory: &ServerFactory,
 ) -> io::Result<()> {
     loop {

@@ -3,7 +3,7 @@
 //! change at any time. The module only reads, below the descriptor of the volume's root.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
-use nacelle_base::push::{CopyInFailure, DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, PART_BYTES};
+use nacelle_base::copied_in::{CopyInFailure, DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, PART_BYTES};
 use nacelle_base::retry::retry_transient;
 use nacelle_proto::agent::TreeEntry;
 use rustix::fs::{

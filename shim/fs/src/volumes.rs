@@ -6,7 +6,7 @@
 use crate::error::ShareError;
 use crate::process::{COPIED_IN_ROOT, SHARE_ROOT, WRITABLE_ROOT};
 use crate::sys;
-use nacelle_base::mounts::{self, Change};
+use nacelle_base::mounts::{self, MountChange};
 use nacelle_base::share::DIRECTORY;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
@@ -23,7 +23,7 @@ pub enum VolumeTarget {
     Share,
     /// The file-server process, for copied-in volumes: the n-th of a container is at the path `CONTAINER/n`, which the
     /// guest cannot reach. Copies that were made stay when the volumes are unmounted.
-    Pushed,
+    CopiedIn,
     /// The agent of a pod without a guest, which finds the volumes at the same path as in a guest: `nacelle_base::share::DIRECTORY`.
     Agent,
 }
@@ -79,7 +79,7 @@ impl VolumeTarget {
     fn directories(self) -> (&'static Path, &'static Path) {
         let (root, mount_points) = match self {
             VolumeTarget::Share => (SHARE_ROOT, WRITABLE_ROOT),
-            VolumeTarget::Pushed => (COPIED_IN_ROOT, COPIED_IN_ROOT),
+            VolumeTarget::CopiedIn => (COPIED_IN_ROOT, COPIED_IN_ROOT),
             VolumeTarget::Agent => (DIRECTORY, DIRECTORY),
         };
         (Path::new(root), Path::new(mount_points))
@@ -90,7 +90,7 @@ impl VolumeTarget {
     fn mount_attributes(self) -> u64 {
         match self {
             VolumeTarget::Share => libc::MOUNT_ATTR_NODEV,
-            VolumeTarget::Pushed => libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
+            VolumeTarget::CopiedIn => libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
             VolumeTarget::Agent => 0,
         }
     }
@@ -138,7 +138,7 @@ fn volume_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Sh
 /// Copies a volume's mounts; also returns whether the volume is a directory.
 fn clone_mounts(volume: &VolumeToMount, target: VolumeTarget) -> Result<(OwnedFd, bool), ShareError> {
     check_propagation(volume)?;
-    let tree = mounts::copy(&volume.path, true).map_err(volume_error("open", &volume.path))?;
+    let tree = mounts::clone_tree(&volume.path, true).map_err(volume_error("open", &volume.path))?;
     let metadata = File::from(tree.try_clone().map_err(volume_error("open", &volume.path))?).metadata();
     let directory = metadata.map_err(volume_error("open", &volume.path))?.is_dir();
     let propagation = match volume.propagation {
@@ -151,19 +151,25 @@ fn clone_mounts(volume: &VolumeToMount, target: VolumeTarget) -> Result<(OwnedFd
         VolumeAccess::ReadOnly => (0, libc::MOUNT_ATTR_RDONLY),
         VolumeAccess::RecursiveReadOnly => (libc::MOUNT_ATTR_RDONLY, libc::MOUNT_ATTR_RDONLY),
     };
-    let recursive = Change { attributes: target.mount_attributes() | recursive, propagation, ..Change::default() };
-    let mut top = Change { attributes: top, ..Change::default() };
+    let recursive =
+        MountChange { attributes: target.mount_attributes() | recursive, propagation, ..MountChange::default() };
+    let mut top = MountChange { attributes: top, ..MountChange::default() };
     if volume.no_access_times {
         top.attributes |= libc::MOUNT_ATTR_NOATIME;
-        top.without = libc::MOUNT_ATTR__ATIME;
+        top.clear = libc::MOUNT_ATTR__ATIME;
     }
-    let changed = mounts::change(&tree, true, &recursive).and_then(|()| mounts::change(&tree, false, &top));
+    let changed =
+        mounts::change_attributes(&tree, true, &recursive).and_then(|()| mounts::change_attributes(&tree, false, &top));
     changed.map_err(volume_error("mount", &volume.path))?;
     if let Some(owners) = volume.owners {
         let id_map = |(first, count)| format!("0 {first} {count}");
         let namespace = sys::create_user_namespace(&id_map(owners.users), &id_map(owners.groups));
         let mapped = namespace.and_then(|namespace| {
-            mounts::change(&tree, false, &Change { users: Some(namespace.as_fd()), ..Change::default() })
+            mounts::change_attributes(
+                &tree,
+                false,
+                &MountChange { user_namespace: Some(namespace.as_fd()), ..MountChange::default() },
+            )
         });
         mapped.map_err(|source| ShareError::Owners { path: volume.path.clone(), source })?;
     }
@@ -208,7 +214,7 @@ fn attach_mount(target: VolumeTarget, tree: BorrowedFd, directory: bool, relativ
     } else {
         File::create(&mount_point)?;
     }
-    mounts::place(tree, &root.join(relative_path))
+    mounts::attach(tree, &root.join(relative_path))
 }
 
 /// Creates a directory of mode 0755, independent of this process's umask.

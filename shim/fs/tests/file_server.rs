@@ -3,7 +3,7 @@
 
 #![allow(missing_docs, reason = "a program of tests")]
 
-use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest};
+use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest};
 use nacelle_fs::{
     Owners, Propagation, ShareError, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes,
 };
@@ -199,7 +199,7 @@ fn copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest() {
     symlink("..data/key", directory.join("key")).unwrap();
     let mut guest = Guest::new();
     guest
-        .mount_volumes_for(VolumeTarget::Pushed, "c", &[volume(&directory), volume(&directory.join("..1/key"))])
+        .mount_volumes_for(VolumeTarget::CopiedIn, "c", &[volume(&directory), volume(&directory.join("..1/key"))])
         .unwrap();
     let pair = |path: &str, text: &str| vec![(path.to_owned(), text.to_owned())];
     let open = |id, live, n: u32| CopyInRequest::Open { id, live, path: format!("c/{n}") };
@@ -217,7 +217,7 @@ fn copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest() {
     }
     // Open files stay open when the daemon unmounts the volume; they cannot be opened again.
     let namespace = File::open(format!("/proc/{}/ns/mnt", guest.pid)).unwrap();
-    unmount_volumes(namespace.as_fd(), VolumeTarget::Pushed, "c").unwrap();
+    unmount_volumes(namespace.as_fd(), VolumeTarget::CopiedIn, "c").unwrap();
     assert!(matches!(
         guest.send_copy_in_request(open(10, true, 0)),
         CopyInMessage::Failed { reason: CopyInFailure::Missing, .. }

@@ -104,7 +104,7 @@ impl StoreDirectory {
     }
 
     fn clear_up(&self) -> Result<(), ImageError> {
-        draft::sweep(&self.root)?;
+        draft::remove_stale_drafts(&self.root)?;
         for path in names(&self.root.join("work"))? {
             remove_if_there(&path)?;
         }

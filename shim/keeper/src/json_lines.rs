@@ -268,8 +268,8 @@ mod tests {
     #[test]
     fn a_line_with_too_many_values_is_rejected() {
         let list = |count: usize| format!("{{\"return\": [{}0]}}\n", "0,".repeat(count));
-        assert!(parse_line(list(nacelle_base::json::VALUES - 4).as_bytes()).is_some());
-        assert!(parse_line(list(nacelle_base::json::VALUES - 3).as_bytes()).is_none());
+        assert!(parse_line(list(nacelle_base::json::MAX_VALUES - 4).as_bytes()).is_some());
+        assert!(parse_line(list(nacelle_base::json::MAX_VALUES - 3).as_bytes()).is_none());
         let text = format!("{{\"return\": \"{}\"}}\n", "x".repeat(16 << 20));
         assert!(parse_line(text.as_bytes()).is_some());
     }

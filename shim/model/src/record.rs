@@ -10,7 +10,7 @@ use crate::process::PodProcess;
 use crate::resources::{PodResources, Resources, VmResources};
 use crate::security::ContainerUser;
 use crate::state;
-use nacelle_base::timeline::Step;
+use nacelle_base::timeline::TimelineStep;
 use nacelle_base::{ContainerId, PodId};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -55,10 +55,10 @@ pub struct PodRecord {
     pub left: Vec<CleanupFailure>,
     /// The steps of the start.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub timeline: Vec<Step>,
+    pub timeline: Vec<TimelineStep>,
     /// The steps of the cleanup.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub ending: Vec<Step>,
+    pub ending: Vec<TimelineStep>,
     /// The resources of the VM; `None` in records from before this field existed and for pods without a VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<VmResources>,
@@ -113,7 +113,7 @@ pub struct ContainerRecord {
     pub message: String,
     /// The steps of creation and start.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub timeline: Vec<Step>,
+    pub timeline: Vec<TimelineStep>,
     /// The client received the id although the guest is still creating the container.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub answered: bool,

@@ -25,7 +25,7 @@ use crate::stops::{ContainerStop, ContainerStops};
 use crate::teardown;
 use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
-use nacelle_base::undo::{Left, UndoStack};
+use nacelle_base::undo::{UndoStack, UnreleasedResource};
 use nacelle_engine::{Engine, Machine, MachineExit, Slot};
 use nacelle_proto::{common, pod};
 use std::collections::BTreeMap;
@@ -91,7 +91,7 @@ enum EffectEvent {
     Removed(String, Result<(), PodError>),
     ImageDetached(Placement),
     DeviceDetached(u32),
-    CleanedUp(Vec<Left>),
+    CleanedUp(Vec<UnreleasedResource>),
 }
 
 /// A message to the actor.
@@ -278,7 +278,7 @@ impl PodActor {
             EffectEvent::ImageDetached(placement) => self.images.free(placement),
             EffectEvent::DeviceDetached(number) => self.devices.free(number),
             EffectEvent::CleanedUp(failures) => {
-                for Left { what, why } in failures {
+                for UnreleasedResource { what, reason: why } in failures {
                     tracing::error!(resource = what, why, "cleanup of the pod is incomplete");
                 }
                 self.mark_all_lost("the pod was stopped");

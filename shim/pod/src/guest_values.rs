@@ -10,7 +10,7 @@ mod statistics;
 pub use statistics::StatisticsBounds;
 
 use crate::text::printable;
-use nacelle_base::timeline::Step;
+use nacelle_base::timeline::TimelineStep;
 use nacelle_engine::MachineExit;
 use nacelle_proto::common::{CreateContainerResponse, SetMemoryResponse};
 use nacelle_proto::{agent, pod};
@@ -101,11 +101,11 @@ impl FromGuest<agent::AgentHello> {
 impl Bounded<agent::AgentHello> {
     /// Returns the steps of the boot before the hello, by the guest's clock, which starts with its kernel. `now` is the
     /// node's time in nanoseconds since 1970; no step is longer than `limit`, the time that a boot may take.
-    pub fn boot_steps(&self, now: i64, limit: Duration) -> [Step; 2] {
+    pub fn boot_steps(&self, now: i64, limit: Duration) -> [TimelineStep; 2] {
         let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let sent = self.sent_nanos.min(limit);
         let started = self.started_nanos.min(sent);
-        let step = |what: &str, from: u64, to: u64| Step {
+        let step = |what: &str, from: u64, to: u64| TimelineStep {
             what: what.to_owned(),
             at: now.saturating_sub(i64::try_from(sent - from).unwrap_or(i64::MAX)),
             micros: (to - from) / 1000,
@@ -115,7 +115,7 @@ impl Bounded<agent::AgentHello> {
     }
 
     /// Returns the reply to Configure, with the steps that the pod process measured.
-    pub fn into_response(self, steps: Vec<Step>) -> Bounded<pod::ConfigureResponse> {
+    pub fn into_response(self, steps: Vec<TimelineStep>) -> Bounded<pod::ConfigureResponse> {
         let agent::AgentHello { agent_version, kernel_release, .. } = self.0;
         let steps =
             steps.into_iter().map(|step| pod::BootStep { name: step.what, started_at: step.at, micros: step.micros });

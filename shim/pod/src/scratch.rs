@@ -96,9 +96,9 @@ pub fn create_template(directory: &Path, size_mib: u64) -> Result<PathBuf, Scrat
         return Ok(path);
     }
     DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
-    let draft = Draft::of(&path)?;
+    let draft = Draft::create(&path)?;
     format_ext4(&draft.file, draft.path(), size_mib.saturating_mul(1 << 20), FORMAT)?;
-    draft.keep()?;
+    draft.commit()?;
     Ok(path)
 }
 
@@ -133,7 +133,7 @@ fn format_ext4(file: &File, path: &Path, bytes: u64, options: &[&str]) -> Result
 }
 
 /// Removes from this directory the disks that cancelled starts have leaked, and the directories of pods that are not in
-/// `keep`. The caller ensures that no pod is starting. Templates stay; [`nacelle_base::draft::sweep`] removes their drafts.
+/// `keep`. The caller ensures that no pod is starting. Templates stay; [`nacelle_base::draft::remove_stale_drafts`] removes their drafts.
 pub fn remove_disks(directory: &Path, keep: &BTreeSet<PodId>) -> Result<(), FileError> {
     let entries = match fs::read_dir(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

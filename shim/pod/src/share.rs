@@ -9,7 +9,7 @@ use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, Kind};
 use nacelle_fs::{FileServerProcess, ShareError, ShareLayout};
-pub use nacelle_fs::{Owners, Propagation, VolumeAccess, VolumeTarget as Taker, VolumeToMount as Volume};
+pub use nacelle_fs::{Owners, Propagation, VolumeAccess, VolumeTarget, VolumeToMount};
 use nacelle_model::process::ProcessIdentity;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -82,7 +82,12 @@ pub(crate) fn record_process(process: i32, dir: &Path) -> Result<(), IdentityErr
 
 /// Mounts volumes of the node for a container of the pod in `dir`: the agent finds the n-th at
 /// `nacelle_base::share::DIRECTORY/CONTAINER/n`. Mounts all or none.
-pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volume>) -> Result<(), VolumesError> {
+pub async fn attach(
+    dir: &Path,
+    taker: VolumeTarget,
+    container: &str,
+    volumes: Vec<VolumeToMount>,
+) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with_process(dir, move |process| match process {
         Ok(process) => Ok(nacelle_fs::mount_volumes(process.as_fd(), taker, &container, &volumes)?),
@@ -92,7 +97,7 @@ pub async fn attach(dir: &Path, taker: Taker, container: &str, volumes: Vec<Volu
 }
 
 /// Unmounts the volumes of a container. Succeeds if the process is gone, and its mounts with it.
-pub async fn detach(dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
+pub async fn detach(dir: &Path, taker: VolumeTarget, container: &str) -> Result<(), VolumesError> {
     let container = container.to_owned();
     with_process(dir, move |process| match process {
         Ok(process) => Ok(nacelle_fs::unmount_volumes(process.as_fd(), taker, &container)?),

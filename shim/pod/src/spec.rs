@@ -388,7 +388,7 @@ pub(crate) mod tests {
             engine: EngineSpec::Qemu { binary: "/usr/bin/qemu-system-x86_64".into(), accelerator: Accelerator::Tcg },
             vcpus: 1,
             reserved_vcpus: Some(1),
-            topology: Some(Topology::flat(1)),
+            topology: Some(Topology::single_socket(1)),
             cpu_model: Some(CpuModel {
                 name: Some("max".into()),
                 features: vec![("avx".into(), false)],

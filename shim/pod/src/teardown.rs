@@ -7,7 +7,7 @@ use crate::spec::Timeouts;
 use crate::stops::StopResult;
 use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
-use nacelle_base::undo::{Left, UndoStack};
+use nacelle_base::undo::{UndoStack, UnreleasedResource};
 use nacelle_engine::{Machine, StopMode};
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub async fn stop_vm(
     agent: Option<Agent>,
     undo: UndoStack,
     timeouts: &Timeouts,
-) -> Vec<Left> {
+) -> Vec<UnreleasedResource> {
     let mut how = StopMode::Kill;
     if let Some(agent) = agent {
         match agent.shutdown(timeouts.shutdown()).await {
@@ -39,7 +39,7 @@ pub async fn stop_vm(
     let unwound = run_blocking("release the pod's resources", move || undo.unwind()).await;
     let mut failures = unwound.unwrap_or_default();
     if let Err(error) = stopped {
-        failures.push(Left { what: "VM", why: Chain(&error).to_string() });
+        failures.push(UnreleasedResource { what: "VM", reason: Chain(&error).to_string() });
     }
     failures
 }

@@ -3,7 +3,7 @@
 
 use super::{connect_to_daemon, status_error};
 use crate::config::Config;
-use nacelle_base::timeline::{Millis, Step};
+use nacelle_base::timeline::{Millis, TimelineStep};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::Value;
@@ -138,14 +138,14 @@ async fn draw_timelines(client: &mut Client, id: String) -> anyhow::Result<Strin
     Ok(text)
 }
 
-fn read_steps(info: &Value, key: &str) -> Vec<Step> {
+fn read_steps(info: &Value, key: &str) -> Vec<TimelineStep> {
     serde_json::from_value(info[key].clone()).unwrap_or_default()
 }
 
 /// Returns a line for each step: its name, a bar at its position in the whole time, and its duration.
-fn draw(steps: &[Step]) -> String {
-    let micros = |step: &Step| u64::try_from(step.at / 1000).unwrap_or(0);
-    let end = |step: &Step| micros(step).saturating_add(step.micros);
+fn draw(steps: &[TimelineStep]) -> String {
+    let micros = |step: &TimelineStep| u64::try_from(step.at / 1000).unwrap_or(0);
+    let end = |step: &TimelineStep| micros(step).saturating_add(step.micros);
     let (Some(first), Some(last)) = (steps.iter().map(micros).min(), steps.iter().map(end).max()) else {
         return "  no steps are recorded\n".to_owned();
     };
@@ -169,8 +169,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn step(what: &str, at_ms: i64, ms: u64) -> Step {
-        Step { what: what.into(), at: at_ms * 1_000_000, micros: ms * 1000, failed: false }
+    fn step(what: &str, at_ms: i64, ms: u64) -> TimelineStep {
+        TimelineStep { what: what.into(), at: at_ms * 1_000_000, micros: ms * 1000, failed: false }
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_measured_step_has_a_bar(times in proptest::collection::vec((any::<i64>(), any::<u64>()), 1..9)) {
-            let step = |(at, micros)| Step { what: "x".into(), at, micros, failed: false };
+            let step = |(at, micros)| TimelineStep { what: "x".into(), at, micros, failed: false };
             let steps: Vec<_> = times.into_iter().map(step).collect();
             let text = draw(&steps);
             prop_assert_eq!(text.lines().count(), steps.len() + 1);

@@ -87,7 +87,7 @@ impl Engine for QemuEngine {
             UnixStream::pair().map_err(|source| EngineError::Resources { what: "the monitor's socket", source })?;
         let machine = MicroVm {
             accelerator: self.accelerator,
-            topology: spec.topology.unwrap_or(Topology::flat(spec.vcpus.into())),
+            topology: spec.topology.unwrap_or(Topology::single_socket(spec.vcpus.into())),
             cpu_model: spec.cpu_model.as_ref(),
             memory_mib: spec.memory_mib,
             reserve_mib: spec.reserve_mib,

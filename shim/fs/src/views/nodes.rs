@@ -24,7 +24,7 @@ pub(super) type NodeId = u64;
 
 #[derive(Default)]
 pub(super) struct ViewState {
-    pub nodes: HashMap<NodeId, Node>,
+    pub nodes: HashMap<NodeId, FileNode>,
     pub by_key: HashMap<(u16, u64), NodeId>,
     pub by_inode: HashMap<VirtiofsdInode, NodeId>,
     /// The node and the inode of each open file, by handle.
@@ -41,7 +41,7 @@ pub(super) struct GuestDevice {
 }
 
 /// A file of the node.
-pub(super) struct Node {
+pub(super) struct FileNode {
     pub device: (u64, bool),
     pub key: (u16, u64),
     /// The number of lookups of the guest that it has not forgotten.
@@ -106,7 +106,7 @@ impl Boundary {
 }
 
 impl ViewState {
-    pub fn find_view(&self, inner: VirtiofsdInode) -> Option<(&Node, View)> {
+    pub fn find_view(&self, inner: VirtiofsdInode) -> Option<(&FileNode, View)> {
         let node = self.nodes.get(self.by_inode.get(&inner)?)?;
         Some((node, *node.views.iter().find(|view| view.inner == inner)?))
     }
@@ -169,7 +169,8 @@ impl ViewState {
         self.devices.entry(device).or_insert(GuestDevice { number: key.0, nodes: 0 }).nodes += 1;
         self.by_inode.insert(view.inner, id);
         self.by_key.insert(key, id);
-        self.nodes.insert(id, Node { device, key, lookups: 0, views: vec![view], parent: None, searched_at: (0, 0) });
+        self.nodes
+            .insert(id, FileNode { device, key, lookups: 0, views: vec![view], parent: None, searched_at: (0, 0) });
     }
 
     /// Returns the number of a device: its own, or the lowest free one.

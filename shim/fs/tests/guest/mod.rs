@@ -5,7 +5,7 @@
 mod front;
 
 pub use front::{Machine, Queue, eventually};
-use nacelle_base::push::{CopyInMessage, CopyInRequest};
+use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
 use nacelle_fs::{
     FileServerChannels, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount, mount_volumes,
     unmount_volumes,

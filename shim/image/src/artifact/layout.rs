@@ -57,7 +57,7 @@ impl Layout {
         let blobs = self.directory.join("blobs/sha256");
         std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?;
         // Drafts of exports that were killed.
-        Ok(draft::sweep(&blobs)?)
+        Ok(draft::remove_stale_drafts(&blobs)?)
     }
 
     /// Copies a file into the layout as a blob.
@@ -68,9 +68,9 @@ impl Layout {
             return Ok(());
         }
         let mut source = File::open(from).map_err(at("open", from))?;
-        let mut draft = Draft::of(&path)?;
+        let mut draft = Draft::create(&path)?;
         std::io::copy(&mut source, &mut draft.file).map_err(at("write", &path))?;
-        Ok(draft.keep()?)
+        Ok(draft.commit()?)
     }
 
     /// Writes a small blob.

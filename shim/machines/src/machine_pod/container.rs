@@ -4,7 +4,7 @@
 use super::files::ANNOTATIONS;
 use super::passed::is_vfio;
 use super::volumes::{names_device, names_image, names_mount};
-use nacelle_base::cpulist::numbers;
+use nacelle_base::cpulist;
 use nacelle_base::{Classify, Kind};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Board;
@@ -37,7 +37,7 @@ pub fn pins(machine: &MachinePod, config: &ContainerConfig) -> Result<Vec<u32>, 
     }
     let count = usize::try_from(machine.processors.count()).unwrap_or(usize::MAX);
     let list = &config.resources.cpuset_cpus;
-    let pins: Vec<u32> = numbers(list).unwrap_or_default().into_iter().take(count).collect();
+    let pins: Vec<u32> = cpulist::parse(list).unwrap_or_default().into_iter().take(count).collect();
     if pins.len() == count {
         return Ok(pins);
     }

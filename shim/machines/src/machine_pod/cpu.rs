@@ -25,7 +25,7 @@ pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, Refused> {
     }
     // These names become part of a QEMU argument.
     let rule = "letters, digits, '-', '_' and '.' make a name";
-    match model.wrong() {
+    match model.find_invalid_name() {
         Some(name) if model.name.as_deref() == Some(name) => value("spec.domain.cpu.model", name, rule),
         Some(name) => value("spec.domain.cpu.features[].name", name, rule),
         None => Ok(model),

@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// More than the largest configuration and the largest result together, each of 1 MiB.
 const MAX_RECORD: u64 = 8 << 20;
-/// The maximum number of JSON values of a record: a configuration, arguments and a result, each of which may have `json::VALUES`.
-const MAX_VALUES: usize = 4 * json::VALUES;
+/// The maximum number of JSON values of a record: a configuration, arguments and a result, each of which may have `json::MAX_VALUES`.
+const MAX_VALUES: usize = 4 * json::MAX_VALUES;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Cache {
@@ -89,7 +89,7 @@ impl Cache {
 
     pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<(Record, NetworkList), CniError> {
         let what = path.display().to_string();
-        let Stored::V1(record) = json::read_most(bytes, MAX_VALUES).map_err(bad(path))?;
+        let Stored::V1(record) = json::read_limited(bytes, MAX_VALUES).map_err(bad(path))?;
         let network = NetworkList::from_list(&what, record.network.clone())?;
         Ok((record, network))
     }

@@ -8,7 +8,7 @@
 use crate::agent::tokio_stream_of;
 use crate::error::PodError;
 use nacelle_base::Chain;
-use nacelle_base::push::{CopyInMessage, CopyInRequest, MAX_COPY_IN_MESSAGE};
+use nacelle_base::copied_in::{CopyInMessage, CopyInRequest, MAX_COPY_IN_MESSAGE};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;

@@ -11,7 +11,7 @@ use crate::error::{Failure, PodError};
 use crate::text::printable;
 use channel::{FileServerChannel, OpenVolume};
 use nacelle_base::Chain;
-use nacelle_base::push::{CopyInFailure, CopyInMessage, CopyInRequest};
+use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest};
 use nacelle_proto::{agent as proto, pod, wire};
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;

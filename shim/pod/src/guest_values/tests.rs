@@ -27,7 +27,7 @@ fn boot_times_of_a_guest_are_bounded() {
 
 #[test]
 fn values_within_the_bounds_are_passed_on() {
-    let step = Step { what: "kernel".into(), at: 1, micros: 2, failed: false };
+    let step = TimelineStep { what: "kernel".into(), at: 1, micros: 2, failed: false };
     let response = hello("1.2", "6.12.0").into_response(vec![step]).into_inner();
     assert_eq!((response.agent_version.as_str(), response.kernel_release.as_str()), ("1.2", "6.12.0"));
     assert_eq!(response.steps, [pod::BootStep { name: "kernel".into(), started_at: 1, micros: 2 }]);

@@ -71,7 +71,7 @@ pub(super) fn resources(
         }
     }
     for (field, list) in [(cpus, &asked.cpuset_cpus), (mems, &asked.cpuset_mems)] {
-        if cpulist::numbers(list).is_none() {
+        if cpulist::parse(list).is_none() {
             return bad(field, list, "a list of numbers from 0 to 1023 is needed, as in 0-3,7");
         }
     }

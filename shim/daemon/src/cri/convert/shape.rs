@@ -268,7 +268,7 @@ mod tests {
                     firmware: {kernelBoot: {kernelArgs: x.y=1 z}}}, architecture: amd64}";
         let expected = VmShape {
             cpu_model: None,
-            processors: Some(Topology::flat(4)),
+            processors: Some(Topology::single_socket(4)),
             pinned: true,
             memory_mib: Some(512),
             memory_pages: Some(MemoryPages::Hugetlb),
@@ -281,7 +281,7 @@ mod tests {
             }
         }
         let sized = shaped(&[("instancetype", "u1.medium")], &plain(), EngineKind::Qemu).unwrap();
-        assert_eq!((sized.processors, sized.memory_mib), (Some(Topology::flat(1)), Some(4096)));
+        assert_eq!((sized.processors, sized.memory_mib), (Some(Topology::single_socket(1)), Some(4096)));
     }
 
     #[test]

@@ -169,7 +169,7 @@ fn container_path(text: &str) -> Result<String, FieldError> {
     if !absolute || !plain || names.is_empty() || text.contains('\0') || text.len() > PATH_MAX {
         return bad("config.mounts.container_path", text, "an absolute path below /, without .., is needed");
     }
-    if path.starts_with("/proc") && !mounts::is_place_in_proc(path) {
+    if path.starts_with("/proc") && !mounts::is_allowed_proc_target(path) {
         let rule = "/proc is the container's own file system: only a few of its files can be mounted over, such as /proc/meminfo";
         return bad("config.mounts.container_path", text, rule);
     }

@@ -64,7 +64,7 @@ pub(crate) struct Entry {
 impl Entry {
     fn new(record: ContainerRecord) -> Entry {
         Entry {
-            timeline: Timeline::after(record.timeline.clone()),
+            timeline: Timeline::from_steps(record.timeline.clone()),
             record,
             made: Vec::new(),
             make_error: None,

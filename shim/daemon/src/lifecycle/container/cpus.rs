@@ -2,7 +2,7 @@
 //! its containers together, because they share its vCPUs. It only reads /sys of the node.
 
 use crate::lifecycle::context::error::LifecycleError;
-use nacelle_base::cpulist::numbers;
+use nacelle_base::cpulist;
 use nacelle_model::resources::Resources;
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,7 +24,7 @@ pub(crate) fn check(asked: &Resources, guest: bool) -> Result<(), LifecycleError
         // A kernel without NUMA has one node and no such file.
         let there = fs::read_to_string(file).unwrap_or_else(|_missing| "0".to_owned());
         let there = there.trim_end();
-        let (wanted, known) = (numbers(list).unwrap_or_default(), numbers(there).unwrap_or_default());
+        let (wanted, known) = (cpulist::parse(list).unwrap_or_default(), cpulist::parse(there).unwrap_or_default());
         if !wanted.is_subset(&known) {
             return Err(LifecycleError::NotOnline { field, asked: list.clone(), online: there.to_owned() });
         }
@@ -37,7 +37,7 @@ pub(crate) fn check(asked: &Resources, guest: bool) -> Result<(), LifecycleError
 
 /// Returns the CPUs of containers with these CPU lists. A container without a list runs on the CPUs of the others.
 pub(crate) fn together<'a>(lists: impl Iterator<Item = &'a str>) -> BTreeSet<u32> {
-    lists.filter_map(numbers).flatten().collect()
+    lists.filter_map(cpulist::parse).flatten().collect()
 }
 
 #[cfg(test)]
@@ -60,7 +60,7 @@ mod tests {
             assert!(error.to_string().contains("cpuset_mems is \"0-1023\""), "{error}");
         }
         let online = fs::read_to_string(PROCESSORS).unwrap();
-        let first = numbers(online.trim_end()).unwrap().first().unwrap().to_string();
+        let first = cpulist::parse(online.trim_end()).unwrap().first().unwrap().to_string();
         check(&asked(&first, ""), true).unwrap();
         let nodes = fs::read_to_string(MEMORY).unwrap_or_else(|_missing| "0".to_owned());
         check(&asked("", nodes.trim_end()), true).unwrap();

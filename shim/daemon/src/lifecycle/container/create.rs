@@ -8,7 +8,7 @@ use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::shared::{take_back, take_back_from};
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::ContainerUser;
-use nacelle_pod::share::Taker;
+use nacelle_pod::share::VolumeTarget;
 use std::sync::Arc;
 
 /// The largest number of a user's groups in a report of a pod process; Linux allows 65536.
@@ -36,7 +36,7 @@ pub(crate) async fn make(
         Ok(made) => {
             if pushed {
                 // The pod process has read the copied-in volumes, or keeps them open.
-                take_back_from(&parts, &pod, &record, Taker::Pushed).await;
+                take_back_from(&parts, &pod, &record, VolumeTarget::CopiedIn).await;
             }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
             Ok(ContainerUser { uid: made.uid, gid: made.gid, groups })

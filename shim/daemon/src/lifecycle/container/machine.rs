@@ -14,7 +14,7 @@ use nacelle_model::machine::DiskSource;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_pod::client::{DeviceOffer, PodClient};
-use nacelle_pod::share::Taker;
+use nacelle_pod::share::VolumeTarget;
 use nacelle_proto::pod as proto;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -68,7 +68,7 @@ async fn share(
     });
     let found = found.await.map_err(|error| at(STEP)(SourceError::Volume(error)))?;
     let volumes = found.iter().map(|volume| shared(volume, &pod.config)).collect();
-    let attached = parts.pods.attach(&parts.pod_dir(&pod.id), Taker::Share, record.id.as_str(), volumes).await;
+    let attached = parts.pods.attach(&parts.pod_dir(&pod.id), VolumeTarget::Share, record.id.as_str(), volumes).await;
     attached.map_err(at("share the directories of the machine's file systems with the pod"))
 }
 

@@ -17,7 +17,7 @@ use nacelle_model::pod::PodKind;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::PidMode;
 use nacelle_pod::client::{DeviceOffer, PodClient};
-use nacelle_pod::share::Taker;
+use nacelle_pod::share::VolumeTarget;
 use nacelle_proto::pod as proto;
 use std::path::Path;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ pub(crate) async fn prepare(
         blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
     let taker = taker(pod);
     let mut blocks = Vec::new();
-    let nodes = if taker == Taker::Share {
+    let nodes = if taker == VolumeTarget::Share {
         // CPU numbers of the node mean nothing in the guest.
         found.resources = found.resources.in_guest();
         let asked = found.clone();
@@ -82,7 +82,7 @@ pub(crate) async fn prepare(
     };
     let (id, looked) = (record.id.clone(), found.node_volumes.clone());
     let plan = match taker {
-        Taker::Share if !looked.is_empty() => {
+        VolumeTarget::Share if !looked.is_empty() => {
             let plan = blocking(move || Ok::<_, FileError>(copied_in::plan(&id, &looked))).await;
             plan.map_err(at("look at the volumes of the container"))?
         }
@@ -94,7 +94,7 @@ pub(crate) async fn prepare(
     }
     let own: Vec<_> = own.into_iter().map(|own| own.map(|(volume, _)| volume)).collect();
     let prepared = async {
-        for (taker, pushed) in [(taker, false), (Taker::Pushed, true)] {
+        for (taker, pushed) in [(taker, false), (VolumeTarget::CopiedIn, true)] {
             let ways = plan.iter().zip(&own);
             let volumes = found.node_volumes.iter().zip(ways);
             let volumes = volumes.filter(|(_, (plan, own))| plan.is_some() == pushed && own.is_none());
@@ -104,7 +104,7 @@ pub(crate) async fn prepare(
                 attached.map_err(at("share the volumes of the container with the pod"))?;
             }
         }
-        let marks = taker == Taker::Share && pod.config.user_namespace.is_none();
+        let marks = taker == VolumeTarget::Share && pod.config.user_namespace.is_none();
         let found = as_found(found, &record.id, &plan, &own, marks);
         let pushed = plan.into_iter().flatten().collect();
         let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;

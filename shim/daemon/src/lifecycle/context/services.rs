@@ -8,7 +8,7 @@ use nacelle_net::{Attachment, CniError, NetError, Network, PodRef};
 use nacelle_pod::affinity::{self, AffinityError};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::SavedPodState;
-use nacelle_pod::share::{self, Taker, Volume, VolumesError};
+use nacelle_pod::share::{self, VolumeTarget, VolumeToMount, VolumesError};
 use nacelle_pod::spec::PodSpec;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -42,15 +42,15 @@ pub trait Pods: Send + Sync + 'static {
     async fn attach(
         &self,
         dir: &Path,
-        taker: Taker,
+        taker: VolumeTarget,
         container: &str,
-        volumes: Vec<Volume>,
+        volumes: Vec<VolumeToMount>,
     ) -> Result<(), VolumesError> {
         share::attach(dir, taker, container, volumes).await
     }
 
     /// Unmounts a container's volumes of the node. It can be repeated, and it succeeds for a pod that has ended.
-    async fn detach(&self, dir: &Path, taker: Taker, container: &str) -> Result<(), VolumesError> {
+    async fn detach(&self, dir: &Path, taker: VolumeTarget, container: &str) -> Result<(), VolumesError> {
         share::detach(dir, taker, container).await
     }
 

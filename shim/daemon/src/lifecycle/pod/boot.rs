@@ -14,7 +14,7 @@ use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::task::run_blocking_or_panic as blocking;
-use nacelle_base::timeline::{Step, Timeline};
+use nacelle_base::timeline::{Timeline, TimelineStep};
 use nacelle_base::{Chain, PodId, files};
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::pod::{PodConfig, PodKind};
@@ -146,7 +146,7 @@ pub(crate) async fn boot(
         tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
     }
     // Measured by the pod process; its times are not verified.
-    timeline.add(configured.steps.into_iter().map(|step| Step {
+    timeline.add(configured.steps.into_iter().map(|step| TimelineStep {
         what: clip(&step.name).chars().take(STEP_NAME).collect(),
         at: step.started_at,
         micros: step.micros,

@@ -181,7 +181,7 @@ mod tests {
         assert_eq!((born.vcpus, born.vcpu_bound()), (3, 3));
         assert_eq!(wanted(born, 1, &asked(0, 100_000)).unwrap().vcpus, 1);
         // An annotation determines the number.
-        let shape = VmShape { processors: Some(Topology::flat(4)), ..VmShape::default() };
+        let shape = VmShape { processors: Some(Topology::single_socket(4)), ..VmShape::default() };
         let config = PodConfig { kind: PodKind::Containers { shape }, ..limited(None, Some(2500)) };
         assert_eq!((vcpus(&config, &handler), reserved(&config, &handler), grows(&config)), (4, None, false));
         // The number of pinned vCPUs is fixed.

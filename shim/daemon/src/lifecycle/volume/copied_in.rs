@@ -3,7 +3,7 @@
 //! changes nothing.
 
 use nacelle_base::ContainerId;
-use nacelle_base::push::{DATA, DIRECTORY};
+use nacelle_base::copied_in::{DATA, DIRECTORY};
 use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_proto::pod as proto;
 use std::ffi::OsStr;

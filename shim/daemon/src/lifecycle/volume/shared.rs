@@ -7,30 +7,30 @@ use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
 use nacelle_model::namespace::{IdRange, UserNamespace};
 use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::record::{ContainerRecord, PodRecord};
-use nacelle_pod::share::{self as shares, Owners, Taker, Volume, VolumeAccess};
+use nacelle_pod::share::{self as shares, Owners, VolumeAccess, VolumeTarget, VolumeToMount};
 use std::path::PathBuf;
 
 /// Returns which process mounts the volumes of a pod.
-pub(crate) fn taker(pod: &PodRecord) -> Taker {
-    if pod.config.kind.has_guest() { Taker::Share } else { Taker::Agent }
+pub(crate) fn taker(pod: &PodRecord) -> VolumeTarget {
+    if pod.config.kind.has_guest() { VolumeTarget::Share } else { VolumeTarget::Agent }
 }
 
 /// Returns the processes that may hold volumes of a container.
-pub(crate) fn takers(pod: &PodRecord, config: &ContainerConfig) -> &'static [Taker] {
+pub(crate) fn takers(pod: &PodRecord, config: &ContainerConfig) -> &'static [VolumeTarget] {
     match &pod.config.kind {
         _ if config.node_volumes.is_empty() => &[],
         PodKind::Machine { machine, .. } if machine.filesystems.is_empty() => &[],
-        PodKind::Machine { .. } => &[Taker::Share],
-        PodKind::Containers { .. } => &[Taker::Share, Taker::Pushed],
-        PodKind::Host { .. } => &[Taker::Agent],
+        PodKind::Machine { .. } => &[VolumeTarget::Share],
+        PodKind::Containers { .. } => &[VolumeTarget::Share, VolumeTarget::CopiedIn],
+        PodKind::Host { .. } => &[VolumeTarget::Agent],
     }
 }
 
 /// Returns the request to the process that mounts the volume.
-pub(crate) fn shared(volume: &NodeVolume, pod: &PodConfig) -> Volume {
+pub(crate) fn shared(volume: &NodeVolume, pod: &PodConfig) -> VolumeToMount {
     let range = |range: IdRange| (range.first, range.count);
     let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
-    Volume {
+    VolumeToMount {
         path: PathBuf::from(&volume.host_path),
         access: match (volume.readonly, volume.recursive_read_only) {
             (_, true) => VolumeAccess::RecursiveReadOnly,
@@ -54,7 +54,7 @@ pub(crate) async fn take_back(parts: &Parts, pod: &PodRecord, record: &Container
     }
 }
 
-pub(crate) async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, taker: Taker) {
+pub(crate) async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, taker: VolumeTarget) {
     if let Err(error) = parts.pods.detach(&parts.pod_dir(&pod.id), taker, record.id.as_str()).await {
         tracing::warn!(container = %record.id, "its volumes could not be taken back: {}", Chain(&error));
     }

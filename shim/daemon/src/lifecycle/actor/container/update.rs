@@ -7,7 +7,7 @@ use crate::lifecycle::container::{cpus, update};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::oci;
 use nacelle_base::ContainerId;
-use nacelle_base::cpulist::numbers;
+use nacelle_base::cpulist;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::resources::Resources;
 use nacelle_model::state::ContainerState;
@@ -137,5 +137,5 @@ impl Actor {
 fn pins(machine: Option<&MachinePod>, next: &Resources) -> Vec<u32> {
     let Some(machine) = machine.filter(|machine| machine.processors.pins.is_some()) else { return Vec::new() };
     let count = usize::try_from(machine.processors.count()).unwrap_or(usize::MAX);
-    numbers(&next.cpuset_cpus).unwrap_or_default().into_iter().take(count).collect()
+    cpulist::parse(&next.cpuset_cpus).unwrap_or_default().into_iter().take(count).collect()
 }
