@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn who_finds_the_pool_empty_waits_and_then_gives_up() {
+    fn a_budget_waits_for_an_empty_pool_and_then_fails() {
         let pool = tiny(10 << 20);
         let mut first = Budget::image(&pool, &Cancel::default(), 0);
         first.charge(7 << 20).unwrap();
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_gone_does_not_wait() {
+    fn a_cancelled_budget_does_not_wait() {
         let pool = Pool::new(8 << 20);
         let cancel = Cancel::default();
         let mut first = Budget::image(&pool, &Cancel::default(), 0);

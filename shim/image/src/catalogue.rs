@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_id_of_two_images_is_refused() {
+    fn an_ambiguous_short_id_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
         let mut catalogue = Catalogue::open(&directory.path().join("i")).unwrap();
         let (mut one, mut two) = ([7; 32], [7; 32]);

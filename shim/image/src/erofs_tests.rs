@@ -57,7 +57,7 @@ fn the_device_table_says_where_the_blobs_are() {
 }
 
 #[test]
-fn blobs_that_nobody_needs_are_left_out() {
+fn unreferenced_blobs_are_left_out() {
     let tree = merge([&layer(Vec::new())]).unwrap();
     let metadata = written(&tree, &[Blob { diff_id: Digest([1; 32]), length: BLOCK }]).unwrap();
     assert!(metadata.used.is_empty());

@@ -303,12 +303,12 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         };
         let both = with(1, &["lan", "net1"], InterfaceUsage::GuestNeedsAll);
         let attachment = setup(&both).await.unwrap();
-        let told = |attachment: &Attachment| -> Vec<(String, Vec<String>)> {
+        let passed_networks = |attachment: &Attachment| -> Vec<(String, Vec<String>)> {
             attachment.network.interfaces.iter().map(|one| (one.name.clone(), addresses(one))).collect()
         };
         let one = |name: &str, address: &str| (name.to_owned(), vec![address.to_owned()]);
         let expected = [one("eth0", "10.79.0.2/24"), one("lan", "10.79.2.2/24"), one("net1", "10.79.1.2/24")];
-        assert_eq!(told(&attachment), expected);
+        assert_eq!(passed_networks(&attachment), expected);
         assert_eq!(attachment.ips, ["10.79.0.2".parse::<IpAddr>().unwrap()]);
 
         // A missing interface is an error or is left out, according to the usage. Interfaces that were not requested stay in the
@@ -320,7 +320,10 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         assert_eq!(leases(world.files("leases")).len(), 3, "what the second pod had is given back");
         let some = with(3, &["net7", "net1"], InterfaceUsage::Guest);
         let attachment = setup(&some).await.unwrap();
-        assert_eq!(told(&attachment).iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["eth0", "net1"]);
+        assert_eq!(
+            passed_networks(&attachment).iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+            ["eth0", "net1"]
+        );
         for pod in [both, lost, some] {
             world.network.teardown(&pod.id).await.unwrap();
         }

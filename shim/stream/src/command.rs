@@ -192,7 +192,7 @@ pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Chan
         () = life.gone.cancelled() => return,
         outcome = attempt => outcome,
     };
-    let told = match &outcome {
+    let status = match &outcome {
         _ if dialect.features >= Features::Status => status(&outcome),
         Ok(0) => String::new(),
         Ok(code) => format!("command terminated with non-zero exit code: {code}"),
@@ -202,7 +202,7 @@ pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Chan
         writer.finish().await;
     }
     // A client that has disconnected needs no status.
-    let _ = error.send(Bytes::from(told)).await;
+    let _ = error.send(Bytes::from(status)).await;
     error.finish().await;
 }
 
@@ -372,17 +372,17 @@ mod tests {
     }
 
     #[test]
-    fn ends_are_told_as_kubernetes_does() {
-        let told = |outcome: Result<i32, std::fmt::Error>| {
+    fn exec_status_is_encoded_as_kubernetes_does() {
+        let status_of = |outcome: Result<i32, std::fmt::Error>| {
             serde_json::from_str::<serde_json::Value>(&status(&outcome)).unwrap()
         };
-        assert_eq!(told(Ok(0))["status"], "Success");
-        let failed = told(Ok(5));
+        assert_eq!(status_of(Ok(0))["status"], "Success");
+        let failed = status_of(Ok(5));
         assert_eq!(
             (&failed["reason"], &failed["details"]["causes"][0]["message"]),
             (&json!("NonZeroExitCode"), &json!("5"))
         );
-        assert_eq!(told(Err(std::fmt::Error))["reason"], "InternalError");
+        assert_eq!(status_of(Err(std::fmt::Error))["reason"], "InternalError");
     }
 
     #[test]

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_nobody_speaks_of_holds_nothing_back() {
+    fn an_unannounced_window_does_not_block_output() {
         run(async {
             let window = Window::new(false, 10);
             assert_eq!(window.take(100).await, 100);

@@ -14,7 +14,7 @@ fn run(test: impl Future<Output = ()>) {
 }
 
 #[test]
-fn input_comes_back_as_output_and_the_code_is_told() {
+fn input_is_echoed_and_the_exit_code_is_reported() {
     run(async {
         let (server, _) = serve(LONG).await;
         let mut client = Client::new(&server.exec(command("cat")).unwrap()).await;
@@ -165,7 +165,7 @@ fn what_is_no_spdy_ends_the_connection() {
         for bytes in wrong {
             let mut client = Client::new(&server.exec(command("cat")).unwrap()).await;
             // Bytes of an unknown stream are discarded.
-            client.send(0x47, false, b"nobody").await;
+            client.send(0x47, false, b"unread").await;
             client.write(bytes).await;
             while client.read().await {}
         }

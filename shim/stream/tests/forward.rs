@@ -44,13 +44,13 @@ fn connections_of_one_client_do_not_mix() {
         client.send(first, true, b"").await;
         assert!(client.all(first).await == bytes);
         assert_eq!(client.all(second).await, b"short");
-        for (error, told) in [
+        for (error, expected) in [
             (first_error, ""),
             (second_error, ""),
             (refused_error, "there is no port 80 of pod p"),
             (none_error, "the stream's port is none"),
         ] {
-            assert_eq!(String::from_utf8(client.all(error).await).unwrap(), told);
+            assert_eq!(String::from_utf8(client.all(error).await).unwrap(), expected);
         }
         assert!(client.all(refused).await.is_empty());
     });

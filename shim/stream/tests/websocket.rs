@@ -90,7 +90,7 @@ async fn send(socket: &mut WebSocketStream<TcpStream>, channel: u8, bytes: &[u8]
 }
 
 #[test]
-fn input_comes_back_and_its_end_is_told_since_v5() {
+fn input_is_echoed_and_stdin_close_is_signalled_since_v5() {
     run(async {
         let (server, node) = serve(LONG).await;
         let exec = Exec { tty: true, ..command("cat") };
@@ -158,7 +158,7 @@ fn protocols_of_old_clients_are_spoken_by_exec_and_attach() {
             let (server, node) = serve(LONG).await;
             let status = protocol.starts_with("v4");
             // The exit status of the command.
-            for (words, told) in [("exit 0", ""), ("exit 5", "command terminated with non-zero exit code: 5")] {
+            for (words, expected) in [("exit 0", ""), ("exit 5", "command terminated with non-zero exit code: 5")] {
                 let mut client = connect_old(&server.exec(command(words)).unwrap(), protocol).await;
                 let mut all: [Vec<u8>; 5] = Default::default();
                 while let Some((channel, bytes)) = hear(&mut client, protocol).await {
@@ -166,9 +166,9 @@ fn protocols_of_old_clients_are_spoken_by_exec_and_attach() {
                 }
                 if status {
                     let status: serde_json::Value = serde_json::from_slice(&all[3]).unwrap();
-                    assert_eq!(status["status"] == "Success", told.is_empty(), "{status}");
+                    assert_eq!(status["status"] == "Success", expected.is_empty(), "{status}");
                 } else {
-                    assert_eq!(String::from_utf8(all[3].clone()).unwrap(), told, "{protocol}");
+                    assert_eq!(String::from_utf8(all[3].clone()).unwrap(), expected, "{protocol}");
                 }
             }
             // Input is echoed, and the terminal's size arrives.

@@ -125,7 +125,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_written_manifest_is_read_back() {
         for layers in [vec![], vec![blob(1)], vec![blob(1), blob(2)]] {
             let named: Vec<_> = layers.iter().map(|blob| (blob.clone(), "a".to_owned())).collect();
             let written = write(&SAMPLE, b"{\"a\":1}", &named);
@@ -136,10 +136,10 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_another_thing_is_refused() {
+    fn other_documents_are_rejected() {
         let named: Vec<_> = (1..4).map(|n| (blob(n), "a".to_owned())).collect();
         let whole: Value = serde_json::from_slice(&write(&SAMPLE, b"{}", &named)).unwrap();
-        let told = |key: &str, value: Value| {
+        let error_after_change = |key: &str, value: Value| {
             let mut changed = whole.clone();
             *changed.pointer_mut(key).unwrap() = value;
             let error = read(&SAMPLE, "x", changed.to_string().as_bytes(), 3).unwrap_err();
@@ -155,8 +155,8 @@ pub mod tests {
             ("/layers/1/size", json!(-1), "form"),
             ("/config/digest", json!("md5:0"), "no sha256 digest"),
         ] {
-            let told = told(key, value);
-            assert!(told.contains(words), "{words:?} in {told}");
+            let error = error_after_change(key, value);
+            assert!(error.contains(words), "{words:?} in {error}");
         }
         let error = read(&SAMPLE, "x", whole.to_string().as_bytes(), 2).unwrap_err();
         assert!(nacelle_base::Chain(&error).to_string().contains("3 layers"), "{error}");
@@ -167,7 +167,7 @@ pub mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_without_harm(at in 0..400usize, byte: u8) {
+        fn any_bytes_are_read_without_panic(at in 0..400usize, byte: u8) {
             let mut whole = write(&SAMPLE, b"{}", &[(blob(1), "a".to_owned())]);
             if let Some(place) = whole.get_mut(at) { *place = byte; }
             if let Ok(found) = read(&SAMPLE, "x", &whole, 1) {

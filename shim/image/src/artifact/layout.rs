@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_artifact_comes_back_from_a_layout() {
+    async fn an_artifact_is_read_back_from_a_layout() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
         let name = |tag: &str| format!("oci:{}:{tag}", directory.path().join("layout").display());

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_comes_back_with_its_holes() {
+    fn a_file_is_unpacked_with_its_holes() {
         let directory = tempfile::tempdir().unwrap();
         let bytes = [vec![7; 100], vec![0; 4 << 20], b"end".to_vec(), vec![0; 3 * PIECE]].concat();
         let packed = super::super::sample(directory.path(), "a", &bytes);
@@ -250,15 +250,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_as_announced_is_refused() {
+    fn content_that_differs_from_its_descriptor_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
         let Packed { path, blob, content } = super::super::sample(directory.path(), "a", &[5; 100_000]);
         let stored = std::fs::read(&path).unwrap();
         assert_eq!(unpacked(&stored, &blob, &content).unwrap(), vec![5; 100_000]);
         let with = |size: u64| Content { size, ..content.clone() };
         for size in [0, 99_999, 100_001, u64::MAX] {
-            let told = unpacked(&stored, &blob, &with(size)).unwrap_err().to_string();
-            assert!(told.contains("larger than") || told.contains("ends after"), "{told}");
+            let error = unpacked(&stored, &blob, &with(size)).unwrap_err().to_string();
+            assert!(error.contains("larger than") || error.contains("ends after"), "{error}");
         }
         let other = Content { digest: Digest([1; 32]), ..content.clone() };
         assert!(unpacked(&stored, &blob, &other).unwrap_err().to_string().contains("the content"));
@@ -281,7 +281,7 @@ mod tests {
         io::Write::write_all(&mut encoder, &[5; 100_000]).unwrap();
         let wide = encoder.finish().unwrap();
         let blob = Descriptor { digest: Digest::of(&wide), size: wide.len() as u64 };
-        let told = nacelle_base::Chain(&unpacked(&wide, &blob, &content).unwrap_err()).to_string();
-        assert!(told.contains("emory") || told.contains("indow"), "{told}");
+        let error = nacelle_base::Chain(&unpacked(&wide, &blob, &content).unwrap_err()).to_string();
+        assert!(error.contains("emory") || error.contains("indow"), "{error}");
     }
 }

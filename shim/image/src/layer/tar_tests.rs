@@ -200,7 +200,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn any_bytes_are_read_without_harm(
+    fn any_bytes_are_read_without_panic(
         changes in prop::collection::vec((0..512usize, any::<u8>()), 0..6),
         flag in prop::sample::select(b"0123456gxLKSD7".to_vec()),
         size in 0..3000u64,

@@ -67,8 +67,8 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
         assert!(std::fs::read(&path).unwrap() == std::fs::read(directory.path().join(["large", "empty"][n])).unwrap());
         assert_eq!(moved.bytes(), file.content.size);
     }
-    let nobody = store.artifacts(&format!("{host}/a/b:1"), None, false).unwrap();
-    assert_eq!(nobody.put(&files[0], &Moved::default()).await.unwrap_err().kind(), Kind::Denied);
+    let anonymous = store.artifacts(&format!("{host}/a/b:1"), None, false).unwrap();
+    assert_eq!(anonymous.put(&files[0], &Moved::default()).await.unwrap_err().kind(), Kind::Denied);
     assert_eq!(at("2").find(&SAMPLE, 2, 7).await.unwrap_err().kind(), Kind::NotFound);
 }
 

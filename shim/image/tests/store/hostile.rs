@@ -232,7 +232,7 @@ async fn a_silent_server_is_given_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn errors_of_the_server_are_tried_again_and_then_told() {
+async fn server_errors_are_retried_and_then_returned() {
     let body = br#"{"errors":[{"code":"X","message":"out of order"}]}"#;
     let server = refused(Kind::Unavailable, |_| Reply { status: 503, ..Reply::ok(body) }).await;
     assert_eq!(server.asked().len(), 5);

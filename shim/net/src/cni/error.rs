@@ -51,7 +51,7 @@ pub enum CniError {
         rule: &'static str,
     },
     /// A value for CNI_ARGS contains a character that plugins would read as a separator.
-    #[error("{field} {value:?} cannot be told to CNI plugins: ';', '=' and control characters are not allowed")]
+    #[error("{field} {value:?} cannot be passed to CNI plugins: ';', '=' and control characters are not allowed")]
     Argument {
         /// The key, for example K8S_POD_NAME.
         field: &'static str,
