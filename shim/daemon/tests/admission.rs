@@ -307,8 +307,8 @@ fn what_is_no_review_is_refused() {
     }
     let (status, text) =
         server.post("/mutate", br#"{"apiVersion": "admission.k8s.io/v1beta1", "kind": "AdmissionReview"}"#);
-    let told = "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\", and AdmissionReview of admission.k8s.io/v1 is expected\n";
-    assert_eq!((status, text.as_str()), (400, told));
+    let message = "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\", and AdmissionReview of admission.k8s.io/v1 is expected\n";
+    assert_eq!((status, text.as_str()), (400, message));
     // A body of the largest size, and one byte more; with and without a content length.
     let mut large = br#"{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview"}"#.to_vec();
     large.resize(3 << 20, b' ');
@@ -411,14 +411,14 @@ fn what_cannot_be_served_is_said() {
         let output = output.unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap(), String::from_utf8(output.stdout).unwrap())
     };
-    let (code, told, _) = run(&["--tls-cert", "none.crt", "--tls-key", "none.key"]);
-    assert!(code == Some(1) && told.contains("none.crt"), "{told}");
-    let (code, told, _) = run(&["--tls-cert", "none.crt"]);
-    assert!(code == Some(2) && told.contains("--tls-key"), "{told}");
+    let (code, message, _) = run(&["--tls-cert", "none.crt", "--tls-key", "none.key"]);
+    assert!(code == Some(1) && message.contains("none.crt"), "{message}");
+    let (code, message, _) = run(&["--tls-cert", "none.crt"]);
+    assert!(code == Some(2) && message.contains("--tls-key"), "{message}");
     std::fs::write(directory.path().join("both.pem"), "-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
         .unwrap();
-    let (code, told, _) = run(&["manifests", "--ca-file", "both.pem"]);
-    assert!(code == Some(1) && told.contains("has a private key"), "{told}");
+    let (code, message, _) = run(&["manifests", "--ca-file", "both.pem"]);
+    assert!(code == Some(1) && message.contains("has a private key"), "{message}");
     std::fs::write(directory.path().join("ca.crt"), "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n")
         .unwrap();
     let (code, _, text) = run(&["manifests", "--ca-file", "ca.crt", "--namespace", "other"]);

@@ -13,11 +13,11 @@ const STARTED: i32 = 1;
 const STOPPED: i32 = 2;
 const DELETED: i32 = 3;
 
-type Told = cri::ContainerEventResponse;
+type EventResponse = cri::ContainerEventResponse;
 
 /// A subscriber.
 struct Subscriber {
-    stream: Streaming<Told>,
+    stream: Streaming<EventResponse>,
     last: i64,
 }
 
@@ -28,7 +28,7 @@ impl Subscriber {
     }
 
     /// Returns the next event, which must be later than all earlier ones.
-    async fn try_next(&mut self) -> Result<Told, Status> {
+    async fn try_next(&mut self) -> Result<EventResponse, Status> {
         let event = self.stream.message().await?.expect("an error tells why it ends");
         assert!(event.created_at > self.last, "{event:?}");
         self.last = event.created_at;
@@ -37,7 +37,7 @@ impl Subscriber {
 
     /// Returns the next event, which must be of this kind and this pod or container.
     #[track_caller]
-    fn expect<'a>(&'a mut self, kind: i32, id: &'a str) -> impl Future<Output = Told> + 'a {
+    fn expect<'a>(&'a mut self, kind: i32, id: &'a str) -> impl Future<Output = EventResponse> + 'a {
         let caller = std::panic::Location::caller();
         async move {
             let event = tokio::time::timeout(LIMIT, self.try_next()).await.expect("an event comes").unwrap();
@@ -47,12 +47,12 @@ impl Subscriber {
     }
 }
 
-fn pod_state(event: &Told) -> cri::PodSandboxState {
+fn pod_state(event: &EventResponse) -> cri::PodSandboxState {
     event.pod_sandbox_status.as_ref().unwrap().state()
 }
 
 /// Returns the state and the exit code of a container in an event.
-fn state(event: &Told, id: &str) -> Option<(cri::ContainerState, i32)> {
+fn state(event: &EventResponse, id: &str) -> Option<(cri::ContainerState, i32)> {
     let found = event.containers_statuses.iter().find(|status| status.id == id);
     found.map(|status| (status.state(), status.exit_code))
 }
@@ -74,10 +74,10 @@ fn a_life_is_told_in_order_with_all_statuses_to_everybody() {
         // One container ends by itself, and one is stopped.
         world.pods.only().exit(&a, 5);
         for subscriber in [&mut first, &mut second] {
-            let told = subscriber.expect(CREATED, &pod).await;
-            let status = told.pod_sandbox_status.unwrap();
+            let received = subscriber.expect(CREATED, &pod).await;
+            let status = received.pod_sandbox_status.unwrap();
             assert_eq!(status.metadata.unwrap().uid, "uid-web");
-            assert_eq!((status.network.unwrap().ip.as_str(), told.containers_statuses.len()), ("10.1.2.3", 0));
+            assert_eq!((status.network.unwrap().ip.as_str(), received.containers_statuses.len()), ("10.1.2.3", 0));
             let event = subscriber.expect(STARTED, &pod).await;
             assert_eq!(pod_state(&event), SandboxReady);
             let event = subscriber.expect(CREATED, &a).await;
@@ -220,16 +220,16 @@ fn what_happened_without_a_daemon_is_told_to_the_first_who_asks_the_next_one() {
     world.run(async {
         let mut first = Subscriber::new(&mut daemon).await;
         first.last = before.last;
-        let mut told = Vec::new();
-        while told.len() < 3 {
-            told.push(first.try_next().await.unwrap());
+        let mut received = Vec::new();
+        while received.len() < 3 {
+            received.push(first.try_next().await.unwrap());
         }
         let of = |id: &str| -> Vec<_> {
-            told.iter().filter(|event| event.container_id == id).map(|event| event.container_event_type).collect()
+            received.iter().filter(|event| event.container_id == id).map(|event| event.container_event_type).collect()
         };
-        assert_eq!((of(&ends), of(&cut)), (vec![STOPPED], vec![STOPPED, DELETED]), "{told:?}");
-        assert_eq!(state(&told[2], &ends), Some((cri::ContainerState::ContainerExited, 9)));
-        assert_eq!(state(&told[2], &runs), Some((cri::ContainerState::ContainerRunning, 0)));
+        assert_eq!((of(&ends), of(&cut)), (vec![STOPPED], vec![STOPPED, DELETED]), "{received:?}");
+        assert_eq!(state(&received[2], &ends), Some((cri::ContainerState::ContainerExited, 9)));
+        assert_eq!(state(&received[2], &runs), Some((cri::ContainerState::ContainerRunning, 0)));
         // A later subscriber gets the events from then on.
         let mut second = Subscriber::new(&mut daemon).await;
         world.pods.only().exit(&runs, 4);

@@ -326,7 +326,7 @@ fn an_end_is_never_before_its_start() {
         container.phase = nacelle_pod::record::ContainerPhase::Exited;
         (container.started_at, container.finished_at) = (created_at, created_at);
     });
-    world.eventually("the end is told", || {
+    world.eventually("the end is reported", || {
         world.run(daemon.status(&id)).unwrap().state() == cri::ContainerState::ContainerExited
     });
     let status = world.run(daemon.status(&id)).unwrap();

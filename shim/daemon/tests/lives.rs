@@ -218,12 +218,12 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         assert_eq!(run("", host).await.unwrap_err().code(), Code::FailedPrecondition);
         assert!(!world.script.seen("netns"));
 
-        let nobody = "ab".repeat(32);
-        assert_eq!(daemon.pod_status(&nobody).await.unwrap_err().code(), Code::NotFound);
-        assert_eq!(daemon.status(&nobody).await.unwrap_err().code(), Code::NotFound);
-        assert_eq!(daemon.start(&nobody).await.unwrap_err().code(), Code::NotFound);
-        assert_eq!(daemon.exec(&nobody, &["x"]).await.unwrap_err().code(), Code::NotFound);
-        assert_eq!(daemon.create(&nobody, "c").await.unwrap_err().code(), Code::NotFound);
+        let unknown = "ab".repeat(32);
+        assert_eq!(daemon.pod_status(&unknown).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(daemon.status(&unknown).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(daemon.start(&unknown).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(daemon.exec(&unknown, &["x"]).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(daemon.create(&unknown, "c").await.unwrap_err().code(), Code::NotFound);
         assert_eq!(daemon.stop_pod("").await.unwrap_err().code(), Code::InvalidArgument);
 
         let pod = daemon.run_pod("a").await.unwrap();

@@ -85,9 +85,9 @@ impl Stranger {
     }
 }
 
-async fn last(mut told: tonic::Streaming<vm::Transfer>) -> Result<vm::Transfer, Status> {
+async fn last(mut messages: tonic::Streaming<vm::Transfer>) -> Result<vm::Transfer, Status> {
     let mut last = None;
-    while let Some(message) = told.message().await? {
+    while let Some(message) = messages.message().await? {
         last = Some(message);
     }
     Ok(last.expect("there is a last word"))
@@ -242,7 +242,7 @@ fn what_a_stranger_made_is_checked_and_leaves_nothing() {
         let other = stranger.publish("other", &OTHER, same, &[]).await;
         let error = import(&client, &other, "db", false).await.unwrap_err();
         assert!(error.code() == InvalidArgument && error.message().contains("application/vnd.b"), "{error}");
-        assert_eq!(import(&client, &stranger.name("nobody"), "db", false).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(import(&client, &stranger.name("unknown"), "db", false).await.unwrap_err().code(), Code::NotFound);
         for (name, code) in [("Db", InvalidArgument), ("", InvalidArgument)] {
             assert_eq!(import(&client, &other, name, false).await.unwrap_err().code(), code);
         }

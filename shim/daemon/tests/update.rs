@@ -101,7 +101,7 @@ fn a_machine_runs_where_its_containers_may() {
     let last = numbers.next_back().unwrap_or(&first).to_owned();
     let on = |list: &str| cri::LinuxContainerResources { cpuset_cpus: list.into(), ..Default::default() };
     let set = |lists: &[&str]| lists.iter().map(|list| list.parse::<u32>().unwrap()).collect::<BTreeSet<_>>();
-    let told = || world.pods.confined.lock().unwrap().last().cloned().unwrap_or_default();
+    let applied = || world.pods.confined.lock().unwrap().last().cloned().unwrap_or_default();
     let shares = || cri::LinuxContainerResources { cpu_shares: 5, ..Default::default() };
     let other = world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
@@ -113,11 +113,11 @@ fn a_machine_runs_where_its_containers_may() {
             daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
         };
         let one = create("one", &first).await.unwrap();
-        assert_eq!(told(), set(&[&first]));
+        assert_eq!(applied(), set(&[&first]));
         let other = create("other", "").await.unwrap();
-        assert_eq!(told(), set(&[&first]), "it runs where the others do");
+        assert_eq!(applied(), set(&[&first]), "it runs where the others do");
         let two = create("two", &last).await.unwrap();
-        assert_eq!(told(), set(&[&first, &last]));
+        assert_eq!(applied(), set(&[&first, &last]));
         let error = create("three", "1023").await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
         assert!(error.message().contains("cpuset_cpus is \"1023\""), "{error}");
@@ -126,7 +126,7 @@ fn a_machine_runs_where_its_containers_may() {
             assert!(!String::from_utf8_lossy(&made.oci_spec).contains("cpus\":"), "{}", made.id);
         }
         update(&mut daemon, &one, on(&last)).await.unwrap();
-        assert_eq!(told(), set(&[&last]));
+        assert_eq!(applied(), set(&[&last]));
         assert_eq!(written(&world), [" None"]);
         assert_eq!(limits(&mut daemon, &one).await.cpuset_cpus, last);
 
@@ -134,11 +134,11 @@ fn a_machine_runs_where_its_containers_may() {
         world.script.conflict("update", 1);
         assert!(update(&mut daemon, &one, on(&first)).await.is_err());
         update(&mut daemon, &other, shares()).await.unwrap();
-        assert_eq!(told(), set(&[&last]));
+        assert_eq!(applied(), set(&[&last]));
         world.script.conflict("confine", usize::from(first != last));
         assert_eq!(update(&mut daemon, &one, on(&first)).await.is_err(), first != last);
         update(&mut daemon, &one, on(&last)).await.unwrap();
-        assert_eq!((told(), limits(&mut daemon, &one).await.cpuset_cpus), (set(&[&last]), last.clone()));
+        assert_eq!((applied(), limits(&mut daemon, &one).await.cpuset_cpus), (set(&[&last]), last.clone()));
 
         let request = cri::UpdatePodSandboxResourcesRequest {
             pod_sandbox_id: pod.clone(),
@@ -150,7 +150,7 @@ fn a_machine_runs_where_its_containers_may() {
         daemon.stop(&two).await.unwrap();
         daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: one }).await.unwrap();
         update(&mut daemon, &other, shares()).await.unwrap();
-        assert_eq!(told(), set(&[]), "anywhere");
+        assert_eq!(applied(), set(&[]), "anywhere");
         update(&mut daemon, &other, on(&first)).await.unwrap();
         other
     });
@@ -160,7 +160,7 @@ fn a_machine_runs_where_its_containers_may() {
     world.run(async {
         // It is unknown whether the last daemon applied this change.
         update(&mut daemon, &other, shares()).await.unwrap();
-        assert_eq!(told(), set(&[&first]));
+        assert_eq!(applied(), set(&[&first]));
     });
 }
 
@@ -334,7 +334,7 @@ fn what_kubelet_reads_from_an_unlimited_control_group_is_no_limit() {
 fn a_machine_gets_the_processors_that_its_pod_may_use() {
     let world = World::new();
     let mut daemon = world.daemon();
-    let told = || std::mem::take(&mut *world.pods.only().processors.lock().unwrap());
+    let applied = || std::mem::take(&mut *world.pods.only().processors.lock().unwrap());
     let pod = world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
         let size = async |daemon: &mut Daemon| {
@@ -344,13 +344,13 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
         assert_eq!(size(&mut daemon).await, (1, 4));
         for (quota, vcpus) in [(250_000, 3), (400_000, 4), (50_000, 1), (200_000, 2)] {
             update_pod(&mut daemon, &pod, 0, quota).await.unwrap();
-            assert_eq!((told(), size(&mut daemon).await), (vec![vcpus], (vcpus.into(), 4)));
+            assert_eq!((applied(), size(&mut daemon).await), (vec![vcpus], (vcpus.into(), 4)));
         }
         // A change beyond the bound, or one that the guest rejects, has no effect.
         let before = said(&mut daemon, &pod).await["resources"].clone();
         let error = update_pod(&mut daemon, &pod, 0, 400_001).await.unwrap_err();
         assert!(error.code() == Code::FailedPrecondition && error.message().contains("4 CPUs"), "{error}");
-        assert!(told().is_empty());
+        assert!(applied().is_empty());
         world.script.conflict("processors", 1);
         let error = update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
@@ -360,7 +360,7 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
         let (one, two) =
             tokio::join!(update_pod(&mut daemon, &pod, 0, 300_000), update_pod(&mut other, &pod, 0, 400_000),);
         one.and(two).unwrap();
-        let last = told();
+        let last = applied();
         assert_eq!(last.len(), 2);
         assert_eq!(size(&mut daemon).await.0, u64::from(last[1]));
         update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap();
@@ -370,10 +370,10 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
     let mut daemon = world.daemon();
     world.run(async {
         assert_eq!(said(&mut daemon, &pod).await["machine"]["vcpus"], 3);
-        told();
+        applied();
         // The size that the daemon has recorded is requested again: the response to the last request may have been lost.
         update_pod(&mut daemon, &pod, 0, 300_000).await.unwrap();
-        assert_eq!(told(), [3]);
+        assert_eq!(applied(), [3]);
     });
 }
 
@@ -381,7 +381,7 @@ fn a_machine_gets_the_processors_that_its_pod_may_use() {
 fn a_machine_gets_the_memory_that_its_pod_may_use() {
     let world = World::new();
     let mut daemon = world.daemon();
-    let told = || std::mem::take(&mut *world.pods.only().memory.lock().unwrap());
+    let applied = || std::mem::take(&mut *world.pods.only().memory.lock().unwrap());
     let pod = world.run(async {
         let request = cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: "other".into() };
         let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
@@ -393,13 +393,13 @@ fn a_machine_gets_the_memory_that_its_pod_may_use() {
         for (mib, now) in [(257, 384), (1024, 1024), (500, 512), (1, 256), (600, 640), (0, 640)] {
             update_pod(&mut daemon, &pod, mib << 20, 0).await.unwrap();
             // The vCPUs are resized first, and their number does not change.
-            assert_eq!((told(), size(&mut daemon).await), (vec![now - 256], (now, 1024)), "{mib}");
+            assert_eq!((applied(), size(&mut daemon).await), (vec![now - 256], (now, 1024)), "{mib}");
         }
         // A change beyond the bound, or one that the guest rejects, has no effect.
         let before = said(&mut daemon, &pod).await["resources"].clone();
         let error = update_pod(&mut daemon, &pod, (1 << 30) + 1, 0).await.unwrap_err();
         assert!(error.code() == Code::FailedPrecondition && error.message().contains("1073741824 bytes"), "{error}");
-        assert!(told().is_empty());
+        assert!(applied().is_empty());
         world.script.conflict("memory", 1);
         world.pods.only().processors.lock().unwrap().clear();
         let error = update_pod(&mut daemon, &pod, 300 << 20, 300_000).await.unwrap_err();
@@ -414,9 +414,9 @@ fn a_machine_gets_the_memory_that_its_pod_may_use() {
     let mut daemon = world.daemon();
     world.run(async {
         assert_eq!(said(&mut daemon, &pod).await["machine"]["memory"], 640 << 20);
-        told();
+        applied();
         update_pod(&mut daemon, &pod, 300 << 20, 0).await.unwrap();
-        assert_eq!(told(), [128]);
+        assert_eq!(applied(), [128]);
     });
 }
 
@@ -424,7 +424,7 @@ fn a_machine_gets_the_memory_that_its_pod_may_use() {
 fn a_machine_gets_the_memory_that_its_containers_may_use_where_nobody_speaks_of_the_pod() {
     let world = World::new();
     let mut daemon = world.daemon();
-    let told = || std::mem::take(&mut *world.pods.only().memory.lock().unwrap());
+    let applied = || std::mem::take(&mut *world.pods.only().memory.lock().unwrap());
     let memory = |mib: i64| cri::LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() };
     world.run(async {
         let request = cri::RunPodSandboxRequest { config: Some(pod_config("a")), runtime_handler: "other".into() };
@@ -441,13 +441,13 @@ fn a_machine_gets_the_memory_that_its_containers_may_use_where_nobody_speaks_of_
             [(156, 256, vec![]), (157, 384, vec![128]), (50, 384, vec![]), (1 << 20, 1024, vec![768])]
         {
             update(&mut daemon, &made[0], memory(mib)).await.unwrap();
-            assert_eq!((told(), size(&mut daemon).await), (asked, now), "{mib}");
+            assert_eq!((applied(), size(&mut daemon).await), (asked, now), "{mib}");
         }
         update_pod(&mut daemon, &pod, 300 << 20, 0).await.unwrap();
-        assert_eq!((told(), size(&mut daemon).await), (vec![128], 384));
+        assert_eq!((applied(), size(&mut daemon).await), (vec![128], 384));
         // The limits of the pod take precedence.
         update(&mut daemon, &made[0], memory(2000)).await.unwrap();
-        assert_eq!((told(), size(&mut daemon).await), (vec![], 384));
+        assert_eq!((applied(), size(&mut daemon).await), (vec![], 384));
         assert_eq!(said(&mut daemon, &pod).await["resources"]["containers"]["memory_limit"], 300 << 20);
     });
 }

@@ -66,16 +66,16 @@ fn validate_names_everything_that_is_wrong_at_once() {
     );
     let output = vm(&["validate", "--output", "json", "-"], WRONG);
     assert_eq!(output.status.code(), Some(1));
-    let told: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(told[0]["valid"], false);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report[0]["valid"], false);
     let fields: Vec<&str> =
-        told[0]["causes"].as_array().unwrap().iter().filter_map(|cause| cause["field"].as_str()).collect();
+        report[0]["causes"].as_array().unwrap().iter().filter_map(|cause| cause["field"].as_str()).collect();
     assert_eq!(
         fields,
         ["spec.domain.devices.disks[0].disk.bus", "spec.domain.cpu.cores", "spec.domain.devices.disks[1].name"]
     );
-    assert_eq!(told[0]["causes"][1]["reason"], "FieldValueInvalid");
-    assert_eq!(told[0]["causes"][1]["rule"], "cpu-part-zero");
+    assert_eq!(report[0]["causes"][1]["reason"], "FieldValueInvalid");
+    assert_eq!(report[0]["causes"][1]["rule"], "cpu-part-zero");
 
     let output = vm(&["validate", "-"], MACHINE);
     assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), "-: VirtualMachineInstance web: valid\n"));
@@ -86,32 +86,32 @@ fn validate_warns_of_valid_fields_that_nodes_reject() {
     let machine = MACHINE.replace("memory: { guest: 1Gi }", "memory: { guest: 1Gi }, clock: { timezone: Europe/Rome }");
     for input in [machine.clone(), text(&vm(&["convert", "-"], &machine).stdout).to_owned()] {
         let output = vm(&["validate", "-"], &input);
-        let told = text(&output.stdout);
-        assert_eq!(output.status.code(), Some(0), "{told}");
+        let report = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{report}");
         let warning = format!(
             " web: warning: spec.domain.clock.timezone is not run by nodes with Nacelle {}: they refuse the pod\n",
             env!("CARGO_PKG_VERSION")
         );
-        assert!(told.contains(" web: valid\n") && told.ends_with(&warning), "{told}");
-        let told: Value = serde_json::from_slice(&vm(&["validate", "-o", "json", "-"], &input).stdout).unwrap();
-        assert_eq!(told[0]["valid"], true);
-        assert_eq!(told[0]["warnings"][0]["what"], "spec.domain.clock.timezone");
+        assert!(report.contains(" web: valid\n") && report.ends_with(&warning), "{report}");
+        let report: Value = serde_json::from_slice(&vm(&["validate", "-o", "json", "-"], &input).stdout).unwrap();
+        assert_eq!(report[0]["valid"], true);
+        assert_eq!(report[0]["warnings"][0]["what"], "spec.domain.clock.timezone");
     }
-    let told = vm(&["validate", "-"], SIZED);
+    let report = vm(&["validate", "-"], SIZED);
     let warning = "-: Pod sized: warning: instance type mine is not known to nodes: have /mutate asked before, too\n";
-    assert!(text(&told.stdout).ends_with(warning), "{told:?}");
+    assert!(text(&report.stdout).ends_with(warning), "{report:?}");
 }
 
 #[test]
 fn what_cannot_be_read_is_an_error() {
-    for (arguments, input, told) in [
+    for (arguments, input, report) in [
         (["validate", "/nowhere"], "", "cannot read /nowhere"),
         (["validate", "-"], "", "- contains no document"),
         (["validate", "-"], "a: &a 1", "anchors and aliases are not read"),
     ] {
         let output = vm(&arguments, input);
         assert_eq!(output.status.code(), Some(1));
-        assert!(text(&output.stderr).contains(told), "{output:?}");
+        assert!(text(&output.stderr).contains(report), "{output:?}");
     }
     assert_eq!(vm(&["validate"], "").status.code(), Some(2));
 }

@@ -19,13 +19,13 @@ use nacelle_vmi::spec::SpecKind;
 use tonic::Status;
 
 /// The largest error text in bytes: gRPC sends it in a header of limited size.
-const TOLD: usize = 3500;
+const MAX_MESSAGE: usize = 3500;
 /// Annotations that other modules implement; see docs/contributor/volumes.md.
 const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 
 /// The request in a pod's annotations.
 #[derive(Debug)]
-pub(super) enum Asked {
+pub(super) enum VmRequest {
     /// The pod's container is a machine.
     Machine {
         /// The machine.
@@ -43,7 +43,7 @@ pub(super) fn of(
     config: &Config,
     handler: &Handler,
     engine: EngineKind,
-) -> Result<Option<Asked>, Status> {
+) -> Result<Option<VmRequest>, Status> {
     let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
     let ours: StringMap = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
@@ -51,7 +51,7 @@ pub(super) fn of(
         return Ok(None);
     }
     let admitted = admit::pod(&ours, &Catalogue::default())
-        .map_err(|causes| refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(TOLD))))?;
+        .map_err(|causes| refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(MAX_MESSAGE))))?;
     let Some(admitted) = admitted else { return Ok(None) };
     if admitted.kind() == SpecKind::Machine {
         if !pod.kind.has_guest() {
@@ -68,13 +68,13 @@ pub(super) fn of(
             return Err(refuse(Kind::Invalid, &message));
         }
         let machine = machine_pod::build(&admitted, pod, &config.machines).map_err(status)?;
-        return Ok(Some(Asked::Machine { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
+        return Ok(Some(VmRequest::Machine { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
     }
-    shape(&admitted, pod, handler, engine).map(|shape| Some(Asked::Shape(shape))).map_err(status)
+    shape(&admitted, pod, handler, engine).map(|shape| Some(VmRequest::Shape(shape))).map_err(status)
 }
 
 /// Checks that the guest of a container pod has device slots for the networks that its pod requests in addition to the first one.
-pub(super) fn has_room(pod: &PodConfig, engine: EngineKind) -> Result<(), Status> {
+pub(super) fn check_interface_slots(pod: &PodConfig, engine: EngineKind) -> Result<(), Status> {
     let room = match engine {
         EngineKind::Kvm => 8,
         EngineKind::Qemu => 1,
@@ -97,11 +97,11 @@ mod tests {
     use crate::cri::convert::{pod_config, sample};
     use tonic::Code;
 
-    fn told(annotations: &[(&str, &str)]) -> Option<(Code, String)> {
+    fn rejection(annotations: &[(&str, &str)]) -> Option<(Code, String)> {
         of_pod(annotations).err().map(|status| (status.code(), status.message().to_owned()))
     }
 
-    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<Asked>, Status> {
+    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<VmRequest>, Status> {
         let mut pod =
             pod_config(Some(&sample()), "h", crate::config::EngineSetting::Auto, &Default::default()).unwrap();
         pod.annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
@@ -110,13 +110,13 @@ mod tests {
 
     #[test]
     fn other_annotations_are_nobodys_business() {
-        assert_eq!(told(&[("example.com/a", "b"), (EMPTY_DIR_LIMITS, "a=1Gi")]), None);
+        assert_eq!(rejection(&[("example.com/a", "b"), (EMPTY_DIR_LIMITS, "a=1Gi")]), None);
     }
 
     #[test]
     fn what_is_wrong_is_told_at_once_and_what_is_not_honoured_by_name() {
         let spec = r#"{"domain": {"cpu": {"cores": 0}, "devices": {"disks": [{"name": "a", "disk": {"bus": "ide"}}, {"name": "a"}]}}}"#;
-        let (code, message) = told(&[("vm.nacelle.dev/spec", spec)]).unwrap();
+        let (code, message) = rejection(&[("vm.nacelle.dev/spec", spec)]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         for field in
             ["spec.domain.cpu.cores", "spec.domain.devices.disks[0].disk.bus", "spec.domain.devices.disks[1].name"]
@@ -124,7 +124,7 @@ mod tests {
             assert!(message.contains(field), "{message}");
         }
         let (code, message) =
-            told(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/mac", "02:00:00:00:00:01")]).unwrap();
+            rejection(&[("vm.nacelle.dev/cpus", "2"), ("vm.nacelle.dev/mac", "02:00:00:00:00:01")]).unwrap();
         assert_eq!(code, Code::Unimplemented);
         assert!(
             message.contains("spec.domain.devices.interfaces[0].macAddress (from vm.nacelle.dev/mac)"),
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn what_is_wrong_in_many_places_fits_into_a_status() {
         let disks: String = (0..30).map(|disk| format!("d{disk}=empty:1Gi,bus=ide,cache=some;")).collect();
-        let (_, message) = told(&[("vm.nacelle.dev/disks", &disks)]).unwrap();
+        let (_, message) = rejection(&[("vm.nacelle.dev/disks", &disks)]).unwrap();
         assert!(message.len() < 4000 && message.ends_with("more: `nacelle vm validate` tells all"), "{message}");
     }
 
@@ -154,7 +154,7 @@ mod tests {
                 "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1 me",
             ),
         ];
-        let Some(Asked::Machine { machine, name }) = of_pod(&machine).unwrap() else { panic!("no machine") };
+        let Some(VmRequest::Machine { machine, name }) = of_pod(&machine).unwrap() else { panic!("no machine") };
         assert_eq!((name, machine.strategy), (None, None));
         assert_eq!((machine.memory_mib, machine.processors.count(), machine.cards.len()), (512, 2, 1));
         let disks: Vec<_> = machine.disks.iter().map(|disk| disk.name.as_str()).collect();
@@ -166,15 +166,20 @@ mod tests {
     fn what_no_machine_pod_has_is_refused_by_its_field() {
         let [kind, memory] = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/memory", "512Mi")];
         let disk = |disk| ("vm.nacelle.dev/disks", disk);
-        let (code, message) =
-            told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/spec", "domain: {cpu: {maxSockets: 2}}")])
-                .unwrap();
+        let (code, message) = rejection(&[
+            kind,
+            memory,
+            disk("root=image:a:1"),
+            ("vm.nacelle.dev/spec", "domain: {cpu: {maxSockets: 2}}"),
+        ])
+        .unwrap();
         assert_eq!(code, Code::Unimplemented);
         assert!(message.contains("spec.domain.cpu.maxSockets"), "{message}");
-        let (code, message) = told(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/power", "off")]).unwrap();
+        let (code, message) =
+            rejection(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/power", "off")]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("vm.nacelle.dev/power"), "{message}");
-        let (code, message) = told(&[kind]).unwrap();
+        let (code, message) = rejection(&[kind]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("domain.memory.guest"), "{message}");
     }
@@ -189,7 +194,7 @@ mod tests {
             ("vm.nacelle.dev/kernel", "/boot/vmlinuz"),
             ("vm.nacelle.dev/kernel-args", "root=/dev/vda"),
         ];
-        let Some(Asked::Machine { machine: made, .. }) = of_pod(&machine).unwrap() else { panic!("no machine") };
+        let Some(VmRequest::Machine { machine: made, .. }) = of_pod(&machine).unwrap() else { panic!("no machine") };
         let kernel = made.kernel.expect("it has one");
         assert_eq!((made.board, made.screen), (nacelle_model::machine::Board::Microvm, false));
         assert_eq!((kernel.arguments.as_str(), kernel.initrd), ("root=/dev/vda", None));
@@ -199,14 +204,14 @@ mod tests {
             ("vm.nacelle.dev/serial", "a", "firmware.serial"),
         ] {
             // The last one of two equal keys counts.
-            let (code, message) = told(&[&machine[..], &[(key, value)]].concat()).unwrap();
+            let (code, message) = rejection(&[&machine[..], &[(key, value)]].concat()).unwrap();
             assert!(code == Code::Unimplemented && message.contains(field), "{message}");
             assert!(message.contains("q35"), "{message}");
-            let q35 = told(&[&machine[..], &[(key, value), ("vm.nacelle.dev/machine", "q35")]].concat());
+            let q35 = rejection(&[&machine[..], &[(key, value), ("vm.nacelle.dev/machine", "q35")]].concat());
             assert_eq!(q35, None, "{field}");
         }
         let without = [machine[0], machine[1], machine[2], ("vm.nacelle.dev/machine", "microvm")];
-        assert!(told(&without).unwrap().1.contains("with kernelBoot"));
+        assert!(rejection(&without).unwrap().1.contains("with kernelBoot"));
     }
 
     #[test]
@@ -218,7 +223,7 @@ mod tests {
             ("vm.nacelle.dev/name", "db"),
             ("vm.nacelle.dev/run-strategy", "RerunOnFailure"),
         ];
-        let Some(Asked::Machine { machine, name }) = of_pod(&named).unwrap() else { panic!("no machine") };
+        let Some(VmRequest::Machine { machine, name }) = of_pod(&named).unwrap() else { panic!("no machine") };
         assert_eq!(name.as_deref(), Some("db"));
         assert_eq!(machine.strategy, Some(nacelle_model::machine::RunStrategy::RerunOnFailure));
     }

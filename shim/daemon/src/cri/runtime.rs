@@ -115,7 +115,7 @@ async fn missing_parts(parts: &crate::lifecycle::Parts) -> Option<String> {
     }
     for (whose, what, path) in needed {
         if tokio::fs::metadata(&path).await.is_err() {
-            return Some(format!("{what} {} is not there (handler {whose})", path.display()));
+            return Some(format!("{what} {} does not exist (handler {whose})", path.display()));
         }
     }
     None

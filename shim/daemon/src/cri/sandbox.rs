@@ -41,7 +41,7 @@ impl Cri {
         let engine = self.node.parts().engine.resolve(handler.engine, &pod.kind);
         pod_label(request.config.as_ref(), !pod.kind.has_guest() && self.selinux).map_err(status)?;
         match machine::of(&pod, config, handler, engine)? {
-            Some(machine::Asked::Machine { mut machine, name }) => {
+            Some(machine::VmRequest::Machine { mut machine, name }) => {
                 let mut vm = None;
                 if let Some(name) = name {
                     let vms = &self.node.parts().vms;
@@ -51,11 +51,11 @@ impl Cri {
                 }
                 pod.kind = PodKind::Machine { machine, vm };
             }
-            Some(machine::Asked::Shape(shape)) => pod.kind = PodKind::Containers { shape },
+            Some(machine::VmRequest::Shape(shape)) => pod.kind = PodKind::Containers { shape },
             None => {}
         }
         if pod.kind.machine().is_none() {
-            machine::has_room(&pod, engine)?;
+            machine::check_interface_slots(&pod, engine)?;
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         let name = name.to_owned();

@@ -17,9 +17,9 @@ use std::path::{Component, Path, PathBuf};
 pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<PathBuf>, FieldError> {
     let linux = config.and_then(|config| config.linux.as_ref());
     match linux.and_then(|linux| linux.security_context.as_ref()).filter(|security| !security.privileged) {
-        Some(security) => match asked_seccomp(security)? {
-            Asked::File(path) => Ok(Some(path)),
-            Asked::Unconfined | Asked::RuntimeDefault => Ok(None),
+        Some(security) => match requested_seccomp(security)? {
+            RequestedSeccomp::File(path) => Ok(Some(path)),
+            RequestedSeccomp::Unconfined | RequestedSeccomp::RuntimeDefault => Ok(None),
         },
         None => Ok(None),
     }
@@ -217,31 +217,31 @@ fn paths(field: &'static str, paths: &[String]) -> Result<Vec<String>, FieldErro
 }
 
 /// A request for a seccomp filter, or for the file with one.
-enum Asked {
+enum RequestedSeccomp {
     Unconfined,
     RuntimeDefault,
     File(PathBuf),
 }
 
 #[expect(deprecated, reason = "kubelets before 1.26 send the old field")]
-fn asked_seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<Asked, FieldError> {
+fn requested_seccomp(security: &cri::LinuxContainerSecurityContext) -> Result<RequestedSeccomp, FieldError> {
     use cri::security_profile::ProfileType;
     let (field, path) = match (&security.seccomp, security.seccomp_profile_path.as_str()) {
         (Some(profile), _) => match profile.profile_type() {
-            ProfileType::RuntimeDefault => return Ok(Asked::RuntimeDefault),
-            ProfileType::Unconfined => return Ok(Asked::Unconfined),
+            ProfileType::RuntimeDefault => return Ok(RequestedSeccomp::RuntimeDefault),
+            ProfileType::Unconfined => return Ok(RequestedSeccomp::Unconfined),
             ProfileType::Localhost => {
                 ("config.linux.security_context.seccomp.localhost_ref", profile.localhost_ref.as_str())
             }
         },
-        (None, "runtime/default" | "docker/default") => return Ok(Asked::RuntimeDefault),
-        (None, "" | "unconfined") => return Ok(Asked::Unconfined),
+        (None, "runtime/default" | "docker/default") => return Ok(RequestedSeccomp::RuntimeDefault),
+        (None, "" | "unconfined") => return Ok(RequestedSeccomp::Unconfined),
         (None, path) => ("config.linux.security_context.seccomp_profile_path", path),
     };
     // The prefix belongs to the deprecated field; some clients write it into the new field too.
     let file = path.strip_prefix("localhost/").unwrap_or(path);
     if file.starts_with('/') && !file.contains('\0') {
-        Ok(Asked::File(file.into()))
+        Ok(RequestedSeccomp::File(file.into()))
     } else {
         bad(field, path, "the absolute path of a profile on the node is needed")
     }
@@ -251,11 +251,11 @@ fn seccomp(
     security: &cri::LinuxContainerSecurityContext,
     profile: Option<SeccompProfile>,
 ) -> Result<SeccompPolicy, FieldError> {
-    Ok(match (asked_seccomp(security)?, profile) {
-        (Asked::RuntimeDefault, _) => SeccompPolicy::RuntimeDefault,
-        (Asked::File(_), Some(profile)) => SeccompPolicy::Localhost(Box::new(profile)),
+    Ok(match (requested_seccomp(security)?, profile) {
+        (RequestedSeccomp::RuntimeDefault, _) => SeccompPolicy::RuntimeDefault,
+        (RequestedSeccomp::File(_), Some(profile)) => SeccompPolicy::Localhost(Box::new(profile)),
         // The file is not read for a privileged container.
-        (Asked::Unconfined | Asked::File(_), _) => SeccompPolicy::Unconfined,
+        (RequestedSeccomp::Unconfined | RequestedSeccomp::File(_), _) => SeccompPolicy::Unconfined,
     })
 }
 

@@ -83,7 +83,7 @@ static FAMILIES: [Family; 60] = [
     one(Counter, "container_cpu_cfs_throttled_seconds_total", "Time without a CPU because the quota was used up, in whole seconds.", |c| c.usage.throttled_nanos / NANOS),
 
     one(Gauge, "container_memory_usage_bytes", "Memory in use, with the page cache.", |c| c.usage.memory_bytes),
-    one(Gauge, "container_memory_working_set_bytes", "Memory in use without files that nobody has used for long.", |c| c.usage.memory_bytes.saturating_sub(c.usage.inactive_file_bytes)),
+    one(Gauge, "container_memory_working_set_bytes", "Memory in use, without page cache that has not been used for long.", |c| c.usage.memory_bytes.saturating_sub(c.usage.inactive_file_bytes)),
     one(Gauge, "container_memory_max_usage_bytes", "The most memory that was in use.", |c| c.usage.peak_bytes),
     one(Gauge, "container_memory_rss", "Anonymous memory, in bytes.", |c| c.usage.anonymous_bytes),
     one(Gauge, "container_memory_cache", "Page cache, in bytes.", |c| c.usage.cached_bytes),

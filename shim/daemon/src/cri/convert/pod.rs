@@ -404,7 +404,7 @@ pub(crate) mod tests {
             namespaces(&mut config).userns_options = Some(users);
             assert!(
                 pod_config(Some(&config), "h", EngineSetting::Auto, &policy).unwrap().kind.has_guest(),
-                "it is nobody on the node"
+                "it has no rights on the node"
             );
         }
     }

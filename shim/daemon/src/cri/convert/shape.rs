@@ -20,7 +20,7 @@ const ARGS: &str = "spec.domain.firmware.kernelBoot.kernelArgs";
 const KERNEL_IMAGE: &str = "spec.domain.firmware.kernelBoot.container.image";
 const PAGES: &str = "spec.domain.memory.hugepages.pageSize";
 /// The largest number of rejected fields that an error lists.
-const TOLD: usize = 20;
+const MAX_LISTED_FIELDS: usize = 20;
 
 /// Why a VM cannot have this shape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -87,10 +87,11 @@ pub fn shape(
     if engine == EngineKind::Host {
         return Err(ShapeError::NoMachine);
     }
-    let told = container_pod::not_honoured(admitted);
-    if !told.is_empty() {
+    let not_honoured = container_pod::not_honoured(admitted);
+    if !not_honoured.is_empty() {
         let why = |field: &String| container_pod::reason(field).map(|why| format!(": {why}")).unwrap_or_default();
-        let fields: Vec<_> = told.iter().take(TOLD).map(|field| format!("{field}{}", why(field))).collect();
+        let fields: Vec<_> =
+            not_honoured.iter().take(MAX_LISTED_FIELDS).map(|field| format!("{field}{}", why(field))).collect();
         return Err(ShapeError::NotHonoured { fields: fields.join(", ") });
     }
     let memory_pages = pages(admitted)?;
@@ -333,8 +334,9 @@ mod tests {
         let initrd = [("kernel-image", "a:1"), ("kernel", "/vmlinux"), ("initrd", "/initrd")];
         let error = shaped(&initrd, &plain(), EngineKind::Qemu).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
-        let told = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): its initial file system is Nacelle's";
-        assert!(error.to_string().contains(told) && !error.to_string().contains("kernelPath"), "{error}");
+        let expected =
+            "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): its initial file system is Nacelle's";
+        assert!(error.to_string().contains(expected) && !error.to_string().contains("kernelPath"), "{error}");
         // A record of an older daemon, and one of this daemon.
         assert_eq!(serde_json::from_str::<VmShape>("{}").unwrap(), VmShape::default());
         let shape = kernel("a:1").unwrap();

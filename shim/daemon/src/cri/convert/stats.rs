@@ -249,8 +249,8 @@ mod tests {
     #[test]
     fn without_a_default_interface_there_is_no_network() {
         let mut figures = figures("a");
-        let told = network(&figures).unwrap();
-        assert_eq!((told.default_interface.unwrap().name.as_str(), told.interfaces.len()), ("eth0", 1));
+        let reported = network(&figures).unwrap();
+        assert_eq!((reported.default_interface.unwrap().name.as_str(), reported.interfaces.len()), ("eth0", 1));
         // A machine pod, or a guest that reports no interfaces.
         figures.interfaces = Default::default();
         assert_eq!(network(&figures), None);
@@ -309,12 +309,15 @@ mod tests {
         let group = GroupUsage { cpu_nanos: 5, memory_bytes: 4, anonymous_bytes: 3, peak_bytes: None };
         let whole = Cost { cpu_nanos: 4_000, memory_bytes: u64::MAX, anonymous_bytes: 2 };
         let account = Account { whole, guest_bytes: 1 << 20, group: Some(group) };
-        let told = accounts(Some(&figures), Some(account));
-        assert_eq!(told["difference"]["cpuNanos"], -1000);
-        assert_eq!(told["machine"]["memoryBytes"], i64::MAX);
-        assert_eq!((&told["machine"]["guestBytes"], &told["system"]["memoryBytes"]), (&json!(1 << 20), &json!(500)));
-        assert_eq!(told["node"], json!({"cpuNanos": 5, "memoryBytes": 4, "anonymousBytes": 3, "peakBytes": null}));
-        let told = accounts(None, Some(Account { group: None, ..account }));
-        assert!(["difference", "system", "node", "containers"].iter().all(|key| told[key].is_null()), "{told}");
+        let reported = accounts(Some(&figures), Some(account));
+        assert_eq!(reported["difference"]["cpuNanos"], -1000);
+        assert_eq!(reported["machine"]["memoryBytes"], i64::MAX);
+        assert_eq!(
+            (&reported["machine"]["guestBytes"], &reported["system"]["memoryBytes"]),
+            (&json!(1 << 20), &json!(500))
+        );
+        assert_eq!(reported["node"], json!({"cpuNanos": 5, "memoryBytes": 4, "anonymousBytes": 3, "peakBytes": null}));
+        let reported = accounts(None, Some(Account { group: None, ..account }));
+        assert!(["difference", "system", "node", "containers"].iter().all(|key| reported[key].is_null()), "{reported}");
     }
 }

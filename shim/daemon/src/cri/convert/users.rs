@@ -8,7 +8,7 @@ use nacelle_proto::cri;
 /// The field in which pods and containers request a user namespace.
 const FIELD: &str = "config.linux.security_context.namespace_options.userns_options";
 /// The smallest number of ids: images use `nobody`, 65534.
-const LEAST: u32 = 65_536;
+const MIN_IDS: u32 = 65_536;
 
 /// Returns a pod's user namespace: mode POD with one range each of users and groups, or none.
 pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, FieldError> {
@@ -43,7 +43,7 @@ pub fn of_container(options: Option<&cri::NamespaceOption>, pod: Option<UserName
     if got == pod {
         return Ok(());
     }
-    bad(FIELD, told(got), format!("a container has its pod's user namespace: {}", told(pod)))
+    bad(FIELD, describe(got), format!("a container has its pod's user namespace: {}", describe(pod)))
 }
 
 /// Returns whether a mount maps owner ids through the pod's user namespace: it has the pod's mappings, or none. Other mappings
@@ -57,7 +57,7 @@ pub fn of_mount(mount: &cri::Mount, pod: Option<UserNamespace>) -> Result<bool, 
     if Some(asked) == pod {
         return Ok(true);
     }
-    bad(field, told(Some(asked)), format!("none, or those of the pod are allowed: {}", told(pod)))
+    bad(field, describe(Some(asked)), format!("none, or those of the pod are allowed: {}", describe(pod)))
 }
 
 /// Returns the user namespace in CRI's form.
@@ -70,7 +70,7 @@ pub fn report(namespace: UserNamespace) -> cri::UserNamespace {
     }
 }
 
-fn told(namespace: Option<UserNamespace>) -> String {
+fn describe(namespace: Option<UserNamespace>) -> String {
     let range = |range: IdRange| format!("0 is {}, of {}", range.first, range.count);
     match namespace {
         Some(namespace) => format!("POD, users: {}; groups: {}", range(namespace.users), range(namespace.groups)),
@@ -87,11 +87,11 @@ fn range(field: &'static str, mappings: &[cri::IdMapping]) -> Result<IdRange, Fi
         return bad(
             field,
             format!("container_id {container_id}"),
-            "0 is needed: the container's root must be somebody",
+            "0 is needed: the container's root user must have an id on the node",
         );
     }
-    if length < LEAST {
-        return bad(field, format!("length {length}"), format!("at least {LEAST} is needed: images have so many"));
+    if length < MIN_IDS {
+        return bad(field, format!("length {length}"), format!("at least {MIN_IDS} is needed: images have so many"));
     }
     // The largest id is reserved.
     if host_id.checked_add(length).is_none() {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_else_is_refused() {
+    fn other_user_namespaces_are_rejected() {
         let good = [mapping(0, 65_536, 65_536)];
         let rows = [
             (options(Pod, &[], &[]), "uids is \"0 mappings\""),
@@ -180,7 +180,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_range_that_is_taken_has_a_root_and_ends_before_the_number_of_nobody(
+        fn an_accepted_range_contains_root_and_ends_before_the_reserved_id(
             container_id in prop_oneof![4 => Just(0), 1 => any::<u32>()], host_id: u32, length: u32,
         ) {
             let asked = options(Pod, &[mapping(container_id, host_id, length)], &[mapping(0, 0, 65_536)]);
@@ -188,12 +188,12 @@ mod tests {
                 Ok(taken) => {
                     let range = taken.unwrap().users;
                     prop_assert_eq!((container_id, range.first, range.count), (0, host_id, length));
-                    prop_assert!(length >= LEAST && u64::from(host_id) + u64::from(length) <= u64::from(u32::MAX));
+                    prop_assert!(length >= MIN_IDS && u64::from(host_id) + u64::from(length) <= u64::from(u32::MAX));
                 }
                 Err(error) => {
                     prop_assert_eq!(error.kind(), Kind::Invalid);
                     let end = u64::from(host_id) + u64::from(length);
-                    prop_assert!(container_id != 0 || length < LEAST || end > u64::from(u32::MAX));
+                    prop_assert!(container_id != 0 || length < MIN_IDS || end > u64::from(u32::MAX));
                 }
             }
         }
