@@ -276,7 +276,7 @@ fn host_path_volumes_can_cover_dev_and_parts_of_sys() {
 
     let wrong =
         |at: &str| ContainerRequest::sh("wrong", &image, "true").set("mounts", json!([mount(at, node.directory())]));
-    for (at, why) in [("/proc/sys", "only a few of its files"), ("/sys/none-such", "in which nothing can be made")] {
+    for (at, why) in [("/proc/sys", "only a few of its files"), ("/sys/none-such", "where nothing can be created")] {
         let refused = pod.try_create(wrong(at)).err();
         assert!(refused.contains("InvalidArgument") && refused.contains(why), "{at}: {refused}");
     }

@@ -185,7 +185,7 @@ fn a_vm_has_a_network_card_of_the_node() {
         let kept = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "snapshot", "one"]).err();
         assert!(kept.contains("VFIO"), "{kept}");
         // A second VM is rejected, and the first one keeps the card.
-        check_refusal(&pod, asked_as(7, &card.vfio_path()), "there is one already");
+        check_refusal(&pod, asked_as(7, &card.vfio_path()), "a machine pod has only one");
         assert!(vfio_group_is_visible(&node, &pod.id, &card.group), "QEMU finds it when it starts again");
         // No other process can open the group meanwhile.
         let taken = fs::File::open(card.vfio_path()).expect_err("a group has one holder");

@@ -205,7 +205,7 @@ fn what_a_stranger_made_is_checked_and_leaves_nothing() {
         use Code::{FailedPrecondition, InvalidArgument, ResourceExhausted};
         refused("over", InvalidArgument, "backing file", &same, &[&over]).await;
         refused("encrypted", InvalidArgument, "encrypted", &same, &[&disk("a"), &encrypted]).await;
-        refused("outside", InvalidArgument, "another file", &same, &[&outside]).await;
+        refused("outside", InvalidArgument, "external data file", &same, &[&outside]).await;
         refused("raw", InvalidArgument, "a qcow2 file is expected", &same, &[b"raw"]).await;
         refused(
             "size",
