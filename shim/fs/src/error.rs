@@ -40,13 +40,13 @@ pub enum ShareError {
         source: io::Error,
     },
     /// The volume lies on a mount that does not propagate mounts below it.
-    #[error("cannot propagate mounts to or from the volume {}: its mount {} must be {needed}; change it with mount --make-shared", path.display(), mount_point.display())]
+    #[error("cannot propagate mounts to or from the volume {}: its mount {} is not {needed}; change it with mount --make-shared", path.display(), mount_point.display())]
     NotShared {
         /// The path on the node.
         path: PathBuf,
         /// The mount point of that mount.
         mount_point: PathBuf,
-        /// The required propagation: "shared", "shared, or a slave of a shared mount".
+        /// The required propagation: "shared", "shared, nor a slave of a shared mount".
         needed: &'static str,
     },
     /// The file system does not support idmapped mounts, or the user namespace could not be created.

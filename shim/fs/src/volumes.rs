@@ -185,7 +185,7 @@ fn check_propagation(volume: &VolumeToMount) -> Result<(), ShareError> {
         find_mount_of(&volume.path).map_err(volume_error("find the mount of", &volume.path))?;
     let (allowed, needed) = match volume.propagation {
         Propagation::BothWays => (shared, "shared"),
-        _ => (shared || slave, "shared, or a slave of a shared mount"),
+        _ => (shared || slave, "shared, nor a slave of a shared mount"),
     };
     if allowed { Ok(()) } else { Err(ShareError::NotShared { path: volume.path.clone(), mount_point, needed }) }
 }
