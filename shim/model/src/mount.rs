@@ -15,8 +15,6 @@ pub enum MountOption {
     Noexec,
     /// Reading a file does not update its access time.
     Noatime,
-    /// Marks, for the guest's kernel, a read-only volume below which mounts are writable. Requests cannot contain it.
-    Nodiratime,
 }
 
 impl MountOption {
@@ -31,7 +29,6 @@ impl MountOption {
             MountOption::Nodev => "nodev",
             MountOption::Noexec => "noexec",
             MountOption::Noatime => "noatime",
-            MountOption::Nodiratime => "nodiratime",
         }
     }
 }

@@ -89,6 +89,37 @@ impl DeviceNode {
     }
 }
 
+/// The mount option that marks, for the guest's kernel, a read-only volume below which mounts are writable
+/// (`guest/kernel/0009-fuse-device-submounts.patch`).
+const WRITABLE_BELOW: &str = "nodiratime";
+
+/// A path in the mount namespace of the agent, where it finds a volume. In a pod with a guest this is a path of the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuestPath(String);
+
+impl GuestPath {
+    /// Takes an absolute path.
+    pub fn new(path: String) -> GuestPath {
+        GuestPath(path)
+    }
+
+    /// Returns the path.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// A volume of the node as the agent mounts it into a container.
+#[derive(Clone, Copy, Debug)]
+pub struct VolumeMount<'a> {
+    /// The volume as requested.
+    pub volume: &'a NodeVolume,
+    /// The path where the agent finds the volume.
+    pub source: &'a GuestPath,
+    /// Only the volume itself is read-only, and mounts below it are not.
+    pub writable_below: bool,
+}
+
 /// Returns the specification as JSON, for a kernel of this release, with these devices.
 pub fn spec(
     pod: &PodConfig,
@@ -96,10 +127,12 @@ pub fn spec(
     image: &ImageConfig,
     kernel: &str,
     devices: &[DeviceNode],
+    volumes: &[VolumeMount<'_>],
 ) -> Result<Vec<u8>, OciError> {
     let invalid = |source| OciError::Invalid { container: container.name.clone(), source };
     // Converted by way of the typed specification, so that it contains nothing that another runtime could not read.
-    let spec: Spec = serde_json::from_value(document(pod, container, image, kernel, devices)?).map_err(invalid)?;
+    let spec: Spec =
+        serde_json::from_value(document(pod, container, image, kernel, devices, volumes)?).map_err(invalid)?;
     serde_json::to_vec(&spec).map_err(invalid)
 }
 
@@ -136,6 +169,7 @@ fn document(
     image: &ImageConfig,
     kernel: &str,
     devices: &[DeviceNode],
+    volumes: &[VolumeMount<'_>],
 ) -> Result<Value, OciError> {
     let privileged = container.privileged;
     let capabilities = capabilities::of(container);
@@ -147,7 +181,7 @@ fn document(
     }
     // The agent gets each volume with a propagation of its own, but the propagation of the root applies to all of them: a private
     // root keeps each volume isolated, and with a slave root no mount in a volume propagates to the node.
-    let asked = |wanted| container.node_volumes.iter().any(|volume| volume.propagation == wanted);
+    let asked = |wanted| volumes.iter().any(|mount| mount.volume.propagation == wanted);
     let propagation = match (asked(Propagation::BothWays), asked(Propagation::FromNode)) {
         (true, _) => "shared",
         (false, true) => "slave",
@@ -172,7 +206,7 @@ fn document(
         "hostname": pod.hostname,
         "root": { "path": "rootfs", "readonly": container.readonly_rootfs },
         "process": process(pod, container, image, &capabilities)?,
-        "mounts": mounts(privileged).chain(container.node_volumes.iter().map(node_volume)).collect::<Vec<_>>(),
+        "mounts": mounts(privileged).chain(volumes.iter().map(node_volume)).collect::<Vec<_>>(),
         "linux": linux,
     }))
 }
@@ -254,15 +288,19 @@ fn namespaces() -> Value {
     ])
 }
 
-/// Returns the mount of a volume of the node; `host_path` is the path where the agent finds it.
-fn node_volume(volume: &NodeVolume) -> Value {
+/// Returns the mount of a volume of the node.
+fn node_volume(mount: &VolumeMount<'_>) -> Value {
+    let volume = mount.volume;
     let mut options = match (volume.readonly, volume.recursive_read_only) {
         (true, true) => vec!["rbind", "ro", "rro"],
         (true, false) => vec!["rbind", "ro"],
         _ => vec!["rbind", "rw"],
     };
     options.extend(volume.options.iter().map(|option| option.word()));
-    json!({ "destination": volume.container_path, "type": "bind", "source": volume.host_path, "options": options })
+    if mount.writable_below {
+        options.push(WRITABLE_BELOW);
+    }
+    json!({ "destination": volume.container_path, "type": "bind", "source": mount.source.as_str(), "options": options })
 }
 
 fn mounts(privileged: bool) -> impl Iterator<Item = Value> {
@@ -366,7 +404,13 @@ mod tests {
     fn built(change: impl FnOnce(&mut ContainerConfig)) -> Value {
         let mut config = (*container(1, 1).config).clone();
         change(&mut config);
-        serde_json::from_slice(&spec(&pod(1).config, &config, &image(), "6.12.0", &[]).unwrap()).unwrap()
+        let source = GuestPath::new("/srv/data".into());
+        let mounts: Vec<_> = config
+            .node_volumes
+            .iter()
+            .map(|volume| VolumeMount { volume, source: &source, writable_below: volume.container_path == "/d" })
+            .collect();
+        serde_json::from_slice(&spec(&pod(1).config, &config, &image(), "6.12.0", &[], &mounts).unwrap()).unwrap()
     }
 
     #[test]
@@ -387,7 +431,7 @@ mod tests {
         assert_eq!(args(&["c"], &["x"]), ["c", "x"]);
         let mut config = (*container(1, 1).config).clone();
         (config.command, config.args) = (vec![], vec![]);
-        let error = spec(&pod(1).config, &config, &ImageConfig::default(), "", &[]).unwrap_err();
+        let error = spec(&pod(1).config, &config, &ImageConfig::default(), "", &[], &[]).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(error.to_string().contains("busybox"), "{error}");
     }
@@ -414,7 +458,7 @@ mod tests {
     #[test]
     fn volumes_of_the_node_are_mounts_of_what_the_agent_sees() {
         let volume = |at: &str, readonly, recursive_read_only, propagation| NodeVolume {
-            host_path: "/srv/data".into(),
+            host_path: "/of/the/request".into(),
             container_path: at.into(),
             readonly,
             recursive_read_only,
@@ -427,6 +471,7 @@ mod tests {
                 volume("/a", false, false, Propagation::Private),
                 volume("/b", true, false, Propagation::Private),
                 volume("/c", true, true, Propagation::Private),
+                volume("/d", true, false, Propagation::Private),
             ];
         });
         let of = |at: &str| spec["mounts"].as_array().unwrap().iter().find(|m| m["destination"] == at).unwrap().clone();
@@ -434,6 +479,7 @@ mod tests {
         assert_eq!(of("/a")["options"], json!(["rbind", "rw"]));
         assert_eq!(of("/b")["options"], json!(["rbind", "ro", "nosuid", "nodev", "noexec", "noatime"]));
         assert_eq!(of("/c")["options"], json!(["rbind", "ro", "rro"]));
+        assert_eq!(of("/d")["options"], json!(["rbind", "ro", "nodiratime"]));
         assert_eq!(spec["linux"]["rootfsPropagation"], "private");
         let spec = built(|config| config.node_volumes = vec![volume("/a", false, false, Propagation::FromNode)]);
         assert_eq!(spec["linux"]["rootfsPropagation"], "slave");
@@ -457,7 +503,7 @@ mod tests {
             gid: 6,
             access: "r".into(),
         };
-        let spec = spec(&pod(1).config, &config, &image(), "6.12.0", &[disk]).unwrap();
+        let spec = spec(&pod(1).config, &config, &image(), "6.12.0", &[disk], &[]).unwrap();
         let linux = serde_json::from_slice::<Value>(&spec).unwrap()["linux"].clone();
         let device = json!({
             "path": "/dev/disk", "type": "b", "major": 8, "minor": 1, "fileMode": 0o660, "uid": 0, "gid": 6,

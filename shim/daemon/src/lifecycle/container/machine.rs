@@ -18,6 +18,7 @@ use nacelle_pod::share::VolumeTarget;
 use nacelle_proto::pod as proto;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The first signal to a machine that is to stop: any signal but SIGKILL presses its power button.
@@ -67,7 +68,7 @@ async fn share(
         found.collect::<Result<Vec<_>, _>>()
     });
     let found = found.await.map_err(|error| at(STEP)(SourceError::Volume(error)))?;
-    let volumes = found.iter().map(|volume| shared(volume, &pod.config)).collect();
+    let volumes = found.iter().map(|volume| shared(volume, Path::new(&volume.host_path), &pod.config)).collect();
     let attached = parts.pods.attach(&parts.pod_dir(&pod.id), VolumeTarget::Share, record.id.as_str(), volumes).await;
     attached.map_err(at("share the directories of the machine's file systems with the pod"))
 }

@@ -5,10 +5,10 @@ use super::machine;
 use crate::lifecycle::context::Parts;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
-use crate::lifecycle::volume::shared::{shared, take_back, taker};
-use crate::lifecycle::volume::{as_found, copied_in, device, own_volumes, resolve};
-use crate::oci::{self, DeviceNode};
-use nacelle_base::files::FileError;
+use crate::lifecycle::volume::device::{self, BlockDevice};
+use crate::lifecycle::volume::plan::{self, Delivery, VolumePlan};
+use crate::lifecycle::volume::shared::{self, take_back};
+use crate::oci::{self, DeviceNode, VolumeMount};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_machines::machine_pod::{self, Passed};
 use nacelle_model::container::ContainerConfig;
@@ -17,7 +17,6 @@ use nacelle_model::pod::PodKind;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::PidMode;
 use nacelle_pod::client::{DeviceOffer, PodClient};
-use nacelle_pod::share::VolumeTarget;
 use nacelle_proto::pod as proto;
 use std::path::Path;
 use std::sync::Arc;
@@ -63,54 +62,26 @@ pub(crate) async fn prepare(
         let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;
         return Ok(Prepared { request, client, offers, passed: Some(passed), in_sysfs: false });
     }
-    let asked = Arc::clone(&record.config);
-    let mut found =
-        blocking(move || resolve(&asked)).await.map_err(at("find the volumes of the container on the node"))?;
-    let taker = taker(pod);
-    let mut blocks = Vec::new();
-    let nodes = if taker == VolumeTarget::Share {
-        // CPU numbers of the node mean nothing in the guest.
-        found.resources = found.resources.in_guest();
-        let asked = found.clone();
-        let of_guest = blocking(move || device::of_guest(&asked)).await?;
-        blocks = of_guest.blocks;
-        of_guest.nodes
-    } else {
-        // No device nodes can be created in a user namespace.
-        let privileged = (found.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
-        device::of_node(&found, privileged)?
-    };
-    let (id, looked) = (record.id.clone(), found.node_volumes.clone());
-    let plan = match taker {
-        VolumeTarget::Share if !looked.is_empty() => {
-            let plan = blocking(move || Ok::<_, FileError>(copied_in::plan(&id, &looked))).await;
-            plan.map_err(at("look at the volumes of the container"))?
-        }
-        _ => looked.iter().map(|_shared| None).collect(),
-    };
-    let mut own = own_volumes(parts, pod, record, &found).await?;
-    for disk in own.iter_mut().flatten() {
-        blocks.extend(disk.1.take());
-    }
-    let own: Vec<_> = own.into_iter().map(|own| own.map(|(volume, _)| volume)).collect();
+    let (config, nodes, blocks) = devices(pod, record).await?;
+    let plans = plan::plan(parts, pod, record).await?;
     let prepared = async {
-        for (taker, pushed) in [(taker, false), (VolumeTarget::CopiedIn, true)] {
-            let ways = plan.iter().zip(&own);
-            let volumes = found.node_volumes.iter().zip(ways);
-            let volumes = volumes.filter(|(_, (plan, own))| plan.is_some() == pushed && own.is_none());
-            let volumes: Vec<_> = volumes.map(|(volume, _)| shared(volume, &pod.config)).collect();
-            if !volumes.is_empty() {
-                let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
-                attached.map_err(at("share the volumes of the container with the pod"))?;
+        shared::attach(parts, pod, record, &plans).await?;
+        let mounts: Vec<_> = plans.iter().map(VolumePlan::mount).collect();
+        let mut request = request(parts, pod, record, &config, &nodes, &mounts).await?;
+        let mut offered = blocks;
+        for plan in plans {
+            match plan.delivery {
+                Delivery::Shared => {}
+                Delivery::CopiedIn(copy) => request.copied_in_volumes.push(copy),
+                Delivery::Memory(volume) => request.empty_dirs.push(volume),
+                Delivery::Disk { volume, device, file } => {
+                    request.empty_dirs.push(volume);
+                    offered.push((device, file));
+                }
             }
         }
-        let marks = taker == VolumeTarget::Share && pod.config.user_namespace.is_none();
-        let found = as_found(found, &record.id, &plan, &own, marks);
-        let pushed = plan.into_iter().flatten().collect();
-        let mut request = request(parts, pod, record, &found, &nodes, pushed).await?;
-        request.empty_dirs = own.into_iter().flatten().collect();
-        let mut offers = Vec::with_capacity(blocks.len());
-        for (device, file) in blocks {
+        let mut offers = Vec::with_capacity(offered.len());
+        for (device, file) in offered {
             let call = client.offer_device(record.id.as_str(), &device.container_path, file);
             offers.push(ask("hand a device over to the pod", parts.answer_limit(), call).await?);
             request.devices.push(device);
@@ -128,6 +99,26 @@ pub(crate) async fn prepare(
     }
 }
 
+/// Returns the container's configuration as its kernel can apply it, its device nodes, and the block devices of the node that the
+/// VM gets.
+async fn devices(
+    pod: &PodRecord,
+    record: &ContainerRecord,
+) -> Result<(ContainerConfig, Vec<DeviceNode>, Vec<BlockDevice>), LifecycleError> {
+    let mut config = (*record.config).clone();
+    if pod.config.kind.has_guest() {
+        // CPU numbers of the node mean nothing in the guest.
+        config.resources = config.resources.in_guest();
+        let asked = Arc::clone(&record.config);
+        let of_guest = blocking(move || device::of_guest(&asked)).await?;
+        return Ok((config, of_guest.nodes, of_guest.blocks));
+    }
+    // No device nodes can be created in a user namespace.
+    let privileged = (config.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
+    let nodes = device::of_node(&config, privileged)?;
+    Ok((config, nodes, Vec::new()))
+}
+
 /// Builds the creation request for the pod process.
 async fn request(
     parts: &Parts,
@@ -135,10 +126,10 @@ async fn request(
     record: &ContainerRecord,
     config: &ContainerConfig,
     devices: &[DeviceNode],
-    pushed: Vec<proto::CopiedInVolume>,
+    mounts: &[VolumeMount<'_>],
 ) -> Result<proto::CreateContainerRequest, LifecycleError> {
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices);
+    let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices, mounts);
     let spec = spec.map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
     let mut volumes = Vec::with_capacity(record.volumes.len());
@@ -170,7 +161,7 @@ async fn request(
         },
         own_pid_namespace: config.pid == PidMode::Own,
         volumes,
-        copied_in_volumes: pushed,
+        copied_in_volumes: Vec::new(),
         devices: Vec::new(),
         empty_dirs: Vec::new(),
         disks: Vec::new(),

@@ -2,6 +2,7 @@
 //! (configMap, secret, projected, downwardAPI). docs/contributor/volumes.md has the rules. Reads the node's directories, and
 //! changes nothing.
 
+use super::plan::HostPath;
 use nacelle_base::ContainerId;
 use nacelle_base::copied_in::{DATA, DIRECTORY};
 use nacelle_model::mount::{NodeVolume, Propagation};
@@ -20,58 +21,56 @@ const PLUGINS: [(&str, &str); 4] = [
     ("kubernetes.io~downward-api", "downward-api"),
 ];
 /// The largest part of a volume's name, in bytes, that its name in the guest contains.
-const SHOWN: usize = 64;
+const MAX_NAME: usize = 64;
 
 /// The kind of copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Way {
+enum CopyMode {
     /// The whole volume under this name, with later changes.
     Live(String),
     /// A file or directory of a volume, as it is now.
-    Copy,
+    Once,
 }
 
-/// Returns the copy request for each of a container's volumes, by its index in the list; `None` for shared volumes. The paths
-/// must be free of symbolic links.
-pub(crate) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Vec<Option<proto::CopiedInVolume>> {
-    let mut count = 0;
-    let planned = volumes.iter().map(|volume| {
-        let way = way(volume)?;
-        let number = count;
-        count += 1;
-        Some(proto::CopiedInVolume {
-            is_live: matches!(way, Way::Live(_)),
-            name: match way {
-                Way::Live(name) => name,
-                Way::Copy => format!("{id}.{number}"),
-            },
-            server_path: format!("{id}/{number}"),
-            path: volume.host_path.clone(),
-        })
-    });
-    planned.collect()
+/// Returns the copy request for a volume, the `number`th that is copied into the container; `None` for a volume that is shared.
+pub(super) fn plan(
+    id: &ContainerId,
+    number: usize,
+    volume: &NodeVolume,
+    host: &HostPath,
+) -> Option<proto::CopiedInVolume> {
+    let mode = copy_mode(volume, host)?;
+    Some(proto::CopiedInVolume {
+        is_live: matches!(mode, CopyMode::Live(_)),
+        name: match mode {
+            CopyMode::Live(name) => name,
+            CopyMode::Once => format!("{id}.{number}"),
+        },
+        server_path: format!("{id}/{number}"),
+        path: host.as_str().to_owned(),
+    })
 }
 
 /// Returns the path of the copy in the guest.
-pub(crate) fn in_guest(volume: &proto::CopiedInVolume) -> String {
+pub(super) fn in_guest(volume: &proto::CopiedInVolume) -> String {
     format!("{DIRECTORY}/{}", volume.name)
 }
 
-fn way(volume: &NodeVolume) -> Option<Way> {
+fn copy_mode(volume: &NodeVolume, host: &HostPath) -> Option<CopyMode> {
     if !volume.readonly || volume.propagation != Propagation::Private {
         return None;
     }
-    let path = Path::new(&volume.host_path);
+    let path = host.as_path();
     let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
     match names.as_slice() {
         [.., "pods", _pod, "volumes", plugin, name] => {
             let (_, short) = PLUGINS.iter().find(|(directory, _)| directory == plugin)?;
-            is_written_by_kubelet(path).then(|| Way::Live(called(short, name, path)))
+            is_written_by_kubelet(path).then(|| CopyMode::Live(called(short, name, path)))
         }
         [.., "pods", _pod, "volume-subpaths", name, _container, _number] => {
             let pod = path.ancestors().nth(4)?;
             let of = |plugin: &str| pod.join("volumes").join(plugin).join(name);
-            PLUGINS.iter().any(|(plugin, _)| is_written_by_kubelet(&of(plugin))).then_some(Way::Copy)
+            PLUGINS.iter().any(|(plugin, _)| is_written_by_kubelet(&of(plugin))).then_some(CopyMode::Once)
         }
         _ => None,
     }
@@ -90,11 +89,11 @@ fn is_written_by_kubelet(volume: &Path) -> bool {
 }
 
 /// Returns a name that is readable and, by its hash, unique among the volumes of the pod.
-pub(crate) fn called(short: &str, name: &str, path: &Path) -> String {
+pub(super) fn called(short: &str, name: &str, path: &Path) -> String {
     let mut hasher = DefaultHasher::new();
     path.hash(&mut hasher);
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '-' || c == '.' { c } else { '_' };
-    let name: String = name.chars().take(SHOWN).map(plain).collect();
+    let name: String = name.chars().take(MAX_NAME).map(plain).collect();
     format!("{short}.{name}.{:016x}", hasher.finish())
 }
 
@@ -117,6 +116,10 @@ mod tests {
         }
     }
 
+    fn mode(volume: &NodeVolume) -> Option<CopyMode> {
+        copy_mode(volume, &HostPath::of(Path::new(&volume.host_path)))
+    }
+
     /// Creates a volume as kubelet writes it, below a pod's directory.
     fn written(pod: &Path, plugin: &str) -> PathBuf {
         let directory = pod.join("volumes").join(plugin).join("conf");
@@ -128,21 +131,21 @@ mod tests {
     }
 
     #[test]
-    fn what_kubelet_writes_for_a_pod_is_pushed() {
+    fn what_kubelet_writes_for_a_pod_is_copied_in() {
         let node = tempfile::tempdir().unwrap();
         let pod = node.path().join("pods/uid");
         for (plugin, short) in PLUGINS {
             let directory = written(&pod, plugin);
-            let Some(Way::Live(name)) = way(&volume(&directory)) else { panic!("{plugin} is not pushed") };
+            let Some(CopyMode::Live(name)) = mode(&volume(&directory)) else { panic!("{plugin} is not copied in") };
             assert!(name.starts_with(&format!("{short}.conf.")) && name.len() < 128, "{name}");
         }
         let other = written(&node.path().join("pods/other"), PLUGINS[0].0);
         let first = pod.join("volumes").join(PLUGINS[0].0).join("conf");
-        assert_ne!(way(&volume(&other)), way(&volume(&first)), "each has its name");
+        assert_ne!(mode(&volume(&other)), mode(&volume(&first)), "each has its name");
         let part = pod.join("volume-subpaths/conf/c/0");
         fs::create_dir_all(part.parent().unwrap()).unwrap();
         fs::write(&part, "value").unwrap();
-        assert_eq!(way(&volume(&part)), Some(Way::Copy));
+        assert_eq!(mode(&volume(&part)), Some(CopyMode::Once));
     }
 
     #[test]
@@ -162,31 +165,18 @@ mod tests {
             volume(&node.path().join("none")),
             volume(Path::new("/")),
         ] {
-            assert_eq!(way(&changed), None, "{}", changed.host_path);
+            assert_eq!(mode(&changed), None, "{}", changed.host_path);
         }
         // Not as kubelet writes: a file beside the link, a link to another place, and no link.
         fs::write(directory.join("file"), "").unwrap();
-        assert_eq!(way(&volume(&directory)), None);
+        assert_eq!(mode(&volume(&directory)), None);
         let directory = written(&pod, "kubernetes.io~secret");
         for to in ["../../elsewhere", "/etc", "..", "key", "..data"] {
             fs::remove_file(directory.join(DATA)).unwrap();
             symlink(to, directory.join(DATA)).unwrap();
-            assert_eq!(way(&volume(&directory)), None, "{to}");
+            assert_eq!(mode(&volume(&directory)), None, "{to}");
         }
         fs::remove_file(directory.join(DATA)).unwrap();
-        assert_eq!(way(&volume(&directory)), None);
-    }
-
-    #[test]
-    fn numbers_are_those_of_pushed_volumes_only() {
-        let node = tempfile::tempdir().unwrap();
-        let pod = node.path().join("pods/uid");
-        let (first, second) = (written(&pod, PLUGINS[0].0), written(&pod, PLUGINS[1].0));
-        let id = ContainerId::from_bytes([1; 32]);
-        let planned = plan(&id, &[volume(Path::new("/srv")), volume(&first), volume(Path::new("/x")), volume(&second)]);
-        let places: Vec<_> =
-            planned.iter().map(|volume| volume.as_ref().map(|volume| volume.server_path.clone())).collect();
-        let place = |n: u8| Some(format!("{id}/{n}"));
-        assert_eq!(places, [None, place(0), None, place(1)]);
+        assert_eq!(mode(&volume(&directory)), None);
     }
 }

@@ -25,13 +25,16 @@ const OWN: [&str; 6] = ["/dev/pts", "/dev/shm", "/dev/fd", "/dev/mqueue", "/dev/
 /// Device nodes of the guest's kernel (guest/kernel) that need no hardware: path, major, minor.
 const OF_GUEST: [(&str, u64, u64); 2] = [("/dev/fuse", 10, 229), ("/dev/net/tun", 10, 200)];
 
+/// A block device of the node: the message to the pod process, and the open device.
+pub(crate) type BlockDevice = (proto::BlockDevice, OwnedFd);
+
 /// The devices of a container in a VM.
 #[derive(Debug, Default)]
 pub(crate) struct OfGuest {
     /// Device nodes of the guest's kernel.
     pub nodes: Vec<DeviceNode>,
-    /// Block devices of the node: the message to the pod process, and the open device.
-    pub blocks: Vec<(proto::BlockDevice, OwnedFd)>,
+    /// Block devices of the node.
+    pub blocks: Vec<BlockDevice>,
 }
 
 /// Finds and opens the devices of a container in a VM.
@@ -51,7 +54,7 @@ pub(crate) fn of_guest(config: &ContainerConfig) -> Result<OfGuest, LifecycleErr
 }
 
 /// Opens a block device of the node with the requested permissions. Symbolic links are followed.
-pub(crate) fn block(device: &DeviceRequest) -> Result<(proto::BlockDevice, OwnedFd), LifecycleError> {
+pub(crate) fn block(device: &DeviceRequest) -> Result<BlockDevice, LifecycleError> {
     let path = || device.host_path.clone();
     let metadata = fs::metadata(&device.host_path).map_err(|_missing| LifecycleError::NoDevice { path: path() })?;
     if !metadata.file_type().is_block_device() {

@@ -3,6 +3,7 @@
 //! node only passes them on and must never mount or parse one.
 
 use super::empty_dir::{self, DIRECTORY, MOST};
+use super::plan::HostPath;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use nacelle_base::ContainerId;
 use nacelle_base::files::{self, FileError, remove_if_there};
@@ -26,11 +27,11 @@ const MARK: &str = "shared.";
 
 /// The form in which the pod's emptyDirs are available.
 #[derive(Debug)]
-pub(crate) enum Way {
+pub(crate) enum EmptyDirForm {
     /// Disks, for which the VM was created; with the pod's directory.
     Disks(EmptyDirs, PathBuf),
     /// Shares only. A volume that is a disk already is not available; the text is the advice for the error.
-    Shares(&'static str),
+    Shared(&'static str),
 }
 
 /// A volume that is a disk of the VM.
@@ -44,32 +45,38 @@ pub(crate) struct Disk {
     pub file: OwnedFd,
 }
 
-/// Returns the disk of each of a container's volumes, by its index in the list; `None` for volumes that are not disks. Creates
-/// missing disks. The paths must be free of symbolic links.
-pub(crate) fn plan(way: &Way, id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Option<Disk>>, LifecycleError> {
-    let planned = volumes.iter().enumerate().map(|(number, volume)| {
-        let path = Path::new(&volume.host_path);
-        match (empty_dir::named(path).filter(|(_, root)| root.is_dir() && empty_dir::kind(root).is_none()), way) {
-            (None, _) => Ok(None),
-            (Some((_, root)), Way::Shares(instead)) => match fs::symlink_metadata(root.join(FILE)) {
-                Ok(_) => Err(LifecycleError::OnDisk { path: volume.host_path.clone(), instead }),
+/// Returns the disk that a volume of the node becomes, the `index`th of the container; `None` for a volume that is none. Creates a
+/// missing disk.
+pub(super) fn plan(
+    form: &EmptyDirForm,
+    id: &ContainerId,
+    index: usize,
+    volume: &NodeVolume,
+    host: &HostPath,
+) -> Result<Option<Disk>, LifecycleError> {
+    let found = empty_dir::named(host.as_path());
+    let Some((name, root)) = found.filter(|(_, root)| root.is_dir() && empty_dir::kind(root).is_none()) else {
+        return Ok(None);
+    };
+    let (rules, pod) = match form {
+        EmptyDirForm::Disks(rules, pod) => (rules, pod),
+        EmptyDirForm::Shared(instead) => {
+            return match fs::symlink_metadata(root.join(FILE)) {
+                Ok(_) => Err(LifecycleError::OnDisk { path: host.as_str().to_owned(), instead }),
                 Err(_none) => Ok(None),
-            },
-            (Some((name, root)), Way::Disks(rules, pod)) => {
-                let called = super::copied_in::called("disk", &name, &root);
-                // Two containers may request the volume at once.
-                let alone = File::open(&root).and_then(|directory| directory.lock().map(|()| directory));
-                let alone = alone.map_err(step("lock", &root))?;
-                let mark = pod.join(format!("{MARK}{called}"));
-                if !is_disk(rules, &name, &root, &mark)? {
-                    return Ok(None);
-                }
-                drop(alone);
-                disk(volume, called, &root, format!("{DIRECTORY}/{id}.{number}")).map(Some)
-            }
+            };
         }
-    });
-    planned.collect()
+    };
+    let called = super::copied_in::called("disk", &name, &root);
+    // Two containers may request the volume at once.
+    let alone = File::open(&root).and_then(|directory| directory.lock().map(|()| directory));
+    let alone = alone.map_err(step("lock", &root))?;
+    let mark = pod.join(format!("{MARK}{called}"));
+    if !is_disk(rules, &name, &root, &mark)? {
+        return Ok(None);
+    }
+    drop(alone);
+    disk(volume, host, called, &root, format!("{DIRECTORY}/{id}.{index}")).map(Some)
 }
 
 fn step<E>(what: &'static str, path: &Path) -> impl FnOnce(E) -> LifecycleError
@@ -121,12 +128,18 @@ fn size(rules: &EmptyDirs, name: &str, root: &Path) -> Result<u64, LifecycleErro
     Ok(free & !((1 << 20) - 1))
 }
 
-fn disk(volume: &NodeVolume, name: String, root: &Path, source: String) -> Result<Disk, LifecycleError> {
-    let path = Path::new(&volume.host_path);
+fn disk(
+    volume: &NodeVolume,
+    host: &HostPath,
+    name: String,
+    root: &Path,
+    source: String,
+) -> Result<Disk, LifecycleError> {
+    let path = host.as_path();
     if volume.propagation != Propagation::Private {
-        return Err(LifecycleError::OwnPropagation { path: volume.host_path.clone() });
+        return Err(LifecycleError::OwnPropagation { path: host.as_str().to_owned() });
     }
-    let part = part(path, root).ok_or_else(|| LifecycleError::NoPart { path: volume.host_path.clone() })?;
+    let part = part(path, root).ok_or_else(|| LifecycleError::NoPart { path: host.as_str().to_owned() })?;
     let place = root.join(FILE);
     let open = OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_NOFOLLOW).open(&place);
     let file = open.map_err(step("open", &place))?;
@@ -202,8 +215,8 @@ mod tests {
 
         fn plan(&self, disks: bool, volume: &NodeVolume) -> Result<Option<Disk>, LifecycleError> {
             let rules = EmptyDirs { disks, limits: [("scratch".to_owned(), 32 << 20)].into(), limit: None };
-            let way = Way::Disks(rules, self.run.path().to_owned());
-            plan(&way, &ContainerId::from_bytes([1; 32]), std::slice::from_ref(volume)).map(|mut all| all.remove(0))
+            let form = EmptyDirForm::Disks(rules, self.run.path().to_owned());
+            plan(&form, &ContainerId::from_bytes([1; 32]), 0, volume, &HostPath::of(Path::new(&volume.host_path)))
         }
     }
 
@@ -238,8 +251,9 @@ mod tests {
         assert!(!place.root().join(DRAFT).exists());
         let told = NodeVolume { propagation: Propagation::FromNode, ..whole.clone() };
         assert_eq!(place.plan(true, &told).unwrap_err().kind(), Kind::Unsupported);
-        let shares = Way::Shares("make it a machine");
-        let error = plan(&shares, &ContainerId::from_bytes([1; 32]), &[whole]).unwrap_err();
+        let shares = EmptyDirForm::Shared("make it a machine");
+        let error =
+            plan(&shares, &ContainerId::from_bytes([1; 32]), 0, &whole, &HostPath::of(&place.root())).unwrap_err();
         assert!(error.kind() == Kind::Conflict && error.to_string().contains("make it a machine"), "{error}");
     }
 

@@ -3,6 +3,7 @@
 //! nothing.
 
 use super::empty_dir::{DIRECTORY, kind, named, occupied};
+use super::plan::HostPath;
 use crate::lifecycle::context::error::LifecycleError;
 use nacelle_base::ContainerId;
 use nacelle_model::mount::{NodeVolume, Propagation};
@@ -12,38 +13,37 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Returns the memory volume for each of a container's volumes, by its index in the list; `None` for other volumes. The paths
-/// must be free of symbolic links.
-pub(crate) fn plan(id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<Option<proto::EmptyDir>>, LifecycleError> {
-    let planned = volumes.iter().enumerate().map(|(number, volume)| {
-        let Some((name, root, part)) = found(Path::new(&volume.host_path)) else { return Ok(None) };
-        if volume.propagation != Propagation::Private {
-            return Err(LifecycleError::OwnPropagation { path: volume.host_path.clone() });
-        }
-        let looked = |path: &Path| fs::metadata(path).ok();
-        let (Some(whole), Some(seen), Ok(size)) = (looked(&root), looked(Path::new(&volume.host_path)), statfs(&root))
-        else {
-            return Ok(None);
-        };
-        let block = u64::try_from(size.block_size()).unwrap_or(0);
-        Ok(Some(proto::EmptyDir {
-            name: super::copied_in::called("memory", &name, &root),
-            path: root.display().to_string(),
-            source: format!("{DIRECTORY}/{id}.{number}"),
-            bytes: size.blocks().saturating_mul(block),
-            // The block size of a hugetlbfs is its page size.
-            page_bytes: if size.filesystem_type() == HUGETLBFS_MAGIC { block } else { 0 },
-            mode: whole.mode() & 0o7777,
-            uid: whole.uid(),
-            gid: whole.gid(),
-            has_node_files: occupied(&root),
-            sub_path_mode: seen.mode() & 0o7777,
-            sub_path_uid: seen.uid(),
-            sub_path_gid: seen.gid(),
-            sub_path: part,
-        }))
-    });
-    planned.collect()
+/// Returns the memory volume that a volume of the node becomes, the `index`th of the container; `None` for other volumes.
+pub(super) fn plan(
+    id: &ContainerId,
+    index: usize,
+    volume: &NodeVolume,
+    host: &HostPath,
+) -> Result<Option<proto::EmptyDir>, LifecycleError> {
+    let Some((name, root, part)) = found(host.as_path()) else { return Ok(None) };
+    if volume.propagation != Propagation::Private {
+        return Err(LifecycleError::OwnPropagation { path: host.as_str().to_owned() });
+    }
+    let (Ok(whole), Ok(seen), Ok(size)) = (fs::metadata(&root), fs::metadata(host.as_path()), statfs(&root)) else {
+        return Ok(None);
+    };
+    let block = u64::try_from(size.block_size()).unwrap_or(0);
+    Ok(Some(proto::EmptyDir {
+        name: super::copied_in::called("memory", &name, &root),
+        path: root.display().to_string(),
+        source: format!("{DIRECTORY}/{id}.{index}"),
+        bytes: size.blocks().saturating_mul(block),
+        // The block size of a hugetlbfs is its page size.
+        page_bytes: if size.filesystem_type() == HUGETLBFS_MAGIC { block } else { 0 },
+        mode: whole.mode() & 0o7777,
+        uid: whole.uid(),
+        gid: whole.gid(),
+        has_node_files: occupied(&root),
+        sub_path_mode: seen.mode() & 0o7777,
+        sub_path_uid: seen.uid(),
+        sub_path_gid: seen.gid(),
+        sub_path: part,
+    }))
 }
 
 /// Returns the name of a mounted volume, its directory, and the mounted part of it (empty for all of it).

@@ -1,6 +1,8 @@
 //! Shares volumes of the node with a pod, and detaches them.
 
+use super::plan::VolumePlan;
 use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::{LifecycleError, at};
 use nacelle_base::Chain;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
@@ -8,7 +10,7 @@ use nacelle_model::namespace::{IdRange, UserNamespace};
 use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_pod::share::{self as shares, Owners, VolumeAccess, VolumeTarget, VolumeToMount};
-use std::path::PathBuf;
+use std::path::Path;
 
 /// Returns which process mounts the volumes of a pod.
 pub(crate) fn taker(pod: &PodRecord) -> VolumeTarget {
@@ -27,11 +29,11 @@ pub(crate) fn takers(pod: &PodRecord, config: &ContainerConfig) -> &'static [Vol
 }
 
 /// Returns the request to the process that mounts the volume.
-pub(crate) fn shared(volume: &NodeVolume, pod: &PodConfig) -> VolumeToMount {
+pub(crate) fn shared(volume: &NodeVolume, host: &Path, pod: &PodConfig) -> VolumeToMount {
     let range = |range: IdRange| (range.first, range.count);
     let owners = |users: UserNamespace| Owners { users: range(users.users), groups: range(users.groups) };
     VolumeToMount {
-        path: PathBuf::from(&volume.host_path),
+        path: host.to_owned(),
         access: match (volume.readonly, volume.recursive_read_only) {
             (_, true) => VolumeAccess::RecursiveReadOnly,
             (true, false) => VolumeAccess::ReadOnly,
@@ -45,6 +47,27 @@ pub(crate) fn shared(volume: &NodeVolume, pod: &PodConfig) -> VolumeToMount {
         },
         owners: pod.user_namespace.filter(|_| volume.id_mapped).map(owners),
     }
+}
+
+/// Hands the volumes of a container that are shared or copied in to the processes that mount or read them.
+pub(crate) async fn attach(
+    parts: &Parts,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+    plans: &[VolumePlan],
+) -> Result<(), LifecycleError> {
+    let shared_volumes = plans.iter().filter(|plan| plan.is_shared()).collect();
+    let copied_in = plans.iter().filter(|plan| plan.is_copied_in()).collect();
+    for (taker, plans) in [(taker(pod), shared_volumes), (VolumeTarget::CopiedIn, copied_in)] {
+        let plans: Vec<&VolumePlan> = plans;
+        let volumes: Vec<_> =
+            plans.into_iter().map(|plan| shared(&plan.request, plan.host.as_path(), &pod.config)).collect();
+        if !volumes.is_empty() {
+            let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
+            attached.map_err(at("share the volumes of the container with the pod"))?;
+        }
+    }
+    Ok(())
 }
 
 /// Detaches the volumes of a container whose creation failed.

@@ -1,0 +1,249 @@
+//! Plans how each volume of a container reaches it. A plan holds everything about one volume from the request to the mount.
+
+use super::{copied_in, disk, memory};
+use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::error::{LifecycleError, at};
+use crate::oci::{GuestPath, VolumeMount};
+use nacelle_base::files::{self, FileError};
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_base::{ContainerId, share};
+use nacelle_model::mount::NodeVolume;
+use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_proto::pod as proto;
+use std::io::ErrorKind;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+/// An absolute path on the node without symbolic links. Links would lead elsewhere in the namespace of the process that mounts the
+/// volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct HostPath(String);
+
+impl HostPath {
+    /// Resolves the path of a request. Creates a directory if nothing exists there, as kubelet expects. Blocks.
+    pub(crate) fn resolve(path: &str) -> Result<HostPath, FileError> {
+        let path = Path::new(path);
+        if !path.exists() {
+            std::fs::create_dir_all(path).map_err(files::at("create", path))?;
+        }
+        let found = path.canonicalize().map_err(files::at("find", path))?.into_os_string().into_string();
+        Ok(HostPath(found.map_err(|_bytes| files::at("name", path)(ErrorKind::InvalidFilename.into()))?))
+    }
+
+    /// Returns the path.
+    pub(crate) fn as_path(&self) -> &Path {
+        Path::new(&self.0)
+    }
+
+    /// Returns the path as text.
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Takes a path that contains no symbolic links.
+    #[cfg(test)]
+    pub(super) fn of(path: &Path) -> HostPath {
+        HostPath(path.to_str().unwrap().to_owned())
+    }
+}
+
+/// The way in which a volume of the node reaches its container.
+#[derive(Debug)]
+pub(crate) enum Delivery {
+    /// The directory or file of the node is shared.
+    Shared,
+    /// The contents are copied into the guest.
+    CopiedIn(proto::CopiedInVolume),
+    /// The volume is memory of the VM.
+    Memory(proto::EmptyDir),
+    /// The volume is a disk of the VM.
+    Disk {
+        /// The volume on the disk.
+        volume: proto::EmptyDir,
+        /// The disk, as the pod process receives it.
+        device: proto::BlockDevice,
+        /// The open file of the disk.
+        file: OwnedFd,
+    },
+}
+
+/// A volume of the node on its way into a container.
+#[derive(Debug)]
+pub(crate) struct VolumePlan {
+    /// The volume as requested.
+    pub request: NodeVolume,
+    /// The path on the node.
+    pub host: HostPath,
+    /// The way into the container.
+    pub delivery: Delivery,
+    /// The path where the agent finds the volume.
+    pub guest: GuestPath,
+    /// The guest's kernel has to mount what is below the volume writable although the volume is read-only.
+    writable_below: bool,
+}
+
+impl VolumePlan {
+    /// Returns the mount of the volume in the container.
+    pub(crate) fn mount(&self) -> VolumeMount<'_> {
+        VolumeMount { volume: &self.request, source: &self.guest, writable_below: self.writable_below }
+    }
+
+    /// Returns whether the node's directory or file is shared.
+    pub(crate) fn is_shared(&self) -> bool {
+        matches!(self.delivery, Delivery::Shared)
+    }
+
+    /// Returns whether the contents are copied into the guest.
+    pub(crate) fn is_copied_in(&self) -> bool {
+        matches!(self.delivery, Delivery::CopiedIn(_))
+    }
+}
+
+/// What decides on the delivery of a pod's volumes.
+struct Rules {
+    /// The pod has a guest.
+    guest: bool,
+    /// The node maps owner ids, which only a share supports: the pod has a user namespace.
+    mapped: bool,
+    /// The form of emptyDirs on kubelet's disk.
+    empty_dirs: disk::EmptyDirForm,
+}
+
+/// Plans the volumes of a container. Creates missing directories of the node and missing disks of volumes.
+pub(crate) async fn plan(
+    parts: &Parts,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+) -> Result<Vec<VolumePlan>, LifecycleError> {
+    let (guest, mapped) = (pod.config.kind.has_guest(), pod.config.user_namespace.is_some());
+    let empty_dirs = match &pod.config.empty_dirs {
+        _ if !guest => disk::EmptyDirForm::Shared("run the pod by a handler whose engine is not host"),
+        _ if mapped => disk::EmptyDirForm::Shared("run the pod without a user namespace of its own"),
+        None => disk::EmptyDirForm::Shared("the pod was started by an older version of Nacelle; make it anew"),
+        Some(rules) => disk::EmptyDirForm::Disks(rules.clone(), parts.pod_dir(&pod.id)),
+    };
+    let (rules, id, config) = (Rules { guest, mapped, empty_dirs }, record.id.clone(), record.config.clone());
+    blocking(move || rules.plan(&id, &config.node_volumes)).await
+}
+
+impl Rules {
+    fn plan(&self, id: &ContainerId, volumes: &[NodeVolume]) -> Result<Vec<VolumePlan>, LifecycleError> {
+        // All paths exist before the first disk is created.
+        let hosts: Result<Vec<_>, _> = volumes.iter().map(|volume| HostPath::resolve(&volume.host_path)).collect();
+        let hosts = hosts.map_err(at("find the volumes of the container on the node"))?;
+        // The pod process numbers the volumes that it shares and those that it copies, each from zero.
+        let (mut shared, mut copied) = (0, 0);
+        let mut plans = Vec::with_capacity(volumes.len());
+        for (index, (volume, host)) in volumes.iter().zip(hosts).enumerate() {
+            let delivery = self.delivery(id, index, copied, volume, &host)?;
+            let guest = match &delivery {
+                Delivery::Shared => format!("{}/{id}/{shared}", share::DIRECTORY),
+                Delivery::CopiedIn(copy) => copied_in::in_guest(copy),
+                Delivery::Memory(volume) | Delivery::Disk { volume, .. } => volume.source.clone(),
+            };
+            let is_shared = matches!(delivery, Delivery::Shared);
+            shared += usize::from(is_shared);
+            copied += usize::from(matches!(delivery, Delivery::CopiedIn(_)));
+            // A guest's kernel mounts file systems below a shared volume with the flags of that volume, so a mark says where only
+            // the volume itself is read-only. In a user namespace the agent cannot set such a flag: everything below a read-only
+            // volume is read-only there.
+            let markable = is_shared && self.guest && !self.mapped;
+            plans.push(VolumePlan {
+                request: volume.clone(),
+                host,
+                delivery,
+                guest: GuestPath::new(guest),
+                writable_below: markable && volume.readonly && !volume.recursive_read_only,
+            });
+        }
+        Ok(plans)
+    }
+
+    /// Decides on one volume: the `index`th of the container, after `copied` volumes that are copied in.
+    fn delivery(
+        &self,
+        id: &ContainerId,
+        index: usize,
+        copied: usize,
+        volume: &NodeVolume,
+        host: &HostPath,
+    ) -> Result<Delivery, LifecycleError> {
+        let copy = if self.guest { copied_in::plan(id, copied, volume, host) } else { None };
+        if let Some(copy) = copy {
+            return Ok(Delivery::CopiedIn(copy));
+        }
+        if let Some(disk::Disk { volume, device, file }) = disk::plan(&self.empty_dirs, id, index, volume, host)? {
+            return Ok(Delivery::Disk { volume, device, file });
+        }
+        let memory = if self.guest && !self.mapped { memory::plan(id, index, volume, host)? } else { None };
+        Ok(memory.map_or(Delivery::Shared, Delivery::Memory))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_model::mount::Propagation;
+
+    fn volume(path: &Path) -> NodeVolume {
+        NodeVolume {
+            host_path: path.to_str().unwrap().into(),
+            container_path: "/x".into(),
+            readonly: true,
+            recursive_read_only: false,
+            propagation: Propagation::Private,
+            id_mapped: false,
+            options: [].into(),
+        }
+    }
+
+    fn rules(guest: bool) -> Rules {
+        Rules { guest, mapped: false, empty_dirs: disk::EmptyDirForm::Shared("none") }
+    }
+
+    #[test]
+    fn volumes_of_the_node_are_found_or_made() {
+        let directory = tempfile::tempdir().unwrap();
+        let base = directory.path().canonicalize().unwrap();
+        std::fs::write(base.join("file"), "").unwrap();
+        std::os::unix::fs::symlink("file", base.join("link")).unwrap();
+        let id = ContainerId::from_bytes([1; 32]);
+        let volumes = [volume(&base.join("link")), volume(&base.join("new/deep"))];
+        let plans = rules(true).plan(&id, &volumes).unwrap();
+        let hosts: Vec<_> = plans.iter().map(|plan| plan.host.as_path()).collect();
+        assert_eq!(hosts, [base.join("file"), base.join("new/deep")]);
+        assert!(base.join("new/deep").is_dir());
+        let guests: Vec<_> = plans.iter().map(|plan| plan.guest.as_str().to_owned()).collect();
+        assert_eq!(guests, [0, 1].map(|number| format!("/run/nacelle/volumes/{id}/{number}")));
+        assert!(plans[0].mount().writable_below && plans[0].is_shared());
+        assert!(!rules(false).plan(&id, &volumes).unwrap()[0].mount().writable_below);
+        assert!(rules(true).plan(&id, &[volume(&base.join("file/x"))]).is_err());
+    }
+
+    #[test]
+    fn shared_and_copied_volumes_are_numbered_apart() {
+        let node = tempfile::tempdir().unwrap();
+        let pod = node.path().canonicalize().unwrap().join("pods/uid");
+        let written = ["configmap", "secret"].map(|plugin| {
+            let directory = pod.join(format!("volumes/kubernetes.io~{plugin}/conf"));
+            std::fs::create_dir_all(directory.join("..2026")).unwrap();
+            std::os::unix::fs::symlink("..2026", directory.join("..data")).unwrap();
+            directory
+        });
+        let id = ContainerId::from_bytes([1; 32]);
+        let (a, b) = (node.path().join("a"), node.path().join("b"));
+        let volumes = [&a, &written[0], &b, &written[1]].map(|path| volume(path));
+        let plans = rules(true).plan(&id, &volumes).unwrap();
+        let copies: Vec<_> = plans
+            .iter()
+            .map(|plan| match &plan.delivery {
+                Delivery::CopiedIn(copy) => Some(copy.server_path.clone()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(copies, [None, Some(format!("{id}/0")), None, Some(format!("{id}/1"))]);
+        assert_eq!(plans[2].guest.as_str(), format!("/run/nacelle/volumes/{id}/1"));
+        // Without a guest everything is shared.
+        assert!(rules(false).plan(&id, &volumes).unwrap().iter().all(VolumePlan::is_shared));
+    }
+}
