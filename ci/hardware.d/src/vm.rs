@@ -10,7 +10,7 @@ use nacelle_engine::BOOT_PORT;
 use nacelle_hardware::{COMMANDS, MARK, RECEIVE_PORT, link, tcp};
 use nacelle_net::{NetNs, tap};
 use nacelle_vmm::block::Slot;
-use nacelle_vmm::machine::{Backing, Builder, Config, HostPages};
+use nacelle_vmm::machine::{HostPages, MemoryBacking, VmBuilder, VmConfig};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
@@ -207,8 +207,8 @@ pub fn serve(argument: &str) -> anyhow::Result<()> {
     };
     let mut builder = match (&saved, &file) {
         (Some(saved), _) => saved.builder(),
-        (None, Some(file)) => Builder::with_saved_memory(config(&description), file),
-        (None, None) => Builder::new(config(&description)),
+        (None, Some(file)) => VmBuilder::with_saved_memory(config(&description), file),
+        (None, None) => VmBuilder::new(config(&description)),
     }
     .context("cannot make a machine")?;
     let sink = console.clone();
@@ -265,10 +265,10 @@ pub fn serve(argument: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn config(description: &Description) -> Config {
-    Config {
+fn config(description: &Description) -> VmConfig {
+    VmConfig {
         memory_mib: description.memory_mib,
-        backing: if description.under == Under::Memfd { Backing::Shared } else { Backing::Private },
+        backing: if description.under == Under::Memfd { MemoryBacking::Shared } else { MemoryBacking::Private },
         pages: match description.pages {
             Pages::Small => HostPages::Small,
             Pages::Transparent => HostPages::Transparent,
@@ -277,7 +277,7 @@ fn config(description: &Description) -> Config {
         kernel: description.kernel.clone(),
         initrd: Some(description.initrd.clone()),
         cmdline: PARAMETERS.map(str::to_owned).to_vec(),
-        ..Config::default()
+        ..VmConfig::default()
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nacelle_base::{Classify, Kind};
 use nacelle_vmm::block::BlockError;
 use nacelle_vmm::net::NetError;
-use nacelle_vmm::vhost_user::ServeError;
+use nacelle_vmm::vhost_user::VhostUserServerError;
 
 use crate::qemu::QmpError;
 
@@ -57,7 +57,7 @@ pub enum EngineError {
         /// The name of the device.
         device: String,
         /// The cause.
-        source: ServeError,
+        source: VhostUserServerError,
     },
     /// A thread, pipe or socket pair could not be created.
     #[error("cannot create {what}")]

@@ -40,6 +40,6 @@ pub use machine::{
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
-pub use nacelle_vmm::machine::{BLOCK_MIB, reserve};
+pub use nacelle_vmm::machine::{BLOCK_MIB, unused_reserve};
 pub use probe::{Accelerator, KvmVerdict, choose_accelerator, default_engine, probe_kvm};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nacelle_vmm::vsock::{Listener, Vsock};
+use nacelle_vmm::vsock::{Vsock, VsockListener};
 
 use crate::LinkError;
 use crate::machine::{BOOT_PORT, GuestLink, LinkListener};
@@ -19,7 +19,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(250);
 pub(crate) struct VsockLink {
     vsock: Vsock,
     /// The boot port, until the host listens there.
-    boot: Mutex<Option<Listener>>,
+    boot: Mutex<Option<VsockListener>>,
     ended: Arc<AtomicBool>,
 }
 
@@ -30,7 +30,7 @@ impl VsockLink {
         Ok(VsockLink { vsock, boot, ended: Arc::default() })
     }
 
-    fn take_boot_listener(&self) -> Option<Listener> {
+    fn take_boot_listener(&self) -> Option<VsockListener> {
         self.boot.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -69,7 +69,7 @@ impl GuestLink for VsockLink {
 }
 
 struct PortListener {
-    listener: Listener,
+    listener: VsockListener,
     ended: Arc<AtomicBool>,
     port: u32,
 }

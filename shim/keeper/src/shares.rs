@@ -8,7 +8,7 @@ use nacelle_base::files::remove_if_there;
 use nacelle_base::share::{self, QUEUES};
 use nacelle_model::machine::Filesystem;
 use nacelle_vmm::fs::Fs;
-use nacelle_vmm::vhost_user::{self, Server};
+use nacelle_vmm::vhost_user::{self, VhostUserServer};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub struct SharedDirectory {
     /// The path of the socket.
     pub socket: PathBuf,
-    server: Option<Server>,
+    server: Option<VhostUserServer>,
 }
 
 /// Creates the devices for the file systems of the VM of container `id`, with sockets in this directory. Blocks.
@@ -35,7 +35,8 @@ pub fn serve_directories(
     let one = |(number, (filesystem, [first, second])): (usize, (&Filesystem, &[UnixStream; QUEUES]))| {
         let failed = |source| KeeperError::Share { name: filesystem.name.clone(), source };
         let streams = [first.try_clone().map_err(failed)?, second.try_clone().map_err(failed)?];
-        let device = Fs::of_part(streams, &share::volume_name(id, number)).map_err(failed)?.lending().device();
+        let device =
+            Fs::for_volume(streams, &share::volume_name(id, number)).map_err(failed)?.sharing_queues().device();
         let socket = directory.join(format!("share-{number}.sock"));
         // A socket of an earlier VM, which ended with its process.
         remove_if_there(&socket).map_err(KeeperError::StateFile)?;

@@ -64,7 +64,7 @@ async fn resize(
     requested: u64,
 ) -> Result<Bounded<SetMemoryResponse>, PodError> {
     let reserve_mib = spec.reserved_memory_mib.unwrap_or(0);
-    let ranges = nacelle_engine::reserve(spec.memory_mib, reserve_mib, 0);
+    let ranges = nacelle_engine::unused_reserve(spec.memory_mib, reserve_mib, 0);
     let maximum = u64::from(reserve_mib) << 20;
     let used = agent.set_memory(&ranges, requested).await?.bound(requested..=maximum)?;
     // If the guest uses more than it reports, it loses that memory, not the node.

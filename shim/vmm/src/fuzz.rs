@@ -6,11 +6,11 @@ use crate::transport::mmio;
 use crate::transport::vhost_user::harness;
 use crate::virtio::balloon::{self, Balloon};
 use crate::virtio::block::{self, Slot};
-use crate::virtio::console::{self, Console};
+use crate::virtio::console::{self, VirtioConsole};
 use crate::virtio::net;
 use crate::virtio::ring::Ring;
 use crate::virtio::rng;
-use crate::virtio::vsock::{HOST_CID, Header, Muxer};
+use crate::virtio::vsock::{HOST_CID, Muxer, PacketHeader};
 use crate::virtio::{Device, Interrupt, Memory};
 use nacelle_base::retry::retry_interrupted;
 use nix::sys::epoll::{Epoll, EpollCreateFlags};
@@ -32,11 +32,11 @@ const SIZE: u16 = 16;
 const CID: u32 = 3;
 const PORT: u32 = 1024;
 
-struct Nobody;
+struct NoInterrupt;
 
-impl Interrupt for Nobody {
-    fn queue(&self, _index: u16) {}
-    fn config(&self) {}
+impl Interrupt for NoInterrupt {
+    fn notify_queue(&self, _index: u16) {}
+    fn notify_config(&self) {}
 }
 
 pub(crate) fn memory() -> Arc<Memory> {
@@ -65,11 +65,11 @@ pub(crate) fn ring(driver: &Driver, index: u16) -> Ring {
 pub(crate) fn ring_from(memory: Arc<Memory>, index: u16, state: QueueState) -> Ring {
     let queue = Queue::try_from(state).expect("a queue");
     let kick = EventFd::new().expect("an eventfd").into();
-    Ring::new(index, queue, memory, kick, Arc::new(Nobody)).expect("a ring")
+    Ring::new(index, queue, memory, kick, Arc::new(NoInterrupt)).expect("a ring")
 }
 
 /// Returns a queue whose descriptors and rings consist of these bytes, valid or not.
-fn wild(data: &[u8], index: u16) -> Ring {
+fn malformed_queue(data: &[u8], index: u16) -> Ring {
     let driver = Driver::new(memory(), u64::from(index) * QUEUE_BYTES, SIZE);
     // The available ring comes first in the bytes, because it decides whether the device reads any descriptor.
     let (available, descriptors) = data.split_at(data.len().min(4 + 2 * usize::from(SIZE)));
@@ -81,18 +81,18 @@ fn wild(data: &[u8], index: u16) -> Ring {
 }
 
 /// Returns a queue with one request made of these bytes: two lengths, then the data that the device reads.
-fn tame(data: &[u8]) -> Ring {
+fn well_formed_queue(data: &[u8]) -> Ring {
     let mut driver = Driver::new(memory(), 0, SIZE);
     let (lengths, bytes) = data.split_at(data.len().min(4));
     let number = |at: usize| u32::from(lengths.get(at).copied().unwrap_or(0));
     let bytes = bytes.get(..0x4000).unwrap_or(bytes);
     driver.memory.write_slice(bytes, GuestAddress(BUFFERS)).expect("memory");
     let cut = (number(0) % 32).min(bytes.len() as u32);
-    let room = number(1) | number(2) << 8;
+    let writable = number(1) | number(2) << 8;
     driver.submit(&[
         (BUFFERS, cut, false),
         (BUFFERS + u64::from(cut), bytes.len() as u32 - cut, false),
-        (BUFFERS + 0x8000, room % 0x4000, true),
+        (BUFFERS + 0x8000, writable % 0x4000, true),
         (BUFFERS + 0xc000, number(3), true),
     ]);
     ring(&driver, 0)
@@ -101,23 +101,23 @@ fn tame(data: &[u8]) -> Ring {
 fn serve(mut ring: Ring, mut handle: impl FnMut(&Memory, crate::virtio::ring::Request) -> u32) {
     let memory = ring.memory().clone();
     for _ in 0..2 {
-        ring.quiet();
+        ring.disable_kicks();
         while let Some(request) = ring.pop() {
             let head = request.head;
             let written = handle(&memory, request);
-            ring.done(head, written);
-            ring.signal();
+            ring.complete(head, written);
+            ring.notify_guest();
         }
-        ring.rearm();
+        ring.enable_kicks();
     }
 }
 
 /// Fuzzes descriptors and rings.
 pub fn queue(data: &[u8]) {
-    serve(wild(data, 0), |memory, mut request| {
+    serve(malformed_queue(data, 0), |memory, mut request| {
         let buffers = &mut request.buffers;
         let _ = buffers.readable.read(memory, &mut [0; 64]);
-        let back = buffers.writable.take_back(1);
+        let back = buffers.writable.split_back(1);
         if buffers.writable.len() < MEMORY {
             let _ = buffers.writable.zero(memory);
         }
@@ -133,11 +133,11 @@ pub fn block(data: &[u8]) {
     SLOTS.with(|slots| {
         for slot in slots {
             let handle = |memory: &Memory, request| {
-                let begun = block::begin(slot.shared(), memory, request);
-                begun.unwrap_or_else(|rest| block::finish(slot.shared(), memory, &rest))
+                let begun = block::try_serve(slot.inner(), memory, request);
+                begun.unwrap_or_else(|rest| block::serve(slot.inner(), memory, &rest))
             };
-            serve(tame(data), handle);
-            serve(wild(data, 1), handle);
+            serve(well_formed_queue(data), handle);
+            serve(malformed_queue(data, 1), handle);
         }
     });
 }
@@ -162,9 +162,9 @@ fn slots() -> [Slot; 3] {
 
 /// Fuzzes requests for entropy.
 pub fn entropy(data: &[u8]) {
-    let metrics = rng::Metrics::default();
-    serve(tame(data), |memory, request| rng::fill(&metrics, memory, request));
-    serve(wild(data, 0), |memory, request| rng::fill(&metrics, memory, request));
+    let metrics = rng::RngMetrics::default();
+    serve(well_formed_queue(data), |memory, request| rng::fill(&metrics, memory, request));
+    serve(malformed_queue(data, 0), |memory, request| rng::fill(&metrics, memory, request));
 }
 
 /// Fuzzes the page lists of a balloon on each of its queues, then writes to the configuration space.
@@ -172,22 +172,26 @@ pub fn balloon(data: &[u8]) {
     let balloon = Balloon::new();
     let mut device = balloon.device();
     device.acknowledge(device.features());
-    let shared = balloon.shared();
+    let inner = balloon.inner();
     for index in 0..4 {
-        serve(tame(data), |memory, request| balloon::serve(shared, index, memory, request).unwrap_or(0));
-        serve(wild(data, index), |memory, request| balloon::serve(shared, index, memory, request).unwrap_or(0));
+        serve(well_formed_queue(data), |memory, request| balloon::serve(inner, index, memory, request).unwrap_or(0));
+        serve(malformed_queue(data, index), |memory, request| {
+            balloon::serve(inner, index, memory, request).unwrap_or(0)
+        });
     }
     configure(&mut *device, data);
 }
 
 /// Fuzzes the console: output, input and writes to the configuration space.
 pub fn console(data: &[u8]) {
-    let console = Console::new(Box::new(|bytes| assert!(!bytes.is_empty())));
+    let console = VirtioConsole::new(Box::new(|bytes| assert!(!bytes.is_empty())));
     for index in 0..2 {
         console.input(data);
-        let shared = console.shared();
-        serve(tame(data), |memory, request| console::serve(shared, index, memory, request).unwrap_or(0));
-        serve(wild(data, index), |memory, request| console::serve(shared, index, memory, request).unwrap_or(0));
+        let inner = console.inner();
+        serve(well_formed_queue(data), |memory, request| console::serve(inner, index, memory, request).unwrap_or(0));
+        serve(malformed_queue(data, index), |memory, request| {
+            console::serve(inner, index, memory, request).unwrap_or(0)
+        });
     }
     configure(&mut *console.device(), data);
 }
@@ -207,10 +211,10 @@ pub fn packets(data: &[u8]) {
     let epoll = || Arc::new(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).expect("epoll"));
     let mut muxer = Muxer::new(CID, epoll(), Arc::default());
     for index in 0..3 {
-        *muxer.ring(index).expect("a queue") = Some(wild(data, index));
+        *muxer.ring(index).expect("a queue") = Some(malformed_queue(data, index));
     }
     muxer.run();
-    muxer.restored();
+    muxer.handle_restore();
     muxer.run();
 
     let mut muxer = Muxer::new(CID, epoll(), Arc::default());
@@ -236,7 +240,7 @@ pub fn packets(data: &[u8]) {
         while rx.take_used().is_some() || tx.take_used().is_some() {}
         streams.extend(accepted.try_iter());
     }
-    muxer.forget();
+    muxer.handle_driver_reset();
     muxer.reset_transport();
     muxer.run();
 }
@@ -244,10 +248,10 @@ pub fn packets(data: &[u8]) {
 const HEADER_BYTES: usize = 13;
 
 /// Returns a header that is likely to pass the first checks: most fields take few values, some take any.
-fn packet(bytes: &[u8]) -> Header {
+fn packet(bytes: &[u8]) -> PacketHeader {
     let byte = |at: usize| u32::from(bytes.get(at).copied().unwrap_or(0));
     let some = |at: usize, usual: u32| if byte(at) < 200 { usual } else { byte(at) << (byte(at) % 25) };
-    Header {
+    PacketHeader {
         src_cid: some(0, CID).into(),
         dst_cid: some(1, HOST_CID as u32).into(),
         src_port: if byte(2) < 100 { byte(2) % 4 } else { PORT },
@@ -265,30 +269,34 @@ fn packet(bytes: &[u8]) -> Header {
 pub fn frames(data: &[u8]) {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let pair = || socketpair(AddressFamily::Unix, SockType::Datagram, None, flags).expect("sockets");
-    for ring in [wild(data, 1), tame(data)] {
+    for ring in [malformed_queue(data, 1), well_formed_queue(data)] {
         let (tap, _other) = pair();
-        let mut sender = net::Sender::new(ring, Arc::default());
-        while matches!(sender.run(tap.as_fd()), net::Need::Turn) {}
+        let mut sender = net::FrameSender::new(ring, Arc::default());
+        while matches!(sender.run(tap.as_fd()), net::NextWait::Nothing) {}
         drop(sender.into_ring());
     }
     let number = |at: usize| usize::from(data.get(at).copied().unwrap_or(0));
-    for (ring, mergeable) in [(wild(data, 0), false), (wild(data, 1), true), (rooms(data), false), (rooms(data), true)]
-    {
+    for (ring, mergeable) in [
+        (malformed_queue(data, 0), false),
+        (malformed_queue(data, 1), true),
+        (queue_of_lengths(data), false),
+        (queue_of_lengths(data), true),
+    ] {
         let (tap, other) = pair();
-        for place in 0..8 {
-            let bytes = vec![7; 12 + number(place) * (1 + number(place + 8) % 32)];
+        for index in 0..8 {
+            let bytes = vec![7; 12 + number(index) * (1 + number(index + 8) % 32)];
             let _ = retry_interrupted(|| nix::unistd::write(&other, &bytes)); // the socket is full
         }
-        let mut receiver = net::Receiver::new(ring, mergeable, Arc::default());
-        while matches!(receiver.run(tap.as_fd()), net::Need::Turn) {}
+        let mut receiver = net::FrameReceiver::new(ring, mergeable, Arc::default());
+        while matches!(receiver.run(tap.as_fd()), net::NextWait::Nothing) {}
         receiver.run(tap.as_fd());
         drop(receiver.into_ring());
     }
-    net::Command::parse(data, net::Allowed { pairs: 4, offloads: 0x182, mac: true });
+    net::ControlCommand::parse(data, net::CommandLimits { pairs: 4, offloads: 0x182, mac: true });
 }
 
 /// Returns a queue with writable buffers of these lengths.
-fn rooms(data: &[u8]) -> Ring {
+fn queue_of_lengths(data: &[u8]) -> Ring {
     let mut driver = Driver::new(memory(), 0, SIZE);
     for pair in data.chunks(2).take(usize::from(SIZE) / 2) {
         let length = |at: usize| u32::from(pair.get(at).copied().unwrap_or(0));
@@ -299,7 +307,7 @@ fn rooms(data: &[u8]) -> Ring {
 
 /// Fuzzes vhost-user messages. Each consists of a request number, a number of descriptors, a length and the body.
 pub fn messages(data: &[u8]) {
-    harness::converse(data);
+    harness::run_messages(data);
 }
 
 /// Fuzzes the file `state` of a snapshot.

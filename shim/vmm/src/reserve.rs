@@ -9,7 +9,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 /// Frees those parts of the guest address ranges that are guest memory, in every process that maps them. Later reads of the
 /// guest return zeros.
-pub fn give_back(memory: &Memory, ranges: &[Range<u64>]) -> io::Result<()> {
+pub fn release_ranges(memory: &Memory, ranges: &[Range<u64>]) -> io::Result<()> {
     for range in ranges {
         for region in memory.iter() {
             let base = region.start_addr().0;
@@ -28,13 +28,13 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     #[test]
-    fn only_what_is_named_goes() {
+    fn only_the_named_ranges_are_released() {
         let memory = Memory::from_ranges(&[(GuestAddress(0), 0x4000), (GuestAddress(0x8000), 0x4000)]).unwrap();
         let touched = [0, 0x1000, 0x3000, 0x8000, 0xb000];
         for at in touched {
             memory.write_obj(7u8, GuestAddress(at)).unwrap();
         }
-        give_back(&memory, &[0x1000..0x2000, 0x3000..0x9000, 0x2_0000..0x3_0000]).unwrap();
+        release_ranges(&memory, &[0x1000..0x2000, 0x3000..0x9000, 0x2_0000..0x3_0000]).unwrap();
         let left = touched.map(|at| memory.read_obj::<u8>(GuestAddress(at)).unwrap());
         assert_eq!(left, [7, 0, 0, 0, 7]);
     }

@@ -13,7 +13,7 @@ const MAX_IOVECS: usize = 1024;
 
 /// The system call that moves bytes between a descriptor and guest memory.
 #[derive(Clone, Copy)]
-enum Way {
+enum Transfer {
     ReadAt(u64),
     ReadCached(u64),
     WriteAt(u64),
@@ -24,36 +24,36 @@ enum Way {
 
 /// Performs one transfer between `fd` and the first [`MAX_IOVECS`] of `slices`, repeated while signals interrupt it. Returns
 /// the number of bytes moved.
-fn transfer(fd: RawFd, slices: &[VolatileSlice<'_>], way: Way) -> io::Result<usize> {
+fn transfer_once(fd: RawFd, slices: &[VolatileSlice<'_>], transfer_kind: Transfer) -> io::Result<usize> {
     let slices = slices.get(..MAX_IOVECS).unwrap_or(slices);
     let guards: Vec<_> = slices.iter().map(|slice| slice.ptr_guard_mut()).collect();
     let mut iovecs: Vec<libc::iovec> =
         guards.iter().map(|guard| libc::iovec { iov_base: guard.as_ptr().cast(), iov_len: guard.len() }).collect();
     let offset = |at: u64| libc::off64_t::try_from(at).map_err(|_why| io::Error::from(io::ErrorKind::InvalidInput));
     let count = iovecs.len() as libc::c_int; // at most MAX_IOVECS
-    let at = match way {
-        Way::ReadAt(at) | Way::ReadCached(at) | Way::WriteAt(at) => offset(at)?,
-        Way::Read | Way::Write | Way::Send => 0,
+    let at = match transfer_kind {
+        Transfer::ReadAt(at) | Transfer::ReadCached(at) | Transfer::WriteAt(at) => offset(at)?,
+        Transfer::Read | Transfer::Write | Transfer::Send => 0,
     };
     retry_interrupted(|| {
-        let moved = match way {
-            Way::ReadAt(_) => {
+        let moved = match transfer_kind {
+            Transfer::ReadAt(_) => {
                 // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
                 unsafe { libc::preadv64(fd, iovecs.as_ptr(), count, at) }
             }
-            Way::ReadCached(_) => {
+            Transfer::ReadCached(_) => {
                 // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
                 unsafe { libc::preadv64v2(fd, iovecs.as_ptr(), count, at, libc::RWF_NOWAIT) }
             }
-            Way::WriteAt(_) => {
+            Transfer::WriteAt(_) => {
                 // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
                 unsafe { libc::pwritev64(fd, iovecs.as_ptr(), count, at) }
             }
             // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel writes only there.
-            Way::Read => unsafe { libc::readv(fd, iovecs.as_ptr(), count) },
+            Transfer::Read => unsafe { libc::readv(fd, iovecs.as_ptr(), count) },
             // SAFETY: each iovec lies in a mapping that `guards` keep alive; the kernel only reads it.
-            Way::Write => unsafe { libc::writev(fd, iovecs.as_ptr(), count) },
-            Way::Send => {
+            Transfer::Write => unsafe { libc::writev(fd, iovecs.as_ptr(), count) },
+            Transfer::Send => {
                 // SAFETY: an all-zero msghdr is a valid empty one.
                 let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
                 message.msg_iov = iovecs.as_mut_ptr();
@@ -74,8 +74,8 @@ fn transfer_all(file: &File, mut slices: Vec<VolatileSlice<'_>>, mut at: u64, wr
             rest = rest.get_mut(1..).unwrap_or_default();
             continue;
         }
-        let way = if write { Way::WriteAt(at) } else { Way::ReadAt(at) };
-        let moved = match transfer(file.as_raw_fd(), rest, way) {
+        let transfer_kind = if write { Transfer::WriteAt(at) } else { Transfer::ReadAt(at) };
+        let moved = match transfer_once(file.as_raw_fd(), rest, transfer_kind) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(moved) => moved,
             Err(error) => return Err(error),
@@ -105,7 +105,7 @@ pub(crate) fn read_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> i
 /// starts to read them), or with EOPNOTSUPP if the file system does not support the check.
 pub(crate) fn read_cached(file: &File, slices: &[VolatileSlice<'_>], at: u64) -> io::Result<()> {
     let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
-    match transfer(file.as_raw_fd(), slices, Way::ReadCached(at))? {
+    match transfer_once(file.as_raw_fd(), slices, Transfer::ReadCached(at))? {
         all if all == wanted => Ok(()),
         _ => Err(io::ErrorKind::WouldBlock.into()),
     }
@@ -118,17 +118,17 @@ pub(crate) fn write_at(file: &File, slices: Vec<VolatileSlice<'_>>, at: u64) -> 
 
 /// Reads once from a stream into guest memory. Returns 0 at the end of the stream.
 pub(crate) fn read_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
-    transfer(fd.as_raw_fd(), slices, Way::Read)
+    transfer_once(fd.as_raw_fd(), slices, Transfer::Read)
 }
 
 /// Writes guest memory once, as one frame of a tap. Takes at most 1024 slices.
 pub(crate) fn write_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
-    transfer(fd.as_raw_fd(), slices, Way::Write)
+    transfer_once(fd.as_raw_fd(), slices, Transfer::Write)
 }
 
 /// Sends guest memory once to a socket, without blocking and without SIGPIPE.
 pub(crate) fn send_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> {
-    transfer(fd.as_raw_fd(), slices, Way::Send)
+    transfer_once(fd.as_raw_fd(), slices, Transfer::Send)
 }
 
 /// Releases `length` bytes from byte `offset` of a region to the host: in every process that maps them if the mapping is

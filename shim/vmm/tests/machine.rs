@@ -5,7 +5,7 @@ use nacelle_base::{Classify, Kind};
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::block::Slot;
 use nacelle_vmm::machine::tiny::TinyGuest;
-use nacelle_vmm::machine::{Backing, Builder, Config, Error, Exit, MAX_DEVICES, Machine};
+use nacelle_vmm::machine::{Error, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit, VmHandle};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
 use std::io::Write;
@@ -22,23 +22,25 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// The tests check for leaks of their own VMs, so they run one after the other.
 static ALONE: Mutex<()> = Mutex::new(());
 
-fn alone() -> MutexGuard<'static, ()> {
+fn lock_suite() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The files that all VMs use.
-struct Pieces {
+struct GuestFiles {
     kernel: PathBuf,
     initrd: PathBuf,
-    _alone: MutexGuard<'static, ()>,
+    _suite_lock: MutexGuard<'static, ()>,
 }
 
 /// Returns the files, or prints a reason and returns `None` if VMs cannot run here.
-fn pieces() -> Option<Pieces> {
+fn guest_files() -> Option<GuestFiles> {
     static FOUND: OnceLock<Result<(PathBuf, PathBuf), String>> = OnceLock::new();
-    let alone = alone();
+    let lock_suite = lock_suite();
     match FOUND.get_or_init(find) {
-        Ok((kernel, initrd)) => Some(Pieces { kernel: kernel.clone(), initrd: initrd.clone(), _alone: alone }),
+        Ok((kernel, initrd)) => {
+            Some(GuestFiles { kernel: kernel.clone(), initrd: initrd.clone(), _suite_lock: lock_suite })
+        }
         Err(why) => {
             eprintln!("skipped: {why}");
             None
@@ -120,10 +122,10 @@ fn initrd(cache: &Path) -> Result<PathBuf, String> {
 
 /// The guest's console output so far.
 #[derive(Clone, Default)]
-struct Console(Arc<(Mutex<Vec<u8>>, Condvar)>);
+struct TestConsole(Arc<(Mutex<Vec<u8>>, Condvar)>);
 
-impl Console {
-    fn sink(&self) -> nacelle_vmm::machine::Console {
+impl TestConsole {
+    fn sink(&self) -> nacelle_vmm::machine::SerialSink {
         let to = self.0.clone();
         Box::new(move |bytes| {
             to.0.lock().unwrap().extend(bytes);
@@ -138,10 +140,10 @@ impl Console {
     /// Waits until the console output contains `text` behind its first `from` bytes.
     fn expect(&self, text: &str, from: usize) {
         let give_up = Instant::now() + LIMIT;
-        let mut said = self.0.0.lock().unwrap();
-        while !String::from_utf8_lossy(said.get(from..).unwrap_or_default()).contains(text) {
-            assert!(Instant::now() < give_up, "no {text:?} in {}", String::from_utf8_lossy(&said));
-            said = self.0.1.wait_timeout(said, Duration::from_secs(1)).unwrap().0;
+        let mut output = self.0.0.lock().unwrap();
+        while !String::from_utf8_lossy(output.get(from..).unwrap_or_default()).contains(text) {
+            assert!(Instant::now() < give_up, "no {text:?} in {}", String::from_utf8_lossy(&output));
+            output = self.0.1.wait_timeout(output, Duration::from_secs(1)).unwrap().0;
         }
     }
 
@@ -150,35 +152,35 @@ impl Console {
     }
 }
 
-fn config(pieces: &Pieces, words: &[&str]) -> Config {
-    Config {
-        kernel: pieces.kernel.clone(),
-        initrd: Some(pieces.initrd.clone()),
+fn config(guest_files: &GuestFiles, words: &[&str]) -> VmConfig {
+    VmConfig {
+        kernel: guest_files.kernel.clone(),
+        initrd: Some(guest_files.initrd.clone()),
         cmdline: ["console=ttyS0", "quiet"].iter().chain(words).map(|word| (*word).to_owned()).collect(),
-        ..Config::default()
+        ..VmConfig::default()
     }
 }
 
-fn boot(config: Config) -> (Machine, Console) {
-    let console = Console::default();
-    let mut builder = Builder::new(config).unwrap();
+fn boot(config: VmConfig) -> (VmHandle, TestConsole) {
+    let console = TestConsole::default();
+    let mut builder = VmBuilder::new(config).unwrap();
     builder.serial(console.sink()).unwrap();
     (builder.start().unwrap(), console)
 }
 
 /// Boots a VM and waits for the guest's init.
-fn up(config: Config) -> (Machine, Console) {
+fn boot_until_up(config: VmConfig) -> (VmHandle, TestConsole) {
     let (machine, console) = boot(config);
     console.expect("up after", 0);
     (machine, console)
 }
 
-fn end_of(machine: &Machine, console: &Console) -> Exit {
+fn wait_exit(machine: &VmHandle, console: &TestConsole) -> VmExit {
     machine.wait(LIMIT).unwrap_or_else(|| panic!("the machine does not end:\n{}", console.text()))
 }
 
 /// Waits until this process has no vCPU thread and no KVM descriptor. A joined thread may remain visible for a moment.
-fn nothing_is_left() {
+fn no_file_is_leaked() {
     let give_up = Instant::now() + LIMIT;
     loop {
         let tasks = std::fs::read_dir("/proc/self/task").unwrap();
@@ -197,86 +199,86 @@ fn nothing_is_left() {
 
 #[test]
 fn a_kernel_boots_and_resets() {
-    let Some(pieces) = pieces() else { return };
-    let (machine, console) = up(config(&pieces, &["do=memory"]));
+    let Some(guest_files) = guest_files() else { return };
+    let (machine, console) = boot_until_up(config(&guest_files, &["do=memory"]));
     let exit = machine.wait(LIMIT);
-    assert_eq!(exit, Some(Exit::Reset), "{}", console.text());
+    assert_eq!(exit, Some(VmExit::Reset), "{}", console.text());
     assert_eq!(machine.wait(Duration::ZERO), exit, "always the same answer");
-    assert_eq!(machine.kill().unwrap(), Exit::Reset, "killed after its end");
-    assert!(matches!(machine.pause(), Err(Error::Ended { exit: Exit::Reset })));
+    assert_eq!(machine.kill().unwrap(), VmExit::Reset, "killed after its end");
+    assert!(matches!(machine.pause(), Err(Error::Ended { exit: VmExit::Reset })));
     assert!(console.text().contains("memory good"), "{}", console.text());
     drop(machine);
-    nothing_is_left();
+    no_file_is_leaked();
 }
 
 #[test]
-fn every_processor_comes_up() {
-    let Some(pieces) = pieces() else { return };
+fn every_vcpu_starts() {
+    let Some(guest_files) = guest_files() else { return };
     for vcpus in [1, 2, 4] {
-        let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=tour"]) });
-        assert_eq!(end_of(&machine, &console), Exit::Reset);
+        let (machine, console) = boot(VmConfig { vcpus, ..config(&guest_files, &["do=tour"]) });
+        assert_eq!(wait_exit(&machine, &console), VmExit::Reset);
         let text = console.text();
         assert!(text.contains(&format!("toured {vcpus} CPUs")), "{vcpus} vCPUs: {text}");
     }
 }
 
 #[test]
-fn each_end_is_told_apart() {
-    let Some(pieces) = pieces() else { return };
+fn each_kind_of_exit_is_distinguished() {
+    let Some(guest_files) = guest_files() else { return };
     // A panic requests a reset; the console shows the reason.
-    let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &["do=panic", "panic=-1"]) });
-    assert_eq!(end_of(&machine, &console), Exit::Reset);
+    let (machine, console) = boot(VmConfig { vcpus: 2, ..config(&guest_files, &["do=panic", "panic=-1"]) });
+    assert_eq!(wait_exit(&machine, &console), VmExit::Reset);
     assert!(console.text().contains("Kernel panic"), "{}", console.text());
     drop(machine);
 
-    let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &["do=reset", "reboot=t"]) });
-    let exit = end_of(&machine, &console);
-    assert!(matches!(&exit, Exit::TripleFault { what } if what.starts_with("vCPU ")), "{exit}");
+    let (machine, console) = boot(VmConfig { vcpus: 2, ..config(&guest_files, &["do=reset", "reboot=t"]) });
+    let exit = wait_exit(&machine, &console);
+    assert!(matches!(&exit, VmExit::TripleFault { what } if what.starts_with("vCPU ")), "{exit}");
     drop(machine);
 
     // A guest that is halted for ever, and one whose vCPUs never leave user mode.
     for (word, sign) in [("do=halt", "up after"), ("do=spin", "spinning")] {
-        let (machine, console) = boot(Config { vcpus: 2, ..config(&pieces, &[word]) });
+        let (machine, console) = boot(VmConfig { vcpus: 2, ..config(&guest_files, &[word]) });
         console.expect(sign, 0);
         assert_eq!(machine.wait(Duration::from_millis(300)), None, "{}", console.text());
-        assert_eq!(machine.kill().unwrap(), Exit::Killed);
-        assert_eq!(machine.wait(Duration::ZERO), Some(Exit::Killed));
+        assert_eq!(machine.kill().unwrap(), VmExit::Killed);
+        assert_eq!(machine.wait(Duration::ZERO), Some(VmExit::Killed));
         drop(machine);
-        nothing_is_left();
+        no_file_is_leaked();
     }
 }
 
 #[test]
-fn a_paused_machine_stands_still() {
-    let Some(pieces) = pieces() else { return };
+fn a_paused_vm_does_nothing() {
+    let Some(guest_files) = guest_files() else { return };
     for vcpus in [1, 3] {
-        let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=count"]) });
+        let (machine, console) = boot(VmConfig { vcpus, ..config(&guest_files, &["do=count"]) });
         console.expect("count 3 ", 0);
         for _ in 0..5 {
             machine.pause().unwrap();
             machine.pause().unwrap();
-            let said = console.length();
+            let output = console.length();
             std::thread::sleep(Duration::from_millis(200));
-            assert_eq!(console.length(), said, "a paused guest has spoken");
+            assert_eq!(console.length(), output, "a paused guest has spoken");
             machine.resume().unwrap();
             machine.resume().unwrap();
-            console.expect("count", said);
+            console.expect("count", output);
         }
         machine.pause().unwrap();
-        assert_eq!(machine.kill().unwrap(), Exit::Killed, "a paused machine can be killed");
+        assert_eq!(machine.kill().unwrap(), VmExit::Killed, "a paused machine can be killed");
     }
 }
 
 #[test]
-fn devices_work_behind_their_windows() {
-    let Some(pieces) = pieces() else { return };
+fn devices_work_in_a_vm() {
+    let Some(guest_files) = guest_files() else { return };
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let bytes: Vec<u8> = (0..1u32 << 20).map(|at| (at * 7 % 251) as u8).collect();
     file.write_all(&bytes).unwrap();
     let sum = bytes.iter().fold(0u32, |sum, byte| sum.wrapping_add(u32::from(*byte)));
-    for backing in [Backing::Private, Backing::Shared] {
-        let console = Console::default();
-        let mut builder = Builder::new(Config { vcpus: 2, backing, ..config(&pieces, &["do=disk"]) }).unwrap();
+    for backing in [MemoryBacking::Private, MemoryBacking::Shared] {
+        let console = TestConsole::default();
+        let mut builder = VmBuilder::new(VmConfig { vcpus: 2, backing, ..config(&guest_files, &["do=disk"]) }).unwrap();
         builder.serial(console.sink()).unwrap();
         // Takes the other windows, so that the disk gets the last window and interrupt.
         for _ in 1..MAX_DEVICES {
@@ -286,25 +288,25 @@ fn devices_work_behind_their_windows() {
         builder.attach(slot.device()).unwrap();
         assert!(matches!(builder.attach(Rng::new().device()), Err(Error::Devices { max: MAX_DEVICES })));
         let machine = builder.start().unwrap();
-        assert_eq!(end_of(&machine, &console), Exit::Reset);
+        assert_eq!(wait_exit(&machine, &console), VmExit::Reset);
         assert!(console.text().contains(&format!("disk sum {sum}")), "{}", console.text());
     }
 }
 
 #[test]
-fn a_kernel_speaks_over_hvc0_and_gives_memory_back() {
-    let Some(pieces) = pieces() else { return };
-    let said = Console::default();
-    let mut builder = Builder::new(Config {
+fn a_kernel_uses_hvc0_and_reports_free_pages() {
+    let Some(guest_files) = guest_files() else { return };
+    let output = TestConsole::default();
+    let mut builder = VmBuilder::new(VmConfig {
         cmdline: vec!["quiet".into(), "console=hvc0".into(), "do=free".into()],
-        ..config(&pieces, &[])
+        ..config(&guest_files, &[])
     })
     .unwrap();
     let balloon = Balloon::new();
-    builder.attach(nacelle_vmm::console::Console::new(said.sink()).device()).unwrap();
+    builder.attach(nacelle_vmm::console::VirtioConsole::new(output.sink()).device()).unwrap();
     builder.attach(balloon.device()).unwrap();
     let machine = builder.start().unwrap();
-    said.expect("memory good", 0);
+    output.expect("memory good", 0);
     let wait = |what: &str, holds: &dyn Fn() -> bool| {
         let give_up = Instant::now() + LIMIT;
         while !holds() {
@@ -321,24 +323,24 @@ fn a_kernel_speaks_over_hvc0_and_gives_memory_back() {
     assert!(freed() >= reported + (4 << 20));
     balloon.set_target(0);
     wait("deflation", &|| balloon.actual() == 0);
-    balloon.ask_statistics();
+    balloon.request_statistics();
     wait("statistics", &|| balloon.statistics().and_then(|statistics| statistics.total).is_some());
     assert_eq!((metrics.refused.load(Relaxed), metrics.failed.load(Relaxed)), (0, 0));
-    assert_eq!(machine.kill().unwrap(), Exit::Killed);
+    assert_eq!(machine.kill().unwrap(), VmExit::Killed);
 }
 
 #[test]
-fn memory_may_be_large_and_lie_anywhere() {
-    let Some(pieces) = pieces() else { return };
+fn memory_above_the_device_hole_works() {
+    let Some(guest_files) = guest_files() else { return };
     // The kernel's memory map does not contain the reserve.
     for (memory_mib, reserve_mib, backing) in [
-        (64, 0, Backing::Private),
-        (131, 1024, Backing::Shared),
-        (3100, 0, Backing::Private),
-        (200, 4096, Backing::Private),
+        (64, 0, MemoryBacking::Private),
+        (131, 1024, MemoryBacking::Shared),
+        (3100, 0, MemoryBacking::Private),
+        (200, 4096, MemoryBacking::Private),
     ] {
-        let (machine, console) = boot(Config { memory_mib, reserve_mib, backing, ..config(&pieces, &[]) });
-        assert_eq!(end_of(&machine, &console), Exit::Reset);
+        let (machine, console) = boot(VmConfig { memory_mib, reserve_mib, backing, ..config(&guest_files, &[]) });
+        assert_eq!(wait_exit(&machine, &console), VmExit::Reset);
         let text = console.text();
         let mib: u32 = text.split(" and ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok()).unwrap();
         assert!(mib <= memory_mib && mib > memory_mib * 3 / 5, "{memory_mib}: {text}");
@@ -347,13 +349,14 @@ fn memory_may_be_large_and_lie_anywhere() {
 
 #[test]
 fn a_kernel_with_only_a_pvh_entry_boots() {
-    let Some(pieces) = pieces() else { return };
+    let Some(guest_files) = guest_files() else { return };
     let copy = tempfile::NamedTempFile::new().unwrap();
-    std::fs::copy(&pieces.kernel, copy.path()).unwrap();
+    std::fs::copy(&guest_files.kernel, copy.path()).unwrap();
     // The field e_entry of the ELF header.
     copy.as_file().write_all_at(&[0; 8], 24).unwrap();
-    let (machine, console) = boot(Config { kernel: copy.path().to_owned(), vcpus: 2, ..config(&pieces, &["do=tour"]) });
-    assert_eq!(end_of(&machine, &console), Exit::Reset);
+    let (machine, console) =
+        boot(VmConfig { kernel: copy.path().to_owned(), vcpus: 2, ..config(&guest_files, &["do=tour"]) });
+    assert_eq!(wait_exit(&machine, &console), VmExit::Reset);
     assert!(console.text().contains("toured 2 CPUs"), "{}", console.text());
 }
 
@@ -373,23 +376,23 @@ fn bzimage() -> Option<PathBuf> {
 
 #[test]
 fn a_compressed_kernel_unpacks_itself_and_boots() {
-    let Some(pieces) = pieces() else { return };
+    let Some(guest_files) = guest_files() else { return };
     let Some(kernel) = bzimage() else {
         eprintln!("skipped: no bzImage: neither NACELLE_BZIMAGE nor a test node's kernel in the cache");
         return;
     };
     // A distribution's kernel may ignore the table of CPUs.
-    let config = config(&pieces, &["do=memory"]);
-    let (machine, console) = boot(Config { kernel, memory_mib: 512, ..config });
-    assert_eq!(end_of(&machine, &console), Exit::Reset, "{}", console.text());
+    let config = config(&guest_files, &["do=memory"]);
+    let (machine, console) = boot(VmConfig { kernel, memory_mib: 512, ..config });
+    assert_eq!(wait_exit(&machine, &console), VmExit::Reset, "{}", console.text());
     assert!(console.text().contains("memory good"), "{}", console.text());
 }
 
 #[test]
-fn a_saved_machine_goes_on_where_it_stood() {
-    let Some(pieces) = pieces() else { return };
+fn a_restored_vm_continues_where_it_was_saved() {
+    let Some(guest_files) = guest_files() else { return };
     for vcpus in [1, 2, 4] {
-        let (machine, console) = boot(Config { vcpus, ..config(&pieces, &["do=count"]) });
+        let (machine, console) = boot(VmConfig { vcpus, ..config(&guest_files, &["do=count"]) });
         console.expect("count 5 ", 0);
         assert!(matches!(machine.save(), Err(Error::NotPaused)));
         machine.pause().unwrap();
@@ -401,7 +404,7 @@ fn a_saved_machine_goes_on_where_it_stood() {
         // Twice: the two VMs do not see each other's changes.
         for _ in 0..2 {
             let saved = snapshot::open(&place).unwrap();
-            let console = Console::default();
+            let console = TestConsole::default();
             let mut builder = saved.builder().unwrap();
             builder.serial(console.sink()).unwrap();
             let machine = builder.restore(saved.state()).unwrap();
@@ -411,15 +414,15 @@ fn a_saved_machine_goes_on_where_it_stood() {
             console.expect(&format!("count {} at", last + 20), 0);
             let (later, then) = last_count(&console.text());
             assert!(later >= last + 19 && then > at && then < at + 60_000, "{last} at {at}: {}", console.text());
-            assert_eq!(machine.kill().unwrap(), Exit::Killed);
+            assert_eq!(machine.kill().unwrap(), VmExit::Killed);
         }
     }
 }
 
 #[test]
-fn restored_machines_draw_random_numbers_of_their_own() {
-    let Some(pieces) = pieces() else { return };
-    let (machine, console) = boot(config(&pieces, &["do=draw"]));
+fn restored_vms_draw_different_random_numbers() {
+    let Some(guest_files) = guest_files() else { return };
+    let (machine, console) = boot(config(&guest_files, &["do=draw"]));
     console.expect("draw ", 0);
     assert!(console.text().contains("generation id: watched"), "an old kernel? {}", console.text());
     machine.pause().unwrap();
@@ -427,18 +430,18 @@ fn restored_machines_draw_random_numbers_of_their_own() {
     let place = directory.path().join("saved");
     snapshot::save(&machine, &place).unwrap();
     // The saved VM continues; two others start from the saved state.
-    let said = console.length();
+    let output = console.length();
     machine.resume().unwrap();
-    let mut drawn = vec![draws(&console, said)];
+    let mut drawn = vec![random_numbers(&console, output)];
     drop(machine);
     for _ in 0..2 {
         let saved = snapshot::open(&place).unwrap();
-        let console = Console::default();
+        let console = TestConsole::default();
         let mut builder = saved.builder().unwrap();
         builder.serial(console.sink()).unwrap();
         let machine = builder.restore(saved.state()).unwrap();
         machine.resume().unwrap();
-        drawn.push(draws(&console, 0));
+        drawn.push(random_numbers(&console, 0));
     }
     let mut all: Vec<_> = drawn.concat();
     let count = all.len();
@@ -448,7 +451,7 @@ fn restored_machines_draw_random_numbers_of_their_own() {
 }
 
 /// Returns the first numbers that a drawing guest prints, behind the first `from` bytes and the line that they end in.
-fn draws(console: &Console, from: usize) -> Vec<String> {
+fn random_numbers(console: &TestConsole, from: usize) -> Vec<String> {
     let give_up = Instant::now() + LIMIT;
     loop {
         let text = console.text().split_off(from);
@@ -470,22 +473,22 @@ fn last_count(text: &str) -> (u64, u64) {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
-    let _alone = alone();
+fn invalid_configurations_are_rejected() {
+    let _suite_lock = lock_suite();
     if TinyGuest::new().is_err() {
         eprintln!("skipped: no KVM");
         return;
     }
-    let refused = |config: Config| Builder::new(config).and_then(Builder::start).err().expect("refused");
+    let refused = |config: VmConfig| VmBuilder::new(config).and_then(VmBuilder::start).err().expect("refused");
     for vcpus in [0, 65] {
-        let error = refused(Config { vcpus, ..Config::default() });
+        let error = refused(VmConfig { vcpus, ..VmConfig::default() });
         assert!(matches!(error, Error::Vcpus { .. }) && error.kind() == Kind::Invalid, "{error}");
     }
-    let error = refused(Config { memory_mib: 1, ..Config::default() });
+    let error = refused(VmConfig { memory_mib: 1, ..VmConfig::default() });
     assert!(matches!(error, Error::Memory { mib: 1, .. }) && error.kind() == Kind::Invalid, "{error}");
-    let missing = refused(Config { kernel: "/does/not/exist".into(), ..Config::default() });
+    let missing = refused(VmConfig { kernel: "/does/not/exist".into(), ..VmConfig::default() });
     assert_eq!(missing.kind(), Kind::NotFound, "{missing}");
-    let nonsense = refused(Config { kernel: "/proc/self/exe".into(), ..Config::default() });
+    let nonsense = refused(VmConfig { kernel: "/proc/self/exe".into(), ..VmConfig::default() });
     assert_eq!(nonsense.kind(), Kind::Invalid, "{nonsense}");
-    nothing_is_left();
+    no_file_is_leaked();
 }

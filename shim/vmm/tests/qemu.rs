@@ -5,7 +5,7 @@ use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_vmm::block::Slot;
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::vhost_user;
-use nacelle_vmm::vsock::{Listener, Vsock, VsockError};
+use nacelle_vmm::vsock::{Vsock, VsockError, VsockListener};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -96,7 +96,7 @@ impl Qemu {
     }
 
     /// Accepts the first connection of the guest.
-    fn first(&mut self, listener: &Listener) -> UnixStream {
+    fn first(&mut self, listener: &VsockListener) -> UnixStream {
         let start = Instant::now();
         loop {
             match listener.accept(Duration::from_millis(100)) {
@@ -141,10 +141,10 @@ impl Drop for OnDrop<'_> {
 }
 
 /// The connection to the guest's init.
-struct Init(BufReader<UnixStream>);
+struct GuestInit(BufReader<UnixStream>);
 
-impl Init {
-    fn ask(&mut self, command: &str) -> String {
+impl GuestInit {
+    fn query(&mut self, command: &str) -> String {
         self.0.get_mut().write_all(format!("{command}\n").as_bytes()).unwrap();
         let mut answer = String::new();
         self.0.read_line(&mut answer).unwrap();
@@ -156,7 +156,7 @@ impl Init {
     fn wait_size(&mut self, serial: &str, bytes: usize) {
         let (start, sectors) = (Instant::now(), (bytes / 512).to_string());
         loop {
-            let size = self.ask(&format!("size {serial}"));
+            let size = self.query(&format!("size {serial}"));
             if size == sectors {
                 return;
             }
@@ -167,7 +167,7 @@ impl Init {
 }
 
 #[test]
-fn a_real_guest_uses_every_device() {
+fn a_linux_guest_uses_every_device() {
     let Some(kernel) = kernel() else {
         return println!("skipped: no guest kernel (guest/build kernel makes one)");
     };
@@ -231,43 +231,43 @@ fn a_real_guest_uses_every_device() {
         (stream, grower.join().unwrap())
     });
     stream.set_read_timeout(Some(LIMIT)).unwrap();
-    let mut guest = Init(BufReader::new(stream));
+    let mut guest = GuestInit(BufReader::new(stream));
     guest.wait_size("early", grown);
-    assert_eq!(guest.ask(&format!("sum early {} 512", grown - MIB)), sum(&content[..512]));
+    assert_eq!(guest.query(&format!("sum early {} 512", grown - MIB)), sum(&content[..512]));
 
     // A disk that is empty at first and grows.
-    assert_eq!(guest.ask("size images"), "0");
+    assert_eq!(guest.query("size images"), "0");
     let half = |offset: usize| Extent { path: blob.clone(), offset: offset as u64, length: 3 * MIB as u64 / 2 };
     images.place(MIB as u64, &ImageDisk { extents: vec![half(3 * MIB / 2), half(0)] }).unwrap();
     guest.wait_size("images", 4 * MIB);
     let swapped = [&content[3 * MIB / 2..], &content[..3 * MIB / 2]].concat();
-    assert_eq!(guest.ask(&format!("sum images {MIB} {}", 3 * MIB)), sum(&swapped));
-    assert_eq!(guest.ask(&format!("sum images 0 {MIB}")), sum(&vec![0; MIB]));
-    assert_eq!(guest.ask(&format!("part images {MIB} {} 1", 3 * MIB)), "added");
-    assert_eq!(guest.ask(&format!("sum images 0 {} 1", 3 * MIB)), sum(&swapped));
-    assert!(guest.ask(&format!("fill images 0 {MIB} 1")).starts_with("failed"), "it is read-only");
+    assert_eq!(guest.query(&format!("sum images {MIB} {}", 3 * MIB)), sum(&swapped));
+    assert_eq!(guest.query(&format!("sum images 0 {MIB}")), sum(&vec![0; MIB]));
+    assert_eq!(guest.query(&format!("part images {MIB} {} 1", 3 * MIB)), "added");
+    assert_eq!(guest.query(&format!("sum images 0 {} 1", 3 * MIB)), sum(&swapped));
+    assert!(guest.query(&format!("fill images 0 {MIB} 1")).starts_with("failed"), "it is read-only");
     images.place(8 * MIB as u64, &ImageDisk { extents: vec![half(0)] }).unwrap();
     guest.wait_size("images", 10 * MIB);
-    assert_eq!(guest.ask(&format!("sum images {} 512", 8 * MIB)), sum(&content[..512]));
+    assert_eq!(guest.query(&format!("sum images {} 512", 8 * MIB)), sum(&content[..512]));
 
     // A writable disk.
-    assert_eq!(guest.ask("size scratch"), (8 * MIB / 512).to_string());
-    assert_eq!(guest.ask(&format!("fill scratch {MIB} {} 77", 4 * MIB)), "filled");
+    assert_eq!(guest.query("size scratch"), (8 * MIB / 512).to_string());
+    assert_eq!(guest.query(&format!("fill scratch {MIB} {} 77", 4 * MIB)), "filled");
     let file = std::fs::File::open(&scratch_path).unwrap();
     let mut written = vec![0; 4 * MIB];
     file.read_exact_at(&mut written, MIB as u64).unwrap();
     assert!(written.iter().all(|byte| *byte == 77));
     let before = file.metadata().unwrap().blocks();
-    assert_eq!(guest.ask(&format!("discard scratch {MIB} {}", 2 * MIB)), "done");
+    assert_eq!(guest.query(&format!("discard scratch {MIB} {}", 2 * MIB)), "done");
     assert!(file.metadata().unwrap().blocks() < before);
-    assert_eq!(guest.ask(&format!("zero scratch {} {MIB}", 3 * MIB)), "done");
+    assert_eq!(guest.query(&format!("zero scratch {} {MIB}", 3 * MIB)), "done");
     file.read_exact_at(&mut written, MIB as u64).unwrap();
     assert!(written[..3 * MIB].iter().all(|byte| *byte == 0) && written[3 * MIB..].iter().all(|byte| *byte == 77));
     scratch.resize(16 * MIB as u64).unwrap();
     guest.wait_size("scratch", 16 * MIB);
 
     // Entropy.
-    let (one, two) = (guest.ask("random"), guest.ask("random"));
+    let (one, two) = (guest.query("random"), guest.query("random"));
     assert!(one.len() == 32 && two.len() == 32 && one != two, "{one} {two}");
 
     // Connections into the guest: 2 MiB through an echo and back, with both ends of data passed on.
@@ -299,5 +299,5 @@ fn a_real_guest_uses_every_device() {
     let mut rest = String::new();
     guest.0.read_to_string(&mut rest).unwrap();
     assert_eq!(rest, "");
-    servers.into_iter().for_each(vhost_user::Server::stop);
+    servers.into_iter().for_each(vhost_user::VhostUserServer::stop);
 }

@@ -4,7 +4,7 @@
 use nacelle_base::{Classify, Kind};
 use nacelle_vmm::DeviceKind;
 use nacelle_vmm::balloon::Balloon;
-use nacelle_vmm::machine::{Builder, Config, Error, Exit, Machine};
+use nacelle_vmm::machine::{Error, VmBuilder, VmConfig, VmExit, VmHandle};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot::{self, SnapshotError};
 use std::path::{Path, PathBuf};
@@ -68,7 +68,7 @@ struct Output(Arc<Mutex<Vec<u8>>>);
 
 impl Output {
     /// Attaches the output to the VM's serial port.
-    fn listen(&self, builder: &mut Builder) {
+    fn listen(&self, builder: &mut VmBuilder) {
         let output = self.0.clone();
         builder.serial(Box::new(move |bytes| output.lock().unwrap().extend(bytes))).unwrap();
     }
@@ -78,7 +78,7 @@ impl Output {
     }
 
     /// Waits until the guest has sent more than `more` bytes in total.
-    fn wait(&self, machine: &Machine, more: usize) {
+    fn wait(&self, machine: &VmHandle, more: usize) {
         let deadline = Instant::now() + LIMIT;
         while self.get().len() <= more {
             assert_eq!(machine.exit(), None);
@@ -89,9 +89,9 @@ impl Output {
 }
 
 /// Starts the guest on a VM with a device. Prints a reason and returns `None` if there is no KVM.
-fn start(directory: &Path, vcpus: u8) -> Option<(Machine, Output)> {
+fn start(directory: &Path, vcpus: u8) -> Option<(VmHandle, Output)> {
     let mut builder =
-        match Builder::new(Config { vcpus, memory_mib: 16, kernel: kernel(directory), ..Config::default() }) {
+        match VmBuilder::new(VmConfig { vcpus, memory_mib: 16, kernel: kernel(directory), ..VmConfig::default() }) {
             Ok(builder) => builder,
             Err(error) => {
                 println!("skipped: {}", nacelle_base::Chain(&error));
@@ -107,7 +107,7 @@ fn start(directory: &Path, vcpus: u8) -> Option<(Machine, Output)> {
 }
 
 /// Restores a VM from the snapshot, paused.
-fn restore(dir: &Path) -> (Machine, Output) {
+fn restore(dir: &Path) -> (VmHandle, Output) {
     let saved = snapshot::open(dir).unwrap();
     let mut builder = saved.builder().unwrap();
     let output = Output::default();
@@ -117,7 +117,7 @@ fn restore(dir: &Path) -> (Machine, Output) {
 }
 
 #[test]
-fn a_saved_machine_goes_on_in_each_restored_one() {
+fn a_saved_vm_continues_in_each_restored_vm() {
     let directory = tempfile::tempdir().unwrap();
     for vcpus in [1, 2] {
         let Some((machine, output)) = start(directory.path(), vcpus) else { return };
@@ -155,19 +155,19 @@ fn a_saved_machine_goes_on_in_each_restored_one() {
         three.resume().unwrap();
         third.wait(&three, 1000);
         assert_eq!(third.get()[..1000], expected(before, 1000));
-        assert_eq!(three.kill().unwrap(), Exit::Killed);
+        assert_eq!(three.kill().unwrap(), VmExit::Killed);
     }
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn mismatched_snapshots_are_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let Some((machine, _)) = start(directory.path(), 1) else { return };
     machine.pause().unwrap();
     let dir = directory.path().join("snapshot");
     snapshot::save(&machine, &dir).unwrap();
-    let taken = snapshot::save(&machine, &dir).unwrap_err();
-    assert_eq!(taken.kind(), Kind::AlreadyExists, "{taken}");
+    let save_error = snapshot::save(&machine, &dir).unwrap_err();
+    assert_eq!(save_error.kind(), Kind::AlreadyExists, "{save_error}");
     let saved = snapshot::open(&dir).unwrap();
 
     let builder = saved.builder().unwrap();
@@ -177,7 +177,7 @@ fn what_does_not_fit_is_refused() {
     builder.attach(Balloon::new().device()).unwrap();
     let error = builder.restore(saved.state()).err().unwrap();
     assert!(matches!(error, Error::Restore { device: DeviceKind::Balloon, .. }), "{error}");
-    let mut builder = Builder::new(Config { vcpus: 2, memory_mib: 16, ..Config::default() }).unwrap();
+    let mut builder = VmBuilder::new(VmConfig { vcpus: 2, memory_mib: 16, ..VmConfig::default() }).unwrap();
     builder.attach(Rng::new().device()).unwrap();
     let error = builder.restore(saved.state()).err().unwrap();
     assert!(matches!(error, Error::Mismatch { what: "vCPUs", saved: 1, here: 2 }), "{error}");

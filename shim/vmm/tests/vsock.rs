@@ -3,7 +3,7 @@
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod guest;
 
-use guest::{LIMIT, Machine, eventually};
+use guest::{FrontEnd, LIMIT, eventually};
 use nacelle_vmm::vsock::{BACKLOG, MAX_CONNECTIONS, Vsock, VsockError, WINDOW};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::collections::VecDeque;
@@ -60,27 +60,27 @@ fn packet(host: u32, guest: u32, op: u16) -> Packet {
     }
 }
 
-struct Guest {
-    machine: Machine,
+struct VsockGuest {
+    front_end: FrontEnd,
     tx_at: u64,
 }
 
-impl Guest {
-    fn new(vsock: &Vsock) -> Guest {
-        let mut machine = Machine::new(vsock.device(), 2);
-        let tx_at = machine.allocate(128 << 10);
-        let mut guest = Guest { machine, tx_at };
+impl VsockGuest {
+    fn new(vsock: &Vsock) -> VsockGuest {
+        let mut front_end = FrontEnd::new(vsock.device(), 2);
+        let tx_at = front_end.allocate(128 << 10);
+        let mut guest = VsockGuest { front_end, tx_at };
         for _ in 0..60 {
-            let at = guest.machine.allocate(4096);
-            guest.post(at);
+            let at = guest.front_end.allocate(4096);
+            guest.offer_buffer(at);
         }
-        guest.machine.queues[RX].kick();
+        guest.front_end.queues[RX].kick();
         guest
     }
 
     /// Provides a buffer to the device, in two pieces: header with a little data, and data.
-    fn post(&mut self, at: u64) {
-        self.machine.queues[RX].driver.submit(&[(at, 64, true), (at + 64, 4096 - 64, true)]);
+    fn offer_buffer(&mut self, at: u64) {
+        self.front_end.queues[RX].driver.submit(&[(at, 64, true), (at + 64, 4096 - 64, true)]);
     }
 
     /// Sends a packet, with `length` in its header regardless of its payload.
@@ -97,7 +97,7 @@ impl Guest {
         bytes.extend(packet.buf_alloc.to_le_bytes());
         bytes.extend(packet.fwd_cnt.to_le_bytes());
         bytes.extend(&packet.payload);
-        self.machine.memory.write_slice(&bytes, GuestAddress(self.tx_at)).unwrap();
+        self.front_end.memory.write_slice(&bytes, GuestAddress(self.tx_at)).unwrap();
         // Three pieces, split within header and payload.
         let whole = bytes.len() as u32;
         let (one, two) = (20, (whole - 20) / 2);
@@ -107,7 +107,7 @@ impl Guest {
             (at + u64::from(one), two, false),
             (at + u64::from(one + two), whole - one - two, false),
         ];
-        let queue = &mut self.machine.queues[TX];
+        let queue = &mut self.front_end.queues[TX];
         queue.driver.submit(&pieces);
         queue.kick();
         queue.wait_used();
@@ -118,23 +118,23 @@ impl Guest {
     }
 
     fn receive(&mut self) -> Packet {
-        let (head, length) = self.machine.queues[RX].wait_used();
-        self.unpack(head, length)
+        let (head, length) = self.front_end.queues[RX].wait_used();
+        self.parse(head, length)
     }
 
     /// Returns the next packet, if there is one.
     fn try_receive(&mut self) -> Option<Packet> {
-        let (head, length) = self.machine.queues[RX].driver.take_used()?;
-        Some(self.unpack(head, length))
+        let (head, length) = self.front_end.queues[RX].driver.take_used()?;
+        Some(self.parse(head, length))
     }
 
-    fn unpack(&mut self, head: u16, length: u32) -> Packet {
-        let memory = self.machine.memory.clone();
+    fn parse(&mut self, head: u16, length: u32) -> Packet {
+        let memory = self.front_end.memory.clone();
         let at: u64 = memory.read_obj(GuestAddress(16 * u64::from(head))).unwrap();
         let mut bytes = vec![0; length as usize];
         memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
-        self.post(at);
-        self.machine.queues[RX].kick();
+        self.offer_buffer(at);
+        self.front_end.queues[RX].kick();
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
         let u16_at = |at: usize| u16::from_le_bytes(bytes[at..at + 2].try_into().unwrap());
@@ -154,7 +154,7 @@ impl Guest {
     }
 
     /// Returns the next packet that is not about credit.
-    fn receive_news(&mut self) -> Packet {
+    fn receive_other(&mut self) -> Packet {
         loop {
             let packet = self.receive();
             if !matches!(packet.op, CREDIT_UPDATE | CREDIT_REQUEST) {
@@ -165,7 +165,7 @@ impl Guest {
 
     /// Answers the request of a host that connects to `port`.
     fn accept(&mut self, port: u32) -> Packet {
-        let request = self.receive_news();
+        let request = self.receive_other();
         assert_eq!((request.op, request.guest, request.kind), (REQUEST, port, 1));
         assert_eq!((request.src_cid, request.dst_cid), (2, CID.into()));
         self.send(&packet(request.host, port, RESPONSE));
@@ -175,14 +175,14 @@ impl Guest {
     /// Connects from `from` to the host's `port`.
     fn connect(&mut self, port: u32, from: u32) -> Packet {
         self.send(&packet(port, from, REQUEST));
-        self.receive_news()
+        self.receive_other()
     }
 }
 
 /// Returns a device, its guest, and a connection that the host has made to port 5000.
-fn connected() -> (Vsock, Guest, UnixStream, u32) {
+fn connected() -> (Vsock, VsockGuest, UnixStream, u32) {
     let vsock = Vsock::new(CID).unwrap();
-    let mut guest = Guest::new(&vsock);
+    let mut guest = VsockGuest::new(&vsock);
     let caller = vsock.clone();
     let thread = std::thread::spawn(move || caller.connect(5000, LIMIT).unwrap());
     let host = guest.accept(5000).host;
@@ -197,7 +197,7 @@ fn pattern(length: usize, seed: usize) -> Vec<u8> {
 }
 
 #[test]
-fn ten_mebibytes_go_both_ways() {
+fn data_passes_in_both_directions() {
     const BYTES: usize = 10 << 20;
     let (vsock, mut guest, mut stream, host) = connected();
     let mut writer = stream.try_clone().unwrap();
@@ -243,13 +243,13 @@ fn ten_mebibytes_go_both_ways() {
     guest.send(&end);
     sender.join().unwrap();
     receiver.join().unwrap();
-    assert_eq!(guest.receive_news().op, RST, "both are done");
+    assert_eq!(guest.receive_other().op, RST, "both are done");
     assert_eq!(vsock.metrics().to_guest_bytes.load(std::sync::atomic::Ordering::Relaxed), BYTES as u64);
     assert_eq!(vsock.metrics().from_guest_bytes.load(std::sync::atomic::Ordering::Relaxed), BYTES as u64);
 }
 
 #[test]
-fn a_guest_that_does_not_read_holds_the_host_back() {
+fn a_guest_that_does_not_read_exerts_back_pressure() {
     let (_vsock, mut guest, stream, host) = connected();
     let mut writer = stream.try_clone().unwrap();
     let sender = std::thread::spawn(move || writer.write_all(&pattern(1 << 20, 2)).unwrap());
@@ -281,23 +281,23 @@ fn a_guest_that_does_not_read_holds_the_host_back() {
 }
 
 #[test]
-fn a_host_that_does_not_read_holds_the_guest_back() {
+fn a_host_that_does_not_read_exerts_back_pressure() {
     let (_vsock, mut guest, mut stream, host) = connected();
     let data = pattern(8 << 20, 3);
     let mut sent = 0;
     // Sends until the host gives no more credit: its socket's buffer and the window are full.
-    let mut ask = packet(host, 5000, CREDIT_REQUEST);
+    let mut request = packet(host, 5000, CREDIT_REQUEST);
     let mut allowed = WINDOW;
     loop {
         let room = allowed.wrapping_sub(sent as u32) as usize;
         if room == 0 {
-            guest.send(&ask);
-            let told = guest.receive();
-            assert_eq!((told.op, told.buf_alloc), (CREDIT_UPDATE, WINDOW));
-            if told.fwd_cnt.wrapping_add(WINDOW) == allowed {
+            guest.send(&request);
+            let update = guest.receive();
+            assert_eq!((update.op, update.buf_alloc), (CREDIT_UPDATE, WINDOW));
+            if update.fwd_cnt.wrapping_add(WINDOW) == allowed {
                 break;
             }
-            allowed = told.fwd_cnt.wrapping_add(WINDOW);
+            allowed = update.fwd_cnt.wrapping_add(WINDOW);
             continue;
         }
         let count = room.min(50000);
@@ -311,11 +311,11 @@ fn a_host_that_does_not_read_holds_the_guest_back() {
     let mut got = vec![0; sent];
     stream.read_exact(&mut got).unwrap();
     assert!(got == data[..sent]);
-    ask.flags = 0;
+    request.flags = 0;
     eventually("credit", || {
-        guest.send(&ask);
-        let told = guest.receive();
-        told.op == CREDIT_UPDATE && told.fwd_cnt == sent as u32
+        guest.send(&request);
+        let update = guest.receive();
+        update.op == CREDIT_UPDATE && update.fwd_cnt == sent as u32
     });
     // A guest that exceeds its credit loses only this connection.
     let mut more = packet(host, 5000, RW);
@@ -334,9 +334,9 @@ fn a_host_that_does_not_read_holds_the_guest_back() {
 }
 
 #[test]
-fn each_direction_ends_on_its_own() {
+fn the_directions_are_shut_down_independently() {
     let vsock = Vsock::new(CID).unwrap();
-    let mut guest = Guest::new(&vsock);
+    let mut guest = VsockGuest::new(&vsock);
     let listener = vsock.listen(1024).unwrap();
     assert!(matches!(vsock.listen(1024), Err(VsockError::PortInUse { port: 1024 })));
     let response = guest.connect(1024, 700);
@@ -354,16 +354,16 @@ fn each_direction_ends_on_its_own() {
     stream.read_to_string(&mut got).unwrap();
     assert_eq!(got, "hello");
     stream.write_all(b"good bye").unwrap();
-    let answer = guest.receive_news();
+    let answer = guest.receive_other();
     assert_eq!((answer.op, &answer.payload[..]), (RW, &b"good bye"[..]));
     drop(stream);
-    let over = guest.receive_news();
+    let over = guest.receive_other();
     assert_eq!((over.op, over.flags), (SHUTDOWN, 3));
 
     // The host shuts down; the guest still sends, then resets: the host reads the end.
     let (_other, mut guest, mut stream, host) = connected();
     stream.shutdown(Shutdown::Write).unwrap();
-    let over = guest.receive_news();
+    let over = guest.receive_other();
     assert_eq!((over.op, over.flags), (SHUTDOWN, 2));
     let mut last = packet(host, 5000, RW);
     last.payload = b"last words".to_vec();
@@ -399,31 +399,31 @@ fn each_direction_ends_on_its_own() {
 }
 
 #[test]
-fn refusals_and_silence_are_told_apart() {
+fn refused_and_unanswered_connects_have_different_errors() {
     let vsock = Vsock::new(CID).unwrap();
     // Without a guest, no answer arrives.
     let silent = vsock.connect(1, Duration::from_millis(10));
     assert!(matches!(silent, Err(VsockError::Timeout { port: 1, .. })));
-    let mut guest = Guest::new(&vsock);
+    let mut guest = VsockGuest::new(&vsock);
     let caller = vsock.clone();
     let thread = std::thread::spawn(move || caller.connect(9, LIMIT));
-    let asked = guest.receive_news();
-    assert_eq!((asked.op, asked.guest), (REQUEST, 9), "the one that was given up is not asked for");
-    guest.send(&packet(asked.host, 9, RST));
+    let connect_request = guest.receive_other();
+    assert_eq!((connect_request.op, connect_request.guest), (REQUEST, 9), "the one that was given up is not asked for");
+    guest.send(&packet(connect_request.host, 9, RST));
     assert!(matches!(thread.join().unwrap(), Err(VsockError::Refused { port: 9 })));
     // A late answer is rejected. (On a slow node a caller may time out before its request was sent.)
-    let mut asked = None;
+    let mut connect_request = None;
     eventually("a request", || {
         assert!(matches!(vsock.connect(9, Duration::from_millis(50)), Err(VsockError::Timeout { .. })));
-        asked = guest.try_receive();
-        asked.is_some()
+        connect_request = guest.try_receive();
+        connect_request.is_some()
     });
-    let asked = asked.unwrap();
-    assert_eq!((asked.op, asked.guest), (REQUEST, 9));
-    let reset = guest.receive_news();
-    assert_eq!((reset.op, reset.host), (RST, asked.host), "the guest hears that nobody waits");
-    guest.send(&packet(asked.host, 9, RESPONSE));
-    let reset = std::iter::repeat_with(|| guest.receive_news()).find(|packet| packet.host == asked.host);
+    let connect_request = connect_request.unwrap();
+    assert_eq!((connect_request.op, connect_request.guest), (REQUEST, 9));
+    let reset = guest.receive_other();
+    assert_eq!((reset.op, reset.host), (RST, connect_request.host), "the guest learns that no caller waits");
+    guest.send(&packet(connect_request.host, 9, RESPONSE));
+    let reset = std::iter::repeat_with(|| guest.receive_other()).find(|packet| packet.host == connect_request.host);
     assert_eq!(reset.unwrap().op, RST);
     for cid in [0, 1, 2, u32::MAX] {
         assert!(matches!(Vsock::new(cid), Err(VsockError::Cid { .. })));
@@ -435,16 +435,16 @@ fn refusals_and_silence_are_told_apart() {
 }
 
 #[test]
-fn what_belongs_to_nothing_is_reset() {
+fn packets_without_a_connection_are_reset() {
     let vsock = Vsock::new(CID).unwrap();
-    let mut guest = Guest::new(&vsock);
+    let mut guest = VsockGuest::new(&vsock);
     let _listener = vsock.listen(1024).unwrap();
     for op in [RESPONSE, SHUTDOWN, RW, CREDIT_UPDATE, CREDIT_REQUEST, 0, 99] {
         guest.send(&packet(1024, 1, op));
         let reset = guest.receive();
         assert_eq!((reset.op, reset.host, reset.guest, reset.src_cid), (RST, 1024, 1, 2), "{op}");
     }
-    assert_eq!(guest.connect(1025, 1).op, RST, "nobody listens");
+    assert_eq!(guest.connect(1025, 1).op, RST, "the port has no listener");
     let mut sequenced = packet(1024, 2, REQUEST);
     sequenced.kind = 2;
     guest.send(&sequenced);
@@ -458,9 +458,9 @@ fn what_belongs_to_nothing_is_reset() {
         guest.send(&foreign);
     }
     let at = guest.tx_at;
-    guest.machine.queues[TX].driver.submit(&[(at, 43, false)]);
-    guest.machine.queues[TX].kick();
-    guest.machine.queues[TX].wait_used();
+    guest.front_end.queues[TX].driver.submit(&[(at, 43, false)]);
+    guest.front_end.queues[TX].kick();
+    guest.front_end.queues[TX].wait_used();
     // A length larger than the payload, or too large.
     let mut short = packet(1024, 4, RW);
     short.payload = vec![1; 100];
@@ -480,7 +480,7 @@ fn connections_are_many_but_bounded() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     let vsock = Vsock::new(CID).unwrap();
-    let mut guest = Guest::new(&vsock);
+    let mut guest = VsockGuest::new(&vsock);
     let listener = vsock.listen(1024).unwrap();
     let mut streams = Vec::new();
     for from in 0..MAX_CONNECTIONS as u32 {
@@ -495,13 +495,13 @@ fn connections_are_many_but_bounded() {
     }
     let mut seen = vec![false; streams.len()];
     for _ in 0..streams.len() {
-        let came = guest.receive_news();
+        let came = guest.receive_other();
         assert_eq!((came.op, &came.payload[..]), (RW, &came.guest.to_le_bytes()[..]));
         assert!(!std::mem::replace(&mut seen[came.guest as usize], true));
     }
     drop(streams);
     for _ in 0..MAX_CONNECTIONS {
-        let over = guest.receive_news();
+        let over = guest.receive_other();
         assert_eq!((over.op, over.flags), (SHUTDOWN, 3));
     }
     // The number of connections that are not accepted is bounded too.
@@ -512,23 +512,23 @@ fn connections_are_many_but_bounded() {
 }
 
 #[test]
-fn a_guest_that_takes_no_answers_stalls_itself_only() {
+fn a_guest_that_takes_no_replies_stalls_only_itself() {
     let vsock = Vsock::new(CID).unwrap();
-    let mut machine = Machine::new(vsock.device(), 2);
-    let at = machine.allocate(4096);
+    let mut front_end = FrontEnd::new(vsock.device(), 2);
+    let at = front_end.allocate(4096);
     // Packets without a connection, and no buffer for the resets: at some point the device takes no more.
     let mut bytes = vec![0; 44];
     bytes[0] = CID as u8;
     bytes[8] = 2;
     (bytes[28], bytes[30]) = (1, RW as u8);
-    machine.memory.write_slice(&bytes, GuestAddress(at)).unwrap();
+    front_end.memory.write_slice(&bytes, GuestAddress(at)).unwrap();
     let mut outstanding = 0;
     let mut taken = 0;
     while outstanding < 128 {
-        machine.queues[TX].driver.submit(&[(at, 44, false)]);
-        machine.queues[TX].kick();
+        front_end.queues[TX].driver.submit(&[(at, 44, false)]);
+        front_end.queues[TX].kick();
         outstanding += 1;
-        while machine.queues[TX].driver.take_used().is_some() {
+        while front_end.queues[TX].driver.take_used().is_some() {
             outstanding -= 1;
             taken += 1;
         }
@@ -537,18 +537,18 @@ fn a_guest_that_takes_no_answers_stalls_itself_only() {
     // The host's side still works.
     assert!(vsock.listen(5).is_ok());
     // The device continues when it gets buffers.
-    let room = machine.allocate(4096);
+    let room = front_end.allocate(4096);
     for _ in 0..20 {
         for _ in 0..64 {
-            machine.queues[RX].driver.submit(&[(room, 44, true)]);
+            front_end.queues[RX].driver.submit(&[(room, 44, true)]);
         }
-        machine.queues[RX].kick();
+        front_end.queues[RX].kick();
         for _ in 0..64 {
             if outstanding == 0 {
                 return;
             }
-            machine.queues[RX].wait_used();
-            while machine.queues[TX].driver.take_used().is_some() {
+            front_end.queues[RX].wait_used();
+            while front_end.queues[TX].driver.take_used().is_some() {
                 outstanding -= 1;
             }
         }
@@ -557,32 +557,32 @@ fn a_guest_that_takes_no_answers_stalls_itself_only() {
 }
 
 #[test]
-fn a_pause_keeps_connections_and_a_new_front_end_does_not() {
+fn connections_survive_a_pause_but_not_a_new_front_end() {
     let (vsock, mut guest, mut stream, host) = connected();
-    let bases = [RX, TX].map(|index| guest.machine.front.get_vring_base(index).unwrap());
+    let bases = [RX, TX].map(|index| guest.front_end.front.get_vring_base(index).unwrap());
     stream.write_all(b"during the pause").unwrap();
-    let queues = std::mem::take(&mut guest.machine.queues);
+    let queues = std::mem::take(&mut guest.front_end.queues);
     for (index, queue) in queues.iter().enumerate() {
-        guest.machine.start(index, queue, bases[index] as u16);
+        guest.front_end.start(index, queue, bases[index] as u16);
     }
-    guest.machine.queues = queues;
-    let came = guest.receive_news();
+    guest.front_end.queues = queues;
+    let came = guest.receive_other();
     assert_eq!((came.op, came.host, &came.payload[..]), (RW, host, &b"during the pause"[..]));
     // The front end has disconnected, so the host's end is closed.
-    guest.machine.hang_up();
+    guest.front_end.disconnect();
     assert_eq!(stream.read(&mut [0; 8]).unwrap(), 0);
     // A connection requested meanwhile is requested from the next guest.
     let caller = vsock.clone();
     let thread = std::thread::spawn(move || caller.connect(5001, LIMIT).unwrap());
-    let (front, channel) = guest::connect(&guest.machine.socket);
-    (guest.machine.front, guest.machine.channel) = (front, channel);
-    guest.machine.queues.clear();
-    guest.machine.memory = guest::memory(nix::fcntl::SealFlag::F_SEAL_SHRINK);
-    guest.machine.set_up(2);
-    let at = guest.machine.allocate(8192);
-    guest.post(at);
-    guest.post(at + 4096);
-    guest.machine.queues[RX].kick();
+    let (front, channel) = guest::connect(&guest.front_end.socket);
+    (guest.front_end.front, guest.front_end.channel) = (front, channel);
+    guest.front_end.queues.clear();
+    guest.front_end.memory = guest::memory(nix::fcntl::SealFlag::F_SEAL_SHRINK);
+    guest.front_end.set_up(2);
+    let at = guest.front_end.allocate(8192);
+    guest.offer_buffer(at);
+    guest.offer_buffer(at + 4096);
+    guest.front_end.queues[RX].kick();
     guest.accept(5001);
     thread.join().unwrap();
 }
@@ -590,25 +590,25 @@ fn a_pause_keeps_connections_and_a_new_front_end_does_not() {
 #[test]
 fn the_configuration_is_the_context_id() {
     let vsock = Vsock::new(CID).unwrap();
-    let mut machine = Machine::connected(vsock.device());
-    assert_eq!(machine.config(8), u64::from(CID).to_le_bytes());
-    assert_eq!(machine.config(16)[8..], [0; 8]);
+    let mut front_end = FrontEnd::connected(vsock.device());
+    assert_eq!(front_end.config(8), u64::from(CID).to_le_bytes());
+    assert_eq!(front_end.config(16)[8..], [0; 8]);
 }
 
 #[test]
-fn the_event_queue_tells_of_a_reset() {
+fn a_transport_reset_is_reported_on_the_event_queue() {
     let vsock = Vsock::new(CID).unwrap();
-    let mut machine = Machine::new(vsock.device(), 3);
-    let at = machine.allocate(4096);
-    machine.memory.write_obj(0xffff_ffffu32, GuestAddress(at)).unwrap();
-    machine.queues[2].driver.submit(&[(at, 4, true)]);
+    let mut front_end = FrontEnd::new(vsock.device(), 3);
+    let at = front_end.allocate(4096);
+    front_end.memory.write_obj(0xffff_ffffu32, GuestAddress(at)).unwrap();
+    front_end.queues[2].driver.submit(&[(at, 4, true)]);
     vsock.reset_transport().unwrap();
-    assert_eq!(machine.queues[2].wait_used().1, 4);
-    assert_eq!(machine.memory.read_obj::<u32>(GuestAddress(at)).unwrap(), 0);
+    assert_eq!(front_end.queues[2].wait_used().1, 4);
+    assert_eq!(front_end.memory.read_obj::<u32>(GuestAddress(at)).unwrap(), 0);
     // No caller keeps waiting for an answer.
     let caller = vsock.clone();
     let thread = std::thread::spawn(move || caller.connect(9, 2 * LIMIT));
-    eventually("the caller to be told", || {
+    eventually("the error to reach the caller", || {
         vsock.reset_transport().unwrap();
         thread.is_finished()
     });

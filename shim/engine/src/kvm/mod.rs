@@ -15,7 +15,7 @@ use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::fs::Fs;
-use nacelle_vmm::machine::{self, Backing, Builder, Config, Exit, HostPages, MAX_DEVICES};
+use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::reserve;
 use nacelle_vmm::rng::Rng;
@@ -78,7 +78,7 @@ impl Engine for KvmEngine {
         assemble_vm(
             spec,
             false,
-            || Builder::new(config).map_err(create_error),
+            || VmBuilder::new(config).map_err(create_error),
             |builder| builder.start().map_err(create_error),
         )
     }
@@ -103,7 +103,7 @@ impl Restorer for KvmEngine {
                 return Err(restore_error(machine::Error::Mismatch { what, saved, here }));
             }
         }
-        let finish_restore = |builder: Builder| builder.restore(saved.state()).map_err(restore_error);
+        let finish_restore = |builder: VmBuilder| builder.restore(saved.state()).map_err(restore_error);
         assemble_vm(spec, true, || saved.builder().map_err(restore_error), finish_restore)
     }
 }
@@ -125,8 +125,8 @@ fn file_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Engi
 fn assemble_vm(
     spec: MachineSpec,
     paused: bool,
-    builder: impl FnOnce() -> Result<Builder, EngineError>,
-    finish: impl FnOnce(Builder) -> Result<machine::Machine, EngineError>,
+    builder: impl FnOnce() -> Result<VmBuilder, EngineError>,
+    finish: impl FnOnce(VmBuilder) -> Result<machine::VmHandle, EngineError>,
 ) -> Result<Box<dyn Machine>, EngineError> {
     let in_huge_pages = spec.memory_pages == MemoryPages::Hugetlb;
     let (memory_mib, reserve_mib) = (spec.memory_mib, spec.reserve_mib);
@@ -147,7 +147,7 @@ fn assemble_vm(
     builder.serial(sink()).map_err(failed)?;
     let on_virtio = spec.console == ConsoleKind::Virtio;
     let mut devices = create_devices(spec, &slots, vsock_device)?;
-    devices.extend(on_virtio.then(|| nacelle_vmm::console::Console::new(sink()).device()));
+    devices.extend(on_virtio.then(|| nacelle_vmm::console::VirtioConsole::new(sink()).device()));
     for device in devices {
         builder.attach(device).map_err(failed)?;
     }
@@ -164,13 +164,13 @@ fn assemble_vm(
     Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages, memory_mib, reserve_mib }))
 }
 
-fn vm_config(spec: &MachineSpec) -> Config {
+fn vm_config(spec: &MachineSpec) -> VmConfig {
     let parameters = console::kernel_parameters(spec.console).iter().chain(&CMDLINE).copied();
-    Config {
+    VmConfig {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
         reserve_mib: spec.reserve_mib,
-        backing: Backing::Private,
+        backing: MemoryBacking::Private,
         pages: match spec.memory_pages {
             MemoryPages::Transparent => HostPages::Transparent,
             MemoryPages::Hugetlb => HostPages::Hugetlb,
@@ -203,7 +203,7 @@ fn create_devices(
     devices.extend([vsock, Rng::new().device()]);
     if let Some(streams) = spec.shares.into_iter().next() {
         let share_error = |source| EngineError::Resources { what: "the connection to the file-server process", source };
-        devices.push(Fs::new(streams).map_err(share_error)?.lending().device());
+        devices.push(Fs::new(streams).map_err(share_error)?.sharing_queues().device());
     }
     // The node may give a released huge page to another process; the guest's next access would then kill this process.
     if spec.memory_pages == MemoryPages::Transparent {
@@ -219,13 +219,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The state that the machine and its warden share.
 struct RunningVm {
     /// The VM; taken at its end, which releases memory, vCPUs and devices.
-    vm: Mutex<Option<Arc<machine::Machine>>>,
+    vm: Mutex<Option<Arc<machine::VmHandle>>>,
     paused: AtomicBool,
     ended: ExitLatch,
 }
 
 impl RunningVm {
-    fn vm(&self) -> Option<Arc<machine::Machine>> {
+    fn vm(&self) -> Option<Arc<machine::VmHandle>> {
         lock(&self.vm).clone()
     }
 
@@ -247,12 +247,12 @@ impl RunningVm {
 }
 
 /// Converts the end of the VM. A kernel that panics resets, or causes a triple fault if it is too early for that.
-fn exit_kind(exit: Exit, console: &ConsoleLog) -> ExitKind {
+fn exit_kind(exit: VmExit, console: &ConsoleLog) -> ExitKind {
     match exit {
-        Exit::Killed => ExitKind::Killed,
-        Exit::Reset | Exit::TripleFault { .. } if console.contains(PANIC_MESSAGE) => ExitKind::Panicked,
-        Exit::Reset => ExitKind::Shutdown,
-        Exit::TripleFault { .. } | Exit::Failed { .. } => {
+        VmExit::Killed => ExitKind::Killed,
+        VmExit::Reset | VmExit::TripleFault { .. } if console.contains(PANIC_MESSAGE) => ExitKind::Panicked,
+        VmExit::Reset => ExitKind::Shutdown,
+        VmExit::TripleFault { .. } | VmExit::Failed { .. } => {
             ExitKind::Died { code: None, signal: None, message: exit.to_string() }
         }
     }
@@ -278,7 +278,7 @@ impl Machine for KvmMachine {
     }
 
     fn stop(&self, how: StopMode) -> Result<MachineExit, EngineError> {
-        let end = |vm: Arc<machine::Machine>| vm.kill().map(drop);
+        let end = |vm: Arc<machine::VmHandle>| vm.kill().map(drop);
         self.running.ended.stop(how, std::process::id(), || {
             let killed = self.running.vm().map_or(Ok(()), end);
             killed.map_err(|source| EngineError::Machine { what: "kill", source })
@@ -312,7 +312,7 @@ impl KvmMachine {
         &self,
         what: &'static str,
         paused: bool,
-        operation: impl Fn(&machine::Machine) -> Result<(), machine::Error>,
+        operation: impl Fn(&machine::VmHandle) -> Result<(), machine::Error>,
     ) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what })?;
         operation(&vm).map_err(|source| match source {
@@ -326,19 +326,19 @@ impl KvmMachine {
 
 impl Pausable for KvmMachine {
     fn pause(&self) -> Result<(), EngineError> {
-        self.set_paused("pause", true, machine::Machine::pause)
+        self.set_paused("pause", true, machine::VmHandle::pause)
     }
 
     fn resume(&self) -> Result<(), EngineError> {
-        self.set_paused("resume", false, machine::Machine::resume)
+        self.set_paused("resume", false, machine::VmHandle::resume)
     }
 }
 
 impl MemoryReserve for KvmMachine {
     fn release_unused(&self, used_mib: u32) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "release memory of" })?;
-        let unused = machine::reserve(self.memory_mib, self.reserve_mib, used_mib);
-        reserve::give_back(vm.memory(), &unused).map_err(|source| EngineError::ReleaseMemory { source })
+        let unused = machine::unused_reserve(self.memory_mib, self.reserve_mib, used_mib);
+        reserve::release_ranges(vm.memory(), &unused).map_err(|source| EngineError::ReleaseMemory { source })
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share;
-use nacelle_vmm::machine::{end, made_mib};
+use nacelle_vmm::machine::{memory_end, total_mib};
 
 use crate::Accelerator;
 use crate::console;
@@ -149,7 +149,7 @@ impl MicroVm<'_> {
         let Topology { sockets, cores, threads } = self.topology;
         let smp = QemuOption::new(&self.topology.count().to_string());
         add("smp", Some(smp.set("sockets", sockets).set("cores", cores).set("threads", threads).0));
-        let memory = format!("{}M", made_mib(self.memory_mib, self.reserve_mib));
+        let memory = format!("{}M", total_mib(self.memory_mib, self.reserve_mib));
         add("m", Some(memory.clone()));
         let backend = QemuOption::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
         // All pages are allocated at the start, because a page that is missing later kills QEMU.
@@ -172,7 +172,7 @@ impl MicroVm<'_> {
         let parameters = console::kernel_parameters(self.console).iter().chain(&CMDLINE).copied();
         let parameters = parameters.chain(self.timer_parameters.iter().chain(self.cmdline).map(String::as_str));
         // QEMU's memory map contains the reserve. This parameter keeps the kernel from using it at boot; it can be added later.
-        let boot_limit = (self.reserve_mib > 0).then(|| format!("mem={}M", end(self.memory_mib) >> 20));
+        let boot_limit = (self.reserve_mib > 0).then(|| format!("mem={}M", memory_end(self.memory_mib) >> 20));
         let parameters = parameters.chain(boot_limit.as_deref());
         add("append", Some(parameters.collect::<Vec<_>>().join(" ")));
         // The guest finds the device with the last number first.

@@ -20,10 +20,10 @@ use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
 use nacelle_base::share::QUEUES;
 use nacelle_base::{Chain, files};
 use nacelle_vmm::fs::Fs;
-use nacelle_vmm::machine::reserve;
-use nacelle_vmm::reserve::give_back;
+use nacelle_vmm::machine::unused_reserve;
+use nacelle_vmm::reserve::release_ranges;
 use nacelle_vmm::rng::Rng;
-use nacelle_vmm::vhost_user::{self, Server};
+use nacelle_vmm::vhost_user::{self, VhostUserServer};
 use nacelle_vmm::vsock::Vsock;
 
 use self::args::{MAX_DEVICES, MicroVm, QemuDevice, VhostKind};
@@ -148,7 +148,7 @@ fn create_devices(
     devices.push(serve(VhostKind::Rng, "rng".into(), Rng::new().device())?);
     if let Some(streams) = share {
         let share_error = |source| EngineError::Resources { what: "the connection to the file-server process", source };
-        let fs = Fs::new(streams).map_err(share_error)?.lending();
+        let fs = Fs::new(streams).map_err(share_error)?.sharing_queues();
         devices.push(serve(VhostKind::Fs, "share".into(), fs.device())?);
     }
     devices.extend((spec.console == ConsoleKind::Virtio).then_some(QemuDevice::Console));
@@ -164,7 +164,7 @@ fn create_devices(
 struct Backend {
     name: String,
     socket: PathBuf,
-    server: Option<Server>,
+    server: Option<VhostUserServer>,
 }
 
 impl Backend {
@@ -242,10 +242,11 @@ impl MemoryReserve for QemuMachine {
     fn release_unused(&self, used_mib: u32) -> Result<(), EngineError> {
         let ended = EngineError::Ended { what: "release memory of" };
         // All devices map the same memory; releasing it through one mapping releases it for all, and for QEMU.
-        let memory = self.backends.iter().filter_map(|backend| backend.server.as_ref()).find_map(Server::memory);
-        let unused = reserve(self.memory_mib, self.reserve_mib, used_mib);
+        let memory =
+            self.backends.iter().filter_map(|backend| backend.server.as_ref()).find_map(VhostUserServer::memory);
+        let unused = unused_reserve(self.memory_mib, self.reserve_mib, used_mib);
         let memory = memory.ok_or(ended)?;
-        give_back(&memory, &unused).map_err(|source| EngineError::ReleaseMemory { source })
+        release_ranges(&memory, &unused).map_err(|source| EngineError::ReleaseMemory { source })
     }
 }
 

@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "written for other tests")]
 mod front;
 
-pub use front::{Machine, Queue, eventually};
+pub use front::{FrontEnd, Queue, eventually};
 use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
 use nacelle_fs::{
     FileServerChannels, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount, mount_volumes,
@@ -43,7 +43,7 @@ pub struct Guest {
     pub streams: Vec<UnixStream>,
     /// The streams of further shares.
     pub others: Vec<[UnixStream; 2]>,
-    pub machine: Option<Machine>,
+    pub machine: Option<FrontEnd>,
     /// The guest address of requests and replies.
     pub buffer_address: u64,
     pub copied_in: UnixStream,
@@ -73,9 +73,9 @@ impl Guest {
         mount_volumes(namespace.as_fd(), VolumeTarget::Share, container, volumes).unwrap();
         let streams = files.pop().unwrap();
         let copies = [&streams[0], &streams[1]].map(|stream| stream.try_clone().unwrap());
-        let device = Fs::of_part(copies, part)?;
+        let device = Fs::for_volume(copies, part)?;
         let (streams, machine) = match shared {
-            true => (Vec::new(), Some(Machine::new(device.lending().device(), 2))),
+            true => (Vec::new(), Some(FrontEnd::new(device.sharing_queues().device(), 2))),
             false => {
                 streams.iter().for_each(|stream| stream.set_nonblocking(false).unwrap());
                 (Vec::from(streams), None)
@@ -100,14 +100,14 @@ impl Guest {
         let files = files.pop().unwrap();
         let (streams, machine) = match shared {
             false => (Vec::from(files), None),
-            true => (Vec::new(), Some(Machine::new(Fs::new(files).unwrap().lending().device(), 2))),
+            true => (Vec::new(), Some(FrontEnd::new(Fs::new(files).unwrap().sharing_queues().device(), 2))),
         };
         Guest::with(streams, machine, copied_in, pid, scaffold)
     }
 
     fn with(
         streams: Vec<UnixStream>,
-        mut machine: Option<Machine>,
+        mut machine: Option<FrontEnd>,
         copied_in: UnixStream,
         pid: nix::unistd::Pid,
         scaffold: tempfile::TempDir,
@@ -318,7 +318,7 @@ impl Guest {
     }
 }
 
-fn submit_chain(machine: &mut Machine, buffers: &[(u64, u32, bool)]) -> u32 {
+fn submit_chain(machine: &mut FrontEnd, buffers: &[(u64, u32, bool)]) -> u32 {
     let queue = &mut machine.queues[1];
     let head = queue.driver.submit(buffers);
     queue.kick();

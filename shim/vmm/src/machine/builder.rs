@@ -1,13 +1,13 @@
 //! Creates a VM in the order of calls that KVM requires.
 
-use super::bus::Bus;
+use super::bus::DeviceBus;
 use super::genid::GenerationId;
-use super::kernel::{self, Entry};
-use super::legacy::{self, Keyboard, SerialPort};
+use super::kernel::{self, KernelEntry};
+use super::legacy::{self, KeyboardController, SerialPort};
 use super::memory::{self, GuestMemory};
 use super::state::{self, MachineState};
-use super::vcpu::{Control, Vcpu, prepare_signal};
-use super::{Config, Console, Error, Exit, MAX_VCPUS, Machine, boot, cpuid, layout, mptable};
+use super::vcpu::{Vcpu, VcpuControl, install_signal_handler};
+use super::{Error, MAX_VCPUS, SerialSink, VmConfig, VmExit, VmHandle, boot, cpuid, layout, mptable};
 use crate::mmio::{self, Transport};
 use crate::{Device, Memory};
 use kvm_bindings::{
@@ -22,66 +22,69 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryRegion, GuestRegionMmap};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// A VM under construction: its memory exists and devices are attached, but no vCPU runs.
-pub struct Builder {
-    config: Config,
+pub struct VmBuilder {
+    config: VmConfig,
     supported: Vec<kvm_cpuid_entry2>,
-    control: Arc<Control>,
-    ports: Bus,
-    windows: Bus,
+    control: Arc<VcpuControl>,
+    ports: DeviceBus,
+    windows: DeviceBus,
     transports: Vec<Arc<Transport>>,
     serial: Option<Arc<SerialPort>>,
     /// The memory regions that devices share with their drivers.
     shared: Vec<Arc<GuestRegionMmap<()>>>,
     /// The ioeventfd for guest writes that this process need not handle.
-    unheard: EventFd,
+    ignored_writes: EventFd,
     vm: Arc<VmFd>,
     /// Dropped last.
     memory: GuestMemory,
 }
 
-impl Builder {
+impl VmBuilder {
     /// Opens KVM and creates the memory and the interrupt controllers.
-    pub fn new(config: Config) -> Result<Builder, Error> {
-        let mib = layout::made_mib(config.memory_mib, config.reserve_mib);
+    pub fn new(config: VmConfig) -> Result<VmBuilder, Error> {
+        let mib = layout::total_mib(config.memory_mib, config.reserve_mib);
         let memory = GuestMemory::new(mib, config.backing, config.pages);
-        Builder::with_memory(config, memory)
+        VmBuilder::with_memory(config, memory)
     }
 
-    /// Like [`new`](Builder::new), with the memory that was saved to `file` (see [`Machine::save`]). The file is mapped
+    /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]). The file is mapped
     /// privately and must not change as long as the VM lives.
-    pub fn with_saved_memory(config: Config, file: &File) -> Result<Builder, Error> {
-        let mib = layout::made_mib(config.memory_mib, config.reserve_mib);
+    pub fn with_saved_memory(config: VmConfig, file: &File) -> Result<VmBuilder, Error> {
+        let mib = layout::total_mib(config.memory_mib, config.reserve_mib);
         let memory = GuestMemory::from_file(mib, file, config.pages);
-        Builder::with_memory(config, memory)
+        VmBuilder::with_memory(config, memory)
     }
 
-    fn with_memory(config: Config, memory: Result<GuestMemory, super::MemoryError>) -> Result<Builder, Error> {
-        let kvm = open()?;
+    fn with_memory(config: VmConfig, memory: Result<GuestMemory, super::MemoryError>) -> Result<VmBuilder, Error> {
+        let kvm = open_kvm()?;
         let max = kvm.get_max_vcpus().min(MAX_VCPUS.into());
         if config.vcpus == 0 || usize::from(config.vcpus) > max {
             return Err(Error::Vcpus { got: config.vcpus, max });
         }
-        let memory = memory
-            .map_err(|source| Error::Memory { mib: layout::made_mib(config.memory_mib, config.reserve_mib), source })?;
+        let memory = memory.map_err(|source| Error::Memory {
+            mib: layout::total_mib(config.memory_mib, config.reserve_mib),
+            source,
+        })?;
         let mut supported =
-            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell what it supports"))?;
-        cpuid::name(supported.as_mut_slice());
+            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm_call("report its CPUID entries"))?;
+        cpuid::copy_brand_string(supported.as_mut_slice());
         let vm = create_vm(&kvm)?;
-        memory.give_to(&vm).map_err(Error::call("take memory"))?;
-        vm.set_identity_map_address(layout::IDENTITY_MAP).map_err(Error::call("place its page table"))?;
-        vm.set_tss_address(layout::TSS).map_err(Error::call("place its task state"))?;
-        vm.create_irq_chip().map_err(Error::call("make interrupt controllers"))?;
-        mask_old_controllers(&vm)?;
-        let control = Arc::new(Control::new());
-        let mut ports = Bus::default();
+        memory.register_with(&vm).map_err(Error::kvm_call("register memory"))?;
+        vm.set_identity_map_address(layout::IDENTITY_MAP)
+            .map_err(Error::kvm_call("set the address of its page table"))?;
+        vm.set_tss_address(layout::TSS).map_err(Error::kvm_call("set the address of its task state"))?;
+        vm.create_irq_chip().map_err(Error::kvm_call("create interrupt controllers"))?;
+        mask_pic_interrupts(&vm)?;
+        let control = Arc::new(VcpuControl::new());
+        let mut ports = DeviceBus::default();
         let ended = control.clone();
-        let keyboard = Keyboard::new(move || ended.end(Exit::Reset));
+        let keyboard = KeyboardController::new(move || ended.request_end(VmExit::Reset));
         ports.insert(legacy::I8042, legacy::I8042_PORTS, Arc::new(keyboard));
-        let unheard =
+        let ignored_writes =
             EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(|source| Error::Make { what: "an eventfd", source })?;
-        let mut windows = Bus::default();
+        let mut windows = DeviceBus::default();
         windows.insert(layout::GENERATION_ID.0, layout::WINDOW_SIZE, Arc::new(GenerationId::new()?));
-        Ok(Builder {
+        Ok(VmBuilder {
             config,
             supported: supported.as_slice().to_vec(),
             control,
@@ -90,7 +93,7 @@ impl Builder {
             transports: Vec::new(),
             serial: None,
             shared: Vec::new(),
-            unheard,
+            ignored_writes,
             vm: Arc::new(vm),
             memory,
         })
@@ -102,9 +105,9 @@ impl Builder {
     }
 
     /// Adds a serial port (`ttyS0`) whose output goes to `console`.
-    pub fn serial(&mut self, console: Console) -> Result<(), Error> {
+    pub fn serial(&mut self, console: SerialSink) -> Result<(), Error> {
         let (port, line) = SerialPort::new(console)?;
-        self.vm.register_irqfd(&line, legacy::COM1_GSI).map_err(Error::call("take an interrupt"))?;
+        self.vm.register_irqfd(&line, legacy::COM1_GSI).map_err(Error::kvm_call("register an interrupt"))?;
         let port = Arc::new(port);
         self.ports.insert(legacy::COM1, legacy::COM1_PORTS, port.clone());
         self.serial = Some(port);
@@ -114,29 +117,29 @@ impl Builder {
     /// Attaches a device to the next window of registers, with an interrupt of its own.
     pub fn attach(&mut self, device: Box<dyn Device>) -> Result<Arc<Transport>, Error> {
         let (address, gsi) =
-            layout::window(self.transports.len()).ok_or(Error::Devices { max: layout::MAX_DEVICES })?;
+            layout::device_window(self.transports.len()).ok_or(Error::Devices { max: layout::MAX_DEVICES })?;
         let kind = device.kind();
         let attach = |source| Error::Attach { device: kind, source };
         let irq = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(attach)?;
-        self.vm.register_irqfd(&irq, gsi).map_err(Error::call("take an interrupt"))?;
-        let shared = self.share(device.shared_memory())?;
-        let transport = Transport::sharing(device, self.memory().clone(), irq, shared).map_err(attach)?;
+        self.vm.register_irqfd(&irq, gsi).map_err(Error::kvm_call("register an interrupt"))?;
+        let shared = self.create_shared_memory(device.shared_memory())?;
+        let transport = Transport::with_shared_memory(device, self.memory().clone(), irq, shared).map_err(attach)?;
         let notify = IoEventAddress::Mmio(address + mmio::QUEUE_NOTIFY);
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
-            self.vm.register_ioevent(kick, &notify, queue).map_err(Error::call("take a notification"))?;
+            self.vm.register_ioevent(kick, &notify, queue).map_err(Error::kvm_call("register a queue notification"))?;
         }
         // Every interrupt is acknowledged by this write. If the kernel handles it, the vCPU does not exit to this process.
         let (register, queues_only) = mmio::INTERRUPT_ACK;
         let acknowledge = IoEventAddress::Mmio(address + register);
-        let unheard = self.vm.register_ioevent(&self.unheard, &acknowledge, queues_only);
-        unheard.map_err(Error::call("take an acknowledgement"))?;
+        let ignored_writes = self.vm.register_ioevent(&self.ignored_writes, &acknowledge, queues_only);
+        ignored_writes.map_err(Error::kvm_call("register an interrupt acknowledgement"))?;
         self.windows.insert(address, layout::WINDOW_SIZE, transport.clone());
         self.transports.push(transport.clone());
         Ok(transport)
     }
 
     /// Creates the memory region that a device shares with its driver, above the regions of earlier devices. Returns `None` for size 0.
-    fn share(&mut self, size: u64) -> Result<Option<Arc<GuestRegionMmap<()>>>, Error> {
+    fn create_shared_memory(&mut self, size: u64) -> Result<Option<Arc<GuestRegionMmap<()>>>, Error> {
         if size == 0 {
             return Ok(None);
         }
@@ -147,36 +150,38 @@ impl Builder {
         if address.checked_add(size).is_none_or(|end| end > layout::SHARED.end) {
             return Err(Error::Devices { max: layout::MAX_DEVICES });
         }
-        let shared = memory::shared(address, size)
+        let shared = memory::allocate_shared(address, size)
             .map_err(|source| Error::Memory { mib: u32::try_from(size / layout::MIB).unwrap_or(u32::MAX), source })?;
-        self.memory.give_shared(&self.vm, self.shared.len(), &shared).map_err(Error::call("take memory"))?;
+        self.memory
+            .register_shared(&self.vm, self.shared.len(), &shared)
+            .map_err(Error::kvm_call("register memory"))?;
         self.shared.push(shared.clone());
         Ok(Some(shared))
     }
 
     /// Loads the kernel and starts the VM.
-    pub fn start(self) -> Result<Machine, Error> {
-        let vcpus = self.make_vcpus()?;
-        let entry = self.load()?;
+    pub fn start(self) -> Result<VmHandle, Error> {
+        let vcpus = self.create_vcpus()?;
+        let entry = self.load_kernel()?;
         if let Some(first) = vcpus.first() {
-            let mut sregs = first.get_sregs().map_err(Error::call("tell registers"))?;
+            let mut sregs = first.get_sregs().map_err(Error::kvm_call("read registers"))?;
             boot::set_special_registers(&mut sregs, entry);
-            first.set_sregs(&sregs).map_err(Error::call("set control registers"))?;
-            first.set_regs(&boot::registers(entry)).map_err(Error::call("set registers"))?;
+            first.set_sregs(&sregs).map_err(Error::kvm_call("set control registers"))?;
+            first.set_regs(&boot::initial_registers(entry)).map_err(Error::kvm_call("set registers"))?;
         }
         let machine = self.spawn(vcpus)?;
         machine.resume()?;
         Ok(machine)
     }
 
-    /// Restores the VM from a saved `state`. It stays paused until [`Machine::resume`].
-    pub fn restore(self, state: &MachineState) -> Result<Machine, Error> {
-        let vcpus = self.make_vcpus()?;
+    /// Restores the VM from a saved `state`. It stays paused until [`VmHandle::resume`].
+    pub fn restore(self, state: &MachineState) -> Result<VmHandle, Error> {
+        let vcpus = self.create_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;
         // The interrupt notifies the guest, before it runs on, that its generation id has changed.
         for active in [true, false] {
             let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
-            raised.map_err(Error::call("raise an interrupt"))?;
+            raised.map_err(Error::kvm_call("raise an interrupt"))?;
         }
         let machine = self.spawn(vcpus)?;
         // Waits until the new threads are paused; from then on the VM may be saved again.
@@ -185,8 +190,8 @@ impl Builder {
     }
 
     /// Loads kernel and initramfs and writes the tables. Returns the entry point of the kernel.
-    fn load(&self) -> Result<Entry, Error> {
-        let Config { memory_mib, kernel: path, initrd, cmdline, vcpus, .. } = &self.config;
+    fn load_kernel(&self) -> Result<KernelEntry, Error> {
+        let VmConfig { memory_mib, kernel: path, initrd, cmdline, vcpus, .. } = &self.config;
         let at = |path: &Path| {
             let path = path.to_owned();
             move |source| Error::Load { path, source }
@@ -198,10 +203,12 @@ impl Builder {
             None => None,
         };
         // The caller's parameters come last, so that they take precedence.
-        let words = ["reboot=k".to_owned(), layout::announce_generation_id()].into_iter();
-        let words = words.chain((0..self.transports.len()).filter_map(layout::announce)).chain(cmdline.iter().cloned());
-        let line = boot::cmdline(words).map_err(at(path))?;
-        boot::prepare(memory, *memory_mib, &kernel, &line, initrd).map_err(at(path))?;
+        let parameters = ["reboot=k".to_owned(), layout::generation_id_parameter()].into_iter();
+        let parameters = parameters
+            .chain((0..self.transports.len()).filter_map(layout::device_parameter))
+            .chain(cmdline.iter().cloned());
+        let line = boot::cmdline(parameters).map_err(at(path))?;
+        boot::write_boot_data(memory, *memory_mib, &kernel, &line, initrd).map_err(at(path))?;
         let (signature, features) = cpuid::signature(&self.supported);
         memory
             .write_slice(&mptable::table(*vcpus, signature, features), GuestAddress(layout::MP_TABLE))
@@ -209,27 +216,27 @@ impl Builder {
         Ok(kernel.entry)
     }
 
-    fn make_vcpus(&self) -> Result<Vec<VcpuFd>, Error> {
-        (0..self.config.vcpus).map(|id| self.make_vcpu(id)).collect()
+    fn create_vcpus(&self) -> Result<Vec<VcpuFd>, Error> {
+        (0..self.config.vcpus).map(|id| self.create_vcpu(id)).collect()
     }
 
-    fn make_vcpu(&self, id: u8) -> Result<VcpuFd, Error> {
-        let vcpu = self.vm.create_vcpu(id.into()).map_err(Error::call("make a processor"))?;
-        let entries = cpuid::for_vcpu(&self.supported, id, self.config.vcpus);
+    fn create_vcpu(&self, id: u8) -> Result<VcpuFd, Error> {
+        let vcpu = self.vm.create_vcpu(id.into()).map_err(Error::kvm_call("create a vCPU"))?;
+        let entries = cpuid::vcpu_entries(&self.supported, id, self.config.vcpus);
         let cpuid =
-            CpuId::from_entries(&entries).map_err(|_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
-        vcpu.set_cpuid2(&cpuid).map_err(Error::call("take CPUID"))?;
+            CpuId::from_entries(&entries).map_err(|_too_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
+        vcpu.set_cpuid2(&cpuid).map_err(Error::kvm_call("set CPUID entries"))?;
         set_msrs(&vcpu)?;
         set_local_interrupts(&vcpu)?;
         Ok(vcpu)
     }
 
-    fn spawn(self, vcpus: Vec<VcpuFd>) -> Result<Machine, Error> {
-        prepare_signal()?;
+    fn spawn(self, vcpus: Vec<VcpuFd>) -> Result<VmHandle, Error> {
+        install_signal_handler()?;
         let vcpus: Vec<_> = vcpus.into_iter().map(|fd| Arc::new(Mutex::new(fd))).collect();
         let (ports, windows) = (Arc::new(self.ports), Arc::new(self.windows));
         // If a later step fails, dropping this value ends the threads started so far.
-        let machine = Machine {
+        let machine = VmHandle {
             config: self.config,
             control: self.control,
             threads: Mutex::default(),
@@ -252,16 +259,16 @@ impl Builder {
 /// Creates the VM. KVM starts kernel threads for it, and a signal to this thread (such as SIGCHLD) may interrupt that; then it retries.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, Error> {
     const TRIES: usize = 100;
-    let interrupted = |made: &Result<VmFd, kvm_ioctls::Error>| {
-        made.as_ref().err().is_some_and(|error| matches!(error.errno(), libc::EINTR | libc::EAGAIN))
+    let interrupted = |created: &Result<VmFd, kvm_ioctls::Error>| {
+        created.as_ref().err().is_some_and(|error| matches!(error.errno(), libc::EINTR | libc::EAGAIN))
     };
     let mut tries = std::iter::repeat_with(|| kvm.create_vm()).take(TRIES);
-    let made = tries.find(|made| !interrupted(made)).unwrap_or_else(|| kvm.create_vm());
-    made.map_err(Error::call("make a machine"))
+    let created = tries.find(|created| !interrupted(created)).unwrap_or_else(|| kvm.create_vm());
+    created.map_err(Error::kvm_call("create a VM"))
 }
 
 /// Opens KVM and checks that it has all required capabilities.
-fn open() -> Result<Kvm, Error> {
+fn open_kvm() -> Result<Kvm, Error> {
     let kvm = Kvm::new().map_err(|source| Error::Open { source })?;
     match kvm.get_api_version() {
         12 => {}
@@ -291,13 +298,13 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     const MTRR_DEF_TYPE: u32 = 0x2ff;
     const WRITE_BACK_EVERYWHERE: u64 = 1 << 11 | 6;
     let entry = |index, data| kvm_msr_entry { index, data, ..Default::default() };
-    let many = |_many| Error::Missing { capability: "KVM_GET_MSRS" };
-    let mut misc = Msrs::from_entries(&[entry(MISC_ENABLE, 0)]).map_err(many)?;
-    vcpu.get_msrs(&mut misc).map_err(Error::call("tell model-specific registers"))?;
+    let too_many = |_too_many| Error::Missing { capability: "KVM_GET_MSRS" };
+    let mut misc = Msrs::from_entries(&[entry(MISC_ENABLE, 0)]).map_err(too_many)?;
+    vcpu.get_msrs(&mut misc).map_err(Error::kvm_call("read model-specific registers"))?;
     let before = misc.as_slice().first().map_or(0, |entry| entry.data);
     let entries = [entry(MISC_ENABLE, before | FAST_STRING), entry(MTRR_DEF_TYPE, WRITE_BACK_EVERYWHERE)];
-    let msrs = Msrs::from_entries(&entries).map_err(many)?;
-    match vcpu.set_msrs(&msrs).map_err(Error::call("set model-specific registers"))? {
+    let msrs = Msrs::from_entries(&entries).map_err(too_many)?;
+    match vcpu.set_msrs(&msrs).map_err(Error::kvm_call("set model-specific registers"))? {
         done if done == entries.len() => Ok(()),
         _ => Err(Error::Missing { capability: "MSR IA32_MISC_ENABLE or IA32_MTRR_DEF_TYPE" }),
     }
@@ -305,12 +312,12 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
 
 /// Masks all interrupts of the two PICs, as a PC's firmware does, until a kernel initializes them. KVM creates them with all
 /// lines unmasked and vectors from 0, which are those of CPU exceptions.
-fn mask_old_controllers(vm: &VmFd) -> Result<(), Error> {
+fn mask_pic_interrupts(vm: &VmFd) -> Result<(), Error> {
     for chip_id in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE] {
         let mut chip = kvm_irqchip { chip_id, ..Default::default() };
-        vm.get_irqchip(&mut chip).map_err(Error::call("tell an interrupt controller's state"))?;
+        vm.get_irqchip(&mut chip).map_err(Error::kvm_call("read an interrupt controller's state"))?;
         chip.chip.pic.imr = 0xff;
-        vm.set_irqchip(&chip).map_err(Error::call("set an interrupt controller's state"))?;
+        vm.set_irqchip(&chip).map_err(Error::kvm_call("set an interrupt controller's state"))?;
     }
     Ok(())
 }
@@ -321,11 +328,11 @@ fn set_local_interrupts(vcpu: &VcpuFd) -> Result<(), Error> {
     const LINT1: usize = 0x360;
     const EXT_INT: u8 = 7;
     const NMI: u8 = 4;
-    let mut lapic = vcpu.get_lapic().map_err(Error::call("tell an interrupt controller's state"))?;
+    let mut lapic = vcpu.get_lapic().map_err(Error::kvm_call("read an interrupt controller's state"))?;
     for (register, mode) in [(LINT0, EXT_INT), (LINT1, NMI)] {
         // The delivery mode is in bits 8 to 10.
         let byte = &mut lapic.regs[register + 1];
         *byte = (*byte as u8 & !0x7 | mode) as libc::c_char;
     }
-    vcpu.set_lapic(&lapic).map_err(Error::call("set an interrupt controller's state"))
+    vcpu.set_lapic(&lapic).map_err(Error::kvm_call("set an interrupt controller's state"))
 }

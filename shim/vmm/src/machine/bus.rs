@@ -27,12 +27,12 @@ impl BusDevice for Transport {
 
 /// The devices of one address space. It does not change after the guest has started.
 #[derive(Default)]
-pub(super) struct Bus {
+pub(super) struct DeviceBus {
     /// Length and device by first address. The ranges do not overlap.
     ranges: BTreeMap<u64, (u64, Arc<dyn BusDevice>)>,
 }
 
-impl Bus {
+impl DeviceBus {
     /// Inserts a device at `start`. The caller ensures that ranges do not overlap.
     pub fn insert(&mut self, start: u64, length: u64, device: Arc<dyn BusDevice>) {
         self.ranges.insert(start, (length, device));
@@ -71,9 +71,9 @@ mod tests {
 
     /// Records the last access.
     #[derive(Default)]
-    struct Spy(Mutex<Option<(u64, usize)>>);
+    struct AccessRecorder(Mutex<Option<(u64, usize)>>);
 
-    impl BusDevice for Spy {
+    impl BusDevice for AccessRecorder {
         fn read(&self, offset: u64, data: &mut [u8]) {
             *self.0.lock().unwrap() = Some((offset, data.len()));
             data.fill(0x5a);
@@ -86,27 +86,27 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_access_reaches_the_device_whose_range_it_lies_in(
+        fn accesses_reach_the_device_of_their_range(
             address in prop_oneof![0u64..0x60, Just(u64::MAX), Just(u64::MAX - 3), any::<u64>()],
             width in prop_oneof![Just(1usize), Just(2), Just(4), Just(8)],
         ) {
-            let spies: [Arc<Spy>; 2] = Default::default();
-            let mut bus = Bus::default();
-            for (spy, start) in spies.iter().zip([0x10, 0x30]) {
-                bus.insert(start, 0x10, spy.clone());
+            let recorders: [Arc<AccessRecorder>; 2] = Default::default();
+            let mut bus = DeviceBus::default();
+            for (recorder, start) in recorders.iter().zip([0x10, 0x30]) {
+                bus.insert(start, 0x10, recorder.clone());
             }
             let mut data = vec![0; width];
             bus.read(address, &mut data);
             let within = |start: u64| address >= start && address <= start + 0x10 - width as u64;
             let want = if within(0x10) || within(0x30) { 0x5a } else { 0xff };
             prop_assert!(data.iter().all(|byte| *byte == want));
-            for (spy, start) in spies.iter().zip([0x10, 0x30]) {
-                let seen = spy.0.lock().unwrap().take();
+            for (recorder, start) in recorders.iter().zip([0x10, 0x30]) {
+                let seen = recorder.0.lock().unwrap().take();
                 prop_assert_eq!(seen, within(start).then(|| (address - start, width)));
             }
             bus.write(address, &data);
-            for (spy, start) in spies.iter().zip([0x10, 0x30]) {
-                prop_assert_eq!(spy.0.lock().unwrap().is_some(), within(start));
+            for (recorder, start) in recorders.iter().zip([0x10, 0x30]) {
+                prop_assert_eq!(recorder.0.lock().unwrap().is_some(), within(start));
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Edits the CPUID entries that KVM supports into those of each vCPU of a guest. All functions are pure, except that [`name`]
-//! executes CPUID on the host.
+//! Edits the CPUID entries that KVM supports into those of each vCPU of a guest. All functions are pure, except that
+//! [`copy_brand_string`] executes CPUID on the host.
 
 use core::arch::x86_64::__cpuid;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
@@ -14,11 +14,11 @@ const HTT: u32 = 1 << 28;
 const CMP_LEGACY: u32 = 1 << 1;
 
 /// The leaves of the CPU's brand string, which are zero in the entries that KVM supports.
-const NAME: RangeInclusive<u32> = 0x8000_0002..=0x8000_0004;
+const BRAND_STRING: RangeInclusive<u32> = 0x8000_0002..=0x8000_0004;
 
 /// The position of a vCPU in the topology: one package, one thread per core; the APIC id is the index.
 #[derive(Clone, Copy)]
-struct Place {
+struct VcpuTopology {
     id: u32,
     vcpus: u32,
     /// The number of bits of an APIC id that distinguish vCPUs.
@@ -26,38 +26,40 @@ struct Place {
 }
 
 /// Copies the node's CPU brand string into the entries, if the node's CPU has one.
-pub(super) fn name(supported: &mut [kvm_cpuid_entry2]) {
+pub(super) fn copy_brand_string(supported: &mut [kvm_cpuid_entry2]) {
     let highest = __cpuid(0x8000_0000).eax;
-    for entry in supported.iter_mut().filter(|entry| NAME.contains(&entry.function) && entry.function <= highest) {
-        let said = __cpuid(entry.function);
-        (entry.eax, entry.ebx, entry.ecx, entry.edx) = (said.eax, said.ebx, said.ecx, said.edx);
+    for entry in
+        supported.iter_mut().filter(|entry| BRAND_STRING.contains(&entry.function) && entry.function <= highest)
+    {
+        let host = __cpuid(entry.function);
+        (entry.eax, entry.ebx, entry.ecx, entry.edx) = (host.eax, host.ebx, host.ecx, host.edx);
     }
 }
 
 /// Returns the entries for vCPU `id` of `vcpus`, derived from those that KVM supports.
-pub(super) fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u8, vcpus: u8) -> Vec<kvm_cpuid_entry2> {
+pub(super) fn vcpu_entries(supported: &[kvm_cpuid_entry2], id: u8, vcpus: u8) -> Vec<kvm_cpuid_entry2> {
     let vcpus = u32::from(vcpus.max(1));
-    let place = Place { id: u32::from(id), vcpus, bits: vcpus.next_power_of_two().trailing_zeros() };
-    let topology = [0xb, 0x1f];
+    let topology = VcpuTopology { id: u32::from(id), vcpus, bits: vcpus.next_power_of_two().trailing_zeros() };
+    let topology_leaves = [0xb, 0x1f];
     // The last leaf is AMD's variant. Without it a guest falls back to the others.
-    let told = |leaf: u32| !topology.contains(&leaf) && leaf != 0x8000_0026;
-    let mut entries: Vec<_> = supported.iter().filter(|entry| told(entry.function)).copied().collect();
-    entries.iter_mut().for_each(|entry| place.edit(entry));
+    let is_copied = |leaf: u32| !topology_leaves.contains(&leaf) && leaf != 0x8000_0026;
+    let mut entries: Vec<_> = supported.iter().filter(|entry| is_copied(entry.function)).copied().collect();
+    entries.iter_mut().for_each(|entry| topology.edit(entry));
     let highest = supported.iter().find(|entry| entry.function == 0).map_or(0, |entry| entry.eax);
-    for function in topology.into_iter().filter(|leaf| *leaf <= highest) {
-        entries.extend(place.topology(function));
+    for function in topology_leaves.into_iter().filter(|leaf| *leaf <= highest) {
+        entries.extend(topology.topology_entries(function));
     }
     entries
 }
 
-impl Place {
+impl VcpuTopology {
     fn edit(self, entry: &mut kvm_cpuid_entry2) {
-        let Place { id, vcpus, bits } = self;
+        let VcpuTopology { id, vcpus, bits } = self;
         match entry.function {
             0x1 => {
                 entry.ebx = id << 24 | vcpus << 16 | entry.ebx & 0xffff;
                 entry.ecx |= TSC_DEADLINE | HYPERVISOR;
-                set(&mut entry.edx, HTT, vcpus > 1);
+                set_bit(&mut entry.edx, HTT, vcpus > 1);
             }
             // Deterministic cache parameters (Intel), cache topology (AMD): the threads that share this cache, and the number
             // of cores. An entry of type 0 ends the list.
@@ -69,7 +71,7 @@ impl Place {
             }
             // No performance counters: a guest that finds them spends boot time on setting them up.
             0xa => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
-            0x8000_0001 => set(&mut entry.ecx, CMP_LEGACY, vcpus > 1),
+            0x8000_0001 => set_bit(&mut entry.ecx, CMP_LEGACY, vcpus > 1),
             0x8000_0008 => entry.ecx = bits << 12 | (vcpus - 1),
             0x8000_001e => (entry.eax, entry.ebx, entry.ecx) = (id, id, 0),
             _ => {}
@@ -77,8 +79,8 @@ impl Place {
     }
 
     /// Returns the extended topology: threads, then cores, then the end (Intel manual, volume 2A, CPUID leaves 0BH and 1FH).
-    fn topology(self, function: u32) -> [kvm_cpuid_entry2; 3] {
-        let Place { id, vcpus, bits } = self;
+    fn topology_entries(self, function: u32) -> [kvm_cpuid_entry2; 3] {
+        let VcpuTopology { id, vcpus, bits } = self;
         let level = |index: u32, eax, ebx, kind: u32| kvm_cpuid_entry2 {
             function,
             index,
@@ -93,7 +95,7 @@ impl Place {
     }
 }
 
-fn set(register: &mut u32, bit: u32, on: bool) {
+fn set_bit(register: &mut u32, bit: u32, on: bool) {
     *register = if on { *register | bit } else { *register & !bit };
 }
 
@@ -133,8 +135,8 @@ mod tests {
     }
 
     #[test]
-    fn the_third_of_three() {
-        let entries = for_vcpu(&supported(), 2, 3);
+    fn the_entries_of_the_third_of_three_vcpus() {
+        let entries = vcpu_entries(&supported(), 2, 3);
         assert_eq!(find(&entries, 0x1, 0), [0x800f12, 0x0203_08bb, 1 << 31 | 1 << 24, 1 << 28]);
         assert_eq!(find(&entries, 0x4, 0)[0], 3 << 26 | 0x121, "a cache of one core");
         assert_eq!(find(&entries, 0x4, 3)[0], 3 << 26 | 3 << 14 | 0x163, "a cache of all four places");
@@ -153,11 +155,11 @@ mod tests {
     }
 
     #[test]
-    fn the_processor_has_the_nodes_name() {
-        let mut entries: Vec<_> = NAME.chain([1]).map(|leaf| entry(leaf, 0, [0; 4])).collect();
-        name(&mut entries);
+    fn vcpus_have_the_nodes_brand_string() {
+        let mut entries: Vec<_> = BRAND_STRING.chain([1]).map(|leaf| entry(leaf, 0, [0; 4])).collect();
+        copy_brand_string(&mut entries);
         assert_eq!(find(&entries, 1, 0), [0; 4]);
-        let text: Vec<u8> = NAME.flat_map(|leaf| find(&entries, leaf, 0)).flat_map(u32::to_le_bytes).collect();
+        let text: Vec<u8> = BRAND_STRING.flat_map(|leaf| find(&entries, leaf, 0)).flat_map(u32::to_le_bytes).collect();
         let text = String::from_utf8_lossy(&text).trim_matches(['\0', ' ']).to_owned();
         let node = std::fs::read_to_string("/proc/cpuinfo").unwrap();
         let node = node.lines().find(|line| line.starts_with("model name")).unwrap();
@@ -166,8 +168,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn each_has_its_own_id_and_all_agree(vcpus in 1u8..=64) {
-            let all: Vec<_> = (0..vcpus).map(|id| for_vcpu(&supported(), id, vcpus)).collect();
+        fn vcpus_have_unique_ids_and_equal_topologies(vcpus in 1u8..=64) {
+            let all: Vec<_> = (0..vcpus).map(|id| vcpu_entries(&supported(), id, vcpus)).collect();
             for (id, entries) in (0u32..).zip(&all) {
                 let [_, ebx, _, edx] = find(entries, 0x1, 0);
                 prop_assert_eq!((ebx >> 24, ebx >> 16 & 0xff), (id, u32::from(vcpus)));

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum Error {
     /// The number of vCPUs is 0 or exceeds the maximum.
-    #[error("a machine with {got} vCPUs: KVM gives 1 to {max} here")]
+    #[error("cannot create a VM with {got} vCPUs: KVM supports 1 to {max} on this node")]
     Vcpus {
         /// The requested number.
         got: u8,
@@ -24,19 +24,19 @@ pub enum Error {
         source: kvm_ioctls::Error,
     },
     /// KVM has an unsupported API version.
-    #[error("KVM has API version {got}, not 12")]
+    #[error("KVM has API version {got}, but version 12 is needed")]
     Version {
         /// The version that KVM reports.
         got: i32,
     },
     /// KVM lacks a capability that a VM needs.
-    #[error("this KVM has no {capability}")]
+    #[error("KVM on this node lacks {capability}")]
     Missing {
         /// The capability, by its name in `linux/kvm.h`.
         capability: &'static str,
     },
     /// A call to KVM failed.
-    #[error("KVM does not {what}")]
+    #[error("KVM cannot {what}")]
     Call {
         /// The operation that KVM should perform.
         what: &'static str,
@@ -44,7 +44,7 @@ pub enum Error {
         source: kvm_ioctls::Error,
     },
     /// Guest memory cannot be allocated.
-    #[error("cannot make {mib} MiB of guest memory")]
+    #[error("cannot allocate {mib} MiB of guest memory")]
     Memory {
         /// The requested size in MiB.
         mib: u32,
@@ -60,7 +60,7 @@ pub enum Error {
         source: KernelError,
     },
     /// There are more devices than register windows.
-    #[error("room for {max} devices only")]
+    #[error("cannot attach another device: the maximum is {max}")]
     Devices {
         /// The maximum number of devices.
         max: usize,
@@ -90,7 +90,7 @@ pub enum Error {
         source: crate::StartError,
     },
     /// An eventfd or a thread cannot be created.
-    #[error("cannot make {what}")]
+    #[error("cannot create {what}")]
     Make {
         /// The object to create.
         what: &'static str,
@@ -98,22 +98,22 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The VM has ended: it can no longer be paused, resumed or saved.
-    #[error("the machine has ended: {exit}")]
+    #[error("the VM has ended: {exit}")]
     Ended {
         /// How the VM ended.
-        exit: super::Exit,
+        exit: super::VmExit,
     },
     /// The VM is running; its state can only be saved while it is paused.
-    #[error("the machine is not paused")]
+    #[error("the VM is not paused")]
     NotPaused,
     /// A vCPU did not stop in time.
-    #[error("a processor of the machine did not stop within {seconds} s")]
+    #[error("a vCPU did not stop within {seconds} s")]
     Stuck {
         /// The timeout in seconds.
         seconds: u64,
     },
     /// KVM rejects the saved value of a register.
-    #[error("KVM does not take {value:#x} for the model-specific register {index:#x}")]
+    #[error("KVM rejects the value {value:#x} for the model-specific register {index:#x}")]
     Msr {
         /// The number of the register.
         index: u32,
@@ -121,13 +121,13 @@ pub enum Error {
         value: u64,
     },
     /// The VM was saved on a CPU with features that this CPU lacks.
-    #[error("the machine was saved on a processor that has {missing}, which this one has not")]
+    #[error("the VM was saved on a CPU with {missing}, which this node's CPU lacks")]
     Processor {
         /// The first missing feature.
         missing: String,
     },
     /// The saved state does not match the VM's configuration.
-    #[error("a saved state with {saved} {what} for a machine with {here}")]
+    #[error("cannot restore a state with {saved} {what} in a VM with {here}")]
     Mismatch {
         /// The property that differs: "vCPUs", "devices".
         what: &'static str,
@@ -140,7 +140,7 @@ pub enum Error {
 
 impl Error {
     /// Returns a function for `map_err` that reports that KVM refused to do `what`.
-    pub(super) fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Error {
+    pub(super) fn kvm_call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Error {
         move |source| Error::Call { what, source }
     }
 }

@@ -35,18 +35,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_guest_reads_it_in_any_way_and_changes_nothing() {
+    fn the_id_is_readable_in_any_width_and_read_only() {
         let device = GenerationId::new().unwrap();
         let mut whole = [0; 24];
         for (at, byte) in whole.iter_mut().enumerate() {
             device.read(at as u64, std::slice::from_mut(byte));
         }
         assert_eq!((&whole[..16], &whole[16..]), (&device.0[..], &[0; 8][..]));
-        let mut words = [0xff; 8];
-        device.read(12, &mut words);
-        assert_eq!((&words[..4], &words[4..]), (&device.0[12..], &[0; 4][..]));
-        device.read(u64::MAX, &mut words);
-        assert_eq!(words, [0; 8]);
+        let mut bytes_read = [0xff; 8];
+        device.read(12, &mut bytes_read);
+        assert_eq!((&bytes_read[..4], &bytes_read[4..]), (&device.0[12..], &[0; 4][..]));
+        device.read(u64::MAX, &mut bytes_read);
+        assert_eq!(bytes_read, [0; 8]);
         device.write(0, &[!device.0[0]; 8]);
         assert_eq!(device.0[..], whole[..16]);
         assert_ne!(device.0, GenerationId::new().unwrap().0);

@@ -3,8 +3,8 @@
 use super::legacy::SerialPort;
 use super::memory::GuestMemory;
 use super::state::{self, MachineState};
-use super::vcpu::Control;
-use super::{Config, Error};
+use super::vcpu::VcpuControl;
+use super::{Error, VmConfig};
 use crate::Memory;
 use crate::mmio::Transport;
 use kvm_ioctls::{VcpuFd, VmFd};
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// The reason for which a VM ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Exit {
+pub enum VmExit {
     /// The guest requested a reset: it rebooted, powered off or panicked; its console shows which.
     Reset,
     /// A vCPU had a fault that no handler of the guest handles.
@@ -27,25 +27,25 @@ pub enum Exit {
         /// The vCPU and the details of the failure.
         what: String,
     },
-    /// [`Machine::kill`] ended the VM.
+    /// [`VmHandle::kill`] ended the VM.
     Killed,
 }
 
-impl std::fmt::Display for Exit {
+impl std::fmt::Display for VmExit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Exit::Reset => f.write_str("the guest asked for a reset"),
-            Exit::TripleFault { what } => write!(f, "a triple fault on {what}"),
-            Exit::Failed { what } => f.write_str(what),
-            Exit::Killed => f.write_str("killed"),
+            VmExit::Reset => f.write_str("the guest requested a reset"),
+            VmExit::TripleFault { what } => write!(f, "a triple fault on {what}"),
+            VmExit::Failed { what } => f.write_str(what),
+            VmExit::Killed => f.write_str("killed"),
         }
     }
 }
 
 /// A VM that runs, is paused or has ended. Dropping it kills the VM and releases everything: threads, descriptors and memory.
-pub struct Machine {
-    pub(super) config: Config,
-    pub(super) control: Arc<Control>,
+pub struct VmHandle {
+    pub(super) config: VmConfig,
+    pub(super) control: Arc<VcpuControl>,
     pub(super) threads: Mutex<Vec<JoinHandle<()>>>,
     pub(super) vcpus: Vec<Arc<Mutex<VcpuFd>>>,
     pub(super) transports: Vec<Arc<Transport>>,
@@ -55,13 +55,13 @@ pub struct Machine {
     pub(super) memory: GuestMemory,
 }
 
-impl Machine {
+impl VmHandle {
     /// Returns the configuration that the VM was created from.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &VmConfig {
         &self.config
     }
 
-    /// Returns the VM's memory. A caller that keeps the reference must drop it before this [`Machine`]; otherwise the memory is
+    /// Returns the VM's memory. A caller that keeps the reference must drop it before this [`VmHandle`]; otherwise the memory is
     /// never unmapped.
     pub fn memory(&self) -> &Arc<Memory> {
         self.memory.memory()
@@ -85,39 +85,39 @@ impl Machine {
             transport.resume().map_err(|source| Error::Resume { device: transport.kind(), source })?;
         }
         if self.control.is_paused() {
-            self.tell_pause();
+            self.notify_paused();
         }
         self.control.resume()
     }
 
     /// Notifies the guest on each vCPU that it was paused, so that its watchdogs do not fire. Impossible for a vCPU without a
     /// paravirtual clock.
-    fn tell_pause(&self) {
+    fn notify_paused(&self) {
         for vcpu in &self.vcpus {
             if let Err(error) = vcpu.lock().unwrap_or_else(PoisonError::into_inner).kvmclock_ctrl() {
-                tracing::debug!(%error, "a guest is not told that it stood still");
+                tracing::debug!(%error, "cannot notify a guest that it was paused");
             }
         }
     }
 
     /// Returns how the VM ended, or `None` while a vCPU still runs.
-    pub fn exit(&self) -> Option<Exit> {
+    pub fn exit(&self) -> Option<VmExit> {
         self.control.exit()
     }
 
     /// Waits until the VM has ended. Returns `None` after `timeout`. After the end it always returns the same value.
-    pub fn wait(&self, timeout: Duration) -> Option<Exit> {
+    pub fn wait(&self, timeout: Duration) -> Option<VmExit> {
         self.control.wait(timeout)
     }
 
     /// Ends the VM. If it has ended already, its exit reason does not change. On return no vCPU runs.
-    pub fn kill(&self) -> Result<Exit, Error> {
-        self.control.end(Exit::Killed);
-        let stuck = Error::Stuck { seconds: 60 };
-        if !self.control.reap() {
-            return Err(stuck);
+    pub fn kill(&self) -> Result<VmExit, Error> {
+        self.control.request_end(VmExit::Killed);
+        let timeout_error = Error::Stuck { seconds: 60 };
+        if !self.control.wait_for_threads() {
+            return Err(timeout_error);
         }
-        self.control.exit().ok_or(stuck)
+        self.control.exit().ok_or(timeout_error)
     }
 
     /// Returns the whole state of a paused VM except its memory. The VM stays paused.
@@ -129,15 +129,15 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for VmHandle {
     fn drop(&mut self) {
         if let Err(error) = self.kill() {
-            tracing::error!(%error, "a machine cannot be ended");
+            tracing::error!(%error, "cannot end a VM");
         }
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             if thread.join().is_err() {
-                tracing::error!("a processor's thread has panicked");
+                tracing::error!("BUG: a vCPU thread has panicked");
             }
         }
     }

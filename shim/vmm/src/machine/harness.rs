@@ -1,10 +1,10 @@
 //! Provides fuzz harnesses for accesses to ports and addresses that belong to no virtio device, and for files that are loaded as kernels.
 
-use super::bus::Bus;
+use super::bus::DeviceBus;
 use super::genid::GenerationId;
-use super::kernel::{self, Entry};
+use super::kernel::{self, KernelEntry};
 use super::layout;
-use super::legacy::{COM1, COM1_PORTS, I8042, I8042_PORTS, Keyboard, SerialPort};
+use super::legacy::{COM1, COM1_PORTS, I8042, I8042_PORTS, KeyboardController, SerialPort};
 use crate::Memory;
 use crate::transport::vhost_user::harness::memfd;
 use std::os::fd::AsRawFd;
@@ -17,7 +17,7 @@ use vm_memory::GuestAddress;
 pub(crate) fn ports(data: &[u8]) {
     let (resets, printed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let (reset, print) = (resets.clone(), printed.clone());
-    let keyboard = Keyboard::new(move || {
+    let keyboard = KeyboardController::new(move || {
         reset.fetch_add(1, Ordering::Relaxed);
     });
     let sink = Box::new(move |bytes: &[u8]| {
@@ -25,7 +25,7 @@ pub(crate) fn ports(data: &[u8]) {
     });
     let (serial, _line) = SerialPort::new(sink).expect("a serial port");
     let serial = Arc::new(serial);
-    let mut bus = Bus::default();
+    let mut bus = DeviceBus::default();
     bus.insert(I8042, I8042_PORTS, Arc::new(keyboard));
     bus.insert(COM1, COM1_PORTS, serial.clone());
     let (address, _) = layout::GENERATION_ID;
@@ -55,7 +55,7 @@ pub(crate) fn image(data: &[u8]) {
     file.write_all_at(data, 0).expect("a file");
     let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     if let Ok(loaded) = kernel::load(&memory, layout::low_end(MIB), &path) {
-        let (Entry::Long(entry) | Entry::Pvh(entry)) = loaded.entry;
+        let (KernelEntry::Long(entry) | KernelEntry::Pvh(entry)) = loaded.entry;
         assert!(entry < loaded.end && loaded.end <= layout::low_end(MIB));
         let _ = kernel::load_initrd(&memory, MIB, &loaded, &path);
     }

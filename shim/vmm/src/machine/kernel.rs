@@ -28,7 +28,7 @@ const BZ_IMAGE_ENTRY: u64 = 0x200;
 #[non_exhaustive]
 pub enum KernelError {
     /// The file cannot be read.
-    #[error("the file cannot be read")]
+    #[error("cannot read the file")]
     Read {
         /// The cause.
         source: io::Error,
@@ -37,7 +37,7 @@ pub enum KernelError {
     #[error("neither an ELF image nor a bzImage for x86-64")]
     Format,
     /// The headers of an ELF image are inconsistent.
-    #[error("the ELF image is broken: {what}")]
+    #[error("the ELF image is invalid: {what}")]
     Elf {
         /// The inconsistency.
         what: &'static str,
@@ -46,13 +46,13 @@ pub enum KernelError {
     #[error("the image has no 64-bit or PVH entry")]
     Entry,
     /// The loader rejected the image.
-    #[error("the image cannot be loaded")]
+    #[error("cannot load the image")]
     Loader {
         /// The cause.
         source: linux_loader::loader::Error,
     },
     /// The kernel or the initramfs does not fit in low memory.
-    #[error("it needs memory up to {needs:#x}, and low memory ends at {end:#x}")]
+    #[error("the image needs memory up to {needs:#x}, but low memory ends at {end:#x}")]
     Memory {
         /// The end address of the required memory.
         needs: u64,
@@ -60,7 +60,7 @@ pub enum KernelError {
         end: u64,
     },
     /// The kernel command line is too long.
-    #[error("the kernel's command line has {got} bytes, at most {max}")]
+    #[error("the kernel command line is too long ({got} bytes): the maximum is {max}")]
     Cmdline {
         /// The length in bytes, with the closing zero.
         got: usize,
@@ -68,7 +68,7 @@ pub enum KernelError {
         max: usize,
     },
     /// A fixed table cannot be written to guest memory.
-    #[error("guest memory cannot be written")]
+    #[error("cannot write guest memory")]
     Write {
         /// The cause.
         source: vm_memory::GuestMemoryError,
@@ -88,7 +88,7 @@ impl Classify for KernelError {
 
 /// The entry point of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Entry {
+pub(super) enum KernelEntry {
     /// The address of the 64-bit entry; it expects a zero page (boot protocol of Linux, "64-bit boot protocol").
     Long(u64),
     /// The address of the 32-bit entry; it expects PVH's start information (Xen's "x86/HVM direct boot ABI").
@@ -97,9 +97,9 @@ pub(super) enum Entry {
 
 /// A kernel that has been loaded into guest memory.
 #[derive(Debug)]
-pub(super) struct Loaded {
+pub(super) struct LoadedKernel {
     /// The entry point.
-    pub entry: Entry,
+    pub entry: KernelEntry,
     /// The first address above the memory that the kernel needs.
     pub end: u64,
     /// The setup header of a bzImage.
@@ -107,12 +107,12 @@ pub(super) struct Loaded {
 }
 
 /// Loads the kernel at `path`. `low_end` is the end of the memory below the hole.
-pub(super) fn load(memory: &Memory, low_end: u64, path: &Path) -> Result<Loaded, KernelError> {
+pub(super) fn load(memory: &Memory, low_end: u64, path: &Path) -> Result<LoadedKernel, KernelError> {
     let read = |source| KernelError::Read { source };
     let mut file = File::open(path).map_err(read)?;
     let length = file.metadata().map_err(read)?.len();
     let mut head = [0; 64];
-    let got = read_some(&file, &mut head).map_err(read)?;
+    let got = read_start(&file, &mut head).map_err(read)?;
     if head.starts_with(b"\x7fELF") && got == head.len() {
         load_elf(memory, low_end, &mut file, length, &head)
     } else {
@@ -126,24 +126,24 @@ pub fn check_kernel(file: &File, memory_mib: u32, pvh: bool) -> Result<(), Kerne
     let read = |source| KernelError::Read { source };
     let (low_end, length) = (layout::low_end(memory_mib), file.metadata().map_err(read)?.len());
     let mut head = [0; 64];
-    let got = read_some(file, &mut head).map_err(read)?;
+    let got = read_start(file, &mut head).map_err(read)?;
     if !head.starts_with(b"\x7fELF") || got < head.len() {
         let header = BzHeader::read(file, length)?;
-        return header.needs(header.room(length, low_end)?, low_end).map(drop);
+        return header.memory_end(header.copied_end(length, low_end)?, low_end).map(drop);
     }
     let (header, segments, _end) = read_elf(file, low_end, length, &head)?;
-    let within = |address: u64| segments.iter().any(|segment| segment.runs(address));
-    if !pvh && within(header.entry) {
+    let is_loaded = |address: u64| segments.iter().any(|segment| segment.loads(address));
+    if !pvh && is_loaded(header.entry) {
         return Ok(());
     }
     match pvh_entry(file, &segments).map_err(read)? {
-        Some(entry) if within(entry) => Ok(()),
+        Some(entry) if is_loaded(entry) => Ok(()),
         _ => Err(KernelError::Entry),
     }
 }
 
 /// Reads up to `data.len()` bytes from the start of a file. Returns their number.
-fn read_some(file: &File, data: &mut [u8]) -> io::Result<usize> {
+fn read_start(file: &File, data: &mut [u8]) -> io::Result<usize> {
     let mut done = 0;
     while let Some(rest) = data.get_mut(done..).filter(|rest| !rest.is_empty()) {
         match file.read_at(rest, done as u64) {
@@ -162,16 +162,16 @@ fn load_elf(
     file: &mut File,
     length: u64,
     head: &[u8; 64],
-) -> Result<Loaded, KernelError> {
+) -> Result<LoadedKernel, KernelError> {
     let (header, segments, end) = read_elf(file, low_end, length, head)?;
     let loaded = Elf::load(memory, None, file, None).map_err(|source| KernelError::Loader { source })?;
-    let within = |address: u64| segments.iter().any(|segment| segment.runs(address));
+    let is_loaded = |address: u64| segments.iter().any(|segment| segment.loads(address));
     let entry = match loaded.pvh_boot_cap {
-        _ if within(header.entry) => Entry::Long(header.entry),
-        PvhBootCapability::PvhEntryPresent(address) if within(address.0) => Entry::Pvh(address.0),
+        _ if is_loaded(header.entry) => KernelEntry::Long(header.entry),
+        PvhBootCapability::PvhEntryPresent(address) if is_loaded(address.0) => KernelEntry::Pvh(address.0),
         _ => return Err(KernelError::Entry),
     };
-    Ok(Loaded { entry, end, header: None })
+    Ok(LoadedKernel { entry, end, header: None })
 }
 
 /// Reads and checks an ELF image's headers. Returns them with the end address of the memory that the image needs.
@@ -180,21 +180,21 @@ fn read_elf(
     low_end: u64,
     length: u64,
     head: &[u8; 64],
-) -> Result<(ElfHeader, Vec<Segment>, u64), KernelError> {
+) -> Result<(ElfHeader, Vec<ElfSegment>, u64), KernelError> {
     let header = ElfHeader::parse(head)?;
-    let mut table = vec![0; header.segments * Segment::SIZE];
+    let mut table = vec![0; header.segments * ElfSegment::SIZE];
     if header.table.checked_add(table.len() as u64).is_none_or(|end| end > length) {
         return Err(KernelError::Elf { what: "its program headers lie beyond the end of the file" });
     }
     file.read_exact_at(&mut table, header.table).map_err(|source| KernelError::Read { source })?;
-    let segments: Vec<Segment> = table.chunks_exact(Segment::SIZE).filter_map(Segment::parse).collect();
+    let segments: Vec<ElfSegment> = table.chunks_exact(ElfSegment::SIZE).filter_map(ElfSegment::parse).collect();
     let end = check_segments(&segments, low_end, length)?;
     Ok((header, segments, end))
 }
 
 /// Returns the entry point that a note of the image names ("x86/HVM direct boot ABI", XEN_ELFNOTE_PHYS32_ENTRY).
-fn pvh_entry(file: &File, segments: &[Segment]) -> io::Result<Option<u64>> {
-    for segment in segments.iter().filter(|segment| segment.kind == Segment::NOTE) {
+fn pvh_entry(file: &File, segments: &[ElfSegment]) -> io::Result<Option<u64>> {
+    for segment in segments.iter().filter(|segment| segment.kind == ElfSegment::NOTE) {
         let mut notes = vec![0; usize::try_from(segment.in_file.min(MAX_NOTES)).unwrap_or_default()];
         file.read_exact_at(&mut notes, segment.offset)?;
         if let Some(entry) = pvh_note(&notes) {
@@ -226,28 +226,28 @@ struct ElfHeader {
 
 impl ElfHeader {
     fn parse(head: &[u8; 64]) -> Result<ElfHeader, KernelError> {
-        let broken = |what| KernelError::Elf { what };
-        let word = |at: usize| u16_at(head, at).ok_or(broken("no header"));
+        let elf_error = |what| KernelError::Elf { what };
+        let word = |at: usize| u16_at(head, at).ok_or(elf_error("no header"));
         const CLASS_64_LITTLE: [u8; 2] = [2, 1];
         const X86_64: u16 = 62;
         if head.get(4..6) != Some(&CLASS_64_LITTLE) || word(18)? != X86_64 {
             return Err(KernelError::Format);
         }
         let segments = usize::from(word(56)?);
-        if usize::from(word(54)?) != Segment::SIZE {
-            return Err(broken("its program headers have an unknown size"));
+        if usize::from(word(54)?) != ElfSegment::SIZE {
+            return Err(elf_error("its program headers have an unknown size"));
         }
         if !(1..=MAX_SEGMENTS).contains(&segments) {
-            return Err(broken("no or too many segments"));
+            return Err(elf_error("no or too many segments"));
         }
-        let long = |at: usize| u64_at(head, at).ok_or(broken("no header"));
+        let long = |at: usize| u64_at(head, at).ok_or(elf_error("no header"));
         Ok(ElfHeader { entry: long(24)?, table: long(32)?, segments })
     }
 }
 
 /// The used fields of a program header ("ELF-64 Object File Format", figure 6).
 #[derive(Clone, Debug, Default)]
-struct Segment {
+struct ElfSegment {
     kind: u32,
     offset: u64,
     address: u64,
@@ -255,13 +255,13 @@ struct Segment {
     in_memory: u64,
 }
 
-impl Segment {
+impl ElfSegment {
     const SIZE: usize = 56;
     const LOAD: u32 = 1;
     const NOTE: u32 = 4;
 
-    fn parse(bytes: &[u8]) -> Option<Segment> {
-        Some(Segment {
+    fn parse(bytes: &[u8]) -> Option<ElfSegment> {
+        Some(ElfSegment {
             kind: u32::from_le_bytes(bytes.get(..4)?.try_into().ok()?),
             offset: u64_at(bytes, 8)?,
             address: u64_at(bytes, 24)?,
@@ -275,32 +275,32 @@ impl Segment {
     }
 
     /// Returns whether the byte at `address` is loaded from the file by this segment.
-    fn runs(&self, address: u64) -> bool {
-        self.kind == Segment::LOAD && address.checked_sub(self.address).is_some_and(|offset| offset < self.in_file)
+    fn loads(&self, address: u64) -> bool {
+        self.kind == ElfSegment::LOAD && address.checked_sub(self.address).is_some_and(|offset| offset < self.in_file)
     }
 }
 
 /// Checks that the segments lie in the file and in low memory above 1 MiB, and do not overlap. Returns the end of the last one.
-fn check_segments(segments: &[Segment], low_end: u64, file_length: u64) -> Result<u64, KernelError> {
-    let broken = |what| KernelError::Elf { what };
+fn check_segments(segments: &[ElfSegment], low_end: u64, file_length: u64) -> Result<u64, KernelError> {
+    let elf_error = |what| KernelError::Elf { what };
     let mut ranges = Vec::new();
-    for segment in segments.iter().filter(|segment| matches!(segment.kind, Segment::LOAD | Segment::NOTE)) {
+    for segment in segments.iter().filter(|segment| matches!(segment.kind, ElfSegment::LOAD | ElfSegment::NOTE)) {
         let end = segment.offset.checked_add(segment.in_file);
         if end.is_none_or(|end| end > file_length) {
-            return Err(broken("a segment lies beyond the end of the file"));
+            return Err(elf_error("a segment lies beyond the end of the file"));
         }
-        if segment.kind == Segment::NOTE {
+        if segment.kind == ElfSegment::NOTE {
             if segment.in_file > MAX_NOTES {
-                return Err(broken("too many notes"));
+                return Err(elf_error("too many notes"));
             }
             continue;
         }
         if segment.in_file > segment.in_memory {
-            return Err(broken("a segment is longer in the file than in memory"));
+            return Err(elf_error("a segment is longer in the file than in memory"));
         }
-        let range = segment.range().ok_or(broken("a segment has no end"))?;
+        let range = segment.range().ok_or(elf_error("a segment has no end"))?;
         if range.start < HIGH {
-            return Err(broken("a segment lies below 1 MiB"));
+            return Err(elf_error("a segment lies below 1 MiB"));
         }
         if range.end > low_end {
             return Err(KernelError::Memory { needs: range.end, end: low_end });
@@ -309,9 +309,9 @@ fn check_segments(segments: &[Segment], low_end: u64, file_length: u64) -> Resul
     }
     ranges.sort_unstable();
     if ranges.iter().zip(ranges.iter().skip(1)).any(|(one, next)| one.1 > next.0) {
-        return Err(broken("segments overlap"));
+        return Err(elf_error("segments overlap"));
     }
-    ranges.last().map(|last| last.1).ok_or(broken("nothing to load"))
+    ranges.last().map(|last| last.1).ok_or(elf_error("nothing to load"))
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
@@ -351,7 +351,7 @@ impl BzHeader {
     }
 
     /// Returns an upper bound for the end of the image after it has been copied to 1 MiB.
-    fn room(&self, length: u64, low_end: u64) -> Result<u64, KernelError> {
+    fn copied_end(&self, length: u64, low_end: u64) -> Result<u64, KernelError> {
         match HIGH.checked_add(length) {
             Some(needs) if needs > low_end => Err(KernelError::Memory { needs, end: low_end }),
             None => Err(KernelError::Format),
@@ -360,15 +360,15 @@ impl BzHeader {
     }
 
     /// Returns the end of the memory that the kernel needs: it decompresses itself to its preferred address.
-    fn needs(&self, copied_end: u64, low_end: u64) -> Result<u64, KernelError> {
+    fn memory_end(&self, copied_end: u64, low_end: u64) -> Result<u64, KernelError> {
         /// The first version with the field `xloadflags` (2.12), and the bit of that field for a 64-bit entry at 0x200.
         const VERSION_WITH_FLAGS: u16 = 0x20c;
         const HAS_64_BIT_ENTRY: u16 = 1;
         if self.version < VERSION_WITH_FLAGS || self.flags & HAS_64_BIT_ENTRY == 0 {
             return Err(KernelError::Entry);
         }
-        let runs_at = self.preferred.max(HIGH);
-        let needs = runs_at.checked_add(u64::from(self.init_size)).ok_or(KernelError::Format)?.max(copied_end);
+        let load_address = self.preferred.max(HIGH);
+        let needs = load_address.checked_add(u64::from(self.init_size)).ok_or(KernelError::Format)?.max(copied_end);
         if needs > low_end {
             return Err(KernelError::Memory { needs, end: low_end });
         }
@@ -377,35 +377,35 @@ impl BzHeader {
 }
 
 /// Loads a bzImage at 1 MiB, if there is also enough memory at its preferred address.
-fn load_bzimage(memory: &Memory, low_end: u64, file: &mut File, length: u64) -> Result<Loaded, KernelError> {
+fn load_bzimage(memory: &Memory, low_end: u64, file: &mut File, length: u64) -> Result<LoadedKernel, KernelError> {
     let fields = BzHeader::read(file, length)?;
-    fields.room(length, low_end)?;
+    fields.copied_end(length, low_end)?;
     let loaded =
         BzImage::load(memory, Some(GuestAddress(HIGH)), file, None).map_err(|source| KernelError::Loader { source })?;
     let header = loaded.setup_header.ok_or(KernelError::Format)?;
     let entry = HIGH + BZ_IMAGE_ENTRY;
-    let end = fields.needs(loaded.kernel_end, low_end)?;
+    let end = fields.memory_end(loaded.kernel_end, low_end)?;
     // The header's sector count may leave no code to run.
     if loaded.kernel_end <= entry {
         return Err(KernelError::Entry);
     }
-    Ok(Loaded { entry: Entry::Long(entry), end, header: Some(header) })
+    Ok(LoadedKernel { entry: KernelEntry::Long(entry), end, header: Some(header) })
 }
 
 /// Reads the initramfs at `path` into memory above the kernel. Returns its address and size.
 pub(super) fn load_initrd(
     memory: &Memory,
     memory_mib: u32,
-    kernel: &Loaded,
+    kernel: &LoadedKernel,
     path: &Path,
 ) -> Result<(u64, u64), KernelError> {
     let read = |source| KernelError::Read { source };
     let mut file = File::open(path).map_err(read)?;
     let size = file.metadata().map_err(read)?.len();
     let limit = kernel.header.map_or(u64::from(u32::MAX), |header| u64::from(header.initrd_addr_max));
-    let no_room = KernelError::Memory { needs: kernel.end.saturating_add(size), end: layout::low_end(memory_mib) };
-    let Some(address) = layout::initrd_address(memory_mib, limit, kernel.end, size) else { return Err(no_room) };
-    let count = usize::try_from(size).map_err(|_huge| no_room)?;
+    let memory_error = KernelError::Memory { needs: kernel.end.saturating_add(size), end: layout::low_end(memory_mib) };
+    let Some(address) = layout::initrd_address(memory_mib, limit, kernel.end, size) else { return Err(memory_error) };
+    let count = usize::try_from(size).map_err(|_huge| memory_error)?;
     memory
         .read_exact_volatile_from(GuestAddress(address), &mut file, count)
         .map_err(|source| KernelError::Write { source })?;
@@ -426,25 +426,25 @@ mod tests {
         Memory::from_ranges(&[(GuestAddress(0), MIB_OF_MEMORY as usize * MIB as usize)]).unwrap()
     }
 
-    fn load_bytes(memory: &Memory, bytes: &[u8]) -> Result<Loaded, KernelError> {
+    fn load_bytes(memory: &Memory, bytes: &[u8]) -> Result<LoadedKernel, KernelError> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         let loaded = load(memory, layout::low_end(MIB_OF_MEMORY), file.path());
-        let checked = check_kernel(file.as_file(), MIB_OF_MEMORY, false);
-        assert!(loaded.is_err() || checked.is_ok(), "{checked:?} of what can be loaded");
+        let check_bytes = check_kernel(file.as_file(), MIB_OF_MEMORY, false);
+        assert!(loaded.is_err() || check_bytes.is_ok(), "{check_bytes:?} of what can be loaded");
         loaded
     }
 
-    fn checked(bytes: &[u8], pvh: bool) -> Result<(), KernelError> {
+    fn check_bytes(bytes: &[u8], pvh: bool) -> Result<(), KernelError> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
         check_kernel(file.as_file(), MIB_OF_MEMORY, pvh)
     }
 
     /// Kind, offset, address, bytes in the file, bytes in memory.
-    type Header = (u32, u64, u64, u64, u64);
+    type SegmentHeader = (u32, u64, u64, u64, u64);
 
-    fn elf(entry: u64, headers: &[Header], length: usize) -> Vec<u8> {
+    fn elf(entry: u64, headers: &[SegmentHeader], length: usize) -> Vec<u8> {
         let mut bytes = vec![0; 64];
         bytes[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
         bytes[18..20].copy_from_slice(&62u16.to_le_bytes());
@@ -466,38 +466,38 @@ mod tests {
     }
 
     #[test]
-    fn segments_lie_where_they_belong() {
+    fn segments_are_loaded_at_their_addresses() {
         let memory = memory();
         let image = elf(0x20_0010, &[(1, 0x200, 0x20_0000, 0x100, 0x3000), (1, 0x300, 0x30_0000, 8, 8)], 0x400);
         let loaded = load_bytes(&memory, &image).unwrap();
-        assert_eq!((loaded.entry, loaded.end), (Entry::Long(0x20_0010), 0x30_0008));
+        assert_eq!((loaded.entry, loaded.end), (KernelEntry::Long(0x20_0010), 0x30_0008));
         let mut there = [0; 0x108];
         memory.read_slice(&mut there, GuestAddress(0x20_0000)).unwrap();
         assert_eq!((&there[..0x100], &there[0x100..]), (&image[0x200..0x300], &[0; 8][..]));
     }
 
     #[test]
-    fn a_pvh_entry_is_taken_when_there_is_no_other() {
+    fn a_pvh_entry_is_used_without_a_64_bit_entry() {
         let mut note = [4u32, 4, 18].map(u32::to_le_bytes).concat();
         note.extend(b"Xen\0");
         note.extend(0x20_0040u32.to_le_bytes());
-        for (entry, expected) in [(0, Entry::Pvh(0x20_0040)), (0x20_0000, Entry::Long(0x20_0000))] {
+        for (entry, expected) in [(0, KernelEntry::Pvh(0x20_0040)), (0x20_0000, KernelEntry::Long(0x20_0000))] {
             let headers = [(1, 0x200, 0x20_0000, 0x100, 0x100), (4, 0x300, 0, note.len() as u64, 0)];
             let mut image = elf(entry, &headers, 0x300);
             image.extend(&note);
             assert_eq!(load_bytes(&memory(), &image).unwrap().entry, expected);
-            assert!(checked(&image, false).is_ok() && checked(&image, true).is_ok());
+            assert!(check_bytes(&image, false).is_ok() && check_bytes(&image, true).is_ok());
             image[0x308] = 17;
-            assert_eq!((checked(&image, false).is_ok(), checked(&image, true).is_ok()), (entry != 0, false));
+            assert_eq!((check_bytes(&image, false).is_ok(), check_bytes(&image, true).is_ok()), (entry != 0, false));
             image.truncate(0x310);
-            assert!(matches!(checked(&image, true), Err(KernelError::Elf { .. })));
+            assert!(matches!(check_bytes(&image, true), Err(KernelError::Elf { .. })));
         }
     }
 
     #[test]
-    fn broken_images_are_refused() {
+    fn invalid_images_are_rejected() {
         let good = (1, 0x200, 0x20_0000, 0x100, 0x100);
-        let broken: [(u64, &[Header]); 11] = [
+        let elf_error: [(u64, &[SegmentHeader]); 11] = [
             (0x10_0000, &[good]),
             (0x20_0000, &[]),
             (0x20_0000, &[(4, 0x200, 0, 0, 0)]),
@@ -510,19 +510,19 @@ mod tests {
             (0x20_0000, &[good, (1, 0x200, 0x20_00ff, 1, 1)]),
             (0x20_0000, &[good, (4, 0x200, 0, 0x10_0000, 0)]),
         ];
-        for (entry, headers) in broken {
+        for (entry, headers) in elf_error {
             let error = load_bytes(&memory(), &elf(entry, headers, 0x400)).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{headers:x?}: {error}");
-            assert!(checked(&elf(entry, headers, 0x400), false).is_err(), "{headers:x?}");
+            assert!(check_bytes(&elf(entry, headers, 0x400), false).is_err(), "{headers:x?}");
         }
         for bytes in [&b""[..], b"\x7fELF", &[0; 4096], b"#!/bin/sh\n"] {
             assert!(matches!(load_bytes(&memory(), bytes), Err(KernelError::Format)));
-            assert!(matches!(checked(bytes, true), Err(KernelError::Format)));
+            assert!(matches!(check_bytes(bytes, true), Err(KernelError::Format)));
         }
     }
 
     #[test]
-    fn a_bzimage_needs_its_room_and_a_64_bit_entry() {
+    fn a_bzimage_needs_memory_and_a_64_bit_entry() {
         let image = |version: u16, flags: u16, preferred: u64, init_size: u32| {
             let mut bytes = vec![0; 8192];
             bytes[0x1f1] = 3;
@@ -535,7 +535,7 @@ mod tests {
             bytes
         };
         let loaded = load_bytes(&memory(), &image(0x20f, 1, 0x20_0000, 0x10_0000)).unwrap();
-        assert_eq!((loaded.entry, loaded.end), (Entry::Long(0x10_0200), 0x30_0000));
+        assert_eq!((loaded.entry, loaded.end), (KernelEntry::Long(0x10_0200), 0x30_0000));
         for bad in [
             image(0x20b, 1, 0x20_0000, 0x10_0000),
             image(0x20f, 2, 0x20_0000, 0x10_0000),
@@ -543,7 +543,7 @@ mod tests {
             image(0x20f, 1, u64::MAX, 0x10_0000),
         ] {
             assert_eq!(load_bytes(&memory(), &bad).unwrap_err().kind(), Kind::Invalid);
-            assert_eq!(checked(&bad, true).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(check_bytes(&bad, true).unwrap_err().kind(), Kind::Invalid);
         }
         let mut short = image(0x20f, 1, 0x20_0000, 0x10_0000);
         short.truncate(4 * 512 + 0x200);
@@ -554,8 +554,8 @@ mod tests {
     }
 
     #[test]
-    fn an_initrd_that_does_not_fit_is_refused() {
-        let loaded = |header| Loaded { entry: Entry::Long(0), end: 15 * MIB, header };
+    fn an_oversized_initrd_is_rejected() {
+        let loaded = |header| LoadedKernel { entry: KernelEntry::Long(0), end: 15 * MIB, header };
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(MIB + 1).unwrap();
         let refused = load_initrd(&memory(), MIB_OF_MEMORY, &loaded(None), file.path());
@@ -571,24 +571,24 @@ mod tests {
 
         /// Loading any file ends with a kernel in memory or with an error.
         #[test]
-        fn any_headers_load_or_are_refused(
+        fn any_headers_are_loaded_or_rejected(
             entry in any::<u64>(),
             headers in prop::collection::vec(
-                (prop_oneof![Just(1u32), Just(4), any::<u32>()], near(), near(), near(), near()), 0..6),
+                (prop_oneof![Just(1u32), Just(4), any::<u32>()], numbers_near_valid_ones(), numbers_near_valid_ones(), numbers_near_valid_ones(), numbers_near_valid_ones()), 0..6),
             noise in prop::collection::vec((0usize..0x400, any::<u8>()), 0..4),
         ) {
             let mut image = elf(entry, &headers, 0x400);
             noise.into_iter().for_each(|(at, byte)| image[at] = byte);
             if let Ok(loaded) = load_bytes(&memory(), &image) {
                 prop_assert!(loaded.end <= layout::low_end(MIB_OF_MEMORY));
-                let (Entry::Long(entry) | Entry::Pvh(entry)) = loaded.entry;
+                let (KernelEntry::Long(entry) | KernelEntry::Pvh(entry)) = loaded.entry;
                 prop_assert!(entry >= HIGH && entry < loaded.end);
             }
         }
     }
 
     /// Returns numbers that are often close to valid ones.
-    fn near() -> impl Strategy<Value = u64> {
+    fn numbers_near_valid_ones() -> impl Strategy<Value = u64> {
         prop_oneof![0u64..0x400, (0u64..17).prop_map(|mib| mib * MIB), any::<u64>(), Just(u64::MAX)]
     }
 }

@@ -68,7 +68,7 @@ pub(super) fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
 pub const BLOCK_MIB: u32 = 128;
 
 /// Returns the memory that a VM is created with, in MiB. If it has a reserve, the reserve starts at a block boundary.
-pub fn made_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
+pub fn total_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
     match reserve_mib {
         0 => memory_mib,
         _ => memory_mib.div_ceil(BLOCK_MIB).saturating_mul(BLOCK_MIB).saturating_add(reserve_mib),
@@ -77,20 +77,20 @@ pub fn made_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
 
 /// Returns the address ranges of the last `reserve_mib` of the memory, without the first `used_mib` of them. The hole begins
 /// and ends at a block boundary.
-pub fn reserve(memory_mib: u32, reserve_mib: u32, used_mib: u32) -> Vec<Range<u64>> {
-    let made = made_mib(memory_mib, reserve_mib);
-    let first = u64::from(made - reserve_mib.saturating_sub(used_mib)) * MIB;
+pub fn unused_reserve(memory_mib: u32, reserve_mib: u32, used_mib: u32) -> Vec<Range<u64>> {
+    let total = total_mib(memory_mib, reserve_mib);
+    let first = u64::from(total - reserve_mib.saturating_sub(used_mib)) * MIB;
     let after = |(start, length): (u64, u64)| {
         // The amount of memory below this region.
         let before = if start < HIGH_MEMORY { start } else { start - (HIGH_MEMORY - HOLE) };
         let skipped = first.saturating_sub(before).min(length);
         start + skipped..start + length
     };
-    regions(made).into_iter().map(after).filter(|range| !range.is_empty()).collect()
+    regions(total).into_iter().map(after).filter(|range| !range.is_empty()).collect()
 }
 
 /// Returns the end address of the memory.
-pub fn end(memory_mib: u32) -> u64 {
+pub fn memory_end(memory_mib: u32) -> u64 {
     regions(memory_mib).last().map_or(0, |(start, length)| start + length)
 }
 
@@ -118,19 +118,19 @@ pub(super) fn initrd_address(memory_mib: u32, limit: u64, kernel_end: u64, size:
 }
 
 /// Returns the register address and the interrupt of device `index`.
-pub(super) fn window(index: usize) -> Option<(u64, u32)> {
+pub(super) fn device_window(index: usize) -> Option<(u64, u32)> {
     (index < MAX_DEVICES).then(|| (WINDOWS + index as u64 * WINDOW_SIZE, FIRST_GSI + index as u32))
 }
 
 /// Returns the kernel command-line parameter that announces the generation id to Nacelle's driver in the guest's kernel.
-pub(super) fn announce_generation_id() -> String {
+pub(super) fn generation_id_parameter() -> String {
     let (address, gsi) = GENERATION_ID;
     format!("nacelle_genid={address:#x}:{gsi}")
 }
 
 /// Returns the kernel command-line parameter that announces device `index`.
-pub(super) fn announce(index: usize) -> Option<String> {
-    window(index).map(|(address, gsi)| format!("virtio_mmio.device=4K@{address:#x}:{gsi}"))
+pub(super) fn device_parameter(index: usize) -> Option<String> {
+    device_window(index).map(|(address, gsi)| format!("virtio_mmio.device=4K@{address:#x}:{gsi}"))
 }
 
 #[cfg(test)]
@@ -139,8 +139,8 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn fixed_places_do_not_overlap() {
-        let mut places = vec![
+    fn fixed_addresses_do_not_overlap() {
+        let mut ranges = vec![
             (GDT, 0x40),
             (IDT, 8),
             (PVH_INFO, 0x40),
@@ -151,40 +151,40 @@ mod tests {
             (CMDLINE, CMDLINE_MAX as u64),
             (MP_TABLE, HIGH - MP_TABLE),
         ];
-        places.extend(PAGE_TABLES.map(|at| (at, 0x1000)));
-        places.sort();
-        for pair in places.windows(2) {
+        ranges.extend(PAGE_TABLES.map(|at| (at, 0x1000)));
+        ranges.sort();
+        for pair in ranges.windows(2) {
             assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:x?}");
         }
     }
 
     #[test]
-    fn the_last_window_has_the_last_pin() {
-        assert_eq!(window(0), Some((0xd000_0000, 5)));
-        assert_eq!(window(MAX_DEVICES - 1), Some((0xd001_2000, 23)));
-        assert_eq!(window(MAX_DEVICES), None);
-        assert_eq!(announce(2).as_deref(), Some("virtio_mmio.device=4K@0xd0002000:7"));
+    fn the_last_window_uses_the_last_interrupt() {
+        assert_eq!(device_window(0), Some((0xd000_0000, 5)));
+        assert_eq!(device_window(MAX_DEVICES - 1), Some((0xd001_2000, 23)));
+        assert_eq!(device_window(MAX_DEVICES), None);
+        assert_eq!(device_parameter(2).as_deref(), Some("virtio_mmio.device=4K@0xd0002000:7"));
     }
 
     #[test]
-    fn a_reserve_goes_on_above_the_hole() {
-        let places = |memory_mib, reserve_mib, used_mib| {
-            let ranges = reserve(memory_mib, reserve_mib, used_mib).into_iter();
+    fn a_reserve_continues_above_the_hole() {
+        let ranges = |memory_mib, reserve_mib, used_mib| {
+            let ranges = unused_reserve(memory_mib, reserve_mib, used_mib).into_iter();
             ranges.map(|range| (range.start, range.end)).collect::<Vec<_>>()
         };
-        assert_eq!(places(300, 256, 0), [(384 << 20, 640 << 20)]);
-        assert_eq!(places(300, 256, 128), [(512 << 20, 640 << 20)]);
-        assert_eq!(places(2048, 2048, 0), [(2 << 30, 3 << 30), (4 << 30, 5 << 30)]);
-        assert_eq!(places(2048, 2048, 1024), [(4 << 30, 5 << 30)]);
-        assert_eq!(places(2048, 2048, 1536), [((4 << 30) + (512 << 20), 5 << 30)]);
-        assert_eq!(places(3500, 128, 0), [((4 << 30) + (512 << 20), (4 << 30) + (640 << 20))]);
-        assert_eq!((places(300, 0, 0), made_mib(300, 0)), (vec![], 300));
-        assert_eq!((end(256), end(3072), end(3073)), (256 << 20, 3 << 30, (4 << 30) + (1 << 20)));
+        assert_eq!(ranges(300, 256, 0), [(384 << 20, 640 << 20)]);
+        assert_eq!(ranges(300, 256, 128), [(512 << 20, 640 << 20)]);
+        assert_eq!(ranges(2048, 2048, 0), [(2 << 30, 3 << 30), (4 << 30, 5 << 30)]);
+        assert_eq!(ranges(2048, 2048, 1024), [(4 << 30, 5 << 30)]);
+        assert_eq!(ranges(2048, 2048, 1536), [((4 << 30) + (512 << 20), 5 << 30)]);
+        assert_eq!(ranges(3500, 128, 0), [((4 << 30) + (512 << 20), (4 << 30) + (640 << 20))]);
+        assert_eq!((ranges(300, 0, 0), total_mib(300, 0)), (vec![], 300));
+        assert_eq!((memory_end(256), memory_end(3072), memory_end(3073)), (256 << 20, 3 << 30, (4 << 30) + (1 << 20)));
     }
 
     proptest! {
         #[test]
-        fn memory_is_all_there_and_out_of_the_hole(mib in 16u32..1 << 20) {
+        fn memory_regions_are_complete_and_avoid_the_hole(mib in 16u32..1 << 20) {
             let regions = regions(mib);
             prop_assert_eq!(regions.iter().map(|region| region.1).sum::<u64>(), u64::from(mib) * MIB);
             for (start, length) in &regions {
@@ -200,31 +200,31 @@ mod tests {
         }
 
         #[test]
-        fn a_reserve_is_whole_blocks_beyond_what_the_kernel_is_told(
+        fn a_reserve_consists_of_whole_blocks_above_the_reported_memory(
             mib in 16u32..8192,
             blocks in 0u32..64,
             used in 0u32..80,
         ) {
             let reserve_mib = blocks * BLOCK_MIB;
-            let (made, all) = (made_mib(mib, reserve_mib), reserve(mib, reserve_mib, 0));
-            prop_assert!(made >= mib + reserve_mib && made - mib - reserve_mib < BLOCK_MIB);
+            let (total, all) = (total_mib(mib, reserve_mib), unused_reserve(mib, reserve_mib, 0));
+            prop_assert!(total >= mib + reserve_mib && total - mib - reserve_mib < BLOCK_MIB);
             prop_assert_eq!(all.iter().map(|range| range.end - range.start).sum::<u64>(), u64::from(reserve_mib) * MIB);
-            let told = memory_map(mib).last().map_or(0, |entry| entry.addr + entry.size);
-            prop_assert_eq!(told, end(mib));
+            let reported_end = memory_map(mib).last().map_or(0, |entry| entry.addr + entry.size);
+            prop_assert_eq!(reported_end, memory_end(mib));
             let block = u64::from(BLOCK_MIB) * MIB;
             for range in &all {
-                prop_assert!(range.start % block == 0 && range.end % block == 0 && range.start >= told);
-                prop_assert!(regions(made).iter().any(|(start, length)| *start <= range.start && range.end <= start + length));
+                prop_assert!(range.start % block == 0 && range.end % block == 0 && range.start >= reported_end);
+                prop_assert!(regions(total).iter().any(|(start, length)| *start <= range.start && range.end <= start + length));
             }
             // The last blocks of the reserve are the unused ones.
-            let rest = reserve(mib, reserve_mib, used * BLOCK_MIB);
+            let rest = unused_reserve(mib, reserve_mib, used * BLOCK_MIB);
             let left = u64::from(blocks.saturating_sub(used)) * block;
             prop_assert_eq!(rest.iter().map(|range| range.end - range.start).sum::<u64>(), left);
             prop_assert!(left == 0 || rest.last().map(|range| range.end) == all.last().map(|range| range.end));
         }
 
         #[test]
-        fn an_initrd_lies_between_the_kernel_and_the_hole(mib in 16u32..8192, end in 0u64..1 << 33, size in 0u64..1 << 33) {
+        fn an_initrd_is_between_the_kernel_and_the_hole(mib in 16u32..8192, end in 0u64..1 << 33, size in 0u64..1 << 33) {
             if let Some(address) = initrd_address(mib, u64::MAX, end, size) {
                 prop_assert!(address >= end && address >= HIGH && address % 4096 == 0);
                 prop_assert!(address + size <= low_end(mib));

@@ -2,7 +2,7 @@
 //! vCPUs' threads call them.
 
 use super::bus::BusDevice;
-use super::{Console, Error};
+use super::{Error, SerialSink};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -19,9 +19,9 @@ pub(super) const COM1_PORTS: u64 = 8;
 pub(super) const COM1_GSI: u32 = 4;
 
 /// A trigger that calls a closure.
-pub(super) struct Call<F>(F);
+pub(super) struct CallbackTrigger<F>(F);
 
-impl<F: Fn()> Trigger for Call<F> {
+impl<F: Fn()> Trigger for CallbackTrigger<F> {
     type E = io::Error;
 
     fn trigger(&self) -> io::Result<()> {
@@ -31,15 +31,15 @@ impl<F: Fn()> Trigger for Call<F> {
 }
 
 /// The keyboard controller. It has no keyboard; writing 0xfe to its command port calls `reset`.
-pub(super) struct Keyboard<F: Fn()>(Mutex<I8042Device<Call<F>>>);
+pub(super) struct KeyboardController<F: Fn()>(Mutex<I8042Device<CallbackTrigger<F>>>);
 
-impl<F: Fn()> Keyboard<F> {
-    pub fn new(reset: F) -> Keyboard<F> {
-        Keyboard(Mutex::new(I8042Device::new(Call(reset))))
+impl<F: Fn()> KeyboardController<F> {
+    pub fn new(reset: F) -> KeyboardController<F> {
+        KeyboardController(Mutex::new(I8042Device::new(CallbackTrigger(reset))))
     }
 }
 
-impl<F: Fn() + Send> BusDevice for Keyboard<F> {
+impl<F: Fn() + Send> BusDevice for KeyboardController<F> {
     fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let ([byte], Ok(offset)) = (data, u8::try_from(offset)) {
@@ -51,16 +51,16 @@ impl<F: Fn() + Send> BusDevice for Keyboard<F> {
         if let ([byte], Ok(offset)) = (data, u8::try_from(offset)) {
             let done = self.0.lock().unwrap_or_else(PoisonError::into_inner).write(offset, *byte);
             if let Err(error) = done {
-                tracing::error!("the keyboard controller cannot reset the machine: {error:?}");
+                tracing::error!("the keyboard controller cannot reset the VM: {error:?}");
             }
         }
     }
 }
 
 /// Passes the guest's serial output to the console.
-pub(super) struct Sink(Console);
+pub(super) struct SerialOutput(SerialSink);
 
-impl io::Write for Sink {
+impl io::Write for SerialOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         (self.0)(bytes);
         Ok(bytes.len())
@@ -72,9 +72,9 @@ impl io::Write for Sink {
 }
 
 /// An eventfd that raises an interrupt.
-pub(super) struct Line(EventFd);
+pub(super) struct IrqTrigger(EventFd);
 
-impl Trigger for Line {
+impl Trigger for IrqTrigger {
     type E = io::Error;
 
     fn trigger(&self) -> io::Result<()> {
@@ -83,15 +83,15 @@ impl Trigger for Line {
 }
 
 /// The serial port. It receives no input.
-pub(super) struct SerialPort(Mutex<Serial<Line, NoEvents, Sink>>);
+pub(super) struct SerialPort(Mutex<Serial<IrqTrigger, NoEvents, SerialOutput>>);
 
 impl SerialPort {
     /// Returns the port and the eventfd of its interrupt.
-    pub fn new(console: Console) -> Result<(SerialPort, EventFd), Error> {
+    pub fn new(console: SerialSink) -> Result<(SerialPort, EventFd), Error> {
         let make = |source| Error::Make { what: "an interrupt for the serial port", source };
         let line = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(make)?;
         let ours = line.try_clone().map_err(make)?;
-        Ok((SerialPort(Mutex::new(Serial::new(Line(ours), Sink(console)))), line))
+        Ok((SerialPort(Mutex::new(Serial::new(IrqTrigger(ours), SerialOutput(console)))), line))
     }
 
     /// Returns the registers as the driver wrote them.
@@ -154,7 +154,7 @@ impl BusDevice for SerialPort {
         if let ([byte], Ok(offset)) = (data, u8::try_from(offset)) {
             let done = self.0.lock().unwrap_or_else(PoisonError::into_inner).write(offset, *byte);
             if let Err(error) = done {
-                tracing::debug!("a byte of the serial console is lost: {error:?}");
+                tracing::debug!("cannot write a byte to the serial port: {error:?}");
             }
         }
     }
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_serial_port_goes_on_as_its_driver_left_it() {
+    fn a_restored_serial_port_has_its_old_registers() {
         let (one, _line) = SerialPort::new(Box::new(|_| ())).unwrap();
         for (register, byte) in [(3, 0x83), (0, 1), (1, 0), (3, 0x03), (1, 0x05), (4, 0x0b), (7, 0x5a)] {
             one.write(register, &[byte]);
@@ -174,9 +174,9 @@ mod tests {
         let (two, line) = SerialPort::new(Box::new(|_| ())).unwrap();
         two.restore(&saved);
         assert_eq!(two.save(), saved);
-        assert!(line.read().is_err(), "nobody waits to send");
+        assert!(line.read().is_err(), "no driver waits to send");
         one.write(1, &[0x07]);
         two.restore(&one.save());
-        assert_eq!(line.read().unwrap(), 1, "a driver that waits to send is told to go on");
+        assert_eq!(line.read().unwrap(), 1, "a driver that waits to send gets an interrupt");
     }
 }

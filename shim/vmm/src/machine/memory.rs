@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM by address.
 
 use super::layout;
-use super::{Backing, HostPages};
+use super::{HostPages, MemoryBacking};
 use crate::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
@@ -35,33 +35,33 @@ pub enum MemoryError {
         step_mib: u32,
     },
     /// The host refused the address space or the memory.
-    #[error("the host does not map it")]
+    #[error("the host cannot map it")]
     Map {
         /// The cause.
         source: Errno,
     },
     /// The host's pool of huge pages has too few free pages.
-    #[error("the host has not enough free huge pages of 2 MiB: see /proc/sys/vm/nr_hugepages")]
+    #[error("the node has too few free huge pages of 2 MiB; increase /proc/sys/vm/nr_hugepages")]
     HugePages {
         /// The error of the host.
         source: Errno,
     },
     /// The pool has enough pages, but the limit of this process's cgroup is too low.
-    #[error("its control group does not give it the huge pages: see hugetlb.2MB.max there")]
+    #[error("the limit of its control group is too low; increase hugetlb.2MB.max")]
     HugePageLimit {
         /// The error of the host.
         source: Errno,
     },
     /// An operation on the file of shared or saved memory failed.
-    #[error("its file cannot be {what}")]
+    #[error("cannot {what} its file")]
     File {
-        /// The operation: "made", "measured", "mapped", "duplicated".
+        /// The operation: "create", "measure", "map", "duplicate".
         what: &'static str,
         /// The cause.
         source: io::Error,
     },
     /// The file of saved memory is shorter or longer than the memory.
-    #[error("its file has {got} bytes, not {want}")]
+    #[error("its file has {got} bytes instead of {want}")]
     Length {
         /// The length of the file in bytes.
         got: u64,
@@ -69,7 +69,7 @@ pub enum MemoryError {
         want: u64,
     },
     /// The memory regions overlap or are misaligned.
-    #[error("its regions do not fit together")]
+    #[error("its regions overlap or are misaligned")]
     Regions,
 }
 
@@ -100,10 +100,10 @@ unsafe impl Sync for Reservation {}
 impl Drop for Reservation {
     fn drop(&mut self) {
         if self.regions.iter().any(|region| Arc::strong_count(region) > 1) {
-            tracing::error!("guest memory is still in use after its machine: it stays mapped");
+            tracing::error!("BUG: guest memory is still referenced after the end of its VM, so it stays mapped");
             return;
         }
-        // SAFETY: mapped by `reserve` with this length; no region of it is referenced any more (and no new reference can be
+        // SAFETY: mapped by `reserve_address_space` with this length; no region of it is referenced any more (and no new reference can be
         // obtained from this value), so no pointer into it is in use.
         if let Err(error) = unsafe { munmap(self.start, self.length) } {
             tracing::error!(%error, "cannot unmap guest memory");
@@ -119,7 +119,7 @@ pub(super) struct GuestMemory {
 }
 
 /// The backing of the mappings in the reservation.
-struct Source<'a> {
+struct MappingSource<'a> {
     file: Option<&'a File>,
     flags: MapFlags,
     pages: HostPages,
@@ -127,27 +127,27 @@ struct Source<'a> {
 
 impl GuestMemory {
     /// Allocates zeroed memory. Pages are populated on first access, except pages of the hugetlb pool, which are allocated at once.
-    pub fn new(mib: u32, backing: Backing, pages: HostPages) -> Result<GuestMemory, MemoryError> {
-        let in_pool = pages == HostPages::Hugetlb;
-        let step_mib = if in_pool { 2 } else { 1 };
+    pub fn new(mib: u32, backing: MemoryBacking, pages: HostPages) -> Result<GuestMemory, MemoryError> {
+        let from_hugetlb_pool = pages == HostPages::Hugetlb;
+        let step_mib = if from_hugetlb_pool { 2 } else { 1 };
         if mib < 16 || !mib.is_multiple_of(step_mib) {
             return Err(MemoryError::Size { min_mib: 16, step_mib });
         }
         let file = match backing {
-            Backing::Private => None,
-            Backing::Shared => Some(
+            MemoryBacking::Private => None,
+            MemoryBacking::Shared => Some(
                 memfd(u64::from(mib) * layout::MIB, pages)
-                    .map_err(|source| MemoryError::File { what: "made", source })?,
+                    .map_err(|source| MemoryError::File { what: "create", source })?,
             ),
         };
         let mut flags = if file.is_some() { MapFlags::MAP_SHARED } else { MapFlags::MAP_PRIVATE };
-        if !in_pool {
+        if !from_hugetlb_pool {
             flags |= MapFlags::MAP_NORESERVE;
         } else if file.is_none() {
             flags |= MapFlags::MAP_HUGETLB | MapFlags::MAP_HUGE_2MB;
         }
-        let mapped = GuestMemory::map(mib, Source { file: file.as_ref(), flags, pages });
-        if !in_pool {
+        let mapped = GuestMemory::map(mib, MappingSource { file: file.as_ref(), flags, pages });
+        if !from_hugetlb_pool {
             return mapped;
         }
         let mapped = mapped.map_err(|error| match error {
@@ -162,19 +162,19 @@ impl GuestMemory {
     /// guest stay private.
     pub fn from_file(mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
         let want = u64::from(mib) * layout::MIB;
-        match file.metadata().map_err(|source| MemoryError::File { what: "measured", source })?.len() {
+        match file.metadata().map_err(|source| MemoryError::File { what: "measure", source })?.len() {
             got if got == want => {}
             got => return Err(MemoryError::Length { got, want }),
         }
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        GuestMemory::map(mib, Source { file: Some(file), flags, pages })
+        GuestMemory::map(mib, MappingSource { file: Some(file), flags, pages })
     }
 
-    fn map(mib: u32, source: Source<'_>) -> Result<GuestMemory, MemoryError> {
+    fn map(mib: u32, source: MappingSource<'_>) -> Result<GuestMemory, MemoryError> {
         let regions = layout::regions(mib);
         let size = usize::try_from(u64::from(mib) * layout::MIB)
             .map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
-        let (mut reservation, mut at) = reserve(size)?;
+        let (mut reservation, mut at) = reserve_address_space(size)?;
         let mut offset = 0;
         let mut mapped = Vec::with_capacity(regions.len());
         for (address, length) in regions {
@@ -211,9 +211,9 @@ impl GuestMemory {
     }
 
     /// Registers the memory with the VM. The caller must drop the VM (all its descriptors) before this memory.
-    pub fn give_to(&self, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
+    pub fn register_with(&self, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
         for (slot, region) in (0..).zip(self.memory.iter()) {
-            let region = slot_of(slot, region);
+            let region = kvm_region(slot, region);
             // SAFETY: the region is mapped, and stays so as long as the VM can run.
             unsafe { vm.set_user_memory_region(region) }?;
         }
@@ -221,15 +221,20 @@ impl GuestMemory {
     }
 
     /// Registers memory that a device shares with its driver. `number` counts such regions from 0.
-    pub fn give_shared(&self, vm: &VmFd, number: usize, shared: &GuestRegionMmap<()>) -> Result<(), kvm_ioctls::Error> {
+    pub fn register_shared(
+        &self,
+        vm: &VmFd,
+        number: usize,
+        shared: &GuestRegionMmap<()>,
+    ) -> Result<(), kvm_ioctls::Error> {
         let slot = self.memory.num_regions().saturating_add(number);
-        let region = slot_of(u32::try_from(slot).unwrap_or(u32::MAX), shared); // KVM rejects a slot above its maximum
+        let region = kvm_region(u32::try_from(slot).unwrap_or(u32::MAX), shared); // KVM rejects a slot above its maximum
         // SAFETY: the region is mapped, and the device's transport, which the caller holds as long as the VM can run, keeps it.
         unsafe { vm.set_user_memory_region(region) }
     }
 }
 
-fn slot_of(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_region {
+fn kvm_region(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_region {
     kvm_userspace_memory_region {
         slot,
         guest_phys_addr: region.start_addr().0,
@@ -240,11 +245,11 @@ fn slot_of(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_regi
 }
 
 /// Allocates memory that can be shared with other processes, at a guest address outside [`GuestMemory`].
-pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>, MemoryError> {
-    let file = memfd(size, HostPages::Small).map_err(|source| MemoryError::File { what: "made", source })?;
+pub(super) fn allocate_shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>, MemoryError> {
+    let file = memfd(size, HostPages::Small).map_err(|source| MemoryError::File { what: "create", source })?;
     let length = usize::try_from(size).map_err(|_huge| MemoryError::Map { source: Errno::ENOMEM })?;
     let region = MmapRegion::from_file(FileOffset::new(file, 0), length)
-        .map_err(|source| MemoryError::File { what: "mapped", source: io::Error::other(source) })?;
+        .map_err(|source| MemoryError::File { what: "map", source: io::Error::other(source) })?;
     if let Some(start) = NonNull::new(region.as_ptr().cast()) {
         advise(start, length, None);
     }
@@ -252,7 +257,7 @@ pub(super) fn shared(address: u64, size: u64) -> Result<Arc<GuestRegionMmap<()>>
 }
 
 /// Reserves address space for `size` bytes at an address aligned to huge pages, with inaccessible pages around it.
-fn reserve(size: usize) -> Result<(Reservation, NonNull<libc::c_void>), MemoryError> {
+fn reserve_address_space(size: usize) -> Result<(Reservation, NonNull<libc::c_void>), MemoryError> {
     let length = size
         .checked_next_multiple_of(HUGE_PAGE)
         .and_then(|size| size.checked_add(2 * HUGE_PAGE))
@@ -274,7 +279,7 @@ fn map_region(
     at: NonNull<libc::c_void>,
     length: u64,
     offset: u64,
-    source: &Source<'_>,
+    source: &MappingSource<'_>,
 ) -> Result<Arc<MmapRegion<()>>, MemoryError> {
     let size = usize::try_from(length).ok().and_then(NonZeroUsize::new).ok_or(MemoryError::Regions)?;
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -296,7 +301,7 @@ fn map_region(
         MmapRegionBuilder::new(size.get()).with_mmap_prot(protection.bits()).with_mmap_flags(source.flags.bits());
     // This also applies to private memory: when it is saved again, pages that were never touched must be found in the file.
     if let Some(file) = source.file {
-        let file = file.try_clone().map_err(|source| MemoryError::File { what: "duplicated", source })?;
+        let file = file.try_clone().map_err(|source| MemoryError::File { what: "duplicate", source })?;
         builder = builder.with_file_offset(FileOffset::new(file, offset));
     }
     // SAFETY: the mapping was made above and stays until the reservation is dropped, which checks that the region is not
@@ -311,7 +316,7 @@ fn advise(at: NonNull<libc::c_void>, size: usize, pages: Option<MmapAdvise>) {
     for advice in advice {
         // SAFETY: the range is a mapping of this module; none of these advices changes its content.
         if let Err(error) = unsafe { madvise(at, size, advice) } {
-            tracing::debug!(%error, ?advice, "the host does not take advice on guest memory");
+            tracing::debug!(%error, ?advice, "the host rejects advice on guest memory");
         }
     }
 }
@@ -348,13 +353,13 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_aligned_and_fenced_and_goes_away() {
-        for backing in [Backing::Private, Backing::Shared] {
+    fn memory_is_aligned_and_fenced_and_unmapped_at_the_end() {
+        for backing in [MemoryBacking::Private, MemoryBacking::Shared] {
             let guest = GuestMemory::new(33, backing, HostPages::Transparent).unwrap();
             let region = guest.memory().iter().next().unwrap();
             let (start, length) = (region.as_ptr().addr(), region.len() as usize);
             assert!(start.is_multiple_of(HUGE_PAGE) && length == 33 << 20);
-            assert_eq!(region.file_offset().is_some(), backing == Backing::Shared, "others can map it");
+            assert_eq!(region.file_offset().is_some(), backing == MemoryBacking::Shared, "others can map it");
             guest.memory().write_obj(7u64, GuestAddress((33 << 20) - 8)).unwrap();
             assert_eq!(mapped(start).unwrap().get(..3), Some("rw-"));
             assert_eq!(mapped(start - 1).unwrap().get(..3), Some("---"));
@@ -372,8 +377,8 @@ mod tests {
     }
 
     #[test]
-    fn memory_in_use_outlives_its_machine() {
-        let guest = GuestMemory::new(16, Backing::Private, HostPages::Transparent).unwrap();
+    fn referenced_memory_stays_mapped() {
+        let guest = GuestMemory::new(16, MemoryBacking::Private, HostPages::Transparent).unwrap();
         let kept = guest.memory().clone();
         drop(guest);
         kept.write_obj(7u64, GuestAddress(0x1000)).unwrap();
@@ -381,8 +386,8 @@ mod tests {
     }
 
     #[test]
-    fn memory_above_the_hole_follows_on_the_host() {
-        let guest = GuestMemory::new(3 * 1024 + 32, Backing::Private, HostPages::Transparent).unwrap();
+    fn memory_above_the_hole_is_contiguous_on_the_host() {
+        let guest = GuestMemory::new(3 * 1024 + 32, MemoryBacking::Private, HostPages::Transparent).unwrap();
         let ends: Vec<_> = guest.memory().iter().map(|region| (region.start_addr().0, region.len())).collect();
         assert_eq!(ends, [(0, 3 << 30), (4 << 30, 32 << 20)]);
         guest.memory().write_obj(9u64, GuestAddress(4 << 30)).unwrap();
@@ -393,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_mapped_privately_and_whole() {
+    fn a_file_is_mapped_privately_and_completely() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[0x5a; 4096]).unwrap();
         let got = GuestMemory::from_file(16, &file, HostPages::Transparent).err();
@@ -416,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_is_asked_for_pages_of_the_size() {
+    fn the_host_gets_advice_on_the_page_size() {
         if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
             return println!("skipped: this kernel has no transparent huge pages");
         }
@@ -424,8 +429,8 @@ mod tests {
         file.set_len(16 << 20).unwrap();
         for (pages, flag) in [(HostPages::Transparent, "hg"), (HostPages::Small, "nh")] {
             let made = [
-                GuestMemory::new(16, Backing::Private, pages).unwrap(),
-                GuestMemory::new(16, Backing::Shared, pages).unwrap(),
+                GuestMemory::new(16, MemoryBacking::Private, pages).unwrap(),
+                GuestMemory::new(16, MemoryBacking::Shared, pages).unwrap(),
                 GuestMemory::from_file(16, &file, pages).unwrap(),
             ];
             for guest in made {
@@ -437,8 +442,8 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_the_pool_has_its_pages_or_says_what_is_missing() {
-        for backing in [Backing::Private, Backing::Shared] {
+    fn hugetlb_memory_is_allocated_or_reports_the_shortage() {
+        for backing in [MemoryBacking::Private, MemoryBacking::Shared] {
             match GuestMemory::new(16, backing, HostPages::Hugetlb) {
                 Ok(guest) => {
                     let start = guest.memory().iter().next().unwrap().as_ptr().addr();
@@ -453,17 +458,17 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_cannot_be_are_refused() {
+    fn invalid_sizes_are_rejected() {
         for (mib, backing, pages) in [
-            (0, Backing::Private, HostPages::Transparent),
-            (15, Backing::Shared, HostPages::Small),
-            (17, Backing::Private, HostPages::Hugetlb),
-            (17, Backing::Shared, HostPages::Hugetlb),
+            (0, MemoryBacking::Private, HostPages::Transparent),
+            (15, MemoryBacking::Shared, HostPages::Small),
+            (17, MemoryBacking::Private, HostPages::Hugetlb),
+            (17, MemoryBacking::Shared, HostPages::Hugetlb),
         ] {
             let got = GuestMemory::new(mib, backing, pages);
             assert!(matches!(got, Err(MemoryError::Size { .. })), "{mib} {backing:?} {pages:?}");
         }
-        let size = GuestMemory::new(u32::MAX, Backing::Private, HostPages::Small).err();
+        let size = GuestMemory::new(u32::MAX, MemoryBacking::Private, HostPages::Small).err();
         assert_eq!(size.map(|error| error.kind()), Some(Kind::Exhausted));
     }
 }

@@ -2,10 +2,10 @@
 //! devices only as [`crate::Device`]. Each vCPU has a thread `vcpuN`; every handle may be used from any thread.
 //!
 //! ```no_run
-//! use nacelle_vmm::machine::{Builder, Config};
+//! use nacelle_vmm::machine::{VmBuilder, VmConfig};
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let config = Config { kernel: "/boot/vmlinux".into(), ..Config::default() };
-//! let machine = Builder::new(config)?.start()?;
+//! let config = VmConfig { kernel: "/boot/vmlinux".into(), ..VmConfig::default() };
+//! let machine = VmBuilder::new(config)?.start()?;
 //! let exit = machine.wait(std::time::Duration::from_secs(60));
 //! # Ok(()) }
 //! ```
@@ -13,9 +13,9 @@
 mod boot;
 mod builder;
 mod bus;
+mod cpu_compat;
 mod cpuid;
 mod error;
-mod fit;
 mod genid;
 mod handle;
 #[cfg(any(test, feature = "fuzz"))]
@@ -29,12 +29,12 @@ mod state;
 pub mod tiny;
 mod vcpu;
 
-pub use builder::Builder;
+pub use builder::VmBuilder;
 pub use bus::BusDevice;
 pub use error::Error;
-pub use handle::{Exit, Machine};
+pub use handle::{VmExit, VmHandle};
 pub use kernel::{KernelError, check_kernel};
-pub use layout::{BLOCK_MIB, FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS, end, made_mib, reserve};
+pub use layout::{BLOCK_MIB, FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS, memory_end, total_mib, unused_reserve};
 pub use legacy::SerialState;
 pub use memory::MemoryError;
 pub use state::{MachineState, VcpuState, VmState};
@@ -45,20 +45,20 @@ use std::path::PathBuf;
 pub const MAX_VCPUS: u8 = 64;
 
 /// Receives what the guest writes to its serial port. It is called on the thread of the writing vCPU and must not block.
-pub type Console = Box<dyn FnMut(&[u8]) + Send>;
+pub type SerialSink = Box<dyn FnMut(&[u8]) + Send>;
 
 /// The configuration of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct VmConfig {
     /// The number of vCPUs, 1 to [`MAX_VCPUS`].
     pub vcpus: u8,
     /// The guest's memory in MiB, at least 16.
     pub memory_mib: u32,
     /// Memory in addition that is not in the guest's memory map; the guest's kernel can hot-add it while it runs. A multiple of
-    /// [`BLOCK_MIB`], in MiB. [`reserve`] computes its addresses.
+    /// [`BLOCK_MIB`], in MiB. [`unused_reserve`] computes its addresses.
     pub reserve_mib: u32,
     /// The host memory that backs the guest's memory.
-    pub backing: Backing,
+    pub backing: MemoryBacking,
     /// The page size of the backing memory.
     pub pages: HostPages,
     /// The guest's kernel: an uncompressed ELF `vmlinux`, or a bzImage.
@@ -69,14 +69,14 @@ pub struct Config {
     pub cmdline: Vec<String>,
 }
 
-impl Default for Config {
+impl Default for VmConfig {
     /// Returns a configuration with one vCPU, 128 MiB of private memory and no kernel.
-    fn default() -> Config {
-        Config {
+    fn default() -> VmConfig {
+        VmConfig {
             vcpus: 1,
             memory_mib: 128,
             reserve_mib: 0,
-            backing: Backing::Private,
+            backing: MemoryBacking::Private,
             pages: HostPages::Transparent,
             kernel: PathBuf::new(),
             initrd: None,
@@ -87,7 +87,7 @@ impl Default for Config {
 
 /// The kind of host memory that backs a guest's memory. Private memory with huge pages is the fastest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Backing {
+pub enum MemoryBacking {
     /// Anonymous memory, private to this process.
     #[default]
     Private,

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_are_zero_and_all_processors_are_there() {
+    fn checksums_are_zero_and_all_vcpus_are_listed() {
         for vcpus in [1, 2, 64] {
             let bytes = table(vcpus, 0x800f12, 1);
             assert!(MP_TABLE + bytes.len() as u64 <= HIGH);

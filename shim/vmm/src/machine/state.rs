@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // reason: KVM's call that sets the extended registers trusts the size of what it is given.
 
 use super::legacy::{SerialPort, SerialState};
-use super::{Error, fit};
+use super::{Error, cpu_compat};
 use crate::mmio::{Transport, TransportState};
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
@@ -73,15 +73,15 @@ pub(super) fn save(
     serial: Option<&SerialPort>,
 ) -> Result<MachineState, Error> {
     let kvm = Kvm::new().map_err(|source| Error::Open { source })?;
-    let list = kvm.get_msr_index_list().map_err(Error::call("list model-specific registers"))?;
+    let list = kvm.get_msr_index_list().map_err(Error::kvm_call("list model-specific registers"))?;
     let saved = vcpus.iter().map(|fd| save_vcpu(&fd.lock().unwrap_or_else(PoisonError::into_inner), list.as_slice()));
     let vcpus = saved.collect::<Result<_, _>>()?;
     let chips = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC].map(|chip_id| {
         let mut chip = kvm_irqchip { chip_id, ..Default::default() };
-        vm.get_irqchip(&mut chip).map(|()| chip).map_err(Error::call("tell an interrupt controller's state"))
+        vm.get_irqchip(&mut chip).map(|()| chip).map_err(Error::kvm_call("read an interrupt controller's state"))
     });
     let chips = chips.into_iter().collect::<Result<_, _>>()?;
-    let clock = vm.get_clock().map_err(Error::call("tell the time"))?;
+    let clock = vm.get_clock().map_err(Error::kvm_call("read the clock"))?;
     let devices = transports.iter().map(|transport| transport.save()).collect();
     Ok(MachineState { vm: VmState { chips, clock }, vcpus, devices, serial: serial.map(SerialPort::save) })
 }
@@ -90,22 +90,22 @@ pub(super) fn save(
 /// local APIC may change it, and events are final only at the end.
 fn save_vcpu(fd: &VcpuFd, msrs: &[u32]) -> Result<VcpuState, Error> {
     Ok(VcpuState {
-        mp_state: fd.get_mp_state().map_err(Error::call("tell whether a processor runs"))?,
-        regs: fd.get_regs().map_err(Error::call("tell registers"))?,
-        sregs: fd.get_sregs().map_err(Error::call("tell control registers"))?,
-        xsave: fd.get_xsave().map(Box::new).map_err(Error::call("tell extended registers"))?,
-        xcrs: fd.get_xcrs().map_err(Error::call("tell extended control registers"))?,
-        debug: fd.get_debug_regs().map_err(Error::call("tell debug registers"))?,
-        lapic: fd.get_lapic().map_err(Error::call("tell an interrupt controller's state"))?,
-        tsc_khz: fd.get_tsc_khz().map_err(Error::call("tell the speed of the TSC"))?,
+        mp_state: fd.get_mp_state().map_err(Error::kvm_call("read the run state of a vCPU"))?,
+        regs: fd.get_regs().map_err(Error::kvm_call("read registers"))?,
+        sregs: fd.get_sregs().map_err(Error::kvm_call("read control registers"))?,
+        xsave: fd.get_xsave().map(Box::new).map_err(Error::kvm_call("read extended registers"))?,
+        xcrs: fd.get_xcrs().map_err(Error::kvm_call("read extended control registers"))?,
+        debug: fd.get_debug_regs().map_err(Error::kvm_call("read debug registers"))?,
+        lapic: fd.get_lapic().map_err(Error::kvm_call("read an interrupt controller's state"))?,
+        tsc_khz: fd.get_tsc_khz().map_err(Error::kvm_call("read the TSC frequency"))?,
         cpuid: cpuid(fd)?,
         msrs: save_msrs(fd, msrs)?,
-        events: fd.get_vcpu_events().map_err(Error::call("tell pending events"))?,
+        events: fd.get_vcpu_events().map_err(Error::kvm_call("read pending events"))?,
     })
 }
 
 fn cpuid(fd: &VcpuFd) -> Result<Vec<kvm_cpuid_entry2>, Error> {
-    let cpuid = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(Error::call("tell CPUID"))?;
+    let cpuid = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm_call("read CPUID entries"))?;
     Ok(cpuid.as_slice().to_vec())
 }
 
@@ -113,13 +113,14 @@ fn cpuid(fd: &VcpuFd) -> Result<Vec<kvm_cpuid_entry2>, Error> {
 fn save_msrs(fd: &VcpuFd, mut list: &[u32]) -> Result<Vec<kvm_msr_entry>, Error> {
     let mut saved = Vec::with_capacity(list.len());
     while !list.is_empty() {
-        let some = list.get(..KVM_MAX_MSR_ENTRIES).unwrap_or(list);
-        let entries: Vec<_> = some.iter().map(|index| kvm_msr_entry { index: *index, ..Default::default() }).collect();
-        let mut msrs = Msrs::from_entries(&entries).map_err(|_many| Error::Missing { capability: "KVM_GET_MSRS" })?;
-        let got = fd.get_msrs(&mut msrs).map_err(Error::call("tell model-specific registers"))?;
+        let batch = list.get(..KVM_MAX_MSR_ENTRIES).unwrap_or(list);
+        let entries: Vec<_> = batch.iter().map(|index| kvm_msr_entry { index: *index, ..Default::default() }).collect();
+        let mut msrs =
+            Msrs::from_entries(&entries).map_err(|_too_many| Error::Missing { capability: "KVM_GET_MSRS" })?;
+        let got = fd.get_msrs(&mut msrs).map_err(Error::kvm_call("read model-specific registers"))?;
         saved.extend(msrs.as_slice().iter().take(got));
         // Skips the register at which KVM stopped.
-        list = list.get(got + usize::from(got < some.len())..).unwrap_or_default();
+        list = list.get(got + usize::from(got < batch.len())..).unwrap_or_default();
     }
     Ok(saved)
 }
@@ -142,11 +143,11 @@ pub(super) fn restore(
         restore_vcpu(fd, saved)?;
     }
     for chip in &state.vm.chips {
-        vm.set_irqchip(chip).map_err(Error::call("set an interrupt controller's state"))?;
+        vm.set_irqchip(chip).map_err(Error::kvm_call("set an interrupt controller's state"))?;
     }
     // No flags: the guest's clock continues from the saved value, regardless of the time that has passed since.
     let clock = kvm_clock_data { clock: state.vm.clock.clock, ..Default::default() };
-    vm.set_clock(&clock).map_err(Error::call("set the time"))?;
+    vm.set_clock(&clock).map_err(Error::kvm_call("set the clock"))?;
     for (transport, saved) in transports.iter().zip(&state.devices) {
         transport.restore(saved).map_err(|source| Error::Restore { device: transport.kind(), source })?;
     }
@@ -159,44 +160,44 @@ pub(super) fn restore(
 /// Restores a vCPU. CPUID comes first, because it decides which registers exist; control registers come before the local APIC,
 /// because they hold its address and mode; events come last, because other calls clear them.
 fn restore_vcpu(fd: &VcpuFd, saved: &VcpuState) -> Result<(), Error> {
-    if let Some(missing) = fit::missing(&cpuid(fd)?, &saved.cpuid) {
+    if let Some(missing) = cpu_compat::missing_feature(&cpuid(fd)?, &saved.cpuid) {
         return Err(Error::Processor { missing });
     }
     let cpuid =
-        CpuId::from_entries(&saved.cpuid).map_err(|_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
-    fd.set_cpuid2(&cpuid).map_err(Error::call("take CPUID"))?;
+        CpuId::from_entries(&saved.cpuid).map_err(|_too_many| Error::Missing { capability: "KVM_CAP_EXT_CPUID" })?;
+    fd.set_cpuid2(&cpuid).map_err(Error::kvm_call("set CPUID entries"))?;
     match fd.get_tsc_khz() {
         Ok(khz) if khz == saved.tsc_khz => {}
-        _ => fd.set_tsc_khz(saved.tsc_khz).map_err(Error::call("set the speed of the TSC"))?,
+        _ => fd.set_tsc_khz(saved.tsc_khz).map_err(Error::kvm_call("set the TSC frequency"))?,
     }
-    fd.set_mp_state(saved.mp_state).map_err(Error::call("set whether a processor runs"))?;
-    fd.set_regs(&saved.regs).map_err(Error::call("set registers"))?;
-    fd.set_sregs(&saved.sregs).map_err(Error::call("set control registers"))?;
-    fd.set_xcrs(&saved.xcrs).map_err(Error::call("set extended control registers"))?;
+    fd.set_mp_state(saved.mp_state).map_err(Error::kvm_call("set the run state of a vCPU"))?;
+    fd.set_regs(&saved.regs).map_err(Error::kvm_call("set registers"))?;
+    fd.set_sregs(&saved.sregs).map_err(Error::kvm_call("set control registers"))?;
+    fd.set_xcrs(&saved.xcrs).map_err(Error::kvm_call("set extended control registers"))?;
     // SAFETY: KVM reads as many bytes as a kvm_xsave has: it would read more only after this process had asked for dynamic
     // features (ARCH_REQ_XCOMP_GUEST_PERM), which it never does.
-    unsafe { fd.set_xsave(&saved.xsave) }.map_err(Error::call("set extended registers"))?;
-    fd.set_debug_regs(&saved.debug).map_err(Error::call("set debug registers"))?;
-    fd.set_lapic(&saved.lapic).map_err(Error::call("set an interrupt controller's state"))?;
+    unsafe { fd.set_xsave(&saved.xsave) }.map_err(Error::kvm_call("set extended registers"))?;
+    fd.set_debug_regs(&saved.debug).map_err(Error::kvm_call("set debug registers"))?;
+    fd.set_lapic(&saved.lapic).map_err(Error::kvm_call("set an interrupt controller's state"))?;
     let (last, first): (Vec<_>, Vec<_>) = saved.msrs.iter().partition(|entry| entry.index == TSC_DEADLINE);
     restore_msrs(fd, &first)?;
     restore_msrs(fd, &last)?;
-    fd.set_vcpu_events(&saved.events).map_err(Error::call("set pending events"))
+    fd.set_vcpu_events(&saved.events).map_err(Error::kvm_call("set pending events"))
 }
 
 /// Writes the registers. KVM stops at a register whose value it rejects; this is an error unless the register already has the value.
 fn restore_msrs(fd: &VcpuFd, mut entries: &[kvm_msr_entry]) -> Result<(), Error> {
-    let many = |_many| Error::Missing { capability: "KVM_SET_MSRS" };
+    let too_many = |_too_many| Error::Missing { capability: "KVM_SET_MSRS" };
     while !entries.is_empty() {
-        let some = entries.get(..KVM_MAX_MSR_ENTRIES).unwrap_or(entries);
-        let msrs = Msrs::from_entries(some).map_err(many)?;
-        let done = fd.set_msrs(&msrs).map_err(Error::call("set model-specific registers"))?;
+        let batch = entries.get(..KVM_MAX_MSR_ENTRIES).unwrap_or(entries);
+        let msrs = Msrs::from_entries(batch).map_err(too_many)?;
+        let done = fd.set_msrs(&msrs).map_err(Error::kvm_call("set model-specific registers"))?;
         entries = entries.get(done..).unwrap_or_default();
-        let Some((refused, rest)) = entries.split_first().filter(|_| done < some.len()) else { continue };
-        let mut here = Msrs::from_entries(&[kvm_msr_entry { data: 0, ..*refused }]).map_err(many)?;
-        let got = fd.get_msrs(&mut here).map_err(Error::call("tell model-specific registers"))?;
-        if got != 1 || here.as_slice().first().is_none_or(|entry| entry.data != refused.data) {
-            return Err(Error::Msr { index: refused.index, value: refused.data });
+        let Some((rejected, rest)) = entries.split_first().filter(|_| done < batch.len()) else { continue };
+        let mut here = Msrs::from_entries(&[kvm_msr_entry { data: 0, ..*rejected }]).map_err(too_many)?;
+        let got = fd.get_msrs(&mut here).map_err(Error::kvm_call("read model-specific registers"))?;
+        if got != 1 || here.as_slice().first().is_none_or(|entry| entry.data != rejected.data) {
+            return Err(Error::Msr { index: rejected.index, value: rejected.data });
         }
         entries = rest;
     }

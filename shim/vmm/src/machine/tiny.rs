@@ -27,7 +27,7 @@ pub enum TinyError {
         source: kvm_ioctls::Error,
     },
     /// KVM has an unsupported API version.
-    #[error("KVM has API version {got}, not 12")]
+    #[error("KVM has API version {got}, but version 12 is needed")]
     Version {
         /// The version that KVM reports.
         got: i32,
@@ -39,7 +39,7 @@ pub enum TinyError {
         source: nix::Error,
     },
     /// A call to KVM failed.
-    #[error("KVM does not {what}")]
+    #[error("KVM cannot {what}")]
     Call {
         /// The operation that KVM should perform.
         what: &'static str,
@@ -47,7 +47,7 @@ pub enum TinyError {
         source: kvm_ioctls::Error,
     },
     /// The guest exited other than by its write to the port.
-    #[error("the probe's guest left in an unexpected way: {exit}")]
+    #[error("the probe's guest exited unexpectedly: {exit}")]
     Exit {
         /// The exit as KVM reports it.
         exit: String,
@@ -74,7 +74,7 @@ pub struct TinyGuest {
     _memory: Mapping,
 }
 
-fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> TinyError {
+fn kvm_call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> TinyError {
     move |source| TinyError::Call { what, source }
 }
 
@@ -86,22 +86,22 @@ impl TinyGuest {
             12 => {}
             got => return Err(TinyError::Version { got }),
         }
-        let vm = kvm.create_vm().map_err(call("make a machine"))?;
+        let vm = kvm.create_vm().map_err(kvm_call("create a VM"))?;
         let (protection, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE);
         // SAFETY: an anonymous mapping at an address of the kernel's choice touches nothing that exists.
         let memory = unsafe { mmap_anonymous(None, MEMORY, protection, flags) }
             .map(Mapping)
             .map_err(|source| TinyError::Map { source })?;
         // SAFETY: the mapping has this length, is readable and writable, and nothing else refers to it yet.
-        fill(unsafe { std::slice::from_raw_parts_mut(memory.0.as_ptr().cast::<u8>(), MEMORY.get()) });
+        write_guest_memory(unsafe { std::slice::from_raw_parts_mut(memory.0.as_ptr().cast::<u8>(), MEMORY.get()) });
         let region = kvm_userspace_memory_region {
             memory_size: MEMORY.get() as u64,
             userspace_addr: memory.0.as_ptr().addr() as u64,
             ..Default::default()
         };
         // SAFETY: the region is the mapping, which lives as long as the VM does.
-        unsafe { vm.set_user_memory_region(region) }.map_err(call("take memory"))?;
-        let vcpu = vm.create_vcpu(0).map_err(call("make a processor"))?;
+        unsafe { vm.set_user_memory_region(region) }.map_err(kvm_call("register memory"))?;
+        let vcpu = vm.create_vcpu(0).map_err(kvm_call("create a vCPU"))?;
         enter_long_mode(&vcpu)?;
         Ok(TinyGuest { vcpu, _vm: vm, _memory: memory })
     }
@@ -114,14 +114,14 @@ impl TinyGuest {
                 Ok(VcpuExit::IoOut(PORT, _)) => return Ok(start.elapsed()),
                 Ok(exit) => return Err(TinyError::Exit { exit: format!("{exit:?}") }),
                 Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
-                Err(source) => return Err(TinyError::Call { what: "run the processor", source }),
+                Err(source) => return Err(TinyError::Call { what: "run the vCPU", source }),
             }
         }
     }
 }
 
 /// Writes page tables that map the first 2 MiB one to one, and the code.
-fn fill(memory: &mut [u8]) {
+fn write_guest_memory(memory: &mut [u8]) {
     const PRESENT_WRITABLE: u64 = 0x3;
     const LARGE: u64 = 0x80;
     let [top, middle, bottom] = TABLES;
@@ -133,7 +133,7 @@ fn fill(memory: &mut [u8]) {
 }
 
 fn enter_long_mode(vcpu: &VcpuFd) -> Result<(), TinyError> {
-    let mut sregs = vcpu.get_sregs().map_err(call("tell registers"))?;
+    let mut sregs = vcpu.get_sregs().map_err(kvm_call("read registers"))?;
     let flat = kvm_segment { limit: u32::MAX, present: 1, s: 1, g: 1, ..Default::default() };
     let data = kvm_segment { selector: 0x10, type_: 3, db: 1, ..flat };
     sregs.cs = kvm_segment { selector: 0x8, type_: 11, l: 1, ..flat };
@@ -142,8 +142,8 @@ fn enter_long_mode(vcpu: &VcpuFd) -> Result<(), TinyError> {
     sregs.cr4 = 1 << 5; // PAE
     sregs.cr0 = 1 << 31 | 1 << 4 | 1; // PG, ET, PE
     sregs.efer = 1 << 10 | 1 << 8; // LMA, LME
-    vcpu.set_sregs(&sregs).map_err(call("set registers"))?;
-    let mut regs = vcpu.get_regs().map_err(call("tell registers"))?;
+    vcpu.set_sregs(&sregs).map_err(kvm_call("write registers"))?;
+    let mut regs = vcpu.get_regs().map_err(kvm_call("read registers"))?;
     (regs.rip, regs.rflags) = (CODE_AT as u64, 0x2);
-    vcpu.set_regs(&regs).map_err(call("set registers"))
+    vcpu.set_regs(&regs).map_err(kvm_call("write registers"))
 }

@@ -15,7 +15,7 @@ pub(super) struct PartialDirectory {
     target: PathBuf,
     parent: PathBuf,
     partial: PathBuf,
-    done: bool,
+    is_committed: bool,
 }
 
 fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SnapshotError {
@@ -27,30 +27,30 @@ impl PartialDirectory {
     /// Creates the temporary directory for `target`. After a crash, `.NAME.PID.N.partial` remains in the parent directory.
     pub(super) fn begin(target: &Path) -> Result<PartialDirectory, SnapshotError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let no_place = || SnapshotError::Place { path: target.to_owned() };
-        let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(no_place)?;
-        let parent = match target.parent().ok_or_else(no_place)? {
+        let invalid_path = || SnapshotError::InvalidPath { path: target.to_owned() };
+        let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(invalid_path)?;
+        let parent = match target.parent().ok_or_else(invalid_path)? {
             here if here.as_os_str().is_empty() => PathBuf::from("."),
             parent => parent.to_owned(),
         };
         // An early check, before memory is written; the rename is authoritative.
         match fs::read_dir(target).map(|mut entries| entries.next().is_some()) {
             Ok(true) => return Err(SnapshotError::Exists { path: target.to_owned() }),
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("look into", target)(error)),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("list", target)(error)),
             _ => {}
         }
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let partial = parent.join(format!(".{name}.{}.{number}.partial", std::process::id()));
         // Mode 0700: no other user may read the guest's memory.
-        DirBuilder::new().mode(0o700).create(&partial).map_err(failed("make the directory", &partial))?;
-        Ok(PartialDirectory { target: target.to_owned(), parent, partial, done: false })
+        DirBuilder::new().mode(0o700).create(&partial).map_err(failed("create the directory", &partial))?;
+        Ok(PartialDirectory { target: target.to_owned(), parent, partial, is_committed: false })
     }
 
     /// Writes one file and flushes it to disk.
     pub(super) fn file(&self, name: &str, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SnapshotError> {
         let path = self.partial.join(name);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-        let file = file.map_err(failed("make", &path))?;
+        let file = file.map_err(failed("create", &path))?;
         write(&file).map_err(failed("write", &path))?;
         file.sync_all().map_err(failed("flush", &path))
     }
@@ -62,20 +62,20 @@ impl PartialDirectory {
         flush(&self.partial)?;
         fs::rename(&self.partial, &self.target).map_err(|source| match source.raw_os_error().map(Errno::from_raw) {
             Some(Errno::ENOTEMPTY | Errno::EEXIST) => SnapshotError::Exists { path: self.target.clone() },
-            _ => SnapshotError::Io { what: "name the directory", path: self.target.clone(), source },
+            _ => SnapshotError::Io { what: "rename the directory to", path: self.target.clone(), source },
         })?;
-        self.done = true;
+        self.is_committed = true;
         flush(&self.parent)
     }
 }
 
 impl Drop for PartialDirectory {
     fn drop(&mut self) {
-        if self.done {
+        if self.is_committed {
             return;
         }
         if let Err(error) = fs::remove_dir_all(&self.partial) {
-            tracing::warn!(%error, directory = %self.partial.display(), "half a snapshot is left behind");
+            tracing::warn!(%error, directory = %self.partial.display(), "cannot remove an incomplete snapshot");
         }
     }
 }

@@ -15,32 +15,32 @@ pub const MAX_STATE_BYTES: u64 = 16 << 20;
 
 const MAGIC: [u8; 8] = *b"NACELLE\x1a";
 /// The size of the header: magic, version, checksum, length of the document, and eight zero bytes.
-const HEADER: usize = 32;
+const HEADER_BYTES: usize = 32;
 
-struct Header {
+struct StateHeader {
     version: u32,
     checksum: u32,
     length: u64,
 }
 
-impl Header {
+impl StateHeader {
     fn bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.extend(self.version.to_le_bytes());
         bytes.extend(self.checksum.to_le_bytes());
         bytes.extend(self.length.to_le_bytes());
-        bytes.resize(HEADER, 0);
+        bytes.resize(HEADER_BYTES, 0);
         bytes
     }
 
     /// Splits the bytes into header and document. Returns `None` if they do not start with a header.
-    fn split(bytes: &[u8]) -> Option<(Header, &[u8])> {
+    fn split(bytes: &[u8]) -> Option<(StateHeader, &[u8])> {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (version, rest) = rest.split_first_chunk()?;
         let (checksum, rest) = rest.split_first_chunk()?;
         let (length, rest) = rest.split_first_chunk()?;
         let (_reserved, document) = rest.split_first_chunk::<8>()?;
-        let header = Header {
+        let header = StateHeader {
             version: u32::from_le_bytes(*version),
             checksum: u32::from_le_bytes(*checksum),
             length: u64::from_le_bytes(*length),
@@ -58,35 +58,35 @@ fn checksum(version: u32, document: &[u8]) -> u32 {
 }
 
 /// Encodes a state as the bytes of the file.
-pub(super) fn seal(state: &impl Serialize) -> Result<Vec<u8>, SnapshotError> {
-    wrap(&serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?)
+pub(super) fn encode(state: &impl Serialize) -> Result<Vec<u8>, SnapshotError> {
+    add_header(&serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?)
 }
 
 /// Adds the header to a document.
-pub(super) fn wrap(document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
+pub(super) fn add_header(document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
     let length = document.len() as u64;
-    let bytes = length.saturating_add(HEADER as u64);
+    let bytes = length.saturating_add(HEADER_BYTES as u64);
     if bytes > MAX_STATE_BYTES {
         return Err(SnapshotError::TooLarge { bytes, max: MAX_STATE_BYTES });
     }
-    let mut bytes = Header { version: VERSION, checksum: checksum(VERSION, document), length }.bytes();
+    let mut bytes = StateHeader { version: VERSION, checksum: checksum(VERSION, document), length }.bytes();
     bytes.extend(document);
     Ok(bytes)
 }
 
 /// Decodes the state from the file's bytes. `path` is used in error messages only.
-pub(super) fn open<S: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<S, SnapshotError> {
+pub(super) fn decode<S: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<S, SnapshotError> {
     let path = || path.to_owned();
     if bytes.len() as u64 > MAX_STATE_BYTES {
         return Err(SnapshotError::TooLarge { bytes: bytes.len() as u64, max: MAX_STATE_BYTES });
     }
-    let (header, document) = Header::split(bytes).ok_or_else(|| SnapshotError::NotASnapshot { path: path() })?;
+    let (header, document) = StateHeader::split(bytes).ok_or_else(|| SnapshotError::NotASnapshot { path: path() })?;
     // Checks the version first, because a newer version may have a different header after it.
     if !(1..=VERSION).contains(&header.version) {
         return Err(SnapshotError::Version { path: path(), got: header.version });
     }
     if document.len() as u64 != header.length {
-        let (got, expected) = (bytes.len() as u64, header.length.saturating_add(HEADER as u64));
+        let (got, expected) = (bytes.len() as u64, header.length.saturating_add(HEADER_BYTES as u64));
         return Err(SnapshotError::Length { path: path(), got, expected });
     }
     let got = checksum(header.version, document);

@@ -10,14 +10,14 @@ use super::envelope::VERSION;
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     /// The directory exists and is not empty.
-    #[error("{} exists already", path.display())]
+    #[error("cannot save to {}: it exists already", path.display())]
     Exists {
         /// The directory.
         path: PathBuf,
     },
     /// The path has no valid file name.
-    #[error("{} is no place for a snapshot", path.display())]
-    Place {
+    #[error("cannot save a snapshot to {}: the path has no file name", path.display())]
+    InvalidPath {
         /// The path.
         path: PathBuf,
     },
@@ -32,13 +32,13 @@ pub enum SnapshotError {
         source: io::Error,
     },
     /// The state cannot be serialized.
-    #[error("cannot write the machine's state down")]
+    #[error("cannot serialize the VM's state")]
     Encode {
         /// The cause.
         source: serde_json::Error,
     },
     /// The state exceeds the maximum size.
-    #[error("a state of {bytes} bytes: at most {max}")]
+    #[error("the VM's state is too large ({bytes} bytes): the maximum is {max}")]
     TooLarge {
         /// The size of the state in bytes.
         bytes: u64,
@@ -46,7 +46,7 @@ pub enum SnapshotError {
         max: u64,
     },
     /// The file does not begin with a valid header.
-    #[error("{} is no machine's state", path.display())]
+    #[error("{} is not the state file of a snapshot", path.display())]
     NotASnapshot {
         /// The file.
         path: PathBuf,
@@ -80,7 +80,7 @@ pub enum SnapshotError {
         expected: u32,
     },
     /// The document is intact but does not have the expected structure.
-    #[error("{} does not describe a machine", path.display())]
+    #[error("{} does not contain a valid VM state", path.display())]
     Decode {
         /// The file.
         path: PathBuf,
@@ -88,7 +88,7 @@ pub enum SnapshotError {
         source: serde_json::Error,
     },
     /// The VM's state cannot be saved.
-    #[error("cannot take the machine's state")]
+    #[error("cannot read the VM's state")]
     Machine {
         /// The cause.
         source: crate::machine::Error,
@@ -108,7 +108,7 @@ impl Classify for SnapshotError {
             SnapshotError::TooLarge { .. } => Kind::Exhausted,
             SnapshotError::Machine { source } => source.kind(),
             SnapshotError::Encode { .. } => Kind::Internal,
-            SnapshotError::Place { .. }
+            SnapshotError::InvalidPath { .. }
             | SnapshotError::NotASnapshot { .. }
             | SnapshotError::Length { .. }
             | SnapshotError::Checksum { .. }

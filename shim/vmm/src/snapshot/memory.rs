@@ -12,13 +12,13 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRe
 
 const PAGE: usize = 4096;
 /// The unit of work of one thread, in bytes.
-const PIECE: usize = 1 << 20;
+const CHUNK_BYTES: usize = 1 << 20;
 const MAX_THREADS: usize = 4;
 /// Bits of an entry of /proc/PID/pagemap: the page is in memory or in swap (kernel's admin-guide/mm/pagemap).
-const IS_SOMEWHERE: u64 = 0b11 << 62;
+const IS_PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
 
-/// A part of a region, at most [`PIECE`] bytes long, and its offset in the file.
-struct Piece<'a> {
+/// A part of a region, at most [`CHUNK_BYTES`] bytes long, and its offset in the file.
+struct MemoryChunk<'a> {
     region: &'a GuestRegionMmap<()>,
     start: usize,
     length: usize,
@@ -29,30 +29,30 @@ struct Piece<'a> {
 pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
     let total = memory.iter().map(GuestMemoryRegion::len).sum();
     file.set_len(total)?;
-    let mut pieces = Vec::new();
+    let mut chunks = Vec::new();
     let mut at = 0;
     for region in memory.iter() {
         let size = region.as_volatile_slice().map_err(io::Error::other)?.len();
-        let piece = |start| Piece { region, start, length: PIECE.min(size - start), at: at + start as u64 };
-        pieces.extend((0..size).step_by(PIECE).map(piece));
+        let chunk = |start| MemoryChunk { region, start, length: CHUNK_BYTES.min(size - start), at: at + start as u64 };
+        chunks.extend((0..size).step_by(CHUNK_BYTES).map(chunk));
         at += region.len();
     }
     // Without the pagemap, every page is read.
     let pagemap = File::open("/proc/self/pagemap").ok();
-    let next = AtomicUsize::new(0);
-    let work = || -> io::Result<()> {
-        let mut buffer = vec![0; PIECE];
-        while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if piece.may_hold_something(pagemap.as_ref()) {
-                piece.write(file, &mut buffer)?;
+    let next_chunk = AtomicUsize::new(0);
+    let write_chunks = || -> io::Result<()> {
+        let mut buffer = vec![0; CHUNK_BYTES];
+        while let Some(chunk) = chunks.get(next_chunk.fetch_add(1, Ordering::Relaxed)) {
+            if chunk.may_have_data(pagemap.as_ref()) {
+                chunk.write(file, &mut buffer)?;
             }
         }
         Ok(())
     };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(pieces.len());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(chunks.len());
     std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-        let mut result = work();
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(write_chunks)).collect();
+        let mut result = write_chunks();
         for other in others {
             let joined = other.join().unwrap_or_else(|_panic| Err(io::Error::other("a thread panicked")));
             result = result.and(joined);
@@ -61,20 +61,20 @@ pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
     })
 }
 
-impl Piece<'_> {
+impl MemoryChunk<'_> {
     /// Returns `false` if no page of the piece was ever touched: then it is zero, or a hole in the file that it is mapped from.
     /// Reading such pages would only allocate page tables and pages of the file.
-    fn may_hold_something(&self, pagemap: Option<&File>) -> bool {
+    fn may_have_data(&self, pagemap: Option<&File>) -> bool {
         let Some(pagemap) = pagemap else { return true };
         let address = (self.region.as_ptr() as usize).saturating_add(self.start);
-        let mut entries = [0; PIECE / PAGE * 8];
+        let mut entries = [0; CHUNK_BYTES / PAGE * 8];
         let Some(entries) = entries.get_mut(..self.length.div_ceil(PAGE) * 8) else { return true };
         if pagemap.read_exact_at(entries, (address / PAGE * 8) as u64).is_err() {
             return true;
         }
         let touched = entries.chunks_exact(8).any(|entry| {
             let entry = entry.try_into().map_or(u64::MAX, u64::from_le_bytes);
-            entry & IS_SOMEWHERE != 0
+            entry & IS_PRESENT_OR_SWAPPED != 0
         });
         touched || self.file_has_data()
     }
@@ -96,19 +96,19 @@ impl Piece<'_> {
         slice.map_err(io::Error::other)?.copy_to(buffer);
         let pages = buffer.get(..self.length).unwrap_or_default().chunks(PAGE);
         let mut run: Option<(usize, usize)> = None;
-        let put = |run: Option<(usize, usize)>| match run {
+        let write_run = |run: Option<(usize, usize)>| match run {
             Some((start, end)) => file.write_all_at(buffer.get(start..end).unwrap_or_default(), self.at + start as u64),
             None => Ok(()),
         };
         for (number, page) in pages.enumerate() {
             let start = number * PAGE;
             if is_zero(page) {
-                put(run.take())?;
+                write_run(run.take())?;
             } else {
                 run = Some((run.map_or(start, |(first, _)| first), start + page.len()));
             }
         }
-        put(run)
+        write_run(run)
     }
 }
 

@@ -2,8 +2,8 @@
 //! docs/contributor/snapshots.md. The module [`machine`] defines the content of a VM's state.
 //!
 //! ```no_run
-//! use nacelle_vmm::{machine::Machine, rng::Rng, snapshot};
-//! # fn save_and_restore(machine: Machine) -> Result<(), Box<dyn std::error::Error>> {
+//! use nacelle_vmm::{machine::VmHandle, rng::Rng, snapshot};
+//! # fn save_and_restore(machine: VmHandle) -> Result<(), Box<dyn std::error::Error>> {
 //! machine.pause()?;
 //! snapshot::save(&machine, "/var/lib/x/template".as_ref())?;
 //! // … in this process or another one:
@@ -26,7 +26,7 @@ mod tests;
 pub use envelope::{MAX_STATE_BYTES, VERSION};
 pub use error::SnapshotError;
 
-use crate::machine::{self, Builder, Config, Machine, MachineState};
+use crate::machine::{self, MachineState, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
 use directory::PartialDirectory;
 use serde::de::DeserializeOwned;
@@ -62,9 +62,9 @@ pub struct Snapshot<S = MachineState> {
 
 /// Writes the snapshot of a paused VM to `dir`, which must be empty or not exist. Afterwards `dir` holds the whole snapshot, on
 /// stable storage, or no snapshot at all. The VM stays paused.
-pub fn save(machine: &Machine, dir: &Path) -> Result<(), SnapshotError> {
+pub fn save(machine: &VmHandle, dir: &Path) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
-    let Config { memory_mib, reserve_mib, .. } = *machine.config();
+    let VmConfig { memory_mib, reserve_mib, .. } = *machine.config();
     let document = Document { memory_mib, reserve_mib, machine: state };
     write(dir, &document, machine.memory())
 }
@@ -76,7 +76,7 @@ pub fn open(dir: &Path) -> Result<Snapshot, SnapshotError> {
 }
 
 fn write(dir: &Path, document: &Document<impl Serialize>, memory: &Memory) -> Result<(), SnapshotError> {
-    let bytes = envelope::seal(document)?;
+    let bytes = envelope::encode(document)?;
     let directory = PartialDirectory::begin(dir)?;
     directory.file(MEMORY_FILE, |file| memory::write(file, memory))?;
     directory.file(STATE_FILE, |mut file| file.write_all(&bytes))?;
@@ -93,31 +93,31 @@ fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
     let mut bytes = Vec::new();
     let read = state.take(MAX_STATE_BYTES.saturating_add(1)).read_to_end(&mut bytes);
     read.map_err(|source| SnapshotError::Io { what: "read", path: path.clone(), source })?;
-    let document: Document<S> = envelope::open(&bytes, &path)?;
+    let document: Document<S> = envelope::decode(&bytes, &path)?;
 
     let (memory, path) = open(MEMORY_FILE)?;
-    let expected = u64::from(machine::made_mib(document.memory_mib, document.reserve_mib)) << 20;
+    let expected = u64::from(machine::total_mib(document.memory_mib, document.reserve_mib)) << 20;
     match memory.metadata().map(|file| file.len()) {
         Ok(got) if got == expected => Ok(Snapshot { document, memory }),
         Ok(got) => Err(SnapshotError::Length { path, got, expected }),
-        Err(source) => Err(SnapshotError::Io { what: "look at", path, source }),
+        Err(source) => Err(SnapshotError::Io { what: "read the size of", path, source }),
     }
 }
 
 /// Harness for `fuzz`: reads these bytes as a file `state`, and as the document of a file with a valid header.
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) fn harness(data: &[u8]) {
-    let whole = envelope::wrap(data).unwrap_or_default();
-    for bytes in [data, &whole] {
-        if let Ok(document) = envelope::open::<Document<MachineState>>(bytes, Path::new(STATE_FILE)) {
-            let again = envelope::seal(&document).unwrap_or_default();
-            assert!(envelope::open::<Document<MachineState>>(&again, Path::new(STATE_FILE)).is_ok());
+    let with_header = envelope::add_header(data).unwrap_or_default();
+    for bytes in [data, &with_header] {
+        if let Ok(document) = envelope::decode::<Document<MachineState>>(bytes, Path::new(STATE_FILE)) {
+            let reencoded = envelope::encode(&document).unwrap_or_default();
+            assert!(envelope::decode::<Document<MachineState>>(&reencoded, Path::new(STATE_FILE)).is_ok());
         }
     }
 }
 
 impl Snapshot {
-    /// Returns the state, for [`Builder::restore`].
+    /// Returns the state, for [`VmBuilder::restore`].
     pub fn state(&self) -> &MachineState {
         &self.document.machine
     }
@@ -144,9 +144,9 @@ impl Snapshot {
 
     /// Returns a builder with the snapshot's memory, mapped privately: pages are read from the file on first access, and writes
     /// of the guest stay in this process. The file must not change as long as the VM lives.
-    pub fn builder(&self) -> Result<Builder, machine::Error> {
+    pub fn builder(&self) -> Result<VmBuilder, machine::Error> {
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
         let (memory_mib, reserve_mib) = (self.memory_mib(), self.reserve_mib());
-        Builder::with_saved_memory(Config { vcpus, memory_mib, reserve_mib, ..Config::default() }, &self.memory)
+        VmBuilder::with_saved_memory(VmConfig { vcpus, memory_mib, reserve_mib, ..VmConfig::default() }, &self.memory)
     }
 }

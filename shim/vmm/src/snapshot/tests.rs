@@ -61,7 +61,7 @@ fn entries(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_was_written_comes_back() {
+fn a_written_snapshot_is_read_back() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().join("s1");
     let memory = memory();
@@ -91,7 +91,7 @@ fn what_was_written_comes_back() {
 }
 
 #[test]
-fn a_snapshot_is_there_whole_or_not_at_all() {
+fn snapshots_are_written_atomically() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().join("s");
     write(&dir, &1, &memory()).unwrap();
@@ -123,7 +123,7 @@ fn a_snapshot_is_there_whole_or_not_at_all() {
 }
 
 #[test]
-fn a_memory_file_of_another_length_is_refused() {
+fn a_memory_file_of_the_wrong_length_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().join("s");
     write(&dir, &1, &memory()).unwrap();
@@ -137,50 +137,50 @@ fn a_memory_file_of_another_length_is_refused() {
     assert_eq!(read::<i32>(&dir).unwrap_err().kind(), Kind::NotFound);
 }
 
-fn opened(bytes: &[u8]) -> Result<Vec<u64>, SnapshotError> {
-    envelope::open(bytes, Path::new("state"))
+fn decode(bytes: &[u8]) -> Result<Vec<u64>, SnapshotError> {
+    envelope::decode(bytes, Path::new("state"))
 }
 
 #[test]
-fn each_damage_has_its_error() {
-    let good = envelope::seal(&vec![1_u64, 2, 3]).unwrap();
-    assert_eq!(opened(&good).unwrap(), [1, 2, 3]);
-    assert!(matches!(opened(&good[..31]).unwrap_err(), SnapshotError::NotASnapshot { .. }));
-    assert!(matches!(opened(&good[..good.len() - 1]).unwrap_err(), SnapshotError::Length { .. }));
-    assert!(matches!(opened(&[&good[..], b" "].concat()).unwrap_err(), SnapshotError::Length { .. }));
-    let spoiled = |at: usize, byte: u8| {
+fn each_kind_of_damage_has_its_error() {
+    let good = envelope::encode(&vec![1_u64, 2, 3]).unwrap();
+    assert_eq!(decode(&good).unwrap(), [1, 2, 3]);
+    assert!(matches!(decode(&good[..31]).unwrap_err(), SnapshotError::NotASnapshot { .. }));
+    assert!(matches!(decode(&good[..good.len() - 1]).unwrap_err(), SnapshotError::Length { .. }));
+    assert!(matches!(decode(&[&good[..], b" "].concat()).unwrap_err(), SnapshotError::Length { .. }));
+    let decode_with_byte = |at: usize, byte: u8| {
         let mut bytes = good.clone();
         bytes[at] = byte;
-        opened(&bytes).unwrap_err()
+        decode(&bytes).unwrap_err()
     };
-    assert!(matches!(spoiled(0, b'X'), SnapshotError::NotASnapshot { .. }));
-    let newer = spoiled(8, 2);
+    assert!(matches!(decode_with_byte(0, b'X'), SnapshotError::NotASnapshot { .. }));
+    let newer = decode_with_byte(8, 2);
     assert_eq!(newer.to_string(), "state has format version 2; this Nacelle reads 1 to 1");
     assert_eq!(newer.kind(), Kind::Unsupported);
-    assert!(matches!(spoiled(8, 0), SnapshotError::Version { got: 0, .. }));
-    assert!(matches!(spoiled(12, !good[12]), SnapshotError::Checksum { .. }));
-    assert!(matches!(spoiled(33, b'4'), SnapshotError::Checksum { .. }));
-    let other = envelope::seal(&"text").unwrap();
-    assert!(matches!(opened(&other).unwrap_err(), SnapshotError::Decode { .. }));
+    assert!(matches!(decode_with_byte(8, 0), SnapshotError::Version { got: 0, .. }));
+    assert!(matches!(decode_with_byte(12, !good[12]), SnapshotError::Checksum { .. }));
+    assert!(matches!(decode_with_byte(33, b'4'), SnapshotError::Checksum { .. }));
+    let other = envelope::encode(&"text").unwrap();
+    assert!(matches!(decode(&other).unwrap_err(), SnapshotError::Decode { .. }));
     let large = vec![0; MAX_STATE_BYTES as usize + 1];
-    assert!(matches!(opened(&large).unwrap_err(), SnapshotError::TooLarge { .. }));
-    assert!(matches!(envelope::seal(&large).unwrap_err(), SnapshotError::TooLarge { .. }));
+    assert!(matches!(decode(&large).unwrap_err(), SnapshotError::TooLarge { .. }));
+    assert!(matches!(envelope::encode(&large).unwrap_err(), SnapshotError::TooLarge { .. }));
 }
 
 #[test]
-fn version_1_is_written_as_it_always_was() {
+fn version_1_is_encoded_unchanged() {
     let golden = b"NACELLE\x1a\x01\x00\x00\x00\xbb\x02\x08\xca\x07\x00\x00\x00\x00\x00\x00\x00\0\0\0\0\0\0\0\0[1,2,3]";
-    let sealed = envelope::seal(&[1, 2, 3]).unwrap();
-    assert_eq!(opened(&sealed).unwrap(), [1, 2, 3]);
-    assert_eq!(sealed[..], golden[..]);
+    let encoded = envelope::encode(&[1, 2, 3]).unwrap();
+    assert_eq!(decode(&encoded).unwrap(), [1, 2, 3]);
+    assert_eq!(encoded[..], golden[..]);
 }
 
 /// The state of a VM with one vCPU and an entropy device, as version 1 wrote it.
 #[test]
-fn a_machine_of_version_1_is_read() {
+fn a_vm_state_of_version_1_is_decoded() {
     let golden = include_bytes!("../../tests/corpus/snapshot/document");
     let document: Document<MachineState> =
-        envelope::open(&envelope::wrap(golden).unwrap(), Path::new("state")).unwrap();
+        envelope::decode(&envelope::add_header(golden).unwrap(), Path::new("state")).unwrap();
     assert_eq!((document.memory_mib, document.machine.vcpus.len()), (16, 1));
     assert_eq!(document.machine.devices[0].device.kind(), DeviceKind::Rng);
     assert!(serde_json::to_vec(&document).unwrap() == golden, "a change that needs a version of its own");
@@ -190,13 +190,13 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_change_of_a_byte_is_found(at in 0..39_usize, by in 1..=255_u8) {
-        let mut bytes = envelope::seal(&[1, 2, 3]).unwrap();
+    fn any_changed_byte_is_detected(at in 0..39_usize, by in 1..=255_u8) {
+        let mut bytes = envelope::encode(&[1, 2, 3]).unwrap();
         prop_assert_eq!(bytes.len(), 39);
         // The last eight bytes of the header are reserved and not checked.
         prop_assume!(!(24..32).contains(&at));
         bytes[at] ^= by;
-        prop_assert!(opened(&bytes).is_err());
+        prop_assert!(decode(&bytes).is_err());
     }
 }
 
@@ -204,7 +204,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn memory_comes_back(pages in proptest::collection::vec((0..768_u64, any::<u8>()), 0..20)) {
+    fn memory_is_written_and_read_back(pages in proptest::collection::vec((0..768_u64, any::<u8>()), 0..20)) {
         let directory = tempfile::tempdir().unwrap();
         let layout: Layout = vec![(GuestAddress(0), 3 * MIB)];
         let memory = Memory::from_ranges(&layout).unwrap();

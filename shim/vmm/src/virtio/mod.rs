@@ -3,10 +3,10 @@
 
 pub mod balloon;
 pub mod block;
+pub(crate) mod buffers;
 pub mod console;
 pub mod fs;
 pub mod net;
-pub(crate) mod pieces;
 pub(crate) mod queue_thread;
 pub(crate) mod ring;
 pub mod rng;
@@ -35,7 +35,7 @@ pub type Memory = vm_memory::GuestMemoryMmap<()>;
 pub const COMMON_FEATURES: u64 = 1 << 28 | 1 << 29 | 1 << 32;
 
 /// The id of the memory region that a device shares with its driver, if it has one. Id 0 would be the DAX window (VIRTIO 1.2, 5.11.4).
-pub const SHARED_ID: u32 = 1;
+pub const SHARED_MEMORY_ID: u32 = 1;
 
 /// The kind of a device. The number is its virtio device id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,14 +81,14 @@ impl std::fmt::Display for DeviceKind {
 /// Notifies the guest. Implemented by the transport; callable from any thread.
 pub trait Interrupt: Send + Sync {
     /// Notifies the guest that the used ring of queue `index` has grown.
-    fn queue(&self, index: u16);
+    fn notify_queue(&self, index: u16);
     /// Notifies the guest that the configuration space has changed.
-    fn config(&self);
+    fn notify_config(&self);
     /// Reports that the guest violated the rules of queue `index`. The queue is no longer served until the guest resets the device.
-    fn broken(&self, _index: u16) {}
+    fn report_broken(&self, _index: u16) {}
     /// Returns an eventfd by which another component (the kernel) can interrupt the guest for queue `index` directly, or `None`
     /// if the transport has none. Requested again each time the queue starts.
-    fn eventfd(&self, _index: u16) -> Option<OwnedFd> {
+    fn interrupt_eventfd(&self, _index: u16) -> Option<OwnedFd> {
         None
     }
 }

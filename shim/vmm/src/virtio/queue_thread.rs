@@ -18,38 +18,38 @@ use virtio_queue::QueueState;
 /// The maximum number of requests that are begun before the guest is notified of completed ones.
 const BATCH: usize = 64;
 /// The maximum number of requests that wait at a time; further requests stay in the ring.
-const WAITING: usize = 32;
+const MAX_WAITING: usize = 32;
 /// The number of polls of an empty queue before the thread asks the guest for kicks again (some microseconds). The guest's next
 /// request often arrives within them, and then needs neither a kick, which is a vCPU exit, nor the wake-up of a thread.
-const LOOKS: usize = 256;
+const MAX_EMPTY_POLLS: usize = 256;
 
 /// A running thread and the queue that it serves.
 #[derive(Debug)]
 pub(crate) struct QueueThread {
-    stop: Arc<Stop>,
+    stop: Arc<StopSignal>,
     thread: JoinHandle<Ring>,
 }
 
-/// The request that a thread stops. Its descriptor is readable from then on, and also after a [`nudge`](QueueThread::nudge).
+/// The request that a thread stops. Its descriptor is readable from then on, and also after a [`wake`](QueueThread::wake).
 #[derive(Debug)]
-pub(crate) struct Stop {
-    asked: AtomicBool,
+pub(crate) struct StopSignal {
+    requested: AtomicBool,
     wake: EventFd,
 }
 
-impl Stop {
+impl StopSignal {
     /// Returns whether the thread must stop and return its ring.
-    pub(crate) fn asked(&self) -> bool {
-        self.asked.load(Ordering::Acquire)
+    pub(crate) fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::Acquire)
     }
 
-    /// Clears nudges. A request to stop remains.
-    pub(crate) fn heard(&self) {
+    /// Clears wake-ups. A request to stop remains.
+    pub(crate) fn clear(&self) {
         let _ = self.wake.read(); // it may have been read already
     }
 }
 
-impl AsFd for Stop {
+impl AsFd for StopSignal {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
@@ -71,17 +71,18 @@ impl QueueThread {
         name: &str,
         kind: ThreadKind,
         ring: Ring,
-        serve: impl FnOnce(Ring, &Stop) -> Ring + Send + 'static,
+        serve: impl FnOnce(Ring, &StopSignal) -> Ring + Send + 'static,
     ) -> io::Result<QueueThread> {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let stop = Arc::new(Stop { asked: AtomicBool::new(false), wake });
-        let seen = stop.clone();
-        let thread = nacelle_jail::spawn(kind, Builder::new().name(name.to_owned()), move || serve(ring, &seen))?;
+        let stop = Arc::new(StopSignal { requested: AtomicBool::new(false), wake });
+        let thread_stop = stop.clone();
+        let thread =
+            nacelle_jail::spawn(kind, Builder::new().name(name.to_owned()), move || serve(ring, &thread_stop))?;
         Ok(QueueThread { stop, thread })
     }
 
     /// Wakes the thread if it waits, so that it checks its state again.
-    pub(crate) fn nudge(&self) {
+    pub(crate) fn wake(&self) {
         if let Err(error) = self.stop.wake.write(1) {
             tracing::error!("cannot wake a queue's thread: {error}");
         }
@@ -89,8 +90,8 @@ impl QueueThread {
 
     /// Waits for the requests in flight and returns the queue's state, or `None` if the thread has panicked.
     pub(crate) fn stop(self) -> Option<QueueState> {
-        self.stop.asked.store(true, Ordering::Release);
-        self.nudge();
+        self.stop.requested.store(true, Ordering::Release);
+        self.wake();
         match self.thread.join() {
             Ok(ring) => Some(ring.into_state()),
             Err(_) => {
@@ -106,41 +107,41 @@ impl QueueThread {
 /// requests that need no waiting overtake them. Notifications of the guest are batched, but sent before each wait.
 pub(crate) fn serve<Rest>(
     mut ring: Ring,
-    stop: &Stop,
+    stop: &StopSignal,
     mut begin: impl FnMut(&Memory, Request) -> Result<u32, Rest>,
     mut finish: impl FnMut(&Memory, Rest) -> u32,
 ) -> Ring {
     let memory = ring.memory().clone();
     let mut waiting = VecDeque::new();
     loop {
-        ring.quiet();
+        ring.disable_kicks();
         loop {
-            let stopping = stop.asked();
+            let stopping = stop.is_requested();
             let mut begun = 0;
             while !stopping
                 && begun < BATCH
-                && waiting.len() < WAITING
+                && waiting.len() < MAX_WAITING
                 && let Some(request) = ring.pop()
             {
                 begun += 1;
                 let head = request.head;
                 match begin(&memory, request) {
-                    Ok(written) => ring.done(head, written),
+                    Ok(written) => ring.complete(head, written),
                     Err(rest) => waiting.push_back((head, rest)),
                 }
             }
-            ring.signal();
+            ring.notify_guest();
             if let Some((head, rest)) = waiting.pop_front() {
                 let written = finish(&memory, rest);
-                ring.done(head, written);
+                ring.complete(head, written);
             } else if stopping {
-                ring.rearm();
+                ring.enable_kicks();
                 return ring;
-            } else if begun == 0 && !comes_soon(&ring, stop) {
+            } else if begun == 0 && !poll_briefly(&ring, stop) {
                 break;
             }
         }
-        if ring.rearm() {
+        if ring.enable_kicks() {
             continue;
         }
         wait(&mut ring, stop);
@@ -148,15 +149,15 @@ pub(crate) fn serve<Rest>(
 }
 
 /// Polls briefly for a request or the request to stop.
-fn comes_soon(ring: &Ring, stop: &Stop) -> bool {
-    (0..LOOKS).any(|_| {
+fn poll_briefly(ring: &Ring, stop: &StopSignal) -> bool {
+    (0..MAX_EMPTY_POLLS).any(|_| {
         std::hint::spin_loop();
-        ring.has_more() || stop.asked()
+        ring.has_pending() || stop.is_requested()
     })
 }
 
 /// Waits for a kick (unless the ring is broken) or the request to stop.
-fn wait(ring: &mut Ring, stop: &Stop) {
+fn wait(ring: &mut Ring, stop: &StopSignal) {
     let mut events = vec![PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
     if !ring.is_broken() {
         events.push(PollFd::new(ring.as_fd(), PollFlags::POLLIN));
@@ -164,7 +165,7 @@ fn wait(ring: &mut Ring, stop: &Stop) {
     let found = retry::poll(&mut events, None);
     let kicked = found.is_ok() && events.get(1).is_some_and(|event| event.any().unwrap_or(true));
     if kicked {
-        ring.kicked();
+        ring.clear_kick();
     }
 }
 
@@ -185,18 +186,18 @@ mod tests {
     const QUICK: (u64, u32, bool) = (0x10001, 1, false);
 
     #[derive(Default)]
-    struct Count(AtomicU32);
+    struct InterruptCount(AtomicU32);
 
-    impl Interrupt for Count {
-        fn queue(&self, _index: u16) {
+    impl Interrupt for InterruptCount {
+        fn notify_queue(&self, _index: u16) {
             self.0.fetch_add(1, Ordering::AcqRel);
         }
 
-        fn config(&self) {}
+        fn notify_config(&self) {}
     }
 
     /// Serves the requests that the driver has made available; requests that wait do so until the test permits them to finish.
-    fn serve_all(driver: &Driver) -> (QueueThread, Arc<Count>, Sender<()>) {
+    fn serve_all(driver: &Driver) -> (QueueThread, Arc<InterruptCount>, Sender<()>) {
         let (desc_table, avail_ring, used_ring) = driver.addresses();
         let state = QueueState {
             max_size: SIZE,
@@ -209,35 +210,35 @@ mod tests {
             next_used: 0,
             event_idx_enabled: false,
         };
-        let interrupts = Arc::<Count>::default();
+        let interrupts = Arc::<InterruptCount>::default();
         let queue = Queue::try_from(state).unwrap();
         let kick = EventFd::new().unwrap().into();
         let ring = Ring::new(0, queue, driver.memory.clone(), kick, interrupts.clone()).unwrap();
         driver.memory.write_slice(&[1, 0], GuestAddress(WAITS.0)).unwrap();
-        let (go, gone) = channel();
+        let (permit, permits) = channel();
         let begin = |memory: &Memory, request: Request| {
             let mut byte = [0xff];
             request.buffers.readable.read(memory, &mut byte).unwrap();
             if byte == [0] { Ok(7) } else { Err(request) }
         };
         let finish = move |_: &Memory, _: Request| {
-            gone.recv().unwrap();
+            permits.recv().unwrap();
             8
         };
-        (QueueThread::start("test", ring, begin, finish).unwrap(), interrupts, go)
+        (QueueThread::start("test", ring, begin, finish).unwrap(), interrupts, permit)
     }
 
     #[test]
-    fn nothing_that_is_done_stays_behind_what_waits() {
+    fn completed_requests_overtake_waiting_ones() {
         let mut driver = Driver::new(crate::fuzz::memory(), 0, SIZE);
         let heads = [WAITS, QUICK, WAITS, QUICK].map(|buffer| driver.submit(&[buffer]));
-        let (thread, interrupts, go) = serve_all(&driver);
-        let told = |times| eventually("an interrupt", || interrupts.0.load(Ordering::Acquire) == times);
-        told(1);
+        let (thread, interrupts, permit) = serve_all(&driver);
+        let wait_for_interrupts = |times| eventually("an interrupt", || interrupts.0.load(Ordering::Acquire) == times);
+        wait_for_interrupts(1);
         assert_eq!([(); 3].map(|()| driver.take_used()), [Some((heads[1], 7)), Some((heads[3], 7)), None]);
         for (n, head) in [(2, heads[0]), (3, heads[2])] {
-            go.send(()).unwrap();
-            told(n);
+            permit.send(()).unwrap();
+            wait_for_interrupts(n);
             assert_eq!([(); 2].map(|()| driver.take_used()), [Some((head, 8)), None]);
         }
         let state = thread.stop().unwrap();
@@ -245,14 +246,14 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_of_requests_that_wait_is_served_to_its_end() {
+    fn a_queue_of_waiting_requests_is_served_completely() {
         let mut driver = Driver::new(crate::fuzz::memory(), 0, SIZE);
-        let requests = u16::try_from(2 * WAITING + 2 * BATCH).unwrap().min(SIZE);
+        let requests = u16::try_from(2 * MAX_WAITING + 2 * BATCH).unwrap().min(SIZE);
         for n in 0..requests {
             driver.submit(&[if n % 3 == 0 { QUICK } else { WAITS }]);
         }
-        let (thread, interrupts, go) = serve_all(&driver);
-        (0..requests).for_each(|_| go.send(()).unwrap());
+        let (thread, interrupts, permit) = serve_all(&driver);
+        (0..requests).for_each(|_| permit.send(()).unwrap());
         let mut used = 0;
         eventually("all requests", || {
             used += driver.count_used();
@@ -264,14 +265,14 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_stops_leaves_no_request_half_done() {
+    fn a_stopped_thread_leaves_no_request_unfinished() {
         for round in 0..20 {
             let mut driver = Driver::new(crate::fuzz::memory(), 0, SIZE);
             for _ in 0..SIZE {
                 driver.submit(&[WAITS]);
             }
-            let (thread, interrupts, go) = serve_all(&driver);
-            (0..SIZE).for_each(|_| go.send(()).unwrap());
+            let (thread, interrupts, permit) = serve_all(&driver);
+            (0..SIZE).for_each(|_| permit.send(()).unwrap());
             if round % 2 == 0 {
                 eventually("the first request", || driver.count_used() > 0);
             }

@@ -2,7 +2,7 @@
 //! returned to the guest unprocessed, and a broken ring is no longer served.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::pieces::{BadChain, Buffers};
+use super::buffers::{ChainError, RequestBuffers};
 use super::{Interrupt, Memory};
 use crate::guest_warn;
 use nacelle_base::retry::retry_interrupted;
@@ -26,17 +26,17 @@ pub struct Ring {
     kick: OwnedFd,
     interrupt: Arc<dyn Interrupt>,
     /// The number of requests returned since the guest was last notified.
-    unsignalled: u16,
+    unnotified: u16,
     broken: bool,
 }
 
 /// One request of the guest.
 #[derive(Debug)]
 pub(crate) struct Request {
-    /// The index of the first descriptor, for [`Ring::done`].
+    /// The index of the first descriptor, for [`Ring::complete`].
     pub head: u16,
     /// The buffers of the request.
-    pub buffers: Buffers,
+    pub buffers: RequestBuffers,
 }
 
 impl Ring {
@@ -51,7 +51,7 @@ impl Ring {
     ) -> io::Result<Ring> {
         let flags = OFlag::from_bits_retain(fcntl(&kick, FcntlArg::F_GETFL)?);
         fcntl(&kick, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-        Ok(Ring { index, queue, memory, kick, interrupt, unsignalled: 0, broken: false })
+        Ok(Ring { index, queue, memory, kick, interrupt, unnotified: 0, broken: false })
     }
 
     /// Returns the number of the queue in its device.
@@ -76,20 +76,20 @@ impl Ring {
 
     /// Sets the position after another component has served the queue up to this index of the available ring and has returned
     /// all requests that it took.
-    pub(crate) fn served_until(&mut self, next_avail: u16) {
+    pub(crate) fn set_next_available(&mut self, next_avail: u16) {
         self.queue.set_next_avail(next_avail);
         match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
             Ok(used) => self.queue.set_next_used(used.0),
-            Err(error) => self.breaks(&error),
+            Err(error) => self.mark_broken(&error),
         }
     }
 
     /// Sets the position after another component has served the queue in order and has ended: the next request is the first
     /// that was not returned.
-    pub(crate) fn served_in_order(&mut self) {
+    pub(crate) fn continue_after_used(&mut self) {
         match self.queue.used_idx(&*self.memory, Ordering::Acquire) {
-            Ok(used) => self.served_until(used.0),
-            Err(error) => self.breaks(&error),
+            Ok(used) => self.set_next_available(used.0),
+            Err(error) => self.mark_broken(&error),
         }
     }
 
@@ -110,12 +110,12 @@ impl Ring {
     /// with no bytes written, and skipped.
     pub(crate) fn pop(&mut self) -> Option<Request> {
         loop {
-            let (head, buffers) = self.pop_any()?;
+            let (head, buffers) = self.pop_with_error()?;
             match buffers {
                 Ok(buffers) => return Some(Request { head, buffers }),
-                Err(_senseless) => {
-                    self.done(head, 0);
-                    self.signal();
+                Err(_invalid) => {
+                    self.complete(head, 0);
+                    self.notify_guest();
                 }
             }
         }
@@ -123,13 +123,13 @@ impl Ring {
 
     /// Returns the next request, or the error in its chain. The caller must return an invalid chain to the guest in order, with
     /// no bytes written.
-    pub(crate) fn pop_any(&mut self) -> Option<(u16, Result<Buffers, BadChain>)> {
+    pub(crate) fn pop_with_error(&mut self) -> Option<(u16, Result<RequestBuffers, ChainError>)> {
         while !self.broken {
             let memory = &*self.memory;
             let chain = match self.queue.iter(memory) {
                 Ok(mut chains) => chains.next(),
                 Err(error) => {
-                    self.breaks(&error);
+                    self.mark_broken(&error);
                     return None;
                 }
             };
@@ -142,12 +142,12 @@ impl Ring {
                         self.queue.go_to_previous_position();
                         continue;
                     }
-                    _ => self.breaks(&"its ring cannot be read"),
+                    _ => self.mark_broken(&"the available ring cannot be read"),
                 }
                 return None;
             };
             let head = chain.head_index();
-            let buffers = Buffers::collect(memory, chain);
+            let buffers = RequestBuffers::collect(memory, chain);
             if let Err(error) = &buffers {
                 guest_warn!(queue = self.index, head, "the guest sent {error}");
             }
@@ -157,37 +157,37 @@ impl Ring {
     }
 
     /// Returns whether [`pop`](Ring::pop) would find an entry. The check is cheap.
-    pub(crate) fn has_more(&self) -> bool {
+    pub(crate) fn has_pending(&self) -> bool {
         let next = self.queue.next_avail();
         !self.broken && self.queue.avail_idx(&*self.memory, Ordering::Acquire).is_ok_and(|index| index.0 != next)
     }
 
     /// Makes the last popped request the next one again. It must not be done yet.
-    pub(crate) fn unpop(&mut self) {
+    pub(crate) fn undo_pop(&mut self) {
         self.queue.go_to_previous_position();
     }
 
     /// Makes the last `count` popped requests the next ones again. None of them may be done yet.
-    pub(crate) fn unpop_many(&mut self, count: u16) {
+    pub(crate) fn undo_pops(&mut self, count: u16) {
         self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(count));
     }
 
     /// Returns a request to the guest, with `written` bytes in its writable buffers.
-    pub(crate) fn done(&mut self, head: u16, written: u32) {
-        self.done_together(&[(head, written)]);
+    pub(crate) fn complete(&mut self, head: u16, written: u32) {
+        self.complete_together(&[(head, written)]);
     }
 
     /// Returns several requests at once: the guest sees all of them or none.
-    pub(crate) fn done_together(&mut self, used: &[(u16, u32)]) {
+    pub(crate) fn complete_together(&mut self, used: &[(u16, u32)]) {
         if !self.broken
-            && let Err(error) = self.publish(used)
+            && let Err(error) = self.write_used(used)
         {
-            self.breaks(&error);
+            self.mark_broken(&error);
         }
     }
 
     /// Writes the entries behind the index of the used ring and then moves the index (Virtio 1.2, 2.7.8).
-    fn publish(&mut self, used: &[(u16, u32)]) -> Result<(), Error> {
+    fn write_used(&mut self, used: &[(u16, u32)]) -> Result<(), Error> {
         let (ring, size) = (GuestAddress(self.queue.used_ring()), self.queue.size().max(1));
         if used.iter().any(|(head, _)| *head >= size) {
             return Err(Error::InvalidDescriptorIndex);
@@ -198,7 +198,7 @@ impl Ring {
             let element = u64::from(*head) | u64::from(*written) << 32; // le32 id, le32 len
             self.memory.write_obj(element.to_le(), slot).map_err(Error::GuestMemory)?;
             next = next.wrapping_add(1);
-            self.unsignalled = self.unsignalled.saturating_add(1);
+            self.unnotified = self.unnotified.saturating_add(1);
         }
         self.memory.store(next.to_le(), ring.unchecked_add(2), Ordering::Release).map_err(Error::GuestMemory)?;
         self.queue.set_next_used(next);
@@ -206,27 +206,27 @@ impl Ring {
     }
 
     /// Interrupts the guest if it requested a notification of the returned buffers.
-    pub(crate) fn signal(&mut self) {
-        let given = std::mem::take(&mut self.unsignalled);
-        if given == 0 || self.broken {
+    pub(crate) fn notify_guest(&mut self) {
+        let completed = std::mem::take(&mut self.unnotified);
+        if completed == 0 || self.broken {
             return;
         }
-        match self.wants_signal(given) {
-            Ok(true) => self.interrupt.queue(self.index),
+        match self.wants_interrupt(completed) {
+            Ok(true) => self.interrupt.notify_queue(self.index),
             Ok(false) => {}
-            Err(error) => self.breaks(&error),
+            Err(error) => self.mark_broken(&error),
         }
     }
 
-    /// Returns whether the guest requested an interrupt within the last `given` buffers (Virtio 1.2, 2.7.7 and 2.7.10).
-    fn wants_signal(&self, given: u16) -> Result<bool, GuestMemoryError> {
+    /// Returns whether the guest requested an interrupt within the last `completed` buffers (Virtio 1.2, 2.7.7 and 2.7.10).
+    fn wants_interrupt(&self, completed: u16) -> Result<bool, GuestMemoryError> {
         let available = GuestAddress(self.queue.avail_ring());
         // The returned buffers must be visible before the request for a notification is read; otherwise both sides could wait.
         fence(Ordering::SeqCst);
         if self.queue.event_idx_enabled() {
             let at = available.unchecked_add(4 + 2 * u64::from(self.queue.size()));
             let event = u16::from_le(self.memory.load(at, Ordering::Relaxed)?);
-            Ok(self.queue.next_used().wrapping_sub(event).wrapping_sub(1) < given)
+            Ok(self.queue.next_used().wrapping_sub(event).wrapping_sub(1) < completed)
         } else {
             let flags = u16::from_le(self.memory.load(available, Ordering::Relaxed)?);
             Ok(flags & NO_INTERRUPT == 0)
@@ -234,23 +234,23 @@ impl Ring {
     }
 
     /// Asks the guest not to kick, because the queue is being polled.
-    pub(crate) fn quiet(&mut self) {
+    pub(crate) fn disable_kicks(&mut self) {
         if !self.broken
             && let Err(error) = self.queue.disable_notification(&*self.memory)
         {
-            self.breaks(&error);
+            self.mark_broken(&error);
         }
     }
 
     /// Asks the guest to kick again. Returns `true` if a request has arrived meanwhile, so that the caller must look again.
-    pub(crate) fn rearm(&mut self) -> bool {
+    pub(crate) fn enable_kicks(&mut self) -> bool {
         if self.broken {
             return false;
         }
         match self.queue.enable_notification(&*self.memory) {
             Ok(more) => more,
             Err(error) => {
-                self.breaks(&error);
+                self.mark_broken(&error);
                 false
             }
         }
@@ -258,45 +258,45 @@ impl Ring {
 
     /// Asks the guest for a kick when it adds a request to those already available, whether popped or not. Returns the index of
     /// that next request.
-    pub(crate) fn await_more(&mut self) -> u16 {
+    pub(crate) fn enable_kick_for_next(&mut self) -> u16 {
         let next = self.queue.next_avail();
         if self.broken {
             return next;
         }
-        let mut offered = next;
+        let mut available = next;
         // If the guest keeps adding requests, no kick is needed to notice them.
         for _ in 0..16 {
             let more = self.queue.avail_idx(&*self.memory, Ordering::Acquire).and_then(|index| {
-                offered = index.0;
-                self.queue.set_next_avail(offered);
+                available = index.0;
+                self.queue.set_next_avail(available);
                 self.queue.enable_notification(&*self.memory)
             });
             match more {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(error) => {
-                    self.breaks(&error);
+                    self.mark_broken(&error);
                     break;
                 }
             }
         }
         self.queue.set_next_avail(next);
-        offered
+        available
     }
 
     /// Clears a kick. If the descriptor cannot be read, the ring is broken, so that no thread waits for it.
-    pub(crate) fn kicked(&mut self) {
+    pub(crate) fn clear_kick(&mut self) {
         match retry_interrupted(|| nix::unistd::read(&self.kick, &mut [0; 8])) {
             Ok(1..) | Err(Errno::EAGAIN) => {}
-            Ok(_) | Err(_) => self.breaks(&"its kick cannot be read"),
+            Ok(_) | Err(_) => self.mark_broken(&"the kick descriptor cannot be read"),
         }
     }
 
     /// Marks the ring as broken: it is no longer served, and the guest is asked to reset the device.
-    fn breaks(&mut self, why: &dyn std::fmt::Display) {
+    fn mark_broken(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.broken, true) {
             guest_warn!(queue = self.index, "the guest broke a queue: {why}");
-            self.interrupt.broken(self.index);
+            self.interrupt.report_broken(self.index);
         }
     }
 

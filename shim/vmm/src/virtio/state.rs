@@ -8,19 +8,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceState {
     /// The state of a balloon.
-    Balloon(balloon::State),
+    Balloon(balloon::BalloonState),
     /// The state of a file-system device, which is empty. Files that the guest had open are not reopened.
     Fs,
     /// The state of a block device.
-    Block(block::State),
+    Block(block::BlockState),
     /// The state of a console.
-    Console(console::State),
+    Console(console::ConsoleState),
     /// The state of a network interface.
-    Net(net::State),
+    Net(net::NetState),
     /// The state of an entropy source, which is empty.
     Rng,
     /// The state of a socket device.
-    Vsock(vsock::State),
+    Vsock(vsock::VsockState),
 }
 
 impl DeviceState {
@@ -95,15 +95,15 @@ mod tests {
 
     #[test]
     fn states_survive_being_written() {
-        let block = block::State { serial: "images".into(), read_only: true, capacity: 1 << 20 };
+        let block = block::BlockState { serial: "images".into(), read_only: true, capacity: 1 << 20 };
         let states = [
-            DeviceState::Balloon(balloon::State { target: 512, actual: 7 }),
+            DeviceState::Balloon(balloon::BalloonState { target: 512, actual: 7 }),
             DeviceState::Block(block),
-            DeviceState::Console(console::State { columns: 80, rows: 25 }),
-            DeviceState::Net(net::State { mac: [2, 0, 0, 0, 0, 1], max_pairs: 4, pairs: 2, offloads: 0x182 }),
+            DeviceState::Console(console::ConsoleState { columns: 80, rows: 25 }),
+            DeviceState::Net(net::NetState { mac: [2, 0, 0, 0, 0, 1], max_pairs: 4, pairs: 2, offloads: 0x182 }),
             DeviceState::Rng,
             DeviceState::Fs,
-            DeviceState::Vsock(vsock::State { guest_cid: 3 }),
+            DeviceState::Vsock(vsock::VsockState { guest_cid: 3 }),
         ];
         for state in states {
             let written = serde_json::to_vec(&state).unwrap();

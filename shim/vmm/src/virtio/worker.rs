@@ -18,85 +18,85 @@ const BATCH: usize = 64;
 
 /// The queues of a device, served by a thread that runs while at least one of them is started.
 #[derive(Debug)]
-pub(crate) struct Served {
+pub(crate) struct ServedQueues {
     device: DeviceKind,
-    queues: u16,
+    count: u16,
     running: u32,
-    worker: Option<Worker>,
-    way: Arc<Way>,
+    worker: Option<QueueWorker>,
+    notifier: Arc<DeviceNotifier>,
 }
 
 /// The channel from a device's handle to its guest and its thread, while a queue is served.
 #[derive(Default)]
-pub(crate) struct Way(Mutex<Option<(Arc<dyn Interrupt>, Bell)>>);
+pub(crate) struct DeviceNotifier(Mutex<Option<(Arc<dyn Interrupt>, WakeEvent)>>);
 
-impl Way {
+impl DeviceNotifier {
     /// Makes the thread retry requests that it could not serve before.
-    pub fn ring(&self) {
-        if let Some((_, bell)) = &*self.open() {
-            bell.ring();
+    pub fn wake_thread(&self) {
+        if let Some((_, wake)) = &*self.lock() {
+            wake.signal();
         }
     }
 
     /// Notifies the guest that the configuration space has changed.
-    pub fn config_changed(&self) {
-        let interrupt = self.open().as_ref().map(|(interrupt, _)| interrupt.clone());
+    pub fn notify_config(&self) {
+        let interrupt = self.lock().as_ref().map(|(interrupt, _)| interrupt.clone());
         if let Some(interrupt) = interrupt {
-            interrupt.config();
+            interrupt.notify_config();
         }
     }
 
-    fn open(&self) -> MutexGuard<'_, Option<(Arc<dyn Interrupt>, Bell)>> {
+    fn lock(&self) -> MutexGuard<'_, Option<(Arc<dyn Interrupt>, WakeEvent)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl std::fmt::Debug for Way {
+impl std::fmt::Debug for DeviceNotifier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Way").field("open", &self.open().is_some()).finish()
+        f.debug_struct("DeviceNotifier").field("open", &self.lock().is_some()).finish()
     }
 }
 
 /// The thread and the channel to it.
 #[derive(Debug)]
-struct Worker {
-    commands: Option<Sender<Command>>,
-    bell: Bell,
+struct QueueWorker {
+    commands: Option<Sender<QueueCommand>>,
+    wake: WakeEvent,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-enum Command {
+enum QueueCommand {
     Add(Ring),
-    Take(u16, SyncSender<Option<QueueState>>),
+    Remove(u16, SyncSender<Option<QueueState>>),
 }
 
 /// Wakes the thread.
 #[derive(Clone, Debug)]
-struct Bell(Arc<EventFd>);
+struct WakeEvent(Arc<EventFd>);
 
-impl Bell {
-    fn ring(&self) {
+impl WakeEvent {
+    fn signal(&self) {
         if let Err(error) = self.0.write(1) {
             tracing::error!("cannot wake a queue's thread: {error}");
         }
     }
 
-    fn quiet(&self) {
+    fn clear(&self) {
         // Fails if the eventfd was not written.
         let _ = self.0.read();
     }
 }
 
-impl Served {
-    /// Creates the value, with no queue started, for a device that has `queues` queues (at most 32). `way` is open while a
+impl ServedQueues {
+    /// Creates the value, with no queue started, for a device with queues of these sizes (at most 32). `notifier` is open while a
     /// queue is served.
-    pub fn none(device: DeviceKind, queues: &[u16], way: Arc<Way>) -> Served {
-        Served { device, queues: queues.len() as u16, running: 0, worker: None, way }
+    pub fn new(device: DeviceKind, queue_sizes: &[u16], notifier: Arc<DeviceNotifier>) -> ServedQueues {
+        ServedQueues { device, count: queue_sizes.len() as u16, running: 0, worker: None, notifier }
     }
 
     /// Serves one more queue: `handle` is called with the queue's number for each request. It returns the number of bytes
-    /// written to the guest, or `None` if the request must wait: then it is the queue's next request after a kick or the bell.
+    /// written to the guest, or `None` if the request must wait: then it is the queue's next request after a kick or a wake-up.
     /// The `handle` of the queue that was started first serves all of them.
     pub fn start(
         &mut self,
@@ -105,7 +105,7 @@ impl Served {
     ) -> Result<(), StartError> {
         let interrupt = ring.interrupt().clone();
         let (device, index) = (self.device, ring.index());
-        if index >= self.queues {
+        if index >= self.count {
             return Err(StartError::NoSuchQueue { device, index });
         }
         if self.running & 1 << index != 0 {
@@ -114,84 +114,84 @@ impl Served {
         let worker = match &mut self.worker {
             Some(worker) => worker,
             none => {
-                let worker = Worker::start(&device.to_string(), handle);
+                let worker = QueueWorker::start(&device.to_string(), handle);
                 none.insert(worker.map_err(|source| StartError::Thread { device, index, source })?)
             }
         };
         self.running |= 1 << index;
-        worker.command(Command::Add(ring));
-        *self.way.open() = Some((interrupt, worker.bell.clone()));
+        worker.send(QueueCommand::Add(ring));
+        *self.notifier.lock() = Some((interrupt, worker.wake.clone()));
         Ok(())
     }
 
     /// Stops a queue and returns its state, or `None` if it was not running. Afterwards none of its requests is in flight.
     pub fn stop(&mut self, index: u16) -> Option<QueueState> {
-        if index >= self.queues || self.running & 1 << index == 0 {
+        if index >= self.count || self.running & 1 << index == 0 {
             return None;
         }
         self.running &= !(1 << index);
-        let (answer, state) = sync_channel(1);
-        self.worker.as_ref()?.command(Command::Take(index, answer));
-        // An error means that the thread has panicked, which `command` has logged.
+        let (state_sender, state) = sync_channel(1);
+        self.worker.as_ref()?.send(QueueCommand::Remove(index, state_sender));
+        // An error means that the thread has panicked, which `send` has logged.
         let state = state.recv().ok().flatten();
         if self.running == 0 {
             self.worker = None;
-            *self.way.open() = None;
+            *self.notifier.lock() = None;
         }
         state
     }
 
     /// Stops all queues.
     pub fn reset(&mut self) {
-        (0..self.queues).for_each(|index| _ = self.stop(index));
+        (0..self.count).for_each(|index| _ = self.stop(index));
     }
 }
 
-impl Worker {
+impl QueueWorker {
     fn start(
         name: &str,
         handle: impl FnMut(u16, &Memory, Request) -> Option<u32> + Send + 'static,
-    ) -> io::Result<Worker> {
-        let bell = Bell(Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?));
+    ) -> io::Result<QueueWorker> {
+        let wake = WakeEvent(Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?));
         let (commands, inbox) = channel();
-        let heard = bell.clone();
+        let thread_wake = wake.clone();
         let thread = nacelle_jail::spawn(ThreadKind::Queue, Builder::new().name(name.to_owned()), move || {
-            run(&inbox, &heard, handle)
+            run(&inbox, &thread_wake, handle)
         })?;
-        Ok(Worker { commands: Some(commands), bell, thread: Some(thread) })
+        Ok(QueueWorker { commands: Some(commands), wake, thread: Some(thread) })
     }
 
-    fn command(&self, command: Command) {
+    fn send(&self, command: QueueCommand) {
         let sent = self.commands.as_ref().map(|commands| commands.send(command));
         if !matches!(sent, Some(Ok(()))) {
             tracing::error!("a queue's thread has panicked");
         }
-        self.bell.ring();
+        self.wake.signal();
     }
 }
 
-impl Drop for Worker {
+impl Drop for QueueWorker {
     fn drop(&mut self) {
         self.commands = None;
-        self.bell.ring();
+        self.wake.signal();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("a queue's thread has panicked");
         }
     }
 }
 
-fn run(inbox: &Receiver<Command>, bell: &Bell, mut handle: impl FnMut(u16, &Memory, Request) -> Option<u32>) {
+fn run(inbox: &Receiver<QueueCommand>, wake: &WakeEvent, mut handle: impl FnMut(u16, &Memory, Request) -> Option<u32>) {
     let mut rings: Vec<Ring> = Vec::new();
     loop {
-        bell.quiet();
+        wake.clear();
         loop {
             match inbox.try_recv() {
-                Ok(Command::Add(ring)) => rings.push(ring),
-                Ok(Command::Take(index, answer)) => {
+                Ok(QueueCommand::Add(ring)) => rings.push(ring),
+                Ok(QueueCommand::Remove(index, state_sender)) => {
                     let at = rings.iter().position(|ring| ring.index() == index);
                     let ring = at.map(|at| rings.swap_remove(at));
                     // If the caller no longer waits, the state is not needed.
-                    let _ = answer.send(ring.map(Ring::into_state));
+                    let _ = state_sender.send(ring.map(Ring::into_state));
                 }
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return,
@@ -202,7 +202,7 @@ fn run(inbox: &Receiver<Command>, bell: &Bell, mut handle: impl FnMut(u16, &Memo
             more |= serve(ring, &mut handle);
         }
         if !more {
-            wait(&mut rings, bell);
+            wait(&mut rings, wake);
         }
     }
 }
@@ -210,29 +210,29 @@ fn run(inbox: &Receiver<Command>, bell: &Bell, mut handle: impl FnMut(u16, &Memo
 /// Serves a batch of requests. Returns `true` if there are more; otherwise the guest kicks for later ones.
 fn serve(ring: &mut Ring, handle: &mut impl FnMut(u16, &Memory, Request) -> Option<u32>) -> bool {
     let memory = ring.memory().clone();
-    ring.quiet();
+    ring.disable_kicks();
     for _ in 0..BATCH {
-        let Some(request) = ring.pop() else { return ring.rearm() };
+        let Some(request) = ring.pop() else { return ring.enable_kicks() };
         let head = request.head;
         let Some(written) = handle(ring.index(), &memory, request) else {
-            ring.unpop();
-            ring.rearm();
+            ring.undo_pop();
+            ring.enable_kicks();
             return false;
         };
-        ring.done(head, written);
-        ring.signal();
+        ring.complete(head, written);
+        ring.notify_guest();
     }
-    ring.rearm()
+    ring.enable_kicks()
 }
 
-/// Waits for a kick of a ring that is not broken, or the bell.
-fn wait(rings: &mut [Ring], bell: &Bell) {
+/// Waits for a kick of a ring that is not broken, or a wake-up.
+fn wait(rings: &mut [Ring], wake: &WakeEvent) {
     let watched = rings.iter().filter(|ring| !ring.is_broken());
     let kicks = watched.map(|ring| PollFd::new(ring.as_fd(), PollFlags::POLLIN));
     let mut events: Vec<PollFd<'_>> =
-        std::iter::once(PollFd::new(bell.0.as_fd(), PollFlags::POLLIN)).chain(kicks).collect();
+        std::iter::once(PollFd::new(wake.0.as_fd(), PollFlags::POLLIN)).chain(kicks).collect();
     let found = retry::poll(&mut events, None);
     let kicked: Vec<bool> = events.iter().skip(1).map(|event| found.is_ok() && event.any().unwrap_or(true)).collect();
     let watched = rings.iter_mut().filter(|ring| !ring.is_broken());
-    watched.zip(kicked).filter(|(_, kicked)| *kicked).for_each(|(ring, _)| ring.kicked());
+    watched.zip(kicked).filter(|(_, kicked)| *kicked).for_each(|(ring, _)| ring.clear_kick());
 }

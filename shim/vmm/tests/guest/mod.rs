@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod testing;
 
-use nacelle_vmm::vhost_user::{self, Server};
+use nacelle_vmm::vhost_user::{self, VhostUserServer};
 use nacelle_vmm::{Device, Memory};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, poll};
@@ -93,34 +93,34 @@ fn wait(event: &EventFd) {
 }
 
 /// A server and its front end.
-pub struct Machine {
+pub struct FrontEnd {
     pub memory: Arc<Memory>,
     pub front: Frontend,
     pub queues: Vec<Queue>,
     pub channel: UnixStream,
-    pub server: Option<Server>,
+    pub server: Option<VhostUserServer>,
     pub socket: PathBuf,
     next: u64,
     _dir: tempfile::TempDir,
 }
 
-impl Machine {
+impl FrontEnd {
     /// Serves a device, connects, and starts `count` of its queues.
-    pub fn new(device: Box<dyn Device>, count: usize) -> Machine {
-        let mut machine = Machine::connected(device);
-        machine.set_up(count);
-        machine
+    pub fn new(device: Box<dyn Device>, count: usize) -> FrontEnd {
+        let mut front_end = FrontEnd::connected(device);
+        front_end.set_up(count);
+        front_end
     }
 
     /// Serves a device and connects to it, without starting a queue.
-    pub fn connected(device: Box<dyn Device>) -> Machine {
+    pub fn connected(device: Box<dyn Device>) -> FrontEnd {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("device.sock");
         let server = vhost_user::serve(device, UnixListener::bind(&socket).unwrap()).unwrap();
         let (front, channel) = connect(&socket);
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW;
         let (memory, queues, server) = (memory(seals), Vec::new(), Some(server));
-        Machine { memory, front, queues, channel, server, socket, next: FREE, _dir: dir }
+        FrontEnd { memory, front, queues, channel, server, socket, next: FREE, _dir: dir }
     }
 
     /// Sets up the device as QEMU does when the guest's driver is ready.
@@ -160,7 +160,7 @@ impl Machine {
     }
 
     /// Disconnects the front end, so that the server accepts the next one.
-    pub fn hang_up(&mut self) {
+    pub fn disconnect(&mut self) {
         self.front = Frontend::from_stream(UnixStream::pair().unwrap().0, 1);
     }
 

@@ -1,6 +1,6 @@
 //! Tests the configuration space, the control queue and several pairs.
 
-use crate::guest::{By, Guest, HEADER, KIND, MAC, each, frame, host};
+use crate::guest::{FRAME_TYPE, HEADER, MAC, NetGuest, ServedBy, each, frame, host};
 use crate::host::Host;
 use nacelle_vmm::net::{Net, NetConfig, NetError};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ const MQ: u64 = 1 << 22;
 const ALL: u64 = u64::MAX;
 
 #[test]
-fn the_configuration_says_what_there_is() {
+fn the_configuration_space_describes_the_device() {
     each(1, |guest| {
         let guest = guest();
         // mac, status, max_virtqueue_pairs, mtu; then nothing
@@ -30,7 +30,7 @@ fn the_configuration_says_what_there_is() {
 }
 
 #[test]
-fn commands_are_answered_and_bad_ones_refused() {
+fn commands_are_answered_and_invalid_ones_rejected() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(ALL);
@@ -61,7 +61,7 @@ fn commands_are_answered_and_bad_ones_refused() {
 }
 
 /// Sends frames of many flows to the guest. Returns whether one arrives in this queue within `limit`.
-fn arrives(guest: &mut Guest, index: usize, limit: Duration) -> bool {
+fn frame_arrives(guest: &mut NetGuest, index: usize, limit: Duration) -> bool {
     let start = Instant::now();
     let mut source = 0u8;
     while start.elapsed() < limit {
@@ -73,12 +73,12 @@ fn arrives(guest: &mut Guest, index: usize, limit: Duration) -> bool {
         bytes[34..36].copy_from_slice(&[source, 1]);
         guest.host.send([0; 10], &bytes);
         if guest.next_used(index, Duration::from_millis(5)).is_some() {
-            guest.provide(index, 0, 1600);
+            guest.provide_buffer(index, 0, 1600);
             return true;
         }
         for other in [0, 2] {
             while guest.queues[other].take_used().is_some() {
-                guest.provide(other, 0, 1600);
+                guest.provide_buffer(other, 0, 1600);
                 if other == index {
                     return true;
                 }
@@ -89,22 +89,22 @@ fn arrives(guest: &mut Guest, index: usize, limit: Duration) -> bool {
 }
 
 #[test]
-fn pairs_take_part_as_the_driver_says() {
+fn the_driver_activates_queue_pairs() {
     each(2, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN | MQ);
-        (0..8).for_each(|number| guest.provide(0, number, 1600));
-        (0..8).for_each(|number| guest.provide(2, number, 1600));
-        assert!(arrives(&mut guest, 0, crate::guest::LIMIT));
-        assert!(!arrives(&mut guest, 2, Duration::from_millis(500)), "one pair until the driver says so");
+        (0..8).for_each(|number| guest.provide_buffer(0, number, 1600));
+        (0..8).for_each(|number| guest.provide_buffer(2, number, 1600));
+        assert!(frame_arrives(&mut guest, 0, crate::guest::LIMIT));
+        assert!(!frame_arrives(&mut guest, 2, Duration::from_millis(500)), "one pair until the driver says so");
         for _ in 0..3 {
             assert_eq!(guest.command(&[4, 0, 2, 0], 1), (1, 0));
-            assert!(arrives(&mut guest, 2, crate::guest::LIMIT));
-            assert!(arrives(&mut guest, 0, crate::guest::LIMIT));
+            assert!(frame_arrives(&mut guest, 2, crate::guest::LIMIT));
+            assert!(frame_arrives(&mut guest, 0, crate::guest::LIMIT));
             guest.send(1, [0; HEADER], &frame(60, 1), &[]);
-            assert_eq!(guest.host.receive(KIND)[10..], frame(60, 1));
+            assert_eq!(guest.host.receive(FRAME_TYPE)[10..], frame(60, 1));
             guest.send(3, [0; HEADER], &frame(60, 2), &[]);
-            assert_eq!(guest.host.receive(KIND)[10..], frame(60, 2));
+            assert_eq!(guest.host.receive(FRAME_TYPE)[10..], frame(60, 2));
             assert_eq!(guest.command(&[4, 0, 3, 0], 1), (1, 1));
             assert_eq!(guest.command(&[4, 0, 1, 0], 1), (1, 0));
         }
@@ -117,11 +117,11 @@ fn pairs_take_part_as_the_driver_says() {
 }
 
 #[test]
-fn a_driver_that_knows_no_pairs_finds_the_control_queue_behind_the_first() {
+fn without_multiqueue_the_control_queue_is_queue_2() {
     if host(2).is_none() {
         return;
     }
-    let mut guest = Guest::new(By::Us, 2);
+    let mut guest = NetGuest::new(ServedBy::Threads, 2);
     guest.queues.truncate(3);
     guest.set_up(PLAIN | 1 << 23);
     assert_eq!(guest.command_on(2, &[1, 1, 2, 9, 9, 9, 9, 9], 1), (1, 0));
@@ -129,7 +129,7 @@ fn a_driver_that_knows_no_pairs_finds_the_control_queue_behind_the_first() {
 }
 
 #[test]
-fn taps_of_the_wrong_sort_are_refused() {
+fn taps_with_wrong_flags_are_rejected() {
     let net = |taps: Vec<_>, vhost| Net::new(NetConfig { taps, mac: MAC, mtu: 1500, vhost });
     assert!(matches!(net(Vec::new(), Vec::new()), Err(NetError::Taps { got: 0 })));
     let file = || std::fs::File::open("/dev/null").unwrap().into();

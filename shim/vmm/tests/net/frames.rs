@@ -1,6 +1,6 @@
 //! Tests frames in both directions.
 
-use crate::guest::{By, Guest, HEADER, KIND, each, frame, host};
+use crate::guest::{FRAME_TYPE, HEADER, NetGuest, ServedBy, each, frame, host};
 use nacelle_vmm::DeviceState;
 use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress};
@@ -12,7 +12,7 @@ const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 17;
 const NO_HEADER: [u8; 10] = [0; 10];
 
 /// Reads one frame from the queue and returns it with the number of its buffers, which the header contains.
-fn gather(guest: &mut Guest, index: usize, first: u64) -> (Vec<u8>, u16) {
+fn read_frame(guest: &mut NetGuest, index: usize, first: u64) -> (Vec<u8>, u16) {
     let (_, written) = guest.wait_used(index);
     let mut bytes = guest.read(guest.buffer(index, first), written as usize);
     let count = u16::from_le_bytes([bytes[10], bytes[11]]);
@@ -25,26 +25,26 @@ fn gather(guest: &mut Guest, index: usize, first: u64) -> (Vec<u8>, u16) {
 }
 
 #[test]
-fn frames_of_all_sizes_go_both_ways_in_order() {
+fn frames_of_all_sizes_pass_in_order() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN | MRG_RXBUF);
         for (number, length) in (46..1500).step_by(97).chain([1500]).enumerate() {
             let there = frame(length, number as u8);
             assert_eq!(guest.send(1, [0; HEADER], &there, &[3, 9, 14, 100]), 0);
-            let seen = guest.host.receive(KIND);
+            let seen = guest.host.receive(FRAME_TYPE);
             assert_eq!(seen[10..], there, "{length}");
             let back = frame(length, number as u8 + 100);
-            guest.provide(0, number as u64, 1600);
+            guest.provide_buffer(0, number as u64, 1600);
             guest.host.send(NO_HEADER, &back);
-            let (bytes, count) = gather(&mut guest, 0, number as u64);
+            let (bytes, count) = read_frame(&mut guest, 0, number as u64);
             assert_eq!((&bytes[HEADER..], count), (back.as_slice(), 1), "{length}");
         }
     });
 }
 
 #[test]
-fn many_frames_are_on_their_way_at_once() {
+fn many_frames_may_be_in_flight() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN | MRG_RXBUF);
@@ -64,8 +64,8 @@ fn many_frames_are_on_their_way_at_once() {
             }
             for number in 0..32 {
                 assert_eq!(guest.wait_used(1).1, 0);
-                assert_eq!(guest.host.receive(KIND)[10..], frame(200, number), "{round}");
-                let (bytes, _) = gather(&mut guest, 0, number.into());
+                assert_eq!(guest.host.receive(FRAME_TYPE)[10..], frame(200, number), "{round}");
+                let (bytes, _) = read_frame(&mut guest, 0, number.into());
                 assert_eq!(bytes[HEADER..], frame(300, number), "{round}");
             }
         }
@@ -73,7 +73,7 @@ fn many_frames_are_on_their_way_at_once() {
 }
 
 #[test]
-fn a_long_frame_is_spread_over_buffers_and_waits_for_them() {
+fn a_long_frame_spans_buffers_and_waits_for_them() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN | MRG_RXBUF);
@@ -82,29 +82,29 @@ fn a_long_frame_is_spread_over_buffers_and_waits_for_them() {
         guest.host.send(NO_HEADER, &long);
         for number in 0..16 {
             assert_eq!(guest.next_used(0, Duration::from_millis(1)), None, "{number}");
-            guest.provide(0, number, 100);
+            guest.provide_buffer(0, number, 100);
         }
-        let (bytes, count) = gather(&mut guest, 0, 0);
+        let (bytes, count) = read_frame(&mut guest, 0, 0);
         assert_eq!((&bytes[HEADER..], count), (long.as_slice(), 16));
         // All buffers are provided before.
-        (16..26).for_each(|number| guest.provide(0, number, 200));
+        (16..26).for_each(|number| guest.provide_buffer(0, number, 200));
         guest.host.send(NO_HEADER, &long);
-        let (bytes, count) = gather(&mut guest, 0, 16);
+        let (bytes, count) = read_frame(&mut guest, 0, 16);
         assert_eq!((&bytes[HEADER..], count), (long.as_slice(), 8));
     });
 }
 
 #[test]
-fn without_merging_what_does_not_fit_is_dropped_and_the_next_one_is_not() {
+fn without_mergeable_buffers_only_oversized_frames_are_dropped() {
     if host(1).is_none() {
         return;
     }
-    let mut guest = Guest::new(By::Us, 1);
+    let mut guest = NetGuest::new(ServedBy::Threads, 1);
     guest.set_up(PLAIN);
-    guest.provide(0, 0, 400);
+    guest.provide_buffer(0, 0, 400);
     guest.host.send(NO_HEADER, &frame(1000, 1));
     guest.host.send(NO_HEADER, &frame(300, 2));
-    let (bytes, count) = gather(&mut guest, 0, 0);
+    let (bytes, count) = read_frame(&mut guest, 0, 0);
     assert_eq!((&bytes[HEADER..], count), (frame(300, 2).as_slice(), 1));
 }
 
@@ -128,7 +128,7 @@ fn segments(length: usize) -> (Vec<u8>, [u8; 10]) {
 const IPV4: [u8; 2] = [8, 0];
 
 #[test]
-fn the_kernel_cuts_up_what_the_guest_sends_whole() {
+fn the_kernel_segments_large_frames_of_the_guest() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN | MRG_RXBUF | 1 | 1 << 11);
@@ -136,44 +136,44 @@ fn the_kernel_cuts_up_what_the_guest_sends_whole() {
         let header = [header.as_slice(), &[0, 0]].concat().try_into().unwrap();
         guest.send(1, header, &whole, &[12, 54, 4096, 4096, 4096, 30_000]);
         let seen = guest.host.receive(IPV4);
-        assert_eq!(seen[10..].len(), whole.len(), "it is whole until somebody needs it cut");
+        assert_eq!(seen[10..].len(), whole.len(), "it is not segmented before it must be");
         assert_eq!((seen[1], &seen[4..6]), (1, [0xa8, 5].as_slice()));
         assert_eq!(seen[10 + 54..], whole[54..]);
     });
 }
 
 #[test]
-fn the_guest_gets_whole_what_it_said_it_takes_whole() {
+fn the_guest_receives_large_frames_if_it_accepts_them() {
     each(1, |guest| {
         let (whole, header) = segments(60_000);
         let mut guest = guest();
         guest.set_up(PLAIN | MRG_RXBUF | GUEST_CSUM | GUEST_TSO4);
-        (0..32).for_each(|number| guest.provide(0, number, 2048));
+        (0..32).for_each(|number| guest.provide_buffer(0, number, 2048));
         guest.host.send(header, &whole);
-        let (bytes, count) = gather(&mut guest, 0, 0);
+        let (bytes, count) = read_frame(&mut guest, 0, 0);
         assert_eq!((bytes.len(), count), (HEADER + whole.len(), 30));
         assert_eq!((bytes[1], &bytes[4..6]), (1, [0xa8, 5].as_slice()));
         assert_eq!(bytes[HEADER + 54..], whole[54..]);
         // Without the offload, the guest receives segments.
         guest.reset();
         guest.set_up(PLAIN | MRG_RXBUF);
-        (0..32).for_each(|number| guest.provide(0, number, 2048));
+        (0..32).for_each(|number| guest.provide_buffer(0, number, 2048));
         guest.host.send(header, &segments(14_480).0);
         for number in 0..10 {
-            let (bytes, count) = gather(&mut guest, 0, number);
+            let (bytes, count) = read_frame(&mut guest, 0, number);
             assert_eq!((bytes.len(), count, bytes[1]), (HEADER + 54 + 1448, 1, 0));
         }
     });
 }
 
 #[test]
-fn a_machine_goes_on_where_it_stopped() {
+fn queues_continue_at_their_positions() {
     each(1, |fresh| {
         let mut guest = fresh();
         guest.set_up(PLAIN | MRG_RXBUF | GUEST_CSUM | 1 << 2 | 1 << 23);
-        (0..8).for_each(|number| guest.provide(0, number, 1600));
+        (0..8).for_each(|number| guest.provide_buffer(0, number, 1600));
         guest.host.send(NO_HEADER, &frame(100, 1));
-        assert_eq!(gather(&mut guest, 0, 0).0[HEADER..], frame(100, 1));
+        assert_eq!(read_frame(&mut guest, 0, 0).0[HEADER..], frame(100, 1));
         guest.send(1, [0; HEADER], &frame(100, 2), &[]);
         assert_eq!(guest.command(&[1, 1, 2, 2, 2, 2, 2, 2], 1), (1, 0));
         assert_eq!(guest.command(&[5, 0, 0, 0, 0, 0, 0, 0, 0, 0], 1), (1, 0));
@@ -201,22 +201,22 @@ fn a_machine_goes_on_where_it_stopped() {
         for (index, state) in queues.into_iter().enumerate() {
             guest.start(index, state);
         }
-        assert_eq!(guest.host.receive(KIND)[10..], frame(100, 3));
+        assert_eq!(guest.host.receive(FRAME_TYPE)[10..], frame(100, 3));
         for number in 1..8 {
             guest.host.send(NO_HEADER, &frame(100, number as u8));
-            assert_eq!(gather(&mut guest, 0, number).0[HEADER..], frame(100, number as u8));
+            assert_eq!(read_frame(&mut guest, 0, number).0[HEADER..], frame(100, number as u8));
         }
     });
 }
 
 #[test]
-fn the_guest_is_told_when_its_interface_is_gone() {
+fn the_guest_sees_link_down_when_the_interface_is_removed() {
     if host(1).is_none() {
         return;
     }
-    let mut guest = Guest::new(By::Us, 1);
+    let mut guest = NetGuest::new(ServedBy::Threads, 1);
     guest.set_up(PLAIN | MRG_RXBUF | 1 << 16);
-    guest.provide(0, 0, 1600);
+    guest.provide_buffer(0, 0, 1600);
     assert_eq!(guest.config()[6..8], [1, 0]);
     guest.host.remove();
     guest.wait_config_change();

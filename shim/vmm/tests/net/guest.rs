@@ -17,7 +17,7 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 /// The size of the header before a frame in a queue.
 pub const HEADER: usize = 12;
 /// An EtherType for experiments.
-pub const KIND: [u8; 2] = [0x88, 0xb5];
+pub const FRAME_TYPE: [u8; 2] = [0x88, 0xb5];
 pub const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 
 const QUEUE_SIZE: u16 = 128;
@@ -25,39 +25,39 @@ const BUFFERS: u64 = 1 << 20;
 const BUFFER: u64 = 128 << 10;
 
 /// The destination of the interrupts.
-struct Line {
+struct TestInterrupt {
     queues: Vec<EventFd>,
     config: EventFd,
 }
 
-impl Interrupt for Line {
-    fn queue(&self, index: u16) {
+impl Interrupt for TestInterrupt {
+    fn notify_queue(&self, index: u16) {
         self.queues[usize::from(index)].write(1).unwrap();
     }
 
-    fn config(&self) {
+    fn notify_config(&self) {
         self.config.write(1).unwrap();
     }
 
-    fn eventfd(&self, index: u16) -> Option<OwnedFd> {
+    fn interrupt_eventfd(&self, index: u16) -> Option<OwnedFd> {
         self.queues[usize::from(index)].as_fd().try_clone_to_owned().ok()
     }
 }
 
-pub struct Guest {
-    pub by: By,
+pub struct NetGuest {
+    pub by: ServedBy,
     pub memory: Arc<Memory>,
     pub device: Box<dyn Device>,
     pub host: Host,
     pub queues: Vec<Driver>,
     kicks: Vec<EventFd>,
-    line: Arc<Line>,
+    line: Arc<TestInterrupt>,
 }
 
 /// The server of the queues: threads of this process or the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum By {
-    Us,
+pub enum ServedBy {
+    Threads,
     Kernel,
 }
 
@@ -72,16 +72,16 @@ pub fn host(queues: usize) -> Option<Host> {
 }
 
 /// Runs the test with each server of queues that is available here.
-pub fn each(pairs: usize, test: impl Fn(&dyn Fn() -> Guest)) {
+pub fn each(pairs: usize, test: impl Fn(&dyn Fn() -> NetGuest)) {
     if host(1).is_none() {
         return;
     }
-    for by in [By::Us, By::Kernel] {
-        if by == By::Kernel && open_vhost(1).unwrap().is_empty() {
+    for by in [ServedBy::Threads, ServedBy::Kernel] {
+        if by == ServedBy::Kernel && open_vhost(1).unwrap().is_empty() {
             skipped("the part with vhost-net: this node has none");
             continue;
         }
-        test(&|| Guest::new(by, pairs));
+        test(&|| NetGuest::new(by, pairs));
     }
 }
 
@@ -89,18 +89,18 @@ fn event() -> EventFd {
     EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).unwrap()
 }
 
-impl Guest {
+impl NetGuest {
     /// Creates a device with this many pairs and all its queues stopped.
-    pub fn new(by: By, pairs: usize) -> Guest {
+    pub fn new(by: ServedBy, pairs: usize) -> NetGuest {
         let host = Host::new(pairs).unwrap();
         let taps = host.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
-        let vhost = if by == By::Kernel { open_vhost(pairs).unwrap() } else { Vec::new() };
+        let vhost = if by == ServedBy::Kernel { open_vhost(pairs).unwrap() } else { Vec::new() };
         let device = Net::new(NetConfig { taps, mac: MAC, mtu: 1500, vhost }).unwrap().device();
         let count = device.queue_sizes().len();
         let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(0), 32 << 20)]).unwrap());
-        let line = Line { queues: (0..count).map(|_| event()).collect(), config: event() };
+        let line = TestInterrupt { queues: (0..count).map(|_| event()).collect(), config: event() };
         let kicks = (0..count).map(|_| event()).collect();
-        let mut guest = Guest { by, memory, device, host, queues: Vec::new(), kicks, line: Arc::new(line) };
+        let mut guest = NetGuest { by, memory, device, host, queues: Vec::new(), kicks, line: Arc::new(line) };
         guest.queues = guest.fresh_queues();
         guest
     }
@@ -186,7 +186,7 @@ impl Guest {
     }
 
     /// Provides a buffer for received frames.
-    pub fn provide(&mut self, index: usize, number: u64, bytes: u32) {
+    pub fn provide_buffer(&mut self, index: usize, number: u64, bytes: u32) {
         let at = self.buffer(index, number);
         self.queues[index].submit(&[(at, bytes, true)]);
         self.kick(index);
@@ -214,19 +214,19 @@ impl Guest {
         bytes
     }
 
-    /// Sends a command on the control queue, with space for `room` bytes of an answer.
-    pub fn command(&mut self, bytes: &[u8], room: u32) -> (u32, u8) {
+    /// Sends a command on the control queue, with space for `reply_bytes` bytes of an answer.
+    pub fn command(&mut self, bytes: &[u8], reply_bytes: u32) -> (u32, u8) {
         let index = self.queues.len() - 1;
-        self.command_on(index, bytes, room)
+        self.command_on(index, bytes, reply_bytes)
     }
 
-    pub fn command_on(&mut self, index: usize, bytes: &[u8], room: u32) -> (u32, u8) {
+    pub fn command_on(&mut self, index: usize, bytes: &[u8], reply_bytes: u32) -> (u32, u8) {
         let at = self.buffer(index, 0);
         self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
         self.memory.write_obj(0xeeu8, GuestAddress(at + 0x10000)).unwrap();
         let mut parts = vec![(at, 2, false), (at + 2, bytes.len() as u32 - 2, false)];
-        if room > 0 {
-            parts.push((at + 0x10000, room, true));
+        if reply_bytes > 0 {
+            parts.push((at + 0x10000, reply_bytes, true));
         }
         self.queues[index].submit(&parts);
         self.kick(index);
@@ -244,7 +244,7 @@ fn wait(event: &EventFd, limit: Duration) -> bool {
 /// Returns a frame to or from the guest, with `length` bytes behind its addresses and type.
 pub fn frame(length: usize, seed: u8) -> Vec<u8> {
     let mut frame = [[0xff; 6], MAC].concat();
-    frame.extend(KIND);
+    frame.extend(FRAME_TYPE);
     frame.extend((0..length).map(|at| (at as u8).wrapping_mul(seed).wrapping_add(seed)));
     frame
 }

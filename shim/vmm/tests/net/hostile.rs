@@ -1,15 +1,15 @@
 //! Tests that a hostile driver of a network device harms only itself.
 
-use crate::guest::{By, Guest, HEADER, KIND, each, frame};
+use crate::guest::{FRAME_TYPE, HEADER, NetGuest, ServedBy, each, frame};
 use crate::testing::{Driver, NEXT, WRITE};
 
 const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 17 | 1 << 15;
 
 /// Offers an invalid frame and waits until it is returned. The kernel may stop serving the queue; then the driver resets the device.
-fn bad(guest: &mut Guest, features: u64, offer: impl Fn(&mut Driver) -> u16) {
+fn bad(guest: &mut NetGuest, features: u64, offer: impl Fn(&mut Driver) -> u16) {
     offer(&mut guest.queues[1]);
     guest.kick(1);
-    if guest.by == By::Us {
+    if guest.by == ServedBy::Threads {
         guest.wait_used(1);
     } else {
         guest.reset();
@@ -18,7 +18,7 @@ fn bad(guest: &mut Guest, features: u64, offer: impl Fn(&mut Driver) -> u16) {
 }
 
 #[test]
-fn frames_that_make_no_sense_come_back_and_the_next_one_is_sent() {
+fn invalid_frames_are_returned_and_the_next_is_sent() {
     each(1, |guest| {
         let mut guest = guest();
         let features = PLAIN | 1 | 1 << 11;
@@ -37,12 +37,12 @@ fn frames_that_make_no_sense_come_back_and_the_next_one_is_sent() {
         }
         guest.send(1, [0; HEADER], &frame(100, 9), &[]);
         // Some of the invalid frames may have been sent, because they are frames too.
-        while guest.host.receive(KIND)[10..] != frame(100, 9) {}
+        while guest.host.receive(FRAME_TYPE)[10..] != frame(100, 9) {}
     });
 }
 
 #[test]
-fn buffers_that_make_no_sense_come_back_and_the_next_one_is_filled() {
+fn invalid_buffers_are_returned_and_the_next_is_filled() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN);
@@ -62,7 +62,7 @@ fn buffers_that_make_no_sense_come_back_and_the_next_one_is_filled() {
         guest.reset();
         guest.set_up(PLAIN);
         for number in 0..4 {
-            guest.provide(0, number, 1600);
+            guest.provide_buffer(0, number, 1600);
         }
         guest.host.send([0; 10], &frame(200, 3));
         for number in 0..4 {
@@ -77,7 +77,7 @@ fn buffers_that_make_no_sense_come_back_and_the_next_one_is_filled() {
 }
 
 #[test]
-fn floods_of_kicks_and_resets_in_flight_do_no_harm() {
+fn concurrent_kicks_and_resets_are_harmless() {
     each(2, |guest| {
         let mut guest = guest();
         for round in 0..30 {
@@ -88,8 +88,8 @@ fn floods_of_kicks_and_resets_in_flight_do_no_harm() {
             for number in 0..32 {
                 let at = guest.buffer(1, number);
                 guest.queues[1].submit(&[(at, 1000, false)]);
-                let room = guest.buffer(0, number);
-                guest.queues[0].submit(&[(room, 64, true)]);
+                let reply_bytes = guest.buffer(0, number);
+                guest.queues[0].submit(&[(reply_bytes, 64, true)]);
                 guest.host.send([0; 10], &frame(1000, number as u8));
             }
             guest.kick(1);
@@ -103,7 +103,7 @@ fn floods_of_kicks_and_resets_in_flight_do_no_harm() {
 }
 
 #[test]
-fn a_broken_ring_is_given_up_until_the_reset() {
+fn a_broken_ring_is_not_served_until_the_reset() {
     each(1, |guest| {
         let mut guest = guest();
         guest.set_up(PLAIN);
@@ -115,6 +115,6 @@ fn a_broken_ring_is_given_up_until_the_reset() {
         guest.reset();
         guest.set_up(PLAIN);
         guest.send(1, [0; HEADER], &frame(100, 9), &[]);
-        assert_eq!(guest.host.receive(KIND)[10..], frame(100, 9));
+        assert_eq!(guest.host.receive(FRAME_TYPE)[10..], frame(100, 9));
     });
 }

@@ -5,7 +5,7 @@
 use crate::machines::{START_LIMIT, VmDescription, monotonic_nanos};
 use crate::microvm::contains_mark;
 use nacelle_e2e::path_from_env;
-use nacelle_vmm::machine::{Builder, Config};
+use nacelle_vmm::machine::{VmBuilder, VmConfig};
 use std::process::{Command, ExitCode};
 use std::sync::mpsc::channel;
 
@@ -47,7 +47,7 @@ pub fn boot(vm: &VmDescription) -> BootFloor {
 pub fn run_minimal_child(description: &str) -> ExitCode {
     let VmDescription { kernel, initrd, memory_mib, .. } = serde_json::from_str(description).expect("a description");
     let cmdline = CMDLINE.map(str::to_owned).to_vec();
-    let config = Config { kernel, initrd: Some(initrd), memory_mib, cmdline, ..Config::default() };
+    let config = VmConfig { kernel, initrd: Some(initrd), memory_mib, cmdline, ..VmConfig::default() };
     let (init_ran, init_reports) = channel();
     let mut output = Vec::new();
     let console = move |bytes: &[u8]| {
@@ -57,7 +57,7 @@ pub fn run_minimal_child(description: &str) -> ExitCode {
             let _ = init_ran.send(monotonic_nanos());
         }
     };
-    let mut builder = Builder::new(config).expect("a machine");
+    let mut builder = VmBuilder::new(config).expect("a machine");
     builder.serial(Box::new(console)).expect("a serial port");
     let machine = builder.start().expect("to start");
     let running = monotonic_nanos();

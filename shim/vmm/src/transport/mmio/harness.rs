@@ -4,7 +4,7 @@ use super::{Transport, reg};
 use crate::testing::{Driver, QUEUE_BYTES};
 use crate::virtio::balloon::Balloon;
 use crate::virtio::block::Slot;
-use crate::virtio::console::Console;
+use crate::virtio::console::VirtioConsole;
 use crate::virtio::rng::Rng;
 use crate::virtio::vsock::Vsock;
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, Memory};
@@ -39,31 +39,31 @@ pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// A guest with one device.
-pub(crate) struct Guest {
+pub(crate) struct MmioGuest {
     pub memory: Arc<Memory>,
     pub transport: Arc<Transport>,
     pub irq: EventFd,
     pub queues: Vec<Driver>,
 }
 
-impl Guest {
-    pub(crate) fn new(device: Box<dyn Device>) -> Guest {
+impl MmioGuest {
+    pub(crate) fn new(device: Box<dyn Device>) -> MmioGuest {
         let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).expect("memory"));
-        Guest::over(memory, device)
+        MmioGuest::with_memory(memory, device)
     }
 
     /// Returns another vCPU of the same guest.
-    pub(crate) fn processor(&self) -> Guest {
+    pub(crate) fn another_vcpu(&self) -> MmioGuest {
         let (memory, transport) = (self.memory.clone(), self.transport.clone());
-        Guest { memory, transport, irq: self.irq.try_clone().expect("a copy"), queues: Vec::new() }
+        MmioGuest { memory, transport, irq: self.irq.try_clone().expect("a copy"), queues: Vec::new() }
     }
 
     /// Creates a guest with this memory, which an earlier guest may have used.
-    pub(crate) fn over(memory: Arc<Memory>, device: Box<dyn Device>) -> Guest {
+    pub(crate) fn with_memory(memory: Arc<Memory>, device: Box<dyn Device>) -> MmioGuest {
         let irq = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
         let ours = irq.try_clone().expect("a copy");
         let transport = Transport::new(device, memory.clone(), ours).expect("a transport");
-        Guest { memory, transport, irq, queues: Vec::new() }
+        MmioGuest { memory, transport, irq, queues: Vec::new() }
     }
 
     pub(crate) fn get(&self, register: u64) -> u32 {
@@ -87,7 +87,7 @@ impl Guest {
     }
 
     /// Sets one more bit of the status, as a driver does.
-    pub(crate) fn step(&self, bit: u32) {
+    pub(crate) fn set_status_bit(&self, bit: u32) {
         self.set(reg::STATUS, self.status() & !NEEDS_RESET | bit);
     }
 
@@ -103,17 +103,17 @@ impl Guest {
     pub(crate) fn negotiate(&mut self, features: u64) {
         self.set(reg::STATUS, 0);
         self.queues.clear();
-        self.step(ACKNOWLEDGE);
-        self.step(DRIVER);
+        self.set_status_bit(ACKNOWLEDGE);
+        self.set_status_bit(DRIVER);
         for (word, value) in [(0, features as u32), (1, (features >> 32) as u32)] {
             self.set(reg::DRIVER_FEATURES_SEL, word);
             self.set(reg::DRIVER_FEATURES, value);
         }
-        self.step(FEATURES_OK);
+        self.set_status_bit(FEATURES_OK);
     }
 
     /// Selects a queue and sets its size and addresses.
-    pub(crate) fn lay(&self, index: u16, size: u32) {
+    pub(crate) fn set_up_queue(&self, index: u16, size: u32) {
         let base = u64::from(index) * QUEUE_BYTES;
         let (descriptors, available, used) = Driver::new(self.memory.clone(), base, 1).addresses();
         self.set(reg::QUEUE_SEL, index.into());
@@ -130,7 +130,7 @@ impl Guest {
     pub(crate) fn ready(&self, index: u16, size: u16) -> Driver {
         let base = u64::from(index) * QUEUE_BYTES;
         vm_memory::Bytes::write_slice(&*self.memory, &[0; QUEUE_BYTES as usize], GuestAddress(base)).expect("memory");
-        self.lay(index, size.into());
+        self.set_up_queue(index, size.into());
         self.set(reg::QUEUE_READY, 1);
         Driver::new(self.memory.clone(), base, size)
     }
@@ -149,7 +149,7 @@ impl Guest {
             assert_eq!(self.get(reg::QUEUE_READY), 1);
             self.queues.push(driver);
         }
-        self.step(DRIVER_OK);
+        self.set_status_bit(DRIVER_OK);
         assert_eq!(self.status(), LIVE);
     }
 
@@ -191,7 +191,7 @@ pub(crate) fn device(which: u8) -> Box<dyn Device> {
         2 => Slot::read_only("empty").expect("a slot").device(),
         3 => Vsock::new(3).expect("a vsock device").device(),
         4 => Balloon::new().device(),
-        _ => Console::new(Box::new(|_: &[u8]| {})).device(),
+        _ => VirtioConsole::new(Box::new(|_: &[u8]| {})).device(),
     }
 }
 
@@ -201,7 +201,7 @@ pub(crate) fn devices() -> impl Iterator<Item = Box<dyn Device>> {
 }
 
 /// Returns the queue on which a device returns every request at once, if it has one.
-pub(crate) fn answering(kind: DeviceKind) -> Option<usize> {
+pub(crate) fn immediate_queue(kind: DeviceKind) -> Option<usize> {
     match kind {
         DeviceKind::Block | DeviceKind::Rng | DeviceKind::Balloon => Some(0),
         DeviceKind::Vsock | DeviceKind::Console => Some(1),
@@ -211,11 +211,11 @@ pub(crate) fn answering(kind: DeviceKind) -> Option<usize> {
 
 /// Performs the register accesses that these bytes describe, then checks that the device works for a well-behaved driver.
 pub(crate) fn registers(device: Box<dyn Device>, data: &[u8]) {
-    let mut guest = Guest::new(device);
+    let mut guest = MmioGuest::new(device);
     let mut rest = data;
     while let Some(([op, place, value], after)) = rest.split_first_chunk() {
         rest = after;
-        act(&mut guest, *op, *place, *value);
+        perform_access(&mut guest, *op, *place, *value);
     }
     let state = guest.transport.save();
     guest.transport.restore(&state).expect("its own state");
@@ -223,7 +223,7 @@ pub(crate) fn registers(device: Box<dyn Device>, data: &[u8]) {
     guest.transport.resume().expect("queues");
 
     guest.start();
-    if let Some(queue) = answering(guest.transport.kind()) {
+    if let Some(queue) = immediate_queue(guest.transport.kind()) {
         guest.queues[queue].submit(&[(BUFFERS, 16, false), (BUFFERS + 16, 1, true)]);
         guest.kick(queue);
         guest.wait_used(queue);
@@ -232,7 +232,7 @@ pub(crate) fn registers(device: Box<dyn Device>, data: &[u8]) {
 
 const STEPS: [u32; 8] = [0, ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK, FAILED, LIVE, u32::MAX];
 
-pub(crate) fn act(guest: &mut Guest, op: u8, place: u8, value: u8) {
+pub(crate) fn perform_access(guest: &mut MmioGuest, op: u8, place: u8, value: u8) {
     let word = u32::from(value).wrapping_mul([1, 0x101, 0x1000, 0x0101_0101][usize::from(value % 4)]);
     let offset = u64::from(place) * if op & 1 == 0 { 4 } else { 1 };
     match op % 16 {
@@ -244,10 +244,10 @@ pub(crate) fn act(guest: &mut Guest, op: u8, place: u8, value: u8) {
         }
         6 => guest.transport.write(offset, &[value; 16][..usize::from(op / 16)]),
         7 => guest.transport.write(reg::CONFIG + offset, &[value; 8][..1 << (op / 64)]),
-        8 => guest.step(STEPS[usize::from(value % 8)]),
+        8 => guest.set_status_bit(STEPS[usize::from(value % 8)]),
         9 => guest.set(reg::STATUS, word),
         10 => guest.negotiate(COMMON_FEATURES | u64::from(value) << (place % 64)),
-        11 => guest.lay(u16::from(place % 8), 1 << (value % 10)),
+        11 => guest.set_up_queue(u16::from(place % 8), 1 << (value % 10)),
         12 => {
             guest.set(reg::QUEUE_SEL, (place % 8).into());
             guest.set(reg::QUEUE_READY, (value % 4).into());

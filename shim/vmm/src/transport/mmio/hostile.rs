@@ -7,7 +7,7 @@ use crate::testing::{Driver, INDIRECT, NEXT, WRITE};
 use crate::transport::vhost_user::harness::memfd;
 use crate::virtio::block::Slot;
 use crate::virtio::rng::Rng;
-use crate::virtio::vsock::{HOST_CID, Header, Op, Vsock, VsockError};
+use crate::virtio::vsock::{HOST_CID, Op, PacketHeader, Vsock, VsockError};
 use crate::virtio::{Device, Memory};
 use proptest::prelude::*;
 use std::io::Read;
@@ -36,7 +36,7 @@ fn submit(driver: &mut Driver, at: u64, kind: u32, sector: u64) -> u16 {
 #[test]
 fn a_disk_is_read_and_written_and_grows() {
     let slot = disk();
-    let mut guest = Guest::new(slot.device());
+    let mut guest = MmioGuest::new(slot.device());
     guest.start();
     assert_eq!(u64::from_le_bytes(guest.config(0)), 2048);
     guest.memory.write_slice(&[7; 512], GuestAddress(BUFFERS + 512)).unwrap();
@@ -59,9 +59,9 @@ fn a_disk_is_read_and_written_and_grows() {
 }
 
 /// A way to break the rules of queue 0, and whether it breaks the queue permanently or only fails the request.
-type Trick = (&'static str, bool, fn(&mut Driver));
+type QueueViolation = (&'static str, bool, fn(&mut Driver));
 
-const TRICKS: [Trick; 9] = [
+const VIOLATIONS: [QueueViolation; 9] = [
     ("a loop", false, |driver| {
         driver.describe(0, BUFFERS, 1, NEXT, 1);
         driver.describe(1, BUFFERS, 1, NEXT, 0);
@@ -97,12 +97,12 @@ const TRICKS: [Trick; 9] = [
 ];
 
 #[test]
-fn a_guest_that_breaks_a_queue_harms_itself_only() {
+fn a_broken_queue_harms_only_its_guest() {
     let memory = || Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap());
-    for (what, fatal, trick) in TRICKS {
+    for (what, fatal, trick) in VIOLATIONS {
         for device in devices() {
-            let mut guest = Guest::over(memory(), device);
-            let Some(queue) = answering(guest.transport.kind()) else { continue };
+            let mut guest = MmioGuest::with_memory(memory(), device);
+            let Some(queue) = immediate_queue(guest.transport.kind()) else { continue };
             guest.start();
             trick(&mut guest.queues[queue]);
             guest.kick(queue);
@@ -127,7 +127,7 @@ fn a_guest_that_breaks_a_queue_harms_itself_only() {
 
 #[test]
 fn a_reset_in_mid_flight_leaves_memory_alone() {
-    let mut guest = Guest::new(disk().device());
+    let mut guest = MmioGuest::new(disk().device());
     for round in 0..50u64 {
         guest.start();
         for request in 0..40 {
@@ -156,10 +156,10 @@ fn a_reset_in_mid_flight_leaves_memory_alone() {
 }
 
 #[test]
-fn a_flood_of_notifications_is_no_more_than_work() {
+fn a_flood_of_notifications_is_handled() {
     for device in devices() {
-        let mut guest = Guest::new(device);
-        let Some(queue) = answering(guest.transport.kind()) else { continue };
+        let mut guest = MmioGuest::new(device);
+        let Some(queue) = immediate_queue(guest.transport.kind()) else { continue };
         for index in 0..1000 {
             guest.kick(index);
         }
@@ -175,7 +175,7 @@ fn a_flood_of_notifications_is_no_more_than_work() {
 }
 
 /// Runs `work` repeatedly on a thread until `stop` is set.
-fn meanwhile(stop: &Arc<AtomicBool>, mut work: impl FnMut() + Send + 'static) -> JoinHandle<()> {
+fn run_concurrently(stop: &Arc<AtomicBool>, mut work: impl FnMut() + Send + 'static) -> JoinHandle<()> {
     let stop = stop.clone();
     std::thread::spawn(move || {
         while !stop.load(Ordering::Relaxed) {
@@ -186,9 +186,9 @@ fn meanwhile(stop: &Arc<AtomicBool>, mut work: impl FnMut() + Send + 'static) ->
 }
 
 #[test]
-fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_things() {
+fn pauses_saves_resets_and_resizes_may_be_concurrent() {
     let slot = disk();
-    let mut guest = Guest::new(slot.device());
+    let mut guest = MmioGuest::new(slot.device());
     let stop = Arc::new(AtomicBool::new(false));
     let transport = guest.transport.clone();
     // Pauses a limited number of times, because requests are served only between pauses.
@@ -201,14 +201,14 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
         }
     });
     let transport = guest.transport.clone();
-    let reader = meanwhile(&stop, move || {
+    let reader = run_concurrently(&stop, move || {
         let mut bytes = [0; 8];
         transport.read(reg::CONFIG, &mut bytes);
         transport.read(reg::INTERRUPT_STATUS, &mut bytes[..4]);
         transport.write(reg::INTERRUPT_ACK, &bytes[..4]);
     });
     let mut size = 1 << 20;
-    let resizer = meanwhile(&stop, move || {
+    let resizer = run_concurrently(&stop, move || {
         size = (size + 512) % (2 << 20);
         slot.resize(size).unwrap();
     });
@@ -228,12 +228,12 @@ fn pauses_and_saves_go_well_with_drivers_that_begin_anew_and_hosts_that_change_t
 }
 
 #[test]
-fn processors_that_do_not_agree_harm_nobody_else() {
+fn conflicting_accesses_of_vcpus_harm_only_their_device() {
     for device in devices() {
-        let mut guest = Guest::new(device);
+        let mut guest = MmioGuest::new(device);
         let processors: Vec<_> = (1..=3u64)
             .map(|seed| {
-                let mut processor = guest.processor();
+                let mut another_vcpu = guest.another_vcpu();
                 std::thread::spawn(move || {
                     let mut number = seed;
                     for _ in 0..1500 {
@@ -242,7 +242,7 @@ fn processors_that_do_not_agree_harm_nobody_else() {
                         let [op, place, value, ..] = (number >> 24).to_le_bytes();
                         // Only the host may save, and not concurrently with others.
                         if op % 16 < 14 {
-                            act(&mut processor, op, place, value);
+                            perform_access(&mut another_vcpu, op, place, value);
                         }
                     }
                 })
@@ -250,7 +250,7 @@ fn processors_that_do_not_agree_harm_nobody_else() {
             .collect();
         processors.into_iter().for_each(|thread| thread.join().unwrap());
         guest.start();
-        if let Some(queue) = answering(guest.transport.kind()) {
+        if let Some(queue) = immediate_queue(guest.transport.kind()) {
             guest.queues[queue].submit(&[(BUFFERS, 16, false), (BUFFERS + 16, 1, true)]);
             guest.kick(queue);
             guest.wait_used(queue);
@@ -259,21 +259,21 @@ fn processors_that_do_not_agree_harm_nobody_else() {
 }
 
 /// Saves a guest's device, serializes the state, and restores it in another device over the same memory.
-fn move_to(guest: Guest, device: Box<dyn Device>) -> Guest {
+fn restore_elsewhere(guest: MmioGuest, device: Box<dyn Device>) -> MmioGuest {
     let written = serde_json::to_vec(&guest.transport.save()).unwrap();
-    let Guest { memory, queues, transport, .. } = guest;
+    let MmioGuest { memory, queues, transport, .. } = guest;
     drop(transport);
     let state: TransportState = serde_json::from_slice(&written).unwrap();
-    let moved = Guest::over(memory, device);
+    let moved = MmioGuest::with_memory(memory, device);
     moved.transport.restore(&state).unwrap();
     assert_eq!(moved.transport.save(), state);
-    Guest { queues, ..moved }
+    MmioGuest { queues, ..moved }
 }
 
 #[test]
-fn a_disk_goes_on_where_it_was_saved() {
+fn a_restored_disk_continues() {
     let slot = disk();
-    let mut guest = Guest::new(slot.device());
+    let mut guest = MmioGuest::new(slot.device());
     guest.start();
     for round in 0..100u64 {
         let sector = round % 2000;
@@ -287,7 +287,7 @@ fn a_disk_goes_on_where_it_was_saved() {
         guest.transport.pause();
         // This request is not handled before the save, and its kick is lost.
         submit(&mut guest.queues[0], BUFFERS + 1024, 0, sector);
-        guest = move_to(guest, slot.device());
+        guest = restore_elsewhere(guest, slot.device());
         guest.transport.resume().unwrap();
         guest.wait_used(0);
         assert_eq!(guest.wait_used(0).1, 513);
@@ -299,23 +299,23 @@ fn a_disk_goes_on_where_it_was_saved() {
     let state = guest.transport.save();
     drop(guest);
     for other in [Slot::read_only("disk").unwrap(), Slot::read_only("other").unwrap()] {
-        assert!(Guest::new(other.device()).transport.restore(&state).is_err());
+        assert!(MmioGuest::new(other.device()).transport.restore(&state).is_err());
     }
     slot.resize(4 << 20).unwrap();
-    let guest = Guest::new(slot.device());
+    let guest = MmioGuest::new(slot.device());
     guest.transport.restore(&state).unwrap();
     slot.resize(512).unwrap();
     assert!(guest.transport.restore(&state).is_err());
 }
 
 #[test]
-fn an_interrupt_that_nobody_took_comes_again() {
-    let mut guest = Guest::new(Rng::new().device());
+fn an_unhandled_interrupt_is_sent_again() {
+    let mut guest = MmioGuest::new(Rng::new().device());
     guest.start();
     guest.queues[0].submit(&[(BUFFERS, 16, true)]);
     guest.kick(0);
     guest.wait_used(0);
-    let guest = move_to(guest, Rng::new().device());
+    let guest = restore_elsewhere(guest, Rng::new().device());
     assert!(guest.irq.read().is_err());
     guest.transport.resume().unwrap();
     assert_eq!(guest.wait_interrupt(), 1);
@@ -331,8 +331,8 @@ const IN: u64 = BUFFERS + 0x1000;
 const NEWS: u64 = BUFFERS + 0x8000;
 
 /// Returns a vsock guest with buffers in all its queues.
-fn socket_guest(vsock: &Vsock) -> Guest {
-    let mut guest = Guest::new(vsock.device());
+fn socket_guest(vsock: &Vsock) -> MmioGuest {
+    let mut guest = MmioGuest::new(vsock.device());
     guest.start();
     for buffer in 0..4 {
         guest.queues[RX].submit(&[(IN + buffer * 0x400, 0x400, true)]);
@@ -344,8 +344,8 @@ fn socket_guest(vsock: &Vsock) -> Guest {
     guest
 }
 
-fn send(guest: &mut Guest, op: u16, guest_port: u32, host_port: u32) {
-    let header = Header {
+fn send(guest: &mut MmioGuest, op: u16, guest_port: u32, host_port: u32) {
+    let header = PacketHeader {
         src_cid: CID.into(),
         dst_cid: HOST_CID,
         src_port: guest_port,
@@ -353,7 +353,7 @@ fn send(guest: &mut Guest, op: u16, guest_port: u32, host_port: u32) {
         kind: 1,
         op,
         buf_alloc: 4096,
-        ..Header::default()
+        ..PacketHeader::default()
     };
     guest.memory.write_slice(&header.encode(), GuestAddress(OUT)).unwrap();
     guest.queues[TX].submit(&[(OUT, 44, false)]);
@@ -362,7 +362,7 @@ fn send(guest: &mut Guest, op: u16, guest_port: u32, host_port: u32) {
 }
 
 /// Returns the next packet for the guest and offers its buffer again.
-fn receive(guest: &mut Guest) -> Header {
+fn receive(guest: &mut MmioGuest) -> PacketHeader {
     let (head, length) = guest.wait_used(RX);
     assert_eq!(length, 44);
     let (descriptors, ..) = guest.queues[RX].addresses();
@@ -371,18 +371,18 @@ fn receive(guest: &mut Guest) -> Header {
     guest.memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
     guest.queues[RX].submit(&[(at, 0x400, true)]);
     guest.kick(RX);
-    Header::parse(&bytes)
+    PacketHeader::parse(&bytes)
 }
 
 /// Connects the guest to `port` and accepts the connection on the host.
-fn connect(guest: &mut Guest, vsock: &crate::virtio::vsock::Listener, from: u32) -> UnixStream {
+fn connect(guest: &mut MmioGuest, vsock: &crate::virtio::vsock::VsockListener, from: u32) -> UnixStream {
     send(guest, Op::REQUEST, from, vsock.port());
     assert_eq!(receive(guest).op, Op::RESPONSE);
     vsock.accept(LIMIT).unwrap()
 }
 
 #[test]
-fn a_restored_guest_hears_first_that_its_connections_are_gone() {
+fn a_restored_guest_first_receives_the_transport_reset() {
     let vsock = Vsock::new(CID).unwrap();
     let listener = vsock.listen(1024).unwrap();
     let mut guest = socket_guest(&vsock);
@@ -392,7 +392,7 @@ fn a_restored_guest_hears_first_that_its_connections_are_gone() {
     // In the other process, the host listens and connects before the guest runs again.
     let other = Vsock::new(CID).unwrap();
     let listener = other.listen(1024).unwrap();
-    let mut guest = move_to(guest, other.device());
+    let mut guest = restore_elsewhere(guest, other.device());
     drop((vsock, other.clone()));
     old.set_read_timeout(Some(LIMIT)).unwrap();
     assert_eq!(old.read(&mut [0]).unwrap(), 0, "the host's end is over");
@@ -414,7 +414,7 @@ fn a_restored_guest_hears_first_that_its_connections_are_gone() {
     let mut seen = seen.map(|header| (header.op, header.dst_port));
     seen.sort();
     assert_eq!(seen, [(Op::REQUEST, 9), (Op::RST, 77)]);
-    assert_eq!(guest.queues[EVENT].take_used(), None, "told once");
+    assert_eq!(guest.queues[EVENT].take_used(), None, "notified once");
     // The host's port is still open, and so is the guest's.
     connect(&mut guest, &listener, 78);
     send(&mut guest, Op::RST, 9, asked);
@@ -422,15 +422,15 @@ fn a_restored_guest_hears_first_that_its_connections_are_gone() {
 }
 
 #[test]
-fn a_guest_without_room_for_the_news_hears_it_when_it_has() {
+fn the_transport_reset_waits_for_an_event_buffer() {
     for event_index in [0, 1 << 29] {
         let vsock = Vsock::new(CID).unwrap();
-        let mut guest = Guest::new(vsock.device());
+        let mut guest = MmioGuest::new(vsock.device());
         guest.negotiate(1 << 32 | event_index);
         guest.queues = (0..3).map(|index| guest.ready(index, 16)).collect();
-        guest.step(DRIVER_OK);
+        guest.set_status_bit(DRIVER_OK);
         guest.queues[RX].submit(&[(IN, 0x400, true)]);
-        let mut guest = move_to(guest, vsock.device());
+        let mut guest = restore_elsewhere(guest, vsock.device());
         guest.transport.resume().unwrap();
         let caller = vsock.clone();
         let thread = std::thread::spawn(move || caller.connect(9, LIMIT));
@@ -443,7 +443,7 @@ fn a_guest_without_room_for_the_news_hears_it_when_it_has() {
         assert_eq!(receive(&mut guest).op, Op::REQUEST);
         // A driver that resets the device has no connections that could be lost.
         guest.transport.pause();
-        let mut guest = move_to(guest, vsock.device());
+        let mut guest = restore_elsewhere(guest, vsock.device());
         guest.transport.resume().unwrap();
         guest.start();
         guest.queues[RX].submit(&[(IN, 0x400, true)]);

@@ -5,11 +5,11 @@
 //! interrupt registers do not take it. Devices interrupt without any lock, so waiting under the lock until a queue has stopped
 //! cannot deadlock.
 
-mod front;
 #[cfg(any(test, feature = "fuzz"))]
 #[allow(dead_code, reason = "the tests use the rest")]
 pub(crate) mod harness;
-mod line;
+mod interrupt;
+mod register_block;
 mod shared;
 mod state;
 
@@ -25,9 +25,9 @@ pub use state::{QueueRegisters, Registers, RestoreError, TransportState};
 
 use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind, Memory, StartError};
-use front::Front;
-use line::Line;
-use shared::{Shared, overlaps};
+use interrupt::MmioInterrupt;
+use register_block::RegisterBlock;
+use shared::{SharedMemory, overlap_error};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use vm_memory::GuestRegionMmap;
@@ -38,7 +38,7 @@ pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
 
 /// The register with which the driver acknowledges interrupts, and the value (4 bytes) for an interrupt that concerned only
 /// queues. That write has no effect, so the kernel may handle it with an ioeventfd.
-pub const INTERRUPT_ACK: (u64, u32) = (reg::INTERRUPT_ACK, line::USED);
+pub const INTERRUPT_ACK: (u64, u32) = (reg::INTERRUPT_ACK, interrupt::USED);
 
 /// The maximum size of a configuration space in bytes.
 const CONFIG_BYTES: usize = 256;
@@ -80,34 +80,34 @@ mod reg {
 pub struct Transport {
     kind: DeviceKind,
     kicks: Arc<[EventFd]>,
-    line: Arc<Line>,
-    front: Mutex<Front>,
+    interrupt: Arc<MmioInterrupt>,
+    registers: Mutex<RegisterBlock>,
 }
 
 impl Transport {
     /// Creates the transport of `device`. Its queues lie in `memory`; each write to `irq` must cause one (edge-triggered)
     /// interrupt of the guest.
     pub fn new(device: Box<dyn Device>, memory: Arc<Memory>, irq: EventFd) -> io::Result<Arc<Transport>> {
-        Transport::sharing(device, memory, irq, None)
+        Transport::with_shared_memory(device, memory, irq, None)
     }
 
     /// Like `new`, with memory that the device shares with its driver, separate from the guest's own memory. Queues and buffers
     /// may lie in it too.
-    pub fn sharing(
+    pub fn with_shared_memory(
         device: Box<dyn Device>,
         memory: Arc<Memory>,
         irq: EventFd,
         shared: Option<Arc<GuestRegionMmap<()>>>,
     ) -> io::Result<Arc<Transport>> {
-        let shared = Shared::new(shared);
-        let memory = shared.beside(memory).ok_or_else(overlaps)?;
+        let shared = SharedMemory::new(shared);
+        let memory = shared.add_to(memory).ok_or_else(overlap_error)?;
         let queues = device.queue_sizes().len();
         let kicks =
             (0..queues).map(|_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)).collect::<io::Result<Arc<[EventFd]>>>()?;
-        let line = Arc::new(Line::new(irq));
+        let interrupt = Arc::new(MmioInterrupt::new(irq));
         let kind = device.kind();
-        let front = Mutex::new(Front::new(device, memory, shared, kicks.clone(), line.clone()));
-        Ok(Arc::new(Transport { kind, kicks, line, front }))
+        let registers = Mutex::new(RegisterBlock::new(device, memory, shared, kicks.clone(), interrupt.clone()));
+        Ok(Arc::new(Transport { kind, kicks, interrupt, registers }))
     }
 
     /// Returns the kind of the device.
@@ -123,55 +123,55 @@ impl Transport {
 
     /// Stops all queues, waits for their requests in flight and records their positions. Has no effect if already paused.
     pub fn pause(&self) {
-        self.front().pause();
+        self.registers().pause();
     }
 
     /// Starts the queues again. If a queue cannot be started, returns an error and requests a device reset from the guest; the
     /// other queues run.
     pub fn resume(&self) -> Result<(), StartError> {
-        self.front().resume()
+        self.registers().resume()
     }
 
     /// Pauses and returns the state from which the transport can continue in another process. The transport stays paused.
     pub fn save(&self) -> TransportState {
-        self.front().save()
+        self.registers().save()
     }
 
     /// Restores a saved state. The device must match the saved one, and the guest's memory must be as it was at the save. The
     /// transport is paused afterwards, also after an error, which leaves the device reset.
     pub fn restore(&self, state: &TransportState) -> Result<(), RestoreError> {
-        self.front().restore(state)
+        self.registers().restore(state)
     }
 
     /// Handles a read of `data.len()` bytes at `offset` of the window. Returns 0 for unreadable registers.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        match Place::of(offset, data.len()) {
-            Some(Place::Config(offset)) => self.front().read_config(offset, data),
-            Some(Place::Register(register)) => {
+        match RegisterAccess::decode(offset, data.len()) {
+            Some(RegisterAccess::Config(offset)) => self.registers().read_config(offset, data),
+            Some(RegisterAccess::Register(register)) => {
                 let value = match register {
-                    reg::INTERRUPT_STATUS => self.line.status(),
-                    _ => self.front().read(register),
+                    reg::INTERRUPT_STATUS => self.interrupt.status(),
+                    _ => self.registers().read(register),
                 };
                 data.copy_from_slice(&value.to_le_bytes());
             }
-            None => self.refuse("read", offset, data.len()),
+            None => self.warn_invalid_access("read", offset, data.len()),
         }
     }
 
     /// Handles a write of `data` at `offset` of the window. Invalid writes are ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
-        match (Place::of(offset, data.len()), <[u8; 4]>::try_from(data)) {
-            (Some(Place::Config(offset)), _) => self.front().write_config(offset, data),
-            (Some(Place::Register(register)), Ok(bytes)) => {
+        match (RegisterAccess::decode(offset, data.len()), <[u8; 4]>::try_from(data)) {
+            (Some(RegisterAccess::Config(offset)), _) => self.registers().write_config(offset, data),
+            (Some(RegisterAccess::Register(register)), Ok(bytes)) => {
                 let value = u32::from_le_bytes(bytes);
                 match register {
                     reg::QUEUE_NOTIFY => self.kick(value),
-                    reg::INTERRUPT_ACK => self.line.acknowledge(value),
-                    _ => self.front().write(register, value),
+                    reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
+                    _ => self.registers().write(register, value),
                 }
             }
-            _ => self.refuse("wrote", offset, data.len()),
+            _ => self.warn_invalid_access("wrote", offset, data.len()),
         }
     }
 
@@ -186,12 +186,12 @@ impl Transport {
         }
     }
 
-    fn refuse(&self, how: &str, offset: u64, length: usize) {
+    fn warn_invalid_access(&self, how: &str, offset: u64, length: usize) {
         guest_warn!(device = %self.kind, "the guest {how} {length} bytes at {offset:#x} of a device's registers");
     }
 
-    fn front(&self) -> MutexGuard<'_, Front> {
-        self.front.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn registers(&self) -> MutexGuard<'_, RegisterBlock> {
+        self.registers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -202,19 +202,21 @@ impl std::fmt::Debug for Transport {
 }
 
 /// The target of an access.
-enum Place {
+enum RegisterAccess {
     /// The register at this offset, with its full width of 32 bits.
     Register(u64),
     /// The configuration space, starting at this byte.
     Config(u32),
 }
 
-impl Place {
+impl RegisterAccess {
     /// Returns `None` for an access of invalid width or alignment.
-    fn of(offset: u64, length: usize) -> Option<Place> {
+    fn decode(offset: u64, length: usize) -> Option<RegisterAccess> {
         match offset.checked_sub(reg::CONFIG) {
-            Some(inside) if matches!(length, 1 | 2 | 4 | 8) => Some(Place::Config(u32::try_from(inside).ok()?)),
-            None if length == 4 && offset.is_multiple_of(4) => Some(Place::Register(offset)),
+            Some(inside) if matches!(length, 1 | 2 | 4 | 8) => {
+                Some(RegisterAccess::Config(u32::try_from(inside).ok()?))
+            }
+            None if length == 4 && offset.is_multiple_of(4) => Some(RegisterAccess::Register(offset)),
             _ => None,
         }
     }

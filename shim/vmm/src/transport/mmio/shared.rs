@@ -3,7 +3,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::reg;
-use crate::virtio::{Memory, SHARED_ID};
+use crate::virtio::{Memory, SHARED_MEMORY_ID};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -23,15 +23,15 @@ pub struct SharedPage {
 
 /// The shared memory of a device; most devices have none.
 #[derive(Debug, Default)]
-pub(super) struct Shared(Option<Arc<GuestRegionMmap<()>>>);
+pub(super) struct SharedMemory(Option<Arc<GuestRegionMmap<()>>>);
 
-impl Shared {
-    pub fn new(region: Option<Arc<GuestRegionMmap<()>>>) -> Shared {
-        Shared(region)
+impl SharedMemory {
+    pub fn new(region: Option<Arc<GuestRegionMmap<()>>>) -> SharedMemory {
+        SharedMemory(region)
     }
 
     /// Returns the guest's memory with the shared memory added, or `None` if they overlap.
-    pub fn beside(&self, memory: Arc<Memory>) -> Option<Arc<Memory>> {
+    pub fn add_to(&self, memory: Arc<Memory>) -> Option<Arc<Memory>> {
         match &self.0 {
             None => Some(memory),
             Some(region) => memory.insert_region(region.clone()).ok().map(Arc::new),
@@ -40,7 +40,7 @@ impl Shared {
 
     /// Returns the value of a register of the selected region: all ones if the region does not exist.
     pub fn read(&self, register: u64, selected: u32) -> u32 {
-        let region = self.0.as_ref().filter(|_| selected == SHARED_ID);
+        let region = self.0.as_ref().filter(|_| selected == SHARED_MEMORY_ID);
         let number = match register {
             reg::SHM_LEN_LOW | reg::SHM_LEN_HIGH => region.map(|region| region.len()),
             _ => region.map(|region| region.start_addr().raw_value()),
@@ -64,7 +64,7 @@ impl Shared {
             match file.file().read_exact_at(&mut bytes, at) {
                 Ok(()) => bytes.iter().any(|byte| *byte != 0).then_some(SharedPage { number, bytes }),
                 Err(error) => {
-                    tracing::error!(%error, number, "a page that a device shares with its driver cannot be saved");
+                    tracing::error!(%error, number, "cannot save a page of a device's shared memory");
                     None
                 }
             }
@@ -86,6 +86,6 @@ impl Shared {
 }
 
 /// Returns the error for shared memory that overlaps the guest's.
-pub(super) fn overlaps() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, "the memory that it shares overlaps the guest's")
+pub(super) fn overlap_error() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "the device's shared memory overlaps guest memory")
 }

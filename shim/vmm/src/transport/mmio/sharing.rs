@@ -1,13 +1,13 @@
 //! Tests memory that a device shares with its driver: the driver finds it, only this memory is shared with a consumer of a
 //! queue that lies in it, and a restore brings its content back.
 
-use super::harness::{Guest, MEMORY};
+use super::harness::{MEMORY, MmioGuest};
 use super::{RestoreError, SharedPage, Transport, reg};
 use crate::transport::vhost_user::harness::memfd;
 use crate::virtio::fs::Fs;
-use crate::virtio::fs::borrower::{header, take};
+use crate::virtio::fs::file_server_peer::{header, receive_shared_queue};
 use crate::virtio::rng::Rng;
-use crate::virtio::{Device, Memory, SHARED_ID};
+use crate::virtio::{Device, Memory, SHARED_MEMORY_ID};
 use nacelle_base::share::{SharedRegion, SharedVirtqueue, UNSHARE_VIRTQUEUE};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -26,58 +26,60 @@ fn region(address: u64) -> Arc<GuestRegionMmap<()>> {
 }
 
 /// Returns a guest whose own memory begins at `own`, with a device that shares memory at `shared`.
-fn guest(device: Box<dyn Device>, own: u64, shared: u64) -> Guest {
+fn guest(device: Box<dyn Device>, own: u64, shared: u64) -> MmioGuest {
     let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(own), MEMORY)]).unwrap());
     let region = region(shared);
     let irq = EventFd::new(EFD_NONBLOCK).unwrap();
     let ours = irq.try_clone().unwrap();
-    let transport = Transport::sharing(device, memory.clone(), ours, Some(region.clone())).unwrap();
-    Guest { memory: Arc::new(memory.insert_region(region).unwrap()), transport, irq, queues: Vec::new() }
+    let transport = Transport::with_shared_memory(device, memory.clone(), ours, Some(region.clone())).unwrap();
+    MmioGuest { memory: Arc::new(memory.insert_region(region).unwrap()), transport, irq, queues: Vec::new() }
 }
 
 /// Returns a file-system device and the other ends of its streams.
 fn files() -> (Box<dyn Device>, [UnixStream; 2]) {
-    let (first, its) = UnixStream::pair().unwrap();
-    let (second, theirs) = UnixStream::pair().unwrap();
-    (Fs::new([first, second]).unwrap().lending().device(), [its, theirs])
+    let (first, first_peer) = UnixStream::pair().unwrap();
+    let (second, second_peer) = UnixStream::pair().unwrap();
+    (Fs::new([first, second]).unwrap().sharing_queues().device(), [first_peer, second_peer])
 }
 
 #[test]
-fn a_driver_finds_it_by_its_number() {
+fn a_driver_finds_shared_memory_by_its_id() {
     let guest = guest(Rng::new().device(), 0, FAR + 0x20_0000);
     let read = |select| {
         guest.set(reg::SHM_SEL, select);
         [reg::SHM_LEN_LOW, reg::SHM_LEN_HIGH, reg::SHM_BASE_LOW, reg::SHM_BASE_HIGH].map(|register| guest.get(register))
     };
-    assert_eq!(read(SHARED_ID), [BYTES as u32, 0, 0x20_0000, 1]);
+    assert_eq!(read(SHARED_MEMORY_ID), [BYTES as u32, 0, 0x20_0000, 1]);
     assert_eq!([0, 2, u32::MAX].map(read), [[u32::MAX; 4]; 3]);
 }
 
 #[test]
-fn it_does_not_overlap_the_guests_own() {
+fn shared_memory_must_not_overlap_guest_memory() {
     let memory = Arc::new(Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap());
     let irq = EventFd::new(EFD_NONBLOCK).unwrap();
-    assert!(Transport::sharing(Rng::new().device(), memory, irq, Some(region(MEMORY as u64 - 4096))).is_err());
+    assert!(
+        Transport::with_shared_memory(Rng::new().device(), memory, irq, Some(region(MEMORY as u64 - 4096))).is_err()
+    );
 }
 
 #[test]
-fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
-    let (device, [mut its, mut theirs]) = files();
+fn only_the_shared_memory_is_sent_to_the_file_server() {
+    let (device, [mut first_peer, mut second_peer]) = files();
     let mut guest = guest(device, FAR, 0);
     guest.start();
-    for (index, stream) in [&mut its, &mut theirs].into_iter().enumerate() {
-        let (lent, fds) = take(stream).unwrap();
+    for (index, stream) in [&mut first_peer, &mut second_peer].into_iter().enumerate() {
+        let (shared_queue, fds) = receive_shared_queue(stream).unwrap();
         let (descriptors, available, used) = guest.queues[index].addresses();
         let regions = vec![SharedRegion { address: 0, length: BYTES as u64, offset: 0 }];
         assert_eq!(
-            lent,
+            shared_queue,
             SharedVirtqueue { size: 128, event_idx: true, next_avail: 0, descriptors, available, used, regions }
         );
         // The kick, the interrupt and the memory.
         assert_eq!(fds, 3);
     }
     let back = thread::spawn(move || {
-        for stream in [&mut its, &mut theirs] {
+        for stream in [&mut first_peer, &mut second_peer] {
             assert_eq!(header(stream), Some([UNSHARE_VIRTQUEUE, 0]));
             stream.write_all(&7u32.to_le_bytes()).unwrap();
         }
@@ -88,23 +90,23 @@ fn a_queue_in_it_is_lent_and_nothing_else_of_the_guest() {
 }
 
 #[test]
-fn a_driver_that_does_not_know_of_it_is_served_over_the_stream() {
-    let (device, [_its, mut theirs]) = files();
+fn drivers_without_shared_memory_are_served_over_the_stream() {
+    let (device, [_its, mut second_peer]) = files();
     let mut guest = guest(device, 0, FAR);
     guest.start();
     guest.memory.write_obj(7u64, GuestAddress(0x8_0000 + 8)).unwrap();
     guest.queues[1].submit(&[(0x8_0000, 40, false), (0x9_0000, 20, true)]);
     guest.kick(1);
-    assert_eq!(header(&mut theirs), Some([40, 20]));
+    assert_eq!(header(&mut second_peer), Some([40, 20]));
     let mut request = [0; 40];
-    theirs.read_exact(&mut request).unwrap();
+    second_peer.read_exact(&mut request).unwrap();
     assert_eq!(request[8], 7);
-    theirs.write_all(&[3, 0, 0, 0, 1, 2, 3]).unwrap();
+    second_peer.write_all(&[3, 0, 0, 0, 1, 2, 3]).unwrap();
     assert_eq!(guest.wait_used(1).1, 3);
 }
 
 #[test]
-fn what_is_in_it_comes_back() {
+fn the_content_of_shared_memory_is_restored() {
     let there = guest(Rng::new().device(), 0, FAR);
     let at = |page: u64| GuestAddress(FAR + page * 4096 + 5);
     let last = BYTES as u64 / 4096 - 1;
@@ -130,6 +132,6 @@ fn what_is_in_it_comes_back() {
         assert!(matches!(error, RestoreError::Invalid { .. }), "{error}");
     }
     // A device without shared memory rejects saved pages.
-    let none = Guest::new(Rng::new().device());
+    let none = MmioGuest::new(Rng::new().device());
     assert!(none.transport.restore(&with(SharedPage { number: 0, bytes })).is_err());
 }

@@ -17,7 +17,8 @@ pub struct TransportState {
     /// The configuration space as last compared, without trailing zeros.
     pub config: Vec<u8>,
     /// The configuration space has changed since the driver read it, and the driver has not been notified.
-    pub config_untold: bool,
+    #[serde(rename = "config_untold")]
+    pub config_change_pending: bool,
     /// The non-zero pages of the memory that the device shares with its driver.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shared: Vec<SharedPage>,

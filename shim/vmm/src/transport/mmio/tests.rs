@@ -9,7 +9,7 @@ use virtio_queue::QueueState;
 
 /// A recorded call of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Entry {
+enum LoggedCall {
     Features(u64),
     Start(u16),
     Stop(u16),
@@ -18,23 +18,23 @@ enum Entry {
 }
 
 #[derive(Clone, Default)]
-struct Diary(Arc<Mutex<Vec<Entry>>>);
+struct DeviceLog(Arc<Mutex<Vec<LoggedCall>>>);
 
-impl Diary {
-    fn note(&self, entry: Entry) {
+impl DeviceLog {
+    fn record(&self, entry: LoggedCall) {
         self.0.lock().unwrap().push(entry);
     }
 
     /// Returns the calls recorded since the last time.
-    fn take(&self) -> Vec<Entry> {
+    fn take(&self) -> Vec<LoggedCall> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
 }
 
 /// A device that does nothing with its queues.
 #[derive(Default)]
-struct Toy {
-    diary: Diary,
+struct LoggingDevice {
+    log: DeviceLog,
     rings: Vec<Ring>,
     config: Arc<Mutex<[u8; 12]>>,
     interrupt: Arc<Mutex<Option<Arc<dyn Interrupt>>>>,
@@ -43,7 +43,7 @@ struct Toy {
     fails: bool,
 }
 
-impl Device for Toy {
+impl Device for LoggingDevice {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Rng
     }
@@ -54,7 +54,7 @@ impl Device for Toy {
 
     fn acknowledge(&mut self, features: u64) {
         assert!(self.rings.is_empty());
-        self.diary.note(Entry::Features(features));
+        self.log.record(LoggedCall::Features(features));
     }
 
     fn queue_sizes(&self) -> &[u16] {
@@ -66,7 +66,7 @@ impl Device for Toy {
     }
 
     fn write_config(&mut self, offset: u32, data: &[u8]) {
-        self.diary.note(Entry::Write(offset, data.to_vec()));
+        self.log.record(LoggedCall::Write(offset, data.to_vec()));
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
@@ -75,7 +75,7 @@ impl Device for Toy {
         if self.fails {
             return Err(StartError::NoSuchQueue { device: self.kind(), index });
         }
-        self.diary.note(Entry::Start(index));
+        self.log.record(LoggedCall::Start(index));
         *self.interrupt.lock().unwrap() = Some(ring.interrupt().clone());
         self.rings.push(ring);
         Ok(())
@@ -83,7 +83,7 @@ impl Device for Toy {
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
         let at = self.rings.iter().position(|ring| ring.index() == index)?;
-        self.diary.note(Entry::Stop(index));
+        self.log.record(LoggedCall::Stop(index));
         let state = self.rings.remove(at).into_state();
         *self.event_indexes.lock().unwrap() = Some(state.event_idx_enabled);
         Some(QueueState { next_avail: state.next_avail.wrapping_add(7), ..state })
@@ -91,7 +91,7 @@ impl Device for Toy {
 
     fn reset(&mut self) {
         assert!(self.rings.is_empty(), "the transport stops the queues");
-        self.diary.note(Entry::Reset);
+        self.log.record(LoggedCall::Reset);
     }
 
     fn save(&self) -> DeviceState {
@@ -107,14 +107,14 @@ impl Device for Toy {
     }
 }
 
-fn toy() -> (Guest, Diary) {
-    let diary = Diary::default();
-    (Guest::new(Box::new(Toy { diary: diary.clone(), ..Toy::default() })), diary)
+fn logging_device() -> (MmioGuest, DeviceLog) {
+    let log = DeviceLog::default();
+    (MmioGuest::new(Box::new(LoggingDevice { log: log.clone(), ..LoggingDevice::default() })), log)
 }
 
 #[test]
-fn a_driver_finds_the_device_and_only_whole_registers() {
-    let (guest, _) = toy();
+fn registers_are_accessed_only_as_32_bit_words() {
+    let (guest, _) = logging_device();
     assert_eq!([0, 4, 8].map(|register| guest.get(register)), [0x7472_6976, 2, 4]);
     assert_eq!(guest.offered(), COMMON_FEATURES | 1 << 5 | 1 << 40);
     guest.set(reg::DEVICE_FEATURES_SEL, 2);
@@ -145,30 +145,30 @@ fn a_driver_finds_the_device_and_only_whole_registers() {
 }
 
 #[test]
-fn the_configuration_space_is_read_and_written_in_widths_that_exist() {
-    let diary = Diary::default();
+fn the_configuration_space_supports_the_standard_widths() {
+    let log = DeviceLog::default();
     let config = Arc::new(Mutex::new([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]));
-    let guest = Guest::new(Box::new(Toy { diary: diary.clone(), config, ..Toy::default() }));
+    let guest = MmioGuest::new(Box::new(LoggingDevice { log: log.clone(), config, ..LoggingDevice::default() }));
     assert_eq!(guest.config::<1>(3), [4]);
     assert_eq!(guest.config::<2>(1), [2, 3]);
     assert_eq!(guest.config::<4>(10), [11, 12, 0, 0]);
     assert_eq!(guest.config::<8>(0), [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(guest.config::<8>(0xef8), [0; 8]);
     assert_eq!((guest.config::<3>(0), guest.config::<5>(0), guest.config::<16>(0)), ([0; 3], [0; 5], [0; 16]));
-    diary.take();
+    log.take();
     for length in 0..=16 {
         guest.transport.write(reg::CONFIG + 4, &[7; 16][..length]);
     }
-    let written = [1, 2, 4, 8].map(|length| Entry::Write(4, vec![7; length]));
-    assert_eq!(diary.take(), written);
+    let written = [1, 2, 4, 8].map(|length| LoggedCall::Write(4, vec![7; length]));
+    assert_eq!(log.take(), written);
     guest.transport.write(u64::MAX, &[1]);
-    assert_eq!(diary.take(), [], "an offset that no window has");
+    assert_eq!(log.take(), [], "an offset that no window has");
 }
 
 #[test]
-fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
+fn only_offered_features_with_version_1_are_accepted() {
     const V1: u64 = 1 << 32;
-    let (mut guest, diary) = toy();
+    let (mut guest, log) = logging_device();
     for (features, good) in [
         (V1, true),
         (COMMON_FEATURES | 1 << 5 | 1 << 40, true),
@@ -178,8 +178,8 @@ fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
         (V1 | 1 << 63, false),
     ] {
         guest.negotiate(features);
-        let told = diary.take().contains(&Entry::Features(features));
-        assert_eq!((guest.status() & FEATURES_OK != 0, told), (good, good), "{features:#x}");
+        let acknowledged = log.take().contains(&LoggedCall::Features(features));
+        assert_eq!((guest.status() & FEATURES_OK != 0, acknowledged), (good, good), "{features:#x}");
     }
     // A feature word that does not exist.
     guest.negotiate(0);
@@ -187,7 +187,7 @@ fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
     guest.set(reg::DRIVER_FEATURES, 1);
     guest.set(reg::DRIVER_FEATURES_SEL, 2);
     guest.set(reg::DRIVER_FEATURES, 1);
-    guest.step(FEATURES_OK);
+    guest.set_status_bit(FEATURES_OK);
     assert_eq!(guest.status(), ACKNOWLEDGE | DRIVER);
     // Features after FEATURES_OK are ignored.
     guest.negotiate(V1);
@@ -196,18 +196,18 @@ fn features_are_accepted_when_they_were_offered_and_version_1_is_among_them() {
     assert_eq!(guest.transport.save().registers.features, V1);
     // Features before DRIVER are ignored.
     guest.set(reg::STATUS, 0);
-    guest.step(ACKNOWLEDGE);
+    guest.set_status_bit(ACKNOWLEDGE);
     guest.set(reg::DRIVER_FEATURES, 1 << 5);
     assert_eq!(guest.transport.save().registers.features, 0);
 }
 
 #[test]
-fn the_status_goes_one_way_only() {
+fn status_bits_are_only_set_in_order() {
     let steps = [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK];
     let mut live = 0;
     // All orders, with repetition.
     for order in 0..256usize {
-        let (mut guest, diary) = toy();
+        let (mut guest, log) = logging_device();
         guest.negotiate(0);
         guest.set(reg::STATUS, 0);
         for place in 0..4 {
@@ -224,25 +224,25 @@ fn the_status_goes_one_way_only() {
             assert_eq!(guest.status(), after, "bits cannot be taken back");
         }
         live += u32::from(guest.status() == LIVE);
-        diary.take();
+        log.take();
         guest.set(reg::STATUS, 0);
-        assert_eq!((guest.status(), diary.take()), (0, vec![Entry::Reset]));
+        assert_eq!((guest.status(), log.take()), (0, vec![LoggedCall::Reset]));
     }
     assert_eq!(live, 1);
 }
 
 #[test]
-fn a_driver_that_has_failed_must_begin_anew() {
-    let (mut guest, diary) = toy();
+fn a_failed_driver_must_reset() {
+    let (mut guest, log) = logging_device();
     guest.start();
-    diary.take();
-    guest.step(FAILED);
+    log.take();
+    guest.set_status_bit(FAILED);
     assert_eq!(guest.status(), LIVE | FAILED);
-    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Stop));
+    assert_eq!(log.take(), [0, 1, 2, 3].map(LoggedCall::Stop));
     guest.set(reg::QUEUE_READY, 0);
-    guest.lay(3, 16);
+    guest.set_up_queue(3, 16);
     guest.set(reg::QUEUE_READY, 1);
-    assert_eq!(diary.take(), []);
+    assert_eq!(log.take(), []);
     guest.start();
     // A status with unknown bits is ignored.
     guest.set(reg::STATUS, LIVE | 0x100);
@@ -253,38 +253,41 @@ fn a_driver_that_has_failed_must_begin_anew() {
 }
 
 #[test]
-fn queues_start_in_order_whatever_order_they_are_set_up_in() {
-    let (mut guest, diary) = toy();
+fn queues_start_in_numeric_order() {
+    let (mut guest, log) = logging_device();
     guest.negotiate(guest.offered());
     for index in [3, 0, 2] {
         guest.ready(index, 16);
     }
-    diary.take();
-    guest.step(DRIVER_OK);
-    assert_eq!(diary.take(), [0, 2, 3].map(Entry::Start));
+    log.take();
+    guest.set_status_bit(DRIVER_OK);
+    assert_eq!(log.take(), [0, 2, 3].map(LoggedCall::Start));
     guest.ready(1, 64);
-    assert_eq!(diary.take(), [Entry::Start(1)]);
+    assert_eq!(log.take(), [LoggedCall::Start(1)]);
     guest.set(reg::QUEUE_READY, 1);
-    assert_eq!(diary.take(), [], "it runs already");
+    assert_eq!(log.take(), [], "it runs already");
     guest.set(reg::QUEUE_READY, 2);
-    assert_eq!((guest.get(reg::QUEUE_READY), diary.take()), (1, vec![]));
+    assert_eq!((guest.get(reg::QUEUE_READY), log.take()), (1, vec![]));
     for round in 0..100 {
         guest.set(reg::QUEUE_READY, round % 2);
     }
-    assert_eq!(diary.take().len(), 100);
+    assert_eq!(log.take().len(), 100);
     assert_eq!(guest.get(reg::QUEUE_READY), 1);
     guest.set(reg::STATUS, 0);
-    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Stop).into_iter().chain([Entry::Reset]).collect::<Vec<_>>());
+    assert_eq!(
+        log.take(),
+        [0, 1, 2, 3].map(LoggedCall::Stop).into_iter().chain([LoggedCall::Reset]).collect::<Vec<_>>()
+    );
     assert_eq!(guest.get(reg::QUEUE_READY), 0);
 }
 
 #[test]
-fn a_queue_is_ready_only_if_it_is_valid() {
-    let (mut guest, diary) = toy();
+fn only_valid_queues_become_ready() {
+    let (mut guest, log) = logging_device();
     let last = MEMORY as u64;
     guest.negotiate(guest.offered());
     let attempt = |size: u32, [descriptors, available, used]: [u64; 3]| {
-        guest.lay(1, size);
+        guest.set_up_queue(1, size);
         for (register, address) in [(0x80, descriptors), (0x90, available), (0xa0, used)] {
             guest.set(register, address as u32);
             guest.set(register + 4, (address >> 32) as u32);
@@ -317,48 +320,48 @@ fn a_queue_is_ready_only_if_it_is_valid() {
     // A ready queue keeps its addresses, and a queue that does not exist cannot be set up.
     guest.ready(1, 16);
     let before = guest.transport.save();
-    guest.lay(1, 32);
-    guest.lay(4, 32);
+    guest.set_up_queue(1, 32);
+    guest.set_up_queue(4, 32);
     guest.set(reg::QUEUE_READY, 1);
     assert_eq!(guest.transport.save().registers.queues, before.registers.queues);
     // A queue cannot be made ready before the features are negotiated, because they change how queues work.
     guest.set(reg::STATUS, 0);
     guest.ready(0, 16);
     assert_eq!(guest.get(reg::QUEUE_READY), 0);
-    assert!(!diary.take().iter().any(|entry| matches!(entry, Entry::Start(_))));
+    assert!(!log.take().iter().any(|entry| matches!(entry, LoggedCall::Start(_))));
 }
 
 #[test]
-fn a_queue_works_as_was_agreed() {
+fn a_queue_has_the_negotiated_properties() {
     for (features, expected) in [(1 << 32, false), (1 << 32 | 1 << 29, true)] {
-        let toy = Toy::default();
-        let seen = toy.event_indexes.clone();
-        let mut guest = Guest::new(Box::new(toy));
+        let logging_device = LoggingDevice::default();
+        let seen = logging_device.event_indexes.clone();
+        let mut guest = MmioGuest::new(Box::new(logging_device));
         guest.negotiate(features);
         guest.ready(0, 16);
-        guest.step(DRIVER_OK);
+        guest.set_status_bit(DRIVER_OK);
         guest.transport.pause();
         assert_eq!(*seen.lock().unwrap(), Some(expected));
     }
 }
 
 #[test]
-fn interrupts_say_what_they_are_for() {
-    let toy = Toy::default();
-    let (interrupt, config) = (toy.interrupt.clone(), toy.config.clone());
-    let mut guest = Guest::new(Box::new(toy));
+fn interrupt_status_contains_the_cause() {
+    let logging_device = LoggingDevice::default();
+    let (interrupt, config) = (logging_device.interrupt.clone(), logging_device.config.clone());
+    let mut guest = MmioGuest::new(Box::new(logging_device));
     guest.start();
-    let line = interrupt.lock().unwrap().clone().unwrap();
+    let interrupt = interrupt.lock().unwrap().clone().unwrap();
     assert_eq!((guest.get(reg::INTERRUPT_STATUS), guest.irq.read().is_err()), (1, true));
-    line.queue(3);
+    interrupt.notify_queue(3);
     assert_eq!(guest.wait_interrupt(), 1);
     let generation = guest.get(reg::CONFIG_GENERATION);
     config.lock().unwrap()[0] = 1;
     assert_ne!(guest.get(reg::CONFIG_GENERATION), generation, "also without an interrupt");
     let generation = guest.get(reg::CONFIG_GENERATION);
     assert_eq!(guest.get(reg::CONFIG_GENERATION), generation);
-    line.queue(0);
-    line.config();
+    interrupt.notify_queue(0);
+    interrupt.notify_config();
     assert_ne!(guest.get(reg::CONFIG_GENERATION), generation);
     // The acknowledgement that the VM lets the kernel handle has no effect; a configuration change stays visible until it is
     // acknowledged.
@@ -369,26 +372,26 @@ fn interrupts_say_what_they_are_for() {
     }
     guest.set(reg::INTERRUPT_ACK, 3);
     assert_eq!(guest.get(reg::INTERRUPT_STATUS), 1);
-    line.config();
+    interrupt.notify_config();
     guest.set(reg::INTERRUPT_ACK, u32::MAX);
     assert_eq!(guest.get(reg::INTERRUPT_STATUS), 1);
     // After a reset the guest is not interrupted, even if a device still holds the line.
-    line.queue(0);
+    interrupt.notify_queue(0);
     guest.irq.read().unwrap();
     guest.set(reg::STATUS, 0);
-    line.queue(0);
-    line.config();
+    interrupt.notify_queue(0);
+    interrupt.notify_config();
     assert_eq!((guest.get(reg::INTERRUPT_STATUS), guest.irq.read().is_err()), (0, true));
 }
 
 #[test]
-fn who_interrupts_directly_is_seen_in_the_status() {
-    let toy = Toy::default();
-    let interrupt = toy.interrupt.clone();
-    let mut guest = Guest::new(Box::new(toy));
+fn direct_interrupts_show_in_the_status() {
+    let logging_device = LoggingDevice::default();
+    let interrupt = logging_device.interrupt.clone();
+    let mut guest = MmioGuest::new(Box::new(logging_device));
     guest.start();
-    let line = interrupt.lock().unwrap().clone().unwrap();
-    let direct = line.eventfd(0).unwrap();
+    let interrupt = interrupt.lock().unwrap().clone().unwrap();
+    let direct = interrupt.interrupt_eventfd(0).unwrap();
     nix::unistd::write(&direct, &1u64.to_ne_bytes()).unwrap();
     assert_eq!(guest.wait_interrupt(), 1);
     assert_eq!(guest.get(reg::INTERRUPT_STATUS), 1, "acknowledging changes nothing");
@@ -397,12 +400,12 @@ fn who_interrupts_directly_is_seen_in_the_status() {
 }
 
 #[test]
-fn a_broken_queue_asks_for_a_reset() {
-    let toy = Toy::default();
-    let interrupt = toy.interrupt.clone();
-    let mut guest = Guest::new(Box::new(toy));
+fn a_broken_queue_requests_a_reset() {
+    let logging_device = LoggingDevice::default();
+    let interrupt = logging_device.interrupt.clone();
+    let mut guest = MmioGuest::new(Box::new(logging_device));
     guest.start();
-    interrupt.lock().unwrap().clone().unwrap().broken(1);
+    interrupt.lock().unwrap().clone().unwrap().report_broken(1);
     assert_eq!(guest.wait_interrupt(), 3);
     assert_eq!(guest.status(), LIVE | NEEDS_RESET);
     guest.set(reg::STATUS, LIVE | NEEDS_RESET);
@@ -413,20 +416,20 @@ fn a_broken_queue_asks_for_a_reset() {
     assert_eq!(guest.status(), LIVE | NEEDS_RESET);
     guest.start();
     // A queue that the host cannot serve has the same effect.
-    let mut guest = Guest::new(Box::new(Toy { fails: true, ..Toy::default() }));
+    let mut guest = MmioGuest::new(Box::new(LoggingDevice { fails: true, ..LoggingDevice::default() }));
     guest.negotiate(guest.offered());
     guest.ready(0, 16);
-    guest.step(DRIVER_OK);
+    guest.set_status_bit(DRIVER_OK);
     assert_eq!((guest.status(), guest.wait_interrupt()), (LIVE | NEEDS_RESET, 3));
     guest.transport.pause();
     assert!(guest.transport.resume().is_err());
 }
 
 #[test]
-fn changes_of_the_configuration_are_told_sooner_or_later() {
-    let toy = Toy::default();
-    let config = toy.config.clone();
-    let mut guest = Guest::new(Box::new(toy));
+fn configuration_changes_are_always_reported() {
+    let logging_device = LoggingDevice::default();
+    let config = logging_device.config.clone();
+    let mut guest = MmioGuest::new(Box::new(logging_device));
     let change = || config.lock().unwrap()[5] += 1;
     // The configuration changes between the driver's read and DRIVER_OK.
     guest.negotiate(guest.offered());
@@ -434,7 +437,7 @@ fn changes_of_the_configuration_are_told_sooner_or_later() {
     change();
     guest.get(reg::CONFIG_GENERATION);
     assert!(guest.irq.read().is_err());
-    guest.step(DRIVER_OK);
+    guest.set_status_bit(DRIVER_OK);
     assert_eq!(guest.wait_interrupt(), 3);
     // The configuration changes while the VM is paused, and while it is saved.
     guest.transport.pause();
@@ -447,54 +450,54 @@ fn changes_of_the_configuration_are_told_sooner_or_later() {
     assert_ne!(guest.get(reg::CONFIG_GENERATION), generation);
     guest.transport.pause();
     guest.transport.resume().unwrap();
-    assert_eq!(guest.wait_interrupt(), 1, "told once");
+    assert_eq!(guest.wait_interrupt(), 1, "notified once");
 }
 
 #[test]
-fn a_pause_keeps_the_queues_where_they_are() {
-    let (mut guest, diary) = toy();
+fn a_pause_keeps_the_positions_of_queues() {
+    let (mut guest, log) = logging_device();
     guest.negotiate(guest.offered());
     guest.ready(0, 16);
     guest.ready(2, 16);
-    guest.step(DRIVER_OK);
-    diary.take();
+    guest.set_status_bit(DRIVER_OK);
+    log.take();
     guest.transport.pause();
     guest.transport.pause();
-    assert_eq!(diary.take(), [0, 2].map(Entry::Stop));
+    assert_eq!(log.take(), [0, 2].map(LoggedCall::Stop));
     // Changes by the driver during a pause take effect later.
     guest.set(reg::QUEUE_SEL, 2);
     guest.set(reg::QUEUE_READY, 0);
     guest.ready(1, 16);
-    assert_eq!(diary.take(), []);
+    assert_eq!(log.take(), []);
     guest.transport.resume().unwrap();
     guest.transport.resume().unwrap();
-    assert_eq!(diary.take(), [0, 1].map(Entry::Start));
+    assert_eq!(log.take(), [0, 1].map(LoggedCall::Start));
     let at =
         |state: &TransportState| state.registers.queues.iter().map(|queue| queue.next_available).collect::<Vec<_>>();
     assert_eq!(at(&guest.transport.save()), [14, 7, 0, 0], "each stop of the toy counts 7");
     // The driver resets the device during a pause.
-    diary.take();
+    log.take();
     guest.start();
-    assert_eq!(diary.take(), [Entry::Reset, Entry::Features(guest.offered())]);
+    assert_eq!(log.take(), [LoggedCall::Reset, LoggedCall::Features(guest.offered())]);
     guest.transport.resume().unwrap();
-    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Start));
+    assert_eq!(log.take(), [0, 1, 2, 3].map(LoggedCall::Start));
 }
 
 #[test]
-fn states_that_make_no_sense_are_refused() {
-    let (mut guest, _) = toy();
+fn invalid_states_are_rejected() {
+    let (mut guest, _) = logging_device();
     guest.start();
     let good = guest.transport.save();
     let written = serde_json::to_string(&good).unwrap();
     assert_eq!(serde_json::from_str::<TransportState>(&written).unwrap(), good);
     let refused = |change: &dyn Fn(&mut TransportState)| {
-        let (guest, diary) = toy();
+        let (guest, log) = logging_device();
         let mut state = good.clone();
         change(&mut state);
         let error = guest.transport.restore(&state).unwrap_err();
         assert_eq!(guest.status(), 0);
         guest.transport.resume().unwrap();
-        assert_eq!(diary.take(), [Entry::Reset]);
+        assert_eq!(log.take(), [LoggedCall::Reset]);
         matches!(error, RestoreError::Invalid { .. })
     };
     assert!(refused(&|state| state.registers.status = DRIVER_OK));
@@ -506,14 +509,14 @@ fn states_that_make_no_sense_are_refused() {
     assert!(refused(&|state| state.registers.queues[1].size = 65));
     assert!(refused(&|state| state.registers.queues[1].used = 1 << 50));
     assert!(refused(&|state| state.config = vec![1; 257]));
-    let other = crate::virtio::vsock::State { guest_cid: 3 };
+    let other = crate::virtio::vsock::VsockState { guest_cid: 3 };
     assert!(!refused(&|state| state.device = DeviceState::Vsock(other.clone())), "a device's own error");
-    let (fresh, diary) = toy();
+    let (fresh, log) = logging_device();
     fresh.transport.restore(&good).unwrap();
     assert_eq!(fresh.transport.save(), good);
-    assert_eq!(diary.take(), [Entry::Reset, Entry::Features(fresh.offered())]);
+    assert_eq!(log.take(), [LoggedCall::Reset, LoggedCall::Features(fresh.offered())]);
     fresh.transport.resume().unwrap();
-    assert_eq!(diary.take(), [0, 1, 2, 3].map(Entry::Start));
+    assert_eq!(log.take(), [0, 1, 2, 3].map(LoggedCall::Start));
 }
 
 proptest! {
@@ -521,12 +524,12 @@ proptest! {
 
     /// Any state, for example from a manipulated file, is rejected or works.
     #[test]
-    fn any_state_is_survived(
+    fn restoring_any_state_never_panics(
         status in prop_oneof![Just(LIVE), Just(11), any::<u32>()],
         features in prop_oneof![Just(COMMON_FEATURES), any::<u64>()],
         queues in prop::collection::vec((0..300u32, 0..0x8000u64, any::<bool>(), any::<u16>()), 4),
     ) {
-        let (mut guest, _) = toy();
+        let (mut guest, _) = logging_device();
         let mut state = guest.transport.save();
         state.registers.status = status;
         state.registers.features = features;

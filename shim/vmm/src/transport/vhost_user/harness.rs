@@ -1,7 +1,7 @@
 //! Provides the fuzz harness of the vhost-user messages: a session with a device that does nothing.
 
-use super::session::Session;
-use super::wire::{Header, Message, parse};
+use super::session::VhostUserSession;
+use super::wire::{MessageHeader, RawMessage, parse};
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use virtio_queue::QueueState;
 
 /// The maximum number of messages in one conversation.
-const MESSAGES: usize = 64;
+const MAX_MESSAGES: usize = 64;
 
 /// Creates a memfd that cannot shrink, as a front end shares it.
 pub(crate) fn memfd(bytes: u64) -> File {
@@ -22,11 +22,11 @@ pub(crate) fn memfd(bytes: u64) -> File {
 }
 
 #[derive(Default)]
-struct Idle {
+struct IdleDevice {
     rings: [Option<Ring>; 2],
 }
 
-impl Device for Idle {
+impl Device for IdleDevice {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Rng
     }
@@ -44,9 +44,9 @@ impl Device for Idle {
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
-        let place = &mut self.rings[usize::from(ring.index())];
-        assert!(place.is_none(), "a queue is started twice");
-        *place = Some(ring);
+        let slot = &mut self.rings[usize::from(ring.index())];
+        assert!(slot.is_none(), "a queue is started twice");
+        *slot = Some(ring);
         Ok(())
     }
 
@@ -68,17 +68,18 @@ impl Device for Idle {
 }
 
 /// Runs a conversation made of these bytes until its end or the first error.
-pub(crate) fn converse(data: &[u8]) {
-    let mut device = Idle::default();
-    let mut session = Session::new(&mut device);
+pub(crate) fn run_messages(data: &[u8]) {
+    let mut device = IdleDevice::default();
+    let mut session = VhostUserSession::new(&mut device);
     let mut rest = data;
-    for _ in 0..MESSAGES {
+    for _ in 0..MAX_MESSAGES {
         let Some(([request, fds, length], after)) = rest.split_first_chunk() else { return };
         let (body, after) = after.split_at(after.len().min(usize::from(*length)));
         rest = after;
         let fds = (0..fds % 3).map(|_| OwnedFd::from(memfd(1 << 16))).collect();
-        let header = Header { request: (*request).into(), flags: 1 };
-        let handled = parse(Message { header, body: body.to_vec(), fds }).and_then(|ask| session.handle(ask));
+        let header = MessageHeader { request: (*request).into(), flags: 1 };
+        let handled =
+            parse(RawMessage { header, body: body.to_vec(), fds }).and_then(|request| session.handle(request));
         if handled.is_err() {
             return;
         }

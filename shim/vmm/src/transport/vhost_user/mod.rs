@@ -1,7 +1,7 @@
 //! Implements the vhost-user server: one device behind one unix socket, driven by another process (the front end). It uses only the
 //! [`Device`] trait. Each server has one thread, which reads the front end's messages and starts and stops the device's queues.
 
-mod line;
+mod interrupt;
 mod memory;
 mod session;
 mod wire;
@@ -16,7 +16,7 @@ use nacelle_base::{Chain, Classify, Kind};
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use session::Session;
+use session::VhostUserSession;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -29,7 +29,7 @@ const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A vhost-user server could not be started.
 #[derive(Debug, thiserror::Error)]
-pub enum ServeError {
+pub enum VhostUserServerError {
     /// The thread or its eventfd could not be created.
     #[error("cannot start the vhost-user server of a {device} device")]
     Start {
@@ -40,29 +40,29 @@ pub enum ServeError {
     },
 }
 
-impl Classify for ServeError {
+impl Classify for VhostUserServerError {
     fn kind(&self) -> Kind {
         match self {
-            ServeError::Start { .. } => Kind::Exhausted,
+            VhostUserServerError::Start { .. } => Kind::Exhausted,
         }
     }
 }
 
 /// The memory of the current front end, if any.
-type Seen = Arc<Mutex<Weak<Memory>>>;
+type CurrentMemory = Arc<Mutex<Weak<Memory>>>;
 
 /// A running vhost-user server. Dropping it stops it.
 #[derive(Debug)]
-pub struct Server {
+pub struct VhostUserServer {
     stop: Arc<EventFd>,
-    seen: Seen,
+    current_memory: CurrentMemory,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Server {
+impl VhostUserServer {
     /// Returns the guest's memory, if a front end has shared it. The caller must not keep the reference: it keeps the memory mapped.
     pub fn memory(&self) -> Option<Arc<Memory>> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+        self.current_memory.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
     }
 
     /// Closes the connection, stops the device's queues and joins the thread.
@@ -71,51 +71,56 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for VhostUserServer {
     fn drop(&mut self) {
         if let Err(error) = self.stop.write(1) {
             tracing::error!("cannot wake a vhost-user server: {error}");
         }
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("a vhost-user server has panicked");
+            tracing::error!("BUG: a vhost-user server has panicked");
         }
     }
 }
 
 /// Serves `device` to one front end at a time on `listener`. When a front end disconnects, or is disconnected because of an
 /// invalid message, the device is reset and the next connection is accepted.
-pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<Server, ServeError> {
+pub fn serve(device: Box<dyn Device>, listener: UnixListener) -> Result<VhostUserServer, VhostUserServerError> {
     let kind = device.kind();
-    let start = |source| ServeError::Start { device: kind, source };
+    let start = |source| VhostUserServerError::Start { device: kind, source };
     listener.set_nonblocking(true).map_err(start)?;
     let stop =
         EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|error| start(error.into()))?;
     let stop = Arc::new(stop);
-    let seen = Seen::default();
-    let (told, shown) = (stop.clone(), seen.clone());
+    let current_memory = CurrentMemory::default();
+    let (thread_stop, thread_memory) = (stop.clone(), current_memory.clone());
     let thread = nacelle_jail::spawn(ThreadKind::VhostUser, Builder::new().name(format!("vhost-{kind}")), move || {
-        accept_all(device, &listener, &told, &shown);
+        serve_front_ends(device, &listener, &thread_stop, &thread_memory);
     })
     .map_err(start)?;
-    Ok(Server { stop, seen, thread: Some(thread) })
+    Ok(VhostUserServer { stop, current_memory, thread: Some(thread) })
 }
 
-fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &EventFd, seen: &Seen) {
-    while wait(listener, stop) {
+fn serve_front_ends(
+    mut device: Box<dyn Device>,
+    listener: &UnixListener,
+    stop: &EventFd,
+    current_memory: &CurrentMemory,
+) {
+    while wait_readable(listener, stop) {
         match listener.accept() {
             Ok((stream, _)) => {
-                if let Err(error) = converse(device.as_mut(), stream, stop, seen) {
-                    guest_warn!(device = %device.kind(), "gave up a vhost-user front end: {}", Chain(&error));
+                if let Err(error) = serve_front_end(device.as_mut(), stream, stop, current_memory) {
+                    guest_warn!(device = %device.kind(), "disconnected a vhost-user front end: {}", Chain(&error));
                 }
                 device.reset();
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
-                guest_warn!(device = %device.kind(), "cannot accept a vhost-user front end: {error}");
+                guest_warn!(device = %device.kind(), "cannot accept a connection of a vhost-user front end: {error}");
                 // Most likely no descriptor is free: retries a little later, unless the server is stopped.
                 let later = Instant::now() + Duration::from_millis(100);
-                let told = retry::poll(&mut [PollFd::new(stop.as_fd(), PollFlags::POLLIN)], Some(later));
-                if told.is_ok_and(|events| events > 0) {
+                let stopped = retry::poll(&mut [PollFd::new(stop.as_fd(), PollFlags::POLLIN)], Some(later));
+                if stopped.is_ok_and(|events| events > 0) {
                     return;
                 }
             }
@@ -123,21 +128,26 @@ fn accept_all(mut device: Box<dyn Device>, listener: &UnixListener, stop: &Event
     }
 }
 
-fn converse(device: &mut dyn Device, stream: UnixStream, stop: &EventFd, seen: &Seen) -> Result<(), wire::WireError> {
+fn serve_front_end(
+    device: &mut dyn Device,
+    stream: UnixStream,
+    stop: &EventFd,
+    current_memory: &CurrentMemory,
+) -> Result<(), wire::VhostUserProtocolError> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))?;
-    let mut session = Session::new(device);
-    while let Some(message) = wire::receive(&stream, || wait(&stream, stop))? {
+    let mut session = VhostUserSession::new(device);
+    while let Some(message) = wire::receive(&stream, || wait_readable(&stream, stop))? {
         let header = message.header;
-        let answer = session.handle(wire::parse(message)?)?;
-        *seen.lock().unwrap_or_else(PoisonError::into_inner) = session.memory();
-        wire::reply(&stream, header, answer, session.acknowledges())?;
+        let reply = session.handle(wire::parse(message)?)?;
+        *current_memory.lock().unwrap_or_else(PoisonError::into_inner) = session.memory();
+        wire::send_reply(&stream, header, reply, session.replies_on_request())?;
     }
     Ok(())
 }
 
 /// Waits until `fd` is readable. Returns `false` if the server is being stopped.
-fn wait(fd: &impl AsFd, stop: &EventFd) -> bool {
+fn wait_readable(fd: &impl AsFd, stop: &EventFd) -> bool {
     loop {
         let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
         if let Err(error) = retry::poll(&mut events, None) {

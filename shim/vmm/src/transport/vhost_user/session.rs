@@ -1,9 +1,9 @@
 //! Holds the state that one front end has set up, and decides when a queue runs: when it has memory, addresses, a size and a
 //! kick, and is enabled.
 
-use super::line::Line;
-use super::memory::Shared;
-use super::wire::{Addresses, Answer, Ask, WireError};
+use super::interrupt::VhostUserInterrupt;
+use super::memory::FrontEndMemory;
+use super::wire::{FrontEndRegion, QueueAddresses, VhostUserProtocolError, VhostUserReply, VhostUserRequest};
 use crate::virtio::{Device, Interrupt, Memory, Ring};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -24,39 +24,39 @@ const PROTOCOL: u64 = P_MQ | P_REPLY_ACK | P_BACKEND_REQ | P_CONFIG | P_RESET_DE
 const FRONT_END_SIZE: u16 = 1024;
 
 /// The state of the connection to one front end.
-pub(super) struct Session<'d> {
+pub(super) struct VhostUserSession<'d> {
     device: &'d mut dyn Device,
     features: u64,
     protocol: u64,
-    memory: Option<Shared>,
-    queues: Vec<Setup>,
-    line: Arc<Line>,
+    memory: Option<FrontEndMemory>,
+    queues: Vec<QueueSetup>,
+    interrupt: Arc<VhostUserInterrupt>,
     /// The configuration space as the front end last read it.
-    seen: Option<Vec<u8>>,
+    last_config: Option<Vec<u8>>,
 }
 
 /// The configuration of one queue.
 #[derive(Debug, Default)]
-struct Setup {
+struct QueueSetup {
     size: u16,
-    addresses: Option<Addresses>,
+    addresses: Option<QueueAddresses>,
     base: u16,
     kick: Option<OwnedFd>,
     enabled: bool,
     running: bool,
 }
 
-impl<'d> Session<'d> {
-    pub(super) fn new(device: &'d mut dyn Device) -> Session<'d> {
+impl<'d> VhostUserSession<'d> {
+    pub(super) fn new(device: &'d mut dyn Device) -> VhostUserSession<'d> {
         let count = device.queue_sizes().len();
-        Session {
+        VhostUserSession {
             device,
             features: 0,
             protocol: 0,
             memory: None,
-            queues: (0..count).map(|_| Setup::default()).collect(),
-            line: Arc::new(Line::new(count)),
-            seen: None,
+            queues: (0..count).map(|_| QueueSetup::default()).collect(),
+            interrupt: Arc::new(VhostUserInterrupt::new(count)),
+            last_config: None,
         }
     }
 
@@ -66,120 +66,125 @@ impl<'d> Session<'d> {
     }
 
     /// Returns whether messages without a reply are acknowledged on request.
-    pub(super) fn acknowledges(&self) -> bool {
+    pub(super) fn replies_on_request(&self) -> bool {
         self.protocol & P_REPLY_ACK != 0
     }
 
-    pub(super) fn handle(&mut self, ask: Ask) -> Result<Answer, WireError> {
-        match ask {
-            Ask::GetFeatures => return Ok(Answer::Number(self.offered())),
-            Ask::GetProtocolFeatures => return Ok(Answer::Number(PROTOCOL)),
-            Ask::GetQueueCount => return Ok(Answer::Number(self.queues.len() as u64)),
-            Ask::GetBase { index } => {
-                let number = self.index(index)?;
-                self.stop(number);
-                let queue = self.queue(index)?;
-                queue.kick = None;
-                return Ok(Answer::Base { index, base: queue.base.into() });
-            }
-            Ask::GetConfig { offset, size } => {
-                let mut data = vec![0; size as usize]; // checked by the parser
-                self.device.read_config(offset, &mut data);
-                if offset == 0 {
-                    self.seen = Some(data.clone());
-                }
-                return Ok(Answer::Config { offset, data });
-            }
-            // Unknown bits are ignored, because a front end may set bits of its own.
-            Ask::SetFeatures(bits) => {
-                self.stop_all();
-                self.features = bits & self.offered();
-                self.device.acknowledge(self.features & self.device.features());
-                for index in self.indexes() {
-                    self.start_if_ready(index)?;
-                }
-            }
-            Ask::SetProtocolFeatures(bits) => self.protocol = bits & PROTOCOL,
-            Ask::SetOwner | Ask::SetError => {}
-            Ask::Reset => {
-                self.stop_all();
+    /// Executes a request and returns its reply.
+    pub(super) fn handle(&mut self, request: VhostUserRequest) -> Result<VhostUserReply, VhostUserProtocolError> {
+        match request {
+            VhostUserRequest::GetFeatures => return Ok(VhostUserReply::Number(self.offered_features())),
+            VhostUserRequest::GetProtocolFeatures => return Ok(VhostUserReply::Number(PROTOCOL)),
+            VhostUserRequest::GetQueueCount => return Ok(VhostUserReply::Number(self.queues.len() as u64)),
+            VhostUserRequest::GetBase { index } => return self.stop_and_get_base(index),
+            VhostUserRequest::GetConfig { offset, size } => return Ok(self.read_config(offset, size)),
+            VhostUserRequest::SetFeatures(bits) => self.set_features(bits)?,
+            VhostUserRequest::SetProtocolFeatures(bits) => self.protocol = bits & PROTOCOL,
+            VhostUserRequest::SetOwner | VhostUserRequest::SetError => {}
+            VhostUserRequest::Reset => {
+                self.stop_queues();
                 self.device.reset();
             }
-            Ask::SetMemory(regions) => {
-                let memory = Shared::map(regions)?;
-                self.stop_all();
-                self.memory = Some(memory);
-                for index in self.indexes() {
-                    self.start_if_ready(index)?;
-                }
+            VhostUserRequest::SetMemory(regions) => self.set_memory(regions)?,
+            VhostUserRequest::SetSize { index, size } => self.stopped_queue(index)?.size = to_u16("size", size)?,
+            VhostUserRequest::SetAddresses { index, addresses } => {
+                self.stopped_queue(index)?.addresses = Some(addresses);
             }
-            Ask::SetSize { index, size } => {
-                self.idle(index)?.size = narrow("size", size)?;
+            VhostUserRequest::SetBase { index, base } => self.stopped_queue(index)?.base = to_u16("base", base)?,
+            VhostUserRequest::SetKick { index, fd } => {
+                self.stopped_queue(index)?.kick = fd;
+                self.start_queue_if_ready(self.checked_index(index)?)?;
             }
-            Ask::SetAddresses { index, addresses } => {
-                self.idle(index)?.addresses = Some(addresses);
+            VhostUserRequest::SetCall { index, fd } => self.set_call(self.checked_index(index)?, fd)?,
+            VhostUserRequest::SetEnabled { index, enabled } => self.set_enabled(index, enabled)?,
+            VhostUserRequest::SetBackendChannel(channel) => {
+                self.interrupt.set_channel(channel);
+                self.report_missed_config_change();
             }
-            Ask::SetBase { index, base } => {
-                self.idle(index)?.base = narrow("base", base)?;
-            }
-            Ask::SetKick { index, fd } => {
-                self.idle(index)?.kick = fd;
-                self.start_if_ready(self.index(index)?)?;
-            }
-            Ask::SetCall { index, fd } => {
-                let number = self.index(index)?;
-                let again = self.line.is_copied(number);
-                if again {
-                    self.stop(number);
-                }
-                self.line.set_call(number, fd)?;
-                if again {
-                    self.start_if_ready(number)?;
-                }
-            }
-            Ask::SetEnabled { index, enabled } => {
-                let number = self.index(index)?;
-                self.queue(index)?.enabled = enabled;
-                if enabled {
-                    self.start_if_ready(number)?;
-                } else {
-                    self.stop(number);
-                }
-            }
-            Ask::SetBackendChannel(channel) => {
-                self.line.set_channel(channel);
-                self.tell_of_changes();
-            }
-            Ask::SetConfig { offset, data } => self.device.write_config(offset, &data),
+            VhostUserRequest::SetConfig { offset, data } => self.device.write_config(offset, &data),
         }
-        Ok(Answer::Done)
+        Ok(VhostUserReply::Acknowledged)
     }
 
-    fn offered(&self) -> u64 {
+    fn stop_and_get_base(&mut self, index: u32) -> Result<VhostUserReply, VhostUserProtocolError> {
+        let queue = self.stopped_queue(index)?;
+        queue.kick = None;
+        Ok(VhostUserReply::Base { index, base: queue.base.into() })
+    }
+
+    /// Reads the configuration space. The parser has checked the size.
+    fn read_config(&mut self, offset: u32, size: u32) -> VhostUserReply {
+        let mut data = vec![0; size as usize];
+        self.device.read_config(offset, &mut data);
+        if offset == 0 {
+            self.last_config = Some(data.clone());
+        }
+        VhostUserReply::Config { offset, data }
+    }
+
+    /// Sets the negotiated features. Unknown bits are ignored, because a front end may set bits of its own.
+    fn set_features(&mut self, bits: u64) -> Result<(), VhostUserProtocolError> {
+        self.stop_queues();
+        self.features = bits & self.offered_features();
+        self.device.acknowledge(self.features & self.device.features());
+        self.start_ready_queues()
+    }
+
+    fn set_memory(&mut self, regions: Vec<FrontEndRegion>) -> Result<(), VhostUserProtocolError> {
+        let memory = FrontEndMemory::map(regions)?;
+        self.stop_queues();
+        self.memory = Some(memory);
+        self.start_ready_queues()
+    }
+
+    fn set_call(&mut self, index: u16, fd: Option<OwnedFd>) -> Result<(), VhostUserProtocolError> {
+        let restart = self.interrupt.is_call_copied(index);
+        if restart {
+            self.stop_queue(index);
+        }
+        self.interrupt.set_call(index, fd)?;
+        if restart { self.start_queue_if_ready(index) } else { Ok(()) }
+    }
+
+    fn set_enabled(&mut self, index: u32, enabled: bool) -> Result<(), VhostUserProtocolError> {
+        let number = self.checked_index(index)?;
+        self.queue_setup(index)?.enabled = enabled;
+        if enabled {
+            return self.start_queue_if_ready(number);
+        }
+        self.stop_queue(number);
+        Ok(())
+    }
+
+    fn start_ready_queues(&mut self) -> Result<(), VhostUserProtocolError> {
+        self.queue_indexes().try_for_each(|index| self.start_queue_if_ready(index))
+    }
+
+    fn offered_features(&self) -> u64 {
         self.device.features() | F_PROTOCOL_FEATURES
     }
 
-    fn indexes(&self) -> std::ops::Range<u16> {
+    fn queue_indexes(&self) -> std::ops::Range<u16> {
         0..u16::try_from(self.queues.len()).unwrap_or(u16::MAX)
     }
 
-    fn index(&self, index: u32) -> Result<u16, WireError> {
-        let number = u16::try_from(index).ok().filter(|number| self.indexes().contains(number));
-        number.ok_or(WireError::NoQueue { index })
+    fn checked_index(&self, index: u32) -> Result<u16, VhostUserProtocolError> {
+        let number = u16::try_from(index).ok().filter(|number| self.queue_indexes().contains(number));
+        number.ok_or(VhostUserProtocolError::NoQueue { index })
     }
 
-    fn queue(&mut self, index: u32) -> Result<&mut Setup, WireError> {
+    fn queue_setup(&mut self, index: u32) -> Result<&mut QueueSetup, VhostUserProtocolError> {
         let found = usize::try_from(index).ok().and_then(|number| self.queues.get_mut(number));
-        found.ok_or(WireError::NoQueue { index })
+        found.ok_or(VhostUserProtocolError::NoQueue { index })
     }
 
     /// Stops a queue if it runs and returns its configuration for changes.
-    fn idle(&mut self, index: u32) -> Result<&mut Setup, WireError> {
-        self.stop(self.index(index)?);
-        self.queue(index)
+    fn stopped_queue(&mut self, index: u32) -> Result<&mut QueueSetup, VhostUserProtocolError> {
+        self.stop_queue(self.checked_index(index)?);
+        self.queue_setup(index)
     }
 
-    fn stop(&mut self, index: u16) {
+    fn stop_queue(&mut self, index: u16) {
         let Some(queue) = self.queues.get_mut(usize::from(index)) else { return };
         if std::mem::take(&mut queue.running)
             && let Some(state) = self.device.stop(index)
@@ -188,28 +193,32 @@ impl<'d> Session<'d> {
         }
     }
 
-    fn stop_all(&mut self) {
-        self.indexes().for_each(|index| self.stop(index));
+    fn stop_queues(&mut self) {
+        self.queue_indexes().for_each(|index| self.stop_queue(index));
     }
 
-    fn start_if_ready(&mut self, index: u16) -> Result<(), WireError> {
+    fn start_queue_if_ready(&mut self, index: u16) -> Result<(), VhostUserProtocolError> {
         let sizes = self.device.queue_sizes();
-        let enabled_by_nature = self.features & F_PROTOCOL_FEATURES == 0;
+        let always_enabled = self.features & F_PROTOCOL_FEATURES == 0;
         let (Some(queue), Some(max_size)) = (self.queues.get_mut(usize::from(index)), sizes.get(usize::from(index)))
         else {
-            return Err(WireError::NoQueue { index: index.into() });
+            return Err(VhostUserProtocolError::NoQueue { index: index.into() });
         };
         let (Some(shared), Some(addresses), Some(kick)) = (&self.memory, queue.addresses, &queue.kick) else {
             return Ok(());
         };
-        if queue.running || queue.size == 0 || !(queue.enabled || enabled_by_nature) {
+        if queue.running || queue.size == 0 || !(queue.enabled || always_enabled) {
             return Ok(());
         }
         let address = |value| {
             let found = shared.guest_address(value);
-            found.ok_or(WireError::Memory { address: value, length: 0, why: "a queue lies outside" })
+            found.ok_or(VhostUserProtocolError::Memory {
+                address: value,
+                length: 0,
+                why: "a queue is outside the shared memory",
+            })
         };
-        let bad = |source| WireError::Queue { index, source };
+        let bad = |source| VhostUserProtocolError::Queue { index, source };
         let state = QueueState {
             max_size: (*max_size).max(FRONT_END_SIZE),
             next_avail: queue.base,
@@ -228,34 +237,34 @@ impl<'d> Session<'d> {
         // The protocol has no message for the index of the used ring, so it is read from the ring.
         let used = ready.used_idx(&*shared.memory, Ordering::Acquire).map_err(bad)?;
         ready.set_next_used(used.0);
-        let line: Arc<dyn Interrupt> = self.line.clone();
-        let ring = Ring::new(index, ready, shared.memory.clone(), kick.try_clone()?, line)?;
+        let interrupt: Arc<dyn Interrupt> = self.interrupt.clone();
+        let ring = Ring::new(index, ready, shared.memory.clone(), kick.try_clone()?, interrupt)?;
         self.device.start(ring)?;
         queue.running = true;
-        self.tell_of_changes();
+        self.report_missed_config_change();
         Ok(())
     }
 
     /// Notifies the front end of configuration changes that it missed: it reads the configuration early and handles changes
     /// only while queues run.
-    fn tell_of_changes(&self) {
+    fn report_missed_config_change(&self) {
         let running = self.queues.iter().any(|queue| queue.running);
-        if let Some(seen) = self.seen.as_ref().filter(|_| running) {
-            let mut now = vec![0; seen.len()];
+        if let Some(last_config) = self.last_config.as_ref().filter(|_| running) {
+            let mut now = vec![0; last_config.len()];
             self.device.read_config(0, &mut now);
-            if now != *seen {
-                self.line.config();
+            if now != *last_config {
+                self.interrupt.notify_config();
             }
         }
     }
 }
 
-impl Drop for Session<'_> {
+impl Drop for VhostUserSession<'_> {
     fn drop(&mut self) {
-        self.stop_all();
+        self.stop_queues();
     }
 }
 
-fn narrow(what: &'static str, value: u32) -> Result<u16, WireError> {
-    u16::try_from(value).map_err(|_wide| WireError::BadValue { what, value: value.into() })
+fn to_u16(what: &'static str, value: u32) -> Result<u16, VhostUserProtocolError> {
+    u16::try_from(value).map_err(|_wide| VhostUserProtocolError::BadValue { what, value: value.into() })
 }

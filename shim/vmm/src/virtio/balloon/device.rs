@@ -1,10 +1,10 @@
 //! Implements [`Device`] for the balloon (VIRTIO 1.2, 5.5).
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::State;
-use super::handle::Shared;
+use super::BalloonState;
+use super::handle::BalloonInner;
 use super::requests::serve;
-use crate::virtio::worker::Served;
+use crate::virtio::worker::ServedQueues;
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,19 +22,19 @@ const ACTUAL: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct BalloonDevice {
-    shared: Arc<Shared>,
-    served: Served,
+    inner: Arc<BalloonInner>,
+    queues: ServedQueues,
 }
 
 impl BalloonDevice {
-    pub fn new(shared: Arc<Shared>) -> BalloonDevice {
-        let served = Served::none(DeviceKind::Balloon, QUEUES, shared.way.clone());
-        BalloonDevice { shared, served }
+    pub fn new(inner: Arc<BalloonInner>) -> BalloonDevice {
+        let queues = ServedQueues::new(DeviceKind::Balloon, QUEUES, inner.notifier.clone());
+        BalloonDevice { inner, queues }
     }
 
     fn config(&self) -> [u8; 8] {
-        let [t0, t1, t2, t3] = self.shared.target.load(Ordering::SeqCst).to_le_bytes();
-        let [a0, a1, a2, a3] = self.shared.actual.load(Ordering::SeqCst).to_le_bytes();
+        let [t0, t1, t2, t3] = self.inner.target.load(Ordering::SeqCst).to_le_bytes();
+        let [a0, a1, a2, a3] = self.inner.actual.load(Ordering::SeqCst).to_le_bytes();
         [t0, t1, t2, t3, a0, a1, a2, a3]
     }
 }
@@ -49,7 +49,7 @@ impl Device for BalloonDevice {
     }
 
     fn acknowledge(&mut self, features: u64) {
-        self.shared.statistics_agreed.store(features & STATS_VQ != 0, Ordering::SeqCst);
+        self.inner.statistics_negotiated.store(features & STATS_VQ != 0, Ordering::SeqCst);
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
@@ -69,32 +69,32 @@ impl Device for BalloonDevice {
             }
         }
         let [.., a0, a1, a2, a3] = config;
-        self.shared.actual.store(u32::from_le_bytes([a0, a1, a2, a3]), Ordering::SeqCst);
+        self.inner.actual.store(u32::from_le_bytes([a0, a1, a2, a3]), Ordering::SeqCst);
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
-        let shared = self.shared.clone();
-        self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))
+        let inner = self.inner.clone();
+        self.queues.start(ring, move |index, memory, request| serve(&inner, index, memory, request))
     }
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
-        self.served.stop(index)
+        self.queues.stop(index)
     }
 
     fn reset(&mut self) {
-        self.served.reset();
-        self.shared.actual.store(0, Ordering::SeqCst);
+        self.queues.reset();
+        self.inner.actual.store(0, Ordering::SeqCst);
     }
 
     fn save(&self) -> DeviceState {
         let pages = |number: &AtomicU32| number.load(Ordering::SeqCst);
-        DeviceState::Balloon(State { target: pages(&self.shared.target), actual: pages(&self.shared.actual) })
+        DeviceState::Balloon(BalloonState { target: pages(&self.inner.target), actual: pages(&self.inner.actual) })
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
-        let DeviceState::Balloon(State { target, actual }) = state else { return Err(state.wrong(self.kind())) };
-        self.shared.target.store(target, Ordering::SeqCst);
-        self.shared.actual.store(actual, Ordering::SeqCst);
+        let DeviceState::Balloon(BalloonState { target, actual }) = state else { return Err(state.wrong(self.kind())) };
+        self.inner.target.store(target, Ordering::SeqCst);
+        self.inner.actual.store(actual, Ordering::SeqCst);
         Ok(())
     }
 }

@@ -7,7 +7,7 @@
 //!   are no secret to the guest: they were its memory when it was restored.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::Metrics;
+use super::BalloonMetrics;
 use crate::guest_warn;
 use crate::sys;
 use crate::virtio::Memory;
@@ -19,7 +19,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 pub(super) const PAGE: u64 = 4096;
 
 /// Releases the whole pages in `bytes` (guest addresses) that are guest memory.
-pub(super) fn discard(metrics: &Metrics, memory: &Memory, bytes: Range<u64>) {
+pub(super) fn discard(metrics: &BalloonMetrics, memory: &Memory, bytes: Range<u64>) {
     let (start, end) = (bytes.start.next_multiple_of(PAGE), bytes.end & !(PAGE - 1));
     let mut there = 0;
     for region in memory.iter() {
@@ -31,12 +31,12 @@ pub(super) fn discard(metrics: &Metrics, memory: &Memory, bytes: Range<u64>) {
             Ok(()) => _ = metrics.freed_bytes.fetch_add(length, Relaxed),
             Err(error) => {
                 metrics.failed.fetch_add(1, Relaxed);
-                guest_warn!("{length} bytes of guest memory at {from:#x} cannot be given back: {error}");
+                guest_warn!("cannot release {length} bytes of guest memory at {from:#x} to the host: {error}");
             }
         }
     }
     if there < end.saturating_sub(start) {
         metrics.refused.fetch_add(1, Relaxed);
-        guest_warn!("the guest gives back memory that it does not have, at {start:#x}");
+        guest_warn!("the guest released memory at {start:#x} that it does not have");
     }
 }

@@ -1,29 +1,29 @@
 //! Defines the host's handle to a balloon, which sets its target size and reads its statistics. The lock `statistics` is held
 //! only briefly.
 
-use super::Metrics;
+use super::BalloonMetrics;
 use super::device::BalloonDevice;
 use crate::virtio::Device;
-use crate::virtio::worker::Way;
+use crate::virtio::worker::DeviceNotifier;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A balloon in a guest's memory. Clones are handles to the same balloon.
 #[derive(Clone, Debug, Default)]
-pub struct Balloon(Arc<Shared>);
+pub struct Balloon(Arc<BalloonInner>);
 
 /// The state that handle and device share.
 #[derive(Debug, Default)]
-pub(crate) struct Shared {
+pub(crate) struct BalloonInner {
     /// The number of pages that the host requests, and the number that the guest reports.
     pub(super) target: AtomicU32,
     pub(super) actual: AtomicU32,
-    pub(super) metrics: Metrics,
+    pub(super) metrics: BalloonMetrics,
     /// Whether the statistics queue has been negotiated.
-    pub(super) statistics_agreed: AtomicBool,
-    wish: AtomicBool,
+    pub(super) statistics_negotiated: AtomicBool,
+    statistics_requested: AtomicBool,
     statistics: Mutex<Option<Statistics>>,
-    pub(super) way: Arc<Way>,
+    pub(super) notifier: Arc<DeviceNotifier>,
 }
 
 /// The statistics that a guest's kernel reports about its memory (VIRTIO 1.2, 5.5.6.4), in bytes or in events since boot. They
@@ -80,7 +80,7 @@ impl Balloon {
     /// Sets the number of pages of 4 KiB that the guest should have in the balloon. The guest complies as far and as soon as it can.
     pub fn set_target(&self, pages: u32) {
         self.0.target.store(pages, Ordering::SeqCst);
-        self.0.way.config_changed();
+        self.0.notifier.notify_config();
     }
 
     /// Returns the requested number of pages of 4 KiB.
@@ -94,9 +94,9 @@ impl Balloon {
     }
 
     /// Requests new statistics from the guest, which arrive at some later time.
-    pub fn ask_statistics(&self) {
-        self.0.wish.store(true, Ordering::SeqCst);
-        self.0.way.ring();
+    pub fn request_statistics(&self) {
+        self.0.statistics_requested.store(true, Ordering::SeqCst);
+        self.0.notifier.wake_thread();
     }
 
     /// Returns the last statistics of the guest, if any. The guest sends the first ones unasked.
@@ -105,12 +105,12 @@ impl Balloon {
     }
 
     /// Returns the counters.
-    pub fn metrics(&self) -> &Metrics {
+    pub fn metrics(&self) -> &BalloonMetrics {
         &self.0.metrics
     }
 
     #[cfg(any(test, feature = "fuzz"))]
-    pub(crate) fn shared(&self) -> &Shared {
+    pub(crate) fn inner(&self) -> &BalloonInner {
         &self.0
     }
 
@@ -120,17 +120,17 @@ impl Balloon {
     }
 }
 
-impl Shared {
+impl BalloonInner {
     fn statistics(&self) -> MutexGuard<'_, Option<Statistics>> {
         self.statistics.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    pub(super) fn heard(&self, statistics: Statistics) {
+    pub(super) fn set_statistics(&self, statistics: Statistics) {
         *self.statistics() = Some(statistics);
     }
 
     /// Returns and clears whether statistics have been requested.
-    pub(super) fn take_wish(&self) -> bool {
-        self.wish.swap(false, Ordering::SeqCst)
+    pub(super) fn take_statistics_request(&self) -> bool {
+        self.statistics_requested.swap(false, Ordering::SeqCst)
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 
 /// Counters of a balloon since its creation.
 #[derive(Debug, Default)]
-pub struct Metrics {
+pub struct BalloonMetrics {
     /// Pages of 4 KiB that the guest put into the balloon.
     pub inflated_pages: AtomicU64,
     /// Pages of 4 KiB that the guest took out of the balloon.

@@ -9,10 +9,10 @@ mod requests;
 mod state;
 
 pub use handle::{Balloon, Statistics};
-pub use metrics::Metrics;
+pub use metrics::BalloonMetrics;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use requests::serve;
-pub use state::State;
+pub use state::BalloonState;
 
 #[cfg(test)]
 mod tests;

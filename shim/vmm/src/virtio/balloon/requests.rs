@@ -2,10 +2,10 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::discard::{PAGE, discard};
-use super::handle::{Shared, Statistics};
+use super::handle::{BalloonInner, Statistics};
 use crate::guest_warn;
 use crate::virtio::Memory;
-use crate::virtio::pieces::Pieces;
+use crate::virtio::buffers::MemoryRanges;
 use crate::virtio::ring::Request;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -21,35 +21,35 @@ pub(super) const MAX_PAGES: usize = 16384;
 const MAX_STATISTICS: usize = 1024;
 
 /// Serves a request of queue `index`. Returns `None` if the device keeps the request for now.
-pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Request) -> Option<u32> {
+pub(crate) fn serve(inner: &BalloonInner, index: u16, memory: &Memory, request: Request) -> Option<u32> {
     match index {
-        INFLATE => inflate(shared, memory, &request.buffers.readable),
+        INFLATE => inflate(inner, memory, &request.buffers.readable),
         DEFLATE => {
             let pages = request.buffers.readable.len() / 4;
-            shared.metrics.deflated_pages.fetch_add(pages as u64, Relaxed);
+            inner.metrics.deflated_pages.fetch_add(pages as u64, Relaxed);
         }
-        STATISTICS if shared.statistics_agreed.load(SeqCst) => {
-            return statistics(shared, memory, &request.buffers.readable);
+        STATISTICS if inner.statistics_negotiated.load(SeqCst) => {
+            return statistics(inner, memory, &request.buffers.readable);
         }
-        _ => report(shared, memory, &request.buffers.writable),
+        _ => release_reported(inner, memory, &request.buffers.writable),
     }
     Some(0)
 }
 
 /// Releases the pages of a list of page numbers; adjacent pages are released together.
-fn inflate(shared: &Shared, memory: &Memory, list: &Pieces) {
-    let metrics = &shared.metrics;
+fn inflate(inner: &BalloonInner, memory: &Memory, list: &MemoryRanges) {
+    let metrics = &inner.metrics;
     let mut bytes = vec![0; list.len().min(MAX_PAGES * 4)];
     match list.read(memory, &mut bytes) {
         Ok(read) => bytes.truncate(read),
         Err(error) => {
-            guest_warn!("the guest fills its balloon by {error}");
+            guest_warn!("the guest inflated its balloon with {error}");
             return;
         }
     }
     if list.len() > MAX_PAGES * 4 {
         metrics.refused.fetch_add(1, Relaxed);
-        guest_warn!("the guest puts more than {MAX_PAGES} pages into its balloon at once");
+        guest_warn!("the guest put more than {MAX_PAGES} pages into its balloon at once");
     }
     let (numbers, _rest) = bytes.as_chunks::<4>();
     let mut pages: Vec<u32> = numbers.iter().map(|number| u32::from_le_bytes(*number)).collect();
@@ -65,19 +65,19 @@ fn inflate(shared: &Shared, memory: &Memory, list: &Pieces) {
 }
 
 /// Releases the memory that the guest reports as free.
-fn report(shared: &Shared, memory: &Memory, free: &Pieces) {
+fn release_reported(inner: &BalloonInner, memory: &Memory, free: &MemoryRanges) {
     for range in free.ranges() {
-        shared.metrics.reported_bytes.fetch_add(range.end.saturating_sub(range.start), Relaxed);
-        discard(&shared.metrics, memory, range);
+        inner.metrics.reported_bytes.fetch_add(range.end.saturating_sub(range.start), Relaxed);
+        discard(&inner.metrics, memory, range);
     }
 }
 
 /// Stores the guest's statistics. The buffer is returned to the guest when the host requests new statistics.
-fn statistics(shared: &Shared, memory: &Memory, list: &Pieces) -> Option<u32> {
+fn statistics(inner: &BalloonInner, memory: &Memory, list: &MemoryRanges) -> Option<u32> {
     let mut bytes = vec![0; list.len().min(MAX_STATISTICS)];
     match list.read(memory, &mut bytes) {
-        Ok(read) => shared.heard(Statistics::parse(bytes.get(..read).unwrap_or_default())),
-        Err(error) => guest_warn!("the guest tells of its memory in {error}"),
+        Ok(read) => inner.set_statistics(Statistics::parse(bytes.get(..read).unwrap_or_default())),
+        Err(error) => guest_warn!("the guest sent memory statistics in {error}"),
     }
-    shared.take_wish().then_some(0)
+    inner.take_statistics_request().then_some(0)
 }

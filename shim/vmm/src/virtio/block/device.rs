@@ -1,8 +1,8 @@
 //! Implements [`Device`] for a slot: features, configuration space and the one queue.
 
 use super::SECTOR;
-use super::slot::Shared;
-use super::state::State;
+use super::slot::SlotInner;
+use super::state::BlockState;
 use super::worker;
 use crate::virtio::queue_thread::QueueThread;
 use crate::virtio::{
@@ -35,19 +35,19 @@ pub(super) const MAX_RANGES: u32 = 32;
 /// The device of a slot.
 #[derive(Debug)]
 pub(super) struct SlotDevice {
-    shared: Arc<Shared>,
+    inner: Arc<SlotInner>,
     thread: Option<QueueThread>,
 }
 
 impl SlotDevice {
-    pub(super) fn new(shared: Arc<Shared>) -> SlotDevice {
-        SlotDevice { shared, thread: None }
+    pub(super) fn new(inner: Arc<SlotInner>) -> SlotDevice {
+        SlotDevice { inner, thread: None }
     }
 
     /// Returns the configuration space (`struct virtio_blk_config`).
     fn config(&self) -> Vec<u8> {
         let mut config = Vec::with_capacity(60);
-        config.extend((self.shared.view().capacity() / SECTOR).to_le_bytes());
+        config.extend((self.inner.view().capacity() / SECTOR).to_le_bytes());
         config.extend(0u32.to_le_bytes()); // size_max: not offered
         config.extend(SEG_MAX.to_le_bytes());
         config.extend([0; 4]); // geometry: not offered
@@ -74,7 +74,7 @@ impl Device for SlotDevice {
 
     fn features(&self) -> u64 {
         let both = COMMON_FEATURES | F_SEG_MAX | F_BLK_SIZE | F_TOPOLOGY | F_FLUSH;
-        both | if self.shared.view().is_read_only() { F_RO } else { F_DISCARD | F_WRITE_ZEROES }
+        both | if self.inner.view().is_read_only() { F_RO } else { F_DISCARD | F_WRITE_ZEROES }
     }
 
     fn queue_sizes(&self) -> &[u16] {
@@ -94,17 +94,17 @@ impl Device for SlotDevice {
             return Err(StartError::Running { device, index });
         }
         let interrupt = ring.interrupt().clone();
-        let (first, last) = (self.shared.clone(), self.shared.clone());
-        let name = format!("blk-{}", self.shared.serial);
-        let begin = move |memory: &Memory, request| worker::begin(&first, memory, request);
-        let finish = move |memory: &Memory, job| worker::finish(&last, memory, &job);
+        let (first, last) = (self.inner.clone(), self.inner.clone());
+        let name = format!("blk-{}", self.inner.serial);
+        let begin = move |memory: &Memory, request| worker::try_serve(&first, memory, request);
+        let finish = move |memory: &Memory, job| worker::serve(&last, memory, &job);
         let thread = QueueThread::start(&name, ring, begin, finish).map_err(|source| StartError::Thread {
             device,
             index,
             source,
         })?;
         self.thread = Some(thread);
-        self.shared.set_interrupt(Some(interrupt));
+        self.inner.set_interrupt(Some(interrupt));
         Ok(())
     }
 
@@ -113,7 +113,7 @@ impl Device for SlotDevice {
             return None;
         }
         let thread = self.thread.take()?;
-        self.shared.set_interrupt(None);
+        self.inner.set_interrupt(None);
         thread.stop()
     }
 
@@ -122,14 +122,14 @@ impl Device for SlotDevice {
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Block(State::of(&self.shared))
+        DeviceState::Block(BlockState::of(&self.inner))
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
         match state {
             DeviceState::Block(state) => {
-                state.check(&self.shared)?;
-                self.shared.grow(state.capacity);
+                state.check(&self.inner)?;
+                self.inner.grow(state.capacity);
                 Ok(())
             }
             other => Err(other.wrong(self.kind())),

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
     /// The serial number does not consist of 1 to 20 bytes of printable ASCII.
-    #[error("{serial:?} is no serial number of a disk: it has 1 to 20 printable ASCII characters")]
+    #[error("disk serial {serial:?} is invalid: it must be 1 to 20 printable ASCII characters")]
     Serial {
         /// The serial number.
         serial: String,
     },
     /// An offset or length is not a multiple of 512, or too large.
-    #[error("{what} {value} is not a multiple of 512 or too large")]
+    #[error("{what} {value} is invalid: it must be a multiple of 512 and at most 1 EiB")]
     Unaligned {
         /// The name of the number.
         what: &'static str,
@@ -21,13 +21,13 @@ pub enum BlockError {
         value: u64,
     },
     /// The image is empty.
-    #[error("cannot place an image of no bytes at {at}")]
+    #[error("cannot place an empty image at {at}")]
     Empty {
         /// The requested position in bytes.
         at: u64,
     },
     /// The range overlaps another one.
-    #[error("cannot place {length} bytes at {at}: {other_length} bytes lie at {other}")]
+    #[error("cannot place {length} bytes at {at}: they overlap the {other_length} bytes at {other}")]
     Overlap {
         /// The requested position in bytes.
         at: u64,
@@ -47,7 +47,7 @@ pub enum BlockError {
         source: std::io::Error,
     },
     /// The file is shorter than the extent requires.
-    #[error("{path} has {length} bytes, {needed} are needed")]
+    #[error("{path} is too short: it has {length} bytes, {needed} are needed")]
     TooShort {
         /// The file or block device.
         path: PathBuf,
@@ -57,12 +57,12 @@ pub enum BlockError {
         needed: u64,
     },
     /// The slot is of the wrong kind for the operation (place: read-only; place_volume: for volumes; resize: read-write).
-    #[error("slot {serial} is {sort}: cannot {operation} it")]
-    WrongSort {
+    #[error("cannot {operation} disk slot {serial}: it is {slot_kind}")]
+    WrongKind {
         /// The serial number of the slot.
         serial: String,
         /// The kind of the slot.
-        sort: &'static str,
+        slot_kind: &'static str,
         /// The operation.
         operation: &'static str,
     },
@@ -74,7 +74,7 @@ impl Classify for BlockError {
             BlockError::Serial { .. } | BlockError::Unaligned { .. } | BlockError::Empty { .. } => Kind::Invalid,
             BlockError::Overlap { .. } => Kind::AlreadyExists,
             BlockError::Open { source, .. } => source.kind().into(),
-            BlockError::TooShort { .. } | BlockError::WrongSort { .. } => Kind::Conflict,
+            BlockError::TooShort { .. } | BlockError::WrongKind { .. } => Kind::Conflict,
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 
 /// Counters of a slot since its creation.
 #[derive(Debug, Default)]
-pub struct Metrics {
+pub struct BlockMetrics {
     /// Read requests that succeeded.
     pub reads: AtomicU64,
     /// Bytes read by successful requests.

@@ -3,18 +3,18 @@
 
 mod device;
 mod error;
+mod extent_map;
 mod metrics;
 mod slot;
 mod state;
-mod table;
 mod worker;
 
 pub use error::BlockError;
-pub use metrics::Metrics;
+pub use metrics::BlockMetrics;
 pub use slot::Slot;
-pub use state::State;
+pub use state::BlockState;
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use worker::{begin, finish};
+pub(crate) use worker::{serve, try_serve};
 
 /// The size of a sector in bytes, the unit of the protocol.
 const SECTOR: u64 = 512;

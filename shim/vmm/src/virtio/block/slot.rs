@@ -1,9 +1,9 @@
 //! Defines the host's handle to a block device, which changes its content and size. One change at a time holds the lock
-//! `changing`, during its file operations; `now` is held only briefly and never during I/O. Lock order: `changing`, then `now`.
+//! `changing`, during its file operations; `state` is held only briefly and never during I/O. Lock order: `changing`, then `state`.
 
 use super::device::SlotDevice;
-use super::table::{MAX_CAPACITY, Source, Table, Writes};
-use super::{BlockError, Metrics, SECTOR};
+use super::extent_map::{ExtentMap, MAX_CAPACITY, PlacedFile, WriteState};
+use super::{BlockError, BlockMetrics, SECTOR};
 use crate::virtio::{Device, Interrupt};
 use nacelle_base::machine::{Extent, ImageDisk};
 use std::fs::{File, OpenOptions};
@@ -17,30 +17,30 @@ pub(super) const SERIAL: usize = 20;
 
 /// A block device that exists from boot and whose backing changes while the guest runs. Clones are handles to the same slot.
 #[derive(Clone, Debug)]
-pub struct Slot(Arc<Shared>);
+pub struct Slot(Arc<SlotInner>);
 
 /// The state that handle and device share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SlotInner {
     pub(super) serial: String,
-    pub(super) metrics: Metrics,
+    pub(super) metrics: BlockMetrics,
     /// The host does not support reads from the page cache only, so every read of this disk may block.
-    pub(super) unsure: AtomicBool,
+    pub(super) no_cached_reads: AtomicBool,
     changing: Mutex<()>,
-    now: Mutex<Now>,
+    state: Mutex<SlotState>,
 }
 
-struct Now {
-    view: View,
+struct SlotState {
+    view: SlotView,
     interrupt: Option<Arc<dyn Interrupt>>,
 }
 
 /// The content of the slot at one moment. A request uses one view from its start to its end.
 #[derive(Clone, Debug)]
-pub(super) enum View {
-    ReadOnly(Arc<Table>),
+pub(super) enum SlotView {
+    ReadOnly(Arc<ExtentMap>),
     /// Files and block devices at their positions; some of them are writable.
-    Volumes(Arc<Table>),
+    Volumes(Arc<ExtentMap>),
     ReadWrite {
         file: Arc<File>,
         path: Arc<PathBuf>,
@@ -48,67 +48,67 @@ pub(super) enum View {
     },
 }
 
-impl View {
+impl SlotView {
     /// Returns the capacity in bytes.
     pub(super) fn capacity(&self) -> u64 {
         match self {
-            View::ReadOnly(table) | View::Volumes(table) => table.capacity(),
-            View::ReadWrite { size, .. } => *size,
+            SlotView::ReadOnly(extents) | SlotView::Volumes(extents) => extents.capacity(),
+            SlotView::ReadWrite { size, .. } => *size,
         }
     }
 
     pub(super) fn is_read_only(&self) -> bool {
-        matches!(self, View::ReadOnly(_))
+        matches!(self, SlotView::ReadOnly(_))
     }
 
     /// Returns the map of the placed ranges, if this kind of slot has one.
-    pub(super) fn table(&self) -> Option<&Arc<Table>> {
+    pub(super) fn extents(&self) -> Option<&Arc<ExtentMap>> {
         match self {
-            View::ReadOnly(table) | View::Volumes(table) => Some(table),
-            View::ReadWrite { .. } => None,
+            SlotView::ReadOnly(extents) | SlotView::Volumes(extents) => Some(extents),
+            SlotView::ReadWrite { .. } => None,
         }
     }
 
     /// Returns a view of the same kind with another map.
-    fn with(&self, table: Table) -> View {
+    fn with_extents(&self, extents: ExtentMap) -> SlotView {
         match self {
-            View::Volumes(_) => View::Volumes(Arc::new(table)),
-            _ => View::ReadOnly(Arc::new(table)),
+            SlotView::Volumes(_) => SlotView::Volumes(Arc::new(extents)),
+            _ => SlotView::ReadOnly(Arc::new(extents)),
         }
     }
 }
 
-impl Shared {
-    pub(super) fn view(&self) -> View {
-        self.now().view.clone()
+impl SlotInner {
+    pub(super) fn view(&self) -> SlotView {
+        self.state().view.clone()
     }
 
     pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn Interrupt>>) {
-        self.now().interrupt = interrupt;
+        self.state().interrupt = interrupt;
     }
 
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn state(&self) -> MutexGuard<'_, SlotState> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Increases the capacity of a slot for placed ranges to at least `capacity` bytes.
     pub(super) fn grow(&self, capacity: u64) {
-        let _alone = self.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let _changes = self.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let view = self.view();
-        if let Some(table) = view.table() {
-            self.show(view.with(table.grown(capacity)));
+        if let Some(extents) = view.extents() {
+            self.replace_view(view.with_extents(extents.grown(capacity)));
         }
     }
 
     /// Replaces the view, and notifies the guest if the size changes.
-    fn show(&self, view: View) {
-        let mut now = self.now();
-        let resized = view.capacity() != now.view.capacity();
-        now.view = view;
-        let interrupt = now.interrupt.clone().filter(|_| resized);
-        drop(now);
+    fn replace_view(&self, view: SlotView) {
+        let mut state = self.state();
+        let resized = view.capacity() != state.view.capacity();
+        state.view = view;
+        let interrupt = state.interrupt.clone().filter(|_| resized);
+        drop(state);
         if let Some(interrupt) = interrupt {
-            interrupt.config();
+            interrupt.notify_config();
         }
     }
 }
@@ -117,35 +117,35 @@ impl Slot {
     /// Creates a read-only slot without content: its capacity is 0 and grows with [`place`](Slot::place). The guest finds it by
     /// `serial` (1 to 20 printable ASCII characters) in /sys/block/*/serial.
     pub fn read_only(serial: &str) -> Result<Slot, BlockError> {
-        Slot::new(serial, View::ReadOnly(Arc::default()))
+        Slot::new(serial, SlotView::ReadOnly(Arc::default()))
     }
 
     /// Creates a read-write slot over an existing raw file or block device. A shorter file is extended to `size` bytes
     /// (sparse). `size` must be a multiple of 512.
     pub fn read_write(serial: &str, path: &Path, size: u64) -> Result<Slot, BlockError> {
-        aligned("size", size)?;
+        check_aligned("size", size)?;
         let open = |source| BlockError::Open { path: path.to_owned(), source };
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(open)?;
-        make_long(&file, path, size)?;
-        Slot::new(serial, View::ReadWrite { file: Arc::new(file), path: Arc::new(path.to_owned()), size })
+        extend_file(&file, path, size)?;
+        Slot::new(serial, SlotView::ReadWrite { file: Arc::new(file), path: Arc::new(path.to_owned()), size })
     }
 
     /// Creates a slot without content like [`read_only`](Slot::read_only), on which [`place_volume`](Slot::place_volume) places
     /// writable ranges.
     pub fn volumes(serial: &str) -> Result<Slot, BlockError> {
-        Slot::new(serial, View::Volumes(Arc::default()))
+        Slot::new(serial, SlotView::Volumes(Arc::default()))
     }
 
-    fn new(serial: &str, view: View) -> Result<Slot, BlockError> {
+    fn new(serial: &str, view: SlotView) -> Result<Slot, BlockError> {
         if serial.is_empty() || serial.len() > SERIAL || !serial.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(BlockError::Serial { serial: serial.to_owned() });
         }
-        Ok(Slot(Arc::new(Shared {
+        Ok(Slot(Arc::new(SlotInner {
             serial: serial.to_owned(),
-            metrics: Metrics::default(),
-            unsure: AtomicBool::new(false),
+            metrics: BlockMetrics::default(),
+            no_cached_reads: AtomicBool::new(false),
             changing: Mutex::new(()),
-            now: Mutex::new(Now { view, interrupt: None }),
+            state: Mutex::new(SlotState { view, interrupt: None }),
         })))
     }
 
@@ -153,28 +153,28 @@ impl Slot {
     /// be unlinked afterwards. The capacity grows to at least the end of the image, rounded up to 1 MiB, and the guest is
     /// notified; it never shrinks. Fails if the range overlaps another one.
     pub fn place(&self, at: u64, disk: &ImageDisk) -> Result<(), BlockError> {
-        aligned("offset", at)?;
+        check_aligned("offset", at)?;
         let mut end = at;
         for extent in &disk.extents {
-            aligned("extent offset", extent.offset)?;
-            aligned("extent length", extent.length)?;
+            check_aligned("extent offset", extent.offset)?;
+            check_aligned("extent length", extent.length)?;
             end = end.saturating_add(extent.length);
-            aligned("end of the image", end)?;
+            check_aligned("end of the image", end)?;
         }
         if end == at {
             return Err(BlockError::Empty { at });
         }
-        let _alone = self.alone();
-        let View::ReadOnly(table) = self.0.view() else { return Err(self.wrong_sort("place an image on")) };
-        let extents = disk.extents.iter().filter(|extent| extent.length > 0);
-        let sources = extents.map(open).collect::<Result<Vec<_>, _>>()?;
-        let table = table.with(at, sources).map_err(|other| BlockError::Overlap {
+        let _changes = self.lock_changes();
+        let SlotView::ReadOnly(extents) = self.0.view() else { return Err(self.wrong_kind("place an image on")) };
+        let placed = disk.extents.iter().filter(|extent| extent.length > 0);
+        let files = placed.map(open_extent).collect::<Result<Vec<_>, _>>()?;
+        let extents = extents.with(at, files).map_err(|other| BlockError::Overlap {
             at,
             length: end - at,
             other: other.start,
             other_length: other.end - other.start,
         })?;
-        self.0.show(View::ReadOnly(Arc::new(table)));
+        self.0.replace_view(SlotView::ReadOnly(Arc::new(extents)));
         Ok(())
     }
 
@@ -189,49 +189,49 @@ impl Slot {
         writable: bool,
         name: &Path,
     ) -> Result<(), BlockError> {
-        aligned("offset", at)?;
-        aligned("length", length)?;
-        aligned("end of the volume", at.saturating_add(length))?;
+        check_aligned("offset", at)?;
+        check_aligned("length", length)?;
+        check_aligned("end of the volume", at.saturating_add(length))?;
         if length == 0 {
             return Err(BlockError::Empty { at });
         }
-        let _alone = self.alone();
-        let View::Volumes(table) = self.0.view() else { return Err(self.wrong_sort("place a volume on")) };
-        let there = self::length(&file, name)?;
-        if there < length {
-            return Err(BlockError::TooShort { path: name.to_owned(), length: there, needed: length });
+        let _changes = self.lock_changes();
+        let SlotView::Volumes(extents) = self.0.view() else { return Err(self.wrong_kind("place a volume on")) };
+        let file_length = file_length(&file, name)?;
+        if file_length < length {
+            return Err(BlockError::TooShort { path: name.to_owned(), length: file_length, needed: length });
         }
-        let before = table.source(at).and_then(|source| source.writes.clone());
-        let writes = writable.then(|| before.unwrap_or_else(|| Arc::new(Writes::default())));
-        let source = Source { file: Arc::new(file), offset: 0, length, writes };
-        let table = table.replaced(at, source).map_err(|other| BlockError::Overlap {
+        let earlier_writes = extents.source(at).and_then(|source| source.writes.clone());
+        let writes = writable.then(|| earlier_writes.unwrap_or_else(|| Arc::new(WriteState::default())));
+        let source = PlacedFile { file: Arc::new(file), offset: 0, length, writes };
+        let extents = extents.replaced(at, source).map_err(|other| BlockError::Overlap {
             at,
             length,
             other: other.start,
             other_length: other.end - other.start,
         })?;
-        self.0.show(View::Volumes(Arc::new(table)));
+        self.0.replace_view(SlotView::Volumes(Arc::new(extents)));
         Ok(())
     }
 
     /// Removes the range placed at byte `at`, which then reads as zeros (requests in flight may still read the old bytes).
     /// Returns `false` if no range was placed there.
     pub fn unplace(&self, at: u64) -> bool {
-        let _alone = self.alone();
+        let _changes = self.lock_changes();
         let view = self.0.view();
-        let Some(table) = view.table().and_then(|table| table.without(at)) else { return false };
-        self.0.show(view.with(table));
+        let Some(extents) = view.extents().and_then(|extents| extents.without(at)) else { return false };
+        self.0.replace_view(view.with_extents(extents));
         true
     }
 
     /// Changes the size of a read-write slot (in bytes, a multiple of 512) and notifies the guest. A file is extended (sparse)
     /// but never truncated.
     pub fn resize(&self, size: u64) -> Result<(), BlockError> {
-        aligned("size", size)?;
-        let _alone = self.alone();
-        let View::ReadWrite { file, path, .. } = self.0.view() else { return Err(self.wrong_sort("resize")) };
-        make_long(&file, &path, size)?;
-        self.0.show(View::ReadWrite { file, path, size });
+        check_aligned("size", size)?;
+        let _changes = self.lock_changes();
+        let SlotView::ReadWrite { file, path, .. } = self.0.view() else { return Err(self.wrong_kind("resize")) };
+        extend_file(&file, &path, size)?;
+        self.0.replace_view(SlotView::ReadWrite { file, path, size });
         Ok(())
     }
 
@@ -246,7 +246,7 @@ impl Slot {
     }
 
     /// Returns the counters.
-    pub fn metrics(&self) -> &Metrics {
+    pub fn metrics(&self) -> &BlockMetrics {
         &self.0.metrics
     }
 
@@ -256,25 +256,25 @@ impl Slot {
     }
 
     #[cfg(any(test, feature = "fuzz"))]
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn inner(&self) -> &Arc<SlotInner> {
         &self.0
     }
 
-    fn alone(&self) -> MutexGuard<'_, ()> {
+    fn lock_changes(&self) -> MutexGuard<'_, ()> {
         self.0.changing.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn wrong_sort(&self, operation: &'static str) -> BlockError {
-        let sort = match self.0.view() {
-            View::ReadOnly(_) => "read-only",
-            View::Volumes(_) => "for volumes",
-            View::ReadWrite { .. } => "read-write",
+    fn wrong_kind(&self, operation: &'static str) -> BlockError {
+        let slot_kind = match self.0.view() {
+            SlotView::ReadOnly(_) => "read-only",
+            SlotView::Volumes(_) => "for volumes",
+            SlotView::ReadWrite { .. } => "read-write",
         };
-        BlockError::WrongSort { serial: self.0.serial.clone(), sort, operation }
+        BlockError::WrongKind { serial: self.0.serial.clone(), slot_kind, operation }
     }
 }
 
-fn aligned(what: &'static str, value: u64) -> Result<(), BlockError> {
+fn check_aligned(what: &'static str, value: u64) -> Result<(), BlockError> {
     if value.is_multiple_of(SECTOR) && value <= MAX_CAPACITY {
         Ok(())
     } else {
@@ -282,26 +282,26 @@ fn aligned(what: &'static str, value: u64) -> Result<(), BlockError> {
     }
 }
 
-fn length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
+fn file_length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
     // Seeking to the end also works for block devices, whose metadata contains no length.
     file.seek(SeekFrom::End(0)).map_err(|source| BlockError::Open { path: path.to_owned(), source })
 }
 
-fn open(extent: &Extent) -> Result<Source, BlockError> {
+fn open_extent(extent: &Extent) -> Result<PlacedFile, BlockError> {
     let path = &extent.path;
     let file = File::open(path).map_err(|source| BlockError::Open { path: path.clone(), source })?;
-    let length = length(&file, path)?;
+    let length = file_length(&file, path)?;
     // Both numbers are at most MAX_CAPACITY.
     let needed = extent.offset + extent.length;
     if length < needed {
         return Err(BlockError::TooShort { path: path.clone(), length, needed });
     }
-    Ok(Source { file: Arc::new(file), offset: extent.offset, length: extent.length, writes: None })
+    Ok(PlacedFile { file: Arc::new(file), offset: extent.offset, length: extent.length, writes: None })
 }
 
-fn make_long(file: &File, path: &Path, needed: u64) -> Result<(), BlockError> {
+fn extend_file(file: &File, path: &Path, needed: u64) -> Result<(), BlockError> {
     let error = |source| BlockError::Open { path: path.to_owned(), source };
-    let length = length(file, path)?;
+    let length = file_length(file, path)?;
     if length >= needed {
         return Ok(());
     }
@@ -311,8 +311,8 @@ fn make_long(file: &File, path: &Path, needed: u64) -> Result<(), BlockError> {
     file.set_len(needed).map_err(error)
 }
 
-impl std::fmt::Debug for Now {
+impl std::fmt::Debug for SlotState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Now").field("view", &self.view).finish_non_exhaustive()
+        f.debug_struct("SlotState").field("view", &self.view).finish_non_exhaustive()
     }
 }

@@ -1,10 +1,10 @@
 //! Implements [`Device`] for the console (VIRTIO 1.2, 5.3): one port, its size, and emergency writes.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::State;
-use super::handle::Shared;
+use super::ConsoleState;
+use super::handle::ConsoleInner;
 use super::requests::serve;
-use crate::virtio::worker::Served;
+use crate::virtio::worker::ServedQueues;
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,14 +21,14 @@ const EMERGENCY: u32 = 8;
 
 #[derive(Debug)]
 pub(super) struct ConsoleDevice {
-    shared: Arc<Shared>,
-    served: Served,
+    inner: Arc<ConsoleInner>,
+    queues: ServedQueues,
 }
 
 impl ConsoleDevice {
-    pub fn new(shared: Arc<Shared>) -> ConsoleDevice {
-        let served = Served::none(DeviceKind::Console, QUEUES, shared.way.clone());
-        ConsoleDevice { shared, served }
+    pub fn new(inner: Arc<ConsoleInner>) -> ConsoleDevice {
+        let queues = ServedQueues::new(DeviceKind::Console, QUEUES, inner.notifier.clone());
+        ConsoleDevice { inner, queues }
     }
 }
 
@@ -47,38 +47,38 @@ impl Device for ConsoleDevice {
 
     fn read_config(&self, offset: u32, data: &mut [u8]) {
         // One port; the emergency-write register reads as 0.
-        let [c0, c1, r0, r1] = self.shared.size();
+        let [c0, c1, r0, r1] = self.inner.size();
         read_config(&[c0, c1, r0, r1, 1, 0, 0, 0, 0, 0, 0, 0], offset, data);
     }
 
     fn write_config(&mut self, offset: u32, data: &[u8]) {
         if let (EMERGENCY, Some(character)) = (offset, data.first()) {
-            self.shared.metrics.emergency_bytes.fetch_add(1, Ordering::Relaxed);
-            self.shared.print(&[*character]);
+            self.inner.metrics.emergency_bytes.fetch_add(1, Ordering::Relaxed);
+            self.inner.print(&[*character]);
         }
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
-        let shared = self.shared.clone();
-        self.served.start(ring, move |index, memory, request| serve(&shared, index, memory, request))
+        let inner = self.inner.clone();
+        self.queues.start(ring, move |index, memory, request| serve(&inner, index, memory, request))
     }
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
-        self.served.stop(index)
+        self.queues.stop(index)
     }
 
     fn reset(&mut self) {
-        self.served.reset();
+        self.queues.reset();
     }
 
     fn save(&self) -> DeviceState {
-        let [c0, c1, r0, r1] = self.shared.size();
-        DeviceState::Console(State { columns: u16::from_le_bytes([c0, c1]), rows: u16::from_le_bytes([r0, r1]) })
+        let [c0, c1, r0, r1] = self.inner.size();
+        DeviceState::Console(ConsoleState { columns: u16::from_le_bytes([c0, c1]), rows: u16::from_le_bytes([r0, r1]) })
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
-        let DeviceState::Console(State { columns, rows }) = state else { return Err(state.wrong(self.kind())) };
-        self.shared.set_size(columns, rows);
+        let DeviceState::Console(ConsoleState { columns, rows }) = state else { return Err(state.wrong(self.kind())) };
+        self.inner.set_size(columns, rows);
         Ok(())
     }
 }

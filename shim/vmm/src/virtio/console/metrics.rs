@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 
 /// Counters of a console since its creation.
 #[derive(Debug, Default)]
-pub struct Metrics {
+pub struct ConsoleMetrics {
     /// Bytes that the guest printed.
     pub output_bytes: AtomicU64,
     /// Bytes that the guest printed by emergency writes, included in `output_bytes`.

@@ -6,12 +6,12 @@ mod metrics;
 mod requests;
 mod state;
 
-pub use handle::{Console, INPUT_BYTES, Sink};
-pub use metrics::Metrics;
+pub use handle::{ConsoleSink, INPUT_BYTES, VirtioConsole};
+pub use metrics::ConsoleMetrics;
 pub use requests::MAX_BYTES;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use requests::serve;
-pub use state::State;
+pub use state::ConsoleState;
 
 #[cfg(test)]
 mod tests;

@@ -1,10 +1,10 @@
 //! Serves the requests of the console's queues.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::handle::Shared;
+use super::handle::ConsoleInner;
 use crate::guest_warn;
 use crate::virtio::Memory;
-use crate::virtio::pieces::{BadChain, Pieces};
+use crate::virtio::buffers::{ChainError, MemoryRanges};
 use crate::virtio::ring::Request;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -16,12 +16,12 @@ pub(crate) const OUTPUT: u16 = 1;
 pub const MAX_BYTES: usize = 64 << 10;
 
 /// Serves a request of queue `index`. Returns `None` if there is no input for it yet.
-pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Request) -> Option<u32> {
+pub(crate) fn serve(inner: &ConsoleInner, index: u16, memory: &Memory, request: Request) -> Option<u32> {
     match index {
-        INPUT => input(shared, memory, &request.buffers.writable),
+        INPUT => input(inner, memory, &request.buffers.writable),
         OUTPUT => {
-            if let Err(error) = output(shared, memory, request.buffers.readable) {
-                guest_warn!("the guest prints {error}");
+            if let Err(error) = output(inner, memory, request.buffers.readable) {
+                guest_warn!("the guest sent console output in {error}");
             }
             Some(0)
         }
@@ -29,29 +29,29 @@ pub(crate) fn serve(shared: &Shared, index: u16, memory: &Memory, request: Reque
     }
 }
 
-fn input(shared: &Shared, memory: &Memory, room: &Pieces) -> Option<u32> {
-    let bytes = shared.next_input(room.len())?;
-    match room.write(memory, &bytes) {
+fn input(inner: &ConsoleInner, memory: &Memory, buffers: &MemoryRanges) -> Option<u32> {
+    let bytes = inner.next_input(buffers.len())?;
+    match buffers.write(memory, &bytes) {
         Ok(written) => {
-            shared.metrics.input_bytes.fetch_add(written as u64, Relaxed);
+            inner.metrics.input_bytes.fetch_add(written as u64, Relaxed);
             Some(u32::try_from(written).unwrap_or(0))
         }
         Err(error) => {
-            guest_warn!("the guest wants its input in {error}");
+            guest_warn!("the guest provided an input buffer in {error}");
             Some(0)
         }
     }
 }
 
-fn output(shared: &Shared, memory: &Memory, mut bytes: Pieces) -> Result<(), BadChain> {
+fn output(inner: &ConsoleInner, memory: &Memory, mut bytes: MemoryRanges) -> Result<(), ChainError> {
     let mut buffer = [0; 4096];
     let mut left = MAX_BYTES;
-    while let Some(piece) = bytes.take_front(bytes.len().min(buffer.len()).min(left)).filter(|piece| !piece.is_empty())
+    while let Some(piece) = bytes.split_front(bytes.len().min(buffer.len()).min(left)).filter(|piece| !piece.is_empty())
     {
         let read = piece.read(memory, &mut buffer)?;
         left -= read;
-        shared.print(buffer.get(..read).unwrap_or_default());
+        inner.print(buffer.get(..read).unwrap_or_default());
     }
-    shared.metrics.dropped_bytes.fetch_add(bytes.len() as u64, Relaxed);
+    inner.metrics.dropped_bytes.fetch_add(bytes.len() as u64, Relaxed);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Tests the console with a driver that can break any rule.
 
 use super::requests::{INPUT, OUTPUT};
-use super::{Console, INPUT_BYTES, MAX_BYTES};
+use super::{INPUT_BYTES, MAX_BYTES, VirtioConsole};
 use crate::fuzz::ring;
 use crate::virtio::scripted::{Scripted, eventually};
 use crate::virtio::{DeviceState, StateError};
@@ -14,13 +14,13 @@ const AT: u64 = 0x20000;
 const MEMORY: usize = 0x100000;
 
 /// Returns a console and its output so far.
-fn console() -> (Console, Arc<Mutex<Vec<u8>>>) {
+fn console() -> (VirtioConsole, Arc<Mutex<Vec<u8>>>) {
     let printed = Arc::new(Mutex::new(Vec::new()));
     let to = printed.clone();
-    (Console::new(Box::new(move |bytes| to.lock().unwrap().extend_from_slice(bytes))), printed)
+    (VirtioConsole::new(Box::new(move |bytes| to.lock().unwrap().extend_from_slice(bytes))), printed)
 }
 
-fn scripted(console: &Console) -> Scripted {
+fn scripted(console: &VirtioConsole) -> Scripted {
     Scripted::new(console.device(), &[(GuestAddress(0), MEMORY)])
 }
 
@@ -39,7 +39,7 @@ fn output_reaches_the_sink_in_order() {
 }
 
 #[test]
-fn a_request_prints_so_much_and_no_more() {
+fn the_output_of_a_request_is_bounded() {
     let (console, printed) = console();
     let mut machine = scripted(&console);
     machine.request(OUTPUT, &[(0, MEMORY as u32, false); 16]);
@@ -48,7 +48,7 @@ fn a_request_prints_so_much_and_no_more() {
 }
 
 #[test]
-fn input_waits_for_room_and_room_for_input() {
+fn input_and_buffers_wait_for_each_other() {
     let (console, _) = console();
     let mut machine = scripted(&console);
     assert_eq!(console.input(b"early"), 5);
@@ -73,7 +73,7 @@ fn input_waits_for_room_and_room_for_input() {
 }
 
 #[test]
-fn a_guest_that_does_not_read_costs_a_page() {
+fn unread_input_is_bounded() {
     let (console, _) = console();
     let mut machine = scripted(&console);
     assert_eq!(console.input(&[7; 3 * INPUT_BYTES]), INPUT_BYTES);
@@ -103,7 +103,7 @@ fn a_kernel_without_a_driver_can_print() {
 }
 
 #[test]
-fn the_guest_learns_how_large_the_terminal_is() {
+fn the_guest_sees_the_size_of_the_terminal() {
     let (console, _) = console();
     let mut device = console.device();
     console.resize(132, 0x0150);
@@ -120,7 +120,7 @@ fn the_guest_learns_how_large_the_terminal_is() {
 }
 
 #[test]
-fn a_flood_does_not_keep_the_host_from_stopping_it() {
+fn a_flooded_console_can_be_stopped() {
     let (console, printed) = console();
     let mut machine = scripted(&console);
     for _ in 0..20 {
@@ -161,7 +161,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_printed_is_what_is_sent(pieces in prop::collection::vec((0u32..9000, 0u64..0x10000), 1..12)) {
+    fn the_sink_receives_exactly_what_was_sent(pieces in prop::collection::vec((0u32..9000, 0u64..0x10000), 1..12)) {
         let (console, printed) = console();
         let mut machine = scripted(&console);
         let text: Vec<u8> = (0..0x20000u32).map(|at| (at % 251) as u8).collect();

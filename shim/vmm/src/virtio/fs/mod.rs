@@ -2,15 +2,15 @@
 //! process, which returns the answers; or that process serves the queues itself, in shared memory. No code here opens a file. See
 //! docs/contributor/devices/fs.md. Each queue has a thread, which answers requests one after the other; short requests are sent ahead.
 
-#[cfg(test)]
-pub(crate) mod borrower;
-mod channel;
+mod connection;
 mod device;
-mod lend;
+#[cfg(test)]
+pub(crate) mod file_server_peer;
 mod metrics;
-mod part;
+mod shared_queue;
 #[cfg(test)]
 mod tests;
+mod volume;
 
 pub use device::Fs;
-pub use metrics::Metrics;
+pub use metrics::FsMetrics;

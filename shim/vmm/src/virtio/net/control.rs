@@ -6,7 +6,7 @@ pub(crate) const MAX_COMMAND: usize = 16 << 10;
 
 /// The commands that the negotiated features allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Allowed {
+pub(crate) struct CommandLimits {
     /// The number of queue pairs; 1 if the driver did not negotiate several.
     pub pairs: u16,
     /// The offloads that can be changed.
@@ -17,7 +17,7 @@ pub(crate) struct Allowed {
 
 /// A valid command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+pub(crate) enum ControlCommand {
     /// A change of the receive filter. It has no effect, because the driver receives all frames.
     Filter,
     /// The new address of the interface.
@@ -38,27 +38,27 @@ const MQ_PAIRS_SET: u8 = 0;
 const OFFLOADS: u8 = 5;
 const OFFLOADS_SET: u8 = 0;
 
-impl Command {
+impl ControlCommand {
     /// Parses a command. Returns `None` if it is unknown, of the wrong length or out of range.
-    pub(crate) fn parse(bytes: &[u8], allowed: Allowed) -> Option<Command> {
+    pub(crate) fn parse(bytes: &[u8], limits: CommandLimits) -> Option<ControlCommand> {
         let (&[class, command], body) = bytes.split_first_chunk()?;
         match (class, command) {
-            (RX, 0..=RX_LAST) => (body.len() == 1).then_some(Command::Filter),
+            (RX, 0..=RX_LAST) => (body.len() == 1).then_some(ControlCommand::Filter),
             (MAC, MAC_TABLE_SET) => {
                 let rest = skip_table(skip_table(body)?)?;
-                rest.is_empty().then_some(Command::Filter)
+                rest.is_empty().then_some(ControlCommand::Filter)
             }
             (MAC, MAC_ADDR_SET) => {
                 let mac: [u8; 6] = body.try_into().ok()?;
-                (allowed.mac && is_unicast(mac)).then_some(Command::Mac(mac))
+                (limits.mac && is_unicast(mac)).then_some(ControlCommand::Mac(mac))
             }
             (MQ, MQ_PAIRS_SET) => {
                 let pairs = u16::from_le_bytes(body.try_into().ok()?);
-                (1..=allowed.pairs).contains(&pairs).then_some(Command::Pairs(pairs))
+                (1..=limits.pairs).contains(&pairs).then_some(ControlCommand::Pairs(pairs))
             }
             (OFFLOADS, OFFLOADS_SET) => {
                 let bits = u64::from_le_bytes(body.try_into().ok()?);
-                (bits & !allowed.offloads == 0).then_some(Command::Offloads(bits))
+                (bits & !limits.offloads == 0).then_some(ControlCommand::Offloads(bits))
             }
             _ => None,
         }
@@ -84,28 +84,32 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const ALL: Allowed = Allowed { pairs: 4, offloads: 0b1010, mac: true };
-    const NONE: Allowed = Allowed { pairs: 1, offloads: 0, mac: false };
+    const ALL: CommandLimits = CommandLimits { pairs: 4, offloads: 0b1010, mac: true };
+    const NONE: CommandLimits = CommandLimits { pairs: 1, offloads: 0, mac: false };
 
     #[test]
-    fn good_commands_are_read() {
-        let table: [(&[u8], Option<Command>, Option<Command>); 12] = [
-            (&[0, 0, 1], Some(Command::Filter), Some(Command::Filter)),
-            (&[0, 5, 0], Some(Command::Filter), Some(Command::Filter)),
+    fn valid_commands_are_parsed() {
+        let table: [(&[u8], Option<ControlCommand>, Option<ControlCommand>); 12] = [
+            (&[0, 0, 1], Some(ControlCommand::Filter), Some(ControlCommand::Filter)),
+            (&[0, 5, 0], Some(ControlCommand::Filter), Some(ControlCommand::Filter)),
             (&[0, 6, 0], None, None),
             (&[0, 0], None, None),
-            (&[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 2, 3, 4, 5, 6], Some(Command::Filter), Some(Command::Filter)),
+            (
+                &[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 2, 3, 4, 5, 6],
+                Some(ControlCommand::Filter),
+                Some(ControlCommand::Filter),
+            ),
             (&[1, 0, 0, 0, 0, 0, 2, 0, 0, 0, 1, 2, 3, 4, 5, 6], None, None),
-            (&[1, 1, 2, 2, 3, 4, 5, 6], Some(Command::Mac([2, 2, 3, 4, 5, 6])), None),
+            (&[1, 1, 2, 2, 3, 4, 5, 6], Some(ControlCommand::Mac([2, 2, 3, 4, 5, 6])), None),
             (&[1, 1, 3, 2, 3, 4, 5, 6], None, None),
-            (&[4, 0, 4, 0], Some(Command::Pairs(4)), None),
+            (&[4, 0, 4, 0], Some(ControlCommand::Pairs(4)), None),
             (&[4, 0, 5, 0], None, None),
-            (&[5, 0, 8, 0, 0, 0, 0, 0, 0, 0], Some(Command::Offloads(8)), None),
+            (&[5, 0, 8, 0, 0, 0, 0, 0, 0, 0], Some(ControlCommand::Offloads(8)), None),
             (&[5, 0, 4, 0, 0, 0, 0, 0, 0, 0], None, None),
         ];
         for (bytes, with, without) in table {
-            assert_eq!(Command::parse(bytes, ALL), with, "{bytes:?}");
-            assert_eq!(Command::parse(bytes, NONE), without, "{bytes:?}");
+            assert_eq!(ControlCommand::parse(bytes, ALL), with, "{bytes:?}");
+            assert_eq!(ControlCommand::parse(bytes, NONE), without, "{bytes:?}");
         }
     }
 
@@ -113,25 +117,25 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn no_command_asks_for_more_than_is_allowed(
+        fn parsed_commands_respect_the_limits(
             head in (0..7u8, 0..3u8), body in prop::collection::vec(any::<u8>(), 0..24), pairs in 1..9u16,
         ) {
-            let allowed = Allowed { pairs, offloads: 0x182, mac: true };
+            let limits = CommandLimits { pairs, offloads: 0x182, mac: true };
             let bytes = [&[head.0, head.1], body.as_slice()].concat();
-            match Command::parse(&bytes, allowed) {
+            match ControlCommand::parse(&bytes, limits) {
                 None => {}
-                Some(Command::Filter) => prop_assert!(head.0 <= 1),
-                Some(Command::Mac(mac)) => prop_assert!(mac[0] & 1 == 0 && body == mac),
-                Some(Command::Pairs(count)) => prop_assert!((1..=pairs).contains(&count) && body.len() == 2),
-                Some(Command::Offloads(bits)) => prop_assert!(bits & !0x182 == 0 && body.len() == 8),
+                Some(ControlCommand::Filter) => prop_assert!(head.0 <= 1),
+                Some(ControlCommand::Mac(mac)) => prop_assert!(mac[0] & 1 == 0 && body == mac),
+                Some(ControlCommand::Pairs(count)) => prop_assert!((1..=pairs).contains(&count) && body.len() == 2),
+                Some(ControlCommand::Offloads(bits)) => prop_assert!(bits & !0x182 == 0 && body.len() == 8),
             }
         }
 
         #[test]
-        fn a_command_cut_short_or_too_long_is_refused(cut in 0..8usize, more in 1..9usize) {
+        fn commands_of_the_wrong_length_are_rejected(cut in 0..8usize, more in 1..9usize) {
             let command = [1, 1, 2, 2, 3, 4, 5, 6];
-            prop_assert_eq!(Command::parse(&command[..cut], ALL), None);
-            prop_assert_eq!(Command::parse(&[&command[..], &[0; 9][..more]].concat(), ALL), None);
+            prop_assert_eq!(ControlCommand::parse(&command[..cut], ALL), None);
+            prop_assert_eq!(ControlCommand::parse(&[&command[..], &[0; 9][..more]].concat(), ALL), None);
         }
     }
 }

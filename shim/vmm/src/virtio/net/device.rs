@@ -2,10 +2,10 @@
 //! pairs, another the configuration space; a thread that serves a pair takes only the second, so the first may be held while
 //! waiting for such a thread. No code waits for the control queue's thread under a lock.
 
-use super::control::{Allowed, Command, MAX_COMMAND};
-use super::pair::Pair;
+use super::control::{CommandLimits, ControlCommand, MAX_COMMAND};
+use super::pair::QueuePair;
 use super::tap::Tap;
-use super::{MAX_PAIRS, Metrics, NetError, State, feature};
+use super::{MAX_PAIRS, NetError, NetMetrics, NetState, feature};
 use crate::guest_warn;
 use crate::virtio::queue_thread::{self, QueueThread};
 use crate::virtio::ring::Request;
@@ -19,12 +19,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use virtio_queue::QueueState;
 
 /// The size of each transmit queue and of the control queue.
-const SIZE: u16 = 256;
+const QUEUE_SIZE: u16 = 256;
 
 /// The size of each receive queue. A frame of 64 KiB takes 17 of the guest's buffers. If too few are left for the next frame,
 /// vhost-net polls them repeatedly instead of waiting for more (handle_rx in drivers/vhost/net.c). With 30 frames' worth that
 /// is rare; with 15 it cost a fifth of the throughput.
-const RECEIVE_SIZE: u16 = 512;
+const RECEIVE_QUEUE_SIZE: u16 = 512;
 
 /// `VIRTIO_NET_S_LINK_UP`.
 const LINK_UP: u16 = 1;
@@ -47,7 +47,7 @@ pub struct NetConfig {
 /// The network device.
 #[derive(Debug)]
 pub struct Net {
-    shared: Arc<Shared>,
+    inner: Arc<NetInner>,
     /// The maximum size of each queue.
     sizes: Vec<u16>,
     features: u64,
@@ -57,14 +57,14 @@ pub struct Net {
 }
 
 #[derive(Debug)]
-struct Shared {
-    metrics: Arc<Metrics>,
-    face: Mutex<Face>,
-    traffic: Mutex<Traffic>,
+struct NetInner {
+    metrics: Arc<NetMetrics>,
+    config_space: Mutex<ConfigSpace>,
+    queue_pairs: Mutex<QueuePairs>,
 }
 
 /// The content of the configuration space.
-struct Face {
+struct ConfigSpace {
     mac: [u8; 6],
     up: bool,
     max_pairs: u16,
@@ -74,8 +74,8 @@ struct Face {
 
 /// The pairs, and the negotiated state.
 #[derive(Debug)]
-struct Traffic {
-    pairs: Vec<Pair>,
+struct QueuePairs {
+    pairs: Vec<QueuePair>,
     features: u64,
     active: u16,
     offloads: u64,
@@ -84,9 +84,9 @@ struct Traffic {
 }
 
 /// A queue, identified from its number.
-enum Queue {
+enum QueueRole {
     Control,
-    Data { pair: usize, place: usize },
+    Data { pair: usize, side: usize },
 }
 
 impl Net {
@@ -101,28 +101,28 @@ impl Net {
         let mut vhosts = vhost.into_iter();
         let mut pairs = Vec::with_capacity(taps.len());
         for tap in taps {
-            pairs.push(Pair::new(Tap::new(tap, max_pairs > 1)?, vhosts.next()));
+            pairs.push(QueuePair::new(Tap::new(tap, max_pairs > 1)?, vhosts.next()));
         }
-        let mut features = offered(max_pairs, pairs.iter().all(|pair| pair.tap().has_uso()));
+        let mut features = offered_features(max_pairs, pairs.iter().all(|pair| pair.tap().has_uso()));
         for pair in &pairs {
             if let Some(vhost) = pair.vhost() {
                 features = vhost.features(features)?;
             }
         }
-        let mut traffic = Traffic { pairs, features: 0, active: max_pairs, offloads: 0, restored: None };
+        let mut queue_pairs = QueuePairs { pairs, features: 0, active: max_pairs, offloads: 0, restored: None };
         let begin = |source| NetError::System { what: "prepare a tap", source };
-        traffic.set_active(1).map_err(begin)?;
-        traffic.set_offloads(0).map_err(begin)?;
-        let face = Mutex::new(Face { mac, up: true, max_pairs, mtu, interrupt: None });
-        let shared = Shared { metrics: Arc::default(), face, traffic: Mutex::new(traffic) };
-        let mut sizes = [RECEIVE_SIZE, SIZE].repeat(max_pairs.into());
-        sizes.push(SIZE);
-        Ok(Net { shared: Arc::new(shared), sizes, features, mac, control: None })
+        queue_pairs.set_active(1).map_err(begin)?;
+        queue_pairs.set_offloads(0).map_err(begin)?;
+        let config_space = Mutex::new(ConfigSpace { mac, up: true, max_pairs, mtu, interrupt: None });
+        let inner = NetInner { metrics: Arc::default(), config_space, queue_pairs: Mutex::new(queue_pairs) };
+        let mut sizes = [RECEIVE_QUEUE_SIZE, QUEUE_SIZE].repeat(max_pairs.into());
+        sizes.push(QUEUE_SIZE);
+        Ok(Net { inner: Arc::new(inner), sizes, features, mac, control: None })
     }
 
     /// Returns the counters, which remain readable after the device has been passed to a transport.
-    pub fn metrics(&self) -> Arc<Metrics> {
-        self.shared.metrics.clone()
+    pub fn metrics(&self) -> Arc<NetMetrics> {
+        self.inner.metrics.clone()
     }
 
     /// Returns the device for a transport.
@@ -131,13 +131,13 @@ impl Net {
     }
 
     /// Returns the queue with this number. The control queue follows the pairs that the driver has negotiated (Virtio 1.2, 5.1.2).
-    fn queue(&self, index: u16) -> Option<Queue> {
-        let multi = self.shared.traffic().features & feature::MQ != 0;
+    fn queue_role(&self, index: u16) -> Option<QueueRole> {
+        let multi = self.inner.queue_pairs().features & feature::MQ != 0;
         let control = if multi { self.sizes.len() - 1 } else { 2 };
         let index = usize::from(index);
         match index {
-            _ if index == control => Some(Queue::Control),
-            _ if index < control => Some(Queue::Data { pair: index / 2, place: index % 2 }),
+            _ if index == control => Some(QueueRole::Control),
+            _ if index < control => Some(QueueRole::Data { pair: index / 2, side: index % 2 }),
             _ => None,
         }
     }
@@ -145,7 +145,7 @@ impl Net {
 
 /// Returns the features that a device with `max_pairs` pairs offers. UDP fragmentation is not included, because Linux no longer
 /// supports it.
-fn offered(max_pairs: u16, uso: bool) -> u64 {
+fn offered_features(max_pairs: u16, uso: bool) -> u64 {
     use feature::*;
     let uso = if uso { GUEST_USO | HOST_USO } else { 0 };
     let several = if max_pairs > 1 { MQ } else { 0 };
@@ -154,70 +154,70 @@ fn offered(max_pairs: u16, uso: bool) -> u64 {
     COMMON_FEATURES | frames | guest | uso | MAC | MTU | STATUS | CTRL_VQ | CTRL_MAC_ADDR | several
 }
 
-impl Shared {
-    fn traffic(&self) -> MutexGuard<'_, Traffic> {
-        self.traffic.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+impl NetInner {
+    fn queue_pairs(&self) -> MutexGuard<'_, QueuePairs> {
+        self.queue_pairs.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn face(&self) -> MutexGuard<'_, Face> {
-        self.face.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn config_space(&self) -> MutexGuard<'_, ConfigSpace> {
+        self.config_space.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Reports to the guest that the link is down, because the interface no longer exists.
-    fn link_down(&self) {
-        let mut face = self.face();
-        face.up = false;
-        let interrupt = face.interrupt.clone();
-        drop(face);
+    fn report_link_down(&self) {
+        let mut config_space = self.config_space();
+        config_space.up = false;
+        let interrupt = config_space.interrupt.clone();
+        drop(config_space);
         if let Some(interrupt) = interrupt {
-            interrupt.config();
+            interrupt.notify_config();
         }
     }
 
     /// Executes a command. Returns the number of bytes written to the guest.
-    fn command(&self, memory: &Memory, mut request: Request) -> u32 {
+    fn serve_command(&self, memory: &Memory, mut request: Request) -> u32 {
         self.metrics.commands.fetch_add(1, Ordering::Relaxed);
-        let Some(answer) = request.buffers.writable.take_front(1) else {
+        let Some(status) = request.buffers.writable.split_front(1) else {
             self.metrics.bad_commands.fetch_add(1, Ordering::Relaxed);
             return 0;
         };
-        let done = self.obey(memory, &request).is_some();
+        let done = self.execute_command(memory, &request).is_some();
         if !done {
-            guest_warn!("a command of the guest's network driver was refused");
+            guest_warn!("a command of the guest's network driver was rejected");
             self.metrics.bad_commands.fetch_add(1, Ordering::Relaxed);
         }
-        let written = answer.write(memory, &[u8::from(!done)]).unwrap_or(0); // VIRTIO_NET_OK, VIRTIO_NET_ERR
+        let written = status.write(memory, &[u8::from(!done)]).unwrap_or(0); // VIRTIO_NET_OK, VIRTIO_NET_ERR
         u32::try_from(written).unwrap_or(0)
     }
 
-    fn obey(&self, memory: &Memory, request: &Request) -> Option<()> {
+    fn execute_command(&self, memory: &Memory, request: &Request) -> Option<()> {
         let length = request.buffers.readable.len();
         if length > MAX_COMMAND {
             return None;
         }
         let mut bytes = vec![0; length];
         request.buffers.readable.read(memory, &mut bytes).ok()?;
-        let mut traffic = self.traffic();
-        let allowed = traffic.allowed();
-        let done = match Command::parse(&bytes, allowed)? {
-            Command::Filter => Ok(()),
-            Command::Mac(mac) => {
-                self.face().mac = mac;
+        let mut queue_pairs = self.queue_pairs();
+        let limits = queue_pairs.command_limits();
+        let done = match ControlCommand::parse(&bytes, limits)? {
+            ControlCommand::Filter => Ok(()),
+            ControlCommand::Mac(mac) => {
+                self.config_space().mac = mac;
                 Ok(())
             }
-            Command::Pairs(count) => traffic.set_active(count),
-            Command::Offloads(bits) => traffic.set_offloads(bits),
+            ControlCommand::Pairs(count) => queue_pairs.set_active(count),
+            ControlCommand::Offloads(bits) => queue_pairs.set_offloads(bits),
         };
-        done.inspect_err(|error| tracing::error!("a network interface cannot be changed: {error}")).ok()
+        done.inspect_err(|error| tracing::error!("cannot change a network interface: {error}")).ok()
     }
 }
 
-impl Traffic {
-    fn allowed(&self) -> Allowed {
+impl QueuePairs {
+    fn command_limits(&self) -> CommandLimits {
         let has = |bits| self.features & bits != 0;
         let pairs = if has(feature::MQ) { u16::try_from(self.pairs.len()).unwrap_or(1) } else { 1 };
         let switched = if has(feature::CTRL_GUEST_OFFLOADS) { feature::GUEST_OFFLOADS } else { 0 };
-        Allowed { pairs, offloads: self.features & switched, mac: has(feature::CTRL_MAC_ADDR) }
+        CommandLimits { pairs, offloads: self.features & switched, mac: has(feature::CTRL_MAC_ADDR) }
     }
 
     /// Makes the first `count` pairs active and the others inactive.
@@ -233,7 +233,7 @@ impl Traffic {
     fn set_offloads(&mut self, bits: u64) -> std::io::Result<()> {
         // Offloads belong to the interface, not to a queue. The first queue sets them, because it is always attached.
         if let Some(first) = self.pairs.first() {
-            first.tap().offload(bits)?;
+            first.tap().set_offloads(bits)?;
         }
         self.offloads = bits;
         Ok(())
@@ -250,12 +250,12 @@ impl Device for Net {
     }
 
     fn acknowledge(&mut self, features: u64) {
-        let mut traffic = self.shared.traffic();
-        traffic.features = features;
-        let agreed = features & feature::GUEST_OFFLOADS;
-        let offloads = traffic.restored.take().map_or(agreed, |restored| restored & agreed);
-        if let Err(error) = traffic.set_offloads(offloads) {
-            tracing::error!("a tap does not take the guest's offloads: {error}");
+        let mut queue_pairs = self.inner.queue_pairs();
+        queue_pairs.features = features;
+        let negotiated = features & feature::GUEST_OFFLOADS;
+        let offloads = queue_pairs.restored.take().map_or(negotiated, |restored| restored & negotiated);
+        if let Err(error) = queue_pairs.set_offloads(offloads) {
+            tracing::error!("cannot set the guest's offloads on a tap: {error}");
         }
     }
 
@@ -265,21 +265,21 @@ impl Device for Net {
 
     fn read_config(&self, offset: u32, data: &mut [u8]) {
         // struct virtio_net_config up to `mtu` (Virtio 1.2, 5.1.4)
-        let face = self.shared.face();
-        let mut config = face.mac.to_vec();
-        let status = if face.up { LINK_UP } else { 0 };
-        config.extend([status, face.max_pairs, face.mtu].into_iter().flat_map(u16::to_le_bytes));
+        let config_space = self.inner.config_space();
+        let mut config = config_space.mac.to_vec();
+        let status = if config_space.up { LINK_UP } else { 0 };
+        config.extend([status, config_space.max_pairs, config_space.mtu].into_iter().flat_map(u16::to_le_bytes));
         read_config(&config, offset, data);
     }
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
         let (device, index) = (self.kind(), ring.index());
-        let shared = self.shared.clone();
-        shared.face().interrupt = Some(ring.interrupt().clone());
+        let inner = self.inner.clone();
+        inner.config_space().interrupt = Some(ring.interrupt().clone());
         let failed = |source| StartError::Thread { device, index, source };
-        match self.queue(index) {
+        match self.queue_role(index) {
             None => Err(StartError::NoSuchQueue { device, index }),
-            Some(Queue::Control) => {
+            Some(QueueRole::Control) => {
                 if self.control.is_some() {
                     return Err(StartError::Running { device, index });
                 }
@@ -288,29 +288,29 @@ impl Device for Net {
                         ring,
                         stop,
                         |_, request| Err(request),
-                        |memory, request| shared.command(memory, request),
+                        |memory, request| inner.serve_command(memory, request),
                     )
                 });
                 self.control = Some(thread.map_err(failed)?);
                 Ok(())
             }
-            Some(Queue::Data { pair, place }) => {
-                let mut traffic = self.shared.traffic();
-                let features = traffic.features;
-                let pair = traffic.pairs.get_mut(pair).ok_or(StartError::NoSuchQueue { device, index })?;
-                if pair.runs(place) {
+            Some(QueueRole::Data { pair, side }) => {
+                let mut queue_pairs = self.inner.queue_pairs();
+                let features = queue_pairs.features;
+                let pair = queue_pairs.pairs.get_mut(pair).ok_or(StartError::NoSuchQueue { device, index })?;
+                if pair.is_running(side) {
                     return Err(StartError::Running { device, index });
                 }
-                let gone = move || shared.link_down();
-                pair.start(place, ring, features, &self.shared.metrics, gone).map_err(failed)
+                let on_removed = move || inner.report_link_down();
+                pair.start(side, ring, features, &self.inner.metrics, on_removed).map_err(failed)
             }
         }
     }
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
-        match self.queue(index)? {
-            Queue::Control => self.control.take()?.stop(),
-            Queue::Data { pair, place } => self.shared.traffic().pairs.get_mut(pair)?.stop(place),
+        match self.queue_role(index)? {
+            QueueRole::Control => self.control.take()?.stop(),
+            QueueRole::Data { pair, side } => self.inner.queue_pairs().pairs.get_mut(pair)?.stop(side),
         }
     }
 
@@ -318,49 +318,49 @@ impl Device for Net {
         if let Some(control) = self.control.take() {
             control.stop();
         }
-        let mut traffic = self.shared.traffic();
-        for pair in &mut traffic.pairs {
-            for place in 0..2 {
-                pair.stop(place);
+        let mut queue_pairs = self.inner.queue_pairs();
+        for pair in &mut queue_pairs.pairs {
+            for side in 0..2 {
+                pair.stop(side);
             }
         }
-        traffic.features = 0;
-        traffic.restored = None;
-        if let Err(error) = traffic.set_active(1).and_then(|()| traffic.set_offloads(0)) {
-            tracing::error!("a tap cannot be reset: {error}");
+        queue_pairs.features = 0;
+        queue_pairs.restored = None;
+        if let Err(error) = queue_pairs.set_active(1).and_then(|()| queue_pairs.set_offloads(0)) {
+            tracing::error!("cannot reset a tap: {error}");
         }
-        let mut face = self.shared.face();
-        face.mac = self.mac;
-        face.interrupt = None;
+        let mut config_space = self.inner.config_space();
+        config_space.mac = self.mac;
+        config_space.interrupt = None;
     }
 
     fn save(&self) -> DeviceState {
-        let traffic = self.shared.traffic();
-        let face = self.shared.face();
-        let (pairs, offloads) = (traffic.active, traffic.offloads);
-        DeviceState::Net(State { mac: face.mac, max_pairs: face.max_pairs, pairs, offloads })
+        let queue_pairs = self.inner.queue_pairs();
+        let config_space = self.inner.config_space();
+        let (pairs, offloads) = (queue_pairs.active, queue_pairs.offloads);
+        DeviceState::Net(NetState { mac: config_space.mac, max_pairs: config_space.max_pairs, pairs, offloads })
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
-        let State { mac, max_pairs, pairs, offloads } = match state {
+        let NetState { mac, max_pairs, pairs, offloads } = match state {
             DeviceState::Net(state) => state,
             other => return Err(other.wrong(self.kind())),
         };
         let differs = |what, saved: String, here: String| StateError::differs(self.kind(), what, saved, here);
-        let here = self.shared.face().max_pairs;
+        let here = self.inner.config_space().max_pairs;
         if max_pairs != here || !(1..=here).contains(&pairs) {
             return Err(differs("pairs", format!("{pairs} of {max_pairs}"), here.to_string()));
         }
-        let offered = self.features & feature::GUEST_OFFLOADS;
-        if offloads & !offered != 0 {
-            return Err(differs("offloads", format!("{offloads:#x}"), format!("{offered:#x}")));
+        let offered_offloads = self.features & feature::GUEST_OFFLOADS;
+        if offloads & !offered_offloads != 0 {
+            return Err(differs("offloads", format!("{offloads:#x}"), format!("{offered_offloads:#x}")));
         }
-        let mut traffic = self.shared.traffic();
-        if let Err(error) = traffic.set_active(pairs).and_then(|()| traffic.set_offloads(offloads)) {
+        let mut queue_pairs = self.inner.queue_pairs();
+        if let Err(error) = queue_pairs.set_active(pairs).and_then(|()| queue_pairs.set_offloads(offloads)) {
             return Err(differs("tap", format!("{pairs} queues, offloads {offloads:#x}"), error.to_string()));
         }
-        traffic.restored = Some(offloads);
-        self.shared.face().mac = mac;
+        queue_pairs.restored = Some(offloads);
+        self.inner.config_space().mac = mac;
         Ok(())
     }
 }
@@ -371,8 +371,8 @@ impl Drop for Net {
     }
 }
 
-impl std::fmt::Debug for Face {
+impl std::fmt::Debug for ConfigSpace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Face").field("mac", &self.mac).field("up", &self.up).finish_non_exhaustive()
+        f.debug_struct("ConfigSpace").field("mac", &self.mac).field("up", &self.up).finish_non_exhaustive()
     }
 }

@@ -7,13 +7,13 @@ use nacelle_base::{Classify, Kind};
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
     /// The number of taps is not 1 to [`MAX_PAIRS`].
-    #[error("{got} taps for a network device: it takes 1 to {MAX_PAIRS}")]
+    #[error("cannot create a network device with {got} taps: it needs 1 to {MAX_PAIRS}")]
     Taps {
         /// The number of taps.
         got: usize,
     },
     /// The number of vhost-net files is neither 0 nor the number of taps.
-    #[error("{got} handles of vhost-net for {taps} taps")]
+    #[error("cannot create a network device with {got} files of vhost-net and {taps} taps: the numbers must be equal")]
     Vhosts {
         /// The number of vhost-net files.
         got: usize,
@@ -21,7 +21,7 @@ pub enum NetError {
         taps: usize,
     },
     /// The tap does not have exactly the flags `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, and `IFF_MULTI_QUEUE` if there are several taps.
-    #[error("the tap has flags {got:#x}, {needed:#x} are needed")]
+    #[error("the tap has the flags {got:#x}, but needs {needed:#x}")]
     TapFlags {
         /// The flags of the tap.
         got: u32,

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 
 /// Counters of a network device since its creation.
 #[derive(Debug, Default)]
-pub struct Metrics {
+pub struct NetMetrics {
     /// Frames passed to the guest.
     pub received: AtomicU64,
     /// Bytes of frames passed to the guest, headers included.

@@ -14,14 +14,14 @@ mod worker;
 
 pub use device::{Net, NetConfig};
 pub use error::NetError;
-pub use metrics::Metrics;
-pub use state::State;
+pub use metrics::NetMetrics;
+pub use state::NetState;
 pub use vhost::open as open_vhost;
 
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use {
-    control::{Allowed, Command},
-    worker::{Need, Receiver, Sender},
+    control::{CommandLimits, ControlCommand},
+    worker::{FrameReceiver, FrameSender, NextWait},
 };
 
 /// The maximum number of queue pairs of a device.

@@ -1,8 +1,8 @@
 //! Manages a pair of queues with its tap, served by two threads of this process or by the kernel.
 
 use super::tap::Tap;
-use super::vhost::Vhost;
-use super::{Metrics, feature, worker};
+use super::vhost::VhostNet;
+use super::{NetMetrics, feature, worker};
 use crate::virtio::Ring;
 use crate::virtio::queue_thread::QueueThread;
 use nacelle_jail::ThreadKind;
@@ -16,84 +16,84 @@ pub(super) const RECEIVE: usize = 0;
 
 /// A pair of queues and its tap.
 #[derive(Debug)]
-pub(super) struct Pair {
+pub(super) struct QueuePair {
     tap: Arc<Tap>,
-    vhost: Option<Vhost>,
-    queues: [Option<Side>; 2],
+    vhost: Option<VhostNet>,
+    queues: [Option<RunningQueue>; 2],
 }
 
 /// A running queue.
 #[derive(Debug)]
-enum Side {
-    Ours(QueueThread),
+enum RunningQueue {
+    Thread(QueueThread),
     Kernel(Ring),
 }
 
-impl Pair {
-    pub(super) fn new(tap: Tap, vhost: Option<OwnedFd>) -> Pair {
-        Pair { tap: Arc::new(tap), vhost: vhost.map(Vhost::new), queues: [None, None] }
+impl QueuePair {
+    pub(super) fn new(tap: Tap, vhost: Option<OwnedFd>) -> QueuePair {
+        QueuePair { tap: Arc::new(tap), vhost: vhost.map(VhostNet::new), queues: [None, None] }
     }
 
     pub(super) fn tap(&self) -> &Tap {
         &self.tap
     }
 
-    pub(super) fn vhost(&self) -> Option<&Vhost> {
+    pub(super) fn vhost(&self) -> Option<&VhostNet> {
         self.vhost.as_ref()
     }
 
-    /// Returns whether queue `place` of the pair runs.
-    pub(super) fn runs(&self, place: usize) -> bool {
-        self.queues[place].is_some()
+    /// Returns whether queue `side` of the pair runs.
+    pub(super) fn is_running(&self, side: usize) -> bool {
+        self.queues[side].is_some()
     }
 
-    /// Starts serving queue `place` of the pair. Frames flow while the pair is active. `gone` is called when the interface no
-    /// longer exists.
+    /// Starts serving queue `side` of the pair. Frames flow while the pair is active. `on_removed` is called when the interface
+    /// no longer exists.
     pub(super) fn start(
         &mut self,
-        place: usize,
+        side: usize,
         ring: Ring,
         features: u64,
-        metrics: &Arc<Metrics>,
-        gone: impl Fn() + Send + 'static,
+        metrics: &Arc<NetMetrics>,
+        on_removed: impl Fn() + Send + 'static,
     ) -> io::Result<()> {
         // Without an eventfd to interrupt the guest, the kernel cannot serve its queues.
-        let call = self.vhost.as_ref().and_then(|_| ring.interrupt().eventfd(ring.index()));
-        let side = match (&mut self.vhost, call) {
+        let call = self.vhost.as_ref().and_then(|_| ring.interrupt().interrupt_eventfd(ring.index()));
+        let running = match (&mut self.vhost, call) {
             (Some(vhost), Some(call)) => {
-                vhost.set_up(place, &ring, call, features)?;
+                vhost.set_up_queue(side, &ring, call, features)?;
                 if self.tap.is_attached() {
-                    vhost.connect(place, &ring, &self.tap)?;
+                    vhost.start_queue(side, &ring, &self.tap)?;
                 }
-                Side::Kernel(ring)
+                RunningQueue::Kernel(ring)
             }
             _ => {
                 let (tap, metrics) = (self.tap.clone(), metrics.clone());
                 let mergeable = features & feature::MRG_RXBUF != 0;
-                let thread = if place == RECEIVE {
+                let thread = if side == RECEIVE {
                     QueueThread::run("net-rx", ThreadKind::Queue, ring, move |ring, stop| {
-                        worker::receive(ring, stop, &tap, mergeable, metrics, gone)
+                        worker::receive(ring, stop, &tap, mergeable, metrics, on_removed)
                     })
                 } else {
                     QueueThread::run("net-tx", ThreadKind::Queue, ring, move |ring, stop| {
                         worker::transmit(ring, stop, &tap, metrics)
                     })
                 };
-                Side::Ours(thread?)
+                RunningQueue::Thread(thread?)
             }
         };
-        self.queues[place] = Some(side);
+        self.queues[side] = Some(running);
         Ok(())
     }
 
-    /// Stops queue `place` of the pair.
-    pub(super) fn stop(&mut self, place: usize) -> Option<QueueState> {
-        match self.queues[place].take()? {
-            Side::Ours(thread) => thread.stop(),
-            Side::Kernel(mut ring) => {
+    /// Stops queue `side` of the pair.
+    pub(super) fn stop(&mut self, side: usize) -> Option<QueueState> {
+        match self.queues[side].take()? {
+            RunningQueue::Thread(thread) => thread.stop(),
+            RunningQueue::Kernel(mut ring) => {
                 let vhost = self.vhost.as_mut()?;
-                if let Err(error) = vhost.take_back(place, &mut ring) {
-                    tracing::error!("the kernel does not give a network queue back: {error}");
+                if let Err(error) = vhost.stop_queue(side, &mut ring) {
+                    tracing::error!("cannot stop vhost-net on a network queue: {error}");
                 }
                 Some(ring.into_state())
             }
@@ -108,11 +108,13 @@ impl Pair {
         if active {
             self.tap.attach(true)?;
         }
-        for (place, side) in self.queues.iter().enumerate() {
-            match (side, &self.vhost) {
-                (Some(Side::Kernel(ring)), Some(vhost)) if active => vhost.connect(place, ring, &self.tap)?,
-                (Some(Side::Kernel(_)), Some(vhost)) => vhost.disconnect(place)?,
-                (Some(Side::Ours(thread)), _) => thread.nudge(),
+        for (side, running) in self.queues.iter().enumerate() {
+            match (running, &self.vhost) {
+                (Some(RunningQueue::Kernel(ring)), Some(vhost)) if active => {
+                    vhost.start_queue(side, ring, &self.tap)?
+                }
+                (Some(RunningQueue::Kernel(_)), Some(vhost)) => vhost.pause_queue(side)?,
+                (Some(RunningQueue::Thread(thread)), _) => thread.wake(),
                 _ => {}
             }
         }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The state that the guest's driver has set. Frames in the queues and in flight are not saved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct State {
+pub struct NetState {
     /// The address, which the guest may have set.
     pub mac: [u8; 6],
     /// The number of queue pairs of the device.

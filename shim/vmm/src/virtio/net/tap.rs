@@ -47,7 +47,7 @@ impl Tap {
     }
 
     /// Sets the offloads that the guest accepts: bits of [`feature::GUEST_OFFLOADS`].
-    pub(super) fn offload(&self, guest: u64) -> io::Result<()> {
+    pub(super) fn set_offloads(&self, guest: u64) -> io::Result<()> {
         sys::set_offload(self.as_fd(), tun_bits(guest))
     }
 
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tap_is_told_what_the_guest_takes_and_no_more() {
+    fn the_tap_gets_exactly_the_guests_offloads() {
         use feature::{GUEST_CSUM, GUEST_ECN, GUEST_TSO4, GUEST_TSO6, GUEST_USO, GUEST_USO4};
         let table = [
             (0, 0),

@@ -17,12 +17,12 @@ use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 const DEVICE: &str = "/dev/vhost-net";
 
 /// The features that the kernel must implement for the queues that it serves.
-const OURS: u64 = COMMON_FEATURES | feature::MRG_RXBUF;
+const KERNEL_FEATURES: u64 = COMMON_FEATURES | feature::MRG_RXBUF;
 
 /// Opens vhost-net for `pairs` pairs of queues. Returns no files if the kernel has no vhost-net.
 pub fn open(pairs: usize) -> Result<Vec<OwnedFd>, NetError> {
-    let one = || OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(DEVICE);
-    match (0..pairs).map(|_| one().map(OwnedFd::from)).collect() {
+    let entry = || OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(DEVICE);
+    match (0..pairs).map(|_| entry().map(OwnedFd::from)).collect() {
         Ok(all) => Ok(all),
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO)) => Ok(Vec::new()),
         Err(source) => Err(NetError::System { what: "open /dev/vhost-net", source }),
@@ -31,27 +31,27 @@ pub fn open(pairs: usize) -> Result<Vec<OwnedFd>, NetError> {
 
 /// The vhost-net file of a pair.
 #[derive(Debug)]
-pub(super) struct Vhost {
+pub(super) struct VhostNet {
     fd: OwnedFd,
     /// Whether this process has been set as the owner.
-    owned: bool,
+    has_owner: bool,
     /// Whether each of the two queues is set up.
     ready: [bool; 2],
 }
 
 /// The open file with the guest's memory, as the crate `vhost` expects it.
-struct Handle<'v> {
+struct VhostHandle<'v> {
     fd: &'v OwnedFd,
     memory: Arc<Memory>,
 }
 
-impl AsRawFd for Handle<'_> {
+impl AsRawFd for VhostHandle<'_> {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
     }
 }
 
-impl VhostKernBackend for Handle<'_> {
+impl VhostKernBackend for VhostHandle<'_> {
     type AS = Arc<Memory>;
 
     fn mem(&self) -> &Arc<Memory> {
@@ -59,23 +59,23 @@ impl VhostKernBackend for Handle<'_> {
     }
 }
 
-impl Vhost {
-    pub(super) fn new(fd: OwnedFd) -> Vhost {
-        Vhost { fd, owned: false, ready: [false; 2] }
+impl VhostNet {
+    pub(super) fn new(fd: OwnedFd) -> VhostNet {
+        VhostNet { fd, has_owner: false, ready: [false; 2] }
     }
 
     /// Returns those features of `offered` that remain possible if the kernel serves the queues.
     pub(super) fn features(&self, offered: u64) -> Result<u64, NetError> {
-        let handle = Handle { fd: &self.fd, memory: Arc::default() };
+        let handle = VhostHandle { fd: &self.fd, memory: Arc::default() };
         let here = handle.get_features().map_err(|error| NetError::System {
             what: "read the features of vhost-net",
             source: io::Error::other(error),
         })?;
-        Ok(offered & (here | !OURS))
+        Ok(offered & (here | !KERNEL_FEATURES))
     }
 
-    /// Sets up a queue of the pair. The kernel does not serve it before [`connect`](Vhost::connect).
-    pub(super) fn set_up(&mut self, queue: usize, ring: &Ring, call: OwnedFd, features: u64) -> io::Result<()> {
+    /// Sets up a queue of the pair. The kernel does not serve it before [`start_queue`](VhostNet::start_queue).
+    pub(super) fn set_up_queue(&mut self, queue: usize, ring: &Ring, call: OwnedFd, features: u64) -> io::Result<()> {
         let state = ring.state();
         let memory = ring.memory();
         let size = usize::from(state.size);
@@ -84,14 +84,14 @@ impl Vhost {
         for (address, length) in parts {
             GuestMemoryBackend::get_slice(&**memory, GuestAddress(address), length).map_err(io::Error::other)?;
         }
-        let handle = Handle { fd: &self.fd, memory: memory.clone() };
+        let handle = VhostHandle { fd: &self.fd, memory: memory.clone() };
         let setup = || -> Result<(), vhost::Error> {
-            if !self.owned {
+            if !self.has_owner {
                 handle.set_owner()?;
             }
             if self.ready == [false; 2] {
-                handle.set_features(features & OURS)?;
-                handle.set_mem_table(&regions(memory))?;
+                handle.set_features(features & KERNEL_FEATURES)?;
+                handle.set_mem_table(&memory_table(memory))?;
             }
             handle.set_vring_num(queue, state.size)?;
             handle.set_vring_base(queue, state.next_avail)?;
@@ -109,7 +109,7 @@ impl Vhost {
             )
         };
         setup().map_err(io::Error::other)?;
-        self.owned = true;
+        self.has_owner = true;
         // The kernel duplicates both descriptors.
         handle.set_vring_call(queue, &sys::event(call)).map_err(io::Error::other)?;
         handle.set_vring_kick(queue, &sys::event(ring.as_fd().try_clone_to_owned()?)).map_err(io::Error::other)?;
@@ -118,34 +118,34 @@ impl Vhost {
     }
 
     /// Lets the kernel serve the queue, starting with the requests that are already in it.
-    pub(super) fn connect(&self, queue: usize, ring: &Ring, tap: &Tap) -> io::Result<()> {
+    pub(super) fn start_queue(&self, queue: usize, ring: &Ring, tap: &Tap) -> io::Result<()> {
         sys::set_backend(self.fd.as_fd(), queue as u32, Some(tap.as_fd()))?; // 0 or 1
         ring.kick()
     }
 
     /// Stops the kernel from serving the queue: on return it accesses neither ring nor buffers.
-    pub(super) fn disconnect(&self, queue: usize) -> io::Result<()> {
+    pub(super) fn pause_queue(&self, queue: usize) -> io::Result<()> {
         sys::set_backend(self.fd.as_fd(), queue as u32, None) // 0 or 1
     }
 
     /// Stops the queue and sets the position in `ring`.
-    pub(super) fn take_back(&mut self, queue: usize, ring: &mut Ring) -> io::Result<()> {
+    pub(super) fn stop_queue(&mut self, queue: usize, ring: &mut Ring) -> io::Result<()> {
         self.ready[queue] = false;
-        self.disconnect(queue)?;
-        let handle = Handle { fd: &self.fd, memory: ring.memory().clone() };
+        self.pause_queue(queue)?;
+        let handle = VhostHandle { fd: &self.fd, memory: ring.memory().clone() };
         let base = handle.get_vring_base(queue).map_err(io::Error::other)?;
-        ring.served_until(base as u16); // an index of a split ring
+        ring.set_next_available(base as u16); // an index of a split ring
         Ok(())
     }
 }
 
 /// Returns guest memory as the kernel's memory table.
-fn regions(memory: &Memory) -> Vec<VhostUserMemoryRegionInfo> {
-    let one = |region: &vm_memory::GuestRegionMmap<()>| VhostUserMemoryRegionInfo {
+fn memory_table(memory: &Memory) -> Vec<VhostUserMemoryRegionInfo> {
+    let entry = |region: &vm_memory::GuestRegionMmap<()>| VhostUserMemoryRegionInfo {
         guest_phys_addr: region.start_addr().raw_value(),
         memory_size: region.len(),
         userspace_addr: region.as_ptr() as u64,
         ..Default::default()
     };
-    memory.iter().map(one).collect()
+    memory.iter().map(entry).collect()
 }

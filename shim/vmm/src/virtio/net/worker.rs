@@ -4,11 +4,11 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::tap::Tap;
-use super::{HEADER, MAX_FRAME, Metrics};
+use super::{HEADER, MAX_FRAME, NetMetrics};
 use crate::guest_warn;
 use crate::sys::{read_stream, write_stream};
-use crate::virtio::pieces::Pieces;
-use crate::virtio::queue_thread::Stop;
+use crate::virtio::buffers::MemoryRanges;
+use crate::virtio::queue_thread::StopSignal;
 use crate::virtio::ring::Ring;
 use nacelle_base::retry;
 use nix::poll::{PollFd, PollFlags};
@@ -33,153 +33,153 @@ const NUM_BUFFERS: usize = 10;
 
 /// The event to wait for before the next step.
 #[derive(Debug)]
-pub(crate) enum Need {
+pub(crate) enum NextWait {
     /// None: the queue can continue after other work.
-    Turn,
+    Nothing,
     /// Buffers or frames of the guest.
     Guest,
     /// Frames at the tap, or space in it.
     Tap,
     /// The tap does not work, permanently or at present.
-    Parked(io::Error),
+    TapFailed(io::Error),
 }
 
 /// The guest's side of received frames.
-pub(crate) struct Receiver {
+pub(crate) struct FrameReceiver {
     ring: Ring,
-    metrics: Arc<Metrics>,
+    metrics: Arc<NetMetrics>,
     /// Whether a frame may span several of the guest's buffers (`VIRTIO_NET_F_MRG_RXBUF`).
     mergeable: bool,
     /// The buffers taken from the ring and not returned, and their total size.
-    rooms: VecDeque<Room>,
+    buffers: VecDeque<ReceiveBuffer>,
     capacity: usize,
     /// The expected size of the next frame, from recent frames.
     expected: usize,
     /// The buffer for bytes that do not fit; one byte larger than any frame.
     spill: Box<[u8]>,
-    held: Option<Held>,
+    pending: Option<PendingFrame>,
 }
 
 /// A buffer for a frame.
-struct Room {
+struct ReceiveBuffer {
     head: u16,
-    pieces: Pieces,
+    memory: MemoryRanges,
 }
 
-/// A received frame: its first `placed` bytes are in the guest's buffers, the rest in the spill buffer.
+/// A received frame: its first `in_buffers` bytes are in the guest's buffers, the rest in the spill buffer.
 #[derive(Clone, Copy)]
-struct Held {
+struct PendingFrame {
     length: usize,
-    placed: usize,
+    in_buffers: usize,
 }
 
-impl Receiver {
-    pub(crate) fn new(ring: Ring, mergeable: bool, metrics: Arc<Metrics>) -> Receiver {
-        Receiver {
+impl FrameReceiver {
+    pub(crate) fn new(ring: Ring, mergeable: bool, metrics: Arc<NetMetrics>) -> FrameReceiver {
+        FrameReceiver {
             ring,
             metrics,
             mergeable,
-            rooms: VecDeque::new(),
+            buffers: VecDeque::new(),
             capacity: 0,
             expected: MIN_FRAME,
             spill: vec![0; MAX_FRAME + 1].into_boxed_slice(),
-            held: None,
+            pending: None,
         }
     }
 
     /// Receives frames for the guest until none is left, at most one batch.
-    pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> Need {
-        let mut need = Need::Turn;
+    pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> NextWait {
+        let mut need = NextWait::Nothing;
         for _ in 0..BATCH {
-            need = self.step(tap);
-            if !matches!(need, Need::Turn) {
+            need = self.receive_frame(tap);
+            if !matches!(need, NextWait::Nothing) {
                 break;
             }
         }
-        self.ring.signal();
+        self.ring.notify_guest();
         need
     }
 
     /// Returns the ring, with the unused buffers put back. A frame that waits for buffers is dropped.
     pub(crate) fn into_ring(mut self) -> Ring {
-        if self.held.is_some() {
-            count(&self.metrics.receive_drops);
+        if self.pending.is_some() {
+            increment(&self.metrics.receive_drops);
         }
-        self.ring.unpop_many(u16::try_from(self.rooms.len()).unwrap_or(u16::MAX));
+        self.ring.undo_pops(u16::try_from(self.buffers.len()).unwrap_or(u16::MAX));
         self.ring
     }
 
-    fn step(&mut self, tap: BorrowedFd<'_>) -> Need {
-        let held = match self.held {
-            Some(held) => held,
-            None => match self.read(tap) {
-                Ok(Some(held)) => held,
-                Ok(None) => return Need::Guest,
-                Err(error) => return self.failed(error),
+    fn receive_frame(&mut self, tap: BorrowedFd<'_>) -> NextWait {
+        let pending = match self.pending {
+            Some(pending) => pending,
+            None => match self.read_frame(tap) {
+                Ok(Some(pending)) => pending,
+                Ok(None) => return NextWait::Guest,
+                Err(error) => return self.handle_read_error(error),
             },
         };
-        self.held = None;
-        if held.placed + self.spill.len() <= held.length {
+        self.pending = None;
+        if pending.in_buffers + self.spill.len() <= pending.length {
             guest_warn!(queue = self.ring.index(), "a frame of more than {MAX_FRAME} bytes was dropped");
-            count(&self.metrics.receive_drops);
-            return Need::Turn;
+            increment(&self.metrics.receive_drops);
+            return NextWait::Nothing;
         }
-        self.provide(held.length);
-        if self.capacity < held.length {
-            let all = !self.mergeable || self.rooms.len() >= usize::from(self.ring.state().size);
+        self.take_buffers(pending.length);
+        if self.capacity < pending.length {
+            let all = !self.mergeable || self.buffers.len() >= usize::from(self.ring.state().size);
             if all {
-                count(&self.metrics.receive_drops);
-                return Need::Turn;
+                increment(&self.metrics.receive_drops);
+                return NextWait::Nothing;
             }
-            self.held = Some(held);
-            return Need::Guest;
+            self.pending = Some(pending);
+            return NextWait::Guest;
         }
-        self.deliver(held);
-        Need::Turn
+        self.complete_frame(pending);
+        NextWait::Nothing
     }
 
-    fn failed(&mut self, error: io::Error) -> Need {
+    fn handle_read_error(&mut self, error: io::Error) -> NextWait {
         match error.raw_os_error() {
-            Some(libc::EAGAIN) => Need::Tap,
-            Some(libc::EINTR) => Need::Turn,
+            Some(libc::EAGAIN) => NextWait::Tap,
+            Some(libc::EINTR) => NextWait::Nothing,
             // The kernel could not write the frame, or has no header for it, and has dropped it.
             Some(libc::EFAULT | libc::EINVAL) => {
-                count(&self.metrics.receive_drops);
-                Need::Turn
+                increment(&self.metrics.receive_drops);
+                NextWait::Nothing
             }
-            _ => Need::Parked(error),
+            _ => NextWait::TapFailed(error),
         }
     }
 
     /// Takes buffers of the guest until they have `wanted` bytes, or one buffer if a frame must fit into one. Afterwards the
     /// first buffer, if any, is large enough for a header.
-    fn provide(&mut self, wanted: usize) {
-        while self.capacity < wanted && (self.mergeable || self.rooms.is_empty()) {
-            let Some((head, buffers)) = self.ring.pop_any() else { break };
+    fn take_buffers(&mut self, wanted: usize) {
+        while self.capacity < wanted && (self.mergeable || self.buffers.is_empty()) {
+            let Some((head, buffers)) = self.ring.pop_with_error() else { break };
             // An invalid chain counts as an empty buffer and is returned in order.
-            let pieces = buffers.map(|buffers| buffers.writable).unwrap_or_default();
-            if self.rooms.is_empty() && pieces.len() < HEADER {
-                self.ring.done(head, 0);
+            let memory = buffers.map(|buffers| buffers.writable).unwrap_or_default();
+            if self.buffers.is_empty() && memory.len() < HEADER {
+                self.ring.complete(head, 0);
                 continue;
             }
-            self.capacity = self.capacity.saturating_add(pieces.len());
-            self.rooms.push_back(Room { head, pieces });
+            self.capacity = self.capacity.saturating_add(memory.len());
+            self.buffers.push_back(ReceiveBuffer { head, memory });
         }
     }
 
     /// Reads a frame. Returns `None` if the guest has no buffer for it.
-    fn read(&mut self, tap: BorrowedFd<'_>) -> io::Result<Option<Held>> {
-        self.provide(self.expected);
-        if self.rooms.is_empty() {
+    fn read_frame(&mut self, tap: BorrowedFd<'_>) -> io::Result<Option<PendingFrame>> {
+        self.take_buffers(self.expected);
+        if self.buffers.is_empty() {
             return Ok(None);
         }
         let memory = self.ring.memory().clone();
-        let mut slices = Vec::with_capacity(self.rooms.len() + 1);
+        let mut slices = Vec::with_capacity(self.buffers.len() + 1);
         let mut offered = 0;
-        for room in &self.rooms {
+        for buffer in &self.buffers {
             // The pieces were checked when they were taken.
-            room.pieces.add_slices(&memory, Permissions::Write, &mut slices).map_err(io::Error::other)?;
-            offered += room.pieces.len();
+            buffer.memory.add_slices(&memory, Permissions::Write, &mut slices).map_err(io::Error::other)?;
+            offered += buffer.memory.len();
             if offered >= self.expected || slices.len() >= MAX_SLICES {
                 break;
             }
@@ -193,73 +193,73 @@ impl Receiver {
         }
         // Long frames arrive in sequences; a short one between them has little effect.
         self.expected = length.max(self.expected - self.expected.saturating_sub(length) / 16);
-        Ok(Some(Held { length, placed: length.min(offered) }))
+        Ok(Some(PendingFrame { length, in_buffers: length.min(offered) }))
     }
 
     /// Completes a frame that fits into the taken buffers, and returns these to the guest.
-    fn deliver(&mut self, held: Held) {
-        let spilt = held.length - held.placed;
+    fn complete_frame(&mut self, pending: PendingFrame) {
+        let spilled = pending.length - pending.in_buffers;
         let mut used = Vec::new();
-        let mut left = held.length;
-        for room in &self.rooms {
-            let here = room.pieces.len().min(left);
+        let mut left = pending.length;
+        for buffer in &self.buffers {
+            let here = buffer.memory.len().min(left);
             left -= here;
-            used.push((room.head, here as u32)); // at most MAX_FRAME
+            used.push((buffer.head, here as u32)); // at most MAX_FRAME
             if left == 0 {
                 break;
             }
         }
-        let count_of = u16::try_from(used.len()).unwrap_or(u16::MAX); // at most the queue's size
-        if let Some(rest) = self.spill.get(..spilt) {
-            write_at(&self.ring, &self.rooms, held.placed, rest);
+        let buffer_count = u16::try_from(used.len()).unwrap_or(u16::MAX); // at most the queue's size
+        if let Some(rest) = self.spill.get(..spilled) {
+            write_at(&self.ring, &self.buffers, pending.in_buffers, rest);
         }
-        write_at(&self.ring, &self.rooms, NUM_BUFFERS, &count_of.to_le_bytes());
-        self.ring.done_together(&used);
-        for room in self.rooms.drain(..used.len().min(self.rooms.len())) {
-            self.capacity -= room.pieces.len();
+        write_at(&self.ring, &self.buffers, NUM_BUFFERS, &buffer_count.to_le_bytes());
+        self.ring.complete_together(&used);
+        for buffer in self.buffers.drain(..used.len().min(self.buffers.len())) {
+            self.capacity -= buffer.memory.len();
         }
-        self.first_has_room();
-        count(&self.metrics.received);
-        self.metrics.received_bytes.fetch_add(held.length as u64, Ordering::Relaxed);
+        self.drop_short_buffers();
+        increment(&self.metrics.received);
+        self.metrics.received_bytes.fetch_add(pending.length as u64, Ordering::Relaxed);
     }
 
     /// Returns buffers from the front that are too small for a header.
-    fn first_has_room(&mut self) {
-        while let Some(room) = self.rooms.front()
-            && room.pieces.len() < HEADER
+    fn drop_short_buffers(&mut self) {
+        while let Some(buffer) = self.buffers.front()
+            && buffer.memory.len() < HEADER
         {
-            self.ring.done(room.head, 0);
-            self.capacity -= room.pieces.len();
-            self.rooms.pop_front();
+            self.ring.complete(buffer.head, 0);
+            self.capacity -= buffer.memory.len();
+            self.buffers.pop_front();
         }
     }
 }
 
 /// Writes to the buffers as if they were contiguous, from byte `at` on.
-fn write_at(ring: &Ring, rooms: &VecDeque<Room>, at: usize, bytes: &[u8]) {
+fn write_at(ring: &Ring, buffers: &VecDeque<ReceiveBuffer>, at: usize, bytes: &[u8]) {
     let (mut skip, mut rest) = (at, bytes);
-    for room in rooms {
+    for buffer in buffers {
         if rest.is_empty() {
             return;
         }
-        if skip < room.pieces.len() {
+        if skip < buffer.memory.len() {
             // The pieces were checked when they were taken.
-            let written = room.pieces.write_at(ring.memory(), skip, rest).unwrap_or_default();
+            let written = buffer.memory.write_at(ring.memory(), skip, rest).unwrap_or_default();
             rest = rest.get(written..).unwrap_or_default();
         }
-        skip = skip.saturating_sub(room.pieces.len());
+        skip = skip.saturating_sub(buffer.memory.len());
     }
 }
 
 /// The guest's side of sent frames.
-pub(crate) struct Sender {
+pub(crate) struct FrameSender {
     ring: Ring,
-    metrics: Arc<Metrics>,
+    metrics: Arc<NetMetrics>,
 }
 
-impl Sender {
-    pub(crate) fn new(ring: Ring, metrics: Arc<Metrics>) -> Sender {
-        Sender { ring, metrics }
+impl FrameSender {
+    pub(crate) fn new(ring: Ring, metrics: Arc<NetMetrics>) -> FrameSender {
+        FrameSender { ring, metrics }
     }
 
     /// Returns the ring.
@@ -268,12 +268,12 @@ impl Sender {
     }
 
     /// Sends frames of the guest until none is left, at most one batch.
-    pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> Need {
+    pub(crate) fn run(&mut self, tap: BorrowedFd<'_>) -> NextWait {
         let memory = self.ring.memory().clone();
-        let mut need = Need::Turn;
+        let mut need = NextWait::Nothing;
         for _ in 0..BATCH {
             let Some(request) = self.ring.pop() else {
-                need = Need::Guest;
+                need = NextWait::Guest;
                 break;
             };
             let frame = &request.buffers.readable;
@@ -287,23 +287,23 @@ impl Sender {
             };
             match sent {
                 Ok(bytes) => {
-                    count(&self.metrics.sent);
+                    increment(&self.metrics.sent);
                     self.metrics.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.ring.unpop();
-                    need = Need::Tap;
+                    self.ring.undo_pop();
+                    need = NextWait::Tap;
                     break;
                 }
                 // The kernel rejects the header, or the interface is down: the frame is dropped.
                 Err(error) => {
                     guest_warn!(queue = self.ring.index(), bytes = frame.len(), "a frame was dropped: {error}");
-                    count(&self.metrics.send_drops);
+                    increment(&self.metrics.send_drops);
                 }
             }
-            self.ring.done(request.head, 0);
+            self.ring.complete(request.head, 0);
         }
-        self.ring.signal();
+        self.ring.notify_guest();
         need
     }
 }
@@ -318,31 +318,31 @@ fn send(tap: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> io::Result<usize> 
     }
 }
 
-/// Serves a receive queue until asked to stop. `gone` is called when the interface no longer exists.
+/// Serves a receive queue until asked to stop. `on_removed` is called when the interface no longer exists.
 pub(super) fn receive(
     ring: Ring,
-    stop: &Stop,
+    stop: &StopSignal,
     tap: &Tap,
     mergeable: bool,
-    metrics: Arc<Metrics>,
-    gone: impl Fn(),
+    metrics: Arc<NetMetrics>,
+    on_removed: impl Fn(),
 ) -> Ring {
-    let mut receiver = Receiver::new(ring, mergeable, metrics);
-    receiver.ring.quiet();
-    while !stop.asked() {
+    let mut receiver = FrameReceiver::new(ring, mergeable, metrics);
+    receiver.ring.disable_kicks();
+    while !stop.is_requested() {
         match receiver.run(tap.as_fd()) {
-            Need::Turn => {}
-            Need::Tap => wait(stop, Some((tap.as_fd(), PollFlags::POLLIN))),
-            Need::Guest => {
-                if !receiver.ring.rearm() {
+            NextWait::Nothing => {}
+            NextWait::Tap => wait(stop, Some((tap.as_fd(), PollFlags::POLLIN))),
+            NextWait::Guest => {
+                if !receiver.ring.enable_kicks() {
                     wait_kick(stop, &mut receiver.ring);
                 }
-                receiver.ring.quiet();
+                receiver.ring.disable_kicks();
             }
-            Need::Parked(error) => {
+            NextWait::TapFailed(error) => {
                 if tap.is_attached() {
-                    tracing::warn!("a network interface is gone: {error}");
-                    gone();
+                    tracing::warn!("a network interface no longer exists: {error}");
+                    on_removed();
                 }
                 wait(stop, None);
             }
@@ -352,18 +352,18 @@ pub(super) fn receive(
 }
 
 /// Serves a transmit queue until asked to stop.
-pub(super) fn transmit(ring: Ring, stop: &Stop, tap: &Tap, metrics: Arc<Metrics>) -> Ring {
-    let mut sender = Sender::new(ring, metrics);
-    sender.ring.quiet();
-    while !stop.asked() {
+pub(super) fn transmit(ring: Ring, stop: &StopSignal, tap: &Tap, metrics: Arc<NetMetrics>) -> Ring {
+    let mut sender = FrameSender::new(ring, metrics);
+    sender.ring.disable_kicks();
+    while !stop.is_requested() {
         match sender.run(tap.as_fd()) {
-            Need::Turn => {}
-            Need::Tap => wait(stop, Some((tap.as_fd(), PollFlags::POLLOUT))),
-            Need::Guest | Need::Parked(_) => {
-                if !sender.ring.rearm() {
+            NextWait::Nothing => {}
+            NextWait::Tap => wait(stop, Some((tap.as_fd(), PollFlags::POLLOUT))),
+            NextWait::Guest | NextWait::TapFailed(_) => {
+                if !sender.ring.enable_kicks() {
                     wait_kick(stop, &mut sender.ring);
                 }
-                sender.ring.quiet();
+                sender.ring.disable_kicks();
             }
         }
     }
@@ -371,25 +371,25 @@ pub(super) fn transmit(ring: Ring, stop: &Stop, tap: &Tap, metrics: Arc<Metrics>
 }
 
 /// Waits for a kick, unless the ring is broken.
-fn wait_kick(stop: &Stop, ring: &mut Ring) {
+fn wait_kick(stop: &StopSignal, ring: &mut Ring) {
     let kick = if ring.is_broken() { None } else { Some((ring.as_fd(), PollFlags::POLLIN)) };
     wait(stop, kick);
     if !ring.is_broken() {
-        ring.kicked();
+        ring.clear_kick();
     }
 }
 
-/// Waits for `other`, for a nudge or for the request to stop.
-fn wait(stop: &Stop, other: Option<(BorrowedFd<'_>, PollFlags)>) {
+/// Waits for `other`, for a wake-up or for the request to stop.
+fn wait(stop: &StopSignal, other: Option<(BorrowedFd<'_>, PollFlags)>) {
     let mut events = vec![PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
     events.extend(other.map(|(fd, flags)| PollFd::new(fd, flags)));
     // After a failure the caller checks its state again.
     let _ = retry::poll(&mut events, None);
-    if !stop.asked() && events.first().is_some_and(|event| event.any().unwrap_or(true)) {
-        stop.heard();
+    if !stop.is_requested() && events.first().is_some_and(|event| event.any().unwrap_or(true)) {
+        stop.clear();
     }
 }
 
-fn count(counter: &AtomicU64) {
+fn increment(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }

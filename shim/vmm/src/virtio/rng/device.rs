@@ -1,6 +1,6 @@
 //! Implements [`Device`] for the entropy device.
 
-use super::metrics::Metrics;
+use super::metrics::RngMetrics;
 use super::worker;
 use crate::virtio::queue_thread::QueueThread;
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Memory, Ring, StartError, StateError};
@@ -11,7 +11,7 @@ use virtio_queue::QueueState;
 /// The entropy device.
 #[derive(Debug, Default)]
 pub struct Rng {
-    metrics: Arc<Metrics>,
+    metrics: Arc<RngMetrics>,
     thread: Option<QueueThread>,
 }
 
@@ -22,7 +22,7 @@ impl Rng {
     }
 
     /// Returns the counters, which remain readable after the device has been passed to a transport.
-    pub fn metrics(&self) -> Arc<Metrics> {
+    pub fn metrics(&self) -> Arc<RngMetrics> {
         self.metrics.clone()
     }
 
@@ -59,7 +59,7 @@ impl Device for Rng {
         }
         let metrics = self.metrics.clone();
         let fill = move |memory: &Memory, request| Ok::<u32, Infallible>(worker::fill(&metrics, memory, request));
-        let thread = QueueThread::start("rng", ring, fill, |_, nothing_waits| match nothing_waits {})
+        let thread = QueueThread::start("rng", ring, fill, |_, never| match never {})
             .map_err(|source| StartError::Thread { device, index, source })?;
         self.thread = Some(thread);
         Ok(())

@@ -5,7 +5,7 @@ mod metrics;
 mod worker;
 
 pub use device::Rng;
-pub use metrics::Metrics;
+pub use metrics::RngMetrics;
 pub use worker::MAX_BYTES;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use worker::fill;

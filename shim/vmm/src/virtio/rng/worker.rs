@@ -1,7 +1,7 @@
 //! Serves one request for entropy.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::Metrics;
+use super::RngMetrics;
 use crate::guest_warn;
 use crate::virtio::Memory;
 use crate::virtio::ring::Request;
@@ -11,12 +11,12 @@ use std::sync::atomic::Ordering;
 pub const MAX_BYTES: usize = 4096;
 
 /// Fills the writable buffers of a request. Returns the number of bytes written.
-pub(crate) fn fill(metrics: &Metrics, memory: &Memory, request: Request) -> u32 {
+pub(crate) fn fill(metrics: &RngMetrics, memory: &Memory, request: Request) -> u32 {
     let mut bytes = [0; MAX_BYTES];
     let wanted = request.buffers.writable.len().min(MAX_BYTES);
     let Some(bytes) = bytes.get_mut(..wanted) else { return 0 };
     if let Err(error) = nacelle_base::random::fill(bytes) {
-        guest_warn!("no entropy for the guest: {error}");
+        guest_warn!("cannot read random bytes for the guest: {error}");
         return 0;
     }
     match request.buffers.writable.write(memory, bytes) {
@@ -26,7 +26,7 @@ pub(crate) fn fill(metrics: &Metrics, memory: &Memory, request: Request) -> u32 
             u32::try_from(written).unwrap_or(0)
         }
         Err(error) => {
-            guest_warn!("the guest asked for entropy in {error}");
+            guest_warn!("the guest provided an entropy buffer in {error}");
             0
         }
     }

@@ -2,11 +2,11 @@
 //! the next packet for the guest. It does not access queues.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::packet::{Header, Op, SHUT_RECEIVE, SHUT_SEND, STREAM};
+use super::packet::{Op, PacketHeader, SHUT_RECEIVE, SHUT_SEND, STREAM};
 use super::{HOST_CID, VsockError, WINDOW};
 use crate::sys;
 use crate::virtio::Memory;
-use crate::virtio::pieces::{BadChain, Pieces};
+use crate::virtio::buffers::{ChainError, MemoryRanges};
 use nacelle_base::retry;
 use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -20,24 +20,24 @@ use vm_memory::Permissions;
 
 /// The key of a connection: the ports at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Key {
+pub(super) struct ConnectionKey {
     pub host: u32,
     pub guest: u32,
 }
 
 /// A connection request of the host that the guest has not answered.
 #[derive(Debug)]
-pub(super) struct Wanted {
+pub(super) struct PendingConnect {
     /// The number by which the caller can cancel the request.
     pub id: u64,
     /// The end of the socket pair that the caller receives.
     pub end: UnixStream,
-    pub answer: SyncSender<Result<UnixStream, VsockError>>,
+    pub result_sender: SyncSender<Result<UnixStream, VsockError>>,
 }
 
 /// The next packet of a connection for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum NextPacket {
     Nothing,
     /// A packet without payload.
     Control {
@@ -46,24 +46,24 @@ pub(super) enum Next {
     },
     /// A data packet with at most this many bytes.
     Data {
-        most: u32,
+        max_bytes: u32,
     },
 }
 
 /// The result of taking data from the guest.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Taken {
+pub(super) enum ReceiveResult {
     /// The data is written or waits.
-    Well,
+    Accepted,
     /// The guest exceeded its credit.
-    TooMuch,
+    CreditExceeded,
 }
 
 #[derive(Debug)]
-pub(super) struct Connection {
-    pub key: Key,
+pub(super) struct VsockConnection {
+    pub key: ConnectionKey,
     pub stream: UnixStream,
-    pub wanted: Option<Wanted>,
+    pub pending: Option<PendingConnect>,
     /// Whether the connection is in the queue of those with packets for the guest.
     pub queued: bool,
 
@@ -72,137 +72,142 @@ pub(super) struct Connection {
     pub readable: bool,
     /// Whether the host's end is closed in both directions and takes no more data.
     pub hung_up: bool,
-    end_seen: bool,
+    host_eof: bool,
     sent: u32,
     guest_window: u32,
-    guest_taken: u32,
-    credit_asked: bool,
+    guest_forwarded: u32,
+    credit_requested: bool,
 
     // From the guest to the host.
     /// Whether the host's end may accept bytes.
     pub writable: bool,
     waiting: VecDeque<u8>,
-    taken: u32,
-    taken_told: u32,
+    forwarded: u32,
+    reported_forwarded: u32,
     /// Whether the host's end accepts no more data; data from the guest is discarded.
-    deaf: bool,
+    write_closed: bool,
 
     /// The directions that the guest has shut down, as in the flags of a packet.
-    guest_shut: u32,
+    guest_shutdown: u32,
     /// The directions that this side has shut down, as far as the guest has been notified.
-    host_shut: u32,
+    host_shutdown: u32,
     /// Whether the guest has reset the connection and must receive no more packets for it.
     pub reset: bool,
-    hello: Option<u16>,
-    update_due: bool,
-    ended: bool,
+    first_packet: Option<u16>,
+    credit_update_due: bool,
+    write_shut: bool,
 }
 
-impl Connection {
+impl VsockConnection {
     /// Creates a connection that the guest requested.
-    pub(super) fn accepted(key: Key, stream: UnixStream) -> Connection {
-        Connection::new(key, stream, None, Op::RESPONSE)
+    pub(super) fn from_guest(key: ConnectionKey, stream: UnixStream) -> VsockConnection {
+        VsockConnection::new(key, stream, None, Op::RESPONSE)
     }
 
     /// Creates a connection that the host requests.
-    pub(super) fn asked(key: Key, stream: UnixStream, wanted: Wanted) -> Connection {
-        Connection::new(key, stream, Some(wanted), Op::REQUEST)
+    pub(super) fn from_host(key: ConnectionKey, stream: UnixStream, pending: PendingConnect) -> VsockConnection {
+        VsockConnection::new(key, stream, Some(pending), Op::REQUEST)
     }
 
-    fn new(key: Key, stream: UnixStream, wanted: Option<Wanted>, hello: u16) -> Connection {
-        Connection {
+    fn new(
+        key: ConnectionKey,
+        stream: UnixStream,
+        pending: Option<PendingConnect>,
+        first_packet: u16,
+    ) -> VsockConnection {
+        VsockConnection {
             key,
             stream,
-            wanted,
+            pending,
             queued: false,
             readable: false,
             hung_up: false,
-            end_seen: false,
+            host_eof: false,
             sent: 0,
             guest_window: 0,
-            guest_taken: 0,
-            credit_asked: false,
+            guest_forwarded: 0,
+            credit_requested: false,
             writable: false,
             waiting: VecDeque::new(),
-            taken: 0,
-            taken_told: 0,
-            deaf: false,
-            guest_shut: 0,
-            host_shut: 0,
+            forwarded: 0,
+            reported_forwarded: 0,
+            write_closed: false,
+            guest_shutdown: 0,
+            host_shutdown: 0,
             reset: false,
-            hello: Some(hello),
-            update_due: false,
-            ended: false,
+            first_packet: Some(first_packet),
+            credit_update_due: false,
+            write_shut: false,
         }
     }
 
     /// Returns whether the guest has been sent the connection's first packet.
-    pub(super) fn is_known(&self) -> bool {
-        self.hello.is_none()
+    pub(super) fn is_announced(&self) -> bool {
+        self.first_packet.is_none()
     }
 
     /// Sends the request again, after the guest's driver was reset.
-    pub(super) fn ask_again(&mut self) {
-        self.hello = Some(Op::REQUEST);
+    pub(super) fn request_again(&mut self) {
+        self.first_packet = Some(Op::REQUEST);
     }
 
     /// Records the guest's buffer space, which every packet contains.
-    pub(super) fn credit(&mut self, header: &Header) {
+    pub(super) fn update_credit(&mut self, header: &PacketHeader) {
         self.guest_window = header.buf_alloc;
-        self.guest_taken = header.fwd_cnt;
-        self.credit_asked &= self.room() == 0;
+        self.guest_forwarded = header.fwd_cnt;
+        self.credit_requested &= self.guest_credit() == 0;
     }
 
     /// Returns the number of bytes that the guest's buffer can take; 0 if the guest's numbers are inconsistent.
-    fn room(&self) -> u32 {
-        self.guest_window.saturating_sub(self.sent.wrapping_sub(self.guest_taken))
+    fn guest_credit(&self) -> u32 {
+        self.guest_window.saturating_sub(self.sent.wrapping_sub(self.guest_forwarded))
     }
 
     /// Returns the next packet for the guest.
-    pub(super) fn next(&self) -> Next {
-        let control = |op, flags| Next::Control { op, flags };
-        if let Some(op) = self.hello {
+    pub(super) fn next_packet(&self) -> NextPacket {
+        let control = |op, flags| NextPacket::Control { op, flags };
+        if let Some(op) = self.first_packet {
             return control(op, 0);
         }
-        if self.wanted.is_some() || self.reset {
-            return Next::Nothing;
+        if self.pending.is_some() || self.reset {
+            return NextPacket::Nothing;
         }
-        if self.update_due {
+        if self.credit_update_due {
             return control(Op::CREDIT_UPDATE, 0);
         }
-        let shut = self.shut();
-        if shut & !self.host_shut != 0 {
+        let shut = self.shutdown_flags();
+        if shut & !self.host_shutdown != 0 {
             return control(Op::SHUTDOWN, shut);
         }
-        if self.readable && !self.end_seen && self.guest_shut & SHUT_RECEIVE == 0 {
-            match self.room() {
-                0 if self.credit_asked => {}
+        if self.readable && !self.host_eof && self.guest_shutdown & SHUT_RECEIVE == 0 {
+            match self.guest_credit() {
+                0 if self.credit_requested => {}
                 0 => return control(Op::CREDIT_REQUEST, 0),
-                most => return Next::Data { most },
+                max_bytes => return NextPacket::Data { max_bytes },
             }
         }
-        Next::Nothing
+        NextPacket::Nothing
     }
 
     /// Returns the directions that are shut down on the host.
-    fn shut(&self) -> u32 {
-        let silent = self.end_seen || self.guest_shut & SHUT_RECEIVE != 0;
-        let deaf = self.deaf || (silent && self.hung_up);
-        (if silent { SHUT_SEND } else { 0 }) | (if deaf { SHUT_RECEIVE } else { 0 })
+    fn shutdown_flags(&self) -> u32 {
+        let read_closed = self.host_eof || self.guest_shutdown & SHUT_RECEIVE != 0;
+        let write_closed = self.write_closed || (read_closed && self.hung_up);
+        (if read_closed { SHUT_SEND } else { 0 }) | (if write_closed { SHUT_RECEIVE } else { 0 })
     }
 
     /// Returns the header of a packet, and records the packet as sent.
-    pub(super) fn header(&mut self, guest_cid: u64, op: u16, flags: u32, length: u32) -> Header {
+    pub(super) fn build_header(&mut self, guest_cid: u64, op: u16, flags: u32, length: u32) -> PacketHeader {
         match op {
-            Op::REQUEST | Op::RESPONSE => self.hello = None,
-            Op::SHUTDOWN => self.host_shut |= flags,
-            Op::CREDIT_REQUEST => self.credit_asked = true,
+            Op::REQUEST | Op::RESPONSE => self.first_packet = None,
+            Op::SHUTDOWN => self.host_shutdown |= flags,
+            Op::CREDIT_REQUEST => self.credit_requested = true,
             _ => {}
         }
         self.sent = self.sent.wrapping_add(length);
-        self.update_due = false;
-        self.taken_told = self.taken;
-        Header {
+        self.credit_update_due = false;
+        self.reported_forwarded = self.forwarded;
+        PacketHeader {
             src_cid: HOST_CID,
             dst_cid: guest_cid,
             src_port: self.key.host,
@@ -212,22 +217,22 @@ impl Connection {
             op,
             flags,
             buf_alloc: WINDOW,
-            fwd_cnt: self.taken,
+            fwd_cnt: self.forwarded,
         }
     }
 
     /// Schedules a credit update, which the guest has requested.
-    pub(super) fn tell_credit(&mut self) {
-        self.update_due = true;
+    pub(super) fn schedule_credit_update(&mut self) {
+        self.credit_update_due = true;
     }
 
     /// Reads from the host's end into guest memory. Returns 0 if there is no data at present or the end is reached; see
-    /// [`next`](Self::next).
-    pub(super) fn read(&mut self, memory: &Memory, room: &Pieces) -> Result<u32, BadChain> {
-        let slices = room.slices(memory, Permissions::Write)?;
+    /// [`next_packet`](Self::next_packet).
+    pub(super) fn read(&mut self, memory: &Memory, buffer: &MemoryRanges) -> Result<u32, ChainError> {
+        let slices = buffer.slices(memory, Permissions::Write)?;
         match sys::read_stream(self.stream.as_fd(), &slices) {
             Ok(0) => {
-                self.end_seen = true;
+                self.host_eof = true;
                 // Checks now whether both directions are closed, because the event for it may arrive later.
                 let mut state = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
                 let found = retry::poll(&mut state, Some(Instant::now())).unwrap_or(0) > 0;
@@ -237,7 +242,7 @@ impl Connection {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.readable = false,
             Err(_) => {
-                self.end_seen = true;
+                self.host_eof = true;
                 self.hung_up = true;
             }
         }
@@ -245,67 +250,67 @@ impl Connection {
     }
 
     /// Takes data from the guest: writes as much as the host's end accepts, and keeps the rest.
-    pub(super) fn take(&mut self, memory: &Memory, mut payload: Pieces) -> Result<Taken, BadChain> {
-        if self.guest_shut & SHUT_SEND != 0 || self.waiting.len() + payload.len() > WINDOW as usize {
-            return Ok(Taken::TooMuch);
+    pub(super) fn receive(&mut self, memory: &Memory, mut payload: MemoryRanges) -> Result<ReceiveResult, ChainError> {
+        if self.guest_shutdown & SHUT_SEND != 0 || self.waiting.len() + payload.len() > WINDOW as usize {
+            return Ok(ReceiveResult::CreditExceeded);
         }
-        if self.waiting.is_empty() && self.writable && !self.deaf {
+        if self.waiting.is_empty() && self.writable && !self.write_closed {
             let sent = sys::send_stream(self.stream.as_fd(), &payload.slices(memory, Permissions::Read)?);
-            let count = self.wrote(sent);
-            payload.take_front(count);
+            let count = self.record_write(sent);
+            payload.split_front(count);
         }
-        if self.deaf {
-            self.taken = self.taken.wrapping_add(u32::try_from(payload.len()).unwrap_or(0));
+        if self.write_closed {
+            self.forwarded = self.forwarded.wrapping_add(u32::try_from(payload.len()).unwrap_or(0));
         } else if !payload.is_empty() {
             let mut bytes = vec![0; payload.len()]; // at most WINDOW
             payload.read(memory, &mut bytes)?;
             self.waiting.extend(bytes);
         }
-        self.plan_update();
-        Ok(Taken::Well)
+        self.schedule_update_if_due();
+        Ok(ReceiveResult::Accepted)
     }
 
     /// Writes waiting data as far as the host's end accepts it.
     pub(super) fn flush(&mut self) {
-        while self.writable && !self.deaf && !self.waiting.is_empty() {
+        while self.writable && !self.write_closed && !self.waiting.is_empty() {
             let (front, _) = self.waiting.as_slices();
             let sent = (&self.stream).write(front);
-            let count = self.wrote(sent);
+            let count = self.record_write(sent);
             self.waiting.drain(..count);
         }
-        if self.deaf {
-            self.taken = self.taken.wrapping_add(u32::try_from(self.waiting.len()).unwrap_or(0));
+        if self.write_closed {
+            self.forwarded = self.forwarded.wrapping_add(u32::try_from(self.waiting.len()).unwrap_or(0));
             self.waiting.clear();
         }
         if self.waiting.is_empty() {
             self.waiting = VecDeque::new();
         }
-        self.plan_update();
+        self.schedule_update_if_due();
     }
 
     /// Records the result of a write to the host's end. Returns the number of bytes written.
-    fn wrote(&mut self, outcome: io::Result<usize>) -> usize {
-        match outcome {
+    fn record_write(&mut self, result: io::Result<usize>) -> usize {
+        match result {
             Ok(count) => {
-                self.taken = self.taken.wrapping_add(u32::try_from(count).unwrap_or(0)); // at most WINDOW
+                self.forwarded = self.forwarded.wrapping_add(u32::try_from(count).unwrap_or(0)); // at most WINDOW
                 return count;
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.writable = false,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(_) => self.deaf = true,
+            Err(_) => self.write_closed = true,
         }
         0
     }
 
     /// Schedules a credit update after each quarter of the window, unless another packet has carried the credit meanwhile.
-    fn plan_update(&mut self) {
-        self.update_due |= self.taken.wrapping_sub(self.taken_told) >= WINDOW / 4;
+    fn schedule_update_if_due(&mut self) {
+        self.credit_update_due |= self.forwarded.wrapping_sub(self.reported_forwarded) >= WINDOW / 4;
     }
 
     /// Records that the guest has shut down these directions (as in the flags of a packet).
-    pub(super) fn shut_by_guest(&mut self, sides: u32) {
-        self.guest_shut |= sides & (SHUT_SEND | SHUT_RECEIVE);
-        if self.guest_shut & SHUT_RECEIVE != 0 {
+    pub(super) fn record_guest_shutdown(&mut self, sides: u32) {
+        self.guest_shutdown |= sides & (SHUT_SEND | SHUT_RECEIVE);
+        if self.guest_shutdown & SHUT_RECEIVE != 0 {
             // Writers on the host now get EPIPE. The call fails only if the other end is already closed.
             let _ = self.stream.shutdown(Shutdown::Read);
         }
@@ -313,24 +318,24 @@ impl Connection {
 
     /// Shuts down the host's end for writing once all data of a guest that has shut down is written. Returns `true` if both
     /// directions are finished.
-    pub(super) fn settle(&mut self) -> bool {
-        if self.guest_shut & SHUT_SEND != 0 && self.waiting.is_empty() && !self.ended {
-            self.ended = true;
+    pub(super) fn finish_shutdown(&mut self) -> bool {
+        if self.guest_shutdown & SHUT_SEND != 0 && self.waiting.is_empty() && !self.write_shut {
+            self.write_shut = true;
             let _ = self.stream.shutdown(Shutdown::Write); // as above
         }
         let both = SHUT_SEND | SHUT_RECEIVE;
-        (self.guest_shut == both && (self.waiting.is_empty() || self.deaf)) || self.host_shut == both
+        (self.guest_shutdown == both && (self.waiting.is_empty() || self.write_closed)) || self.host_shutdown == both
     }
 
     /// Discards data of the host that the guest no longer accepts. If this end were closed with unread bytes, the host would
     /// see a reset instead of the end of data. No new data can arrive, so the loop is bounded by the socket's buffer.
-    pub(super) fn drop_unread(&mut self) {
+    pub(super) fn discard_unread(&mut self) {
         let mut bytes = [0; 4096];
-        while self.guest_shut & SHUT_RECEIVE != 0 && matches!(self.stream.read(&mut bytes), Ok(1..)) {}
+        while self.guest_shutdown & SHUT_RECEIVE != 0 && matches!(self.stream.read(&mut bytes), Ok(1..)) {}
     }
 
     /// Returns whether the guest must be notified of the end of the connection.
-    pub(super) fn owes_reset(&self) -> bool {
-        !self.reset && self.host_shut != (SHUT_SEND | SHUT_RECEIVE)
+    pub(super) fn must_send_reset(&self) -> bool {
+        !self.reset && self.host_shutdown != (SHUT_SEND | SHUT_RECEIVE)
     }
 }

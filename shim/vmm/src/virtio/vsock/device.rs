@@ -1,7 +1,7 @@
 //! Implements [`Device`] for the vsock device.
 
-use super::State;
-use super::worker::{Command, Control};
+use super::VsockState;
+use super::worker::{VsockCommand, VsockThread};
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Ring, StartError, StateError, read_config};
 use std::io;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use virtio_queue::QueueState;
 #[derive(Debug)]
 pub(super) struct VsockDevice {
     guest_cid: u32,
-    control: Arc<Control>,
+    thread: Arc<VsockThread>,
 }
 
 impl VsockDevice {
-    pub(super) fn new(guest_cid: u32, control: Arc<Control>) -> VsockDevice {
-        VsockDevice { guest_cid, control }
+    pub(super) fn new(guest_cid: u32, thread: Arc<VsockThread>) -> VsockDevice {
+        VsockDevice { guest_cid, thread }
     }
 }
 
@@ -40,15 +40,15 @@ impl Device for VsockDevice {
 
     fn start(&mut self, ring: Ring) -> Result<(), StartError> {
         let (device, index) = (self.kind(), ring.index());
-        let gone = || StartError::Thread { device, index, source: io::ErrorKind::BrokenPipe.into() };
-        let (answer, result) = sync_channel(1);
-        self.control.send(Command::Start(ring, answer)).map_err(|_stopped| gone())?;
-        result.recv().unwrap_or_else(|_gone| Err(gone()))
+        let thread_ended = || StartError::Thread { device, index, source: io::ErrorKind::BrokenPipe.into() };
+        let (reply, result) = sync_channel(1);
+        self.thread.send(VsockCommand::Start(ring, reply)).map_err(|_stopped| thread_ended())?;
+        result.recv().unwrap_or_else(|_thread_ended| Err(thread_ended()))
     }
 
     fn stop(&mut self, index: u16) -> Option<QueueState> {
-        let (answer, result) = sync_channel(1);
-        self.control.send(Command::Stop(index, answer)).ok()?;
+        let (reply, result) = sync_channel(1);
+        self.thread.send(VsockCommand::Stop(index, reply)).ok()?;
         result.recv().ok()?
     }
 
@@ -56,24 +56,24 @@ impl Device for VsockDevice {
         for index in 0..=super::EVENT {
             self.stop(index);
         }
-        let (answer, done) = sync_channel(1);
-        if self.control.send(Command::Forget(answer)).is_ok() {
+        let (reply, done) = sync_channel(1);
+        if self.thread.send(VsockCommand::ResetDriver(reply)).is_ok() {
             let _ = done.recv(); // fails if the thread has ended, and all connections with it
         }
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Vsock(State { guest_cid: self.guest_cid })
+        DeviceState::Vsock(VsockState { guest_cid: self.guest_cid })
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), StateError> {
         match state {
-            DeviceState::Vsock(State { guest_cid }) if guest_cid != self.guest_cid => {
+            DeviceState::Vsock(VsockState { guest_cid }) if guest_cid != self.guest_cid => {
                 Err(StateError::differs(self.kind(), "guest_cid", guest_cid, self.guest_cid))
             }
             DeviceState::Vsock(_) => {
                 // Fails only if the thread has ended; then no queue can be started either.
-                let _ = self.control.send(Command::Restored);
+                let _ = self.thread.send(VsockCommand::Restore);
                 Ok(())
             }
             other => Err(other.wrong(self.kind())),

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 
 /// Counters of a vsock device since its creation.
 #[derive(Debug, Default)]
-pub struct Metrics {
+pub struct VsockMetrics {
     /// Connections established from either side.
     pub connections: AtomicU64,
     /// Bytes sent to the guest.

@@ -1,5 +1,5 @@
 //! Implements the virtio socket device in user space. On the host, a connection ends in one end of a socket pair. Each device
-//! has one thread, which owns all connections; [`Vsock`] and [`Listener`] may be used from any thread.
+//! has one thread, which owns all connections; [`Vsock`] and [`VsockListener`] may be used from any thread.
 
 mod connection;
 mod device;
@@ -12,13 +12,13 @@ mod state;
 mod worker;
 
 pub use error::VsockError;
-pub use host::{Listener, Vsock};
-pub use metrics::Metrics;
+pub use host::{Vsock, VsockListener};
+pub use metrics::VsockMetrics;
 #[cfg(test)]
 pub(crate) use packet::Op;
-pub use state::State;
+pub use state::VsockState;
 #[cfg(any(test, feature = "fuzz"))]
-pub(crate) use {muxer::Muxer, packet::Header};
+pub(crate) use {muxer::Muxer, packet::PacketHeader};
 
 /// The context id of the host.
 pub const HOST_CID: u64 = 2;

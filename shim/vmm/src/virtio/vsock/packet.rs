@@ -29,7 +29,7 @@ pub(crate) mod Op {
 
 /// The header of a packet (`struct virtio_vsock_hdr`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Header {
+pub(crate) struct PacketHeader {
     pub src_cid: u64,
     pub dst_cid: u64,
     pub src_port: u32,
@@ -47,26 +47,26 @@ pub(crate) struct Header {
     pub fwd_cnt: u32,
 }
 
-impl Header {
-    pub(crate) fn parse(bytes: &[u8; HEADER]) -> Header {
+impl PacketHeader {
+    pub(crate) fn parse(bytes: &[u8; HEADER]) -> PacketHeader {
         let mut rest: &[u8] = bytes;
-        let mut take = |count: usize| {
+        let mut take_number = |count: usize| {
             let (front, back) = rest.split_at_checked(count).unwrap_or_default();
             rest = back;
             front.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte))
         };
         // Each number is at most as wide as the bytes it was made of.
-        Header {
-            src_cid: take(8),
-            dst_cid: take(8),
-            src_port: take(4) as u32,
-            dst_port: take(4) as u32,
-            length: take(4) as u32,
-            kind: take(2) as u16,
-            op: take(2) as u16,
-            flags: take(4) as u32,
-            buf_alloc: take(4) as u32,
-            fwd_cnt: take(4) as u32,
+        PacketHeader {
+            src_cid: take_number(8),
+            dst_cid: take_number(8),
+            src_port: take_number(4) as u32,
+            dst_port: take_number(4) as u32,
+            length: take_number(4) as u32,
+            kind: take_number(2) as u16,
+            op: take_number(2) as u16,
+            flags: take_number(4) as u32,
+            buf_alloc: take_number(4) as u32,
+            fwd_cnt: take_number(4) as u32,
         }
     }
 
@@ -86,15 +86,15 @@ impl Header {
     }
 
     /// Returns the reset that answers this packet.
-    pub(crate) fn reset(&self) -> Header {
-        Header {
+    pub(crate) fn reset(&self) -> PacketHeader {
+        PacketHeader {
             src_cid: self.dst_cid,
             dst_cid: self.src_cid,
             src_port: self.dst_port,
             dst_port: self.src_port,
             kind: self.kind,
             op: Op::RST,
-            ..Header::default()
+            ..PacketHeader::default()
         }
     }
 }
@@ -107,9 +107,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_header_survives_the_wire(bytes in prop::collection::vec(any::<u8>(), HEADER)) {
+        fn headers_are_encoded_as_they_were_parsed(bytes in prop::collection::vec(any::<u8>(), HEADER)) {
             let array: [u8; HEADER] = bytes.clone().try_into().unwrap();
-            prop_assert_eq!(Header::parse(&array).encode(), bytes);
+            prop_assert_eq!(PacketHeader::parse(&array).encode(), bytes);
         }
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The state of a vsock device. Connections are not saved: the guest is notified that they are closed. Listeners belong to the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct State {
+pub struct VsockState {
     /// The context id of the guest.
     pub guest_cid: u32,
 }

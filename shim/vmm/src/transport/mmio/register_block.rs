@@ -3,8 +3,8 @@
 //! queue waits for the request in flight, so no code that a queue needs to finish a request may take that lock.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use super::line::Line;
-use super::shared::Shared;
+use super::interrupt::MmioInterrupt;
+use super::shared::SharedMemory;
 use super::state::{QueueRegisters, Registers, RestoreError, TransportState};
 use super::{CONFIG_BYTES, reg};
 use crate::virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError};
@@ -30,13 +30,13 @@ const F_EVENT_IDX: u64 = 1 << 29;
 const F_VERSION_1: u64 = 1 << 32;
 
 /// One device and its registers.
-pub(super) struct Front {
+pub(super) struct RegisterBlock {
     kind: DeviceKind,
     device: Box<dyn Device>,
     memory: Arc<Memory>,
-    shared: Shared,
+    shared: SharedMemory,
     kicks: Arc<[EventFd]>,
-    line: Arc<Line>,
+    interrupt: Arc<MmioInterrupt>,
     registers: Registers,
     /// For each queue of the device, whether it is being served.
     running: Vec<bool>,
@@ -44,34 +44,34 @@ pub(super) struct Front {
     /// The configuration space when it was last compared.
     config: Vec<u8>,
     /// The configuration space has changed since the driver began to read it, and the driver has not been notified yet.
-    untold: bool,
+    config_change_pending: bool,
 }
 
-impl Front {
+impl RegisterBlock {
     pub(super) fn new(
         device: Box<dyn Device>,
         memory: Arc<Memory>,
-        shared: Shared,
+        shared: SharedMemory,
         kicks: Arc<[EventFd]>,
-        line: Arc<Line>,
-    ) -> Front {
+        interrupt: Arc<MmioInterrupt>,
+    ) -> RegisterBlock {
         let count = device.queue_sizes().len();
-        let mut front = Front {
+        let mut block = RegisterBlock {
             kind: device.kind(),
             device,
             memory,
             shared,
             kicks,
-            line,
+            interrupt,
             registers: Registers::default(),
             running: vec![false; count],
             paused: false,
             config: Vec::new(),
-            untold: false,
+            config_change_pending: false,
         };
-        front.registers = front.blank();
-        front.config = front.read_all();
-        front
+        block.registers = block.initial_registers();
+        block.config = block.read_whole_config();
+        block
     }
 
     pub(super) fn read(&mut self, register: u64) -> u32 {
@@ -90,14 +90,14 @@ impl Front {
                 let max = usize::try_from(self.registers.queue_select).ok().and_then(|index| sizes.get(index));
                 max.copied().unwrap_or(0).into()
             }
-            reg::QUEUE_READY => self.selected().is_some_and(|(_, queue)| queue.ready).into(),
+            reg::QUEUE_READY => self.selected_queue().is_some_and(|(_, queue)| queue.ready).into(),
             reg::STATUS => self.status(),
             reg::SHM_LEN_LOW | reg::SHM_LEN_HIGH | reg::SHM_BASE_LOW | reg::SHM_BASE_HIGH => {
                 self.shared.read(register, self.registers.shared_select)
             }
             reg::CONFIG_GENERATION => {
-                self.look_at_config();
-                self.line.generation()
+                self.detect_config_change();
+                self.interrupt.generation()
             }
             _ => 0,
         }
@@ -106,20 +106,20 @@ impl Front {
     pub(super) fn write(&mut self, register: u64, value: u32) {
         match register {
             reg::DEVICE_FEATURES_SEL => self.registers.device_features_select = value,
-            reg::DRIVER_FEATURES => self.accept(value),
+            reg::DRIVER_FEATURES => self.set_driver_features(value),
             reg::DRIVER_FEATURES_SEL => self.registers.driver_features_select = value,
             reg::QUEUE_SEL => self.registers.queue_select = value,
-            reg::QUEUE_READY => self.make_ready(value),
-            reg::QUEUE_SIZE => self.set_up(|queue| queue.size = value),
-            reg::QUEUE_DESC_LOW => self.set_up(|queue| set_low(&mut queue.descriptors, value)),
-            reg::QUEUE_DESC_HIGH => self.set_up(|queue| set_high(&mut queue.descriptors, value)),
-            reg::QUEUE_DRIVER_LOW => self.set_up(|queue| set_low(&mut queue.available, value)),
-            reg::QUEUE_DRIVER_HIGH => self.set_up(|queue| set_high(&mut queue.available, value)),
-            reg::QUEUE_DEVICE_LOW => self.set_up(|queue| set_low(&mut queue.used, value)),
-            reg::QUEUE_DEVICE_HIGH => self.set_up(|queue| set_high(&mut queue.used, value)),
+            reg::QUEUE_READY => self.set_queue_ready(value),
+            reg::QUEUE_SIZE => self.edit_selected_queue(|queue| queue.size = value),
+            reg::QUEUE_DESC_LOW => self.edit_selected_queue(|queue| set_low(&mut queue.descriptors, value)),
+            reg::QUEUE_DESC_HIGH => self.edit_selected_queue(|queue| set_high(&mut queue.descriptors, value)),
+            reg::QUEUE_DRIVER_LOW => self.edit_selected_queue(|queue| set_low(&mut queue.available, value)),
+            reg::QUEUE_DRIVER_HIGH => self.edit_selected_queue(|queue| set_high(&mut queue.available, value)),
+            reg::QUEUE_DEVICE_LOW => self.edit_selected_queue(|queue| set_low(&mut queue.used, value)),
+            reg::QUEUE_DEVICE_HIGH => self.edit_selected_queue(|queue| set_high(&mut queue.used, value)),
             reg::STATUS => self.set_status(value),
             reg::SHM_SEL => self.registers.shared_select = value,
-            _ => self.refuse("a write to a register that cannot be written", register),
+            _ => self.warn_violation("a write to a register that cannot be written", register),
         }
     }
 
@@ -134,9 +134,9 @@ impl Front {
     /// Stops all queues and records their positions.
     pub(super) fn pause(&mut self) {
         if !std::mem::replace(&mut self.paused, true) {
-            self.look_at_config();
-            self.untold &= !self.is_live();
-            self.stop_all();
+            self.detect_config_change();
+            self.config_change_pending &= !self.is_live();
+            self.stop_queues();
         }
     }
 
@@ -145,8 +145,8 @@ impl Front {
         if !std::mem::replace(&mut self.paused, false) {
             return Ok(());
         }
-        let started = self.start_all();
-        self.line.remind();
+        let started = self.start_queues();
+        self.interrupt.resend();
         started
     }
 
@@ -155,10 +155,10 @@ impl Front {
         self.pause();
         TransportState {
             registers: Registers { status: self.status(), ..self.registers.clone() },
-            interrupts: self.line.pending(),
-            generation: self.line.generation(),
+            interrupts: self.interrupt.pending(),
+            generation: self.interrupt.generation(),
             config: self.config.clone(),
-            config_untold: self.untold,
+            config_change_pending: self.config_change_pending,
             shared: self.shared.save(),
             device: self.device.save(),
         }
@@ -168,8 +168,8 @@ impl Front {
     pub(super) fn restore(&mut self, state: &TransportState) -> Result<(), RestoreError> {
         self.reset();
         self.paused = true;
-        let TransportState { registers, interrupts, generation, config, config_untold, shared, device } = state;
-        self.check(registers)?;
+        let TransportState { registers, interrupts, generation, config, config_change_pending, shared, device } = state;
+        self.check_registers(registers)?;
         if config.len() > CONFIG_BYTES {
             return Err(self.invalid("a configuration space of bytes", config.len() as u64));
         }
@@ -177,23 +177,23 @@ impl Front {
         self.device.restore(device.clone())?;
         self.registers = Registers { status: registers.status & !NEEDS_RESET, ..registers.clone() };
         self.config = config.clone();
-        self.untold = *config_untold;
+        self.config_change_pending = *config_change_pending;
         if registers.status & FEATURES_OK != 0 {
             self.device.acknowledge(registers.features);
         }
-        self.line.restore(*interrupts, *generation, self.is_live(), registers.status & NEEDS_RESET != 0);
+        self.interrupt.restore(*interrupts, *generation, self.is_live(), registers.status & NEEDS_RESET != 0);
         Ok(())
     }
 
-    fn check(&self, registers: &Registers) -> Result<(), RestoreError> {
+    fn check_registers(&self, registers: &Registers) -> Result<(), RestoreError> {
         let Registers { status, features, queues, .. } = registers;
         let steps = status & (ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
-        let in_order = [0, 1, 3, 11, 15].contains(&steps);
-        if !in_order || status & !(steps | NEEDS_RESET | FAILED) != 0 {
+        let is_valid_sequence = [0, 1, 3, 11, 15].contains(&steps);
+        if !is_valid_sequence || status & !(steps | NEEDS_RESET | FAILED) != 0 {
             return Err(self.invalid("the status", (*status).into()));
         }
-        let agreed = features & !self.device.features() == 0 && features & F_VERSION_1 != 0;
-        if status & FEATURES_OK != 0 && (!agreed || registers.excess_features) {
+        let accepted = features & !self.device.features() == 0 && features & F_VERSION_1 != 0;
+        if status & FEATURES_OK != 0 && (!accepted || registers.excess_features) {
             return Err(self.invalid("the features", *features));
         }
         if queues.len() != self.running.len() {
@@ -201,7 +201,7 @@ impl Front {
         }
         for (index, queue) in (0..).zip(queues) {
             if queue.ready
-                && let Err(what) = self.queue(index, queue, *features)
+                && let Err(what) = self.checked_queue(index, queue, *features)
             {
                 return Err(self.invalid(what, index.into()));
             }
@@ -213,27 +213,27 @@ impl Front {
         RestoreError::Invalid { device: self.kind, what, value }
     }
 
-    fn refuse(&self, what: &str, value: u64) {
+    fn warn_violation(&self, what: &str, value: u64) {
         guest_warn!(device = %self.kind, "the guest's driver did {what}: {value:#x}");
     }
 
     /// Returns the registers after a reset.
-    fn blank(&self) -> Registers {
+    fn initial_registers(&self) -> Registers {
         let queue = |size: &u16| QueueRegisters { size: (*size).into(), ..QueueRegisters::default() };
         Registers { queues: self.device.queue_sizes().iter().map(queue).collect(), ..Registers::default() }
     }
 
     fn status(&self) -> u32 {
-        self.registers.status | if self.line.needs_reset() { NEEDS_RESET } else { 0 }
+        self.registers.status | if self.interrupt.needs_reset() { NEEDS_RESET } else { 0 }
     }
 
-    fn has(&self, bit: u32) -> bool {
+    fn has_status(&self, bit: u32) -> bool {
         self.registers.status & bit != 0
     }
 
     /// Returns whether ready queues run (unless the VM is paused).
     fn is_live(&self) -> bool {
-        self.has(DRIVER_OK) && !self.has(FAILED)
+        self.has_status(DRIVER_OK) && !self.has_status(FAILED)
     }
 
     fn set_status(&mut self, value: u32) {
@@ -242,24 +242,24 @@ impl Front {
         }
         let known = value & (ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK | FAILED);
         if value & !(known | NEEDS_RESET) != 0 || self.registers.status & !known != 0 {
-            return self.refuse("a change of the status that is none", value.into());
+            return self.warn_violation("an invalid change of the status", value.into());
         }
         for bit in [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK, FAILED] {
-            if known & bit != 0 && !self.has(bit) && !self.step(bit) {
-                return self.refuse("a step of the initialisation too early", value.into());
+            if known & bit != 0 && !self.has_status(bit) && !self.advance_status(bit) {
+                return self.warn_violation("a step of the initialization too early", value.into());
             }
         }
     }
 
     /// Performs one step of the initialization. Returns `false` if the step is not allowed in the current state.
-    fn step(&mut self, bit: u32) -> bool {
-        let before = match bit {
+    fn advance_status(&mut self, bit: u32) -> bool {
+        let required = match bit {
             ACKNOWLEDGE | FAILED => 0,
             DRIVER => ACKNOWLEDGE,
             FEATURES_OK => DRIVER,
             _ => FEATURES_OK,
         };
-        if self.registers.status & before != before || self.has(FAILED) {
+        if self.registers.status & required != required || self.has_status(FAILED) {
             return false;
         }
         match bit {
@@ -271,34 +271,34 @@ impl Front {
                 }
                 self.device.acknowledge(features);
             }
-            FAILED => self.stop_all(),
+            FAILED => self.stop_queues(),
             _ => {}
         }
         self.registers.status |= bit;
         if bit == DRIVER_OK {
-            self.line.open();
+            self.interrupt.enable();
             // A failure is reported to the driver by NEEDS_RESET.
-            let _ = self.start_all();
+            let _ = self.start_queues();
         }
         true
     }
 
     /// Resets the device and discards everything that the driver has set up.
     fn reset(&mut self) {
-        self.stop_all();
+        self.stop_queues();
         self.device.reset();
-        self.line.close();
+        self.interrupt.disable();
         for kick in self.kicks.iter() {
             let _ = kick.read(); // fails if the counter is 0
         }
-        self.registers = self.blank();
-        self.config = self.read_all();
-        self.untold = false;
+        self.registers = self.initial_registers();
+        self.config = self.read_whole_config();
+        self.config_change_pending = false;
     }
 
-    fn accept(&mut self, value: u32) {
-        if !self.has(DRIVER) || self.has(FEATURES_OK | FAILED) {
-            return self.refuse("a choice of features at the wrong time", value.into());
+    fn set_driver_features(&mut self, value: u32) {
+        if !self.has_status(DRIVER) || self.has_status(FEATURES_OK | FAILED) {
+            return self.warn_violation("a choice of features at the wrong time", value.into());
         }
         match self.registers.driver_features_select {
             0 => set_low(&mut self.registers.features, value),
@@ -307,38 +307,38 @@ impl Front {
         }
     }
 
-    fn selected(&self) -> Option<(u16, &QueueRegisters)> {
+    fn selected_queue(&self) -> Option<(u16, &QueueRegisters)> {
         let index = u16::try_from(self.registers.queue_select).ok()?;
         Some((index, self.registers.queues.get(usize::from(index))?))
     }
 
     /// Writes a register of the selected queue, unless the queue is ready.
-    fn set_up(&mut self, write: impl FnOnce(&mut QueueRegisters)) {
+    fn edit_selected_queue(&mut self, write: impl FnOnce(&mut QueueRegisters)) {
         let index = usize::try_from(self.registers.queue_select).unwrap_or(usize::MAX);
         match self.registers.queues.get_mut(index) {
             Some(queue) if !queue.ready => write(queue),
-            _ => self.refuse("a write to a queue that is ready or does not exist", index as u64),
+            _ => self.warn_violation("a write to a queue that is ready or does not exist", index as u64),
         }
     }
 
-    fn make_ready(&mut self, value: u32) {
-        let Some((index, queue)) = self.selected() else {
-            return self.refuse("a write to a queue that does not exist", self.registers.queue_select.into());
+    fn set_queue_ready(&mut self, value: u32) {
+        let Some((index, queue)) = self.selected_queue() else {
+            return self.warn_violation("a write to a queue that does not exist", self.registers.queue_select.into());
         };
         let ready = match value {
             0 => false,
-            1 if !self.has(FEATURES_OK) => {
-                return self.refuse("a queue ready before the features were agreed on", index.into());
+            1 if !self.has_status(FEATURES_OK) => {
+                return self.warn_violation("a queue ready before the features were negotiated", index.into());
             }
             1 if queue.ready => return,
-            1 => match self.queue(index, queue, self.registers.features) {
+            1 => match self.checked_queue(index, queue, self.registers.features) {
                 Ok(_) => true,
-                Err(what) => return self.refuse(what, index.into()),
+                Err(what) => return self.warn_violation(what, index.into()),
             },
-            _ => return self.refuse("a queue ready in an unknown way", value.into()),
+            _ => return self.warn_violation("an unknown value of QueueReady", value.into()),
         };
         if !ready {
-            self.stop(index);
+            self.stop_queue(index);
         }
         if let Some(queue) = self.registers.queues.get_mut(usize::from(index)) {
             queue.ready = ready;
@@ -347,13 +347,13 @@ impl Front {
             queue.next_used = 0;
         }
         if ready && self.is_live() && !self.paused {
-            let _ = self.start(index);
+            let _ = self.start_queue(index);
         }
     }
 
     /// Returns the queue as the driver has set it up, or what is invalid about it.
-    fn queue(&self, index: u16, queue: &QueueRegisters, features: u64) -> Result<Queue, &'static str> {
-        const SIZE: &str = "a queue ready with a size that is zero, no power of two or too large";
+    fn checked_queue(&self, index: u16, queue: &QueueRegisters, features: u64) -> Result<Queue, &'static str> {
+        const SIZE: &str = "a queue ready with an invalid size";
         let max_size = self.device.queue_sizes().get(usize::from(index)).copied().unwrap_or(0);
         let size = u16::try_from(queue.size).map_err(|_wide| SIZE)?;
         if size == 0 || size > max_size || !size.is_power_of_two() {
@@ -370,34 +370,34 @@ impl Front {
             avail_ring: queue.available,
             used_ring: queue.used,
         };
-        let made = Queue::try_from(state).map_err(|_why| "a queue ready whose rings are not aligned")?;
-        if queue.available == 0 || !made.is_valid(&*self.memory) {
-            return Err("a queue ready whose rings do not lie in memory");
+        let queue_state = Queue::try_from(state).map_err(|_why| "a queue ready whose rings are not aligned")?;
+        if queue.available == 0 || !queue_state.is_valid(&*self.memory) {
+            return Err("a queue ready whose rings are not in guest memory");
         }
-        Ok(made)
+        Ok(queue_state)
     }
 
     /// Starts all ready queues in the order of their numbers, and notifies the driver if the configuration space has changed.
-    fn start_all(&mut self) -> Result<(), StartError> {
+    fn start_queues(&mut self) -> Result<(), StartError> {
         if self.paused || !self.is_live() {
             return Ok(());
         }
         let mut result = Ok(());
-        for index in self.indexes() {
-            let started = self.start(index);
+        for index in self.queue_indexes() {
+            let started = self.start_queue(index);
             result = result.and(started);
         }
-        self.look_at_config();
-        if std::mem::take(&mut self.untold) {
-            self.line.config();
+        self.detect_config_change();
+        if std::mem::take(&mut self.config_change_pending) {
+            self.interrupt.notify_config();
         }
         result
     }
 
-    fn start(&mut self, index: u16) -> Result<(), StartError> {
-        let place = usize::from(index);
+    fn start_queue(&mut self, index: u16) -> Result<(), StartError> {
+        let queue_index = usize::from(index);
         let (Some(queue), Some(kick), Some(false)) =
-            (self.registers.queues.get(place), self.kicks.get(place), self.running.get(place))
+            (self.registers.queues.get(queue_index), self.kicks.get(queue_index), self.running.get(queue_index))
         else {
             return Ok(());
         };
@@ -405,39 +405,42 @@ impl Front {
             return Ok(());
         }
         // The queue was valid when it was made ready, and memory does not change.
-        let Ok(made) = self.queue(index, queue, self.registers.features) else { return Ok(()) };
-        let line: Arc<dyn Interrupt> = self.line.clone();
-        let ring = sys::duplicate(kick).and_then(|kick| Ring::new(index, made, self.memory.clone(), kick, line));
+        let Ok(queue_state) = self.checked_queue(index, queue, self.registers.features) else { return Ok(()) };
+        let interrupt: Arc<dyn Interrupt> = self.interrupt.clone();
+        let ring =
+            sys::duplicate(kick).and_then(|kick| Ring::new(index, queue_state, self.memory.clone(), kick, interrupt));
         let started = match ring {
             Ok(ring) => self.device.start(ring),
             Err(source) => Err(StartError::Thread { device: self.kind, index, source }),
         };
         match started {
             Ok(()) => {
-                if let Some(running) = self.running.get_mut(place) {
+                if let Some(running) = self.running.get_mut(queue_index) {
                     *running = true;
                 }
                 Ok(())
             }
             Err(error) => {
                 tracing::error!("{}", Chain(&error));
-                self.line.broken(index);
+                self.interrupt.report_broken(index);
                 Err(error)
             }
         }
     }
 
-    fn indexes(&self) -> std::ops::Range<u16> {
+    fn queue_indexes(&self) -> std::ops::Range<u16> {
         0..u16::try_from(self.running.len()).unwrap_or(u16::MAX)
     }
 
-    fn stop_all(&mut self) {
-        self.indexes().for_each(|index| self.stop(index));
+    fn stop_queues(&mut self) {
+        self.queue_indexes().for_each(|index| self.stop_queue(index));
     }
 
-    fn stop(&mut self, index: u16) {
-        let place = usize::from(index);
-        let (Some(queue), Some(running)) = (self.registers.queues.get_mut(place), self.running.get_mut(place)) else {
+    fn stop_queue(&mut self, index: u16) {
+        let queue_index = usize::from(index);
+        let (Some(queue), Some(running)) =
+            (self.registers.queues.get_mut(queue_index), self.running.get_mut(queue_index))
+        else {
             return;
         };
         if !std::mem::take(running) {
@@ -451,23 +454,23 @@ impl Front {
             // The queue's thread has panicked, and the position of the queue is lost.
             None => {
                 queue.ready = false;
-                self.line.broken(index);
+                self.interrupt.report_broken(index);
             }
         }
     }
 
     /// Compares the configuration space with the last known one and records a change.
-    fn look_at_config(&mut self) {
-        let now = self.read_all();
+    fn detect_config_change(&mut self) {
+        let now = self.read_whole_config();
         if now != self.config {
             self.config = now;
-            self.untold = true;
-            self.line.next_generation();
+            self.config_change_pending = true;
+            self.interrupt.next_generation();
         }
     }
 
     /// Returns the whole configuration space without trailing zeros.
-    fn read_all(&self) -> Vec<u8> {
+    fn read_whole_config(&self) -> Vec<u8> {
         let mut bytes = vec![0; CONFIG_BYTES];
         self.device.read_config(0, &mut bytes);
         let length = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
@@ -476,9 +479,9 @@ impl Front {
     }
 }
 
-impl Drop for Front {
+impl Drop for RegisterBlock {
     fn drop(&mut self) {
-        self.stop_all();
+        self.stop_queues();
         self.device.reset();
     }
 }

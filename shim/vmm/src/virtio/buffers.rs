@@ -6,16 +6,16 @@ use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions, VolatileSlice};
 
 /// The maximum number of pieces in a request. Linux sends at most 256 on these queues.
-pub(crate) const MAX_PIECES: usize = 1024;
+pub(crate) const MAX_BUFFERS: usize = 1024;
 
 /// An error in a descriptor chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BadChain {
+pub enum ChainError {
     /// No descriptor can be read at the head.
     #[error("a chain without a descriptor")]
     Empty,
     /// The chain has more pieces than any driver sends.
-    #[error("a chain of more than {MAX_PIECES} descriptors")]
+    #[error("a chain of more than {MAX_BUFFERS} descriptors")]
     TooLong,
     /// The chain has a loop, an index out of range, a bad indirect table or more than 4 GiB.
     #[error("a chain that does not end")]
@@ -34,62 +34,62 @@ pub enum BadChain {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
+struct MemoryRange {
     address: GuestAddress,
     length: usize,
 }
 
 /// A list of pieces of guest memory, together at most 4 GiB.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pieces {
-    list: Vec<Piece>,
+pub struct MemoryRanges {
+    list: Vec<MemoryRange>,
     length: usize,
 }
 
 /// The buffers of one request.
 #[derive(Clone, Debug, Default)]
-pub struct Buffers {
+pub struct RequestBuffers {
     /// The buffers that the device reads.
-    pub readable: Pieces,
+    pub readable: MemoryRanges,
     /// The buffers that the device may write.
-    pub writable: Pieces,
+    pub writable: MemoryRanges,
 }
 
-impl Buffers {
+impl RequestBuffers {
     /// Collects the buffers of a chain. Checks that the chain ends, is in order and lies in guest memory.
-    pub fn collect(memory: &Memory, chain: DescriptorChain<&Memory>) -> Result<Buffers, BadChain> {
-        let mut buffers = Buffers::default();
-        let mut more = None;
+    pub fn collect(memory: &Memory, chain: DescriptorChain<&Memory>) -> Result<RequestBuffers, ChainError> {
+        let mut buffers = RequestBuffers::default();
+        let mut has_next = None;
         for descriptor in chain {
-            more = Some(descriptor.has_next());
+            has_next = Some(descriptor.has_next());
             let length = descriptor.len() as usize;
             let access = if descriptor.is_write_only() { Permissions::Write } else { Permissions::Read };
             if !memory.check_range(descriptor.addr(), length, access) {
-                return Err(BadChain::Outside { address: descriptor.addr().0, length });
+                return Err(ChainError::Outside { address: descriptor.addr().0, length });
             }
-            if buffers.readable.list.len() + buffers.writable.list.len() >= MAX_PIECES {
-                return Err(BadChain::TooLong);
+            if buffers.readable.list.len() + buffers.writable.list.len() >= MAX_BUFFERS {
+                return Err(ChainError::TooLong);
             }
             if descriptor.is_write_only() {
                 buffers.writable.push(descriptor.addr(), length);
             } else if buffers.writable.list.is_empty() {
                 buffers.readable.push(descriptor.addr(), length);
             } else {
-                return Err(BadChain::Order);
+                return Err(ChainError::Order);
             }
         }
-        match more {
-            None => Err(BadChain::Empty),
-            Some(true) => Err(BadChain::Endless),
+        match has_next {
+            None => Err(ChainError::Empty),
+            Some(true) => Err(ChainError::Endless),
             Some(false) => Ok(buffers),
         }
     }
 }
 
-impl Pieces {
+impl MemoryRanges {
     fn push(&mut self, address: GuestAddress, length: usize) {
         if length > 0 {
-            self.list.push(Piece { address, length });
+            self.list.push(MemoryRange { address, length });
             self.length = self.length.saturating_add(length); // a chain has at most 4 GiB
         }
     }
@@ -106,41 +106,41 @@ impl Pieces {
 
     /// Returns the guest address ranges of the pieces. None is empty.
     pub fn ranges(&self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
-        self.list.iter().map(|piece| piece.address.0..piece.address.0.saturating_add(piece.length as u64))
+        self.list.iter().map(|range| range.address.0..range.address.0.saturating_add(range.length as u64))
     }
 
     /// Removes and returns the first `count` bytes. Returns `None`, without a change, if there are fewer.
-    pub fn take_front(&mut self, count: usize) -> Option<Pieces> {
-        let back = self.cut(count)?;
+    pub fn split_front(&mut self, count: usize) -> Option<MemoryRanges> {
+        let back = self.split_off(count)?;
         Some(std::mem::replace(self, back))
     }
 
     /// Removes and returns the last `count` bytes. Returns `None`, without a change, if there are fewer.
-    pub fn take_back(&mut self, count: usize) -> Option<Pieces> {
-        self.cut(self.length.checked_sub(count)?)
+    pub fn split_back(&mut self, count: usize) -> Option<MemoryRanges> {
+        self.split_off(self.length.checked_sub(count)?)
     }
 
     /// Keeps the first `count` bytes and returns the others. Returns `None`, without a change, if there are fewer.
-    fn cut(&mut self, count: usize) -> Option<Pieces> {
+    fn split_off(&mut self, count: usize) -> Option<MemoryRanges> {
         let length = self.length.checked_sub(count)?;
         let (mut whole, mut left) = (0, count);
-        while let Some(piece) = self.list.get(whole).filter(|piece| piece.length <= left) {
-            left = left.saturating_sub(piece.length);
+        while let Some(range) = self.list.get(whole).filter(|range| range.length <= left) {
+            left = left.saturating_sub(range.length);
             whole += 1;
         }
         let mut list = self.list.split_off(whole);
         if let Some(first) = list.first_mut().filter(|_| left > 0) {
-            self.list.push(Piece { address: first.address, length: left });
+            self.list.push(MemoryRange { address: first.address, length: left });
             // The piece lies in guest memory, so an address within it does not overflow.
             first.address = GuestAddress(first.address.0.saturating_add(left as u64));
             first.length = first.length.saturating_sub(left);
         }
         self.length = count;
-        Some(Pieces { list, length })
+        Some(MemoryRanges { list, length })
     }
 
     /// Returns the pieces as slices of memory. A piece that spans several regions gives several slices.
-    pub fn slices<'m>(&self, memory: &'m Memory, access: Permissions) -> Result<Vec<VolatileSlice<'m>>, BadChain> {
+    pub fn slices<'m>(&self, memory: &'m Memory, access: Permissions) -> Result<Vec<VolatileSlice<'m>>, ChainError> {
         let mut slices = Vec::with_capacity(self.list.len());
         self.add_slices(memory, access, &mut slices)?;
         Ok(slices)
@@ -152,11 +152,11 @@ impl Pieces {
         memory: &'m Memory,
         access: Permissions,
         slices: &mut Vec<VolatileSlice<'m>>,
-    ) -> Result<(), BadChain> {
-        for piece in &self.list {
-            let outside = || BadChain::Outside { address: piece.address.0, length: piece.length };
+    ) -> Result<(), ChainError> {
+        for range in &self.list {
+            let outside = || ChainError::Outside { address: range.address.0, length: range.length };
             // `GuestMemory::get_slices`, unlike the backend's method of the same name, checks permissions.
-            let found = GuestMemory::get_slices(memory, piece.address, piece.length, access);
+            let found = GuestMemory::get_slices(memory, range.address, range.length, access);
             for slice in found.map_err(|_why| outside())? {
                 slices.push(slice.map_err(|_why| outside())?);
             }
@@ -165,15 +165,15 @@ impl Pieces {
     }
 
     /// Copies the first bytes into `bytes`. Returns the number of copied bytes.
-    pub fn read(&self, memory: &Memory, bytes: &mut [u8]) -> Result<usize, BadChain> {
+    pub fn read(&self, memory: &Memory, bytes: &mut [u8]) -> Result<usize, ChainError> {
         let mut rest = bytes;
         let mut done = 0;
-        for piece in &self.list {
-            let here = piece.length.min(rest.len());
+        for range in &self.list {
+            let here = range.length.min(rest.len());
             let (now, later) = rest.split_at_mut(here);
             memory
-                .read_slice(now, piece.address)
-                .map_err(|_why| BadChain::Outside { address: piece.address.0, length: here })?;
+                .read_slice(now, range.address)
+                .map_err(|_why| ChainError::Outside { address: range.address.0, length: here })?;
             done += here;
             rest = later;
         }
@@ -181,25 +181,25 @@ impl Pieces {
     }
 
     /// Copies `bytes` to the start of the pieces. Returns the number of copied bytes.
-    pub fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<usize, BadChain> {
+    pub fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<usize, ChainError> {
         self.write_at(memory, 0, bytes)
     }
 
     /// Copies `bytes` to the pieces, starting at byte `skip`. Returns the number of copied bytes.
-    pub fn write_at(&self, memory: &Memory, skip: usize, bytes: &[u8]) -> Result<usize, BadChain> {
+    pub fn write_at(&self, memory: &Memory, skip: usize, bytes: &[u8]) -> Result<usize, ChainError> {
         let (mut skip, mut rest, mut done) = (skip, bytes, 0);
-        for piece in &self.list {
-            let before = skip.min(piece.length);
+        for range in &self.list {
+            let before = skip.min(range.length);
             skip -= before;
-            let (now, later) = rest.split_at(rest.len().min(piece.length - before));
+            let (now, later) = rest.split_at(rest.len().min(range.length - before));
             if now.is_empty() {
                 continue;
             }
             // The piece lies in guest memory, so an address within it does not overflow.
-            let address = piece.address.0.saturating_add(before as u64);
+            let address = range.address.0.saturating_add(before as u64);
             memory
                 .write_slice(now, GuestAddress(address))
-                .map_err(|_why| BadChain::Outside { address, length: now.len() })?;
+                .map_err(|_why| ChainError::Outside { address, length: now.len() })?;
             done += now.len();
             rest = later;
         }
@@ -207,14 +207,14 @@ impl Pieces {
     }
 
     /// Fills all pieces with zeros.
-    pub fn zero(&self, memory: &Memory) -> Result<(), BadChain> {
+    pub fn zero(&self, memory: &Memory) -> Result<(), ChainError> {
         static ZEROS: [u8; 4096] = [0; 4096];
         for slice in self.slices(memory, Permissions::Write)? {
             let mut rest = slice;
             while !rest.is_empty() {
                 let here = rest.len().min(ZEROS.len());
                 rest.copy_from(ZEROS.get(..here).unwrap_or(&ZEROS));
-                rest = rest.offset(here).map_err(|_why| BadChain::Outside { address: 0, length: here })?;
+                rest = rest.offset(here).map_err(|_why| ChainError::Outside { address: 0, length: here })?;
             }
         }
         Ok(())

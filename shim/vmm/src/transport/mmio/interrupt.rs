@@ -13,22 +13,22 @@ pub(super) const USED: u32 = 1;
 pub(super) const CONFIG: u32 = 2;
 
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct MmioInterrupt {
     irq: EventFd,
     status: AtomicU32,
     generation: AtomicU32,
     /// The driver has set DRIVER_OK, so it may be interrupted.
-    live: AtomicBool,
+    enabled: AtomicBool,
     needs_reset: AtomicBool,
 }
 
-impl Line {
-    pub(super) fn new(irq: EventFd) -> Line {
-        Line {
+impl MmioInterrupt {
+    pub(super) fn new(irq: EventFd) -> MmioInterrupt {
+        MmioInterrupt {
             irq,
             status: AtomicU32::new(0),
             generation: AtomicU32::new(0),
-            live: AtomicBool::new(false),
+            enabled: AtomicBool::new(false),
             needs_reset: AtomicBool::new(false),
         }
     }
@@ -37,7 +37,7 @@ impl Line {
     /// sources (vhost-net) interrupt too and because acknowledgements of this bit may not reach this process. As a result the
     /// driver checks its queues also on a configuration interrupt, which the specification allows.
     pub(super) fn status(&self) -> u32 {
-        self.pending() | if self.live.load(Ordering::Acquire) { USED } else { 0 }
+        self.pending() | if self.enabled.load(Ordering::Acquire) { USED } else { 0 }
     }
 
     /// Returns the bits that the guest has not acknowledged, without [`USED`].
@@ -63,39 +63,39 @@ impl Line {
     }
 
     /// Allows interrupts.
-    pub(super) fn open(&self) {
-        self.live.store(true, Ordering::Release);
+    pub(super) fn enable(&self) {
+        self.enabled.store(true, Ordering::Release);
     }
 
     /// Disables interrupts, after the driver has reset the device or failed. The queues must have stopped before.
-    pub(super) fn close(&self) {
-        self.live.store(false, Ordering::Release);
+    pub(super) fn disable(&self) {
+        self.enabled.store(false, Ordering::Release);
         self.needs_reset.store(false, Ordering::Release);
         self.status.store(0, Ordering::Release);
     }
 
     /// Restores the saved state.
-    pub(super) fn restore(&self, pending: u32, generation: u32, live: bool, needs_reset: bool) {
+    pub(super) fn restore(&self, pending: u32, generation: u32, enabled: bool, needs_reset: bool) {
         self.status.store(pending & !USED, Ordering::Release);
         self.generation.store(generation, Ordering::Release);
         self.needs_reset.store(needs_reset, Ordering::Release);
-        self.live.store(live, Ordering::Release);
+        self.enabled.store(enabled, Ordering::Release);
     }
 
     /// Sends one more interrupt, because one may have been lost while the VM was paused. A spurious interrupt does no harm.
-    pub(super) fn remind(&self) {
-        self.fire();
+    pub(super) fn resend(&self) {
+        self.write_eventfd();
     }
 
-    fn raise(&self, bit: u32) {
-        if self.live.load(Ordering::Acquire) {
+    fn raise_status_bit(&self, bit: u32) {
+        if self.enabled.load(Ordering::Acquire) {
             self.status.fetch_or(bit, Ordering::AcqRel);
-            self.fire();
+            self.write_eventfd();
         }
     }
 
-    fn fire(&self) {
-        if self.live.load(Ordering::Acquire)
+    fn write_eventfd(&self) {
+        if self.enabled.load(Ordering::Acquire)
             && let Err(error) = self.irq.write(1)
         {
             tracing::error!("cannot interrupt a guest: {error}");
@@ -103,22 +103,22 @@ impl Line {
     }
 }
 
-impl Interrupt for Line {
-    fn queue(&self, _index: u16) {
-        self.fire();
+impl Interrupt for MmioInterrupt {
+    fn notify_queue(&self, _index: u16) {
+        self.write_eventfd();
     }
 
-    fn config(&self) {
+    fn notify_config(&self) {
         self.next_generation();
-        self.raise(CONFIG);
+        self.raise_status_bit(CONFIG);
     }
 
-    fn broken(&self, _index: u16) {
+    fn report_broken(&self, _index: u16) {
         self.needs_reset.store(true, Ordering::Release);
-        self.raise(CONFIG);
+        self.raise_status_bit(CONFIG);
     }
 
-    fn eventfd(&self, _index: u16) -> Option<OwnedFd> {
+    fn interrupt_eventfd(&self, _index: u16) -> Option<OwnedFd> {
         let copied = sys::duplicate(&self.irq);
         copied.inspect_err(|error| tracing::error!("cannot copy an interrupt: {error}")).ok()
     }

@@ -8,22 +8,22 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 /// The timeout for the answer of the other process. The node's file system may hang.
-const LIMIT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Sends the selection on the share's first stream and waits for the confirmation. No request may be in flight.
-pub(super) fn show(mut stream: &UnixStream, part: &str) -> io::Result<()> {
-    if part.len() > MAX_VOLUME_NAME {
+pub(super) fn select_volume(mut stream: &UnixStream, volume: &str) -> io::Result<()> {
+    if volume.len() > MAX_VOLUME_NAME {
         return Err(io::ErrorKind::InvalidInput.into());
     }
     stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    let length = u32::try_from(part.len()).unwrap_or(0); // at most MAX_VOLUME_NAME
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    let length = u32::try_from(volume.len()).unwrap_or(0); // at most MAX_VOLUME_NAME
     let head = [SELECT_VOLUME, length].map(u32::to_le_bytes).concat();
-    stream.write_all(&[head.as_slice(), part.as_bytes()].concat())?;
-    let mut told = [0; REPLY_HEADER];
-    stream.read_exact(&mut told).map_err(retry::timed_out)?;
+    stream.write_all(&[head.as_slice(), volume.as_bytes()].concat())?;
+    let mut reply = [0; REPLY_HEADER];
+    stream.read_exact(&mut reply).map_err(retry::timed_out)?;
     stream.set_read_timeout(None)?;
-    match i32::from_le_bytes(told) {
+    match i32::from_le_bytes(reply) {
         0 => Ok(()),
         errno => Err(io::Error::from_raw_os_error(errno)),
     }

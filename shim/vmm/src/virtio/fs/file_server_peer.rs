@@ -15,22 +15,22 @@ pub fn header(stream: &mut UnixStream) -> Option<[u32; 2]> {
 }
 
 /// Receives a shared queue. Returns its description and the number of descriptors that come with it, or `None` at the end of the stream.
-pub fn take(stream: &mut UnixStream) -> Option<(SharedVirtqueue, usize)> {
-    let [word, length] = header(stream)?;
-    assert_eq!(word, SHARE_VIRTQUEUE);
+pub fn receive_shared_queue(stream: &mut UnixStream) -> Option<(SharedVirtqueue, usize)> {
+    let [kind, length] = header(stream)?;
+    assert_eq!(kind, SHARE_VIRTQUEUE);
     let mut bytes = vec![0; length as usize];
     let mut control = nix::cmsg_space!([RawFd; 32]);
-    let (got, fds) = retry_interrupted(|| {
+    let (received, fds) = retry_interrupted(|| {
         let mut parts = [IoSliceMut::new(&mut bytes)];
-        let got = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty())?;
-        let fds = got.cmsgs()?.map(|message| match message {
+        let received = recvmsg::<()>(stream.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty())?;
+        let fds = received.cmsgs()?.map(|message| match message {
             ControlMessageOwned::ScmRights(fds) => fds.len(),
             _ => 0,
         });
         let fds = fds.sum();
-        Ok::<_, nix::errno::Errno>((got.bytes, fds))
+        Ok::<_, nix::errno::Errno>((received.bytes, fds))
     })
     .unwrap();
-    assert_eq!(got, bytes.len());
+    assert_eq!(received, bytes.len());
     Some((SharedVirtqueue::decode(&bytes).unwrap(), fds))
 }

@@ -3,10 +3,10 @@
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-type Entry = kvm_cpuid_entry2;
+type CpuidEntry = kvm_cpuid_entry2;
 
 #[derive(Clone, Copy)]
-enum Register {
+enum CpuidRegister {
     Eax,
     Ebx,
     Ecx,
@@ -14,67 +14,67 @@ enum Register {
 }
 
 /// Registers with feature bits (leaf, subleaf, register), and their bits that follow what the guest has enabled (OSXSAVE, OSPKE).
-const FEATURES: [(u32, u32, Register, u32); 22] = [
-    (0x1, 0, Register::Ecx, 1 << 27),
-    (0x1, 0, Register::Edx, 0),
-    (0x6, 0, Register::Eax, 0),
-    (0x7, 0, Register::Ebx, 0),
-    (0x7, 0, Register::Ecx, 1 << 4),
-    (0x7, 0, Register::Edx, 0),
-    (0x7, 1, Register::Eax, 0),
-    (0x7, 1, Register::Edx, 0),
-    (0x7, 2, Register::Edx, 0),
-    (0xd, 0, Register::Eax, 0),
-    (0xd, 0, Register::Edx, 0),
-    (0xd, 1, Register::Eax, 0),
-    (0x14, 0, Register::Ebx, 0),
-    (0x4000_0001, 0, Register::Eax, 0),
-    (0x8000_0001, 0, Register::Ecx, 0),
-    (0x8000_0001, 0, Register::Edx, 0),
-    (0x8000_0007, 0, Register::Ebx, 0),
-    (0x8000_0007, 0, Register::Edx, 0),
-    (0x8000_0008, 0, Register::Ebx, 0),
-    (0x8000_000a, 0, Register::Edx, 0),
-    (0x8000_001f, 0, Register::Eax, 0),
-    (0x8000_0021, 0, Register::Eax, 0),
+const FEATURES: [(u32, u32, CpuidRegister, u32); 22] = [
+    (0x1, 0, CpuidRegister::Ecx, 1 << 27),
+    (0x1, 0, CpuidRegister::Edx, 0),
+    (0x6, 0, CpuidRegister::Eax, 0),
+    (0x7, 0, CpuidRegister::Ebx, 0),
+    (0x7, 0, CpuidRegister::Ecx, 1 << 4),
+    (0x7, 0, CpuidRegister::Edx, 0),
+    (0x7, 1, CpuidRegister::Eax, 0),
+    (0x7, 1, CpuidRegister::Edx, 0),
+    (0x7, 2, CpuidRegister::Edx, 0),
+    (0xd, 0, CpuidRegister::Eax, 0),
+    (0xd, 0, CpuidRegister::Edx, 0),
+    (0xd, 1, CpuidRegister::Eax, 0),
+    (0x14, 0, CpuidRegister::Ebx, 0),
+    (0x4000_0001, 0, CpuidRegister::Eax, 0),
+    (0x8000_0001, 0, CpuidRegister::Ecx, 0),
+    (0x8000_0001, 0, CpuidRegister::Edx, 0),
+    (0x8000_0007, 0, CpuidRegister::Ebx, 0),
+    (0x8000_0007, 0, CpuidRegister::Edx, 0),
+    (0x8000_0008, 0, CpuidRegister::Ebx, 0),
+    (0x8000_000a, 0, CpuidRegister::Edx, 0),
+    (0x8000_001f, 0, CpuidRegister::Eax, 0),
+    (0x8000_0021, 0, CpuidRegister::Eax, 0),
 ];
 
-impl Register {
-    fn of(self, entry: &Entry) -> u32 {
+impl CpuidRegister {
+    fn value(self, entry: &CpuidEntry) -> u32 {
         match self {
-            Register::Eax => entry.eax,
-            Register::Ebx => entry.ebx,
-            Register::Ecx => entry.ecx,
-            Register::Edx => entry.edx,
+            CpuidRegister::Eax => entry.eax,
+            CpuidRegister::Ebx => entry.ebx,
+            CpuidRegister::Ecx => entry.ecx,
+            CpuidRegister::Edx => entry.edx,
         }
     }
 
     fn name(self) -> &'static str {
         match self {
-            Register::Eax => "EAX",
-            Register::Ebx => "EBX",
-            Register::Ecx => "ECX",
-            Register::Edx => "EDX",
+            CpuidRegister::Eax => "EAX",
+            CpuidRegister::Ebx => "EBX",
+            CpuidRegister::Ecx => "ECX",
+            CpuidRegister::Edx => "EDX",
         }
     }
 }
 
-fn find(entries: &[Entry], function: u32, index: u32) -> Option<&Entry> {
+fn find(entries: &[CpuidEntry], function: u32, index: u32) -> Option<&CpuidEntry> {
     entries.iter().find(|entry| (entry.function, entry.index) == (function, index))
 }
 
 /// Returns the first feature that the saved vCPU had and that a vCPU of a new VM does not have `here`, or `None` if the saved vCPU can
 /// continue here. (The list of features that KVM supports is not the criterion: KVM changes some of the entries that it is given.)
-pub(super) fn missing(here: &[Entry], saved: &[Entry]) -> Option<String> {
+pub(super) fn missing_feature(here: &[CpuidEntry], saved: &[CpuidEntry]) -> Option<String> {
     let vendor = |entries| find(entries, 0, 0).map(|entry| [entry.ebx, entry.edx, entry.ecx]);
     if vendor(saved) != vendor(here) {
         let name = vendor(saved).unwrap_or_default().map(u32::to_le_bytes).concat();
         return Some(format!("the vendor {:?}", String::from_utf8_lossy(&name)));
     }
-    for (function, index, register, moving) in FEATURES {
-        let had = find(saved, function, index).map_or(0, |entry| register.of(entry));
-        let has = find(here, function, index).map_or(0, |entry| register.of(entry));
-        let lost = had & !has & !moving;
+    for (function, index, register, dynamic) in FEATURES {
+        let had = find(saved, function, index).map_or(0, |entry| register.value(entry));
+        let has = find(here, function, index).map_or(0, |entry| register.value(entry));
+        let lost = had & !has & !dynamic;
         if lost != 0 {
             return Some(format!("the bits {lost:#x} of CPUID {function:#x}.{index} {}", register.name()));
         }
@@ -87,11 +87,11 @@ pub(super) fn missing(here: &[Entry], saved: &[Entry]) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> Entry {
-        Entry { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> CpuidEntry {
+        CpuidEntry { function, index, eax, ebx, ecx, edx, ..Default::default() }
     }
 
-    fn host() -> Vec<Entry> {
+    fn host() -> Vec<CpuidEntry> {
         let vendor = [0x10, 0x6874_7541, 0x444d_4163, 0x6974_6e65];
         vec![
             entry(0, 0, vendor),
@@ -105,17 +105,17 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_switches_on_is_no_difference() {
+    fn bits_that_the_guest_enables_are_ignored() {
         let mut saved = host();
         saved[1].ecx |= 1 << 27;
         saved[2].ecx |= 1 << 4;
-        assert_eq!(missing(&host(), &saved), None);
+        assert_eq!(missing_feature(&host(), &saved), None);
     }
 
     #[test]
-    fn what_a_host_does_not_have_is_named() {
+    fn missing_features_are_named() {
         let saved = host();
-        type Change = fn(&mut Vec<Entry>);
+        type Change = fn(&mut Vec<CpuidEntry>);
         let table: [(Change, &str); 6] = [
             (|host| host[0].ebx = 0, "the vendor \"AuthenticAMD\""),
             (|host| host[2].ebx &= !(1 << 5), "the bits 0x20 of CPUID 0x7.0 EBX"),
@@ -127,10 +127,10 @@ mod tests {
         for (change, expected) in table {
             let mut other = host();
             change(&mut other);
-            assert_eq!(missing(&other, &saved).as_deref(), Some(expected));
+            assert_eq!(missing_feature(&other, &saved).as_deref(), Some(expected));
         }
         let mut better = host();
         better[2].ecx |= 1 << 8;
-        assert_eq!(missing(&better, &saved), None, "more is no hindrance");
+        assert_eq!(missing_feature(&better, &saved), None, "more is no hindrance");
     }
 }
