@@ -10,7 +10,7 @@ pub mod tcp;
 pub const MARK: &str = "nacelle-hardware: init is here";
 
 /// The guest's vsock port for commands, one a line; each is answered by one line.
-pub const COMMANDS: u32 = 1025;
+pub const COMMAND_PORT: u32 = 1025;
 
 /// The guest's TCP port for received data.
 pub const RECEIVE_PORT: u16 = 5001;

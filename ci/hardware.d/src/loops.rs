@@ -12,7 +12,7 @@ const BATCH: u32 = 4096;
 /// A cache line, so that each step of the chase loads another one.
 #[derive(Clone)]
 #[repr(align(64))]
-struct Line {
+struct CacheLine {
     next: usize,
 }
 
@@ -22,8 +22,8 @@ pub fn touch(mib: usize) -> f64 {
     // The allocator gets this much from the kernel as fresh zero pages, which are not written.
     let mut memory = vec![0u8; bytes];
     let start = Instant::now();
-    for at in (0..bytes).step_by(PAGE) {
-        memory[at] = 1;
+    for index in (0..bytes).step_by(PAGE) {
+        memory[index] = 1;
     }
     let took = start.elapsed();
     black_box(&memory);
@@ -32,33 +32,33 @@ pub fn touch(mib: usize) -> f64 {
 
 /// Follows pointers through `mib` MiB in random order for `time`; returns nanoseconds per load.
 pub fn chase(mib: usize, time: Duration) -> f64 {
-    let lines = cycle((mib << 20) / size_of::<Line>());
-    let (mut at, mut loads) = (0, 0u64);
+    let lines = random_cycle((mib << 20) / size_of::<CacheLine>());
+    let (mut index, mut loads) = (0, 0u64);
     let start = Instant::now();
     loop {
         for _ in 0..BATCH {
-            at = lines[at].next;
+            index = lines[index].next;
         }
         loads += u64::from(BATCH);
         let took = start.elapsed();
         if took >= time {
-            black_box(at);
+            black_box(index);
             return took.as_nanos() as f64 / loads as f64;
         }
     }
 }
 
 /// Returns lines each of which contains the index of the next one, in one random cycle through all (Sattolo's algorithm).
-fn cycle(count: usize) -> Vec<Line> {
-    let mut lines: Vec<Line> = (0..count.max(1)).map(|next| Line { next }).collect();
+fn random_cycle(count: usize) -> Vec<CacheLine> {
+    let mut lines: Vec<CacheLine> = (0..count.max(1)).map(|next| CacheLine { next }).collect();
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    for at in (1..lines.len()).rev() {
+    for index in (1..lines.len()).rev() {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        let other = (state % at as u64) as usize;
-        let next = lines[at].next;
-        lines[at].next = std::mem::replace(&mut lines[other].next, next);
+        let other = (state % index as u64) as usize;
+        let next = lines[index].next;
+        lines[index].next = std::mem::replace(&mut lines[other].next, next);
     }
     lines
 }
@@ -98,12 +98,12 @@ mod tests {
     #[test]
     fn the_chase_visits_every_line() {
         for count in [1, 2, 3, 1000] {
-            let lines = cycle(count);
-            let (mut at, mut steps) = (0, 0);
+            let lines = random_cycle(count);
+            let (mut index, mut steps) = (0, 0);
             loop {
-                at = lines[at].next;
+                index = lines[index].next;
                 steps += 1;
-                if at == 0 {
+                if index == 0 {
                     break;
                 }
             }
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn loops_measure_something() {
+    fn loops_return_positive_figures() {
         let (read, written) = stream(1, Duration::from_millis(5));
         for figure in [touch(1), chase(1, Duration::from_millis(5)), read, written] {
             assert!(figure.is_finite() && figure > 0.0, "{figure}");

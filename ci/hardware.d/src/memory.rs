@@ -23,10 +23,10 @@ impl Mapping {
 /// Returns all mappings of a process.
 pub fn mappings(pid: u32) -> anyhow::Result<Vec<Mapping>> {
     let path = format!("/proc/{pid}/smaps");
-    Ok(parse(&fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?))
+    Ok(parse_smaps(&fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?))
 }
 
-fn parse(smaps: &str) -> Vec<Mapping> {
+fn parse_smaps(smaps: &str) -> Vec<Mapping> {
     let mut all: Vec<Mapping> = Vec::new();
     for line in smaps.lines() {
         let mut words = line.split_whitespace();
@@ -44,27 +44,27 @@ fn parse(smaps: &str) -> Vec<Mapping> {
 }
 
 /// Returns the mapping of the guest's memory: the largest one with resident pages.
-pub fn of_guest(mappings: &[Mapping]) -> Option<&Mapping> {
+pub fn guest_memory(mappings: &[Mapping]) -> Option<&Mapping> {
     let resident =
         |mapping: &Mapping| mapping.mib("Rss") + mapping.mib("Shared_Hugetlb") + mapping.mib("Private_Hugetlb");
-    let there = mappings.iter().filter(|mapping| resident(mapping) > 0.0);
-    there.max_by(|one, other| one.mib("Size").total_cmp(&other.mib("Size")))
+    let candidates = mappings.iter().filter(|mapping| resident(mapping) > 0.0);
+    candidates.max_by(|one, other| one.mib("Size").total_cmp(&other.mib("Size")))
 }
 
 /// Returns the resident MiB of a process with a guest, without the guest's memory and without the memory that a device shares
 /// with the guest.
-pub fn beside_guest(mappings: &[Mapping]) -> f64 {
-    let guest = of_guest(mappings).map_or(0.0, |guest| guest.mib("Rss"));
+pub fn overhead_mib(mappings: &[Mapping]) -> f64 {
+    let guest = guest_memory(mappings).map_or(0.0, |guest| guest.mib("Rss"));
     let others = mappings.iter().filter(|mapping| !mapping.name.contains("memfd:nacelle-guest"));
     let all: f64 = others.map(|mapping| mapping.mib("Rss")).sum();
-    let shared = of_guest(mappings).is_some_and(|guest| guest.name.contains("memfd:nacelle-guest"));
+    let shared = guest_memory(mappings).is_some_and(|guest| guest.name.contains("memfd:nacelle-guest"));
     if shared { all } else { all - guest }
 }
 
 /// Returns the proportional MiB of a process; 0 if it has ended.
-pub fn proportional(pid: u32) -> f64 {
+pub fn pss_mib(pid: u32) -> f64 {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
-    parse(&rollup).iter().map(|mapping| mapping.mib("Pss")).sum()
+    parse_smaps(&rollup).iter().map(|mapping| mapping.mib("Pss")).sum()
 }
 
 /// Returns a process and all its descendants.
@@ -72,7 +72,7 @@ pub fn with_descendants(root: u32) -> BTreeSet<u32> {
     let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let parents: Vec<(u32, u32)> = pids
-        .filter_map(|pid: u32| Some((pid, parent(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?)))
+        .filter_map(|pid: u32| Some((pid, parse_parent(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?)))
         .collect();
     let mut found = BTreeSet::from([root]);
     loop {
@@ -89,7 +89,7 @@ pub fn with_descendants(root: u32) -> BTreeSet<u32> {
 }
 
 /// Returns the parent from /proc/PID/stat; the command's name before it may contain any characters.
-fn parent(stat: &str) -> Option<u32> {
+fn parse_parent(stat: &str) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
@@ -117,20 +117,20 @@ Pss:                1536 kB
 
     #[test]
     fn the_guests_memory_is_the_largest_mapping_with_content() {
-        let all = parse(SMAPS);
+        let all = parse_smaps(SMAPS);
         assert_eq!(all.len(), 4);
-        let guest = of_guest(&all).unwrap();
+        let guest = guest_memory(&all).unwrap();
         assert_eq!((guest.mib("Rss"), guest.mib("AnonHugePages"), guest.mib("Unknown")), (40.0, 38.0, 0.0));
-        assert_eq!(beside_guest(&all), 3.0, "neither the guest's memory nor what is shared with it");
+        assert_eq!(overhead_mib(&all), 3.0, "neither the guest's memory nor what is shared with it");
         assert_eq!(all[3].name, "/usr/bin/nacelle pod");
-        assert_eq!(parse("").len(), 0);
+        assert_eq!(parse_smaps("").len(), 0);
     }
 
     #[test]
     fn this_process_has_memory_and_a_parent() {
         let pid = std::process::id();
-        assert!(proportional(pid) > 0.0 && !mappings(pid).unwrap().is_empty());
+        assert!(pss_mib(pid) > 0.0 && !mappings(pid).unwrap().is_empty());
         assert!(with_descendants(std::os::unix::process::parent_id()).contains(&pid));
-        assert_eq!(parent("12 (a) b) S 7 12"), Some(7));
+        assert_eq!(parse_parent("12 (a) b) S 7 12"), Some(7));
     }
 }

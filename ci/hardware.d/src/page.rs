@@ -1,6 +1,6 @@
 //! Renders the lines of a run as Markdown for the documentation.
 
-use crate::report::Line;
+use crate::report::FigureLine;
 use anyhow::{Context, bail};
 use serde_json::{Map, Value};
 use std::fmt::Write;
@@ -8,25 +8,25 @@ use std::io::BufRead;
 
 /// Reads lines and returns the page. A line that is not a figure of this program is an error, so that the page does not silently
 /// omit anything.
-pub fn page(input: impl BufRead) -> anyhow::Result<String> {
+pub fn render_page(input: impl BufRead) -> anyhow::Result<String> {
     let mut lines = Vec::new();
     for (number, line) in input.lines().enumerate() {
         let line = line.context("cannot read the figures")?;
         if !line.trim().is_empty() {
             let parsed = serde_json::from_str(&line);
-            lines.push(parsed.with_context(|| format!("line {} is no figure of nacelle-hardware", number + 1))?);
+            lines.push(parsed.with_context(|| format!("line {} is not a figure of nacelle-hardware", number + 1))?);
         }
     }
-    render(&lines)
+    render_lines(&lines)
 }
 
-fn render(lines: &[Line]) -> anyhow::Result<String> {
+fn render_lines(lines: &[FigureLine]) -> anyhow::Result<String> {
     let Some((host, figures)) = lines.split_first().filter(|(host, _)| !host.facts.is_empty()) else {
         bail!("the first line does not describe the host");
     };
     let mut page = String::from("## Figures from one machine\n\n");
     for (name, value) in &host.facts {
-        writeln!(page, "- {name}: {}", plain(value))?;
+        writeln!(page, "- {name}: {}", plain_text(value))?;
     }
     if host.facts.get("virtual").is_some_and(|value| value == &Value::Bool(true)) {
         page +=
@@ -35,10 +35,10 @@ fn render(lines: &[Line]) -> anyhow::Result<String> {
     page += "\n| measurement | configuration | n | median | p90 | unit |\n|---|---|---|---|---|---|\n";
     for line in figures.iter().filter(|line| line.error.is_none() && line.skipped.is_none()) {
         let n = line.n.map_or_else(|| "1".to_owned(), |n| format!("{n}{}", if line.cut { ", cut" } else { "" }));
-        let median = line.median.or(line.value).map_or_else(|| "none".to_owned(), figure);
-        let p90 = line.p90.map_or_else(String::new, figure);
-        let (name, config) = (cell(&line.name), cell(&configuration(&line.config)));
-        writeln!(page, "| {name} | {config} | {n} | {median} | {p90} | {} |", cell(&line.unit))?;
+        let median = line.median.or(line.value).map_or_else(|| "none".to_owned(), format_figure);
+        let p90 = line.p90.map_or_else(String::new, format_figure);
+        let (name, config) = (table_cell(&line.name), table_cell(&describe_config(&line.config)));
+        writeln!(page, "| {name} | {config} | {n} | {median} | {p90} | {} |", table_cell(&line.unit))?;
     }
     for title in ["Not measured", "Failed"] {
         let mut begun = false;
@@ -48,7 +48,7 @@ fn render(lines: &[Line]) -> anyhow::Result<String> {
             if !std::mem::replace(&mut begun, true) {
                 write!(page, "\n{title}:\n\n")?;
             }
-            let config = configuration(&line.config);
+            let config = describe_config(&line.config);
             let config = if config.is_empty() { config } else { format!(" ({config})") };
             writeln!(page, "- {}{config}: {}", line.name, why.replace('\n', " "))?;
         }
@@ -56,23 +56,23 @@ fn render(lines: &[Line]) -> anyhow::Result<String> {
     Ok(page)
 }
 
-fn configuration(config: &Map<String, Value>) -> String {
-    let words: Vec<String> = config.iter().map(|(name, value)| format!("{name} {}", plain(value))).collect();
+fn describe_config(config: &Map<String, Value>) -> String {
+    let words: Vec<String> = config.iter().map(|(name, value)| format!("{name} {}", plain_text(value))).collect();
     words.join(", ")
 }
 
 /// Formats a value without the quotes of JSON.
-fn plain(value: &Value) -> String {
+fn plain_text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
 /// Escapes a text for a table cell.
-fn cell(text: &str) -> String {
+fn table_cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
 
 /// Formats a figure with three significant digits.
-fn figure(value: f64) -> String {
+fn format_figure(value: f64) -> String {
     if value == 0.0 {
         return "0".to_owned();
     }
@@ -97,7 +97,7 @@ mod tests {
             r#"{"name":"loops","config":{"pages":"2 MiB"},"skipped":"no pool"}"#,
             r#"{"name":"disk","error":"no\nspace"}"#,
         ];
-        let page = page(lines.join("\n").as_bytes()).unwrap();
+        let page = render_page(lines.join("\n").as_bytes()).unwrap();
         for expected in [
             "- cpu: A processor\n",
             "is itself a virtual machine",
@@ -112,16 +112,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_run_is_refused() {
-        assert!(page("".as_bytes()).is_err());
-        assert!(page(r#"{"name":"boot","value":1}"#.as_bytes()).is_err(), "no host");
-        let error = page(format!("{HOST}\nnonsense").as_bytes()).unwrap_err();
+    fn input_that_is_not_a_run_is_refused() {
+        assert!(render_page("".as_bytes()).is_err());
+        assert!(render_page(r#"{"name":"boot","value":1}"#.as_bytes()).is_err(), "no host");
+        let error = render_page(format!("{HOST}\nnonsense").as_bytes()).unwrap_err();
         assert!(error.to_string().contains("line 2"), "{error}");
     }
 
     #[test]
-    fn a_machine_that_is_none_itself_is_not_called_virtual() {
-        let page = page(r#"{"name":"host","facts":{"cpu":"A processor","virtual":false}}"#.as_bytes()).unwrap();
+    fn a_physical_machine_is_not_called_virtual() {
+        let page = render_page(r#"{"name":"host","facts":{"cpu":"A processor","virtual":false}}"#.as_bytes()).unwrap();
         assert!(!page.contains("is itself"), "{page}");
     }
 }

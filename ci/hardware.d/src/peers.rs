@@ -1,9 +1,9 @@
 //! Boots the peers that are installed, QEMU's microvm and Firecracker, with the same kernel and the same init, and measures from
 //! the start of the process to the mark on the serial console.
 
-use crate::memory::{beside_guest, mappings};
+use crate::memory::{mappings, overhead_mib};
 use crate::undo;
-use crate::vm::{PARAMETERS, ms, now};
+use crate::vm::{PARAMETERS, milliseconds_between, monotonic_ns};
 use anyhow::{Context, bail};
 use nacelle_hardware::MARK;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -28,7 +28,7 @@ pub enum Peer {
 impl Peer {
     /// Returns the peers in `PATH`.
     pub fn installed() -> Vec<Peer> {
-        let found = |peer: &Peer| in_path(peer.program(), std::env::var_os("PATH").unwrap_or_default()).is_some();
+        let found = |peer: &Peer| find_in_path(peer.program(), std::env::var_os("PATH").unwrap_or_default()).is_some();
         [Peer::Qemu, Peer::Firecracker].into_iter().filter(found).collect()
     }
 
@@ -55,14 +55,14 @@ impl Peer {
                     words(&["-M", "microvm,x-option-roms=off,acpi=off,pit=off,pic=off,rtc=on,isa-serial=on,accel=kvm"]);
                 all.extend(words(&["-cpu", "host", "-smp", "1", "-nodefaults", "-no-user-config", "-no-reboot"]));
                 all.extend(words(&["-display", "none", "-serial", "stdio", "-m"]));
-                all.extend([format!("{MEMORY_MIB}M").into(), "-append".into(), parameters("t").into()]);
+                all.extend([format!("{MEMORY_MIB}M").into(), "-append".into(), kernel_parameters("t").into()]);
                 all.extend(["-kernel".into(), kernel.into(), "-initrd".into(), initrd.into()]);
                 all
             }
             Peer::Firecracker => {
                 let file = directory.join("firecracker.json");
                 let document = json!({
-                    "boot-source": {"kernel_image_path": kernel, "initrd_path": initrd, "boot_args": parameters("k")},
+                    "boot-source": {"kernel_image_path": kernel, "initrd_path": initrd, "boot_args": kernel_parameters("k")},
                     "drives": [],
                     "machine-config": {"vcpu_count": 1, "mem_size_mib": MEMORY_MIB},
                 });
@@ -76,34 +76,39 @@ impl Peer {
     /// guest's memory at that time.
     pub fn boot(self, kernel: &Path, initrd: &Path, directory: &Path, limit: Instant) -> anyhow::Result<(f64, f64)> {
         let arguments = self.arguments(kernel, initrd, directory)?;
-        let started = now();
+        let started = monotonic_ns();
         let mut command = Command::new(self.program());
         let spawned = undo::spawn(command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()));
         let mut process = spawned.with_context(|| format!("cannot start {}", self.program()))?;
-        let mut console = process.stdout.take().context("its console is not ours")?;
-        let mut said = Vec::new();
-        while !said.windows(MARK.len()).any(|window| window == MARK.as_bytes()) {
+        let mut console = process.stdout.take().context("the process has no pipe for its console")?;
+        let mut output = Vec::new();
+        while !output.windows(MARK.len()).any(|window| window == MARK.as_bytes()) {
             let wait = limit.saturating_duration_since(Instant::now());
             let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX);
-            let ready = poll(&mut [PollFd::new(console.as_fd(), PollFlags::POLLIN)], timeout).context("cannot wait")?;
-            let mut some = [0; 4096];
-            let count = if ready == 0 { 0 } else { console.read(&mut some).context("cannot read its console")? };
+            let ready = poll(&mut [PollFd::new(console.as_fd(), PollFlags::POLLIN)], timeout)
+                .context("cannot wait for the console")?;
+            let mut chunk = [0; 4096];
+            let count = if ready == 0 { 0 } else { console.read(&mut chunk).context("cannot read the console")? };
             if count == 0 {
-                bail!("{} shows no init; its console: {}", self.name(), String::from_utf8_lossy(&said));
+                bail!(
+                    "{} did not print the mark of init; its console: {}",
+                    self.name(),
+                    String::from_utf8_lossy(&output)
+                );
             }
-            said.extend_from_slice(&some[..count]);
+            output.extend_from_slice(&chunk[..count]);
         }
-        let took = ms(started, now());
-        Ok((took, beside_guest(&mappings(process.pid())?)))
+        let took = milliseconds_between(started, monotonic_ns());
+        Ok((took, overhead_mib(&mappings(process.pid())?)))
     }
 }
 
 /// Returns the kernel parameters, with the VM's reset method.
-fn parameters(reset: &str) -> String {
+fn kernel_parameters(reset: &str) -> String {
     format!("{} reboot={reset}", PARAMETERS.join(" "))
 }
 
-fn in_path(program: &str, path: OsString) -> Option<PathBuf> {
+fn find_in_path(program: &str, path: OsString) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|directory| directory.join(program)).find(|file| file.is_file())
 }
 
@@ -112,16 +117,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_is_there_if_its_program_is() {
+    fn a_peer_is_installed_if_its_program_is_in_the_path() {
         let directory = tempfile::tempdir().unwrap();
         let path = std::env::join_paths([Path::new("/nowhere"), directory.path()]).unwrap();
-        assert_eq!(in_path("firecracker", path.clone()), None);
+        assert_eq!(find_in_path("firecracker", path.clone()), None);
         std::fs::write(directory.path().join("firecracker"), "").unwrap();
-        assert_eq!(in_path("firecracker", path), Some(directory.path().join("firecracker")));
+        assert_eq!(find_in_path("firecracker", path), Some(directory.path().join("firecracker")));
     }
 
     #[test]
-    fn peers_boot_what_we_boot() {
+    fn peers_boot_the_same_kernel_and_initrd() {
         let directory = tempfile::tempdir().unwrap();
         let (kernel, initrd) = (Path::new("/b/vmlinux"), Path::new("/b/initrd"));
         let qemu = Peer::Qemu.arguments(kernel, initrd, directory.path()).unwrap();

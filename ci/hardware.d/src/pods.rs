@@ -1,7 +1,7 @@
 //! Runs whole pods without a daemon and without a network: the real pod process with its jail, VM and agent, and a container in
 //! it.
 
-use crate::undo::{self, Guard};
+use crate::undo::{self, UndoGuard};
 use anyhow::Context;
 use nacelle_base::PodId;
 use nacelle_pod::client::{self, PodClient};
@@ -22,7 +22,7 @@ const CONTAINER: &str = "container";
 
 /// The parts of pods.
 #[derive(Clone, Debug)]
-pub struct Pods {
+pub struct PodFactory {
     /// The path of the pod process's program.
     pub program: PathBuf,
     pub kernel: PathBuf,
@@ -37,30 +37,30 @@ pub struct Pods {
 }
 
 /// A pod that is ready. Dropping it kills it.
-pub struct Pod {
+pub struct MeasuredPod {
     pub client: PodClient,
     /// The milliseconds from the start of the process to a configured guest.
     pub ready: f64,
-    _end: Guard,
+    _guard: UndoGuard,
 }
 
-impl Pod {
+impl MeasuredPod {
     /// Returns the PID of the pod process.
     pub fn pid(&self) -> u32 {
         self.client.identity().pid.unsigned_abs()
     }
 }
 
-impl Pods {
+impl PodFactory {
     /// Starts a pod and waits until its guest is configured.
-    pub async fn start(&self) -> anyhow::Result<Pod> {
+    pub async fn start(&self) -> anyhow::Result<MeasuredPod> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = self.run.join(number.to_string());
-        fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        fs::create_dir(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let spec = self.spec(number);
-        let place = dir.clone();
-        let end = undo::later(move || remove(&place));
+        let path = dir.clone();
+        let guard = undo::register(move || remove_pod(&path));
         let begun = Instant::now();
         let started = client::spawn(&self.program, &dir, &spec, |_started| async { Ok(()) }).await;
         let configured = match started {
@@ -68,13 +68,15 @@ impl Pods {
             Err(error) => Err(error),
         };
         let ready = begun.elapsed().as_secs_f64() * 1e3;
-        let client = configured.with_context(|| format!("a pod is not ready; its logs end with: {}", tail(&dir)))?;
-        Ok(Pod { client, ready, _end: end })
+        let client =
+            configured.with_context(|| format!("a pod is not ready; its logs end with: {}", log_tail(&dir)))?;
+        Ok(MeasuredPod { client, ready, _guard: guard })
     }
 
     /// Creates and starts a container that sleeps.
-    pub async fn start_container(&self, pod: &Pod) -> anyhow::Result<()> {
-        let length = fs::metadata(&self.image).with_context(|| format!("no image {}", self.image.display()))?.len();
+    pub async fn start_container(&self, pod: &MeasuredPod) -> anyhow::Result<()> {
+        let length =
+            fs::metadata(&self.image).with_context(|| format!("cannot read the image {}", self.image.display()))?.len();
         let path = self.image.to_str().context("the path of the image is not UTF-8")?.to_owned();
         let request = pod::CreateContainerRequest {
             id: CONTAINER.to_owned(),
@@ -83,8 +85,8 @@ impl Pods {
             image: vec![pod::Extent { path, offset: 0, length }],
             ..Default::default()
         };
-        pod.client.create_container(request).await.context("no container")?;
-        pod.client.start_container(CONTAINER).await.context("the container does not start")
+        pod.client.create_container(request).await.context("cannot create the container")?;
+        pod.client.start_container(CONTAINER).await.context("cannot start the container")
     }
 
     fn spec(&self, number: u64) -> PodSpec {
@@ -122,7 +124,7 @@ impl Pods {
 }
 
 /// Runs a command in the pod's container to its end; returns the milliseconds from the request to the answer.
-pub async fn exec(pod: &Pod, command: &str) -> anyhow::Result<f64> {
+pub async fn exec(pod: &MeasuredPod, command: &str) -> anyhow::Result<f64> {
     let begun = Instant::now();
     let limit = Some(Duration::from_secs(60));
     let answer = pod.client.exec_sync(CONTAINER, vec![command.to_owned()], limit).await?;
@@ -132,13 +134,13 @@ pub async fn exec(pod: &Pod, command: &str) -> anyhow::Result<f64> {
 }
 
 /// Removes everything of a pod. May be called from any thread.
-fn remove(dir: &Path) {
-    let place = dir.to_owned();
+fn remove_pod(dir: &Path) {
+    let path = dir.to_owned();
     // The caller may be a thread of a runtime, which must not block on another one.
     let cleaned = std::thread::spawn(move || -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(client::clean_up(&place, None))?;
-        fs::remove_dir_all(&place)?;
+        runtime.block_on(client::clean_up(&path, None))?;
+        fs::remove_dir_all(&path)?;
         Ok(())
     });
     if let Ok(Err(error)) = cleaned.join() {
@@ -147,12 +149,12 @@ fn remove(dir: &Path) {
 }
 
 /// Returns the ends of a pod's logs.
-fn tail(dir: &Path) -> String {
-    let end = |text: Vec<u8>| String::from_utf8_lossy(&text[text.len().saturating_sub(1024)..]).into_owned();
+fn log_tail(dir: &Path) -> String {
+    let last_kib = |text: Vec<u8>| String::from_utf8_lossy(&text[text.len().saturating_sub(1024)..]).into_owned();
     let log = fs::read(dir.join(client::LOG_FILE)).unwrap_or_default();
     // The console is at most 1 MiB (docs/contributor/pod-process.md).
     let console = nacelle_pod::jailed(dir).read(nacelle_pod::CONSOLE_FILE, 2 << 20);
-    end(log) + &end(console.ok().flatten().unwrap_or_default())
+    last_kib(log) + &last_kib(console.ok().flatten().unwrap_or_default())
 }
 
 fn oci_spec() -> Vec<u8> {

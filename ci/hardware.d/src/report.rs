@@ -9,7 +9,7 @@ use std::time::Instant;
 /// One line. The optional fields determine its kind: samples, one value, something skipped, an error, or the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Line {
+pub struct FigureLine {
     /// The name of the figure, or of the section that failed; `host` on the first line.
     pub name: String,
     /// The unit of the figures.
@@ -82,7 +82,7 @@ impl Samples {
 
 /// Takes rounds of samples until there are `count` rounds or the time is over; at least one round. Each round is one sample of
 /// each kind, so that changes of the host affect all of them. Rounds before the first counted one (`warm_up`) are discarded.
-pub fn rounds(
+pub fn sample_rounds(
     until: Instant,
     warm_up: usize,
     count: usize,
@@ -106,27 +106,27 @@ pub fn rounds(
 }
 
 /// Writes lines, and records whether one was an error.
-pub struct Report<W> {
+pub struct FigureReport<W> {
     out: W,
     /// Whether a section has failed.
     pub failed: bool,
 }
 
-impl<W: Write> Report<W> {
+impl<W: Write> FigureReport<W> {
     /// Returns a report that is written to `out`.
-    pub fn new(out: W) -> Report<W> {
-        Report { out, failed: false }
+    pub fn new(out: W) -> FigureReport<W> {
+        FigureReport { out, failed: false }
     }
 
     /// Writes one line and flushes.
-    pub fn line(&mut self, line: &Line) -> anyhow::Result<()> {
+    pub fn write_line(&mut self, line: &FigureLine) -> anyhow::Result<()> {
         let text = serde_json::to_string(line).context("cannot write a figure as JSON")?;
         writeln!(self.out, "{text}").and_then(|()| self.out.flush()).context("cannot write to the output")
     }
 
     /// Writes median and 90th percentile of samples.
-    pub fn samples(&mut self, name: &str, unit: &str, config: Value, samples: &Samples) -> anyhow::Result<()> {
-        self.line(&Line {
+    pub fn write_samples(&mut self, name: &str, unit: &str, config: Value, samples: &Samples) -> anyhow::Result<()> {
+        self.write_line(&FigureLine {
             name: name.to_owned(),
             unit: unit.to_owned(),
             median: samples.median(),
@@ -134,25 +134,34 @@ impl<W: Write> Report<W> {
             n: Some(samples.values.len()),
             cut: samples.cut,
             config: object(config),
-            ..Line::default()
+            ..FigureLine::default()
         })
     }
 
     /// Writes a single figure.
-    pub fn value(&mut self, name: &str, unit: &str, config: Value, value: f64) -> anyhow::Result<()> {
+    pub fn write_value(&mut self, name: &str, unit: &str, config: Value, value: f64) -> anyhow::Result<()> {
         let (name, unit) = (name.to_owned(), unit.to_owned());
-        self.line(&Line { name, unit, value: Some(value), config: object(config), ..Line::default() })
+        self.write_line(&FigureLine { name, unit, value: Some(value), config: object(config), ..FigureLine::default() })
     }
 
     /// Writes that this machine does not support something.
-    pub fn skipped(&mut self, name: &str, config: Value, why: String) -> anyhow::Result<()> {
-        self.line(&Line { name: name.to_owned(), config: object(config), skipped: Some(why), ..Line::default() })
+    pub fn write_skipped(&mut self, name: &str, config: Value, why: String) -> anyhow::Result<()> {
+        self.write_line(&FigureLine {
+            name: name.to_owned(),
+            config: object(config),
+            skipped: Some(why),
+            ..FigureLine::default()
+        })
     }
 
     /// Writes an error.
-    pub fn error(&mut self, name: &str, error: &anyhow::Error) -> anyhow::Result<()> {
+    pub fn write_error(&mut self, name: &str, error: &anyhow::Error) -> anyhow::Result<()> {
         self.failed = true;
-        self.line(&Line { name: name.to_owned(), error: Some(format!("{error:#}")), ..Line::default() })
+        self.write_line(&FigureLine {
+            name: name.to_owned(),
+            error: Some(format!("{error:#}")),
+            ..FigureLine::default()
+        })
     }
 }
 
@@ -186,7 +195,7 @@ mod tests {
     fn rounds_end_when_their_time_is_over_but_not_before_the_first() {
         let later = Instant::now() + Duration::from_secs(60);
         let mut order = Vec::new();
-        let all = rounds(later, 1, 2, 2, |kind| {
+        let all = sample_rounds(later, 1, 2, 2, |kind| {
             order.push(kind);
             Ok(order.len() as f64)
         });
@@ -194,29 +203,29 @@ mod tests {
         assert_eq!(order, [0, 1, 0, 1, 0, 1]);
         assert_eq!(all[0].values, [3.0, 5.0], "the first round is not counted");
         assert!(!all[0].cut);
-        let all = rounds(Instant::now(), 0, 5, 1, |_| Ok(1.0)).unwrap();
+        let all = sample_rounds(Instant::now(), 0, 5, 1, |_| Ok(1.0)).unwrap();
         assert!(all[0].values.len() == 1 && all[0].cut);
-        assert!(rounds(later, 0, 5, 1, |_| anyhow::bail!("broken")).is_err());
+        assert!(sample_rounds(later, 0, 5, 1, |_| anyhow::bail!("broken")).is_err());
     }
 
     #[test]
     fn lines_are_read_as_they_were_written() {
         let mut out = Vec::new();
-        let mut report = Report::new(&mut out);
+        let mut report = FigureReport::new(&mut out);
         report
-            .samples("boot", "ms", json!({"vmm": "nacelle"}), &Samples { values: vec![1.0, 2.0], cut: true })
+            .write_samples("boot", "ms", json!({"vmm": "nacelle"}), &Samples { values: vec![1.0, 2.0], cut: true })
             .unwrap();
-        report.value("rss", "MiB", json!({}), 3.5).unwrap();
-        report.skipped("loops", json!({"pages": "2 MiB"}), "no pool".to_owned()).unwrap();
+        report.write_value("rss", "MiB", json!({}), 3.5).unwrap();
+        report.write_skipped("loops", json!({"pages": "2 MiB"}), "no pool".to_owned()).unwrap();
         assert!(!report.failed);
-        report.error("disk", &anyhow::anyhow!("cause").context("it failed")).unwrap();
+        report.write_error("disk", &anyhow::anyhow!("cause").context("it failed")).unwrap();
         assert!(report.failed);
         let text = String::from_utf8(out).unwrap();
-        let lines: Vec<Line> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let lines: Vec<FigureLine> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((lines[0].median, lines[0].n, lines[0].cut), (Some(1.5), Some(2), true));
         assert_eq!(lines[1].value, Some(3.5));
         assert_eq!(lines[2].skipped.as_deref(), Some("no pool"));
         assert_eq!(lines[3].error.as_deref(), Some("it failed: cause"));
-        assert!(serde_json::from_str::<Line>(r#"{"name":"a","more":1}"#).is_err(), "unknown fields are refused");
+        assert!(serde_json::from_str::<FigureLine>(r#"{"name":"a","more":1}"#).is_err(), "unknown fields are refused");
     }
 }

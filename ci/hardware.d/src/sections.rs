@@ -1,18 +1,18 @@
 //! Runs the measurements, section by section. Each has a time limit of its own; one that fails does not prevent the others.
 
 mod loops;
-mod machines;
+mod vms;
 mod whole_pods;
 
-use crate::pods::Pods;
-use crate::report::Report;
+use crate::pods::PodFactory;
+use crate::report::FigureReport;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// The common input of the sections.
-pub struct World {
-    pub pods: Pods,
+pub struct SectionInput {
+    pub pods: PodFactory,
     /// The initramfs with the measuring guest.
     pub guest: PathBuf,
     /// A directory on the disk that is measured.
@@ -22,9 +22,9 @@ pub struct World {
     pub runtime: tokio::runtime::Runtime,
 }
 
-impl World {
+impl SectionInput {
     /// Returns the number of samples: `full`, or few in a quick run.
-    fn count(&self, full: usize) -> usize {
+    fn sample_count(&self, full: usize) -> usize {
         if self.quick { full.min(2) } else { full }
     }
 
@@ -34,12 +34,12 @@ impl World {
     }
 
     /// Returns the deadline of one step of a VM.
-    fn step(&self) -> Instant {
+    fn step_deadline(&self) -> Instant {
         Instant::now() + Duration::from_secs(if self.quick { 120 } else { 30 })
     }
 
     /// Creates an empty directory.
-    fn directory(&self, name: &str) -> anyhow::Result<PathBuf> {
+    fn create_directory(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.disk.join(name);
         std::fs::create_dir_all(&path)?;
         Ok(path)
@@ -47,18 +47,18 @@ impl World {
 }
 
 /// A section: it writes its figures to the report, and ends soon after `until`.
-pub type Section<W> = fn(&World, &mut Report<W>, Instant) -> anyhow::Result<()>;
+pub type Section<W> = fn(&SectionInput, &mut FigureReport<W>, Instant) -> anyhow::Result<()>;
 
 /// Returns the name, the time limit in seconds and the function of each section. Together they take less than eight minutes.
 pub fn all<W: Write>() -> [(&'static str, u64, Section<W>); 8] {
     [
-        ("boot", 75, machines::boot),
-        ("snapshot", 40, machines::snapshot),
+        ("boot", 75, vms::boot),
+        ("snapshot", 40, vms::snapshot),
         ("concurrent", 60, whole_pods::concurrent),
         ("density", 70, whole_pods::density),
         ("exec", 20, whole_pods::exec),
-        ("disk", 45, machines::disk),
-        ("network", 35, machines::network),
+        ("disk", 45, vms::disk),
+        ("network", 35, vms::network),
         ("loops", 105, loops::loops),
     ]
 }

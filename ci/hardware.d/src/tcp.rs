@@ -7,17 +7,17 @@ use std::time::{Duration, Instant};
 /// The size of one system call in bytes.
 const CHUNK: usize = 128 << 10;
 
-/// Connects, with retries until `patience` is over, and sends for `time`; returns bytes per second.
-pub fn send(to: SocketAddrV4, time: Duration, patience: Duration) -> io::Result<f64> {
-    let give_up = Instant::now() + patience;
+/// Connects, with retries until `timeout` is over, and sends for `time`; returns bytes per second.
+pub fn send(address: SocketAddrV4, time: Duration, timeout: Duration) -> io::Result<f64> {
+    let deadline = Instant::now() + timeout;
     let mut stream = loop {
-        match TcpStream::connect_timeout(&to.into(), patience) {
+        match TcpStream::connect_timeout(&address.into(), timeout) {
             Ok(stream) => break stream,
-            Err(error) if Instant::now() >= give_up => return Err(error),
+            Err(error) if Instant::now() >= deadline => return Err(error),
             Err(_not_yet) => std::thread::sleep(Duration::from_millis(10)),
         }
     };
-    stream.set_write_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(timeout))?;
     let chunk = vec![0x5a; CHUNK];
     let (start, mut bytes) = (Instant::now(), 0.0);
     while start.elapsed() < time {
@@ -28,9 +28,9 @@ pub fn send(to: SocketAddrV4, time: Duration, patience: Duration) -> io::Result<
 }
 
 /// Accepts one connection and reads it to its end; returns bytes per second.
-pub fn receive(listener: &TcpListener, patience: Duration) -> io::Result<f64> {
+pub fn receive(listener: &TcpListener, timeout: Duration) -> io::Result<f64> {
     let (mut stream, _peer) = listener.accept()?;
-    stream.set_read_timeout(Some(patience))?;
+    stream.set_read_timeout(Some(timeout))?;
     let mut chunk = vec![0; CHUNK];
     let (start, mut bytes) = (Instant::now(), 0.0);
     loop {
@@ -47,12 +47,12 @@ mod tests {
     use std::net::{Ipv4Addr, SocketAddr};
 
     #[test]
-    fn what_is_sent_arrives() {
+    fn sent_data_arrives() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let SocketAddr::V4(to) = listener.local_addr().unwrap() else { panic!("not of version 4") };
-        let patience = Duration::from_secs(20);
-        let sender = std::thread::spawn(move || send(to, Duration::from_millis(20), patience));
-        assert!(receive(&listener, patience).unwrap() > 0.0);
+        let SocketAddr::V4(address) = listener.local_addr().unwrap() else { panic!("not of version 4") };
+        let timeout = Duration::from_secs(20);
+        let sender = std::thread::spawn(move || send(address, Duration::from_millis(20), timeout));
+        assert!(receive(&listener, timeout).unwrap() > 0.0);
         assert!(sender.join().unwrap().unwrap() > 0.0);
     }
 }

@@ -3,7 +3,7 @@
 //! Without vsock (the peers of a boot have none) it prints the mark and waits. Each connection is served by a thread of its own;
 //! each line is a command, and each answer is a line: `ok` and numbers, or `error` and a text.
 
-use nacelle_hardware::{COMMANDS, MARK, RECEIVE_PORT, disk, link, loops, tcp};
+use nacelle_hardware::{COMMAND_PORT, MARK, RECEIVE_PORT, disk, link, loops, tcp};
 use nix::mount::{MsFlags, mount};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
@@ -14,7 +14,7 @@ use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener, VsockStream};
 /// The host's vsock port for the hello (`nacelle_engine::BOOT_PORT`).
 const HELLO_PORT: u32 = 1024;
 /// Longer than any step of a loop takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn main() {
     println!("{MARK}");
@@ -22,7 +22,7 @@ fn main() {
         // The initramfs may have mounted it, and a loop that needs it reports if it is missing.
         let _ = mount(Some(name), path, Some(name), MsFlags::empty(), None::<&str>);
     }
-    let listener = VsockListener::bind_with_cid_port(VMADDR_CID_ANY, COMMANDS);
+    let listener = VsockListener::bind_with_cid_port(VMADDR_CID_ANY, COMMAND_PORT);
     let hello = VsockStream::connect_with_cid_port(VMADDR_CID_HOST, HELLO_PORT);
     if let (Ok(listener), Ok(mut hello)) = (listener, hello)
         && hello.write_all(b"hello\n").is_ok()
@@ -40,7 +40,7 @@ fn main() {
 fn serve(stream: VsockStream) {
     let Ok(mut answers) = stream.try_clone() else { return };
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
-        let answer = match run(&line) {
+        let answer = match run_command(&line) {
             Ok(numbers) => numbers.iter().fold("ok".to_owned(), |text, number| format!("{text} {number}")),
             Err(error) => format!("error {line}: {error}").replace('\n', " "),
         };
@@ -50,11 +50,12 @@ fn serve(stream: VsockStream) {
     }
 }
 
-type Failure = Box<dyn std::error::Error>;
+type CommandError = Box<dyn std::error::Error>;
 
-fn run(line: &str) -> Result<Vec<f64>, Failure> {
+fn run_command(line: &str) -> Result<Vec<f64>, CommandError> {
     let words: Vec<&str> = line.split_whitespace().collect();
-    let time = |text: &str| -> Result<Duration, Failure> { Ok(Duration::from_millis(text.parse()?)) };
+    let parse_milliseconds =
+        |text: &str| -> Result<Duration, CommandError> { Ok(Duration::from_millis(text.parse()?)) };
     Ok(match words[..] {
         ["nothing"] => vec![],
         ["pages", mode] => {
@@ -62,26 +63,26 @@ fn run(line: &str) -> Result<Vec<f64>, Failure> {
             vec![]
         }
         ["touch", mib] => vec![loops::touch(mib.parse()?)],
-        ["chase", mib, ms] => vec![loops::chase(mib.parse()?, time(ms)?)],
+        ["chase", mib, ms] => vec![loops::chase(mib.parse()?, parse_milliseconds(ms)?)],
         ["stream", mib, ms] => {
-            let (read, written) = loops::stream(mib.parse()?, time(ms)?);
+            let (read, written) = loops::stream(mib.parse()?, parse_milliseconds(ms)?);
             vec![read, written]
         }
-        ["read", device, ms] => vec![disk::read(Path::new(device), true, time(ms)?)?],
-        ["write", device, ms] => vec![disk::write(Path::new(device), true, time(ms)?)?],
+        ["read", device, ms] => vec![disk::read(Path::new(device), true, parse_milliseconds(ms)?)?],
+        ["write", device, ms] => vec![disk::write(Path::new(device), true, parse_milliseconds(ms)?)?],
         ["random", device, threads, ms] => {
-            vec![disk::random_reads(Path::new(device), true, threads.parse()?, time(ms)?)?]
+            vec![disk::random_reads(Path::new(device), true, threads.parse()?, parse_milliseconds(ms)?)?]
         }
         ["address", address, prefix] => {
             link::set_up("eth0", address.parse()?, prefix.parse()?)?;
             vec![]
         }
         ["send", address, port, ms] => {
-            vec![tcp::send(SocketAddrV4::new(address.parse()?, port.parse()?), time(ms)?, PATIENCE)?]
+            vec![tcp::send(SocketAddrV4::new(address.parse()?, port.parse()?), parse_milliseconds(ms)?, STEP_TIMEOUT)?]
         }
         ["receive"] => {
             let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, RECEIVE_PORT))?;
-            vec![tcp::receive(&listener, PATIENCE)?]
+            vec![tcp::receive(&listener, STEP_TIMEOUT)?]
         }
         _ => return Err("no such command".into()),
     })

@@ -1,27 +1,27 @@
 //! Measures memory-bound and fault-heavy loops in a guest on each backing of its memory, and on the host.
 
-use super::World;
-use crate::memory::{mappings, of_guest};
-use crate::report::{Report, Samples};
+use super::SectionInput;
+use crate::memory::{guest_memory, mappings};
+use crate::report::{FigureReport, Samples};
 use crate::settings;
-use crate::vm::{Description, Machine, Pages, Under, ms};
+use crate::vm::{Backing, BackingPages, MeasuredVm, VmParameters, milliseconds_between};
 use anyhow::Context;
-use nacelle_hardware::loops as host;
+use nacelle_hardware::loops as host_loops;
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// The backings of guest memory, in pairs with and without huge pages.
-const BACKINGS: [(Under, Pages); 9] = [
-    (Under::Anonymous, Pages::Small),
-    (Under::Anonymous, Pages::Transparent),
-    (Under::Anonymous, Pages::Hugetlb),
-    (Under::Memfd, Pages::Small),
-    (Under::Memfd, Pages::Transparent),
-    (Under::Memfd, Pages::Hugetlb),
-    (Under::File, Pages::Small),
-    (Under::File, Pages::Transparent),
-    (Under::File, Pages::Hugetlb),
+/// The backings of guest memory, each with every kind of pages.
+const BACKINGS: [(Backing, BackingPages); 9] = [
+    (Backing::Anonymous, BackingPages::Small),
+    (Backing::Anonymous, BackingPages::Transparent),
+    (Backing::Anonymous, BackingPages::Hugetlb),
+    (Backing::Memfd, BackingPages::Small),
+    (Backing::Memfd, BackingPages::Transparent),
+    (Backing::Memfd, BackingPages::Hugetlb),
+    (Backing::File, BackingPages::Small),
+    (Backing::File, BackingPages::Transparent),
+    (Backing::File, BackingPages::Hugetlb),
 ];
 /// The memory of each guest in MiB.
 const GUEST_MIB: u32 = 256;
@@ -48,76 +48,85 @@ const FIGURES: [(&str, &str); 7] = [
     ("loops.chase_huge", "ns a load"),
 ];
 
-/// One backing: its samples, in the order of [`FIGURES`], and the state of its pages.
-struct Backing {
-    under: Under,
-    pages: Pages,
+/// One backing with its samples, in the order of [`FIGURES`], and the state of its pages.
+struct BackingCase {
+    backing: Backing,
+    pages: BackingPages,
     samples: Vec<Samples>,
-    given: Map<String, Value>,
+    mapping_fields: Map<String, Value>,
     unusable: Option<String>,
 }
 
 /// Measures guests of all backings in rounds, so that changes of the host affect all of them.
-pub fn loops<W: Write>(world: &World, report: &mut Report<W>, until: Instant) -> anyhow::Result<()> {
+pub fn loops<W: Write>(input: &SectionInput, report: &mut FigureReport<W>, until: Instant) -> anyhow::Result<()> {
     let mut settings = Vec::new();
-    for setting in settings::allow_transparent() {
+    for setting in settings::enable_transparent() {
         settings.push(setting?);
     }
     let pool = settings::enlarge_pool(POOL_PAGES);
     let no_pool = pool.as_ref().err().map(|error| format!("{error:#}"));
-    let mut backings = BACKINGS.map(|(under, pages)| Backing {
-        under,
+    let mut cases = BACKINGS.map(|(backing, pages)| BackingCase {
+        backing,
         pages,
         samples: vec![Samples::default(); FIGURES.len()],
-        given: Map::new(),
-        unusable: no_pool.clone().filter(|_| pages == Pages::Hugetlb),
+        mapping_fields: Map::new(),
+        unusable: no_pool.clone().filter(|_| pages == BackingPages::Hugetlb),
     });
     let mut on_host = vec![Samples::default(); 5];
     let mut failures = Vec::new();
-    let rounds = if world.quick { 1 } else { 3 };
+    let rounds = if input.quick { 1 } else { 3 };
     for round in 0..rounds {
-        for backing in &mut backings {
-            if backing.unusable.is_some() {
+        for case in &mut cases {
+            if case.unusable.is_some() {
                 continue;
             }
             if Instant::now() >= until {
-                backing.samples.iter_mut().for_each(|samples| samples.cut = true);
+                case.samples.iter_mut().for_each(|samples| samples.cut = true);
                 continue;
             }
-            if let Err(error) = guest(world, backing) {
+            if let Err(error) = measure_guest(input, case) {
                 // The figures of the other backings are still valid.
-                failures.push(error.context(format!("{} in pages of {}", word(backing.under), word(backing.pages))));
-                backing.unusable = Some("it failed".to_owned());
+                failures.push(error.context(format!(
+                    "{} in pages of {}",
+                    figure_word(case.backing),
+                    figure_word(case.pages)
+                )));
+                case.unusable = Some("it failed".to_owned());
             }
         }
         if round == 0 || Instant::now() < until {
-            for (samples, value) in on_host.iter_mut().zip(host_figures(world)) {
+            for (samples, value) in on_host.iter_mut().zip(host_figures(input)) {
                 samples.values.push(value);
             }
         }
     }
     drop((pool, settings));
-    for backing in &backings {
-        let config = json!({"memory": backing.under, "pages": backing.pages});
-        match &backing.unusable {
-            Some(why) => report.skipped("loops", config, why.clone())?,
-            None if backing.given.is_empty() => {
-                report.skipped("loops", config, "the section's time is over".to_owned())?;
+    for case in &cases {
+        let config = json!({"memory": case.backing, "pages": case.pages});
+        match &case.unusable {
+            Some(why) => report.write_skipped("loops", config, why.clone())?,
+            None if case.mapping_fields.is_empty() => {
+                report.write_skipped("loops", config, "the section's time is over".to_owned())?;
             }
             None => {
-                for ((name, unit), samples) in FIGURES.iter().zip(&backing.samples) {
-                    report.samples(name, unit, config.clone(), samples)?;
+                for ((name, unit), samples) in FIGURES.iter().zip(&case.samples) {
+                    report.write_samples(name, unit, config.clone(), samples)?;
                 }
-                let mut given = config;
-                given["given"] = Value::Object(backing.given.clone());
-                let parts = ["Rss", "Shared_Hugetlb", "Private_Hugetlb"].map(|name| backing.given.get(name));
+                let mut config = config;
+                config["given"] = Value::Object(case.mapping_fields.clone());
+                let parts = ["Rss", "Shared_Hugetlb", "Private_Hugetlb"].map(|name| case.mapping_fields.get(name));
                 let resident = parts.into_iter().flatten().filter_map(Value::as_f64).sum();
-                report.value("loops.resident", "MiB", given, resident)?;
+                report.write_value("loops.resident", "MiB", config, resident)?;
             }
         }
     }
     for ((name, unit), samples) in FIGURES[1..].iter().zip(&on_host) {
-        report.samples(name, unit, json!({"memory": "host process", "pages": "as the host has them"}), samples)?;
+        report.write_samples(
+            name,
+            unit,
+            json!({"memory": "host process", "pages": "as the host has them"}),
+            samples,
+        )?;
     }
     match failures.into_iter().next() {
         Some(first) => Err(first),
@@ -126,55 +135,55 @@ pub fn loops<W: Write>(world: &World, report: &mut Report<W>, until: Instant) ->
 }
 
 /// Returns the word for a backing or for pages in the figures.
-fn word(value: impl serde::Serialize) -> String {
+fn figure_word(value: impl serde::Serialize) -> String {
     json!(value).as_str().unwrap_or_default().to_owned()
 }
 
 /// Measures one guest of a backing.
-fn guest(world: &World, backing: &mut Backing) -> anyhow::Result<()> {
-    let Backing { under, pages, .. } = *backing;
-    let machine = world.machine(&format!("loops-{under:?}-{pages:?}"))?;
-    let description = Description { memory_mib: GUEST_MIB, under, pages, ..machine };
-    let mut machine = Machine::start(&description, world.step())?;
-    let (touch_mib, loop_mib) = sizes(world);
-    let mut values = vec![ms(machine.started, machine.times.hello)];
-    let mut ask = |command: String| machine.ask(&command, world.step());
+fn measure_guest(input: &SectionInput, case: &mut BackingCase) -> anyhow::Result<()> {
+    let BackingCase { backing, pages, .. } = *case;
+    let defaults = input.vm_description(&format!("loops-{backing:?}-{pages:?}"))?;
+    let description = VmParameters { memory_mib: GUEST_MIB, backing, pages, ..defaults };
+    let mut vm = MeasuredVm::start(&description, input.step_deadline())?;
+    let (touch_mib, loop_mib) = loop_sizes(input);
+    let mut values = vec![milliseconds_between(vm.started, vm.times.hello)];
+    let mut query = |command: String| vm.query(&command, input.step_deadline());
     // The guest's own pages are small first, so that only the backing differs.
-    ask("pages never".to_owned())?;
+    query("pages never".to_owned())?;
     for _ in 0..2 {
-        values.extend(ask(format!("touch {touch_mib}"))?);
+        values.extend(query(format!("touch {touch_mib}"))?);
     }
-    values.extend(ask(format!("chase {loop_mib} {}", world.loop_ms(500)))?);
-    values.extend(ask(format!("stream {loop_mib} {}", world.loop_ms(300)))?.iter().map(|rate| rate / 1e9));
-    ask("pages always".to_owned())?;
-    values.extend(ask(format!("chase {loop_mib} {}", world.loop_ms(500)))?);
+    values.extend(query(format!("chase {loop_mib} {}", input.loop_ms(500)))?);
+    values.extend(query(format!("stream {loop_mib} {}", input.loop_ms(300)))?.iter().map(|rate| rate / 1e9));
+    query("pages always".to_owned())?;
+    values.extend(query(format!("chase {loop_mib} {}", input.loop_ms(500)))?);
     anyhow::ensure!(
         values.len() == FIGURES.len(),
         "the guest has answered {} figures, not {}",
         values.len(),
         FIGURES.len()
     );
-    for (samples, value) in backing.samples.iter_mut().zip(values) {
+    for (samples, value) in case.samples.iter_mut().zip(values) {
         samples.values.push(value);
     }
-    let all = mappings(machine.pid())?;
-    let memory = of_guest(&all).context("the guest's memory is not among the mappings of its process")?;
+    let all = mappings(vm.pid())?;
+    let memory = guest_memory(&all).context("the guest's memory is not among the mappings of its process")?;
     let fields = FIELDS.map(|field| (field.to_owned(), memory.mib(field))).into_iter();
-    backing.given = fields.filter(|(_, mib)| *mib > 0.0).map(|(field, mib)| (field, json!(mib))).collect();
+    case.mapping_fields = fields.filter(|(_, mib)| *mib > 0.0).map(|(field, mib)| (field, json!(mib))).collect();
     Ok(())
 }
 
-fn sizes(world: &World) -> (usize, usize) {
-    if world.quick { (32, 16) } else { (TOUCH_MIB, LOOP_MIB) }
+fn loop_sizes(input: &SectionInput) -> (usize, usize) {
+    if input.quick { (32, 16) } else { (TOUCH_MIB, LOOP_MIB) }
 }
 
 /// Runs the same loops in this process: those of [`FIGURES`] from the second to the last but one.
-fn host_figures(world: &World) -> [f64; 5] {
-    let (touch_mib, loop_mib) = sizes(world);
-    let time = |full| Duration::from_millis(world.loop_ms(full));
-    let (fresh, again) = (host::touch(touch_mib), host::touch(touch_mib));
-    let chase = host::chase(loop_mib, time(500));
-    let (read, written) = host::stream(loop_mib, time(300));
+fn host_figures(input: &SectionInput) -> [f64; 5] {
+    let (touch_mib, loop_mib) = loop_sizes(input);
+    let time = |full| Duration::from_millis(input.loop_ms(full));
+    let (fresh, again) = (host_loops::touch(touch_mib), host_loops::touch(touch_mib));
+    let chase = host_loops::chase(loop_mib, time(500));
+    let (read, written) = host_loops::stream(loop_mib, time(300));
     [fresh, again, chase, read / 1e9, written / 1e9]
 }
 
@@ -183,12 +192,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn backings_are_all_that_there_are() {
-        for under in [Under::Anonymous, Under::Memfd, Under::File] {
-            for pages in [Pages::Small, Pages::Transparent, Pages::Hugetlb] {
-                assert!(BACKINGS.contains(&(under, pages)), "{under:?} {pages:?}");
+    fn every_combination_of_backing_and_pages_is_measured() {
+        for backing in [Backing::Anonymous, Backing::Memfd, Backing::File] {
+            for pages in [BackingPages::Small, BackingPages::Transparent, BackingPages::Hugetlb] {
+                assert!(BACKINGS.contains(&(backing, pages)), "{backing:?} {pages:?}");
             }
         }
-        assert_eq!(word(Under::File), "private file");
+        assert_eq!(figure_word(Backing::File), "private file");
     }
 }
