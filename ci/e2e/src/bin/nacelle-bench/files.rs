@@ -2,7 +2,7 @@
 //! virtiofsd.
 
 use crate::containerd::Containerd;
-use crate::cri::RuntimeClient;
+use crate::cri::{BenchPod, RuntimeClient};
 use crate::median;
 use nacelle_e2e::node::{NodeOptions, engine, handler_config};
 use nacelle_e2e::run::run_program;
@@ -57,17 +57,9 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     // The path of an emptyDir of kubelet: a disk of the VM, which containerd does not have.
     let empty = node.directory().join("pods/p/volumes/kubernetes.io~empty-dir/empty");
     fs::create_dir_all(&empty).expect("the node's directory is writable");
-    let start = |cri: &mut RuntimeClient, handler: &str, directories: &[(&Path, &str)], disk: &LoopDisk| {
-        cri.pull(&image);
-        let pod = cri.run_pod_with(handler, true).0;
-        let device = &disk.0;
-        let command = format!("mkdir /own /block && mount -t ext4 {device} /block && echo here; sleep 100000");
-        let container = cri.start_with_volumes(&pod, &image, &["/bin/sh", "-c", &command], directories, Some(device)).0;
-        (pod, container)
-    };
     let shared = [(directories[0].as_path(), "/shared"), (&empty, "/empty")];
-    let (our_pod, our_container) = start(&mut ours, DISK_HANDLER, &shared, &disks[0]);
-    let (their_pod, their_container) = start(&mut theirs, "", &[(&directories[1], "/shared")], &disks[1]);
+    let (our_pod, our_container) = start_pod(&mut ours, &image, DISK_HANDLER, &shared, &disks[0]);
+    let (their_pod, their_container) = start_pod(&mut theirs, &image, "", &[(&directories[1], "/shared")], &disks[1]);
     let machine = (engine() != "host").then(|| QemuGuest::new(&node, &fio, &directories[2]));
     let mut samples: BTreeMap<(String, usize), Vec<f64>> = BTreeMap::new();
     let mut add = |runtime: String, output: &str| {
@@ -104,10 +96,23 @@ pub fn measure(runs: usize, only_volumes: bool) -> Value {
     ours.remove_pod(&our_pod);
     theirs.remove_pod(&their_pod);
     drop(containerd);
-    let rows = samples.into_iter().map(|((runtime, job), samples)| {
-        json!({"runtime": runtime, "operation": JOBS[job].0, "p50": median(&samples), "samples": samples})
-    });
-    rows.collect()
+    let row = |((runtime, job), samples): ((String, usize), Vec<f64>)| json!({"runtime": runtime, "operation": JOBS[job].0, "p50": median(&samples), "samples": samples});
+    samples.into_iter().map(row).collect()
+}
+
+/// Starts a privileged pod with one container that has these directories and mounts the disk; returns the pod and the container's id.
+fn start_pod(
+    cri: &mut RuntimeClient,
+    image: &str,
+    handler: &str,
+    directories: &[(&Path, &str)],
+    LoopDisk(device): &LoopDisk,
+) -> (BenchPod, String) {
+    cri.pull(image);
+    let pod = cri.run_pod_with(handler, true).0;
+    let command = format!("mkdir /own /block && mount -t ext4 {device} /block && echo here; sleep 100000");
+    let container = cri.start_with_volumes(&pod, image, &["/bin/sh", "-c", &command], directories, Some(device)).0;
+    (pod, container)
 }
 
 /// Returns the script that runs all jobs in a directory and prints fio's results. It drops the files from the caches of the

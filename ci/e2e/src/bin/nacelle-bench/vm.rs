@@ -4,7 +4,7 @@
 use crate::{cri::milliseconds, median};
 use nacelle_e2e::machine::{Debian, annotated_pod, machine_container, machine_node};
 use nacelle_e2e::run::run_program;
-use nacelle_e2e::{TestNode, eventually};
+use nacelle_e2e::{PodRequest, TestNode, eventually};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -26,20 +26,8 @@ type Samples = BTreeMap<&'static str, Vec<(f64, u64)>>;
 pub fn measure(runs: usize) -> Value {
     let debian = Debian::from_env().expect("ci/bench names the disk of Debian");
     let node = machine_node();
-    let (image, line) = (debian.push_image(&node), debian.command_line());
-    let disks = format!("root=image:{image},boot=1");
-    let annotations = [
-        ("kind", "machine"),
-        ("name", "db"),
-        ("run-strategy", "Always"),
-        ("memory", "1Gi"),
-        ("disks", &disks),
-        ("kernel-image", &image),
-        ("kernel", "/boot/vmlinuz"),
-        ("initrd", "/boot/initrd.img"),
-        ("kernel-args", &line),
-    ];
-    let pod = node.crictl.run_pod_with_handler("vm", annotated_pod(&node, "db", &annotations));
+    let image = debian.push_image(&node);
+    let pod = node.crictl.run_pod_with_handler("vm", debian_pod(&node, &debian, &image));
     let machine = pod.start(machine_container(&image, 0));
     eventually("the guest agent answers", || (machine.exec("true").code == 0).then_some(()));
     // A tmpfs takes half of the memory by default, and slightly less than that is available.
@@ -89,6 +77,24 @@ pub fn measure(runs: usize) -> Value {
         json!({ "operation": operation, "p50": took, "bytes": bytes, "written": floor, "ratio": took / floor })
     };
     samples.iter().map(one).collect()
+}
+
+/// Returns a pod that runs Debian in a persistent VM with 1 GiB.
+fn debian_pod(node: &TestNode, debian: &Debian, image: &str) -> PodRequest {
+    let line = debian.command_line();
+    let disks = format!("root=image:{image},boot=1");
+    let annotations = [
+        ("kind", "machine"),
+        ("name", "db"),
+        ("run-strategy", "Always"),
+        ("memory", "1Gi"),
+        ("disks", &disks),
+        ("kernel-image", image),
+        ("kernel", "/boot/vmlinuz"),
+        ("initrd", "/boot/initrd.img"),
+        ("kernel-args", &line),
+    ];
+    annotated_pod(node, "db", &annotations)
 }
 
 fn run_vm_command(node: &TestNode, words: &[&str]) -> String {

@@ -2,7 +2,7 @@
 
 use super::CaseResult;
 use super::pod_features::waiting;
-use crate::cluster::TestCluster;
+use crate::cluster::{ApiPod, TestCluster};
 use crate::disk::LoopDisk;
 use crate::fixture::KubeletFixture;
 use crate::kubelet::ADDRESS;
@@ -304,6 +304,11 @@ fn resizes(pod: &Value) -> Vec<Value> {
     conditions.into_iter().filter(of).collect()
 }
 
+/// Returns the memory of the pod's guest in KiB.
+fn total_memory_kib(pod: &ApiPod) -> u64 {
+    pod.shell("awk '/MemTotal/ {print $2}' /proc/meminfo").trim().parse().expect("a number")
+}
+
 pub fn pod_resize(fixture: &KubeletFixture) -> CaseResult {
     let cluster = cluster(fixture);
     let guest = nacelle_e2e::node::engine() != "host";
@@ -315,8 +320,7 @@ pub fn pod_resize(fixture: &KubeletFixture) -> CaseResult {
     let limits = "    resources: {requests: {cpu: 50m, memory: 32Mi}, limits: {cpu: 200m, memory: 64Mi}}\n";
     let pod = cluster.create_pod("resized", &waiting("resized", class, limits));
     let before = pod.wait_until_ready();
-    let total = || pod.shell("awk '/MemTotal/ {print $2}' /proc/meminfo").trim().parse::<u64>().expect("a number");
-    let born = total();
+    let born = total_memory_kib(&pod);
     let seen = |cpu: &str, memory: u64, processors: &str| {
         let limits = pod.shell("cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/memory.max");
         assert_eq!(limits, format!("{cpu} 100000\n{}", memory << 20));
@@ -324,7 +328,7 @@ pub fn pod_resize(fixture: &KubeletFixture) -> CaseResult {
             assert_eq!(pod.shell("nproc"), processors);
             // Blocks of 128 MiB, in addition to the initial 64 MiB for containers.
             let blocks = memory.saturating_sub(64).div_ceil(128);
-            assert_eq!(total(), born + ((blocks * 128) << 10), "{memory} MiB");
+            assert_eq!(total_memory_kib(&pod), born + ((blocks * 128) << 10), "{memory} MiB");
         }
     };
     seen("20000", 64, "1");

@@ -95,6 +95,25 @@ fn volume_statistics(cluster: &TestCluster, pod: &str, volume: &str) -> Option<V
     pods["volume"].as_array()?.iter().find(|one| one["name"] == volume).cloned()
 }
 
+/// Waits until kubelet has registered the driver.
+fn wait_until_registered(cluster: &TestCluster) {
+    wait_for("kubelet knows the driver", || {
+        let node = cluster.object(&format!("/apis/storage.k8s.io/v1/csinodes/{NODE}"))?;
+        node["spec"]["drivers"].as_array()?.iter().any(|one| one["name"] == DRIVER).then_some(())
+    });
+}
+
+/// Returns the manifest of a pod with both volumes.
+fn driven_pod(name: &str) -> String {
+    let spec = "  securityContext: {fsGroup: 2000}\n  volumes:\n\
+                \x20 - {name: files, persistentVolumeClaim: {claimName: driven-files}}\n\
+                \x20 - {name: disk, persistentVolumeClaim: {claimName: driven-disk}}\n";
+    let main = "    volumeMounts:\n    - {name: files, mountPath: /files}\n    - {name: files, mountPath: /part, subPath: part}\n\
+                \x20   - {name: files, mountPath: /seen, readOnly: true}\n\
+                \x20   volumeDevices: [{name: disk, devicePath: /dev/data}]\n";
+    waiting(name, spec, main)
+}
+
 pub fn csi_volumes(fixture: &KubeletFixture) -> CaseResult {
     let cluster = cluster(fixture);
     let [files, disk] = ["driven-files", "driven-disk"].map(|name| LoopDisk::new(fixture, name, 32));
@@ -102,25 +121,16 @@ pub fn csi_volumes(fixture: &KubeletFixture) -> CaseResult {
     let volumes = [("driven-files", &files), ("driven-disk", &disk)];
     let driver = Driver::start(&volumes, &fixture.node.directory().join("driver.log"));
     cluster.apply(REGISTERED);
-    wait_for("kubelet knows the driver", || {
-        let node = cluster.object(&format!("/apis/storage.k8s.io/v1/csinodes/{NODE}"))?;
-        node["spec"]["drivers"].as_array()?.iter().any(|one| one["name"] == DRIVER).then_some(())
-    });
+    wait_until_registered(cluster);
     claim(cluster, &volume("driven-files", "Filesystem"), "driven-files");
     claim(cluster, &volume("driven-disk", "Block"), "driven-disk");
-    let spec = "  securityContext: {fsGroup: 2000}\n  volumes:\n\
-                \x20 - {name: files, persistentVolumeClaim: {claimName: driven-files}}\n\
-                \x20 - {name: disk, persistentVolumeClaim: {claimName: driven-disk}}\n";
-    let main = "    volumeMounts:\n    - {name: files, mountPath: /files}\n    - {name: files, mountPath: /part, subPath: part}\n\
-                \x20   - {name: files, mountPath: /seen, readOnly: true}\n\
-                \x20   volumeDevices: [{name: disk, devicePath: /dev/data}]\n";
     let sizes = "df -k /files | awk 'NR == 2 {print $2}'; blockdev --getsize64 /dev/data";
     let sizes_of = |text: &str| {
         let mut lines = text.lines().map(|line| line.parse::<u64>().expect("a size"));
         (lines.next().expect("of the files"), lines.next().expect("of the disk"))
     };
 
-    let pod = cluster.create_pod("driven", &waiting("driven", spec, main));
+    let pod = cluster.create_pod("driven", &driven_pod("driven"));
     pod.wait_until_ready();
     pod.shell("echo first >/part/file; echo first | dd of=/dev/data conv=notrunc,fsync");
     assert_eq!(pod.shell("cat /seen/part/file; stat -c '%a %g' /files"), "first\n2775 2000");
@@ -152,7 +162,7 @@ pub fn csi_volumes(fixture: &KubeletFixture) -> CaseResult {
     pod.delete();
 
     // Another pod finds the data of the first one.
-    let pod = cluster.create_pod("driven-again", &waiting("driven-again", spec, main));
+    let pod = cluster.create_pod("driven-again", &driven_pod("driven-again"));
     pod.wait_until_ready();
     assert_eq!(pod.shell("cat /part/file; head -c 5 /dev/data"), "first\nfirst");
     pod.delete();

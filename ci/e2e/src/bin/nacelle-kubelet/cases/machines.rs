@@ -53,6 +53,16 @@ fn set_power(cluster: &TestCluster, power: &str) {
     cluster.kubectl(&["annotate", "--overwrite", "pod", "machine", &word]).ok();
 }
 
+/// Checks that kubelet reports memory of the VM, and at most its size.
+fn check_memory_statistics(cluster: &TestCluster) {
+    let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
+    let summary: Value = serde_json::from_str(&summary).expect("it is JSON");
+    let pods = summary["pods"].as_array().expect("there are some");
+    let ours = pods.iter().find(|pod| pod["podRef"]["name"] == "machine").expect("it is one");
+    let memory = ours["containers"][0]["memory"]["workingSetBytes"].as_u64();
+    assert!(memory.is_some_and(|bytes| (1 << 20..=64 << 20).contains(&bytes)), "{ours}");
+}
+
 pub fn machine_pod(fixture: &KubeletFixture) -> CaseResult {
     if nacelle_e2e::node::engine() == "host" {
         return CaseResult::Skipped("a pod without a machine is none");
@@ -100,12 +110,7 @@ pub fn machine_pod(fixture: &KubeletFixture) -> CaseResult {
     wait_for_log(cluster, "machine", "boot 2\n");
     let restarts = pod.object().expect("it is there")["status"]["containerStatuses"][0]["restartCount"].clone();
     assert_eq!(restarts, 0);
-    let summary = cluster.kubectl(&["get", "--raw", "/api/v1/nodes/node/proxy/stats/summary"]).ok();
-    let summary: Value = serde_json::from_str(&summary).expect("it is JSON");
-    let pods = summary["pods"].as_array().expect("there are some");
-    let ours = pods.iter().find(|pod| pod["podRef"]["name"] == "machine").expect("it is one");
-    let memory = ours["containers"][0]["memory"]["workingSetBytes"].as_u64();
-    assert!(memory.is_some_and(|bytes| (1 << 20..=64 << 20).contains(&bytes)), "{ours}");
+    check_memory_statistics(cluster);
     // A pod of the same name runs the persistent VM of the last one.
     pod.delete();
     let pod = cluster.create_pod("machine", manifest);
