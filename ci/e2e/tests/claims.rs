@@ -189,12 +189,12 @@ fn invalid_claims_are_refused_without_effect() {
     let mount = json!({"host_path": empty, "container_path": "/run/nacelle/vm/root"});
     let elsewhere = json!({"host_path": block.device, "container_path": "/dev/nacelle/other", "permissions": "rw"});
     for (container, words) in [
-        (machine_container(&image, 0), "disk root is claim system, which the container has not"),
+        (machine_container(&image, 0), "disk root is claim system, which the container does not have"),
         (container_with_device(&image, 0, &block.device, "r"), "config.devices.permissions is \"r\""),
         (container_with_device(&image, 0, "/dev/null", "rw"), "config.devices.host_path is \"/dev/null\""),
         (container_with_device(&image, 0, &block.file.display().to_string(), "rw"), "config.devices.host_path"),
         (both.set("mounts", json!([mount])), "not both"),
-        (machine_container(&image, 0).set("devices", json!([elsewhere])), "none of the specification's"),
+        (machine_container(&image, 0).set("devices", json!([elsewhere])), "the specification has no disk at this path"),
         (container_with_mounts(&image, 0, &[("root", &empty, false)]), "there is no file disk.img"),
         (container_with_mounts(&image, 0, &[("root", &linked, false)]), "disk.img is a link"),
         (container_with_mounts(&image, 0, &[("root", &odd, false)]), "disk.img has 700 bytes"),

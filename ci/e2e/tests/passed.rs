@@ -165,7 +165,7 @@ fn a_vm_has_a_network_card_of_the_node() {
     card.bind("virtio-pci");
     let asked_as = |attempt, path: &str| with_devices(machine_container(&image, attempt), &["/dev/vfio/vfio", path]);
     let requested = |path: &str| asked_as(0, path);
-    check_refusal(&pod, requested(&card.vfio_path()), "bind it to vfio-pci");
+    check_refusal(&pod, requested(&card.vfio_path()), "bind the device to vfio-pci");
     check_refusal(&pod, requested("/dev/vfio/4000000"), "no PCI device in this IOMMU group");
     check_refusal(&pod, requested("/dev/vfio/devices/vfio0"), "/dev/vfio/NUMBER");
     card.bind("vfio-pci");

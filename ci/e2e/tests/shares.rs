@@ -160,7 +160,7 @@ fn invalid_shared_directories_are_refused_and_shares_end_with_their_processes() 
         mount
     };
     for (container, words) in [
-        (machine_container(&image, 0), "file system settings is configMap settings, which the container has not"),
+        (machine_container(&image, 0), "file system settings is configMap settings, which the container does not have"),
         (with(mount(&directories.settings.join("greeting"))), "file system settings needs a directory"),
         (with(mount(&directories.settings.join("nowhere"))), "file system settings: cannot find"),
         (with(option("propagation", json!(2))), "config.mounts.propagation"),

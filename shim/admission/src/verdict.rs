@@ -1,7 +1,7 @@
 //! Decides the response to a review. `nacelle_vmi` has the rules; this module selects which of them apply to which object. Pure.
 
 use super::review::{Answer, Review};
-use nacelle_machines::honoured::{not_known, not_run};
+use nacelle_machines::honoured::{unknown_presets, unsupported_settings};
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::complete::complete;
@@ -72,8 +72,8 @@ impl Policy {
 
 /// Returns warnings about valid settings that may surprise the user.
 fn warnings(review: &Review, object: &Value, admitted: &Admitted) -> Vec<String> {
-    let told = not_known(admitted).into_iter().chain(not_run(admitted));
-    let mut warnings: Vec<String> = told.map(|not_run| not_run.to_string()).collect();
+    let told = unknown_presets(admitted).into_iter().chain(unsupported_settings(admitted));
+    let mut warnings: Vec<String> = told.map(|unsupported_settings| unsupported_settings.to_string()).collect();
     if review.kind == "Pod" && review.operation == "UPDATE" && said(object) != said(&typed(review, &review.old)) {
         warnings.push(format!("{PREFIX}...: the machine of a pod that is there does not change by annotations"));
     }

@@ -12,14 +12,14 @@ use std::fmt;
 
 /// A valid setting that nodes of this version reject.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct NotRun {
+pub struct UnsupportedSetting {
     /// A field with the annotation that sets it, or the value of a field.
     pub what: String,
     /// The reason.
     pub message: String,
 }
 
-impl fmt::Display for NotRun {
+impl fmt::Display for UnsupportedSetting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.what, self.message)
     }
@@ -27,25 +27,27 @@ impl fmt::Display for NotRun {
 
 /// Returns what RunPodSandbox refuses of a valid specification: all fields that are not honoured, and the first value that is not. What
 /// depends on the runtime handler is not included.
-pub fn not_run(admitted: &Admitted) -> Vec<NotRun> {
+pub fn unsupported_settings(admitted: &Admitted) -> Vec<UnsupportedSetting> {
     let (fields, value, reason): (_, _, fn(&str) -> Option<&'static str>) = match admitted.kind() {
-        SpecKind::Machine => {
-            (machine_pod::not_honoured(admitted), machine_pod::refused_value(admitted), machine_pod::reason)
-        }
-        SpecKind::Container => (container_pod::not_honoured(admitted), None, container_pod::reason),
+        SpecKind::Machine => (
+            machine_pod::unsupported_fields(admitted),
+            machine_pod::first_unsupported_value(admitted),
+            machine_pod::unsupported_reason,
+        ),
+        SpecKind::Container => (container_pod::unsupported_fields(admitted), None, container_pod::unsupported_reason),
     };
     let message = || format!("is not run by nodes with Nacelle {}: they refuse the pod", env!("CARGO_PKG_VERSION"));
     let why = |what: &str| reason(what).map(|why| format!("; {why}")).unwrap_or_default();
-    let fields = fields.into_iter().map(|what| NotRun { message: message() + &why(&what), what });
-    let value = value.map(|refused| {
-        let (what, text) = (refused.field().to_owned(), refused.to_string());
-        NotRun { message: text.strip_prefix(&what).unwrap_or(&text).trim_start().to_owned(), what }
+    let fields = fields.into_iter().map(|what| UnsupportedSetting { message: message() + &why(&what), what });
+    let value = value.map(|rejection| {
+        let (what, text) = (rejection.field().to_owned(), rejection.to_string());
+        UnsupportedSetting { message: text.strip_prefix(&what).unwrap_or(&text).trim_start().to_owned(), what }
     });
     fields.chain(value).collect()
 }
 
 /// Returns the names of instance types, preferences and presets that nodes do not know and that no webhook has expanded.
-pub fn not_known(admitted: &Admitted) -> Vec<NotRun> {
+pub fn unknown_presets(admitted: &Admitted) -> Vec<UnsupportedSetting> {
     let nodes = Catalogue::default();
     let applied = admitted.applied();
     let types = applied.instancetype.iter().filter(|name| !nodes.instancetypes.contains_key(*name));
@@ -55,8 +57,11 @@ pub fn not_known(admitted: &Admitted) -> Vec<NotRun> {
     let presets = applied.presets.iter().filter(|name| !nodes.presets.contains_key(*name));
     let presets = presets.map(|name| format!("preset {name}"));
     let all = types.chain(preferences).chain(presets);
-    all.map(|what| NotRun { what, message: "is not known to nodes: have /mutate asked before, too".to_owned() })
-        .collect()
+    all.map(|what| UnsupportedSetting {
+        what,
+        message: "is not known to nodes: have /mutate asked before, too".to_owned(),
+    })
+    .collect()
 }
 
 #[cfg(test)]
@@ -68,20 +73,23 @@ mod tests {
     use std::fmt::Write;
 
     #[test]
-    fn all_fields_that_are_not_run_are_told_and_of_the_others_the_first_value() {
+    fn all_unsupported_fields_and_the_first_unsupported_value_are_listed() {
         let spec = "{domain: {memory: {guest: 4Gi}, machine: {type: microvm}, devices: {disks: [{name: a}]}, clock: {timezone: Europe/Rome}}, \
                     volumes: [{name: a, emptyDisk: {capacity: 1Gi}}], livenessProbe: {exec: {command: [a]}}}";
-        let said = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/spec", spec)];
-        let said = said.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
-        let told: Vec<String> = not_run(&admitted).iter().map(ToString::to_string).collect();
-        assert!(told[0].starts_with("spec.domain.clock.timezone is not run by nodes with Nacelle "), "{told:?}");
-        let last = "spec.domain.machine.type is \"microvm\", which this version of Nacelle does not run: a machine pod's board is q35 or pc, or, with \
+        let annotations = [("vm.nacelle.dev/kind", "machine"), ("vm.nacelle.dev/spec", spec)];
+        let annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().unwrap();
+        let settings: Vec<String> = unsupported_settings(&admitted).iter().map(ToString::to_string).collect();
+        assert!(
+            settings[0].starts_with("spec.domain.clock.timezone is not run by nodes with Nacelle "),
+            "{settings:?}"
+        );
+        let last = "spec.domain.machine.type is \"microvm\", which this version of Nacelle does not support: a machine pod's board is q35 or pc, or, with \
                     kernelBoot, microvm";
-        assert_eq!(told.last().unwrap(), last);
-        let probes: Vec<_> = told.iter().filter(|text| text.starts_with("spec.livenessProbe")).collect();
-        assert!(probes.len() == 1 && probes[0].ends_with("(nacelle vm convert puts them there)"), "{told:?}");
-        assert!(told.iter().all(|text| !text.contains("guest ")), "{told:?}");
+        assert_eq!(settings.last().unwrap(), last);
+        let probes: Vec<_> = settings.iter().filter(|text| text.starts_with("spec.livenessProbe")).collect();
+        assert!(probes.len() == 1 && probes[0].ends_with("(nacelle vm convert puts them there)"), "{settings:?}");
+        assert!(settings.iter().all(|text| !text.contains("guest ")), "{settings:?}");
     }
 
     /// The page, and the marks around the table that the test compares with the code.
@@ -107,15 +115,15 @@ mod tests {
             let mut below = String::new();
             let mut counts = rows(of_items, &at, &mut below);
             if counts[0] == 0 {
-                let shapes = container_pod::honours(&format!("spec.{at}"));
-                counts = [1, usize::from(machine_pod::honours(&at)), usize::from(shapes)];
+                let shapes = container_pod::supports_field(&format!("spec.{at}"));
+                counts = [1, usize::from(machine_pod::supports_field(&at)), usize::from(shapes)];
             }
-            let told = |honoured: usize| match honoured {
+            let describe = |honoured: usize| match honoured {
                 0 => "",
                 honoured if honoured == counts[0] => "yes",
                 _ => "in part",
             };
-            writeln!(table, "| `{at}` | {what}{words} | {} | {} |", told(counts[1]), told(counts[2])).unwrap();
+            writeln!(table, "| `{at}` | {what}{words} | {} | {} |", describe(counts[1]), describe(counts[2])).unwrap();
             table.push_str(&below);
             for (sum, count) in all.iter_mut().zip(counts) {
                 *sum += count;

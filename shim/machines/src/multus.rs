@@ -8,13 +8,13 @@ use serde::Deserialize;
 /// The annotation's name.
 pub const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
 /// The largest number of networks.
-const MOST: usize = 15;
+const MAX_NETWORKS: usize = 15;
 /// The longest name of an interface in bytes.
-const LONGEST: usize = 15;
+const MAX_INTERFACE_NAME: usize = 15;
 
 /// A requested network.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct NetworkRequest {
     /// The namespace of its NetworkAttachmentDefinition.
     pub namespace: String,
     /// The name of its NetworkAttachmentDefinition.
@@ -25,7 +25,7 @@ pub struct Asked {
 
 /// An entry of the annotation's JSON list; other fields are ignored.
 #[derive(Deserialize)]
-struct Element {
+struct NetworkElement {
     name: String,
     #[serde(default)]
     namespace: String,
@@ -35,46 +35,53 @@ struct Element {
 
 /// Returns the networks that a pod in this namespace requests, in order; `None` without the annotation. An interface without a
 /// name is `net` and its index, from 1.
-pub fn asked(annotations: &StringMap, namespace: &str) -> Result<Option<Vec<Asked>>, &'static str> {
+pub fn requested_networks(
+    annotations: &StringMap,
+    namespace: &str,
+) -> Result<Option<Vec<NetworkRequest>>, &'static str> {
     let Some(text) = annotations.get(NETWORKS).map(|text| text.trim()).filter(|text| !text.is_empty()) else {
         return Ok(None);
     };
     let elements = match text.starts_with('[') {
         true => {
-            nacelle_base::json::read(text.as_bytes()).map_err(|_wrong| "a list of objects with a name is expected")?
+            nacelle_base::json::read(text.as_bytes()).map_err(|_error| "a list of objects with a name is expected")?
         }
-        false => text.split(',').map(|one| short(one.trim())).collect::<Vec<Element>>(),
+        false => text.split(',').map(|one| parse_short_form(one.trim())).collect::<Vec<NetworkElement>>(),
     };
-    if elements.len() > MOST {
-        return Err("at most 15 networks are possible");
+    if elements.len() > MAX_NETWORKS {
+        return Err("at most 15 networks are allowed");
     }
-    let asked = |(n, element): (usize, Element)| {
-        let Element { name, namespace: of, interface } = element;
+    let to_request = |(n, element): (usize, NetworkElement)| {
+        let NetworkElement { name, namespace: requested_namespace, interface } = element;
         let interface = if interface.is_empty() { format!("net{}", n + 1) } else { interface };
-        Asked { name, namespace: if of.is_empty() { namespace.to_owned() } else { of }, interface }
+        NetworkRequest {
+            name,
+            namespace: if requested_namespace.is_empty() { namespace.to_owned() } else { requested_namespace },
+            interface,
+        }
     };
-    let asked: Vec<Asked> = elements.into_iter().enumerate().map(asked).collect();
-    for (n, one) in asked.iter().enumerate() {
-        if !plain(&one.interface) || one.interface == "eth0" || one.interface == "lo" {
+    let requests: Vec<NetworkRequest> = elements.into_iter().enumerate().map(to_request).collect();
+    for (n, one) in requests.iter().enumerate() {
+        if !is_interface_name(&one.interface) || one.interface == "eth0" || one.interface == "lo" {
             return Err("an interface has 1 to 15 letters, digits, '.', '_' or '-', and is neither eth0 nor lo");
         }
-        if asked.iter().take(n).any(|earlier| earlier.interface == one.interface) {
-            return Err("each interface has a name of its own");
+        if requests.iter().take(n).any(|earlier| earlier.interface == one.interface) {
+            return Err("two interfaces have the same name");
         }
     }
-    Ok(Some(asked))
+    Ok(Some(requests))
 }
 
 /// Parses `[NAMESPACE/]NAME[@INTERFACE]`.
-fn short(text: &str) -> Element {
+fn parse_short_form(text: &str) -> NetworkElement {
     let (rest, interface) = text.split_once('@').unwrap_or((text, ""));
     let (namespace, name) = rest.split_once('/').unwrap_or(("", rest));
-    Element { name: name.to_owned(), namespace: namespace.to_owned(), interface: interface.to_owned() }
+    NetworkElement { name: name.to_owned(), namespace: namespace.to_owned(), interface: interface.to_owned() }
 }
 
-fn plain(name: &str) -> bool {
+fn is_interface_name(name: &str) -> bool {
     let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    (1..=LONGEST).contains(&name.len()) && name.bytes().all(letter) && !matches!(name, "." | "..")
+    (1..=MAX_INTERFACE_NAME).contains(&name.len()) && name.bytes().all(letter) && !matches!(name, "." | "..")
 }
 
 #[cfg(test)]
@@ -84,13 +91,14 @@ mod tests {
 
     fn of(text: &str) -> Result<Option<Vec<String>>, &'static str> {
         let annotations = [(NETWORKS.to_owned(), text.to_owned())].into();
-        let line = |one: Asked| format!("{}/{}@{}", one.namespace, one.name, one.interface);
-        asked(&annotations, "home").map(|asked| asked.map(|asked| asked.into_iter().map(line).collect()))
+        let line = |one: NetworkRequest| format!("{}/{}@{}", one.namespace, one.name, one.interface);
+        requested_networks(&annotations, "home")
+            .map(|found| found.map(|requests| requests.into_iter().map(line).collect()))
     }
 
     #[test]
-    fn networks_are_named_in_both_ways() {
-        assert_eq!(asked(&StringMap::default(), "home"), Ok(None));
+    fn both_notations_of_networks_are_parsed() {
+        assert_eq!(requested_networks(&StringMap::default(), "home"), Ok(None));
         assert_eq!(of(" "), Ok(None));
         let expected = vec!["home/a@net1".to_owned(), "other/b@lan".to_owned(), "home/a@net3".to_owned()];
         assert_eq!(of("a, other/b@lan,a"), Ok(Some(expected.clone())));
@@ -104,13 +112,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_written_gives_names_that_are_possible_and_distinct(text in "\\PC{0,80}|[\\[\\]{}a-z@/, \":]{0,80}") {
-            if let Ok(Some(asked)) = asked(&[(NETWORKS.to_owned(), text)].into(), "home") {
-                let mut names: Vec<_> = asked.iter().map(|one| one.interface.clone()).collect();
-                prop_assert!(names.len() <= MOST && names.iter().all(|name| plain(name) && name != "eth0"));
+        fn any_annotation_yields_valid_and_distinct_interface_names(text in "\\PC{0,80}|[\\[\\]{}a-z@/, \":]{0,80}") {
+            if let Ok(Some(requests)) = requested_networks(&[(NETWORKS.to_owned(), text)].into(), "home") {
+                let mut names: Vec<_> = requests.iter().map(|one| one.interface.clone()).collect();
+                prop_assert!(names.len() <= MAX_NETWORKS && names.iter().all(|name| is_interface_name(name) && name != "eth0"));
                 names.sort();
                 names.dedup();
-                prop_assert_eq!(names.len(), asked.len());
+                prop_assert_eq!(names.len(), requests.len());
             }
         }
     }

@@ -4,7 +4,7 @@
 use super::machines::{self, VmOperation};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
-use nacelle_machines::honoured::{NotRun, not_known, not_run};
+use nacelle_machines::honoured::{UnsupportedSetting, unknown_presets, unsupported_settings};
 use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::version::Version;
@@ -143,11 +143,11 @@ fn validate(files: &[PathBuf], catalogue: &Catalogue, output: ReportFormat) -> a
 }
 
 /// Returns the fields of a valid specification for which nodes of this version reject the pod.
-fn warnings(verdict: &Verdict) -> Vec<NotRun> {
+fn warnings(verdict: &Verdict) -> Vec<UnsupportedSetting> {
     let Some(admitted) = &verdict.admitted else { return Vec::new() };
     // The record's Deployment has these names.
-    let unknown = if manifest::is_machine(&verdict.kind) { Vec::new() } else { not_known(admitted) };
-    unknown.into_iter().chain(not_run(admitted)).collect()
+    let unknown = if manifest::is_machine(&verdict.kind) { Vec::new() } else { unknown_presets(admitted) };
+    unknown.into_iter().chain(unsupported_settings(admitted)).collect()
 }
 
 /// Returns a line for each cause, or a line for a valid document and one for each warning.

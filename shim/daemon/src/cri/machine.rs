@@ -81,7 +81,8 @@ pub(super) fn check_interface_slots(pod: &PodConfig, engine: EngineKind) -> Resu
         EngineKind::Host => return Ok(()),
     };
     // An invalid annotation is left to the plugins.
-    let asked = multus::asked(&pod.annotations, &pod.name.namespace).ok().flatten().map_or(0, |asked| asked.len());
+    let asked =
+        multus::requested_networks(&pod.annotations, &pod.name.namespace).ok().flatten().map_or(0, |asked| asked.len());
     if asked <= room {
         return Ok(());
     }

@@ -46,7 +46,7 @@ impl Cri {
                 if let Some(name) = name {
                     let vms = &self.node.parts().vms;
                     let record = vms.get_or_create(&pod.name.namespace, &name).await.map_err(status)?;
-                    machine_pod::identify(&mut machine, &record, vms.directory(&record));
+                    machine_pod::set_identity(&mut machine, &record, vms.directory(&record));
                     vm = Some(record.id);
                 }
                 pod.kind = PodKind::Machine { machine, vm };

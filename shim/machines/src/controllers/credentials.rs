@@ -109,7 +109,7 @@ impl CredentialsController {
     /// Sends the credentials of the secrets to the keeper, if they have changed or were sent more than [`RESEND`] ago.
     async fn send_if_due(&mut self) -> Result<(), CredentialError> {
         let (machine, config) = (Arc::clone(&self.machine), Arc::clone(&self.config));
-        let read = run_blocking("read the secrets of a VM", move || machine_pod::credentials(&machine, &config));
+        let read = run_blocking("read the secrets of a VM", move || machine_pod::read_credentials(&machine, &config));
         let credentials = read.await??;
         if self.accepted.as_ref().is_some_and(|(known, at)| *known == credentials && at.elapsed() < RESEND) {
             return Ok(());

@@ -180,7 +180,7 @@ impl PowerController {
     async fn apply(&self, applied: Power) -> Result<Applied, PowerError> {
         let volume = self.volume.clone();
         let annotation = run_blocking("read the power annotation of a pod", move || {
-            machine_pod::annotation_of(&volume, &format!("{PREFIX}power"))
+            machine_pod::read_annotation(&volume, &format!("{PREFIX}power"))
         });
         let unchanged = Applied { power: applied, is_complete: true };
         let Some(value) = annotation.await?? else { return Ok(unchanged) };

@@ -1,18 +1,18 @@
 //! Converts the CPU of a specification into QEMU's CPU model, for machine pods and the VMs of container pods. Pure.
 
-use super::build::{Refused, value};
+use super::rejection::{SpecRejection, reject_value};
 use nacelle_base::machine::CpuModel;
 use nacelle_vmi::spec::{Cpu, CpuFeaturePolicy};
 
 /// Returns the CPU model and its features; the default is everything that the accelerator supports.
-pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, Refused> {
+pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, SpecRejection> {
     let name = Some(&cpu.model).filter(|name| !["", "host-passthrough", "host-model"].contains(&name.as_str()));
     let mut model = CpuModel { name: name.cloned(), ..CpuModel::default() };
     for (n, feature) in cpu.features.iter().enumerate() {
-        let there = match feature.policy {
+        let is_enabled = match feature.policy {
             Some(CpuFeaturePolicy::Forbid) => {
-                let instead = "disable takes it away";
-                return value(format!("spec.domain.cpu.features[{n}].policy"), "forbid", instead);
+                let instead = "use disable to remove the feature";
+                return reject_value(format!("spec.domain.cpu.features[{n}].policy"), "forbid", instead);
             }
             Some(CpuFeaturePolicy::Disable) => false,
             Some(CpuFeaturePolicy::Optional) => true,
@@ -21,13 +21,13 @@ pub fn cpu_model(cpu: &Cpu) -> Result<CpuModel, Refused> {
                 true
             }
         };
-        model.features.push((feature.name.clone(), there));
+        model.features.push((feature.name.clone(), is_enabled));
     }
     // These names become part of a QEMU argument.
-    let rule = "letters, digits, '-', '_' and '.' make a name";
+    let rule = "a name consists of letters, digits, '-', '_' and '.'";
     match model.find_invalid_name() {
-        Some(name) if model.name.as_deref() == Some(name) => value("spec.domain.cpu.model", name, rule),
-        Some(name) => value("spec.domain.cpu.features[].name", name, rule),
+        Some(name) if model.name.as_deref() == Some(name) => reject_value("spec.domain.cpu.model", name, rule),
+        Some(name) => reject_value("spec.domain.cpu.features[].name", name, rule),
         None => Ok(model),
     }
 }

@@ -1,8 +1,8 @@
 //! Handles SSH keys and passwords that the guest agent sets in a running machine: which secrets contain them, and the secrets'
 //! present contents. Blocks on files.
 
-use super::files::{lines_of_keys, read};
-use super::volumes::{VolumeError, at_secret, field};
+use super::files::{parse_public_keys, read_volume};
+use super::volume_error::{VolumeError, invalid_field, secret_path};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Credential;
 use nacelle_model::machine::Credentials;
@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 /// The object's name in errors.
 const WHAT: &str = "of accessCredentials";
 /// The largest number of keys, and of passwords, of one machine.
-const MOST: usize = 256;
+const MAX_CREDENTIALS: usize = 256;
 
 /// Returns the credentials of a valid specification.
-pub(super) fn of(spec: &InstanceSpec) -> Vec<Credential> {
+pub(super) fn access_credentials(spec: &InstanceSpec) -> Vec<Credential> {
     let all = spec.access_credentials.iter().filter_map(|credential| {
         let secret =
             |source: Option<&nacelle_vmi::spec::CredentialSource>| Some(source?.secret.as_ref()?.secret_name.clone());
@@ -32,40 +32,40 @@ pub(super) fn of(spec: &InstanceSpec) -> Vec<Credential> {
 }
 
 /// Checks that the container has a mount for each secret.
-pub(super) fn check(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
-    machine.credentials.iter().try_for_each(|credential| mount(credential.secret(), config).map(drop))
+pub(super) fn check_mounts(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
+    machine.credentials.iter().try_for_each(|credential| secret_mount(credential.secret(), config).map(drop))
 }
 
-fn mount<'a>(secret: &str, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
-    let at = at_secret(secret);
+fn secret_mount<'a>(secret: &str, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
+    let at = secret_path(secret);
     let found = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
     match found {
         Some(mount) => Ok(mount),
         None => {
             let rule = format!("secret {secret} {WHAT} is expected there");
-            field("config.mounts.container_path", &at.display().to_string(), rule)
+            invalid_field("config.mounts.container_path", &at.display().to_string(), rule)
         }
     }
 }
 
 /// Returns the directories on the node with the files of the secrets; those without a mount are left out.
 pub fn credential_directories(machine: &MachinePod, config: &ContainerConfig) -> Vec<PathBuf> {
-    let mounts = machine.credentials.iter().filter_map(|credential| mount(credential.secret(), config).ok());
+    let mounts = machine.credentials.iter().filter_map(|credential| secret_mount(credential.secret(), config).ok());
     mounts.map(|mount| PathBuf::from(&mount.host_path)).collect()
 }
 
 /// Returns the present contents of the secrets.
-pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Credentials, VolumeError> {
+pub fn read_credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Credentials, VolumeError> {
     let mut all = Credentials::default();
     for credential in &machine.credentials {
         let secret = credential.secret();
-        let mount = mount(secret, config)?;
-        let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
-        for (name, bytes) in read(WHAT, mount)? {
+        let mount = secret_mount(secret, config)?;
+        let invalid = |rule: String| invalid_field("config.mounts.host_path", &mount.host_path, rule);
+        for (name, bytes) in read_volume(WHAT, mount)? {
             match credential {
                 Credential::Keys { users, .. } => {
-                    let Some(keys) = lines_of_keys(&bytes) else {
-                        return wrong(format!("{name} of secret {secret} has something that is no public key"));
+                    let Some(keys) = parse_public_keys(&bytes) else {
+                        return invalid(format!("{name} of secret {secret} contains a line that is not a public key"));
                     };
                     for user in users {
                         let known = all.keys.entry(user.clone()).or_default();
@@ -82,15 +82,17 @@ pub fn credentials(machine: &MachinePod, config: &ContainerConfig) -> Result<Cre
                         all.passwords.insert(name, text.trim_end_matches(['\r', '\n']).to_owned());
                     }
                     _ => {
-                        return wrong(format!(
-                            "{name} of secret {secret} is no password: one line of text is expected"
+                        return invalid(format!(
+                            "{name} of secret {secret} is not a password: one line of text is expected"
                         ));
                     }
                 },
             }
         }
-        if all.keys.values().any(|keys| keys.len() > MOST) || all.passwords.len() > MOST {
-            return wrong(format!("secret {secret}: at most {MOST} keys of a user and {MOST} passwords are possible"));
+        if all.keys.values().any(|keys| keys.len() > MAX_CREDENTIALS) || all.passwords.len() > MAX_CREDENTIALS {
+            return invalid(format!(
+                "secret {secret}: at most {MAX_CREDENTIALS} keys of a user and {MAX_CREDENTIALS} passwords are allowed"
+            ));
         }
     }
     Ok(all)
@@ -118,9 +120,9 @@ mod tests {
                 { "userPassword": { "source": source("words"), "propagationMethod": agent(&[]) } },
             ],
         });
-        let said = [("vm.nacelle.dev/kind", "machine".to_owned()), ("vm.nacelle.dev/spec", spec.to_string())];
-        let said = said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
+        let annotations = [("vm.nacelle.dev/kind", "machine".to_owned()), ("vm.nacelle.dev/spec", spec.to_string())];
+        let annotations = annotations.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().unwrap();
         super::super::build(&admitted, &testing::pod(1).config, &MachineSettings::default()).unwrap()
     }
 
@@ -140,7 +142,7 @@ mod tests {
         }
     }
     #[test]
-    fn users_have_what_their_secrets_have() {
+    fn users_get_the_keys_and_passwords_of_their_secrets() {
         let directory = tempfile::tempdir().unwrap();
         let file = |secret: &str, name: &str, text: &str| {
             fs::create_dir_all(directory.path().join(secret)).unwrap();
@@ -150,18 +152,18 @@ mod tests {
         file("keys", "two", "ssh-ed25519 AAAA a\nssh-rsa BBBB b");
         file("words", "root", "a word\n");
         let (machine, config) = (machine(), with(directory.path(), &["keys", "words"]));
-        check(&machine, &config).unwrap();
-        let found = credentials(&machine, &config).unwrap();
+        check_mounts(&machine, &config).unwrap();
+        let found = read_credentials(&machine, &config).unwrap();
         let keys = ["ssh-ed25519 AAAA a", "ssh-rsa BBBB b"].map(str::to_owned).to_vec();
         assert_eq!(found.keys, [("me".to_owned(), keys.clone()), ("root".to_owned(), keys)].into());
         assert_eq!(found.passwords, [("root".to_owned(), "a word".to_owned())].into());
 
-        let refused = check(&machine, &with(directory.path(), &["keys"])).unwrap_err().to_string();
-        assert!(refused.contains("secret-words"), "{refused}");
+        let error = check_mounts(&machine, &with(directory.path(), &["keys"])).unwrap_err().to_string();
+        assert!(error.contains("secret-words"), "{error}");
         file("words", "me", "two\nlines");
-        let refused = credentials(&machine, &config).unwrap_err().to_string();
-        assert!(refused.contains("me of secret words is no password") && !refused.contains("lines"), "{refused}");
+        let error = read_credentials(&machine, &config).unwrap_err().to_string();
+        assert!(error.contains("me of secret words is not a password") && !error.contains("lines"), "{error}");
         file("keys", "two", "no-key");
-        assert!(credentials(&machine, &config).unwrap_err().to_string().contains("no public key"));
+        assert!(read_credentials(&machine, &config).unwrap_err().to_string().contains("not a public key"));
     }
 }

@@ -1,9 +1,9 @@
 //! Locates the disks of a machine, in its container's image or on the node, and builds the machine's document.
 
-use super::VolumeError;
-use super::container::NotForMachines;
-use super::passed::PassedError;
-use super::volumes::{image_of, image_place};
+use super::container::UnsupportedContainerField;
+use super::passthrough::PassthroughError;
+use super::volume_error::VolumeError;
+use super::volumes::{image_volume_path, image_with_disk};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{ImageError, Store};
 use nacelle_model::machine::{DiskSource, INITRD, KERNEL, MachineDocument};
@@ -12,13 +12,13 @@ use nacelle_model::record::ContainerRecord;
 use std::collections::BTreeMap;
 
 /// The directory of disks in an image.
-const DISKS: &str = "disk";
+const DISK_DIRECTORY: &str = "disk";
 
 /// Why a disk cannot be located.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// The image cannot be read.
-    #[error("disk {disk}: its image cannot be read")]
+    #[error("cannot read the image of disk {disk}")]
     Image {
         /// The disk's name.
         disk: String,
@@ -27,22 +27,22 @@ pub enum SourceError {
     },
     /// The available image is not the requested one.
     #[error(
-        "disk {disk} is to come from image {asked:?}, and {found} is another one: say the same image in both, or give the container an \
-         image volume of it at {at}"
+        "cannot take disk {disk} from image {requested:?}: {available} is another one; name the same image in both, or give the \
+         container an image volume of it at {at}"
     )]
     OtherImage {
         /// The disk's name.
         disk: String,
         /// The image in the specification.
-        asked: String,
+        requested: String,
         /// The available image: "the container's image".
-        found: &'static str,
+        available: &'static str,
         /// The path at which an image volume would be used.
         at: String,
     },
     /// The image does not contain the disk.
     #[error("disk {disk}: {rule}")]
-    NotThere {
+    NotInImage {
         /// The disk's name.
         disk: String,
         /// The expected file.
@@ -53,12 +53,12 @@ pub enum SourceError {
     Volume(#[from] VolumeError),
     /// The container has a setting that only containers support.
     #[error(transparent)]
-    Container(#[from] NotForMachines),
+    Container(#[from] UnsupportedContainerField),
     /// A PCI device of the node is not available.
     #[error(transparent)]
-    Passed(#[from] PassedError),
+    Passthrough(#[from] PassthroughError),
     /// The document cannot be serialized.
-    #[error("the machine cannot be described")]
+    #[error("cannot serialize the document of the machine")]
     Document(#[from] serde_json::Error),
 }
 
@@ -68,78 +68,78 @@ impl Classify for SourceError {
             SourceError::Image { source, .. } => source.kind(),
             SourceError::Volume(error) => error.kind(),
             SourceError::Container(error) => error.kind(),
-            SourceError::Passed(error) => error.kind(),
+            SourceError::Passthrough(error) => error.kind(),
             SourceError::Document(_) => Kind::Internal,
-            SourceError::OtherImage { .. } | SourceError::NotThere { .. } => Kind::Invalid,
+            SourceError::OtherImage { .. } | SourceError::NotInImage { .. } => Kind::Invalid,
         }
     }
 }
 
-/// Returns the document of the machine in this container. `of_node` holds the disks from its volumes, by name.
-pub async fn document(
+/// Returns the document of the machine in this container. `node_sources` holds the disks from its volumes, by name.
+pub async fn build_document(
     machine: &MachinePod,
     container: &ContainerRecord,
     store: &Store,
-    of_node: BTreeMap<String, DiskSource>,
+    node_sources: BTreeMap<String, DiskSource>,
 ) -> Result<Vec<u8>, SourceError> {
-    let mut found = of_node;
+    let mut found = node_sources;
     let kernel = machine.kernel.iter().map(|kernel| (KERNEL, &kernel.kernel));
     let initrd = machine.kernel.iter().filter_map(|kernel| Some((INITRD, kernel.initrd.as_ref()?)));
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
-    for (name, wish) in kernel.chain(initrd).chain(disks) {
-        if let RequestedDiskSource::Image { image: asked, path } = wish {
-            found.insert(name.to_owned(), in_image(name, asked, path, container, store).await?);
+    for (name, source) in kernel.chain(initrd).chain(disks) {
+        if let RequestedDiskSource::Image { image, path } = source {
+            found.insert(name.to_owned(), locate_in_image(name, image, path, container, store).await?);
         }
     }
-    let mut document: MachineDocument = machine.with(|name, wish| match wish {
+    let mut document: MachineDocument = machine.with(|name, source| match source {
         RequestedDiskSource::Empty { bytes } => Ok(DiskSource::Empty { bytes: *bytes }),
         RequestedDiskSource::CloudInit(data) => Ok(DiskSource::CloudInit(data.clone())),
         _ => found
             .remove(name)
-            .ok_or(SourceError::NotThere { disk: name.to_owned(), rule: "each disk has a name of its own" }),
+            .ok_or(SourceError::NotInImage { disk: name.to_owned(), rule: "another disk has the same name" }),
     })?;
     if let Some(pins) = &mut document.processors.pins {
-        *pins = super::container::pins(machine, &container.config)?;
+        *pins = super::container::pinned_cpus(machine, &container.config)?;
     }
     Ok(serde_json::to_vec(&document)?)
 }
 
-async fn in_image(
+async fn locate_in_image(
     disk: &str,
-    asked: &str,
+    requested: &str,
     path: &str,
     container: &ContainerRecord,
     store: &Store,
 ) -> Result<DiskSource, SourceError> {
     let own = &container.image;
-    let image = image_of(disk, &container.config, &container.volumes, own);
+    let image = image_with_disk(disk, &container.config, &container.volumes, own);
     let failed = |source| SourceError::Image { disk: disk.to_owned(), source };
-    let not_there = |rule| SourceError::NotThere { disk: disk.to_owned(), rule };
-    if store.status(asked).map_err(failed)?.is_none_or(|known| known.id != image.id) {
-        let found = if image.id == own.id { "the container's image" } else { "that of its image volume" };
-        let at = image_place(disk).display().to_string();
-        return Err(SourceError::OtherImage { disk: disk.to_owned(), asked: asked.to_owned(), found, at });
+    let not_in_image = |rule| SourceError::NotInImage { disk: disk.to_owned(), rule };
+    if store.status(requested).map_err(failed)?.is_none_or(|known| known.id != image.id) {
+        let available = if image.id == own.id { "the container's image" } else { "that of its image volume" };
+        let at = image_volume_path(disk).display().to_string();
+        return Err(SourceError::OtherImage { disk: disk.to_owned(), requested: requested.to_owned(), available, at });
     }
     let (directory, name) = match path.trim_matches('/').rsplit_once('/') {
         Some((directory, name)) => (directory, Some(name)),
-        None if path.is_empty() => (DISKS, None),
+        None if path.is_empty() => (DISK_DIRECTORY, None),
         None => ("", Some(path.trim_matches('/'))),
     };
     let files = store.files(&image.id, directory).await.map_err(failed)?;
-    let files = files.ok_or_else(|| not_there("the image has no such directory; disks of images are in /disk"))?;
+    let files = files.ok_or_else(|| not_in_image("the image has no such directory; disks of images are in /disk"))?;
     let file = match name {
         Some(name) => {
-            files.iter().find(|file| file.name == name).ok_or_else(|| not_there("the image has no such file"))?
+            files.iter().find(|file| file.name == name).ok_or_else(|| not_in_image("the image has no such file"))?
         }
         None => match files.as_slice() {
             [file] => file,
-            [] => return Err(not_there("the image has no file in /disk")),
-            _ => return Err(not_there("the image has several files in /disk: say path")),
+            [] => return Err(not_in_image("the image has no file in /disk")),
+            _ => return Err(not_in_image("the image has several files in /disk: set path")),
         },
     };
     let (path, offset) = file.place.clone().ok_or_else(|| {
-        not_there(
-            "the file has holes in the image's layer, and cannot be read as one piece: pack it without, or as qcow2",
+        not_in_image(
+            "the file is sparse in the image's layer, and cannot be read as one piece: store it without holes, or as qcow2",
         )
     })?;
     // The file system fills the last block of a file with zeros.

@@ -1,10 +1,10 @@
 //! Tests the table in docs/user/vm/migrating-from-kubevirt.md about KubeVirt's examples (`shim/vmi/tests/manifests/examples`):
 //! what each becomes and whether it runs. The test covers what needs no node, up to the container of CreateContainer.
 
-use super::volumes::image_place;
+use super::volumes::image_volume_path;
 use super::{build, check_container, check_volumes};
 use crate::MachineSettings;
-use crate::honoured::not_run;
+use crate::honoured::unsupported_settings;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::machine::KERNEL;
@@ -24,17 +24,17 @@ const PAGE: &str = include_str!("../../../../docs/user/vm/migrating-from-kubevir
 /// Returns the kind that a manifest becomes, and the pods or their template.
 fn converted(documents: Vec<Value>) -> Result<(&'static str, Value), Causes> {
     let mut catalogue = Catalogue::default();
-    let mut made = None;
+    let mut converted = None;
     for document in documents {
         if manifest::is_catalogue(&document) {
             catalogue.add(document, "document")?;
         } else {
-            made = Some(manifest::convert(&document, &catalogue, &Options::default())?.documents);
+            converted = Some(manifest::convert(&document, &catalogue, &Options::default())?.documents);
         }
     }
-    let mut made = made.expect("a machine");
-    let pods = made.pop().expect("pods");
-    let kinds: Vec<&str> = made.iter().chain([&pods]).filter_map(|document| document["kind"].as_str()).collect();
+    let mut documents = converted.expect("a machine");
+    let pods = documents.pop().expect("pods");
+    let kinds: Vec<&str> = documents.iter().chain([&pods]).filter_map(|document| document["kind"].as_str()).collect();
     let becomes = match kinds.as_slice() {
         ["Pod"] => "a Pod",
         ["ReplicaSet"] => "a ReplicaSet",
@@ -45,18 +45,18 @@ fn converted(documents: Vec<Value>) -> Result<(&'static str, Value), Causes> {
 }
 
 /// Returns what nodes reject of the pods; empty if they run.
-fn refused(pods: &Value) -> Vec<String> {
+fn rejected_settings(pods: &Value) -> Vec<String> {
     // Read as nodes do.
     let (annotations, causes) = manifest::annotations(pods);
     assert!(causes.is_empty());
     let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().expect("a machine");
-    let told: Vec<String> = not_run(&admitted).into_iter().map(|one| one.what).collect();
-    if told.is_empty() {
+    let settings: Vec<String> = unsupported_settings(&admitted).into_iter().map(|one| one.what).collect();
+    if settings.is_empty() {
         let pod = PodConfig { annotations, ..(*testing::pod(1).config).clone() };
         let machine = build(&admitted, &pod, &MachineSettings::default()).unwrap();
-        can_be_made(&machine, pods.pointer("/spec/template/spec").unwrap_or(&pods["spec"]));
+        check_container_request(&machine, pods.pointer("/spec/template/spec").unwrap_or(&pods["spec"]));
     }
-    told
+    settings
 }
 
 fn text(value: &Value) -> String {
@@ -68,7 +68,7 @@ fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
 }
 
 /// Requests the container as kubelet would.
-fn can_be_made(machine: &MachinePod, pod: &Value) {
+fn check_container_request(machine: &MachinePod, pod: &Value) {
     let container = &pod["containers"][0];
     let mut config = ContainerConfig { command: vec![], args: vec![], ..(*testing::container(1, 1).config).clone() };
     let device = |device: &Value| DeviceRequest {
@@ -107,9 +107,9 @@ fn can_be_made(machine: &MachinePod, pod: &Value) {
     check_volumes(machine, &config).unwrap();
     let kernel = machine.kernel.iter().flat_map(|kernel| [Some(&kernel.kernel), kernel.initrd.as_ref()]).flatten();
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
-    for (name, wish) in disks.chain(kernel.map(|wish| (KERNEL, wish))) {
-        if let RequestedDiskSource::Image { image, .. } = wish {
-            let at = image_place(name);
+    for (name, source) in disks.chain(kernel.map(|source| (KERNEL, source))) {
+        if let RequestedDiskSource::Image { image, .. } = source {
+            let at = image_volume_path(name);
             let volume = config.volumes.iter().find(|volume| Path::new(&volume.container_path) == at);
             let found = volume.map_or_else(|| text(&container["image"]), |volume| volume.image.clone());
             assert_eq!(*image, found, "where {name} is looked for");
@@ -118,7 +118,7 @@ fn can_be_made(machine: &MachinePod, pod: &Value) {
 }
 
 #[test]
-fn every_example_is_in_the_documents_with_what_becomes_of_it() {
+fn every_example_is_documented_with_its_result() {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vmi/tests/manifests/examples");
     let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<PathBuf> = entries.filter(|path| path.extension().is_some_and(|end| end == "yaml")).collect();
@@ -134,9 +134,9 @@ fn every_example_is_in_the_documents_with_what_becomes_of_it() {
                 let named: Vec<String> = causes.list().iter().map(|cause| cause.field.clone()).collect();
                 (0, "nothing", format!("refused: {}", fields(&named)))
             }
-            Ok((becomes, pods)) => match refused(&pods) {
-                told if told.is_empty() => (1, becomes, "yes".to_owned()),
-                told => (2, becomes, format!("not run: {}", fields(&told))),
+            Ok((becomes, pods)) => match rejected_settings(&pods) {
+                settings if settings.is_empty() => (1, becomes, "yes".to_owned()),
+                settings => (2, becomes, format!("not run: {}", fields(&settings))),
             },
         };
         counts[count] += 1;

@@ -2,7 +2,7 @@
 //! disks of a machine. Their number and size are bounded, and the only symbolic link that is followed is the one that kubelet
 //! swaps at an update. Blocks on files.
 
-use super::volumes::{VolumeError, field};
+use super::volume_error::{VolumeError, invalid_field};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_base::retry::{retry_interrupted, retry_transient};
@@ -23,60 +23,62 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 /// The container path of the downward API volume with the pod's annotations.
-pub(super) const ANNOTATIONS: &str = "/run/nacelle/pod";
+pub(super) const ANNOTATIONS_PATH: &str = "/run/nacelle/pod";
 /// The file with the annotations in that volume.
 const ANNOTATIONS_FILE: &str = "annotations";
 /// kubelet's link to the directory with the current files.
-const DATA: &str = "..data";
+const DATA_LINK: &str = "..data";
 /// The largest size of all files of a disk, in bytes.
-const MOST_BYTES: usize = 4 << 20;
+const MAX_BYTES: usize = 4 << 20;
 /// The largest number of files of a disk.
-const MOST_FILES: usize = 1000;
+const MAX_FILES: usize = 1000;
 /// The largest depth of directories.
-const DEPTH: usize = 8;
+const MAX_DEPTH: usize = 8;
 /// The longest file name in bytes.
-const LONGEST: usize = 255;
+const MAX_FILE_NAME: usize = 255;
 /// The keys of cloud-init data in secrets, the same as in KubeVirt.
 const USER_DATA: [&str; 2] = ["userdata", "userData"];
 const NETWORK_DATA: [&str; 2] = ["networkdata", "networkData"];
 
-type Found = BTreeMap<String, Vec<u8>>;
+type VolumeFiles = BTreeMap<String, Vec<u8>>;
 
 /// Returns the source of a disk with the files of a volume.
-pub fn files_of(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<DiskSource, VolumeError> {
+pub fn files_disk_source(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<DiskSource, VolumeError> {
     let RequestedDiskSource::Files { what, label, expected } = &disk.source else {
-        return field("config.mounts.host_path", &mount.host_path, "it is none of files");
+        return invalid_field("config.mounts.host_path", &mount.host_path, "the disk has no volume with files");
     };
-    let files = read(&disk.name, mount)?;
+    let files = read_volume(&disk.name, mount)?;
     if let Some(path) = expected.iter().find(|path| !files.contains_key(*path)) {
         let rule = format!("disk {} is {what}, and there is no file {path:?} in it", disk.name);
-        return field("config.mounts.host_path", &mount.host_path, rule);
+        return invalid_field("config.mounts.host_path", &mount.host_path, rule);
     }
     let files = files.into_iter().map(|(path, bytes)| (path, STANDARD.encode(bytes))).collect();
     Ok(DiskSource::Files(FilesDisk { label: label.clone(), files }))
 }
 
 /// Returns cloud-init data, including that in these secrets.
-pub fn cloud_init_of(
+pub fn cloud_init_disk_source(
     disk: &Disk<RequestedDiskSource>,
     mounts: &BTreeMap<String, &NodeVolume>,
 ) -> Result<DiskSource, VolumeError> {
     let RequestedDiskSource::CloudInitOf { data, user, network, keys } = &disk.source else {
-        return field("config.mounts.container_path", &disk.name, "it is none of secrets");
+        return invalid_field("config.mounts.container_path", &disk.name, "the disk has no secrets");
     };
     let mut secrets = BTreeMap::new();
     for (name, mount) in mounts {
-        secrets.insert(name.as_str(), (*mount, read(&disk.name, mount)?));
+        secrets.insert(name.as_str(), (*mount, read_volume(&disk.name, mount)?));
     }
     let text = |secret: &str, keys: [&str; 2]| {
         let Some((mount, files)) = secrets.get(secret) else {
-            return field("config.mounts.container_path", secret, "the secret is not mounted");
+            return invalid_field("config.mounts.container_path", secret, "the secret is not mounted");
         };
-        let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
+        let invalid = |rule: String| invalid_field("config.mounts.host_path", &mount.host_path, rule);
         match keys.iter().find_map(|key| files.get(*key)).map(|bytes| std::str::from_utf8(bytes)) {
             Some(Ok(text)) => Ok(text.to_owned()),
-            Some(Err(_)) => wrong(format!("disk {}: what secret {secret} has for cloud-init is no text", disk.name)),
-            None => wrong(format!("disk {}: secret {secret} has neither {} nor {}", disk.name, keys[0], keys[1])),
+            Some(Err(_)) => {
+                invalid(format!("disk {}: the cloud-init data of secret {secret} is not UTF-8 text", disk.name))
+            }
+            None => invalid(format!("disk {}: secret {secret} has neither {} nor {}", disk.name, keys[0], keys[1])),
         }
     };
     let mut data: CloudInit = data.clone();
@@ -89,9 +91,10 @@ pub fn cloud_init_of(
     for secret in keys {
         let Some((mount, files)) = secrets.get(secret.as_str()) else { continue };
         for (name, bytes) in files {
-            let Some(keys) = lines_of_keys(bytes) else {
-                let rule = format!("disk {}: {name} of secret {secret} has something that is no public key", disk.name);
-                return field("config.mounts.host_path", &mount.host_path, rule);
+            let Some(keys) = parse_public_keys(bytes) else {
+                let rule =
+                    format!("disk {}: {name} of secret {secret} contains a line that is not a public key", disk.name);
+                return invalid_field("config.mounts.host_path", &mount.host_path, rule);
             };
             data.keys.extend(keys);
         }
@@ -100,24 +103,24 @@ pub fn cloud_init_of(
 }
 
 /// Returns the public keys in a file, one per line; `None` if it contains anything else.
-pub(super) fn lines_of_keys(bytes: &[u8]) -> Option<Vec<String>> {
-    let right = |line: &&str| line.split_whitespace().count() >= 2 && !line.contains(char::is_control);
+pub(super) fn parse_public_keys(bytes: &[u8]) -> Option<Vec<String>> {
+    let is_key = |line: &&str| line.split_whitespace().count() >= 2 && !line.contains(char::is_control);
     let lines = std::str::from_utf8(bytes).ok()?.lines().map(str::trim);
     let lines: Vec<&str> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
-    lines.iter().all(right).then(|| lines.into_iter().map(str::to_owned).collect())
+    lines.iter().all(is_key).then(|| lines.into_iter().map(str::to_owned).collect())
 }
 
 /// Returns the container's mount with the annotations of its pod, if there is one.
 pub fn annotations_mount(config: &ContainerConfig) -> Option<&NodeVolume> {
-    config.node_volumes.iter().find(|mount| mount.container_path == ANNOTATIONS)
+    config.node_volumes.iter().find(|mount| mount.container_path == ANNOTATIONS_PATH)
 }
 
 /// Returns the present value of a pod's annotation; `None` if the pod lacks it. Characters that kubelet escapes with a backslash
 /// stay escaped.
-pub fn annotation_of(mount: &NodeVolume, key: &str) -> Result<Option<String>, VolumeError> {
-    let Some(bytes) = read(ANNOTATIONS_FILE, mount)?.remove(ANNOTATIONS_FILE) else {
+pub fn read_annotation(mount: &NodeVolume, key: &str) -> Result<Option<String>, VolumeError> {
+    let Some(bytes) = read_volume(ANNOTATIONS_FILE, mount)?.remove(ANNOTATIONS_FILE) else {
         let rule = format!("there is no file {ANNOTATIONS_FILE} in it: fieldPath metadata.annotations writes one");
-        return field("config.mounts.host_path", &mount.host_path, rule);
+        return invalid_field("config.mounts.host_path", &mount.host_path, rule);
     };
     // Written by FormatMap in Kubernetes' pkg/fieldpath: a line KEY="VALUE" for each, with Go's quoting.
     let text = String::from_utf8_lossy(&bytes);
@@ -126,7 +129,7 @@ pub fn annotation_of(mount: &NodeVolume, key: &str) -> Result<Option<String>, Vo
 }
 
 /// Reads all files; the result is keyed by path.
-pub(super) fn read(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
+pub(super) fn read_volume(disk: &str, mount: &NodeVolume) -> Result<VolumeFiles, VolumeError> {
     match read_once(disk, mount) {
         // kubelet has replaced the files meanwhile.
         Err(VolumeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => read_once(disk, mount),
@@ -134,50 +137,51 @@ pub(super) fn read(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError>
     }
 }
 
-fn read_once(disk: &str, mount: &NodeVolume) -> Result<Found, VolumeError> {
+fn read_once(disk: &str, mount: &NodeVolume) -> Result<VolumeFiles, VolumeError> {
     let path = Path::new(&mount.host_path);
-    let reader = Reader { disk, mount };
+    let reader = VolumeReader { disk, mount };
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let directory = retry_interrupted(|| open(path, flags, Mode::empty())).map_err(|errno| match errno {
-        Errno::ENOTDIR => reader.wrong("it is to be a directory".to_owned()),
+        Errno::ENOTDIR => reader.invalid("a directory is expected".to_owned()),
         errno => reader.failed("open", path, errno),
     })?;
-    let directory = match readlinkat(&directory, DATA) {
+    let directory = match readlinkat(&directory, DATA_LINK) {
         Ok(target) => {
             let name = target.as_bytes();
             if name.len() <= 2 || !name.starts_with(b"..") || name.contains(&b'/') {
-                return Err(reader.wrong(format!("{DATA} leads out of it")));
+                return Err(reader.invalid(format!("{DATA_LINK} leads out of the volume")));
             }
             let opened = reader.open(directory.as_fd(), &target, path)?;
-            opened.ok_or_else(|| reader.wrong(format!("{DATA} leads to a link")))?
+            opened.ok_or_else(|| reader.invalid(format!("{DATA_LINK} leads to a link")))?
         }
         // The directory was not written by kubelet.
         Err(Errno::ENOENT) => directory,
-        Err(errno) => return Err(reader.failed("read", &path.join(DATA), errno)),
+        Err(errno) => return Err(reader.failed("read", &path.join(DATA_LINK), errno)),
     };
-    let mut found = Found::new();
-    reader.walk(directory, "", DEPTH, &mut found)?;
+    let mut found = VolumeFiles::new();
+    reader.walk(directory, "", MAX_DEPTH, &mut found)?;
     let mut seen = BTreeSet::new();
     if let Some(twice) = found.keys().find(|path| !seen.insert(path.to_lowercase())) {
-        return Err(reader
-            .wrong(format!("of {twice:?} there is another by the letters alone, and a FAT file system knows one")));
+        return Err(reader.invalid(format!(
+            "two files are named {twice:?} apart from upper and lower case, which FAT does not distinguish"
+        )));
     }
     Ok(found)
 }
 
-struct Reader<'a> {
+struct VolumeReader<'a> {
     disk: &'a str,
     mount: &'a NodeVolume,
 }
 
-impl Reader<'_> {
-    fn wrong(&self, rule: String) -> VolumeError {
+impl VolumeReader<'_> {
+    fn invalid(&self, rule: String) -> VolumeError {
         let rule = format!("disk {}: {rule}", self.disk);
         VolumeError::Field { field: "config.mounts.host_path", value: self.mount.host_path.clone(), rule }
     }
 
-    fn failed(&self, what: &'static str, path: &Path, errno: impl Into<io::Error>) -> VolumeError {
-        VolumeError::Io { whose: format!("disk {}", self.disk), what, path: path.to_owned(), source: errno.into() }
+    fn failed(&self, operation: &'static str, path: &Path, errno: impl Into<io::Error>) -> VolumeError {
+        VolumeError::Io { user: format!("disk {}", self.disk), operation, path: path.to_owned(), source: errno.into() }
     }
 
     /// Opens an entry of a directory; `None` if it is a symbolic link.
@@ -191,7 +195,7 @@ impl Reader<'_> {
         }
     }
 
-    fn walk(&self, directory: OwnedFd, above: &str, depth: usize, found: &mut Found) -> Result<(), VolumeError> {
+    fn walk(&self, directory: OwnedFd, above: &str, depth: usize, found: &mut VolumeFiles) -> Result<(), VolumeError> {
         let path = Path::new(&self.mount.host_path).join(above);
         let failed = |errno| self.failed("read", &path, errno);
         let how = OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC);
@@ -203,37 +207,37 @@ impl Reader<'_> {
             if name != "." && name != ".." {
                 names.push(name);
             }
-            if names.len() > MOST_FILES {
-                return Err(self.wrong(format!("more than {MOST_FILES} files")));
+            if names.len() > MAX_FILES {
+                return Err(self.invalid(format!("more than {MAX_FILES} files")));
             }
         }
         for name in names {
-            let plain = name.to_str().filter(|name| right(name));
-            let Some(plain) = plain else {
-                return Err(self.wrong(format!("{name:?} is no name for a FAT file system")));
+            let valid = name.to_str().filter(|name| is_fat_name(name));
+            let Some(valid) = valid else {
+                return Err(self.invalid(format!("a FAT file system cannot hold the name {name:?}")));
             };
-            let inner = if above.is_empty() { plain.to_owned() } else { format!("{above}/{plain}") };
+            let inner = if above.is_empty() { valid.to_owned() } else { format!("{above}/{valid}") };
             let opened = self.open(directory.as_fd(), &name, &path)?;
             let file =
-                File::from(opened.ok_or_else(|| self.wrong(format!("{inner:?} is a link, which nobody follows")))?);
-            let metadata = file.metadata().map_err(|error| self.failed("look at", &path.join(&name), error))?;
+                File::from(opened.ok_or_else(|| self.invalid(format!("{inner:?} is a link, which is not followed")))?);
+            let metadata = file.metadata().map_err(|error| self.failed("stat", &path.join(&name), error))?;
             if metadata.is_dir() {
                 let Some(depth) = depth.checked_sub(1) else {
-                    return Err(self.wrong(format!("more than {DEPTH} directories in one another")));
+                    return Err(self.invalid(format!("more than {MAX_DEPTH} nested directories")));
                 };
                 self.walk(file.into(), &inner, depth, found)?;
                 continue;
             }
             if !metadata.is_file() {
-                return Err(self.wrong(format!("{inner:?} is neither a file nor a directory")));
+                return Err(self.invalid(format!("{inner:?} is neither a regular file nor a directory")));
             }
-            let left = MOST_BYTES.saturating_sub(found.values().map(Vec::len).sum());
+            let left = MAX_BYTES.saturating_sub(found.values().map(Vec::len).sum());
             let mut bytes = Vec::new();
             let limit = u64::try_from(left).unwrap_or_default() + 1;
             let read = file.take(limit).read_to_end(&mut bytes);
             read.map_err(|error| self.failed("read", &path.join(&name), error))?;
-            if bytes.len() > left || found.len() >= MOST_FILES {
-                return Err(self.wrong(format!("more than {MOST_FILES} files, or {} MiB of them", MOST_BYTES >> 20)));
+            if bytes.len() > left || found.len() >= MAX_FILES {
+                return Err(self.invalid(format!("more than {MAX_FILES} files, or {} MiB of them", MAX_BYTES >> 20)));
             }
             found.insert(inner, bytes);
         }
@@ -242,9 +246,9 @@ impl Reader<'_> {
 }
 
 /// Returns whether a FAT file system can hold this name.
-fn right(name: &str) -> bool {
-    let strange = |c: char| c.is_control() || "\"*/:<>?\\|".contains(c);
-    name.len() <= LONGEST && !name.contains(strange) && !name.ends_with(['.', ' '])
+fn is_fat_name(name: &str) -> bool {
+    let is_forbidden = |c: char| c.is_control() || "\"*/:<>?\\|".contains(c);
+    name.len() <= MAX_FILE_NAME && !name.contains(is_forbidden) && !name.ends_with(['.', ' '])
 }
 
 #[cfg(test)]
@@ -292,21 +296,21 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         }
-        symlink("..2026_11_23_05_00_00.1", directory.join(DATA)).unwrap();
+        symlink("..2026_11_23_05_00_00.1", directory.join(DATA_LINK)).unwrap();
         for (path, _) in files {
             let first = path.split('/').next().unwrap();
-            let _ = symlink(Path::new(DATA).join(first), directory.join(first));
+            let _ = symlink(Path::new(DATA_LINK).join(first), directory.join(first));
         }
     }
 
     #[test]
-    fn annotations_are_those_that_kubelet_wrote_last() {
+    fn annotations_are_read_from_the_latest_update() {
         let directory = tempfile::tempdir().unwrap();
         let key = "vm.nacelle.dev/power";
         let text =
             "a=\"vm.nacelle.dev/power=\\\"off\\\"\"\nvm.nacelle.dev/power=\"paused\"\nvm.nacelle.dev/power-x=\"on\"";
         written(directory.path(), &[("annotations", text)]);
-        let found = |key| annotation_of(&mount(directory.path()), key).unwrap();
+        let found = |key| read_annotation(&mount(directory.path()), key).unwrap();
         assert_eq!(found(key).as_deref(), Some("paused"));
         assert_eq!(found("vm.nacelle.dev/powe"), None);
         // An update: a new directory, and the link is swapped.
@@ -314,10 +318,10 @@ mod tests {
         fs::create_dir(&next).unwrap();
         fs::write(next.join("annotations"), "vm.nacelle.dev/power=\"off\"\n").unwrap();
         symlink("..2026_11_23_05_00_00.2", directory.path().join("..data_tmp")).unwrap();
-        fs::rename(directory.path().join("..data_tmp"), directory.path().join(DATA)).unwrap();
+        fs::rename(directory.path().join("..data_tmp"), directory.path().join(DATA_LINK)).unwrap();
         assert_eq!(found(key).as_deref(), Some("off"));
         fs::remove_file(next.join("annotations")).unwrap();
-        let error = annotation_of(&mount(directory.path()), key).unwrap_err();
+        let error = read_annotation(&mount(directory.path()), key).unwrap_err();
         assert!(
             error
                 .to_string()
@@ -326,68 +330,72 @@ mod tests {
     }
 
     #[test]
-    fn what_kubelet_wrote_is_on_the_disk() {
+    fn files_of_kubelet_are_put_on_the_disk() {
         let directory = tempfile::tempdir().unwrap();
         written(directory.path(), &[("a.txt", "A"), ("deep/b", "B")]);
-        let wish = |expected: &str| RequestedDiskSource::Files {
+        let source = |expected: &str| RequestedDiskSource::Files {
             what: "configMap c".into(),
             label: "L".into(),
             expected: vec![expected.into()],
         };
-        let DiskSource::Files(found) = files_of(&disk(wish("deep/b")), &mount(directory.path())).unwrap() else {
+        let DiskSource::Files(found) = files_disk_source(&disk(source("deep/b")), &mount(directory.path())).unwrap()
+        else {
             panic!("they are files")
         };
         let expected = [("a.txt".to_owned(), STANDARD.encode("A")), ("deep/b".to_owned(), STANDARD.encode("B"))];
         assert_eq!((found.label.as_str(), found.files), ("L", expected.into()));
-        let error = files_of(&disk(wish("labels")), &mount(directory.path())).unwrap_err();
+        let error = files_disk_source(&disk(source("labels")), &mount(directory.path())).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file \"labels\""), "{error}");
     }
 
     #[test]
-    fn what_is_too_much_or_leads_elsewhere_is_refused() {
-        let told = |make: &dyn Fn(&Path)| {
+    fn oversized_volumes_and_links_are_rejected() {
+        let error_of = |make: &dyn Fn(&Path)| {
             let directory = tempfile::tempdir().unwrap();
             make(directory.path());
-            let error = read("data", &mount(directory.path())).unwrap_err();
+            let error = read_volume("data", &mount(directory.path())).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             error.to_string()
         };
         for (make, words) in [
-            (&(|at: &Path| symlink("/etc", at.join(DATA)).unwrap()) as &dyn Fn(&Path), "leads out of it"),
-            (&|at| symlink("..", at.join(DATA)).unwrap(), "leads out of it"),
+            (&(|at: &Path| symlink("/etc", at.join(DATA_LINK)).unwrap()) as &dyn Fn(&Path), "leads out of the volume"),
+            (&|at| symlink("..", at.join(DATA_LINK)).unwrap(), "leads out of the volume"),
             (&|at| symlink("/etc/passwd", at.join("a")).unwrap(), "\"a\" is a link"),
             (
                 &|at| {
-                    symlink("..x", at.join(DATA)).unwrap();
+                    symlink("..x", at.join(DATA_LINK)).unwrap();
                     symlink("/etc", at.join("..x")).unwrap();
                 },
                 "leads to a link",
             ),
-            (&|at| nix::unistd::mkfifo(&at.join("a"), Mode::S_IRWXU).unwrap(), "neither a file"),
-            (&|at| fs::write(at.join("a:b"), "").unwrap(), "no name for a FAT"),
-            (&|at| fs::write(at.join("a."), "").unwrap(), "no name for a FAT"),
-            (&|at| ["a", "A"].iter().for_each(|name| fs::write(at.join(name), "").unwrap()), "by the letters alone"),
-            (&|at| fs::write(at.join("a"), vec![0; MOST_BYTES + 1]).unwrap(), "4 MiB of them"),
-            (&|at| (0..=MOST_FILES).for_each(|n| fs::write(at.join(n.to_string()), "").unwrap()), "1000 files"),
-            (&|at| fs::create_dir_all(at.join("a/".repeat(DEPTH + 1))).unwrap(), "directories in one another"),
+            (&|at| nix::unistd::mkfifo(&at.join("a"), Mode::S_IRWXU).unwrap(), "neither a regular file"),
+            (&|at| fs::write(at.join("a:b"), "").unwrap(), "cannot hold the name"),
+            (&|at| fs::write(at.join("a."), "").unwrap(), "cannot hold the name"),
+            (
+                &|at| ["a", "A"].iter().for_each(|name| fs::write(at.join(name), "").unwrap()),
+                "apart from upper and lower case",
+            ),
+            (&|at| fs::write(at.join("a"), vec![0; MAX_BYTES + 1]).unwrap(), "4 MiB of them"),
+            (&|at| (0..=MAX_FILES).for_each(|n| fs::write(at.join(n.to_string()), "").unwrap()), "1000 files"),
+            (&|at| fs::create_dir_all(at.join("a/".repeat(MAX_DEPTH + 1))).unwrap(), "nested directories"),
         ] {
-            let told = told(make);
-            assert!(told.contains(words), "{words}: {told}");
+            let error = error_of(make);
+            assert!(error.contains(words), "{words}: {error}");
         }
-        let error = read("data", &mount(Path::new("/etc/passwd"))).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("to be a directory"), "{error}");
-        assert_eq!(read("data", &mount(Path::new("/nowhere"))).unwrap_err().kind(), Kind::NotFound);
+        let error = read_volume("data", &mount(Path::new("/etc/passwd"))).unwrap_err();
+        assert!(error.kind() == Kind::Invalid && error.to_string().contains("a directory is expected"), "{error}");
+        assert_eq!(read_volume("data", &mount(Path::new("/nowhere"))).unwrap_err().kind(), Kind::NotFound);
         let directory = tempfile::tempdir().unwrap();
-        fs::write(directory.path().join("a"), vec![1; MOST_BYTES]).unwrap();
-        assert_eq!(read("data", &mount(directory.path())).unwrap()["a"].len(), MOST_BYTES);
+        fs::write(directory.path().join("a"), vec![1; MAX_BYTES]).unwrap();
+        assert_eq!(read_volume("data", &mount(directory.path())).unwrap()["a"].len(), MAX_BYTES);
     }
 
     #[test]
-    fn cloud_inits_data_is_in_secrets() {
+    fn cloud_init_data_is_read_from_secrets() {
         let [data, keys] = [(); 2].map(|()| tempfile::tempdir().unwrap());
         written(data.path(), &[("userData", "#cloud-config\n"), ("networkdata", "version: 2\n")]);
         written(keys.path(), &[("one", "ssh-ed25519 AAAA me\n# mine\n"), ("two", "\nssh-rsa BBBB you\n")]);
-        let wish = |user: Option<&str>, network: Option<&str>| RequestedDiskSource::CloudInitOf {
+        let source = |user: Option<&str>, network: Option<&str>| RequestedDiskSource::CloudInitOf {
             data: CloudInit {
                 form: CloudInitForm::NoCloud,
                 instance: "i".into(),
@@ -402,22 +410,22 @@ mod tests {
         };
         let [in_data, in_keys] = [data.path(), keys.path()].map(mount);
         let mounts = BTreeMap::from([("d".to_owned(), &in_data), ("k".to_owned(), &in_keys)]);
-        let of = |wish| match cloud_init_of(&disk(wish), &mounts) {
+        let of = |wish| match cloud_init_disk_source(&disk(wish), &mounts) {
             Ok(DiskSource::CloudInit(data)) => Ok(data),
             Ok(other) => panic!("{other:?}"),
             Err(error) => Err(error.to_string()),
         };
-        let found = of(wish(Some("d"), Some("d"))).unwrap();
+        let found = of(source(Some("d"), Some("d"))).unwrap();
         assert_eq!(
             (found.user_data.as_str(), found.network_data.as_deref()),
             ("#cloud-config\n", Some("version: 2\n"))
         );
         assert_eq!(found.keys, ["ssh-dss CCCC they", "ssh-ed25519 AAAA me", "ssh-rsa BBBB you"]);
-        assert_eq!(of(wish(None, None)).unwrap().user_data, "said");
-        let told = of(wish(Some("k"), None)).unwrap_err();
-        assert!(told.contains("secret k has neither userdata nor userData"), "{told}");
-        fs::write(keys.path().join(DATA).join("two"), "-----BEGIN").unwrap();
-        let told = of(wish(None, None)).unwrap_err();
-        assert!(told.contains("two of secret k has something that is no public key"), "{told}");
+        assert_eq!(of(source(None, None)).unwrap().user_data, "said");
+        let error = of(source(Some("k"), None)).unwrap_err();
+        assert!(error.contains("secret k has neither userdata nor userData"), "{error}");
+        fs::write(keys.path().join(DATA_LINK).join("two"), "-----BEGIN").unwrap();
+        let error = of(source(None, None)).unwrap_err();
+        assert!(error.contains("two of secret k contains a line that is not a public key"), "{error}");
     }
 }

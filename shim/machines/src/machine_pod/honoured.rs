@@ -120,41 +120,41 @@ const FIELDS: &[&str] = &[
 ];
 
 /// Returns the unsupported fields of a document, by their paths in it.
-pub fn others(document: &Value) -> Vec<String> {
+pub fn find_unsupported(document: &Value) -> Vec<String> {
     let mut found = Vec::new();
     walk(document, String::new(), String::new(), &mut found);
     found
 }
 
 /// Returns whether the field with this path is supported, with everything below it.
-pub fn known(path: &str) -> bool {
+pub fn is_supported(path: &str) -> bool {
     FIELDS.iter().any(|field| match field.strip_suffix(".*") {
         Some(above) => path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '['])),
         None => *field == path,
     })
 }
 
-/// Walks the document. `place` is the path with list indices, `path` the same in the notation of [`FIELDS`].
-fn walk(value: &Value, place: String, path: String, found: &mut Vec<String>) {
-    if known(&path) {
+/// Walks the document. `actual_path` is the path with list indices, `path` the same in the notation of [`FIELDS`].
+fn walk(value: &Value, actual_path: String, path: String, found: &mut Vec<String>) {
+    if is_supported(&path) {
         return;
     }
     let below = |key: &str, above: &str| if above.is_empty() { key.to_owned() } else { format!("{above}.{key}") };
     match value {
         Value::Object(fields) if !fields.is_empty() => {
             for (key, value) in fields {
-                walk(value, below(key, &place), below(key, &path), found);
+                walk(value, below(key, &actual_path), below(key, &path), found);
             }
         }
         Value::Array(entries) => {
             for (n, value) in entries.iter().enumerate() {
-                walk(value, format!("{place}[{n}]"), format!("{path}[]"), found);
+                walk(value, format!("{actual_path}[{n}]"), format!("{path}[]"), found);
             }
         }
         // An empty object above supported fields has no meaning.
         Value::Object(_) if FIELDS.iter().any(|field| field.starts_with(&format!("{path}."))) => {}
         Value::Null => {}
-        _ => found.push(place),
+        _ => found.push(actual_path),
     }
 }
 
@@ -164,7 +164,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_nobody_honours_is_named() {
+    fn unsupported_fields_are_named() {
         let document = json!({
             "domain": {
                 "cpu": { "cores": 2, "maxSockets": 2 },
@@ -184,6 +184,6 @@ mod tests {
             "livenessProbe.exec.command[0]",
             "volumes[0].persistentVolumeClaim.hotpluggable",
         ];
-        assert_eq!(others(&document), expected);
+        assert_eq!(find_unsupported(&document), expected);
     }
 }

@@ -14,19 +14,26 @@ mod files;
 mod honoured;
 mod kernel;
 mod networks;
-mod passed;
+mod passthrough;
+mod rejection;
 mod serving;
+mod volume_error;
 mod volumes;
 
-pub use build::{Refused, build, not_honoured, reason, refused_value};
+pub use build::{build, first_unsupported_value, unsupported_fields};
 pub use container::check_container;
 pub use cpu::cpu_model;
-pub use credentials::{credential_directories, credentials};
-pub use document::{SourceError, document};
-pub use files::{annotation_of, annotations_mount, cloud_init_of, files_of};
-pub use honoured::known as honours;
-pub use passed::{Passed, PassedError};
-pub use volumes::{Place, VolumeError, check_volumes, directory, images_under, open, place, shared, unused};
+pub use credentials::{credential_directories, read_credentials};
+pub use document::{SourceError, build_document};
+pub use files::{annotations_mount, cloud_init_disk_source, files_disk_source, read_annotation};
+pub use honoured::is_supported as supports_field;
+pub use passthrough::{PassthroughDevices, PassthroughError};
+pub use rejection::{SpecRejection, unsupported_reason};
+pub use volume_error::VolumeError;
+pub use volumes::{
+    DiskVolume, backing_images, check_unused, check_volumes, filesystem_mount, find_disk_volume, open_disk_file,
+    resolve_directory,
+};
 
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
@@ -36,15 +43,15 @@ use std::path::PathBuf;
 
 /// Gives a persistent VM the properties that are the same in all its runs, unless the specification sets them: its UUID, the MAC
 /// addresses of its interfaces, and cloud-init's instance id. `directory` is the directory of its disks.
-pub fn identify(machine: &mut MachinePod, vm: &VmRecord, directory: PathBuf) {
+pub fn set_identity(machine: &mut MachinePod, vm: &VmRecord, directory: PathBuf) {
     if machine.identity.uuid.is_empty() {
         machine.identity.uuid.clone_from(&vm.uuid);
     }
     // The pod's own interface, or the first one if the machine lacks that, has the VM's MAC address. Those of the others are
     // derived from the UUID, so that copies and exports need not store them.
-    let own = machine.cards.iter().position(|card| card.interface == INTERFACE).unwrap_or(0);
+    let primary = machine.cards.iter().position(|card| card.interface == INTERFACE).unwrap_or(0);
     for (n, card) in machine.cards.iter_mut().enumerate() {
-        card.mac.get_or_insert_with(|| if n == own { vm.mac } else { further_mac(&vm.uuid, &card.interface) });
+        card.mac.get_or_insert_with(|| if n == primary { vm.mac } else { derive_mac(&vm.uuid, &card.interface) });
     }
     for disk in &mut machine.disks {
         if let RequestedDiskSource::CloudInit(data) | RequestedDiskSource::CloudInitOf { data, .. } = &mut disk.source {
@@ -55,7 +62,7 @@ pub fn identify(machine: &mut MachinePod, vm: &VmRecord, directory: PathBuf) {
 }
 
 /// Returns the MAC address of a further interface of this machine: unicast and locally administered.
-fn further_mac(uuid: &str, interface: &str) -> [u8; 6] {
+fn derive_mac(uuid: &str, interface: &str) -> [u8; 6] {
     let digest: [u8; 32] = Sha256::digest(format!("{uuid}/{interface}")).into();
     let [a, b, c, d, e, f, ..] = digest;
     [(a & 0xfc) | 2, b, c, d, e, f]

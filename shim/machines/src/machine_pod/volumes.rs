@@ -1,9 +1,9 @@
 //! Finds a machine's disks among the mounts and devices of its container, and opens the files of those on the node. It accesses
 //! only files below the paths that the container got. Blocks on files.
 
-use super::credentials;
+use super::credentials::check_mounts;
+use super::volume_error::{VOLUMES_DIRECTORY, VolumeError, invalid_field, secret_path};
 use nacelle_base::retry::retry_transient;
-use nacelle_base::{Classify, Kind};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::digest::ImageId;
@@ -20,72 +20,15 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// The container's directory of block volumes.
-const DEVICES: &str = "/dev/nacelle";
-/// The container's directory of mounted volumes.
-const DIRECTORIES: &str = "/run/nacelle/vm";
+const BLOCK_VOLUMES_DIRECTORY: &str = "/dev/nacelle";
 /// The disk file in a claim's file system, the same as in KubeVirt.
-const IN_CLAIM: &str = "disk.img";
+const CLAIM_DISK_FILE: &str = "disk.img";
 /// The sector size in bytes: a disk consists of whole sectors.
 const SECTOR: u64 = 512;
 
-/// Why a volume cannot be a disk.
-#[derive(Debug, thiserror::Error)]
-pub enum VolumeError {
-    /// A field of the request, or the file that it names, is invalid.
-    #[error("{field} is {value:?}: {rule}")]
-    Field {
-        /// The field's path.
-        field: &'static str,
-        /// The value.
-        value: String,
-        /// The rule.
-        rule: String,
-    },
-    /// The container lacks the mount or device.
-    #[error("{whose} is {what}, which the container has not: {rule}")]
-    Missing {
-        /// The user of the volume: "disk data".
-        whose: String,
-        /// The volume: "claim data".
-        what: String,
-        /// The expected path.
-        rule: String,
-    },
-    /// The node itself uses the device.
-    #[error("disk {disk}: {path} is in use on the node (mounted, or part of another device): stop that first")]
-    Busy {
-        /// The disk's name.
-        disk: String,
-        /// The device's path.
-        path: String,
-    },
-    /// A file operation failed.
-    #[error("{whose}: cannot {what} {}", path.display())]
-    Io {
-        /// The user of the volume: "disk data".
-        whose: String,
-        /// The operation: "open".
-        what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
-}
-
-impl Classify for VolumeError {
-    fn kind(&self) -> Kind {
-        match self {
-            VolumeError::Field { .. } | VolumeError::Missing { .. } => Kind::Invalid,
-            VolumeError::Busy { .. } => Kind::Conflict,
-            VolumeError::Io { source, .. } => source.kind().into(),
-        }
-    }
-}
-
 /// The source of a machine's disk in the container.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Place<'a> {
+pub enum DiskVolume<'a> {
     /// A block device.
     Device(&'a DeviceRequest),
     /// A directory with the disk in it, or the file that is the disk.
@@ -97,21 +40,21 @@ pub enum Place<'a> {
 }
 
 /// Returns whether this device is a disk of the machine.
-pub fn names_device(machine: &MachinePod, path: &str) -> bool {
+pub fn is_disk_device(machine: &MachinePod, path: &str) -> bool {
     let claims = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Claim { .. }));
-    claims.into_iter().any(|disk| Path::new(path) == Path::new(DEVICES).join(&disk.name))
+    claims.into_iter().any(|disk| Path::new(path) == Path::new(BLOCK_VOLUMES_DIRECTORY).join(&disk.name))
 }
 
 /// Returns whether this mount is a disk of the machine.
-pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
-    let secret = |credential: &Credential| Path::new(path) == at_secret(credential.secret());
+pub fn is_machine_mount(machine: &MachinePod, path: &str) -> bool {
+    let secret = |credential: &Credential| Path::new(path) == secret_path(credential.secret());
     machine.credentials.iter().any(secret)
-        || machine.filesystems.iter().any(|one| Path::new(path) == Path::new(DIRECTORIES).join(&one.name))
+        || machine.filesystems.iter().any(|one| Path::new(path) == Path::new(VOLUMES_DIRECTORY).join(&one.name))
         || machine.disks.iter().any(|disk| match &disk.source {
             RequestedDiskSource::Claim { .. }
             | RequestedDiskSource::HostDisk { .. }
-            | RequestedDiskSource::Files { .. } => Path::new(path) == Path::new(DIRECTORIES).join(&disk.name),
-            wish => secrets(wish).any(|secret| Path::new(path) == at_secret(secret)),
+            | RequestedDiskSource::Files { .. } => Path::new(path) == Path::new(VOLUMES_DIRECTORY).join(&disk.name),
+            source => disk_secrets(source).any(|secret| Path::new(path) == secret_path(secret)),
         })
 }
 
@@ -119,158 +62,159 @@ pub fn names_mount(machine: &MachinePod, path: &str) -> bool {
 pub(super) const KERNEL_BOOT: &str = "kernel-boot";
 
 /// Returns whether the image volume at this path is for the machine: for the disk of that name, or for kernel and initramfs.
-pub fn names_image(machine: &MachinePod, path: &str) -> bool {
-    let at = |name: &str| Path::new(path) == Path::new(DIRECTORIES).join(name);
+pub fn is_machine_image_volume(machine: &MachinePod, path: &str) -> bool {
+    let at = |name: &str| Path::new(path) == Path::new(VOLUMES_DIRECTORY).join(name);
     let disks = machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Image { .. }));
     disks.into_iter().any(|disk| at(&disk.name)) || (machine.kernel.is_some() && at(KERNEL_BOOT))
 }
 
 /// Returns the container path of the image volume for this disk or kernel.
-pub fn image_place(name: &str) -> PathBuf {
-    Path::new(DIRECTORIES).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
+pub fn image_volume_path(name: &str) -> PathBuf {
+    Path::new(VOLUMES_DIRECTORY).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
 }
 
 /// Returns the image with this disk or kernel: that of its image volume, otherwise the container's own. `images` are the images
 /// of the container's image volumes, in their order.
-pub fn image_of<'a>(
+pub fn image_with_disk<'a>(
     name: &str,
     config: &ContainerConfig,
     images: &'a [ContainerImage],
     own: &'a ContainerImage,
 ) -> &'a ContainerImage {
-    let at = image_place(name);
+    let at = image_volume_path(name);
     let mut volumes = config.volumes.iter().zip(images);
     volumes.find(|(volume, _)| Path::new(&volume.container_path) == at).map_or(own, |(_, image)| image)
 }
 
 /// Returns the backing images of the disks that the guest writes to, without duplicates.
-pub fn images_under(
+pub fn backing_images(
     machine: &MachinePod,
     config: &ContainerConfig,
     images: &[ContainerImage],
     own: &ContainerImage,
 ) -> Vec<ImageId> {
-    let mut under = Vec::new();
+    let mut backing = Vec::new();
     for disk in
         machine.disks.iter().filter(|disk| matches!(disk.source, RequestedDiskSource::Image { .. }) && !disk.read_only)
     {
-        let id = image_of(&disk.name, config, images, own).id;
-        if !under.contains(&id) {
-            under.push(id);
+        let id = image_with_disk(&disk.name, config, images, own).id;
+        if !backing.contains(&id) {
+            backing.push(id);
         }
     }
-    under
+    backing
 }
 
 /// Returns the secrets that the disk needs.
-fn secrets(wish: &RequestedDiskSource) -> impl Iterator<Item = &String> {
-    let (some, many) = match wish {
+fn disk_secrets(source: &RequestedDiskSource) -> impl Iterator<Item = &String> {
+    let (optional, list) = match source {
         RequestedDiskSource::CloudInitOf { user, network, keys, .. } => {
             ([user.as_ref(), network.as_ref()], keys.as_slice())
         }
         _ => ([None; 2], [].as_slice()),
     };
-    some.into_iter().flatten().chain(many)
-}
-
-pub(super) fn at_secret(name: &str) -> PathBuf {
-    Path::new(DIRECTORIES).join(format!("secret-{name}"))
+    optional.into_iter().flatten().chain(list)
 }
 
 /// Checks that the container has the volumes of its machine's disks, in the required form. Accesses no file.
 pub fn check_volumes(machine: &MachinePod, config: &ContainerConfig) -> Result<(), VolumeError> {
-    credentials::check(machine, config)?;
-    machine.disks.iter().try_for_each(|disk| place(disk, config).map(drop))?;
-    machine.filesystems.iter().try_for_each(|one| shared(one, config).map(drop))
+    check_mounts(machine, config)?;
+    machine.disks.iter().try_for_each(|disk| find_disk_volume(disk, config).map(drop))?;
+    machine.filesystems.iter().try_for_each(|one| filesystem_mount(one, config).map(drop))
 }
 
 /// Returns the container's mount with the directory of a file system.
-pub fn shared<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
-    let at = Path::new(DIRECTORIES).join(&one.name);
+pub fn filesystem_mount<'a>(one: &Filesystem, config: &'a ContainerConfig) -> Result<&'a NodeVolume, VolumeError> {
+    let at = Path::new(VOLUMES_DIRECTORY).join(&one.name);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
     let mount = mount.ok_or_else(|| VolumeError::Missing {
-        whose: format!("file system {}", one.name),
-        what: one.what.clone(),
-        rule: format!("as a mount at {} it is expected", at.display()),
+        user: format!("file system {}", one.name),
+        volume: one.what.clone(),
+        rule: format!("it is expected as a mount at {}", at.display()),
     })?;
     if mount.propagation == Propagation::BothWays {
-        let rule = "mounts of a guest are its own kernel's: the node does not see them";
-        return field("config.mounts.propagation", "PROPAGATION_BIDIRECTIONAL", rule);
+        let rule = "the guest's kernel makes its mounts, which the node does not see";
+        return invalid_field("config.mounts.propagation", "PROPAGATION_BIDIRECTIONAL", rule);
     }
     // The guest never opens device nodes of the node.
     match mount.options.iter().find(|option| !matches!(option, MountOption::Noatime | MountOption::Nodev)) {
         Some(option) => {
-            let rule = "the guest mounts it, and says how: leave it out";
-            field("config.mounts.mount_options", option.word(), rule)
+            let rule = "the guest mounts it with options of its own: remove this one";
+            invalid_field("config.mounts.mount_options", option.word(), rule)
         }
         None => Ok(mount),
     }
 }
 
 /// Resolves the directory of a file system on the node.
-pub fn directory(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, VolumeError> {
+pub fn resolve_directory(one: &Filesystem, mount: &NodeVolume) -> Result<NodeVolume, VolumeError> {
     let path = Path::new(&mount.host_path);
     let failed = |source| VolumeError::Io {
-        whose: format!("file system {}", one.name),
-        what: "find",
+        user: format!("file system {}", one.name),
+        operation: "find",
         path: path.to_owned(),
         source,
     };
     let found = path.canonicalize().map_err(failed)?;
     match found.to_str() {
         Some(name) if found.is_dir() => Ok(NodeVolume { host_path: name.to_owned(), ..mount.clone() }),
-        _ => field("config.mounts.host_path", &mount.host_path, format!("file system {} needs a directory", one.name)),
+        _ => invalid_field(
+            "config.mounts.host_path",
+            &mount.host_path,
+            format!("file system {} needs a directory", one.name),
+        ),
     }
 }
 
 /// Returns the source of the disk in the container; `None` for a disk without a volume.
-pub fn place<'a>(
+pub fn find_disk_volume<'a>(
     disk: &Disk<RequestedDiskSource>,
     config: &'a ContainerConfig,
-) -> Result<Option<Place<'a>>, VolumeError> {
-    let (device_at, mount_at) = (Path::new(DEVICES).join(&disk.name), Path::new(DIRECTORIES).join(&disk.name));
+) -> Result<Option<DiskVolume<'a>>, VolumeError> {
+    let (device_at, mount_at) =
+        (Path::new(BLOCK_VOLUMES_DIRECTORY).join(&disk.name), Path::new(VOLUMES_DIRECTORY).join(&disk.name));
     let device = config.devices.iter().find(|device| Path::new(&device.container_path) == device_at);
     let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == mount_at);
-    let whose = || format!("disk {}", disk.name);
-    let missing = |what: String, rule: String| VolumeError::Missing { whose: whose(), what, rule };
+    let user = || format!("disk {}", disk.name);
+    let missing = |volume: String, rule: String| VolumeError::Missing { user: user(), volume, rule };
     let (device_at, mount_at) = (device_at.display(), mount_at.display());
     let found = match &disk.source {
         RequestedDiskSource::Claim { claim } => {
             let what = format!("claim {claim}");
             match (device, mount) {
-                (Some(device), None) => Place::Device(device),
-                (None, Some(mount)) => Place::Mount(mount),
+                (Some(device), None) => DiskVolume::Device(device),
+                (None, Some(mount)) => DiskVolume::Mount(mount),
                 (None, None) => {
-                    let rule = format!("as a block device at {device_at} or as a mount at {mount_at} it is expected");
+                    let rule = format!("it is expected as a block device at {device_at} or as a mount at {mount_at}");
                     return Err(missing(what, rule));
                 }
                 (Some(device), Some(_)) => {
                     let rule = format!("disk {} is this or the mount at {mount_at}, not both", disk.name);
-                    return field("config.devices.container_path", &device.container_path, rule);
+                    return invalid_field("config.devices.container_path", &device.container_path, rule);
                 }
             }
         }
         RequestedDiskSource::HostDisk { path, .. } => {
-            let rule = format!("as a mount at {mount_at} it is expected");
+            let rule = format!("it is expected as a mount at {mount_at}");
             let mount = mount.ok_or_else(|| missing(format!("file {path} of the node"), rule))?;
             if Path::new(&mount.host_path) != Path::new(path) {
                 let rule = format!("the mount for disk {} must be of {path:?}, as hostDisk.path says", disk.name);
-                return field("config.mounts.host_path", &mount.host_path, rule);
+                return invalid_field("config.mounts.host_path", &mount.host_path, rule);
             }
-            Place::Mount(mount)
+            DiskVolume::Mount(mount)
         }
         RequestedDiskSource::Files { what, .. } => {
-            let rule = format!("as a mount at {mount_at} it is expected");
-            return Ok(Some(Place::Files(mount.ok_or_else(|| missing(what.clone(), rule))?)));
+            let rule = format!("it is expected as a mount at {mount_at}");
+            return Ok(Some(DiskVolume::Files(mount.ok_or_else(|| missing(what.clone(), rule))?)));
         }
         RequestedDiskSource::CloudInitOf { .. } => {
-            let found = secrets(&disk.source).map(|secret| {
-                let at = at_secret(secret);
+            let found = disk_secrets(&disk.source).map(|secret| {
+                let at = secret_path(secret);
                 let mount = config.node_volumes.iter().find(|mount| Path::new(&mount.container_path) == at);
-                let rule = format!("as a mount at {} it is expected", at.display());
+                let rule = format!("it is expected as a mount at {}", at.display());
                 Ok((secret.clone(), mount.ok_or_else(|| missing(format!("of secret {secret}"), rule))?))
             });
-            return found.collect::<Result<_, VolumeError>>().map(|mounts| Some(Place::Secrets(mounts)));
+            return found.collect::<Result<_, VolumeError>>().map(|mounts| Some(DiskVolume::Secrets(mounts)));
         }
         RequestedDiskSource::Image { .. } | RequestedDiskSource::Empty { .. } | RequestedDiskSource::CloudInit(_) => {
             return Ok(None);
@@ -278,21 +222,19 @@ pub fn place<'a>(
     };
     let rule = || format!("disk {} is written to: make it writable, or the disk read-only", disk.name);
     match found {
-        Place::Device(device) if !disk.read_only && !device.permissions.contains('w') => {
-            field("config.devices.permissions", &device.permissions, rule())
+        DiskVolume::Device(device) if !disk.read_only && !device.permissions.contains('w') => {
+            invalid_field("config.devices.permissions", &device.permissions, rule())
         }
-        Place::Mount(mount) if !disk.read_only && mount.readonly => field("config.mounts.readonly", "true", rule()),
+        DiskVolume::Mount(mount) if !disk.read_only && mount.readonly => {
+            invalid_field("config.mounts.readonly", "true", rule())
+        }
         found => Ok(Some(found)),
     }
 }
 
-pub(super) fn field<T>(field: &'static str, value: &str, rule: impl Into<String>) -> Result<T, VolumeError> {
-    Err(VolumeError::Field { field, value: value.to_owned(), rule: rule.into() })
-}
-
 /// Checks that no process of the node uses the device exclusively: a guest must not write to a device that is mounted or part of
 /// another one.
-pub fn unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Result<(), VolumeError> {
+pub fn check_unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Result<(), VolumeError> {
     if disk.read_only {
         return Ok(());
     }
@@ -305,20 +247,20 @@ pub fn unused(disk: &Disk<RequestedDiskSource>, device: &DeviceRequest) -> Resul
 }
 
 /// Opens the file of a disk in its mount; returns its path too.
-pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
+pub fn open_disk_file(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(PathBuf, File), VolumeError> {
     let mounted = Path::new(&mount.host_path);
-    let wrong = |rule: String| field("config.mounts.host_path", &mount.host_path, rule);
+    let invalid = |rule: String| invalid_field("config.mounts.host_path", &mount.host_path, rule);
     let (directory, name, size) = match (&disk.source, mounted.parent(), mounted.file_name()) {
         (RequestedDiskSource::HostDisk { create, .. }, Some(directory), Some(name)) => {
             (directory, Path::new(name), *create)
         }
-        (RequestedDiskSource::HostDisk { .. }, ..) => return wrong("it is to be a file".to_owned()),
-        _ => (mounted, Path::new(IN_CLAIM), None),
+        (RequestedDiskSource::HostDisk { .. }, ..) => return invalid("a file is expected".to_owned()),
+        _ => (mounted, Path::new(CLAIM_DISK_FILE), None),
     };
     let path = directory.join(name);
-    let failed = |what, source: io::Error| VolumeError::Io {
-        whose: format!("disk {}", disk.name),
-        what,
+    let failed = |operation, source: io::Error| VolumeError::Io {
+        user: format!("disk {}", disk.name),
+        operation,
         path: path.clone(),
         source,
     };
@@ -326,38 +268,40 @@ pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(Pat
     let directory = match OpenOptions::new().read(true).custom_flags(directory_flags).open(directory) {
         Ok(directory) => directory,
         Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-            return wrong(format!("disk {} needs a directory with the file {IN_CLAIM} in it", disk.name));
+            return invalid(format!("disk {} needs a directory with the file {CLAIM_DISK_FILE} in it", disk.name));
         }
         Err(error) => return Err(failed("open the directory of", error)),
     };
     let access = if disk.read_only { OFlag::O_RDONLY } else { OFlag::O_RDWR };
-    let made = if size.is_some() && !disk.read_only { OFlag::O_CREAT } else { OFlag::empty() };
-    let flags = access | made | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+    let create_flag = if size.is_some() && !disk.read_only { OFlag::O_CREAT } else { OFlag::empty() };
+    let flags = access | create_flag | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
     let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
-    let how = if made.is_empty() { how } else { how.mode(Mode::S_IRUSR | Mode::S_IWUSR) };
+    let how = if create_flag.is_empty() { how } else { how.mode(Mode::S_IRUSR | Mode::S_IWUSR) };
     let name = name.display();
     let file = match retry_transient(|| openat2(&directory, Path::new(&name.to_string()), how)) {
         Ok(file) => File::from(file),
         Err(Errno::ENOENT) => {
-            let rule = format!("disk {}: there is no file {name} in it; make one of the disk's size", disk.name);
-            return wrong(rule);
+            let rule = format!("disk {}: there is no file {name} in it; create one of the disk's size", disk.name);
+            return invalid(rule);
         }
-        Err(Errno::ELOOP) => return wrong(format!("disk {}: {name} is a link, which nobody follows", disk.name)),
-        Err(Errno::EISDIR | Errno::ENXIO) => return wrong(format!("disk {}: {name} is no file", disk.name)),
+        Err(Errno::ELOOP) => return invalid(format!("disk {}: {name} is a link, which is not followed", disk.name)),
+        Err(Errno::EISDIR | Errno::ENXIO) => {
+            return invalid(format!("disk {}: {name} is not a regular file", disk.name));
+        }
         Err(errno) => return Err(failed("open", errno.into())),
     };
-    let metadata = file.metadata().map_err(|source| failed("look at", source))?;
+    let metadata = file.metadata().map_err(|source| failed("stat", source))?;
     if !metadata.is_file() {
-        return wrong(format!("disk {}: {name} is no file", disk.name));
+        return invalid(format!("disk {}: {name} is not a regular file", disk.name));
     }
     let mut length = metadata.len();
     if let Some(size) = size.filter(|_| length == 0 && !disk.read_only) {
-        file.set_len(size).map_err(|source| failed("size", source))?;
+        file.set_len(size).map_err(|source| failed("set the size of", source))?;
         length = size;
     }
     if length == 0 || !length.is_multiple_of(SECTOR) {
         let rule = format!("disk {}: {name} has {length} bytes; whole sectors of {SECTOR} are needed", disk.name);
-        return wrong(rule);
+        return invalid(rule);
     }
     Ok((path, file))
 }
@@ -365,6 +309,7 @@ pub fn open(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> Result<(Pat
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_base::{Classify, Kind};
     use nacelle_model::machine::{Bus, Cache, DiskKind};
     use nacelle_model::mount::Propagation;
     use std::io::Read;
@@ -416,10 +361,10 @@ mod tests {
     fn a_claim_is_the_containers_device_or_mount() {
         let [writable, read] = [false, true].map(|readonly| mount(Path::new("/v"), readonly));
         let all = config(&["mrw"], &[]);
-        assert_eq!(place(&claim(false), &all).unwrap(), Some(Place::Device(&all.devices[0])));
+        assert_eq!(find_disk_volume(&claim(false), &all).unwrap(), Some(DiskVolume::Device(&all.devices[0])));
         let all = config(&[], std::slice::from_ref(&writable));
-        assert_eq!(place(&claim(false), &all).unwrap(), Some(Place::Mount(&writable)));
-        assert!(place(&disk(RequestedDiskSource::Empty { bytes: 512 }, false), &all).unwrap().is_none());
+        assert_eq!(find_disk_volume(&claim(false), &all).unwrap(), Some(DiskVolume::Mount(&writable)));
+        assert!(find_disk_volume(&disk(RequestedDiskSource::Empty { bytes: 512 }, false), &all).unwrap().is_none());
         for (disk, config, words) in [
             (claim(false), config(&[], &[]), "at /dev/nacelle/data or as a mount at /run/nacelle/vm/data"),
             (claim(false), config(&["rw"], std::slice::from_ref(&writable)), "not both"),
@@ -436,11 +381,11 @@ mod tests {
                 "file /w of the node",
             ),
         ] {
-            let error = place(&disk, &config).unwrap_err();
+            let error = find_disk_volume(&disk, &config).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
         }
-        assert!(place(&claim(true), &config(&["r"], &[])).unwrap().is_some());
-        assert!(place(&claim(true), &config(&[], &[read])).unwrap().is_some());
+        assert!(find_disk_volume(&claim(true), &config(&["r"], &[])).unwrap().is_some());
+        assert!(find_disk_volume(&claim(true), &config(&[], &[read])).unwrap().is_some());
     }
 
     #[test]
@@ -452,13 +397,16 @@ mod tests {
             config(&[], &[mount])
         };
         let all = with(&|mount| mount.options = [MountOption::Noatime, MountOption::Nodev].into());
-        assert_eq!(shared(&one, &all).unwrap(), &all.node_volumes[0]);
+        assert_eq!(filesystem_mount(&one, &all).unwrap(), &all.node_volumes[0]);
         for (config, words) in [
-            (config(&["rw"], &[]), "file system data is claim c, which the container has not: as a mount at /run"),
+            (
+                config(&["rw"], &[]),
+                "file system data is claim c, which the container does not have: it is expected as a mount at /run",
+            ),
             (with(&|mount| mount.options = [MountOption::Noexec].into()), "mount_options is \"noexec\""),
             (with(&|mount| mount.propagation = Propagation::BothWays), "PROPAGATION_BIDIRECTIONAL"),
         ] {
-            let error = shared(&one, &config).unwrap_err();
+            let error = filesystem_mount(&one, &config).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
         }
     }
@@ -467,26 +415,28 @@ mod tests {
     fn the_file_of_a_disk_is_a_file_and_beneath_its_mount() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
-        let refused = |disk: &Disk<RequestedDiskSource>, path: &Path, words: &str| {
-            let error = open(disk, &mount(path, false)).unwrap_err();
+        let assert_rejected = |disk: &Disk<RequestedDiskSource>, path: &Path, words: &str| {
+            let error = open_disk_file(disk, &mount(path, false)).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
         };
-        refused(&claim(false), directory.path(), "there is no file disk.img");
+        assert_rejected(&claim(false), directory.path(), "there is no file disk.img");
         let image = at("disk.img");
         std::fs::write(&image, "").unwrap();
-        refused(&claim(false), directory.path(), "disk.img has 0 bytes");
+        assert_rejected(&claim(false), directory.path(), "disk.img has 0 bytes");
         std::fs::write(&image, [7; 700]).unwrap();
-        refused(&claim(false), directory.path(), "whole sectors");
+        assert_rejected(&claim(false), directory.path(), "whole sectors");
         std::fs::write(&image, [7; 1024]).unwrap();
-        refused(&claim(false), &image, "needs a directory");
+        assert_rejected(&claim(false), &image, "needs a directory");
         for read_only in [false, true] {
-            let (path, mut file) = open(&claim(read_only), &mount(directory.path(), read_only)).unwrap();
+            let (path, mut file) = open_disk_file(&claim(read_only), &mount(directory.path(), read_only)).unwrap();
             let mut all = Vec::new();
             file.read_to_end(&mut all).unwrap();
             assert_eq!((path, all), (image.clone(), vec![7; 1024]));
             assert_eq!(file.set_len(1024).is_ok(), !read_only);
         }
-        for (name, words) in [("link", "is a link"), ("pipe", "is no file"), ("directory", "is no file")] {
+        for (name, words) in
+            [("link", "is a link"), ("pipe", "is not a regular file"), ("directory", "is not a regular file")]
+        {
             let directory = at(name);
             std::fs::create_dir(&directory).unwrap();
             let inner = directory.join("disk.img");
@@ -495,25 +445,26 @@ mod tests {
                 "pipe" => nix::unistd::mkfifo(&inner, Mode::S_IRWXU).unwrap(),
                 _ => std::fs::create_dir(inner).unwrap(),
             }
-            refused(&claim(false), &directory, words);
+            assert_rejected(&claim(false), &directory, words);
             if name != "link" {
-                refused(&claim(true), &directory, words);
+                assert_rejected(&claim(true), &directory, words);
             }
         }
     }
 
     #[test]
-    fn a_file_of_the_node_is_made_where_it_shall_be() {
+    fn a_host_disk_is_created_if_its_file_is_missing() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("machine.img");
-        let wish = |create| disk(RequestedDiskSource::HostDisk { path: path.display().to_string(), create }, false);
-        let error = open(&wish(None), &mount(&path, false)).unwrap_err();
+        let host_disk =
+            |create| disk(RequestedDiskSource::HostDisk { path: path.display().to_string(), create }, false);
+        let error = open_disk_file(&host_disk(None), &mount(&path, false)).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file machine.img"), "{error}");
-        let (found, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();
+        let (found, file) = open_disk_file(&host_disk(Some(1 << 20)), &mount(&path, false)).unwrap();
         assert_eq!((found, file.metadata().unwrap().len()), (path.clone(), 1 << 20));
         // An existing file keeps its size.
         std::fs::write(&path, [1; 512]).unwrap();
-        let (_, file) = open(&wish(Some(1 << 20)), &mount(&path, false)).unwrap();
+        let (_, file) = open_disk_file(&host_disk(Some(1 << 20)), &mount(&path, false)).unwrap();
         assert_eq!(file.metadata().unwrap().len(), 512);
     }
 }

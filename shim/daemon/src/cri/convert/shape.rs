@@ -7,7 +7,7 @@ use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
 use nacelle_image::Reference;
 use nacelle_machines::honoured::container_pod;
-use nacelle_machines::machine_pod::{self, Refused};
+use nacelle_machines::machine_pod::{self, SpecRejection};
 use nacelle_model::digest::Digest;
 use nacelle_model::pod::{OwnKernel, PodConfig, VmShape};
 use nacelle_pod::spec::MIN_MEMORY_MIB;
@@ -40,7 +40,7 @@ pub enum ShapeError {
     },
     /// The number of vCPUs or their topology is invalid.
     #[error("config.annotations: {0}")]
-    Processor(#[from] Refused),
+    Processor(#[from] SpecRejection),
     /// This node cannot provide the value.
     #[error("config.annotations: {field} is {value}: {why}")]
     NotHere {
@@ -87,9 +87,10 @@ pub fn shape(
     if engine == EngineKind::Host {
         return Err(ShapeError::NoMachine);
     }
-    let not_honoured = container_pod::not_honoured(admitted);
+    let not_honoured = container_pod::unsupported_fields(admitted);
     if !not_honoured.is_empty() {
-        let why = |field: &String| container_pod::reason(field).map(|why| format!(": {why}")).unwrap_or_default();
+        let why =
+            |field: &String| container_pod::unsupported_reason(field).map(|why| format!(": {why}")).unwrap_or_default();
         let fields: Vec<_> =
             not_honoured.iter().take(MAX_LISTED_FIELDS).map(|field| format!("{field}{}", why(field))).collect();
         return Err(ShapeError::NotHonoured { fields: fields.join(", ") });

@@ -8,7 +8,7 @@ use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::device;
 use crate::lifecycle::volume::shared::{shared, take_back};
 use nacelle_base::task::run_blocking_or_panic as blocking;
-use nacelle_machines::machine_pod::{self, Passed, Place, SourceError};
+use nacelle_machines::machine_pod::{self, DiskVolume, PassthroughDevices, SourceError};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::DiskSource;
 use nacelle_model::machine_pod::MachinePod;
@@ -43,7 +43,7 @@ pub(crate) async fn prepare(
     pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, Passed), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, PassthroughDevices), LifecycleError> {
     share(parts, pod, machine, record).await?;
     let prepared = without_directories(parts, client, machine, record).await;
     if prepared.is_err() {
@@ -64,7 +64,9 @@ async fn share(
     }
     let (filesystems, config) = (machine.filesystems.clone(), Arc::clone(&record.config));
     let found = blocking(move || {
-        let found = filesystems.iter().map(|one| machine_pod::directory(one, machine_pod::shared(one, &config)?));
+        let found = filesystems
+            .iter()
+            .map(|one| machine_pod::resolve_directory(one, machine_pod::filesystem_mount(one, &config)?));
         found.collect::<Result<Vec<_>, _>>()
     });
     let found = found.await.map_err(|error| at(STEP)(SourceError::Volume(error)))?;
@@ -78,10 +80,11 @@ async fn without_directories(
     client: &PodClient,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, Passed), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, PassthroughDevices), LifecycleError> {
     let (mut machine, config) = (machine.clone(), Arc::clone(&record.config));
     let (machine, passed, OfNode { disks, sources }) = blocking(move || {
-        let passed = Passed::find(&config.devices).map_err(|error| at(STEP)(SourceError::Passed(error)))?;
+        let passed =
+            PassthroughDevices::find(&config.devices).map_err(|error| at(STEP)(SourceError::Passthrough(error)))?;
         machine.host_devices = passed.devices();
         let found = open(&machine, &config)?;
         Ok::<_, LifecycleError>((machine, passed, found))
@@ -89,7 +92,7 @@ async fn without_directories(
     .await?;
     let config = &record.config;
     let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let document = machine_pod::document(&machine, record, &parts.images, sources).await;
+    let document = machine_pod::build_document(&machine, record, &parts.images, sources).await;
     let mut request = proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: document.map_err(at(STEP))?,
@@ -112,10 +115,10 @@ async fn without_directories(
 }
 
 /// Passes the PCI devices to a machine that is created and has not started.
-pub(crate) async fn pass(parts: &Parts, pod: &PodRecord, passed: Passed) -> Result<(), LifecycleError> {
+pub(crate) async fn pass(parts: &Parts, pod: &PodRecord, passed: PassthroughDevices) -> Result<(), LifecycleError> {
     let dir = parts.pod_dir(&pod.id);
-    let placed = blocking(move || passed.place(&dir)).await;
-    placed.map_err(|error| at("give the machine its PCI devices")(SourceError::Passed(error)))
+    let placed = blocking(move || passed.create_nodes(&dir)).await;
+    placed.map_err(|error| at("give the machine its PCI devices")(SourceError::Passthrough(error)))
 }
 
 /// Opens the files and devices of the machine's disks and reads their properties.
@@ -123,28 +126,28 @@ fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<OfNode, Lifecy
     let failed = |error| at(STEP)(SourceError::Volume(error));
     let mut found = OfNode::default();
     for disk in &machine.disks {
-        let (path, file) = match machine_pod::place(disk, config).map_err(failed)? {
+        let (path, file) = match machine_pod::find_disk_volume(disk, config).map_err(failed)? {
             None => continue,
-            Some(Place::Device(device)) => {
+            Some(DiskVolume::Device(device)) => {
                 let mut device = device.clone();
                 if disk.read_only {
                     device.permissions = "r".to_owned();
                 }
                 let (told, file) = device::block(&device)?;
-                machine_pod::unused(disk, &device).map_err(failed)?;
+                machine_pod::check_unused(disk, &device).map_err(failed)?;
                 (told.path, file)
             }
-            Some(Place::Mount(mount)) => {
-                let (path, file) = machine_pod::open(disk, mount).map_err(failed)?;
+            Some(DiskVolume::Mount(mount)) => {
+                let (path, file) = machine_pod::open_disk_file(disk, mount).map_err(failed)?;
                 (path.display().to_string(), file.into())
             }
-            Some(Place::Files(mount)) => {
-                let source = machine_pod::files_of(disk, mount).map_err(failed)?;
+            Some(DiskVolume::Files(mount)) => {
+                let source = machine_pod::files_disk_source(disk, mount).map_err(failed)?;
                 found.sources.insert(disk.name.clone(), source);
                 continue;
             }
-            Some(Place::Secrets(mounts)) => {
-                let source = machine_pod::cloud_init_of(disk, &mounts).map_err(failed)?;
+            Some(DiskVolume::Secrets(mounts)) => {
+                let source = machine_pod::cloud_init_disk_source(disk, &mounts).map_err(failed)?;
                 found.sources.insert(disk.name.clone(), source);
                 continue;
             }

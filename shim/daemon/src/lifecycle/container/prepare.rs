@@ -10,7 +10,7 @@ use crate::lifecycle::volume::plan::{self, Delivery, VolumePlan};
 use crate::lifecycle::volume::shared::{self, take_back};
 use crate::oci::{self, DeviceNode, VolumeMount};
 use nacelle_base::task::run_blocking_or_panic as blocking;
-use nacelle_machines::machine_pod::{self, Passed};
+use nacelle_machines::machine_pod::{self, PassthroughDevices};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::MountOption;
 use nacelle_model::pod::PodKind;
@@ -28,7 +28,7 @@ pub(crate) struct Prepared {
     /// Block devices and disks that were sent to the pod process already.
     pub(super) offers: Vec<DeviceOffer>,
     /// The PCI devices of a machine pod's machine.
-    pub(super) passed: Option<Passed>,
+    pub(super) passed: Option<PassthroughDevices>,
     /// A volume is mounted in `/sys`, whose paths only the kernel of the containers knows.
     pub(super) in_sysfs: bool,
 }
@@ -40,7 +40,7 @@ impl Prepared {
         let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
         self.offers.is_empty()
             && !self.in_sysfs
-            && self.passed.as_ref().is_none_or(Passed::is_empty)
+            && self.passed.as_ref().is_none_or(PassthroughDevices::is_empty)
             && numbers(&self.request.user)
             && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
     }
@@ -56,7 +56,7 @@ pub(crate) async fn prepare(
     if let PodKind::Machine { machine, vm } = &pod.config.kind {
         if let Some(vm) = vm {
             // Recorded before a disk refers to the images: they are kept as long as the disk.
-            let images = machine_pod::images_under(machine, &record.config, &record.volumes, &record.image);
+            let images = machine_pod::backing_images(machine, &record.config, &record.volumes, &record.image);
             parts.vms.set_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
         let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;

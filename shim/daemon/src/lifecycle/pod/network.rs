@@ -28,7 +28,7 @@ pub(crate) fn network(config: &PodConfig, netns: PathBuf) -> NetworkSpec {
             (if interfaces.is_empty() { vec![first] } else { interfaces }, queues)
         }
         PodKind::Containers { .. } => {
-            let asked = multus::asked(&config.annotations, &config.name.namespace);
+            let asked = multus::requested_networks(&config.annotations, &config.name.namespace);
             // An invalid annotation is left to the plugins, which may not read it at all.
             let further = asked.ok().flatten().into_iter().flatten().map(|asked| asked.interface);
             (std::iter::once(first).chain(further).collect(), Vec::new())

@@ -15,23 +15,23 @@ use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 
 /// The node's directory of VFIO devices: a number for each group, and one device for all of them.
-const NODES: &str = "/dev/vfio";
+const VFIO_DIRECTORY: &str = "/dev/vfio";
 /// The device that every user of a group needs in addition.
-const CONTAINER: &str = "vfio";
+const VFIO_CONTAINER: &str = "vfio";
 /// The mount point of sysfs.
 const SYSFS: &str = "/sys";
 /// The PCI class of a bridge (06 04), which shares a group with the devices behind it and is not passed itself.
 const BRIDGE: &str = "0x0604";
 /// The driver of devices that are not used: such a device does not block its group, and cannot be passed
 /// (drivers/vfio/vfio_main.c).
-const NOBODYS: &str = "pci-stub";
+const UNUSED_DRIVER: &str = "pci-stub";
 
 /// Why devices are not available.
 #[derive(Debug, thiserror::Error)]
-pub enum PassedError {
+pub enum PassthroughError {
     /// The path is not a VFIO group.
     #[error(
-        "config.devices.host_path is {path:?}: /dev/vfio/NUMBER, the group of a PCI device, is what a machine can have of that directory"
+        "config.devices.host_path is {path:?}: of that directory, a machine pod can only have /dev/vfio/NUMBER, the IOMMU group of a PCI device"
     )]
     NoGroup {
         /// The path.
@@ -39,14 +39,14 @@ pub enum PassedError {
     },
     /// The group does not exist, or is empty.
     #[error("config.devices.host_path is {path:?}: the node's kernel has no PCI device in this IOMMU group")]
-    Nothing {
+    EmptyGroup {
         /// The path.
         path: String,
     },
     /// Another driver uses a device of the group.
     #[error(
-        "config.devices.host_path is {path:?}: of its IOMMU group the node itself uses {address} (driver {driver}): whoever has one device of a \
-         group has all of them; bind it to vfio-pci"
+        "config.devices.host_path is {path:?}: the node itself uses {address} (driver {driver}) of this IOMMU group, and a group can only be \
+         passed as a whole; bind the device to vfio-pci"
     )]
     Used {
         /// The path.
@@ -57,16 +57,16 @@ pub enum PassedError {
         driver: String,
     },
     /// The number of devices exceeds the machine's slots.
-    #[error("the machine is to have {count} PCI devices of the node, and has places for {MOST_HOST_DEVICES}")]
+    #[error("cannot pass {count} PCI devices of the node to the VM: it has slots for {MOST_HOST_DEVICES}")]
     TooMany {
         /// The number of devices.
         count: usize,
     },
     /// The permissions of a passed device cannot be restricted.
     #[error(
-        "config.devices.permissions is {permissions:?} of {path:?}: a machine reads and writes its PCI devices; say \"rw\""
+        "config.devices.permissions is {permissions:?} for {path:?}: a VM reads and writes its PCI devices; use \"rw\""
     )]
-    Rights {
+    Permissions {
         /// The requested permissions.
         permissions: String,
         /// The path.
@@ -77,31 +77,31 @@ pub enum PassedError {
     File(#[from] FileError),
 }
 
-impl Classify for PassedError {
+impl Classify for PassthroughError {
     fn kind(&self) -> Kind {
         match self {
-            PassedError::NoGroup { .. } => Kind::Unsupported,
-            PassedError::Nothing { .. } | PassedError::Rights { .. } => Kind::Invalid,
-            PassedError::Used { .. } => Kind::Conflict,
-            PassedError::TooMany { .. } => Kind::Exhausted,
-            PassedError::File(error) => error.kind(),
+            PassthroughError::NoGroup { .. } => Kind::Unsupported,
+            PassthroughError::EmptyGroup { .. } | PassthroughError::Permissions { .. } => Kind::Invalid,
+            PassthroughError::Used { .. } => Kind::Conflict,
+            PassthroughError::TooMany { .. } => Kind::Exhausted,
+            PassthroughError::File(error) => error.kind(),
         }
     }
 }
 
 /// Returns whether this device request is for VFIO.
 pub fn is_vfio(device: &DeviceRequest) -> bool {
-    Path::new(&device.host_path).starts_with(NODES)
+    Path::new(&device.host_path).starts_with(VFIO_DIRECTORY)
 }
 
 /// The IOMMU groups of a container, with the PCI addresses of their devices.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Passed(BTreeMap<u32, Vec<String>>);
+pub struct PassthroughDevices(BTreeMap<u32, Vec<String>>);
 
-impl Passed {
+impl PassthroughDevices {
     /// Finds the groups of these device requests. Blocks.
-    pub fn find(devices: &[DeviceRequest]) -> Result<Passed, PassedError> {
-        Ok(Passed(groups(devices, Path::new(SYSFS))?))
+    pub fn find(devices: &[DeviceRequest]) -> Result<PassthroughDevices, PassthroughError> {
+        Ok(PassthroughDevices(find_groups(devices, Path::new(SYSFS))?))
     }
 
     /// Returns whether there is no group.
@@ -116,16 +116,16 @@ impl Passed {
 
     /// Creates the device nodes for the machine of the pod with this directory, which must not have started. Removes those of an
     /// earlier container. Blocks.
-    pub fn place(&self, pod: &Path) -> Result<(), PassedError> {
+    pub fn create_nodes(&self, pod: &Path) -> Result<(), PassthroughError> {
         let directory = pod.join(VFIO_DIR);
-        clear(&directory)?;
+        remove_entries(&directory)?;
         if !self.is_empty() {
-            node(&directory, CONTAINER)?;
+            create_node(&directory, VFIO_CONTAINER)?;
         }
         for (number, members) in &self.0 {
-            node(&directory, &number.to_string())?;
+            create_node(&directory, &number.to_string())?;
             for address in members {
-                describe(&directory.join(address), *number)?;
+                create_group_link(&directory.join(address), *number)?;
             }
         }
         Ok(())
@@ -133,36 +133,36 @@ impl Passed {
 }
 
 /// Returns the devices of each requested group.
-fn groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<String>>, PassedError> {
+fn find_groups(devices: &[DeviceRequest], sysfs: &Path) -> Result<BTreeMap<u32, Vec<String>>, PassthroughError> {
     let mut groups = BTreeMap::new();
     for device in devices.iter().filter(|device| is_vfio(device)) {
         let path = &device.host_path;
-        if !['r', 'w'].iter().all(|right| device.permissions.contains(*right)) {
-            return Err(PassedError::Rights { permissions: device.permissions.clone(), path: path.clone() });
+        if !['r', 'w'].iter().all(|letter| device.permissions.contains(*letter)) {
+            return Err(PassthroughError::Permissions { permissions: device.permissions.clone(), path: path.clone() });
         }
-        let name = Path::new(path).strip_prefix(NODES).ok().and_then(Path::to_str).unwrap_or_default();
-        if name == CONTAINER {
+        let name = Path::new(path).strip_prefix(VFIO_DIRECTORY).ok().and_then(Path::to_str).unwrap_or_default();
+        if name == VFIO_CONTAINER {
             continue;
         }
         // "+1" parses as a number, but is not the name of a group.
         let digits = name.bytes().all(|byte| byte.is_ascii_digit());
         let number = name.parse::<u32>().ok().filter(|_| digits);
-        let number = number.ok_or_else(|| PassedError::NoGroup { path: path.clone() })?;
-        groups.insert(number, members(number, path, sysfs)?);
+        let number = number.ok_or_else(|| PassthroughError::NoGroup { path: path.clone() })?;
+        groups.insert(number, group_members(number, path, sysfs)?);
     }
     let count = groups.values().map(Vec::len).sum();
     if count > MOST_HOST_DEVICES {
-        return Err(PassedError::TooMany { count });
+        return Err(PassthroughError::TooMany { count });
     }
     Ok(groups)
 }
 
 /// Returns the addresses of a group's devices that can be passed, all of which must have a VFIO driver.
-fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedError> {
+fn group_members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassthroughError> {
     let directory = sysfs.join(format!("kernel/iommu_groups/{number}/devices"));
-    let nothing = || PassedError::Nothing { path: path.to_owned() };
+    let empty_group = || PassthroughError::EmptyGroup { path: path.to_owned() };
     let entries = match fs::read_dir(&directory) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(nothing()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(empty_group()),
         entries => entries.map_err(at("read", &directory))?,
     };
     let mut members = Vec::new();
@@ -182,18 +182,18 @@ fn members(number: u32, path: &str, sysfs: &Path) -> Result<Vec<String>, PassedE
                 // Includes vendor drivers such as mlx5_vfio_pci.
                 match driver.replace('_', "-") {
                     vfio if vfio == "vfio-pci" || vfio.ends_with("-vfio-pci") => members.push(address),
-                    nobodys if nobodys == NOBODYS => {}
-                    _ => return Err(PassedError::Used { path: path.to_owned(), address, driver }),
+                    nobodys if nobodys == UNUSED_DRIVER => {}
+                    _ => return Err(PassthroughError::Used { path: path.to_owned(), address, driver }),
                 }
             }
         }
     }
     members.sort();
-    if members.is_empty() { Err(nothing()) } else { Ok(members) }
+    if members.is_empty() { Err(empty_group()) } else { Ok(members) }
 }
 
 /// Empties the directory. The machine's processes can only read it, so its paths are as the daemon created them.
-fn clear(directory: &Path) -> Result<(), PassedError> {
+fn remove_entries(directory: &Path) -> Result<(), PassthroughError> {
     let entries = match fs::read_dir(directory) {
         // The pod was created by a daemon that could not pass devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -210,18 +210,18 @@ fn clear(directory: &Path) -> Result<(), PassedError> {
 }
 
 /// Creates a copy of the node's device with this name, accessible to its owner only.
-fn node(directory: &Path, name: &str) -> Result<(), PassedError> {
-    let (of_node, path) = (Path::new(NODES).join(name), directory.join(name));
-    let metadata = fs::metadata(&of_node).map_err(at("read", &of_node))?;
+fn create_node(directory: &Path, name: &str) -> Result<(), PassthroughError> {
+    let (node_device, path) = (Path::new(VFIO_DIRECTORY).join(name), directory.join(name));
+    let metadata = fs::metadata(&node_device).map_err(at("read", &node_device))?;
     let mode = Mode::S_IRUSR | Mode::S_IWUSR;
-    mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(io::Error::from).map_err(at("make", &path))?;
+    mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(io::Error::from).map_err(at("create", &path))?;
     Ok(())
 }
 
 /// Creates the sysfs entries that QEMU reads of a device: the link to its group.
-fn describe(device: &Path, group: u32) -> Result<(), PassedError> {
-    fs::create_dir(device).map_err(at("make", device))?;
-    Ok(symlink(format!("../{group}"), device.join("iommu_group")).map_err(at("make", device))?)
+fn create_group_link(device: &Path, group: u32) -> Result<(), PassthroughError> {
+    fs::create_dir(device).map_err(at("create", device))?;
+    Ok(symlink(format!("../{group}"), device.join("iommu_group")).map_err(at("create", device))?)
 }
 
 #[cfg(test)]
@@ -261,7 +261,7 @@ mod tests {
         );
         group(sysfs.path(), 8, &[("0000:03:00.0", nic, Some("vfio-pci")), ("0000:03:00.1", nic, Some("e1000e"))]);
         group(sysfs.path(), 9, &[bridge, ("0000:04:00.0", nic, None), ("0000:04:00.1", nic, Some("pci-stub"))]);
-        let found = |paths: &[&str]| groups(&devices(paths), sysfs.path());
+        let found = |paths: &[&str]| find_groups(&devices(paths), sysfs.path());
         let both = found(&["/dev/vfio/vfio", "/dev/vfio/7", "/dev/vfio/7", "/dev/sda"]).unwrap();
         assert_eq!(both, BTreeMap::from([(7, vec!["0000:02:00.0".to_owned(), "0000:02:00.1".to_owned()])]));
         for (path, kind, words) in [
@@ -279,34 +279,34 @@ mod tests {
         assert!(found(&["/dev/vfio/vfio"]).unwrap().is_empty());
         let read_only =
             devices(&["/dev/vfio/7"]).into_iter().map(|device| DeviceRequest { permissions: "rm".into(), ..device });
-        let error = groups(&read_only.collect::<Vec<_>>(), sysfs.path()).unwrap_err();
+        let error = find_groups(&read_only.collect::<Vec<_>>(), sysfs.path()).unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains("\"rm\""), "{error}");
     }
 
     #[test]
-    fn a_machine_has_places_for_some() {
+    fn the_number_of_devices_is_limited() {
         let sysfs = tempfile::tempdir().unwrap();
         let addresses: Vec<String> = (0..=MOST_HOST_DEVICES).map(|n| format!("0000:{n:02x}:00.0")).collect();
         let members: Vec<_> =
             addresses.iter().map(|address| (address.as_str(), "0x020000", Some("vfio-pci"))).collect();
         group(sysfs.path(), 1, &members);
-        let error = groups(&devices(&["/dev/vfio/1"]), sysfs.path()).unwrap_err();
-        assert!(matches!(error, PassedError::TooMany { count } if count == MOST_HOST_DEVICES + 1), "{error}");
+        let error = find_groups(&devices(&["/dev/vfio/1"]), sysfs.path()).unwrap_err();
+        assert!(matches!(error, PassthroughError::TooMany { count } if count == MOST_HOST_DEVICES + 1), "{error}");
     }
 
     #[test]
     fn qemu_finds_a_device_by_its_group_until_the_next_container() {
         let pod = tempfile::tempdir().unwrap();
         let directory = pod.path().join(VFIO_DIR);
-        clear(&directory).unwrap();
+        remove_entries(&directory).unwrap();
         fs::create_dir(&directory).unwrap();
         for address in ["0000:02:00.0", "0000:02:00.1"] {
-            describe(&directory.join(address), 7).unwrap();
+            create_group_link(&directory.join(address), 7).unwrap();
         }
-        let told = fs::read_link(directory.join("0000:02:00.0/iommu_group")).unwrap();
-        assert_eq!(told.file_name().unwrap(), "7");
+        let link = fs::read_link(directory.join("0000:02:00.0/iommu_group")).unwrap();
+        assert_eq!(link.file_name().unwrap(), "7");
         fs::write(directory.join("7"), "").unwrap();
-        Passed::default().place(pod.path()).unwrap();
+        PassthroughDevices::default().create_nodes(pod.path()).unwrap();
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
     }
 }
