@@ -11,7 +11,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::task::AbortOnDropHandle;
 
 /// The interval at which the files are read.
-const EVERY: Duration = Duration::from_secs(5);
+const READ_INTERVAL: Duration = Duration::from_secs(5);
 
 /// A TLS acceptor with the newest certificate.
 pub(super) struct Certificate {
@@ -21,10 +21,10 @@ pub(super) struct Certificate {
 
 impl Certificate {
     /// Reads the files for the first time, and starts the task that watches them.
-    pub async fn of(files: Tls) -> Result<Certificate, AdmissionError> {
+    pub async fn load(files: Tls) -> Result<Certificate, AdmissionError> {
         let pem = read(&files).await?;
         let (sender, newest) = watch::channel(pem.acceptor()?);
-        let task = tokio::spawn(follow(files, pem, sender));
+        let task = tokio::spawn(watch_files(files, pem, sender));
         Ok(Certificate { newest, _task: AbortOnDropHandle::new(task) })
     }
 
@@ -40,7 +40,7 @@ async fn read(files: &Tls) -> Result<Pem, AdmissionError> {
 }
 
 /// Reads the files; returns their contents and an acceptor for them if they differ from `known`.
-async fn changed(files: &Tls, known: &Pem) -> Result<Option<(Pem, TlsAcceptor)>, AdmissionError> {
+async fn read_if_changed(files: &Tls, known: &Pem) -> Result<Option<(Pem, TlsAcceptor)>, AdmissionError> {
     let pem = read(files).await?;
     if pem == *known {
         return Ok(None);
@@ -51,23 +51,25 @@ async fn changed(files: &Tls, known: &Pem) -> Result<Option<(Pem, TlsAcceptor)>,
 
 /// Applies changes of the files. A half-finished change, whose key does not match the certificate, is ignored until it is
 /// complete.
-async fn follow(files: Tls, mut pem: Pem, newest: watch::Sender<TlsAcceptor>) {
-    let mut told = String::new();
+async fn watch_files(files: Tls, mut pem: Pem, newest: watch::Sender<TlsAcceptor>) {
+    let mut last_warning = String::new();
     loop {
-        tokio::time::sleep(EVERY).await;
-        match changed(&files, &pem).await {
-            Ok(None) => told.clear(),
+        tokio::time::sleep(READ_INTERVAL).await;
+        match read_if_changed(&files, &pem).await {
+            Ok(None) => last_warning.clear(),
             Ok(Some((new, acceptor))) => {
                 pem = new;
                 newest.send_replace(acceptor);
-                told.clear();
-                tracing::info!(certificate = %files.certificate.display(), "a new certificate");
+                last_warning.clear();
+                tracing::info!(certificate = %files.certificate.display(), "a new TLS certificate is in use");
             }
             Err(error) => {
                 let text = Chain(&error).to_string();
-                if text != told {
-                    tracing::warn!("the certificate stays the one that it was: {text}");
-                    told = text;
+                if text != last_warning {
+                    tracing::warn!(
+                        "cannot use the changed certificate files; the previous certificate stays in use: {text}"
+                    );
+                    last_warning = text;
                 }
             }
         }

@@ -11,7 +11,7 @@ mod review;
 mod server;
 mod verdict;
 
-pub use server::{AdmissionError, Options, Server};
+pub use server::{AdmissionError, AdmissionOptions, AdmissionServer};
 pub use verdict::Policy;
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ const WEBHOOKS: &str = include_str!("../../../docs/examples/admission/webhooks.y
 
 /// The values that differ between clusters.
 #[derive(Clone, Debug)]
-pub struct Cluster {
+pub struct ClusterValues {
     /// The namespace of the server.
     pub namespace: String,
     /// The image with the binary.
@@ -21,23 +21,23 @@ pub struct Cluster {
 }
 
 /// Returns the manifests as YAML.
-pub fn manifests(cluster: &Cluster) -> Result<String, Causes> {
+pub fn manifests(cluster: &ClusterValues) -> Result<String, Causes> {
     let mut documents = read::all(SERVER, "server.yaml")?;
     documents.extend(read::all(WEBHOOKS, "webhooks.yaml")?);
     for document in &mut documents {
-        fit(document, cluster);
+        set_cluster_values(document, cluster);
     }
     Ok(manifest::text(&documents))
 }
 
-fn fit(document: &mut Value, cluster: &Cluster) {
+fn set_cluster_values(document: &mut Value, cluster: &ClusterValues) {
     let set = |value: Option<&mut Value>, to: Value| {
         if let Some(value) = value {
             *value = to;
         }
     };
-    let place = if document["kind"] == "Namespace" { "/metadata/name" } else { "/metadata/namespace" };
-    set(document.pointer_mut(place), json!(cluster.namespace));
+    let pointer = if document["kind"] == "Namespace" { "/metadata/name" } else { "/metadata/namespace" };
+    set(document.pointer_mut(pointer), json!(cluster.namespace));
     set(document.pointer_mut("/spec/template/spec/containers/0/image"), json!(cluster.image));
     for webhook in document.get_mut("webhooks").and_then(Value::as_array_mut).into_iter().flatten() {
         set(webhook.pointer_mut("/clientConfig/service/namespace"), json!(cluster.namespace));
@@ -50,9 +50,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_of_a_cluster_is_where_it_belongs() {
-        let cluster =
-            Cluster { namespace: "other".into(), image: "example.com/n:1".into(), authority: b"certificate".to_vec() };
+    fn the_manifests_have_the_values_of_the_cluster() {
+        let cluster = ClusterValues {
+            namespace: "other".into(),
+            image: "example.com/n:1".into(),
+            authority: b"certificate".to_vec(),
+        };
         let text = manifests(&cluster).unwrap();
         assert!(!text.contains("nacelle-system") && !text.contains("registry.example"), "{text}");
         let documents = read::all(&text, "x").unwrap();

@@ -20,7 +20,7 @@ const MAX_MESSAGE: usize = 4000;
 const MAX_WARNING: usize = 256;
 const MAX_WARNINGS: usize = 12;
 /// The number of bytes of an untrusted word that an error shows.
-const MAX_TOLD: usize = 100;
+const MAX_QUOTED: usize = 100;
 
 /// A request of the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -49,7 +49,7 @@ pub struct Review {
 
 /// The response to a review.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Answer {
+pub enum AdmissionResponse {
     /// The object is allowed.
     Allowed {
         /// Warnings for the user.
@@ -65,14 +65,14 @@ pub enum Answer {
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
     /// The text is not JSON.
-    #[error("the body is no JSON that is read here")]
+    #[error("the body is not valid JSON, or has too many values")]
     Json {
         /// The cause.
         source: serde_json::Error,
     },
     /// The text is another kind of object.
-    #[error("the body is {kind:?} of {api_version:?}, and {KIND} of {API_VERSION} is expected")]
-    Other {
+    #[error("the body is {kind:?} of {api_version:?}; {KIND} of {API_VERSION} is expected")]
+    WrongKind {
         /// The object's `apiVersion`.
         api_version: String,
         /// The object's `kind`.
@@ -96,14 +96,14 @@ impl Classify for ReviewError {
 
 impl Review {
     /// Parses a request.
-    pub fn read(body: &[u8]) -> Result<Review, ReviewError> {
-        let mut whole: Value = json::read_limited(body, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
-        let word = |field: &str| whole.get(field).and_then(Value::as_str).map_or_else(String::new, cut);
+    pub fn read(bytes: &[u8]) -> Result<Review, ReviewError> {
+        let mut body: Value = json::read_most(bytes, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
+        let word = |field: &str| body.get(field).and_then(Value::as_str).map_or_else(String::new, shorten_quoted);
         let (api_version, kind) = (word("apiVersion"), word("kind"));
         if api_version != API_VERSION || kind != KIND {
-            return Err(ReviewError::Other { api_version, kind });
+            return Err(ReviewError::WrongKind { api_version, kind });
         }
-        let request = whole.get_mut("request").filter(|request| request.is_object());
+        let request = body.get_mut("request").filter(|request| request.is_object());
         let request = request.ok_or(ReviewError::Field { field: "request", wanted: "an object" })?;
         let mut take = |field: &str| request.get_mut(field).map(Value::take).unwrap_or_default();
         let (object, old) = (take("object"), take("oldObject"));
@@ -150,34 +150,38 @@ impl Review {
     }
 
     /// Returns the object's name, or the prefix of its name if that is generated.
-    pub fn who(&self) -> &str {
-        let said = |field| self.object.pointer(field).and_then(Value::as_str).filter(|name| !name.is_empty());
+    pub fn object_name(&self) -> &str {
+        let from_object = |field| self.object.pointer(field).and_then(Value::as_str).filter(|name| !name.is_empty());
         let named = Some(self.name.as_str()).filter(|name| !name.is_empty());
-        named.or_else(|| said("/metadata/name")).or_else(|| said("/metadata/generateName")).unwrap_or_default()
+        named
+            .or_else(|| from_object("/metadata/name"))
+            .or_else(|| from_object("/metadata/generateName"))
+            .unwrap_or_default()
     }
 
     /// Returns the text of the response.
-    pub fn answer(&self, answer: &Answer) -> Vec<u8> {
-        let mut response = json!({ "uid": self.uid, "allowed": !matches!(answer, Answer::Denied(_)) });
-        match answer {
-            Answer::Allowed { warnings } if warnings.is_empty() => {}
-            Answer::Allowed { warnings } => {
-                let told = warnings.iter().take(MAX_WARNINGS).map(|text| shortened(text, MAX_WARNING));
-                response["warnings"] = told.collect();
+    pub fn encode_response(&self, decision: &AdmissionResponse) -> Vec<u8> {
+        let mut response = json!({ "uid": self.uid, "allowed": !matches!(decision, AdmissionResponse::Denied(_)) });
+        match decision {
+            AdmissionResponse::Allowed { warnings } if warnings.is_empty() => {}
+            AdmissionResponse::Allowed { warnings } => {
+                let shown = warnings.iter().take(MAX_WARNINGS).map(|text| shorten(text, MAX_WARNING));
+                response["warnings"] = shown.collect();
             }
-            Answer::Patched(patch) => {
+            AdmissionResponse::Patched(patch) => {
                 response["patchType"] = json!("JSONPatch");
                 response["patch"] = json!(STANDARD.encode(patch.to_string()));
             }
-            Answer::Denied(causes) => response["status"] = self.status(causes),
+            AdmissionResponse::Denied(causes) => response["status"] = self.status(causes),
         }
         json!({ "apiVersion": API_VERSION, "kind": KIND, "response": response }).to_string().into_bytes()
     }
 
     /// Returns the status that `kubectl` shows for an invalid object, in the form of the API server's own validation errors.
     fn status(&self, causes: &Causes) -> Value {
-        let one = |cause: &Cause| json!({ "reason": cause.reason, "message": cause.detail(), "field": cause.field });
-        let (kind, name) = (&self.kind, self.who());
+        let convert =
+            |cause: &Cause| json!({ "reason": cause.reason, "message": cause.detail(), "field": cause.field });
+        let (kind, name) = (&self.kind, self.object_name());
         json!({
             "status": "Failure",
             "code": 422,
@@ -187,21 +191,21 @@ impl Review {
                 "name": name,
                 "group": self.group,
                 "kind": kind,
-                "causes": causes.list().iter().map(one).collect::<Vec<_>>(),
+                "causes": causes.list().iter().map(convert).collect::<Vec<_>>(),
             },
         })
     }
 }
 
-fn cut(text: &str) -> String {
-    shortened(text, MAX_TOLD)
+fn shorten_quoted(text: &str) -> String {
+    shorten(text, MAX_QUOTED)
 }
 
-fn shortened(text: &str, most: usize) -> String {
-    if text.len() <= most {
+fn shorten(text: &str, limit: usize) -> String {
+    if text.len() <= limit {
         return text.to_owned();
     }
-    let mut end = most.saturating_sub(3);
+    let mut end = limit.saturating_sub(3);
     while !text.is_char_boundary(end) {
         end = end.saturating_sub(1);
     }

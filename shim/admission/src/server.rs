@@ -1,8 +1,8 @@
 //! The HTTPS server: accepts connections, bounds requests, and shuts down. `verdict` decides the responses. Each client has a
-//! task; reviews are parsed and judged on the blocking pool.
+//! task; reviews are parsed and evaluated on the blocking pool.
 
 use super::certificate::Certificate;
-use super::review::{Answer, Review, ReviewError};
+use super::review::{AdmissionResponse, Review, ReviewError};
 use super::verdict::Policy;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -27,31 +27,31 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 /// The largest number of open connections. An API server keeps a few.
-const CONNECTIONS: usize = 128;
+const MAX_CONNECTIONS: usize = 128;
 /// The largest number of reviews in memory.
-const REVIEWS: usize = 16;
+const MAX_REVIEWS: usize = 16;
 /// The largest body in bytes, the same limit as the API server's own.
 const MAX_BODY: usize = 3 << 20;
 /// The number of bytes that are read of a larger body; then the connection is closed.
-const MOST: usize = 2 * MAX_BODY;
+const MAX_READ: usize = 2 * MAX_BODY;
 /// The largest size of all headers of a request in bytes.
 const MAX_HEADERS: usize = 64 << 10;
 /// Time limit for the TLS handshake.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// Time limit for the headers of the next request, after which an idle connection is closed.
-const HEADERS: Duration = Duration::from_secs(60);
+const HEADERS_LIMIT: Duration = Duration::from_secs(60);
 /// Time limit for the body. API servers wait for a response for at most 30 seconds.
-const BODY: Duration = Duration::from_secs(10);
+const BODY_LIMIT: Duration = Duration::from_secs(10);
 /// Time for reviews in progress at the shutdown.
-const END: Duration = Duration::from_secs(10);
+const SHUTDOWN_LIMIT: Duration = Duration::from_secs(10);
 /// The response to a client that does not use TLS.
-const PLAIN: &[u8] =
+const PLAIN_HTTP_RESPONSE: &[u8] =
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: 26\r\nConnection: close\r\n\r\n\
                        this server speaks https.\n";
 
 /// The options of the server.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct AdmissionOptions {
     /// The address to listen on; port 0 selects any free port.
     pub listen: SocketAddr,
     /// Certificate and key.
@@ -64,7 +64,7 @@ pub struct Options {
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
     /// Certificate or key cannot be used.
-    #[error("cannot speak TLS to the API server")]
+    #[error("cannot serve TLS to the API server")]
     Tls(#[from] TlsError),
     /// The address is not available.
     #[error("cannot listen for reviews on {address}")]
@@ -90,31 +90,31 @@ impl Classify for AdmissionError {
 }
 
 /// A server that listens and does not serve yet.
-pub struct Server {
+pub struct AdmissionServer {
     listener: TcpListener,
     address: SocketAddr,
     certificate: Certificate,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
 }
 
 /// The state that all clients share.
-struct Shared {
+struct ServerState {
     policy: Arc<Policy>,
     reviews: Arc<Semaphore>,
     ending: CancellationToken,
 }
 
-impl Server {
+impl AdmissionServer {
     /// Reads the certificate and listens.
-    pub async fn bind(options: Options) -> Result<Server, AdmissionError> {
-        let Options { listen: address, tls, policy } = options;
-        let certificate = Certificate::of(tls).await?;
+    pub async fn bind(options: AdmissionOptions) -> Result<AdmissionServer, AdmissionError> {
+        let AdmissionOptions { listen: address, tls, policy } = options;
+        let certificate = Certificate::load(tls).await?;
         let failed = |source| AdmissionError::Listen { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let reviews = Arc::new(Semaphore::new(REVIEWS));
-        let shared = Shared { policy: Arc::new(policy), reviews, ending: CancellationToken::new() };
-        Ok(Server { listener, address, certificate, shared: Arc::new(shared) })
+        let reviews = Arc::new(Semaphore::new(MAX_REVIEWS));
+        let shared = ServerState { policy: Arc::new(policy), reviews, ending: CancellationToken::new() };
+        Ok(AdmissionServer { listener, address, certificate, shared: Arc::new(shared) })
     }
 
     /// Returns the address of the listener.
@@ -124,17 +124,17 @@ impl Server {
 
     /// Serves until `end`; reviews in progress are completed.
     pub async fn serve(self, end: impl Future<Output = ()>) {
-        let Server { listener, certificate, shared, .. } = self;
-        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        let AdmissionServer { listener, certificate, shared, .. } = self;
+        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut clients = JoinSet::new();
         tokio::pin!(end);
         loop {
             while clients.try_join_next().is_some() {}
             let accept = async {
-                let place = Arc::clone(&places).acquire_owned().await;
-                (place, listener.accept().await)
+                let permit = Arc::clone(&permits).acquire_owned().await;
+                (permit, listener.accept().await)
             };
-            let (place, accepted) = tokio::select! {
+            let (permit, accepted) = tokio::select! {
                 () = &mut end => break,
                 accepted = accept => accepted,
             };
@@ -142,8 +142,8 @@ impl Server {
                 Ok((connection, _)) => {
                     let (tls, shared) = (certificate.acceptor(), Arc::clone(&shared));
                     clients.spawn(async move {
-                        shared.client(connection, tls).await;
-                        drop(place);
+                        shared.serve_client(connection, tls).await;
+                        drop(permit);
                     });
                 }
                 Err(error) => {
@@ -156,41 +156,43 @@ impl Server {
         drop(listener);
         shared.ending.cancel();
         let all = async { while clients.join_next().await.is_some() {} };
-        if tokio::time::timeout(END, all).await.is_err() {
-            tracing::warn!("clients that are still there after {END:?} are left");
+        if tokio::time::timeout(SHUTDOWN_LIMIT, all).await.is_err() {
+            tracing::warn!(
+                "clients are still connected {SHUTDOWN_LIMIT:?} after the shutdown began; closing their connections"
+            );
         }
     }
 }
 
-impl Shared {
-    async fn client(self: Arc<Self>, connection: TcpStream, tls: TlsAcceptor) {
+impl ServerState {
+    async fn serve_client(self: Arc<Self>, connection: TcpStream, tls: TlsAcceptor) {
         let handshake = async {
             let mut first = [0];
             let read = connection.peek(&mut first).await?;
             // A TLS handshake begins with byte 22, an HTTP request with a letter.
             if read == 1 && first[0].is_ascii_uppercase() {
-                plain(connection).await?;
+                reject_plain_http(connection).await?;
                 return Ok(None);
             }
             tls.accept(connection).await.map(Some)
         };
-        let shaken = tokio::select! {
-            shaken = tokio::time::timeout(HANDSHAKE, handshake) => shaken,
+        let handshake_result = tokio::select! {
+            handshake_result = tokio::time::timeout(HANDSHAKE_LIMIT, handshake) => handshake_result,
             () = self.ending.cancelled() => return,
         };
-        let connection = match shaken {
+        let connection = match handshake_result {
             Ok(Ok(Some(connection))) => connection,
-            Ok(Ok(None)) => return tracing::debug!("a client that speaks http"),
-            Ok(Err(error)) => return tracing::debug!(%error, "a client that speaks no TLS"),
-            Err(_late) => return tracing::debug!("a client that says nothing"),
+            Ok(Ok(None)) => return tracing::debug!("a client uses HTTP instead of HTTPS"),
+            Ok(Err(error)) => return tracing::debug!(%error, "the TLS handshake with a client failed"),
+            Err(_elapsed) => return tracing::debug!("a client did not complete the TLS handshake in time"),
         };
         let answer = service_fn(|request| {
             let shared = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(shared.answer(request).await) }
+            async move { Ok::<_, Infallible>(shared.respond(request).await) }
         });
         let served = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(HEADERS)
+            .header_read_timeout(HEADERS_LIMIT)
             .max_buf_size(MAX_HEADERS)
             .serve_connection(TokioIo::new(connection), answer);
         tokio::pin!(served);
@@ -202,90 +204,101 @@ impl Shared {
             }
         };
         if let Err(error) = served {
-            tracing::debug!("a client: {}", Chain(&error));
+            tracing::debug!("a connection failed: {}", Chain(&error));
         }
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+    async fn respond(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let path = request.uri().path().to_owned();
-        let (method, judge): (_, fn(&Policy, &Review) -> Answer) = match path.as_str() {
+        let (method, evaluate): (_, fn(&Policy, &Review) -> AdmissionResponse) = match path.as_str() {
             "/validate" => (Method::POST, Policy::validate),
             "/mutate" => (Method::POST, Policy::mutate),
             "/healthz" | "/readyz" => {
                 if request.method() != Method::GET && request.method() != Method::HEAD {
-                    return not_so("GET");
+                    return method_not_allowed("GET");
                 }
                 let ending = path == "/readyz" && self.ending.is_cancelled();
-                return if ending { say(StatusCode::SERVICE_UNAVAILABLE, "ending") } else { say(StatusCode::OK, "ok") };
+                return if ending {
+                    text_response(StatusCode::SERVICE_UNAVAILABLE, "ending")
+                } else {
+                    text_response(StatusCode::OK, "ok")
+                };
             }
-            _ => return say(StatusCode::NOT_FOUND, "there are /validate, /mutate, /healthz and /readyz"),
+            _ => {
+                return text_response(
+                    StatusCode::NOT_FOUND,
+                    "no such path; the server has /validate, /mutate, /healthz and /readyz",
+                );
+            }
         };
         if request.method() != method {
-            return not_so("POST");
+            return method_not_allowed("POST");
         }
-        let refused = match self.judged(request, judge, &path).await {
+        let error = match self.evaluate_request(request, evaluate, &path).await {
             Ok(answer) => return answer,
-            Err(refused) => refused,
+            Err(error) => error,
         };
-        tracing::info!(path, status = refused.status().as_u16(), "{}", Chain(&refused));
-        say(refused.status(), Chain(&refused).to_string())
+        tracing::info!(path, status = error.status().as_u16(), "{}", Chain(&error));
+        text_response(error.status(), Chain(&error).to_string())
     }
 
-    async fn judged(
+    async fn evaluate_request(
         &self,
         request: Request<Incoming>,
-        judge: fn(&Policy, &Review) -> Answer,
+        evaluate: fn(&Policy, &Review) -> AdmissionResponse,
         path: &str,
-    ) -> Result<Response<Full<Bytes>>, Refused> {
+    ) -> Result<Response<Full<Bytes>>, RequestError> {
         let kind = request.headers().get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
         let kind = kind.split(|b| *b == b';').next().unwrap_or_default().trim_ascii();
         if !kind.eq_ignore_ascii_case(b"application/json") {
-            return Err(Refused::Type { kind: String::from_utf8_lossy(kind).chars().take(100).collect() });
+            return Err(RequestError::Type { kind: String::from_utf8_lossy(kind).chars().take(100).collect() });
         }
-        if request.body().size_hint().lower() > MOST as u64 {
-            return Err(Refused::TooLarge);
+        if request.body().size_hint().lower() > MAX_READ as u64 {
+            return Err(RequestError::TooLarge);
         }
         let begun = Instant::now();
         // The wait for a permit is limited like the wait for a body.
-        let place = tokio::time::timeout(BODY, Arc::clone(&self.reviews).acquire_owned()).await;
-        let Ok(Ok(place)) = place else { return Err(Refused::Busy) };
-        let body = tokio::time::timeout(BODY, whole(request.into_body())).await.unwrap_or(Err(Refused::Late))?;
+        let permit = tokio::time::timeout(BODY_LIMIT, Arc::clone(&self.reviews).acquire_owned()).await;
+        let Ok(Ok(permit)) = permit else { return Err(RequestError::Busy) };
+        let body = tokio::time::timeout(BODY_LIMIT, read_body(request.into_body()))
+            .await
+            .unwrap_or(Err(RequestError::BodyTimeout))?;
         let (policy, path) = (Arc::clone(&self.policy), path.to_owned());
-        let judged = run_blocking("judge an admission review", move || {
+        let evaluate_request = run_blocking("evaluate an admission review", move || {
             let review = Review::read(&body)?;
             drop(body);
-            let answer = judge(&policy, &review);
+            let answer = evaluate(&policy, &review);
             log(&path, &review, &answer, begun.elapsed());
-            drop(place);
-            Ok(review.answer(&answer))
+            drop(permit);
+            Ok(review.encode_response(&answer))
         });
-        let text = judged.await?;
-        let mut response = Response::new(Full::new(Bytes::from(text.map_err(Refused::Review)?)));
+        let text = evaluate_request.await?;
+        let mut response = Response::new(Full::new(Bytes::from(text.map_err(RequestError::Review)?)));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
     }
 }
 
-/// Reads a request's body. The rest of a body that is too large is read up to [`MOST`] and discarded: with unread bytes in the
+/// Reads a request's body. The rest of a body that is too large is read up to [`MAX_READ`] and discarded: with unread bytes in the
 /// socket the response may be lost.
-async fn whole(mut body: Incoming) -> Result<Vec<u8>, Refused> {
+async fn read_body(mut body: Incoming) -> Result<Vec<u8>, RequestError> {
     let (mut read, mut length) = (Vec::new(), 0);
-    while length <= MOST
+    while length <= MAX_READ
         && let Some(frame) = body.frame().await
     {
-        let Ok(data) = frame.map_err(|source| Refused::Broken { source })?.into_data() else { continue };
+        let Ok(data) = frame.map_err(|source| RequestError::BodyBroken { source })?.into_data() else { continue };
         length += data.len();
         if length > MAX_BODY { read = Vec::new() } else { read.extend_from_slice(&data) }
     }
-    if length > MAX_BODY { Err(Refused::TooLarge) } else { Ok(read) }
+    if length > MAX_BODY { Err(RequestError::TooLarge) } else { Ok(read) }
 }
 
 /// Logs one line for each review. Untrusted texts are quoted.
-fn log(path: &str, review: &Review, answer: &Answer, took: Duration) {
-    let (verdict, said) = match answer {
-        Answer::Allowed { warnings } => ("allowed", warnings.join("; ")),
-        Answer::Patched(_) => ("patched", String::new()),
-        Answer::Denied(causes) => ("denied", causes.brief(1000)),
+fn log(path: &str, review: &Review, answer: &AdmissionResponse, took: Duration) {
+    let (verdict, details) = match answer {
+        AdmissionResponse::Allowed { warnings } => ("allowed", warnings.join("; ")),
+        AdmissionResponse::Patched(_) => ("patched", String::new()),
+        AdmissionResponse::Denied(causes) => ("denied", causes.brief(1000)),
     };
     tracing::info!(
         path,
@@ -293,9 +306,9 @@ fn log(path: &str, review: &Review, answer: &Answer, took: Duration) {
         operation = ?review.operation,
         kind = ?review.kind,
         namespace = ?review.namespace,
-        name = ?review.who(),
+        name = ?review.object_name(),
         verdict,
-        said = ?said,
+        details = ?details,
         microseconds = took.as_micros(),
         "review"
     );
@@ -303,55 +316,55 @@ fn log(path: &str, review: &Review, answer: &Answer, took: Duration) {
 
 /// Why a request gets no review as its response.
 #[derive(Debug, thiserror::Error)]
-enum Refused {
-    #[error("the content type is {kind:?}, and application/json is expected")]
+enum RequestError {
+    #[error("the content type is {kind:?}; application/json is expected")]
     Type { kind: String },
     #[error("the body has more than {MAX_BODY} bytes")]
     TooLarge,
-    #[error("the body did not come within {BODY:?}")]
-    Late,
-    #[error("the body broke off")]
-    Broken { source: hyper::Error },
+    #[error("the body did not arrive within {BODY_LIMIT:?}")]
+    BodyTimeout,
+    #[error("the connection ended within the body")]
+    BodyBroken { source: hyper::Error },
     #[error(transparent)]
     Review(ReviewError),
-    #[error("too many reviews at once: ask again")]
+    #[error("too many reviews at once; try again")]
     Busy,
     #[error(transparent)]
     Task(#[from] TaskError),
 }
 
-impl Refused {
+impl RequestError {
     fn status(&self) -> StatusCode {
         match self {
-            Refused::Type { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Refused::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Refused::Late => StatusCode::REQUEST_TIMEOUT,
-            Refused::Broken { .. } | Refused::Review(_) => StatusCode::BAD_REQUEST,
-            Refused::Busy => StatusCode::SERVICE_UNAVAILABLE,
-            Refused::Task(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            RequestError::Type { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            RequestError::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            RequestError::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            RequestError::BodyBroken { .. } | RequestError::Review(_) => StatusCode::BAD_REQUEST,
+            RequestError::Busy => StatusCode::SERVICE_UNAVAILABLE,
+            RequestError::Task(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 }
 
-fn say(status: StatusCode, text: impl Into<String>) -> Response<Full<Bytes>> {
+fn text_response(status: StatusCode, text: impl Into<String>) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(text.into() + "\n")));
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
     response
 }
 
-fn not_so(method: &'static str) -> Response<Full<Bytes>> {
-    let mut response = say(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is expected"));
+fn method_not_allowed(method: &'static str) -> Response<Full<Bytes>> {
+    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is expected"));
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(method));
     response
 }
 
-/// Sends [`PLAIN`] to a client that does not use TLS, and reads the rest of its request: with unread bytes in the socket the
+/// Sends [`PLAIN_HTTP_RESPONSE`] to a client that does not use TLS, and reads the rest of its request: with unread bytes in the socket the
 /// response may be lost.
-async fn plain(mut connection: TcpStream) -> io::Result<()> {
-    const MOST: u64 = 64 << 10;
-    connection.write_all(PLAIN).await?;
+async fn reject_plain_http(mut connection: TcpStream) -> io::Result<()> {
+    const MAX_READ: u64 = 64 << 10;
+    connection.write_all(PLAIN_HTTP_RESPONSE).await?;
     connection.shutdown().await?;
-    tokio::io::copy(&mut connection.take(MOST), &mut tokio::io::sink()).await?;
+    tokio::io::copy(&mut connection.take(MAX_READ), &mut tokio::io::sink()).await?;
     Ok(())
 }

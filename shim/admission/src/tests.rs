@@ -1,7 +1,7 @@
 //! Tests the responses to reviews.
 
 use super::Policy;
-use super::review::{Answer, Review};
+use super::review::{AdmissionResponse, Review};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use nacelle_vmi::{Causes, read};
@@ -34,30 +34,30 @@ fn pod(annotations: Value) -> Value {
     json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "p", "annotations": annotations }, "spec": { "containers": [] } })
 }
 
-fn created(annotations: Value) -> Answer {
+fn created(annotations: Value) -> AdmissionResponse {
     Policy::default().validate(&review("CREATE", pod(annotations), Value::Null))
 }
 
-fn allowed() -> Answer {
-    Answer::Allowed { warnings: Vec::new() }
+fn allowed() -> AdmissionResponse {
+    AdmissionResponse::Allowed { warnings: Vec::new() }
 }
 
-fn denied(answer: Answer) -> Causes {
+fn denied(answer: AdmissionResponse) -> Causes {
     match answer {
-        Answer::Denied(causes) => causes,
+        AdmissionResponse::Denied(causes) => causes,
         other => panic!("{other:?}"),
     }
 }
 
-fn warned(answer: Answer) -> Vec<String> {
+fn warned(answer: AdmissionResponse) -> Vec<String> {
     match answer {
-        Answer::Allowed { warnings } => warnings,
+        AdmissionResponse::Allowed { warnings } => warnings,
         other => panic!("{other:?}"),
     }
 }
 
 #[test]
-fn what_says_nothing_of_machines_is_not_looked_at() {
+fn objects_without_vm_settings_are_not_checked() {
     assert_eq!(created(json!({})), allowed());
     assert_eq!(created(Value::Null), allowed());
     assert_eq!(created(json!({ "example.com/a": "b" })), allowed());
@@ -76,12 +76,12 @@ fn what_says_nothing_of_machines_is_not_looked_at() {
 }
 
 #[test]
-fn everything_wrong_is_told_as_kubernetes_does() {
+fn all_causes_are_reported_in_the_format_of_kubernetes() {
     let answer = created(json!({ "vm.nacelle.dev/cpus": "0", "vm.nacelle.dev/colour": "red" }));
-    let told = review("CREATE", pod(json!({})), Value::Null).answer(&answer);
-    let told: Value = serde_json::from_slice(&told).unwrap();
+    let response = review("CREATE", pod(json!({})), Value::Null).encode_response(&answer);
+    let response: Value = serde_json::from_slice(&response).unwrap();
     assert_eq!(
-        told,
+        response,
         json!({
             "apiVersion": "admission.k8s.io/v1",
             "kind": "AdmissionReview",
@@ -92,8 +92,8 @@ fn everything_wrong_is_told_as_kubernetes_does() {
                     "status": "Failure",
                     "code": 422,
                     "reason": "Invalid",
-                    "message": "Pod \"p\" is invalid: metadata.annotations[vm.nacelle.dev/colour]: Unknown field: there is no such \
-                        annotation of Nacelle (vm.nacelle.dev/spec says everything); spec.domain.cpu.cores: Invalid value: 0: must be at \
+                    "message": "Pod \"p\" is invalid: metadata.annotations[vm.nacelle.dev/colour]: Unknown field: Nacelle has no such \
+                        annotation (fields without one are set in vm.nacelle.dev/spec); spec.domain.cpu.cores: Invalid value: 0: must be at \
                         least 1 (from vm.nacelle.dev/cpus)",
                     "details": {
                         "name": "p",
@@ -103,7 +103,7 @@ fn everything_wrong_is_told_as_kubernetes_does() {
                             {
                                 "reason": "FieldUnknown",
                                 "field": "metadata.annotations[vm.nacelle.dev/colour]",
-                                "message": "Unknown field: there is no such annotation of Nacelle (vm.nacelle.dev/spec says everything)",
+                                "message": "Unknown field: Nacelle has no such annotation (fields without one are set in vm.nacelle.dev/spec)",
                             },
                             {
                                 "reason": "FieldValueInvalid",
@@ -119,7 +119,7 @@ fn everything_wrong_is_told_as_kubernetes_does() {
 }
 
 #[test]
-fn templates_and_machines_are_looked_at_too() {
+fn templates_and_vms_are_checked_too() {
     let template = json!({ "metadata": { "annotations": { "vm.nacelle.dev/cpus": "0" } }, "spec": { "runtimeClassName": "slow" } });
     let deployment = json!({ "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "d" }, "spec": { "template": template } });
     let cron = json!({ "apiVersion": "batch/v1", "kind": "CronJob", "metadata": { "name": "c" },
@@ -160,7 +160,7 @@ fn pods_without_a_runtime_class_have_the_empty_name() {
 }
 
 #[test]
-fn what_was_wrong_before_can_be_changed_otherwise_and_taken_away() {
+fn an_object_that_was_invalid_before_can_be_relabelled_and_deleted() {
     let bad = pod(json!({ "vm.nacelle.dev/cpus": "0" }));
     let mut labelled = bad.clone();
     labelled["metadata"]["labels"] = json!({ "a": "b" });
@@ -168,7 +168,7 @@ fn what_was_wrong_before_can_be_changed_otherwise_and_taken_away() {
     assert_eq!(
         warnings,
         [
-            "it was wrong before, and is not run: spec.domain.cpu.cores: Invalid value: 0: must be at least 1 (from vm.nacelle.dev/cpus)"
+            "the object was invalid before and will not run: spec.domain.cpu.cores: Invalid value: 0: must be at least 1 (from vm.nacelle.dev/cpus)"
         ]
     );
     let good = pod(json!({ "vm.nacelle.dev/cpus": "1" }));
@@ -177,12 +177,12 @@ fn what_was_wrong_before_can_be_changed_otherwise_and_taken_away() {
     going["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
     warned(Policy::default().validate(&review("UPDATE", going, good.clone())));
     let warnings = warned(Policy::default().validate(&review("UPDATE", good.clone(), bad)));
-    assert_eq!(warnings, ["vm.nacelle.dev/...: the machine of a pod that is there does not change by annotations"]);
+    assert_eq!(warnings, ["vm.nacelle.dev/...: annotations do not change the VM of an existing pod"]);
     assert_eq!(Policy::default().validate(&review("UPDATE", good.clone(), good)), allowed());
 }
 
 #[test]
-fn what_no_node_runs_is_a_warning() {
+fn unsupported_fields_cause_a_warning() {
     let kernel =
         json!({ "vm.nacelle.dev/kernel-image": "a:1", "vm.nacelle.dev/kernel": "/k", "vm.nacelle.dev/initrd": "/i" });
     let warnings = warned(created(kernel));
@@ -231,12 +231,12 @@ fn patched(object: &Value, patch: &Value) -> Value {
 fn names_of_the_catalogue_are_written_out_for_nodes() {
     let policy = with_catalogue();
     let object = pod(json!({ "a~b/c": "d", "vm.nacelle.dev/instancetype": "ours" }));
-    let asked = review("CREATE", object.clone(), Value::Null);
+    let request = review("CREATE", object.clone(), Value::Null);
     assert_eq!(
-        warned(policy.validate(&asked)),
+        warned(policy.validate(&request)),
         ["instance type ours is not known to nodes: have /mutate asked before, too"]
     );
-    let Answer::Patched(patch) = policy.mutate(&asked) else { panic!("no patch") };
+    let AdmissionResponse::Patched(patch) = policy.mutate(&request) else { panic!("no patch") };
     assert_eq!(
         patch,
         json!([
@@ -247,17 +247,18 @@ fn names_of_the_catalogue_are_written_out_for_nodes() {
                 "value": "{\"domain\":{\"cpu\":{\"sockets\":3},\"memory\":{\"guest\":\"3Gi\"}}}" },
         ])
     );
-    let told: Value = serde_json::from_slice(&asked.answer(&Answer::Patched(patch.clone()))).unwrap();
-    assert_eq!(told["response"]["patchType"], "JSONPatch");
-    let sent = STANDARD.decode(told["response"]["patch"].as_str().unwrap()).unwrap();
+    let response: Value =
+        serde_json::from_slice(&request.encode_response(&AdmissionResponse::Patched(patch.clone()))).unwrap();
+    assert_eq!(response["response"]["patchType"], "JSONPatch");
+    let sent = STANDARD.decode(response["response"]["patch"].as_str().unwrap()).unwrap();
     assert_eq!(serde_json::from_slice::<Value>(&sent).unwrap(), patch);
     // A second application changes nothing, and a server without this catalogue accepts the result.
     let again = review("CREATE", patched(&object, &patch), Value::Null);
     assert_eq!(policy.mutate(&again), allowed());
     assert_eq!(Policy::default().validate(&again), allowed());
     // Existing pods, templates and invalid objects are not changed.
-    assert_eq!(policy.mutate(&Review { operation: "UPDATE".into(), ..asked.clone() }), allowed());
-    assert_eq!(policy.mutate(&Review { kind: "Deployment".into(), group: "apps".into(), ..asked }), allowed());
+    assert_eq!(policy.mutate(&Review { operation: "UPDATE".into(), ..request.clone() }), allowed());
+    assert_eq!(policy.mutate(&Review { kind: "Deployment".into(), group: "apps".into(), ..request }), allowed());
     let wrong = pod(json!({ "vm.nacelle.dev/instancetype": "ours", "vm.nacelle.dev/cpus": "2" }));
     assert_eq!(policy.mutate(&review("CREATE", wrong, Value::Null)), allowed());
 }
@@ -270,7 +271,7 @@ fn defaults_are_written_on_demand() {
         json!({ "vm.nacelle.dev/kind": "machine", "vm.nacelle.dev/memory": "1Gi", "vm.nacelle.dev/disks": "a=image:i" }),
     );
     assert_eq!(Policy::default().mutate(&review("CREATE", machine.clone(), Value::Null)), allowed());
-    let Answer::Patched(patch) = policy.mutate(&review("CREATE", machine.clone(), Value::Null)) else {
+    let AdmissionResponse::Patched(patch) = policy.mutate(&review("CREATE", machine.clone(), Value::Null)) else {
         panic!("no patch")
     };
     let machine = patched(&machine, &patch);
@@ -280,7 +281,7 @@ fn defaults_are_written_on_demand() {
 }
 
 #[test]
-fn what_is_no_review_is_named() {
+fn an_invalid_review_is_rejected_with_its_reason() {
     let right = json!({ "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
         "request": { "uid": "u", "operation": "CREATE", "kind": { "group": "", "version": "v1", "kind": "Pod" }, "object": {} } });
     assert!(Review::read(right.to_string().as_bytes()).is_ok());
@@ -303,8 +304,8 @@ fn what_is_no_review_is_named() {
     assert_eq!(
         wrong,
         [
-            "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\", and AdmissionReview of admission.k8s.io/v1 is expected",
-            "the body is \"Pod\" of \"admission.k8s.io/v1\", and AdmissionReview of admission.k8s.io/v1 is expected",
+            "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\"; AdmissionReview of admission.k8s.io/v1 is expected",
+            "the body is \"Pod\" of \"admission.k8s.io/v1\"; AdmissionReview of admission.k8s.io/v1 is expected",
             "request must be an object",
             "request.uid must be a string of 1 to 256 bytes",
             "request.uid must be a string of 1 to 256 bytes",
@@ -367,7 +368,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_object_breaks_it(
+    fn arbitrary_objects_cause_no_panic(
         object in anything(),
         old in anything(),
         kind in prop::sample::select(vec!["Pod", "Deployment", "CronJob", "VirtualMachine", "VirtualMachineInstanceReplicaSet", "X"]),
@@ -381,15 +382,15 @@ proptest! {
         if let Ok(review) = Review::read(body.to_string().as_bytes()) {
             let policy = Policy { defaults, ..Policy::default() };
             for answer in [policy.validate(&review), policy.mutate(&review)] {
-                let told: Value = serde_json::from_slice(&review.answer(&answer)).unwrap();
-                prop_assert_eq!(&told["response"]["uid"], "u");
-                prop_assert_eq!(told["response"]["allowed"].as_bool(), Some(!matches!(answer, Answer::Denied(_))));
+                let response: Value = serde_json::from_slice(&review.encode_response(&answer)).unwrap();
+                prop_assert_eq!(&response["response"]["uid"], "u");
+                prop_assert_eq!(response["response"]["allowed"].as_bool(), Some(!matches!(answer, AdmissionResponse::Denied(_))));
             }
         }
     }
 
     #[test]
-    fn no_body_breaks_it(body in prop_oneof![
+    fn arbitrary_bodies_cause_no_panic(body in prop_oneof![
         prop::collection::vec(any::<u8>(), 0..200),
         anything().prop_map(|value| value.to_string().into_bytes()),
         anything().prop_map(|value| json!({ "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": value })

@@ -1,6 +1,6 @@
 //! Decides the response to a review. `nacelle_vmi` has the rules; this module selects which of them apply to which object. Pure.
 
-use super::review::{Answer, Review};
+use super::review::{AdmissionResponse, Review};
 use nacelle_machines::honoured::{unknown_presets, unsupported_settings};
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::annotations::PREFIX;
@@ -23,18 +23,19 @@ pub struct Policy {
 
 impl Policy {
     /// Returns whether an object is valid.
-    pub fn validate(&self, review: &Review) -> Answer {
-        let allowed = |warnings| Answer::Allowed { warnings };
-        let Some(object) = self.looked_at(review) else { return allowed(Vec::new()) };
+    pub fn validate(&self, review: &Review) -> AdmissionResponse {
+        let allowed = |warnings| AdmissionResponse::Allowed { warnings };
+        let Some(object) = self.checked_object(review) else { return allowed(Vec::new()) };
         let verdict = manifest::one(&object, &self.catalogue);
         if let Some(first) = verdict.causes.list().first() {
             if review.operation == "UPDATE"
-                && (is_going(&review.object) || said(&object) == said(&typed(review, &review.old)))
+                && (is_being_deleted(&review.object)
+                    || vm_settings(&object) == vm_settings(&with_kind(review, &review.old)))
             {
                 // It must remain possible to label, scale and delete an object that was invalid before.
-                return allowed(vec![format!("it was wrong before, and is not run: {first}")]);
+                return allowed(vec![format!("the object was invalid before and will not run: {first}")]);
             }
-            return Answer::Denied(verdict.causes);
+            return AdmissionResponse::Denied(verdict.causes);
         }
         // Nodes run pods, and no machine records.
         let pods = verdict.admitted.filter(|_| !manifest::is_machine(&review.kind));
@@ -42,46 +43,50 @@ impl Policy {
     }
 
     /// Returns the annotations that are added to a new pod.
-    pub fn mutate(&self, review: &Review) -> Answer {
-        let unchanged = Answer::Allowed { warnings: Vec::new() };
+    pub fn mutate(&self, review: &Review) -> AdmissionResponse {
+        let unchanged = AdmissionResponse::Allowed { warnings: Vec::new() };
         if review.kind != "Pod" || review.operation != "CREATE" {
             return unchanged;
         }
-        let Some(object) = self.looked_at(review) else { return unchanged };
+        let Some(object) = self.checked_object(review) else { return unchanged };
         let (annotations, wrong) = manifest::annotations(&object);
         // An invalid pod is not changed: the validating webhook rejects it after all mutations.
         match complete(&annotations, &self.catalogue, self.defaults) {
-            Ok(Some(complete)) if wrong.is_empty() => Answer::Patched(patch(&annotations, &complete)),
+            Ok(Some(complete)) if wrong.is_empty() => AdmissionResponse::Patched(patch(&annotations, &complete)),
             _ => unchanged,
         }
     }
 
     /// Returns the object, if this server checks it.
-    fn looked_at(&self, review: &Review) -> Option<Value> {
-        let whole = review.subresource.is_empty() && ["CREATE", "UPDATE"].contains(&review.operation.as_str());
-        if !whole || review.object.is_null() || !manifest::is_known(&review.api_version(), &review.kind) {
+    fn checked_object(&self, review: &Review) -> Option<Value> {
+        let is_object_write =
+            review.subresource.is_empty() && ["CREATE", "UPDATE"].contains(&review.operation.as_str());
+        if !is_object_write || review.object.is_null() || !manifest::is_known(&review.api_version(), &review.kind) {
             return None;
         }
-        let object = typed(review, &review.object);
+        let object = with_kind(review, &review.object);
         let pods = !manifest::is_machine(&review.kind);
         let class = manifest::runtime_class(&object).unwrap_or_default();
-        let asked = !pods || self.runtime_classes.is_empty() || self.runtime_classes.contains(class);
-        asked.then_some(object)
+        let is_checked = !pods || self.runtime_classes.is_empty() || self.runtime_classes.contains(class);
+        is_checked.then_some(object)
     }
 }
 
 /// Returns warnings about valid settings that may surprise the user.
 fn warnings(review: &Review, object: &Value, admitted: &Admitted) -> Vec<String> {
-    let told = unknown_presets(admitted).into_iter().chain(unsupported_settings(admitted));
-    let mut warnings: Vec<String> = told.map(|unsupported_settings| unsupported_settings.to_string()).collect();
-    if review.kind == "Pod" && review.operation == "UPDATE" && said(object) != said(&typed(review, &review.old)) {
-        warnings.push(format!("{PREFIX}...: the machine of a pod that is there does not change by annotations"));
+    let unsupported = unknown_presets(admitted).into_iter().chain(unsupported_settings(admitted));
+    let mut warnings: Vec<String> = unsupported.map(|setting| setting.to_string()).collect();
+    if review.kind == "Pod"
+        && review.operation == "UPDATE"
+        && vm_settings(object) != vm_settings(&with_kind(review, &review.old))
+    {
+        warnings.push(format!("{PREFIX}...: annotations do not change the VM of an existing pod"));
     }
     warnings
 }
 
 /// Returns the object with its kind, and without the fields that a cluster adds.
-fn typed(review: &Review, object: &Value) -> Value {
+fn with_kind(review: &Review, object: &Value) -> Value {
     let mut object = manifest::bare(object);
     if object.is_object() {
         object["apiVersion"] = json!(review.api_version());
@@ -90,12 +95,12 @@ fn typed(review: &Review, object: &Value) -> Value {
     object
 }
 
-fn is_going(object: &Value) -> bool {
+fn is_being_deleted(object: &Value) -> bool {
     object.pointer("/metadata/deletionTimestamp").is_some_and(|time| !time.is_null())
 }
 
 /// Returns the parts of an object that are about VMs.
-fn said(object: &Value) -> Value {
+fn vm_settings(object: &Value) -> Value {
     if manifest::is_machine(object["kind"].as_str().unwrap_or_default()) {
         return json!([object["metadata"]["annotations"], object["spec"]]);
     }
@@ -107,12 +112,12 @@ fn said(object: &Value) -> Value {
 /// Returns the JSON patch between two sets of annotations.
 fn patch(from: &BTreeMap<String, String>, to: &BTreeMap<String, String>) -> Value {
     let path = |key: &str| format!("/metadata/annotations/{}", key.replace('~', "~0").replace('/', "~1"));
-    let gone = from.keys().filter(|key| !to.contains_key(*key));
-    let gone = gone.map(|key| json!({ "op": "remove", "path": path(key) }));
-    let new = to.iter().filter(|(key, value)| from.get(*key) != Some(value));
-    let new = new.map(|(key, value)| {
+    let removed = from.keys().filter(|key| !to.contains_key(*key));
+    let removed = removed.map(|key| json!({ "op": "remove", "path": path(key) }));
+    let changed = to.iter().filter(|(key, value)| from.get(*key) != Some(value));
+    let changed = changed.map(|(key, value)| {
         let op = if from.contains_key(key) { "replace" } else { "add" };
         json!({ "op": op, "path": path(key), "value": value })
     });
-    gone.chain(new).collect()
+    removed.chain(changed).collect()
 }

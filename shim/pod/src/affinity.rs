@@ -43,7 +43,7 @@ pub enum AffinityError {
         source: Errno,
     },
     /// Some vCPU threads cannot be found.
-    #[error("cannot pin_vcpus the vCPUs: only {found} of {vcpus} vCPU threads were found")]
+    #[error("cannot pin the vCPUs: only {found} of {vcpus} vCPU threads were found")]
     MissingVcpuThreads {
         /// The number of vCPU threads that were found.
         found: usize,
@@ -276,7 +276,7 @@ mod tests {
         }
         assert_eq!(of(threads[vcpus as usize]), all, "other threads are not pinned");
         let error = pin_vcpus(&threads, &all, vcpus + 1).unwrap_err();
-        let message = format!("cannot pin_vcpus the vCPUs: only {vcpus} of {} vCPU threads were found", vcpus + 1);
+        let message = format!("cannot pin the vCPUs: only {vcpus} of {} vCPU threads were found", vcpus + 1);
         assert_eq!((error.kind(), error.to_string()), (Kind::Internal, message));
         // With emulation one thread vcpus_of_thread all vCPUs.
         started.push(start("ALL CPUs/TCG"));

@@ -10,7 +10,7 @@ pub const MAX_CAUSES: usize = 100;
 /// The maximum length of a value in a cause.
 const MAX_VALUE: usize = 120;
 
-/// The kind of a fault. The words are those of Kubernetes.
+/// The kind of a fault. The label are those of Kubernetes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Problem {
     /// A required field is not set.
@@ -43,7 +43,7 @@ pub enum Problem {
 }
 
 impl Problem {
-    fn words(self) -> &'static str {
+    fn label(self) -> &'static str {
         match self {
             Problem::Required => "Required value",
             Problem::Invalid => "Invalid value",
@@ -100,7 +100,7 @@ struct Detail<'a>(&'a Cause);
 impl fmt::Display for Detail<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Detail(cause) = self;
-        f.write_str(cause.reason.words())?;
+        f.write_str(cause.reason.label())?;
         if let Some(value) = &cause.value {
             write!(f, ": {value}")?;
         }
@@ -154,7 +154,7 @@ impl Causes {
             let one = cause.to_string();
             if index > 0 && text.len() + one.len() > most {
                 let more = self.0.len() - index;
-                return format!("{text}; and {more} more: `nacelle vm validate` tells all");
+                return format!("{text}; and {more} more: `nacelle vm validate` lists all");
             }
             let between = if index == 0 { "" } else { "; " };
             text = text + between + &one;
@@ -163,7 +163,7 @@ impl Causes {
     }
 
     /// Returns `Ok` if there are no causes.
-    pub fn done(self) -> Result<(), Causes> {
+    pub fn into_result(self) -> Result<(), Causes> {
         if self.is_empty() { Ok(()) } else { Err(self) }
     }
 
@@ -179,11 +179,18 @@ impl Causes {
         }
     }
 
-    pub(crate) fn each(&mut self, change: impl FnMut(&mut Cause)) {
+    pub(crate) fn for_each_mut(&mut self, change: impl FnMut(&mut Cause)) {
         self.0.iter_mut().for_each(change);
     }
 
-    fn push(&mut self, rule: Rule, field: impl Into<String>, reason: Problem, value: Option<String>, message: String) {
+    fn add_new(
+        &mut self,
+        rule: Rule,
+        field: impl Into<String>,
+        reason: Problem,
+        value: Option<String>,
+        message: String,
+    ) {
         // Clients choose names, which are parts of paths: control characters must not break the line.
         let line = |text: String| text.replace(|c: char| c.is_control(), " ");
         self.add(Cause { field: line(field.into()), reason, value, rule, message: line(message), from: None });
@@ -191,7 +198,7 @@ impl Causes {
 
     /// Adds: a required field is not set.
     pub(crate) fn required(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
-        self.push(rule, field, Problem::Required, None, message.into());
+        self.add_new(rule, field, Problem::Required, None, message.into());
     }
 
     /// Adds: a field's value is invalid.
@@ -202,7 +209,7 @@ impl Causes {
         value: impl Serialize,
         message: impl Into<String>,
     ) {
-        self.push(rule, field, Problem::Invalid, Some(told(value)), message.into());
+        self.add_new(rule, field, Problem::Invalid, Some(json_excerpt(value)), message.into());
     }
 
     /// Adds: a second field has the same value.
@@ -213,34 +220,40 @@ impl Causes {
         value: impl Serialize,
         message: impl Into<String>,
     ) {
-        self.push(rule, field, Problem::Duplicate, Some(told(value)), message.into());
+        self.add_new(rule, field, Problem::Duplicate, Some(json_excerpt(value)), message.into());
     }
 
     /// Adds: a value is not one of the supported ones.
-    pub(crate) fn unsupported(&mut self, rule: Rule, field: impl Into<String>, value: impl Serialize, words: &[&str]) {
-        let words: Vec<String> = words.iter().map(told).collect();
-        let message = format!("supported values: {}", words.join(", "));
-        self.push(rule, field, Problem::Unsupported, Some(told(value)), message);
+    pub(crate) fn unsupported(
+        &mut self,
+        rule: Rule,
+        field: impl Into<String>,
+        value: impl Serialize,
+        supported: &[&str],
+    ) {
+        let supported: Vec<String> = supported.iter().map(json_excerpt).collect();
+        let message = format!("supported values: {}", supported.join(", "));
+        self.add_new(rule, field, Problem::Unsupported, Some(json_excerpt(value)), message);
     }
 
     /// Adds: a field is not allowed.
     pub(crate) fn forbidden(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
-        self.push(rule, field, Problem::Forbidden, None, message.into());
+        self.add_new(rule, field, Problem::Forbidden, None, message.into());
     }
 
     /// Adds: a value has the wrong type.
     pub(crate) fn wrong_type(&mut self, rule: Rule, field: impl Into<String>, value: impl Serialize, wanted: &str) {
-        self.push(rule, field, Problem::Type, Some(told(value)), format!("must be {wanted}"));
+        self.add_new(rule, field, Problem::Type, Some(json_excerpt(value)), format!("must be {wanted}"));
     }
 
     /// Adds: a value is too long.
     pub(crate) fn too_long(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
-        self.push(rule, field, Problem::TooLong, None, message.into());
+        self.add_new(rule, field, Problem::TooLong, None, message.into());
     }
 
     /// Adds: a field does not exist.
     pub(crate) fn unknown(&mut self, rule: Rule, field: impl Into<String>, message: impl Into<String>) {
-        self.push(rule, field, Problem::Unknown, None, message.into());
+        self.add_new(rule, field, Problem::Unknown, None, message.into());
     }
 
     /// Adds: two sources set different values.
@@ -251,12 +264,12 @@ impl Causes {
         value: impl Serialize,
         message: impl Into<String>,
     ) {
-        self.push(rule, field, Problem::Conflict, Some(told(value)), message.into());
+        self.add_new(rule, field, Problem::Conflict, Some(json_excerpt(value)), message.into());
     }
 }
 
 /// Formats a value as JSON, truncated if it is long.
-pub(crate) fn told(value: impl Serialize) -> String {
+pub(crate) fn json_excerpt(value: impl Serialize) -> String {
     let mut text = serde_json::to_string(&value).unwrap_or_default();
     if text.len() > MAX_VALUE {
         let mut end = MAX_VALUE;
@@ -274,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cause_is_told_as_kubernetes_tells_it() {
+    fn a_cause_has_the_format_of_kubernetes() {
         let mut causes = Causes::default();
         causes.invalid(Rule("x"), "spec.a", 0, "must be at least 1");
         causes.required(Rule("x"), "spec.b", "");
@@ -290,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_is_told_once_and_long_values_are_cut() {
+    fn duplicates_are_dropped_and_long_values_are_shortened() {
         let mut causes = Causes::default();
         for _ in 0..2 {
             causes.invalid(Rule("x"), "a", "é".repeat(1000), "");

@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// The annotations that have no equivalent in the document.
-const BESIDE: &[&str] = &["kind", "name", "run-strategy", "power", "ssh-keys", "empty-dir-limits"];
+const KEPT_ANNOTATIONS: &[&str] = &["kind", "name", "run-strategy", "power", "ssh-keys", "empty-dir-limits"];
 /// The prefixes of sources of fields.
 const SOURCES: &[&str] = &["preset ", "instance type ", "preference "];
 /// The maximum length of the name of a source.
@@ -29,34 +29,35 @@ pub fn complete(
 ) -> Result<Option<BTreeMap<String, String>>, Causes> {
     let Some(admitted) = admit::pod(annotations, catalogue)? else { return Ok(None) };
     let defaults = defaults && admitted.kind() == SpecKind::Machine;
-    let record = record(&admitted, annotations);
-    if !names(admitted.applied()) && !defaults {
+    let applied = merged_record(&admitted, annotations);
+    if !names_anything(admitted.applied()) && !defaults {
         return Ok(None);
     }
     let mut complete = annotations.clone();
-    complete.retain(|key, _| key.strip_prefix(PREFIX).is_none_or(|name| BESIDE.contains(&name)));
-    let mut say = |name: &str, text: String| drop(complete.insert(format!("{PREFIX}{name}"), text));
-    let document = written(if defaults { admitted.spec() } else { admitted.said() });
-    let there = annotations.get(&format!("{PREFIX}spec"));
+    complete.retain(|key, _| key.strip_prefix(PREFIX).is_none_or(|name| KEPT_ANNOTATIONS.contains(&name)));
+    let mut set = |name: &str, text: String| drop(complete.insert(format!("{PREFIX}{name}"), text));
+    let document = written(if defaults { admitted.spec() } else { admitted.explicit_spec() });
+    let current = annotations.get(&format!("{PREFIX}spec"));
     // A document with the same meaning keeps its text.
-    let same = |text: &&String| read::one(text, "spec").is_ok_and(|value| value == document);
-    say("spec", there.filter(same).cloned().unwrap_or_else(|| document.to_string()));
+    let same_meaning = |text: &&String| read::one(text, "spec").is_ok_and(|value| value == document);
+    set("spec", current.filter(same_meaning).cloned().unwrap_or_else(|| document.to_string()));
     if let Some(strategy) = admitted.run_strategy().filter(|_| defaults) {
-        say("run-strategy", strategy.word().to_owned());
+        set("run-strategy", strategy.word().to_owned());
     }
-    if names(&record) || !record.fields.is_empty() {
-        say("applied", written(&record).to_string());
+    if names_anything(&applied) || !applied.fields.is_empty() {
+        set("applied", written(&applied).to_string());
     }
     Ok((complete != *annotations).then_some(complete))
 }
 
-fn names(applied: &Applied) -> bool {
+fn names_anything(applied: &Applied) -> bool {
     applied.instancetype.is_some() || applied.preference.is_some() || !applied.presets.is_empty()
 }
 
 /// Merges what was applied now and earlier.
-fn record(admitted: &Admitted, annotations: &BTreeMap<String, String>) -> Applied {
-    let before = annotations.get(&format!("{PREFIX}applied")).and_then(|text| told(text).ok()).unwrap_or_default();
+fn merged_record(admitted: &Admitted, annotations: &BTreeMap<String, String>) -> Applied {
+    let before =
+        annotations.get(&format!("{PREFIX}applied")).and_then(|text| parse_record(text).ok()).unwrap_or_default();
     let now = admitted.applied();
     let fields = now.fields.iter().filter(|(_, from)| is_source(from));
     let mut presets = before.presets;
@@ -70,9 +71,9 @@ fn record(admitted: &Admitted, annotations: &BTreeMap<String, String>) -> Applie
 }
 
 /// Restores the sources of the fields that an earlier completion has written.
-pub(crate) fn recall(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes: &mut Causes) {
+pub(crate) fn restore_sources(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes: &mut Causes) {
     let Some(text) = annotations.get("applied") else { return };
-    match told(text) {
+    match parse_record(text) {
         Ok(applied) => {
             for (path, from) in applied.fields.into_iter().filter(|(_, from)| is_source(from)) {
                 tree.from.entry(path).or_insert(from);
@@ -82,12 +83,16 @@ pub(crate) fn recall(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes
     }
 }
 
-fn told(text: &str) -> Result<Applied, Causes> {
+fn parse_record(text: &str) -> Result<Applied, Causes> {
     let at = field("applied");
     let value: Value = read::one(text, &at)?;
     serde_json::from_value(value).map_err(|error| {
         let mut causes = Causes::default();
-        causes.forbidden(Rule("applied-form"), at, format!("is not what the admission server writes: {error}"));
+        causes.forbidden(
+            Rule("applied-form"),
+            at,
+            format!("is not in the format that the admission server writes: {error}"),
+        );
         causes
     })
 }

@@ -1,7 +1,7 @@
 //! Sets the defaults of a specification.
 
 use crate::Quantity;
-use crate::annotations::Wishes;
+use crate::annotations::PodSettings;
 use crate::spec::{
     Board, Bus, CloudInit, Cpu, CpuFeaturePolicy, Disk, DiskTarget, Domain, Empty, InputBus, InstanceSpec, Interface,
     Memory, Network, NicModel, Probe, Protocol, Rng, RunStrategy, SpecKind, Volume, WatchdogAction,
@@ -11,11 +11,11 @@ use crate::spec::{
 const GRACE_SECONDS: i64 = 30;
 
 /// Sets the defaults. Invalid values stay: the rules are checked afterwards.
-pub fn fill(spec: &mut InstanceSpec, wishes: &mut Wishes) {
-    let kind = *wishes.kind.get_or_insert(SpecKind::Container);
+pub fn fill(spec: &mut InstanceSpec, settings: &mut PodSettings) {
+    let kind = *settings.kind.get_or_insert(SpecKind::Container);
     if kind == SpecKind::Machine {
-        wishes.run_strategy.get_or_insert(RunStrategy::Always);
-        machine(spec, wishes);
+        settings.run_strategy.get_or_insert(RunStrategy::Always);
+        machine(spec, settings);
     }
     processors(&mut spec.domain);
     memory(&mut spec.domain);
@@ -33,7 +33,7 @@ pub fn fill(spec: &mut InstanceSpec, wishes: &mut Wishes) {
     }
 }
 
-fn machine(spec: &mut InstanceSpec, wishes: &Wishes) {
+fn machine(spec: &mut InstanceSpec, settings: &PodSettings) {
     spec.termination_grace_period_seconds.get_or_insert(GRACE_SECONDS);
     let direct = spec.domain.firmware.as_ref().is_some_and(|firmware| firmware.kernel_boot.is_some());
     spec.domain.machine.get_or_insert_with(|| Board { kind: if direct { "microvm" } else { "q35" }.to_owned() });
@@ -42,7 +42,7 @@ fn machine(spec: &mut InstanceSpec, wishes: &Wishes) {
         efi.secure_boot.get_or_insert(true);
         efi.persistent.get_or_insert(false);
     }
-    if !wishes.ssh_keys.is_empty() && !spec.volumes.iter().any(|volume| volume.cloud_init().is_some()) {
+    if !settings.ssh_keys.is_empty() && !spec.volumes.iter().any(|volume| volume.cloud_init().is_some()) {
         let data = CloudInit { user_data: "#cloud-config\n".to_owned(), ..CloudInit::default() };
         let name = "cloud-init".to_owned();
         spec.volumes.push(Volume { name: name.clone(), cloud_init_no_cloud: Some(data), ..Volume::default() });

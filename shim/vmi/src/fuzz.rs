@@ -44,7 +44,7 @@ fn completed(annotations: &BTreeMap<String, String>, admitted: &Admitted, defaul
     assert_eq!((again.kind(), again.name(), again.power()), (admitted.kind(), admitted.name(), admitted.power()));
     assert_eq!((again.run_strategy(), again.ssh_keys()), (admitted.run_strategy(), admitted.ssh_keys()));
     if !defaults {
-        assert_eq!(again.said(), admitted.said());
+        assert_eq!(again.explicit_spec(), admitted.explicit_spec());
     }
 }
 

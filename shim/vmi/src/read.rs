@@ -62,7 +62,7 @@ fn size(text: &str, field: &str) -> Result<(), Causes> {
         let message = format!("has {} bytes, and at most {MAX_BYTES} are read", text.len());
         causes.too_long(Rule("document-bytes"), field, message);
     }
-    causes.done()
+    causes.into_result()
 }
 
 fn broken(error: &Error, field: &str) -> Causes {
@@ -84,7 +84,7 @@ fn broken(error: &Error, field: &str) -> Causes {
     };
     let place = error.location().map_or_else(String::new, |at| format!("line {} column {}: ", at.line(), at.column()));
     let mut causes = Causes::default();
-    let message = format!("is no document that is read here: {place}{why}");
+    let message = format!("is not a valid document: {place}{why}");
     causes.forbidden(Rule("document-syntax"), field, message);
     causes
 }

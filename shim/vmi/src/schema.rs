@@ -12,7 +12,7 @@ pub const MAX_ITEMS: usize = 256;
 /// Marks what is a number or a string.
 pub const EITHER: &str = "x-kubernetes-int-or-string";
 
-/// The schema of a type, in one piece: no references.
+/// Returns the schema of a type without references.
 pub fn of<T: JsonSchema>() -> Value {
     let mut settings = SchemaSettings::openapi3();
     settings.inline_subschemas = true;
@@ -21,7 +21,7 @@ pub fn of<T: JsonSchema>() -> Value {
     settings.into_generator().into_root_schema_for::<T>().to_value()
 }
 
-/// Lists end somewhere; nobody needs the titles of the Rust types.
+/// Bounds the length of lists, and removes the titles of the Rust types.
 #[derive(Clone)]
 struct Bounded;
 
@@ -44,7 +44,7 @@ impl Transform for Bounded {
     }
 }
 
-/// An OpenAPI document with these schemas.
+/// Returns an OpenAPI document with these schemas.
 pub fn openapi(version: &str, schemas: Vec<(&str, Value)>) -> Value {
     let schemas: Map<String, Value> = schemas.into_iter().map(|(name, schema)| (name.to_owned(), schema)).collect();
     json!({
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
     use crate::spec::InstanceSpec;
 
-    /// What `shape` understands; anything else would be a part of the schema that nobody checks.
+    /// Checks that the schema has only keys that `shape` handles; others would have no effect.
     fn only_known(schema: &Value, at: &str) {
         let known = [
             "type",
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn the_schema_says_nothing_that_nobody_checks() {
+    fn the_schema_has_only_checked_keys() {
         only_known(&of::<InstanceSpec>(), "spec");
     }
 }

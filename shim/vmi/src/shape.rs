@@ -1,4 +1,4 @@
-//! Checks a tree against the schema of a type, and reports every unknown, rejected and mistyped field with its path. Wrong fields
+//! Checks a tree against the schema of a type, and reports every unknown, rejected and add_wrong_type field with its path. Wrong fields
 //! are removed from the tree, so that the rest can be deserialized and checked further.
 
 use crate::cause::{Causes, Rule};
@@ -12,8 +12,8 @@ pub const MAX_STRING: usize = 64 * 1024;
 /// Removes everything from `value` that does not match `schema`. `at` is the path of the value.
 pub fn check(value: &mut Value, schema: &Value, at: &str) -> Causes {
     let mut causes = Causes::default();
-    if !fits(value, schema, at, &mut causes) {
-        *value = nothing(schema);
+    if !check_value(value, schema, at, &mut causes) {
+        *value = empty_value(schema);
     }
     causes
 }
@@ -24,7 +24,7 @@ pub fn field(at: &str, key: &str) -> String {
 }
 
 /// Returns the empty value of a type.
-fn nothing(schema: &Value) -> Value {
+fn empty_value(schema: &Value) -> Value {
     match schema["type"].as_str() {
         Some("array") => Value::Array(Vec::new()),
         Some("object") => Value::Object(Map::new()),
@@ -34,41 +34,41 @@ fn nothing(schema: &Value) -> Value {
 }
 
 /// Returns whether the value can stay. Handles its parts.
-fn fits(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
+fn check_value(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
     if schema[crate::schema::EITHER] == true {
-        return either(value, schema, at, causes);
+        return check_int_or_string(value, schema, at, causes);
     }
     match schema["type"].as_str() {
         Some("object") => match value.as_object_mut() {
-            Some(fields) if schema["additionalProperties"] == false => structure(fields, schema, at, causes),
+            Some(fields) if schema["additionalProperties"] == false => check_fields(fields, schema, at, causes),
             Some(fields) => entries(fields, &schema["additionalProperties"], at, causes),
-            None => return mistyped(value, at, "an object", causes),
+            None => return add_wrong_type(value, at, "an object", causes),
         },
         Some("array") => match value.as_array_mut() {
-            Some(items) => list(items, schema, at, causes),
-            None => return mistyped(value, at, "a list", causes),
+            Some(items) => check_list(items, schema, at, causes),
+            None => return add_wrong_type(value, at, "a list", causes),
         },
-        Some("string") => return string(value, schema, at, causes),
-        Some("boolean") if !value.is_boolean() => return mistyped(value, at, "true or false", causes),
-        Some("integer") => return integer(value, schema, at, causes),
+        Some("string") => return check_string(value, schema, at, causes),
+        Some("boolean") if !value.is_boolean() => return add_wrong_type(value, at, "true or false", causes),
+        Some("integer") => return check_integer(value, schema, at, causes),
         _ => {}
     }
     true
 }
 
-fn mistyped(value: &Value, at: &str, wanted: &str, causes: &mut Causes) -> bool {
+fn add_wrong_type(value: &Value, at: &str, wanted: &str, causes: &mut Causes) -> bool {
     causes.wrong_type(Rule("field-type"), at, value, wanted);
     false
 }
 
-fn structure(fields: &mut Map<String, Value>, schema: &Value, at: &str, causes: &mut Causes) {
+fn check_fields(fields: &mut Map<String, Value>, schema: &Value, at: &str, causes: &mut Causes) {
     let known = &schema["properties"];
     fields.retain(|key, value| {
         let at = field(at, key);
         match known.get(key) {
             // Like Kubernetes: null means that the field is not set.
             _ if value.is_null() && known.get(key).is_some() => false,
-            Some(schema) => fits(value, schema, &at, causes),
+            Some(schema) => check_value(value, schema, &at, causes),
             None => {
                 match refused::reason(&at) {
                     Some(reason) => causes.forbidden(Rule("field-refused"), at, reason),
@@ -85,27 +85,31 @@ fn entries(fields: &mut Map<String, Value>, schema: &Value, at: &str, causes: &m
         causes.too_long(Rule("list-length"), at, format!("must have at most {} entries", crate::schema::MAX_ITEMS));
         fields.clear();
     }
-    fields.retain(|key, value| fits(value, schema, &shortened(&format!("{at}[{key}]")), causes));
+    fields.retain(|key, value| check_value(value, schema, &shortened(&format!("{at}[{key}]")), causes));
 }
 
-fn list(items: &mut Vec<Value>, schema: &Value, at: &str, causes: &mut Causes) {
-    let most = schema["maxItems"].as_u64().and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
-    if items.len() > most {
-        causes.too_long(Rule("list-length"), at, format!("must have at most {most} entries, and has {}", items.len()));
-        items.truncate(most);
+fn check_list(items: &mut Vec<Value>, schema: &Value, at: &str, causes: &mut Causes) {
+    let maximum = schema["maxItems"].as_u64().and_then(|maximum| usize::try_from(maximum).ok()).unwrap_or(usize::MAX);
+    if items.len() > maximum {
+        causes.too_long(
+            Rule("list-length"),
+            at,
+            format!("must have at most {maximum} entries, and has {}", items.len()),
+        );
+        items.truncate(maximum);
     }
     for (index, item) in items.iter_mut().enumerate() {
-        if !fits(item, &schema["items"], &format!("{at}[{index}]"), causes) {
+        if !check_value(item, &schema["items"], &format!("{at}[{index}]"), causes) {
             // The other items keep their indexes, and with them their paths.
-            *item = nothing(&schema["items"]);
+            *item = empty_value(&schema["items"]);
         }
     }
 }
 
-fn string(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
+fn check_string(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
     let Some(text) = value.as_str() else {
         let wanted = if value.is_number() || value.is_boolean() { "a string (in quotes)" } else { "a string" };
-        return mistyped(value, at, wanted, causes);
+        return add_wrong_type(value, at, wanted, causes);
     };
     if text.len() > MAX_STRING {
         causes.too_long(
@@ -127,17 +131,17 @@ fn string(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool 
     false
 }
 
-fn integer(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
-    let (least, most) = match schema["format"].as_str() {
+fn check_integer(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
+    let (minimum, maximum) = match schema["format"].as_str() {
         Some("uint32") => (0, i128::from(u32::MAX)),
         Some("int32") => (i128::from(i32::MIN), i128::from(i32::MAX)),
         _ => (i128::from(i64::MIN), i128::from(i64::MAX)),
     };
     let number = value.as_i64().map(i128::from).or(value.as_u64().map(i128::from));
     match number {
-        None => mistyped(value, at, "an integer", causes),
-        Some(number) if number < least || number > most => {
-            causes.invalid(Rule("integer-range"), at, value, format!("must be between {least} and {most}"));
+        None => add_wrong_type(value, at, "an integer", causes),
+        Some(number) if number < minimum || number > maximum => {
+            causes.invalid(Rule("integer-range"), at, value, format!("must be between {minimum} and {maximum}"));
             false
         }
         Some(_) => true,
@@ -145,10 +149,10 @@ fn integer(value: &Value, schema: &Value, at: &str, causes: &mut Causes) -> bool
 }
 
 /// Checks a quantity, or the number or name of a port.
-fn either(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
+fn check_int_or_string(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
     let quantity = schema["format"] == "quantity";
     if value.as_i64().is_none() && !value.is_string() {
-        return mistyped(value, at, "an integer or a string", causes);
+        return add_wrong_type(value, at, "an integer or a string", causes);
     }
     if !quantity {
         return true;
@@ -183,14 +187,14 @@ mod tests {
     use crate::spec::InstanceSpec;
     use serde_json::json;
 
-    fn told(mut value: Value) -> (Vec<String>, InstanceSpec) {
+    fn check_spec(mut value: Value) -> (Vec<String>, InstanceSpec) {
         let causes = check(&mut value, &schema::of::<InstanceSpec>(), "spec");
         (causes.list().iter().map(ToString::to_string).collect(), serde_json::from_value(value).unwrap())
     }
 
     #[test]
-    fn everything_wrong_is_told_and_the_rest_is_read() {
-        let (told, spec) = told(json!({
+    fn every_wrong_field_is_reported_and_the_rest_is_read() {
+        let (texts, spec) = check_spec(json!({
             "domain": {
                 "cpu": { "cores": "two", "sockets": 5_000_000_000u64, "model": 1, "threads": null },
                 "memory": { "guest": "1Gx" },
@@ -204,7 +208,7 @@ mod tests {
             "colour": "red",
         }));
         assert_eq!(
-            told,
+            texts,
             [
                 r#"spec.colour: Unknown field"#,
                 r#"spec.domain.cpu.cores: Wrong type: "two": must be an integer"#,
@@ -213,7 +217,7 @@ mod tests {
                 r#"spec.domain.devices.disks[0].disk.bus: Unsupported value: "ide": supported values: "virtio", "sata", "scsi", "usb""#,
                 r#"spec.domain.devices.disks[1]: Wrong type: 7: must be an object"#,
                 r#"spec.domain.devices.disks[2].dsk: Unknown field"#,
-                r#"spec.domain.devices.gpus: Forbidden: a machine has the PCI devices (VFIO) of its container: ask for them as resources of the container"#,
+                r#"spec.domain.devices.gpus: Forbidden: a VM has the PCI devices (VFIO) of its container: request them as resources of the container"#,
                 r#"spec.domain.devices.rng: Wrong type: []: must be an object"#,
                 r#"spec.domain.memory.guest: Invalid value: "1Gx": must be a quantity: a number with one of the suffixes n, u, m, k, M, G, T, P, E, Ki, Mi, Gi, Ti, Pi, Ei or an exponent"#,
                 r#"spec.volumes: Wrong type: {}: must be a list"#,
@@ -224,11 +228,11 @@ mod tests {
     }
 
     #[test]
-    fn a_right_tree_is_left_alone() {
+    fn a_valid_tree_is_not_changed() {
         let tree = json!({ "domain": { "cpu": { "cores": 2 }, "memory": { "guest": 1024 }, "devices": { "rng": {} } },
             "readinessProbe": { "tcpSocket": { "port": "ssh" } } });
-        let (told, spec) = told(tree);
-        assert!(told.is_empty(), "{told:?}");
+        let (texts, spec) = check_spec(tree);
+        assert!(texts.is_empty(), "{texts:?}");
         assert_eq!(spec.domain.memory.unwrap().guest.unwrap().text(), "1024");
         assert!(spec.domain.devices.rng.is_some());
     }

@@ -1,7 +1,7 @@
 //! Assembles a specification from several sources: a tree that records the source of each field. Two sources that set a field to
 //! different values are a conflict that names both.
 
-use crate::cause::{Causes, Rule, told};
+use crate::cause::{Causes, Rule, json_excerpt};
 use crate::shape::field;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -46,11 +46,11 @@ impl Tree {
                 fields.insert((*last).to_owned(), value);
                 self.from.insert(at, from.to_owned());
             }
-            Some(there) if *there == value => {}
-            Some(there) => {
-                let there = told(there);
+            Some(current) if *current == value => {}
+            Some(current) => {
+                let current = json_excerpt(current);
                 let other = self.source(&at);
-                causes.conflict(rule, at, value, format!("{other} says {there}, and {from} another thing"));
+                causes.conflict(rule, at, value, format!("{other} sets {current}, and {from} sets another value"));
             }
         }
     }
@@ -63,11 +63,11 @@ impl Tree {
         let list = fields.entry((*last).to_owned()).or_insert_with(|| Value::Array(Vec::new()));
         let Some(list) = list.as_array_mut() else { return };
         let name = item.get("name").cloned();
-        match list.iter().position(|there| there.get("name").is_some() && there.get("name") == name.as_ref()) {
+        match list.iter().position(|item| item.get("name").is_some() && item.get("name") == name.as_ref()) {
             Some(index) => {
                 let at = format!("{at}[{index}].name");
                 let other = self.source(&at);
-                let message = format!("{other} has one of this name, and {from} another");
+                let message = format!("{other} and {from} both have an item of this name");
                 causes.conflict(rule, at, name.unwrap_or_default(), message);
             }
             None => {
@@ -80,12 +80,12 @@ impl Tree {
 
     /// Returns the source of a field.
     pub fn source(&self, at: &str) -> String {
-        self.said(at).map_or_else(|| DOCUMENT.to_owned(), str::to_owned)
+        self.explicit_source(at).map_or_else(|| DOCUMENT.to_owned(), str::to_owned)
     }
 
     /// Returns the source of a field or of a field above it, if it is not the document.
-    pub fn said(&self, at: &str) -> Option<&str> {
-        said(&self.from, at)
+    pub fn explicit_source(&self, at: &str) -> Option<&str> {
+        explicit_source(&self.from, at)
     }
 
     fn object(&mut self, path: &[&str]) -> Option<&mut Map<String, Value>> {
@@ -109,7 +109,7 @@ impl Tree {
 }
 
 /// Returns the source of a field or of a field above it, if it is recorded.
-pub fn said<'f>(from: &'f BTreeMap<String, String>, at: &str) -> Option<&'f str> {
+pub fn explicit_source<'f>(from: &'f BTreeMap<String, String>, at: &str) -> Option<&'f str> {
     let mut end = at.len();
     loop {
         let part = at.get(..end)?;
@@ -126,7 +126,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn both_sides_of_a_conflict_are_named() {
+    fn a_conflict_names_both_sources() {
         let mut tree = Tree::of(json!({ "domain": { "cpu": { "model": "a" } } }));
         let mut causes = Causes::default();
         let model = ["domain", "cpu", "model"];
@@ -137,8 +137,8 @@ mod tests {
         tree.set(&["domain", "cpu", "cores"], json!(2), "y", Rule("r"), &mut causes);
         assert_eq!(
             causes.to_string(),
-            "spec.domain.cpu.model: Conflict: \"b\": the specification says \"a\", and x another thing; \
-             spec.domain.cpu.cores: Conflict: 2: x says 1, and y another thing"
+            "spec.domain.cpu.model: Conflict: \"b\": the specification sets \"a\", and x sets another value; \
+             spec.domain.cpu.cores: Conflict: 2: x sets 1, and y sets another value"
         );
     }
 }

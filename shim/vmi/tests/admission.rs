@@ -66,7 +66,7 @@ fn what_is_said_is_known_without_what_follows() {
             ("spec.networks[0].pod", None),
         ]
     );
-    assert_eq!(shaped.said().domain.cpu.as_ref().unwrap().cores, None);
+    assert_eq!(shaped.explicit_spec().domain.cpu.as_ref().unwrap().cores, None);
     let plain = admitted(&[("kind", "container")]).unwrap().unwrap();
     assert!(plain.fields().is_empty(), "{:?}", plain.fields());
     let sized = admitted(&[("instancetype", "u1.medium")]).unwrap().unwrap();

@@ -82,7 +82,7 @@ fn onto(base: &mut Value, more: &Value) {
     }
 }
 
-fn told(case: &Case) -> (Vec<String>, Vec<String>) {
+fn causes_of(case: &Case) -> (Vec<String>, Vec<String>) {
     let mut annotations: BTreeMap<String, String> =
         case.annotations.iter().map(|(name, value)| (format!("{PREFIX}{name}"), value.clone())).collect();
     annotations.entry(format!("{PREFIX}kind")).or_insert_with(|| "machine".to_owned());
@@ -122,7 +122,7 @@ fn texts(causes: &nacelle_vmi::Causes) -> (Vec<String>, Vec<String>) {
 }
 
 #[test]
-fn what_is_right_is_admitted() {
+fn a_valid_specification_is_admitted() {
     let annotations = [("kind", "machine".to_owned()), ("spec", right().to_string())];
     let annotations = annotations.into_iter().map(|(name, value)| (format!("{PREFIX}{name}"), value)).collect();
     let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().unwrap();
@@ -130,10 +130,10 @@ fn what_is_right_is_admitted() {
 }
 
 #[test]
-fn every_rule_says_what_it_says() {
+fn every_case_has_its_texts_and_rule() {
     let mut wrong = String::new();
     for (file, case) in cases() {
-        let (texts, rules) = told(&case);
+        let (texts, rules) = causes_of(&case);
         if texts != case.says || !rules.contains(&case.rule) {
             writeln!(wrong, "{} {}: rules {rules:?}", file.file_name().unwrap().display(), case.rule).unwrap();
             writeln!(wrong, "  says:").unwrap();
@@ -163,7 +163,7 @@ fn known() -> BTreeSet<String> {
 }
 
 #[test]
-fn no_rule_is_without_a_case() {
+fn every_rule_has_a_case() {
     // These rules are for documents outside of a pod's annotations; `versions.rs` and `manifest` test them. A `field-shape` cause
     // would be a BUG.
     let elsewhere = ["document-kind", "document-version", "document-bytes", "field-shape"];

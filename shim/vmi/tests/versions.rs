@@ -134,7 +134,7 @@ fn an_edit_of_the_old_document_is_kept() {
 }
 
 #[test]
-fn what_nobody_knows_is_refused_by_name() {
+fn unknown_versions_and_kinds_are_rejected_by_name() {
     let refused = |value: Value| version::decode(value).unwrap_err().to_string();
     assert_eq!(
         refused(json!({ "apiVersion": "vm.nacelle.dev/v2", "kind": "VirtualMachine" })),

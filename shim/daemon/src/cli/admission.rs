@@ -3,8 +3,8 @@
 use super::vm::CatalogueFiles;
 use anyhow::Context;
 use clap::Subcommand;
-use nacelle_admission::manifests::{Cluster, manifests};
-use nacelle_admission::{Options, Policy, Server};
+use nacelle_admission::manifests::{ClusterValues, manifests};
+use nacelle_admission::{AdmissionOptions, AdmissionServer, Policy};
 use nacelle_stream::Tls;
 use std::io::Read;
 use std::net::SocketAddr;
@@ -57,7 +57,7 @@ enum AdmissionCommand {
 
 pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitCode> {
     if let Some(AdmissionCommand::Manifests { ca_file, image, namespace }) = arguments.command {
-        print!("{}", manifests(&Cluster { namespace, image, authority: read_ca_file(&ca_file)? })?);
+        print!("{}", manifests(&ClusterValues { namespace, image, authority: read_ca_file(&ca_file)? })?);
         return Ok(ExitCode::SUCCESS);
     }
     let file = |file: Option<PathBuf>, name| file.with_context(|| format!("missing argument {name}"));
@@ -67,14 +67,14 @@ pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitCode> {
         runtime_classes: arguments.runtime_class.into_iter().collect(),
         defaults: arguments.defaults,
     };
-    serve(Options { listen: arguments.listen, tls, policy })
+    serve(AdmissionOptions { listen: arguments.listen, tls, policy })
 }
 
-fn serve(options: Options) -> anyhow::Result<ExitCode> {
+fn serve(options: AdmissionOptions) -> anyhow::Result<ExitCode> {
     super::runtime()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let server = Server::bind(options).await?;
+        let server = AdmissionServer::bind(options).await?;
         tracing::info!(address = %server.address(), "serving admission webhooks");
         let end = async move {
             tokio::select! {

@@ -70,7 +70,7 @@ fn disk<'a>(name: &str, options: impl Iterator<Item = &'a str>, at: &str, causes
     for option in options {
         let (key, value) = option.split_once('=').map_or((option, None), |(key, value)| (key, Some(value)));
         if seen.contains(&key) {
-            causes.duplicate(Rule("disk-option-twice"), at, key, "must be said once");
+            causes.duplicate(Rule("disk-option-twice"), at, key, "must occur only once");
         }
         seen.push(key);
         match (key, value) {

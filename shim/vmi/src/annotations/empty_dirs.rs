@@ -2,7 +2,7 @@
 //! (docs/contributor/volumes.md); here they are only validated.
 
 use crate::Quantity;
-use crate::rules::label;
+use crate::rules::is_dns_label;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub fn limits(text: &str) -> Option<BTreeMap<String, u64>> {
     for entry in text.split(',') {
         let (name, size) = entry.split_once('=')?;
         let size = Quantity::parse(size).ok()?.bytes()?;
-        let right = label(name) && (MIN_QUOTA..=MAX_QUOTA).contains(&size) && found.len() < MANY;
+        let right = is_dns_label(name) && (MIN_QUOTA..=MAX_QUOTA).contains(&size) && found.len() < MANY;
         if !right || found.insert(name.to_owned(), size).is_some() {
             return None;
         }

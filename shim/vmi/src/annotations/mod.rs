@@ -18,15 +18,15 @@ pub const PREFIX: &str = "vm.nacelle.dev/";
 pub const ALL: &[(&str, &str)] = &[
     ("spec", "the whole specification, in YAML or JSON, in the shape of KubeVirt's VirtualMachineInstanceSpec"),
     ("api-version", "the version of that document: `v1` (if it is missing) or `v1alpha1`"),
-    ("v1-fields", "what a document in `v1alpha1` cannot say; written by conversion, not by hand"),
-    ("kind", "`container` (if it is missing): containers run in the machine; `machine`: the container is the machine"),
-    ("name", "the machine that outlives the pod, of which this pod is a run"),
+    ("v1-fields", "the fields that a document in `v1alpha1` cannot express; written by conversion, not by hand"),
+    ("kind", "`container` (the default): containers run in the VM; `machine`: the container is the VM"),
+    ("name", "the persistent VM of which this pod is a run"),
     ("run-strategy", "when it runs: `Always`, `RerunOnFailure`, `Once`, `Manual` or `Halted`"),
-    ("power", "what it shall do: `on`, `off` or `paused`; at first, and when it changes"),
+    ("power", "the requested power state: `on`, `off` or `paused`; applied at the start and after each change"),
     ("instancetype", "the instance type that sizes it"),
-    ("preference", "the preference that says what it is like where nothing is said"),
+    ("preference", "the preference with the defaults of unset fields"),
     ("presets", "presets, separated by commas"),
-    ("cpus", "how many virtual processors: `domain.cpu.cores`"),
+    ("cpus", "the number of vCPUs: `domain.cpu.cores`"),
     ("cpu-model", "`domain.cpu.model`"),
     ("cpu-pinning", "`true`: `domain.cpu.dedicatedCpuPlacement`"),
     ("memory", "a quantity: `domain.memory.guest`"),
@@ -48,14 +48,14 @@ pub const ALL: &[(&str, &str)] = &[
     ("grace-period", "seconds: `terminationGracePeriodSeconds`"),
     (
         "applied",
-        "what of the document came of instance type, preference and presets; written by `nacelle admission`, not by hand",
+        "the sources of fields that instance type, preference and presets set; written by `nacelle admission`, not by hand",
     ),
-    ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/user/empty-dir.md); nothing of the machine's own"),
+    ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/user/empty-dir.md); not a setting of the VM"),
 ];
 
 /// The settings outside of the specification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Wishes {
+pub struct PodSettings {
     /// The kind of the pod.
     pub kind: Option<SpecKind>,
     /// The name of the persistent VM of which the pod is a run.
@@ -80,24 +80,24 @@ pub fn field(name: &str) -> String {
 }
 
 /// Returns the annotations with our prefix: name after the prefix, and value.
-pub fn ours(annotations: &BTreeMap<String, String>) -> BTreeMap<&str, &str> {
+pub fn with_prefix(annotations: &BTreeMap<String, String>) -> BTreeMap<&str, &str> {
     let named = annotations.iter().filter_map(|(key, value)| Some((key.strip_prefix(PREFIX)?, value.as_str())));
     named.collect()
 }
 
 /// Returns the specification and the settings of these annotations. Valid parts are returned even if others are not; without a
 /// document that can be parsed there is no specification.
-pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, Wishes, Causes) {
+pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, PodSettings, Causes) {
     let mut causes = Causes::default();
     let bytes: usize = annotations.iter().map(|(key, value)| key.len() + value.len()).sum();
     if bytes > read::MAX_BYTES {
         let message = format!("have {bytes} bytes together, and at most {} are read", read::MAX_BYTES);
         causes.too_long(Rule("annotations-bytes"), format!("metadata.annotations[{PREFIX}*]"), message);
-        return (None, Wishes::default(), causes);
+        return (None, PodSettings::default(), causes);
     }
     for name in annotations.keys() {
         if !ALL.iter().any(|(known, _)| known == name) {
-            let message = format!("there is no such annotation of Nacelle ({PREFIX}spec says everything)");
+            let message = format!("Nacelle has no such annotation (fields without one are set in {PREFIX}spec)");
             causes.unknown(Rule("annotation-unknown"), field(&name.chars().take(100).collect::<String>()), message);
         }
     }
@@ -107,8 +107,8 @@ pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, Wishes, Causes
     let document = document(annotations, &mut causes);
     let readable = document.is_some();
     let mut tree = document.unwrap_or_default();
-    let wishes = parse::short(annotations, &mut tree, &mut causes);
-    (readable.then_some(tree), wishes, causes)
+    let settings = parse::short_annotations(annotations, &mut tree, &mut causes);
+    (readable.then_some(tree), settings, causes)
 }
 
 /// Returns the document as v1: an empty one if there is none, and `None` if it cannot be parsed.
@@ -127,7 +127,7 @@ fn document(annotations: &BTreeMap<&str, &str>, causes: &mut Causes) -> Option<T
     let Some(text) = annotations.get("spec") else {
         for name in ["api-version", "v1-fields", "applied"] {
             if annotations.contains_key(name) {
-                let message = format!("says something of a document, and there is none: {PREFIX}spec is missing");
+                let message = format!("describes a document, but {PREFIX}spec is missing");
                 causes.forbidden(Rule("annotation-alone"), field(name), message);
             }
         }
@@ -136,7 +136,7 @@ fn document(annotations: &BTreeMap<&str, &str>, causes: &mut Causes) -> Option<T
     let read = read::one(text, &field("spec")).and_then(|value| {
         if value.is_null() {
             let mut causes = Causes::default();
-            causes.required(Rule("document-empty"), field("spec"), "says nothing");
+            causes.required(Rule("document-empty"), field("spec"), "must not be empty");
             return Err(causes);
         }
         Ok(value)

@@ -1,6 +1,6 @@
 //! Parses the short annotations, and sets the fields of the specification that they stand for.
 
-use super::{PREFIX, Wishes, disks, field};
+use super::{PREFIX, PodSettings, disks, field};
 use crate::Quantity;
 use crate::cause::{Causes, Rule};
 use crate::spec::{Power, RunStrategy, SpecKind};
@@ -10,19 +10,23 @@ use std::collections::BTreeMap;
 
 /// Two sources set a field to different values.
 const CONFLICT: Rule = Rule("annotation-conflict");
-/// The maximum number of presets, and of keys, of a pod.
+/// The maximum number of presets, and of ssh_keys, of a pod.
 const MAX_NAMES: usize = 16;
 const MAX_KEYS: usize = 64;
 
 /// Parses all short annotations.
-pub(super) fn short(annotations: &BTreeMap<&str, &str>, tree: &mut Tree, causes: &mut Causes) -> Wishes {
+pub(super) fn short_annotations(
+    annotations: &BTreeMap<&str, &str>,
+    tree: &mut Tree,
+    causes: &mut Causes,
+) -> PodSettings {
     let mut reader = Reader { annotations, tree, causes };
-    let wishes = reader.wishes();
+    let settings = reader.settings();
     reader.processors();
     reader.memory();
     reader.firmware();
     reader.devices();
-    wishes
+    settings
 }
 
 struct Reader<'a> {
@@ -35,13 +39,13 @@ impl<'a> Reader<'a> {
     fn text(&mut self, name: &str) -> Option<&'a str> {
         let text = self.annotations.get(name).copied()?;
         if text.trim().is_empty() {
-            self.causes.required(Rule("annotation-empty"), field(name), "says nothing");
+            self.causes.required(Rule("annotation-empty"), field(name), "must not be empty");
             return None;
         }
         Some(text)
     }
 
-    fn word<T>(&mut self, name: &str, words: &[&str], of: impl Fn(&str) -> Option<T>) -> Option<T> {
+    fn keyword<T>(&mut self, name: &str, words: &[&str], of: impl Fn(&str) -> Option<T>) -> Option<T> {
         let text = self.text(name)?;
         let found = of(text);
         if found.is_none() {
@@ -55,8 +59,8 @@ impl<'a> Reader<'a> {
         found
     }
 
-    fn truth(&mut self, name: &str) -> Option<bool> {
-        self.word(name, &["true", "false"], |word| match word {
+    fn boolean(&mut self, name: &str) -> Option<bool> {
+        self.keyword(name, &["true", "false"], |text| match text {
             "true" => Some(true),
             "false" => Some(false),
             _ => None,
@@ -78,13 +82,13 @@ impl<'a> Reader<'a> {
         self.tree.set(path, value, &format!("{PREFIX}{name}"), CONFLICT, self.causes);
     }
 
-    fn set_text(&mut self, name: &str, path: &[&str]) {
+    fn copy_text(&mut self, name: &str, path: &[&str]) {
         if let Some(text) = self.text(name) {
             self.set(name, path, json!(text));
         }
     }
 
-    fn wishes(&mut self) -> Wishes {
+    fn settings(&mut self) -> PodSettings {
         let presets: Vec<String> = self
             .text("presets")
             .map_or_else(Vec::new, |text| text.split(',').map(|name| name.trim().to_owned()).collect());
@@ -92,19 +96,19 @@ impl<'a> Reader<'a> {
             let message = format!("must name at most {MAX_NAMES}, and names {}", presets.len());
             self.causes.too_long(Rule("presets-number"), field("presets"), message);
         }
-        Wishes {
-            kind: self.word("kind", SpecKind::WORDS, SpecKind::of),
+        PodSettings {
+            kind: self.keyword("kind", SpecKind::WORDS, SpecKind::of),
             name: self.text("name").map(str::to_owned),
-            run_strategy: self.word("run-strategy", RunStrategy::WORDS, RunStrategy::of),
-            power: self.word("power", Power::WORDS, Power::of),
+            run_strategy: self.keyword("run-strategy", RunStrategy::WORDS, RunStrategy::of),
+            power: self.keyword("power", Power::WORDS, Power::of),
             instancetype: self.text("instancetype").map(str::to_owned),
             preference: self.text("preference").map(str::to_owned),
             presets: presets.into_iter().take(MAX_NAMES).collect(),
-            ssh_keys: self.keys(),
+            ssh_keys: self.ssh_keys(),
         }
     }
 
-    fn keys(&mut self) -> Vec<String> {
+    fn ssh_keys(&mut self) -> Vec<String> {
         let Some(text) = self.text("ssh-keys") else { return Vec::new() };
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         if lines.len() > MAX_KEYS {
@@ -128,26 +132,26 @@ impl<'a> Reader<'a> {
 
     fn processors(&mut self) {
         if let Some(cpus) = self.number("cpus") {
-            self.count(cpus);
+            self.set_cpu_count(cpus);
         }
-        self.set_text("cpu-model", &["domain", "cpu", "model"]);
-        if let Some(pinned) = self.truth("cpu-pinning") {
+        self.copy_text("cpu-model", &["domain", "cpu", "model"]);
+        if let Some(pinned) = self.boolean("cpu-pinning") {
             self.set("cpu-pinning", &["domain", "cpu", "dedicatedCpuPlacement"], json!(pinned));
         }
     }
 
     /// Sets the number of cores if the document has no CPU topology; otherwise the number must be that of the topology.
-    fn count(&mut self, cpus: u32) {
+    fn set_cpu_count(&mut self, cpus: u32) {
         let parts = ["cores", "sockets", "threads"];
         let part = |key: &&str| self.tree.get(&["domain", "cpu", key]).and_then(Value::as_u64);
         if parts.iter().all(|key| part(key).is_none()) {
             return self.set("cpus", &["domain", "cpu", "cores"], json!(cpus));
         }
-        let there = parts.iter().try_fold(1_u64, |count, key| count.checked_mul(part(key).unwrap_or(1)));
-        if there != Some(u64::from(cpus)) {
-            let there = there.map_or_else(|| "too many".to_owned(), |there| there.to_string());
+        let current = parts.iter().try_fold(1_u64, |product, key| product.checked_mul(part(key).unwrap_or(1)));
+        if current != Some(u64::from(cpus)) {
+            let current = current.map_or_else(|| "too many".to_owned(), |current| current.to_string());
             let message = format!(
-                "the specification's cores, sockets and threads make {there}, and {PREFIX}cpus says another number"
+                "the specification's cores, sockets and threads make {current}, and {PREFIX}cpus sets another number"
             );
             self.causes.conflict(CONFLICT, "spec.domain.cpu", cpus, message);
         }
@@ -160,12 +164,12 @@ impl<'a> Reader<'a> {
                 Err(error) => self.causes.invalid(Rule("quantity"), field("memory"), text, error.to_string()),
             }
         }
-        self.set_text("hugepages", &["domain", "memory", "hugepages", "pageSize"]);
+        self.copy_text("hugepages", &["domain", "memory", "hugepages", "pageSize"]);
     }
 
     fn firmware(&mut self) {
-        self.set_text("machine", &["domain", "machine", "type"]);
-        let loader = self.word("firmware", &["bios", "efi", "efi-secure"], |word| match word {
+        self.copy_text("machine", &["domain", "machine", "type"]);
+        let loader = self.keyword("firmware", &["bios", "efi", "efi-secure"], |text| match text {
             "bios" => Some(json!({ "bios": {} })),
             "efi" => Some(json!({ "efi": { "secureBoot": false } })),
             "efi-secure" => Some(json!({ "efi": { "secureBoot": true } })),
@@ -179,14 +183,14 @@ impl<'a> Reader<'a> {
                 self.set("firmware", &["domain", "features", "smm"], json!({ "enabled": true }));
             }
         }
-        self.set_text("uuid", &["domain", "firmware", "uuid"]);
-        self.set_text("serial", &["domain", "firmware", "serial"]);
+        self.copy_text("uuid", &["domain", "firmware", "uuid"]);
+        self.copy_text("serial", &["domain", "firmware", "serial"]);
         let boot = ["domain", "firmware", "kernelBoot"];
         let image = |key| [boot[0], boot[1], boot[2], "container", key];
-        self.set_text("kernel-image", &image("image"));
-        self.set_text("kernel", &image("kernelPath"));
-        self.set_text("initrd", &image("initrdPath"));
-        self.set_text("kernel-args", &[boot[0], boot[1], boot[2], "kernelArgs"]);
+        self.copy_text("kernel-image", &image("image"));
+        self.copy_text("kernel", &image("kernelPath"));
+        self.copy_text("initrd", &image("initrdPath"));
+        self.copy_text("kernel-args", &[boot[0], boot[1], boot[2], "kernelArgs"]);
     }
 
     fn devices(&mut self) {
@@ -198,7 +202,7 @@ impl<'a> Reader<'a> {
             }
         }
         self.cloud_init();
-        if let Some(shown) = self.truth("graphics") {
+        if let Some(shown) = self.boolean("graphics") {
             self.set("graphics", &["domain", "devices", "autoattachGraphicsDevice"], json!(shown));
         }
         if let Some(seconds) = self.number("grace-period") {
@@ -237,8 +241,8 @@ impl<'a> Reader<'a> {
     fn first_mac(&mut self, mac: &str) {
         let from = format!("{PREFIX}mac");
         let path = ["domain", "devices", "interfaces"];
-        let there = self.tree.get(&path).and_then(Value::as_array).and_then(|list| list.first());
-        match there.map(|first| first.get("macAddress").cloned()) {
+        let current = self.tree.get(&path).and_then(Value::as_array).and_then(|list| list.first());
+        match current.map(|first| first.get("macAddress").cloned()) {
             None => {
                 self.tree.push(&path, json!({ "name": "default", "macAddress": mac }), &from, CONFLICT, self.causes);
                 if self.tree.get(&["networks"]).is_none() {
@@ -252,9 +256,9 @@ impl<'a> Reader<'a> {
                 }
             }
             Some(None) => self.tree.name_mac(mac, &from),
-            Some(Some(said)) if said == mac => {}
-            Some(Some(said)) => {
-                let message = format!("the specification says {said}, and {from} another thing");
+            Some(Some(current)) if current == mac => {}
+            Some(Some(current)) => {
+                let message = format!("the specification sets {current}, and {from} sets another value");
                 self.causes.conflict(CONFLICT, "spec.domain.devices.interfaces[0].macAddress", mac, message);
             }
         }

@@ -92,7 +92,7 @@ fn instance(mut document: Value, catalogue: &Catalogue, options: &Options) -> Re
     annotated(&metadata, "metadata", &mut causes);
     let admitted = admit::instance(&spec, causes, catalogue)?;
     connect(&mut spec, &mut lifted);
-    let (mut pod, notes) = pod::template(&spec, admitted.said(), &metadata, lifted, options);
+    let (mut pod, notes) = pod::template(&spec, admitted.explicit_spec(), &metadata, lifted, options);
     pod["apiVersion"] = json!("v1");
     pod["kind"] = json!("Pod");
     // A VirtualMachineInstance runs once.
@@ -126,7 +126,7 @@ fn replica_set(mut document: Value, catalogue: &Catalogue, options: &Options) ->
     };
     connect(&mut spec, &mut lifted);
     let metadata = document["spec"]["template"]["metadata"].take();
-    let (template, notes) = pod::template(&spec, admitted.said(), &metadata, lifted, options);
+    let (template, notes) = pod::template(&spec, admitted.explicit_spec(), &metadata, lifted, options);
     let set = json!({
         "apiVersion": "apps/v1",
         "kind": "ReplicaSet",
@@ -163,7 +163,8 @@ fn machine(mut document: Value, catalogue: &Catalogue, options: &Options) -> Res
     let strategy = machine.spec.run_strategy.unwrap_or(RunStrategy::Halted);
     let name = machine.metadata.name.clone();
     let run = &machine.spec.template;
-    let (mut template, mut notes) = pod::template(&run.spec, admitted.said(), &written(&run.metadata), lifted, options);
+    let (mut template, mut notes) =
+        pod::template(&run.spec, admitted.explicit_spec(), &written(&run.metadata), lifted, options);
     pod::follow_annotations(&mut template);
     let annotations = &mut template["metadata"]["annotations"];
     annotations[format!("{PREFIX}name")] = json!(name);

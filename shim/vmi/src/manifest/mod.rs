@@ -85,10 +85,10 @@ pub fn one(document: &Value, catalogue: &Catalogue) -> Verdict {
         Some(kind) if template(kind).is_some() => {
             let (annotations, mut causes) = annotations(document);
             if annotations.keys().all(|key| !key.starts_with(crate::annotations::PREFIX)) {
-                return verdict(document, false, causes.done().map(|()| None));
+                return verdict(document, false, causes.into_result().map(|()| None));
             }
             match admit::pod(&annotations, catalogue) {
-                Ok(admitted) => causes.done().map(|()| admitted),
+                Ok(admitted) => causes.into_result().map(|()| admitted),
                 Err(wrong) => {
                     causes.extend(wrong);
                     Err(causes)

@@ -2,7 +2,7 @@
 //! and an error names both sources; a preference only sets fields that are not set.
 
 use super::{Catalogue, PreferenceSpec, Topology};
-use crate::annotations::Wishes;
+use crate::annotations::PodSettings;
 use crate::cause::{Causes, Rule};
 use crate::spec::{Disk, Firmware, InstanceSpec};
 use crate::tree::{ROOT, Tree};
@@ -29,8 +29,13 @@ pub struct Applied {
 }
 
 /// Merges into the tree what the settings name.
-pub fn apply(mut tree: Tree, wishes: &Wishes, catalogue: &Catalogue, causes: &mut Causes) -> (InstanceSpec, Applied) {
-    for name in &wishes.presets {
+pub fn apply(
+    mut tree: Tree,
+    settings: &PodSettings,
+    catalogue: &Catalogue,
+    causes: &mut Causes,
+) -> (InstanceSpec, Applied) {
+    for name in &settings.presets {
         match catalogue.presets.get(name) {
             Some(preset) => {
                 if let Value::Object(domain) = written(&preset.domain) {
@@ -40,14 +45,14 @@ pub fn apply(mut tree: Tree, wishes: &Wishes, catalogue: &Catalogue, causes: &mu
             None => unknown("presets", "preset", name, catalogue.presets.keys(), causes),
         }
     }
-    let preference = wishes.preference.as_ref().and_then(|name| {
+    let preference = settings.preference.as_ref().and_then(|name| {
         let found = catalogue.preferences.get(name);
         if found.is_none() {
             unknown("preference", "preference", name, catalogue.preferences.keys(), causes);
         }
         found.map(|spec| (name, spec))
     });
-    if let Some(name) = &wishes.instancetype {
+    if let Some(name) = &settings.instancetype {
         match catalogue.instancetypes.get(name) {
             Some(_) => {
                 let topology = preference.and_then(|(_, spec)| spec.cpu.preferred_cpu_topology);
@@ -66,9 +71,9 @@ pub fn apply(mut tree: Tree, wishes: &Wishes, catalogue: &Catalogue, causes: &mu
     }
     let applied = Applied {
         fields: from,
-        instancetype: wishes.instancetype.clone(),
-        preference: wishes.preference.clone(),
-        presets: wishes.presets.clone(),
+        instancetype: settings.instancetype.clone(),
+        preference: settings.preference.clone(),
+        presets: settings.presets.clone(),
     };
     (spec, applied)
 }

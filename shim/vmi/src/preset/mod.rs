@@ -14,139 +14,139 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 
 document! {
-    /// A size that machines have by name (KubeVirt's VirtualMachineInstancetype).
+    /// An instance type: a named size of VMs (KubeVirt's VirtualMachineInstancetype).
     pub struct Instancetype {
-        /// Its name.
+        /// The name.
         pub metadata: Metadata,
         /// The size.
         pub spec: InstancetypeSpec,
     }
 
-    /// A size.
+    /// The size of an instance type.
     pub struct InstancetypeSpec {
-        /// Processors.
+        /// vCPUs.
         pub cpu: InstancetypeCpu,
         /// Memory.
         pub memory: InstancetypeMemory,
     }
 
-    /// Processors of a size.
+    /// The vCPUs of an instance type.
     pub struct InstancetypeCpu {
-        /// How many.
+        /// The number.
         pub guest: Option<u32>,
         /// The model.
         pub model: String,
-        /// Each has a processor of the node to itself.
+        /// Each vCPU is pinned to a dedicated CPU of the node.
         #[serde(rename = "dedicatedCPUPlacement")]
         pub dedicated_cpu_placement: Option<bool>,
-        /// How many sockets there may be while the machine runs.
+        /// The maximum number of sockets, for hot-plugging CPUs.
         pub max_sockets: Option<u32>,
     }
 
-    /// Memory of a size.
+    /// The memory of an instance type.
     pub struct InstancetypeMemory {
-        /// What the guest sees.
+        /// The memory that the guest sees.
         pub guest: Option<Quantity>,
-        /// How much it may be while the machine runs.
+        /// The maximum memory, for hot-plugging.
         pub max_guest: Option<Quantity>,
-        /// Large pages of the node under it.
+        /// The hugepages of the node that back the memory.
         pub hugepages: Option<Hugepages>,
     }
 
-    /// What machines are like where nothing is said (KubeVirt's VirtualMachinePreference).
+    /// A preference: defaults for unset fields (KubeVirt's VirtualMachinePreference).
     pub struct Preference {
-        /// Its name.
+        /// The name.
         pub metadata: Metadata,
-        /// What it says.
+        /// The content.
         pub spec: PreferenceSpec,
     }
 
-    /// What a preference says.
+    /// The content of a preference.
     pub struct PreferenceSpec {
-        /// Processors.
+        /// vCPUs.
         pub cpu: PreferenceCpu,
         /// Devices.
         pub devices: PreferenceDevices,
         /// Firmware.
         pub firmware: PreferenceFirmware,
-        /// The kind of board.
+        /// The board (machine type).
         pub machine: PreferenceMachine,
-        /// What a machine must at least have.
+        /// The minimum requirements of a VM.
         pub requirements: Requirements,
-        /// How long the guest has after the power button, in seconds.
+        /// The grace period of the guest for its shutdown, in seconds.
         pub preferred_termination_grace_period_seconds: Option<i64>,
     }
 
-    /// Processors of a preference.
+    /// The CPU preferences.
     pub struct PreferenceCpu {
-        /// What an instance type's processors are.
+        /// The meaning of the CPU count of an instance type.
         #[serde(rename = "preferredCPUTopology")]
         pub preferred_cpu_topology: Option<Topology>,
     }
 
-    /// Devices of a preference.
+    /// The device preferences.
     pub struct PreferenceDevices {
-        /// Where disks are plugged in.
+        /// The bus of disks.
         pub preferred_disk_bus: Option<Bus>,
-        /// Where drives are plugged in.
+        /// The bus of CD-ROM drives.
         pub preferred_cdrom_bus: Option<Bus>,
-        /// How the node caches disks.
+        /// The cache mode of disks.
         pub preferred_disk_cache: Option<Cache>,
-        /// The card that the guest sees.
+        /// The device model that the guest sees.
         pub preferred_interface_model: Option<NicModel>,
-        /// Whether there is a screen.
+        /// A display is attached.
         pub preferred_autoattach_graphics_device: Option<bool>,
     }
 
-    /// Firmware of a preference.
+    /// The firmware preferences.
     pub struct PreferenceFirmware {
         /// UEFI.
         pub preferred_efi: Option<Efi>,
     }
 
-    /// The kind of board of a preference.
+    /// The board preference.
     pub struct PreferenceMachine {
         /// `microvm`, `q35` or `pc`.
         pub preferred_machine_type: String,
     }
 
-    /// What a machine must at least have.
+    /// The minimum requirements of a VM.
     pub struct Requirements {
-        /// Processors.
+        /// vCPUs.
         pub cpu: RequiredCpu,
         /// Memory.
         pub memory: RequiredMemory,
     }
 
-    /// Processors that there must be.
+    /// The required vCPUs.
     pub struct RequiredCpu {
-        /// How many.
+        /// The number.
         pub guest: Option<u32>,
     }
 
-    /// Memory that there must be.
+    /// The required memory.
     pub struct RequiredMemory {
-        /// How much.
+        /// The amount.
         pub guest: Option<Quantity>,
     }
 
-    /// A part of a domain that pods may name (KubeVirt's VirtualMachineInstancePreset).
+    /// A preset: domain fields that pods can reference by name (KubeVirt's VirtualMachineInstancePreset).
     pub struct Preset {
-        /// Its name.
+        /// The name.
         pub metadata: Metadata,
-        /// What it says.
+        /// The content.
         pub spec: PresetSpec,
     }
 
-    /// What a preset says.
+    /// The content of a preset.
     pub struct PresetSpec {
-        /// The part.
+        /// The domain fields.
         pub domain: Domain,
     }
 }
 
 words! {
-    /// What an instance type's processors are.
+    /// The meaning of the CPU count of an instance type.
     pub enum Topology {
         Cores = "cores",
         Sockets = "sockets",
@@ -215,8 +215,8 @@ impl Catalogue {
             }
         };
         if name.is_empty() {
-            causes.required(Rule("catalogue-name"), format!("{at}.metadata.name"), "must name it");
+            causes.required(Rule("catalogue-name"), format!("{at}.metadata.name"), "must have a name");
         }
-        causes.done()
+        causes.into_result()
     }
 }

@@ -1,19 +1,22 @@
 //! Checks the rules of file systems, inputs, watchdogs and the console.
 
-use super::common::{Naming, label, names};
+use super::common::{NameRules, check_names, is_dns_label};
 use crate::cause::{Causes, Rule};
 use crate::spec::{Devices, InstanceSpec};
 
 const AT: &str = "spec.domain.devices";
 /// The maximum length of the tag of a virtio-fs device.
 const MAX_TAG: usize = 36;
-const FILESYSTEMS: Naming = Naming {
-    there: Rule("filesystem-name-missing"),
-    looks: Rule("filesystem-name"),
-    once: Rule("filesystem-name-twice"),
+const FILESYSTEMS: NameRules = NameRules {
+    required: Rule("filesystem-name-missing"),
+    well_formed: Rule("filesystem-name"),
+    unique: Rule("filesystem-name-twice"),
 };
-const INPUTS: Naming =
-    Naming { there: Rule("input-name-missing"), looks: Rule("input-name"), once: Rule("input-name-twice") };
+const INPUTS: NameRules = NameRules {
+    required: Rule("input-name-missing"),
+    well_formed: Rule("input-name"),
+    unique: Rule("input-name-twice"),
+};
 
 /// Checks all of these devices.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
@@ -22,10 +25,10 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
     inputs(devices, causes);
     if let Some(watchdog) = &devices.watchdog {
         if watchdog.name.is_empty() {
-            causes.required(Rule("watchdog-name"), format!("{AT}.watchdog.name"), "must name it");
+            causes.required(Rule("watchdog-name"), format!("{AT}.watchdog.name"), "must have a name");
         }
         if watchdog.i6300esb.is_none() {
-            causes.required(Rule("watchdog-card"), format!("{AT}.watchdog.i6300esb"), "is the only card that there is");
+            causes.required(Rule("watchdog-card"), format!("{AT}.watchdog.i6300esb"), "is the only supported device");
         }
     }
     if devices.log_serial_console == Some(true) && devices.autoattach_serial_console == Some(false) {
@@ -41,14 +44,14 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
 fn filesystems(spec: &InstanceSpec, causes: &mut Causes) {
     let list = &spec.domain.devices.filesystems;
     let at = format!("{AT}.filesystems");
-    names(list.iter().map(|one| one.name.as_str()), &at, &FILESYSTEMS, causes);
+    check_names(list.iter().map(|one| one.name.as_str()), &at, &FILESYSTEMS, causes);
     for (index, filesystem) in list.iter().enumerate() {
         let at = format!("{at}[{index}]");
         if filesystem.virtiofs.is_none() {
-            causes.required(Rule("filesystem-virtiofs"), format!("{at}.virtiofs"), "is the only way that there is");
+            causes.required(Rule("filesystem-virtiofs"), format!("{at}.virtiofs"), "is the only supported method");
         }
         let name = &filesystem.name;
-        if !label(name) {
+        if !is_dns_label(name) {
             continue;
         }
         if name.len() > MAX_TAG {
@@ -75,14 +78,14 @@ fn filesystems(spec: &InstanceSpec, causes: &mut Causes) {
 
 fn inputs(devices: &Devices, causes: &mut Causes) {
     let at = format!("{AT}.inputs");
-    names(devices.inputs.iter().map(|input| input.name.as_str()), &at, &INPUTS, causes);
+    check_names(devices.inputs.iter().map(|input| input.name.as_str()), &at, &INPUTS, causes);
     for (index, input) in devices.inputs.iter().enumerate() {
         if input.kind.is_none() {
             causes.required(Rule("input-type"), format!("{at}[{index}].type"), "must be tablet or keyboard");
         }
     }
     if !devices.inputs.is_empty() && devices.autoattach_graphics_device == Some(false) {
-        let message = "without a screen (autoattachGraphicsDevice is false) nobody can use them";
+        let message = "input devices need a display, and autoattachGraphicsDevice is false";
         causes.forbidden(Rule("input-screen"), at, message);
     }
 }

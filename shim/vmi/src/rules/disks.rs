@@ -1,6 +1,6 @@
 //! Checks the rules of disks and of the boot order.
 
-use super::common::{Naming, label, names, printable};
+use super::common::{NameRules, check_names, is_dns_label, is_printable};
 use crate::cause::{Causes, Rule};
 use crate::spec::{Bus, Cache, CustomBlockSize, Disk, InstanceSpec, Io};
 use std::collections::BTreeMap;
@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 const AT: &str = "spec.domain.devices.disks";
 /// The maximum number of disks of any board.
 const MAX_DISKS: usize = 32;
-const NAMES: Naming =
-    Naming { there: Rule("disk-name-missing"), looks: Rule("disk-name"), once: Rule("disk-name-twice") };
+const NAMES: NameRules =
+    NameRules { required: Rule("disk-name-missing"), well_formed: Rule("disk-name"), unique: Rule("disk-name-twice") };
 
 /// Checks all disks.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
@@ -18,11 +18,11 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
         let message = format!("must have at most {MAX_DISKS} disks, and has {}", disks.len());
         causes.too_long(Rule("disks-most"), AT, message);
     }
-    names(disks.iter().map(|disk| disk.name.as_str()), AT, &NAMES, causes);
+    check_names(disks.iter().map(|disk| disk.name.as_str()), AT, &NAMES, causes);
     let mut serials: BTreeMap<&str, usize> = BTreeMap::new();
     for (index, disk) in disks.iter().enumerate() {
         let at = format!("{AT}[{index}]");
-        if label(&disk.name) && !spec.volumes.iter().any(|volume| volume.name == disk.name) {
+        if is_dns_label(&disk.name) && !spec.volumes.iter().any(|volume| volume.name == disk.name) {
             let message = "spec.volumes has no volume of this name";
             causes.invalid(Rule("disk-volume"), format!("{at}.name"), &disk.name, message);
         }
@@ -64,10 +64,10 @@ fn target(disk: &Disk, at: &str, causes: &mut Causes) {
 
 fn kept(disk: &Disk, at: &str, causes: &mut Causes) {
     if disk.serial.len() > 20 || !disk.serial.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b)) {
-        let message = "must be at most 20 letters, digits, '-', '_' and '.': virtio has room for no more";
+        let message = "must be at most 20 letters, digits, '-', '_' and '.': virtio supports no more";
         causes.invalid(Rule("disk-serial"), format!("{at}.serial"), &disk.serial, message);
     }
-    if disk.tag.len() > 64 || !printable(&disk.tag) {
+    if disk.tag.len() > 64 || !is_printable(&disk.tag) {
         let message = "must be at most 64 printable ASCII characters";
         causes.invalid(Rule("disk-tag"), format!("{at}.tag"), &disk.tag, message);
     }
@@ -76,7 +76,7 @@ fn kept(disk: &Disk, at: &str, causes: &mut Causes) {
         causes.invalid(Rule("disk-io-cache"), format!("{at}.io"), disk.io, message);
     }
     if disk.shareable == Some(true) && disk.cache.is_some_and(|cache| cache != Cache::None) {
-        let message = "a disk that several machines write to needs the cache none";
+        let message = "a disk that several VMs write to needs the cache none";
         causes.invalid(Rule("disk-shareable-cache"), format!("{at}.shareable"), true, message);
     }
     let Some(size) = &disk.block_size else { return };
@@ -93,7 +93,7 @@ fn blocks(size: &CustomBlockSize, at: &str, causes: &mut Causes) {
     for (name, bytes) in [("logical", size.logical), ("physical", size.physical)] {
         let at = format!("{at}.{name}");
         match bytes {
-            None => causes.required(Rule("block-size-missing"), at, "must be said"),
+            None => causes.required(Rule("block-size-missing"), at, "must be set"),
             Some(bytes) if !bytes.is_power_of_two() || !(512..=2 << 20).contains(&bytes) => {
                 causes.invalid(Rule("block-size"), at, bytes, "must be a power of two between 512 and 2097152");
             }
@@ -122,7 +122,7 @@ fn order(spec: &InstanceSpec, causes: &mut Causes) {
         if order == 0 {
             causes.invalid(Rule("boot-order"), field, order, "must be at least 1");
         } else if let Some(first) = taken.get(&order) {
-            causes.duplicate(Rule("boot-order-twice"), field, order, format!("{first} has this place"));
+            causes.duplicate(Rule("boot-order-twice"), field, order, format!("{first} has this boot order"));
         } else {
             taken.insert(order, at);
         }

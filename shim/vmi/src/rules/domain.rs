@@ -1,7 +1,7 @@
 //! Checks the rules of the domain: CPUs, memory, firmware, clock.
 
-use super::common::{ABSOLUTE, IMAGE, absolute, image, printable};
-use crate::annotations::Wishes;
+use super::common::{ABSOLUTE_PATH_RULE, IMAGE_RULE, is_absolute_path, is_image_reference, is_printable};
+use crate::annotations::PodSettings;
 use crate::cause::{Causes, Rule};
 use crate::spec::{Bootloader, Domain, Firmware, InstanceSpec, KernelBoot, SpecKind};
 
@@ -30,7 +30,7 @@ pub fn processors(domain: &Domain, causes: &mut Causes) {
     let count = cpu.count();
     if count.is_none_or(|count| count > MAX_CPUS) {
         let message =
-            format!("sockets, cores and threads make so many virtual processors, and at most {MAX_CPUS} are possible");
+            format!("sockets, cores and threads result in so many vCPUs, and at most {MAX_CPUS} are possible");
         let count = count.map_or_else(|| "more than 4294967295".to_owned(), |count| count.to_string());
         causes.invalid(Rule("cpu-count"), CPU, count, message);
     }
@@ -43,7 +43,7 @@ pub fn processors(domain: &Domain, causes: &mut Causes) {
             let message = format!("must be at least {CPU}.sockets, which is {}", cpu.sockets.unwrap_or(1));
             causes.invalid(Rule("cpu-max-sockets"), at, most, message);
         } else if most.saturating_mul(cpu.cores.unwrap_or(1)).saturating_mul(cpu.threads.unwrap_or(1)) > MAX_CPUS {
-            let message = format!("would make more than {MAX_CPUS} virtual processors");
+            let message = format!("would result in more than {MAX_CPUS} vCPUs");
             causes.invalid(Rule("cpu-max-count"), at, most, message);
         }
     }
@@ -57,11 +57,16 @@ pub fn processors(domain: &Domain, causes: &mut Causes) {
         let at = format!("{CPU}.features[{index}].name");
         let name = feature.name.as_str();
         if name.is_empty() {
-            causes.required(Rule("cpu-feature-name"), at, "must name it");
+            causes.required(Rule("cpu-feature-name"), at, "must have a name");
         } else if !word(name) {
-            causes.invalid(Rule("cpu-feature-form"), at, name, "must be the name of an ability, as in /proc/cpuinfo");
+            causes.invalid(
+                Rule("cpu-feature-form"),
+                at,
+                name,
+                "must be the name of a CPU feature, as in /proc/cpuinfo",
+            );
         } else if seen.contains(&name) {
-            causes.duplicate(Rule("cpu-feature-twice"), at, name, "must be said once");
+            causes.duplicate(Rule("cpu-feature-twice"), at, name, "must occur only once");
         }
         seen.push(name);
     }
@@ -72,7 +77,7 @@ pub fn memory(domain: &Domain, kind: SpecKind, causes: &mut Causes) {
     let memory = domain.memory.as_ref();
     let Some(guest) = memory.and_then(|memory| memory.guest.as_ref()) else {
         if kind == SpecKind::Machine {
-            let message = "a machine must say how much memory it has: here, in resources or by an instance type";
+            let message = "the memory of a VM must be set: here, in resources or by an instance type";
             causes.required(Rule("memory-missing"), format!("{MEMORY}.guest"), message);
         }
         return rest(domain, None, causes);
@@ -129,7 +134,7 @@ pub fn resources(domain: &Domain, causes: &mut Causes) {
         for (name, quantity) in list {
             let at = format!("{at}.{what}[{name}]");
             if name != "cpu" && name != "memory" {
-                let message = "only cpu and memory size a machine; the container says the rest";
+                let message = "only cpu and memory are resources of a VM; set others on the container";
                 causes.forbidden(Rule("resources-name"), at, message);
             } else if !quantity.positive() {
                 causes.invalid(Rule("resources-positive"), at, quantity, "must be more than zero");
@@ -154,7 +159,7 @@ pub fn resources(domain: &Domain, causes: &mut Causes) {
 }
 
 /// Checks board, firmware and kernel.
-pub fn firmware(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
+pub fn firmware(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
     let domain = &spec.domain;
     let board = domain.machine.as_ref().map(|board| board.kind.as_str());
     let at = "spec.domain.machine.type";
@@ -171,7 +176,7 @@ pub fn firmware(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
             ("asset", &chassis.asset),
             ("sku", &chassis.sku),
         ] {
-            if !printable(text) || text.len() > 128 {
+            if !is_printable(text) || text.len() > 128 {
                 let message = "must be at most 128 printable ASCII characters";
                 causes.invalid(Rule("chassis-text"), format!("spec.domain.chassis.{name}"), text, message);
             }
@@ -180,17 +185,17 @@ pub fn firmware(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
     let Some(firmware) = &domain.firmware else { return };
     identity(firmware, causes);
     if let (Some(_), Some(_)) = (&firmware.bootloader, &firmware.kernel_boot) {
-        let message = "a kernel that is started directly has no boot loader: say one of bootloader and kernelBoot";
+        let message = "a directly booted kernel has no boot loader: set one of bootloader and kernelBoot";
         causes.forbidden(Rule("kernel-and-bootloader"), format!("{FIRMWARE}.bootloader"), message);
     } else if firmware.bootloader.is_some() && board == Some("microvm") {
-        let message = "the board microvm has no firmware: say q35 or pc";
+        let message = "the board microvm has no firmware: use q35 or pc";
         causes.invalid(Rule("microvm-bootloader"), at, "microvm", message);
     }
     if let Some(loader) = &firmware.bootloader {
-        bootloader(loader, domain, wishes, causes);
+        bootloader(loader, domain, settings, causes);
     }
     if let Some(kernel) = &firmware.kernel_boot {
-        kernel_boot(kernel, wishes.kind, causes);
+        kernel_boot(kernel, settings.kind, causes);
     }
 }
 
@@ -199,7 +204,7 @@ fn identity(firmware: &Firmware, causes: &mut Causes) {
         let message = "must be a UUID: 8-4-4-4-12 hexadecimal digits";
         causes.invalid(Rule("uuid"), format!("{FIRMWARE}.uuid"), &firmware.uuid, message);
     }
-    if !printable(&firmware.serial) || firmware.serial.len() > 128 {
+    if !is_printable(&firmware.serial) || firmware.serial.len() > 128 {
         let message = "must be at most 128 printable ASCII characters";
         causes.invalid(Rule("firmware-serial"), format!("{FIRMWARE}.serial"), &firmware.serial, message);
     }
@@ -210,7 +215,7 @@ fn uuid(text: &str) -> bool {
     lengths == [8, 4, 4, 4, 12] && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
 }
 
-fn bootloader(loader: &Bootloader, domain: &Domain, wishes: &Wishes, causes: &mut Causes) {
+fn bootloader(loader: &Bootloader, domain: &Domain, settings: &PodSettings, causes: &mut Causes) {
     let at = format!("{FIRMWARE}.bootloader");
     match (&loader.bios, &loader.efi) {
         (Some(_), Some(_)) => causes.forbidden(Rule("bootloader-both"), at, "must be one of bios and efi"),
@@ -218,12 +223,11 @@ fn bootloader(loader: &Bootloader, domain: &Domain, wishes: &Wishes, causes: &mu
         (None, Some(efi)) => {
             let smm = domain.features.as_ref().and_then(|features| features.smm.as_ref());
             if efi.secure_boot == Some(true) && !smm.is_some_and(|smm| smm.on()) {
-                let message =
-                    "is so where nothing is said, and needs spec.domain.features.smm: say that, or secureBoot: false";
+                let message = "is the default, and needs spec.domain.features.smm: set that, or secureBoot: false";
                 causes.invalid(Rule("secure-boot-smm"), format!("{at}.efi.secureBoot"), true, message);
             }
-            if efi.persistent == Some(true) && wishes.name.is_none() {
-                let message = "only a machine with a name (vm.nacelle.dev/name) keeps its variables";
+            if efi.persistent == Some(true) && settings.name.is_none() {
+                let message = "only a persistent VM (vm.nacelle.dev/name) keeps its variables";
                 causes.invalid(Rule("efi-persistent"), format!("{at}.efi.persistent"), true, message);
             }
         }
@@ -234,7 +238,7 @@ fn bootloader(loader: &Bootloader, domain: &Domain, wishes: &Wishes, causes: &mu
 fn kernel_boot(kernel: &KernelBoot, kind: Option<SpecKind>, causes: &mut Causes) {
     let at = format!("{FIRMWARE}.kernelBoot");
     let args = &kernel.kernel_args;
-    if args.len() > MAX_COMMAND_LINE || !printable(args) {
+    if args.len() > MAX_COMMAND_LINE || !is_printable(args) {
         let message = format!("must be at most {MAX_COMMAND_LINE} printable ASCII characters on one line");
         causes.invalid(Rule("kernel-args"), format!("{at}.kernelArgs"), args, message);
     }
@@ -248,8 +252,8 @@ fn kernel_boot(kernel: &KernelBoot, kind: Option<SpecKind>, causes: &mut Causes)
     };
     if container.image.is_empty() {
         causes.required(Rule("kernel-image-missing"), format!("{at}.image"), "must say the image with the kernel");
-    } else if !image(&container.image) {
-        causes.invalid(Rule("kernel-image"), format!("{at}.image"), &container.image, IMAGE);
+    } else if !is_image_reference(&container.image) {
+        causes.invalid(Rule("kernel-image"), format!("{at}.image"), &container.image, IMAGE_RULE);
     }
     if container.kernel_path.is_empty() {
         causes.required(
@@ -259,8 +263,8 @@ fn kernel_boot(kernel: &KernelBoot, kind: Option<SpecKind>, causes: &mut Causes)
         );
     }
     for (name, path) in [("kernelPath", &container.kernel_path), ("initrdPath", &container.initrd_path)] {
-        if !path.is_empty() && !absolute(path) {
-            causes.invalid(Rule("kernel-path"), format!("{at}.{name}"), path, ABSOLUTE);
+        if !path.is_empty() && !is_absolute_path(path) {
+            causes.invalid(Rule("kernel-path"), format!("{at}.{name}"), path, ABSOLUTE_PATH_RULE);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Checks the rules of the fields around the domain: probes, credentials, strategies.
 
-use super::common::{SUBDOMAIN, subdomain};
+use super::common::{SUBDOMAIN_RULE, is_dns_subdomain};
 use crate::cause::{Causes, Rule};
 use crate::spec::{
     AccessCredential, Architecture, CredentialSource, EvictionStrategy, InstanceSpec, Port, Probe, SshPublicKey,
@@ -28,7 +28,7 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
         causes.invalid(Rule("grace-period"), "spec.terminationGracePeriodSeconds", seconds, message);
     }
     if let Some(EvictionStrategy::LiveMigrate | EvictionStrategy::External) = spec.eviction_strategy {
-        let message = "machines are not migrated while they run: say None or LiveMigrateIfPossible";
+        let message = "VMs are not live-migrated: use None or LiveMigrateIfPossible";
         causes.invalid(Rule("eviction"), "spec.evictionStrategy", spec.eviction_strategy, message);
     }
     if let Some(other @ (Architecture::Arm64 | Architecture::S390x)) = spec.architecture {
@@ -92,7 +92,7 @@ fn check_port(port: Option<&Port>, at: &str, causes: &mut Causes) {
             causes.invalid(Rule("probe-port"), at, other, "must be between 1 and 65535");
         }
         Some(Port::Name(name)) => {
-            let right = super::common::label(name) && name.len() <= 15;
+            let right = super::common::is_dns_label(name) && name.len() <= 15;
             if !right {
                 let message = "must be a number or at most 15 lower case letters, digits and '-'";
                 causes.invalid(Rule("probe-port-name"), at, name, message);
@@ -117,8 +117,8 @@ fn check_source(source: Option<&CredentialSource>, at: &str, causes: &mut Causes
     let at = format!("{at}.source.secret.secretName");
     if name.is_empty() {
         causes.required(Rule("credential-secret-missing"), at, "must name the secret");
-    } else if !subdomain(name) {
-        causes.invalid(Rule("credential-secret"), at, name, SUBDOMAIN);
+    } else if !is_dns_subdomain(name) {
+        causes.invalid(Rule("credential-secret"), at, name, SUBDOMAIN_RULE);
     }
 }
 
@@ -149,7 +149,7 @@ fn check_key(spec: &InstanceSpec, key: &SshPublicKey, at: &str, causes: &mut Cau
 fn check_password(password: &UserPassword, at: &str, causes: &mut Causes) {
     check_source(password.source.as_ref(), at, causes);
     if password.propagation_method.as_ref().is_none_or(|way| way.qemu_guest_agent.is_none()) {
-        let message = "is the only way for a password";
+        let message = "is the only supported method for a password";
         causes.required(Rule("password-way"), format!("{at}.propagationMethod.qemuGuestAgent"), message);
     }
 }

@@ -1,6 +1,6 @@
 //! Checks the rules of network interfaces and of their networks.
 
-use super::common::{Naming, SUBDOMAIN, label, names, subdomain};
+use super::common::{NameRules, SUBDOMAIN_RULE, check_names, is_dns_label, is_dns_subdomain};
 use crate::cause::{Causes, Rule};
 use crate::spec::{InstanceSpec, Interface};
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,10 +10,16 @@ const AT: &str = "spec.domain.devices.interfaces";
 const NETWORKS: &str = "spec.networks";
 /// The maximum number of interfaces of any board.
 const MAX_INTERFACES: usize = 16;
-const NAMES: Naming =
-    Naming { there: Rule("interface-name-missing"), looks: Rule("interface-name"), once: Rule("interface-name-twice") };
-const NETWORK_NAMES: Naming =
-    Naming { there: Rule("network-name-missing"), looks: Rule("network-name"), once: Rule("network-name-twice") };
+const NAMES: NameRules = NameRules {
+    required: Rule("interface-name-missing"),
+    well_formed: Rule("interface-name"),
+    unique: Rule("interface-name-twice"),
+};
+const NETWORK_NAMES: NameRules = NameRules {
+    required: Rule("network-name-missing"),
+    well_formed: Rule("network-name"),
+    unique: Rule("network-name-twice"),
+};
 
 /// Checks all interfaces and networks.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
@@ -22,7 +28,7 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
         let message = format!("must have at most {MAX_INTERFACES} interfaces, and has {}", interfaces.len());
         causes.too_long(Rule("interfaces-most"), AT, message);
     }
-    names(interfaces.iter().map(|one| one.name.as_str()), AT, &NAMES, causes);
+    check_names(interfaces.iter().map(|one| one.name.as_str()), AT, &NAMES, causes);
     let mut macs: BTreeMap<String, usize> = BTreeMap::new();
     let mut ports: BTreeSet<&str> = BTreeSet::new();
     for (index, interface) in interfaces.iter().enumerate() {
@@ -37,11 +43,11 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
         for (index, port) in interface.ports.iter().enumerate() {
             let at = format!("{at}.ports[{index}]");
             if !port.name.is_empty() {
-                if !label(&port.name) || port.name.len() > 15 {
+                if !is_dns_label(&port.name) || port.name.len() > 15 {
                     let message = "must be at most 15 lower case letters, digits and '-'";
                     causes.invalid(Rule("port-name"), format!("{at}.name"), &port.name, message);
                 } else if !ports.insert(&port.name) {
-                    causes.duplicate(Rule("port-name-twice"), format!("{at}.name"), &port.name, "must be said once");
+                    causes.duplicate(Rule("port-name-twice"), format!("{at}.name"), &port.name, "must occur only once");
                 }
             }
             match port.port {
@@ -66,7 +72,7 @@ fn connected(spec: &InstanceSpec, interface: &Interface, at: &str, causes: &mut 
     if interface.bridge.is_some() && interface.masquerade.is_some() {
         causes.forbidden(Rule("interface-binding"), at, "must be one of bridge and masquerade");
     }
-    if !label(&interface.name) {
+    if !is_dns_label(&interface.name) {
         return;
     }
     match spec.networks.iter().find(|network| network.name == interface.name) {
@@ -98,7 +104,7 @@ fn address(interface: &Interface, at: &str, causes: &mut Causes) -> Option<Strin
             None
         }
         Some([0, 0, 0, 0, 0, 0]) => {
-            causes.invalid(Rule("mac-zero"), at, text, "is the address of nobody");
+            causes.invalid(Rule("mac-zero"), at, text, "must not be all zeros");
             None
         }
         Some([_, _, _, _, _, _]) => Some(parts.join(":").to_ascii_lowercase()),
@@ -110,7 +116,7 @@ fn address(interface: &Interface, at: &str, causes: &mut Causes) -> Option<Strin
 }
 
 fn networks(spec: &InstanceSpec, causes: &mut Causes) {
-    names(spec.networks.iter().map(|network| network.name.as_str()), NETWORKS, &NETWORK_NAMES, causes);
+    check_names(spec.networks.iter().map(|network| network.name.as_str()), NETWORKS, &NETWORK_NAMES, causes);
     let (mut pods, mut defaults) = (0, 0);
     for (index, network) in spec.networks.iter().enumerate() {
         let at = format!("{NETWORKS}[{index}]");
@@ -130,8 +136,8 @@ fn networks(spec: &InstanceSpec, causes: &mut Causes) {
                         format!("{at}.multus.networkName"),
                         "must name the network",
                     );
-                } else if name.split('/').count() > 2 || !name.split('/').all(subdomain) {
-                    let message = format!("must be NAME or NAMESPACE/NAME; a name {SUBDOMAIN}");
+                } else if name.split('/').count() > 2 || !name.split('/').all(is_dns_subdomain) {
+                    let message = format!("must be NAME or NAMESPACE/NAME; a name {SUBDOMAIN_RULE}");
                     causes.invalid(Rule("multus-name"), format!("{at}.multus.networkName"), name, message);
                 }
                 if multus.default == Some(true) {
@@ -149,7 +155,7 @@ fn networks(spec: &InstanceSpec, causes: &mut Causes) {
             (None, None) => {}
         }
         let used = spec.domain.devices.interfaces.iter().any(|one| one.name == network.name);
-        if !used && label(&network.name) {
+        if !used && is_dns_label(&network.name) {
             let message = format!("no interface of {AT} has this name");
             causes.invalid(Rule("network-unused"), format!("{at}.name"), &network.name, message);
         }

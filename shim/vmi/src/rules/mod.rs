@@ -10,24 +10,24 @@ mod interfaces;
 mod pod;
 mod volumes;
 
-pub(crate) use common::label;
+pub(crate) use common::is_dns_label;
 
-use crate::annotations::Wishes;
+use crate::annotations::PodSettings;
 use crate::cause::Causes;
 use crate::spec::{InstanceSpec, SpecKind};
 
 /// Checks all rules.
-pub fn check(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
-    let kind = wishes.kind.unwrap_or(SpecKind::Container);
+pub fn check(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
+    let kind = settings.kind.unwrap_or(SpecKind::Container);
     domain::processors(&spec.domain, causes);
     domain::memory(&spec.domain, kind, causes);
     domain::resources(&spec.domain, causes);
-    domain::firmware(spec, wishes, causes);
+    domain::firmware(spec, settings, causes);
     domain::clock(&spec.domain, causes);
     disks::check(spec, causes);
     interfaces::check(spec, causes);
     devices::check(spec, causes);
     volumes::check(spec, causes);
     instance::check(spec, causes);
-    pod::check(spec, wishes, kind, causes);
+    pod::check(spec, settings, kind, causes);
 }

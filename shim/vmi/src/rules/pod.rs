@@ -1,26 +1,26 @@
 //! Checks which settings a pod of each kind may use: the VM of a container pod can be configured but not replaced.
 
-use super::common::{LABEL, SUBDOMAIN, label, subdomain};
-use crate::annotations::{PREFIX, Wishes, field};
+use super::common::{LABEL_RULE, SUBDOMAIN_RULE, is_dns_label, is_dns_subdomain};
+use crate::annotations::{PREFIX, PodSettings, field};
 use crate::cause::{Causes, Rule};
 use crate::spec::{InstanceSpec, Power, RunStrategy, SpecKind};
 
 /// Checks all of these settings.
-pub fn check(spec: &InstanceSpec, wishes: &Wishes, kind: SpecKind, causes: &mut Causes) {
-    if wishes.name.as_deref().is_some_and(|name| !subdomain(name)) {
-        causes.invalid(Rule("vm-name"), field("name"), &wishes.name, SUBDOMAIN);
+pub fn check(spec: &InstanceSpec, settings: &PodSettings, kind: SpecKind, causes: &mut Causes) {
+    if settings.name.as_deref().is_some_and(|name| !is_dns_subdomain(name)) {
+        causes.invalid(Rule("vm-name"), field("name"), &settings.name, SUBDOMAIN_RULE);
     }
-    for preset in wishes.presets.iter().filter(|preset| !label(preset)) {
-        causes.invalid(Rule("preset-name"), field("presets"), preset, LABEL);
+    for preset in settings.presets.iter().filter(|preset| !is_dns_label(preset)) {
+        causes.invalid(Rule("preset-name"), field("presets"), preset, LABEL_RULE);
     }
     match kind {
-        SpecKind::Container => container(spec, wishes, causes),
-        SpecKind::Machine => machine(spec, wishes, causes),
+        SpecKind::Container => container(spec, settings, causes),
+        SpecKind::Machine => machine(spec, settings, causes),
     }
 }
 
 /// Checks a container pod, whose VM runs Nacelle's own system.
-fn container(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
+fn container(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
     let only = format!("is for machine pods ({PREFIX}kind: machine): in a container pod containers run in the machine");
     let domain = &spec.domain;
     let devices = &domain.devices;
@@ -49,10 +49,10 @@ fn container(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
         }
     }
     for (name, said) in [
-        ("name", wishes.name.is_some()),
-        ("run-strategy", wishes.run_strategy.is_some()),
-        ("power", wishes.power.is_some()),
-        ("ssh-keys", !wishes.ssh_keys.is_empty()),
+        ("name", settings.name.is_some()),
+        ("run-strategy", settings.run_strategy.is_some()),
+        ("power", settings.power.is_some()),
+        ("ssh-keys", !settings.ssh_keys.is_empty()),
     ] {
         if said {
             causes.forbidden(Rule("container-wish"), field(name), &only);
@@ -79,7 +79,7 @@ fn container(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
 }
 
 /// Checks a machine pod: it needs something to boot, and consistent strategies.
-fn machine(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
+fn machine(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
     let direct = spec.domain.firmware.as_ref().is_some_and(|firmware| firmware.kernel_boot.is_some());
     let data =
         |source: &&str| !source.starts_with("cloudInit") && !["configMap", "secret", "downwardAPI"].contains(source);
@@ -92,14 +92,14 @@ fn machine(spec: &InstanceSpec, wishes: &Wishes, causes: &mut Causes) {
         let message = "there is nothing to boot: a disk over a containerDisk, persistentVolumeClaim, hostDisk or emptyDisk, or spec.domain.firmware.kernelBoot";
         causes.required(Rule("machine-boot"), "spec.domain.devices.disks", message);
     }
-    let named = wishes.name.is_some();
-    if let Some(strategy @ (RunStrategy::Manual | RunStrategy::Halted)) = wishes.run_strategy
+    let named = settings.name.is_some();
+    if let Some(strategy @ (RunStrategy::Manual | RunStrategy::Halted)) = settings.run_strategy
         && !named
     {
         let message = format!("only a machine with a name ({PREFIX}name) can be there without running");
         causes.invalid(Rule("strategy-name"), field("run-strategy"), strategy, message);
     }
-    match (wishes.power, wishes.run_strategy) {
+    match (settings.power, settings.run_strategy) {
         (
             Some(Power::Off),
             Some(strategy @ (RunStrategy::Always | RunStrategy::RerunOnFailure | RunStrategy::Once)),

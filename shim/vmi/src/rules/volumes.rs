@@ -1,20 +1,26 @@
 //! Checks the rules of volumes.
 
-use super::common::{ABSOLUTE, IMAGE, Naming, SUBDOMAIN, absolute, image, label, names, subdomain};
+use super::common::{
+    ABSOLUTE_PATH_RULE, IMAGE_RULE, NameRules, SUBDOMAIN_RULE, check_names, is_absolute_path, is_dns_label,
+    is_dns_subdomain, is_image_reference,
+};
 use crate::cause::{Causes, Rule};
 use crate::spec::{CloudInit, HostDisk, HostDiskKind, InstanceSpec, Volume};
 use base64::Engine;
 
 const AT: &str = "spec.volumes";
-const NAMES: Naming =
-    Naming { there: Rule("volume-name-missing"), looks: Rule("volume-name"), once: Rule("volume-name-twice") };
+const NAMES: NameRules = NameRules {
+    required: Rule("volume-name-missing"),
+    well_formed: Rule("volume-name"),
+    unique: Rule("volume-name-twice"),
+};
 /// The fields of a pod that a downwardAPI volume can contain.
 const FIELDS: &[&str] =
     &["metadata.name", "metadata.namespace", "metadata.uid", "metadata.labels", "metadata.annotations"];
 
 /// Checks all volumes.
 pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
-    names(spec.volumes.iter().map(|volume| volume.name.as_str()), AT, &NAMES, causes);
+    check_names(spec.volumes.iter().map(|volume| volume.name.as_str()), AT, &NAMES, causes);
     let mut cloud_init = 0;
     for (index, volume) in spec.volumes.iter().enumerate() {
         let at = format!("{AT}[{index}]");
@@ -29,7 +35,7 @@ pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
         let devices = &spec.domain.devices;
         let used = devices.disks.iter().any(|disk| disk.name == volume.name)
             || devices.filesystems.iter().any(|one| one.name == volume.name);
-        if !used && label(&volume.name) {
+        if !used && is_dns_label(&volume.name) {
             let message = "no disk and no file system has this name";
             causes.invalid(Rule("volume-unused"), format!("{at}.name"), &volume.name, message);
         }
@@ -50,11 +56,11 @@ fn source(volume: &Volume, at: &str, causes: &mut Causes) {
         let at = format!("{at}.containerDisk");
         if disk.image.is_empty() {
             causes.required(Rule("container-disk-missing"), format!("{at}.image"), "must say the image");
-        } else if !image(&disk.image) {
-            causes.invalid(Rule("container-disk-image"), format!("{at}.image"), &disk.image, IMAGE);
+        } else if !is_image_reference(&disk.image) {
+            causes.invalid(Rule("container-disk-image"), format!("{at}.image"), &disk.image, IMAGE_RULE);
         }
-        if !disk.path.is_empty() && !absolute(&disk.path) {
-            causes.invalid(Rule("container-disk-path"), format!("{at}.path"), &disk.path, ABSOLUTE);
+        if !disk.path.is_empty() && !is_absolute_path(&disk.path) {
+            causes.invalid(Rule("container-disk-path"), format!("{at}.path"), &disk.path, ABSOLUTE_PATH_RULE);
         }
     }
     if let Some(claim) = &volume.persistent_volume_claim {
@@ -104,9 +110,9 @@ fn source(volume: &Volume, at: &str, causes: &mut Causes) {
 
 fn named(name: &str, at: &str, causes: &mut Causes) {
     if name.is_empty() {
-        causes.required(Rule("reference-missing"), at, "must name it");
-    } else if !subdomain(name) {
-        causes.invalid(Rule("reference-name"), at, name, SUBDOMAIN);
+        causes.required(Rule("reference-missing"), at, "must have a name");
+    } else if !is_dns_subdomain(name) {
+        causes.invalid(Rule("reference-name"), at, name, SUBDOMAIN_RULE);
     }
 }
 
@@ -118,8 +124,8 @@ fn disk_label(label: &str, at: &str, causes: &mut Causes) {
 }
 
 fn host_disk(disk: &HostDisk, at: &str, causes: &mut Causes) {
-    if !absolute(&disk.path) {
-        causes.invalid(Rule("host-disk-path"), format!("{at}.path"), &disk.path, ABSOLUTE);
+    if !is_absolute_path(&disk.path) {
+        causes.invalid(Rule("host-disk-path"), format!("{at}.path"), &disk.path, ABSOLUTE_PATH_RULE);
     }
     match (disk.kind, &disk.capacity) {
         (None, _) => causes.required(Rule("host-disk-type"), format!("{at}.type"), "must be Disk or DiskOrCreate"),

@@ -6,191 +6,191 @@ use super::{Empty, Rng, document, words};
 document! {
     /// Devices.
     pub struct Devices {
-        /// Disks, each over the volume of its name.
+        /// The disks, each backed by the volume of the same name.
         pub disks: Vec<Disk>,
-        /// Network interfaces, each on the network of its name.
+        /// The network interfaces, each on the network of the same name.
         pub interfaces: Vec<Interface>,
-        /// Shared directories, each over the volume of its name.
+        /// The shared directories, each backed by the volume of the same name.
         pub filesystems: Vec<Filesystem>,
-        /// Keyboards and the like.
+        /// The input devices.
         pub inputs: Vec<Input>,
         /// A watchdog.
         pub watchdog: Option<Watchdog>,
-        /// A random source.
+        /// A virtio random number generator.
         pub rng: Option<Rng>,
-        /// A screen, which VNC shows.
+        /// A display, which VNC shows.
         pub autoattach_graphics_device: Option<bool>,
         /// A serial console.
         pub autoattach_serial_console: Option<bool>,
-        /// The console is the pod's log.
+        /// The serial console is written to the container's log.
         pub log_serial_console: Option<bool>,
-        /// A balloon, by which the guest gives memory back.
+        /// A memory balloon, by which the guest releases memory.
         pub autoattach_mem_balloon: Option<bool>,
-        /// An interface on the pod's network where none is named.
+        /// A default interface on the pod's network, if no interface is listed.
         pub autoattach_pod_interface: Option<bool>,
-        /// A tablet.
+        /// A tablet as pointing device.
         pub autoattach_input_device: Option<bool>,
-        /// Sockets between guest and node.
+        /// A vsock device.
         #[serde(rename = "autoattachVSOCK")]
         pub autoattach_vsock: Option<bool>,
-        /// Disks have a queue for each processor.
+        /// Each disk has a queue for each vCPU.
         pub block_multi_queue: Option<bool>,
-        /// Interfaces have a queue for each processor.
+        /// Each interface has a queue for each vCPU.
         #[serde(rename = "networkInterfaceMultiqueue")]
         pub network_interface_multiqueue: Option<bool>,
-        /// No disks are added or taken while the machine runs.
+        /// Hot-plugging of disks is disabled.
         pub disable_hotplug: Option<bool>,
     }
 
-    /// A disk: as one of `disk`, `cdrom` and `lun`.
+    /// A disk: one of `disk`, `cdrom` and `lun`.
     pub struct Disk {
-        /// Its name, which is its volume's.
+        /// The name, which is also the name of the volume.
         pub name: String,
         /// A hard disk.
         pub disk: Option<DiskTarget>,
-        /// A drive with a disc.
+        /// A CD-ROM drive.
         pub cdrom: Option<CdRomTarget>,
-        /// A SCSI unit.
+        /// A SCSI LUN.
         pub lun: Option<LunTarget>,
-        /// Its place in the order of booting, from 1.
+        /// The position in the boot order, from 1.
         pub boot_order: Option<u32>,
-        /// Its serial number.
+        /// The serial number.
         pub serial: String,
-        /// How the node caches it.
+        /// The cache mode on the node.
         pub cache: Option<Cache>,
-        /// How the node reads and writes it.
+        /// The I/O mode on the node.
         pub io: Option<Io>,
-        /// A thread of its own.
+        /// The disk has a dedicated I/O thread.
         #[serde(rename = "dedicatedIOThread")]
         pub dedicated_io_thread: Option<bool>,
-        /// The sizes of its blocks.
+        /// The block size.
         pub block_size: Option<BlockSize>,
-        /// Several machines may write to it.
+        /// Several VMs may write to the disk.
         pub shareable: Option<bool>,
-        /// What the guest sees of the node's errors.
+        /// The policy for I/O errors of the node.
         pub error_policy: Option<ErrorPolicy>,
-        /// A word by which the guest finds it.
+        /// A tag by which the guest identifies the device.
         pub tag: String,
     }
 
     /// A hard disk.
     pub struct DiskTarget {
-        /// Where it is plugged in.
+        /// The bus.
         pub bus: Option<Bus>,
-        /// The guest cannot write.
+        /// The guest cannot write to it.
         pub readonly: Option<bool>,
     }
 
-    /// A drive with a disc.
+    /// A CD-ROM drive.
     pub struct CdRomTarget {
-        /// Where it is plugged in.
+        /// The bus.
         pub bus: Option<Bus>,
-        /// The guest cannot write.
+        /// The guest cannot write to it.
         pub readonly: Option<bool>,
-        /// Whether its tray is open.
+        /// The state of the tray.
         pub tray: Option<Tray>,
     }
 
-    /// A SCSI unit.
+    /// A SCSI LUN.
     pub struct LunTarget {
-        /// Where it is plugged in.
+        /// The bus.
         pub bus: Option<Bus>,
-        /// The guest cannot write.
+        /// The guest cannot write to it.
         pub readonly: Option<bool>,
     }
 
-    /// The sizes of a disk's blocks: one of these.
+    /// The block size of a disk: one of custom and matchVolume.
     pub struct BlockSize {
-        /// As said here.
+        /// Custom block sizes.
         pub custom: Option<CustomBlockSize>,
-        /// As the volume has them.
+        /// The block sizes of the volume.
         pub match_volume: Option<super::FeatureState>,
     }
 
     /// Sizes in bytes.
     pub struct CustomBlockSize {
-        /// What the guest counts in.
+        /// The logical block size.
         pub logical: Option<u32>,
-        /// What the disk writes at once.
+        /// The physical block size.
         pub physical: Option<u32>,
     }
 
-    /// A network interface: bound by `bridge` or `masquerade`.
+    /// A network interface with the binding `bridge` or `masquerade`.
     pub struct Interface {
-        /// Its name, which is its network's.
+        /// The name, which is also the name of the network.
         pub name: String,
-        /// The card that the guest sees.
+        /// The device model that the guest sees.
         pub model: Option<NicModel>,
-        /// The guest has the pod's own address.
+        /// The guest has the address of the pod.
         pub bridge: Option<Empty>,
-        /// The guest has an address of its own behind the pod's.
+        /// The guest has a private address behind that of the pod (NAT).
         pub masquerade: Option<Empty>,
-        /// Its hardware address.
+        /// The MAC address.
         pub mac_address: String,
-        /// Its place in the order of booting, from 1.
+        /// The position in the boot order, from 1.
         pub boot_order: Option<u32>,
-        /// Ports that lead to the guest; all, if none is named.
+        /// The ports that are forwarded to the guest; all if none is listed.
         pub ports: Vec<InterfacePort>,
-        /// What the guest is told by DHCP.
+        /// The DHCP options for the guest.
         pub dhcp_options: Option<DhcpOptions>,
-        /// Whether the cable is in.
+        /// The link state.
         pub state: Option<LinkState>,
-        /// A word by which the guest finds it.
+        /// A tag by which the guest identifies the device.
         pub tag: String,
     }
 
     /// A port.
     pub struct InterfacePort {
-        /// Its name.
+        /// The name.
         pub name: String,
         /// TCP or UDP.
         pub protocol: Option<Protocol>,
-        /// Its number.
+        /// The port number.
         pub port: Option<i32>,
     }
 
-    /// What the guest is told by DHCP.
+    /// The DHCP options for the guest.
     pub struct DhcpOptions {
-        /// Time servers.
+        /// The NTP servers.
         pub ntp_servers: Vec<String>,
     }
 
     /// A shared directory.
     pub struct Filesystem {
-        /// Its name, which is its volume's and the guest's tag.
+        /// The name, which is also the name of the volume and the tag in the guest.
         pub name: String,
-        /// By virtio-fs.
+        /// The directory is shared by virtio-fs.
         pub virtiofs: Option<Empty>,
     }
 
-    /// A keyboard or the like.
+    /// An input device.
     pub struct Input {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// What it is.
+        /// The kind.
         #[serde(rename = "type")]
         pub kind: Option<InputKind>,
-        /// Where it is plugged in.
+        /// The bus.
         pub bus: Option<InputBus>,
     }
 
     /// A watchdog.
     pub struct Watchdog {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// The card that the guest sees.
+        /// The device model that the guest sees.
         pub i6300esb: Option<WatchdogCard>,
     }
 
-    /// What a watchdog does.
+    /// An i6300ESB watchdog.
     pub struct WatchdogCard {
-        /// When it barks.
+        /// The action when the watchdog expires.
         pub action: Option<WatchdogAction>,
     }
 }
 
 words! {
-    /// Where a disk is plugged in.
+    /// The bus of a disk.
     pub enum Bus {
         Virtio = "virtio",
         Sata = "sata",
@@ -198,27 +198,27 @@ words! {
         Usb = "usb",
     }
 
-    /// Whether a tray is open.
+    /// The state of a tray.
     pub enum Tray {
         Open = "open",
         Closed = "closed",
     }
 
-    /// How the node caches a disk.
+    /// The cache mode of a disk.
     pub enum Cache {
         None = "none",
         Writethrough = "writethrough",
         Writeback = "writeback",
     }
 
-    /// How the node reads and writes a disk.
+    /// The I/O mode of a disk.
     pub enum Io {
         Native = "native",
         Default = "default",
         Threads = "threads",
     }
 
-    /// What the guest sees of the node's errors.
+    /// The policy for I/O errors of the node.
     pub enum ErrorPolicy {
         Stop = "stop",
         Ignore = "ignore",
@@ -226,7 +226,7 @@ words! {
         Enospace = "enospace",
     }
 
-    /// The card that the guest sees.
+    /// The device model that the guest sees.
     pub enum NicModel {
         Virtio = "virtio",
         E1000 = "e1000",
@@ -237,7 +237,7 @@ words! {
         Rtl8139 = "rtl8139",
     }
 
-    /// Whether the cable is in.
+    /// The link state.
     pub enum LinkState {
         Up = "up",
         Down = "down",
@@ -249,19 +249,19 @@ words! {
         Udp = "UDP",
     }
 
-    /// Kinds of input devices.
+    /// The kind of an input device.
     pub enum InputKind {
         Tablet = "tablet",
         Keyboard = "keyboard",
     }
 
-    /// Where an input device is plugged in.
+    /// The bus of an input device.
     pub enum InputBus {
         Virtio = "virtio",
         Usb = "usb",
     }
 
-    /// What a watchdog does when it barks.
+    /// The action when a watchdog expires.
     pub enum WatchdogAction {
         Poweroff = "poweroff",
         Reset = "reset",
@@ -270,7 +270,7 @@ words! {
 }
 
 impl Disk {
-    /// The bus that it names, if it names one.
+    /// Returns the bus, if one is set.
     pub fn bus(&self) -> Option<Bus> {
         let disk = self.disk.as_ref().and_then(|disk| disk.bus);
         let cdrom = self.cdrom.as_ref().and_then(|cdrom| cdrom.bus);

@@ -6,75 +6,75 @@ use crate::Quantity;
 use std::collections::BTreeMap;
 
 document! {
-    /// The machine.
+    /// The VM.
     pub struct Domain {
-        /// Processors.
+        /// vCPUs.
         pub cpu: Option<Cpu>,
         /// Memory.
         pub memory: Option<Memory>,
-        /// The kind of board.
+        /// The board (machine type).
         pub machine: Option<Board>,
-        /// What runs before the guest's system, and what it is told of the machine.
+        /// The firmware or kernel to boot, and the identity in SMBIOS.
         pub firmware: Option<Firmware>,
         /// The clock and the timers.
         pub clock: Option<Clock>,
-        /// Abilities that can be switched.
+        /// CPU and platform features.
         pub features: Option<Features>,
         /// Devices.
         pub devices: Devices,
-        /// What the pod asks of the node; the machine is sized by it where nothing else says a size.
+        /// The resources that the pod requests; they size the VM if no other field does.
         pub resources: Option<Resources>,
-        /// What the firmware's tables say of the case.
+        /// The chassis data in SMBIOS.
         pub chassis: Option<Chassis>,
-        /// How disks share threads.
+        /// The policy for sharing I/O threads between disks.
         pub io_threads_policy: Option<IoThreadsPolicy>,
-        /// What a reboot of the guest is.
+        /// The effect of a reboot by the guest.
         pub reboot_policy: Option<RebootPolicy>,
     }
 
-    /// Processors: sockets with cores with threads.
+    /// The CPU topology: sockets, cores and threads.
     pub struct Cpu {
-        /// Cores of a socket.
+        /// The number of cores of a socket.
         pub cores: Option<u32>,
-        /// Sockets.
+        /// The number of sockets.
         pub sockets: Option<u32>,
-        /// Threads of a core.
+        /// The number of threads of a core.
         pub threads: Option<u32>,
-        /// How many sockets there may be while the machine runs.
+        /// The maximum number of sockets, for hot-plugging CPUs.
         pub max_sockets: Option<u32>,
-        /// The model: `host-passthrough`, `host-model` or the name of one.
+        /// The CPU model: `host-passthrough`, `host-model` or the name of a model.
         pub model: String,
-        /// Single abilities.
+        /// CPU features that are required or disabled.
         pub features: Vec<CpuFeature>,
-        /// Each virtual processor has a processor of the node to itself.
+        /// Each vCPU is pinned to a dedicated CPU of the node.
         pub dedicated_cpu_placement: Option<bool>,
     }
 
-    /// An ability of processors.
+    /// A CPU feature.
     pub struct CpuFeature {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// Whether it must be there.
+        /// The policy for the feature.
         pub policy: Option<CpuFeaturePolicy>,
     }
 
     /// Memory.
     pub struct Memory {
-        /// What the guest sees.
+        /// The memory that the guest sees.
         pub guest: Option<Quantity>,
-        /// How much it may be while the machine runs.
+        /// The maximum memory, for hot-plugging.
         pub max_guest: Option<Quantity>,
-        /// Large pages of the node under it.
+        /// The hugepages of the node that back the memory.
         pub hugepages: Option<Hugepages>,
     }
 
-    /// Large pages.
+    /// Hugepages.
     pub struct Hugepages {
-        /// Their size: 2Mi or 1Gi.
+        /// The page size: 2Mi or 1Gi.
         pub page_size: String,
     }
 
-    /// The kind of board.
+    /// The board (machine type).
     pub struct Board {
         /// `microvm`, `q35` or `pc`.
         #[serde(rename = "type")]
@@ -83,17 +83,17 @@ document! {
 
     /// Firmware.
     pub struct Firmware {
-        /// The machine's identity in SMBIOS.
+        /// The UUID of the VM in SMBIOS.
         pub uuid: String,
-        /// The machine's serial number in SMBIOS.
+        /// The serial number of the VM in SMBIOS.
         pub serial: String,
-        /// What loads the system.
+        /// The boot loader.
         pub bootloader: Option<Bootloader>,
-        /// A kernel that is started without firmware.
+        /// A kernel that is booted directly, without firmware.
         pub kernel_boot: Option<KernelBoot>,
     }
 
-    /// What loads the system: one of these.
+    /// The boot loader: one of BIOS and UEFI.
     pub struct Bootloader {
         /// BIOS.
         pub bios: Option<Bios>,
@@ -103,23 +103,23 @@ document! {
 
     /// BIOS.
     pub struct Bios {
-        /// It prints on the serial console.
+        /// BIOS messages are printed on the serial console.
         pub use_serial: Option<bool>,
     }
 
     /// UEFI.
     pub struct Efi {
-        /// Only signed systems.
+        /// Secure boot: only signed systems are started.
         pub secure_boot: Option<bool>,
-        /// Its variables are kept.
+        /// The UEFI variables persist.
         pub persistent: Option<bool>,
     }
 
-    /// A kernel that is started without firmware.
+    /// A kernel that is booted directly, without firmware.
     pub struct KernelBoot {
-        /// Words of its command line.
+        /// The kernel command-line parameters.
         pub kernel_args: String,
-        /// The image it is in.
+        /// The image with the kernel.
         pub container: Option<KernelImage>,
     }
 
@@ -127,17 +127,17 @@ document! {
     pub struct KernelImage {
         /// The image.
         pub image: String,
-        /// The kernel's path in it.
+        /// The path of the kernel in the image.
         pub kernel_path: String,
-        /// The initial file system's path in it.
+        /// The path of the initramfs in the image.
         pub initrd_path: String,
     }
 
-    /// The clock: in UTC or in a time zone.
+    /// The clock, in UTC or in a time zone.
     pub struct Clock {
         /// UTC.
         pub utc: Option<Utc>,
-        /// A time zone, by its name.
+        /// The name of the time zone.
         pub timezone: Option<String>,
         /// Timers.
         pub timer: Option<Timers>,
@@ -145,116 +145,116 @@ document! {
 
     /// UTC.
     pub struct Utc {
-        /// Seconds before or after it.
+        /// The offset from UTC in seconds.
         pub offset_seconds: Option<i64>,
     }
 
     /// Timers.
     pub struct Timers {
-        /// The high precision event timer.
+        /// The High Precision Event Timer (HPET).
         pub hpet: Option<Hpet>,
-        /// KVM's clock.
+        /// The KVM clock.
         pub kvm: Option<Timer>,
-        /// The interval timer.
+        /// The Programmable Interval Timer (PIT).
         pub pit: Option<Pit>,
-        /// The real-time clock.
+        /// The real-time clock (RTC).
         pub rtc: Option<Rtc>,
     }
 
-    /// A timer with no more to say.
+    /// A timer without further settings.
     pub struct Timer {
-        /// Whether it is there.
+        /// The timer is present.
         pub present: Option<bool>,
     }
 
-    /// The high precision event timer.
+    /// The High Precision Event Timer (HPET).
     pub struct Hpet {
-        /// Whether it is there.
+        /// The timer is present.
         pub present: Option<bool>,
-        /// What becomes of ticks that came too late.
+        /// The policy for late ticks.
         pub tick_policy: Option<TickPolicy>,
     }
 
-    /// The interval timer.
+    /// The Programmable Interval Timer (PIT).
     pub struct Pit {
-        /// Whether it is there.
+        /// The timer is present.
         pub present: Option<bool>,
-        /// What becomes of ticks that came too late.
+        /// The policy for late ticks.
         pub tick_policy: Option<TickPolicy>,
     }
 
-    /// The real-time clock.
+    /// The real-time clock (RTC).
     pub struct Rtc {
-        /// Whether it is there.
+        /// The timer is present.
         pub present: Option<bool>,
-        /// What becomes of ticks that came too late.
+        /// The policy for late ticks.
         pub tick_policy: Option<TickPolicy>,
-        /// Whose time it follows.
+        /// The time that the clock follows.
         pub track: Option<Track>,
     }
 
-    /// Abilities that can be switched.
+    /// CPU and platform features.
     pub struct Features {
         /// ACPI.
         pub acpi: Option<FeatureState>,
-        /// The interrupt controller.
+        /// The interrupt controller (APIC).
         pub apic: Option<Apic>,
-        /// System management mode, which signed boot needs.
+        /// System Management Mode, which secure boot needs.
         pub smm: Option<FeatureState>,
-        /// How KVM shows itself.
+        /// The KVM signature in CPUID.
         pub kvm: Option<KvmFeature>,
-        /// Spin locks that yield.
+        /// Paravirtualized spin locks.
         pub pvspinlock: Option<FeatureState>,
     }
 
-    /// A switch.
+    /// A feature that can be enabled.
     pub struct FeatureState {
-        /// On, if nothing is said.
+        /// The feature is enabled, which is the default.
         pub enabled: Option<bool>,
     }
 
-    /// The interrupt controller.
+    /// The interrupt controller (APIC).
     pub struct Apic {
-        /// On, if nothing is said.
+        /// The feature is enabled, which is the default.
         pub enabled: Option<bool>,
-        /// The guest announces the end of interrupts.
+        /// Paravirtualized end of interrupt (EOI).
         pub end_of_interrupt: Option<bool>,
     }
 
-    /// How KVM shows itself.
+    /// The KVM signature in CPUID.
     pub struct KvmFeature {
-        /// Not at all.
+        /// The KVM signature is hidden.
         pub hidden: Option<bool>,
     }
 
-    /// What the pod asks of the node.
+    /// The resources that the pod requests.
     pub struct Resources {
-        /// What it needs.
+        /// The requests.
         pub requests: BTreeMap<String, Quantity>,
-        /// What it may have.
+        /// The limits.
         pub limits: BTreeMap<String, Quantity>,
     }
 
-    /// What the firmware's tables say of the case.
+    /// The chassis data in SMBIOS.
     pub struct Chassis {
-        /// Who made it.
+        /// The manufacturer.
         pub manufacturer: String,
-        /// Its version.
+        /// The version.
         pub version: String,
-        /// Its serial number.
+        /// The serial number.
         pub serial: String,
-        /// Its asset tag.
+        /// The asset tag.
         pub asset: String,
-        /// Its number in stock.
+        /// The SKU number.
         pub sku: String,
     }
 
-    /// A random source; there is no more to say.
+    /// A virtio random number generator, without further settings.
     pub struct Rng {}
 }
 
 words! {
-    /// Whether an ability must be there.
+    /// The policy for a CPU feature.
     pub enum CpuFeaturePolicy {
         Force = "force",
         Require = "require",
@@ -263,7 +263,7 @@ words! {
         Forbid = "forbid",
     }
 
-    /// What becomes of ticks that came too late.
+    /// The policy for late ticks.
     pub enum TickPolicy {
         Delay = "delay",
         Catchup = "catchup",
@@ -271,19 +271,19 @@ words! {
         Discard = "discard",
     }
 
-    /// Whose time a clock follows.
+    /// The time that a clock follows.
     pub enum Track {
         Guest = "guest",
         Wall = "wall",
     }
 
-    /// How disks share threads.
+    /// The policy for sharing I/O threads between disks.
     pub enum IoThreadsPolicy {
         Shared = "shared",
         Auto = "auto",
     }
 
-    /// What a reboot of the guest is.
+    /// The effect of a reboot by the guest.
     pub enum RebootPolicy {
         Reboot = "Reboot",
         Terminate = "Terminate",
@@ -291,14 +291,14 @@ words! {
 }
 
 impl FeatureState {
-    /// On, if nothing is said.
+    /// The feature is enabled, which is the default.
     pub fn on(&self) -> bool {
         self.enabled != Some(false)
     }
 }
 
 impl Cpu {
-    /// How many virtual processors that is; `None` if nobody can have so many.
+    /// Returns the number of vCPUs; `None` if it overflows.
     pub fn count(&self) -> Option<u32> {
         let one = |part: Option<u32>| part.unwrap_or(1);
         one(self.sockets).checked_mul(one(self.cores))?.checked_mul(one(self.threads))

@@ -7,49 +7,49 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 document! {
-    /// One run of a machine.
+    /// One run of a VM.
     pub struct InstanceSpec {
-        /// The machine: processors, memory, firmware, devices.
+        /// The VM: CPUs, memory, firmware and devices.
         pub domain: Domain,
-        /// Where the data of disks and file systems is.
+        /// The volumes of the disks and file systems.
         pub volumes: Vec<Volume>,
-        /// What the interfaces are connected to.
+        /// The networks of the interfaces.
         pub networks: Vec<Network>,
-        /// When the machine counts as broken.
+        /// The liveness probe.
         pub liveness_probe: Option<Probe>,
-        /// When the machine counts as ready.
+        /// The readiness probe.
         pub readiness_probe: Option<Probe>,
-        /// Keys and passwords that are put into the guest.
+        /// SSH keys and passwords that are set in the guest.
         pub access_credentials: Vec<AccessCredential>,
-        /// What happens when the node is emptied.
+        /// The strategy when the node is drained.
         pub eviction_strategy: Option<EvictionStrategy>,
-        /// Whether the machine starts running or paused.
+        /// The state in which the VM starts: running or paused.
         pub start_strategy: Option<StartStrategy>,
-        /// How long the guest has after the power button, in seconds.
+        /// The grace period of the guest for its shutdown, in seconds.
         pub termination_grace_period_seconds: Option<i64>,
-        /// The processors' architecture.
+        /// The CPU architecture.
         pub architecture: Option<Architecture>,
     }
 
-    /// A question that is asked again and again.
+    /// A probe that is repeated.
     pub struct Probe {
         /// An HTTP request.
         pub http_get: Option<HttpGet>,
         /// A TCP connection.
         pub tcp_socket: Option<TcpSocket>,
-        /// A command, run by the guest agent.
+        /// A command that the guest agent runs.
         pub exec: Option<Exec>,
-        /// Whether the guest agent answers.
+        /// The guest agent must reply.
         pub guest_agent_ping: Option<Empty>,
-        /// Seconds before the first.
+        /// The delay before the first probe in seconds.
         pub initial_delay_seconds: Option<i32>,
-        /// Seconds that an answer may take.
+        /// The timeout of a probe in seconds.
         pub timeout_seconds: Option<i32>,
-        /// Seconds between two.
+        /// The interval between probes in seconds.
         pub period_seconds: Option<i32>,
-        /// How many must succeed.
+        /// The number of consecutive successes that count as success.
         pub success_threshold: Option<i32>,
-        /// How many must fail.
+        /// The number of consecutive failures that count as failure.
         pub failure_threshold: Option<i32>,
     }
 
@@ -59,7 +59,7 @@ document! {
         pub path: String,
         /// The port.
         pub port: Option<Port>,
-        /// The host; the machine's address if it is missing.
+        /// The host; by default the address of the VM.
         pub host: String,
         /// HTTP or HTTPS.
         pub scheme: Option<Scheme>,
@@ -69,9 +69,9 @@ document! {
 
     /// A header.
     pub struct HttpHeader {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// Its value.
+        /// The value.
         pub value: String,
     }
 
@@ -79,20 +79,20 @@ document! {
     pub struct TcpSocket {
         /// The port.
         pub port: Option<Port>,
-        /// The host; the machine's address if it is missing.
+        /// The host; by default the address of the VM.
         pub host: String,
     }
 
     /// A command.
     pub struct Exec {
-        /// Program and arguments.
+        /// The program and its arguments.
         pub command: Vec<String>,
     }
 
-    /// It is there, and there is no more to say.
+    /// An object without fields, which is set or not.
     pub struct Empty {}
 
-    /// One of a key and a password.
+    /// An access credential: SSH keys or a password.
     pub struct AccessCredential {
         /// SSH keys.
         pub ssh_public_key: Option<SshPublicKey>,
@@ -100,59 +100,59 @@ document! {
         pub user_password: Option<UserPassword>,
     }
 
-    /// SSH keys and their way into the guest.
+    /// SSH keys and the method by which they are set in the guest.
     pub struct SshPublicKey {
-        /// Where they are.
+        /// The source of the keys.
         pub source: Option<CredentialSource>,
-        /// How they get into the guest.
-        pub propagation_method: Option<KeyWay>,
+        /// The propagation method.
+        pub propagation_method: Option<KeyPropagation>,
     }
 
-    /// A password and its way into the guest.
+    /// A password and the method by which it is set in the guest.
     pub struct UserPassword {
-        /// Where it is.
+        /// The source of the password.
         pub source: Option<CredentialSource>,
-        /// How it gets into the guest.
-        pub propagation_method: Option<PasswordWay>,
+        /// The propagation method.
+        pub propagation_method: Option<PasswordPropagation>,
     }
 
-    /// Where a credential is.
+    /// The source of a credential.
     pub struct CredentialSource {
-        /// A secret of the pod's namespace, which the pod must have as a volume.
+        /// A Secret, which the pod must also have as a volume.
         pub secret: Option<SecretName>,
     }
 
-    /// A secret.
+    /// A Secret.
     pub struct SecretName {
-        /// Its name.
+        /// The name.
         pub secret_name: String,
     }
 
-    /// How keys get into the guest: one of these.
-    pub struct KeyWay {
-        /// With the config drive's meta data.
+    /// The propagation method of SSH keys: one of these.
+    pub struct KeyPropagation {
+        /// In the metadata of the config drive.
         pub config_drive: Option<Empty>,
-        /// With NoCloud's meta data.
+        /// In the metadata of NoCloud.
         pub no_cloud: Option<Empty>,
-        /// By the guest agent while the machine runs.
+        /// Through the guest agent of the running VM.
         pub qemu_guest_agent: Option<AgentUsers>,
     }
 
-    /// How a password gets into the guest.
-    pub struct PasswordWay {
-        /// By the guest agent while the machine runs.
+    /// The propagation method of a password.
+    pub struct PasswordPropagation {
+        /// Through the guest agent of the running VM.
         pub qemu_guest_agent: Option<Empty>,
     }
 
     /// Users of the guest.
     pub struct AgentUsers {
-        /// Their names.
+        /// The user names.
         pub users: Vec<String>,
     }
 }
 
 words! {
-    /// What happens when the node is emptied.
+    /// The strategy when the node is drained.
     pub enum EvictionStrategy {
         None = "None",
         LiveMigrate = "LiveMigrate",
@@ -160,12 +160,12 @@ words! {
         External = "External",
     }
 
-    /// How a machine starts.
+    /// The state in which a VM starts.
     pub enum StartStrategy {
         Paused = "Paused",
     }
 
-    /// An architecture.
+    /// A CPU architecture.
     pub enum Architecture {
         Amd64 = "amd64",
         Arm64 = "arm64",
@@ -179,7 +179,7 @@ words! {
     }
 }
 
-/// A port: its number, or the name that it has in the pod.
+/// A port: its number, or its name in the pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Port {

@@ -5,21 +5,21 @@ use super::{InstanceSpec, document, words};
 use std::collections::BTreeMap;
 
 document! {
-    /// A machine that outlives its runs.
+    /// A persistent VM.
     pub struct VirtualMachine {
         /// Name, labels, annotations.
         pub metadata: Metadata,
-        /// What it shall be.
+        /// The desired state.
         pub spec: VirtualMachineSpec,
     }
 
-    /// Who an object is.
+    /// The metadata of an object.
     pub struct Metadata {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// Its namespace.
+        /// The namespace.
         pub namespace: String,
-        /// Its UID.
+        /// The UID.
         pub uid: String,
         /// Labels.
         pub labels: BTreeMap<String, String>,
@@ -27,37 +27,37 @@ document! {
         pub annotations: BTreeMap<String, String>,
     }
 
-    /// What a machine shall be.
+    /// The desired state of a persistent VM.
     pub struct VirtualMachineSpec {
-        /// When it runs.
+        /// The run strategy.
         pub run_strategy: Option<RunStrategy>,
-        /// What sizes it.
+        /// The instance type.
         pub instancetype: Option<Matcher>,
-        /// What it is like where nothing is said.
+        /// The preference.
         pub preference: Option<Matcher>,
-        /// A run of it.
+        /// The template of a run.
         pub template: Template,
     }
 
     /// The name of an instance type or a preference.
     pub struct Matcher {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// Its kind; there is one space of names here, so this only says which it was in the cluster.
+        /// The kind; names are unique across kinds here, so it is only kept for KubeVirt.
         pub kind: String,
     }
 
-    /// A run.
+    /// The template of a run.
     pub struct Template {
         /// Labels and annotations of the pod.
         pub metadata: Metadata,
-        /// The run.
+        /// The specification of the run.
         pub spec: InstanceSpec,
     }
 }
 
 words! {
-    /// When a machine runs.
+    /// The run strategy of a persistent VM.
     pub enum RunStrategy {
         Always = "Always",
         RerunOnFailure = "RerunOnFailure",
@@ -66,14 +66,14 @@ words! {
         Halted = "Halted",
     }
 
-    /// What a pod's machine shall do now.
+    /// The requested power state of a VM.
     pub enum Power {
         On = "on",
         Off = "off",
         Paused = "paused",
     }
 
-    /// What a pod is.
+    /// The kind of a pod.
     pub enum SpecKind {
         Container = "container",
         Machine = "machine",

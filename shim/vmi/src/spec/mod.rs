@@ -16,12 +16,12 @@ pub use instance::*;
 pub use machine::*;
 pub use volume::*;
 
-/// Whether a field says nothing, so that it is not written.
+/// Returns whether a field is unset, so that it is not serialized.
 pub(crate) fn unset<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// Structures of a document: camelCase, unknown fields refused, what says nothing is not written.
+/// Defines structures of a document: camelCase, unknown fields are rejected, unset fields are not serialized.
 macro_rules! document {
     ($($(#[$about:meta])* pub struct $name:ident { $($(#[$of:meta])* pub $field:ident: $type:ty,)* })*) => { $(
         #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
@@ -34,7 +34,7 @@ macro_rules! document {
 }
 pub(crate) use document;
 
-/// Values that are one of a few words.
+/// Defines an enum of keywords.
 macro_rules! words {
     ($($(#[$about:meta])* pub enum $name:ident { $($variant:ident = $word:literal,)* })*) => { $(
         $(#[$about])*
@@ -42,15 +42,15 @@ macro_rules! words {
         pub enum $name { $(#[doc = concat!("`", $word, "`")] #[serde(rename = $word)] $variant,)* }
 
         impl $name {
-            /// All, as they are written.
+            /// All keywords, as they are serialized.
             pub const WORDS: &[&str] = &[$($word),*];
 
-            /// As it is written.
+            /// Returns the keyword, as it is serialized.
             pub fn word(self) -> &'static str {
                 match self { $($name::$variant => $word,)* }
             }
 
-            /// What a word means.
+            /// Parses a keyword.
             pub fn of(word: &str) -> Option<$name> {
                 match word { $($word => Some($name::$variant),)* _ => None }
             }

@@ -7,111 +7,111 @@ use crate::Quantity;
 document! {
     /// A volume: its name and one source.
     pub struct Volume {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// A disk in an image.
+        /// A disk image in a container image.
         pub container_disk: Option<ContainerDisk>,
-        /// A claim of the pod's namespace, which the pod must have as a volume.
+        /// A PersistentVolumeClaim, which the pod must also have as a volume.
         pub persistent_volume_claim: Option<Claim>,
-        /// An empty disk that goes with the machine.
+        /// An empty disk that is removed with the VM.
         pub empty_disk: Option<EmptyDisk>,
-        /// A disk in a file of the node.
+        /// A disk image in a file of the node.
         pub host_disk: Option<HostDisk>,
-        /// A disk for cloud-init, in the form of NoCloud.
+        /// A cloud-init disk of the type NoCloud.
         pub cloud_init_no_cloud: Option<CloudInit>,
-        /// A disk for cloud-init, in the form of a config drive.
+        /// A cloud-init disk of the type config drive.
         pub cloud_init_config_drive: Option<CloudInit>,
-        /// A disk with the files of a ConfigMap, which the pod must have as a volume.
+        /// A disk with the files of a ConfigMap, which the pod must also have as a volume.
         pub config_map: Option<ConfigMap>,
-        /// A disk with the files of a Secret, which the pod must have as a volume.
+        /// A disk with the files of a Secret, which the pod must also have as a volume.
         pub secret: Option<Secret>,
-        /// A disk with what the pod knows of itself.
+        /// A disk with fields of the pod (downwardAPI).
         #[serde(rename = "downwardAPI")]
         pub downward_api: Option<DownwardApi>,
     }
 
-    /// A disk in an image.
+    /// A disk image in a container image.
     pub struct ContainerDisk {
         /// The image.
         pub image: String,
-        /// The disk's path in it; the only file of `/disk` if it is missing.
+        /// The path of the disk image; by default the only file of `/disk`.
         pub path: String,
     }
 
-    /// A claim.
+    /// A PersistentVolumeClaim.
     pub struct Claim {
-        /// Its name.
+        /// The name.
         pub claim_name: String,
-        /// The guest cannot write.
+        /// The guest cannot write to it.
         pub read_only: Option<bool>,
     }
 
     /// An empty disk.
     pub struct EmptyDisk {
-        /// Its size.
+        /// The size.
         pub capacity: Option<Quantity>,
     }
 
-    /// A disk in a file of the node.
+    /// A disk image in a file of the node.
     pub struct HostDisk {
         /// The file.
         pub path: String,
-        /// Whether it is made where it is missing.
+        /// `DiskOrCreate` creates a missing file.
         #[serde(rename = "type")]
         pub kind: Option<HostDiskKind>,
-        /// The size of one that is made.
+        /// The size of a created file.
         pub capacity: Option<Quantity>,
     }
 
-    /// What cloud-init reads.
+    /// The data for cloud-init.
     pub struct CloudInit {
         /// User data.
         pub user_data: String,
         /// User data in base64.
         #[serde(rename = "userDataBase64")]
         pub user_data_base64: String,
-        /// A secret with user data, which the pod must have as a volume.
+        /// A Secret with user data, which the pod must also have as a volume.
         pub secret_ref: Option<LocalReference>,
         /// Network data.
         pub network_data: String,
         /// Network data in base64.
         #[serde(rename = "networkDataBase64")]
         pub network_data_base64: String,
-        /// A secret with network data, which the pod must have as a volume.
+        /// A Secret with network data, which the pod must also have as a volume.
         pub network_data_secret_ref: Option<LocalReference>,
     }
 
-    /// Something of the pod's namespace.
+    /// A reference to an object in the namespace of the pod.
     pub struct LocalReference {
-        /// Its name.
+        /// The name.
         pub name: String,
     }
 
     /// A ConfigMap.
     pub struct ConfigMap {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// It may be missing.
+        /// The object may be missing.
         pub optional: Option<bool>,
-        /// The disk's label.
+        /// The volume label of the disk.
         pub volume_label: String,
     }
 
     /// A Secret.
     pub struct Secret {
-        /// Its name.
+        /// The name.
         pub secret_name: String,
-        /// It may be missing.
+        /// The object may be missing.
         pub optional: Option<bool>,
-        /// The disk's label.
+        /// The volume label of the disk.
         pub volume_label: String,
     }
 
-    /// What the pod knows of itself.
+    /// Fields of the pod (downwardAPI).
     pub struct DownwardApi {
         /// Files.
         pub fields: Vec<DownwardFile>,
-        /// The disk's label.
+        /// The volume label of the disk.
         pub volume_label: String,
     }
 
@@ -125,17 +125,17 @@ document! {
 
     /// A field of the pod.
     pub struct FieldRef {
-        /// Its path.
+        /// The path of the field.
         pub field_path: String,
     }
 
     /// A network: its name and one source.
     pub struct Network {
-        /// Its name.
+        /// The name.
         pub name: String,
-        /// The pod's own.
+        /// The default network of the pod.
         pub pod: Option<Empty>,
-        /// A further one of the pod, by Multus.
+        /// An additional network of the pod, by Multus.
         pub multus: Option<Multus>,
     }
 
@@ -143,13 +143,13 @@ document! {
     pub struct Multus {
         /// The NetworkAttachmentDefinition: NAME or NAMESPACE/NAME.
         pub network_name: String,
-        /// It takes the place of the cluster's own.
+        /// The network replaces the default network of the cluster.
         pub default: Option<bool>,
     }
 }
 
 words! {
-    /// Whether a disk is made where it is missing.
+    /// The kind of a host disk: existing or created if missing.
     pub enum HostDiskKind {
         Disk = "Disk",
         DiskOrCreate = "DiskOrCreate",
@@ -157,7 +157,7 @@ words! {
 }
 
 impl Volume {
-    /// The sources that it names, by their fields.
+    /// Returns the names of the source fields that are set.
     pub fn sources(&self) -> Vec<&'static str> {
         let named = [
             ("containerDisk", self.container_disk.is_some()),
@@ -173,7 +173,7 @@ impl Volume {
         named.into_iter().filter(|(_, there)| *there).map(|(name, _)| name).collect()
     }
 
-    /// What cloud-init reads, if it is that.
+    /// Returns the data for cloud-init, if this is such a volume.
     pub fn cloud_init(&self) -> Option<(&'static str, &CloudInit)> {
         let no_cloud = self.cloud_init_no_cloud.as_ref().map(|data| ("cloudInitNoCloud", data));
         no_cloud.or(self.cloud_init_config_drive.as_ref().map(|data| ("cloudInitConfigDrive", data)))

@@ -30,7 +30,7 @@ words! {
     }
 }
 
-/// A document of a type, checked in its shape; what does not fit is told, and left out.
+/// Returns a document of a type; parts of the wrong shape are reported and left out.
 pub fn typed<T: JsonSchema + DeserializeOwned + Default>(mut value: Value, at: &str) -> (T, Causes) {
     let mut causes = shape::check(&mut value, &schema::of::<T>(), at);
     let read = serde_json::from_value(value).unwrap_or_else(|error| {
@@ -40,19 +40,19 @@ pub fn typed<T: JsonSchema + DeserializeOwned + Default>(mut value: Value, at: &
     (read, causes)
 }
 
-/// The tree of a type.
+/// Returns a value as JSON.
 pub fn written(value: &impl Serialize) -> Value {
     // The value consists of strings, numbers, lists and maps with string keys: all of it is valid JSON.
     serde_json::to_value(value).unwrap_or_default()
 }
 
-/// A specification's document in any version as a tree of v1. `carried` is what its object's annotation carries.
+/// Returns a specification of any version as a tree of v1. `carried` is the annotation with the fields that v1alpha1 cannot express.
 pub fn tree(value: Value, version: Version, carried: Option<&str>) -> (Tree, Causes) {
     match version {
         Version::V1 => {
             let (spec, mut causes) = typed::<InstanceSpec>(value, ROOT);
             if carried.is_some() {
-                let message = "belongs to documents of v1alpha1: v1 says everything itself";
+                let message = "is only allowed with documents of v1alpha1";
                 causes.forbidden(Rule("carried-version"), annotations::field("v1-fields"), message);
             }
             (Tree::of(written(&spec)), causes)
@@ -74,7 +74,7 @@ pub fn tree(value: Value, version: Version, carried: Option<&str>) -> (Tree, Cau
     }
 }
 
-/// A specification in v1alpha1, and what that cannot say of it, if there is something.
+/// Returns a specification as v1alpha1, and the fields that v1alpha1 cannot express, if there are any.
 pub fn instance_v1alpha1(spec: &InstanceSpec) -> (Value, Option<String>) {
     let old = v1alpha1::InstanceSpec::from(spec);
     let lost = carry::difference(&written(spec), &written(&InstanceSpec::from(&old)));
@@ -85,12 +85,12 @@ fn edits(text: &str, at: &str) -> Result<Vec<carry::Edit>, Causes> {
     let value = read::one(text, at)?;
     serde_json::from_value(value).map_err(|error| {
         let mut causes = Causes::default();
-        causes.forbidden(Rule("carried-form"), at, format!("is not what a conversion writes: {error}"));
+        causes.forbidden(Rule("carried-form"), at, format!("is not in the format that a conversion writes: {error}"));
         causes
     })
 }
 
-/// A machine as a document of a version.
+/// Returns a VM as a document of a version.
 pub fn encode(machine: &VirtualMachine, version: Version) -> Value {
     let mut value = match version {
         Version::V1 => written(machine),
@@ -110,7 +110,7 @@ pub fn encode(machine: &VirtualMachine, version: Version) -> Value {
     value
 }
 
-/// The machine of a document of any version.
+/// Parses the VM from a document of any version.
 pub fn decode(mut value: Value) -> Result<VirtualMachine, Causes> {
     let mut causes = Causes::default();
     let version = version_of(&value, &mut causes);
@@ -143,7 +143,7 @@ pub fn decode(mut value: Value) -> Result<VirtualMachine, Causes> {
             machine
         }
     };
-    causes.done().map(|()| machine)
+    causes.into_result().map(|()| machine)
 }
 
 fn version_of(value: &Value, causes: &mut Causes) -> Option<Version> {

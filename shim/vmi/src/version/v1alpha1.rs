@@ -8,61 +8,61 @@ use crate::spec::{
 };
 
 document! {
-    /// A machine that outlives its runs.
+    /// A persistent VM.
     pub struct VirtualMachine {
         /// Name, labels, annotations.
         pub metadata: Metadata,
-        /// What it shall be.
+        /// The desired state.
         pub spec: VirtualMachineSpec,
     }
 
-    /// What a machine shall be.
+    /// The desired state of a persistent VM.
     pub struct VirtualMachineSpec {
-        /// Whether it runs.
+        /// The VM runs.
         pub running: Option<bool>,
-        /// What sizes it.
+        /// The instance type.
         pub instancetype: Option<Matcher>,
-        /// A run of it.
+        /// The template of a run.
         pub template: Template,
     }
 
-    /// A run.
+    /// The template of a run.
     pub struct Template {
         /// Labels and annotations of the pod.
         pub metadata: Metadata,
-        /// The run.
+        /// The specification of the run.
         pub spec: InstanceSpec,
     }
 
-    /// One run of a machine.
+    /// One run of a VM.
     pub struct InstanceSpec {
-        /// The machine.
+        /// The VM.
         pub domain: Domain,
-        /// Where the data of disks is.
+        /// The volumes of the disks.
         pub volumes: Vec<Volume>,
-        /// What the interfaces are connected to.
+        /// The networks of the interfaces.
         pub networks: Vec<Network>,
-        /// How long the guest has after the power button, in seconds.
+        /// The grace period of the guest for its shutdown, in seconds.
         pub termination_grace_period_seconds: Option<i64>,
     }
 
-    /// The machine.
+    /// The VM.
     pub struct Domain {
-        /// Processors.
+        /// vCPUs.
         pub cpu: Option<Cpu>,
         /// Memory.
         pub memory: Option<Memory>,
-        /// The kind of board.
+        /// The board (machine type).
         pub machine: Option<Board>,
-        /// What it is told of itself, and what it boots.
+        /// The identity in SMBIOS, and the kernel to boot.
         pub firmware: Option<Firmware>,
         /// Devices.
         pub devices: Devices,
     }
 
-    /// Processors.
+    /// vCPUs.
     pub struct Cpu {
-        /// How many.
+        /// The number.
         pub cores: Option<u32>,
         /// The model.
         pub model: String,
@@ -70,19 +70,19 @@ document! {
 
     /// Memory.
     pub struct Memory {
-        /// What the guest sees.
+        /// The memory that the guest sees.
         pub guest: Option<Quantity>,
-        /// Large pages of the node under it.
+        /// The hugepages of the node that back the memory.
         pub hugepages: Option<Hugepages>,
     }
 
-    /// What the machine is told of itself, and what it boots.
+    /// The identity in SMBIOS, and the kernel to boot.
     pub struct Firmware {
-        /// Its identity.
+        /// The UUID.
         pub uuid: String,
-        /// Its serial number.
+        /// The serial number.
         pub serial: String,
-        /// A kernel that is started without firmware.
+        /// A kernel that is booted directly, without firmware.
         pub kernel_boot: Option<KernelBoot>,
     }
 
@@ -92,23 +92,23 @@ document! {
         pub disks: Vec<Disk>,
         /// Network interfaces.
         pub interfaces: Vec<Interface>,
-        /// A random source.
+        /// A virtio random number generator.
         pub rng: Option<Rng>,
-        /// A screen.
+        /// A display.
         pub autoattach_graphics_device: Option<bool>,
     }
 
     /// A volume: its name and one source.
     pub struct Volume {
-        /// Its name.
+        /// The name.
         pub name: String,
         /// A disk in an image: `containerDisk` of v1.
         pub registry_disk: Option<ContainerDisk>,
-        /// A claim.
+        /// A PersistentVolumeClaim.
         pub persistent_volume_claim: Option<Claim>,
         /// An empty disk.
         pub empty_disk: Option<EmptyDisk>,
-        /// A disk in a file of the node.
+        /// A disk image in a file of the node.
         pub host_disk: Option<HostDisk>,
         /// A disk for cloud-init.
         pub cloud_init_no_cloud: Option<CloudInit>,

@@ -99,7 +99,12 @@ pub fn shape(
     let cpu_model = cpu_model(admitted, engine)?;
     Ok(VmShape {
         processors: processors(admitted, pod, engine)?,
-        pinned: admitted.said().domain.cpu.as_ref().is_some_and(|cpu| cpu.dedicated_cpu_placement == Some(true)),
+        pinned: admitted
+            .explicit_spec()
+            .domain
+            .cpu
+            .as_ref()
+            .is_some_and(|cpu| cpu.dedicated_cpu_placement == Some(true)),
         cpu_model,
         memory_mib: memory(admitted, pod, memory_pages.unwrap_or(handler.memory_pages), handler.memory_mib)?,
         memory_pages,
@@ -110,7 +115,7 @@ pub fn shape(
 
 /// Returns the CPU model; `None` for all features of the node's CPUs.
 fn cpu_model(admitted: &Admitted, engine: EngineKind) -> Result<Option<CpuModel>, ShapeError> {
-    let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
+    let Some(cpu) = &admitted.explicit_spec().domain.cpu else { return Ok(None) };
     let model = machine_pod::cpu_model(cpu)?;
     if model == CpuModel::default() {
         return Ok(None);
@@ -129,7 +134,7 @@ fn cpu_model(admitted: &Admitted, engine: EngineKind) -> Result<Option<CpuModel>
 }
 
 fn processors(admitted: &Admitted, pod: &PodConfig, engine: EngineKind) -> Result<Option<Topology>, ShapeError> {
-    let Some(cpu) = &admitted.said().domain.cpu else { return Ok(None) };
+    let Some(cpu) = &admitted.explicit_spec().domain.cpu else { return Ok(None) };
     if cpu.sockets.or(cpu.cores).or(cpu.threads).is_none() {
         return Ok(None);
     }
@@ -165,7 +170,7 @@ fn processors(admitted: &Admitted, pod: &PodConfig, engine: EngineKind) -> Resul
 /// Returns the VM's total memory in MiB. It includes the memory of its kernel and agent, and the containers' limits must fit
 /// beside the handler's share, as in a VM without a shape.
 fn memory(admitted: &Admitted, pod: &PodConfig, pages: MemoryPages, own: u64) -> Result<Option<u64>, ShapeError> {
-    let Some(guest) = admitted.said().domain.memory.as_ref().and_then(|memory| memory.guest.as_ref()) else {
+    let Some(guest) = admitted.explicit_spec().domain.memory.as_ref().and_then(|memory| memory.guest.as_ref()) else {
         return Ok(None);
     };
     let mib = guest.bytes().unwrap_or(0) >> 20;
@@ -199,7 +204,7 @@ fn memory(admitted: &Admitted, pod: &PodConfig, pages: MemoryPages, own: u64) ->
 }
 
 fn pages(admitted: &Admitted) -> Result<Option<MemoryPages>, ShapeError> {
-    let pages = admitted.said().domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref());
+    let pages = admitted.explicit_spec().domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref());
     match pages.map(|pages| pages.page_size.as_str()) {
         None => Ok(None),
         Some("2Mi") => Ok(Some(MemoryPages::Hugetlb)),
@@ -211,7 +216,7 @@ fn pages(admitted: &Admitted) -> Result<Option<MemoryPages>, ShapeError> {
 }
 
 fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, ShapeError> {
-    let boot = admitted.said().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
+    let boot = admitted.explicit_spec().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let text = boot.map_or("", |boot| boot.kernel_args.as_str());
     if text.contains(['"', '\'']) {
         return bad(ARGS, format!("{text:?}"), "words with quotes are not taken".to_owned());
@@ -227,7 +232,7 @@ fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, Sh
 
 /// Returns the pod's own kernel. Its image is named as in kubelet.
 fn kernel(admitted: &Admitted) -> Result<Option<OwnKernel>, ShapeError> {
-    let boot = admitted.said().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
+    let boot = admitted.explicit_spec().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let Some(container) = boot.and_then(|boot| boot.container.as_ref()) else { return Ok(None) };
     let asked = &container.image;
     let image = match Digest::from_hex(asked.strip_prefix("sha256:").unwrap_or(asked)) {
