@@ -387,7 +387,7 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
     std::thread::sleep(Duration::from_millis(500));
     let pid = nix::unistd::Pid::from_raw(server.child.id().try_into().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
-    server.logged("ending", 1);
+    server.logged("stopping", 1);
     std::thread::sleep(Duration::from_millis(200));
     assert!(TcpStream::connect(address).is_err());
     stdin.write_all(second.as_bytes()).unwrap();
@@ -418,7 +418,7 @@ fn what_cannot_be_served_is_said() {
     std::fs::write(directory.path().join("both.pem"), "-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
         .unwrap();
     let (code, message, _) = run(&["manifests", "--ca-file", "both.pem"]);
-    assert!(code == Some(1) && message.contains("has a private key"), "{message}");
+    assert!(code == Some(1) && message.contains("contains a private key"), "{message}");
     std::fs::write(directory.path().join("ca.crt"), "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n")
         .unwrap();
     let (code, _, text) = run(&["manifests", "--ca-file", "ca.crt", "--namespace", "other"]);
