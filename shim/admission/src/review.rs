@@ -97,7 +97,7 @@ impl Classify for ReviewError {
 impl Review {
     /// Parses a request.
     pub fn read(bytes: &[u8]) -> Result<Review, ReviewError> {
-        let mut body: Value = json::read_most(bytes, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
+        let mut body: Value = json::read_limited(bytes, MAX_VALUES).map_err(|source| ReviewError::Json { source })?;
         let word = |field: &str| body.get(field).and_then(Value::as_str).map_or_else(String::new, shorten_quoted);
         let (api_version, kind) = (word("apiVersion"), word("kind"));
         if api_version != API_VERSION || kind != KIND {
