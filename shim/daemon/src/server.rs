@@ -191,7 +191,7 @@ async fn retry_owed_deletes(node: Node) {
     loop {
         tokio::time::sleep(OWED_DELETES_PAUSE).await;
         let parts = node.parts();
-        parts.networks.settle(parts.teardown_limit()).await;
+        parts.networks.settle(parts.teardown_timeout()).await;
     }
 }
 

@@ -61,7 +61,7 @@ impl Guests {
     }
 
     fn limit(&self) -> Duration {
-        self.node.parts().answer_limit()
+        self.node.parts().request_timeout()
     }
 }
 

@@ -138,7 +138,7 @@ mod tests {
     fn what_is_wrong_in_many_places_fits_into_a_status() {
         let disks: String = (0..30).map(|disk| format!("d{disk}=empty:1Gi,bus=ide,cache=some;")).collect();
         let (_, message) = rejection(&[("vm.nacelle.dev/disks", &disks)]).unwrap();
-        assert!(message.len() < 4000 && message.ends_with("more: `nacelle vm validate` tells all"), "{message}");
+        assert!(message.len() < 4000 && message.ends_with("more: `nacelle vm validate` lists all"), "{message}");
     }
 
     #[test]

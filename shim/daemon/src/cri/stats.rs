@@ -24,7 +24,7 @@ impl Cri {
         let not_running = || status(LifecycleError::NotRunning { id: id.to_string() });
         let record = view.containers.get(&id).filter(|record| record.state == ContainerState::Running);
         let record = record.ok_or_else(not_running)?;
-        let limit = self.node.parts().answer_limit();
+        let limit = self.node.parts().request_timeout();
         let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;
         let stats = stats::container(record, Some(&figures), &self.mountpoint());
         match stats.cpu {
@@ -57,7 +57,7 @@ impl Cri {
         request: cri::PodSandboxStatsRequest,
     ) -> Result<cri::PodSandboxStatsResponse, Status> {
         let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
-        let limit = self.node.parts().answer_limit();
+        let limit = self.node.parts().request_timeout();
         let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;
         Ok(cri::PodSandboxStatsResponse { stats: Some(stats::pod(&view, &figures, &self.mountpoint())) })
     }

@@ -2,7 +2,7 @@
 
 use super::container::signal_number;
 use super::users;
-use crate::lifecycle::announce::{self, Shown};
+use crate::lifecycle::announce::{self, AnnouncedState};
 use crate::lifecycle::{Event, EventKind, View};
 use nacelle_image::{ImageRecord, RunAs};
 use nacelle_model::StringMap;
@@ -25,7 +25,7 @@ pub(super) fn selected(labels: &StringMap, selector: &HashMap<String, String>) -
 
 fn pod_state(pod: &PodRecord) -> cri::PodSandboxState {
     match announce::pod(pod) {
-        Some(Shown::Running) => cri::PodSandboxState::SandboxReady,
+        Some(AnnouncedState::Running) => cri::PodSandboxState::SandboxReady,
         _ => cri::PodSandboxState::SandboxNotready,
     }
 }
@@ -148,9 +148,9 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
 
 fn container_state(container: &ContainerRecord) -> cri::ContainerState {
     match announce::container(container) {
-        None | Some(Shown::Created) => cri::ContainerState::ContainerCreated,
-        Some(Shown::Running) => cri::ContainerState::ContainerRunning,
-        Some(Shown::Exited) => cri::ContainerState::ContainerExited,
+        None | Some(AnnouncedState::Created) => cri::ContainerState::ContainerCreated,
+        Some(AnnouncedState::Running) => cri::ContainerState::ContainerRunning,
+        Some(AnnouncedState::Exited) => cri::ContainerState::ContainerExited,
     }
 }
 

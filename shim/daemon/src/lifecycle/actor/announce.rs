@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 /// The announced state of a container or a pod. A ready pod is running, and has exited when it is no longer ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Shown {
+pub enum AnnouncedState {
     /// The container exists.
     Created,
     /// The container runs, or the pod is ready.
@@ -19,43 +19,43 @@ pub enum Shown {
 }
 
 /// Returns the announced state of a pod; `None` for a pod that boots, or that is cleaned up before it was ready.
-pub fn pod(pod: &PodRecord) -> Option<Shown> {
+pub fn pod(pod: &PodRecord) -> Option<AnnouncedState> {
     match pod.state {
         PodState::Booting => None,
-        PodState::Unclean => Some(Shown::Exited),
+        PodState::Unclean => Some(AnnouncedState::Exited),
         _ if !pod.was_ready => None,
-        PodState::Ready => Some(Shown::Running),
-        PodState::Stopping | PodState::Stopped | PodState::Removing => Some(Shown::Exited),
+        PodState::Ready => Some(AnnouncedState::Running),
+        PodState::Stopping | PodState::Stopped | PodState::Removing => Some(AnnouncedState::Exited),
     }
 }
 
 /// Returns the announced state of a container; `None` for a container whose creation was never reported to a client.
-pub fn container(container: &ContainerRecord) -> Option<Shown> {
+pub fn container(container: &ContainerRecord) -> Option<AnnouncedState> {
     match container.state {
         ContainerState::Creating | ContainerState::Removing if !container.is_known() => None,
-        ContainerState::Creating | ContainerState::Created | ContainerState::Starting => Some(Shown::Created),
-        ContainerState::Running => Some(Shown::Running),
-        ContainerState::Exited => Some(Shown::Exited),
+        ContainerState::Creating | ContainerState::Created | ContainerState::Starting => Some(AnnouncedState::Created),
+        ContainerState::Running => Some(AnnouncedState::Running),
+        ContainerState::Exited => Some(AnnouncedState::Exited),
         // CRI has no state for a removal: the container keeps its last one.
-        ContainerState::Removing if container.finished_at != 0 => Some(Shown::Exited),
-        ContainerState::Removing if container.started_at != 0 => Some(Shown::Running),
-        ContainerState::Removing => Some(Shown::Created),
+        ContainerState::Removing if container.finished_at != 0 => Some(AnnouncedState::Exited),
+        ContainerState::Removing if container.started_at != 0 => Some(AnnouncedState::Running),
+        ContainerState::Removing => Some(AnnouncedState::Created),
     }
 }
 
 /// The states of a pod and its containers that events have announced.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
-    pod: Option<Shown>,
-    containers: BTreeMap<ContainerId, Shown>,
+pub(crate) struct Announced {
+    pod: Option<AnnouncedState>,
+    containers: BTreeMap<ContainerId, AnnouncedState>,
 }
 
-impl Told {
+impl Announced {
     /// Returns the announced states for a pod with these records.
-    pub(crate) fn of(pod: &PodRecord, containers: &[ContainerRecord]) -> Told {
-        let mut told = Told::default();
-        told.due(pod, containers.iter());
-        told
+    pub(crate) fn of(pod: &PodRecord, containers: &[ContainerRecord]) -> Announced {
+        let mut announced = Announced::default();
+        announced.due(pod, containers.iter());
+        announced
     }
 
     /// Returns whether the pod has been announced.
@@ -76,11 +76,11 @@ impl Told {
         let is = pod(record).filter(|_| record.was_ready || self.pod.is_some());
         if self.pod.is_none() && is.is_some() {
             due.push((EventKind::Created, record.id.to_string()));
-            self.pod = Some(Shown::Created);
+            self.pod = Some(AnnouncedState::Created);
         }
-        if self.pod == Some(Shown::Created) && is == Some(Shown::Running) {
+        if self.pod == Some(AnnouncedState::Created) && is == Some(AnnouncedState::Running) {
             due.push((EventKind::Started, record.id.to_string()));
-            self.pod = Some(Shown::Running);
+            self.pod = Some(AnnouncedState::Running);
         }
         for record in records.clone() {
             self.container_due(record, &mut due);
@@ -93,10 +93,10 @@ impl Told {
             stays
         });
         let given_up = matches!(record.state, PodState::Unclean | PodState::Stopped | PodState::Removing);
-        let all_ended = self.containers.values().all(|shown| *shown == Shown::Exited);
-        if is == Some(Shown::Exited) && self.pod != Some(Shown::Exited) && (given_up || all_ended) {
+        let all_ended = self.containers.values().all(|state| *state == AnnouncedState::Exited);
+        if is == Some(AnnouncedState::Exited) && self.pod != Some(AnnouncedState::Exited) && (given_up || all_ended) {
             due.push((EventKind::Stopped, record.id.to_string()));
-            self.pod = Some(Shown::Exited);
+            self.pod = Some(AnnouncedState::Exited);
         }
         due
     }
@@ -104,17 +104,17 @@ impl Told {
     fn container_due(&mut self, record: &ContainerRecord, due: &mut Vec<(EventKind, String)>) {
         let known = self.containers.get(&record.id).copied();
         let Some(is) = container(record).filter(|_| record.is_known() || known.is_some()) else { return };
-        let mut tell = |kind| due.push((kind, record.id.to_string()));
+        let mut push = |kind| due.push((kind, record.id.to_string()));
         if known.is_none() {
-            tell(EventKind::Created);
+            push(EventKind::Created);
         }
         // A container that ended before its running state was published has run all the same.
-        let ran = is == Shown::Running || (is == Shown::Exited && record.started_at != 0);
-        if known < Some(Shown::Running) && ran {
-            tell(EventKind::Started);
+        let ran = is == AnnouncedState::Running || (is == AnnouncedState::Exited && record.started_at != 0);
+        if known < Some(AnnouncedState::Running) && ran {
+            push(EventKind::Started);
         }
-        if known < Some(Shown::Exited) && is == Shown::Exited {
-            tell(EventKind::Stopped);
+        if known < Some(AnnouncedState::Exited) && is == AnnouncedState::Exited {
+            push(EventKind::Stopped);
         }
         self.containers.insert(record.id.clone(), known.map_or(is, |known| known.max(is)));
     }
@@ -140,22 +140,26 @@ mod tests {
     }
 
     /// Returns the due events; "p" is the pod and "c" the container.
-    fn due(told: &mut Told, pod: &PodRecord, containers: &[ContainerRecord]) -> Vec<(EventKind, &'static str)> {
+    fn due(
+        announced: &mut Announced,
+        pod: &PodRecord,
+        containers: &[ContainerRecord],
+    ) -> Vec<(EventKind, &'static str)> {
         let short = |id: String| if id == pod.id.as_str() { "p" } else { "c" };
-        told.due(pod, containers.iter()).into_iter().map(|(kind, id)| (kind, short(id))).collect()
+        announced.due(pod, containers.iter()).into_iter().map(|(kind, id)| (kind, short(id))).collect()
     }
 
     #[test]
-    fn a_life_is_told_in_its_order_and_once() {
-        let told = &mut Told::default();
+    fn a_life_cycle_is_announced_in_order_and_once() {
+        let announced = &mut Announced::default();
         let mut pod = ready();
         pod.state = PodState::Booting;
-        assert_eq!(due(told, &pod, &[]), []);
+        assert_eq!(due(announced, &pod, &[]), []);
         pod.state = PodState::Ready;
-        assert_eq!(due(told, &pod, &[]), [(Created, "p"), (Started, "p")]);
+        assert_eq!(due(announced, &pod, &[]), [(Created, "p"), (Started, "p")]);
         let mut new = in_state(ContainerState::Creating);
         new.user = None;
-        assert_eq!(due(told, &pod, &[new]), []);
+        assert_eq!(due(announced, &pod, &[new]), []);
         for (state, events) in [
             (ContainerState::Created, &[(Created, "c")][..]),
             (ContainerState::Starting, &[]),
@@ -163,73 +167,73 @@ mod tests {
             (ContainerState::Removing, &[]),
             (ContainerState::Exited, &[(Stopped, "c")]),
         ] {
-            assert_eq!(due(told, &pod, &[in_state(state)]), events, "{state:?}");
-            assert_eq!(due(told, &pod, &[in_state(state)]), [], "{state:?}");
+            assert_eq!(due(announced, &pod, &[in_state(state)]), events, "{state:?}");
+            assert_eq!(due(announced, &pod, &[in_state(state)]), [], "{state:?}");
         }
-        assert_eq!(due(told, &pod, &[]), [(Deleted, "c")]);
+        assert_eq!(due(announced, &pod, &[]), [(Deleted, "c")]);
         pod.state = PodState::Stopping;
-        assert_eq!(due(told, &pod, &[]), [(Stopped, "p")]);
+        assert_eq!(due(announced, &pod, &[]), [(Stopped, "p")]);
         pod.state = PodState::Stopped;
-        assert_eq!(due(told, &pod, &[]), []);
+        assert_eq!(due(announced, &pod, &[]), []);
     }
 
     #[test]
-    fn a_pod_stops_after_its_containers_or_when_that_cannot_be() {
+    fn a_pod_stops_after_its_containers_or_when_its_cleanup_fails() {
         for (last, containers, events) in [
             (PodState::Stopping, in_state(ContainerState::Exited), &[(Stopped, "c"), (Stopped, "p")][..]),
             (PodState::Unclean, in_state(ContainerState::Running), &[(Stopped, "p")]),
         ] {
             let mut pod = ready();
-            let told = &mut Told::of(&pod, &[in_state(ContainerState::Running)]);
+            let announced = &mut Announced::of(&pod, &[in_state(ContainerState::Running)]);
             pod.state = PodState::Stopping;
-            assert_eq!(due(told, &pod, &[in_state(ContainerState::Running)]), []);
+            assert_eq!(due(announced, &pod, &[in_state(ContainerState::Running)]), []);
             pod.state = last;
-            assert_eq!(due(told, &pod, &[containers]), events);
+            assert_eq!(due(announced, &pod, &[containers]), events);
         }
     }
 
     #[test]
-    fn one_that_was_never_seen_to_run_is_told_whole() {
+    fn a_container_never_seen_running_is_announced_completely() {
         let pod = ready();
-        let told = &mut Told::of(&pod, &[in_state(ContainerState::Created)]);
-        assert_eq!(due(told, &pod, &[in_state(ContainerState::Exited)]), [(Started, "c"), (Stopped, "c")]);
+        let announced = &mut Announced::of(&pod, &[in_state(ContainerState::Created)]);
+        assert_eq!(due(announced, &pod, &[in_state(ContainerState::Exited)]), [(Started, "c"), (Stopped, "c")]);
         let mut never_ran = in_state(ContainerState::Exited);
         never_ran.started_at = 0;
-        let told = &mut Told::of(&pod, &[]);
-        assert_eq!(due(told, &pod, &[never_ran]), [(Created, "c"), (Stopped, "c")]);
+        let announced = &mut Announced::of(&pod, &[]);
+        assert_eq!(due(announced, &pod, &[never_ran]), [(Created, "c"), (Stopped, "c")]);
     }
 
     #[test]
-    fn what_was_undone_is_not_told_of() {
-        let told = &mut Told::default();
+    fn a_failed_start_is_not_announced() {
+        let announced = &mut Announced::default();
         let mut pod = ready();
         pod.was_ready = false;
         for state in PodState::ALL.into_iter().filter(|state| *state != PodState::Ready) {
             pod.state = state;
-            assert_eq!(due(told, &pod, &[]), [], "{state:?}");
+            assert_eq!(due(announced, &pod, &[]), [], "{state:?}");
         }
-        assert!(!told.is_known());
+        assert!(!announced.is_known());
         let pod = ready();
-        let told = &mut Told::of(&pod, &[]);
+        let announced = &mut Announced::of(&pod, &[]);
         for state in [ContainerState::Creating, ContainerState::Removing, ContainerState::Exited] {
             let mut never_made = in_state(state);
             never_made.user = None;
-            assert_eq!(due(told, &pod, &[never_made]), [], "{state:?}");
+            assert_eq!(due(announced, &pod, &[never_made]), [], "{state:?}");
         }
-        assert_eq!(due(told, &pod, &[]), []);
+        assert_eq!(due(announced, &pod, &[]), []);
     }
 
     proptest! {
         /// For any sequence of states, each event is announced at most once, in the order of a life cycle.
         #[test]
-        fn a_life_goes_one_way(steps in proptest::collection::vec((0..6usize, 0..7usize), 0..40)) {
-            let mut told = Told::default();
+        fn events_follow_the_life_cycle(steps in proptest::collection::vec((0..6usize, 0..7usize), 0..40)) {
+            let mut announced = Announced::default();
             let mut lives: BTreeMap<String, Vec<EventKind>> = BTreeMap::new();
             for (pod_state, state) in steps {
                 let mut pod = ready();
                 pod.state = PodState::ALL[pod_state];
                 let containers: Vec<_> = ContainerState::ALL.get(state).map(|state| in_state(*state)).into_iter().collect();
-                for (kind, id) in told.due(&pod, containers.iter()) {
+                for (kind, id) in announced.due(&pod, containers.iter()) {
                     let life = lives.entry(id).or_default();
                     // Container ids never repeat in practice; here a repeated id starts a new life cycle.
                     if life.last() == Some(&Deleted) {

@@ -2,8 +2,8 @@
 
 use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::context::error::LifecycleError;
-use crate::lifecycle::pod::boot::Up;
-use crate::lifecycle::pod::teardown::Undone;
+use crate::lifecycle::pod::boot::BootedPod;
+use crate::lifecycle::pod::teardown::TornDown;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, ContainerId, Kind};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
@@ -39,16 +39,16 @@ pub(crate) enum Message {
     RemoveContainer(ContainerId, Answer<()>),
     /// Results of effects, and events of the pod process.
     Spawned(PodProcess, Answer<()>),
-    Booted(Box<Result<Up, LifecycleError>>),
-    Undone(Undone),
+    Booted(Box<Result<BootedPod, LifecycleError>>),
+    TornDown(TornDown),
     Forgotten(Result<(), LifecycleError>),
     Found(PodClient),
     Report(proto::PodState),
     Lost,
     Gone(Option<proto::PodState>),
-    MakeAgain(ContainerId),
+    CreateAgain(ContainerId),
     Prepared(ContainerId, Result<Box<Prepared>, LifecycleError>),
-    Made(ContainerId, Result<ContainerUser, LifecycleError>),
+    Created(ContainerId, Result<ContainerUser, LifecycleError>),
     Started(ContainerId, Result<(), LifecycleError>),
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Stopping),
     StopAgain(ContainerId, Stopping),

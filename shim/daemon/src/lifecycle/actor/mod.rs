@@ -17,7 +17,7 @@ use super::context::events::EventKind;
 use super::context::services::Admit;
 use super::context::view::View;
 use super::pod::boot;
-use announce::Told;
+use announce::Announced;
 use message::{Answer, Begin, Message, Patience, Stopping};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::timeline::Timeline;
@@ -40,7 +40,7 @@ use tokio_util::task::AbortOnDropHandle;
 const INBOX: usize = 64;
 
 /// The reason for a resize of the VM.
-pub(crate) enum Wish {
+pub(crate) enum ResizeRequest {
     /// New resource limits of the pod.
     Pod(Box<PodResources>),
     /// Memory limit in bytes of all containers together, for a pod that has no limits of its own.
@@ -50,10 +50,10 @@ pub(crate) enum Wish {
 /// The record of a container and the pending responses to its callers.
 pub(crate) struct Entry {
     record: ContainerRecord,
-    made: Vec<Answer<ContainerId>>,
-    make_error: Option<LifecycleError>,
-    started: Vec<Answer<()>>,
-    removed: Vec<Answer<()>>,
+    create_waiters: Vec<Answer<ContainerId>>,
+    create_error: Option<LifecycleError>,
+    start_waiters: Vec<Answer<()>>,
+    remove_waiters: Vec<Answer<()>>,
     removal: Patience,
     /// The steps of its creation and start, with their durations.
     timeline: Timeline,
@@ -66,10 +66,10 @@ impl Entry {
         Entry {
             timeline: Timeline::from_steps(record.timeline.clone()),
             record,
-            made: Vec::new(),
-            make_error: None,
-            started: Vec::new(),
-            removed: Vec::new(),
+            create_waiters: Vec::new(),
+            create_error: None,
+            start_waiters: Vec::new(),
+            remove_waiters: Vec::new(),
             removal: Patience::default(),
             updates: VecDeque::new(),
         }
@@ -93,9 +93,9 @@ pub(crate) struct Actor {
     wait_stopped: Vec<Answer<()>>,
     wait_removed: Vec<Answer<()>>,
     /// Pending changes of the pod's resources, in order; the first one is being applied.
-    updates: VecDeque<(Wish, Answer<()>)>,
+    updates: VecDeque<(ResizeRequest, Answer<()>)>,
     /// The states that events have announced.
-    told: Told,
+    announced: Announced,
     /// The steps of the pod's start, with their durations.
     timeline: Timeline,
     /// The CPUs of the node to which the VM is confined (empty: all CPUs), and the number of pinned vCPUs; `None` if unknown.
@@ -109,7 +109,7 @@ pub(crate) fn new(
     table: Arc<Table>,
     pod: PodRecord,
     containers: Vec<ContainerRecord>,
-    told: Told,
+    announced: Announced,
 ) -> (Actor, mpsc::Sender<Message>, watch::Receiver<Arc<View>>) {
     let (me, inbox) = mpsc::channel(INBOX);
     let containers: BTreeMap<_, _> = containers.into_iter().map(|c| (c.id.clone(), Entry::new(c))).collect();
@@ -132,14 +132,14 @@ pub(crate) fn new(
         wait_stopped: Vec::new(),
         wait_removed: Vec::new(),
         updates: VecDeque::new(),
-        told,
+        announced,
         timeline: Timeline::default(),
         ended: false,
     };
     (actor, me, seen)
 }
 
-fn tell<T: Clone>(waiting: &mut Vec<Answer<T>>, answer: &Result<T, LifecycleError>) {
+fn answer_all<T: Clone>(waiting: &mut Vec<Answer<T>>, answer: &Result<T, LifecycleError>) {
     for each in waiting.drain(..) {
         // A caller may have dropped its receiver.
         let _ = each.send(answer.clone());
@@ -196,7 +196,7 @@ impl Actor {
         Box::new(move |process: PodProcess| {
             let pid = process.identity.pid;
             Box::pin(async move {
-                let recorded = table::asked_inbox(&me, |answer| Message::Spawned(process, answer)).await;
+                let recorded = table::send_request(&me, |answer| Message::Spawned(process, answer)).await;
                 recorded.map_err(|error| ClientError::NotRecorded { pid, kind: error.kind(), source: Box::new(error) })
             })
         })
@@ -233,7 +233,7 @@ impl Actor {
             }
             Message::Spawned(process, answer) => self.spawned(process, answer).await,
             Message::Booted(result) => self.booted(*result).await,
-            Message::Undone(undone) => self.undone(undone).await,
+            Message::TornDown(torn_down) => self.torn_down(torn_down).await,
             Message::Forgotten(result) => self.forgotten(result).await,
             Message::Found(client) => self.found(client),
             Message::Report(state) => self.report(state).await,
@@ -248,9 +248,9 @@ impl Actor {
             Message::StopContainer(id, grace, answer) => self.stop_container(id, Stopping::new(grace, answer)).await,
             Message::StopAgain(id, stopping) => self.stop_container(id, stopping).await,
             Message::RemoveContainer(id, answer) => self.remove_container(id, Some(answer)).await,
-            Message::MakeAgain(id) => self.make_again(id),
+            Message::CreateAgain(id) => self.create_again(id),
             Message::Prepared(id, result) => self.prepared(id, result).await,
-            Message::Made(id, result) => self.made(id, result).await,
+            Message::Created(id, result) => self.created(id, result).await,
             Message::Started(id, result) => self.started(id, result).await,
             Message::Stopped(id, result, stopping) => self.stopped(id, result, stopping).await,
             Message::Removed(id, result) => self.removed(id, result).await,
@@ -286,13 +286,13 @@ impl Actor {
     async fn settle(&mut self) {
         match self.pod.state {
             state::PodState::Ready => {
-                tell(&mut self.wait_ready, &Ok(()));
+                answer_all(&mut self.wait_ready, &Ok(()));
                 if let Err(error) = self.confine(None).await {
                     tracing::warn!(pod = %self.pod.id, "{}", Chain(&error));
                 }
             }
             state::PodState::Stopped => {
-                tell(&mut self.wait_stopped, &Ok(()));
+                answer_all(&mut self.wait_stopped, &Ok(()));
                 // No client knows a pod that never became ready: it is removed as soon as possible.
                 if !self.wait_removed.is_empty() || !self.pod.was_ready {
                     self.step(PodEvent::Remove).await;
@@ -301,10 +301,10 @@ impl Actor {
             state::PodState::Unclean => {
                 let id = self.pod.id.to_string();
                 let error = LifecycleError::Unclean { id, left: left_line(&self.pod.left) };
-                tell(&mut self.wait_stopped, &Err(error.clone()));
-                tell(&mut self.wait_removed, &Err(error.clone()));
+                answer_all(&mut self.wait_stopped, &Err(error.clone()));
+                answer_all(&mut self.wait_removed, &Err(error.clone()));
                 let error = self.boot_error.clone().unwrap_or(error);
-                tell(&mut self.wait_ready, &Err(error));
+                answer_all(&mut self.wait_ready, &Err(error));
             }
             state::PodState::Booting | state::PodState::Stopping | state::PodState::Removing => {}
         }
@@ -314,7 +314,7 @@ impl Actor {
         self.parts.store.commit(changes).await.map_err(at("record the change"))
     }
 
-    /// Records and publishes the pod's current state. A failure is only logged: the event cannot be undone, and the next change
+    /// Records and publishes the pod's current state. A failure is only logged: the event cannot be torn_down, and the next change
     /// writes the whole record again.
     async fn keep_pod(&mut self) {
         let kept = self.parts.store.commit(vec![Change::Pod(self.pod.clone().into())]).await;
@@ -333,11 +333,11 @@ impl Actor {
         let records = self.containers.values().map(|entry| &entry.record);
         self.view.send_replace(Arc::new(View::new(&self.pod, records.clone(), self.client.clone())));
         self.parts.events.notify_change();
-        let due = self.told.due(&self.pod, records);
-        self.tell_events(&due);
+        let due = self.announced.due(&self.pod, records);
+        self.publish_events(&due);
     }
 
-    fn tell_events(&self, events: &[(EventKind, String)]) {
+    fn publish_events(&self, events: &[(EventKind, String)]) {
         if events.is_empty() {
             return;
         }
@@ -345,7 +345,7 @@ impl Actor {
         let records = self.containers.values().map(|entry| &entry.record);
         let view = Arc::new(View::new(&self.pod, records, None));
         for (kind, id) in events {
-            self.parts.events.tell(*kind, id, &view);
+            self.parts.events.publish(*kind, id, &view);
         }
     }
 }

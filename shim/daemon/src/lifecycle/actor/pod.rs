@@ -1,11 +1,11 @@
 //! Changes the state of the pod: applies events to the state table, runs the resulting actions, and handles their results.
 
 use super::message::Message;
-use super::{Actor, tell};
+use super::{Actor, answer_all};
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::events::EventKind;
-use crate::lifecycle::pod::boot::Up;
-use crate::lifecycle::pod::teardown::{self, Undone};
+use crate::lifecycle::pod::boot::BootedPod;
+use crate::lifecycle::pod::teardown::{self, TornDown};
 use nacelle_base::Chain;
 use nacelle_model::state;
 use nacelle_model::state::{PodAction, PodEvent};
@@ -20,7 +20,7 @@ impl Actor {
         let (next, act) = match self.pod.state.step(ask) {
             Ok(step) => step,
             Err(refused) => {
-                tracing::error!(pod = %self.pod.id, %refused, "a step that cannot be; a defect");
+                tracing::error!(pod = %self.pod.id, %refused, "BUG: the state of the pod does not allow this event");
                 return;
             }
         };
@@ -36,9 +36,9 @@ impl Actor {
                 self.watching = None;
                 let client = self.client.take();
                 self.publish();
-                let undo =
-                    teardown::undo(Arc::clone(&self.parts), self.pod.id.clone(), client, self.pod.process.clone());
-                self.effect(async move { Message::Undone(undo.await) });
+                let teardown =
+                    teardown::tear_down(Arc::clone(&self.parts), self.pod.id.clone(), client, self.pod.process.clone());
+                self.effect(async move { Message::TornDown(teardown.await) });
             }
             PodAction::Forget => {
                 let parts = Arc::clone(&self.parts);
@@ -56,7 +56,7 @@ impl Actor {
         }
     }
 
-    pub(crate) async fn booted(&mut self, result: Result<Up, LifecycleError>) {
+    pub(crate) async fn booted(&mut self, result: Result<BootedPod, LifecycleError>) {
         self.pod.timeline = self.timeline.steps();
         match result {
             Ok(up) => {
@@ -79,16 +79,16 @@ impl Actor {
         }
     }
 
-    pub(crate) async fn undone(&mut self, undone: Undone) {
-        self.pod.left = undone.left;
-        self.pod.ending = undone.timeline.steps();
-        if let Some(last) = undone.last {
+    pub(crate) async fn torn_down(&mut self, torn_down: TornDown) {
+        self.pod.left = torn_down.left;
+        self.pod.ending = torn_down.timeline.steps();
+        if let Some(last) = torn_down.last {
             self.apply(&proto::PodState::from(&last)).await;
         }
         // Containers whose end the pod process could not report have ended with the VM.
         if self.pod.left.is_empty() {
             self.pod.process = None;
-            self.lose_running("the machine of the pod is gone").await;
+            self.mark_running_lost("the machine of the pod is gone").await;
             self.pod.ips.clear();
             self.step(PodEvent::CleanedUp).await;
         } else {
@@ -103,24 +103,24 @@ impl Actor {
                 self.parts.events.notify_change();
                 self.ended = true;
                 let ids: Vec<_> = self.containers.keys().cloned().collect();
-                let mut gone: Vec<_> = ids.iter().filter_map(|id| self.leave(id)).collect();
-                if self.told.is_known() {
-                    self.tell_events(&[(EventKind::Deleted, self.pod.id.to_string())]);
+                let mut gone: Vec<_> = ids.iter().filter_map(|id| self.remove_entry(id)).collect();
+                if self.announced.is_known() {
+                    self.publish_events(&[(EventKind::Deleted, self.pod.id.to_string())]);
                 }
-                tell(&mut self.wait_stopped, &Ok(()));
-                tell(&mut self.wait_removed, &Ok(()));
+                answer_all(&mut self.wait_stopped, &Ok(()));
+                answer_all(&mut self.wait_removed, &Ok(()));
                 for entry in &mut gone {
-                    tell(&mut entry.removed, &Ok(()));
+                    answer_all(&mut entry.remove_waiters, &Ok(()));
                 }
                 if let Some(error) = self.boot_error.take() {
-                    tell(&mut self.wait_ready, &Err(error));
+                    answer_all(&mut self.wait_ready, &Err(error));
                 }
                 self.table.collect_images(&self.parts);
             }
             Err(error) => {
                 self.step(PodEvent::ForgetFailed).await;
-                tell(&mut self.wait_removed, &Err(error.clone()));
-                tell(&mut self.wait_ready, &Err(error));
+                answer_all(&mut self.wait_removed, &Err(error.clone()));
+                answer_all(&mut self.wait_ready, &Err(error));
                 // No request waits any more, so the next `settle` does not retry by itself.
                 self.boot_error = None;
                 self.pod.was_ready = true;

@@ -101,7 +101,7 @@ impl Actor {
             self.apply(last).await;
         }
         let failure = self.pod.failure.clone();
-        self.lose_running(&failure).await;
+        self.mark_running_lost(&failure).await;
         self.step(PodEvent::VmExited).await;
     }
 }

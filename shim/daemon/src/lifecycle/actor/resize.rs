@@ -1,7 +1,7 @@
 //! Handles changes of the pod's resources, which resize its VM as far as the VM can follow.
 
 use super::message::{Answer, Message};
-use super::{Actor, Wish};
+use super::{Actor, ResizeRequest};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::resize::{self, Resize};
 use crate::lifecycle::pod::size;
@@ -14,11 +14,11 @@ use std::sync::Arc;
 impl Actor {
     /// Changes the pod's resources: resizes the VM to hold them, then records them.
     pub(crate) async fn update_pod(&mut self, change: Box<PodResources>, answer: Answer<()>) {
-        self.change_size(Wish::Pod(change), answer).await;
+        self.change_size(ResizeRequest::Pod(change), answer).await;
     }
 
-    pub(crate) async fn change_size(&mut self, wish: Wish, answer: Answer<()>) {
-        self.updates.push_back((wish, answer));
+    pub(crate) async fn change_size(&mut self, request: ResizeRequest, answer: Answer<()>) {
+        self.updates.push_back((request, answer));
         if self.updates.len() == 1 {
             self.begin_pod_updates().await;
         }
@@ -26,8 +26,8 @@ impl Actor {
 
     /// Applies pending changes up to the first one that needs a resize of the VM.
     async fn begin_pod_updates(&mut self) {
-        while let Some((wish, _)) = self.updates.front() {
-            let done = match self.next_size(wish) {
+        while let Some((request, _)) = self.updates.front() {
+            let done = match self.next_size(request) {
                 Ok((next, sizes, Some(client))) => {
                     let resized = resize::resize(Arc::clone(&self.parts), client, sizes);
                     return self.effect(async move { Message::PodUpdated(Box::new(next), resized.await) });
@@ -52,18 +52,21 @@ impl Actor {
 
     /// Returns the pod's resources after a change, the VM's resources that follow, and the client to ask for the resize: `None`
     /// if the VM keeps its size.
-    fn next_size(&self, wish: &Wish) -> Result<(Option<PodResources>, Resize, Option<PodClient>), LifecycleError> {
+    fn next_size(
+        &self,
+        request: &ResizeRequest,
+    ) -> Result<(Option<PodResources>, Resize, Option<PodClient>), LifecycleError> {
         if self.pod.state != state::PodState::Ready {
             return Err(self.not_ready());
         }
         let known = self.pod.resources.clone();
-        let (next, asked) = match wish {
-            Wish::Pod(change) => {
+        let (next, asked) = match request {
+            ResizeRequest::Pod(change) => {
                 let next = known.unwrap_or_default().changed_by(change);
                 (Some(next.clone()), next.containers)
             }
             // Never less than the current size: memory for other uses of the VM is part of the pod's limits.
-            Wish::Containers(bytes) => {
+            ResizeRequest::Containers(bytes) => {
                 let least = self.pod.machine.map_or(0, |machine| machine.memory);
                 let memory_limit = i64::try_from(least.max(*bytes)).unwrap_or(i64::MAX);
                 (known, Resources { memory_limit, ..Resources::default() })

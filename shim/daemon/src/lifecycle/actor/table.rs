@@ -53,7 +53,7 @@ impl Table {
         handle: &Handle,
         message: impl FnOnce(Answer<T>) -> Message,
     ) -> Result<T, LifecycleError> {
-        let asked = asked_inbox(&handle.inbox, message).await;
+        let asked = send_request(&handle.inbox, message).await;
         asked.map_err(|error| self.explain(&handle.view.borrow().pod.id, error))
     }
 
@@ -116,7 +116,7 @@ impl Table {
     }
 }
 
-pub(crate) async fn asked_inbox<T>(
+pub(crate) async fn send_request<T>(
     inbox: &mpsc::Sender<Message>,
     message: impl FnOnce(Answer<T>) -> Message,
 ) -> Result<T, LifecycleError> {
@@ -126,7 +126,7 @@ pub(crate) async fn asked_inbox<T>(
 }
 
 /// Turns "not found" into success, for Stop and Remove.
-pub(crate) fn fine_if_gone(error: LifecycleError) -> Result<(), LifecycleError> {
+pub(crate) fn ignore_not_found(error: LifecycleError) -> Result<(), LifecycleError> {
     match error {
         LifecycleError::NotFound { .. } | LifecycleError::Ended => Ok(()),
         error => Err(error),
@@ -146,9 +146,9 @@ mod tests {
         let (_view, view) = watch::channel(Arc::new(View::new(&pod, std::iter::empty(), None)));
         let handle = Handle { inbox, view };
         table.rows().pods.insert(pod.id.clone(), handle.clone());
-        let error = table.ask(&handle, Message::Stop).await.or_else(fine_if_gone).unwrap_err();
+        let error = table.ask(&handle, Message::Stop).await.or_else(ignore_not_found).unwrap_err();
         assert!(matches!(&error, LifecycleError::TaskFailed { .. }) && error.kind() == Kind::Internal, "{error}");
         table.forget(&pod);
-        table.ask(&handle, Message::Stop).await.or_else(fine_if_gone).unwrap();
+        table.ask(&handle, Message::Stop).await.or_else(ignore_not_found).unwrap();
     }
 }

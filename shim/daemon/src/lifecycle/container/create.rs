@@ -5,7 +5,7 @@ use super::prepare::Prepared;
 use crate::lifecycle::context::Parts;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::request::ask;
-use crate::lifecycle::volume::shared::{take_back, take_back_from};
+use crate::lifecycle::volume::shared::{detach_all, detach_from};
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::ContainerUser;
 use nacelle_pod::share::VolumeTarget;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 const MAX_GROUPS: usize = 65536;
 
 /// Creates the container in the guest. On failure its volumes are detached.
-pub(crate) async fn make(
+pub(crate) async fn create(
     parts: Arc<Parts>,
     pod: PodRecord,
     record: ContainerRecord,
@@ -23,7 +23,7 @@ pub(crate) async fn make(
 ) -> Result<ContainerUser, LifecycleError> {
     let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
     let pushed = !request.copied_in_volumes.is_empty();
-    let mut made = ask("make the container", parts.answer_limit(), client.create_container(request)).await;
+    let mut made = ask("make the container", parts.request_timeout(), client.create_container(request)).await;
     // Only now: another machine of the pod may have held its own devices until the creation.
     if let (Ok(_), Some(passed)) = (&made, passed)
         && let Err(error) = machine::pass(&parts, &pod, passed).await
@@ -36,13 +36,13 @@ pub(crate) async fn make(
         Ok(made) => {
             if pushed {
                 // The pod process has read the copied-in volumes, or keeps them open.
-                take_back_from(&parts, &pod, &record, VolumeTarget::CopiedIn).await;
+                detach_from(&parts, &pod, &record, VolumeTarget::CopiedIn).await;
             }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
             Ok(ContainerUser { uid: made.uid, gid: made.gid, groups })
         }
         Err(error) => {
-            take_back(&parts, &pod, &record).await;
+            detach_all(&parts, &pod, &record).await;
             Err(error)
         }
     }

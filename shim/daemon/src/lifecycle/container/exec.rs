@@ -21,6 +21,6 @@ pub(crate) async fn exec(
     match limit {
         // The caller set no limit; dropping the request ends the command.
         None => call.await.map_err(at(step)),
-        Some(limit) => ask(step, limit.saturating_add(parts.answer_limit()), call).await,
+        Some(limit) => ask(step, limit.saturating_add(parts.request_timeout()), call).await,
     }
 }

@@ -8,5 +8,5 @@ use nacelle_pod::client::PodClient;
 
 /// Closes the container's log file and opens it again by its name.
 pub(crate) async fn reopen(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
-    ask("open the log again", parts.answer_limit(), client.reopen_log(id.as_str())).await
+    ask("open the log again", parts.request_timeout(), client.reopen_log(id.as_str())).await
 }

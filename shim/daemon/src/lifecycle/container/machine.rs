@@ -6,7 +6,7 @@ use crate::lifecycle::context::Parts;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::device;
-use crate::lifecycle::volume::shared::{shared, take_back};
+use crate::lifecycle::volume::shared::{detach_all, shared};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_machines::machine_pod::{self, DiskVolume, PassthroughDevices, SourceError};
 use nacelle_model::container::ContainerConfig;
@@ -47,7 +47,7 @@ pub(crate) async fn prepare(
     share(parts, pod, machine, record).await?;
     let prepared = without_directories(parts, client, machine, record).await;
     if prepared.is_err() {
-        take_back(parts, pod, record).await;
+        detach_all(parts, pod, record).await;
     }
     prepared
 }
@@ -108,7 +108,7 @@ async fn without_directories(
     let mut offers = Vec::with_capacity(disks.len());
     for (disk, file) in disks {
         let call = client.offer_device(record.id.as_str(), &disk.name, file);
-        offers.push(ask("hand a disk over to the pod", parts.answer_limit(), call).await?);
+        offers.push(ask("hand a disk over to the pod", parts.request_timeout(), call).await?);
         request.disks.push(disk);
     }
     Ok((request, offers, passed))
@@ -133,9 +133,9 @@ fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<OfNode, Lifecy
                 if disk.read_only {
                     device.permissions = "r".to_owned();
                 }
-                let (told, file) = device::block(&device)?;
+                let (message, file) = device::block(&device)?;
                 machine_pod::check_unused(disk, &device).map_err(failed)?;
-                (told.path, file)
+                (message.path, file)
             }
             Some(DiskVolume::Mount(mount)) => {
                 let (path, file) = machine_pod::open_disk_file(disk, mount).map_err(failed)?;

@@ -7,7 +7,7 @@ use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::device::{self, BlockDevice};
 use crate::lifecycle::volume::plan::{self, Delivery, VolumePlan};
-use crate::lifecycle::volume::shared::{self, take_back};
+use crate::lifecycle::volume::shared::{self, detach_all};
 use crate::oci::{self, DeviceNode, VolumeMount};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_machines::machine_pod::{self, PassthroughDevices};
@@ -83,7 +83,7 @@ pub(crate) async fn prepare(
         let mut offers = Vec::with_capacity(offered.len());
         for (device, file) in offered {
             let call = client.offer_device(record.id.as_str(), &device.container_path, file);
-            offers.push(ask("hand a device over to the pod", parts.answer_limit(), call).await?);
+            offers.push(ask("hand a device over to the pod", parts.request_timeout(), call).await?);
             request.devices.push(device);
         }
         Ok((request, offers))
@@ -93,7 +93,7 @@ pub(crate) async fn prepare(
     match prepared.await {
         Ok((request, offers)) => Ok(Prepared { request, client, offers, passed: None, in_sysfs }),
         Err(error) => {
-            take_back(parts, pod, record).await;
+            detach_all(parts, pod, record).await;
             Err(error)
         }
     }

@@ -3,7 +3,7 @@
 use crate::lifecycle::context::Parts;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::{ask, is_unknown};
-use crate::lifecycle::volume::shared::takers;
+use crate::lifecycle::volume::shared::mounting_processes;
 use nacelle_base::{Classify, ContainerId, Kind};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::record::PodRecord;
@@ -26,17 +26,17 @@ pub(crate) async fn remove(
     let Some(client) = client else { return Ok(()) };
     remove_from_guest(&parts, client, &id).await?;
     // Copied-in volumes are left over only if a daemon died while it created the container.
-    for taker in takers(&pod, &record) {
-        let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *taker, id.as_str()).await;
-        detached.map_err(at("take back the volumes of the container"))?;
+    for process in mounting_processes(&pod, &record) {
+        let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *process, id.as_str()).await;
+        detached.map_err(at("detach the volumes of the container"))?;
     }
     Ok(())
 }
 
 async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
-    let deadline = tokio::time::Instant::now() + parts.answer_limit();
+    let deadline = tokio::time::Instant::now() + parts.request_timeout();
     loop {
-        match ask("remove the container", parts.answer_limit(), client.remove_container(id.as_str())).await {
+        match ask("remove the container", parts.request_timeout(), client.remove_container(id.as_str())).await {
             Err(error) if is_unknown(&error) => return Ok(()),
             // The guest still executes the creation for an earlier daemon; the removal succeeds once that is complete.
             Err(error) if error.kind() == Kind::Conflict && tokio::time::Instant::now() < deadline => {

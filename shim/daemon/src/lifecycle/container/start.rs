@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Starts the container in the guest.
 pub(crate) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId) -> Result<(), LifecycleError> {
-    let started = ask("start the container", parts.answer_limit(), client.start_container(id.as_str())).await;
+    let started = ask("start the container", parts.request_timeout(), client.start_container(id.as_str())).await;
     if let Err(LifecycleError::TooSlow { .. }) = &started {
         // After a failed request the container may start all the same, and would then run although it counts as ended.
         if let Err(error) = stop(parts, client, id.clone(), Duration::ZERO).await {

@@ -16,9 +16,9 @@ pub(crate) async fn stop(
     id: ContainerId,
     grace: Duration,
 ) -> Result<Option<proto::PodState>, LifecycleError> {
-    let limit = grace.saturating_add(parts.answer_limit());
+    let limit = grace.saturating_add(parts.request_timeout());
     match ask("stop the container", limit, client.stop_container(id.as_str(), grace)).await {
-        Ok(()) => ask("ask the pod for its state", parts.answer_limit(), client.state()).await.map(Some),
+        Ok(()) => ask("ask the pod for its state", parts.request_timeout(), client.state()).await.map(Some),
         Err(error) if is_unknown(&error) => Ok(None),
         Err(error) => Err(error),
     }

@@ -19,5 +19,5 @@ pub(crate) async fn update(
 ) -> Result<(), LifecycleError> {
     let limits = limits.into_iter().map(|(file, value)| common::Limit { file, value }).collect();
     let request = common::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj, processors };
-    ask("change the limits of the container", parts.answer_limit(), client.update_container(request)).await
+    ask("change the limits of the container", parts.request_timeout(), client.update_container(request)).await
 }

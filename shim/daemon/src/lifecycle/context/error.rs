@@ -32,7 +32,7 @@ pub enum LifecycleError {
         id: String,
     },
     /// The id prefix matches several ids.
-    #[error("{id} is the beginning of the ids of several {what}s; give more digits")]
+    #[error("{id} is a prefix of the ids of several {what}s; use more digits")]
     Ambiguous {
         /// The kind of object: "pod", "container".
         what: &'static str,
@@ -40,7 +40,7 @@ pub enum LifecycleError {
         id: String,
     },
     /// Another object has this name.
-    #[error("the name {name} belongs to {what} {id} already; remove that one or ask with another attempt")]
+    #[error("cannot create {what} {name}: {what} {id} has that name; remove it or use another attempt number")]
     NameTaken {
         /// The kind of object: "pod", "container".
         what: &'static str,
@@ -78,7 +78,7 @@ pub enum LifecycleError {
         why: String,
     },
     /// The pod process does not respond at the moment.
-    #[error("the process of pod {id} does not answer: it is searched for; try again")]
+    #[error("the process of pod {id} does not respond; the daemon is searching for it; try again")]
     Silent {
         /// The pod's id.
         id: String,
@@ -112,7 +112,7 @@ pub enum LifecycleError {
         limit: Duration,
     },
     /// The cleanup is incomplete; the next stop tries again.
-    #[error("not everything of pod {id} could be given back: {left}")]
+    #[error("the cleanup of pod {id} is incomplete; the next stop tries again: {left}")]
     Unclean {
         /// The pod's id.
         id: String,
@@ -212,7 +212,7 @@ pub enum LifecycleError {
     },
     /// The node's file system lacks the space for a disk.
     #[error(
-        "there is no room for the disk of the volume {path}: {free} bytes are free on the node, {MIN_QUOTA} are needed at least"
+        "cannot create the disk of volume {path}: {free} bytes are free on the node and at least {MIN_QUOTA} are needed"
     )]
     NoRoomForDisk {
         /// The volume's directory.

@@ -109,7 +109,7 @@ impl Events {
     }
 
     /// Sends an event to all subscribers.
-    pub(crate) fn tell(&self, kind: EventKind, id: &str, view: &Arc<View>) {
+    pub(crate) fn publish(&self, kind: EventKind, id: &str, view: &Arc<View>) {
         let mut inner = self.inner();
         inner.last = now().max(inner.last.saturating_add(1));
         if inner.first.as_ref().is_some_and(|(_, until)| *until <= Instant::now()) {
@@ -223,12 +223,12 @@ mod tests {
         let future = i64::MAX / 2;
         events.go_on_after(future);
         let mut subscribers: Vec<_> = (0..3).map(|_| events.subscribe()).collect();
-        let told: Vec<String> = (0..100).map(|n| n.to_string()).collect();
-        told.iter().for_each(|id| events.tell(EventKind::Started, id, &view()));
+        let ids: Vec<String> = (0..100).map(|n| n.to_string()).collect();
+        ids.iter().for_each(|id| events.publish(EventKind::Started, id, &view()));
         assert!(events.moment() >= future + 100);
         for subscriber in &mut subscribers {
             let mut last = future;
-            for id in &told {
+            for id in &ids {
                 let event = subscriber.next().await.unwrap().unwrap();
                 assert_eq!(event.id, *id);
                 assert!(event.at > last);
@@ -244,7 +244,7 @@ mod tests {
         let mut good = events.subscribe();
         let view = view();
         for n in 0..6 {
-            events.tell(EventKind::Created, &n.to_string(), &view);
+            events.publish(EventKind::Created, &n.to_string(), &view);
             assert_eq!(ids(&mut good, 1).await, [n.to_string()]);
         }
         // One reference of this test and four of the ring.
@@ -253,10 +253,10 @@ mod tests {
         assert_eq!((error, error.kind()), (Ended::Behind { missed: 2 }, Kind::Exhausted));
         assert!(slow.next().await.is_none());
         assert_eq!(Arc::strong_count(&view), 1);
-        events.tell(EventKind::Stopped, "on", &view);
+        events.publish(EventKind::Stopped, "on", &view);
         assert_eq!(ids(&mut good, 1).await, ["on"]);
         drop(good);
-        events.tell(EventKind::Stopped, "nobody", &view);
+        events.publish(EventKind::Stopped, "nobody", &view);
         assert_eq!(Arc::strong_count(&view), 1);
     }
 
@@ -264,17 +264,17 @@ mod tests {
     async fn the_first_is_told_what_was_before_it_unless_it_comes_late() {
         let view = view();
         let events = Events::default();
-        events.tell(EventKind::Stopped, "before", &view);
+        events.publish(EventKind::Stopped, "before", &view);
         let (mut first, mut second) = (events.subscribe(), events.subscribe());
-        events.tell(EventKind::Stopped, "after", &view);
+        events.publish(EventKind::Stopped, "after", &view);
         assert_eq!(ids(&mut first, 2).await, ["before", "after"]);
         assert_eq!(ids(&mut second, 1).await, ["after"]);
 
         let events = Events::new(4, Duration::ZERO);
-        events.tell(EventKind::Stopped, "before", &view);
+        events.publish(EventKind::Stopped, "before", &view);
         assert_eq!(Arc::strong_count(&view), 1);
         let mut late = events.subscribe();
-        events.tell(EventKind::Stopped, "after", &view);
+        events.publish(EventKind::Stopped, "after", &view);
         assert_eq!(ids(&mut late, 1).await, ["after"]);
     }
 
@@ -282,9 +282,9 @@ mod tests {
     async fn at_the_end_all_is_told_and_then_why_it_ends() {
         let events = Events::default();
         let mut subscriber = events.subscribe();
-        events.tell(EventKind::Stopped, "last", &view());
+        events.publish(EventKind::Stopped, "last", &view());
         events.close();
-        events.tell(EventKind::Stopped, "too late", &view());
+        events.publish(EventKind::Stopped, "too late", &view());
         assert_eq!(ids(&mut subscriber, 1).await, ["last"]);
         for mut subscriber in [subscriber, events.subscribe()] {
             assert_eq!(subscriber.next().await.unwrap().unwrap_err(), Ended::Closing);

@@ -77,12 +77,12 @@ impl Parts {
     }
 
     /// Returns the time limit for a response of a pod process, in addition to what the request itself allows.
-    pub(crate) fn answer_limit(&self) -> Duration {
+    pub(crate) fn request_timeout(&self) -> Duration {
         self.config.sandbox.pod_request_timeout
     }
 
     /// Returns the time limit for one step of a pod's teardown.
-    pub(crate) fn teardown_limit(&self) -> Duration {
+    pub(crate) fn teardown_timeout(&self) -> Duration {
         self.config.sandbox.teardown_timeout
     }
 }

@@ -42,16 +42,16 @@ pub trait Pods: Send + Sync + 'static {
     async fn attach(
         &self,
         dir: &Path,
-        taker: VolumeTarget,
+        process: VolumeTarget,
         container: &str,
         volumes: Vec<VolumeToMount>,
     ) -> Result<(), VolumesError> {
-        share::attach(dir, taker, container, volumes).await
+        share::attach(dir, process, container, volumes).await
     }
 
     /// Unmounts a container's volumes of the node. It can be repeated, and it succeeds for a pod that has ended.
-    async fn detach(&self, dir: &Path, taker: VolumeTarget, container: &str) -> Result<(), VolumesError> {
-        share::detach(dir, taker, container).await
+    async fn detach(&self, dir: &Path, process: VolumeTarget, container: &str) -> Result<(), VolumesError> {
+        share::detach(dir, process, container).await
     }
 
     /// Confines the VM to these CPUs of the node (empty: all CPUs). `pinned` is the number of vCPUs that are each pinned to a CPU

@@ -6,9 +6,9 @@ pub(crate) mod running;
 mod vms;
 
 use super::actor;
-use super::actor::announce::Told;
+use super::actor::announce::Announced;
 use super::actor::message::{Answer, Begin, Message};
-use super::actor::table::{Handle, Known, Table, fine_if_gone};
+use super::actor::table::{Handle, Known, Table, ignore_not_found};
 use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
@@ -137,7 +137,7 @@ impl Node {
         };
         rows.names.insert(record.config.name.clone(), id.clone());
         let (actor, inbox, view) =
-            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Told::default());
+            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Announced::default());
         rows.pods.insert(id.clone(), Handle { inbox, view });
         self.parts.events.notify_change();
         tokio::spawn(actor.run(Begin::New(engine, answer)));
@@ -147,16 +147,16 @@ impl Node {
     /// Stops a pod. A pod that does not exist counts as stopped.
     pub async fn stop_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
-            Ok((_, handle)) => self.table.ask(&handle, Message::Stop).await.or_else(fine_if_gone),
-            Err(error) => fine_if_gone(error),
+            Ok((_, handle)) => self.table.ask(&handle, Message::Stop).await.or_else(ignore_not_found),
+            Err(error) => ignore_not_found(error),
         }
     }
 
     /// Stops and removes a pod. A pod that does not exist counts as removed.
     pub async fn remove_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
-            Ok((_, handle)) => self.table.ask(&handle, Message::Remove).await.or_else(fine_if_gone),
-            Err(error) => fine_if_gone(error),
+            Ok((_, handle)) => self.table.ask(&handle, Message::Remove).await.or_else(ignore_not_found),
+            Err(error) => ignore_not_found(error),
         }
     }
 
@@ -193,10 +193,12 @@ impl Node {
     /// Stops a container. A container that does not run or exist counts as stopped.
     pub async fn stop(&self, id: &str, grace: Duration) -> Result<(), LifecycleError> {
         match self.table.find_container(id) {
-            Ok((id, handle, _)) => {
-                self.table.ask(&handle, |answer| Message::StopContainer(id, grace, answer)).await.or_else(fine_if_gone)
-            }
-            Err(error) => fine_if_gone(error),
+            Ok((id, handle, _)) => self
+                .table
+                .ask(&handle, |answer| Message::StopContainer(id, grace, answer))
+                .await
+                .or_else(ignore_not_found),
+            Err(error) => ignore_not_found(error),
         }
     }
 
@@ -204,9 +206,9 @@ impl Node {
     pub async fn remove(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find_container(id) {
             Ok((id, handle, _)) => {
-                self.table.ask(&handle, |answer| Message::RemoveContainer(id, answer)).await.or_else(fine_if_gone)
+                self.table.ask(&handle, |answer| Message::RemoveContainer(id, answer)).await.or_else(ignore_not_found)
             }
-            Err(error) => fine_if_gone(error),
+            Err(error) => ignore_not_found(error),
         }
     }
 

@@ -3,9 +3,9 @@
 
 use super::Node;
 use crate::lifecycle::actor;
-use crate::lifecycle::actor::announce::Told;
+use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
-use crate::lifecycle::actor::table::{Handle, Table, asked_inbox};
+use crate::lifecycle::actor::table::{Handle, Table, send_request};
 use crate::lifecycle::context::{Parts, now};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, PodId};
@@ -80,10 +80,10 @@ pub enum ContainerPlan {
     Lost,
 }
 
-/// Returns how a container in this state continues. `told` is its phase according to the pod process, `None` if that does not
+/// Returns how a container in this state continues. `phase` is its phase according to the pod process, `None` if that does not
 /// know it.
-pub fn container_plan(state: ContainerState, told: Option<proto::ContainerPhase>) -> ContainerPlan {
-    match (state, told) {
+pub fn container_plan(state: ContainerState, phase: Option<proto::ContainerPhase>) -> ContainerPlan {
+    match (state, phase) {
         (ContainerState::Creating, _) => ContainerPlan::Make,
         (ContainerState::Removing, _) => ContainerPlan::Remove,
         (ContainerState::Starting, Some(proto::ContainerPhase::Created)) => ContainerPlan::As(ContainerState::Created),
@@ -129,7 +129,7 @@ impl Node {
             work.spawn(async move { node.take_over(pod, containers).await });
         }
         if timeout(LIMIT, async { while work.join_next().await.is_some() {} }).await.is_err() {
-            tracing::warn!("some pods take long to be brought in order; the daemon serves meanwhile");
+            tracing::warn!("the recovery of some pods takes long; it continues while the daemon serves");
         }
         work.detach_all();
         node.table.collect_images(&node.parts);
@@ -138,7 +138,7 @@ impl Node {
 
     async fn take_over(&self, mut pod: PodRecord, mut containers: Vec<ContainerRecord>) {
         // The states that the earlier daemon has announced.
-        let told = Told::of(&pod, &containers);
+        let announced = Announced::of(&pod, &containers);
         let (found, client, last) = look(&self.parts, &pod).await;
         let plan = plan(pod.state, pod.was_ready, found);
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
@@ -146,8 +146,8 @@ impl Node {
         for container in &mut containers {
             let how = match (plan, &last) {
                 (Plan::Adopt, Some(state)) => {
-                    let told = state.containers.iter().find(|told| told.id == container.id.as_str());
-                    container_plan(container.state, told.map(proto::ContainerState::phase))
+                    let reported = state.containers.iter().find(|reported| reported.id == container.id.as_str());
+                    container_plan(container.state, reported.map(proto::ContainerState::phase))
                 }
                 _ => container_plan_unasked(container.state),
             };
@@ -176,13 +176,13 @@ impl Node {
             Plan::Rest => None,
         };
         pod.was_ready &= plan != Plan::Discard;
-        let inbox = self.enter(pod.clone(), containers, told, first);
+        let inbox = self.enter(pod.clone(), containers, announced, first);
         let id = pod.id.as_str();
         let done = match plan {
             Plan::Adopt => {
                 for id in make {
                     // The inbox is closed if the pod is gone already.
-                    let _ = inbox.send(Message::MakeAgain(id)).await;
+                    let _ = inbox.send(Message::CreateAgain(id)).await;
                 }
                 catch_up(&inbox, last).await;
                 Ok(())
@@ -191,18 +191,18 @@ impl Node {
             Plan::Discard => self.remove_pod(id).await,
             Plan::Lost => {
                 // Answered after the loss has been handled.
-                let _ = asked_inbox(&inbox, Message::WaitReady).await;
+                let _ = send_request(&inbox, Message::WaitReady).await;
                 Ok(())
             }
             Plan::Search | Plan::Rest => Ok(()),
         };
         if let Err(error) = done {
-            tracing::error!(pod = %pod.id, "not brought in order: {}", Chain(&error));
+            tracing::error!(pod = %pod.id, "cannot recover the pod: {}", Chain(&error));
         }
         // The removal of a pod includes its containers; a pod that is being searched for cannot be asked.
         for id in remove.into_iter().filter(|_| !matches!(plan, Plan::Discard | Plan::Search)) {
             if let Err(error) = self.remove(id.as_str()).await {
-                tracing::error!(pod = %pod.id, container = %id, "not removed: {}", Chain(&error));
+                tracing::error!(pod = %pod.id, container = %id, "cannot remove the container: {}", Chain(&error));
             }
         }
     }
@@ -212,11 +212,12 @@ impl Node {
         &self,
         pod: PodRecord,
         containers: Vec<ContainerRecord>,
-        told: Told,
+        announced: Announced,
         first: Option<Message>,
     ) -> mpsc::Sender<Message> {
         let (id, name) = (pod.id.clone(), pod.config.name.clone());
-        let (actor, inbox, view) = actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), pod, containers, told);
+        let (actor, inbox, view) =
+            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), pod, containers, announced);
         let mut rows = self.table.rows();
         rows.names.insert(name, id.clone());
         rows.pods.insert(id, Handle { inbox: inbox.clone(), view });
@@ -240,7 +241,7 @@ async fn catch_up(inbox: &mpsc::Sender<Message>, state: Option<proto::PodState>)
     if let Some(state) = state {
         // The inbox is closed if the pod is gone already.
         let _ = inbox.send(Message::Report(state)).await;
-        let _ = asked_inbox(inbox, Message::WaitReady).await;
+        let _ = send_request(inbox, Message::WaitReady).await;
     }
 }
 
@@ -248,7 +249,7 @@ async fn catch_up(inbox: &mpsc::Sender<Message>, state: Option<proto::PodState>)
 async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Option<proto::PodState>) {
     let dir = parts.pod_dir(&pod.id);
     match parts.pods.connect(&dir).await {
-        Ok(client) => match timeout(parts.answer_limit(), client.state()).await {
+        Ok(client) => match timeout(parts.request_timeout(), client.state()).await {
             Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
             Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
         },
@@ -297,7 +298,7 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch, &kept)).await {
         tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));
     }
-    if let Err(error) = parts.networks.gc(&keep, parts.teardown_limit()).await {
+    if let Err(error) = parts.networks.gc(&keep, parts.teardown_timeout()).await {
         tracing::error!("cannot remove networks without a pod: {}", Chain(&error));
     }
 }
@@ -329,13 +330,13 @@ mod tests {
     #[test]
     fn a_container_whose_start_was_cut_is_what_the_pod_says() {
         use proto::ContainerPhase as Phase;
-        let starting = |told| container_plan(ContainerState::Starting, told);
+        let starting = |phase| container_plan(ContainerState::Starting, phase);
         assert_eq!(starting(Some(Phase::Created)), ContainerPlan::As(ContainerState::Created));
         assert_eq!(starting(Some(Phase::Running)), ContainerPlan::As(ContainerState::Starting));
         assert_eq!(starting(None), ContainerPlan::Lost);
-        for told in [None, Some(Phase::Created), Some(Phase::Running)] {
-            assert_eq!(container_plan(ContainerState::Creating, told), ContainerPlan::Make);
-            assert_eq!(container_plan(ContainerState::Exited, told), ContainerPlan::As(ContainerState::Exited));
+        for phase in [None, Some(Phase::Created), Some(Phase::Running)] {
+            assert_eq!(container_plan(ContainerState::Creating, phase), ContainerPlan::Make);
+            assert_eq!(container_plan(ContainerState::Exited, phase), ContainerPlan::As(ContainerState::Exited));
         }
         assert_eq!(
             container_plan(ContainerState::Running, Some(Phase::Exited)),
@@ -344,7 +345,7 @@ mod tests {
         for state in ContainerState::ALL {
             if let ContainerPlan::As(state) = container_plan_unasked(state) {
                 use ContainerState::{Created, Exited, Running};
-                assert!(matches!(state, Created | Running | Exited), "{state:?}: nobody would ever answer");
+                assert!(matches!(state, Created | Running | Exited), "{state:?}: no effect would end it");
             }
         }
     }

@@ -29,7 +29,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 /// A pod that has started.
-pub(crate) struct Up {
+pub(crate) struct BootedPod {
     pub client: PodClient,
     pub ips: Vec<IpAddr>,
     pub kernel_release: String,
@@ -50,7 +50,7 @@ pub(crate) async fn boot(
     cancel: CancellationToken,
     timeline: Timeline,
     admit: Admit,
-) -> Result<Up, LifecycleError> {
+) -> Result<BootedPod, LifecycleError> {
     let dir = parts.pod_dir(&id);
     let guest = config.kind.has_guest();
     if guest {
@@ -163,7 +163,7 @@ pub(crate) async fn boot(
             max_memory: u64::MAX,
         },
     };
-    Ok(Up { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
+    Ok(BootedPod { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
 }
 
 async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {

@@ -22,13 +22,14 @@ pub(crate) struct Resize {
 pub(crate) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<VmResources, LifecycleError> {
     let Resize { from, mut to, processors } = sizes;
     let run = async |count| {
-        ask("change the processors of the pod's machine", parts.answer_limit(), client.set_processors(count)).await
+        ask("change the processors of the pod's machine", parts.request_timeout(), client.set_processors(count)).await
     };
     if processors {
         run(to.vcpus).await?;
     }
     if let Some(bytes) = to.reserve_used() {
-        let asked = ask("change the memory of the pod's machine", parts.answer_limit(), client.set_memory(bytes)).await;
+        let asked =
+            ask("change the memory of the pod's machine", parts.request_timeout(), client.set_memory(bytes)).await;
         match asked {
             Ok(used) => to.memory = to.least_memory.saturating_add(used),
             Err(error) => {

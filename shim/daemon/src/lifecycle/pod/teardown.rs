@@ -17,7 +17,7 @@ use tokio::time::timeout;
 const NO_PLUGIN: Duration = Duration::from_secs(30);
 
 /// The result of a cleanup.
-pub(crate) struct Undone {
+pub(crate) struct TornDown {
     /// The last record of the pod process.
     pub last: Option<SavedPodState>,
     /// Resources that could not be released.
@@ -28,13 +28,13 @@ pub(crate) struct Undone {
 
 /// Ends the VM, whose process the store knows as `process`, and releases the network. Every step is tried, whatever the result of
 /// those before it, and all of them can be repeated.
-pub(crate) async fn undo(
+pub(crate) async fn tear_down(
     parts: Arc<Parts>,
     id: PodId,
     client: Option<PodClient>,
     process: Option<PodProcess>,
-) -> Undone {
-    let limit = parts.teardown_limit();
+) -> TornDown {
+    let limit = parts.teardown_timeout();
     let timeline = Timeline::default();
     // The processes of the pod are killed in any case: the release of its network need not wait for their end.
     let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, process, limit));
@@ -48,7 +48,7 @@ pub(crate) async fn undo(
     let (machine, network) = tokio::join!(machine, network);
     let mut left = Vec::new();
     let mut failed = |what: &str, why: String| {
-        tracing::error!(pod = %id, what, why, "could not be given back; the next stop tries again");
+        tracing::error!(pod = %id, what, why, "cannot release a resource of the pod; the next stop tries again");
         left.push(CleanupFailure { what: what.to_owned(), why });
     };
     let last = machine.unwrap_or_else(|why| {
@@ -63,7 +63,7 @@ pub(crate) async fn undo(
         ),
         Err(why) => failed("network", why),
     }
-    Undone { last, left, timeline }
+    TornDown { last, left, timeline }
 }
 
 /// Stops the pod process in good order, and kills it if it does not stop by itself. Returns its last report, or why it still

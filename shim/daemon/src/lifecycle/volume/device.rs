@@ -80,7 +80,7 @@ pub(crate) fn block(device: &DeviceRequest) -> Result<BlockDevice, LifecycleErro
     if file.seek(SeekFrom::End(0)).map_err(closed)? == 0 {
         return Err(LifecycleError::DeviceEmpty { path: path() });
     }
-    let told = proto::BlockDevice {
+    let message = proto::BlockDevice {
         key,
         path: path(),
         writable,
@@ -91,7 +91,7 @@ pub(crate) fn block(device: &DeviceRequest) -> Result<BlockDevice, LifecycleErro
         gid: metadata.gid(),
         is_empty_dir: false,
     };
-    Ok((told, file.into()))
+    Ok((message, file.into()))
 }
 
 /// Returns the devices of a container without a guest: the requested ones and, if `privileged` names a directory (/dev), all

@@ -249,8 +249,8 @@ mod tests {
         let again = place.plan(false, &whole).unwrap().unwrap();
         assert_eq!((again.device.key, again.volume.name), (first.device.key, first.volume.name));
         assert!(!place.root().join(DRAFT).exists());
-        let told = NodeVolume { propagation: Propagation::FromNode, ..whole.clone() };
-        assert_eq!(place.plan(true, &told).unwrap_err().kind(), Kind::Unsupported);
+        let propagated = NodeVolume { propagation: Propagation::FromNode, ..whole.clone() };
+        assert_eq!(place.plan(true, &propagated).unwrap_err().kind(), Kind::Unsupported);
         let shares = EmptyDirForm::Shared("make it a machine");
         let error =
             plan(&shares, &ContainerId::from_bytes([1; 32]), 0, &whole, &HostPath::of(&place.root())).unwrap_err();

@@ -13,12 +13,12 @@ use nacelle_pod::share::{self as shares, Owners, VolumeAccess, VolumeTarget, Vol
 use std::path::Path;
 
 /// Returns which process mounts the volumes of a pod.
-pub(crate) fn taker(pod: &PodRecord) -> VolumeTarget {
+pub(crate) fn mounting_process(pod: &PodRecord) -> VolumeTarget {
     if pod.config.kind.has_guest() { VolumeTarget::Share } else { VolumeTarget::Agent }
 }
 
 /// Returns the processes that may hold volumes of a container.
-pub(crate) fn takers(pod: &PodRecord, config: &ContainerConfig) -> &'static [VolumeTarget] {
+pub(crate) fn mounting_processes(pod: &PodRecord, config: &ContainerConfig) -> &'static [VolumeTarget] {
     match &pod.config.kind {
         _ if config.node_volumes.is_empty() => &[],
         PodKind::Machine { machine, .. } if machine.filesystems.is_empty() => &[],
@@ -58,12 +58,12 @@ pub(crate) async fn attach(
 ) -> Result<(), LifecycleError> {
     let shared_volumes = plans.iter().filter(|plan| plan.is_shared()).collect();
     let copied_in = plans.iter().filter(|plan| plan.is_copied_in()).collect();
-    for (taker, plans) in [(taker(pod), shared_volumes), (VolumeTarget::CopiedIn, copied_in)] {
+    for (process, plans) in [(mounting_process(pod), shared_volumes), (VolumeTarget::CopiedIn, copied_in)] {
         let plans: Vec<&VolumePlan> = plans;
         let volumes: Vec<_> =
             plans.into_iter().map(|plan| shared(&plan.request, plan.host.as_path(), &pod.config)).collect();
         if !volumes.is_empty() {
-            let attached = parts.pods.attach(&parts.pod_dir(&pod.id), taker, record.id.as_str(), volumes).await;
+            let attached = parts.pods.attach(&parts.pod_dir(&pod.id), process, record.id.as_str(), volumes).await;
             attached.map_err(at("share the volumes of the container with the pod"))?;
         }
     }
@@ -71,14 +71,14 @@ pub(crate) async fn attach(
 }
 
 /// Detaches the volumes of a container whose creation failed.
-pub(crate) async fn take_back(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
-    for taker in takers(pod, &record.config) {
-        take_back_from(parts, pod, record, *taker).await;
+pub(crate) async fn detach_all(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
+    for process in mounting_processes(pod, &record.config) {
+        detach_from(parts, pod, record, *process).await;
     }
 }
 
-pub(crate) async fn take_back_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, taker: VolumeTarget) {
-    if let Err(error) = parts.pods.detach(&parts.pod_dir(&pod.id), taker, record.id.as_str()).await {
-        tracing::warn!(container = %record.id, "its volumes could not be taken back: {}", Chain(&error));
+pub(crate) async fn detach_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, process: VolumeTarget) {
+    if let Err(error) = parts.pods.detach(&parts.pod_dir(&pod.id), process, record.id.as_str()).await {
+        tracing::warn!(container = %record.id, "cannot detach the volumes of the container: {}", Chain(&error));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::START_FAILED;
 use crate::lifecycle::actor::message::{Answer, Message};
-use crate::lifecycle::actor::{Actor, Entry, tell};
+use crate::lifecycle::actor::{Actor, Entry, answer_all};
 use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::container::{cpus, create, prepare, remove};
 use crate::lifecycle::context::error::LifecycleError;
@@ -34,7 +34,7 @@ impl Actor {
                 && entry.record.image.id == image.id
                 && ids(&entry.record.volumes) == ids(&volumes);
             match entry.record.state {
-                ContainerState::Creating if same && !entry.record.answered => return entry.made.push(answer),
+                ContainerState::Creating if same && !entry.record.answered => return entry.create_waiters.push(answer),
                 ContainerState::Creating | ContainerState::Created if same => {
                     return drop(answer.send(Ok(entry.record.id.clone())));
                 }
@@ -62,7 +62,7 @@ impl Actor {
         let id = record.id.clone();
         let mut entry = Entry::new(record.clone());
         let timeline = entry.timeline.clone();
-        entry.made.push(answer);
+        entry.create_waiters.push(answer);
         self.containers.insert(id.clone(), entry);
         self.publish();
         let (parts, pod) = (Arc::clone(&self.parts), self.pod.clone());
@@ -73,7 +73,7 @@ impl Actor {
     }
 
     /// Creates a container whose creation an earlier daemon may have begun.
-    pub(crate) fn make_again(&self, id: ContainerId) {
+    pub(crate) fn create_again(&self, id: ContainerId) {
         let Some(entry) = self.containers.get(&id).filter(|entry| entry.record.state == ContainerState::Creating)
         else {
             return;
@@ -97,18 +97,18 @@ impl Actor {
     pub(crate) async fn prepared(&mut self, id: ContainerId, result: Result<Box<Prepared>, LifecycleError>) {
         let prepared = match result {
             Ok(prepared) => prepared,
-            Err(error) => return self.made(id, Err(error)).await,
+            Err(error) => return self.created(id, Err(error)).await,
         };
         // A container that is being removed keeps its entry until this result has arrived.
         let Some(entry) = self.containers.get_mut(&id) else { return };
         if entry.record.state == ContainerState::Creating && prepared.is_certain() {
             entry.record.answered = true;
-            tell(&mut entry.made, &Ok(id.clone()));
+            answer_all(&mut entry.create_waiters, &Ok(id.clone()));
         }
         let (record, timeline) = (entry.record.clone(), entry.timeline.clone());
         self.publish();
-        let making = create::make(Arc::clone(&self.parts), self.pod.clone(), record, *prepared);
-        self.effect(async move { Message::Made(id, timeline.measure("made", making).await) });
+        let making = create::create(Arc::clone(&self.parts), self.pod.clone(), record, *prepared);
+        self.effect(async move { Message::Created(id, timeline.measure("made", making).await) });
     }
 
     /// Returns the record of a new container if it may be created.
@@ -164,7 +164,7 @@ impl Actor {
         })
     }
 
-    pub(crate) async fn made(&mut self, id: ContainerId, result: Result<ContainerUser, LifecycleError>) {
+    pub(crate) async fn created(&mut self, id: ContainerId, result: Result<ContainerUser, LifecycleError>) {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.timeline = entry.timeline.steps();
         let ask = match result {
@@ -180,7 +180,7 @@ impl Actor {
                 tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
                 entry.record.message = clip(&Chain(&error).to_string());
                 // Reported only after the cleanup, so that a repeated request finds nothing of the failed attempt.
-                entry.make_error = Some(error);
+                entry.create_error = Some(error);
                 if entry.record.answered && entry.record.state == ContainerState::Creating {
                     entry.record.start_failed = true;
                     entry.record.exit_code = START_FAILED;
@@ -195,11 +195,11 @@ impl Actor {
             return self.begin_remove(id);
         }
         let Some(entry) = self.containers.get_mut(&id) else { return };
-        tell(&mut entry.made, &Ok(id.clone()));
+        answer_all(&mut entry.create_waiters, &Ok(id.clone()));
         // Requests that arrived during the creation.
-        let (start, update) = (!entry.started.is_empty(), !entry.updates.is_empty());
-        if let Some(error) = &entry.make_error {
-            tell(&mut entry.started, &Err(error.clone()));
+        let (start, update) = (!entry.start_waiters.is_empty(), !entry.updates.is_empty());
+        if let Some(error) = &entry.create_error {
+            answer_all(&mut entry.start_waiters, &Err(error.clone()));
         } else if start {
             self.begin_start(&id).await;
         }

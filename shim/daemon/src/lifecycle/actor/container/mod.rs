@@ -8,7 +8,7 @@ mod stop;
 mod update;
 
 use super::{Actor, Entry};
-use crate::lifecycle::container::report::{Told, told};
+use crate::lifecycle::container::report::{ContainerReport, sanitize};
 use crate::lifecycle::context::now;
 use nacelle_base::ContainerId;
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
@@ -32,40 +32,40 @@ impl Actor {
         for container in &state.containers {
             let Ok(id) = container.id.parse::<ContainerId>() else { continue };
             let Some(entry) = self.containers.get_mut(&id) else { continue };
-            let told = told(container, entry.record.created_at, now());
-            match told.phase {
+            let report = sanitize(container, entry.record.created_at, now());
+            match report.phase {
                 proto::ContainerPhase::Running => {
                     if matches!(entry.record.state, ContainerState::Created | ContainerState::Starting) {
-                        entry.record.started_at = if told.started_at == 0 { now() } else { told.started_at };
+                        entry.record.started_at = if report.started_at == 0 { now() } else { report.started_at };
                         self.step_container(&id, ContainerEvent::Started).await;
                     }
                 }
-                proto::ContainerPhase::Exited => self.exited(&id, told).await,
+                proto::ContainerPhase::Exited => self.exited(&id, report).await,
                 proto::ContainerPhase::Created | proto::ContainerPhase::Unspecified => {}
             }
         }
     }
 
-    async fn exited(&mut self, id: &ContainerId, told: Told) {
+    async fn exited(&mut self, id: &ContainerId, report: ContainerReport) {
         let Some(entry) = self.containers.get_mut(id) else { return };
         if !matches!(entry.record.state, ContainerState::Created | ContainerState::Starting | ContainerState::Running) {
             return;
         }
         let record = &mut entry.record;
         if record.started_at == 0 {
-            record.started_at = told.started_at;
+            record.started_at = report.started_at;
         }
         // The start may have been dated here, by the node's clock at the time of the response.
-        record.finished_at = told.finished_at.max(record.started_at);
-        record.exit_code = told.exit_code;
-        record.oom_killed = told.oom_killed;
-        record.message = told.message;
+        record.finished_at = report.finished_at.max(record.started_at);
+        record.exit_code = report.exit_code;
+        record.oom_killed = report.oom_killed;
+        record.message = report.message;
         self.step_container(id, ContainerEvent::Exited).await;
     }
 
-    async fn lose(&mut self, id: &ContainerId, why: &str) {
+    async fn mark_lost(&mut self, id: &ContainerId, why: &str) {
         let now = now();
-        let told = Told {
+        let report = ContainerReport {
             phase: proto::ContainerPhase::Exited,
             started_at: 0,
             finished_at: now,
@@ -73,19 +73,19 @@ impl Actor {
             oom_killed: false,
             message: why.to_owned(),
         };
-        self.exited(id, told).await;
+        self.exited(id, report).await;
     }
 
     /// Marks the containers that still ran as ended with the VM.
-    pub(crate) async fn lose_running(&mut self, why: &str) {
+    pub(crate) async fn mark_running_lost(&mut self, why: &str) {
         let ids: Vec<_> = self.containers.keys().cloned().collect();
         for id in ids {
-            self.lose(&id, why).await;
+            self.mark_lost(&id, why).await;
         }
     }
 
     /// Removes the container's entry, which ends the container if it still runs, and sends the event.
-    pub(crate) fn leave(&mut self, id: &ContainerId) -> Option<Entry> {
+    pub(crate) fn remove_entry(&mut self, id: &ContainerId) -> Option<Entry> {
         let record = &mut self.containers.get_mut(id)?.record;
         if record.started_at != 0 && record.finished_at == 0 {
             (record.finished_at, record.exit_code) = (now(), KILLED);
@@ -114,7 +114,7 @@ impl Actor {
                 Some(act)
             }
             Err(refused) => {
-                tracing::error!(pod = %self.pod.id, container = %id, %refused, "a step that cannot be");
+                tracing::error!(pod = %self.pod.id, container = %id, %refused, "BUG: the state of the container does not allow this event");
                 None
             }
         }

@@ -2,7 +2,7 @@
 
 use super::lost_code;
 use crate::lifecycle::actor::message::{Answer, Message, PAUSE, Patience};
-use crate::lifecycle::actor::{Actor, tell};
+use crate::lifecycle::actor::{Actor, answer_all};
 use crate::lifecycle::container::remove;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::now;
@@ -20,7 +20,7 @@ impl Actor {
             }
             return;
         };
-        entry.removed.extend(answer);
+        entry.remove_waiters.extend(answer);
         if self.step_container(&id, ContainerEvent::Remove).await == Some(ContainerAction::Remove) {
             self.begin_remove(id);
         }
@@ -46,18 +46,18 @@ impl Actor {
         };
         match result {
             Ok(()) => {
-                let Some(mut entry) = self.leave(&id) else { return };
-                tell(&mut entry.removed, &Ok(()));
+                let Some(mut entry) = self.remove_entry(&id) else { return };
+                answer_all(&mut entry.remove_waiters, &Ok(()));
                 let gone = LifecycleError::NotFound { what: "container", id: id.to_string() };
-                tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| gone.clone())));
-                tell(&mut entry.started, &Err(gone.clone()));
+                answer_all(&mut entry.create_waiters, &Err(entry.create_error.take().unwrap_or_else(|| gone.clone())));
+                answer_all(&mut entry.start_waiters, &Err(gone.clone()));
                 for (_, answer) in entry.updates.drain(..) {
                     drop(answer.send(Err(gone.clone())));
                 }
                 self.table.collect_images(&self.parts);
             }
             Err(error) => {
-                let limit = self.parts.answer_limit();
+                let limit = self.parts.request_timeout();
                 if self.containers.get_mut(&id).is_some_and(|entry| entry.removal.lasts(&error, limit)) {
                     return self.effect(async move {
                         tokio::time::sleep(PAUSE).await;
@@ -71,8 +71,11 @@ impl Actor {
                 self.step_container(&id, ContainerEvent::RemoveFailed).await;
                 if let Some(entry) = self.containers.get_mut(&id) {
                     entry.removal = Patience::default();
-                    tell(&mut entry.made, &Err(entry.make_error.take().unwrap_or_else(|| error.clone())));
-                    tell(&mut entry.removed, &Err(error));
+                    answer_all(
+                        &mut entry.create_waiters,
+                        &Err(entry.create_error.take().unwrap_or_else(|| error.clone())),
+                    );
+                    answer_all(&mut entry.remove_waiters, &Err(error));
                 }
             }
         }

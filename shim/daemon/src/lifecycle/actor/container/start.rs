@@ -2,7 +2,7 @@
 
 use super::START_FAILED;
 use crate::lifecycle::actor::message::{Answer, Message};
-use crate::lifecycle::actor::{Actor, tell};
+use crate::lifecycle::actor::{Actor, answer_all};
 use crate::lifecycle::container::start;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::now;
@@ -21,11 +21,11 @@ impl Actor {
             Err(source) => {
                 let refused = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
                 // A container whose creation failed returns that error.
-                drop(answer.send(Err(entry.make_error.clone().unwrap_or(refused))));
+                drop(answer.send(Err(entry.create_error.clone().unwrap_or(refused))));
             }
             Ok((ContainerState::Running, _)) => drop(answer.send(Ok(()))),
             Ok((_, act)) => {
-                entry.started.push(answer);
+                entry.start_waiters.push(answer);
                 if act == ContainerAction::Start {
                     self.begin_start(&id).await;
                 }
@@ -51,7 +51,7 @@ impl Actor {
                 let (starting, id) = (start::start(Arc::clone(&self.parts), client, id.clone()), id.clone());
                 self.effect(async move { Message::Started(id, timeline.measure("started", starting).await) });
             }
-            Err(error) => tell(&mut entry.started, &Err(error)),
+            Err(error) => answer_all(&mut entry.start_waiters, &Err(error)),
         }
     }
 
@@ -79,7 +79,7 @@ impl Actor {
         };
         self.step_container(&id, ask).await;
         if let Some(entry) = self.containers.get_mut(&id) {
-            tell(&mut entry.started, &result);
+            answer_all(&mut entry.start_waiters, &result);
         }
     }
 }

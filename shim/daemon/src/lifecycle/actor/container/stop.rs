@@ -42,7 +42,7 @@ impl Actor {
                 Ok(())
             }
             Ok(None) => {
-                self.lose(&id, "the pod process does not know the container").await;
+                self.mark_lost(&id, "the pod process does not know the container").await;
                 Ok(())
             }
             Err(error) => Err(error),
@@ -54,7 +54,7 @@ impl Actor {
             .is_some_and(|entry| matches!(entry.record.state, ContainerState::Running | ContainerState::Starting));
         let result = match result {
             Err(_) if !runs => Ok(()),
-            Err(error) if stopping.patience.lasts(&error, self.parts.answer_limit()) => {
+            Err(error) if stopping.patience.lasts(&error, self.parts.request_timeout()) => {
                 return self.effect(async move {
                     tokio::time::sleep(PAUSE).await;
                     Message::StopAgain(id, stopping)

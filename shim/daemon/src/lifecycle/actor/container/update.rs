@@ -2,7 +2,7 @@
 
 use super::cpus::is_live;
 use crate::lifecycle::actor::message::{Answer, Message};
-use crate::lifecycle::actor::{Actor, Entry, Wish};
+use crate::lifecycle::actor::{Actor, Entry, ResizeRequest};
 use crate::lifecycle::container::{cpus, update};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::oci;
@@ -94,8 +94,10 @@ impl Actor {
     /// Grows the VM's memory to what its containers may use together after the change of this one, for a pod without limits of
     /// its own (kubelet changes the pod's limits, and does so first). The receiver never resolves if there is nothing to do.
     async fn grow_for(&mut self, id: &ContainerId) -> oneshot::Receiver<Result<(), LifecycleError>> {
-        let (tell, told) = oneshot::channel();
-        let Some(machine) = self.pod.machine.filter(|machine| machine.reserve_used().is_some()) else { return told };
+        let (answer, answered) = oneshot::channel();
+        let Some(machine) = self.pod.machine.filter(|machine| machine.reserve_used().is_some()) else {
+            return answered;
+        };
         let said = self.pod.resources.as_ref().is_some_and(|resources| resources.containers.memory_limit > 0);
         let there = self.containers.get(id).is_some_and(|entry| is_live(entry.record.state));
         let limit = |entry: &Entry| {
@@ -109,9 +111,9 @@ impl Actor {
             && there
             && !said
         {
-            self.change_size(Wish::Containers(bytes), tell).await;
+            self.change_size(ResizeRequest::Containers(bytes), answer).await;
         }
-        told
+        answered
     }
 
     pub(crate) async fn updated(&mut self, id: ContainerId, next: Resources, result: Result<(), LifecycleError>) {
