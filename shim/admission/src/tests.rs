@@ -191,7 +191,7 @@ fn unsupported_fields_cause_a_warning() {
         warnings,
         [format!(
             "spec.domain.firmware.kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd) is not run by nodes with Nacelle {version}: they \
-             refuse the pod; its initial file system is Nacelle's, which has the agent"
+             refuse the pod; the initramfs is Nacelle's, because it contains the agent"
         )]
     );
     let machine = json!({ "vm.nacelle.dev/kind": "machine", "vm.nacelle.dev/memory": "1Gi", "vm.nacelle.dev/disks": "a=image:i",

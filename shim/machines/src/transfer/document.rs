@@ -190,7 +190,7 @@ fn is_label(word: &str, upper: bool) -> bool {
 
 impl ExportedVm {
     /// Serializes the configuration; the same VM always results in the same bytes.
-    pub fn to_json(self) -> Result<Vec<u8>, DocumentError> {
+    pub fn into_json(self) -> Result<Vec<u8>, DocumentError> {
         Ok(serde_json::to_vec(&VersionedVm::V1(self))?)
     }
 
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_configuration_is_read_as_it_was_written() {
-        let text = exported_vm().to_json().unwrap();
+        let text = exported_vm().into_json().unwrap();
         assert_eq!(ExportedVm::from_json(&text, 4).unwrap(), exported_vm());
         let parsed: Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(
@@ -411,7 +411,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_yield_an_error_or_safe_file_names(at in 0..900usize, byte: u8) {
-            let mut text = exported_vm().to_json().unwrap();
+            let mut text = exported_vm().into_json().unwrap();
             if let Some(target) = text.get_mut(at) { *target = byte; }
             if let Ok(read) = ExportedVm::from_json(&text, 4) {
                 for file in &read.files {

@@ -110,7 +110,7 @@ async fn send(
         files: sent_files,
     };
     let invalid = |source| TransferError::InvalidArtifact { name: artifacts.name(), source };
-    let config = exported.to_json().map_err(invalid)?;
+    let config = exported.into_json().map_err(invalid)?;
     progress.begin("publishing the artifact".to_owned(), 0);
     Ok(artifacts.publish(&VM_ARTIFACT, config, layers).await?)
 }

@@ -340,8 +340,7 @@ mod tests {
         let initrd = [("kernel-image", "a:1"), ("kernel", "/vmlinux"), ("initrd", "/initrd")];
         let error = shaped(&initrd, &plain(), EngineKind::Qemu).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
-        let expected =
-            "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): the initramfs is Nacelle's";
+        let expected = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): the initramfs is Nacelle's";
         assert!(error.to_string().contains(expected) && !error.to_string().contains("kernelPath"), "{error}");
         // A record of an older daemon, and one of this daemon.
         assert_eq!(serde_json::from_str::<VmShape>("{}").unwrap(), VmShape::default());

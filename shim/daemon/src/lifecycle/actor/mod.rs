@@ -17,6 +17,7 @@ use super::context::events::EventKind;
 use super::context::services::Admit;
 use super::context::view::View;
 use super::pod::boot;
+use super::pod::spec::NewPod;
 use announce::Announced;
 use message::{Answer, Begin, Message, Patience, Stopping};
 use nacelle_base::machine::EngineKind;
@@ -177,12 +178,10 @@ impl Actor {
             // The handler existed when the request was checked, and the configuration does not change.
             return self.booted(Err(LifecycleError::NotFound { what: "handler", id: self.pod.handler.clone() })).await;
         };
+        let (id, config, handler) = (self.pod.id.clone(), Arc::clone(&self.pod.config), handler.clone());
         let boot = boot::boot(
             Arc::clone(&self.parts),
-            self.pod.id.clone(),
-            self.pod.config.clone(),
-            handler.clone(),
-            engine,
+            NewPod { id, config, handler, engine },
             self.cancel_boot.clone(),
             self.timeline.clone(),
             self.admit(),

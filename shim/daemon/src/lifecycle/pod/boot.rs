@@ -5,22 +5,23 @@ use super::cgroup::choose_group;
 use super::kernel;
 use super::network::{configuration, keep_only, of_node};
 use super::size::{self, memory_mib, memory_pages};
-use super::spec::{Groups, own_kernel, pod_spec};
+use super::spec::{Groups, NewPod, own_kernel, pod_spec};
 use crate::config::Handler;
 use crate::hugepages;
 use crate::lifecycle::context::Parts;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
-use nacelle_base::machine::{EngineKind, MemoryPages};
+use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::{Timeline, TimelineStep};
-use nacelle_base::{Chain, PodId, files};
+use nacelle_base::{Chain, files};
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::resources::VmResources;
-use nacelle_net::{InterfaceUsage, PodRef};
+use nacelle_net::{Attachment, InterfaceUsage, PodRef};
 use nacelle_pod::client::PodClient;
+use nacelle_pod::spec::PodSpec;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -43,71 +44,89 @@ const STEP_NAME: usize = 64;
 /// up everything. `cancel` ends it at the next step. `admit` records the pod process.
 pub(crate) async fn boot(
     parts: Arc<Parts>,
-    id: PodId,
-    config: Arc<PodConfig>,
-    handler: Handler,
-    engine: EngineKind,
+    pod: NewPod,
     cancel: CancellationToken,
     timeline: Timeline,
     admit: Admit,
 ) -> Result<BootedPod, LifecycleError> {
-    let dir = parts.pod_dir(&id);
-    let guest = config.kind.has_guest();
-    if guest {
-        size::check(&config, &handler)?;
+    check_resources(&pod.config, &pod.handler)?;
+    let spec = prepare(&parts, &pod, &cancel, &timeline).await?;
+    let (client, attached) = start(&parts, &pod, &spec, &timeline, admit).await?;
+    let kernel_release = configure(&parts, &pod, &client, &attached, &cancel, &timeline).await?;
+    let machine = match pod.config.kind.has_guest() {
+        true => size::of(&pod.config, &pod.handler),
+        // The pod runs on the node itself.
+        false => VmResources {
+            vcpus: u32::MAX,
+            max_vcpus: u32::MAX,
+            memory: u64::MAX,
+            least_memory: u64::MAX,
+            max_memory: u64::MAX,
+        },
+    };
+    Ok(BootedPod { client, ips: attached.ips, kernel_release, machine })
+}
+
+/// Rejects a VM that no node can have, or for which this node has too few huge pages.
+fn check_resources(config: &PodConfig, handler: &Handler) -> Result<(), LifecycleError> {
+    if config.kind.has_guest() {
+        size::check(config, handler)?;
     }
     let page = match config.kind.machine() {
         Some(machine) if machine.largest_pages => Some(hugepages::LARGEST_MIB),
         Some(machine) => machine.hugepages.then_some(hugepages::PAGE_MIB),
-        None => (memory_pages(&config, &handler) == MemoryPages::Hugetlb).then_some(hugepages::PAGE_MIB),
+        None => (memory_pages(config, handler) == MemoryPages::Hugetlb).then_some(hugepages::PAGE_MIB),
     };
-    if let Some(page) = page {
-        hugepages::check(memory_mib(&config, &handler), page)?;
-    }
+    page.map_or(Ok(()), |page| Ok(hugepages::check(memory_mib(config, handler), page)?))
+}
+
+/// Creates what the pod process finds: its directories, the pod's kernel and the network namespace. Returns its specification.
+async fn prepare(
+    parts: &Parts,
+    pod: &NewPod,
+    cancel: &CancellationToken,
+    timeline: &Timeline,
+) -> Result<PodSpec, LifecycleError> {
+    let NewPod { id, config, handler, engine } = pod;
+    let dir = parts.pod_dir(id);
     make_directories(dir.clone(), config.log_directory.clone()).await?;
-    let own_kernel = own_kernel(&config);
-    if let Some(own) = own_kernel {
-        let brought = kernel::bring(&parts, &dir, own, engine, size::narrow(memory_mib(&config, &handler)), &cancel);
+    if let Some(own) = own_kernel(config) {
+        let memory = size::narrow(memory_mib(config, handler));
+        let brought = kernel::bring(parts, &dir, own, *engine, memory, cancel);
         timeline.measure("kernel out of its image", brought).await?;
     }
     let netns = match config.kind.node_namespaces().network {
         true => None,
         false => {
-            let created = timeline.measure("network namespace", parts.networks.create(&id)).await;
+            let created = timeline.measure("network namespace", parts.networks.create(id)).await;
             Some(created.map_err(at("make the network namespace of the pod"))?)
         }
     };
     if cancel.is_cancelled() {
         return Err(LifecycleError::Cancelled);
     }
-    let group = choose_group(&parts, &id, &config, &handler).await?;
-    let groups = if guest { Groups::All } else { blocking(Groups::of_this_process).await };
-    let engine = parts.engine.spec(engine, &config.kind);
-    let spec = pod_spec(&parts, &id, &config, &handler, engine, netns, group, groups);
-    let usage = match config.kind {
-        PodKind::Host { .. } => InterfaceUsage::Namespace,
-        PodKind::Machine { .. } => InterfaceUsage::GuestNeedsAll,
-        PodKind::Containers { .. } => InterfaceUsage::Guest,
-    };
-    let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
-    let pod = PodRef {
-        id: id.clone(),
-        name: config.name.name.clone(),
-        namespace: config.name.namespace.clone(),
-        uid: config.name.uid.clone(),
-        port_mappings: config.ports.clone(),
-        bandwidth: None,
-        dns: config.dns.clone(),
-        pod_cidrs: parts.pod_cidrs(),
-        further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
-        usage,
-    };
+    let group = choose_group(parts, id, config, handler).await?;
+    let groups = if config.kind.has_guest() { Groups::All } else { blocking(Groups::of_this_process).await };
+    Ok(pod_spec(parts, pod, netns, group, groups))
+}
+
+/// Starts the pod process, attaches the pod to its networks meanwhile, and joins both.
+async fn start(
+    parts: &Parts,
+    pod: &NewPod,
+    spec: &PodSpec,
+    timeline: &Timeline,
+    admit: Admit,
+) -> Result<(PodClient, Attachment), LifecycleError> {
+    let NewPod { id, config, .. } = pod;
+    let dir = parts.pod_dir(id);
+    let reference = pod_ref(parts, pod, spec);
     // The VM boots while the plugins run. Both are awaited to their end, so that a cleanup finds nothing half-done.
     let limit = parts.config.sandbox.boot_timeout;
     let (client, attached) =
-        tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, &spec, admit)), async {
+        tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, spec, admit)), async {
             match spec.network {
-                Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&pod))).await,
+                Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&reference))).await,
                 None => Ok(Ok(of_node())),
             }
         });
@@ -126,22 +145,57 @@ pub(crate) async fn boot(
         }
     }
     // The pod process has dropped the privileges for it.
-    if guest {
+    if config.kind.has_guest() {
         let known = attached.network.interfaces.iter().enumerate();
         let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
-        let joined = timeline.measure("taps joined to the network", parts.networks.join(&id, pairs)).await;
+        let joined = timeline.measure("taps joined to the network", parts.networks.join(id, pairs)).await;
         joined.map_err(at("join the machine of the pod to its network"))?;
     }
+    Ok((client, attached))
+}
+
+/// Describes the pod for the network plugins.
+fn pod_ref(parts: &Parts, pod: &NewPod, spec: &PodSpec) -> PodRef {
+    let config = &pod.config;
+    let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
+    PodRef {
+        id: pod.id.clone(),
+        name: config.name.name.clone(),
+        namespace: config.name.namespace.clone(),
+        uid: config.name.uid.clone(),
+        port_mappings: config.ports.clone(),
+        bandwidth: None,
+        dns: config.dns.clone(),
+        pod_cidrs: parts.pod_cidrs(),
+        further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
+        usage: match config.kind {
+            PodKind::Host { .. } => InterfaceUsage::Namespace,
+            PodKind::Machine { .. } => InterfaceUsage::GuestNeedsAll,
+            PodKind::Containers { .. } => InterfaceUsage::Guest,
+        },
+    }
+}
+
+/// Configures the guest and waits until it is ready. Returns its kernel's release.
+async fn configure(
+    parts: &Parts,
+    pod: &NewPod,
+    client: &PodClient,
+    attached: &Attachment,
+    cancel: &CancellationToken,
+    timeline: &Timeline,
+) -> Result<String, LifecycleError> {
+    let NewPod { id, config, .. } = pod;
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
-    let request = configuration(&config, &attached, &node);
-    let step = "boot the machine of the pod";
+    let request = configuration(config, attached, &node);
+    let (step, limit) = ("boot the machine of the pod", parts.config.sandbox.boot_timeout);
     let configured = tokio::select! {
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
         configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
     };
     let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
-    if own_kernel.is_some()
-        && let Err(error) = kernel::forget(&dir).await
+    if own_kernel(config).is_some()
+        && let Err(error) = kernel::forget(&parts.pod_dir(id)).await
     {
         tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
     }
@@ -152,18 +206,7 @@ pub(crate) async fn boot(
         micros: step.micros,
         failed: false,
     }));
-    let machine = match guest {
-        true => size::of(&config, &handler),
-        // The pod runs on the node itself.
-        false => VmResources {
-            vcpus: u32::MAX,
-            max_vcpus: u32::MAX,
-            memory: u64::MAX,
-            least_memory: u64::MAX,
-            max_memory: u64::MAX,
-        },
-    };
-    Ok(BootedPod { client, ips: attached.ips, kernel_release: clip(&configured.kernel_release), machine })
+    Ok(clip(&configured.kernel_release))
 }
 
 async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {

@@ -6,5 +6,5 @@ pub(crate) mod kernel;
 mod network;
 pub(crate) mod resize;
 pub(crate) mod size;
-mod spec;
+pub(super) mod spec;
 pub(crate) mod teardown;

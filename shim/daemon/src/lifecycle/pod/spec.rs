@@ -6,30 +6,32 @@ use super::size::{self, memory_mib, memory_pages, topology};
 use crate::config::Handler;
 use crate::lifecycle::context::Parts;
 use nacelle_base::PodId;
-use nacelle_base::machine::MemoryPages;
+use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_model::pod::{OwnKernel, PodConfig};
-use nacelle_pod::spec::{self, EngineSpec, JailSpec, PodSpec, ScratchSpec, Timeouts};
+use nacelle_pod::spec::{self, JailSpec, PodSpec, ScratchSpec, Timeouts};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 pub(crate) fn own_kernel(config: &PodConfig) -> Option<&OwnKernel> {
     config.kind.shape().and_then(|shape| shape.kernel.as_ref())
 }
 
-pub(crate) fn pod_spec(
-    parts: &Parts,
-    id: &PodId,
-    config: &PodConfig,
-    handler: &Handler,
-    engine: EngineSpec,
-    netns: Option<PathBuf>,
-    group: PathBuf,
-    groups: Groups,
-) -> PodSpec {
+/// A pod that is to boot.
+pub(crate) struct NewPod {
+    pub id: PodId,
+    pub config: Arc<PodConfig>,
+    pub handler: Handler,
+    pub engine: EngineKind,
+}
+
+/// Returns the specification of the pod process in this network namespace and cgroup.
+pub(crate) fn pod_spec(parts: &Parts, pod: &NewPod, netns: Option<PathBuf>, group: PathBuf, groups: Groups) -> PodSpec {
+    let NewPod { id, config, handler, engine } = pod;
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
-        engine,
+        engine: parts.engine.spec(*engine, &config.kind),
         vcpus: size::vcpus(config, handler),
         reserved_vcpus: size::reserved(config, handler),
         topology: topology(config),
