@@ -2,7 +2,7 @@
 //! (configMap, secret, projected, downwardAPI). docs/contributor/volumes.md has the rules. Reads the node's directories, and
 //! changes nothing.
 
-use super::plan::HostPath;
+use super::host_path::HostPath;
 use nacelle_base::ContainerId;
 use nacelle_base::copied_in::{DATA, DIRECTORY};
 use nacelle_model::mount::{NodeVolume, Propagation};

@@ -3,7 +3,7 @@
 //! node only passes them on and must never mount or parse one.
 
 use super::empty_dir::{self, DIRECTORY, MOST};
-use super::plan::HostPath;
+use super::host_path::HostPath;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use nacelle_base::ContainerId;
 use nacelle_base::files::{self, FileError, remove_if_there};

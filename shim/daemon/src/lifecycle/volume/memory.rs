@@ -3,7 +3,7 @@
 //! nothing.
 
 use super::empty_dir::{DIRECTORY, kind, named, occupied};
-use super::plan::HostPath;
+use super::host_path::HostPath;
 use crate::lifecycle::context::error::LifecycleError;
 use nacelle_base::ContainerId;
 use nacelle_model::mount::{NodeVolume, Propagation};

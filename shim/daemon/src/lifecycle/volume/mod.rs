@@ -5,6 +5,7 @@ mod copied_in;
 pub(crate) mod device;
 mod disk;
 mod empty_dir;
+mod host_path;
 mod memory;
 pub(crate) mod plan;
 pub(crate) mod shared;

@@ -1,51 +1,16 @@
 //! Plans how each volume of a container reaches it. A plan holds everything about one volume from the request to the mount.
 
+use super::host_path::HostPath;
 use super::{copied_in, disk, memory};
 use crate::lifecycle::context::Parts;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::oci::{GuestPath, VolumeMount};
-use nacelle_base::files::{self, FileError};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{ContainerId, share};
 use nacelle_model::mount::NodeVolume;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_proto::pod as proto;
-use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
-use std::path::Path;
-
-/// An absolute path on the node without symbolic links. Links would lead elsewhere in the namespace of the process that mounts the
-/// volume.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct HostPath(String);
-
-impl HostPath {
-    /// Resolves the path of a request. Creates a directory if nothing exists there, as kubelet expects. Blocks.
-    pub(crate) fn resolve(path: &str) -> Result<HostPath, FileError> {
-        let path = Path::new(path);
-        if !path.exists() {
-            std::fs::create_dir_all(path).map_err(files::at("create", path))?;
-        }
-        let found = path.canonicalize().map_err(files::at("find", path))?.into_os_string().into_string();
-        Ok(HostPath(found.map_err(|_bytes| files::at("name", path)(ErrorKind::InvalidFilename.into()))?))
-    }
-
-    /// Returns the path.
-    pub(crate) fn as_path(&self) -> &Path {
-        Path::new(&self.0)
-    }
-
-    /// Returns the path as text.
-    pub(crate) fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// Takes a path that contains no symbolic links.
-    #[cfg(test)]
-    pub(super) fn of(path: &Path) -> HostPath {
-        HostPath(path.to_str().unwrap().to_owned())
-    }
-}
 
 /// The way in which a volume of the node reaches its container.
 #[derive(Debug)]
@@ -184,6 +149,7 @@ impl Rules {
 mod tests {
     use super::*;
     use nacelle_model::mount::Propagation;
+    use std::path::Path;
 
     fn volume(path: &Path) -> NodeVolume {
         NodeVolume {
