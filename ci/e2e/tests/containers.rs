@@ -62,7 +62,7 @@ fn a_container_out_of_memory_dies_alone() {
         let status = pod.start(ContainerRequest::sh("greedy", &image, "tail /dev/zero")).wait_for_exit();
         assert_eq!((&status["reason"], &status["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{status}");
         let message = status["message"].as_str().unwrap_or_default();
-        assert!(message.contains("the memory of its machine ran out"), "{status}");
+        assert!(message.contains("the memory of its VM ran out"), "{status}");
         assert_eq!(neighbour.status()["state"], "CONTAINER_RUNNING");
     }
     pod.remove();

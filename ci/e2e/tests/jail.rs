@@ -77,7 +77,7 @@ fn a_seccomp_kill_of_a_process_is_reported_and_leaves_nothing() {
         (status["state"] == "CONTAINER_EXITED").then(|| {
             assert_eq!(status["exitCode"], 255);
             let message = status["message"].as_str().unwrap_or_default();
-            assert!(message.contains("a system call that its filter forbids"), "{message}");
+            assert!(message.contains("a system call that its seccomp filter forbids"), "{message}");
         })
     });
     assert!(!process.exists());

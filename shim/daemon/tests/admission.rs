@@ -292,22 +292,25 @@ fn what_is_no_review_is_refused() {
     assert_eq!(get("/healthz"), (200, "ok\n".to_owned()));
     assert_eq!(get("/readyz?verbose"), (200, "ok\n".to_owned()));
     assert_eq!(get("/validate"), (405, "POST is expected\n".to_owned()));
-    assert_eq!(get("/"), (404, "there are /validate, /mutate, /healthz and /readyz\n".to_owned()));
+    assert_eq!(get("/"), (404, "no such path; the server has /validate, /mutate, /healthz and /readyz\n".to_owned()));
     let (status, text) =
         server.ask("https", "/validate", &["--header", "Content-Type: application/yaml"], Some(b"a: b"));
     assert_eq!(
         (status, text.as_str()),
-        (415, "the content type is \"application/yaml\", and application/json is expected\n")
+        (415, "the content type is \"application/yaml\"; application/json is expected\n")
     );
     assert_eq!(server.post("/other", b"{}").0, 404);
     assert_eq!(server.ask("https", "/healthz", &["--request", "DELETE"], None).0, 405);
     for body in [&b""[..], b"\xff\xfe\x00", b"{\"apiVersion\":", &b"[".repeat(10_000), &b"{\"a\":".repeat(10_000)] {
         let (status, text) = server.post("/validate", body);
-        assert!(status == 400 && text.starts_with("the body is no JSON that is read here: "), "{status} {text}");
+        assert!(
+            status == 400 && text.starts_with("the body is not valid JSON, or has too many values: "),
+            "{status} {text}"
+        );
     }
     let (status, text) =
         server.post("/mutate", br#"{"apiVersion": "admission.k8s.io/v1beta1", "kind": "AdmissionReview"}"#);
-    let message = "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\", and AdmissionReview of admission.k8s.io/v1 is expected\n";
+    let message = "the body is \"AdmissionReview\" of \"admission.k8s.io/v1beta1\"; AdmissionReview of admission.k8s.io/v1 is expected\n";
     assert_eq!((status, text.as_str()), (400, message));
     // A body of the largest size, and one byte more; with and without a content length.
     let mut large = br#"{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview"}"#.to_vec();
@@ -349,11 +352,11 @@ fn a_new_certificate_needs_no_restart() {
     let key = server.directory.path().join("tls.key");
     let right = std::fs::read(&key).unwrap();
     std::fs::copy(server.directory.path().join("ca.key"), &key).unwrap();
-    server.logged("the certificate stays the one that it was", 1);
+    server.logged("the previous certificate stays in use", 1);
     assert_eq!(serial(), "serial=03E9");
     std::fs::write(&key, right).unwrap();
     certificate(server.directory.path(), "1002");
-    server.logged("a new certificate", 1);
+    server.logged("a new TLS certificate", 1);
     assert_eq!(serial(), "serial=03EA");
     assert_eq!(server.ask("https", "/healthz", &[], None).0, 200);
 }
