@@ -32,6 +32,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1800);
 /// Time limit for a VM's status, where the status of all VMs is requested.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
+/// The shortest time between two lists of a watch.
+const MIN_LIST_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval at which a watch requests the status of running VMs: their keepers do not report changes of it.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which a watch lists VMs of which none runs, although no change was reported.
@@ -164,7 +166,8 @@ impl VmService {
             // Pods are listed after the receiver exists, so no change is missed.
             while is_running() && changes.changed().await.is_ok() {}
         };
-        tokio::time::timeout(END_TIMEOUT, ended).await.is_ok()
+        // The changes also end with the daemon, when nothing is known of the container any more.
+        tokio::time::timeout(END_TIMEOUT, ended).await.is_ok() && !is_running()
     }
 
     async fn run_snapshot_verb(
@@ -280,6 +283,8 @@ impl VmService {
                 () = tokio::time::sleep(if is_any_running { STATUS_INTERVAL } else { RESYNC }) => {}
                 () = messages.closed() => return,
             }
+            // Each list asks every running VM for its status; changes of all pods of the node arrive here.
+            tokio::time::sleep(MIN_LIST_INTERVAL).await;
         }
     }
 }

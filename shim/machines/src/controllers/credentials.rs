@@ -83,7 +83,7 @@ impl Controller for CredentialsController {
                     tracing::info!(%pod, %container, "the guest has the keys and passwords of its secrets");
                 }
                 self.logged_error.clear();
-                RESEND
+                self.accepted.as_ref().map_or(RESEND, |(_, at)| RESEND.saturating_sub(at.elapsed()))
             }
             Err(error) => {
                 let text = Chain(&error).to_string();

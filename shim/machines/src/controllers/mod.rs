@@ -20,6 +20,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// Time after which a VM in the target state is checked again although no event was reported.
 const RESYNC: Duration = Duration::from_secs(30);
+/// The shortest time between two runs of a controller: a pod may write into its volumes without an end.
+const MIN_INTERVAL: Duration = Duration::from_millis(250);
 /// The first pause before a failed or unfinished run is repeated.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -74,7 +76,8 @@ async fn run_kind<C: Controller>(runtime: &Arc<dyn PodRuntime>, watcher: Option<
         changes.mark_unchanged();
         let pods = runtime.machine_pods();
         let running: Vec<_> = pods.iter().filter_map(|pod| Some((pod, pod.running_container()?))).collect();
-        tasks.retain(|id, _| running.iter().any(|(_, container)| container.id == *id));
+        // A controller ends only by a panic; the next run starts another one.
+        tasks.retain(|id, task| !task.is_finished() && running.iter().any(|(_, container)| container.id == *id));
         for (pod, container) in running {
             if tasks.contains_key(&container.id) {
                 continue;
@@ -106,7 +109,7 @@ async fn run_controller(mut controller: impl Controller, watch: Option<Directory
             }
         };
         tokio::select! {
-            () = changed => {}
+            () = changed => tokio::time::sleep(MIN_INTERVAL).await,
             () = tokio::time::sleep(pause) => {}
         }
     }
