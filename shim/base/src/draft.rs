@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The maximum number of names that are tried. A name that is in use belongs to a killed process that had the same pid.
 const ATTEMPTS: u32 = 10_000;
 /// How many levels of directories below its root a sweep visits.
-const MAX_DEPTH: u32 = 3;
+const SWEEP_DEPTH: u32 = 3;
 
 /// A file that is removed on drop unless it is [committed](Draft::commit).
 #[derive(Debug)]
@@ -117,7 +117,7 @@ pub fn remove_stale_drafts(root: &Path) -> Result<(), FileError> {
     }) {
         Err(Errno::NOENT) => Ok(()),
         Err(error) => Err(at("open", root)(error.into())),
-        Ok(directory) => remove_stale_below(&directory, root, MAX_DEPTH),
+        Ok(directory) => remove_stale_below(&directory, root, SWEEP_DEPTH),
     }
 }
 

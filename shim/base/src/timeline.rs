@@ -66,16 +66,16 @@ impl fmt::Display for Timeline {
         for (n, step) in self.steps().iter().enumerate() {
             let comma = if n == 0 { "" } else { ", " };
             let failed = if step.failed { " (failed)" } else { "" };
-            write!(f, "{comma}{} {}{failed}", step.what, Millis(step.micros))?;
+            write!(f, "{comma}{} {}{failed}", step.what, MicrosAsMillis(step.micros))?;
         }
         Ok(())
     }
 }
 
 /// Microseconds, printed as milliseconds: "1.2 ms".
-pub struct Millis(pub u64);
+pub struct MicrosAsMillis(pub u64);
 
-impl fmt::Display for Millis {
+impl fmt::Display for MicrosAsMillis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{} ms", self.0 / 1000, self.0 % 1000 / 100)
     }

@@ -72,7 +72,7 @@ impl PodRuntime for Node {
         Guests::new(self.clone()).console(container.as_str()).await.map_err(PodRuntimeError::new)
     }
 
-    async fn dial(&self, pod: &PodId, port: u16) -> Result<UnixStream, PodRuntimeError> {
+    async fn connect_tcp(&self, pod: &PodId, port: u16) -> Result<UnixStream, PodRuntimeError> {
         Guests::new(self.clone()).dial(pod.as_str(), port).await.map_err(PodRuntimeError::new)
     }
 }

@@ -10,7 +10,7 @@ const MAPPING_THRESHOLD: i32 = 128 << 10;
 
 /// Makes the C library release memory to the kernel when it is freed. By default it adapts its threshold to the buffers of a
 /// pull, and keeps tens of MiB for the next one.
-pub(crate) fn return_freed_memory() {
+pub(crate) fn set_malloc_thresholds() {
     for parameter in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
         // SAFETY: mallopt only sets a number that later calls of malloc and free read; it cannot fail for these.
         unsafe { libc::mallopt(parameter, MAPPING_THRESHOLD) };

@@ -36,7 +36,7 @@ pub(crate) struct ConsoleLog {
 
 impl ConsoleLog {
     /// Opens the log file and truncates it.
-    pub fn open(path: &Path) -> io::Result<ConsoleLog> {
+    pub fn create(path: &Path) -> io::Result<ConsoleLog> {
         let log = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
         Ok(ConsoleLog { log, written: 0, tail: Vec::with_capacity(2 * TAIL_BYTES), file_failed: false })
     }
@@ -151,7 +151,7 @@ mod tests {
     fn the_log_file_is_bounded_and_keeps_the_newest_output() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.log");
-        let mut console = ConsoleLog::open(&path).unwrap();
+        let mut console = ConsoleLog::create(&path).unwrap();
         for n in 0..5_000 {
             console.append(format!("{n:->500}\n").as_bytes());
         }
@@ -170,7 +170,7 @@ mod tests {
         #[test]
         fn any_amount_of_output_is_bounded(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9000), 0..8)) {
             let directory = tempfile::tempdir().unwrap();
-            let mut console = ConsoleLog::open(&directory.path().join("log")).unwrap();
+            let mut console = ConsoleLog::create(&directory.path().join("log")).unwrap();
             for piece in &pieces {
                 console.append(piece);
                 prop_assert!(console.tail.len() <= 3 * TAIL_BYTES);

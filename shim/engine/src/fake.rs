@@ -228,7 +228,7 @@ impl Engine for FakeEngine {
         }
         let spec = spec.into_inner();
         let disks = spec.disks.iter().map(create_slot).collect::<Result<Vec<_>, _>>()?;
-        let console = ConsoleLog::open(&spec.console_log).map_err(|source| EngineError::File {
+        let console = ConsoleLog::create(&spec.console_log).map_err(|source| EngineError::File {
             what: "open",
             path: spec.console_log.clone(),
             source,

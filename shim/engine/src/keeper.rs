@@ -40,7 +40,8 @@ impl Engine for KeeperEngine {
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
         let log = spec.console_log;
-        let console = ConsoleLog::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
+        let console =
+            ConsoleLog::create(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
         let (sockets, inherited_sockets) = AgentSockets::create(&spec.run_dir)?;
         let mut inherited = inherited_sockets.descriptors().to_vec();
         let mut args: Vec<String> = inherited.iter().map(ToString::to_string).collect();

@@ -21,7 +21,7 @@ mod exit_latch;
 pub mod fake;
 pub mod host;
 pub mod keeper;
-mod kernel;
+mod kernel_check;
 pub mod kvm;
 mod link;
 mod machine;
@@ -33,7 +33,7 @@ mod spec;
 
 pub use console::log_tail;
 pub use error::{EngineError, LinkError};
-pub use kernel::{KernelError, check_kernel};
+pub use kernel_check::{KernelError, check_kernel};
 pub use machine::{
     BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryReserve, Pausable,
     Restorer, Snapshottable, StopMode,

@@ -26,7 +26,7 @@ impl MachineProgram {
         log: &Path,
     ) -> Result<MachineProgram, EngineError> {
         let failed = |source| EngineError::File { what: "open", path: log.to_owned(), source };
-        let console = ConsoleLog::open(log).map_err(failed)?;
+        let console = ConsoleLog::create(log).map_err(failed)?;
         let (process, warden) = Process::start(program, args, inherited, console, || ())?;
         Ok(MachineProgram { process, warden: Some(warden) })
     }

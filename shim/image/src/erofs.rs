@@ -28,10 +28,10 @@ const INODE: usize = 64;
 const DIRENT: usize = 12;
 /// The memory in bytes that `Plan::places` uses for an inode: an eleventh of a node of 280 bytes, or more where nodes are half
 /// full.
-const PLACE: u64 = 64;
+const INODE_PLAN_BYTES: u64 = 64;
 /// The memory in bytes that a name in a directory's blocks takes: in lists that may be half empty, and in the sorted list that
 /// they are cut from.
-const NAME: u64 = 3 * 32;
+const NAME_PLAN_BYTES: u64 = 3 * 32;
 
 /// A blob as the metadata refer to it.
 #[derive(Clone, Copy, Debug)]
@@ -346,8 +346,8 @@ fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
     let names = if let Body::Directory(children) = &inode.body { children.len() + 2 } else { 0 };
     budget.step(1 + names as u64)?;
     let xattrs = inode.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>();
-    let of_names = names as u64 * (NAME + size_of::<(Ino, Ino)>() as u64);
-    budget.charge(size_of::<Placed>() as u64 + PLACE + heap(12 + 2 * xattrs) + of_names)
+    let of_names = names as u64 * (NAME_PLAN_BYTES + size_of::<(Ino, Ino)>() as u64);
+    budget.charge(size_of::<Placed>() as u64 + INODE_PLAN_BYTES + heap(12 + 2 * xattrs) + of_names)
 }
 
 /// Returns a directory's entries with `.` and `..`, sorted by their bytes and cut into blocks.

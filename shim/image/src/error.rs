@@ -74,10 +74,10 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// A URL of the configuration or of a registry is not supported.
-    #[error("{text:?} is not an http or https URL")]
+    #[error("{url:?} is not an http or https URL")]
     Url {
-        /// The text.
-        text: String,
+        /// The configured URL.
+        url: String,
     },
     /// Certificates cannot be read or used.
     #[error("cannot use the certificates in {path}", path = path.display())]

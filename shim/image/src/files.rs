@@ -57,8 +57,8 @@ impl Shared {
         Ok(Some(found.into_iter().filter_map(file).collect()))
     }
 
-    /// Implements `Store::copy_file`. Blocks.
-    pub fn copy_file(
+    /// Implements `Store::copy_file_from_image`. Blocks.
+    pub fn copy_file_from_image(
         &self,
         id: ImageId,
         path: &str,

@@ -241,7 +241,7 @@ impl Shared {
         let (shared, wanted, cancel) = (Arc::clone(self), blob.clone(), cancel.clone());
         let taking = threads.spawn_blocking(move || {
             let _locks = (making, partial);
-            shared.take_download(diff_id, &wanted, start_sender, receiver, &cancel)
+            shared.unpack_download(diff_id, &wanted, start_sender, receiver, &cancel)
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once, the download has no receiver.
         let (sent, taken) = tokio::join!(session.download(blob, from, sender), taking);
@@ -250,7 +250,7 @@ impl Shared {
     }
 
     /// Unpacks one layer from a download. Blocks.
-    fn take_download(
+    fn unpack_download(
         &self,
         diff_id: Digest,
         blob: &Descriptor,

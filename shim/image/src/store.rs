@@ -231,10 +231,17 @@ impl Store {
 
     /// Copies a file of an image, by its path in it, into an empty file. Links to directories are followed inside the image. A
     /// file of more than `most` bytes is not copied. The condition for the image is that of `files`.
-    pub async fn copy_file(&self, id: &ImageId, path: &str, most: u64, mut to: File) -> Result<Copied, ImageError> {
+    pub async fn copy_file_from_image(
+        &self,
+        id: &ImageId,
+        path: &str,
+        most: u64,
+        mut to: File,
+    ) -> Result<Copied, ImageError> {
         let (shared, id, path, cancel) = (Arc::clone(&self.shared), *id, path.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        run_blocking("copy a file of an image", move || shared.copy_file(id, &path, most, &mut to, &cancel)).await?
+        run_blocking("copy a file of an image", move || shared.copy_file_from_image(id, &path, most, &mut to, &cancel))
+            .await?
     }
 
     /// Returns the root file system of an image, which must be in the store or have been in use since it was removed.

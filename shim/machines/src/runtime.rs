@@ -146,5 +146,5 @@ pub trait PodRuntime: Send + Sync + 'static {
     async fn open_console(&self, container: &ContainerId) -> Result<(UnixStream, UnixStream), PodRuntimeError>;
 
     /// Connects to a TCP port of a ready pod, from inside the pod.
-    async fn dial(&self, pod: &PodId, port: u16) -> Result<UnixStream, PodRuntimeError>;
+    async fn connect_tcp(&self, pod: &PodId, port: u16) -> Result<UnixStream, PodRuntimeError>;
 }

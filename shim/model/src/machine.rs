@@ -76,12 +76,12 @@ fn no_kernel<S>() -> Option<Kernel<S>> {
 
 impl<S> MachineDocument<S> {
     /// Returns the same machine with the disk sources that `find` returns; it is called with the name of the disk, or with
-    /// [`KERNEL`] or [`INITRD`].
+    /// [`KERNEL_SOURCE_KEY`] or [`INITRD_SOURCE_KEY`].
     pub fn with<T, E>(&self, mut find: impl FnMut(&str, &S) -> Result<T, E>) -> Result<MachineDocument<T>, E> {
         let kernel = self.kernel.as_ref().map(|kernel| {
             Ok(Kernel {
-                kernel: find(KERNEL, &kernel.kernel)?,
-                initrd: kernel.initrd.as_ref().map(|initrd| find(INITRD, initrd)).transpose()?,
+                kernel: find(KERNEL_SOURCE_KEY, &kernel.kernel)?,
+                initrd: kernel.initrd.as_ref().map(|initrd| find(INITRD_SOURCE_KEY, initrd)).transpose()?,
                 arguments: kernel.arguments.clone(),
             })
         });
@@ -243,9 +243,9 @@ pub enum Firmware {
 }
 
 /// The name with which [`MachineDocument::with`] requests the kernel's source. No disk has this name, because of the slash.
-pub const KERNEL: &str = "/kernel";
+pub const KERNEL_SOURCE_KEY: &str = "/kernel";
 /// The name with which [`MachineDocument::with`] requests the initramfs' source.
-pub const INITRD: &str = "/initrd";
+pub const INITRD_SOURCE_KEY: &str = "/initrd";
 
 /// A kernel for direct boot (Linux boot protocol, Documentation/arch/x86/boot.rst).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -383,8 +383,8 @@ pub enum DiskSource {
         /// The size in bytes, a multiple of 512.
         bytes: u64,
     },
-    /// A raw block device or file of the node, which was handed over before under the disk's name. No other VM uses it at
-    /// the same time, unless all only read.
+    /// A raw block device or file of the node. The keeper has received its descriptor under the disk's name. No other VM uses it
+    /// at the same time, unless all open it read-only.
     Device {
         /// The path on the node, for messages.
         path: String,

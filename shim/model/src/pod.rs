@@ -52,7 +52,7 @@ pub struct PodConfig {
     pub sysctls: StringMap,
     /// All containers share one PID namespace.
     pub shared_pid: bool,
-    /// What the containers run in.
+    /// The kind of the pod.
     pub kind: PodKind,
     /// The user namespace of the containers, if they have one of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -77,9 +77,9 @@ pub struct PodConfig {
     pub cgroup_parent: Option<String>,
 }
 
-/// What the containers of a PodSandbox run in.
+/// The kind of a pod: containers in a VM, a machine pod, or containers on the node itself (engine host).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[serde(rename_all = "snake_case")]
 pub enum PodKind {
     /// A VM with Nacelle's kernel and agent, which runs the containers.
     Containers {

@@ -246,6 +246,8 @@ stored!(VmRecord, "machine", "1");
 mod tests {
     use super::*;
     use crate::digest::Digest;
+    use crate::namespace::NodeNamespaces;
+    use crate::pod::PodKind;
     use crate::testing::{container, pod};
 
     /// The files were written once and never change: what a node has stored stays readable.
@@ -287,6 +289,19 @@ mod tests {
         let record = PodRecord::decode("x", value.to_string().as_bytes()).unwrap();
         assert_eq!(record.process.as_ref().map(|process| process.identity.pid), Some(7));
         assert_eq!(serde_json::from_slice::<serde_json::Value>(&record.encode().unwrap()).unwrap(), value);
+    }
+
+    #[test]
+    fn kinds_of_pods_are_stored_by_name() {
+        let kind = |text: &str| serde_json::from_str::<PodKind>(text).unwrap();
+        assert_eq!(kind(r#"{ "containers": {} }"#), PodKind::default());
+        let namespaces = NodeNamespaces { network: true, ..NodeNamespaces::default() };
+        assert_eq!(kind(r#"{ "host": { "namespaces": { "network": true } } }"#), PodKind::Host { namespaces });
+        assert_eq!(
+            serde_json::to_value(PodKind::Host { namespaces: NodeNamespaces::default() }).unwrap(),
+            serde_json::json!({ "host": {} })
+        );
+        assert!(serde_json::from_str::<PodKind>(r#"{ "machine": {} }"#).is_err(), "a machine pod has a machine");
     }
 
     #[test]

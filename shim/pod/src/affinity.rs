@@ -79,7 +79,7 @@ impl Classify for AffinityError {
 
 /// Restricts the processes of the pod in `dir` to these CPUs; an empty set means all that the caller may use. Processes
 /// that they start later inherit the affinity. With `pinned`, the number of the VM's vCPUs, the nth vCPU is pinned to the
-/// nth of these CPUs; where vCPUs are emulated, one thread vcpus_of_thread them all, on all of these CPUs.
+/// nth of these CPUs; where vCPUs are emulated, one thread runs them all, on all of these CPUs.
 pub async fn set_pod_affinity(dir: &Path, cpus: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), AffinityError> {
     let dir = dir.to_owned();
     run_blocking("set the CPU affinity of the pod process", move || {
@@ -117,7 +117,7 @@ fn set_all_threads(pid: i32, cpus: &BTreeSet<u32>) -> Result<(), AffinityError> 
     }
 }
 
-/// The vCPUs that a thread vcpus_of_thread.
+/// The vCPUs that a thread runs.
 #[derive(Debug, PartialEq, Eq)]
 enum VcpuThread {
     /// One vCPU, counted from 0.
@@ -278,7 +278,7 @@ mod tests {
         let error = pin_vcpus(&threads, &all, vcpus + 1).unwrap_err();
         let message = format!("cannot pin the vCPUs: only {vcpus} of {} vCPU threads were found", vcpus + 1);
         assert_eq!((error.kind(), error.to_string()), (Kind::Internal, message));
-        // With emulation one thread vcpus_of_thread all vCPUs.
+        // With emulation one thread runs all vCPUs.
         started.push(start("ALL CPUs/TCG"));
         let thread = started.last().unwrap().0;
         pin_vcpus(&[thread], &all, 64).unwrap();

@@ -107,7 +107,7 @@ impl PlacedDevice {
         placed.map_err(|source| PodError::Place { key: self.path.display().to_string(), source })
     }
 
-    /// Checks whether the device has grown, and can_grow the partition. Blocks.
+    /// Checks whether the device has grown, and grows the partition. Blocks.
     fn follow_growth(&self) -> Result<(), PodError> {
         let mut current = self.lock_file_state();
         let Some(PlacedFile { file, length, writable }) = current.as_mut() else { return Ok(()) };
@@ -148,7 +148,7 @@ pub async fn attach(agent: &Agent, placed: &Arc<PlacedDevice>, file: File, writa
     agent.attach_device(request).await
 }
 
-/// Reports to the guest whenever a device has grown; never returns unless the size cannot be read. Retries io_error reports.
+/// Reports to the guest whenever a device has grown; never returns unless the size cannot be read. Retries failed reports.
 pub async fn watch_size(agent: Agent, placed: Arc<PlacedDevice>) {
     let mut reported = placed.attach_request();
     loop {

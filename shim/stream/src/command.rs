@@ -4,7 +4,7 @@
 use crate::guests::{Attach, Exec, Guests, Process, Size};
 use crate::mux::{CHUNK, Life, Reader, Writer};
 use crate::spdy::Connection;
-use crate::websocket::{Coding, Ends};
+use crate::websocket::{Coding, CommandChannels};
 use bytes::{Bytes, BytesMut};
 use nacelle_base::Chain;
 use serde_json::json;
@@ -128,8 +128,8 @@ pub(crate) struct Channels {
 }
 
 /// Returns the WebSocket channels that this session uses.
-pub(crate) fn channels(ends: Ends, session: &Session) -> Channels {
-    let Ends { stdin, stdout, stderr, error, resize } = ends;
+pub(crate) fn channels(ends: CommandChannels, session: &Session) -> Channels {
+    let CommandChannels { stdin, stdout, stderr, error, resize } = ends;
     let [has_stdin, has_stdout, has_stderr] = session.streams();
     Channels {
         stdin: Some(stdin).filter(|_| has_stdin),

@@ -3,7 +3,7 @@
 use crate::guests::Guests;
 use crate::mux::{CHUNK, Life, Reader, Writer};
 use crate::spdy::{Connection, Stream};
-use crate::websocket::{Coding, PortEnds};
+use crate::websocket::{Coding, PortChannels};
 use bytes::{Bytes, BytesMut};
 use nacelle_base::Chain;
 use std::collections::HashMap;
@@ -73,9 +73,9 @@ pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'stat
 }
 
 /// Connects each port once, until the client disconnects.
-pub(crate) async fn run_ports<G: Guests>(guests: Arc<G>, pod: &str, ends: Vec<PortEnds>, life: &Life) {
+pub(crate) async fn run_ports<G: Guests>(guests: Arc<G>, pod: &str, ends: Vec<PortChannels>, life: &Life) {
     let mut connections = JoinSet::new();
-    for PortEnds { port, reader, writer, error } in ends {
+    for PortChannels { port, reader, writer, error } in ends {
         let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
         connections.spawn(async move { forward(&*guests, &pod, Some(port), (reader, writer), error).await });
     }

@@ -107,7 +107,7 @@ pub(crate) struct Socket {
 }
 
 /// All channels of a WebSocket.
-pub(crate) struct Ends {
+pub(crate) struct CommandChannels {
     pub stdin: Reader,
     pub stdout: Writer,
     pub stderr: Writer,
@@ -116,7 +116,7 @@ pub(crate) struct Ends {
 }
 
 /// The channels of a port.
-pub(crate) struct PortEnds {
+pub(crate) struct PortChannels {
     pub port: u16,
     pub reader: Reader,
     pub writer: Writer,
@@ -125,7 +125,10 @@ pub(crate) struct PortEnds {
 
 impl Socket {
     /// Serves the channels of a command or of a container.
-    pub async fn serve(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, coding: Coding) -> (Socket, Ends) {
+    pub async fn serve(
+        io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        coding: Coding,
+    ) -> (Socket, CommandChannels) {
         let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
         let (stdin, to_stdin) = Reader::new(STDIN.into(), out.clone());
         let (resize, to_resize) = Reader::new(RESIZE.into(), out.clone());
@@ -135,7 +138,7 @@ impl Socket {
         let (output, input) = socket(io).await.split();
         tokio::spawn(read(input, readers, coding, life.clone()));
         tokio::spawn(write(output, written, coding, Some(STDOUT), life.clone()));
-        (Socket { life, out }, Ends { stdin, stdout, stderr, error, resize })
+        (Socket { life, out }, CommandChannels { stdin, stdout, stderr, error, resize })
     }
 
     /// Serves two channels for each port: its bytes and its error. Both begin with the port number in two bytes, little-endian.
@@ -143,19 +146,19 @@ impl Socket {
         io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         coding: Coding,
         ports: &[u16],
-    ) -> (Socket, Vec<PortEnds>) {
+    ) -> (Socket, Vec<PortChannels>) {
         let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
         let (mut readers, mut ends) = (Vec::new(), Vec::new());
         for (channel, port) in (0..u8::MAX).step_by(2).zip(ports) {
             let (reader, to_reader) = Reader::new(channel.into(), out.clone());
             let writer = |id: u8| Writer::new(id.into(), out.clone(), Vec::new(), CancellationToken::new());
-            ends.push(PortEnds { port: *port, reader, writer: writer(channel), error: writer(channel + 1) });
+            ends.push(PortChannels { port: *port, reader, writer: writer(channel), error: writer(channel + 1) });
             readers.extend([Some(to_reader), None]);
         }
         let (output, input) = socket(io).await.split();
         tokio::spawn(read(input, readers, coding, life.clone()));
         tokio::spawn(write(output, written, coding, None, life.clone()));
-        for PortEnds { port, writer, error, .. } in &ends {
+        for PortChannels { port, writer, error, .. } in &ends {
             for writer in [writer, error] {
                 // A client that has disconnected needs no port number.
                 let _ = writer.send(Bytes::copy_from_slice(&port.to_le_bytes())).await;

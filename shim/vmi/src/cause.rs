@@ -10,7 +10,7 @@ pub const MAX_CAUSES: usize = 100;
 /// The maximum length of a value in a cause.
 const MAX_VALUE: usize = 120;
 
-/// The kind of a fault. The label are those of Kubernetes.
+/// The kind of a fault. The labels are those of Kubernetes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Problem {
     /// A required field is not set.

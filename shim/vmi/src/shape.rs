@@ -1,4 +1,4 @@
-//! Checks a tree against the schema of a type, and reports every unknown, rejected and add_wrong_type field with its path. Wrong fields
+//! Checks a tree against the schema of a type, and reports every unknown, rejected and wrongly typed field with its path. Wrong fields
 //! are removed from the tree, so that the rest can be deserialized and checked further.
 
 use crate::cause::{Causes, Rule};
@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 pub const MAX_STRING: usize = 64 * 1024;
 
 /// Removes everything from `value` that does not match `schema`. `at` is the path of the value.
-pub fn check(value: &mut Value, schema: &Value, at: &str) -> Causes {
+pub fn prune_to_schema(value: &mut Value, schema: &Value, at: &str) -> Causes {
     let mut causes = Causes::default();
     if !check_value(value, schema, at, &mut causes) {
         *value = empty_value(schema);
@@ -188,7 +188,7 @@ mod tests {
     use serde_json::json;
 
     fn check_spec(mut value: Value) -> (Vec<String>, InstanceSpec) {
-        let causes = check(&mut value, &schema::of::<InstanceSpec>(), "spec");
+        let causes = prune_to_schema(&mut value, &schema::of::<InstanceSpec>(), "spec");
         (causes.list().iter().map(ToString::to_string).collect(), serde_json::from_value(value).unwrap())
     }
 

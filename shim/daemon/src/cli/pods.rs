@@ -3,7 +3,7 @@
 
 use super::{connect_to_daemon, status_error};
 use crate::config::Config;
-use nacelle_base::timeline::{Millis, TimelineStep};
+use nacelle_base::timeline::{MicrosAsMillis, TimelineStep};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde_json::Value;
@@ -158,10 +158,10 @@ fn draw(steps: &[TimelineStep]) -> String {
         let to = column(end(step) - first).max(from + 1);
         let (before, bar, after) = (" ".repeat(from), "█".repeat(to - from), " ".repeat(BAR - to));
         let failed = if step.failed { "  failed" } else { "" };
-        let took = Millis(step.micros).to_string();
+        let took = MicrosAsMillis(step.micros).to_string();
         text += &format!("  {:names$}  |{before}{bar}{after}|  {took:>12}{failed}\n", step.what);
     }
-    text + &format!("  {:names$}   {:BAR$}   {:>12}\n", "all", "", Millis(whole).to_string())
+    text + &format!("  {:names$}   {:BAR$}   {:>12}\n", "all", "", MicrosAsMillis(whole).to_string())
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ pub(super) fn probe_engine() -> (EngineChoice, probe::KvmVerdict) {
 }
 
 pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Result<ExitCode> {
-    sys::return_freed_memory();
+    sys::set_malloc_thresholds();
     supervisor.status("recovering the pods of this node");
     let (engine, verdict) = probe_engine();
     tracing::info!(engine = %engine.fitting, "{verdict}");

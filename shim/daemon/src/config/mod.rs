@@ -93,7 +93,7 @@ pub enum HostNamespaces {
     /// Such pods are rejected.
     #[default]
     Refuse,
-    /// Such pods have no guest: engine host runs them, whatever their handler's engine is.
+    /// A pod with a namespace of the node runs without a guest, on engine host, whatever the engine of its handler is.
     RunOnHost,
 }
 
@@ -104,7 +104,7 @@ pub enum PrivilegedPods {
     /// Their handler's engine runs them, as all others.
     #[default]
     Machine,
-    /// Such pods have no guest: engine host runs them, whatever their handler's engine is.
+    /// A pod with a namespace of the node runs without a guest, on engine host, whatever the engine of its handler is.
     RunOnHost,
 }
 

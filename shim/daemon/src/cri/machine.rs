@@ -28,7 +28,7 @@ const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
 pub(super) enum VmRequest {
     /// The pod's container is a machine.
     Machine {
-        /// The machine.
+        /// The specification of the machine.
         machine: Box<MachinePod>,
         /// The name of the persistent VM of which the pod is a run.
         name: Option<String>,

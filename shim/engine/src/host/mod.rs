@@ -95,7 +95,8 @@ impl Engine for HostEngine {
         let log = spec.into_inner().console_log;
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
         let mut waiting = waiting.ok_or(EngineError::Ended { what: "start" })?;
-        let console = ConsoleLog::open(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
+        let console =
+            ConsoleLog::create(&log).map_err(|source| EngineError::File { what: "open", path: log, source })?;
         let (Some(child), Some(sockets)) = (waiting.child.take(), waiting.sockets.take()) else {
             return Err(EngineError::Ended { what: "start" });
         };

@@ -130,7 +130,7 @@ fn assemble_vm(
 ) -> Result<Box<dyn Machine>, EngineError> {
     let in_huge_pages = spec.memory_pages == MemoryPages::Hugetlb;
     let (memory_mib, reserve_mib) = (spec.memory_mib, spec.reserve_mib);
-    let console = ConsoleLog::open(&spec.console_log).map_err(file_error("open", &spec.console_log))?;
+    let console = ConsoleLog::create(&spec.console_log).map_err(file_error("open", &spec.console_log))?;
     let console = Arc::new(Mutex::new(console));
     let slots = spec.disks.iter().map(create_slot).collect::<Result<Vec<_>, _>>()?;
     let vsock_error = |source| EngineError::Vsock { cid: spec.guest_cid, source };

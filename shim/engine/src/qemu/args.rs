@@ -68,7 +68,7 @@ pub(super) enum VhostKind {
 }
 
 impl VhostKind {
-    /// Adds the options that QEMU itself must know.
+    /// Adds the device properties that QEMU itself needs; the vhost back end serves the rest.
     fn add_required_options(self, option: QemuOption) -> QemuOption {
         match self {
             VhostKind::Fs => option.set("tag", share::TAG).set("queue-size", share::QUEUE_SIZE),

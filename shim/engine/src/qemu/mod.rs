@@ -77,7 +77,7 @@ impl Engine for QemuEngine {
         for path in [&spec.kernel, &spec.initrd] {
             fs::File::open(path).map_err(file_error("open", path))?;
         }
-        let console = ConsoleLog::open(&spec.console_log).map_err(file_error("open", &spec.console_log))?;
+        let console = ConsoleLog::create(&spec.console_log).map_err(file_error("open", &spec.console_log))?;
         let slots = spec.disks.iter().map(create_slot).collect::<Result<Vec<_>, _>>()?;
         let vsock_error = |source| EngineError::Vsock { cid: spec.guest_cid, source };
         let vsock = Vsock::new(spec.guest_cid).map_err(vsock_error)?;

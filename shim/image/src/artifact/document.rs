@@ -31,7 +31,7 @@ pub struct ArtifactKind {
 
 /// A validated manifest.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct ArtifactManifest {
     pub config: Descriptor,
     pub layers: Vec<Descriptor>,
 }
@@ -76,7 +76,7 @@ struct Raw {
 }
 
 /// Reads a manifest of this kind. `name` is the name that it was found under, for errors.
-pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Result<Found, ImageError> {
+pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Result<ArtifactManifest, ImageError> {
     let wrong = |source| ImageError::Manifest { what: format!("manifest of {name}"), source };
     let other = |found: &str| {
         let found = found.chars().filter(|c| !c.is_control()).take(100).collect();
@@ -105,7 +105,7 @@ pub fn read(kind: &ArtifactKind, name: &str, bytes: &[u8], most: usize) -> Resul
             found => return other(&format!("one with a layer {found}")),
         }
     }
-    Ok(Found { config: config.check().map_err(wrong)?, layers: checked })
+    Ok(ArtifactManifest { config: config.check().map_err(wrong)?, layers: checked })
 }
 
 #[cfg(test)]
@@ -130,7 +130,7 @@ pub mod tests {
             let named: Vec<_> = layers.iter().map(|blob| (blob.clone(), "a".to_owned())).collect();
             let written = write(&SAMPLE, b"{\"a\":1}", &named);
             let config = Descriptor { digest: Digest::of(b"{\"a\":1}"), size: 7 };
-            assert_eq!(read(&SAMPLE, "x", &written, 2).unwrap(), Found { config, layers });
+            assert_eq!(read(&SAMPLE, "x", &written, 2).unwrap(), ArtifactManifest { config, layers });
             assert_eq!(written, write(&SAMPLE, b"{\"a\":1}", &named));
         }
     }

@@ -20,14 +20,14 @@ const MARK: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
 
 /// A name in a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct LayoutReference {
     directory: PathBuf,
     tag: String,
 }
 
-impl Layout {
+impl LayoutReference {
     /// Parses `/DIRECTORY` or `/DIRECTORY:TAG`. `whole` is the text that the user wrote, for errors.
-    pub fn parse(whole: &str, text: &str) -> Result<Layout, ImageError> {
+    pub fn parse(whole: &str, text: &str) -> Result<LayoutReference, ImageError> {
         let (directory, tag) = match text.rsplit_once(':') {
             Some((directory, tag)) if !tag.contains('/') => (directory, tag),
             _ => (text, "latest"),
@@ -41,7 +41,7 @@ impl Layout {
         if !directory.is_absolute() || directory.components().any(|part| part == std::path::Component::ParentDir) {
             return bad("after oci: a directory is expected, as a whole path without ..");
         }
-        Ok(Layout { directory, tag: tag.to_owned() })
+        Ok(LayoutReference { directory, tag: tag.to_owned() })
     }
 
     /// The name as users write it.
@@ -170,7 +170,8 @@ mod tests {
 
     #[test]
     fn names_are_whole_paths_with_a_tag() {
-        let parsed = |text: &str| Layout::parse(text, text.strip_prefix("oci:").unwrap()).map(|layout| layout.name());
+        let parsed =
+            |text: &str| LayoutReference::parse(text, text.strip_prefix("oci:").unwrap()).map(|layout| layout.name());
         assert_eq!(parsed("oci:/a/b").unwrap(), "oci:/a/b:latest");
         assert_eq!(parsed("oci:/a:b/c:v1.2").unwrap(), "oci:/a:b/c:v1.2");
         for text in ["oci:", "oci:a", "oci:/a:", "oci:/a/../b", "oci:/a:b c"] {

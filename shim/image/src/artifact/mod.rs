@@ -14,7 +14,7 @@ use crate::registry::Session;
 use crate::registry::download::Part;
 use crate::{Auth, ImageError, Reference, Store};
 use bytes::{Buf, Bytes};
-use layout::Layout;
+use layout::LayoutReference;
 use nacelle_base::task::run_blocking;
 use nacelle_model::digest::Digest;
 use std::fs::File;
@@ -43,7 +43,7 @@ pub struct Artifacts {
 
 enum Place {
     Registry(Box<Session>, Reference),
-    Layout(Layout),
+    Layout(LayoutReference),
 }
 
 impl Store {
@@ -51,7 +51,7 @@ impl Store {
     /// contacted over HTTP even if the configuration does not say so.
     pub fn artifacts(&self, name: &str, auth: Option<Auth>, plain_http: bool) -> Result<Artifacts, ImageError> {
         let place = match name.strip_prefix(LAYOUT) {
-            Some(layout) => Place::Layout(Layout::parse(name, layout)?),
+            Some(layout) => Place::Layout(LayoutReference::parse(name, layout)?),
             None => {
                 let reference = Reference::parse(name)?;
                 let session = Session::new(self.http(), &reference, auth, plain_http)?;

@@ -9,7 +9,7 @@ use nacelle_model::digest::Digest;
 const MAGIC: &[u8; 8] = b"NACLAYR1";
 
 /// The maximum number of chunks of a sparse file; larger files have larger chunks.
-pub const MAX_CHUNKS: u64 = 1 << 16;
+pub const MAX_FILE_CHUNKS: u64 = 1 << 16;
 
 /// The bytes reserved for a number that is known only at the end.
 const PADDED: usize = 10;
@@ -256,7 +256,7 @@ fn check(entry: &Entry, blocks: u64) -> Result<(), &'static str> {
             let inside = chunks.iter().all(|&(number, block)| {
                 u64::from(number) < size.div_ceil(chunk) && u64::from(block) + chunk / BLOCK <= blocks
             });
-            if ascending && inside && size.div_ceil(chunk) <= MAX_CHUNKS {
+            if ascending && inside && size.div_ceil(chunk) <= MAX_FILE_CHUNKS {
                 Ok(())
             } else {
                 Err("its chunks are not in the blob or not in order")

@@ -4,7 +4,7 @@
 //! and that ends with it. Both end soon after the budget's caller has cancelled. In memory are one entry, the pieces in transit,
 //! and the encoded index; all of it is charged to the budget.
 
-use super::index::{Data, Device, Entry, IndexWriter, MAX_CHUNKS, Meta, What};
+use super::index::{Data, Device, Entry, IndexWriter, MAX_FILE_CHUNKS, Meta, What};
 use super::tar::{Archive, Header, Kind, TarError};
 use super::{BLOCK, MAX_NAME, MAX_PATH, clean};
 use crate::budget::{Budget, BudgetError, Cancel};
@@ -108,7 +108,7 @@ pub fn ingest(source: impl Read, blob: &File, limits: Limits, budget: &mut Budge
     let (sender, receiver) = sync_channel(PIECES);
     std::thread::scope(|scope| {
         let unpacking = scope.spawn(move || unpack(receiver, blob, limits, budget));
-        let fed = feed(source, packing, sender, &cancel);
+        let fed = decompress_and_hash(source, packing, sender, &cancel);
         let unpacked = unpacking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         // If the unpacking thread stopped, its error is the cause; the feeder only saw that the channel was closed.
         match (fed, unpacked) {
@@ -181,7 +181,7 @@ fn window(frame: &[u8]) -> Option<u32> {
 }
 
 /// The first thread: hashes the stream and sends it decompressed to the second.
-fn feed<R: Read>(
+fn decompress_and_hash<R: Read>(
     mut source: BufReader<io::Chain<io::Cursor<Vec<u8>>, Hashing<R>>>,
     packing: Packing,
     sender: SyncSender<Vec<u8>>,
@@ -435,12 +435,12 @@ impl BlobWriter<'_> {
         archive: &mut Archive<R>,
     ) -> Result<Data, LayerError> {
         let mut bits = 0u8;
-        while size.div_ceil(BLOCK << bits) > MAX_CHUNKS {
+        while size.div_ceil(BLOCK << bits) > MAX_FILE_CHUNKS {
             bits += 1;
             if bits > 20 {
                 return Err(LayerError::TooLarge {
                     what: "bytes in one sparse file",
-                    limit: (BLOCK << 20) * MAX_CHUNKS,
+                    limit: (BLOCK << 20) * MAX_FILE_CHUNKS,
                 });
             }
         }
@@ -449,7 +449,7 @@ impl BlobWriter<'_> {
         let mut place = 0;
         for &(mut offset, mut length) in pieces {
             while length > 0 {
-                let number = u32::try_from(offset / chunk).unwrap_or(u32::MAX); // At most MAX_CHUNKS.
+                let number = u32::try_from(offset / chunk).unwrap_or(u32::MAX); // At most MAX_FILE_CHUNKS.
                 if chunks.last().is_none_or(|last| last.0 != number) {
                     place = self.reserve(chunk)?;
                     if self.end > self.limit.saturating_add(chunk) {

@@ -47,10 +47,10 @@ impl Session {
         let special = http.special(registry);
         let endpoint = |base: String, mirror: bool| {
             let base = base.trim_end_matches('/').to_owned();
-            let uri: Uri = base.parse().map_err(|_cause| ImageError::Url { text: base.clone() })?;
+            let uri: Uri = base.parse().map_err(|_cause| ImageError::Url { url: base.clone() })?;
             let host = uri.authority().map(|authority| authority.as_str().to_owned());
             let host = host.filter(|_| matches!(uri.scheme_str(), Some("http" | "https")));
-            let host = host.ok_or_else(|| ImageError::Url { text: base.clone() })?;
+            let host = host.ok_or_else(|| ImageError::Url { url: base.clone() })?;
             let may_see = match &server {
                 Some(server) => *server == host || !mirror && server == registry,
                 None => !mirror,
@@ -133,7 +133,7 @@ impl Session {
     fn url(&self, endpoint: &Endpoint, path: &str) -> Result<Uri, ImageError> {
         let query = if endpoint.mirror { format!("?ns={}", self.registry) } else { String::new() };
         let text = format!("{}/v2/{}/{path}{query}", endpoint.base, self.repository);
-        text.parse().map_err(|_cause| ImageError::Url { text })
+        text.parse().map_err(|_cause| ImageError::Url { url: text })
     }
 
     /// Sends a request with the credentials that the endpoint wants. Returns an answer with an error status as it is.

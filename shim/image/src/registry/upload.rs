@@ -135,7 +135,7 @@ impl Body for Outgoing {
 impl Session {
     /// Returns the endpoint of the registry itself.
     fn registry(&self) -> Result<&Endpoint, ImageError> {
-        self.endpoints.last().ok_or_else(|| ImageError::Url { text: self.registry.clone() })
+        self.endpoints.last().ok_or_else(|| ImageError::Url { url: self.registry.clone() })
     }
 
     /// Uploads a file as a blob, unless the registry has it.

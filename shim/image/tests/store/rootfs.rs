@@ -465,7 +465,7 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
     let to = directory.path().join("copy");
     let copy = async |path: &str, most| {
         let file = std::fs::File::create(&to).unwrap();
-        let copied = store.copy_file(&id, path, most, file).await.unwrap();
+        let copied = store.copy_file_from_image(&id, path, most, file).await.unwrap();
         (copied, std::fs::read(&to).unwrap())
     };
     // The root is the image's: no path leads above it.
@@ -477,6 +477,6 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
         assert_eq!(copy(path, 10_001).await, (Copied::Missing, vec![]), "{path}");
     }
     let other = Digest::of(b"another");
-    let error = store.copy_file(&other, "/a", 1, std::fs::File::create(&to).unwrap()).await.unwrap_err();
+    let error = store.copy_file_from_image(&other, "/a", 1, std::fs::File::create(&to).unwrap()).await.unwrap_err();
     assert_eq!(error.kind(), Kind::NotFound);
 }

@@ -6,7 +6,7 @@ use super::volume_error::VolumeError;
 use super::volumes::{image_volume_path, image_with_disk};
 use nacelle_base::{Classify, Kind};
 use nacelle_image::{ImageError, Store};
-use nacelle_model::machine::{DiskSource, INITRD, KERNEL, MachineDocument};
+use nacelle_model::machine::{DiskSource, INITRD_SOURCE_KEY, KERNEL_SOURCE_KEY, MachineDocument};
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
 use nacelle_model::record::ContainerRecord;
 use std::collections::BTreeMap;
@@ -83,8 +83,8 @@ pub async fn build_document(
     node_sources: BTreeMap<String, DiskSource>,
 ) -> Result<Vec<u8>, SourceError> {
     let mut found = node_sources;
-    let kernel = machine.kernel.iter().map(|kernel| (KERNEL, &kernel.kernel));
-    let initrd = machine.kernel.iter().filter_map(|kernel| Some((INITRD, kernel.initrd.as_ref()?)));
+    let kernel = machine.kernel.iter().map(|kernel| (KERNEL_SOURCE_KEY, &kernel.kernel));
+    let initrd = machine.kernel.iter().filter_map(|kernel| Some((INITRD_SOURCE_KEY, kernel.initrd.as_ref()?)));
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
     for (name, source) in kernel.chain(initrd).chain(disks) {
         if let RequestedDiskSource::Image { image, path } = source {

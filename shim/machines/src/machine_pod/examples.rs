@@ -7,7 +7,7 @@ use crate::MachineSettings;
 use crate::honoured::unsupported_settings;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::device::DeviceRequest;
-use nacelle_model::machine::KERNEL;
+use nacelle_model::machine::KERNEL_SOURCE_KEY;
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
 use nacelle_model::mount::{ImageVolume, NodeVolume, Propagation};
 use nacelle_model::pod::PodConfig;
@@ -107,7 +107,7 @@ fn check_container_request(machine: &MachinePod, pod: &Value) {
     check_volumes(machine, &config).unwrap();
     let kernel = machine.kernel.iter().flat_map(|kernel| [Some(&kernel.kernel), kernel.initrd.as_ref()]).flatten();
     let disks = machine.disks.iter().map(|disk| (disk.name.as_str(), &disk.source));
-    for (name, source) in disks.chain(kernel.map(|source| (KERNEL, source))) {
+    for (name, source) in disks.chain(kernel.map(|source| (KERNEL_SOURCE_KEY, source))) {
         if let RequestedDiskSource::Image { image, .. } = source {
             let at = image_volume_path(name);
             let volume = config.volumes.iter().find(|volume| Path::new(&volume.container_path) == at);

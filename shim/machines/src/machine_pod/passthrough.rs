@@ -34,13 +34,13 @@ pub enum PassthroughError {
         "config.devices.host_path is {path:?}: of that directory, a machine pod can only have /dev/vfio/NUMBER, the IOMMU group of a PCI device"
     )]
     NoGroup {
-        /// The path.
+        /// The path of the device on the node, for example /dev/vfio/12.
         path: String,
     },
     /// The group does not exist, or is empty.
     #[error("config.devices.host_path is {path:?}: the node's kernel has no PCI device in this IOMMU group")]
     EmptyGroup {
-        /// The path.
+        /// The path of the device on the node, for example /dev/vfio/12.
         path: String,
     },
     /// Another driver uses a device of the group.
@@ -49,7 +49,7 @@ pub enum PassthroughError {
          passed as a whole; bind the device to vfio-pci"
     )]
     Used {
-        /// The path.
+        /// The path of the device on the node, for example /dev/vfio/12.
         path: String,
         /// The device's PCI address.
         address: String,
@@ -69,7 +69,7 @@ pub enum PassthroughError {
     Permissions {
         /// The requested permissions.
         permissions: String,
-        /// The path.
+        /// The path of the device on the node, for example /dev/vfio/12.
         path: String,
     },
     /// An operation on sysfs or in the pod's directory failed.

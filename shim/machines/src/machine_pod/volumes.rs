@@ -7,7 +7,7 @@ use nacelle_base::retry::retry_transient;
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::digest::ImageId;
-use nacelle_model::machine::{Credential, Disk, Filesystem, INITRD, KERNEL};
+use nacelle_model::machine::{Credential, Disk, Filesystem, INITRD_SOURCE_KEY, KERNEL_SOURCE_KEY};
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
 use nacelle_model::mount::{MountOption, NodeVolume, Propagation};
 use nix::errno::Errno;
@@ -70,7 +70,11 @@ pub fn is_machine_image_volume(machine: &MachinePod, path: &str) -> bool {
 
 /// Returns the container path of the image volume for this disk or kernel.
 pub fn image_volume_path(name: &str) -> PathBuf {
-    Path::new(VOLUMES_DIRECTORY).join(if [KERNEL, INITRD].contains(&name) { KERNEL_BOOT } else { name })
+    Path::new(VOLUMES_DIRECTORY).join(if [KERNEL_SOURCE_KEY, INITRD_SOURCE_KEY].contains(&name) {
+        KERNEL_BOOT
+    } else {
+        name
+    })
 }
 
 /// Returns the image with this disk or kernel: that of its image volume, otherwise the container's own. `images` are the images

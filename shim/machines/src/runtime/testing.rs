@@ -94,7 +94,7 @@ impl PodRuntime for FakeRuntime {
         unavailable()
     }
 
-    async fn dial(&self, _pod: &PodId, _port: u16) -> Result<UnixStream, PodRuntimeError> {
+    async fn connect_tcp(&self, _pod: &PodId, _port: u16) -> Result<UnixStream, PodRuntimeError> {
         unavailable()
     }
 }

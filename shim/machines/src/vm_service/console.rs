@@ -57,7 +57,7 @@ pub(super) async fn open(
             tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender));
         }
         VmConsole::Screen => {
-            let screen = runtime.dial(&container.pod, VNC_PORT).await.map_err(error_status)?;
+            let screen = runtime.connect_tcp(&container.pod, VNC_PORT).await.map_err(error_status)?;
             let (from_vm, to_vm) = screen.into_split();
             tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender));
         }

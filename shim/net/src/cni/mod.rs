@@ -44,7 +44,7 @@ pub(crate) const INTERFACE: &str = "eth0";
 /// The maximum number of pods that are attached or detached at the same time.
 const MAX_PARALLEL: u32 = 64;
 /// The interval of the checks whether a plugin of a former daemon has ended.
-const CLAIM_POLL: Duration = Duration::from_millis(10);
+const FORMER_PLUGIN_POLL: Duration = Duration::from_millis(10);
 
 /// The CNI runtime of this node.
 #[derive(Debug)]
@@ -310,7 +310,7 @@ impl Cni {
             if Instant::now() >= end {
                 return Err(CniError::Busy { pod: id.to_string() });
             }
-            tokio::time::sleep(CLAIM_POLL).await;
+            tokio::time::sleep(FORMER_PLUGIN_POLL).await;
         }
     }
 

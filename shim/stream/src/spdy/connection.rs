@@ -60,7 +60,7 @@ impl Connection {
         let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
         let (announce, streams) = mpsc::channel(STREAMS);
         let session = Arc::new(Window::new(false, WINDOW.into()));
-        let inbound = Inbound {
+        let inbound = ConnectionReader {
             input,
             out: out.clone(),
             life: life.clone(),
@@ -104,7 +104,7 @@ struct Entry {
     ended: CancellationToken,
 }
 
-struct Inbound<R> {
+struct ConnectionReader<R> {
     input: R,
     out: mpsc::Sender<Out>,
     life: Life,
@@ -119,7 +119,7 @@ struct Inbound<R> {
     owed: usize,
 }
 
-impl<R: AsyncRead + Unpin> Inbound<R> {
+impl<R: AsyncRead + Unpin> ConnectionReader<R> {
     async fn run(mut self) {
         let life = self.life.clone();
         tokio::select! {

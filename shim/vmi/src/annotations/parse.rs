@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// Two sources set a field to different values.
 const CONFLICT: Rule = Rule("annotation-conflict");
-/// The maximum number of presets, and of ssh_keys, of a pod.
+/// The maximum number of presets, and of SSH keys, of a pod.
 const MAX_NAMES: usize = 16;
 const MAX_KEYS: usize = 64;
 
@@ -209,7 +209,7 @@ impl<'a> Reader<'a> {
             self.set("grace-period", &["terminationGracePeriodSeconds"], json!(seconds));
         }
         if let Some(mac) = self.text("mac") {
-            self.first_mac(mac);
+            self.set_first_interface_mac(mac);
         }
     }
 
@@ -238,7 +238,7 @@ impl<'a> Reader<'a> {
         self.tree.push(&["domain", "devices", "disks"], disk, &from, CONFLICT, self.causes);
     }
 
-    fn first_mac(&mut self, mac: &str) {
+    fn set_first_interface_mac(&mut self, mac: &str) {
         let from = format!("{PREFIX}mac");
         let path = ["domain", "devices", "interfaces"];
         let current = self.tree.get(&path).and_then(Value::as_array).and_then(|list| list.first());

@@ -80,7 +80,7 @@ pub fn memory(domain: &Domain, kind: SpecKind, causes: &mut Causes) {
             let message = "the memory of a VM must be set: here, in resources or by an instance type";
             causes.required(Rule("memory-missing"), format!("{MEMORY}.guest"), message);
         }
-        return rest(domain, None, causes);
+        return check_max_guest_and_hugepages(domain, None, causes);
     };
     let at = format!("{MEMORY}.guest");
     match guest.bytes() {
@@ -91,12 +91,12 @@ pub fn memory(domain: &Domain, kind: SpecKind, causes: &mut Causes) {
             if bytes % MIB != 0 {
                 causes.invalid(Rule("memory-mib"), at, guest, "must be whole mebibytes");
             }
-            rest(domain, Some(bytes), causes);
+            check_max_guest_and_hugepages(domain, Some(bytes), causes);
         }
     }
 }
 
-fn rest(domain: &Domain, guest: Option<u64>, causes: &mut Causes) {
+fn check_max_guest_and_hugepages(domain: &Domain, guest: Option<u64>, causes: &mut Causes) {
     let Some(memory) = &domain.memory else { return };
     if let Some(most) = &memory.max_guest {
         let at = format!("{MEMORY}.maxGuest");

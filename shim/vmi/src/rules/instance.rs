@@ -10,8 +10,8 @@ use crate::spec::{
 /// The maximum grace period in seconds: a day.
 const MAX_GRACE: i64 = 24 * 3600;
 
-/// Checks all of these fields.
-pub fn check(spec: &InstanceSpec, causes: &mut Causes) {
+/// Checks probes, access credentials, grace period and strategies.
+pub fn check_instance_fields(spec: &InstanceSpec, causes: &mut Causes) {
     if let Some(probe) = &spec.liveness_probe {
         check_probe(probe, "spec.livenessProbe", true, causes);
     }

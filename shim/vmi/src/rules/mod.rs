@@ -28,6 +28,6 @@ pub fn check(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
     interfaces::check(spec, causes);
     devices::check(spec, causes);
     volumes::check(spec, causes);
-    instance::check(spec, causes);
+    instance::check_instance_fields(spec, causes);
     pod::check(spec, settings, kind, causes);
 }

@@ -35,7 +35,7 @@ document! {
         pub instancetype: Option<Matcher>,
         /// The preference.
         pub preference: Option<Matcher>,
-        /// The template of a run.
+        /// The pod template of a VirtualMachine; each start creates a pod from it.
         pub template: Template,
     }
 
@@ -47,11 +47,11 @@ document! {
         pub kind: String,
     }
 
-    /// The template of a run.
+    /// The pod template of a VirtualMachine; each start creates a pod from it.
     pub struct Template {
         /// Labels and annotations of the pod.
         pub metadata: Metadata,
-        /// The specification of the run.
+        /// The specification of the VM instance.
         pub spec: InstanceSpec,
     }
 }
@@ -73,7 +73,7 @@ words! {
         Paused = "paused",
     }
 
-    /// The kind of a pod.
+    /// Selects between a container pod and a machine pod.
     pub enum SpecKind {
         Container = "container",
         Machine = "machine",

@@ -32,7 +32,7 @@ words! {
 
 /// Returns a document of a type; parts of the wrong shape are reported and left out.
 pub fn typed<T: JsonSchema + DeserializeOwned + Default>(mut value: Value, at: &str) -> (T, Causes) {
-    let mut causes = shape::check(&mut value, &schema::of::<T>(), at);
+    let mut causes = shape::prune_to_schema(&mut value, &schema::of::<T>(), at);
     let read = serde_json::from_value(value).unwrap_or_else(|error| {
         causes.forbidden(Rule("field-shape"), at, format!("cannot be read: {error}"));
         T::default()

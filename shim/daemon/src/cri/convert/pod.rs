@@ -16,8 +16,8 @@ const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "f
 const HOSTNAME: usize = 64;
 
 /// Checks and converts a pod's configuration. `handler` is the request's runtime_handler, whose existence the caller checks, and
-/// `engine` that handler's setting; `policy` determines the handling of pods with namespaces of the node, and of privileged ones. The parts that depend on the
-/// handler are left out.
+/// `engine` that handler's setting; `policy` determines the handling of pods with namespaces of the node, and of privileged ones.
+/// The parts that depend on the handler's other settings are left out.
 pub fn pod_config(
     config: Option<&cri::PodSandboxConfig>,
     handler: &str,

@@ -1,7 +1,7 @@
 //! The actor of one pod: one task holds the pod's records and the client of its pod process, and handles the pod's events one at a
 //! time: inbox → step → record → effect → publish. Effects run in tasks of their own and send their results to the inbox, so a
 //! slow guest never delays a stop or a status. A caller may drop its request at any time; the actor completes the work all the
-//! same. The module uses the state tables, `boot` and `make` (effects) and the store, and knows nothing of CRI.
+//! same. The module uses the state tables, the effects in `pod` and `container`, and the store, and knows nothing of CRI.
 
 pub mod announce;
 mod container;
@@ -313,7 +313,7 @@ impl Actor {
         self.parts.store.commit(changes).await.map_err(at("record the change"))
     }
 
-    /// Records and publishes the pod's current state. A failure is only logged: the event cannot be torn_down, and the next change
+    /// Records and publishes the pod's current state. A failure is only logged: the event cannot be undone, and the next change
     /// writes the whole record again.
     async fn keep_pod(&mut self) {
         let kept = self.parts.store.commit(vec![Change::Pod(self.pod.clone().into())]).await;

@@ -75,7 +75,7 @@ async fn copy(
     };
     let (open, copied) = blocking(made).await?;
     let (image, path) = (kernel.image.clone(), kernel.path.clone());
-    match parts.images.copy_file(id, &path, MAX_KERNEL_BYTES, copied).await {
+    match parts.images.copy_file_from_image(id, &path, MAX_KERNEL_BYTES, copied).await {
         Ok(Copied::All(_)) => {}
         Ok(Copied::Missing) => return Err(OwnKernelError::NoFile { image, path }),
         Ok(Copied::TooLarge(size)) => return Err(OwnKernelError::TooLarge { image, path, size }),

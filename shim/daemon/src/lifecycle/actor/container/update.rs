@@ -29,13 +29,13 @@ impl Actor {
             return;
         }
         match entry.record.state {
-            ContainerState::Creating => self.refuse_too_few(&id),
+            ContainerState::Creating => self.reject_updates_with_too_few_cpus(&id),
             _ => self.begin_update(&id).await,
         }
     }
 
     /// Completes the leading changes of a container that are rejected for this reason.
-    fn refuse_too_few(&mut self, id: &ContainerId) {
+    fn reject_updates_with_too_few_cpus(&mut self, id: &ContainerId) {
         loop {
             let entry = self.containers.get(id).filter(|entry| is_live(entry.record.state));
             let Some((change, _)) = entry.and_then(|entry| entry.updates.front()) else { return };
@@ -48,7 +48,7 @@ impl Actor {
 
     /// Starts the first pending change that is possible, and rejects those before it.
     pub(crate) async fn begin_update(&mut self, id: &ContainerId) {
-        self.refuse_too_few(id);
+        self.reject_updates_with_too_few_cpus(id);
         if self.containers.get(id).is_none_or(|entry| entry.updates.is_empty()) {
             return;
         }
