@@ -7,29 +7,14 @@ use libcontainer::oci_spec::OciSpecError;
 use libcontainer::oci_spec::runtime::{
     LinuxDeviceBuilder, LinuxDeviceCgroup, LinuxDeviceCgroupBuilder, LinuxDeviceType, Spec,
 };
+use nacelle_proto::agent::BlockDevice;
 use std::io;
-use std::path::{Path, PathBuf};
-
-/// A block device of the node that a container gets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodeDevice {
-    /// The partition of the VM's volume disk.
-    pub partition: u32,
-    /// The path of the device file in the container.
-    pub path: PathBuf,
-    /// The permitted operations: of "r", "w" and "m" (mknod).
-    pub access: String,
-    /// The permissions of the device file.
-    pub mode: u32,
-    /// The owner and the group of the device file.
-    pub owner: (u32, u32),
-}
+use std::path::Path;
 
 /// Adds a block device with these numbers to a specification.
-pub fn add_device(spec: &mut Spec, device: &NodeDevice, (major, minor): (i64, i64)) -> Result<(), OciSpecError> {
-    let (uid, gid) = device.owner;
-    let node = LinuxDeviceBuilder::default().path(&device.path).typ(LinuxDeviceType::B).major(major).minor(minor);
-    let node = node.file_mode(device.mode & 0o777).uid(uid).gid(gid).build()?;
+pub fn add_device(spec: &mut Spec, device: &BlockDevice, (major, minor): (i64, i64)) -> Result<(), OciSpecError> {
+    let node = LinuxDeviceBuilder::default().path(&device.container_path).typ(LinuxDeviceType::B);
+    let node = node.major(major).minor(minor).file_mode(device.mode & 0o777).uid(device.uid).gid(device.gid).build()?;
     let rule = LinuxDeviceCgroupBuilder::default().allow(true).typ(LinuxDeviceType::B).major(major).minor(minor);
     let rule = rule.access(&device.access).build()?;
     let mut linux = spec.linux().clone().unwrap_or_default();
@@ -232,11 +217,17 @@ mod tests {
     #[test]
     fn a_device_of_the_node_is_a_file_and_a_rule() {
         let mut spec = Spec::default();
-        let device =
-            NodeDevice { partition: 3, path: "/dev/data".into(), access: "r".into(), mode: 0o60660, owner: (1, 6) };
+        let device = BlockDevice {
+            partition: 3,
+            container_path: "/dev/data".into(),
+            access: "r".into(),
+            mode: 0o60660,
+            uid: 1,
+            gid: 6,
+        };
         add_device(&mut spec, &device, (254, 35)).unwrap();
-        add_device(&mut spec, &NodeDevice { path: "/dev/more".into(), access: "rwm".into(), ..device }, (259, 1))
-            .unwrap();
+        let other = BlockDevice { container_path: "/dev/more".into(), access: "rwm".into(), ..device };
+        add_device(&mut spec, &other, (259, 1)).unwrap();
         let linux = spec.linux().as_ref().unwrap();
         let nodes = linux.devices().as_ref().unwrap();
         let node = nodes.iter().find(|node| node.path() == Path::new("/dev/data")).unwrap();

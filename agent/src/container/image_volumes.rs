@@ -4,6 +4,7 @@
 
 use libcontainer::oci_spec::runtime::{Mount, MountBuilder};
 use nacelle_base::{Classify, Kind};
+use nacelle_proto::agent::ImageVolume;
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,19 +13,6 @@ use crate::rootfs::{self, EntryKind, MountPoints, Owner, RootPathError};
 
 /// Mounts of the container itself into which a link must not lead a volume.
 const RESERVED_TARGETS: [&str; 2] = ["proc", "sys"];
-
-/// An image, or a directory of it, that a container sees at a path.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ImageVolumeMount {
-    /// The partition of the image.
-    pub partition: u32,
-    /// The directory of the image that is mounted; empty: the whole image.
-    pub sub_path: String,
-    /// The mount point in the container.
-    pub container_path: PathBuf,
-    /// Whether programs in the volume cannot be executed.
-    pub noexec: bool,
-}
 
 /// Reasons an image volume cannot be mounted. Each text begins with the reason that kubelet knows.
 #[derive(Debug, thiserror::Error)]
@@ -62,24 +50,19 @@ impl Classify for ImageVolumeError {
 }
 
 /// Returns the mount of a volume, whose image is mounted at `image`, and makes its mount point in the root, owned by `owner`.
-pub fn prepare_mount(
-    root: &Path,
-    image: &Path,
-    volume: &ImageVolumeMount,
-    owner: Owner,
-) -> Result<Mount, ImageVolumeError> {
+pub fn prepare_mount(root: &Path, image: &Path, volume: &ImageVolume, owner: Owner) -> Result<Mount, ImageVolumeError> {
     let source = find_source(image, volume)?;
-    prepare_mount_point(root, &volume.container_path, owner)?;
+    prepare_mount_point(root, Path::new(&volume.container_path), owner)?;
     // The builder fails only if a part is missing, and none is.
     let noexec = volume.noexec.then_some("noexec");
     let options: Vec<_> = ["bind", "ro", "nosuid", "nodev"].into_iter().chain(noexec).map(str::to_owned).collect();
     let mount = MountBuilder::default().source(source).destination(&volume.container_path).typ("bind").options(options);
-    mount.build().map_err(|_missing| ImageVolumeError::Path { at: volume.container_path.clone() })
+    mount.build().map_err(|_missing| ImageVolumeError::Path { at: (&volume.container_path).into() })
 }
 
 /// Returns the path of the volume's directory in the image, without links.
-fn find_source(image: &Path, volume: &ImageVolumeMount) -> Result<PathBuf, ImageVolumeError> {
-    let (at, sub_path) = (volume.container_path.clone(), volume.sub_path.clone());
+fn find_source(image: &Path, volume: &ImageVolume) -> Result<PathBuf, ImageVolumeError> {
+    let (at, sub_path) = (PathBuf::from(&volume.container_path), volume.sub_path.clone());
     let path = Path::new(&sub_path);
     if path.is_absolute() || path.components().any(|part| part.as_os_str() == OsStr::new("..")) {
         return Err(ImageVolumeError::SubPath { at, sub_path });
@@ -117,8 +100,8 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    fn volume(sub_path: &str, at: &str) -> ImageVolumeMount {
-        ImageVolumeMount { partition: 1, sub_path: sub_path.into(), container_path: at.into(), noexec: false }
+    fn volume(sub_path: &str, at: &str) -> ImageVolume {
+        ImageVolume { partition: 1, sub_path: sub_path.into(), container_path: at.into(), noexec: false }
     }
 
     struct Pair {
@@ -164,8 +147,7 @@ mod tests {
             assert_eq!(mount.source().as_deref(), Some(image.join(found).components().as_path()), "{sub_path}");
             assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev"]);
         }
-        let mount =
-            prepare_mount(&root, &image, &ImageVolumeMount { noexec: true, ..volume("", "/mnt") }, None).unwrap();
+        let mount = prepare_mount(&root, &image, &ImageVolume { noexec: true, ..volume("", "/mnt") }, None).unwrap();
         assert_eq!(mount.options().as_deref().unwrap(), ["bind", "ro", "nosuid", "nodev", "noexec"]);
         for sub_path in ["none", "etc/none", "out", "out/x", "loop", "etc/passwd/x"] {
             let error = prepare_mount(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();

@@ -1,9 +1,6 @@
 //! Defines the parameters of a new container and of an exec, as plain data.
 
-use nacelle_proto::agent::{EmptyDir, PidMode};
-
-use super::devices::NodeDevice;
-use super::image_volumes::ImageVolumeMount;
+use nacelle_proto::agent::{BlockDevice, EmptyDir, ImageVolume, PidMode};
 
 /// The parameters of a new container.
 #[derive(Debug)]
@@ -25,9 +22,9 @@ pub struct CreateOptions {
     /// The PID namespace if `pid_of` is empty.
     pub pid_mode: PidMode,
     /// Image volumes, in the order in which they are mounted.
-    pub volumes: Vec<ImageVolumeMount>,
+    pub volumes: Vec<ImageVolume>,
     /// Block devices of the node.
-    pub devices: Vec<NodeDevice>,
+    pub devices: Vec<BlockDevice>,
     /// emptyDir volumes in memory or on disks of the VM.
     pub empty_dirs: Vec<EmptyDir>,
 }

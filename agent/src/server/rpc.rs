@@ -3,9 +3,9 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, BlockDevice, CreateContainerRequest, DetachDeviceRequest,
-    DetachImageRequest, DropVolumeRequest, ExecRequest, ImageVolume, ListContainersResponse, MemoryRange,
-    PushVolumeRequest, RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse,
+    AttachDeviceRequest, AttachImageRequest, CreateContainerRequest, DetachDeviceRequest, DetachImageRequest,
+    DropVolumeRequest, ExecRequest, ListContainersResponse, MemoryRange, PushVolumeRequest, RenewRequest,
+    SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -18,8 +18,6 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
-use crate::container::devices::NodeDevice;
-use crate::container::image_volumes::ImageVolumeMount;
 use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions};
 use crate::copied_in::{CopiedInVolumes, PushError, VolumeDraft};
 use crate::memory::HotplugMemory;
@@ -47,25 +45,6 @@ pub struct AgentService {
 
 fn to_status(error: &AgentError) -> Status {
     Status::new(Code::from_i32(error.kind().grpc_code()), Chain(error).to_string())
-}
-
-fn image_volume(volume: ImageVolume) -> ImageVolumeMount {
-    ImageVolumeMount {
-        partition: volume.partition,
-        sub_path: volume.sub_path,
-        container_path: volume.container_path.into(),
-        noexec: volume.noexec,
-    }
-}
-
-fn node_device(device: BlockDevice) -> NodeDevice {
-    NodeDevice {
-        partition: device.partition,
-        path: device.container_path.into(),
-        access: device.access,
-        mode: device.mode,
-        owner: (device.uid, device.gid),
-    }
 }
 
 fn saturate(number: u32) -> u16 {
@@ -158,8 +137,8 @@ impl Agent for AgentService {
             stdin: request.stdin,
             pid_of: request.pid_of,
             pid_mode,
-            volumes: request.volumes.into_iter().map(image_volume).collect(),
-            devices: request.devices.into_iter().map(node_device).collect(),
+            volumes: request.volumes,
+            devices: request.devices,
             empty_dirs: request.empty_dirs,
         };
         run_to_end(Arc::clone(&self.pod).create_container(options)).await.map(Response::new)

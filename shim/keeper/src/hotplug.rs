@@ -1,124 +1,29 @@
-//! Hot-plugs and unplugs disks of a VM in addition to those of its specification. They are empty at first, and persist until they
-//! are removed or the VM is. The commands are those of QEMU's QMP reference (blockdev-add, device_add, device_del); the ports are
-//! described in its docs/pcie.txt.
+//! Hot-plugs and unplugs disks of a VM while it runs, by the commands of QEMU's QMP reference (blockdev-add, device_add, device_del);
+//! the ports are described in its docs/pcie.txt. `hotplug_list` has the list of these disks.
 
 use crate::disk;
 use crate::error::KeeperError;
+use crate::hotplug_list::{HotplugDisk, SLOTS, is_name};
 use crate::qcow2::{self, MAX_SIZE};
 use crate::qemu;
 use crate::qemu_process::QemuProcess;
 use crate::vm::PodVm;
-use nacelle_base::files::{remove_if_there, write_whole};
-use nacelle_base::json;
+use nacelle_base::files::remove_if_there;
 use nacelle_base::task::run_blocking;
 use nacelle_model::machine::Board;
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The maximum number of hot-plugged disks of a VM.
-pub const SLOTS: u8 = 8;
-/// The list of the hot-plugged disks, in the directory of their files.
-pub const HOTPLUG_LIST: &str = "added.json";
-/// The maximum size of the list in bytes.
-const MAX_LIST_BYTES: u64 = 64 << 10;
-/// The maximum length of a name: a serial number of virtio has 20 bytes.
-const MAX_NAME: usize = 20;
 /// Disk sizes are multiples of this number of bytes.
 const SECTOR: u64 = 512;
 /// The time that the guest has to release a disk.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
 /// The interval of the checks whether the guest has released a disk.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-
-/// A hot-plugged disk.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HotplugDisk {
-    /// The disk's name, which is also its serial number.
-    pub name: String,
-    /// The disk's slot, less than [`SLOTS`].
-    #[serde(rename = "place")]
-    pub slot: u8,
-    /// The disk's size in bytes.
-    pub bytes: u64,
-}
-
-impl HotplugDisk {
-    /// Returns the name of the disk's file. No disk of a specification has a dot in its name.
-    pub fn file(&self) -> String {
-        format!("{}.added.qcow2", self.name)
-    }
-}
-
-/// The hot-plugged disks of a VM.
-#[derive(Debug)]
-pub struct HotplugDisks {
-    directory: PathBuf,
-    all: Vec<HotplugDisk>,
-}
-
-impl HotplugDisks {
-    /// Loads the hot-plugged disks of a VM that has their files in this directory. Blocks.
-    pub fn load(directory: &Path) -> Result<HotplugDisks, KeeperError> {
-        let path = directory.join(HOTPLUG_LIST);
-        let mut text = Vec::new();
-        match File::open(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            opened => {
-                let file = opened.map_err(KeeperError::file("open", &path))?;
-                file.take(MAX_LIST_BYTES).read_to_end(&mut text).map_err(KeeperError::file("read", &path))?;
-            }
-        }
-        let all = if text.is_empty() { Vec::new() } else { parse_hotplug_list(&text)? };
-        let disks = HotplugDisks { directory: directory.to_owned(), all };
-        for disk in &disks.all {
-            disk::create_empty_disk(&disk.name, &disks.file(disk), disk.bytes)?;
-        }
-        Ok(disks)
-    }
-
-    /// Returns the disks and their files for QEMU's command line.
-    pub fn with_files(&self) -> Vec<(HotplugDisk, PathBuf)> {
-        self.all.iter().map(|disk| (disk.clone(), self.file(disk))).collect()
-    }
-
-    fn file(&self, disk: &HotplugDisk) -> PathBuf {
-        self.directory.join(disk.file())
-    }
-
-    async fn save(&self) -> Result<(), KeeperError> {
-        let (path, text) = (self.directory.join(HOTPLUG_LIST), serde_json::to_vec(&self.all).unwrap_or_default());
-        run_blocking("save the list of hot-plugged disks", move || write_whole(&path, &text))
-            .await?
-            .map_err(KeeperError::StateFile)
-    }
-}
-
-/// Parses the list, which this program has written.
-pub fn parse_hotplug_list(text: &[u8]) -> Result<Vec<HotplugDisk>, KeeperError> {
-    let all: Vec<HotplugDisk> = json::read(text).map_err(|source| KeeperError::InvalidDocument { source })?;
-    let is_valid = |(n, disk): (usize, &HotplugDisk)| {
-        let others = all.iter().take(n);
-        is_name(&disk.name)
-            && disk.slot < SLOTS
-            && (1..=MAX_SIZE).contains(&disk.bytes)
-            && others.into_iter().all(|other| other.name != disk.name && other.slot != disk.slot)
-    };
-    if all.iter().enumerate().all(is_valid) {
-        return Ok(all);
-    }
-    let value = String::from_utf8_lossy(text).chars().take(200).collect();
-    Err(KeeperError::InvalidField { field: HOTPLUG_LIST, value, rule: "the file is damaged: remove it" })
-}
-
-fn is_name(name: &str) -> bool {
-    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-    (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(plain)
-}
 
 /// Parses NAME=SIZE, with a size in bytes or with Ki, Mi, Gi or Ti.
 fn parse_volume(volume: &str) -> Result<(String, u64), KeeperError> {
@@ -331,31 +236,5 @@ mod tests {
         ] {
             assert!(parse_volume(volume).is_err(), "{volume}");
         }
-    }
-
-    #[test]
-    fn the_list_of_hotplugged_disks_is_validated() {
-        let directory = tempfile::tempdir().unwrap();
-        assert!(HotplugDisks::load(directory.path()).unwrap().all.is_empty());
-        let disk = |name: &str, slot| HotplugDisk { name: name.into(), slot, bytes: 1 << 20 };
-        let write = |all: &[HotplugDisk]| {
-            std::fs::write(directory.path().join(HOTPLUG_LIST), serde_json::to_vec(all).unwrap()).unwrap();
-            HotplugDisks::load(directory.path())
-        };
-        let disks = write(&[disk("a", 0), disk("b", 3)]).unwrap();
-        // A missing file is created again.
-        assert!(disks.with_files().iter().all(|(_, file)| file.exists()));
-        for invalid in [
-            [disk("a", 0), disk("a", 1)],
-            [disk("a", 0), disk("b", 0)],
-            [disk("a", 0), disk("b", SLOTS)],
-            [disk("a", 0), disk("../b", 1)],
-        ] {
-            assert!(write(&invalid).is_err(), "{invalid:?}");
-        }
-        let stored = r#"[{"name":"a","place":7,"bytes":512}]"#;
-        assert_eq!(parse_hotplug_list(stored.as_bytes()).unwrap()[0].slot, 7, "the stored name of the field is kept");
-        std::fs::write(directory.path().join(HOTPLUG_LIST), "{}").unwrap();
-        assert!(HotplugDisks::load(directory.path()).is_err());
     }
 }

@@ -13,6 +13,7 @@ mod error;
 pub mod fuzz;
 mod guest_agent;
 mod hotplug;
+mod hotplug_list;
 mod json_lines;
 mod network;
 mod pins;
@@ -34,7 +35,8 @@ mod vm_manager;
 
 pub use credentials::NO_GUEST_AGENT;
 pub use error::KeeperError;
-pub use hotplug::{HOTPLUG_LIST, HotplugDisk, check_volume, parse_hotplug_list};
+pub use hotplug::check_volume;
+pub use hotplug_list::{HOTPLUG_LIST, HotplugDisk, parse_hotplug_list};
 pub use verbs::streams_output;
 
 use crate::rpc::KeeperService;

@@ -11,7 +11,7 @@ pub use cards::NetworkCard;
 pub use hotplug_slots::{block_nodes, device_id, root_port};
 
 use crate::disk::{BackingRange, DiskFiles, KernelFiles, PreparedDisk};
-use crate::hotplug::HotplugDisk;
+use crate::hotplug_list::HotplugDisk;
 use nacelle_engine::Accelerator;
 use nacelle_model::machine::{
     Board, Bus, Cache, CardModel, DiskKind, DiskSource, Firmware, MachineDocument, Processors, SmbiosIdentity,

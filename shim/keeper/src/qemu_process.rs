@@ -5,7 +5,6 @@ use crate::error::KeeperError;
 use crate::guest_agent::GuestAgent;
 use crate::json_lines::{JsonLines, QemuEvent, printable};
 use crate::qemu;
-use crate::vm::Settings;
 use nacelle_base::task::run_blocking;
 use nacelle_engine::program::MachineProgram;
 use nacelle_engine::{ExitKind, MachineExit};
@@ -79,17 +78,17 @@ pub struct StartedQemu {
     pub events: mpsc::Receiver<QemuEvent>,
 }
 
-/// Starts QEMU. When this returns, QEMU has parsed its command line and opened all its files.
+/// Starts QEMU from its program, with its log in `directory`. When this returns, QEMU has parsed its command line and opened all its files.
 pub async fn launch(
     config: qemu::QemuConfig<'_>,
     sockets: QemuSockets,
-    settings: &Settings,
+    program: &Path,
     directory: &Path,
 ) -> Result<StartedQemu, KeeperError> {
     let (args, inherited, balloon) = (config.args(), config.inherited(), config.document.balloon);
     tracing::debug!(?args, "starting QEMU");
     let QemuSockets { ours: [monitor, console, agent], theirs } = sockets;
-    let (qemu, log) = (settings.qemu.clone(), directory.join(QEMU_LOG));
+    let (qemu, log) = (program.to_owned(), directory.join(QEMU_LOG));
     let started = run_blocking("start QEMU", move || {
         let started = MachineProgram::start(&qemu, args, inherited, &log);
         drop(theirs);

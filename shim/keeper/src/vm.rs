@@ -8,7 +8,7 @@ use crate::dhcp::{self, Lease};
 use crate::disk::{self, DiskDirectories};
 use crate::error::KeeperError;
 use crate::guest_agent::CommandResult;
-use crate::hotplug;
+use crate::hotplug_list::HotplugDisks;
 use crate::json_lines::printable;
 use crate::pins::CpuPinning;
 use crate::qemu::{self, NetworkCard};
@@ -91,7 +91,7 @@ pub struct PodVm {
     /// The disks, until the VM has ended: then other VMs may use those of the node.
     disks: Mutex<Arc<Vec<disk::PreparedDisk>>>,
     /// The hot-plugged disks. Locked while one is added or removed, and while QEMU starts.
-    pub hotplug: tokio::sync::Mutex<hotplug::HotplugDisks>,
+    pub hotplug: tokio::sync::Mutex<HotplugDisks>,
     firmware: Option<(PathBuf, disk::DiskFiles)>,
     kernel: Option<disk::KernelFiles>,
     /// The shared directories, until the VM has ended.
@@ -134,7 +134,7 @@ impl PodVm {
                 let disks = document.disks.iter();
                 let disks = disks.map(|one| disk::prepare_disk(one, directories, &network, &mut handed_over));
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
-                let hotplug = hotplug::HotplugDisks::load(directories.keep.unwrap_or(directories.pod))?;
+                let hotplug = HotplugDisks::load(directories.keep.unwrap_or(directories.pod))?;
                 let firmware = match &document.firmware {
                     Firmware::Bios {} => None,
                     Firmware::Efi { code, variables, secure } => {
@@ -249,7 +249,7 @@ impl PodVm {
             console,
             agent,
         };
-        let launched = qemu_process::launch(config, sockets, &self.settings, &self.directory).await?;
+        let launched = qemu_process::launch(config, sockets, &self.settings.qemu, &self.directory).await?;
         let pinned = self.pinning.pin(&launched.qemu).await;
         if pinned.is_err() {
             launched.qemu.kill();

@@ -1,7 +1,7 @@
 //! Builds QEMU's arguments for hot-plugged disks, and for the free hot-plug slots. The functions are pure.
 
 use super::{Opt, QemuArgs, add_file_node};
-use crate::hotplug::{HotplugDisk, SLOTS};
+use crate::hotplug_list::{HotplugDisk, SLOTS};
 use nacelle_model::machine::{Board, Cache};
 use std::path::PathBuf;
 
