@@ -20,6 +20,19 @@ pub fn read_rust(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     Ok(found)
 }
 
+/// All protocol files: their places below `root` and their texts without comments.
+pub fn read_protocols(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
+    let mut found = Vec::new();
+    for path in
+        project_files(root)?.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "proto"))
+    {
+        let text = fs::read_to_string(&path)?;
+        let code = text.lines().map(|line| line.split_once("//").map_or(line, |(code, _)| code));
+        found.push((relative_path(root, &path)?, code.collect::<Vec<_>>().join("\n")));
+    }
+    Ok(found)
+}
+
 /// All shell scripts: their places below `root` and their texts. A script has the ending `.sh`, or its first line names a shell.
 pub fn read_scripts(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     let mut found = Vec::new();

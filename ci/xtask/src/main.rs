@@ -55,6 +55,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(jailed::check(root, &files)?);
     found.extend(servers::check(&files));
     found.extend(budgets::check(root)?);
+    found.extend(shape::check_stages(root, &files)?);
     found.extend(language::check(root, &files)?);
     Ok(found)
 }

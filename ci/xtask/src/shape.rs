@@ -8,10 +8,11 @@ mod modules;
 mod paths;
 mod report;
 mod source_file;
+mod stages;
 mod type_names;
 mod words;
 
-use crate::files;
+use crate::{Finding, files};
 use report::Report;
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -35,6 +36,14 @@ pub fn language(root: &Path) -> Result<Language, Box<dyn Error>> {
     Ok(Language { types: type_names::definitions(&files), words: counts.collect() })
 }
 
+/// Checks the list of the types that describe a mount, a device or resources. `rust` are all Rust files.
+pub fn check_stages(root: &Path, rust: &[(String, String)]) -> Result<Vec<Finding>, Box<dyn Error>> {
+    let mut files: Vec<_> =
+        source_file::production_files(rust).into_iter().map(|file| (file.place.to_owned(), file.code)).collect();
+    files.extend(files::read_protocols(root)?);
+    stages::check(root, &files)
+}
+
 /// Measures the tree below `root`. Returns JSON or Markdown.
 pub fn measure(root: &Path, json: bool) -> Result<String, Box<dyn Error>> {
     let (rust, scripts) = (files::read_rust(root)?, files::read_scripts(root)?);
@@ -45,6 +54,7 @@ pub fn measure(root: &Path, json: bool) -> Result<String, Box<dyn Error>> {
         functions: lengths::measure_functions(&files),
         crates: modules::cycles(&files),
         types: type_names::count_shared(&files),
+        stages: stages::count(root)?,
         words: words::count_words(&files, &scripts),
     };
     if json { Ok(serde_json::to_string_pretty(&report)?) } else { Ok(report.markdown()) }

@@ -24,6 +24,8 @@ pub struct Report {
     pub functions: FunctionLengths,
     pub crates: Vec<CrateCycles>,
     pub types: TypeNames,
+    /// The number of types that describe each concept from the CRI request to the OCI specification.
+    pub stages: Vec<(String, usize)>,
     pub words: Vec<WordCount>,
 }
 
@@ -53,6 +55,9 @@ impl Report {
         row(&format!("largest cycle between top-level modules of {DAEMON}"), daemon);
         let shared = format!("{} of {} ({} names)", types.sharing, types.types, types.shared_names);
         row("public types that share their name with another one", shared);
+        for (concept, count) in &self.stages {
+            row(&format!("types between CRI and OCI that describe: {concept}"), count.to_string());
+        }
         for count in &self.words {
             let value =
                 format!("{} (Rust {}, shell {})", count.in_rust + count.in_shell, count.in_rust, count.in_shell);
@@ -149,6 +154,7 @@ mod tests {
             functions: lengths::measure_functions(&files),
             crates: modules::cycles(&files),
             types: type_names::count_shared(&files),
+            stages: vec![("device".to_owned(), 4)],
             words: words::count_words(&files, &[]),
         };
         let page = report.markdown();
@@ -159,6 +165,7 @@ mod tests {
             "| files of the largest such cycle | 2 |",
             "| largest cycle between top-level modules of shim/daemon | 2 modules, 5 lines |",
             "| public types that share their name with another one | 2 of 2 (1 names) |",
+            "| types between CRI and OCI that describe: device | 4 |",
             "| words: told | 1 (Rust 1, shell 0) |",
             "- shim/daemon/src/a.rs: 3 lines, 3 with tests",
             "- shim/daemon/src/a.rs:3 `told`: 1 lines",
