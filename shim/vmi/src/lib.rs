@@ -8,6 +8,7 @@
 //! that need no catalogue.
 
 pub mod admit;
+mod annotation_name;
 pub mod annotations;
 pub mod cause;
 pub mod complete;
@@ -15,6 +16,7 @@ pub mod default;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 pub mod manifest;
+mod names;
 pub mod preset;
 pub mod quantity;
 pub mod read;

@@ -2,7 +2,7 @@
 //! (docs/contributor/volumes.md); here they are only validated.
 
 use crate::Quantity;
-use crate::rules::is_dns_label;
+use crate::names::is_dns_label;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::collections::BTreeMap;
 

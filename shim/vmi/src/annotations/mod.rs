@@ -5,14 +5,13 @@ mod disks;
 pub mod empty_dirs;
 mod parse;
 
+pub use crate::annotation_name::{PREFIX, field};
+
 use crate::cause::{Causes, Rule};
 use crate::spec::{Power, RunStrategy, SpecKind};
 use crate::tree::Tree;
 use crate::{read, version};
 use std::collections::BTreeMap;
-
-/// The prefix of all of these annotations.
-pub const PREFIX: &str = "vm.nacelle.dev/";
 
 /// All annotations: the name after the prefix, and its description.
 pub const ALL: &[(&str, &str)] = &[
@@ -72,11 +71,6 @@ pub struct PodSettings {
     pub presets: Vec<String>,
     /// The public SSH keys.
     pub ssh_keys: Vec<String>,
-}
-
-/// Returns the path of an annotation, for causes.
-pub fn field(name: &str) -> String {
-    format!("metadata.annotations[{PREFIX}{name}]")
 }
 
 /// Returns the annotations with our prefix: name after the prefix, and value.

@@ -1,7 +1,7 @@
 //! Checks the rules of file systems, inputs, watchdogs and the console.
 
-use super::common::{NameRules, check_names, is_dns_label};
 use crate::cause::{Causes, Rule};
+use crate::names::{NameRules, check_names, is_dns_label};
 use crate::spec::{Devices, InstanceSpec};
 
 const AT: &str = "spec.domain.devices";

@@ -1,7 +1,7 @@
 //! Checks the rules of disks and of the boot order.
 
-use super::common::{NameRules, check_names, is_dns_label, is_printable};
 use crate::cause::{Causes, Rule};
+use crate::names::{NameRules, check_names, is_dns_label, is_printable};
 use crate::spec::{Bus, Cache, CustomBlockSize, Disk, InstanceSpec, Io};
 use std::collections::BTreeMap;
 

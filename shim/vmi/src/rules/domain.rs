@@ -1,8 +1,8 @@
 //! Checks the rules of the domain: CPUs, memory, firmware, clock.
 
-use super::common::{ABSOLUTE_PATH_RULE, IMAGE_RULE, is_absolute_path, is_image_reference, is_printable};
 use crate::annotations::PodSettings;
 use crate::cause::{Causes, Rule};
+use crate::names::{ABSOLUTE_PATH_RULE, IMAGE_RULE, is_absolute_path, is_image_reference, is_printable};
 use crate::spec::{Bootloader, Domain, Firmware, InstanceSpec, KernelBoot, SpecKind};
 
 const CPU: &str = "spec.domain.cpu";

@@ -1,7 +1,7 @@
 //! Checks the rules of the fields around the domain: probes, credentials, strategies.
 
-use super::common::{SUBDOMAIN_RULE, is_dns_subdomain};
 use crate::cause::{Causes, Rule};
+use crate::names::{SUBDOMAIN_RULE, is_dns_subdomain};
 use crate::spec::{
     AccessCredential, Architecture, CredentialSource, EvictionStrategy, InstanceSpec, Port, Probe, SshPublicKey,
     UserPassword,
@@ -92,7 +92,7 @@ fn check_port(port: Option<&Port>, at: &str, causes: &mut Causes) {
             causes.invalid(Rule("probe-port"), at, other, "must be between 1 and 65535");
         }
         Some(Port::Name(name)) => {
-            let right = super::common::is_dns_label(name) && name.len() <= 15;
+            let right = crate::names::is_dns_label(name) && name.len() <= 15;
             if !right {
                 let message = "must be a number or at most 15 lower case letters, digits and '-'";
                 causes.invalid(Rule("probe-port-name"), at, name, message);

@@ -1,7 +1,7 @@
 //! Checks the rules of network interfaces and of their networks.
 
-use super::common::{NameRules, SUBDOMAIN_RULE, check_names, is_dns_label, is_dns_subdomain};
 use crate::cause::{Causes, Rule};
+use crate::names::{NameRules, SUBDOMAIN_RULE, check_names, is_dns_label, is_dns_subdomain};
 use crate::spec::{InstanceSpec, Interface};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

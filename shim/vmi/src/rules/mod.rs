@@ -1,7 +1,6 @@
 //! Checks the rules of a specification after its defaults were set. Each rule checks one property of one field; all rules are
 //! checked, and all violations are reported. There is one file for each subject.
 
-mod common;
 mod devices;
 mod disks;
 mod domain;
@@ -9,8 +8,6 @@ mod instance;
 mod interfaces;
 mod pod;
 mod volumes;
-
-pub(crate) use common::is_dns_label;
 
 use crate::annotations::PodSettings;
 use crate::cause::Causes;

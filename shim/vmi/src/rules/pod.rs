@@ -1,8 +1,8 @@
 //! Checks which settings a pod of each kind may use: the VM of a container pod can be configured but not replaced.
 
-use super::common::{LABEL_RULE, SUBDOMAIN_RULE, is_dns_label, is_dns_subdomain};
 use crate::annotations::{PREFIX, PodSettings, field};
 use crate::cause::{Causes, Rule};
+use crate::names::{LABEL_RULE, SUBDOMAIN_RULE, is_dns_label, is_dns_subdomain};
 use crate::spec::{InstanceSpec, Power, RunStrategy, SpecKind};
 
 /// Checks all of these settings.

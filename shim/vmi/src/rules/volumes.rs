@@ -1,10 +1,10 @@
 //! Checks the rules of volumes.
 
-use super::common::{
+use crate::cause::{Causes, Rule};
+use crate::names::{
     ABSOLUTE_PATH_RULE, IMAGE_RULE, NameRules, SUBDOMAIN_RULE, check_names, is_absolute_path, is_dns_label,
     is_dns_subdomain, is_image_reference,
 };
-use crate::cause::{Causes, Rule};
 use crate::spec::{CloudInit, HostDisk, HostDiskKind, InstanceSpec, Volume};
 use base64::Engine;
 

@@ -5,7 +5,7 @@ mod carry;
 pub mod record;
 pub mod v1alpha1;
 
-use crate::annotations;
+use crate::annotation_name::field;
 use crate::cause::{Causes, Rule};
 use crate::spec::{InstanceSpec, VirtualMachine, words};
 use crate::tree::{ROOT, Tree};
@@ -53,7 +53,7 @@ pub fn tree(value: Value, version: Version, carried: Option<&str>) -> (Tree, Cau
             let (spec, mut causes) = typed::<InstanceSpec>(value, ROOT);
             if carried.is_some() {
                 let message = "is only allowed with documents of v1alpha1";
-                causes.forbidden(Rule("carried-version"), annotations::field("v1-fields"), message);
+                causes.forbidden(Rule("carried-version"), field("v1-fields"), message);
             }
             (Tree::of(written(&spec)), causes)
         }
@@ -61,7 +61,7 @@ pub fn tree(value: Value, version: Version, carried: Option<&str>) -> (Tree, Cau
             let (old, mut causes) = typed::<v1alpha1::InstanceSpec>(value, ROOT);
             let mut value = written(&InstanceSpec::from(&old));
             if let Some(carried) = carried {
-                match edits(carried, &annotations::field("v1-fields")) {
+                match edits(carried, &field("v1-fields")) {
                     Ok(edits) => carry::apply(&mut value, edits),
                     Err(wrong) => causes.extend(wrong),
                 }

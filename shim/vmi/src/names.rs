@@ -1,4 +1,4 @@
-//! Provides the checks of names, paths and the like for all rules.
+//! Checks names, paths and references of all specifications and annotations. Pure.
 
 use crate::cause::{Causes, Rule};
 use std::collections::BTreeMap;
