@@ -6,6 +6,11 @@ use nacelle_e2e::run::ProgramOutput;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 fn machine_pod(node: &TestNode, image: &str) -> PodRequest {
     let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
@@ -297,6 +302,42 @@ fn a_vm_that_is_killed_repeatedly_keeps_its_disk_and_runs_once() {
     pod.remove();
 }
 
+/// A running `nacelle vm watch`. Dropping it ends the program.
+struct Watch {
+    program: Child,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Watch {
+    fn start(program: &Path, config: &str) -> Watch {
+        let mut command = Command::new(program);
+        let command = command.args(["vm", "watch", "--config", config]).stdout(Stdio::piped());
+        let mut program = command.spawn().expect("nacelle can be started");
+        let output = BufReader::new(program.stdout.take().expect("its output is a pipe"));
+        let (sender, lines) = mpsc::channel();
+        std::thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        Watch { program, lines }
+    }
+
+    /// Waits for a line with this phase. A change of the status is reported at once, and not by the list every 30 seconds.
+    fn wait_for_phase(&mut self, name: &str, phase: &str) {
+        let until = Instant::now() + Duration::from_secs(15);
+        loop {
+            let line = self.lines.recv_timeout(until.saturating_duration_since(Instant::now()));
+            let machine: Value = serde_json::from_str(&line.expect("the phase is reported")).expect("a line is JSON");
+            if machine["name"] == name && machine["phase"] == phase {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = self.program.kill().and_then(|()| self.program.wait());
+    }
+}
+
 #[test]
 fn the_vm_commands_list_and_control_vms() {
     let node = machine_node();
@@ -327,12 +368,16 @@ fn the_vm_commands_list_and_control_vms() {
     let known = describe("db");
     assert_eq!((&known["outlivesPods"], &known["memoryMiB"]), (&json!(true), &json!(64)), "{known}");
     assert_eq!(identity_arguments(&node).len(), 2);
+    let mut watch = Watch::start(&program, &config);
+    watch.wait_for_phase("db", "Running");
     for (verb, phase) in [("pause", "Paused"), ("unpause", "Running"), ("stop", "Stopped"), ("start", "Running")] {
         for _ in 0..2 {
             of(verb, "db").ok();
         }
         becomes("db", phase);
+        watch.wait_for_phase("db", phase);
     }
+    drop(watch);
     of("restart", "db").ok();
     db.wait_for_output("boot 3\n");
     of("power-off", "db").ok();

@@ -3,6 +3,7 @@
 //! console. The crate depends on `base`, `proto`, and the process supervision of `engine`; it knows neither CRI nor the image
 //! store. One thread runs the runtime, one more watches each child process, and blocking work runs on the runtime's pool.
 
+mod changes;
 mod console;
 mod credentials;
 mod dhcp;

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::{Mutex, mpsc, watch};
 
 /// The file for QEMU's own output, in the VM's directory.
 const QEMU_LOG: &str = "qemu.log";
@@ -157,14 +157,15 @@ impl QemuProcess {
         self.program.pid()
     }
 
-    /// Waits for the end of the VM and returns its exit code.
-    pub async fn wait_until_ended(&self, mut events: mpsc::Receiver<QemuEvent>) -> u32 {
+    /// Waits for the end of the VM and returns its exit code. Notifies `observers` of each event.
+    pub async fn wait_until_ended(&self, mut events: mpsc::Receiver<QemuEvent>, observers: &watch::Sender<()>) -> u32 {
         let mut reason = None;
         while let Some(QemuEvent { name, data }) = events.recv().await {
             tracing::info!(event = name, data = %printable(&data.to_string()), "QEMU event");
             if name == "RESUME" {
                 self.resume_count.fetch_add(1, Ordering::Relaxed);
             }
+            observers.send_replace(());
             if name == "SHUTDOWN" {
                 reason = data.get("reason").and_then(Value::as_str).map(str::to_owned);
             }

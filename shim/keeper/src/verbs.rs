@@ -1,5 +1,6 @@
 //! Implements the verbs of `exec POD -- @vm VERB`, by which users who have only `kubectl exec` control the VM itself.
 
+use crate::changes;
 use crate::dump;
 use crate::error::KeeperError;
 use crate::guest_agent::CommandResult;
@@ -26,6 +27,7 @@ const MAX_GUEST_INFO_BYTES: usize = 1 << 20;
 /// The verbs and their help texts.
 const VERBS: &[(&str, &str)] = &[
     ("status", "report the VM's state as JSON"),
+    ("changes", "write a line break at first and after each change of the status, until the output is closed"),
     ("running", "for probes: succeed if the VM runs; otherwise print the state and exit with 1"),
     ("pause", "pause the vCPUs"),
     ("unpause", "resume the vCPUs"),
@@ -64,7 +66,7 @@ pub fn parse_verb(args: &[String]) -> Option<(&str, &str)> {
 
 /// Returns whether the command is a verb whose answer is unbounded, and is sent to a stream while the verb runs.
 pub fn streams_output(args: &[String]) -> bool {
-    parse_verb(args).is_some_and(|(verb, _)| ["memory-dump", "hold"].contains(&verb))
+    parse_verb(args).is_some_and(|(verb, _)| ["changes", "memory-dump", "hold"].contains(&verb))
 }
 
 fn help() -> String {
@@ -106,6 +108,7 @@ pub async fn run(
         }
         "memory-dump" => dump::dump_memory(vm, argument, reader).await.map(|()| CommandResult::default()),
         _ if !argument.is_empty() => Ok(usage()),
+        "changes" => changes::report(vm, reader).await.map(|()| CommandResult::default()),
         "snapshots" => list_snapshots(vm).await,
         "volumes" => Ok(success(format!("{}\n", hotplug::list(vm).await))),
         "status" => status(vm).await,
@@ -266,6 +269,7 @@ mod tests {
         assert_eq!(verb(&[]), None);
         let long = |words: &[&str]| streams_output(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
         assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
+        assert!(long(&["@vm", "changes"]));
         assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
     }
 

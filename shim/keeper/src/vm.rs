@@ -97,6 +97,8 @@ pub struct PodVm {
     /// The shared directories, until the VM has ended.
     shares: Mutex<Vec<SharedDirectory>>,
     state: watch::Sender<PodVmState>,
+    /// Notified after each event of QEMU: pause, resume, reset, the guest agent opens or closes its port.
+    qemu_events: watch::Sender<()>,
     run_state: Mutex<RunState>,
     power_requested: Notify,
     /// The lock of the persistent state, until the VM has ended.
@@ -160,7 +162,8 @@ impl PodVm {
                 firmware,
                 kernel,
                 shares: Mutex::new(shares),
-                state: watch::channel(PodVmState::Created).0,
+                state: watch::Sender::new(PodVmState::Created),
+                qemu_events: watch::Sender::new(()),
                 run_state: Mutex::new(RunState {
                     qemu: None,
                     power_request: PowerRequest::None,
@@ -181,6 +184,11 @@ impl PodVm {
     /// Returns the VM's state.
     pub fn state(&self) -> PodVmState {
         self.state.borrow().clone()
+    }
+
+    /// Returns receivers that are notified when the state changes, and after each event of QEMU.
+    pub fn changes(&self) -> (watch::Receiver<PodVmState>, watch::Receiver<()>) {
+        (self.state.subscribe(), self.qemu_events.subscribe())
     }
 
     /// Waits for the end of the VM at most `limit`; `None` after that.
@@ -281,7 +289,7 @@ impl PodVm {
                 self.console.connect(console, record_output).await;
                 // DHCP is answered as long as the VM runs.
                 let _servers = self.answer_dhcp();
-                let code = qemu.wait_until_ended(events).await;
+                let code = qemu.wait_until_ended(events, &self.qemu_events).await;
                 after_run = policy.after_run(code, since.elapsed(), self.finish_run());
                 if after_run == AfterRun::EndContainer {
                     return self.end_with_code(code).await;

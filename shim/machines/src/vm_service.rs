@@ -4,6 +4,7 @@
 mod console;
 mod describe;
 mod memory_dump;
+mod status_changes;
 mod transfer;
 
 use crate::runtime::{ExecOutput, MachinePodView, PodRuntime, PodRuntimeError};
@@ -14,6 +15,7 @@ use describe::{add_status, describe_pod, describe_record, parse_snapshots, parse
 use nacelle_base::{Classify, ContainerId, Kind};
 use nacelle_model::record::{ContainerRecord, VmRecord};
 use nacelle_proto::vm;
+use status_changes::StatusChanges;
 use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -34,9 +36,7 @@ const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1800);
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 /// The shortest time between two lists of a watch.
 const MIN_LIST_INTERVAL: Duration = Duration::from_millis(250);
-/// Interval at which a watch requests the status of running VMs: their keepers do not report changes of it.
-const STATUS_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval at which a watch lists VMs of which none runs, although no change was reported.
+/// Interval at which a watch lists VMs although no change was reported.
 const RESYNC: Duration = Duration::from_secs(30);
 
 /// A stream of data to the client.
@@ -251,10 +251,12 @@ impl VmService {
     /// Sends each VM of a namespace at first and after each change of it, until the client or the daemon ends.
     async fn send_changes(&self, namespace: &str, messages: &mpsc::Sender<Result<vm::Machine, Status>>) {
         let (mut pod_changes, mut vm_changes) = (self.runtime.changes(), self.runtime.vms().changes());
+        let mut status_changes = StatusChanges::new(Arc::clone(&self.runtime));
         let mut known: BTreeMap<(String, String), vm::Machine> = BTreeMap::new();
         loop {
             pod_changes.mark_unchanged();
             vm_changes.mark_unchanged();
+            status_changes.mark_unchanged();
             let key = |machine: &vm::Machine| (machine.namespace.clone(), machine.name.clone());
             let listed = self.list_vms(namespace).await;
             let present: BTreeMap<_, _> = listed.into_iter().map(|machine| (key(&machine), machine)).collect();
@@ -270,7 +272,8 @@ impl VmService {
                     return;
                 }
             }
-            let is_any_running = present.values().any(|machine| !machine.container_id.is_empty());
+            let running = present.values().filter_map(|machine| machine.container_id.parse().ok());
+            status_changes.follow(running.collect());
             known = present;
             tokio::select! {
                 changed = pod_changes.changed() => {
@@ -280,7 +283,8 @@ impl VmService {
                     }
                 }
                 _ = vm_changes.changed() => {}
-                () = tokio::time::sleep(if is_any_running { STATUS_INTERVAL } else { RESYNC }) => {}
+                () = status_changes.changed() => {}
+                () = tokio::time::sleep(RESYNC) => {}
                 () = messages.closed() => return,
             }
             // Each list asks every running VM for its status; changes of all pods of the node arrive here.

@@ -1,4 +1,4 @@
-//! Provides a pod runtime for tests. Commands are recorded and succeed; consoles and locks are not available.
+//! Provides a pod runtime for tests. Commands are recorded and succeed, or give their output to the test; consoles and locks are not available.
 
 use super::{ExecOutput, ExecStreams, MachinePodView, PodRuntime, PodRuntimeError};
 use crate::vms::{VmError, VmLock, Vms};
@@ -18,6 +18,7 @@ pub(crate) struct FakeRuntime {
     vms: Vms,
     images: nacelle_image::Store,
     execs: mpsc::UnboundedSender<Vec<String>>,
+    streams: watch::Sender<Vec<UnixStream>>,
     directory: tempfile::TempDir,
 }
 
@@ -34,9 +35,26 @@ impl FakeRuntime {
         let images = nacelle_image::Store::open(&directory.path().join("images"), Default::default()).unwrap();
         let (execs, received) = mpsc::unbounded_channel();
         (
-            FakeRuntime { pods: Mutex::default(), changes: watch::Sender::new(()), vms, images, execs, directory },
+            FakeRuntime {
+                pods: Mutex::default(),
+                changes: watch::Sender::new(()),
+                vms,
+                images,
+                execs,
+                streams: watch::Sender::default(),
+                directory,
+            },
             received,
         )
+    }
+
+    /// Waits until a command with streams is started, and returns the other end of its output.
+    pub async fn next_stream(&self) -> UnixStream {
+        let mut streams = self.streams.subscribe();
+        streams.wait_for(|streams| !streams.is_empty()).await.unwrap();
+        let mut next = None;
+        self.streams.send_modify(|streams| next = streams.pop());
+        next.unwrap()
     }
 
     /// Replaces the pods and notifies of the change.
@@ -86,8 +104,11 @@ impl PodRuntime for FakeRuntime {
         Ok(ExecOutput { stdout: br#"{"phase": "Running"}"#.to_vec(), ..ExecOutput::default() })
     }
 
-    async fn start_exec(&self, _container: &ContainerId, _args: Vec<String>) -> Result<ExecStreams, PodRuntimeError> {
-        unavailable()
+    async fn start_exec(&self, _container: &ContainerId, args: Vec<String>) -> Result<ExecStreams, PodRuntimeError> {
+        self.execs.send(args).unwrap();
+        let ((stdout, output), (stderr, _)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        self.streams.send_modify(|streams| streams.push(output));
+        Ok(ExecStreams { stdout, stderr, exit_code: Box::pin(std::future::pending()) })
     }
 
     async fn open_console(&self, _container: &ContainerId) -> Result<(UnixStream, UnixStream), PodRuntimeError> {
