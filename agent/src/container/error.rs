@@ -4,7 +4,7 @@ use nacelle_base::{Classify, Kind};
 use std::io;
 
 use super::{image_volumes, limits, spec, user};
-use crate::copied_in::PushError;
+use crate::copied_in::CopiedInVolumeError;
 use crate::empty_dirs::EmptyDirError;
 use crate::huge_pages::HugePagesError;
 use crate::image::DiskError;
@@ -58,7 +58,7 @@ pub enum AgentError {
     #[error("cannot {what} of container {id}")]
     Io { what: &'static str, id: String, source: io::Error },
     #[error(transparent)]
-    Push(#[from] PushError),
+    CopiedInVolume(#[from] CopiedInVolumeError),
     #[error(transparent)]
     EmptyDir(#[from] EmptyDirError),
     #[error(transparent)]
@@ -108,7 +108,7 @@ impl Classify for AgentError {
             AgentError::HugePages { source, .. } => source.kind(),
             AgentError::Zygote { source, .. } => source.kind(),
             AgentError::Io { .. } | AgentError::Task { .. } => Kind::Internal,
-            AgentError::Push(source) => source.kind(),
+            AgentError::CopiedInVolume(source) => source.kind(),
             AgentError::Memory(source) => source.kind(),
             AgentError::OnlineCpus(source) => source.kind(),
             AgentError::EmptyDir(source) => source.kind(),

@@ -6,7 +6,7 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
 use super::claim::VolumeClaim;
-use super::error::PushError;
+use super::error::CopiedInVolumeError;
 use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nacelle_proto::agent::TreeEntry;
@@ -56,14 +56,16 @@ fn path_text(path: &[u8]) -> String {
     String::from_utf8_lossy(path).into_owned()
 }
 
-fn failed<E: Into<io::Error>>(what: &'static str, path: &[u8]) -> impl FnOnce(E) -> PushError + use<E> {
+fn failed<E: Into<io::Error>>(what: &'static str, path: &[u8]) -> impl FnOnce(E) -> CopiedInVolumeError + use<E> {
     let path = path_text(path);
     move |error| {
         let source = error.into();
         match source.raw_os_error() {
-            Some(libc::ENOSPC | libc::EDQUOT) => PushError::Full { path },
-            Some(libc::EEXIST | libc::ENOENT | libc::ENOTDIR | libc::ELOOP | libc::EXDEV) => PushError::Order { path },
-            _ => PushError::Write { what, path, source },
+            Some(libc::ENOSPC | libc::EDQUOT) => CopiedInVolumeError::Full { path },
+            Some(libc::EEXIST | libc::ENOENT | libc::ENOTDIR | libc::ELOOP | libc::EXDEV) => {
+                CopiedInVolumeError::Order { path }
+            }
+            _ => CopiedInVolumeError::Write { what, path, source },
         }
     }
 }
@@ -82,7 +84,7 @@ fn open_directory(path: &Path) -> nix::Result<OwnedFd> {
 }
 
 /// Removes a file, a link or a directory with its content. Succeeds if there is none.
-pub(super) fn remove_tree(path: &Path) -> Result<(), PushError> {
+pub(super) fn remove_tree(path: &Path) -> Result<(), CopiedInVolumeError> {
     let removed = match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
         Ok(_) => fs::remove_file(path),
@@ -91,7 +93,7 @@ pub(super) fn remove_tree(path: &Path) -> Result<(), PushError> {
     match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             let path = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            Err(PushError::Write { what: "remove", path, source: error })
+            Err(CopiedInVolumeError::Write { what: "remove", path, source: error })
         }
         _ => Ok(()),
     }
@@ -104,8 +106,8 @@ fn is_data_directory(name: &[u8]) -> bool {
 }
 
 /// Splits the path of an entry into its directory and its name. Rejects paths that are too long or deep or have `.` or `..`.
-fn split_path(path: &[u8]) -> Result<(&[u8], &[u8]), PushError> {
-    let invalid = || PushError::Path { path: path_text(path) };
+fn split_path(path: &[u8]) -> Result<(&[u8], &[u8]), CopiedInVolumeError> {
+    let invalid = || CopiedInVolumeError::Path { path: path_text(path) };
     let names = || path.split(|byte| *byte == b'/');
     let is_valid = |name: &[u8]| !name.is_empty() && name != b"." && name != b".." && !name.contains(&0);
     if path.len() > MAX_PATH || names().count() > MAX_DEPTH || !names().all(is_valid) {
@@ -119,7 +121,7 @@ fn split_path(path: &[u8]) -> Result<(&[u8], &[u8]), PushError> {
 
 impl VolumeDraft {
     /// Begins to write a volume, and removes what a failed attempt has left.
-    pub(super) fn begin(volumes: &Path, claim: VolumeClaim) -> Result<VolumeDraft, PushError> {
+    pub(super) fn begin(volumes: &Path, claim: VolumeClaim) -> Result<VolumeDraft, CopiedInVolumeError> {
         let (published, path) = (volumes.join(&claim.name), volumes.join(format!(".{}", claim.name)));
         remove_tree(&path)?;
         let current = match read_data_link(&published) {
@@ -133,20 +135,20 @@ impl VolumeDraft {
     }
 
     /// Writes the next entries. A directory comes before its entries, and the parts of a file follow each other.
-    pub fn add(&mut self, entries: Vec<TreeEntry>) -> Result<(), PushError> {
+    pub fn add(&mut self, entries: Vec<TreeEntry>) -> Result<(), CopiedInVolumeError> {
         entries.into_iter().try_for_each(|entry| self.add_entry(entry))
     }
 
-    fn add_entry(&mut self, entry: TreeEntry) -> Result<(), PushError> {
+    fn add_entry(&mut self, entry: TreeEntry) -> Result<(), CopiedInVolumeError> {
         if entry.mode & libc::S_IFMT == libc::S_IFREG {
             self.bytes += entry.data.len() as u64;
         }
         if self.bytes > MAX_BYTES {
-            return Err(PushError::TooMuch);
+            return Err(CopiedInVolumeError::TooMuch);
         }
         if let Some((path, mut file)) = self.file.take() {
             if path != entry.path {
-                return Err(PushError::Order { path: path_text(&entry.path) });
+                return Err(CopiedInVolumeError::Order { path: path_text(&entry.path) });
             }
             file.write_all(&entry.data).map_err(failed("write", &path))?;
             self.file = entry.more.then_some((path, file));
@@ -154,12 +156,12 @@ impl VolumeDraft {
         }
         self.entries += 1;
         if self.entries > MAX_ENTRIES {
-            return Err(PushError::TooMuch);
+            return Err(CopiedInVolumeError::TooMuch);
         }
         if self.root.is_none() {
             return self.add_root(entry);
         }
-        let order = || PushError::Order { path: path_text(&entry.path) };
+        let order = || CopiedInVolumeError::Order { path: path_text(&entry.path) };
         let (parent, name) = split_path(&entry.path)?;
         if self.last_directory.as_ref().is_none_or(|(path, _)| path != parent) {
             let Some(DraftRoot::Directory(root)) = &self.root else { return Err(order()) };
@@ -192,9 +194,9 @@ impl VolumeDraft {
         }
     }
 
-    fn add_root(&mut self, entry: TreeEntry) -> Result<(), PushError> {
+    fn add_root(&mut self, entry: TreeEntry) -> Result<(), CopiedInVolumeError> {
         if !entry.path.is_empty() {
-            return Err(PushError::Order { path: path_text(&entry.path) });
+            return Err(CopiedInVolumeError::Order { path: path_text(&entry.path) });
         }
         match entry.mode & libc::S_IFMT {
             libc::S_IFDIR => {
@@ -209,12 +211,12 @@ impl VolumeDraft {
                 self.root = Some(DraftRoot::File);
                 self.write_first(file.into(), entry)
             }
-            _ => Err(PushError::Order { path: String::new() }),
+            _ => Err(CopiedInVolumeError::Order { path: String::new() }),
         }
     }
 
     /// Writes the first bytes of a file, or all.
-    fn write_first(&mut self, file: OwnedFd, entry: TreeEntry) -> Result<(), PushError> {
+    fn write_first(&mut self, file: OwnedFd, entry: TreeEntry) -> Result<(), CopiedInVolumeError> {
         set_owner_and_mode(&file, &entry)?;
         let mut file = File::from(file);
         file.write_all(&entry.data).map_err(failed("write", &entry.path))?;
@@ -243,9 +245,9 @@ impl VolumeDraft {
     }
 
     /// Swaps the volume in, so that containers see it.
-    pub fn publish(mut self) -> Result<(), PushError> {
+    pub fn publish(mut self) -> Result<(), CopiedInVolumeError> {
         if self.root.is_none() || self.file.is_some() {
-            return Err(PushError::Short { name: self.claim.name.clone() });
+            return Err(CopiedInVolumeError::Short { name: self.claim.name.clone() });
         }
         self.last_directory = None;
         match fs::symlink_metadata(&self.published) {
@@ -253,7 +255,7 @@ impl VolumeDraft {
                 if let Some(data) = read_data_link(&self.path)
                     && !self.path.join(OsStr::from_bytes(&data)).is_dir()
                 {
-                    return Err(PushError::NoData { name: self.claim.name.clone() });
+                    return Err(CopiedInVolumeError::NoData { name: self.claim.name.clone() });
                 }
                 fs::rename(&self.path, &self.published).map_err(failed("publish", self.claim.name.as_bytes()))
             }
@@ -261,20 +263,20 @@ impl VolumeDraft {
                 (Some(data), Some(_)) if is_data_directory(&data) => self.replace_published(&data),
                 // A volume without ..data that was written before, but whose answer was lost.
                 (None, None) => Ok(()),
-                _ => Err(PushError::Exists { name: self.claim.name.clone() }),
+                _ => Err(CopiedInVolumeError::Exists { name: self.claim.name.clone() }),
             },
         }
     }
 
     /// Replaces what containers see by what was written.
-    fn replace_published(&self, data: &[u8]) -> Result<(), PushError> {
+    fn replace_published(&self, data: &[u8]) -> Result<(), CopiedInVolumeError> {
         let (new, published) = (&self.path, &self.published);
         let at = |what, name: &OsStr| failed::<io::Error>(what, name.as_bytes());
         let name = OsStr::from_bytes(data);
         let unchanged = self.current.as_ref().is_some_and(|(current, _)| current == data);
         if !unchanged {
             if !new.join(name).is_dir() {
-                return Err(PushError::NoData { name: self.claim.name.clone() });
+                return Err(CopiedInVolumeError::NoData { name: self.claim.name.clone() });
             }
             remove_tree(&published.join(name))?;
             fs::rename(new.join(name), published.join(name)).map_err(at("publish", name))?;
@@ -317,7 +319,7 @@ impl Drop for VolumeDraft {
     }
 }
 
-fn list_names(path: &Path) -> Result<BTreeSet<OsString>, PushError> {
+fn list_names(path: &Path) -> Result<BTreeSet<OsString>, CopiedInVolumeError> {
     let names = fs::read_dir(path).and_then(|names| names.map(|name| Ok(name?.file_name())).collect());
     names.map_err(failed::<io::Error>("list", b"the root"))
 }
@@ -333,7 +335,7 @@ fn entry_owner(entry: &TreeEntry) -> (Option<Uid>, Option<Gid>) {
 }
 
 /// Sets the owner, then the permissions, of which a change of the owner may clear some.
-fn set_owner_and_mode(what: &OwnedFd, entry: &TreeEntry) -> Result<(), PushError> {
+fn set_owner_and_mode(what: &OwnedFd, entry: &TreeEntry) -> Result<(), CopiedInVolumeError> {
     let (uid, gid) = entry_owner(entry);
     let result = fchown(what, uid, gid);
     let result = result.and_then(|()| fchmod(what, Mode::from_bits_truncate(entry.mode & 0o7777)));

@@ -7,7 +7,7 @@ use std::io;
 /// Reasons writing or removing a copied-in volume fails.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the fields are what the message prints")]
-pub enum PushError {
+pub enum CopiedInVolumeError {
     #[error(
         "invalid volume name {name:?}: 1 to 128 letters, digits, '_', '-' and '.' are allowed, not starting with '.'"
     )]
@@ -38,14 +38,18 @@ pub enum PushError {
     Directory { what: &'static str, source: io::Error },
 }
 
-impl Classify for PushError {
+impl Classify for CopiedInVolumeError {
     fn kind(&self) -> Kind {
         match self {
-            PushError::Name { .. } | PushError::Path { .. } | PushError::Order { .. } => Kind::Invalid,
-            PushError::Busy { .. } | PushError::Exists { .. } | PushError::NoData { .. } => Kind::Conflict,
-            PushError::TooMuch | PushError::Full { .. } => Kind::Exhausted,
-            PushError::Short { .. } => Kind::Unavailable,
-            PushError::Write { .. } | PushError::Directory { .. } => Kind::Internal,
+            CopiedInVolumeError::Name { .. } | CopiedInVolumeError::Path { .. } | CopiedInVolumeError::Order { .. } => {
+                Kind::Invalid
+            }
+            CopiedInVolumeError::Busy { .. }
+            | CopiedInVolumeError::Exists { .. }
+            | CopiedInVolumeError::NoData { .. } => Kind::Conflict,
+            CopiedInVolumeError::TooMuch | CopiedInVolumeError::Full { .. } => Kind::Exhausted,
+            CopiedInVolumeError::Short { .. } => Kind::Unavailable,
+            CopiedInVolumeError::Write { .. } | CopiedInVolumeError::Directory { .. } => Kind::Internal,
         }
     }
 }

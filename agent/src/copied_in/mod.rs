@@ -8,7 +8,7 @@ mod draft;
 mod error;
 
 pub use draft::VolumeDraft;
-pub use error::PushError;
+pub use error::CopiedInVolumeError;
 
 use claim::{ClaimedNames, VolumeClaim};
 use nacelle_base::copied_in;
@@ -51,21 +51,21 @@ impl CopiedInVolumes {
     }
 
     /// Checks the name, mounts the tmpfs on the first call, and claims the volume.
-    fn claim(&self, name: &str) -> Result<VolumeClaim, PushError> {
+    fn claim(&self, name: &str) -> Result<VolumeClaim, CopiedInVolumeError> {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         if !(1..=128).contains(&name.len()) || name.starts_with('.') || !name.chars().all(is_plain) {
-            return Err(PushError::Name { name: name.chars().take(140).collect() });
+            return Err(CopiedInVolumeError::Name { name: name.chars().take(140).collect() });
         }
         self.mount_once()?;
-        self.claimed.claim(name).ok_or_else(|| PushError::Busy { name: name.to_owned() })
+        self.claimed.claim(name).ok_or_else(|| CopiedInVolumeError::Busy { name: name.to_owned() })
     }
 
-    fn mount_once(&self) -> Result<(), PushError> {
+    fn mount_once(&self) -> Result<(), CopiedInVolumeError> {
         let mut mounted = self.mounted.lock().unwrap_or_else(PoisonError::into_inner);
         if *mounted {
             return Ok(());
         }
-        let failed = |what| move |source| PushError::Directory { what, source };
+        let failed = |what| move |source| CopiedInVolumeError::Directory { what, source };
         fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory).map_err(failed("create"))?;
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
         mount(Some("pushed"), &self.directory, Some("tmpfs"), flags, Some(TMPFS_OPTIONS))
@@ -75,12 +75,12 @@ impl CopiedInVolumes {
     }
 
     /// Begins to write a volume, or its next state.
-    pub fn begin(&self, name: &str) -> Result<VolumeDraft, PushError> {
+    pub fn begin(&self, name: &str) -> Result<VolumeDraft, CopiedInVolumeError> {
         VolumeDraft::begin(&self.directory, self.claim(name)?)
     }
 
     /// Removes a volume. Succeeds if there is none of that name.
-    pub fn remove(&self, name: &str) -> Result<(), PushError> {
+    pub fn remove(&self, name: &str) -> Result<(), CopiedInVolumeError> {
         let claim = self.claim(name)?;
         draft::remove_tree(&self.directory.join(&claim.name))
     }

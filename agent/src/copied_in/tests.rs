@@ -38,7 +38,7 @@ fn live(data: &str, files: &[(&str, &str)]) -> Vec<TreeEntry> {
     entries
 }
 
-fn push(volumes: &CopiedInVolumes, name: &str, entries: Vec<TreeEntry>) -> Result<(), PushError> {
+fn write_volume(volumes: &CopiedInVolumes, name: &str, entries: Vec<TreeEntry>) -> Result<(), CopiedInVolumeError> {
     let mut draft = volumes.begin(name)?;
     for entry in entries {
         draft.add(vec![entry])?;
@@ -63,19 +63,19 @@ fn names(path: &Path) -> Vec<String> {
 fn a_volume_is_published_and_updated_atomically() {
     let (home, volumes) = volumes();
     let at = home.path().join("conf");
-    push(&volumes, "conf", live("..1", &[("a", "one"), ("gone", "soon"), ("same", "same")])).unwrap();
+    write_volume(&volumes, "conf", live("..1", &[("a", "one"), ("gone", "soon"), ("same", "same")])).unwrap();
     assert_eq!(names(&at), ["..1", DATA, "a", "gone", "same"]);
     assert_eq!(fs::read_to_string(at.join("a")).unwrap(), "one");
     assert_eq!(fs::metadata(at.join("a")).unwrap().mode(), 0o100640);
     let (same, root) = (fs::metadata(at.join("same")).unwrap().ino(), fs::metadata(&at).unwrap().ino());
-    push(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
+    write_volume(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
     assert_eq!(names(&at), ["..2", DATA, "a", "new", "same"]);
     assert_eq!(fs::read_to_string(at.join("a")).unwrap(), "two");
     assert_eq!(fs::metadata(at.join("same")).unwrap().ino(), same, "what is the same takes no room twice");
     assert_eq!(fs::metadata(&at).unwrap().ino(), root, "containers have this directory mounted");
     // The same volume again, also without its files, which exist already.
-    push(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
-    push(&volumes, "conf", vec![directory(""), link(DATA, "..2"), link("a", "..data/a")]).unwrap();
+    write_volume(&volumes, "conf", live("..2", &[("a", "two"), ("new", "new"), ("same", "same")])).unwrap();
+    write_volume(&volumes, "conf", vec![directory(""), link(DATA, "..2"), link("a", "..data/a")]).unwrap();
     assert_eq!(names(&at), ["..2", DATA, "a"]);
     assert_eq!(names(home.path()), ["conf"]);
     volumes.remove("conf").unwrap();
@@ -87,10 +87,10 @@ fn a_volume_is_published_and_updated_atomically() {
 fn a_watch_of_the_directory_reports_the_change() {
     use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
     let (home, volumes) = volumes();
-    push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
+    write_volume(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
     let watcher = inotify::init(CreateFlags::NONBLOCK).unwrap();
     inotify::add_watch(&watcher, home.path().join("conf"), WatchFlags::MOVED_TO | WatchFlags::CREATE).unwrap();
-    push(&volumes, "conf", live("..2", &[("a", "two"), ("b", "two")])).unwrap();
+    write_volume(&volumes, "conf", live("..2", &[("a", "two"), ("b", "two")])).unwrap();
     let mut room = [std::mem::MaybeUninit::uninit(); 4096];
     let mut news = Reader::new(&watcher, &mut room);
     let mut heard = Vec::new();
@@ -106,11 +106,11 @@ fn a_watch_of_the_directory_reports_the_change() {
 #[test]
 fn a_changed_owner_mode_or_size_creates_a_new_file() {
     let (home, volumes) = volumes();
-    push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
+    write_volume(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
     let before = fs::metadata(home.path().join("conf/a")).unwrap().ino();
     let mut changed = live("..2", &[("a", "one")]);
     changed.last_mut().unwrap().mode = 0o100600;
-    push(&volumes, "conf", changed).unwrap();
+    write_volume(&volumes, "conf", changed).unwrap();
     let after = fs::metadata(home.path().join("conf/a")).unwrap();
     assert_eq!((after.ino() == before, after.mode()), (false, 0o100600));
 }
@@ -118,22 +118,22 @@ fn a_changed_owner_mode_or_size_creates_a_new_file() {
 #[test]
 fn an_incomplete_volume_is_not_published() {
     let (home, volumes) = volumes();
-    push(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
+    write_volume(&volumes, "conf", live("..1", &[("a", "one")])).unwrap();
     let mut draft = volumes.begin("conf").unwrap();
     draft.add(live("..2", &[("a", "two")])).unwrap();
-    assert!(matches!(volumes.begin("conf"), Err(PushError::Busy { .. })));
+    assert!(matches!(volumes.begin("conf"), Err(CopiedInVolumeError::Busy { .. })));
     drop(draft);
     assert_eq!(
         (names(home.path()), names(&home.path().join("conf"))),
         (vec!["conf".into()], vec!["..1".into(), DATA.into(), "a".to_owned()])
     );
     // Incomplete volumes: no root, half a file, a link to files that were not sent.
-    assert!(matches!(volumes.begin("x").unwrap().publish(), Err(PushError::Short { .. })));
+    assert!(matches!(volumes.begin("x").unwrap().publish(), Err(CopiedInVolumeError::Short { .. })));
     let half = TreeEntry { more: true, ..file("", "half") };
-    assert!(matches!(push(&volumes, "x", vec![half]), Err(PushError::Short { .. })));
+    assert!(matches!(write_volume(&volumes, "x", vec![half]), Err(CopiedInVolumeError::Short { .. })));
     for name in ["x", "conf"] {
-        let error = push(&volumes, name, vec![directory(""), link(DATA, "..3")]).unwrap_err();
-        assert!(matches!(error, PushError::NoData { .. }), "{error}");
+        let error = write_volume(&volumes, name, vec![directory(""), link(DATA, "..3")]).unwrap_err();
+        assert!(matches!(error, CopiedInVolumeError::NoData { .. }), "{error}");
     }
     assert_eq!(names(home.path()), ["conf"]);
 }
@@ -142,13 +142,13 @@ fn an_incomplete_volume_is_not_published() {
 fn copies_are_files_and_directories() {
     let (home, volumes) = volumes();
     let parts = || vec![TreeEntry { more: true, ..file("", "one ") }, file("", "two")];
-    push(&volumes, "c.0", parts()).unwrap();
+    write_volume(&volumes, "c.0", parts()).unwrap();
     assert_eq!(fs::read_to_string(home.path().join("c.0")).unwrap(), "one two");
-    push(&volumes, "c.0", parts()).unwrap();
-    push(&volumes, "c.1", vec![directory(""), directory("d"), file("d/f", "deep"), link("l", "/d/f")]).unwrap();
+    write_volume(&volumes, "c.0", parts()).unwrap();
+    write_volume(&volumes, "c.1", vec![directory(""), directory("d"), file("d/f", "deep"), link("l", "/d/f")]).unwrap();
     assert_eq!(fs::read_to_string(home.path().join("c.1/d/f")).unwrap(), "deep");
-    let error = push(&volumes, "c.1", live("..1", &[])).unwrap_err();
-    assert!(matches!(error, PushError::Exists { .. }), "{error}");
+    let error = write_volume(&volumes, "c.1", live("..1", &[])).unwrap_err();
+    assert!(matches!(error, CopiedInVolumeError::Exists { .. }), "{error}");
     assert_eq!(names(home.path()), ["c.0", "c.1"]);
 }
 
@@ -157,7 +157,7 @@ fn nothing_is_written_elsewhere() {
     let (home, volumes) = volumes();
     let out = tempfile::tempdir().unwrap();
     for name in ["", ".x", "..", "a/b", "ä"] {
-        assert!(matches!(volumes.begin(name), Err(PushError::Name { .. })), "{name:?}");
+        assert!(matches!(volumes.begin(name), Err(CopiedInVolumeError::Name { .. })), "{name:?}");
     }
     let to = out.path().to_str().unwrap();
     for (invalid, kind) in [
@@ -177,18 +177,18 @@ fn nothing_is_written_elsewhere() {
         (file("nul\0", ""), Kind::Invalid),
     ] {
         let what = format!("{invalid:?}");
-        let error = push(&volumes, "v", vec![directory(""), link("l", to), invalid]).unwrap_err();
+        let error = write_volume(&volumes, "v", vec![directory(""), link("l", to), invalid]).unwrap_err();
         assert_eq!(error.kind(), kind, "{what}: {error}");
     }
     assert_eq!((names(out.path()), names(home.path())), (vec![], vec![]));
     // A container with many capabilities can change the volume that it sees.
-    push(&volumes, "v", live("..1", &[("a", "one")])).unwrap();
+    write_volume(&volumes, "v", live("..1", &[("a", "one")])).unwrap();
     let seen = home.path().join("v");
     fs::remove_dir_all(seen.join("..1")).unwrap();
     symlink(out.path(), seen.join("..1")).unwrap();
     symlink(out.path(), seen.join("..data_tmp")).unwrap();
     fs::write(out.path().join("a"), "one").unwrap();
-    push(&volumes, "v", live("..2", &[("a", "one")])).unwrap();
+    write_volume(&volumes, "v", live("..2", &[("a", "one")])).unwrap();
     assert_eq!((names(&seen), names(out.path())), (vec!["..2".into(), DATA.into(), "a".into()], vec!["a".to_owned()]));
     assert_eq!(fs::symlink_metadata(seen.join("..2/a")).unwrap().nlink(), 1, "not the file outside");
 }
@@ -199,13 +199,16 @@ fn entries_bytes_and_paths_are_limited() {
     let mut draft = volumes.begin("v").unwrap();
     draft.add(vec![directory("")]).unwrap();
     let many = (0..=MAX_ENTRIES).map(|n| link(&n.to_string(), "x")).collect();
-    assert!(matches!(draft.add(many), Err(PushError::TooMuch)));
+    assert!(matches!(draft.add(many), Err(CopiedInVolumeError::TooMuch)));
     drop(draft);
     let mut draft = volumes.begin("v").unwrap();
     draft.add(vec![directory("")]).unwrap();
     let mebibyte = "x".repeat(1 << 20);
     let large = (0..=MAX_BYTES >> 20).map(|_| TreeEntry { more: true, ..file("f", &mebibyte) });
-    assert!(matches!(large.map(|part| draft.add(vec![part])).find(Result::is_err), Some(Err(PushError::TooMuch))));
+    assert!(matches!(
+        large.map(|part| draft.add(vec![part])).find(Result::is_err),
+        Some(Err(CopiedInVolumeError::TooMuch))
+    ));
     drop(draft);
     assert_eq!(names(home.path()), [""; 0]);
 }
@@ -223,13 +226,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
     /// No entries leave anything but the volume that is swapped in, and nothing is written outside.
     #[test]
-    fn no_entries_are_written_outside_the_volume(pushes in prop::collection::vec(prop::collection::vec(any_entry(), 0..8), 1..4)) {
+    fn no_entries_are_written_outside_the_volume(versions in prop::collection::vec(prop::collection::vec(any_entry(), 0..8), 1..4)) {
         let outer = tempfile::tempdir().unwrap();
         let home = outer.path().join("home");
         fs::create_dir(&home).unwrap();
         let volumes = CopiedInVolumes::in_directory(&home);
-        for entries in pushes {
-            let _ = push(&volumes, "v", [vec![directory("")], entries].concat());
+        for entries in versions {
+            let _ = write_volume(&volumes, "v", [vec![directory("")], entries].concat());
         }
         prop_assert_eq!(names(outer.path()), ["home"]);
         let left = names(&home);

@@ -4,8 +4,8 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachDeviceRequest, AttachImageRequest, CreateContainerRequest, DetachDeviceRequest, DetachImageRequest,
-    DropVolumeRequest, ExecRequest, ListContainersResponse, MemoryRange, PushVolumeRequest, RenewRequest,
-    SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse,
+    DropVolumeRequest, ExecRequest, ListContainersResponse, MemoryRange, RenewRequest, SetMemoryRequest, SignalRequest,
+    StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -19,7 +19,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
 use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions};
-use crate::copied_in::{CopiedInVolumes, PushError, VolumeDraft};
+use crate::copied_in::{CopiedInVolumeError, CopiedInVolumes, VolumeDraft};
 use crate::memory::HotplugMemory;
 use crate::processors::OnlineCpus;
 use crate::stats::MeasuredContainer;
@@ -60,7 +60,7 @@ async fn run_to_end<T: Send + 'static>(
 }
 
 /// Writes a copied-in volume as it arrives, and swaps it in when it is complete.
-async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<PushVolumeRequest>) -> Result<(), AgentError> {
+async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<WriteVolumeRequest>) -> Result<(), AgentError> {
     let mut draft: Option<VolumeDraft> = None;
     loop {
         // If the host has disconnected or the stream failed, there is no next part.
@@ -68,13 +68,13 @@ async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<PushVolum
             tracing::info!("a copied-in volume is incomplete: {status}");
             None
         });
-        let Some(PushVolumeRequest { name, tree, complete }) = part else {
+        let Some(WriteVolumeRequest { name, tree, complete }) = part else {
             // Dropped on a thread where it may block.
             tokio::task::spawn_blocking(move || drop(draft)).await?;
-            return Err(PushError::Short { name: String::new() }.into());
+            return Err(CopiedInVolumeError::Short { name: String::new() }.into());
         };
         let (volumes, begun) = (volumes.clone(), draft.take());
-        let write = move || -> Result<Option<VolumeDraft>, PushError> {
+        let write = move || -> Result<Option<VolumeDraft>, CopiedInVolumeError> {
             let mut draft = begun.map_or_else(|| volumes.begin(&name), Ok)?;
             draft.add(tree.unwrap_or_default().entries)?;
             if complete { draft.publish().map(|()| None) } else { Ok(Some(draft)) }
@@ -161,7 +161,7 @@ impl Agent for AgentService {
         Ok(Response::new(WaitResponse { exit: process.wait(limit).await }))
     }
 
-    async fn push_volume(&self, request: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
+    async fn write_volume(&self, request: Request<Streaming<WriteVolumeRequest>>) -> Result<Response<Empty>, Status> {
         run_to_end(receive_volume(self.pod.volumes.clone(), request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }

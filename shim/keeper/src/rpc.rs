@@ -7,8 +7,8 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AttachDeviceRequest, AttachImageRequest, CreateContainerRequest, DetachDeviceRequest, DetachImageRequest,
-    DropVolumeRequest, ExecRequest, ListContainersResponse, PushVolumeRequest, RenewRequest, SetMemoryRequest,
-    SignalRequest, StatsResponse, WaitRequest, WaitResponse,
+    DropVolumeRequest, ExecRequest, ListContainersResponse, RenewRequest, SetMemoryRequest, SignalRequest,
+    StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -100,7 +100,7 @@ impl Agent for KeeperService {
         Ok(Response::new(WaitResponse { exit }))
     }
 
-    async fn push_volume(&self, _: Request<Streaming<PushVolumeRequest>>) -> Result<Response<Empty>, Status> {
+    async fn write_volume(&self, _: Request<Streaming<WriteVolumeRequest>>) -> Result<Response<Empty>, Status> {
         unsupported("use a copied-in volume", "volumes are disks of the VM document")
     }
 

@@ -160,9 +160,9 @@ impl Agent {
     }
 
     /// Sends a copied-in volume, part by part. If the parts end before the volume is complete, containers see nothing of it.
-    pub async fn copy_in_volume(&self, parts: mpsc::Receiver<proto::PushVolumeRequest>) -> Result<(), PodError> {
+    pub async fn copy_in_volume(&self, parts: mpsc::Receiver<proto::WriteVolumeRequest>) -> Result<(), PodError> {
         let parts = ReceiverStream::new(parts);
-        self.call("copy a volume into the guest", self.limit, self.rpc.clone().push_volume(parts)).await.map(drop)
+        self.call("copy a volume into the guest", self.limit, self.rpc.clone().write_volume(parts)).await.map(drop)
     }
 
     /// Removes a copied-in volume.

@@ -190,7 +190,7 @@ impl VolumeCopier {
         id: u32,
         path: &str,
         full: bool,
-        send: mpsc::Sender<proto::PushVolumeRequest>,
+        send: mpsc::Sender<proto::WriteVolumeRequest>,
     ) -> Result<(), PodError> {
         let (mut request, mut name) = (CopyInRequest::Begin { id, full }, self.name.clone());
         loop {
@@ -200,7 +200,7 @@ impl VolumeCopier {
             };
             let tree: Result<proto::Tree, _> = wire::decode(&tree);
             let tree = tree.map_err(|_malformed| PodError::NoFileServer { path: path.to_owned() })?;
-            let part = proto::PushVolumeRequest { name: std::mem::take(&mut name), tree: Some(tree), complete: last };
+            let part = proto::WriteVolumeRequest { name: std::mem::take(&mut name), tree: Some(tree), complete: last };
             if send.send(part).await.is_err() || last {
                 return Ok(());
             }

@@ -284,18 +284,18 @@ impl Agent for Service {
         Ok(Response::new(proto::WaitResponse { exit }))
     }
 
-    async fn push_volume(
+    async fn write_volume(
         &self,
-        request: Request<tonic::Streaming<proto::PushVolumeRequest>>,
+        request: Request<tonic::Streaming<proto::WriteVolumeRequest>>,
     ) -> RpcResult<common::Empty> {
-        self.apply_fault("push").await?;
+        self.apply_fault("write_volume").await?;
         let mut parts = request.into_inner();
         while let Some(part) = parts.message().await? {
             if part.complete {
                 return empty();
             }
         }
-        Err(Status::unavailable("the volume was not pushed to its end"))
+        Err(Status::unavailable("the volume was not sent completely"))
     }
 
     async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> RpcResult<common::Empty> {
