@@ -1,4 +1,4 @@
-//! Reads specifications of the Container Device Interface, versions 0.3.0 to 1.1.0: finds a device by its name in directories of
+//! Reads specifications of the Container CdiDevice Interface, versions 0.3.0 to 1.1.0: finds a device by its name in directories of
 //! the node, and returns the edits for a container that requests it. `find` blocks on files that other programs have written.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
@@ -22,15 +22,15 @@ const MAX_NAMES: usize = 64;
 /// Why a CDI device is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
-    #[error("{name:?} is no name of a CDI device: VENDOR/CLASS=NAME is one")]
+    #[error("{name:?} is not a CDI device name: VENDOR/CLASS=NAME is expected")]
     Name { name: String },
     #[error("{count} CDI devices are too many for one container")]
     TooMany { count: usize },
-    #[error("no CDI specification has the device {name}: looked in {}{}", directories(looked), skipped(unread))]
-    Unknown { name: String, looked: Vec<PathBuf>, unread: Vec<String> },
+    #[error("no CDI specification has the device {name}: searched {}{}", directories(looked), skipped(skipped_files))]
+    Unknown { name: String, looked: Vec<PathBuf>, skipped_files: Vec<String> },
     #[error("the CDI device {name} is in both {} and {}", one.display(), other.display())]
-    Twice { name: String, one: PathBuf, other: PathBuf },
-    #[error("the CDI device {name} of {} asks for {what}, which Nacelle does not do", path.display())]
+    Ambiguous { name: String, one: PathBuf, other: PathBuf },
+    #[error("the CDI device {name} of {} requests {what}, which Nacelle does not support", path.display())]
     Unsupported { name: String, path: PathBuf, what: String },
     #[error("the CDI device {name} of {}: {rule}", path.display())]
     Rule { name: String, path: PathBuf, rule: String },
@@ -49,47 +49,47 @@ fn directories(list: &[PathBuf]) -> String {
     list.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-fn skipped(unread: &[String]) -> String {
-    if unread.is_empty() { String::new() } else { format!(" ({})", unread.join("; ")) }
+fn skipped(skipped_files: &[String]) -> String {
+    if skipped_files.is_empty() { String::new() } else { format!(" ({})", skipped_files.join("; ")) }
 }
 
 /// The changes that CDI devices make to a container.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Edits {
+pub struct CdiEdits {
     /// Environment variables: names and values.
     pub env: Vec<(String, String)>,
     /// Host path, container path and permissions of each device.
     pub devices: Vec<(String, String, String)>,
     /// Directories and files of the node.
-    pub mounts: Vec<Mount>,
+    pub mounts: Vec<CdiMount>,
     /// Additional groups of the container's processes.
     pub groups: Vec<u32>,
 }
 
 /// A directory or file of the node that is mounted.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Mount {
+pub struct CdiMount {
     /// The path on the node.
     pub host_path: String,
     /// The path in the container.
     pub container_path: String,
-    /// Mount options: "ro", "nosuid" and others.
+    /// CdiMount options: "ro", "nosuid" and others.
     pub options: Vec<String>,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Spec {
+struct CdiSpec {
     kind: String,
     #[serde(default)]
-    devices: Vec<Device>,
+    devices: Vec<CdiDevice>,
     #[serde(default)]
     container_edits: ContainerEdits,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Device {
+struct CdiDevice {
     name: String,
     #[serde(default)]
     container_edits: ContainerEdits,
@@ -99,7 +99,7 @@ struct Device {
 #[serde(rename_all = "camelCase", default)]
 struct ContainerEdits {
     env: Vec<String>,
-    device_nodes: Vec<DeviceNode>,
+    device_nodes: Vec<CdiDeviceNode>,
     mounts: Vec<SpecMount>,
     #[serde(rename = "additionalGids")]
     additional_gids: Vec<u32>,
@@ -110,7 +110,7 @@ struct ContainerEdits {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct DeviceNode {
+struct CdiDeviceNode {
     path: String,
     #[serde(default)]
     host_path: String,
@@ -133,50 +133,50 @@ struct SpecMount {
 }
 
 /// Returns the edits for a container that requests these devices. Later directories take precedence.
-pub fn find(names: &[String], directories: &[PathBuf]) -> Result<Edits, CdiError> {
+pub fn find_edits(names: &[String], directories: &[PathBuf]) -> Result<CdiEdits, CdiError> {
     if names.len() > MAX_NAMES {
         return Err(CdiError::TooMany { count: names.len() });
     }
-    let mut unread = Vec::new();
-    let read: Vec<_> = directories.iter().rev().map(|directory| specs(directory, &mut unread)).collect();
-    let mut edits = Edits::default();
+    let mut skipped_files = Vec::new();
+    let read: Vec<_> = directories.iter().rev().map(|directory| read_specs(directory, &mut skipped_files)).collect();
+    let mut edits = CdiEdits::default();
     let mut used = BTreeSet::new();
     for name in names {
-        let (kind, device) = parts(name)?;
-        let found = read.iter().find_map(|specs| one(specs, name, kind, device).transpose()).transpose()?;
+        let (kind, device) = split_name(name)?;
+        let found = read.iter().find_map(|specs| find_device(specs, name, kind, device).transpose()).transpose()?;
         let Some((path, spec, device)) = found else {
-            return Err(CdiError::Unknown { name: name.clone(), looked: directories.to_vec(), unread });
+            return Err(CdiError::Unknown { name: name.clone(), looked: directories.to_vec(), skipped_files });
         };
         if used.insert((path.clone(), None)) {
-            add(&mut edits, &spec.container_edits, name, path)?;
+            apply_edits(&mut edits, &spec.container_edits, name, path)?;
         }
         if used.insert((path.clone(), Some(device.name.clone()))) {
-            add(&mut edits, &device.container_edits, name, path)?;
+            apply_edits(&mut edits, &device.container_edits, name, path)?;
         }
     }
     Ok(edits)
 }
 
 /// Returns the only device of this name in a directory.
-fn one<'a>(
-    specs: &'a [(PathBuf, Spec)],
+fn find_device<'a>(
+    specs: &'a [(PathBuf, CdiSpec)],
     name: &str,
     kind: &str,
     device: &str,
-) -> Result<Option<(&'a PathBuf, &'a Spec, &'a Device)>, CdiError> {
+) -> Result<Option<(&'a PathBuf, &'a CdiSpec, &'a CdiDevice)>, CdiError> {
     let of_kind = specs.iter().filter(|(_, spec)| spec.kind == kind);
     let mut found = of_kind.flat_map(|(path, spec)| spec.devices.iter().map(move |device| (path, spec, device)));
     let mut found = found.by_ref().filter(|(_, _, found)| found.name == device);
     match (found.next(), found.next()) {
         (Some((one, ..)), Some((other, ..))) => {
-            Err(CdiError::Twice { name: name.to_owned(), one: one.clone(), other: other.clone() })
+            Err(CdiError::Ambiguous { name: name.to_owned(), one: one.clone(), other: other.clone() })
         }
         (first, _) => Ok(first),
     }
 }
 
 /// Splits a device's name into kind and name.
-fn parts(name: &str) -> Result<(&str, &str), CdiError> {
+fn split_name(name: &str) -> Result<(&str, &str), CdiError> {
     let word = |text: &str, further: &str| {
         let known = |c: char| c.is_ascii_alphanumeric() || further.contains(c);
         let ends = text.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -191,15 +191,15 @@ fn parts(name: &str) -> Result<(&str, &str), CdiError> {
     split().ok_or_else(|| CdiError::Name { name: name.chars().take(200).collect() })
 }
 
-/// Returns the specifications in a directory, sorted by file name. Invalid files are skipped and added to `unread`.
-fn specs(directory: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
+/// Returns the specifications in a directory, sorted by file name. Invalid files are skipped and added to `skipped_files`.
+fn read_specs(directory: &Path, skipped_files: &mut Vec<String>) -> Vec<(PathBuf, CdiSpec)> {
     let mut paths: Vec<PathBuf> =
         fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     paths.sort();
     let mut specs = Vec::new();
     for path in paths {
         let why = match path.extension().and_then(|extension| extension.to_str()) {
-            Some("json") if specs.len() < MAX_FILES => match read(&path) {
+            Some("json") if specs.len() < MAX_FILES => match read_spec(&path) {
                 Ok(spec) => {
                     specs.push((path, spec));
                     continue;
@@ -210,18 +210,18 @@ fn specs(directory: &Path, unread: &mut Vec<String>) -> Vec<(PathBuf, Spec)> {
             Some("yaml" | "yml") => "YAML is not read, only JSON".to_owned(),
             _ => continue,
         };
-        if unread.len() < 8 {
-            unread.push(format!("not read: {}: {why}", path.display()));
+        if skipped_files.len() < 8 {
+            skipped_files.push(format!("skipped {}: {why}", path.display()));
         }
     }
     specs
 }
 
-fn read(path: &Path) -> io::Result<Spec> {
+fn read_spec(path: &Path) -> io::Result<CdiSpec> {
     // Opening a pipe would block without this flag.
     let file = File::options().read(true).custom_flags(nix::fcntl::OFlag::O_NONBLOCK.bits()).open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::other("no regular file"));
+        return Err(io::Error::other("not a regular file"));
     }
     let mut text = Vec::new();
     file.take(MAX_FILE + 1).read_to_end(&mut text)?;
@@ -231,18 +231,18 @@ fn read(path: &Path) -> io::Result<Spec> {
     Ok(json::read(&text)?)
 }
 
-fn add(edits: &mut Edits, asked: &ContainerEdits, name: &str, path: &Path) -> Result<(), CdiError> {
+fn apply_edits(edits: &mut CdiEdits, requested: &ContainerEdits, name: &str, path: &Path) -> Result<(), CdiError> {
     let empty = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-    if let Some((what, _)) = asked.others.iter().find(|(_, value)| !empty(value)) {
+    if let Some((what, _)) = requested.others.iter().find(|(_, value)| !empty(value)) {
         let what = what.chars().take(100).collect();
         return Err(CdiError::Unsupported { name: name.to_owned(), path: path.to_owned(), what });
     }
     let rule = |rule: String| CdiError::Rule { name: name.to_owned(), path: path.to_owned(), rule };
-    for line in &asked.env {
-        let (key, value) = line.split_once('=').ok_or_else(|| rule(format!("{line:?} is no variable")))?;
+    for line in &requested.env {
+        let (key, value) = line.split_once('=').ok_or_else(|| rule(format!("{line:?} is not NAME=VALUE")))?;
         edits.env.push((key.to_owned(), value.to_owned()));
     }
-    for node in &asked.device_nodes {
+    for node in &requested.device_nodes {
         // Type and numbers come from the node's device, and so do these fields.
         for (field, value) in [("fileMode", &node.file_mode), ("uid", &node.uid), ("gid", &node.gid)] {
             if value.as_ref().is_some_and(|value| !empty(value)) {
@@ -254,20 +254,20 @@ fn add(edits: &mut Edits, asked: &ContainerEdits, name: &str, path: &Path) -> Re
         let permissions = if node.permissions.is_empty() { "rwm" } else { &node.permissions };
         edits.devices.push((host_path.clone(), node.path.clone(), permissions.to_owned()));
     }
-    for mount in &asked.mounts {
+    for mount in &requested.mounts {
         if !matches!(mount.kind.as_str(), "" | "bind" | "none") {
             let what = format!("a mount of type {}", mount.kind.chars().take(40).collect::<String>());
             return Err(CdiError::Unsupported { name: name.to_owned(), path: path.to_owned(), what });
         }
         // Options that every volume has.
         let usual = ["bind", "rbind", "private", "rprivate", "rw"];
-        edits.mounts.push(Mount {
+        edits.mounts.push(CdiMount {
             host_path: mount.host_path.clone(),
             container_path: mount.container_path.clone(),
             options: mount.options.iter().filter(|option| !usual.contains(&option.as_str())).cloned().collect(),
         });
     }
-    edits.groups.extend(&asked.additional_gids);
+    edits.groups.extend(&requested.additional_gids);
     Ok(())
 }
 
@@ -286,9 +286,9 @@ mod tests {
         directory
     }
 
-    fn ask(names: &[&str], directories: &[&tempfile::TempDir]) -> Result<Edits, CdiError> {
+    fn ask(names: &[&str], directories: &[&tempfile::TempDir]) -> Result<CdiEdits, CdiError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        find(&names, &directories.iter().map(|directory| directory.path().to_owned()).collect::<Vec<_>>())
+        find_edits(&names, &directories.iter().map(|directory| directory.path().to_owned()).collect::<Vec<_>>())
     }
 
     fn spec(kind: &str, device: &str, edits: Value) -> Value {
@@ -315,10 +315,10 @@ mod tests {
         let node = |host: &str, at: &str, permissions: &str| (host.to_owned(), at.to_owned(), permissions.to_owned());
         assert_eq!(
             edits,
-            Edits {
+            CdiEdits {
                 env: vec![("GPU".into(), "a=b".into())],
                 devices: vec![node("/dev/zero", "/dev/gpu0", "rw"), node("/dev/null", "/dev/null", "rwm")],
-                mounts: vec![Mount {
+                mounts: vec![CdiMount {
                     host_path: "/lib/gpu".into(),
                     container_path: "/gpu".into(),
                     options: vec!["ro".into(), "nosuid".into()],
@@ -326,7 +326,7 @@ mod tests {
                 groups: vec![44],
             }
         );
-        assert_eq!(ask(&[], &[&directory]).unwrap(), Edits::default());
+        assert_eq!(ask(&[], &[&directory]).unwrap(), CdiEdits::default());
     }
 
     #[test]
@@ -335,7 +335,7 @@ mod tests {
         let (first, second) = (directory(&[("a.json", env("first"))]), directory(&[("b.json", env("second"))]));
         assert_eq!(ask(&["v/c=d"], &[&first, &second]).unwrap().env[0].1, "second");
         let both = directory(&[("a.json", env("1")), ("b.json", env("2"))]);
-        assert!(matches!(ask(&["v/c=d"], &[&both]), Err(CdiError::Twice { .. })));
+        assert!(matches!(ask(&["v/c=d"], &[&both]), Err(CdiError::Ambiguous { .. })));
     }
 
     #[test]
@@ -358,8 +358,8 @@ mod tests {
             ("v/c=hook", Kind::Unsupported, &["v/c=hook", "hooks", "hook.json"][..]),
             ("v/o=owned", Kind::Unsupported, &["deviceNodes.uid"]),
             ("v/m=tmp", Kind::Unsupported, &["tmpfs"]),
-            ("v/e=bad", Kind::Invalid, &["\"A\" is no variable"]),
-            ("v/c=none", Kind::Invalid, &["v/c=none", "YAML", "broken.json", "endless.json: no regular file"]),
+            ("v/e=bad", Kind::Invalid, &["\"A\" is not NAME=VALUE"]),
+            ("v/c=none", Kind::Invalid, &["v/c=none", "YAML", "broken.json", "endless.json: not a regular file"]),
         ] {
             let error = ask(&[name], &[&directory]).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");

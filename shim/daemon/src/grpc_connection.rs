@@ -49,7 +49,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for GrpcConnection<T> {
                     this.ended = true;
                     this.filter.finish(&mut this.passed);
                 }
-                bytes => this.filter.take(bytes, &mut this.passed),
+                bytes => this.filter.filter(bytes, &mut this.passed),
             }
         }
     }

@@ -2,13 +2,13 @@
 //! here is used for container pods.
 
 use crate::lifecycle::{LifecycleError, Node};
-use crate::streaming::Guests;
+use crate::streaming::NodeStreams;
 use nacelle_base::{ContainerId, PodId};
 use nacelle_machines::PodRuntime;
 use nacelle_machines::runtime::{ExecOutput, ExecStreams, MachinePodView, PodRuntimeError};
 use nacelle_machines::vms::{VmLock, Vms};
 use nacelle_model::record::VmRecord;
-use nacelle_stream::{Exec, Guests as _, Process};
+use nacelle_stream::{Exec, ProcessStreams, StreamBackend as _};
 use std::path::PathBuf;
 use std::time::Duration;
 use tokio::net::UnixStream;
@@ -23,23 +23,23 @@ impl PodRuntime for Node {
     }
 
     fn changes(&self) -> watch::Receiver<()> {
-        self.parts().events.changes()
+        self.services().events.changes()
     }
 
     fn vms(&self) -> &Vms {
-        &self.parts().vms
+        &self.services().vms
     }
 
     fn images(&self) -> &nacelle_image::Store {
-        &self.parts().images
+        &self.services().images
     }
 
     fn pod_directory(&self, pod: &PodId) -> PathBuf {
-        self.parts().pod_dir(pod)
+        self.services().pod_dir(pod)
     }
 
     fn allows_annotation(&self, handler: &str, annotation: &str) -> bool {
-        let handler = self.parts().config.handler(handler);
+        let handler = self.services().config.handler(handler);
         handler.is_some_and(|(_, handler)| handler.allowed_annotations.iter().any(|allowed| allowed == annotation))
     }
 
@@ -60,8 +60,8 @@ impl PodRuntime for Node {
     async fn start_exec(&self, container: &ContainerId, args: Vec<String>) -> Result<ExecStreams, PodRuntimeError> {
         let id = container.to_string();
         let exec = Exec { container: id.clone(), args, tty: false, stdin: false, stdout: true, stderr: true };
-        let process = Guests::new(self.clone()).exec(&exec).await.map_err(PodRuntimeError::new)?;
-        let Process { stdout: Some(stdout), stderr: Some(stderr), end, .. } = process else {
+        let process = NodeStreams::new(self.clone()).exec(&exec).await.map_err(PodRuntimeError::new)?;
+        let ProcessStreams { stdout: Some(stdout), stderr: Some(stderr), end, .. } = process else {
             // Unreachable: a requested stream is open, or its error was returned.
             return Err(PodRuntimeError::new(LifecycleError::NotRunning { id }));
         };
@@ -69,10 +69,10 @@ impl PodRuntime for Node {
     }
 
     async fn open_console(&self, container: &ContainerId) -> Result<(UnixStream, UnixStream), PodRuntimeError> {
-        Guests::new(self.clone()).console(container.as_str()).await.map_err(PodRuntimeError::new)
+        NodeStreams::new(self.clone()).console(container.as_str()).await.map_err(PodRuntimeError::new)
     }
 
     async fn connect_tcp(&self, pod: &PodId, port: u16) -> Result<UnixStream, PodRuntimeError> {
-        Guests::new(self.clone()).dial(pod.as_str(), port).await.map_err(PodRuntimeError::new)
+        NodeStreams::new(self.clone()).connect_to_port(pod.as_str(), port).await.map_err(PodRuntimeError::new)
     }
 }

@@ -34,7 +34,7 @@ impl node::node_server::Node for NodeService {
             "" => None,
             name => Some(Reference::parse(name).map_err(status)?),
         };
-        let loaded = self.node.parts().images.load(path, name.as_ref()).await.map_err(status)?;
+        let loaded = self.node.services().images.load(path, name.as_ref()).await.map_err(status)?;
         let images = loaded
             .into_iter()
             .map(|image| node::LoadedImage { id: image.id.to_string(), names: image.names })

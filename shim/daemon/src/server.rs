@@ -6,10 +6,10 @@ use crate::cri::Cri;
 use crate::deadline::DeadlineLayer;
 use crate::grpc_connection::GrpcConnection;
 use crate::lifecycle::services::{Networks, Pods};
-use crate::lifecycle::{EngineChoice, Events, Node, Parts};
+use crate::lifecycle::{EngineChoice, Events, Node, NodeServices};
 use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
-use crate::streaming::Guests;
+use crate::streaming::NodeStreams;
 use crate::supervision::{SupervisionError, Supervisor};
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at};
@@ -41,7 +41,7 @@ const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 /// Time to wait for the locks of a daemon that is about to end.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
-/// Pause between two attempts to settle owed CNI DELs.
+/// Pause between two attempts to retry owed CNI DELs.
 const OWED_DELETES_PAUSE: Duration = Duration::from_secs(5);
 
 /// The parts of a daemon.
@@ -147,8 +147,8 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
     });
     let (store, contents, images, vms, locks) = opened.await??;
     let cidrs = RwLock::new(Vec::new());
-    let parts = Parts { config, engine, store, images, vms, pods, networks, cidrs, events, locks };
-    Ok(Node::recover(parts, contents).await)
+    let services = NodeServices { config, engine, store, images, vms, pods, networks, cidrs, events, locks };
+    Ok(Node::recover(services, contents).await)
 }
 
 /// Locks the directories in which this daemon removes unknown files. The directory of the state store needs no lock here: the
@@ -190,8 +190,8 @@ pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Serve
 async fn retry_owed_deletes(node: Node) {
     loop {
         tokio::time::sleep(OWED_DELETES_PAUSE).await;
-        let parts = node.parts();
-        parts.networks.settle(parts.teardown_timeout()).await;
+        let services = node.services();
+        services.networks.retry_owed_deletes(services.teardown_timeout()).await;
     }
 }
 
@@ -213,8 +213,9 @@ pub async fn serve(
     claim: ServeClaim,
     end: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
-    let socket = node.parts().config.paths.socket.clone();
-    let (streams, streaming) = nacelle_stream::Server::bind(&node.parts().config.streaming_options()).await?;
+    let socket = node.services().config.paths.socket.clone();
+    let (streams, streaming) =
+        nacelle_stream::StreamingServer::bind(&node.services().config.streaming_options()).await?;
     let (listener, own) = match claim {
         // The service manager's socket stays after the daemon's end: clients wait on it for the next daemon.
         ServeClaim::Passed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
@@ -222,9 +223,9 @@ pub async fn serve(
     };
     tracing::info!(socket = %socket.display(), passed = own.is_none(), "serving CRI v1");
     let (shutdown_started, shutdown) = tokio::sync::oneshot::channel();
-    let guests = Arc::new(Guests::new(node.clone()));
+    let backend = Arc::new(NodeStreams::new(node.clone()));
     // Streams end with the daemon; the pods are not affected.
-    let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(guests)));
+    let _streaming = AbortOnDropHandle::new(tokio::spawn(streaming.serve(backend)));
     let machine_pods: Arc<dyn PodRuntime> = Arc::new(node.clone());
     let _controllers = AbortOnDropHandle::new(tokio::spawn(controllers::run(Arc::clone(&machine_pods))));
     let _owed_deletes = AbortOnDropHandle::new(tokio::spawn(retry_owed_deletes(node.clone())));
@@ -249,7 +250,7 @@ pub async fn serve(
             drop(watch);
             supervisor.stopping();
             // Otherwise subscribers would keep their connections open, and with them this server, forever.
-            event_node.parts().events.close();
+            event_node.services().events.close();
             let _ = shutdown_started.send(());
         });
     let limit = async {

@@ -4,12 +4,12 @@ use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
 use common::Stream;
 use nacelle_pod::client::PodClient;
 use nacelle_proto::{common, pod as proto};
-use nacelle_stream::{Attach, Exec, Process, Size};
+use nacelle_stream::{Attach, Exec, ProcessStreams, TerminalSize};
 use std::time::Duration;
 use tokio::net::UnixStream;
 
 /// The node as the streaming server uses it.
-pub struct Guests {
+pub struct NodeStreams {
     node: Node,
 }
 
@@ -42,10 +42,10 @@ impl Streams<'_> {
     }
 }
 
-impl Guests {
+impl NodeStreams {
     /// Creates the adapter for this node.
-    pub fn new(node: Node) -> Guests {
-        Guests { node }
+    pub fn new(node: Node) -> NodeStreams {
+        NodeStreams { node }
     }
 
     /// Opens the console of the machine in a container, as input and output. The container's own setting of standard input does
@@ -61,14 +61,14 @@ impl Guests {
     }
 
     fn limit(&self) -> Duration {
-        self.node.parts().request_timeout()
+        self.node.services().request_timeout()
     }
 }
 
-impl nacelle_stream::Guests for Guests {
+impl nacelle_stream::StreamBackend for NodeStreams {
     type Error = LifecycleError;
 
-    async fn exec(&self, exec: &Exec) -> Result<Process<LifecycleError>, LifecycleError> {
+    async fn exec(&self, exec: &Exec) -> Result<ProcessStreams<LifecycleError>, LifecycleError> {
         let Running { id, client, .. } = self.node.running(&exec.container)?;
         let (id, step) = (id.as_str(), "run the command");
         let request =
@@ -82,10 +82,10 @@ impl nacelle_stream::Guests for Guests {
             let code = running.wait_for_exit().await.map_err(at(step))?;
             Ok(i32::try_from(code).unwrap_or(i32::MAX))
         });
-        Ok(Process { exec_id, detaches: false, stdin, stdout, stderr, end })
+        Ok(ProcessStreams { exec_id, detaches: false, stdin, stdout, stderr, end })
     }
 
-    async fn attach(&self, attach: &Attach) -> Result<Process<LifecycleError>, LifecycleError> {
+    async fn attach(&self, attach: &Attach) -> Result<ProcessStreams<LifecycleError>, LifecycleError> {
         let running = self.node.running(&attach.container)?;
         let streams = Streams { client: &running.client, id: running.id.as_str(), exec_id: "", limit: self.limit() };
         let wanted = [attach.stdin && running.stdin, attach.stdout, attach.stderr];
@@ -95,16 +95,16 @@ impl nacelle_stream::Guests for Guests {
             running.ended().await;
             Ok(0)
         });
-        Ok(Process { exec_id: String::new(), detaches, stdin, stdout, stderr, end })
+        Ok(ProcessStreams { exec_id: String::new(), detaches, stdin, stdout, stderr, end })
     }
 
-    async fn dial(&self, pod: &str, port: u16) -> Result<UnixStream, LifecycleError> {
+    async fn connect_to_port(&self, pod: &str, port: u16) -> Result<UnixStream, LifecycleError> {
         let (_, client) = self.node.ready(pod)?;
         let open = proto::StreamOpen { stream: Stream::Port.into(), port: port.into(), ..Default::default() };
         ask("connect to the port", self.limit(), client.open_stream(open)).await
     }
 
-    async fn resize(&self, container: &str, exec_id: &str, size: Size) -> Result<(), LifecycleError> {
+    async fn resize(&self, container: &str, exec_id: &str, size: TerminalSize) -> Result<(), LifecycleError> {
         let Running { id, client, .. } = self.node.running(container)?;
         let request = common::ResizeRequest {
             id: id.to_string(),
@@ -112,6 +112,6 @@ impl nacelle_stream::Guests for Guests {
             columns: size.columns.into(),
             rows: size.rows.into(),
         };
-        ask("size the terminal", self.limit(), client.resize(request)).await
+        ask("resize the terminal", self.limit(), client.resize(request)).await
     }
 }

@@ -104,7 +104,7 @@ pub struct NicSpec {
     pub tap: OwnedFd,
     /// Further queues of the same tap, at most 7; then all have `IFF_MULTI_QUEUE`. An engine that serves only one queue closes them.
     pub more_queues: Vec<OwnedFd>,
-    /// A packet socket that receives the guest's DHCP requests (`nacelle_net::tap::dhcp_questions`), for the engine that answers them.
+    /// A packet socket that receives the guest's DHCP requests (`nacelle_net::tap::open_dhcp_socket`), for the engine that answers them.
     pub dhcp: Option<OwnedFd>,
     /// The MAC address that the guest uses.
     pub mac: Mac,

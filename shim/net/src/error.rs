@@ -38,7 +38,7 @@ pub enum NetError {
     /// A step on a tap failed.
     #[error("cannot {what} the tap {name}")]
     Tap {
-        /// The step: "open", "create", "silence".
+        /// The step: "open", "create", "disable IPv6 of".
         what: &'static str,
         /// The tap's name.
         name: String,
@@ -46,7 +46,7 @@ pub enum NetError {
         source: io::Error,
     },
     /// The name is not valid for an interface.
-    #[error("{name:?} is no interface name: 1 to 15 letters, digits, '.', '_' or '-' are expected")]
+    #[error("{name:?} is not an interface name: 1 to 15 letters, digits, '.', '_' or '-' are expected")]
     BadName {
         /// The name.
         name: String,
@@ -59,10 +59,9 @@ pub enum NetError {
     },
     /// The CNI plugins did not create an interface that the pod needs.
     #[error(
-        "the CNI plugins made no interface {name} in the pod's network namespace, and the pod shall have one: a network that it asks for \
-         is not there"
+        "the CNI plugins created no interface {name} in the pod's network namespace, but a network that the pod requests needs it"
     )]
-    NotMade {
+    MissingInterface {
         /// The interface.
         name: String,
     },
@@ -74,7 +73,7 @@ pub enum NetError {
     },
     /// The Ethernet address is not valid for a guest's network card.
     #[error(
-        "interface {name} has the Ethernet address {mac:02x?}, which no single station can have, so no guest can have it"
+        "interface {name} has the Ethernet address {mac:02x?}, which is not a unicast address, so no guest can have it"
     )]
     BadMac {
         /// The interface.
@@ -109,7 +108,7 @@ pub enum NetError {
         name: String,
     },
     /// A route cannot be configured in a guest.
-    #[error("the route to {destination} cannot be given to the guest: {why}")]
+    #[error("the route to {destination} cannot be configured in the guest: {why}")]
     Route {
         /// The route's destination.
         destination: String,
@@ -130,7 +129,7 @@ impl Classify for NetError {
             NetError::Netns { source, .. } => source.kind().into(),
             NetError::Netlink { .. } | NetError::Tap { .. } => Kind::Internal,
             NetError::Task(error) => error.kind(),
-            NetError::NotNetns { .. } | NetError::NotMade { .. } => Kind::Conflict,
+            NetError::NotNetns { .. } | NetError::MissingInterface { .. } => Kind::Conflict,
             NetError::BadName { .. } => Kind::Invalid,
             NetError::NoInterface { .. } | NetError::NotEthernet { .. } | NetError::NoAddress { .. } => {
                 Kind::Unavailable

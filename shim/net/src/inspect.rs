@@ -2,7 +2,7 @@
 //!
 //! It reads the main routing tables and only what a process configured: not the routes that the kernel derives from addresses
 //! (the guest's kernel derives the same), nor those from router advertisements (the guest receives its own). Settings that were
-//! configured but that no guest gets are named in a warning (`not_carried`).
+//! configured but that no guest gets are named in a warning (`unsupported_settings`).
 
 use crate::netlink::{Address, Family, Link, Netlink};
 use crate::{NetError, NetNs, run_in};
@@ -19,7 +19,7 @@ pub(crate) const MAX_MTU: u32 = 65521;
 /// The smallest MTU of an interface with IPv4 (RFC 791), and of one that has IPv6 addresses (RFC 8200).
 const MIN_MTU: (u32, u32) = (68, 1280);
 /// The maximum number of routes, and of neighbours, of a pod.
-const MOST: usize = 1024;
+const MAX_ENTRIES: usize = 1024;
 /// The routing table of a host's own addresses (RT_TABLE_LOCAL).
 const LOCAL_TABLE: u32 = 255;
 /// The transmit queue length that every guest's card has, in packets.
@@ -38,36 +38,38 @@ pub fn inspect(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetEr
     let (mut routes, mut neighbours, mut other) = (Vec::new(), Vec::new(), Vec::new());
     for family in [Family::Inet, Family::Inet6] {
         for message in netlink.routes(family)? {
-            match read(&message, &links)? {
-                Seen::Route(found) => routes.push(found),
-                Seen::NotCarried(what) => other.push(what),
-                Seen::Nothing => {}
+            match parse_route(&message, &links)? {
+                GuestRoute::Route(found) => routes.push(found),
+                GuestRoute::Unsupported(what) => other.push(what),
+                GuestRoute::Nothing => {}
             }
         }
         neighbours.extend(netlink.neighbours(family)?);
         other.extend(netlink.rules(family)?.iter().map(|priority| format!("policy rule {priority} ({family:?})")));
     }
     for (what, count) in [("routes", routes.len()), ("permanent neighbours", neighbours.len())] {
-        if count > MOST {
-            return Err(NetError::TooMany { what, count, limit: MOST });
+        if count > MAX_ENTRIES {
+            return Err(NetError::TooMany { what, count, limit: MAX_ENTRIES });
         }
     }
     let carried = |address: &&Address| address.global && links.iter().any(|link| link.index == address.index);
     let own: Vec<Address> = addresses.iter().filter(carried).cloned().collect();
-    let made = |link: &Link| interface(link, &own, &routes, &neighbours);
+    let made = |link: &Link| build_interface(link, &own, &routes, &neighbours);
     let interfaces = links.iter().map(made).collect::<Result<Vec<_>, _>>()?;
-    other.extend(run_in(netns, || links.iter().flat_map(|link| not_carried(link, &addresses)).collect::<Vec<_>>())?);
-    let routes = for_the_guest(routes, &own, &mut other);
+    other.extend(run_in(netns, || {
+        links.iter().flat_map(|link| unsupported_settings(link, &addresses)).collect::<Vec<_>>()
+    })?);
+    let routes = order_guest_routes(routes, &own, &mut other);
     other.sort();
     if !other.is_empty() {
-        let (netns, what) = (netns.path().display(), shortened(&other));
-        tracing::warn!(%netns, what, "the guest does not get all that the CNI plugins have set");
+        let (netns, what) = (netns.path().display(), summarize(&other));
+        tracing::warn!(%netns, what, "the guest does not get some settings of the CNI plugins");
     }
     Ok(PodNetwork { interfaces, routes })
 }
 
 /// Returns an error unless the namespace has this interface and a guest can have one like it.
-pub(crate) fn check_card(netns: &NetNs, name: &str) -> Result<(), NetError> {
+pub(crate) fn check_ethernet(netns: &NetNs, name: &str) -> Result<(), NetError> {
     let link = run_in(netns, Netlink::open)??.link(name)?;
     link.mac.map(drop).ok_or(NetError::NotEthernet { name: link.name })
 }
@@ -93,15 +95,15 @@ pub(crate) fn inspect_addresses(netns: &NetNs, interfaces: &[String]) -> Result<
 }
 
 /// The meaning of a namespace's route for the guest.
-enum Seen {
-    Route(Found),
+enum GuestRoute {
+    Route(RouteEntry),
     /// The route concerns the guest, but cannot be configured there.
-    NotCarried(String),
+    Unsupported(String),
     Nothing,
 }
 
 /// Joins the first of these names, and the number of the others.
-fn shortened(names: &[String]) -> String {
+fn summarize(names: &[String]) -> String {
     const SHOWN: usize = 10;
     let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
     match names.len().saturating_sub(SHOWN) {
@@ -111,7 +113,7 @@ fn shortened(names: &[String]) -> String {
 }
 
 /// Returns what is configured on this link but no guest gets. Runs on a thread in the link's namespace.
-fn not_carried(link: &Link, addresses: &[Address]) -> Vec<String> {
+fn unsupported_settings(link: &Link, addresses: &[Address]) -> Vec<String> {
     let name = &link.name;
     let of_link = addresses.iter().filter(|address| address.index == link.index && !address.global);
     let mut all: Vec<String> = of_link.map(|address| format!("address {} of link scope", address.net)).collect();
@@ -132,7 +134,7 @@ fn not_carried(link: &Link, addresses: &[Address]) -> Vec<String> {
 /// Returns the sysctls of the interface that differ from those of a new interface in this namespace, except those that plugins
 /// set for the namespace's own announcements and those that the kernel sets.
 fn sysctls(family: &str, name: &str) -> Vec<String> {
-    const OF_NO_GUEST: [&str; 4] = ["arp_notify", "ndisc_notify", "accept_dad", "stable_secret"];
+    const NAMESPACE_ONLY: [&str; 4] = ["arp_notify", "ndisc_notify", "accept_dad", "stable_secret"];
     let directory = |of: &str| Path::new("/proc/sys/net").join(family).join("conf").join(of);
     let value = |of: &str, key: &std::ffi::OsStr| std::fs::read_to_string(directory(of).join(key)).ok();
     let keys = std::fs::read_dir(directory(name)).into_iter().flatten().flatten().map(|entry| entry.file_name());
@@ -140,7 +142,7 @@ fn sysctls(family: &str, name: &str) -> Vec<String> {
     for key in keys {
         let text = key.to_string_lossy();
         // The kernel sets this one from the link's MTU.
-        if text == "mtu" || OF_NO_GUEST.contains(&text.as_ref()) {
+        if text == "mtu" || NAMESPACE_ONLY.contains(&text.as_ref()) {
             continue;
         }
         if let (Some(own), Some(usual)) = (value(name, &key), value("default", &key))
@@ -155,7 +157,7 @@ fn sysctls(family: &str, name: &str) -> Vec<String> {
 
 /// A route of the main table over one of the links.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Found {
+struct RouteEntry {
     route: Route,
     /// The kernel derived the route from an address.
     by_kernel: bool,
@@ -165,10 +167,10 @@ struct Found {
     metrics: bool,
 }
 
-fn interface(
+fn build_interface(
     link: &Link,
     addresses: &[Address],
-    routes: &[Found],
+    routes: &[RouteEntry],
     neighbours: &[(u32, Neighbour)],
 ) -> Result<Interface, NetError> {
     let mac = link.mac.ok_or_else(|| NetError::NotEthernet { name: link.name.clone() })?;
@@ -177,7 +179,7 @@ fn interface(
         return Err(NetError::BadMac { name: link.name.clone(), mac });
     }
     let on_link = |net: &IpNet| {
-        let of_it = |found: &Found| found.route.interface == link.name && found.route.destination == net.trunc();
+        let of_it = |found: &RouteEntry| found.route.interface == link.name && found.route.destination == net.trunc();
         routes.iter().any(|found| found.by_kernel && of_it(found))
     };
     let own = addresses.iter().filter(|address| address.index == link.index).map(|address| address.net);
@@ -206,7 +208,7 @@ fn guest_mtu(link: &Link, ipv6: bool) -> Result<u32, NetError> {
 }
 
 /// Reads a route. Returns an error if the guest needs the route and cannot have it.
-fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
+fn parse_route(message: &RouteMessage, links: &[Link]) -> Result<GuestRoute, NetError> {
     let header = &message.header;
     let mut gateway = None;
     let mut destination = match header.address_family {
@@ -242,31 +244,33 @@ fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
         }
     }
     let learned = matches!(header.protocol, RouteProtocol::Ra | RouteProtocol::IcmpRedirect);
-    let Ok(destination) = IpNet::new(destination, header.destination_prefix_length) else { return Ok(Seen::Nothing) };
+    let Ok(destination) = IpNet::new(destination, header.destination_prefix_length) else {
+        return Ok(GuestRoute::Nothing);
+    };
     let main = table == u32::from(RouteHeader::RT_TABLE_MAIN);
     let of_kernel = table == LOCAL_TABLE || header.protocol == RouteProtocol::Kernel;
     // Routes that the kernel adds for IPv6: loopback, link-local, multicast.
     if learned || (!main && of_kernel) {
-        return Ok(Seen::Nothing);
+        return Ok(GuestRoute::Nothing);
     }
     if matches!(header.kind, RouteType::BlackHole | RouteType::Unreachable | RouteType::Prohibit | RouteType::Throw) {
         return Ok(if of_kernel {
-            Seen::Nothing
+            GuestRoute::Nothing
         } else {
-            Seen::NotCarried(format!("{:?} route to {destination}", header.kind))
+            GuestRoute::Unsupported(format!("{:?} route to {destination}", header.kind))
         });
     }
-    let Some(link) = interface else { return Ok(Seen::Nothing) };
+    let Some(link) = interface else { return Ok(GuestRoute::Nothing) };
     if header.kind != RouteType::Unicast {
-        return Ok(Seen::Nothing);
+        return Ok(GuestRoute::Nothing);
     }
     if !main {
-        return Ok(Seen::NotCarried(format!("route to {destination} in table {table}")));
+        return Ok(GuestRoute::Unsupported(format!("route to {destination} in table {table}")));
     }
     if let Some(why) = refused {
         return Err(NetError::Route { destination: destination.to_string(), why });
     }
-    Ok(Seen::Route(Found {
+    Ok(GuestRoute::Route(RouteEntry {
         route: Route { destination, gateway, interface: link.name.clone(), metric, source, mtu },
         by_kernel: header.protocol == RouteProtocol::Kernel,
         onlink: header.flags.contains(RouteFlags::Onlink),
@@ -276,8 +280,8 @@ fn read(message: &RouteMessage, links: &[Link]) -> Result<Seen, NetError> {
 
 /// Returns the routes in an order in which the guest can add them. Routes that the kernel derived from an address are left out,
 /// because the guest's kernel derives them too, except one to a peer, which the guest does not know.
-fn for_the_guest(found: Vec<Found>, addresses: &[Address], other: &mut Vec<String>) -> Vec<Route> {
-    let by_address = |found: &Found| {
+fn order_guest_routes(found: Vec<RouteEntry>, addresses: &[Address], other: &mut Vec<String>) -> Vec<Route> {
+    let by_address = |found: &RouteEntry| {
         let to = found.route.destination;
         let of_link = matches!(to, IpNet::V6(net) if net.addr().is_unicast_link_local() || net.addr().is_multicast());
         found.by_kernel && (of_link || addresses.iter().any(|address| address.net.trunc() == to))
@@ -285,7 +289,7 @@ fn for_the_guest(found: Vec<Found>, addresses: &[Address], other: &mut Vec<Strin
     let mut on_link = Vec::new();
     let mut by_gateway = Vec::new();
     for found in found.into_iter().filter(|found| !by_address(found)) {
-        let Found { mut route, by_kernel, onlink, metrics } = found;
+        let RouteEntry { mut route, by_kernel, onlink, metrics } = found;
         if metrics {
             other.push(format!("metrics of the route to {}", route.destination));
         }

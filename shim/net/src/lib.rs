@@ -1,16 +1,16 @@
-//! Connects pods to the network on the node: namespaces, the CNI chain, taps and their join to CNI interfaces. The crate depends
+//! Connects pods to the network on the node: namespaces, the CNI chain, taps and their connection to CNI interfaces. The crate depends
 //! on `nacelle-base` and knows neither CRI nor engines nor guests.
 //!
-//! `Network` and `cni` are async (tokio). `netns`, `tap` and `inspect` block for a few kernel calls: async code calls them
+//! `NodeNetworks` and `cni` are async (tokio). `netns`, `tap` and `inspect` block for a few kernel calls: async code calls them
 //! through `nacelle_base::task::run_blocking`.
 //!
 //! The order at a pod's start:
 //!
-//! 1. daemon: `Network::create_netns` makes `/run/netns/nacelle-<id>`;
+//! 1. daemon: `NodeNetworks::create_netns` makes `/run/netns/nacelle-<id>`;
 //! 2. pod process: `NetNs::open`, `tap::create` (the fd goes to the engine, the VM boots);
-//! 3. daemon, meanwhile: `Network::setup` runs the CNI chain and reads what the guest must have;
-//! 4. pod process: `tap::join` connects tap and CNI interface; the guest takes over MAC and addresses;
-//! 5. at the end: `Network::teardown` runs DEL and removes the namespace.
+//! 3. daemon, meanwhile: `NodeNetworks::setup` runs the CNI chain and reads what the guest must have;
+//! 4. pod process: `tap::connect` connects tap and CNI interface; the guest takes over MAC and addresses;
+//! 5. at the end: `NodeNetworks::teardown` runs DEL and removes the namespace.
 
 pub mod cni;
 mod error;
@@ -25,5 +25,5 @@ pub use cni::{Bandwidth, CniError, InterfaceUsage, OwedDelete, PodRef};
 pub use error::NetError;
 pub use inspect::inspect;
 pub use netns::{NetNs, run_in};
-pub use network::{Attachment, NetConfig, Network};
+pub use network::{Attachment, NetConfig, NodeNetworks};
 pub use tap::Tap;

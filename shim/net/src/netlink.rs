@@ -83,9 +83,9 @@ impl Netlink {
 
     /// Returns the interface of this name.
     pub fn link(&mut self, name: &str) -> Result<Link, NetError> {
-        let mut ask = LinkMessage::default();
-        ask.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        let answers = match self.request(Message::GetLink(ask), 0) {
+        let mut query = LinkMessage::default();
+        query.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        let answers = match self.request(Message::GetLink(query), 0) {
             Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Vec::new(),
             other => other.map_err(failed("find", name))?,
         };
@@ -138,14 +138,14 @@ impl Netlink {
     pub fn addresses(&mut self) -> Result<Vec<Address>, NetError> {
         let dump = self.dump(Message::GetAddress(AddressMessage::default()));
         let messages = dump.map_err(failed("read the addresses of", "the namespace"))?;
-        Ok(messages.into_iter().filter_map(|message| address(message_address(message)?)).collect())
+        Ok(messages.into_iter().filter_map(|message| parse_address(address_message(message)?)).collect())
     }
 
     /// Returns all routes of one address family as the kernel reports them.
     pub fn routes(&mut self, family: Family) -> Result<Vec<RouteMessage>, NetError> {
-        let mut ask = RouteMessage::default();
-        ask.header.address_family = family;
-        let messages = self.dump(Message::GetRoute(ask)).map_err(failed("read the routes of", "the namespace"))?;
+        let mut query = RouteMessage::default();
+        query.header.address_family = family;
+        let messages = self.dump(Message::GetRoute(query)).map_err(failed("read the routes of", "the namespace"))?;
         let routes = messages.into_iter().filter_map(|message| match message {
             Message::NewRoute(route) if route.header.address_family == family => Some(route),
             _ => None,
@@ -155,18 +155,18 @@ impl Netlink {
 
     /// Returns all permanent entries of the neighbour tables of this family, with the index of their interface.
     pub fn neighbours(&mut self, family: Family) -> Result<Vec<(u32, Neighbour)>, NetError> {
-        let mut ask = NeighbourMessage::default();
-        ask.header.family = family;
-        let messages = self.dump(Message::GetNeighbour(ask));
+        let mut query = NeighbourMessage::default();
+        query.header.family = family;
+        let messages = self.dump(Message::GetNeighbour(query));
         let messages = messages.map_err(failed("read the neighbours of", "the namespace"))?;
-        Ok(messages.into_iter().filter_map(neighbour).collect())
+        Ok(messages.into_iter().filter_map(parse_neighbour).collect())
     }
 
     /// Returns the priorities of the policy rules of this family that were configured.
     pub fn rules(&mut self, family: Family) -> Result<Vec<u32>, NetError> {
-        let mut ask = RuleMessage::default();
-        ask.header.family = family;
-        let messages = match self.dump(Message::GetRule(ask)) {
+        let mut query = RuleMessage::default();
+        query.header.family = family;
+        let messages = match self.dump(Message::GetRule(query)) {
             // A kernel without policy routing has no rules: without any support, or without this family (`ipv6.disable=1`).
             Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EAFNOSUPPORT)) => Vec::new(),
             other => other.map_err(failed("read the policy rules of", "the namespace"))?,
@@ -208,14 +208,15 @@ impl Netlink {
             other => drop(other.map_err(failed())?),
         }
         filter.attributes.push(TcAttribute::Kind(TcFilterU32::KIND.to_owned()));
-        let options = [TcFilterU32Option::Selector(every_frame()), TcFilterU32Option::Action(vec![send_out_of(to)])];
+        let options =
+            [TcFilterU32Option::Selector(match_all_selector()), TcFilterU32Option::Action(vec![redirect_action(to)])];
         filter.attributes.push(TcAttribute::Options(options.into_iter().map(TcOption::U32).collect()));
         self.request(Message::NewTrafficFilter(filter), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(failed())
     }
 
-    fn dump(&mut self, ask: Message) -> io::Result<Vec<Message>> {
+    fn dump(&mut self, message: Message) -> io::Result<Vec<Message>> {
         for _ in 0..DUMP_ATTEMPTS {
-            match self.request(ask.clone(), NLM_F_DUMP) {
+            match self.request(message.clone(), NLM_F_DUMP) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
                 other => return other,
             }
@@ -224,12 +225,12 @@ impl Netlink {
     }
 
     /// Sends one request and returns the kernel's answers before its acknowledgement.
-    fn request(&mut self, ask: Message, flags: u16) -> io::Result<Vec<Message>> {
+    fn request(&mut self, message: Message, flags: u16) -> io::Result<Vec<Message>> {
         self.sequence = self.sequence.wrapping_add(1);
         let mut header = NetlinkHeader::default();
         header.flags = NLM_F_REQUEST | flags | if flags & NLM_F_DUMP == NLM_F_DUMP { 0 } else { NLM_F_ACK };
         header.sequence_number = self.sequence;
-        let mut packet = NetlinkMessage::new(header, NetlinkPayload::from(ask));
+        let mut packet = NetlinkMessage::new(header, NetlinkPayload::from(message));
         packet.finalize();
         let mut bytes = vec![0; packet.buffer_len()];
         packet.serialize(&mut bytes);
@@ -270,7 +271,7 @@ impl Netlink {
     }
 }
 
-fn neighbour(message: Message) -> Option<(u32, Neighbour)> {
+fn parse_neighbour(message: Message) -> Option<(u32, Neighbour)> {
     let Message::NewNeighbour(message) = message else { return None };
     let (mut ip, mut mac) = (None, None);
     for attribute in &message.attributes {
@@ -285,14 +286,14 @@ fn neighbour(message: Message) -> Option<(u32, Neighbour)> {
     Some((message.header.ifindex, Neighbour { ip: ip?, mac: mac? })).filter(|_| permanent)
 }
 
-fn message_address(message: Message) -> Option<AddressMessage> {
+fn address_message(message: Message) -> Option<AddressMessage> {
     match message {
         Message::NewAddress(address) => Some(address),
         _ => None,
     }
 }
 
-fn address(message: AddressMessage) -> Option<Address> {
+fn parse_address(message: AddressMessage) -> Option<Address> {
     let (mut own, mut peer, mut permanent) = (None, None, false);
     for attribute in &message.attributes {
         match attribute {
@@ -309,7 +310,7 @@ fn address(message: AddressMessage) -> Option<Address> {
 }
 
 /// Returns the selector that matches any frame: it compares no bit of the first word.
-fn every_frame() -> TcU32Selector {
+fn match_all_selector() -> TcU32Selector {
     let mut selector = TcU32Selector::default();
     selector.flags = TcU32SelectorFlags::Terminal;
     selector.nkeys = 1;
@@ -317,7 +318,7 @@ fn every_frame() -> TcU32Selector {
     selector
 }
 
-fn send_out_of(link: &Link) -> TcAction {
+fn redirect_action(link: &Link) -> TcAction {
     let mut mirror = TcMirror::default();
     mirror.generic.action = TcActionType::Stolen;
     mirror.eaction = TcMirrorActionType::EgressRedir;

@@ -50,7 +50,7 @@ pub fn create(path: &Path) -> Result<NetNs, NetError> {
         fs::create_dir_all(directory).map_err(failed("create", path))?;
     }
     OpenOptions::new().write(true).create_new(true).mode(0o444).open(path).map_err(failed("create", path))?;
-    let made = on_a_thread(path, || {
+    let made = run_on_thread(path, || {
         unshare(CloneFlags::CLONE_NEWNET).map_err(|errno| failed("create", path)(errno.into()))?;
         Netlink::open()?.set_up("lo")?;
         mount(Some("/proc/thread-self/ns/net"), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
@@ -78,14 +78,14 @@ pub fn remove(path: &Path) -> Result<(), NetError> {
 
 /// Runs `work` on a new thread inside the namespace and waits for its result.
 pub fn run_in<T: Send>(netns: &NetNs, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
-    on_a_thread(&netns.path, || {
+    run_on_thread(&netns.path, || {
         setns(netns, CloneFlags::CLONE_NEWNET).map_err(|errno| failed("enter", &netns.path)(errno.into()))?;
         Ok(work())
     })?
 }
 
 /// Runs `work` on a thread that may change its namespaces. Resumes a panic of `work` in the caller.
-fn on_a_thread<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
+fn run_on_thread<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new()
             .name("netns".into())

@@ -1,7 +1,7 @@
 //! Manages the life of a pod's network: namespace, CNI chain, the configuration for the guest, and the cleanup.
 
 use crate::cni::{Cni, CniError, CniResult, INTERFACE, InterfaceUsage, OwedDelete, PodRef};
-use crate::inspect::{check_card, inspect_addresses};
+use crate::inspect::{check_ethernet, inspect_addresses};
 use crate::{NetError, NetNs, inspect, netns, tap};
 use nacelle_base::net::PodNetwork;
 use nacelle_base::task::{TaskError, run_blocking};
@@ -62,15 +62,15 @@ pub struct Attachment {
 ///
 /// Calls for different pods may run at the same time. Calls for one pod must be sequential.
 #[derive(Clone, Debug)]
-pub struct Network {
+pub struct NodeNetworks {
     config: NetConfig,
     cni: Arc<Cni>,
 }
 
-impl Network {
+impl NodeNetworks {
     /// Returns the networks of this configuration. Accesses no file yet.
-    pub fn new(config: NetConfig) -> Network {
-        Network { cni: Arc::new(Cni::new(&config)), config }
+    pub fn new(config: NetConfig) -> NodeNetworks {
+        NodeNetworks { cni: Arc::new(Cni::new(&config)), config }
     }
 
     /// The path that names the namespace of this pod, whether it exists or not.
@@ -84,8 +84,8 @@ impl Network {
         run_blocking("create a network namespace", move || netns::create(&path)).await?
     }
 
-    /// Runs CNI ADD in the pod's namespace and reads the configuration for the guest. First detaches what an earlier attempt
-    /// left. After a failure DEL has run; if DEL failed too, or the future was dropped, `teardown` cleans up. The namespace stays
+    /// Runs CNI ADD in the pod's namespace and reads the configuration for the guest. First removes the network of an
+    /// earlier attempt. After a failure DEL has run; if DEL failed too, or the future was dropped, `teardown` cleans up. The namespace stays
     /// in any case.
     pub async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
         let path = self.netns_path(&pod.id);
@@ -93,25 +93,26 @@ impl Network {
         let netns = run_blocking("open a network namespace", move || NetNs::open(&opened)).await??;
         let result = self.cni.add(pod, &path).await?;
         let dns = result.dns.clone();
-        let wanted = pod.clone();
-        let attached = run_blocking("inspect the network of a pod", move || attached(&netns, &result, &wanted));
-        match attached.await.map_err(NetError::from).flatten() {
+        let pod_ref = pod.clone();
+        let read =
+            run_blocking("inspect the network of a pod", move || read_attached_network(&netns, &result, &pod_ref));
+        match read.await.map_err(NetError::from).flatten() {
             Ok(network) => Ok(Attachment { ips: network.ips().collect(), network, dns }),
             Err(error) => {
                 if let Err(left) = self.cni.del(&pod.id).await {
-                    tracing::warn!(pod = %pod.id, error = %Chain(&left), "a failed network could not be taken back");
+                    tracing::warn!(pod = %pod.id, error = %Chain(&left), "cannot run CNI DEL after a failed network setup; the pod's teardown retries it");
                 }
                 Err(error)
             }
         }
     }
 
-    /// Joins taps in the pod's namespace to interfaces that ADD created: pairs of names, the tap first. May be repeated.
-    pub async fn join_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
+    /// Connects taps in the pod's namespace to interfaces that ADD created: pairs of names, the tap first. May be repeated.
+    pub async fn connect_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
         let path = self.netns_path(id);
         run_blocking("connect the taps of a pod", move || {
             let netns = NetNs::open(&path)?;
-            pairs.iter().try_for_each(|(tap, interface)| tap::join(&netns, tap, interface))
+            pairs.iter().try_for_each(|(tap, interface)| tap::connect(&netns, tap, interface))
         })
         .await?
     }
@@ -125,21 +126,22 @@ impl Network {
     }
 
     /// Like `teardown`, for a pod that ends; waits for its plugins at most `limit`. If DEL does not succeed by then, it is
-    /// pending and its error is returned; the namespace is removed all the same, and `settle` retries DEL. May be repeated.
+    /// owed and its error is returned; the namespace is removed all the same, and `retry_owed_deletes` retries DEL. May be
+    /// repeated.
     pub async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError> {
         let owed = self.cni.release(id, limit).await;
         let path = self.netns_path(id);
         remove_netns(path).await.map(|()| owed)
     }
 
-    /// Retries the pending DELs that are due, each for at most `limit`. The caller calls it periodically, and never concurrently.
-    pub async fn settle(&self, limit: Duration) {
-        self.cni.settle(limit).await;
+    /// Retries the owed DELs that are due, each for at most `limit`. The caller calls it periodically, and never concurrently.
+    pub async fn retry_owed_deletes(&self, limit: Duration) {
+        self.cni.retry_owed_deletes(limit).await;
     }
 
-    /// Returns the pending DELs from the records, including those of other processes.
-    pub async fn owed(&self) -> Result<Vec<OwedDelete>, NetError> {
-        Ok(self.cni.owed().await?)
+    /// Returns the owed DELs from the records, including those of other processes.
+    pub async fn owed_deletes(&self) -> Result<Vec<OwedDelete>, NetError> {
+        Ok(self.cni.owed_deletes().await?)
     }
 
     /// Runs CNI CHECK: whether the pod's network is as the plugins made it.
@@ -156,17 +158,17 @@ impl Network {
     /// Returns the pods that have a namespace or a CNI attachment on this node, whether the caller knows them or not.
     pub async fn pods(&self) -> Result<BTreeSet<PodId>, NetError> {
         let dir = self.config.netns_dir.clone();
-        let mut ids = run_blocking("list the network namespaces", move || named(&dir)).await??;
+        let mut ids = run_blocking("list the network namespaces", move || list_named_pods(&dir)).await??;
         ids.extend(self.cni.ids().await?);
         Ok(ids)
     }
 
     /// Releases all pods that are not in `keep`, all at once, then sends the plugins the valid attachments (CNI GC, since 1.1.0).
-    /// Each of the two takes at most `limit`. A DEL that is pending already is left to `settle`, so that a hanging plugin does
-    /// not delay each start of the daemon. Continues after failures and returns the first one. A pod that is being created must
+    /// Each of the two takes at most `limit`. A DEL that is owed already is left to `retry_owed_deletes`, so that a
+    /// hanging plugin does not delay each start of the daemon. Continues after failures and returns the first one. A pod that is being created must
     /// be in `keep`.
     pub async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
-        let owed: BTreeSet<PodId> = self.owed().await?.into_iter().map(|owed| owed.pod).collect();
+        let owed: BTreeSet<PodId> = self.owed_deletes().await?.into_iter().map(|owed| owed.pod).collect();
         let mut releases = JoinSet::new();
         for id in self.pods().await?.difference(keep) {
             let (network, id, is_owed) = (self.clone(), id.clone(), owed.contains(id));
@@ -181,7 +183,7 @@ impl Network {
                 Ok(())
             });
         }
-        let mut first = self.cni.take_over_debts().await.map_err(NetError::from);
+        let mut first = self.cni.load_owed_deletes().await.map_err(NetError::from);
         while let Some(done) = releases.join_next().await {
             first = first
                 .and(done.unwrap_or_else(|error| Err(TaskError::new("release the network of a pod", error).into())));
@@ -194,23 +196,23 @@ impl Network {
 
 /// Returns the configuration for the guest after ADD: the default interface, then the further ones. These need not be in the
 /// result: a plugin that delegates to others reports only the first one's interface.
-fn attached(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwork, NetError> {
+fn read_attached_network(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Result<PodNetwork, NetError> {
     let (guest, all_needed) = (pod.usage != InterfaceUsage::Namespace, pod.usage == InterfaceUsage::GuestNeedsAll);
     let mut names = vec![INTERFACE.to_owned()];
-    for name in &pod.further {
+    for name in &pod.additional_interfaces {
         tap::check_name(name)?;
-        match check_card(netns, name) {
+        match check_ethernet(netns, name) {
             Ok(()) if names.contains(name) => {}
             Ok(()) => names.push(name.clone()),
-            Err(NetError::NoInterface { name }) if all_needed => return Err(NetError::NotMade { name }),
+            Err(NetError::NoInterface { name }) if all_needed => return Err(NetError::MissingInterface { name }),
             Err(NetError::NoInterface { .. } | NetError::NotEthernet { .. }) if !all_needed => {
-                tracing::warn!(%name, "the plugins made no such interface for the guest, which the pod's annotations ask for");
+                tracing::warn!(%name, "the CNI plugins did not create an interface that the pod's annotations request");
             }
             Err(error) => return Err(error),
         }
     }
     if let Some(name) = result.interfaces.iter().find(|name| guest && !names.contains(name)) {
-        tracing::info!(%name, "the plugins made an interface that the guest does not get: nothing of the pod asks for it");
+        tracing::info!(%name, "the guest does not get an interface that the CNI plugins created: the pod does not request it");
     }
     let mut network = if guest { inspect(netns, &names)? } else { inspect_addresses(netns, &names)? };
     // The kernel's order differs from the plugins': the first address in the result is the pod's first one.
@@ -229,7 +231,7 @@ async fn remove_netns(path: PathBuf) -> Result<(), NetError> {
 }
 
 /// Returns the pods that have a namespace in this directory.
-fn named(dir: &Path) -> Result<BTreeSet<PodId>, NetError> {
+fn list_named_pods(dir: &Path) -> Result<BTreeSet<PodId>, NetError> {
     let failed = |source| NetError::Netns { what: "list", path: dir.to_owned(), source };
     let entries = match std::fs::read_dir(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),

@@ -15,7 +15,7 @@ nix::ioctl_write_ptr_bad!(
 );
 
 /// Creates the interface `name` with these flags and attaches `tun`, an open `/dev/net/tun`, to it.
-pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
+pub(crate) fn attach_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
     // SAFETY: ifreq is plain data, for which all zeros is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     // One byte less than the field has: the name ends with a NUL.
@@ -36,9 +36,9 @@ pub(crate) fn make_tap(tun: &File, name: &str, flags: i32) -> io::Result<()> {
 
 /// Matches the DHCP requests of a guest over IPv4: incoming, unfragmented IPv4 frames with UDP for port 67. The fields are those
 /// of Documentation/networking/filter.rst of the kernel: code, jumps if true and if false, operand.
-const QUESTIONS: [(u32, u8, u8, u32); 13] = [
+const DHCP_REQUESTS: [(u32, u8, u8, u32); 13] = [
     // The packet type: not outgoing, which here means sent to the guest.
-    (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, KIND_OF_FRAME),
+    (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, PACKET_TYPE),
     (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 10, 0, libc::PACKET_OUTGOING as u32),
     (libc::BPF_LD | libc::BPF_H | libc::BPF_ABS, 0, 0, 12),
     (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 8, 0x0800),
@@ -53,16 +53,16 @@ const QUESTIONS: [(u32, u8, u8, u32); 13] = [
     (libc::BPF_RET | libc::BPF_K, 0, 0, 0),
 ];
 /// `SKF_AD_OFF + SKF_AD_PKTTYPE`.
-const KIND_OF_FRAME: u32 = (libc::SKF_AD_OFF + libc::SKF_AD_PKTTYPE).cast_unsigned();
+const PACKET_TYPE: u32 = (libc::SKF_AD_OFF + libc::SKF_AD_PKTTYPE).cast_unsigned();
 
-/// Opens a packet socket on the interface `name` of this thread's network namespace that receives only the frames of `QUESTIONS`.
-pub(crate) fn dhcp_questions(name: &str) -> io::Result<OwnedFd> {
+/// Opens a packet socket on the interface `name` of this thread's network namespace that receives only the frames of `DHCP_REQUESTS`.
+pub(crate) fn open_dhcp_socket(name: &str) -> io::Result<OwnedFd> {
     let part = |number: libc::c_int| u16::try_from(number).map_err(io::Error::other);
     // Without a protocol the socket receives nothing until it is bound.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let packets = socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
-    let mut filter = Vec::with_capacity(QUESTIONS.len());
-    for (code, jt, jf, k) in QUESTIONS {
+    let mut filter = Vec::with_capacity(DHCP_REQUESTS.len());
+    for (code, jt, jf, k) in DHCP_REQUESTS {
         filter.push(libc::sock_filter { code: u16::try_from(code).map_err(io::Error::other)?, jt, jf, k });
     }
     let length = u16::try_from(filter.len()).map_err(io::Error::other)?;

@@ -1,6 +1,6 @@
-//! Creates the tap of a VM in the pod's namespace, and joins it to the interface that CNI created.
+//! Creates the tap of a VM in the pod's namespace, and connects it to the interface that CNI created.
 //!
-//! The join is a redirect at the ingress of both interfaces, before the namespace's own stack. The CNI interface therefore keeps
+//! The connection is a redirect at the ingress of both interfaces, before the namespace's own stack. The CNI interface therefore keeps
 //! its addresses (plugins look for them at CHECK), yet only the guest answers for them and nothing in the namespace does. The tap
 //! itself gets no address and no IPv6, or the namespace's stack would answer the guest.
 
@@ -25,23 +25,23 @@ pub struct Tap {
 /// Creates a tap `name` in the namespace, down, with one queue and virtio-net headers (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`).
 /// Fails if the name is in use.
 pub fn create(netns: &NetNs, name: &str) -> Result<Tap, NetError> {
-    create_with(netns, name, 1)
+    create_multi_queue(netns, name, 1)
 }
 
 /// Like [`create`], with this number of queues, at least one. Several queues have `IFF_MULTI_QUEUE`, and the kernel distributes
 /// the flows over them at once.
-pub fn create_with(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetError> {
+pub fn create_multi_queue(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetError> {
     check_name(name)?;
     let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | several;
     let queue = |flags| {
         let tun = open_tun().map_err(failed("open", name))?;
-        sys::make_tap(&tun, name, flags).map_err(failed("create", name))?;
+        sys::attach_tap(&tun, name, flags).map_err(failed("create", name))?;
         Ok::<_, NetError>(OwnedFd::from(tun))
     };
     let (fd, more_queues) = run_in(netns, || {
         let first = queue(flags | libc::IFF_TUN_EXCL)?;
-        without_ipv6(name).map_err(failed("silence", name))?;
+        disable_ipv6(name).map_err(failed("disable IPv6 of", name))?;
         let more = (1..queues).map(|_| queue(flags)).collect::<Result<Vec<_>, _>>()?;
         Ok::<_, NetError>((first, more))
     })??;
@@ -50,15 +50,15 @@ pub fn create_with(netns: &NetNs, name: &str, queues: usize) -> Result<Tap, NetE
 
 /// Opens a packet socket (`AF_PACKET`, raw, non-blocking, close-on-exec) on the tap `name`. It receives only the DHCP requests of
 /// the guest over IPv4, and frames sent to it reach the guest.
-pub fn dhcp_questions(netns: &NetNs, name: &str) -> Result<OwnedFd, NetError> {
+pub fn open_dhcp_socket(netns: &NetNs, name: &str) -> Result<OwnedFd, NetError> {
     check_name(name)?;
-    run_in(netns, || sys::dhcp_questions(name))?.map_err(failed("listen on", name))
+    run_in(netns, || sys::open_dhcp_socket(name))?.map_err(failed("listen on", name))
 }
 
-/// Joins tap and CNI interface: frames of the guest leave through `cni_interface`, frames that arrive there go to the guest, and
+/// Connects tap and CNI interface: frames of the guest leave through `cni_interface`, frames that arrive there go to the guest, and
 /// the namespace's own stack sees neither. Sets both up, and sets the MTU of the tap to that of the CNI interface, or to the
 /// largest that taps have. May be repeated.
-pub fn join(netns: &NetNs, tap: &str, cni_interface: &str) -> Result<(), NetError> {
+pub fn connect(netns: &NetNs, tap: &str, cni_interface: &str) -> Result<(), NetError> {
     let mut netlink = run_in(netns, Netlink::open)??;
     let inside = netlink.link(tap)?;
     let outside = netlink.link(cni_interface)?;
@@ -75,7 +75,7 @@ fn open_tun() -> io::Result<File> {
 }
 
 /// Disables IPv6 for an interface of this thread's namespace. A kernel without IPv6 has no such file.
-fn without_ipv6(name: &str) -> io::Result<()> {
+fn disable_ipv6(name: &str) -> io::Result<()> {
     match std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,

@@ -245,7 +245,7 @@ fn what_plugins_set_on_an_interface_is_carried_over() {
         assert_eq!(found.routes.len(), 6, "{:?}", found.routes);
 
         let tap = tap::create(&netns, "tap0").unwrap();
-        tap::join(&netns, "tap0", "eth0").unwrap();
+        tap::connect(&netns, "tap0", "eth0").unwrap();
         assert!(ip_in(&path, &["link", "show", "tap0"]).contains("mtu 65521"));
         drop(tap);
         // With such an MTU the kernel itself disables IPv6.
@@ -265,10 +265,10 @@ fn namespaces_and_taps_come_and_go() {
         assert_eq!(links(), ["lo"]);
         let tap = tap::create(&one, "tap0").unwrap();
         assert!(matches!(tap::create(&one, "tap0"), Err(NetError::Tap { .. })));
-        assert_eq!(tap::create_with(&one, "tap1", 3).unwrap().more_queues.len(), 2);
-        assert!(matches!(tap::create_with(&one, "tap0", 2), Err(NetError::Tap { .. })));
+        assert_eq!(tap::create_multi_queue(&one, "tap1", 3).unwrap().more_queues.len(), 2);
+        assert!(matches!(tap::create_multi_queue(&one, "tap0", 2), Err(NetError::Tap { .. })));
         assert!(matches!(tap::create(&one, "../../x"), Err(NetError::BadName { .. })));
-        assert!(matches!(tap::join(&one, "tap0", "eth0"), Err(NetError::NoInterface { .. })));
+        assert!(matches!(tap::connect(&one, "tap0", "eth0"), Err(NetError::NoInterface { .. })));
         assert_eq!(run_in(&one, links).unwrap(), ["lo", "tap0"]);
         drop(tap);
         // A child that another test is starting may hold a copy of the descriptor until it executes.
@@ -293,7 +293,7 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
     in_a_world(&["bridge", "host-local"], |world| async move {
         world.conf("10-several.conf", SEVERAL);
         let with = |number: u8, further: &[&str], usage| PodRef {
-            further: further.iter().map(|name| (*name).to_owned()).collect(),
+            additional_interfaces: further.iter().map(|name| (*name).to_owned()).collect(),
             usage,
             ..pod(number)
         };
@@ -315,7 +315,7 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         // namespace.
         let lost = with(2, &["net1", "net2"], InterfaceUsage::GuestNeedsAll);
         let error = setup(&lost).await.unwrap_err();
-        assert!(matches!(&error, NetError::NotMade { name } if name == "net2"), "{error}");
+        assert!(matches!(&error, NetError::MissingInterface { name } if name == "net2"), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
         assert_eq!(leases(world.files("leases")).len(), 3, "what the second pod had is given back");
         let some = with(3, &["net7", "net1"], InterfaceUsage::Guest);

@@ -26,7 +26,7 @@ async fn start(world: &World, number: u8) -> (Kernel, Vec<IpAddr>) {
     let netns = world.network.create_netns(&pod.id).await.unwrap();
     let machine = tap::create(&netns, "tap0").unwrap();
     let attachment = world.network.setup(&pod).await.unwrap();
-    tap::join(&netns, "tap0", "eth0").unwrap();
+    tap::connect(&netns, "tap0", "eth0").unwrap();
     let path = world.dir("guests").join(number.to_string());
     (Kernel::start(&path, machine, &attachment), attachment.ips)
 }

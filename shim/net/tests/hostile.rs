@@ -208,7 +208,7 @@ fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
         assert!(matches!(error, Some(CniError::Plugin { code: 11, .. })), "{error:?}");
         assert!(!world.network.netns_path(&pod.id).exists());
         assert_eq!(calls(&world), ["DEL two", "DEL one"].repeat(3));
-        let owed = world.network.owed().await.unwrap();
+        let owed = world.network.owed_deletes().await.unwrap();
         assert_eq!((owed.len(), &owed[0].pod, owed[0].network.as_str(), owed[0].attempts), (1, &pod.id, "fakes", 1));
         assert!(owed[0].error.contains("refused DEL with code 11") && owed[0].since > 0, "{owed:?}");
 
@@ -217,18 +217,18 @@ fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
         std::fs::remove_file(world.dir("calls")).unwrap();
         network.gc(&[].into(), LIMIT).await.unwrap();
         assert!(!world.dir("calls").exists(), "the start of a daemon waits for no plugin that has failed before");
-        network.settle(LIMIT).await;
-        assert_eq!(network.owed().await.unwrap()[0].attempts, 2);
+        network.retry_owed_deletes(LIMIT).await;
+        assert_eq!(network.owed_deletes().await.unwrap()[0].attempts, 2);
         std::fs::remove_file(world.dir("broken")).unwrap();
         std::fs::remove_file(world.dir("calls")).unwrap();
         // The DEL is not due yet.
-        network.settle(LIMIT).await;
+        network.retry_owed_deletes(LIMIT).await;
         assert!(!world.dir("calls").exists());
         // But a configuration has changed.
         world.conf("20-other.conf", "");
-        network.settle(LIMIT).await;
+        network.retry_owed_deletes(LIMIT).await;
         assert_eq!(calls(&world), ["DEL two", "DEL one"]);
-        assert!(network.owed().await.unwrap().is_empty() && world.files("cache").is_empty());
+        assert!(network.owed_deletes().await.unwrap().is_empty() && world.files("cache").is_empty());
         // The namespace was gone: CNI expects an empty path then.
         let environment = std::fs::read_to_string(world.dir("two.DEL.env")).unwrap();
         assert_eq!(environment.lines().nth(1), Some(""));
@@ -253,7 +253,7 @@ fn a_pod_goes_without_a_plugin_that_hangs_or_is_not_installed_any_more() {
             all_gone(&pids).await;
         }
         assert!(!world.network.netns_path(&pod.id).exists());
-        assert_eq!(world.network.owed().await.unwrap().len(), 1);
+        assert_eq!(world.network.owed_deletes().await.unwrap().len(), 1);
 
         std::fs::write(&path, text.replace("nacelle-fake", "nacelle-gone")).unwrap();
         let began = std::time::Instant::now();
@@ -265,8 +265,8 @@ fn a_pod_goes_without_a_plugin_that_hangs_or_is_not_installed_any_more() {
         let network = world.again(LIMIT);
         network.gc(&[pod.id.clone()].into(), LIMIT).await.unwrap();
         std::fs::write(&path, text.replace("\"broken\"", "\"\"")).unwrap();
-        network.settle(LIMIT).await;
-        assert!(network.owed().await.unwrap().is_empty());
+        network.retry_owed_deletes(LIMIT).await;
+        assert!(network.owed_deletes().await.unwrap().is_empty());
     });
 }
 
@@ -366,7 +366,7 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
         world.network.gc(&[pod(1).id].into(), LIMIT).await.unwrap();
         // The other one is gone all the same, and its DEL is pending.
         assert!(!world.network.netns_path(&pod(2).id).exists());
-        let owed: Vec<_> = world.network.owed().await.unwrap().into_iter().map(|owed| owed.pod).collect();
+        let owed: Vec<_> = world.network.owed_deletes().await.unwrap().into_iter().map(|owed| owed.pod).collect();
         assert_eq!(owed, [pod(2).id]);
         let valid = serde_json::json!([{ "containerID": pod(1).id, "ifname": "eth0" }]);
         assert_eq!(fed(&world, "one.GC")["cni.dev/valid-attachments"], valid);

@@ -49,7 +49,7 @@ fn two_guests_and_the_node_reach_each_other() {
         let (netns_b, b) = start(&world, 2).await;
         // One is joined twice, because a join may be repeated.
         for netns in [&netns_a, &netns_b, &netns_a] {
-            tap::join(netns, "tap0", "eth0").unwrap();
+            tap::connect(netns, "tap0", "eth0").unwrap();
         }
         assert!(ip_in(netns_a.path(), &["link", "show", "tap0"]).contains("mtu 1400"));
         assert_eq!(ip_in(netns_a.path(), &["-6", "addr", "show", "dev", "tap0"]), "");
@@ -83,10 +83,10 @@ fn what_a_guest_asks_of_dhcp_is_heard_before_it_is_redirected() {
         world.conf("10-traffic.conflist", BRIDGE);
         let (netns_a, a) = start(&world, 1).await;
         let (netns_b, b) = start(&world, 2).await;
-        let questions: File = tap::dhcp_questions(&netns_a, "tap0").unwrap().into();
-        assert!(tap::dhcp_questions(&netns_a, "tap9").is_err());
+        let questions: File = tap::open_dhcp_socket(&netns_a, "tap0").unwrap().into();
+        assert!(tap::open_dhcp_socket(&netns_a, "tap9").is_err());
         for netns in [&netns_a, &netns_b] {
-            tap::join(netns, "tap0", "eth0").unwrap();
+            tap::connect(netns, "tap0", "eth0").unwrap();
         }
         let all = Ipv4Addr::BROADCAST;
         a.ask_arp(GATEWAY);
@@ -126,7 +126,7 @@ fn only_the_guest_answers_once_it_is_joined() {
         world.conf("10-traffic.conflist", BRIDGE);
         let (netns_a, a) = start(&world, 1).await;
         let (netns_b, b) = start(&world, 2).await;
-        tap::join(&netns_b, "tap0", "eth0").unwrap();
+        tap::connect(&netns_b, "tap0", "eth0").unwrap();
         let a6 = a.v6.unwrap();
 
         // Before the join the namespace's own stack answers, so the request is correct.
@@ -136,7 +136,7 @@ fn only_the_guest_answers_once_it_is_joined() {
         b.until(|seen| *seen == Seen::Advertisement { who: a6 });
 
         // After the join only the request arrives. An answer of the stack would come before the mark.
-        tap::join(&netns_a, "tap0", "eth0").unwrap();
+        tap::connect(&netns_a, "tap0", "eth0").unwrap();
         b.ask_arp(a.v4);
         a.until(|seen| *seen == Seen::ArpRequest { from: b.mac, who: a.v4, tell: b.v4 });
         b.ask_v6(a6);
@@ -167,7 +167,7 @@ fn a_host_port_leads_to_the_guest() {
         let tap = tap::create(&netns, "tap0").unwrap();
         let attachment = world.network.setup(&pod).await.unwrap();
         let guest = Guest::new(tap, attachment.network.interfaces[0].mac, &attachment.ips);
-        tap::join(&netns, "tap0", "eth0").unwrap();
+        tap::connect(&netns, "tap0", "eth0").unwrap();
         let socket = UdpSocket::bind((GATEWAY, 0)).unwrap();
         socket.send_to(b"port", (GATEWAY, 8080)).unwrap();
         loop {
@@ -194,7 +194,7 @@ fn a_point_to_point_guest_reaches_the_node() {
                            "routes": [{ "dst": "0.0.0.0/0" }] } }"#,
         );
         let (netns, guest) = start(&world, 1).await;
-        tap::join(&netns, "tap0", "eth0").unwrap();
+        tap::connect(&netns, "tap0", "eth0").unwrap();
         let gateway = Ipv4Addr::new(10, 78, 0, 1);
         guest.ask_arp(gateway);
         let replies = guest.until(|seen| matches!(seen, Seen::ArpReply { who, .. } if *who == gateway));

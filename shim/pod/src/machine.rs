@@ -214,8 +214,8 @@ fn create_taps(spec: &PodSpec) -> Result<Vec<TapWithDhcp>, PodError> {
             EngineSpec::Qemu { .. } | EngineSpec::Host { .. } => 1,
         };
         let queues = usize::try_from(queues).unwrap_or(1).clamp(1, MAX_QUEUES);
-        let tap = tap::create_with(&netns, &tap_name(n), queues)?;
-        let dhcp = if serves_dhcp { Some(tap::dhcp_questions(&netns, &tap.name)?) } else { None };
+        let tap = tap::create_multi_queue(&netns, &tap_name(n), queues)?;
+        let dhcp = if serves_dhcp { Some(tap::open_dhcp_socket(&netns, &tap.name)?) } else { None };
         Ok((tap, dhcp))
     };
     (0..network.interfaces.len()).map(create).collect()

@@ -166,7 +166,7 @@ impl TestPod {
             }],
             dns: Some(Dns { servers: vec!["10.88.7.1".into()], searches: vec![], options: vec![] }),
         };
-        nacelle_net::tap::join(&NetNs::open(&self.net.pod).unwrap(), &nacelle_pod::tap_name(0), "eth0").unwrap();
+        nacelle_net::tap::connect(&NetNs::open(&self.net.pod).unwrap(), &nacelle_pod::tap_name(0), "eth0").unwrap();
         match client.configure(request).await {
             Ok(answer) => answer,
             Err(error) => panic!("{error}; log: {}", self.log()),

@@ -4,20 +4,20 @@
 //! The filter is below HTTP/2 on the accepted connection and changes only what the client sends: in each header block it replaces
 //! `%` by `-` in the value of a literal `:authority`. Both are one byte, and 6 bits in HPACK's Huffman code, so no length, no
 //! padding and no entry of the dynamic table moves. Everything else, and everything that the filter does not understand, passes
-//! unchanged. A header block is buffered until it is complete; a block of more than [`MOST`] bytes passes unchanged.
+//! unchanged. A header block is buffered until it is complete; a block of more than [`MAX_HEADER_BLOCK`] bytes passes unchanged.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 /// The connection preface of an HTTP/2 client (RFC 9113, section 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// The length in bytes of a frame header (section 4.1): length (3), type, flags, stream (4).
-const HEAD: usize = 9;
+const FRAME_HEADER_BYTES: usize = 9;
 const HEADERS: u8 = 1;
 const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 0x4;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
 /// The maximum bytes buffered of one header block, including its frame headers. A request has a few hundred.
-const MOST: usize = 64 << 10;
+const MAX_HEADER_BLOCK: usize = 64 << 10;
 
 const AUTHORITY: &[u8] = b":authority";
 /// The index of `:authority` in HPACK's static table (RFC 7541, appendix A).
@@ -26,35 +26,35 @@ const AUTHORITY_INDEX: usize = 1;
 /// The number of symbols with codes of 5 bits, 6 bits and so on in HPACK's Huffman code (RFC 7541, appendix B), which is
 /// canonical.
 const HUFFMAN: [u32; 26] = [10, 26, 32, 6, 0, 5, 3, 2, 6, 2, 3, 0, 0, 0, 3, 8, 13, 26, 29, 12, 4, 15, 19, 29, 0, 4];
-const SHORTEST: usize = 5;
+const SHORTEST_CODE: usize = 5;
 /// The code of `%`: 010101. That of `-` is 010110: the last two bits change.
-const PERCENT: (usize, u32) = (6, 0b01_0101);
+const PERCENT_CODE: (usize, u32) = (6, 0b01_0101);
 
 /// The meaning of the next byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Part of the preface, of which this many bytes have arrived.
     Preface(usize),
-    /// Part of a frame header, of which `have` bytes have arrived in `held`; `block` means that a header block is being buffered.
-    Head { have: usize, block: bool },
+    /// Part of a frame header, of which `have` bytes have arrived in `buffered`; `block` means that a header block is being buffered.
+    Header { have: usize, block: bool },
     /// Part of a buffered frame's payload, of which `left` bytes are missing. `last` means that the header block ends with this
     /// frame.
-    Held { left: usize, last: bool },
+    Buffered { left: usize, last: bool },
     /// Part of a payload that passes, of which this many bytes are missing.
     Passing(usize),
     /// Part of a stream that the filter does not understand, and passes from here on.
     Unknown,
 }
 
-/// The HPACK part of a buffered frame: a range of `held`.
+/// The HPACK part of a buffered frame: a range of `buffered`.
 type Fragment = std::ops::Range<usize>;
 
 /// Rewrites the bytes of a client. Does no input or output itself.
 #[derive(Debug)]
 pub struct AuthorityFilter {
     state: State,
-    held: Vec<u8>,
-    /// The start of the current frame's header in `held`.
+    buffered: Vec<u8>,
+    /// The start of the current frame's header in `buffered`.
     frame: usize,
     fragments: Vec<Fragment>,
 }
@@ -68,11 +68,11 @@ impl Default for AuthorityFilter {
 impl AuthorityFilter {
     /// Returns the filter of a new connection.
     pub fn new() -> AuthorityFilter {
-        AuthorityFilter { state: State::Preface(0), held: Vec::new(), frame: 0, fragments: Vec::new() }
+        AuthorityFilter { state: State::Preface(0), buffered: Vec::new(), frame: 0, fragments: Vec::new() }
     }
 
     /// Processes received bytes, and appends the bytes that pass to `out`.
-    pub fn take(&mut self, mut input: &[u8], out: &mut Vec<u8>) {
+    pub fn filter(&mut self, mut input: &[u8], out: &mut Vec<u8>) {
         while let Some((&first, rest)) = input.split_first() {
             match self.state {
                 State::Unknown => {
@@ -83,27 +83,27 @@ impl AuthorityFilter {
                     out.push(first);
                     input = rest;
                     self.state = match (PREFACE.get(have) == Some(&first), have + 1 == PREFACE.len()) {
-                        (true, true) => State::Head { have: 0, block: false },
+                        (true, true) => State::Header { have: 0, block: false },
                         (true, false) => State::Preface(have + 1),
                         (false, _) => State::Unknown,
                     };
                 }
-                State::Head { have, block } => {
+                State::Header { have, block } => {
                     if have == 0 {
-                        self.frame = self.held.len();
+                        self.frame = self.buffered.len();
                     }
-                    self.held.push(first);
+                    self.buffered.push(first);
                     input = rest;
-                    self.state = State::Head { have: have + 1, block };
-                    if have + 1 == HEAD {
+                    self.state = State::Header { have: have + 1, block };
+                    if have + 1 == FRAME_HEADER_BYTES {
                         self.begin_frame(block, out);
                     }
                 }
-                State::Held { left, last } => {
+                State::Buffered { left, last } => {
                     let (now, later) = input.split_at(left.min(input.len()));
-                    self.held.extend_from_slice(now);
+                    self.buffered.extend_from_slice(now);
                     input = later;
-                    self.state = State::Held { left: left - now.len(), last };
+                    self.state = State::Buffered { left: left - now.len(), last };
                     if now.len() == left {
                         self.end_frame(last, out);
                     }
@@ -113,7 +113,7 @@ impl AuthorityFilter {
                     out.extend_from_slice(now);
                     input = later;
                     self.state = match left - now.len() {
-                        0 => State::Head { have: 0, block: false },
+                        0 => State::Header { have: 0, block: false },
                         left => State::Passing(left),
                     };
                 }
@@ -128,19 +128,19 @@ impl AuthorityFilter {
     }
 
     fn release(&mut self, out: &mut Vec<u8>) {
-        out.append(&mut self.held);
+        out.append(&mut self.buffered);
         self.fragments.clear();
     }
 
     /// Handles a complete frame header.
     fn begin_frame(&mut self, block: bool, out: &mut Vec<u8>) {
-        let Some(&[a, b, c, kind, flags, ..]) = self.held.get(self.frame..) else { return };
+        let Some(&[a, b, c, kind, flags, ..]) = self.buffered.get(self.frame..) else { return };
         let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
         let last = flags & END_HEADERS != 0;
-        let whole = self.held.len().saturating_add(length) <= MOST;
+        let whole = self.buffered.len().saturating_add(length) <= MAX_HEADER_BLOCK;
         match (kind, block) {
             (HEADERS, false) | (CONTINUATION, true) if whole => {
-                self.state = State::Held { left: length, last };
+                self.state = State::Buffered { left: length, last };
                 if length == 0 {
                     self.end_frame(last, out);
                 }
@@ -149,7 +149,7 @@ impl AuthorityFilter {
             _ => {
                 self.release(out);
                 self.state = match length {
-                    0 => State::Head { have: 0, block: false },
+                    0 => State::Header { have: 0, block: false },
                     length => State::Passing(length),
                 };
             }
@@ -164,19 +164,19 @@ impl AuthorityFilter {
             None => self.fragments.clear(),
         }
         if last {
-            change_block(&mut self.held, &self.fragments);
+            replace_in_block(&mut self.buffered, &self.fragments);
             self.release(out);
         }
-        self.state = State::Head { have: 0, block: !last };
+        self.state = State::Header { have: 0, block: !last };
     }
 
     /// Returns the HPACK part of the current frame: all but padding and priority (RFC 9113, section 6.2).
     fn fragment(&self) -> Option<Fragment> {
-        let head = self.held.get(self.frame..)?;
+        let head = self.buffered.get(self.frame..)?;
         let (kind, flags) = (*head.get(3)?, *head.get(4)?);
-        let (mut start, mut end) = (self.frame + HEAD, self.held.len());
+        let (mut start, mut end) = (self.frame + FRAME_HEADER_BYTES, self.buffered.len());
         if kind == HEADERS && flags & PADDED != 0 {
-            end = end.checked_sub(usize::from(*self.held.get(start)?))?;
+            end = end.checked_sub(usize::from(*self.buffered.get(start)?))?;
             start += 1;
         }
         if kind == HEADERS && flags & PRIORITY != 0 {
@@ -186,24 +186,24 @@ impl AuthorityFilter {
     }
 }
 
-/// Replaces `%` in the authority of a header block, whose bytes are in these parts of `held`.
-fn change_block(held: &mut [u8], fragments: &[Fragment]) {
-    let mut block: Vec<u8> = Vec::with_capacity(held.len());
-    block.extend(fragments.iter().filter_map(|fragment| held.get(fragment.clone())).flatten());
+/// Replaces `%` in the authority of a header block, whose bytes are in these parts of `buffered`.
+fn replace_in_block(buffered: &mut [u8], fragments: &[Fragment]) {
+    let mut block: Vec<u8> = Vec::with_capacity(buffered.len());
+    block.extend(fragments.iter().filter_map(|fragment| buffered.get(fragment.clone())).flatten());
     let before = block.len();
     // HTTP/2 will reject a block that is malformed, so earlier changes to it do not matter.
-    let _ = change_fields(&mut block);
+    let _ = replace_in_fields(&mut block);
     debug_assert_eq!(before, block.len(), "no length may change");
     let mut changed = block.into_iter();
     for fragment in fragments {
-        for byte in held.get_mut(fragment.clone()).into_iter().flatten() {
+        for byte in buffered.get_mut(fragment.clone()).into_iter().flatten() {
             *byte = changed.next().unwrap_or(*byte);
         }
     }
 }
 
 /// Walks the field representations of a header block (RFC 7541, section 6). Returns `None` if it is malformed.
-fn change_fields(block: &mut [u8]) -> Option<()> {
+fn replace_in_fields(block: &mut [u8]) -> Option<()> {
     let mut at = 0;
     while let Some(first) = block.get(at).copied() {
         let prefix = match first {
@@ -212,7 +212,7 @@ fn change_fields(block: &mut [u8]) -> Option<()> {
             0x20.. => 5,
             _ => 4,
         };
-        let index = integer(block, &mut at, prefix)?;
+        let index = read_integer(block, &mut at, prefix)?;
         // An indexed field has no literal value, and neither has a table size update.
         if matches!(first, 0x80.. | 0x20..0x40) {
             continue;
@@ -220,18 +220,18 @@ fn change_fields(block: &mut [u8]) -> Option<()> {
         let authority = match index {
             AUTHORITY_INDEX => true,
             0 => {
-                let (huffman, name) = string(block, &mut at)?;
+                let (huffman, name) = read_string(block, &mut at)?;
                 !huffman && block.get(name) == Some(AUTHORITY)
             }
             _ => false,
         };
-        let (huffman, value) = string(block, &mut at)?;
+        let (huffman, value) = read_string(block, &mut at)?;
         match (authority, huffman) {
             (false, _) => {}
             (true, false) => {
                 block.get_mut(value)?.iter_mut().filter(|byte| **byte == b'%').for_each(|byte| *byte = b'-');
             }
-            (true, true) => change_huffman(block.get_mut(value)?),
+            (true, true) => replace_in_huffman(block.get_mut(value)?),
         }
     }
     Some(())
@@ -239,7 +239,7 @@ fn change_fields(block: &mut [u8]) -> Option<()> {
 
 /// Reads an integer with a prefix of `prefix` bits (section 5.1). Returns `None` if it is too large for a length or an index
 /// here.
-fn integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
+fn read_integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
     let mask = (1_u8 << prefix) - 1;
     let mut value = usize::from(block.get(*at)? & mask);
     *at += 1;
@@ -259,9 +259,9 @@ fn integer(block: &[u8], at: &mut usize, prefix: u32) -> Option<usize> {
 }
 
 /// Returns the range of a string's bytes, and whether they are Huffman-coded (section 5.2).
-fn string(block: &[u8], at: &mut usize) -> Option<(bool, Fragment)> {
+fn read_string(block: &[u8], at: &mut usize) -> Option<(bool, Fragment)> {
     let huffman = block.get(*at)? & 0x80 != 0;
-    let length = integer(block, at, 7)?;
+    let length = read_integer(block, at, 7)?;
     let range = *at..at.checked_add(length)?;
     block.get(range.clone())?;
     *at = range.end;
@@ -269,11 +269,11 @@ fn string(block: &[u8], at: &mut usize) -> Option<(bool, Fragment)> {
 }
 
 /// Replaces the code of `%` by that of `-`, symbol by symbol. Stops at an invalid code.
-fn change_huffman(value: &mut [u8]) {
+fn replace_in_huffman(value: &mut [u8]) {
     let bit = |value: &[u8], at: usize| value.get(at / 8).map(|byte| u32::from(byte >> (7 - at % 8) & 1));
     let mut start = 0;
-    while let Some((length, code)) = symbol(|at| bit(value, start + at)) {
-        if (length, code) == PERCENT {
+    while let Some((length, code)) = read_symbol(|at| bit(value, start + at)) {
+        if (length, code) == PERCENT_CODE {
             for at in [start + length - 2, start + length - 1] {
                 if let Some(byte) = value.get_mut(at / 8) {
                     *byte ^= 1 << (7 - at % 8);
@@ -285,13 +285,13 @@ fn change_huffman(value: &mut [u8]) {
 }
 
 /// Returns the length and the code of the symbol that begins with these bits.
-fn symbol(bit: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32)> {
+fn read_symbol(bit: impl Fn(usize) -> Option<u32>) -> Option<(usize, u32)> {
     let (mut code, mut first) = (0, 0);
-    for at in 0..SHORTEST - 1 {
+    for at in 0..SHORTEST_CODE - 1 {
         code = code << 1 | bit(at)?;
     }
     for (more, count) in HUFFMAN.into_iter().enumerate() {
-        let length = SHORTEST + more;
+        let length = SHORTEST_CODE + more;
         code = code << 1 | bit(length - 1)?;
         // The first code of a length follows the last one of the shorter length.
         if code.checked_sub(first)? < count {
@@ -316,7 +316,7 @@ mod tests {
         let (mut filter, mut out, mut from) = (AuthorityFilter::new(), Vec::new(), 0);
         for end in ends.iter().map(|end| end % (all.len() + 1)).chain([all.len()]) {
             let end = end.max(from);
-            filter.take(&all[from..end], &mut out);
+            filter.filter(&all[from..end], &mut out);
             from = end;
         }
         filter.finish(&mut out);
@@ -346,7 +346,7 @@ mod tests {
     #[test]
     fn the_code_is_complete_and_its_symbols_are_256_and_the_end() {
         assert_eq!(HUFFMAN.iter().sum::<u32>(), 257);
-        let lengths = HUFFMAN.iter().enumerate().map(|(more, count)| u64::from(*count) << (30 - SHORTEST - more));
+        let lengths = HUFFMAN.iter().enumerate().map(|(more, count)| u64::from(*count) << (30 - SHORTEST_CODE - more));
         assert_eq!(lengths.sum::<u64>(), 1 << 30);
     }
 
@@ -360,7 +360,7 @@ mod tests {
             ("ff", "ff"),
         ] {
             let mut value = hex::decode(before).unwrap();
-            change_huffman(&mut value);
+            replace_in_huffman(&mut value);
             assert_eq!(hex::encode(value), after);
         }
     }
@@ -441,7 +441,7 @@ mod tests {
     fn what_is_not_understood_passes_as_it_came() {
         let (block, _) = blocks();
         let headers = |flags, payload: &[u8]| frame(HEADERS, flags, payload);
-        let long = vec![0x82; MOST];
+        let long = vec![0x82; MAX_HEADER_BLOCK];
         for all in [
             b"GET / HTTP/1.1\r\nHost: a%b\r\n\r\n".to_vec(),
             PREFACE[..10].to_vec(),
@@ -487,9 +487,9 @@ mod tests {
         #[test]
         fn no_block_breaks_it(mut block: Vec<u8>) {
             let before = block.clone();
-            let _ = change_fields(&mut block);
+            let _ = replace_in_fields(&mut block);
             prop_assert_eq!(before.len(), block.len());
-            change_huffman(&mut block);
+            replace_in_huffman(&mut block);
         }
     }
 }

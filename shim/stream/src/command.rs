@@ -1,8 +1,8 @@
 //! Handles the streams of exec and attach: it accepts the streams of a client, connects them to the process and reports the exit
 //! status. One task per session copies all streams, so that a stream that waits does not block the others.
 
-use crate::guests::{Attach, Exec, Guests, Process, Size};
-use crate::mux::{CHUNK, Life, Reader, Writer};
+use crate::backend::{Attach, Exec, ProcessStreams, StreamBackend, TerminalSize};
+use crate::mux::{CHUNK, ConnectionLifetime, Reader, Writer};
 use crate::spdy::Connection;
 use crate::websocket::{Coding, CommandChannels};
 use bytes::{Bytes, BytesMut};
@@ -15,16 +15,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 /// The time that a client has to open its streams.
-const OPENING: Duration = Duration::from_secs(30);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time without a byte after the process ended until its output counts as ended, although a child of it still holds the
 /// stream open.
-const DRAIN: Duration = Duration::from_secs(30);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The maximum bytes of a resize message that are buffered.
 const MAX_RESIZE: usize = 1024;
 
 /// A version of the remote command protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Dialect {
+pub(crate) struct ProtocolVersion {
     /// The name of the subprotocol.
     pub name: &'static str,
     features: Features,
@@ -42,78 +42,80 @@ enum Features {
 }
 
 /// The supported dialects, the best first. Clients that offer none use the last.
-const DIALECTS: [Dialect; 4] = [
-    Dialect { name: "v4.channel.k8s.io", features: Features::Status },
-    Dialect { name: "v3.channel.k8s.io", features: Features::Resize },
-    Dialect { name: "v2.channel.k8s.io", features: Features::Basic },
-    Dialect { name: "channel.k8s.io", features: Features::Basic },
+const SPDY_VERSIONS: [ProtocolVersion; 4] = [
+    ProtocolVersion { name: "v4.channel.k8s.io", features: Features::Status },
+    ProtocolVersion { name: "v3.channel.k8s.io", features: Features::Resize },
+    ProtocolVersion { name: "v2.channel.k8s.io", features: Features::Basic },
+    ProtocolVersion { name: "channel.k8s.io", features: Features::Basic },
 ];
 
-/// The dialects over WebSockets, and the coding of their messages. Clients that offer none use [`NAMELESS`].
-const WEB: [(Dialect, Coding); 5] = [
-    web("v5.channel.k8s.io", Features::Status, Coding::BinaryWithEnd),
-    web("v4.channel.k8s.io", Features::Status, Coding::Binary),
-    web("v4.base64.channel.k8s.io", Features::Status, Coding::Base64),
-    web("channel.k8s.io", Features::Resize, Coding::Binary),
-    web("base64.channel.k8s.io", Features::Resize, Coding::Base64),
+/// The dialects over WebSockets, and the coding of their messages. Clients that offer none use [`DEFAULT_WEBSOCKET_VERSION`].
+const WEBSOCKET_VERSIONS: [(ProtocolVersion, Coding); 5] = [
+    websocket("v5.channel.k8s.io", Features::Status, Coding::BinaryWithEnd),
+    websocket("v4.channel.k8s.io", Features::Status, Coding::Binary),
+    websocket("v4.base64.channel.k8s.io", Features::Status, Coding::Base64),
+    websocket("channel.k8s.io", Features::Resize, Coding::Binary),
+    websocket("base64.channel.k8s.io", Features::Resize, Coding::Base64),
 ];
 
 /// The dialect of WebSocket clients that offer no subprotocol.
-const NAMELESS: (Dialect, Coding) = web("", Features::Resize, Coding::Binary);
+const DEFAULT_WEBSOCKET_VERSION: (ProtocolVersion, Coding) = websocket("", Features::Resize, Coding::Binary);
 
-const fn web(name: &'static str, features: Features, coding: Coding) -> (Dialect, Coding) {
-    (Dialect { name, features }, coding)
+const fn websocket(name: &'static str, features: Features, coding: Coding) -> (ProtocolVersion, Coding) {
+    (ProtocolVersion { name, features }, coding)
 }
 
-impl Dialect {
+impl ProtocolVersion {
     /// Returns the first offered WebSocket dialect that is supported.
-    pub fn choose_web(offered: &[&str]) -> Option<(Dialect, Coding)> {
+    pub fn choose_websocket(offered: &[&str]) -> Option<(ProtocolVersion, Coding)> {
         match offered {
-            [] => Some(NAMELESS),
-            offered => offered.iter().find_map(|name| WEB.into_iter().find(|(known, _)| known.name == *name)),
+            [] => Some(DEFAULT_WEBSOCKET_VERSION),
+            offered => {
+                offered.iter().find_map(|name| WEBSOCKET_VERSIONS.into_iter().find(|(known, _)| known.name == *name))
+            }
         }
     }
 
     /// Returns the first offered dialect that is supported.
-    pub fn choose<'a>(mut offered: impl Iterator<Item = &'a str>) -> Option<Dialect> {
-        offered.find_map(|name| DIALECTS.into_iter().find(|known| known.name == name))
+    pub fn choose<'a>(mut offered: impl Iterator<Item = &'a str>) -> Option<ProtocolVersion> {
+        offered.find_map(|name| SPDY_VERSIONS.into_iter().find(|known| known.name == name))
     }
 
     /// Returns the dialect of clients that offer none.
-    pub fn oldest() -> Dialect {
-        DIALECTS[DIALECTS.len() - 1]
+    pub fn oldest() -> ProtocolVersion {
+        SPDY_VERSIONS[SPDY_VERSIONS.len() - 1]
     }
 }
 
 /// The session that the streams belong to.
 #[derive(Clone, Debug)]
-pub(crate) enum Session {
+pub(crate) enum CommandSession {
     /// A new process.
     Exec(Exec),
     /// A running container.
     Attach(Attach),
 }
 
-impl Session {
+impl CommandSession {
     fn container(&self) -> &str {
         match self {
-            Session::Exec(exec) => &exec.container,
-            Session::Attach(attach) => &attach.container,
+            CommandSession::Exec(exec) => &exec.container,
+            CommandSession::Attach(attach) => &attach.container,
         }
     }
 
     fn tty(&self) -> bool {
         match self {
-            Session::Exec(exec) => exec.tty,
-            Session::Attach(attach) => attach.tty,
+            CommandSession::Exec(exec) => exec.tty,
+            CommandSession::Attach(attach) => attach.tty,
         }
     }
 
     /// Returns whether stdin, stdout and stderr are requested.
     fn streams(&self) -> [bool; 3] {
         match self {
-            Session::Exec(Exec { stdin, stdout, stderr, .. })
-            | Session::Attach(Attach { stdin, stdout, stderr, .. }) => [*stdin, *stdout, *stderr],
+            CommandSession::Exec(Exec { stdin, stdout, stderr, .. })
+            | CommandSession::Attach(Attach { stdin, stdout, stderr, .. }) => [*stdin, *stdout, *stderr],
         }
     }
 }
@@ -128,7 +130,7 @@ pub(crate) struct Channels {
 }
 
 /// Returns the WebSocket channels that this session uses.
-pub(crate) fn channels(ends: CommandChannels, session: &Session) -> Channels {
+pub(crate) fn select_channels(ends: CommandChannels, session: &CommandSession) -> Channels {
     let CommandChannels { stdin, stdout, stderr, error, resize } = ends;
     let [has_stdin, has_stdout, has_stderr] = session.streams();
     Channels {
@@ -141,7 +143,11 @@ pub(crate) fn channels(ends: CommandChannels, session: &Session) -> Channels {
 }
 
 /// Waits for the streams of this session. Returns `None` if the client did not open them in time.
-pub(crate) async fn gather(connection: &mut Connection, session: &Session, dialect: Dialect) -> Option<Channels> {
+pub(crate) async fn accept_streams(
+    connection: &mut Connection,
+    session: &CommandSession,
+    dialect: ProtocolVersion,
+) -> Option<Channels> {
     let (mut stdin, mut stdout, mut stderr, mut error, mut resize) = (None, None, None, None, None);
     let ([has_stdin, has_stdout, has_stderr], resizes) =
         (session.streams(), session.tty() && dialect.features >= Features::Resize);
@@ -162,11 +168,11 @@ pub(crate) async fn gather(connection: &mut Connection, session: &Session, diale
                 Some("stderr") => stderr = Some(stream.writer),
                 Some("error") => error = Some(stream.writer),
                 Some("resize") => resize = Some(stream.reader),
-                other => tracing::debug!(?other, "a stream of no known kind"),
+                other => tracing::debug!(?other, "ignoring a stream of an unknown type"),
             }
         }
     };
-    tokio::time::timeout(OPENING, all).await.ok().flatten()?;
+    tokio::time::timeout(OPEN_TIMEOUT, all).await.ok().flatten()?;
     connection.streams.close();
     Some(Channels {
         stdin: stdin.filter(|_| has_stdin),
@@ -178,22 +184,28 @@ pub(crate) async fn gather(connection: &mut Connection, session: &Session, diale
 }
 
 /// Serves a session until its process ends or the client disconnects, which kills a command.
-pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Channels, life: &Life, dialect: Dialect) {
+pub(crate) async fn serve_session<G: StreamBackend>(
+    backend: &G,
+    session: &CommandSession,
+    channels: Channels,
+    life: &ConnectionLifetime,
+    dialect: ProtocolVersion,
+) {
     let Channels { stdin, stdout, stderr, error, resize } = channels;
     let attempt = async {
         let process = match session {
-            Session::Exec(exec) => guests.exec(exec).await?,
-            Session::Attach(attach) => guests.attach(attach).await?,
+            CommandSession::Exec(exec) => backend.exec(exec).await?,
+            CommandSession::Attach(attach) => backend.attach(attach).await?,
         };
-        join(guests, session.container(), process, (stdin, resize), (&stdout, &stderr)).await
+        copy_streams(backend, session.container(), process, (stdin, resize), (&stdout, &stderr)).await
     };
     let outcome = tokio::select! {
         biased;
-        () = life.gone.cancelled() => return,
+        () = life.closed.cancelled() => return,
         outcome = attempt => outcome,
     };
     let status = match &outcome {
-        _ if dialect.features >= Features::Status => status(&outcome),
+        _ if dialect.features >= Features::Status => status_document(&outcome),
         Ok(0) => String::new(),
         Ok(code) => format!("command terminated with non-zero exit code: {code}"),
         Err(error) => Chain(error).to_string(),
@@ -207,7 +219,7 @@ pub(crate) async fn run<G: Guests>(guests: &G, session: &Session, channels: Chan
 }
 
 /// Returns the Status of Kubernetes with the result of a command.
-fn status<E: Error>(outcome: &Result<i32, E>) -> String {
+fn status_document<E: Error>(outcome: &Result<i32, E>) -> String {
     let status = match outcome {
         Ok(0) => json!({"metadata": {}, "status": "Success"}),
         Ok(code) => json!({
@@ -227,22 +239,22 @@ fn status<E: Error>(outcome: &Result<i32, E>) -> String {
 }
 
 /// Copies all streams until the process and its output have ended. Returns the exit code.
-async fn join<G: Guests>(
-    guests: &G,
+async fn copy_streams<G: StreamBackend>(
+    backend: &G,
     container: &str,
-    process: Process<G::Error>,
+    process: ProcessStreams<G::Error>,
     (stdin, resize): (Option<Reader>, Option<Reader>),
     (stdout, stderr): (&Option<Writer>, &Option<Writer>),
 ) -> Result<i32, G::Error> {
-    let Process { exec_id, detaches, stdin: input, stdout: output, stderr: errors, mut end } = process;
+    let ProcessStreams { exec_id, detaches, stdin: input, stdout: output, stderr: errors, mut end } = process;
     let moved = AtomicU64::new(0);
-    let outputs = async { tokio::join!(send(output, stdout, &moved), send(errors, stderr, &moved)) };
+    let outputs = async { tokio::join!(copy_output(output, stdout, &moved), copy_output(errors, stderr, &moved)) };
     let sizes = async {
-        resizes(resize, guests, (container, &exec_id)).await;
+        apply_resizes(resize, backend, (container, &exec_id)).await;
         std::future::pending::<()>().await;
     };
     let inputs = async {
-        if take(stdin, input).await.is_none() || !detaches {
+        if copy_input(stdin, input).await.is_none() || !detaches {
             std::future::pending::<()>().await;
         }
     };
@@ -260,9 +272,9 @@ async fn join<G: Guests>(
         let before = moved.load(Ordering::Relaxed);
         tokio::select! {
             _ = &mut outputs => drained = true,
-            () = tokio::time::sleep(DRAIN) => {
+            () = tokio::time::sleep(DRAIN_TIMEOUT) => {
                 if moved.load(Ordering::Relaxed) == before {
-                    tracing::info!(container, "a command has ended, its output has not");
+                    tracing::info!(container, "a command has exited, but a child process still holds its output open");
                     drained = true;
                 }
             }
@@ -272,7 +284,7 @@ async fn join<G: Guests>(
 }
 
 /// Copies from the process to the client. Discards output that the client did not request.
-async fn send(from: Option<UnixStream>, to: &Option<Writer>, moved: &AtomicU64) {
+async fn copy_output(from: Option<UnixStream>, to: &Option<Writer>, moved: &AtomicU64) {
     let Some(mut from) = from else { return };
     let mut buffer = BytesMut::new();
     loop {
@@ -294,7 +306,7 @@ async fn send(from: Option<UnixStream>, to: &Option<Writer>, moved: &AtomicU64) 
 
 /// Copies from the client to the process. The end of the stream ends the process's input. Returns `None` if there is no stream,
 /// or if the process does not read any more.
-async fn take(from: Option<Reader>, to: Option<UnixStream>) -> Option<()> {
+async fn copy_input(from: Option<Reader>, to: Option<UnixStream>) -> Option<()> {
     let (mut from, mut to) = (from?, to?);
     while let Some(bytes) = from.next().await {
         // If the process does not read any more, dropping the reader makes the connection discard the rest.
@@ -304,28 +316,28 @@ async fn take(from: Option<Reader>, to: Option<UnixStream>) -> Option<()> {
 }
 
 /// Reads terminal sizes: a sequence of JSON documents, split arbitrarily.
-async fn resizes<G: Guests>(from: Option<Reader>, guests: &G, (container, exec_id): (&str, &str)) {
+async fn apply_resizes<G: StreamBackend>(from: Option<Reader>, backend: &G, (container, exec_id): (&str, &str)) {
     let Some(mut from) = from else { return };
     let mut text = Vec::new();
     while let Some(bytes) = from.next().await {
         text.extend_from_slice(&bytes);
-        let (sizes, read) = sizes(&text);
+        let (sizes, read) = parse_sizes(&text);
         for size in sizes {
-            if let Err(error) = guests.resize(container, exec_id, size).await {
+            if let Err(error) = backend.resize(container, exec_id, size).await {
                 tracing::debug!("{}", Chain(&error));
             }
         }
         match read {
             Some(read) if text.len() - read <= MAX_RESIZE => drop(text.drain(..read)),
-            _ => return tracing::debug!("a client's terminal sizes cannot be read"),
+            _ => return tracing::debug!("ignoring further terminal sizes of a client: they cannot be parsed"),
         }
     }
 }
 
 /// Returns the complete documents at the start of a text, and their length in bytes; `None` if the text continues with something
 /// else.
-fn sizes(text: &[u8]) -> (Vec<Size>, Option<usize>) {
-    let mut documents = serde_json::Deserializer::from_slice(text).into_iter::<Size>();
+fn parse_sizes(text: &[u8]) -> (Vec<TerminalSize>, Option<usize>) {
+    let mut documents = serde_json::Deserializer::from_slice(text).into_iter::<TerminalSize>();
     let mut sizes = Vec::new();
     loop {
         let read = documents.byte_offset();
@@ -344,12 +356,12 @@ mod tests {
 
     #[test]
     fn the_first_that_both_speak_is_spoken() {
-        let name = |offered: &[&str]| Dialect::choose(offered.iter().copied()).map(|dialect| dialect.name);
+        let name = |offered: &[&str]| ProtocolVersion::choose(offered.iter().copied()).map(|dialect| dialect.name);
         assert_eq!(name(&["v5.channel.k8s.io", "v4.channel.k8s.io", "v3.channel.k8s.io"]), Some("v4.channel.k8s.io"));
         assert_eq!(name(&["channel.k8s.io"]), Some("channel.k8s.io"));
         assert_eq!(name(&["v9.channel.k8s.io"]), None);
         let web = |offered: &[&str]| {
-            let (dialect, coding) = Dialect::choose_web(offered)?;
+            let (dialect, coding) = ProtocolVersion::choose_websocket(offered)?;
             Some((dialect.name, dialect.features, coding))
         };
         assert_eq!(
@@ -374,7 +386,7 @@ mod tests {
     #[test]
     fn exec_status_is_encoded_as_kubernetes_does() {
         let status_of = |outcome: Result<i32, std::fmt::Error>| {
-            serde_json::from_str::<serde_json::Value>(&status(&outcome)).unwrap()
+            serde_json::from_str::<serde_json::Value>(&status_document(&outcome)).unwrap()
         };
         assert_eq!(status_of(Ok(0))["status"], "Success");
         let failed = status_of(Ok(5));
@@ -388,11 +400,11 @@ mod tests {
     #[test]
     fn sizes_are_read_however_they_are_cut() {
         let text = b"{\"Width\":80,\"Height\":24}\n{\"Width\":81,\"Height\":25}";
-        let both = vec![Size { columns: 80, rows: 24 }, Size { columns: 81, rows: 25 }];
-        assert_eq!(sizes(text), (both, Some(text.len())));
-        assert_eq!(sizes(&text[..30]), (vec![Size { columns: 80, rows: 24 }], Some(24)));
-        assert_eq!(sizes(b"{\"Width\":80}").1, None);
-        assert_eq!(sizes(b"{\"Width\":70000,\"Height\":1}").1, None);
-        assert_eq!(sizes(b""), (vec![], Some(0)));
+        let both = vec![TerminalSize { columns: 80, rows: 24 }, TerminalSize { columns: 81, rows: 25 }];
+        assert_eq!(parse_sizes(text), (both, Some(text.len())));
+        assert_eq!(parse_sizes(&text[..30]), (vec![TerminalSize { columns: 80, rows: 24 }], Some(24)));
+        assert_eq!(parse_sizes(b"{\"Width\":80}").1, None);
+        assert_eq!(parse_sizes(b"{\"Width\":70000,\"Height\":1}").1, None);
+        assert_eq!(parse_sizes(b""), (vec![], Some(0)));
     }
 }

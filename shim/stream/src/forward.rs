@@ -1,7 +1,7 @@
 //! Forwards ports: pairs of streams, one for the bytes of a connection and one for the error if it could not be made.
 
-use crate::guests::Guests;
-use crate::mux::{CHUNK, Life, Reader, Writer};
+use crate::backend::StreamBackend;
+use crate::mux::{CHUNK, ConnectionLifetime, Reader, Writer};
 use crate::spdy::{Connection, Stream};
 use crate::websocket::{Coding, PortChannels};
 use bytes::{Bytes, BytesMut};
@@ -15,14 +15,14 @@ use tokio::task::JoinSet;
 /// The only version of the protocol.
 pub(crate) const PROTOCOL: &str = "portforward.k8s.io";
 /// The same protocol inside a WebSocket.
-pub(crate) const TUNNELLED: &str = "SPDY/3.1+portforward.k8s.io";
+pub(crate) const TUNNEL_PROTOCOL: &str = "SPDY/3.1+portforward.k8s.io";
 /// The protocols in which a WebSocket has numbered channels for the ports of the request. Clients that offer none use the first.
-const CHANNELS: [(&str, Coding); 2] =
+const CHANNEL_PROTOCOLS: [(&str, Coding); 2] =
     [("v4.channel.k8s.io", Coding::Binary), ("v4.base64.channel.k8s.io", Coding::Base64)];
 /// The maximum number of ports of one request: two channels each, whose numbers must fit into one character of text.
-const PORTS: usize = 32;
+const MAX_PORTS: usize = 32;
 /// The maximum number of streams that wait for the other one of their pair.
-const HALVES: usize = 64;
+const MAX_INCOMPLETE_PAIRS: usize = 64;
 
 /// The streams of a pair that have arrived.
 #[derive(Default)]
@@ -32,7 +32,7 @@ struct Pair {
 }
 
 /// Serves a client until it disconnects. All of its connections to the pod end with it.
-pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut Connection) {
+pub(crate) async fn serve_spdy<G: StreamBackend>(backend: Arc<G>, pod: &str, connection: &mut Connection) {
     let mut pairs: HashMap<String, Pair> = HashMap::new();
     let mut connections = JoinSet::new();
     while let Some(stream) = connection.streams.recv().await {
@@ -40,8 +40,11 @@ pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut C
         let port = stream.headers.get("port").and_then(|port| port.parse::<u16>().ok()).filter(|port| *port != 0);
         // Old clients do not number their requests.
         let request = stream.headers.get("requestid").or(stream.headers.get("port")).unwrap_or_default().to_owned();
-        if pairs.len() >= HALVES && !pairs.contains_key(&request) {
-            tracing::info!(pod, "a client opens halves of pairs only: it is let go");
+        if pairs.len() >= MAX_INCOMPLETE_PAIRS && !pairs.contains_key(&request) {
+            tracing::info!(
+                pod,
+                "disconnecting a port-forward client: it opens data or error streams without their counterpart"
+            );
             return;
         }
         let kind = stream.headers.get("streamtype").unwrap_or_default().to_owned();
@@ -49,13 +52,14 @@ pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut C
         match kind.as_str() {
             "data" => pair.data = Some(stream),
             "error" => pair.error = Some(stream.writer),
-            other => tracing::debug!(other, "a stream of no known kind"),
+            other => tracing::debug!(other, "ignoring a stream of an unknown type"),
         }
         if let Pair { data: Some(_), error: Some(_) } = pair
             && let Some(Pair { data: Some(data), error: Some(error) }) = pairs.remove(&request)
         {
-            let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
-            connections.spawn(async move { forward(&*guests, &pod, port, (data.reader, data.writer), error).await });
+            let (backend, pod) = (Arc::clone(&backend), pod.to_owned());
+            connections
+                .spawn(async move { forward_port(&*backend, &pod, port, (data.reader, data.writer), error).await });
         }
     }
 }
@@ -63,38 +67,43 @@ pub(crate) async fn run<G: Guests>(guests: Arc<G>, pod: &str, connection: &mut C
 /// Returns the name of the subprotocol and its coding if the client has named its ports and offers a supported one. The name is
 /// empty if the client offers none.
 pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'static str, Coding)> {
-    if ports.is_empty() || ports.len() > PORTS {
+    if ports.is_empty() || ports.len() > MAX_PORTS {
         return None;
     }
     match offered {
-        [] => Some(("", CHANNELS[0].1)),
-        offered => offered.iter().find_map(|name| CHANNELS.into_iter().find(|(known, _)| known == name)),
+        [] => Some(("", CHANNEL_PROTOCOLS[0].1)),
+        offered => offered.iter().find_map(|name| CHANNEL_PROTOCOLS.into_iter().find(|(known, _)| known == name)),
     }
 }
 
 /// Connects each port once, until the client disconnects.
-pub(crate) async fn run_ports<G: Guests>(guests: Arc<G>, pod: &str, ends: Vec<PortChannels>, life: &Life) {
+pub(crate) async fn serve_ports_over_channels<G: StreamBackend>(
+    backend: Arc<G>,
+    pod: &str,
+    ends: Vec<PortChannels>,
+    life: &ConnectionLifetime,
+) {
     let mut connections = JoinSet::new();
     for PortChannels { port, reader, writer, error } in ends {
-        let (guests, pod) = (Arc::clone(&guests), pod.to_owned());
-        connections.spawn(async move { forward(&*guests, &pod, Some(port), (reader, writer), error).await });
+        let (backend, pod) = (Arc::clone(&backend), pod.to_owned());
+        connections.spawn(async move { forward_port(&*backend, &pod, Some(port), (reader, writer), error).await });
     }
     // The end of one connection does not end the others: channels cannot be closed individually.
-    life.gone.cancelled().await;
+    life.closed.cancelled().await;
 }
 
-async fn forward<G: Guests>(
-    guests: &G,
+async fn forward_port<G: StreamBackend>(
+    backend: &G,
     pod: &str,
     port: Option<u16>,
     (reader, writer): (Reader, Writer),
     error: Writer,
 ) {
     let failure = match port {
-        None => "the stream's port is none".to_owned(),
-        Some(port) => match guests.dial(pod, port).await {
+        None => "the stream has no valid port".to_owned(),
+        Some(port) => match backend.connect_to_port(pod, port).await {
             Ok(connected) => {
-                join(connected, reader, writer).await;
+                copy_connection(connected, reader, writer).await;
                 error.finish().await;
                 return;
             }
@@ -108,7 +117,7 @@ async fn forward<G: Guests>(
 }
 
 /// Copies until both directions have ended, or the client has reset the stream.
-async fn join(connection: UnixStream, mut reader: Reader, writer: Writer) {
+async fn copy_connection(connection: UnixStream, mut reader: Reader, writer: Writer) {
     let (mut from, mut to) = connection.into_split();
     let ended = writer.ended();
     let out = async {

@@ -38,7 +38,7 @@ pub fn authority(data: &[u8]) {
     let passed = |ends: &[usize]| {
         let (mut filter, mut out, mut from) = (AuthorityFilter::new(), Vec::new(), 0);
         for end in ends {
-            filter.take(&data[from..*end], &mut out);
+            filter.filter(&data[from..*end], &mut out);
             from = *end;
         }
         filter.finish(&mut out);

@@ -11,19 +11,19 @@ use tokio_util::sync::CancellationToken;
 /// The maximum size of one chunk in bytes.
 pub(crate) const CHUNK: usize = 16 << 10;
 /// The chunks that may wait for the reader of a stream before the connection is no longer read.
-pub(crate) const QUEUE: usize = 4;
+pub(crate) const MAX_QUEUED_CHUNKS: usize = 4;
 /// The bytes that are read before a window update is sent to the peer.
-pub(crate) const TELL: usize = 32 << 10;
+pub(crate) const WINDOW_UPDATE_THRESHOLD: usize = 32 << 10;
 /// The messages that may wait to be written to a connection.
-pub(crate) const OUT: usize = 16;
+pub(crate) const MAX_QUEUED_MESSAGES: usize = 16;
 
 /// The connection or the stream has ended.
 #[derive(Debug, thiserror::Error)]
-#[error("the client has ended the stream")]
-pub(crate) struct Gone;
+#[error("the client has closed the stream")]
+pub(crate) struct StreamClosed;
 
 /// A message to the writer of a connection.
-pub(crate) enum Out {
+pub(crate) enum OutgoingMessage {
     /// A complete frame of the protocol.
     Frame(Vec<u8>),
     /// The reply that a stream was opened.
@@ -38,38 +38,38 @@ pub(crate) enum Out {
         bytes: Bytes,
     },
     /// The reader of a stream has read this many bytes of it.
-    Taken(u32, u32),
+    WindowUpdate(u32, u32),
     /// The last message of the connection.
     End,
 }
 
 /// The lifetime of a connection, shared by everything that belongs to it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Life {
+pub(crate) struct ConnectionLifetime {
     /// Cancelled when the connection has ended or must end.
-    pub gone: CancellationToken,
-    moved: Arc<AtomicU64>,
+    pub closed: CancellationToken,
+    activity: Arc<AtomicU64>,
 }
 
-impl Life {
+impl ConnectionLifetime {
     /// Records that bytes have moved.
-    pub fn moved(&self) {
-        self.moved.fetch_add(1, Ordering::Relaxed);
+    pub fn record_activity(&self) {
+        self.activity.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Ends the connection when no byte has moved for this time.
-    pub fn watch(&self, idle: Duration) {
+    pub fn close_when_idle(&self, idle: Duration) {
         let life = self.clone();
         tokio::spawn(async move {
             loop {
-                let before = life.moved.load(Ordering::Relaxed);
+                let before = life.activity.load(Ordering::Relaxed);
                 tokio::select! {
-                    () = life.gone.cancelled() => return,
+                    () = life.closed.cancelled() => return,
                     () = tokio::time::sleep(idle) => {}
                 }
-                if life.moved.load(Ordering::Relaxed) == before {
-                    tracing::info!("a streaming connection was idle for {} s: it is ended", idle.as_secs());
-                    life.gone.cancel();
+                if life.activity.load(Ordering::Relaxed) == before {
+                    tracing::info!("closing a streaming connection that was idle for {} s", idle.as_secs());
+                    life.closed.cancel();
                 }
             }
         });
@@ -79,12 +79,12 @@ impl Life {
 /// The number of bytes that the peer accepts. Most peers never send window updates; only TCP limits how much is sent to them.
 #[derive(Debug)]
 pub(crate) struct Window {
-    state: Mutex<Left>,
+    state: Mutex<WindowState>,
     more: Notify,
 }
 
 #[derive(Debug)]
-struct Left {
+struct WindowState {
     enforced: bool,
     bytes: i64,
 }
@@ -93,18 +93,18 @@ impl Window {
     /// Returns a window of the initial size of the peer or of the protocol. `enforced` means that the peer is known to send
     /// updates.
     pub fn new(enforced: bool, bytes: i64) -> Window {
-        Window { state: Mutex::new(Left { enforced, bytes }), more: Notify::new() }
+        Window { state: Mutex::new(WindowState { enforced, bytes }), more: Notify::new() }
     }
 
-    fn left(&self) -> MutexGuard<'_, Left> {
+    fn lock_state(&self) -> MutexGuard<'_, WindowState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Applies an update of the peer, which grows or shrinks the window.
     pub fn change(&self, by: i64) {
-        let mut left = self.left();
-        left.enforced = true;
-        left.bytes = left.bytes.saturating_add(by);
+        let mut state = self.lock_state();
+        state.enforced = true;
+        state.bytes = state.bytes.saturating_add(by);
         self.more.notify_waiters();
     }
 
@@ -116,11 +116,11 @@ impl Window {
             // No change is missed from here on.
             opened.as_mut().enable();
             {
-                let mut left = self.left();
+                let mut state = self.lock_state();
                 let most = i64::try_from(wanted).unwrap_or(i64::MAX);
-                let granted = if left.enforced { left.bytes.min(most) } else { most };
+                let granted = if state.enforced { state.bytes.min(most) } else { most };
                 if granted > 0 {
-                    left.bytes = left.bytes.saturating_sub(granted);
+                    state.bytes = state.bytes.saturating_sub(granted);
                     return usize::try_from(granted).unwrap_or(wanted);
                 }
             }
@@ -132,7 +132,7 @@ impl Window {
 /// The reading half of a stream.
 pub(crate) struct Reader {
     chunks: mpsc::Receiver<Bytes>,
-    out: mpsc::Sender<Out>,
+    out: mpsc::Sender<OutgoingMessage>,
     id: u32,
     /// Bytes that were read and not yet reported to the peer.
     owed: usize,
@@ -140,8 +140,8 @@ pub(crate) struct Reader {
 
 impl Reader {
     /// Returns a reader, and the sender of its bytes.
-    pub fn new(id: u32, out: mpsc::Sender<Out>) -> (Reader, mpsc::Sender<Bytes>) {
-        let (sender, chunks) = mpsc::channel(QUEUE);
+    pub fn new(id: u32, out: mpsc::Sender<OutgoingMessage>) -> (Reader, mpsc::Sender<Bytes>) {
+        let (sender, chunks) = mpsc::channel(MAX_QUEUED_CHUNKS);
         (Reader { chunks, out, id, owed: 0 }, sender)
     }
 
@@ -149,10 +149,10 @@ impl Reader {
     pub async fn next(&mut self) -> Option<Bytes> {
         let chunk = self.chunks.recv().await?;
         self.owed += chunk.len();
-        if self.owed >= TELL {
+        if self.owed >= WINDOW_UPDATE_THRESHOLD {
             let count = u32::try_from(std::mem::take(&mut self.owed)).unwrap_or(u32::MAX);
             // A connection without a writer is about to end.
-            let _ = self.out.send(Out::Taken(self.id, count)).await;
+            let _ = self.out.send(OutgoingMessage::WindowUpdate(self.id, count)).await;
         }
         Some(chunk)
     }
@@ -160,7 +160,7 @@ impl Reader {
 
 /// The writing half of a stream.
 pub(crate) struct Writer {
-    out: mpsc::Sender<Out>,
+    out: mpsc::Sender<OutgoingMessage>,
     id: u32,
     windows: Vec<Arc<Window>>,
     /// Cancelled when this half has ended, by us or by a reset of the peer: the connection then forgets the stream.
@@ -169,12 +169,17 @@ pub(crate) struct Writer {
 
 impl Writer {
     /// Returns a writer that respects these windows.
-    pub fn new(id: u32, out: mpsc::Sender<Out>, windows: Vec<Arc<Window>>, ended: CancellationToken) -> Writer {
+    pub fn new(
+        id: u32,
+        out: mpsc::Sender<OutgoingMessage>,
+        windows: Vec<Arc<Window>>,
+        ended: CancellationToken,
+    ) -> Writer {
         Writer { out, id, windows, ended }
     }
 
     /// Sends bytes, as fast as the peer accepts them.
-    pub async fn send(&self, mut bytes: Bytes) -> Result<(), Gone> {
+    pub async fn send(&self, mut bytes: Bytes) -> Result<(), StreamClosed> {
         while !bytes.is_empty() {
             let mut count = bytes.len().min(CHUNK);
             let mut taken = Vec::with_capacity(self.windows.len());
@@ -184,13 +189,16 @@ impl Writer {
                 count = count.min(granted);
             }
             if self.ended.is_cancelled() {
-                return Err(Gone);
+                return Err(StreamClosed);
             }
             for (window, granted) in taken {
-                window.left().bytes += i64::try_from(granted - count).unwrap_or(0);
+                window.lock_state().bytes += i64::try_from(granted - count).unwrap_or(0);
             }
             let chunk = bytes.split_to(count);
-            self.out.send(Out::Data { id: self.id, last: false, bytes: chunk }).await.map_err(|_closed| Gone)?;
+            self.out
+                .send(OutgoingMessage::Data { id: self.id, last: false, bytes: chunk })
+                .await
+                .map_err(|_closed| StreamClosed)?;
         }
         Ok(())
     }
@@ -203,7 +211,7 @@ impl Writer {
     /// Ends this half of the stream.
     pub async fn finish(self) {
         // If the connection has ended, the stream has ended too.
-        let _ = self.out.send(Out::Data { id: self.id, last: true, bytes: Bytes::new() }).await;
+        let _ = self.out.send(OutgoingMessage::Data { id: self.id, last: true, bytes: Bytes::new() }).await;
         self.ended.cancel();
     }
 }
@@ -247,26 +255,26 @@ mod tests {
     #[test]
     fn a_writer_takes_no_more_of_one_window_than_the_other_gives() {
         run(async {
-            let (out, mut written) = mpsc::channel(OUT);
+            let (out, mut written) = mpsc::channel(MAX_QUEUED_MESSAGES);
             let windows = vec![Arc::new(Window::new(true, 10)), Arc::new(Window::new(true, 4))];
             let writer = Writer::new(1, out, windows.clone(), CancellationToken::new());
             let sending = tokio::spawn(async move { writer.send(Bytes::from_static(b"0123456789")).await });
-            let Some(Out::Data { bytes, last: false, .. }) = written.recv().await else { panic!("data") };
+            let Some(OutgoingMessage::Data { bytes, last: false, .. }) = written.recv().await else { panic!("data") };
             assert_eq!(bytes, "0123");
             windows[1].change(100);
-            let Some(Out::Data { bytes, .. }) = written.recv().await else { panic!("data") };
+            let Some(OutgoingMessage::Data { bytes, .. }) = written.recv().await else { panic!("data") };
             assert_eq!(bytes, "456789");
             sending.await.unwrap().unwrap();
-            assert_eq!(windows[0].left().bytes, 0);
+            assert_eq!(windows[0].lock_state().bytes, 0);
         });
     }
 
     #[test]
     fn an_idle_connection_is_ended() {
         run(async {
-            let life = Life::default();
-            life.watch(Duration::from_millis(5));
-            life.gone.cancelled().await;
+            let life = ConnectionLifetime::default();
+            life.close_when_idle(Duration::from_millis(5));
+            life.closed.cancelled().await;
         });
     }
 }

@@ -1,12 +1,12 @@
 //! Implements the HTTP server behind the URLs that CRI returns: it checks the token, upgrades to SPDY or WebSocket, and runs one
-//! task per client. A [`Server`] is cheap to clone.
+//! task per client. A [`StreamingServer`] is cheap to clone.
 
-use crate::command::{self, Dialect, Session};
+use crate::backend::{Attach, Exec, StreamBackend};
+use crate::command::{self, CommandSession, ProtocolVersion};
 use crate::forward;
-use crate::guests::{Attach, Exec, Guests};
 use crate::spdy::Connection;
 use crate::tls::{Tls, TlsError};
-use crate::token::{Tokens, TooMany};
+use crate::token::{Tokens, TooManyTokens};
 use crate::websocket::{self, Coding, Socket};
 use bytes::Bytes;
 use http::header::{
@@ -31,11 +31,11 @@ use tokio_rustls::TlsAcceptor;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 
 /// The maximum number of connections.
-const CONNECTIONS: usize = 1024;
+const MAX_CONNECTIONS: usize = 1024;
 /// The time that a client has to send its request.
-const REQUEST: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// The seconds without a byte after which TCP probes the client.
-const KEEPALIVE: u32 = 30;
+const KEEPALIVE_SECONDS: u32 = 30;
 /// The protocol of an upgrade to SPDY.
 const SPDY: &str = "SPDY/3.1";
 /// The header with the protocol versions of the client, and with the chosen one in the answer.
@@ -43,7 +43,7 @@ const PROTOCOL: &str = "x-stream-protocol-version";
 
 /// The address and the timeouts of the server.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct StreamingConfig {
     /// The address to listen on; port 0 selects a free one.
     pub address: SocketAddr,
     /// Streams without a byte for this time are closed.
@@ -56,10 +56,10 @@ pub struct Config {
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// The certificate or key is unusable.
-    #[error("cannot speak TLS to streaming clients")]
+    #[error("cannot set up TLS for streaming clients")]
     Tls(#[from] TlsError),
     /// The server cannot listen on the address.
-    #[error("cannot listen for streams on {address}")]
+    #[error("cannot listen for streaming clients on {address}")]
     Listen {
         /// The configured address.
         address: SocketAddr,
@@ -78,88 +78,88 @@ impl Classify for ServerError {
 }
 
 /// The request that a token stands for.
-enum Ask {
-    Session(Session),
+enum StreamRequest {
+    CommandSession(CommandSession),
     /// Ports of this pod: those that the request names.
     Forward(String, Vec<u16>),
 }
 
-impl Ask {
+impl StreamRequest {
     /// Returns the first path segment of the URL.
     fn directory(&self) -> &'static str {
         match self {
-            Ask::Session(Session::Exec(_)) => "exec",
-            Ask::Session(Session::Attach(_)) => "attach",
-            Ask::Forward(..) => "portforward",
+            StreamRequest::CommandSession(CommandSession::Exec(_)) => "exec",
+            StreamRequest::CommandSession(CommandSession::Attach(_)) => "attach",
+            StreamRequest::Forward(..) => "portforward",
         }
     }
 }
 
 struct Shared {
-    tokens: Tokens<Ask>,
+    tokens: Tokens<StreamRequest>,
     base: String,
     idle: Duration,
 }
 
 /// The handle of the streaming server for callers that create URLs.
 #[derive(Clone)]
-pub struct Server(Arc<Shared>);
+pub struct StreamingServer(Arc<Shared>);
 
 /// The streaming server before it serves.
 pub struct Listener {
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
-    server: Server,
+    server: StreamingServer,
 }
 
-impl Server {
+impl StreamingServer {
     /// Binds the address.
-    pub async fn bind(config: &Config) -> Result<(Server, Listener), ServerError> {
+    pub async fn bind(config: &StreamingConfig) -> Result<(StreamingServer, Listener), ServerError> {
         let failed = |source| ServerError::Listen { address: config.address, source };
         let listener = TcpListener::bind(config.address).await.map_err(failed)?;
         let tls = config.tls.as_ref().map(|tls| tls.read()?.acceptor()).transpose()?;
         let scheme = if tls.is_some() { "https" } else { "http" };
         let base = format!("{scheme}://{}", listener.local_addr().map_err(failed)?);
-        let server = Server(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle }));
+        let server = StreamingServer(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle }));
         Ok((server.clone(), Listener { listener, tls, server }))
     }
 
     /// Returns a URL that runs this command, once, within the life of a token.
-    pub fn exec(&self, exec: Exec) -> Result<String, TooMany> {
-        self.url(Ask::Session(Session::Exec(exec)))
+    pub fn exec(&self, exec: Exec) -> Result<String, TooManyTokens> {
+        self.issue_url(StreamRequest::CommandSession(CommandSession::Exec(exec)))
     }
 
     /// Returns a URL that attaches to this container, once, within the life of a token.
-    pub fn attach(&self, attach: Attach) -> Result<String, TooMany> {
-        self.url(Ask::Session(Session::Attach(attach)))
+    pub fn attach(&self, attach: Attach) -> Result<String, TooManyTokens> {
+        self.issue_url(StreamRequest::CommandSession(CommandSession::Attach(attach)))
     }
 
     /// Returns a URL that forwards ports of this pod, for one client, within the life of a token. `ports` are for clients that do
     /// not name the port of each stream.
-    pub fn forward(&self, pod: String, ports: Vec<u16>) -> Result<String, TooMany> {
-        self.url(Ask::Forward(pod, ports))
+    pub fn forward(&self, pod: String, ports: Vec<u16>) -> Result<String, TooManyTokens> {
+        self.issue_url(StreamRequest::Forward(pod, ports))
     }
 
-    fn url(&self, ask: Ask) -> Result<String, TooMany> {
-        let directory = ask.directory();
-        Ok(format!("{}/{directory}/{}", self.0.base, self.0.tokens.give(ask, Instant::now())?))
+    fn issue_url(&self, request: StreamRequest) -> Result<String, TooManyTokens> {
+        let directory = request.directory();
+        Ok(format!("{}/{directory}/{}", self.0.base, self.0.tokens.issue(request, Instant::now())?))
     }
 }
 
 impl Listener {
     /// Serves forever. Dropping the future ends all streams that it serves.
-    pub async fn serve(self, guests: Arc<impl Guests>) {
-        let places = Arc::new(Semaphore::new(CONNECTIONS));
+    pub async fn serve(self, backend: Arc<impl StreamBackend>) {
+        let connection_slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut clients = tokio::task::JoinSet::new();
         loop {
             while clients.try_join_next().is_some() {}
-            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+            let Ok(slot) = Arc::clone(&connection_slots).acquire_owned().await else { return };
             match self.listener.accept().await {
                 Ok((connection, _)) => {
-                    let (server, guests, tls) = (self.server.clone(), Arc::clone(&guests), self.tls.clone());
+                    let (server, backend, tls) = (self.server.clone(), Arc::clone(&backend), self.tls.clone());
                     clients.spawn(async move {
-                        server.connected(connection, tls, guests).await;
-                        drop(place);
+                        server.accept_client(connection, tls, backend).await;
+                        drop(slot);
                     });
                 }
                 Err(error) => {
@@ -171,25 +171,29 @@ impl Listener {
     }
 }
 
-impl Server {
-    async fn connected(self, connection: TcpStream, tls: Option<TlsAcceptor>, guests: Arc<impl Guests>) {
-        if let Err(error) = prepare(&connection) {
-            tracing::debug!(%error, "a streaming client's connection stays as it is");
+impl StreamingServer {
+    async fn accept_client(self, connection: TcpStream, tls: Option<TlsAcceptor>, backend: Arc<impl StreamBackend>) {
+        if let Err(error) = set_socket_options(&connection) {
+            tracing::debug!(%error, "cannot set the socket options of a streaming client");
         }
-        let Some(tls) = tls else { return self.client(connection, guests).await };
-        match tokio::time::timeout(REQUEST, tls.accept(connection)).await {
-            Ok(Ok(connection)) => self.client(connection, guests).await,
-            Ok(Err(error)) => tracing::debug!(%error, "a streaming client that speaks no TLS"),
-            Err(_late) => tracing::debug!("a streaming client that says nothing"),
+        let Some(tls) = tls else { return self.serve_client(connection, backend).await };
+        match tokio::time::timeout(REQUEST_TIMEOUT, tls.accept(connection)).await {
+            Ok(Ok(connection)) => self.serve_client(connection, backend).await,
+            Ok(Err(error)) => tracing::debug!(%error, "the TLS handshake with a streaming client failed"),
+            Err(_late) => tracing::debug!("a streaming client did not complete the TLS handshake in time"),
         }
     }
 
-    async fn client(self, connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, guests: Arc<impl Guests>) {
+    async fn serve_client(
+        self,
+        connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        backend: Arc<impl StreamBackend>,
+    ) {
         // The work after the upgrade is done here, so that it ends with this task.
         let (begin, accepted) = tokio::sync::oneshot::channel();
         let begin = std::sync::Mutex::new(Some(begin));
         let answer = service_fn(|request| {
-            let (answer, accepted) = self.answer(request);
+            let (answer, accepted) = self.handle_request(request);
             if let Some(accepted) = accepted
                 && let Some(begin) = begin.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
             {
@@ -200,77 +204,82 @@ impl Server {
         });
         let served = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(REQUEST)
+            .header_read_timeout(REQUEST_TIMEOUT)
             .serve_connection(TokioIo::new(connection), answer)
             .with_upgrades()
             .await;
         if let Err(error) = served {
-            tracing::debug!("a streaming client: {}", Chain(&error));
+            tracing::debug!("an HTTP connection of a streaming client failed: {}", Chain(&error));
         }
         drop(begin);
         let Ok(Accepted { job, upgrade }) = accepted.await else { return };
         let upgraded = match upgrade.await {
             Ok(upgraded) => upgraded,
-            Err(error) => return tracing::debug!("a streaming client: {}", Chain(&error)),
+            Err(error) => return tracing::debug!("the upgrade of a streaming client failed: {}", Chain(&error)),
         };
         let io = TokioIo::new(upgraded);
         match job {
-            Job::Spdy(session, dialect) => {
+            StreamHandler::Spdy(session, dialect) => {
                 let mut connection = Connection::serve(io);
-                connection.life.watch(self.0.idle);
-                let Some(channels) = command::gather(&mut connection, &session, dialect).await else {
-                    return tracing::info!(?session, "a client did not open its streams");
+                connection.life.close_when_idle(self.0.idle);
+                let Some(channels) = command::accept_streams(&mut connection, &session, dialect).await else {
+                    return tracing::info!(?session, "a streaming client did not open its streams in time");
                 };
-                command::run(&*guests, &session, channels, &connection.life, dialect).await;
+                command::serve_session(&*backend, &session, channels, &connection.life, dialect).await;
                 connection.end().await;
             }
-            Job::Web(session, dialect, coding) => {
+            StreamHandler::WebSocket(session, dialect, coding) => {
                 let (socket, ends) = Socket::serve(io, coding).await;
-                socket.life.watch(self.0.idle);
-                let channels = command::channels(ends, &session);
-                command::run(&*guests, &session, channels, &socket.life, dialect).await;
+                socket.life.close_when_idle(self.0.idle);
+                let channels = command::select_channels(ends, &session);
+                command::serve_session(&*backend, &session, channels, &socket.life, dialect).await;
                 socket.end().await;
             }
-            Job::WebPorts(pod, ports, coding) => {
+            StreamHandler::WebSocketPorts(pod, ports, coding) => {
                 let (socket, ends) = Socket::serve_ports(io, coding, &ports).await;
-                socket.life.watch(self.0.idle);
-                forward::run_ports(guests, &pod, ends, &socket.life).await;
+                socket.life.close_when_idle(self.0.idle);
+                forward::serve_ports_over_channels(backend, &pod, ends, &socket.life).await;
             }
-            Job::Forward(pod) => self.forward_ports(guests, &pod, Connection::serve(io)).await,
-            Job::WebForward(pod) => {
+            StreamHandler::Forward(pod) => self.forward_ports(backend, &pod, Connection::serve(io)).await,
+            StreamHandler::WebSocketForward(pod) => {
                 let connection = Connection::serve(websocket::tunnel(io).await);
-                self.forward_ports(guests, &pod, connection).await;
+                self.forward_ports(backend, &pod, connection).await;
             }
         }
     }
 
-    async fn forward_ports(&self, guests: Arc<impl Guests>, pod: &str, mut connection: Connection) {
-        connection.life.watch(self.0.idle);
-        forward::run(guests, pod, &mut connection).await;
+    async fn forward_ports(&self, backend: Arc<impl StreamBackend>, pod: &str, mut connection: Connection) {
+        connection.life.close_when_idle(self.0.idle);
+        forward::serve_spdy(backend, pod, &mut connection).await;
     }
 
-    fn answer(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
+    fn handle_request(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
         let (directory, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
         let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.directory() == directory);
         let Some(ask) = asked else {
-            return (say(StatusCode::NOT_FOUND, "no such stream: each URL is good once, for a minute"), None);
+            return (
+                text_response(StatusCode::NOT_FOUND, "no such stream: each URL is valid once, for a minute"),
+                None,
+            );
         };
         if request.method() != Method::POST && request.method() != Method::GET {
-            return (say(StatusCode::METHOD_NOT_ALLOWED, "GET or POST is expected"), None);
+            return (text_response(StatusCode::METHOD_NOT_ALLOWED, "GET or POST is expected"), None);
         }
         let upgrade = request.headers().get(UPGRADE).map_or(&b""[..], |value| value.as_bytes());
         let spdy = upgrade.eq_ignore_ascii_case(SPDY.as_bytes());
         let key = request.headers().get(SEC_WEBSOCKET_KEY).map(|key| derive_accept_key(key.as_bytes()));
         let accept = key.filter(|_| upgrade.eq_ignore_ascii_case(b"websocket"));
         if !spdy && accept.is_none() {
-            return (say(StatusCode::BAD_REQUEST, "an upgrade to SPDY/3.1 or WebSocket is expected"), None);
+            return (text_response(StatusCode::BAD_REQUEST, "an upgrade to SPDY/3.1 or WebSocket is expected"), None);
         }
         let names = if spdy { HeaderName::from_static(PROTOCOL) } else { SEC_WEBSOCKET_PROTOCOL };
-        let offered: Vec<&str> = protocols(request.headers(), &names).collect();
-        let Some((job, protocol)) = (if spdy { job(ask, &offered) } else { web_job(ask, &offered) }) else {
-            return (say(StatusCode::FORBIDDEN, "none of the client's protocols is spoken here"), None);
+        let offered: Vec<&str> = list_protocols(request.headers(), &names).collect();
+        let Some((job, protocol)) =
+            (if spdy { choose_spdy_handler(ask, &offered) } else { choose_websocket_handler(ask, &offered) })
+        else {
+            return (text_response(StatusCode::FORBIDDEN, "none of the client's protocols is supported"), None);
         };
-        let mut answer = say(StatusCode::SWITCHING_PROTOCOLS, "");
+        let mut answer = text_response(StatusCode::SWITCHING_PROTOCOLS, "");
         let headers = answer.headers_mut();
         headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
         headers.insert(UPGRADE, HeaderValue::from_static(if spdy { SPDY } else { "websocket" }));
@@ -285,68 +294,69 @@ impl Server {
     }
 }
 
-/// The work after an accepted request.
+/// An accepted request, and the upgrade of its connection.
 struct Accepted {
-    job: Job,
+    job: StreamHandler,
     upgrade: hyper::upgrade::OnUpgrade,
 }
 
-enum Job {
-    Spdy(Session, Dialect),
+/// What serves the connection after its upgrade.
+enum StreamHandler {
+    Spdy(CommandSession, ProtocolVersion),
     /// Exec or attach over a WebSocket.
-    Web(Session, Dialect, Coding),
+    WebSocket(CommandSession, ProtocolVersion, Coding),
     Forward(String),
-    WebForward(String),
+    WebSocketForward(String),
     /// Ports as channels of a WebSocket.
-    WebPorts(String, Vec<u16>, Coding),
+    WebSocketPorts(String, Vec<u16>, Coding),
 }
 
-/// Returns the work, and the name of the chosen protocol; `None` if the client offers no supported one.
-fn job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
-    match ask {
-        Ask::Session(session) => {
-            let chosen = Dialect::choose(offered.iter().copied());
-            let dialect = if offered.is_empty() { Dialect::oldest() } else { chosen? };
-            Some((Job::Spdy(session, dialect), dialect.name))
+/// Returns the handler, and the name of the chosen protocol; `None` if the client offers no supported one.
+fn choose_spdy_handler(request: StreamRequest, offered: &[&str]) -> Option<(StreamHandler, &'static str)> {
+    match request {
+        StreamRequest::CommandSession(session) => {
+            let chosen = ProtocolVersion::choose(offered.iter().copied());
+            let dialect = if offered.is_empty() { ProtocolVersion::oldest() } else { chosen? };
+            Some((StreamHandler::Spdy(session, dialect), dialect.name))
         }
-        Ask::Forward(..) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => None,
-        Ask::Forward(pod, _) => Some((Job::Forward(pod), forward::PROTOCOL)),
+        StreamRequest::Forward(..) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => None,
+        StreamRequest::Forward(pod, _) => Some((StreamHandler::Forward(pod), forward::PROTOCOL)),
     }
 }
 
-/// Like `job`, over a WebSocket.
-fn web_job(ask: Ask, offered: &[&str]) -> Option<(Job, &'static str)> {
-    match ask {
-        Ask::Session(session) => {
-            let (dialect, coding) = Dialect::choose_web(offered)?;
-            Some((Job::Web(session, dialect, coding), dialect.name))
+/// Like `choose_spdy_handler`, over a WebSocket.
+fn choose_websocket_handler(request: StreamRequest, offered: &[&str]) -> Option<(StreamHandler, &'static str)> {
+    match request {
+        StreamRequest::CommandSession(session) => {
+            let (dialect, coding) = ProtocolVersion::choose_websocket(offered)?;
+            Some((StreamHandler::WebSocket(session, dialect, coding), dialect.name))
         }
-        Ask::Forward(pod, _) if offered.contains(&forward::TUNNELLED) => {
-            Some((Job::WebForward(pod), forward::TUNNELLED))
+        StreamRequest::Forward(pod, _) if offered.contains(&forward::TUNNEL_PROTOCOL) => {
+            Some((StreamHandler::WebSocketForward(pod), forward::TUNNEL_PROTOCOL))
         }
-        Ask::Forward(pod, ports) => {
+        StreamRequest::Forward(pod, ports) => {
             let (name, coding) = forward::choose_channels(offered, &ports)?;
-            Some((Job::WebPorts(pod, ports, coding), name))
+            Some((StreamHandler::WebSocketPorts(pod, ports, coding), name))
         }
     }
 }
 
-fn protocols<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a str> {
+fn list_protocols<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a str> {
     let texts = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
     texts.flat_map(|text| text.split(',')).map(str::trim).filter(|name| !name.is_empty())
 }
 
-fn say(status: StatusCode, why: &'static str) -> Response<Full<Bytes>> {
+fn text_response(status: StatusCode, why: &'static str) -> Response<Full<Bytes>> {
     let mut answer = Response::new(Full::new(Bytes::from_static(why.as_bytes())));
     *answer.status_mut() = status;
     answer
 }
 
 /// Sends small pieces at once (TCP_NODELAY), and detects a client that has vanished (keepalive).
-fn prepare(connection: &TcpStream) -> io::Result<()> {
+fn set_socket_options(connection: &TcpStream) -> io::Result<()> {
     connection.set_nodelay(true)?;
     setsockopt(connection, sockopt::KeepAlive, &true)?;
-    setsockopt(connection, sockopt::TcpKeepIdle, &KEEPALIVE)?;
-    setsockopt(connection, sockopt::TcpKeepInterval, &KEEPALIVE)?;
+    setsockopt(connection, sockopt::TcpKeepIdle, &KEEPALIVE_SECONDS)?;
+    setsockopt(connection, sockopt::TcpKeepInterval, &KEEPALIVE_SECONDS)?;
     Ok(())
 }

@@ -33,7 +33,7 @@ pub enum TlsError {
         source: pem::Error,
     },
     /// The certificate is unusable, or does not match the key.
-    #[error("certificate {} and key {} cannot be used", certificate.display(), key.display())]
+    #[error("cannot use certificate {} with key {}", certificate.display(), key.display())]
     Unfit {
         /// The certificate's file.
         certificate: PathBuf,

@@ -1,6 +1,6 @@
 //! Serves WebSockets (RFC 6455): exec, attach and ports as numbered channels, port-forward as SPDY inside a WebSocket.
 
-use crate::mux::{CHUNK, Life, OUT, Out, Reader, Writer};
+use crate::mux::{CHUNK, ConnectionLifetime, MAX_QUEUED_MESSAGES, OutgoingMessage, Reader, Writer};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use bytes::{BufMut, Bytes, BytesMut};
@@ -16,9 +16,9 @@ use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_util::sync::CancellationToken;
 
 /// The maximum size of one message in bytes.
-const MESSAGE: usize = 1 << 20;
+const MAX_MESSAGE: usize = 1 << 20;
 /// The buffer in bytes of SPDY inside a WebSocket, in each direction.
-const TUNNEL: usize = 64 << 10;
+const TUNNEL_BUFFER: usize = 64 << 10;
 /// The time that the peer has to close the connection at the end.
 const LINGER: Duration = Duration::from_secs(10);
 
@@ -29,15 +29,15 @@ const STDERR: u8 = 2;
 const ERROR: u8 = 3;
 const RESIZE: u8 = 4;
 /// Since v5: the channel whose number follows has ended.
-const ENDED: u8 = 255;
+const CLOSE_CHANNEL: u8 = 255;
 
-async fn socket<T: AsyncRead + AsyncWrite + Unpin>(io: T) -> WebSocketStream<T> {
-    let config = WebSocketConfig::default().max_message_size(Some(MESSAGE)).max_frame_size(Some(MESSAGE));
+async fn accept_socket<T: AsyncRead + AsyncWrite + Unpin>(io: T) -> WebSocketStream<T> {
+    let config = WebSocketConfig::default().max_message_size(Some(MAX_MESSAGE)).max_frame_size(Some(MAX_MESSAGE));
     WebSocketStream::from_raw_socket(io, Role::Server, Some(config)).await
 }
 
 /// Returns the close message with the status Normal.
-fn goodbye() -> Message {
+fn close_message() -> Message {
     Message::Close(Some(CloseFrame { code: CloseCode::Normal, reason: "".into() }))
 }
 
@@ -57,16 +57,16 @@ const LAST_IN_TEXT: u8 = 127 - b'0';
 
 /// A client's message that violates the protocol.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum WebSocketError {
     #[error("a message is not base64")]
     Base64(#[from] base64::DecodeError),
-    #[error("a message is not of WebSocket")]
+    #[error("a message violates the WebSocket protocol")]
     Socket(#[from] Error),
 }
 
 impl Coding {
     /// Returns the channel and the bytes of a message; `None` if the message has no channel.
-    fn decode(self, message: Message) -> Result<Option<(u8, Bytes)>, Broken> {
+    fn decode(self, message: Message) -> Result<Option<(u8, Bytes)>, WebSocketError> {
         let Some(mut bytes) = payload(message).filter(|bytes| !bytes.is_empty()) else { return Ok(None) };
         let channel = bytes.split_to(1).first().copied().unwrap_or_default();
         if self != Coding::Base64 {
@@ -102,8 +102,8 @@ fn payload(message: Message) -> Option<Bytes> {
 /// A WebSocket whose messages begin with the number of their channel.
 pub(crate) struct Socket {
     /// The lifetime of the connection.
-    pub life: Life,
-    out: mpsc::Sender<Out>,
+    pub life: ConnectionLifetime,
+    out: mpsc::Sender<OutgoingMessage>,
 }
 
 /// All channels of a WebSocket.
@@ -129,15 +129,15 @@ impl Socket {
         io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
         coding: Coding,
     ) -> (Socket, CommandChannels) {
-        let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
+        let (life, (out, written)) = (ConnectionLifetime::default(), mpsc::channel(MAX_QUEUED_MESSAGES));
         let (stdin, to_stdin) = Reader::new(STDIN.into(), out.clone());
         let (resize, to_resize) = Reader::new(RESIZE.into(), out.clone());
         let writer = |id: u8| Writer::new(id.into(), out.clone(), Vec::new(), CancellationToken::new());
         let (stdout, stderr, error) = (writer(STDOUT), writer(STDERR), writer(ERROR));
         let readers = vec![Some(to_stdin), None, None, None, Some(to_resize)];
-        let (output, input) = socket(io).await.split();
-        tokio::spawn(read(input, readers, coding, life.clone()));
-        tokio::spawn(write(output, written, coding, Some(STDOUT), life.clone()));
+        let (output, input) = accept_socket(io).await.split();
+        tokio::spawn(read_messages(input, readers, coding, life.clone()));
+        tokio::spawn(write_messages(output, written, coding, Some(STDOUT), life.clone()));
         (Socket { life, out }, CommandChannels { stdin, stdout, stderr, error, resize })
     }
 
@@ -147,7 +147,7 @@ impl Socket {
         coding: Coding,
         ports: &[u16],
     ) -> (Socket, Vec<PortChannels>) {
-        let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
+        let (life, (out, written)) = (ConnectionLifetime::default(), mpsc::channel(MAX_QUEUED_MESSAGES));
         let (mut readers, mut ends) = (Vec::new(), Vec::new());
         for (channel, port) in (0..u8::MAX).step_by(2).zip(ports) {
             let (reader, to_reader) = Reader::new(channel.into(), out.clone());
@@ -155,9 +155,9 @@ impl Socket {
             ends.push(PortChannels { port: *port, reader, writer: writer(channel), error: writer(channel + 1) });
             readers.extend([Some(to_reader), None]);
         }
-        let (output, input) = socket(io).await.split();
-        tokio::spawn(read(input, readers, coding, life.clone()));
-        tokio::spawn(write(output, written, coding, None, life.clone()));
+        let (output, input) = accept_socket(io).await.split();
+        tokio::spawn(read_messages(input, readers, coding, life.clone()));
+        tokio::spawn(write_messages(output, written, coding, None, life.clone()));
         for PortChannels { port, writer, error, .. } in &ends {
             for writer in [writer, error] {
                 // A client that has disconnected needs no port number.
@@ -170,28 +170,28 @@ impl Socket {
     /// Sends the close message and waits for the peer's, for a bounded time.
     pub async fn end(self) {
         // A writer that has ended has sent all it could.
-        let _ = self.out.send(Out::End).await;
-        let _ = tokio::time::timeout(LINGER, self.life.gone.cancelled()).await;
+        let _ = self.out.send(OutgoingMessage::End).await;
+        let _ = tokio::time::timeout(LINGER, self.life.closed.cancelled()).await;
     }
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        self.life.gone.cancel();
+        self.life.closed.cancel();
     }
 }
 
-async fn read<T: AsyncRead + AsyncWrite + Unpin>(
+async fn read_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut input: SplitStream<WebSocketStream<T>>,
     mut readers: Vec<Option<mpsc::Sender<Bytes>>>,
     coding: Coding,
-    life: Life,
+    life: ConnectionLifetime,
 ) {
     let all = async {
         while let Some(message) = input.next().await {
-            life.moved();
+            life.record_activity();
             let Some((channel, bytes)) = coding.decode(message?)? else { continue };
-            if channel == ENDED && coding == Coding::BinaryWithEnd {
+            if channel == CLOSE_CHANNEL && coding == Coding::BinaryWithEnd {
                 if let [ended] = *bytes
                     && let Some(reader) = readers.get_mut(usize::from(ended))
                 {
@@ -202,24 +202,24 @@ async fn read<T: AsyncRead + AsyncWrite + Unpin>(
                 let _ = reader.send(bytes).await;
             }
         }
-        Ok::<_, Broken>(())
+        Ok::<_, WebSocketError>(())
     };
     let ended = tokio::select! {
-        () = life.gone.cancelled() => Ok(()),
+        () = life.closed.cancelled() => Ok(()),
         ended = all => ended,
     };
     if let Err(error) = ended {
-        tracing::debug!(%error, "a streaming client is gone");
+        tracing::debug!(%error, "a streaming client has disconnected");
     }
-    life.gone.cancel();
+    life.closed.cancel();
 }
 
-async fn write<T: AsyncRead + AsyncWrite + Unpin>(
+async fn write_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut output: SplitSink<WebSocketStream<T>, Message>,
-    mut written: mpsc::Receiver<Out>,
+    mut written: mpsc::Receiver<OutgoingMessage>,
     coding: Coding,
     first: Option<u8>,
-    life: Life,
+    life: ConnectionLifetime,
 ) {
     let all = async {
         // Clients wait for a first message.
@@ -229,56 +229,56 @@ async fn write<T: AsyncRead + AsyncWrite + Unpin>(
         while let Some(next) = written.recv().await {
             match next {
                 // A single channel cannot be closed; the end of the session ends all.
-                Out::Data { bytes, .. } if bytes.is_empty() => {}
-                Out::Data { id, bytes, .. } => {
+                OutgoingMessage::Data { bytes, .. } if bytes.is_empty() => {}
+                OutgoingMessage::Data { id, bytes, .. } => {
                     output.feed(coding.encode(u8::try_from(id).unwrap_or(ERROR), &bytes)).await?;
-                    life.moved();
+                    life.record_activity();
                 }
-                Out::End => {
-                    output.send(goodbye()).await?;
+                OutgoingMessage::End => {
+                    output.send(close_message()).await?;
                     break;
                 }
                 // WebSockets have no windows, and channels are not opened.
-                Out::Frame(_) | Out::Opened(_) | Out::Taken(..) => {}
+                OutgoingMessage::Frame(_) | OutgoingMessage::Opened(_) | OutgoingMessage::WindowUpdate(..) => {}
             }
             if written.is_empty() {
                 output.flush().await?;
             }
         }
         // The reader receives the peer's close message, and ends the connection.
-        life.gone.cancelled().await;
+        life.closed.cancelled().await;
         Ok::<_, Error>(())
     };
     let ended = tokio::select! {
         // A connection that was broken off is not also closed with Normal: the end of the client's input ends its command.
         biased;
-        () = life.gone.cancelled() => Ok(()),
+        () = life.closed.cancelled() => Ok(()),
         ended = all => ended,
     };
     if let Err(error) = ended {
-        tracing::debug!(%error, "a streaming client does not read any more");
+        tracing::debug!(%error, "cannot write to a streaming client");
     }
-    life.gone.cancel();
+    life.closed.cancel();
 }
 
 /// Exposes the bytes in a WebSocket's messages, in both directions, as a connection.
 pub(crate) async fn tunnel(io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> DuplexStream {
-    let (near, far) = duplex(TUNNEL);
-    let ((output, input), (from, to)) = (socket(io).await.split(), split(far));
+    let (near, far) = duplex(TUNNEL_BUFFER);
+    let ((output, input), (from, to)) = (accept_socket(io).await.split(), split(far));
     tokio::spawn(async move {
         // The end of one side ends the other.
         let ended = tokio::select! {
-            ended = unwrap(input, to) => ended,
-            ended = wrap(from, output) => ended,
+            ended = copy_from_messages(input, to) => ended,
+            ended = copy_to_messages(from, output) => ended,
         };
         if let Err(error) = ended {
-            tracing::debug!(%error, "a streaming client is gone");
+            tracing::debug!(%error, "a streaming client has disconnected");
         }
     });
     near
 }
 
-async fn unwrap<T: AsyncRead + AsyncWrite + Unpin>(
+async fn copy_from_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut input: SplitStream<WebSocketStream<T>>,
     mut to: WriteHalf<DuplexStream>,
 ) -> Result<(), Error> {
@@ -291,7 +291,7 @@ async fn unwrap<T: AsyncRead + AsyncWrite + Unpin>(
     Ok(())
 }
 
-async fn wrap<T: AsyncRead + AsyncWrite + Unpin>(
+async fn copy_to_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut from: ReadHalf<DuplexStream>,
     mut output: SplitSink<WebSocketStream<T>, Message>,
 ) -> Result<(), Error> {
@@ -299,7 +299,7 @@ async fn wrap<T: AsyncRead + AsyncWrite + Unpin>(
     loop {
         buffer.reserve(CHUNK);
         if from.read_buf(&mut buffer).await? == 0 {
-            return output.send(goodbye()).await;
+            return output.send(close_message()).await;
         }
         output.send(Message::Binary(buffer.split().freeze())).await?;
     }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Client, V4, ask, command, serve, soon};
 use nacelle_stream::spdy::frame::{self, Control};
-use nacelle_stream::{Exec, Size};
+use nacelle_stream::{Exec, TerminalSize};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(3600);
@@ -141,7 +141,7 @@ fn a_terminals_sizes_arrive() {
             }
         })
         .await;
-        assert_eq!(node.sizes.lock().unwrap()[1], Size { columns: 81, rows: 25 });
+        assert_eq!(node.sizes.lock().unwrap()[1], TerminalSize { columns: 81, rows: 25 });
         client.send(stdin, true, b"").await;
         assert_eq!(client.status(error).await["status"], "Success");
     });

@@ -48,7 +48,7 @@ fn connections_of_one_client_do_not_mix() {
             (first_error, ""),
             (second_error, ""),
             (refused_error, "there is no port 80 of pod p"),
-            (none_error, "the stream's port is none"),
+            (none_error, "the stream has no valid port"),
         ] {
             assert_eq!(String::from_utf8(client.all(error).await).unwrap(), expected);
         }

@@ -4,16 +4,16 @@ mod common;
 
 use common::{Node, command};
 use nacelle_base::{Classify, Kind};
-use nacelle_stream::{Config, Server, Tls};
+use nacelle_stream::{StreamingConfig, StreamingServer, Tls};
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-fn config(directory: &Path, certificate: &str) -> Config {
+fn config(directory: &Path, certificate: &str) -> StreamingConfig {
     let tls = Tls { certificate: directory.join(certificate), key: directory.join("key.pem") };
-    Config { address: ([127, 0, 0, 1], 0).into(), idle: Duration::from_secs(3600), tls: Some(tls) }
+    StreamingConfig { address: ([127, 0, 0, 1], 0).into(), idle: Duration::from_secs(3600), tls: Some(tls) }
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn a_client_that_trusts_the_certificate_is_served() {
     assert!(made.status.success(), "{made:?}");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let (server, listener) = Server::bind(&config(directory.path(), "cert.pem")).await.unwrap();
+        let (server, listener) = StreamingServer::bind(&config(directory.path(), "cert.pem")).await.unwrap();
         tokio::spawn(listener.serve(Arc::new(Node::default())));
         let url = server.exec(command("cat")).unwrap();
         let (host, path) = url.strip_prefix("https://").unwrap().split_once('/').unwrap();
@@ -74,7 +74,7 @@ fn what_is_no_certificate_is_named() {
     std::fs::write(directory.path().join("empty.pem"), "").unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (file, named) in [("none.pem", "none.pem"), ("empty.pem", "key.pem")] {
-        let bound = runtime.block_on(Server::bind(&config(directory.path(), file)));
+        let bound = runtime.block_on(StreamingServer::bind(&config(directory.path(), file)));
         let Err(error) = bound else { panic!("{file} is no certificate") };
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(nacelle_base::Chain(&error).to_string().contains(named), "{file}: {}", nacelle_base::Chain(&error));

@@ -6,7 +6,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use common::{Client, ask, command, serve, soon};
 use futures_util::{SinkExt, StreamExt};
-use nacelle_stream::{Attach, Exec, Size};
+use nacelle_stream::{Attach, Exec, TerminalSize};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -120,7 +120,7 @@ fn input_is_echoed_and_stdin_close_is_signalled_since_v5() {
             }
         })
         .await;
-        assert_eq!(node.sizes.lock().unwrap()[0], Size { columns: 80, rows: 24 });
+        assert_eq!(node.sizes.lock().unwrap()[0], TerminalSize { columns: 80, rows: 24 });
     });
 }
 
@@ -190,7 +190,7 @@ fn protocols_of_old_clients_are_spoken_by_exec_and_attach() {
                 }
                 assert!(back == sent);
             }
-            assert_eq!(node.sizes.lock().unwrap()[..], [Size { columns: 80, rows: 24 }]);
+            assert_eq!(node.sizes.lock().unwrap()[..], [TerminalSize { columns: 80, rows: 24 }]);
         }
     });
 }

@@ -13,7 +13,7 @@ const MAX_PROCESSES: usize = 64;
 
 /// The resource use of processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Cost {
+pub struct ProcessCost {
     /// CPU time in nanoseconds, including that of children that have ended.
     pub cpu_nanos: u64,
     /// Resident memory in bytes, including huge pages. Memory that processes of a pod share counts once, with the largest share
@@ -24,13 +24,13 @@ pub struct Cost {
 }
 
 /// The smallest mapping in bytes that counts as guest memory: half the memory of the smallest VM.
-const LEAST_GUEST: u64 = 32 << 20;
+const MIN_GUEST_MAPPING: u64 = 32 << 20;
 
 /// The cost of a VM, and its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Account {
+pub struct VmCost {
     /// The total.
-    pub whole: Cost,
+    pub whole: ProcessCost,
     /// The part of the memory that backs the guest's memory, in bytes.
     pub guest_bytes: u64,
     /// The counters of the node's kernel; `None` without the controllers for them.
@@ -38,12 +38,12 @@ pub struct Account {
 }
 
 /// Returns the account of this process with its descendants; `None` if it is gone. Reads all their memory mappings.
-pub fn account(process: &ProcessIdentity) -> Option<Account> {
-    let mut whole = of(process)?;
-    let directories = descendants(Path::new("/proc"), process.pid);
-    let guest_bytes = directories.iter().map(|directory| guest(directory)).max().unwrap_or(0);
+pub fn measure_vm(process: &ProcessIdentity) -> Option<VmCost> {
+    let mut whole = measure_processes(process)?;
+    let directories = list_descendants(Path::new("/proc"), process.pid);
+    let guest_bytes = directories.iter().map(|directory| guest_memory(directory)).max().unwrap_or(0);
     whole.anonymous_bytes =
-        directories.iter().try_fold(0, |sum, directory| anonymous(sum, directory)).unwrap_or(whole.anonymous_bytes);
+        directories.iter().try_fold(0, |sum, directory| add_anonymous(sum, directory)).unwrap_or(whole.anonymous_bytes);
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
     let group = cgroup_usage(&groups);
     if let Some(group) = group {
@@ -55,12 +55,12 @@ pub fn account(process: &ProcessIdentity) -> Option<Account> {
         }
     }
     whole.memory_bytes = whole.memory_bytes.max(whole.anonymous_bytes);
-    Some(Account { whole, guest_bytes: guest_bytes.min(whole.memory_bytes), group })
+    Some(VmCost { whole, guest_bytes: guest_bytes.min(whole.memory_bytes), group })
 }
 
 /// Adds a process's memory without a file to `sum`, each page divided by the number of processes that share it: forked processes
 /// share their memory. Returns `None` if the kernel does not report it.
-fn anonymous(sum: u64, directory: &Path) -> Option<u64> {
+fn add_anonymous(sum: u64, directory: &Path) -> Option<u64> {
     let text = match fs::read_to_string(directory.join("smaps_rollup")) {
         Ok(text) => text,
         // The process has ended meanwhile.
@@ -76,7 +76,7 @@ fn anonymous(sum: u64, directory: &Path) -> Option<u64> {
 
 /// Returns the resident bytes of the mappings in /proc/PID/smaps that may be guest memory: large, anonymous, writable and not
 /// executable (an emulator's translated code is executable).
-fn guest(directory: &Path) -> u64 {
+fn guest_memory(directory: &Path) -> u64 {
     let (mut sum, mut large) = (0_u64, false);
     let Ok(file) = File::open(directory.join("smaps")) else { return 0 };
     let mut can_be = false;
@@ -92,7 +92,7 @@ fn guest(directory: &Path) -> u64 {
                         || ["/memfd:", "/anon_hugepage", "[anon"].iter().any(|start| name.starts_with(start)));
                 large = false;
             }
-            Some("Size") => large = can_be && kib() >= LEAST_GUEST,
+            Some("Size") => large = can_be && kib() >= MIN_GUEST_MAPPING,
             Some("Rss" | "Shared_Hugetlb" | "Private_Hugetlb") if large => sum = sum.saturating_add(kib()),
             Some(_) => {}
         }
@@ -101,15 +101,15 @@ fn guest(directory: &Path) -> u64 {
 }
 
 /// Returns the cost of this process with its descendants; `None` if it is gone.
-pub fn of(process: &ProcessIdentity) -> Option<Cost> {
-    below(Path::new("/proc"), process.pid, Some(process.start_time))
+pub fn measure_processes(process: &ProcessIdentity) -> Option<ProcessCost> {
+    measure_tree(Path::new("/proc"), process.pid, Some(process.start_time))
 }
 
-fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
+fn measure_tree(proc: &Path, pid: i32, started: Option<u64>) -> Option<ProcessCost> {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     let nanos = 1_000_000_000 / u64::try_from(ticks.unwrap_or(100)).unwrap_or(100).max(1);
-    let (mut sum, mut shared) = (Cost::default(), 0);
-    for (n, directory) in descendants(proc, pid).into_iter().enumerate() {
+    let (mut sum, mut shared) = (ProcessCost::default(), 0);
+    for (n, directory) in list_descendants(proc, pid).into_iter().enumerate() {
         let (Ok(stat), Ok(status)) =
             (fs::read_to_string(directory.join("stat")), fs::read_to_string(directory.join("status")))
         else {
@@ -117,16 +117,16 @@ fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
             (n > 0).then_some(())?;
             continue;
         };
-        let (ticks, start) = times(&stat)?;
+        let (ticks, start) = parse_stat(&stat)?;
         if n == 0 && started.is_some_and(|started| started != start) {
             return None;
         }
         sum.cpu_nanos = sum.cpu_nanos.saturating_add(ticks.saturating_mul(nanos));
-        let with_others = kib(&status, "RssShmem");
+        let with_others = status_bytes(&status, "RssShmem");
         shared = with_others.max(shared);
-        let all = kib(&status, "VmRSS").saturating_add(kib(&status, "HugetlbPages"));
+        let all = status_bytes(&status, "VmRSS").saturating_add(status_bytes(&status, "HugetlbPages"));
         sum.memory_bytes = sum.memory_bytes.saturating_add(all.saturating_sub(with_others));
-        sum.anonymous_bytes = sum.anonymous_bytes.saturating_add(kib(&status, "RssAnon"));
+        sum.anonymous_bytes = sum.anonymous_bytes.saturating_add(status_bytes(&status, "RssAnon"));
     }
     sum.memory_bytes = sum.memory_bytes.saturating_add(shared);
     sum.anonymous_bytes = sum.anonymous_bytes.saturating_add(shared);
@@ -134,11 +134,11 @@ fn below(proc: &Path, pid: i32, started: Option<u64>) -> Option<Cost> {
 }
 
 /// Returns the /proc directories of a process and its descendants, the process's own first.
-fn descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
+fn list_descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
     let mut directories = vec![proc.join(pid.to_string())];
     let mut at = 0;
     while let Some(directory) = directories.get(at).filter(|_| at < MAX_PROCESSES) {
-        let children = children(directory);
+        let children = list_children(directory);
         directories.extend(children.iter().map(|pid| proc.join(pid.to_string())));
         at += 1;
     }
@@ -147,7 +147,7 @@ fn descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
 }
 
 /// Returns from /proc/PID/stat the ticks used by a process and its ended children, and its start time.
-fn times(stat: &str) -> Option<(u64, u64)> {
+fn parse_stat(stat: &str) -> Option<(u64, u64)> {
     // The process name may contain any character.
     let (_, fields) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = fields.split_whitespace().collect();
@@ -157,13 +157,13 @@ fn times(stat: &str) -> Option<(u64, u64)> {
 }
 
 /// Returns a field of /proc/PID/status in bytes, 0 if it is missing.
-fn kib(status: &str, name: &str) -> u64 {
+fn status_bytes(status: &str, name: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     kib.unwrap_or(0).saturating_mul(1024)
 }
 
-fn children(directory: &Path) -> Vec<i32> {
+fn list_children(directory: &Path) -> Vec<i32> {
     let threads = fs::read_dir(directory.join("task")).into_iter().flatten().flatten();
     let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
     lists.flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()).collect()
@@ -190,26 +190,26 @@ mod tests {
         let proc = tempfile::tempdir().unwrap();
         process(proc.path(), 5, 10, 100, "6 8 ");
         process(proc.path(), 6, 20, 200, "");
-        let cost = below(proc.path(), 5, Some(777)).unwrap();
+        let cost = measure_tree(proc.path(), 5, Some(777)).unwrap();
         assert_eq!(cost.memory_bytes, (90 + 180 + 20 + 2) << 10, "what they share counts once");
         assert_eq!(cost.anonymous_bytes, (2 + 2 + 20) << 10);
         assert_eq!(cost.cpu_nanos % 32, 0, "32 ticks");
-        assert_eq!(below(proc.path(), 5, Some(778)), None, "another process of this number");
-        assert_eq!(below(proc.path(), 8, None), None);
+        assert_eq!(measure_tree(proc.path(), 5, Some(778)), None, "another process of this number");
+        assert_eq!(measure_tree(proc.path(), 8, None), None);
     }
 
     #[test]
     fn this_process_has_used_something() {
-        let cost = below(Path::new("/proc"), i32::try_from(std::process::id()).unwrap(), None).unwrap();
+        let cost = measure_tree(Path::new("/proc"), i32::try_from(std::process::id()).unwrap(), None).unwrap();
         assert!(cost.memory_bytes > 0);
     }
 
     #[test]
     fn what_is_no_stat_is_none() {
         for text in ["", ")", "1 (x) S 1 2", "1 (x) S 1 1 1 0 -1 0 0 0 0 0 a 1 0 0 20 0 4 0 777"] {
-            assert_eq!(times(text), None, "{text:?}");
+            assert_eq!(parse_stat(text), None, "{text:?}");
         }
-        assert_eq!(kib("VmRSS: x kB\nVmRSS:", "VmRSS"), 0);
+        assert_eq!(status_bytes("VmRSS: x kB\nVmRSS:", "VmRSS"), 0);
     }
 
     #[test]
@@ -228,28 +228,28 @@ mod tests {
             mapping("rw-p", "[heap]", 64 << 10, 600_000),
         ];
         fs::write(directory.path().join("smaps"), text.concat()).unwrap();
-        assert_eq!(guest(directory.path()), 21 << 10);
+        assert_eq!(guest_memory(directory.path()), 21 << 10);
         fs::write(directory.path().join("smaps"), [0xff, 0xfe, b'\n']).unwrap();
-        assert_eq!((guest(directory.path()), guest(&directory.path().join("none"))), (0, 0));
+        assert_eq!((guest_memory(directory.path()), guest_memory(&directory.path().join("none"))), (0, 0));
     }
 
     #[test]
     fn shared_pages_count_in_parts() {
         let directory = tempfile::tempdir().unwrap();
         let write = |text: &str| fs::write(directory.path().join("smaps_rollup"), text).unwrap();
-        assert_eq!(anonymous(7, directory.path()), Some(7), "it has ended");
+        assert_eq!(add_anonymous(7, directory.path()), Some(7), "it has ended");
         write("Rss: 90 kB\nPss: 50 kB\nPss_Dirty: 1 kB\nPss_Anon:     3 kB\nPss_File: 9 kB\nPss_Shmem:  2 kB\n");
-        assert_eq!(anonymous(7, directory.path()), Some(7 + (5 << 10)));
+        assert_eq!(add_anonymous(7, directory.path()), Some(7 + (5 << 10)));
         for text in ["Pss: 50 kB\n", "Pss_Anon: x kB\nPss_Shmem: 2 kB\n", "Pss_Anon: 3\nPss_Shmem: 2 kB\n", ""] {
             write(text);
-            assert_eq!(anonymous(7, directory.path()), None, "{text:?}");
+            assert_eq!(add_anonymous(7, directory.path()), None, "{text:?}");
         }
     }
 
     #[test]
     fn the_account_of_a_process_adds_up() {
         let own = nacelle_pod::identity::of_this_process().unwrap();
-        let account = account(&own).unwrap();
+        let account = measure_vm(&own).unwrap();
         assert!(account.whole.memory_bytes >= account.guest_bytes, "{account:?}");
     }
 }

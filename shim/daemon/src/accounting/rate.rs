@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// The shortest interval over which a rate is computed.
-const MOMENT: Duration = Duration::from_secs(1);
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The previous value of a counter, and its last rate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,7 +19,7 @@ impl Rate {
             // The counter was reset.
             Some((_, before)) if count < before => None,
             None => None,
-            Some((then, _)) if at.saturating_sub(then) < MOMENT => return self.last,
+            Some((then, _)) if at.saturating_sub(then) < MIN_INTERVAL => return self.last,
             Some((then, before)) => {
                 let grown = u128::from(count - before).saturating_mul(Duration::from_secs(1).as_nanos());
                 let per_second = grown / at.saturating_sub(then).as_nanos().max(1);

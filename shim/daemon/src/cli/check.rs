@@ -248,7 +248,7 @@ fn check_tap() -> Finding {
 }
 
 fn check_cni(config: &Config) -> anyhow::Result<Finding> {
-    let network = nacelle_net::Network::new(config.network_options());
+    let network = nacelle_net::NodeNetworks::new(config.network_options());
     Ok(match super::runtime()?.block_on(network.status()) {
         Ok(()) => {
             let dir = config.network.cni_conf_dir.display();
@@ -260,8 +260,8 @@ fn check_cni(config: &Config) -> anyhow::Result<Finding> {
 
 /// Reports owed CNI DELs of removed pods: the networks have not released the resources of these pods.
 fn report_owed_deletes(config: &Config) -> anyhow::Result<Vec<Finding>> {
-    let network = nacelle_net::Network::new(config.network_options());
-    Ok(match super::runtime()?.block_on(network.owed()) {
+    let network = nacelle_net::NodeNetworks::new(config.network_options());
+    Ok(match super::runtime()?.block_on(network.owed_deletes()) {
         Ok(owed) => owed.iter().map(|delete| finding(Severity::Note, "cni", super::owed_delete_line(delete))).collect(),
         Err(error) => vec![finding(Severity::Note, "cni", Chain(&error).to_string())],
     })

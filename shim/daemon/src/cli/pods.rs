@@ -51,7 +51,7 @@ async fn list_pods(client: &mut Client) -> anyhow::Result<String> {
 
 /// Returns a line for each owed CNI DEL of a removed pod.
 async fn list_owed_deletes(config: &Config) -> anyhow::Result<String> {
-    let owed = nacelle_net::Network::new(config.network_options()).owed().await?;
+    let owed = nacelle_net::NodeNetworks::new(config.network_options()).owed_deletes().await?;
     Ok(owed.iter().map(|delete| super::owed_delete_line(delete) + "\n").collect())
 }
 

@@ -39,7 +39,7 @@ pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Resul
     tracing::info!(engine = %engine.fitting, "{verdict}");
     let exe =
         program::pod_program().context("cannot find the path of this program, in whose directory nacelle-pod is")?;
-    let networks = Arc::new(nacelle_net::Network::new(config.network_options()));
+    let networks = Arc::new(nacelle_net::NodeNetworks::new(config.network_options()));
     let setup = DaemonSetup {
         config,
         engine,

@@ -479,10 +479,10 @@ impl Config {
     }
 
     /// Returns the options of the streaming server.
-    pub fn streaming_options(&self) -> nacelle_stream::Config {
+    pub fn streaming_options(&self) -> nacelle_stream::StreamingConfig {
         let streaming = &self.streaming;
         let files = streaming.tls_cert_file.clone().zip(streaming.tls_key_file.clone());
-        nacelle_stream::Config {
+        nacelle_stream::StreamingConfig {
             address: streaming.address,
             idle: streaming.idle_timeout,
             tls: files.map(|(certificate, key)| nacelle_stream::Tls { certificate, key }),

@@ -2,9 +2,9 @@
 
 use super::Cri;
 use super::convert::{
-    container_config, container_label, for_a_guest, report, resources_change, seccomp_profile, with_edits,
+    apply_cdi_edits, check_guest_volumes, container_config, container_label, report, resources_change, seccomp_profile,
 };
-use super::sandbox::needed;
+use super::sandbox::required;
 use super::status::{refuse, status};
 use crate::cdi;
 use crate::profile;
@@ -29,12 +29,12 @@ impl Cri {
     ) -> Result<cri::CreateContainerResponse, Status> {
         if let Some(config) = request.config.as_mut().filter(|config| !config.cdi_devices.is_empty()) {
             let names: Vec<String> = config.cdi_devices.iter().map(|device| device.name.clone()).collect();
-            let directories = self.node.parts().config.sandbox.cdi_dirs.clone();
+            let directories = self.node.services().config.sandbox.cdi_dirs.clone();
             // As with seccomp profiles, the container gets the present contents of the files.
-            let found = run_blocking("find the CDI devices", move || cdi::find(&names, &directories)).await;
-            with_edits(config, found.map_err(status)?.map_err(status)?);
+            let found = run_blocking("find the CDI devices", move || cdi::find_edits(&names, &directories)).await;
+            apply_cdi_edits(config, found.map_err(status)?.map_err(status)?);
         }
-        let pod = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let pod = required("pod_sandbox_id", &request.pod_sandbox_id)?;
         let profile = match seccomp_profile(request.config.as_ref()).map_err(status)? {
             // Read now: later changes of the file do not affect the container.
             Some(path) => {
@@ -52,7 +52,7 @@ impl Cri {
             check_container(machine, &config).map_err(status)?;
             check_volumes(machine, &config).map_err(status)?;
         } else if guest {
-            for_a_guest(&config, &self.node.parts().config).map_err(status)?;
+            check_guest_volumes(&config, &self.node.services().config).map_err(status)?;
         }
         let image = self.image_of("config.image.image", &config.image)?;
         let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
@@ -63,7 +63,7 @@ impl Cri {
 
     /// Returns the image in a field of a container's configuration; it must have been pulled.
     fn image_of(&self, field: &str, name: &str) -> Result<ContainerImage, Status> {
-        match self.node.parts().images.status(name).map_err(status)? {
+        match self.node.services().images.status(name).map_err(status)? {
             Some(image) => Ok(ContainerImage {
                 id: image.id,
                 reference: image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string()),
@@ -78,7 +78,7 @@ impl Cri {
         &self,
         request: cri::StartContainerRequest,
     ) -> Result<cri::StartContainerResponse, Status> {
-        self.node.start(needed("container_id", &request.container_id)?).await.map_err(status)?;
+        self.node.start(required("container_id", &request.container_id)?).await.map_err(status)?;
         Ok(cri::StartContainerResponse {})
     }
 
@@ -86,7 +86,7 @@ impl Cri {
         &self,
         request: cri::StopContainerRequest,
     ) -> Result<cri::StopContainerResponse, Status> {
-        let id = needed("container_id", &request.container_id)?;
+        let id = required("container_id", &request.container_id)?;
         let grace = Duration::from_secs(u64::try_from(request.timeout).unwrap_or(0));
         self.node.stop(id, grace).await.map_err(status)?;
         Ok(cri::StopContainerResponse {})
@@ -96,7 +96,7 @@ impl Cri {
         &self,
         request: cri::RemoveContainerRequest,
     ) -> Result<cri::RemoveContainerResponse, Status> {
-        self.node.remove(needed("container_id", &request.container_id)?).await.map_err(status)?;
+        self.node.remove(required("container_id", &request.container_id)?).await.map_err(status)?;
         Ok(cri::RemoveContainerResponse {})
     }
 
@@ -104,7 +104,7 @@ impl Cri {
         &self,
         request: cri::UpdateContainerResourcesRequest,
     ) -> Result<cri::UpdateContainerResourcesResponse, Status> {
-        let id = needed("container_id", &request.container_id)?;
+        let id = required("container_id", &request.container_id)?;
         let change = resources_change(request.linux.as_ref()).map_err(status)?;
         self.node.update(id, change).await.map_err(status)?;
         Ok(cri::UpdateContainerResourcesResponse {})
@@ -124,9 +124,9 @@ impl Cri {
         &self,
         request: cri::ContainerStatusRequest,
     ) -> Result<cri::ContainerStatusResponse, Status> {
-        let asked = needed("container_id", &request.container_id)?;
-        let (id, view) = self.node.container(asked).map_err(status)?;
-        let gone = || refuse(Kind::NotFound, &format!("container {asked} does not exist"));
+        let requested = required("container_id", &request.container_id)?;
+        let (id, view) = self.node.container(requested).map_err(status)?;
+        let gone = || refuse(Kind::NotFound, &format!("container {requested} does not exist"));
         let container = view.containers.get(&id).ok_or_else(gone)?;
         let info = || {
             serde_json::json!({
@@ -146,7 +146,7 @@ impl Cri {
     }
 
     pub(super) async fn on_exec_sync(&self, request: cri::ExecSyncRequest) -> Result<cri::ExecSyncResponse, Status> {
-        let id = needed("container_id", &request.container_id)?;
+        let id = required("container_id", &request.container_id)?;
         if request.cmd.is_empty() {
             return Err(refuse(Kind::Invalid, "cmd is missing"));
         }
@@ -167,7 +167,7 @@ impl Cri {
         &self,
         request: cri::ReopenContainerLogRequest,
     ) -> Result<cri::ReopenContainerLogResponse, Status> {
-        self.node.reopen_log(needed("container_id", &request.container_id)?).await.map_err(status)?;
+        self.node.reopen_log(required("container_id", &request.container_id)?).await.map_err(status)?;
         Ok(cri::ReopenContainerLogResponse {})
     }
 }

@@ -24,6 +24,6 @@ impl Stream for Events {
 
 impl Cri {
     pub(super) fn on_get_container_events(&self) -> Events {
-        Events(self.node.parts().events.subscribe())
+        Events(self.node.services().events.subscribe())
     }
 }

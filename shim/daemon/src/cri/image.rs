@@ -2,7 +2,7 @@
 
 use super::Cri;
 use super::convert::report;
-use super::sandbox::needed;
+use super::sandbox::required;
 use super::status::status;
 use crate::lifecycle::now;
 use nacelle_base::task::TaskError;
@@ -16,7 +16,7 @@ impl Cri {
         &self,
         request: cri::ListImagesRequest,
     ) -> Result<cri::ListImagesResponse, Status> {
-        let store = &self.node.parts().images;
+        let store = &self.node.services().images;
         let name = request.filter.and_then(|filter| filter.image).map(|image| image.image).unwrap_or_default();
         let images = match name.as_str() {
             "" => store.list(),
@@ -30,7 +30,7 @@ impl Cri {
         request: cri::ImageStatusRequest,
     ) -> Result<cri::ImageStatusResponse, Status> {
         let name = image_name(request.image.as_ref())?;
-        let store = &self.node.parts().images;
+        let store = &self.node.services().images;
         let image = store.status(name).map_err(status)?;
         let info = match (&image, request.verbose) {
             (Some(image), true) => {
@@ -59,7 +59,7 @@ impl Cri {
             registry_token: auth.registry_token,
         });
         // Dropped with the request: a cancel by kubelet ends the download, and the next pull resumes it.
-        let id = self.node.parts().images.pull(&reference, auth).await.map_err(status)?;
+        let id = self.node.services().images.pull(&reference, auth).await.map_err(status)?;
         tracing::info!(image = %reference, %id, "pulled");
         Ok(cri::PullImageResponse { image_ref: id.to_string() })
     }
@@ -69,7 +69,7 @@ impl Cri {
         request: cri::RemoveImageRequest,
     ) -> Result<cri::RemoveImageResponse, Status> {
         let name = image_name(request.image.as_ref())?.to_owned();
-        let (store, in_use) = (self.node.parts().images.clone(), self.node.images_in_use());
+        let (store, in_use) = (self.node.services().images.clone(), self.node.images_in_use());
         // The removal continues if the request is dropped.
         let removing = tokio::spawn(async move { store.remove(&name, &in_use).await });
         let removed = removing.await.map_err(|error| status(TaskError::new("remove an image", error)))?;
@@ -81,7 +81,7 @@ impl Cri {
         &self,
         _: cri::ImageFsInfoRequest,
     ) -> Result<cri::ImageFsInfoResponse, Status> {
-        let info = self.node.parts().images.fs_info().await.map_err(status)?;
+        let info = self.node.services().images.fs_info().await.map_err(status)?;
         let usage = cri::FilesystemUsage {
             timestamp: now(),
             fs_id: Some(cri::FilesystemIdentifier { mountpoint: info.path.display().to_string() }),
@@ -93,5 +93,5 @@ impl Cri {
 }
 
 fn image_name(image: Option<&cri::ImageSpec>) -> Result<&str, Status> {
-    needed("image.image", image.map(|image| image.image.as_str()).unwrap_or_default())
+    required("image.image", image.map(|image| image.image.as_str()).unwrap_or_default())
 }

@@ -21,7 +21,7 @@ use tonic::Status;
 /// The largest error text in bytes: gRPC sends it in a header of limited size.
 const MAX_MESSAGE: usize = 3500;
 /// Annotations that other modules implement; see docs/contributor/volumes.md.
-const ELSEWHERE: [&str; 1] = [EMPTY_DIR_LIMITS];
+const OTHER_MODULES: [&str; 1] = [EMPTY_DIR_LIMITS];
 
 /// The request in a pod's annotations.
 #[derive(Debug)]
@@ -38,14 +38,14 @@ pub(super) enum VmRequest {
 }
 
 /// Returns the request in a pod's annotations; `None` without annotations about VMs.
-pub(super) fn of(
+pub(super) fn vm_request(
     pod: &PodConfig,
     config: &Config,
     handler: &Handler,
     engine: EngineKind,
 ) -> Result<Option<VmRequest>, Status> {
     let annotations = &pod.annotations;
-    let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !ELSEWHERE.contains(&key.as_str()));
+    let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !OTHER_MODULES.contains(&key.as_str()));
     let ours: StringMap = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
     if ours.is_empty() {
         return Ok(None);
@@ -75,19 +75,21 @@ pub(super) fn of(
 
 /// Checks that the guest of a container pod has device slots for the networks that its pod requests in addition to the first one.
 pub(super) fn check_interface_slots(pod: &PodConfig, engine: EngineKind) -> Result<(), Status> {
-    let room = match engine {
+    let slots = match engine {
         EngineKind::Kvm => 8,
         EngineKind::Qemu => 1,
         EngineKind::Host => return Ok(()),
     };
     // An invalid annotation is left to the plugins.
-    let asked =
-        multus::requested_networks(&pod.annotations, &pod.name.namespace).ok().flatten().map_or(0, |asked| asked.len());
-    if asked <= room {
+    let requested = multus::requested_networks(&pod.annotations, &pod.name.namespace)
+        .ok()
+        .flatten()
+        .map_or(0, |requested| requested.len());
+    if requested <= slots {
         return Ok(());
     }
     let message = format!(
-        "config.annotations[{NETWORKS:?}] asks for {asked} networks, and the machine of this handler's engine has room for {room}"
+        "config.annotations[{NETWORKS:?}] requests {requested} networks, and a VM of this handler's engine has device slots for {slots}"
     );
     Err(refuse(Kind::Unsupported, &message))
 }
@@ -99,14 +101,14 @@ mod tests {
     use tonic::Code;
 
     fn rejection(annotations: &[(&str, &str)]) -> Option<(Code, String)> {
-        of_pod(annotations).err().map(|status| (status.code(), status.message().to_owned()))
+        request_of_pod(annotations).err().map(|status| (status.code(), status.message().to_owned()))
     }
 
-    fn of_pod(annotations: &[(&str, &str)]) -> Result<Option<VmRequest>, Status> {
+    fn request_of_pod(annotations: &[(&str, &str)]) -> Result<Option<VmRequest>, Status> {
         let mut pod =
             pod_config(Some(&sample()), "h", crate::config::EngineSetting::Auto, &Default::default()).unwrap();
         pod.annotations = annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        of(&pod, &Config::default(), &Handler::default(), EngineKind::Kvm)
+        vm_request(&pod, &Config::default(), &Handler::default(), EngineKind::Kvm)
     }
 
     #[test]
@@ -155,7 +157,9 @@ mod tests {
                 "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1 me",
             ),
         ];
-        let Some(VmRequest::Machine { machine, name }) = of_pod(&machine).unwrap() else { panic!("no machine") };
+        let Some(VmRequest::Machine { machine, name }) = request_of_pod(&machine).unwrap() else {
+            panic!("no machine")
+        };
         assert_eq!((name, machine.strategy), (None, None));
         assert_eq!((machine.memory_mib, machine.processors.count(), machine.cards.len()), (512, 2, 1));
         let disks: Vec<_> = machine.disks.iter().map(|disk| disk.name.as_str()).collect();
@@ -195,7 +199,9 @@ mod tests {
             ("vm.nacelle.dev/kernel", "/boot/vmlinuz"),
             ("vm.nacelle.dev/kernel-args", "root=/dev/vda"),
         ];
-        let Some(VmRequest::Machine { machine: made, .. }) = of_pod(&machine).unwrap() else { panic!("no machine") };
+        let Some(VmRequest::Machine { machine: made, .. }) = request_of_pod(&machine).unwrap() else {
+            panic!("no machine")
+        };
         let kernel = made.kernel.expect("it has one");
         assert_eq!((made.board, made.screen), (nacelle_model::machine::Board::Microvm, false));
         assert_eq!((kernel.arguments.as_str(), kernel.initrd), ("root=/dev/vda", None));
@@ -224,7 +230,7 @@ mod tests {
             ("vm.nacelle.dev/name", "db"),
             ("vm.nacelle.dev/run-strategy", "RerunOnFailure"),
         ];
-        let Some(VmRequest::Machine { machine, name }) = of_pod(&named).unwrap() else { panic!("no machine") };
+        let Some(VmRequest::Machine { machine, name }) = request_of_pod(&named).unwrap() else { panic!("no machine") };
         assert_eq!(name.as_deref(), Some("db"));
         assert_eq!(machine.strategy, Some(nacelle_model::machine::RunStrategy::RerunOnFailure));
     }

@@ -5,8 +5,8 @@ mod container;
 pub mod convert;
 mod events;
 mod image;
+mod list_stream;
 mod machine;
-mod pieces;
 mod runtime;
 mod sandbox;
 mod stats;
@@ -15,8 +15,8 @@ mod streaming;
 
 use crate::accounting::Accounting;
 use crate::lifecycle::Node;
+use list_stream::ListStream;
 use nacelle_proto::cri;
-use pieces::Pieces;
 use status::not_yet;
 use tonic::{Request, Response, Status};
 
@@ -25,14 +25,14 @@ use tonic::{Request, Response, Status};
 pub struct Cri {
     accounting: Accounting,
     node: Node,
-    streams: nacelle_stream::Server,
+    streams: nacelle_stream::StreamingServer,
     /// The node's kernel enforces SELinux labels.
     selinux: bool,
 }
 
 impl Cri {
     /// Creates the services for this node; `streams` serves the streams of exec, attach and port-forward.
-    pub fn new(node: Node, streams: nacelle_stream::Server) -> Cri {
+    pub fn new(node: Node, streams: nacelle_stream::StreamingServer) -> Cri {
         Cri { accounting: Accounting::new(node.clone()), node, streams, selinux: convert::node_has_selinux() }
     }
 }
@@ -41,12 +41,12 @@ type Answer<T> = Result<Response<T>, Status>;
 
 #[tonic::async_trait]
 impl cri::runtime_service_server::RuntimeService for Cri {
-    type StreamPodSandboxesStream = Pieces<cri::StreamPodSandboxesResponse>;
-    type StreamContainersStream = Pieces<cri::StreamContainersResponse>;
-    type StreamContainerStatsStream = Pieces<cri::StreamContainerStatsResponse>;
-    type StreamPodSandboxStatsStream = Pieces<cri::StreamPodSandboxStatsResponse>;
+    type StreamPodSandboxesStream = ListStream<cri::StreamPodSandboxesResponse>;
+    type StreamContainersStream = ListStream<cri::StreamContainersResponse>;
+    type StreamContainerStatsStream = ListStream<cri::StreamContainerStatsResponse>;
+    type StreamPodSandboxStatsStream = ListStream<cri::StreamPodSandboxStatsResponse>;
     type GetContainerEventsStream = events::Events;
-    type StreamPodSandboxMetricsStream = Pieces<cri::StreamPodSandboxMetricsResponse>;
+    type StreamPodSandboxMetricsStream = ListStream<cri::StreamPodSandboxMetricsResponse>;
 
     async fn version(&self, request: Request<cri::VersionRequest>) -> Answer<cri::VersionResponse> {
         self.on_version(request.into_inner()).await.map(Response::new)
@@ -274,7 +274,7 @@ impl cri::runtime_service_server::RuntimeService for Cri {
 
 #[tonic::async_trait]
 impl cri::image_service_server::ImageService for Cri {
-    type StreamImagesStream = Pieces<cri::StreamImagesResponse>;
+    type StreamImagesStream = ListStream<cri::StreamImagesResponse>;
 
     async fn list_images(&self, request: Request<cri::ListImagesRequest>) -> Answer<cri::ListImagesResponse> {
         self.on_list_images(request.into_inner()).await.map(Response::new)

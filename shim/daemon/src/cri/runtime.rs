@@ -27,18 +27,18 @@ impl Cri {
     }
 
     pub(super) async fn on_status(&self, request: cri::StatusRequest) -> Result<cri::StatusResponse, Status> {
-        let parts = self.node.parts();
-        let network = match parts.networks.status().await {
+        let services = self.node.services();
+        let network = match services.networks.status().await {
             Ok(()) => condition("NetworkReady", None),
             Err(error) => condition("NetworkReady", Some(("NetworkPluginNotReady", Chain(&error).to_string()))),
         };
-        let missing = missing_parts(parts).await;
+        let missing = find_missing_file(services).await;
         let runtime = match missing {
             None => condition("RuntimeReady", None),
             Some(why) => condition("RuntimeReady", Some(("GuestMissing", why))),
         };
         // The features of the handlers that CRI can announce. The empty name is the default handler.
-        let names = std::iter::once(String::new()).chain(parts.config.handlers.keys().cloned());
+        let names = std::iter::once(String::new()).chain(services.config.handlers.keys().cloned());
         let features = cri::RuntimeHandlerFeatures { recursive_read_only_mounts: true, user_namespaces: true };
         Ok(cri::StatusResponse {
             status: Some(cri::RuntimeStatus { conditions: vec![runtime, network] }),
@@ -53,13 +53,13 @@ impl Cri {
     }
 
     fn info(&self) -> HashMap<String, String> {
-        let parts = self.node.parts();
+        let services = self.node.services();
         let info = json!({
             "version": env!("CARGO_PKG_VERSION"),
             "engine": {
-                "fitting": parts.engine.fitting, "qemu": parts.engine.qemu, "accelerator": parts.engine.accelerator,
+                "fitting": services.engine.fitting, "qemu": services.engine.qemu, "accelerator": services.engine.accelerator,
             },
-            "config": parts.config,
+            "config": services.config,
             "pods": self.node.views().len(),
         });
         HashMap::from([("config".to_owned(), info.to_string())])
@@ -69,7 +69,7 @@ impl Cri {
         &self,
         _: cri::RuntimeConfigRequest,
     ) -> Result<cri::RuntimeConfigResponse, Status> {
-        let driver = match self.node.parts().config.sandbox.cgroup_driver {
+        let driver = match self.node.services().config.sandbox.cgroup_driver {
             CgroupDriver::Cgroupfs => cri::CgroupDriver::Cgroupfs,
             CgroupDriver::Systemd => cri::CgroupDriver::Systemd,
         };
@@ -99,14 +99,14 @@ impl Cri {
 }
 
 /// Returns what is missing if no pod could start without it.
-async fn missing_parts(parts: &crate::lifecycle::Parts) -> Option<String> {
-    let config = &parts.config;
+async fn find_missing_file(services: &crate::lifecycle::NodeServices) -> Option<String> {
+    let config = &services.config;
     let mut needed = Vec::new();
     if let Some((name, handler)) = config.handler("") {
-        needed.push(match handler.engine.or(parts.engine.fitting) {
+        needed.push(match handler.engine.or(services.engine.fitting) {
             EngineKind::Kvm => (name, "the device of engine kvm", PathBuf::from("/dev/kvm")),
-            EngineKind::Qemu => (name, "the engine", parts.engine.qemu.clone()),
-            EngineKind::Host => (name, "the agent", parts.engine.agent.clone()),
+            EngineKind::Qemu => (name, "the engine", services.engine.qemu.clone()),
+            EngineKind::Host => (name, "the agent", services.engine.agent.clone()),
         });
         if handler.engine != EngineSetting::Host {
             needed.push((name, "the guest's kernel", handler.kernel.clone()));

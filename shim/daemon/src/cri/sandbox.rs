@@ -21,14 +21,15 @@ impl Cri {
         &self,
         request: cri::RunPodSandboxRequest,
     ) -> Result<cri::RunPodSandboxResponse, Status> {
-        let asked = &request.runtime_handler;
-        let config = &self.node.parts().config;
-        let Some((name, handler)) = config.handler(asked) else {
+        let requested = &request.runtime_handler;
+        let config = &self.node.services().config;
+        let Some((name, handler)) = config.handler(requested) else {
             let known: Vec<&str> = config.handlers.keys().map(String::as_str).collect();
-            let message = format!("runtime_handler is {asked:?}: this node has the handlers {}", known.join(", "));
+            let message = format!("runtime_handler is {requested:?}: this node has the handlers {}", known.join(", "));
             return Err(refuse(Kind::Invalid, &message));
         };
-        let mut pod = pod_config(request.config.as_ref(), asked, handler.engine, &config.sandbox).map_err(status)?;
+        let mut pod =
+            pod_config(request.config.as_ref(), requested, handler.engine, &config.sandbox).map_err(status)?;
         if let Some(key) =
             pod.annotations.keys().find(|key| key.starts_with(PREFIX) && !handler.allowed_annotations.contains(key))
         {
@@ -38,13 +39,13 @@ impl Cri {
             );
             return Err(refuse(Kind::Invalid, &message));
         }
-        let engine = self.node.parts().engine.resolve(handler.engine, &pod.kind);
+        let engine = self.node.services().engine.resolve(handler.engine, &pod.kind);
         pod_label(request.config.as_ref(), !pod.kind.has_guest() && self.selinux).map_err(status)?;
-        match machine::of(&pod, config, handler, engine)? {
+        match machine::vm_request(&pod, config, handler, engine)? {
             Some(machine::VmRequest::Machine { mut machine, name }) => {
                 let mut vm = None;
                 if let Some(name) = name {
-                    let vms = &self.node.parts().vms;
+                    let vms = &self.node.services().vms;
                     let record = vms.get_or_create(&pod.name.namespace, &name).await.map_err(status)?;
                     machine_pod::set_identity(&mut machine, &record, vms.directory(&record));
                     vm = Some(record.id);
@@ -67,7 +68,7 @@ impl Cri {
         &self,
         request: cri::StopPodSandboxRequest,
     ) -> Result<cri::StopPodSandboxResponse, Status> {
-        let id = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let id = required("pod_sandbox_id", &request.pod_sandbox_id)?;
         self.node.stop_pod(id).await.map_err(status)?;
         Ok(cri::StopPodSandboxResponse {})
     }
@@ -76,7 +77,7 @@ impl Cri {
         &self,
         request: cri::RemovePodSandboxRequest,
     ) -> Result<cri::RemovePodSandboxResponse, Status> {
-        let id = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let id = required("pod_sandbox_id", &request.pod_sandbox_id)?;
         self.node.remove_pod(id).await.map_err(status)?;
         Ok(cri::RemovePodSandboxResponse {})
     }
@@ -86,8 +87,8 @@ impl Cri {
         request: cri::PodSandboxStatusRequest,
     ) -> Result<cri::PodSandboxStatusResponse, Status> {
         // Taken before the state: an event that is not yet in the state has a later time.
-        let timestamp = self.node.parts().events.moment();
-        let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
+        let timestamp = self.node.services().events.moment();
+        let view = self.node.pod(required("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
         let mut info = HashMap::new();
         if request.verbose {
             let console = self.node.console(&view.pod.id).await;
@@ -106,7 +107,7 @@ impl Cri {
         &self,
         request: cri::UpdatePodSandboxResourcesRequest,
     ) -> Result<cri::UpdatePodSandboxResourcesResponse, Status> {
-        let id = needed("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let id = required("pod_sandbox_id", &request.pod_sandbox_id)?;
         let change = pod_resources_change(&request).map_err(status)?;
         self.node.update_pod(id, change).await.map_err(status)?;
         Ok(cri::UpdatePodSandboxResourcesResponse {})
@@ -114,7 +115,8 @@ impl Cri {
 
     /// Returns what a pod uses and costs; empty if the guest does not respond in time.
     async fn accounts(&self, pod: &PodId) -> serde_json::Value {
-        let (figures, account) = tokio::join!(self.accounting.of(pod, ACCOUNTS_LIMIT), self.accounting.account(pod));
+        let (figures, account) =
+            tokio::join!(self.accounting.query(pod, ACCOUNTS_LIMIT), self.accounting.measure_vm_cost(pod));
         stats::accounts(figures.ok().as_ref(), account)
     }
 
@@ -131,7 +133,7 @@ impl Cri {
 }
 
 /// Returns a field that must not be empty.
-pub(super) fn needed<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
+pub(super) fn required<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     match value {
         "" => Err(refuse(Kind::Invalid, &format!("{field} is missing"))),
         value => Ok(value),

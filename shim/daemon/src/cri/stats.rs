@@ -2,7 +2,7 @@
 
 use super::Cri;
 use super::convert::{metrics, report, stats};
-use super::sandbox::needed;
+use super::sandbox::required;
 use super::status::status;
 use crate::lifecycle::LifecycleError;
 use nacelle_model::state::ContainerState;
@@ -12,20 +12,20 @@ use tonic::Status;
 impl Cri {
     /// Returns the mount point of container files that ImageFsInfo reports.
     fn mountpoint(&self) -> String {
-        self.node.parts().images.directory().display().to_string()
+        self.node.services().images.directory().display().to_string()
     }
 
     pub(super) async fn on_container_stats(
         &self,
         request: cri::ContainerStatsRequest,
     ) -> Result<cri::ContainerStatsResponse, Status> {
-        let asked = needed("container_id", &request.container_id)?;
-        let (id, view) = self.node.container(asked).map_err(status)?;
+        let requested = required("container_id", &request.container_id)?;
+        let (id, view) = self.node.container(requested).map_err(status)?;
         let not_running = || status(LifecycleError::NotRunning { id: id.to_string() });
         let record = view.containers.get(&id).filter(|record| record.state == ContainerState::Running);
         let record = record.ok_or_else(not_running)?;
-        let limit = self.node.parts().request_timeout();
-        let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;
+        let limit = self.node.services().request_timeout();
+        let figures = self.accounting.query(&view.pod.id, limit).await.map_err(status)?;
         let stats = stats::container(record, Some(&figures), &self.mountpoint());
         match stats.cpu {
             Some(_) => Ok(cri::ContainerStatsResponse { stats: Some(stats) }),
@@ -42,7 +42,7 @@ impl Cri {
         let passes = |c: &_| report::container_is_visible(c) && stats::container_passes(c, filter);
         let mut views = self.node.views();
         views.retain(|view| view.containers.values().any(passes));
-        let figures = self.accounting.of_all(views.iter().map(AsRef::as_ref)).await;
+        let figures = self.accounting.query_all(views.iter().map(AsRef::as_ref)).await;
         let mountpoint = self.mountpoint();
         let of_pod = views.iter().flat_map(|view| {
             let figures = figures.get(&view.pod.id);
@@ -56,9 +56,9 @@ impl Cri {
         &self,
         request: cri::PodSandboxStatsRequest,
     ) -> Result<cri::PodSandboxStatsResponse, Status> {
-        let view = self.node.pod(needed("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
-        let limit = self.node.parts().request_timeout();
-        let figures = self.accounting.of(&view.pod.id, limit).await.map_err(status)?;
+        let view = self.node.pod(required("pod_sandbox_id", &request.pod_sandbox_id)?).map_err(status)?;
+        let limit = self.node.services().request_timeout();
+        let figures = self.accounting.query(&view.pod.id, limit).await.map_err(status)?;
         Ok(cri::PodSandboxStatsResponse { stats: Some(stats::pod(&view, &figures, &self.mountpoint())) })
     }
 
@@ -70,7 +70,7 @@ impl Cri {
         let filter = request.filter.as_ref();
         let mut views = self.node.views();
         views.retain(|view| report::is_visible(&view.pod) && stats::pod_passes(&view.pod, filter));
-        let figures = self.accounting.of_all(views.iter().map(AsRef::as_ref)).await;
+        let figures = self.accounting.query_all(views.iter().map(AsRef::as_ref)).await;
         let mountpoint = self.mountpoint();
         let known = views.iter().filter_map(|view| Some((view, figures.get(&view.pod.id)?)));
         let stats = known.map(|(view, figures)| stats::pod(view, figures, &mountpoint)).collect();
@@ -84,10 +84,10 @@ impl Cri {
     ) -> Result<cri::ListPodSandboxMetricsResponse, Status> {
         let mut views = self.node.views();
         views.retain(|view| report::is_visible(&view.pod));
-        let figures = self.accounting.of_all(views.iter().map(AsRef::as_ref)).await;
+        let figures = self.accounting.query_all(views.iter().map(AsRef::as_ref)).await;
         let mut pod_metrics = Vec::new();
         for (view, figures) in views.iter().filter_map(|view| Some((view, figures.get(&view.pod.id)?))) {
-            let cost = self.accounting.cost(&view.pod.id).await;
+            let cost = self.accounting.measure_processes(&view.pod.id).await;
             pod_metrics.push(metrics::pod(view, figures, cost));
         }
         Ok(cri::ListPodSandboxMetricsResponse { pod_metrics })

@@ -32,19 +32,20 @@ pub struct Sets {
 /// Returns the sets: the default one, with "ALL" of add and drop applied first, then the single names; drop takes precedence over
 /// add.
 pub fn of(container: &ContainerConfig) -> Sets {
-    let asked = &container.capabilities;
+    let requested = &container.capabilities;
     let has = |list: &[String], name: &str| list.iter().any(|each| each == name);
     let base = |name: &str| {
-        container.privileged || has(&asked.add, "ALL") || (DEFAULT.contains(&name) && !has(&asked.drop, "ALL"))
+        container.privileged || has(&requested.add, "ALL") || (DEFAULT.contains(&name) && !has(&requested.drop, "ALL"))
     };
     let given = |name: &str| {
         container.privileged
-            || (!has(&asked.drop, name) && (base(name) || has(&asked.add, name) || has(&asked.ambient, name)))
+            || (!has(&requested.drop, name)
+                && (base(name) || has(&requested.add, name) || has(&requested.ambient, name)))
     };
     let named = |keep: &dyn Fn(&str) -> bool| {
         capability::ALL.into_iter().filter(|name| keep(name)).map(|n| format!("CAP_{n}")).collect()
     };
-    Sets { bounding: named(&given), ambient: named(&|name| given(name) && has(&asked.ambient, name)) }
+    Sets { bounding: named(&given), ambient: named(&|name| given(name) && has(&requested.ambient, name)) }
 }
 
 #[cfg(test)]

@@ -181,8 +181,8 @@ fn document(
     }
     // The agent gets each volume with a propagation of its own, but the propagation of the root applies to all of them: a private
     // root keeps each volume isolated, and with a slave root no mount in a volume propagates to the node.
-    let asked = |wanted| volumes.iter().any(|mount| mount.volume.propagation == wanted);
-    let propagation = match (asked(Propagation::BothWays), asked(Propagation::FromNode)) {
+    let requested = |wanted| volumes.iter().any(|mount| mount.volume.propagation == wanted);
+    let propagation = match (requested(Propagation::BothWays), requested(Propagation::FromNode)) {
         (true, _) => "shared",
         (false, true) => "slave",
         (false, false) => "private",
@@ -327,7 +327,7 @@ fn device(node: &DeviceNode) -> Value {
     })
 }
 
-fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Value {
+fn resources(requested: &Resources, privileged: bool, devices: &[DeviceNode]) -> Value {
     let mut resources = Map::new();
     let rule = |node: &DeviceNode| {
         json!({
@@ -350,33 +350,33 @@ fn resources(asked: &Resources, privileged: bool, devices: &[DeviceNode]) -> Val
     };
     resources.insert("devices".into(), devices);
     let mut cpu = Map::new();
-    if asked.cpu_shares > 0 {
-        cpu.insert("shares".into(), json!(asked.cpu_shares));
+    if requested.cpu_shares > 0 {
+        cpu.insert("shares".into(), json!(requested.cpu_shares));
     }
-    if asked.cpu_quota != 0 {
-        cpu.insert("quota".into(), json!(asked.cpu_quota));
+    if requested.cpu_quota != 0 {
+        cpu.insert("quota".into(), json!(requested.cpu_quota));
     }
-    if asked.cpu_period > 0 {
-        cpu.insert("period".into(), json!(asked.cpu_period));
+    if requested.cpu_period > 0 {
+        cpu.insert("period".into(), json!(requested.cpu_period));
     }
-    for (name, list) in [("cpus", &asked.cpuset_cpus), ("mems", &asked.cpuset_mems)] {
+    for (name, list) in [("cpus", &requested.cpuset_cpus), ("mems", &requested.cpuset_mems)] {
         if !list.is_empty() {
             cpu.insert(name.into(), json!(list));
         }
     }
     resources.insert("cpu".into(), Value::Object(cpu));
-    if asked.memory_limit > 0 {
+    if requested.memory_limit > 0 {
         // The guest has no swap, so a limit of memory and swap together is the limit of memory.
-        resources.insert("memory".into(), json!({ "limit": asked.memory_limit }));
+        resources.insert("memory".into(), json!({ "limit": requested.memory_limit }));
     }
-    let pages: Vec<Value> = (asked.hugepages.iter().filter(|(_, limit)| *limit != NO_HUGEPAGE_LIMIT))
+    let pages: Vec<Value> = (requested.hugepages.iter().filter(|(_, limit)| *limit != NO_HUGEPAGE_LIMIT))
         .map(|(size, limit)| json!({ "pageSize": size, "limit": limit }))
         .collect();
     if !pages.is_empty() {
         resources.insert("hugepageLimits".into(), Value::Array(pages));
     }
-    if !asked.unified.is_empty() {
-        resources.insert("unified".into(), json!(asked.unified));
+    if !requested.unified.is_empty() {
+        resources.insert("unified".into(), json!(requested.unified));
     }
     Value::Object(resources)
 }

@@ -141,7 +141,7 @@ fn broken(name: &'static str) -> NetError {
 
 #[tonic::async_trait]
 impl Networks for FakeNetworks {
-    async fn create(&self, id: &PodId) -> Result<PathBuf, NetError> {
+    async fn create_netns(&self, id: &PodId) -> Result<PathBuf, NetError> {
         self.script.step("netns").await.map_err(broken)?;
         self.netns.lock().unwrap().insert(id.clone());
         Ok(PathBuf::from("/run/netns/fake"))
@@ -163,7 +163,7 @@ impl Networks for FakeNetworks {
         Ok(Attachment { network, dns: nacelle_model::network::DnsConfig::default(), ips })
     }
 
-    async fn join(&self, _: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
+    async fn connect_taps(&self, _: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
         assert_eq!(pairs, [("nacelle0".to_owned(), "eth0".to_owned())]);
         self.script.step("join").await.map_err(broken)
     }
@@ -175,7 +175,7 @@ impl Networks for FakeNetworks {
         Ok(None)
     }
 
-    async fn settle(&self, _: Duration) {}
+    async fn retry_owed_deletes(&self, _: Duration) {}
 
     async fn status(&self) -> Result<(), NetError> {
         self.script.step("status").await.map_err(broken)

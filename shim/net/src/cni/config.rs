@@ -64,7 +64,7 @@ impl NetworkList {
     /// Returns the network of this directory: the first `*.conf`, `*.conflist` or `*.json` in lexical order. Blocks. The result
     /// is not cached, because reading a few KB is cheap.
     pub fn load(dir: &Path) -> Result<NetworkList, CniError> {
-        let path = first_file(dir)?;
+        let path = find_first_config(dir)?;
         let bytes = read_limited(&path, MAX_FILE)?;
         let what = path.display().to_string();
         let value = parse_object(&what, &bytes)?;
@@ -107,7 +107,7 @@ impl NetworkList {
         })
     }
 
-    /// Returns the list in the form that `from_list` reads; the cache keeps it.
+    /// Returns the list in the form that `from_list` reads, for the attachment record.
     pub fn to_list(&self) -> Map<String, Value> {
         let plugins = self.plugins.iter().map(|plugin| Value::Object(plugin.conf.clone())).collect();
         Map::from_iter([
@@ -137,7 +137,7 @@ impl Plugin {
     }
 
     /// Returns whether the plugin declares this capability.
-    pub fn wants(&self, capability: &str) -> bool {
+    pub fn has_capability(&self, capability: &str) -> bool {
         self.conf.get("capabilities").and_then(|all| all.get(capability)) == Some(&Value::Bool(true))
     }
 
@@ -147,7 +147,7 @@ impl Plugin {
         let mut input = self.conf.clone();
         input.insert("name".to_owned(), network.name.clone().into());
         input.insert("cniVersion".to_owned(), network.version.as_str().into());
-        let wanted = arguments.iter().filter(|(capability, _)| self.wants(capability));
+        let wanted = arguments.iter().filter(|(capability, _)| self.has_capability(capability));
         let wanted = Map::from_iter(wanted.map(|(capability, argument)| (capability.clone(), argument.clone())));
         if !wanted.is_empty() {
             input.insert("runtimeConfig".to_owned(), Value::Object(wanted));
@@ -157,7 +157,7 @@ impl Plugin {
     }
 }
 
-fn first_file(dir: &Path) -> Result<PathBuf, CniError> {
+fn find_first_config(dir: &Path) -> Result<PathBuf, CniError> {
     let none = || CniError::NoConfig { dir: dir.to_owned() };
     let unreadable = |source| nacelle_base::files::at("read", dir)(source);
     let entries = match fs::read_dir(dir) {

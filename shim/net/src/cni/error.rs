@@ -15,7 +15,7 @@ pub enum CniError {
         /// The directory.
         dir: PathBuf,
     },
-    /// A configuration or cache file could not be read or written.
+    /// A configuration or an attachment record could not be read or written.
     #[error("cannot keep CNI state")]
     File {
         /// The file and the reason.
@@ -33,7 +33,7 @@ pub enum CniError {
     /// A text is not the JSON that was expected.
     #[error("{what} is not what CNI expects")]
     Json {
-        /// The file or the plugin's answer.
+        /// The file or the plugin's output.
         what: String,
         /// The position and the reason.
         source: serde_json::Error,
@@ -41,7 +41,7 @@ pub enum CniError {
     /// A field of a configuration has a value that is not allowed.
     #[error("{what}: field {field}: {value:?} is not allowed: {rule}")]
     Field {
-        /// The file or the plugin's answer.
+        /// The file or the plugin's output.
         what: String,
         /// The field.
         field: &'static str,

@@ -4,11 +4,11 @@
 //! and never today's configuration. Everything is async. GC waits until no other command runs, and blocks all others while it
 //! runs.
 
-mod cache;
+mod attachment_store;
 mod config;
-mod debts;
 mod error;
-mod exec;
+mod owed_deletes;
+mod plugin_runner;
 mod result;
 #[cfg(test)]
 mod tests;
@@ -16,14 +16,14 @@ mod types;
 
 use crate::network::NetConfig;
 use crate::{NetError, NetNs};
-use cache::{Cache, Claim, Record, fill};
+use attachment_store::{AttachmentRecord, AttachmentStore, PluginLock, fill};
 use config::{NetworkList, Plugin, Version};
-use debts::Debts;
-use exec::{Command, Exec};
 use nacelle_base::json;
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, PodId};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use owed_deletes::OwedDeletes;
+use plugin_runner::{CniCommand, PluginRunner};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeSet, HashMap};
@@ -34,8 +34,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-pub use debts::OwedDelete;
 pub use error::CniError;
+pub use owed_deletes::OwedDelete;
 pub(crate) use result::CniResult;
 pub use types::{Bandwidth, InterfaceUsage, PodRef};
 
@@ -50,16 +50,17 @@ const FORMER_PLUGIN_POLL: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub(crate) struct Cni {
     conf_dir: PathBuf,
-    exec: Exec,
-    cache: Cache,
-    turns: Semaphore,
-    versions: Mutex<HashMap<PathBuf, Spoken>>,
-    debts: Mutex<Debts>,
+    runner: PluginRunner,
+    store: AttachmentStore,
+    /// Each command takes one permit; GC takes all.
+    permits: Semaphore,
+    versions: Mutex<HashMap<PathBuf, SupportedVersions>>,
+    owed_deletes: Mutex<OwedDeletes>,
 }
 
-/// The versions that a plugin supports, and the state of its file when it was asked.
+/// The versions that a plugin supports, and the state of its file at the request.
 #[derive(Clone, Debug)]
-struct Spoken {
+struct SupportedVersions {
     file: (Option<SystemTime>, u64),
     versions: Vec<String>,
 }
@@ -74,27 +75,27 @@ impl Cni {
     pub fn new(config: &NetConfig) -> Cni {
         Cni {
             conf_dir: config.conf_dir.clone(),
-            exec: Exec { bin_dirs: config.bin_dirs.clone(), deadline: config.plugin_deadline },
-            cache: Cache { dir: config.cache_dir.clone() },
-            turns: Semaphore::new(MAX_PARALLEL as usize),
+            runner: PluginRunner { bin_dirs: config.bin_dirs.clone(), deadline: config.plugin_deadline },
+            store: AttachmentStore { dir: config.cache_dir.clone() },
+            permits: Semaphore::new(MAX_PARALLEL as usize),
             versions: Mutex::default(),
-            debts: Mutex::default(),
+            owed_deletes: Mutex::default(),
         }
     }
 
-    /// Attaches the pod. First detaches what an earlier attempt left.
+    /// Attaches the pod. First detaches it from the network of an earlier attempt.
     pub async fn add(&self, pod: &PodRef, netns: &Path) -> Result<CniResult, CniError> {
-        let _turn = self.turn(1).await;
+        let _permit = self.acquire_permits(1).await;
         let (args, capabilities) = (pod.args()?, pod.capabilities());
-        let network = self.network().await?;
+        let network = self.load_network().await?;
         self.detach(&pod.id).await?;
-        let claim = self.claim(&pod.id).await?;
+        let lock = self.lock_plugins(&pod.id).await?;
         for capability in capabilities.keys().filter(|name| ["portMappings", "bandwidth"].contains(&name.as_str())) {
-            if !network.plugins.iter().any(|plugin| plugin.wants(capability)) {
-                tracing::warn!(pod = %pod.id, network = network.name, capability, "no CNI plugin does what the pod asks");
+            if !network.plugins.iter().any(|plugin| plugin.has_capability(capability)) {
+                tracing::warn!(pod = %pod.id, network = network.name, capability, "no CNI plugin of the network has a capability that the pod requests");
             }
         }
-        let mut record = Record {
+        let mut record = AttachmentRecord {
             id: pod.id.clone(),
             netns: netns.to_owned(),
             interface: INTERFACE.to_owned(),
@@ -104,19 +105,19 @@ impl Cni {
             result: None,
             owed: None,
         };
-        self.write(&record).await?;
+        self.write_record(&record).await?;
         for (position, plugin) in network.plugins.iter().enumerate() {
-            match self.add_one(&claim, &record, &network, plugin).await {
+            match self.add_plugin(&lock, &record, &network, plugin).await {
                 Ok(result) => record.result = Some(result),
                 Err(error) => {
                     let ran = network.plugins.get(..=position).unwrap_or_default();
-                    self.take_back(&claim, &record, &network, ran).await;
+                    self.roll_back_add(&lock, &record, &network, ran).await;
                     return Err(error);
                 }
             }
         }
-        if let Err(error) = self.write(&record).await {
-            self.take_back(&claim, &record, &network, &network.plugins).await;
+        if let Err(error) = self.write_record(&record).await {
+            self.roll_back_add(&lock, &record, &network, &network.plugins).await;
             return Err(error);
         }
         CniResult::from_raw("the CNI result", record.result.unwrap_or_default(), network.version)
@@ -124,17 +125,17 @@ impl Cni {
 
     /// Detaches the pod. Succeeds if the pod is not attached.
     pub async fn del(&self, id: &PodId) -> Result<(), CniError> {
-        let _turn = self.turn(1).await;
+        let _permit = self.acquire_permits(1).await;
         self.detach(id).await
     }
 
     /// Runs CHECK of all plugins: whether the attachment is as they made it.
     pub async fn check(&self, id: &PodId) -> Result<(), CniError> {
-        let _turn = self.turn(1).await;
+        let _permit = self.acquire_permits(1).await;
         let none = || CniError::NotAttached { pod: id.to_string() };
-        self.read(id).await?.ok_or_else(none)?;
-        let claim = self.claim(id).await?;
-        let (record, network) = self.read(id).await?.ok_or_else(none)?;
+        self.read_record(id).await?.ok_or_else(none)?;
+        let lock = self.lock_plugins(id).await?;
+        let (record, network) = self.read_record(id).await?.ok_or_else(none)?;
         let result = record.result.clone().ok_or_else(none)?;
         if network.version < Version::V0_4_0 || network.disable_check {
             return Ok(());
@@ -142,16 +143,16 @@ impl Cni {
         for plugin in &network.plugins {
             let input = plugin.input(&network, &record.capabilities, prev_result(Some(&result)));
             let environment = record.environment(&record.netns);
-            self.run(&claim, plugin, Command::Check, &environment, input).await?;
+            self.run(&lock, plugin, CniCommand::Check, &environment, input).await?;
         }
         Ok(())
     }
 
     /// Returns an error unless ADD is expected to succeed.
     pub async fn status(&self) -> Result<(), CniError> {
-        let network = self.network().await?;
+        let network = self.load_network().await?;
         for plugin in &network.plugins {
-            let supported = self.versions(&plugin.kind).await?;
+            let supported = self.supported_versions(&plugin.kind).await?;
             if !supported.iter().any(|version| version == network.version.as_str()) {
                 let version = network.version.as_str().to_owned();
                 return Err(CniError::Version { plugin: plugin.kind.clone(), version, supported });
@@ -160,7 +161,7 @@ impl Cni {
         if network.version >= Version::V1_1_0 {
             for plugin in &network.plugins {
                 let input = plugin.input(&network, &Map::new(), Map::new());
-                self.ask(&plugin.kind, Command::Status, &input).await?;
+                self.run_without_pod(&plugin.kind, CniCommand::Status, &input).await?;
             }
         }
         Ok(())
@@ -169,8 +170,8 @@ impl Cni {
     /// Runs GC of the plugins of today's network with the attachments of these pods as the valid ones. Continues after failures
     /// and returns the first one.
     pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), CniError> {
-        let _turn = self.turn(MAX_PARALLEL).await;
-        let network = match self.network().await {
+        let _permit = self.acquire_permits(MAX_PARALLEL).await;
+        let network = match self.load_network().await {
             Err(CniError::NoConfig { .. }) => return Ok(()),
             other => other?,
         };
@@ -180,7 +181,7 @@ impl Cni {
         let mut valid = Vec::new();
         for id in keep {
             // An unreadable record counts as valid: GC must not detach a pod that may be running.
-            let of_this = match self.read(id).await {
+            let of_this = match self.read_record(id).await {
                 Ok(Some((_, other))) => other.name == network.name,
                 Ok(None) => false,
                 Err(_) => true,
@@ -193,51 +194,51 @@ impl Cni {
         let valid = Map::from_iter([("cni.dev/valid-attachments".to_owned(), Value::Array(valid))]);
         for plugin in &network.plugins {
             let input = plugin.input(&network, &Map::new(), valid.clone());
-            first = first.and(self.ask(&plugin.kind, Command::Gc, &input).await.map(drop));
+            first = first.and(self.run_without_pod(&plugin.kind, CniCommand::Gc, &input).await.map(drop));
         }
         first
     }
 
-    async fn add_one(
+    async fn add_plugin(
         &self,
-        claim: &Claim,
-        record: &Record,
+        lock: &PluginLock,
+        record: &AttachmentRecord,
         network: &NetworkList,
         plugin: &Plugin,
     ) -> Result<Map<String, Value>, CniError> {
         let input = plugin.input(network, &record.capabilities, prev_result(record.result.as_ref()));
-        let output = self.run(claim, plugin, Command::Add, &record.environment(&record.netns), input).await?;
-        let what = format!("the answer of CNI plugin {} to ADD", plugin.kind);
+        let output = self.run(lock, plugin, CniCommand::Add, &record.environment(&record.netns), input).await?;
+        let what = format!("the output of CNI plugin {} to ADD", plugin.kind);
         CniResult::parse(&what, &output, network.version).map(|result| result.raw)
     }
 
-    /// Cleans up after a failed ADD. What cannot be cleaned up stays in the record, for the next DEL.
-    async fn take_back(&self, claim: &Claim, record: &Record, network: &NetworkList, ran: &[Plugin]) {
-        let mut undone = self.del_chain(claim, record, network, ran).await;
+    /// Runs DEL of the plugins that ran, after a failed ADD. If that fails too, the record stays, for the next DEL.
+    async fn roll_back_add(&self, lock: &PluginLock, record: &AttachmentRecord, network: &NetworkList, ran: &[Plugin]) {
+        let mut undone = self.del_chain(lock, record, network, ran).await;
         if undone.is_ok() {
-            undone = self.forget(&record.id).await;
+            undone = self.remove_record(&record.id).await;
         }
         if let Err(error) = undone {
-            tracing::warn!(pod = %record.id, error = %Chain(&error), "a failed CNI ADD could not be taken back");
+            tracing::warn!(pod = %record.id, error = %Chain(&error), "cannot clean up after a failed CNI ADD; the next DEL retries it");
         }
     }
 
     async fn detach(&self, id: &PodId) -> Result<(), CniError> {
-        if self.read(id).await?.is_some() {
-            let claim = self.claim(id).await?;
+        if self.read_record(id).await?.is_some() {
+            let lock = self.lock_plugins(id).await?;
             // Read again: the previous holder of the file may have changed it.
-            if let Some((record, network)) = self.read(id).await? {
-                self.del_chain(&claim, &record, &network, &network.plugins).await?;
+            if let Some((record, network)) = self.read_record(id).await? {
+                self.del_chain(&lock, &record, &network, &network.plugins).await?;
             }
         }
-        self.forget(id).await
+        self.remove_record(id).await
     }
 
     /// Runs DEL backwards through the chain. After a failure of one plugin the others still run.
     async fn del_chain(
         &self,
-        claim: &Claim,
-        record: &Record,
+        lock: &PluginLock,
+        record: &AttachmentRecord,
         network: &NetworkList,
         plugins: &[Plugin],
     ) -> Result<(), CniError> {
@@ -249,15 +250,15 @@ impl Cni {
         let mut first = Ok(());
         for plugin in plugins.iter().rev() {
             let input = plugin.input(network, &record.capabilities, prev_result(known));
-            let ran = self.run(claim, plugin, Command::Del, &environment, input).await;
+            let ran = self.run(lock, plugin, CniCommand::Del, &environment, input).await;
             first = first.and(ran.map(drop));
         }
         first
     }
 
-    /// Returns the versions that a plugin supports. The plugin is asked again when its file changes.
-    async fn versions(&self, plugin: &str) -> Result<Vec<String>, CniError> {
-        let path = self.exec.find(plugin).await?;
+    /// Returns the versions that a plugin supports. The plugin is run again when its file changes.
+    async fn supported_versions(&self, plugin: &str) -> Result<Vec<String>, CniError> {
+        let path = self.runner.find(plugin).await?;
         let file = match tokio::fs::metadata(&path).await {
             Ok(found) => (found.modified().ok(), found.len()),
             Err(source) => return Err(CniError::Exec { plugin: plugin.to_owned(), command: "VERSION", source }),
@@ -267,45 +268,45 @@ impl Cni {
             return Ok(known.versions);
         }
         let input = json!({ "cniVersion": Version::V1_1_0.as_str() }).to_string();
-        let output = self.ask(plugin, Command::Version, input.as_bytes()).await?;
+        let output = self.run_without_pod(plugin, CniCommand::Version, input.as_bytes()).await?;
         let wire: WireVersions = json::read(&output).map_err(|source| {
-            let what = format!("the answer of CNI plugin {plugin} to VERSION");
+            let what = format!("the output of CNI plugin {plugin} to VERSION");
             CniError::Json { what, source }
         })?;
-        let spoken = Spoken { file, versions: wire.supported_versions.clone() };
-        self.versions.lock().unwrap_or_else(PoisonError::into_inner).insert(path, spoken);
+        let entry = SupportedVersions { file, versions: wire.supported_versions.clone() };
+        self.versions.lock().unwrap_or_else(PoisonError::into_inner).insert(path, entry);
         Ok(wire.supported_versions)
     }
 
-    /// Runs a plugin for the pod of this claim.
+    /// Runs a plugin for the pod whose lock is held.
     async fn run(
         &self,
-        claim: &Claim,
+        lock: &PluginLock,
         plugin: &Plugin,
-        command: Command,
+        command: CniCommand,
         environment: &[(&'static str, OsString)],
         input: Vec<u8>,
     ) -> Result<Vec<u8>, CniError> {
-        let ran = claim.run(input, |file| self.exec.run(&plugin.kind, command, environment, file)).await;
+        let ran = lock.run(input, |file| self.runner.run(&plugin.kind, command, environment, file)).await;
         ran.map_err(|source| CniError::Input { plugin: plugin.kind.clone(), source })?
     }
 
     /// Runs a plugin without a pod.
-    async fn ask(&self, plugin: &str, command: Command, input: &[u8]) -> Result<Vec<u8>, CniError> {
+    async fn run_without_pod(&self, plugin: &str, command: CniCommand, input: &[u8]) -> Result<Vec<u8>, CniError> {
         let failed = |source| CniError::Input { plugin: plugin.to_owned(), source };
         let memory = memfd_create(c"cni", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?;
         let mut file = File::from(memory);
         fill(&mut file, input).map_err(failed)?;
-        self.exec.run(plugin, command, &[], file).await
+        self.runner.run(plugin, command, &[], file).await
     }
 
-    /// Returns the claim to run plugins for the pod. Waits while a plugin runs for it, at most for the plugin deadline (`Busy`).
-    async fn claim(&self, id: &PodId) -> Result<Claim, CniError> {
-        let end = Instant::now() + self.exec.deadline;
+    /// Locks the pod's plugins. Waits while a plugin runs for it, at most for the plugin deadline (`Busy`).
+    async fn lock_plugins(&self, id: &PodId) -> Result<PluginLock, CniError> {
+        let end = Instant::now() + self.runner.deadline;
         loop {
-            let (cache, of) = (self.cache.clone(), id.clone());
-            if let Some(claim) = run_blocking("lock a CNI input file", move || cache.claim(&of)).await?? {
-                return Ok(claim);
+            let (store, of) = (self.store.clone(), id.clone());
+            if let Some(lock) = run_blocking("lock a CNI input file", move || store.lock_plugins(&of)).await?? {
+                return Ok(lock);
             }
             if Instant::now() >= end {
                 return Err(CniError::Busy { pod: id.to_string() });
@@ -314,39 +315,39 @@ impl Cni {
         }
     }
 
-    async fn turn(&self, weight: u32) -> Option<SemaphorePermit<'_>> {
+    async fn acquire_permits(&self, weight: u32) -> Option<SemaphorePermit<'_>> {
         // The semaphore is never closed, so this is never an error.
-        self.turns.acquire_many(weight).await.ok()
+        self.permits.acquire_many(weight).await.ok()
     }
 
-    async fn network(&self) -> Result<NetworkList, CniError> {
+    async fn load_network(&self) -> Result<NetworkList, CniError> {
         let dir = self.conf_dir.clone();
         run_blocking("read the CNI configuration", move || NetworkList::load(&dir)).await?
     }
 
-    async fn write(&self, record: &Record) -> Result<(), CniError> {
-        let (cache, record) = (self.cache.clone(), record.clone());
-        run_blocking("write a CNI record", move || cache.write(&record)).await?
+    async fn write_record(&self, record: &AttachmentRecord) -> Result<(), CniError> {
+        let (store, record) = (self.store.clone(), record.clone());
+        run_blocking("write a CNI record", move || store.write(&record)).await?
     }
 
-    async fn read(&self, id: &PodId) -> Result<Option<(Record, NetworkList)>, CniError> {
-        let (cache, id) = (self.cache.clone(), id.clone());
-        run_blocking("read a CNI record", move || cache.read(&id)).await?
+    async fn read_record(&self, id: &PodId) -> Result<Option<(AttachmentRecord, NetworkList)>, CniError> {
+        let (store, id) = (self.store.clone(), id.clone());
+        run_blocking("read a CNI record", move || store.read(&id)).await?
     }
 
-    async fn forget(&self, id: &PodId) -> Result<(), CniError> {
-        let (cache, id) = (self.cache.clone(), id.clone());
-        run_blocking("remove a CNI record", move || cache.remove(&id)).await?
+    async fn remove_record(&self, id: &PodId) -> Result<(), CniError> {
+        let (store, id) = (self.store.clone(), id.clone());
+        run_blocking("remove a CNI record", move || store.remove(&id)).await?
     }
 
     /// Returns all pods that are attached, or were when something failed.
     pub async fn ids(&self) -> Result<BTreeSet<PodId>, CniError> {
-        let cache = self.cache.clone();
-        run_blocking("list the CNI records", move || cache.ids()).await?
+        let store = self.store.clone();
+        run_blocking("list the CNI records", move || store.ids()).await?
     }
 }
 
-impl Record {
+impl AttachmentRecord {
     fn environment(&self, netns: &Path) -> [(&'static str, OsString); 4] {
         [
             ("CNI_CONTAINERID", self.id.as_str().into()),

@@ -69,14 +69,14 @@ impl CniResult {
         });
         let interfaces = inside.filter_map(|interface| interface.name).collect();
         let ips = wire.ips.into_iter().flatten().map(|ip| ip.address.addr()).collect();
-        let dns = wire.dns.map(|dns| resolver(what, dns)).transpose()?.unwrap_or_default();
-        to_version(&mut raw, version);
+        let dns = wire.dns.map(|dns| parse_dns(what, dns)).transpose()?.unwrap_or_default();
+        convert_to_version(&mut raw, version);
         Ok(CniResult { interfaces, ips, dns, raw })
     }
 }
 
 /// The values are written to a text file as single words, so none may contain a separator.
-fn resolver(what: &str, dns: WireDns) -> Result<DnsConfig, CniError> {
+fn parse_dns(what: &str, dns: WireDns) -> Result<DnsConfig, CniError> {
     let mut searches = dns.search.unwrap_or_default();
     if let Some(domain) = dns.domain.filter(|domain| !domain.is_empty() && !searches.contains(domain)) {
         searches.insert(0, domain);
@@ -91,7 +91,7 @@ fn resolver(what: &str, dns: WireDns) -> Result<DnsConfig, CniError> {
 }
 
 /// Since 1.0.0 an address has no IP version; before, the field was required.
-fn to_version(raw: &mut Map<String, Value>, version: Version) {
+fn convert_to_version(raw: &mut Map<String, Value>, version: Version) {
     raw.insert("cniVersion".to_owned(), version.as_str().into());
     let ips = raw.get_mut("ips").and_then(Value::as_array_mut).into_iter().flatten();
     for ip in ips.filter_map(Value::as_object_mut) {

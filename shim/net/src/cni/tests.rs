@@ -1,6 +1,6 @@
 //! Tests which configurations, results and records the parsers accept and reject.
 
-use super::cache::Cache;
+use super::attachment_store::AttachmentStore;
 use super::config::{NetworkList, Version, parse_object};
 use super::result::CniResult;
 use super::*;
@@ -106,12 +106,12 @@ fn results_of_every_version_are_read() {
 #[test]
 fn a_record_comes_back_and_an_unknown_version_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let cache = Cache { dir: dir.path().join("cache") };
+    let store = AttachmentStore { dir: dir.path().join("cache") };
     let id = PodId::from_bytes([9; 32]);
-    assert_eq!(cache.ids().unwrap(), [].into());
-    assert_eq!(cache.read(&id).unwrap(), None);
+    assert_eq!(store.ids().unwrap(), [].into());
+    assert_eq!(store.read(&id).unwrap(), None);
     let network = single(r#"{"cniVersion":"1.0.0","name":"a","type":"x","capabilities":{"dns":true}}"#).unwrap();
-    let record = Record {
+    let record = AttachmentRecord {
         id: id.clone(),
         netns: "/run/netns/x".into(),
         interface: INTERFACE.to_owned(),
@@ -121,21 +121,21 @@ fn a_record_comes_back_and_an_unknown_version_is_refused() {
         result: None,
         owed: None,
     };
-    // The form of daemons older than pending DELs.
+    // The form of daemons older than owed DELs.
     assert!(!serde_json::to_string(&record).unwrap().contains("owed"));
-    cache.write(&record).unwrap();
-    assert_eq!(cache.read(&id).unwrap(), Some((record.clone(), network)));
-    assert_eq!(cache.ids().unwrap(), [id.clone()].into());
-    let path = cache.dir.join(format!("{id}.json"));
+    store.write(&record).unwrap();
+    assert_eq!(store.read(&id).unwrap(), Some((record.clone(), network)));
+    assert_eq!(store.ids().unwrap(), [id.clone()].into());
+    let path = store.dir.join(format!("{id}.json"));
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace(r#""version":"1""#, r#""version":"2""#)).unwrap();
-    assert!(matches!(cache.read(&id), Err(CniError::Json { .. })));
-    cache.remove(&id).unwrap();
-    cache.remove(&id).unwrap();
-    assert_eq!(cache.read(&id).unwrap(), None);
+    assert!(matches!(store.read(&id), Err(CniError::Json { .. })));
+    store.remove(&id).unwrap();
+    store.remove(&id).unwrap();
+    assert_eq!(store.read(&id).unwrap(), None);
     // The input file of a daemon that was killed before it wrote the record.
-    drop(cache.claim(&id).unwrap());
-    assert_eq!(cache.ids().unwrap(), [id].into());
+    drop(store.lock_plugins(&id).unwrap());
+    assert_eq!(store.ids().unwrap(), [id].into());
 }
 
 /// JSON with many keys of CNI.
@@ -204,7 +204,7 @@ fn parse_everything(bytes: &[u8]) {
             assert_eq!(CniResult::from_raw("test", read.raw.clone(), version).unwrap(), read);
         }
     }
-    let _ = Cache::parse(Path::new("test"), bytes);
+    let _ = AttachmentStore::parse(Path::new("test"), bytes);
 }
 
 proptest! {

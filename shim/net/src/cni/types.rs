@@ -27,7 +27,7 @@ pub struct PodRef {
     /// The node's pod CIDRs from UpdateRuntimeConfig (capability `ipRanges`); empty if unknown.
     pub pod_cidrs: Vec<IpNet>,
     /// The interfaces in addition to the default one, by their names in the namespace.
-    pub further: Vec<String>,
+    pub additional_interfaces: Vec<String>,
     /// The user of the interfaces.
     pub usage: InterfaceUsage,
 }

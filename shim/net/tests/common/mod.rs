@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use nacelle_base::PodId;
-use nacelle_net::{Attachment, InterfaceUsage, NetConfig, Network, PodRef, netns};
+use nacelle_net::{Attachment, InterfaceUsage, NetConfig, NodeNetworks, PodRef, netns};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use std::future::Future;
@@ -16,7 +16,7 @@ const PLUGINS: &str = "/usr/lib/cni";
 
 pub struct World {
     dir: PathBuf,
-    pub network: Network,
+    pub network: NodeNetworks,
 }
 
 /// Runs the test in an environment of its own, or reports why it cannot.
@@ -68,7 +68,7 @@ fn missing(needs: &[&str]) -> Option<String> {
 impl World {
     fn new(dir: &Path) -> World {
         std::fs::create_dir(dir.join("conf")).unwrap();
-        World { dir: dir.to_owned(), network: Network::new(config(dir)) }
+        World { dir: dir.to_owned(), network: NodeNetworks::new(config(dir)) }
     }
 
     /// A directory of this environment.
@@ -77,8 +77,8 @@ impl World {
     }
 
     /// Returns a second daemon's network over the same directories, with another plugin deadline.
-    pub fn again(&self, deadline: Duration) -> Network {
-        Network::new(NetConfig { plugin_deadline: deadline, ..config(&self.dir) })
+    pub fn again(&self, deadline: Duration) -> NodeNetworks {
+        NodeNetworks::new(NetConfig { plugin_deadline: deadline, ..config(&self.dir) })
     }
 
     /// Writes a CNI configuration; `DIR` in it is replaced by the directory of this environment.
@@ -134,7 +134,7 @@ pub fn pod(number: u8) -> PodRef {
         bandwidth: None,
         dns: None,
         pod_cidrs: Vec::new(),
-        further: Vec::new(),
+        additional_interfaces: Vec::new(),
         usage: InterfaceUsage::GuestNeedsAll,
     }
 }

@@ -4,7 +4,9 @@
 
 use super::frame::{self, Control, FrameError, HEAD, Head};
 use super::headers::{Decoder, Encoder, HeaderError, Headers};
-use crate::mux::{CHUNK, Life, OUT, Out, Reader, TELL, Window, Writer};
+use crate::mux::{
+    CHUNK, ConnectionLifetime, MAX_QUEUED_MESSAGES, OutgoingMessage, Reader, WINDOW_UPDATE_THRESHOLD, Window, Writer,
+};
 use bytes::Bytes;
 use nacelle_base::Chain;
 use std::collections::HashMap;
@@ -16,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 /// The maximum number of streams at a time.
-const STREAMS: usize = 512;
+const MAX_STREAMS: usize = 512;
 /// The initial window in bytes if no side has set another one (section 2.6.8).
 const WINDOW: u32 = 64 << 10;
 /// The time that the peer has to read the last bytes and to close the connection.
@@ -37,17 +39,18 @@ pub(crate) struct Connection {
     /// The new streams. The channel ends with the connection; when the receiver is closed, further streams are refused.
     pub streams: mpsc::Receiver<Stream>,
     /// The lifetime of the connection.
-    pub life: Life,
-    out: mpsc::Sender<Out>,
+    pub life: ConnectionLifetime,
+    out: mpsc::Sender<OutgoingMessage>,
 }
 
+/// A client's bytes that violate the protocol.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum SpdyError {
     #[error("cannot read from the client")]
     Read(#[from] io::Error),
-    #[error("the client sent no frame of SPDY/3")]
+    #[error("the client sent an invalid SPDY/3 frame")]
     Frame(#[from] FrameError),
-    #[error("the client sent headers that cannot be read")]
+    #[error("the client sent an invalid header block")]
     Headers(#[from] HeaderError),
     #[error("the client opened stream {id} after stream {last}")]
     Order { id: u32, last: u32 },
@@ -57,8 +60,8 @@ impl Connection {
     /// Serves SPDY on this connection.
     pub fn serve(io: impl AsyncRead + AsyncWrite + Send + 'static) -> Connection {
         let (input, output) = tokio::io::split(io);
-        let (life, (out, written)) = (Life::default(), mpsc::channel(OUT));
-        let (announce, streams) = mpsc::channel(STREAMS);
+        let (life, (out, written)) = (ConnectionLifetime::default(), mpsc::channel(MAX_QUEUED_MESSAGES));
+        let (announce, streams) = mpsc::channel(MAX_STREAMS);
         let session = Arc::new(Window::new(false, WINDOW.into()));
         let inbound = ConnectionReader {
             input,
@@ -73,30 +76,30 @@ impl Connection {
             owed: 0,
         };
         tokio::spawn(inbound.run());
-        tokio::spawn(write(output, written, life.clone()));
+        tokio::spawn(write_messages(output, written, life.clone()));
         Connection { streams, life, out }
     }
 
     /// Waits until the peer closes the connection, which it does when all streams have ended. Closes the connection itself after
     /// a timeout.
     pub async fn end(self) {
-        if tokio::time::timeout(LINGER, self.life.gone.cancelled()).await.is_err() {
+        if tokio::time::timeout(LINGER, self.life.closed.cancelled()).await.is_err() {
             // A writer that has ended has sent all it could.
-            let _ = self.out.send(Out::End).await;
+            let _ = self.out.send(OutgoingMessage::End).await;
             // The writer closes the connection after `End`. The timeout covers a writer that is blocked.
-            let _ = tokio::time::timeout(LINGER, self.life.gone.cancelled()).await;
+            let _ = tokio::time::timeout(LINGER, self.life.closed.cancelled()).await;
         }
-        self.life.gone.cancel();
+        self.life.closed.cancel();
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.life.gone.cancel();
+        self.life.closed.cancel();
     }
 }
 
-struct Entry {
+struct StreamState {
     /// `None` after the peer has ended its half.
     data: Option<mpsc::Sender<Bytes>>,
     window: Arc<Window>,
@@ -106,11 +109,11 @@ struct Entry {
 
 struct ConnectionReader<R> {
     input: R,
-    out: mpsc::Sender<Out>,
-    life: Life,
+    out: mpsc::Sender<OutgoingMessage>,
+    life: ConnectionLifetime,
     announce: mpsc::Sender<Stream>,
     decoder: Decoder,
-    streams: HashMap<u32, Entry>,
+    streams: HashMap<u32, StreamState>,
     session: Arc<Window>,
     /// For the windows of new streams: whether the peer enforces them, and their size.
     initial: (bool, u32),
@@ -123,18 +126,18 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
     async fn run(mut self) {
         let life = self.life.clone();
         tokio::select! {
-            () = life.gone.cancelled() => {}
-            ended = self.read() => match ended {
+            () = life.closed.cancelled() => {}
+            ended = self.read_frames() => match ended {
                 Ok(()) => {}
-                Err(Broken::Read(error)) => tracing::debug!(%error, "a streaming client is gone"),
-                Err(error) => tracing::warn!("a streaming connection is ended: {}", Chain(&error)),
+                Err(SpdyError::Read(error)) => tracing::debug!(%error, "a streaming client has disconnected"),
+                Err(error) => tracing::warn!("closing a streaming connection: {}", Chain(&error)),
             },
         }
-        life.gone.cancel();
+        life.closed.cancel();
     }
 
     /// Reads frames until the peer closes the connection between two frames.
-    async fn read(&mut self) -> Result<(), Broken> {
+    async fn read_frames(&mut self) -> Result<(), SpdyError> {
         loop {
             let mut start = [0; HEAD];
             match self.input.read_exact(&mut start).await {
@@ -142,24 +145,24 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
                 other => other?,
             };
             match frame::head(start)? {
-                Head::Data { id, last, length } => self.data(id, last, length).await?,
+                Head::Data { id, last, length } => self.read_data(id, last, length).await?,
                 Head::Control { kind, flags, length } => {
                     let mut body = vec![0; usize::try_from(length).unwrap_or(0)];
                     self.input.read_exact(&mut body).await?;
-                    self.control(frame::control(kind, flags, &body)?).await?;
+                    self.handle_control(frame::control(kind, flags, &body)?).await?;
                 }
             }
         }
     }
 
-    async fn data(&mut self, id: u32, last: bool, length: u32) -> Result<(), Broken> {
+    async fn read_data(&mut self, id: u32, last: bool, length: u32) -> Result<(), SpdyError> {
         let mut left = usize::try_from(length).unwrap_or(usize::MAX);
         while left > 0 {
             let count = left.min(CHUNK);
             let mut chunk = vec![0; count];
             self.input.read_exact(&mut chunk).await?;
             left -= count;
-            self.life.moved();
+            self.life.record_activity();
             let entry = self.streams.get(&id);
             if let Some(data) = entry.and_then(|entry| entry.data.as_ref()) {
                 // A stream without a reader discards its bytes.
@@ -167,28 +170,28 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
             }
             // The window of each stream, and TCP, limit the peer, so the session's window always reopens.
             self.owed += count;
-            if self.owed >= TELL {
+            if self.owed >= WINDOW_UPDATE_THRESHOLD {
                 let owed = u32::try_from(std::mem::take(&mut self.owed)).unwrap_or(u32::MAX);
-                self.say(Out::Taken(0, owed)).await;
+                self.send(OutgoingMessage::WindowUpdate(0, owed)).await;
             }
         }
         if last {
-            self.half(id);
+            self.end_inbound(id);
         }
         Ok(())
     }
 
-    async fn control(&mut self, control: Control) -> Result<(), Broken> {
+    async fn handle_control(&mut self, control: Control) -> Result<(), SpdyError> {
         match control {
             Control::Open { id, last, deaf: _, headers } => {
                 // The headers are decoded in any case: the next blocks depend on them.
                 let headers = self.decoder.decode(&headers)?;
-                self.open(id, last, headers).await?;
+                self.open_stream(id, last, headers).await?;
             }
             Control::Headers { id, last, headers } => {
                 self.decoder.decode(&headers)?;
                 if last {
-                    self.half(id);
+                    self.end_inbound(id);
                 }
             }
             Control::Reset(id) => {
@@ -203,7 +206,7 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
                 self.streams.values().for_each(|entry| entry.window.change(by));
                 self.initial = (true, size);
             }
-            Control::Ping(id) => self.say(Out::Frame(frame::ping(id))).await,
+            Control::Ping(id) => self.send(OutgoingMessage::Frame(frame::ping(id))).await,
             Control::Window(0, bytes) => self.session.change(bytes.into()),
             Control::Window(id, bytes) => {
                 if let Some(entry) = self.streams.get(&id) {
@@ -216,14 +219,14 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
         Ok(())
     }
 
-    async fn open(&mut self, id: u32, last: bool, headers: Headers) -> Result<(), Broken> {
+    async fn open_stream(&mut self, id: u32, last: bool, headers: Headers) -> Result<(), SpdyError> {
         if id <= self.last || id.is_multiple_of(2) {
-            return Err(Broken::Order { id, last: self.last });
+            return Err(SpdyError::Order { id, last: self.last });
         }
         self.last = id;
         self.streams.retain(|_, entry| entry.data.is_some() || !entry.ended.is_cancelled());
-        let Some(place) = self.announce.try_reserve().ok().filter(|_| self.streams.len() < STREAMS) else {
-            self.say(Out::Frame(frame::refused(id))).await;
+        let Some(place) = self.announce.try_reserve().ok().filter(|_| self.streams.len() < MAX_STREAMS) else {
+            self.send(OutgoingMessage::Frame(frame::refused(id))).await;
             return Ok(());
         };
         let (reader, data) = Reader::new(id, self.out.clone());
@@ -231,46 +234,50 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
         let ended = CancellationToken::new();
         let windows = vec![Arc::clone(&window), Arc::clone(&self.session)];
         let writer = Writer::new(id, self.out.clone(), windows, ended.clone());
-        self.streams.insert(id, Entry { data: Some(data).filter(|_| !last), window, ended });
+        self.streams.insert(id, StreamState { data: Some(data).filter(|_| !last), window, ended });
         // The reply must precede all other frames of the stream.
-        if self.out.send(Out::Opened(id)).await.is_ok() {
+        if self.out.send(OutgoingMessage::Opened(id)).await.is_ok() {
             place.send(Stream { headers, reader, writer });
         }
         Ok(())
     }
 
     /// Handles the end of the peer's half of the stream.
-    fn half(&mut self, id: u32) {
+    fn end_inbound(&mut self, id: u32) {
         if let Some(entry) = self.streams.get_mut(&id) {
             entry.data = None;
         }
     }
 
-    async fn say(&mut self, what: Out) {
+    async fn send(&mut self, message: OutgoingMessage) {
         // A connection without a writer is about to end.
-        let _ = self.out.send(what).await;
+        let _ = self.out.send(message).await;
     }
 }
 
-async fn write(mut output: impl AsyncWrite + Unpin, mut written: mpsc::Receiver<Out>, life: Life) {
+async fn write_messages(
+    mut output: impl AsyncWrite + Unpin,
+    mut written: mpsc::Receiver<OutgoingMessage>,
+    life: ConnectionLifetime,
+) {
     let all = async {
         let mut encoder = Encoder::new().map_err(io::Error::other)?;
         let mut last = 0;
         while let Some(next) = written.recv().await {
             match next {
-                Out::Frame(frame) => output.write_all(&frame).await?,
-                Out::Opened(id) => {
+                OutgoingMessage::Frame(frame) => output.write_all(&frame).await?,
+                OutgoingMessage::Opened(id) => {
                     last = id;
                     let headers = encoder.encode(&[]).map_err(io::Error::other)?;
                     output.write_all(&frame::opened(id, &headers)).await?;
                 }
-                Out::Data { id, last, bytes } => {
+                OutgoingMessage::Data { id, last, bytes } => {
                     output.write_all(&frame::data(id, last, bytes.len())).await?;
                     output.write_all(&bytes).await?;
-                    life.moved();
+                    life.record_activity();
                 }
-                Out::Taken(id, bytes) => output.write_all(&frame::window(id, bytes)).await?,
-                Out::End => {
+                OutgoingMessage::WindowUpdate(id, bytes) => output.write_all(&frame::window(id, bytes)).await?,
+                OutgoingMessage::End => {
                     output.write_all(&frame::go_away(last)).await?;
                     break;
                 }
@@ -282,13 +289,13 @@ async fn write(mut output: impl AsyncWrite + Unpin, mut written: mpsc::Receiver<
         output.shutdown().await
     };
     let ended: io::Result<()> = tokio::select! {
-        // A connection that was broken off is not also closed as if all had been said.
+        // A connection that was broken off is not also closed with GOAWAY.
         biased;
-        () = life.gone.cancelled() => Ok(()),
+        () = life.closed.cancelled() => Ok(()),
         ended = all => ended,
     };
     if let Err(error) = ended {
-        tracing::debug!(%error, "a streaming client does not read any more");
+        tracing::debug!(%error, "cannot write to a streaming client");
     }
-    life.gone.cancel();
+    life.closed.cancel();
 }

@@ -91,7 +91,7 @@ pub enum FrameError {
         got: u32,
     },
     /// The length is wrong for the type.
-    #[error("a control frame of type {kind} has {got} bytes, which is not its length")]
+    #[error("a control frame of type {kind} has {got} bytes, which is not the length of that type")]
     Length {
         /// The frame's type.
         kind: u16,

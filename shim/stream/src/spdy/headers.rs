@@ -15,22 +15,22 @@ pub const MAX_PAIRS: u32 = 64;
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
     /// The block is not zlib data, or not with this dictionary.
-    #[error("a block of headers cannot be unpacked")]
+    #[error("cannot decompress a header block")]
     Packed {
         /// The reason.
         source: flate2::DecompressError,
     },
     /// The decompressed block is too long.
-    #[error("a block of headers unpacks to more than {MAX_BLOCK} bytes")]
+    #[error("a header block decompresses to more than {MAX_BLOCK} bytes")]
     TooLong,
     /// The block has too many pairs.
-    #[error("a block of headers has {got} pairs; {MAX_PAIRS} are allowed")]
+    #[error("a header block has {got} pairs; at most {MAX_PAIRS} are allowed")]
     TooMany {
         /// The number of pairs in the block.
         got: u32,
     },
     /// The block ends before its last pair, or continues after it.
-    #[error("a block of headers is cut off or too long for its pairs")]
+    #[error("a header block is truncated, or longer than its pairs")]
     Cut,
 }
 

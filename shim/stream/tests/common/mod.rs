@@ -4,7 +4,7 @@
 
 use nacelle_stream::spdy::frame::{self, Control, Head};
 use nacelle_stream::spdy::headers::{Decoder, Encoder};
-use nacelle_stream::{Attach, Config, Exec, Guests, Process, Server, Size};
+use nacelle_stream::{Attach, Exec, ProcessStreams, StreamBackend, StreamingConfig, StreamingServer, TerminalSize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub struct Missing(String);
 /// The fake node. Its processes are `cat`, `spew BYTES`, `hold` (prints "up" and runs forever), `exit CODE` and `missing`.
 #[derive(Default)]
 pub struct Node {
-    pub sizes: Mutex<Vec<Size>>,
+    pub sizes: Mutex<Vec<TerminalSize>>,
     pub killed: Arc<Mutex<Vec<String>>>,
 }
 
@@ -37,10 +37,10 @@ impl Drop for Guard {
     }
 }
 
-impl Guests for Node {
+impl StreamBackend for Node {
     type Error = Missing;
 
-    async fn exec(&self, exec: &Exec) -> Result<Process<Missing>, Missing> {
+    async fn exec(&self, exec: &Exec) -> Result<ProcessStreams<Missing>, Missing> {
         let pair = || UnixStream::pair().unwrap();
         let ((input, mut stdin), (output, mut stdout)) = (pair(), pair());
         let mut guard = Guard(Arc::clone(&self.killed), exec.args.first().cloned());
@@ -63,11 +63,11 @@ impl Guests for Node {
             return Err(Missing(exec.args.join(" ")));
         }
         let (exec_id, end) = ("e".into(), Box::pin(run));
-        Ok(Process { exec_id, detaches: false, stdin: Some(input), stdout: Some(output), stderr: None, end })
+        Ok(ProcessStreams { exec_id, detaches: false, stdin: Some(input), stdout: Some(output), stderr: None, end })
     }
 
     /// Attaches to a container that echoes its input, forever; "once" until the end of its input.
-    async fn attach(&self, attach: &Attach) -> Result<Process<Missing>, Missing> {
+    async fn attach(&self, attach: &Attach) -> Result<ProcessStreams<Missing>, Missing> {
         let once = attach.container == "once";
         let ((input, mut stdin), (output, mut stdout)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
         let end = Box::pin(async move {
@@ -79,11 +79,11 @@ impl Guests for Node {
             Ok(0)
         });
         let (stdin, stdout) = (Some(input), Some(output));
-        Ok(Process { exec_id: String::new(), detaches: !once, stdin, stdout, stderr: None, end })
+        Ok(ProcessStreams { exec_id: String::new(), detaches: !once, stdin, stdout, stderr: None, end })
     }
 
     /// Connects to a port: 7 echoes, 9 never answers, others refuse the connection.
-    async fn dial(&self, pod: &str, port: u16) -> Result<UnixStream, Missing> {
+    async fn connect_to_port(&self, pod: &str, port: u16) -> Result<UnixStream, Missing> {
         let (near, mut far) = UnixStream::pair().unwrap();
         match port {
             7 => {
@@ -106,7 +106,7 @@ impl Guests for Node {
         Ok(near)
     }
 
-    async fn resize(&self, _: &str, exec_id: &str, size: Size) -> Result<(), Missing> {
+    async fn resize(&self, _: &str, exec_id: &str, size: TerminalSize) -> Result<(), Missing> {
         assert_eq!(exec_id, "e");
         self.sizes.lock().unwrap().push(size);
         Ok(())
@@ -114,9 +114,9 @@ impl Guests for Node {
 }
 
 /// Starts a server that serves.
-pub async fn serve(idle: Duration) -> (Server, Arc<Node>) {
-    let config = Config { address: ([127, 0, 0, 1], 0).into(), idle, tls: None };
-    let (server, listener) = Server::bind(&config).await.unwrap();
+pub async fn serve(idle: Duration) -> (StreamingServer, Arc<Node>) {
+    let config = StreamingConfig { address: ([127, 0, 0, 1], 0).into(), idle, tls: None };
+    let (server, listener) = StreamingServer::bind(&config).await.unwrap();
     let node = Arc::new(Node::default());
     tokio::spawn(listener.serve(Arc::clone(&node)));
     (server, node)

@@ -133,8 +133,8 @@ pub(super) fn signal_number(signal: cri::Signal) -> Option<u32> {
     crate::signals::number(&name.replace("PLUS", "+").replace("MINUS", "-"))
 }
 
-fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldError> {
-    let Some(asked) = asked else { return Ok(Capabilities::default()) };
+fn capabilities(requested: Option<&cri::Capability>) -> Result<Capabilities, FieldError> {
+    let Some(requested) = requested else { return Ok(Capabilities::default()) };
     let list = |field, names: &[String]| -> Result<Vec<String>, FieldError> {
         let known = |name: &String| match capability::normalize(name) {
             normal if capability::is_known(&normal) => Ok(normal),
@@ -143,11 +143,11 @@ fn capabilities(asked: Option<&cri::Capability>) -> Result<Capabilities, FieldEr
         names.iter().map(known).collect()
     };
     Ok(Capabilities {
-        add: list("config.linux.security_context.capabilities.add_capabilities", &asked.add_capabilities)?,
-        drop: list("config.linux.security_context.capabilities.drop_capabilities", &asked.drop_capabilities)?,
+        add: list("config.linux.security_context.capabilities.add_capabilities", &requested.add_capabilities)?,
+        drop: list("config.linux.security_context.capabilities.drop_capabilities", &requested.drop_capabilities)?,
         ambient: list(
             "config.linux.security_context.capabilities.add_ambient_capabilities",
-            &asked.add_ambient_capabilities,
+            &requested.add_ambient_capabilities,
         )?,
     })
 }
@@ -328,7 +328,7 @@ mod tests {
     #[test]
     fn a_profile_of_the_node_is_asked_for_by_its_path() {
         use cri::security_profile::ProfileType::Localhost;
-        let asked = |change: fn(&mut cri::LinuxContainerSecurityContext)| {
+        let requested = |change: fn(&mut cri::LinuxContainerSecurityContext)| {
             let mut config = sample();
             change(security(&mut config));
             let path = seccomp_profile(Some(&config)).unwrap();
@@ -342,15 +342,15 @@ mod tests {
             Some(cri::SecurityProfile { profile_type: Localhost.into(), localhost_ref: path.into() })
         }
         let path = Some(PathBuf::from("/p.json"));
-        assert_eq!(asked(|s| s.seccomp = local("/p.json")), (path.clone(), true));
-        assert_eq!(asked(|s| s.seccomp = local("localhost//p.json")), (path.clone(), true));
+        assert_eq!(requested(|s| s.seccomp = local("/p.json")), (path.clone(), true));
+        assert_eq!(requested(|s| s.seccomp = local("localhost//p.json")), (path.clone(), true));
         #[expect(deprecated, reason = "old kubelets")]
         fn old(security: &mut cri::LinuxContainerSecurityContext) {
             security.seccomp_profile_path = "localhost//p.json".into();
         }
-        assert_eq!(asked(old), (path, true));
-        assert_eq!(asked(|s| (s.seccomp, s.privileged) = (local("/p.json"), true)), (None, false));
-        assert_eq!(asked(|s| s.seccomp = Some(cri::SecurityProfile::default())), (None, false));
+        assert_eq!(requested(old), (path, true));
+        assert_eq!(requested(|s| (s.seccomp, s.privileged) = (local("/p.json"), true)), (None, false));
+        assert_eq!(requested(|s| s.seccomp = Some(cri::SecurityProfile::default())), (None, false));
         assert_eq!(seccomp_profile(None), Ok(None));
     }
 

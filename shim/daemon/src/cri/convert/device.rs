@@ -1,7 +1,7 @@
 //! Converts CRI's devices into `DeviceRequest`, and adds the edits of CDI devices to a request.
 
 use super::{FieldError, bad, not_yet};
-use crate::cdi::Edits;
+use crate::cdi::CdiEdits;
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
@@ -9,30 +9,31 @@ use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
 /// The largest number of devices that one container may request.
-const MOST: usize = 256;
+const MAX_DEVICES: usize = 256;
 /// The longest path in bytes that Linux accepts in a call.
 const PATH_MAX: usize = 4095;
 /// File systems below /dev that each container has for itself.
-const OWN: [&str; 3] = ["/dev/pts", "/dev/shm", "/dev/mqueue"];
+const CONTAINER_OWNED: [&str; 3] = ["/dev/pts", "/dev/shm", "/dev/mqueue"];
 
 /// Checks and converts the devices of a container.
-pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<DeviceRequest>, FieldError> {
-    if asked.len() > MOST {
-        return bad("config.devices", asked.len(), format!("at most {MOST} are allowed"));
+pub fn devices(requested: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<DeviceRequest>, FieldError> {
+    if requested.len() > MAX_DEVICES {
+        return bad("config.devices", requested.len(), format!("at most {MAX_DEVICES} are allowed"));
     }
-    if let (Some(device), Some(_)) = (asked.first(), users) {
+    if let (Some(device), Some(_)) = (requested.first(), users) {
         let instead = "a user namespace may make no devices; leave it out, or run the pod without one";
         return not_yet("config.devices.host_path", &device.host_path, instead);
     }
     let mut taken = BTreeSet::new();
-    let mut devices = Vec::with_capacity(asked.len());
-    for device in asked {
-        if !plain(&device.host_path) {
+    let mut devices = Vec::with_capacity(requested.len());
+    for device in requested {
+        if !is_absolute_without_parent(&device.host_path) {
             return bad("config.devices.host_path", &device.host_path, "an absolute path without .. is needed");
         }
         let at = Path::new(&device.container_path);
-        let below = at.starts_with("/dev") && at != Path::new("/dev") && !OWN.iter().any(|own| at.starts_with(own));
-        if !below || !plain(&device.container_path) {
+        let below =
+            at.starts_with("/dev") && at != Path::new("/dev") && !CONTAINER_OWNED.iter().any(|own| at.starts_with(own));
+        if !below || !is_absolute_without_parent(&device.container_path) {
             let rule = "a path below /dev, without .. and not in /dev/pts, /dev/shm or /dev/mqueue, is needed";
             return bad("config.devices.container_path", &device.container_path, rule);
         }
@@ -54,7 +55,7 @@ pub fn devices(asked: &[cri::Device], users: Option<UserNamespace>) -> Result<Ve
 }
 
 /// Adds the edits of a container's CDI devices to its request, so that they are checked like the rest of it.
-pub fn with_edits(config: &mut cri::ContainerConfig, edits: Edits) {
+pub fn apply_cdi_edits(config: &mut cri::ContainerConfig, edits: CdiEdits) {
     let env = |(key, value): (String, String)| cri::KeyValue { key, value: value.into_bytes() };
     config.envs.extend(edits.env.into_iter().map(env));
     let device = |(host_path, container_path, permissions)| cri::Device { container_path, host_path, permissions };
@@ -72,7 +73,7 @@ pub fn with_edits(config: &mut cri::ContainerConfig, edits: Edits) {
     }
 }
 
-fn plain(path: &str) -> bool {
+fn is_absolute_without_parent(path: &str) -> bool {
     let inside = Path::new(path).components().all(|part| part != Component::ParentDir);
     path.starts_with('/') && inside && !path.contains('\0') && path.len() <= PATH_MAX
 }
@@ -89,19 +90,19 @@ mod tests {
     #[test]
     fn edits_are_asked_for_like_the_rest() {
         let mut config = cri::ContainerConfig::default();
-        with_edits(&mut config, Edits::default());
+        apply_cdi_edits(&mut config, CdiEdits::default());
         assert_eq!(config, cri::ContainerConfig::default());
-        let edits = Edits {
+        let edits = CdiEdits {
             env: vec![("A".into(), "b".into())],
             devices: vec![("/dev/zero".into(), "/dev/x".into(), "r".into())],
-            mounts: vec![crate::cdi::Mount {
+            mounts: vec![crate::cdi::CdiMount {
                 host_path: "/lib".into(),
                 container_path: "/l".into(),
                 options: vec!["ro".into()],
             }],
             groups: vec![44],
         };
-        with_edits(&mut config, edits);
+        apply_cdi_edits(&mut config, edits);
         assert_eq!(config.envs[0], cri::KeyValue { key: "A".into(), value: b"b".to_vec() });
         assert_eq!(config.devices, [device("/dev/zero", "/dev/x", "r")]);
         assert_eq!(
@@ -116,7 +117,7 @@ mod tests {
         let both = [device("/dev/kvm", "/dev/a/kvm", "rw"), device("/srv/x", "/dev/b", "mrw")];
         let taken = devices(&both, None).unwrap();
         assert_eq!((taken[0].container_path.as_str(), taken[1].permissions.as_str()), ("/dev/a/kvm", "mrw"));
-        for (asked, field) in [
+        for (requested, field) in [
             (device("dev/kvm", "/dev/kvm", "r"), "host_path"),
             (device("/dev/../kvm", "/dev/kvm", "r"), "host_path"),
             (device("", "/dev/kvm", "r"), "host_path"),
@@ -129,12 +130,12 @@ mod tests {
             (device("/dev/kvm", "/dev/kvm", "rx"), "permissions"),
             (device("/dev/kvm", "/dev/kvm", "rr"), "permissions"),
         ] {
-            let error = devices(&[asked], None).unwrap_err();
+            let error = devices(&[requested], None).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains(field), "{error}");
         }
         let one = || device("/dev/kvm", "/dev/kvm", "r");
         assert!(devices(&[one(), one()], None).unwrap_err().to_string().contains("once"));
-        assert!(devices(&vec![one(); MOST + 1], None).unwrap_err().to_string().contains("256"));
+        assert!(devices(&vec![one(); MAX_DEVICES + 1], None).unwrap_err().to_string().contains("256"));
         let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
         assert_eq!(devices(&[one()], users).unwrap_err().kind(), Kind::Unsupported);

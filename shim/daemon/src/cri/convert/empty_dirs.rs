@@ -14,8 +14,8 @@ const FIELD: &str = "config.annotations[\"vm.nacelle.dev/empty-dir-limits\"]";
 
 /// Returns `None` if the pod has no guest, or the node maps its owner ids. A size limit cannot be enforced then, and is rejected.
 pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs>, FieldError> {
-    let asked = pod.annotations.get(LIMITS);
-    let limits = asked.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;
+    let requested = pod.annotations.get(LIMITS);
+    let limits = requested.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;
     let cannot = if !pod.kind.has_guest() {
         "the pod has no machine, and its emptyDirs are directories of the node, whose sizeLimit is kubelet's"
     } else if pod.user_namespace.is_some() {
@@ -26,7 +26,7 @@ pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs
     } else {
         ""
     };
-    if let Some(text) = asked.filter(|_| !cannot.is_empty()) {
+    if let Some(text) = requested.filter(|_| !cannot.is_empty()) {
         return Err(FieldError::NotHere { field: FIELD, value: cut(text), why: cannot });
     }
     let own = pod.kind.has_guest() && pod.user_namespace.is_none();
@@ -106,11 +106,11 @@ mod tests {
 
     #[test]
     fn a_size_that_nobody_keeps_is_refused() {
-        let asked = || pod(Some("a=16Mi"));
+        let requested = || pod(Some("a=16Mi"));
         let range = IdRange { first: 65536, count: 65536 };
-        let users = PodConfig { user_namespace: Some(UserNamespace { users: range, groups: range }), ..asked() };
-        let on_host = PodConfig { kind: PodKind::Host { namespaces: NodeNamespaces::default() }, ..asked() };
-        for (pod, handler) in [(&asked(), &Handler::default()), (&users, &disks()), (&on_host, &disks())] {
+        let users = PodConfig { user_namespace: Some(UserNamespace { users: range, groups: range }), ..requested() };
+        let on_host = PodConfig { kind: PodKind::Host { namespaces: NodeNamespaces::default() }, ..requested() };
+        for (pod, handler) in [(&requested(), &Handler::default()), (&users, &disks()), (&on_host, &disks())] {
             let error = empty_dirs(pod, handler).unwrap_err();
             assert!(error.kind() == Kind::Conflict && error.to_string().contains("sizeLimit"), "{error}");
         }

@@ -3,7 +3,7 @@
 
 use super::report::container_is_visible;
 use super::stats::measured;
-use crate::accounting::{ContainerFigures, Cost, Figures};
+use crate::accounting::{ContainerFigures, Figures, ProcessCost};
 use crate::lifecycle::View;
 use cri::MetricType::{Counter, Gauge};
 use nacelle_model::record::ContainerRecord;
@@ -31,7 +31,7 @@ struct Running<'a> {
 /// A pod with figures.
 struct Pod<'a> {
     figures: &'a Figures,
-    cost: Option<Cost>,
+    cost: Option<ProcessCost>,
 }
 
 /// Values of a metric, each with those of its labels that follow [`BASE`].
@@ -94,7 +94,7 @@ static FAMILIES: [Family; 60] = [
     some(Counter, "container_memory_failures_total", "Page faults.", &["failure_type", "scope"], faults),
     one(Counter, "container_oom_events_total", "Processes that were killed for want of memory.", |c| c.usage.oom_kills),
     some(Gauge, "container_hugetlb_usage_bytes", "Huge pages in use, in bytes.", &["pagesize"], |c| c.details().map_or(vec![], |d| d.hugepages.iter().map(|p| (vec![p.size.clone()], p.bytes)).collect())),
-    some(Gauge, "container_hugetlb_max_usage_bytes", "The most huge pages that were seen in use, in bytes.", &["pagesize"], |c| c.figures.most_hugepages.iter().map(|(size, bytes)| (vec![size.clone()], *bytes)).collect()),
+    some(Gauge, "container_hugetlb_max_usage_bytes", "The most huge pages that were seen in use, in bytes.", &["pagesize"], |c| c.figures.max_hugepages.iter().map(|(size, bytes)| (vec![size.clone()], *bytes)).collect()),
 
     some(Counter, "container_pressure_cpu_waiting_seconds_total", "Time in which some process waited for a CPU, in whole seconds.", &[], |c| waiting(c.usage.cpu_pressure)),
     some(Counter, "container_pressure_cpu_stalled_seconds_total", "Time in which all processes waited for a CPU, in whole seconds.", &[], |c| stalled(c.usage.cpu_pressure)),
@@ -165,7 +165,7 @@ impl Pod<'_> {
         self.figures.interfaces.iter().map(|found| (vec![found.name.clone()], value(found))).collect()
     }
 
-    fn machine(&self, value: fn(&Cost, &common::Usage) -> u64) -> Values {
+    fn machine(&self, value: fn(&ProcessCost, &common::Usage) -> u64) -> Values {
         let used = self.figures.pod.as_ref().map(|used| used.usage).unwrap_or_default();
         self.cost.map(|cost| (vec![], value(&cost, &used))).into_iter().collect()
     }
@@ -225,7 +225,7 @@ pub fn descriptors() -> Vec<cri::MetricDescriptor> {
 }
 
 /// Returns the metrics of a pod and of its running containers.
-pub fn pod(view: &View, figures: &Figures, cost: Option<Cost>) -> cri::PodSandboxMetrics {
+pub fn pod(view: &View, figures: &Figures, cost: Option<ProcessCost>) -> cri::PodSandboxMetrics {
     let id = view.pod.id.as_str();
     let name = &view.pod.config.name;
     let own = Pod { figures, cost };

@@ -15,13 +15,13 @@ mod users;
 mod volume;
 
 pub use container::{container_config, seccomp_profile};
-pub use device::with_edits;
+pub use device::apply_cdi_edits;
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 pub use resources::{pod_resources_change, resources_change};
 pub use selinux::{container_label, node_has_selinux, pod_label};
 pub use shape::shape;
-pub use volume::for_a_guest;
+pub use volume::check_guest_volumes;
 
 #[cfg(test)]
 pub(crate) use pod::tests::sample;

@@ -49,28 +49,28 @@ type Part<'a> = (Option<&'a cri::LinuxContainerResources>, [&'static str; 7]);
 
 /// Converts a pod's resources: those of all its containers together, and the pod's overhead.
 pub(super) fn pod_resources(containers: Part<'_>, overhead: Part<'_>) -> Result<PodResources, FieldError> {
-    let part = |(asked, fields): Part<'_>| {
-        asked.map(|asked| resources(asked, fields)).transpose().map(Option::unwrap_or_default)
+    let part = |(requested, fields): Part<'_>| {
+        requested.map(|requested| resources(requested, fields)).transpose().map(Option::unwrap_or_default)
     };
     Ok(PodResources { containers: part(containers)?, overhead: part(overhead)? })
 }
 
 /// Checks and converts limits.
 pub(super) fn resources(
-    asked: &cri::LinuxContainerResources,
+    requested: &cri::LinuxContainerResources,
     fields: [&'static str; 7],
 ) -> Result<Resources, FieldError> {
     let [period, shares, oom_score_adj, cpus, mems, pages, unified] = fields;
     for (field, value, range) in [
-        (period, asked.cpu_period, 0..=1_000_000),
-        (shares, asked.cpu_shares, 0..=262_144),
-        (oom_score_adj, asked.oom_score_adj, -1000..=1000),
+        (period, requested.cpu_period, 0..=1_000_000),
+        (shares, requested.cpu_shares, 0..=262_144),
+        (oom_score_adj, requested.oom_score_adj, -1000..=1000),
     ] {
         if !range.contains(&value) {
             return bad(field, value, format!("{} to {} are allowed", range.start(), range.end()));
         }
     }
-    for (field, list) in [(cpus, &asked.cpuset_cpus), (mems, &asked.cpuset_mems)] {
+    for (field, list) in [(cpus, &requested.cpuset_cpus), (mems, &requested.cpuset_mems)] {
         if cpulist::parse(list).is_none() {
             return bad(field, list, "a list of numbers from 0 to 1023 is needed, as in 0-3,7");
         }
@@ -80,28 +80,28 @@ pub(super) fn resources(
         let digits = ["KB", "MB", "GB"].iter().find_map(|unit| text.strip_suffix(unit));
         digits.is_some_and(|digits| (1..=4).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit()))
     };
-    if let Some(limit) = asked.hugepage_limits.iter().find(|limit| !size(&limit.page_size)) {
+    if let Some(limit) = requested.hugepage_limits.iter().find(|limit| !size(&limit.page_size)) {
         return bad(pages, &limit.page_size, "a size of huge pages is needed, as 2MB");
     }
-    if let Some(key) = asked.unified.keys().find(|key| !plain(key)) {
+    if let Some(key) = requested.unified.keys().find(|key| !plain(key)) {
         return bad(unified, key, "the name of a file of cgroup v2 is needed");
     }
     Ok(Resources {
-        cpu_period: asked.cpu_period,
-        cpu_quota: limit(asked.cpu_quota),
-        cpu_shares: asked.cpu_shares,
-        memory_limit: limit(asked.memory_limit_in_bytes),
-        memory_swap_limit: limit(asked.memory_swap_limit_in_bytes),
-        oom_score_adj: asked.oom_score_adj,
+        cpu_period: requested.cpu_period,
+        cpu_quota: limit(requested.cpu_quota),
+        cpu_shares: requested.cpu_shares,
+        memory_limit: limit(requested.memory_limit_in_bytes),
+        memory_swap_limit: limit(requested.memory_swap_limit_in_bytes),
+        oom_score_adj: requested.oom_score_adj,
         // kubelet sends every huge page size of its node, with a limit of 0 for the sizes that the container does not use.
-        hugepages: asked
+        hugepages: requested
             .hugepage_limits
             .iter()
             .map(|limit| (limit.page_size.clone(), pages_limit(limit.limit)))
             .collect(),
-        unified: pairs(&asked.unified),
-        cpuset_cpus: asked.cpuset_cpus.clone(),
-        cpuset_mems: asked.cpuset_mems.clone(),
+        unified: pairs(&requested.unified),
+        cpuset_cpus: requested.cpuset_cpus.clone(),
+        cpuset_mems: requested.cpuset_mems.clone(),
     })
 }
 
@@ -123,25 +123,25 @@ mod tests {
     /// The contents of memory.limit_in_bytes of cgroup v1 without a limit.
     const NONE_IN_V1: i64 = 9_223_372_036_854_771_712;
 
-    fn converted(asked: &cri::LinuxContainerResources) -> Resources {
-        resources_change(Some(asked)).unwrap()
+    fn converted(requested: &cri::LinuxContainerResources) -> Resources {
+        resources_change(Some(requested)).unwrap()
     }
 
     #[test]
     fn every_way_to_say_no_limit_is_one() {
         for value in [-1, -2, i64::MIN, NONE_IN_V1, i64::MAX, i64::MAX / 2] {
-            let asked = cri::LinuxContainerResources {
+            let requested = cri::LinuxContainerResources {
                 cpu_quota: value,
                 memory_limit_in_bytes: value,
                 memory_swap_limit_in_bytes: value,
                 hugepage_limits: vec![cri::HugepageLimit { page_size: "2MB".into(), limit: value.unsigned_abs() }],
                 ..Default::default()
             };
-            let taken = converted(&asked);
+            let taken = converted(&requested);
             assert_eq!((taken.cpu_quota, taken.memory_limit, taken.memory_swap_limit), (-1, -1, -1), "{value}");
             let pod = cri::UpdatePodSandboxResourcesRequest {
-                resources: Some(asked.clone()),
-                overhead: Some(asked),
+                resources: Some(requested.clone()),
+                overhead: Some(requested),
                 ..Default::default()
             };
             assert_eq!(

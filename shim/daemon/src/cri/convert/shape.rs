@@ -234,12 +234,12 @@ fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, Sh
 fn kernel(admitted: &Admitted) -> Result<Option<OwnKernel>, ShapeError> {
     let boot = admitted.explicit_spec().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let Some(container) = boot.and_then(|boot| boot.container.as_ref()) else { return Ok(None) };
-    let asked = &container.image;
-    let image = match Digest::from_hex(asked.strip_prefix("sha256:").unwrap_or(asked)) {
+    let requested = &container.image;
+    let image = match Digest::from_hex(requested.strip_prefix("sha256:").unwrap_or(requested)) {
         Some(id) => id.to_string(),
-        None => match Reference::parse(asked) {
+        None => match Reference::parse(requested) {
             Ok(reference) => reference.to_string(),
-            Err(error) => return bad(KERNEL_IMAGE, format!("{asked:?}"), error.to_string()),
+            Err(error) => return bad(KERNEL_IMAGE, format!("{requested:?}"), error.to_string()),
         },
     };
     Ok(Some(OwnKernel { image, path: container.kernel_path.clone() }))
@@ -325,13 +325,13 @@ mod tests {
             let said = [("kernel-image", image), ("kernel", "/boot/vmlinux"), ("kernel-args", "quiet")];
             shaped(&said, &plain(), EngineKind::Kvm)
         };
-        for (asked, image) in [
+        for (requested, image) in [
             ("a:1", "docker.io/library/a:1".to_owned()),
             ("abc", "docker.io/library/abc:latest".to_owned()),
             (&format!("r.example/k@sha256:{id}"), format!("r.example/k@sha256:{id}")),
             (&id, format!("sha256:{id}")),
         ] {
-            let shape = kernel(asked).unwrap();
+            let shape = kernel(requested).unwrap();
             assert_eq!(shape.kernel, Some(OwnKernel { image, path: "/boot/vmlinux".into() }));
             assert_eq!(shape.kernel_args, ["quiet"]);
         }

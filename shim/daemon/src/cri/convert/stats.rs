@@ -1,7 +1,7 @@
 //! Converts figures into CRI's statistics, and applies the filters of their lists.
 
 use super::report::{map, metadata, pod_metadata, selected};
-use crate::accounting::{Account, Figures, Used};
+use crate::accounting::{CgroupFigures, Figures, VmCost};
 use crate::lifecycle::View;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::state::ContainerState;
@@ -37,7 +37,7 @@ fn psi(pressure: Option<common::Pressure>) -> Option<cri::PsiStats> {
     pressure.map(|pressure| cri::PsiStats { full: pressure.full.map(data), some: pressure.some.map(data) })
 }
 
-fn cpu(used: &Used, timestamp: i64) -> cri::CpuUsage {
+fn cpu(used: &CgroupFigures, timestamp: i64) -> cri::CpuUsage {
     cri::CpuUsage {
         timestamp,
         usage_core_nano_seconds: value(used.usage.cpu_nanos),
@@ -141,7 +141,7 @@ pub fn pod(view: &View, figures: &Figures, mountpoint: &str) -> cri::PodSandboxS
 
 /// Returns the figures for which CRI has no field: use of the containers in the guest, use of the guest's kernel and agent, the
 /// VM's cost on the node by purpose, the difference between them, and the node's own counters for the pod.
-pub fn accounts(figures: Option<&Figures>, account: Option<Account>) -> serde_json::Value {
+pub fn accounts(figures: Option<&Figures>, account: Option<VmCost>) -> serde_json::Value {
     let both = |cpu: i128, memory: i128| json!({ "cpuNanos": clamp(cpu), "memoryBytes": clamp(memory) });
     let used = figures.and_then(|figures| figures.pod.as_ref()).map(|used| &used.usage);
     let used = used.map(|usage| (i128::from(usage.cpu_nanos), i128::from(usage.memory_bytes)));
@@ -179,11 +179,11 @@ fn clamp(number: i128) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::accounting::{ContainerFigures, Cost};
+    use crate::accounting::{ContainerFigures, ProcessCost};
     use nacelle_model::testing::{container as container_record, pod as pod_record};
     use nacelle_pod::GroupUsage;
 
-    fn used() -> Used {
+    fn used() -> CgroupFigures {
         let stall = common::Stall { total_nanos: 9, avg10: 1234, avg60: 1, avg300: 10_000 };
         let usage = common::Usage {
             cpu_nanos: 5_000,
@@ -199,7 +199,7 @@ mod tests {
             io_pressure: Some(common::Pressure { some: Some(stall), full: None }),
             ..Default::default()
         };
-        Used { usage, nano_cores: Some(77) }
+        CgroupFigures { usage, nano_cores: Some(77) }
     }
 
     fn figures(id: &str) -> Figures {
@@ -208,7 +208,7 @@ mod tests {
             used: Some(used()),
             layer: Some(layer),
             details: None,
-            most_hugepages: Default::default(),
+            max_hugepages: Default::default(),
         };
         let interface = |name: &str| common::InterfaceUsage { name: name.into(), rx_bytes: 1, ..Default::default() };
         Figures {
@@ -307,8 +307,8 @@ mod tests {
     fn the_difference_may_be_below_zero() {
         let figures = figures("a");
         let group = GroupUsage { cpu_nanos: 5, memory_bytes: 4, anonymous_bytes: 3, peak_bytes: None };
-        let whole = Cost { cpu_nanos: 4_000, memory_bytes: u64::MAX, anonymous_bytes: 2 };
-        let account = Account { whole, guest_bytes: 1 << 20, group: Some(group) };
+        let whole = ProcessCost { cpu_nanos: 4_000, memory_bytes: u64::MAX, anonymous_bytes: 2 };
+        let account = VmCost { whole, guest_bytes: 1 << 20, group: Some(group) };
         let reported = accounts(Some(&figures), Some(account));
         assert_eq!(reported["difference"]["cpuNanos"], -1000);
         assert_eq!(reported["machine"]["memoryBytes"], i64::MAX);
@@ -317,7 +317,7 @@ mod tests {
             (&json!(1 << 20), &json!(500))
         );
         assert_eq!(reported["node"], json!({"cpuNanos": 5, "memoryBytes": 4, "anonymousBytes": 3, "peakBytes": null}));
-        let reported = accounts(None, Some(Account { group: None, ..account }));
+        let reported = accounts(None, Some(VmCost { group: None, ..account }));
         assert!(["difference", "system", "node", "containers"].iter().all(|key| reported[key].is_null()), "{reported}");
     }
 }

@@ -12,13 +12,13 @@ const MIN_IDS: u32 = 65_536;
 
 /// Returns a pod's user namespace: mode POD with one range each of users and groups, or none.
 pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, FieldError> {
-    let Some(asked) = &options.userns_options else { return Ok(None) };
-    match asked.mode() {
-        cri::NamespaceMode::Node if asked.uids.is_empty() && asked.gids.is_empty() => Ok(None),
+    let Some(requested) = &options.userns_options else { return Ok(None) };
+    match requested.mode() {
+        cri::NamespaceMode::Node if requested.uids.is_empty() && requested.gids.is_empty() => Ok(None),
         cri::NamespaceMode::Node => bad(FIELD, "NODE with mappings", "mappings go with POD"),
         cri::NamespaceMode::Pod => {
-            let users = range("config.linux.security_context.namespace_options.userns_options.uids", &asked.uids)?;
-            let groups = range("config.linux.security_context.namespace_options.userns_options.gids", &asked.gids)?;
+            let users = range("config.linux.security_context.namespace_options.userns_options.uids", &requested.uids)?;
+            let groups = range("config.linux.security_context.namespace_options.userns_options.gids", &requested.gids)?;
             // With user namespace POD none of the other namespaces may be the node's.
             let modes = [options.network(), options.pid(), options.ipc()];
             if modes.contains(&cri::NamespaceMode::Node) {
@@ -36,9 +36,9 @@ pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, F
 
 /// Checks that a container requests the user namespace of its pod.
 pub fn of_container(options: Option<&cri::NamespaceOption>, pod: Option<UserNamespace>) -> Result<(), FieldError> {
-    let asked = options.and_then(|options| options.userns_options.as_ref());
+    let requested = options.and_then(|options| options.userns_options.as_ref());
     // The pod's check covers the combination with other namespaces.
-    let alone = cri::NamespaceOption { userns_options: asked.cloned(), ..Default::default() };
+    let alone = cri::NamespaceOption { userns_options: requested.cloned(), ..Default::default() };
     let got = of_pod(&alone)?;
     if got == pod {
         return Ok(());
@@ -53,11 +53,12 @@ pub fn of_mount(mount: &cri::Mount, pod: Option<UserNamespace>) -> Result<bool, 
     if mount.uid_mappings.is_empty() && mount.gid_mappings.is_empty() {
         return Ok(false);
     }
-    let asked = UserNamespace { users: range(field, &mount.uid_mappings)?, groups: range(field, &mount.gid_mappings)? };
-    if Some(asked) == pod {
+    let requested =
+        UserNamespace { users: range(field, &mount.uid_mappings)?, groups: range(field, &mount.gid_mappings)? };
+    if Some(requested) == pod {
         return Ok(true);
     }
-    bad(field, describe(Some(asked)), format!("none, or those of the pod are allowed: {}", describe(pod)))
+    bad(field, describe(Some(requested)), format!("none, or those of the pod are allowed: {}", describe(pod)))
 }
 
 /// Returns the user namespace in CRI's form.
@@ -143,8 +144,8 @@ mod tests {
             (cri::NamespaceOption { network: Node.into(), ..options(Pod, &good, &good) }, "the node's users"),
             (cri::NamespaceOption { pid: Node.into(), ..options(Pod, &good, &good) }, "the node's users"),
         ];
-        for (asked, words) in rows {
-            let error = of_pod(&asked).unwrap_err();
+        for (requested, words) in rows {
+            let error = of_pod(&requested).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             assert!(error.to_string().contains(words), "{words}: {error}");
         }
@@ -157,13 +158,13 @@ mod tests {
         of_container(Some(&options(Pod, &one, &one)), pod).unwrap();
         of_container(Some(&options(Node, &[], &[])), None).unwrap();
         of_container(None, None).unwrap();
-        for (asked, has) in [
+        for (requested, has) in [
             (None, pod),
             (Some(options(Node, &[], &[])), pod),
             (Some(options(Pod, &one, &other)), pod),
             (Some(options(Pod, &one, &one)), None),
         ] {
-            let error = of_container(asked.as_ref(), has).unwrap_err();
+            let error = of_container(requested.as_ref(), has).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains("its pod's"), "{error}");
         }
         let mount = |uids: &[cri::IdMapping], gids: &[cri::IdMapping]| cri::Mount {
@@ -173,8 +174,8 @@ mod tests {
         };
         assert_eq!(of_mount(&mount(&[], &[]), pod), Ok(false));
         assert_eq!(of_mount(&mount(&one, &one), pod), Ok(true));
-        for (asked, has) in [(mount(&one, &other), pod), (mount(&one, &[]), pod), (mount(&one, &one), None)] {
-            assert_eq!(of_mount(&asked, has).unwrap_err().kind(), Kind::Invalid);
+        for (requested, has) in [(mount(&one, &other), pod), (mount(&one, &[]), pod), (mount(&one, &one), None)] {
+            assert_eq!(of_mount(&requested, has).unwrap_err().kind(), Kind::Invalid);
         }
     }
 
@@ -183,8 +184,8 @@ mod tests {
         fn an_accepted_range_contains_root_and_ends_before_the_reserved_id(
             container_id in prop_oneof![4 => Just(0), 1 => any::<u32>()], host_id: u32, length: u32,
         ) {
-            let asked = options(Pod, &[mapping(container_id, host_id, length)], &[mapping(0, 0, 65_536)]);
-            match of_pod(&asked) {
+            let requested = options(Pod, &[mapping(container_id, host_id, length)], &[mapping(0, 0, 65_536)]);
+            match of_pod(&requested) {
                 Ok(taken) => {
                     let range = taken.unwrap().users;
                     prop_assert_eq!((container_id, range.first, range.count), (0, host_id, length));

@@ -44,7 +44,7 @@ pub fn volumes(
 
 /// Rejects what a VM cannot have: mounts that propagate to the node, and the node's `/dev` in place of that of the guest's
 /// kernel. Devices that a VM cannot have are rejected later, when they are opened.
-pub fn for_a_guest(config: &ContainerConfig, node: &Config) -> Result<(), FieldError> {
+pub fn check_guest_volumes(config: &ContainerConfig, node: &Config) -> Result<(), FieldError> {
     let both_ways = |volume: &NodeVolume| volume.propagation == Propagation::BothWays;
     let over_dev = |volume: &NodeVolume| Path::new(&volume.container_path) == Path::new(DEV);
     let (field, value) = if config.node_volumes.iter().any(both_ways) {
@@ -230,19 +230,19 @@ mod tests {
         let mut config = (*nacelle_model::testing::container(1, 1).config).clone();
         config.node_volumes = taken;
         let mut node = Config::default();
-        for_a_guest(&config, &node).unwrap();
+        check_guest_volumes(&config, &node).unwrap();
         config.node_volumes[1].propagation = Propagation::BothWays;
-        assert!(for_a_guest(&config, &node).unwrap_err().to_string().contains("(this node has: none)"));
+        assert!(check_guest_volumes(&config, &node).unwrap_err().to_string().contains("(this node has: none)"));
         config.node_volumes[1].propagation = Propagation::Private;
         config.node_volumes[1].container_path = "/dev/".into();
-        let error = for_a_guest(&config, &node).unwrap_err();
+        let error = check_guest_volumes(&config, &node).unwrap_err();
         assert!(error.to_string().contains("container_path is \"/dev\""), "{error}");
         config.node_volumes[1].container_path = "/dev/net".into();
-        for_a_guest(&config, &node).unwrap();
+        check_guest_volumes(&config, &node).unwrap();
         config.node_volumes[1].propagation = Propagation::BothWays;
         let handler = crate::config::Handler { engine: EngineSetting::Host, ..Default::default() };
         node.handlers.insert("on-host".into(), handler);
-        let error = for_a_guest(&config, &node).unwrap_err();
+        let error = check_guest_volumes(&config, &node).unwrap_err();
         assert_eq!(error.kind(), Kind::Conflict);
         assert!(error.to_string().contains("(this node has: on-host)"), "{error}");
     }
@@ -265,29 +265,29 @@ mod tests {
 
     #[test]
     fn options_take_away_and_are_told_once() {
-        let asked = |words: &[&str], image: bool, users| {
-            let mut asked = mount("/mnt");
-            asked.mount_options = words.iter().map(|word| (*word).to_owned()).collect();
+        let requested = |words: &[&str], image: bool, users| {
+            let mut requested = mount("/mnt");
+            requested.mount_options = words.iter().map(|word| (*word).to_owned()).collect();
             if !image {
-                (asked.image, asked.host_path, asked.readonly) = (None, "/srv".into(), false);
+                (requested.image, requested.host_path, requested.readonly) = (None, "/srv".into(), false);
             }
-            volumes(&[asked], users)
+            volumes(&[requested], users)
         };
-        let (_, plain) = asked(&[], false, None).unwrap();
+        let (_, plain) = requested(&[], false, None).unwrap();
         assert!(plain[0].options.is_empty() && !plain[0].readonly);
-        let (_, all) = asked(&["noexec", "ro", "nosuid", "nodev", "noatime", "noexec"], false, None).unwrap();
+        let (_, all) = requested(&["noexec", "ro", "nosuid", "nodev", "noatime", "noexec"], false, None).unwrap();
         assert!(all[0].options.iter().eq(&MountOption::ALL) && all[0].readonly);
-        let (of_image, _) = asked(&["noexec", "ro"], true, None).unwrap();
+        let (of_image, _) = requested(&["noexec", "ro"], true, None).unwrap();
         assert!(of_image[0].options.iter().eq(&[MountOption::Noexec]));
         for word in ["exec", "suid", "rw", "bind", "rnoexec", "uid=0", "NOEXEC", "", "noexec,nodev"] {
-            let error = asked(&[word], false, None).unwrap_err();
+            let error = requested(&[word], false, None).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             assert!(error.to_string().contains(&format!("mount_options is {word:?}")), "{error}");
         }
         let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
-        asked(&["noexec"], false, users).unwrap();
-        assert_eq!(asked(&["noatime"], false, users).unwrap_err().kind(), Kind::Unsupported);
+        requested(&["noexec"], false, users).unwrap();
+        assert_eq!(requested(&["noatime"], false, users).unwrap_err().kind(), Kind::Unsupported);
     }
 
     #[test]

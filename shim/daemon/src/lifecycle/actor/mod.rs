@@ -11,7 +11,7 @@ mod process;
 mod resize;
 pub(crate) mod table;
 
-use super::context::Parts;
+use super::context::NodeServices;
 use super::context::error::{LifecycleError, at, left_line};
 use super::context::events::EventKind;
 use super::context::services::Admit;
@@ -78,7 +78,7 @@ impl Entry {
 }
 
 pub(crate) struct Actor {
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     table: Arc<Table>,
     pod: PodRecord,
     containers: BTreeMap<ContainerId, Entry>,
@@ -106,7 +106,7 @@ pub(crate) struct Actor {
 
 /// Creates the actor and its channels; `Actor::run` starts it.
 pub(crate) fn new(
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     table: Arc<Table>,
     pod: PodRecord,
     containers: Vec<ContainerRecord>,
@@ -118,7 +118,7 @@ pub(crate) fn new(
     let actor = Actor {
         // A booting VM is not confined yet.
         confined: (pod.state == state::PodState::Booting).then(Default::default),
-        parts,
+        services,
         table,
         pod,
         containers,
@@ -168,19 +168,19 @@ impl Actor {
     async fn begin(&mut self, engine: EngineKind, answer: Answer<()>) {
         if let Err(error) = self.commit(vec![Change::Pod(self.pod.clone().into())]).await {
             self.table.forget(&self.pod);
-            self.parts.events.notify_change();
+            self.services.events.notify_change();
             self.ended = true;
             let _ = answer.send(Err(error));
             return;
         }
         self.wait_ready.push(answer);
-        let Some((_, handler)) = self.parts.config.handler(&self.pod.handler) else {
+        let Some((_, handler)) = self.services.config.handler(&self.pod.handler) else {
             // The handler existed when the request was checked, and the configuration does not change.
             return self.booted(Err(LifecycleError::NotFound { what: "handler", id: self.pod.handler.clone() })).await;
         };
         let (id, config, handler) = (self.pod.id.clone(), Arc::clone(&self.pod.config), handler.clone());
         let boot = boot::boot(
-            Arc::clone(&self.parts),
+            Arc::clone(&self.services),
             NewPod { id, config, handler, engine },
             self.cancel_boot.clone(),
             self.timeline.clone(),
@@ -310,13 +310,13 @@ impl Actor {
     }
 
     async fn commit(&self, changes: Vec<Change>) -> Result<(), LifecycleError> {
-        self.parts.store.commit(changes).await.map_err(at("record the change"))
+        self.services.store.commit(changes).await.map_err(at("record the change"))
     }
 
     /// Records and publishes the pod's current state. A failure is only logged: the event cannot be undone, and the next change
     /// writes the whole record again.
     async fn keep_pod(&mut self) {
-        let kept = self.parts.store.commit(vec![Change::Pod(self.pod.clone().into())]).await;
+        let kept = self.services.store.commit(vec![Change::Pod(self.pod.clone().into())]).await;
         self.log_unkept(kept);
         self.publish();
     }
@@ -331,7 +331,7 @@ impl Actor {
     fn publish(&mut self) {
         let records = self.containers.values().map(|entry| &entry.record);
         self.view.send_replace(Arc::new(View::new(&self.pod, records.clone(), self.client.clone())));
-        self.parts.events.notify_change();
+        self.services.events.notify_change();
         let due = self.announced.due(&self.pod, records);
         self.publish_events(&due);
     }
@@ -344,7 +344,7 @@ impl Actor {
         let records = self.containers.values().map(|entry| &entry.record);
         let view = Arc::new(View::new(&self.pod, records, None));
         for (kind, id) in events {
-            self.parts.events.publish(*kind, id, &view);
+            self.services.events.publish(*kind, id, &view);
         }
     }
 }

@@ -36,18 +36,22 @@ impl Actor {
                 self.watching = None;
                 let client = self.client.take();
                 self.publish();
-                let teardown =
-                    teardown::tear_down(Arc::clone(&self.parts), self.pod.id.clone(), client, self.pod.process.clone());
+                let teardown = teardown::tear_down(
+                    Arc::clone(&self.services),
+                    self.pod.id.clone(),
+                    client,
+                    self.pod.process.clone(),
+                );
                 self.effect(async move { Message::TornDown(teardown.await) });
             }
             PodAction::Forget => {
-                let parts = Arc::clone(&self.parts);
+                let services = Arc::clone(&self.services);
                 let id = self.pod.id.clone();
                 let mut changes: Vec<_> = self.containers.keys().cloned().map(Change::ForgetContainer).collect();
                 changes.push(Change::ForgetPod(id.clone()));
                 self.effect(async move {
-                    let forgotten = match teardown::remove_directory(&parts, &id).await {
-                        Ok(()) => parts.store.commit(changes).await.map_err(at("forget the pod")),
+                    let forgotten = match teardown::remove_directory(&services, &id).await {
+                        Ok(()) => services.store.commit(changes).await.map_err(at("forget the pod")),
                         Err(error) => Err(error),
                     };
                     Message::Forgotten(forgotten)
@@ -100,7 +104,7 @@ impl Actor {
         match result {
             Ok(()) => {
                 self.table.forget(&self.pod);
-                self.parts.events.notify_change();
+                self.services.events.notify_change();
                 self.ended = true;
                 let ids: Vec<_> = self.containers.keys().cloned().collect();
                 let mut gone: Vec<_> = ids.iter().filter_map(|id| self.remove_entry(id)).collect();
@@ -115,7 +119,7 @@ impl Actor {
                 if let Some(error) = self.boot_error.take() {
                     answer_all(&mut self.wait_ready, &Err(error));
                 }
-                self.table.collect_images(&self.parts);
+                self.table.collect_images(&self.services);
             }
             Err(error) => {
                 self.step(PodEvent::ForgetFailed).await;

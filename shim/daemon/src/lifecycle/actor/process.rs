@@ -46,7 +46,7 @@ impl Actor {
         }
         // If the pod process is gone as well, the cleanup of the pod checks this.
         let lost = state.phase() == proto::Phase::Stopped || state.containers.iter().any(|one| one.exit_code == LOST);
-        if lost && self.parts.pods.out_of_memory(&self.parts.pod_dir(&self.pod.id)).await {
+        if lost && self.services.pods.out_of_memory(&self.services.pod_dir(&self.pod.id)).await {
             mark_oom_killed(&mut state);
         }
         match state.phase() {
@@ -60,18 +60,18 @@ impl Actor {
         if self.pod.state != state::PodState::Ready {
             return;
         }
-        let (parts, id, process) = (Arc::clone(&self.parts), self.pod.id.clone(), self.pod.process.clone());
+        let (services, id, process) = (Arc::clone(&self.services), self.pod.id.clone(), self.pod.process.clone());
         let search = async move {
-            let dir = parts.pod_dir(&id);
+            let dir = services.pod_dir(&id);
             let mut pause = RETRY.0;
             loop {
-                match parts.pods.connect(&dir).await {
+                match services.pods.connect(&dir).await {
                     Ok(client) => {
                         // A process that accepts connections but cannot be followed must not keep this daemon busy.
                         tokio::time::sleep(pause).await;
                         return Message::Found(client);
                     }
-                    Err(ClientError::NotRunning { .. }) => match parts.clean_up(&dir, process.as_ref()).await {
+                    Err(ClientError::NotRunning { .. }) => match services.clean_up(&dir, process.as_ref()).await {
                         Ok(last) => return Message::Gone(last.as_ref().map(Into::into)),
                         Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
                     },

@@ -29,7 +29,7 @@ impl Actor {
         while let Some((request, _)) = self.updates.front() {
             let done = match self.next_size(request) {
                 Ok((next, sizes, Some(client))) => {
-                    let resized = resize::resize(Arc::clone(&self.parts), client, sizes);
+                    let resized = resize::resize(Arc::clone(&self.services), client, sizes);
                     return self.effect(async move { Message::PodUpdated(Box::new(next), resized.await) });
                 }
                 Ok((next, _, None)) => {
@@ -83,7 +83,7 @@ impl Actor {
             max_memory: 0,
         };
         let machine = self.pod.machine.unwrap_or(promised);
-        let handler = self.parts.config.handler(&self.pod.handler);
+        let handler = self.services.config.handler(&self.pod.handler);
         let least = handler.map_or(1, |(_, handler)| handler.vcpus);
         let sized = size::wanted(machine, least, &asked).map_err(|(has, wanted)| LifecycleError::TooSmall {
             id: self.pod.id.to_string(),

@@ -2,7 +2,7 @@
 //! and single changes only, never while waiting.
 
 use super::message::{Answer, Message};
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::context::view::View;
@@ -105,9 +105,9 @@ impl Table {
     }
 
     /// Releases unused images in the background.
-    pub(crate) fn collect_images(&self, parts: &Parts) {
-        let (images, mut in_use) = (parts.images.clone(), self.images_in_use());
-        in_use.extend(parts.vms.images());
+    pub(crate) fn collect_images(&self, services: &NodeServices) {
+        let (images, mut in_use) = (services.images.clone(), self.images_in_use());
+        in_use.extend(services.vms.images());
         tokio::spawn(async move {
             if let Err(error) = images.collect(&in_use).await {
                 tracing::warn!("cannot collect images: {}", Chain(&error));

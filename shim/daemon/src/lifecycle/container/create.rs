@@ -2,7 +2,7 @@
 
 use super::machine;
 use super::prepare::Prepared;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::shared::{detach_all, detach_from};
@@ -16,17 +16,17 @@ const MAX_GROUPS: usize = 65536;
 
 /// Creates the container in the guest. On failure its volumes are detached.
 pub(crate) async fn create(
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     pod: PodRecord,
     record: ContainerRecord,
     prepared: Prepared,
 ) -> Result<ContainerUser, LifecycleError> {
     let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
     let pushed = !request.copied_in_volumes.is_empty();
-    let mut made = ask("make the container", parts.request_timeout(), client.create_container(request)).await;
+    let mut made = ask("make the container", services.request_timeout(), client.create_container(request)).await;
     // Only now: another machine of the pod may have held its own devices until the creation.
     if let (Ok(_), Some(passed)) = (&made, passed)
-        && let Err(error) = machine::pass(&parts, &pod, passed).await
+        && let Err(error) = machine::pass(&services, &pod, passed).await
     {
         made = Err(error);
     }
@@ -36,13 +36,13 @@ pub(crate) async fn create(
         Ok(made) => {
             if pushed {
                 // The pod process has read the copied-in volumes, or keeps them open.
-                detach_from(&parts, &pod, &record, VolumeTarget::CopiedIn).await;
+                detach_from(&services, &pod, &record, VolumeTarget::CopiedIn).await;
             }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();
             Ok(ContainerUser { uid: made.uid, gid: made.gid, groups })
         }
         Err(error) => {
-            detach_all(&parts, &pod, &record).await;
+            detach_all(&services, &pod, &record).await;
             Err(error)
         }
     }

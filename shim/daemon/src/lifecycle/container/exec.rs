@@ -1,6 +1,6 @@
 //! Runs a command in a container to its end.
 
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
 use nacelle_base::ContainerId;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// Runs a command in the container to its end.
 pub(crate) async fn exec(
-    parts: &Parts,
+    services: &NodeServices,
     client: PodClient,
     id: &ContainerId,
     args: Vec<String>,
@@ -21,6 +21,6 @@ pub(crate) async fn exec(
     match limit {
         // The caller set no limit; dropping the request ends the command.
         None => call.await.map_err(at(step)),
-        Some(limit) => ask(step, limit.saturating_add(parts.request_timeout()), call).await,
+        Some(limit) => ask(step, limit.saturating_add(services.request_timeout()), call).await,
     }
 }

@@ -2,7 +2,7 @@
 //! or devices of the node. The directories of its file systems are shared with the pod, because a pod process sees none.
 
 use super::extents;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::device;
@@ -38,23 +38,23 @@ struct OfNode {
 /// Returns the request to the pod process, the disks that were sent to it already, and the PCI devices that it gets once it has
 /// created the machine.
 pub(crate) async fn prepare(
-    parts: &Parts,
+    services: &NodeServices,
     client: &PodClient,
     pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, PassthroughDevices), LifecycleError> {
-    share(parts, pod, machine, record).await?;
-    let prepared = without_directories(parts, client, machine, record).await;
+    share(services, pod, machine, record).await?;
+    let prepared = without_directories(services, client, machine, record).await;
     if prepared.is_err() {
-        detach_all(parts, pod, record).await;
+        detach_all(services, pod, record).await;
     }
     prepared
 }
 
 /// Shares the directories of the machine's file systems with the pod, in the order of the machine's document.
 async fn share(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
@@ -71,12 +71,13 @@ async fn share(
     });
     let found = found.await.map_err(|error| at(STEP)(SourceError::Volume(error)))?;
     let volumes = found.iter().map(|volume| shared(volume, Path::new(&volume.host_path), &pod.config)).collect();
-    let attached = parts.pods.attach(&parts.pod_dir(&pod.id), VolumeTarget::Share, record.id.as_str(), volumes).await;
+    let attached =
+        services.pods.attach(&services.pod_dir(&pod.id), VolumeTarget::Share, record.id.as_str(), volumes).await;
     attached.map_err(at("share the directories of the machine's file systems with the pod"))
 }
 
 async fn without_directories(
-    parts: &Parts,
+    services: &NodeServices,
     client: &PodClient,
     machine: &MachinePod,
     record: &ContainerRecord,
@@ -91,8 +92,8 @@ async fn without_directories(
     })
     .await?;
     let config = &record.config;
-    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
-    let document = machine_pod::build_document(&machine, record, &parts.images, sources).await;
+    let root = services.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
+    let document = machine_pod::build_document(&machine, record, &services.images, sources).await;
     let mut request = proto::CreateContainerRequest {
         id: record.id.to_string(),
         oci_spec: document.map_err(at(STEP))?,
@@ -108,15 +109,19 @@ async fn without_directories(
     let mut offers = Vec::with_capacity(disks.len());
     for (disk, file) in disks {
         let call = client.offer_device(record.id.as_str(), &disk.name, file);
-        offers.push(ask("hand a disk over to the pod", parts.request_timeout(), call).await?);
+        offers.push(ask("hand a disk over to the pod", services.request_timeout(), call).await?);
         request.disks.push(disk);
     }
     Ok((request, offers, passed))
 }
 
 /// Passes the PCI devices to a machine that is created and has not started.
-pub(crate) async fn pass(parts: &Parts, pod: &PodRecord, passed: PassthroughDevices) -> Result<(), LifecycleError> {
-    let dir = parts.pod_dir(&pod.id);
+pub(crate) async fn pass(
+    services: &NodeServices,
+    pod: &PodRecord,
+    passed: PassthroughDevices,
+) -> Result<(), LifecycleError> {
+    let dir = services.pod_dir(&pod.id);
     let placed = blocking(move || passed.create_nodes(&dir)).await;
     placed.map_err(|error| at("give the machine its PCI devices")(SourceError::Passthrough(error)))
 }

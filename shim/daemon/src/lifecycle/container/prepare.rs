@@ -2,7 +2,7 @@
 
 use super::extents;
 use super::machine;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
 use crate::lifecycle::volume::device::{self, BlockDevice};
@@ -48,7 +48,7 @@ impl Prepared {
 
 /// Prepares the container on the node. On failure its volumes are detached.
 pub(crate) async fn prepare(
-    parts: &Parts,
+    services: &NodeServices,
     client: PodClient,
     pod: &PodRecord,
     record: &ContainerRecord,
@@ -57,17 +57,17 @@ pub(crate) async fn prepare(
         if let Some(vm) = vm {
             // Recorded before a disk refers to the images: they are kept as long as the disk.
             let images = machine_pod::backing_images(machine, &record.config, &record.volumes, &record.image);
-            parts.vms.set_images(vm, images).await.map_err(at("keep the images of the machine"))?;
+            services.vms.set_images(vm, images).await.map_err(at("keep the images of the machine"))?;
         }
-        let (request, offers, passed) = machine::prepare(parts, &client, pod, machine, record).await?;
+        let (request, offers, passed) = machine::prepare(services, &client, pod, machine, record).await?;
         return Ok(Prepared { request, client, offers, passed: Some(passed), in_sysfs: false });
     }
     let (config, nodes, blocks) = devices(pod, record).await?;
-    let plans = plan::plan(parts, pod, record).await?;
+    let plans = plan::plan(services, pod, record).await?;
     let prepared = async {
-        shared::attach(parts, pod, record, &plans).await?;
+        shared::attach(services, pod, record, &plans).await?;
         let mounts: Vec<_> = plans.iter().map(VolumePlan::mount).collect();
-        let mut request = request(parts, pod, record, &config, &nodes, &mounts).await?;
+        let mut request = request(services, pod, record, &config, &nodes, &mounts).await?;
         let mut offered = blocks;
         for plan in plans {
             match plan.delivery {
@@ -83,7 +83,7 @@ pub(crate) async fn prepare(
         let mut offers = Vec::with_capacity(offered.len());
         for (device, file) in offered {
             let call = client.offer_device(record.id.as_str(), &device.container_path, file);
-            offers.push(ask("hand a device over to the pod", parts.request_timeout(), call).await?);
+            offers.push(ask("hand a device over to the pod", services.request_timeout(), call).await?);
             request.devices.push(device);
         }
         Ok((request, offers))
@@ -93,7 +93,7 @@ pub(crate) async fn prepare(
     match prepared.await {
         Ok((request, offers)) => Ok(Prepared { request, client, offers, passed: None, in_sysfs }),
         Err(error) => {
-            detach_all(parts, pod, record).await;
+            detach_all(services, pod, record).await;
             Err(error)
         }
     }
@@ -121,20 +121,21 @@ async fn devices(
 
 /// Builds the creation request for the pod process.
 async fn request(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &PodRecord,
     record: &ContainerRecord,
     config: &ContainerConfig,
     devices: &[DeviceNode],
     mounts: &[VolumeMount<'_>],
 ) -> Result<proto::CreateContainerRequest, LifecycleError> {
-    let root = parts.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
+    let root = services.images.rootfs(&record.image.id).await.map_err(at("read the image of the container"))?;
     let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices, mounts);
     let spec = spec.map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
     let mut volumes = Vec::with_capacity(record.volumes.len());
     for (volume, image) in config.volumes.iter().zip(&record.volumes) {
-        let root = parts.images.rootfs(&image.id).await.map_err(at("read the image of a volume of the container"))?;
+        let root =
+            services.images.rootfs(&image.id).await.map_err(at("read the image of a volume of the container"))?;
         volumes.push(proto::ImageVolume {
             image_key: image.id.to_string(),
             image: extents(&root.disk),

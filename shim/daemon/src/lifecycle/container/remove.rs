@@ -1,6 +1,6 @@
 //! Removes a container from the guest.
 
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::{ask, is_unknown};
 use crate::lifecycle::volume::shared::mounting_processes;
@@ -16,7 +16,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// Removes the container. It is no error if the guest does not know it.
 pub(crate) async fn remove(
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     client: Option<PodClient>,
     pod: PodRecord,
     record: Arc<ContainerConfig>,
@@ -24,19 +24,19 @@ pub(crate) async fn remove(
 ) -> Result<(), LifecycleError> {
     // Without a VM there is nothing in a guest to remove.
     let Some(client) = client else { return Ok(()) };
-    remove_from_guest(&parts, client, &id).await?;
+    remove_from_guest(&services, client, &id).await?;
     // Copied-in volumes are left over only if a daemon died while it created the container.
     for process in mounting_processes(&pod, &record) {
-        let detached = parts.pods.detach(&parts.pod_dir(&pod.id), *process, id.as_str()).await;
+        let detached = services.pods.detach(&services.pod_dir(&pod.id), *process, id.as_str()).await;
         detached.map_err(at("detach the volumes of the container"))?;
     }
     Ok(())
 }
 
-async fn remove_from_guest(parts: &Parts, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
-    let deadline = tokio::time::Instant::now() + parts.request_timeout();
+async fn remove_from_guest(services: &NodeServices, client: PodClient, id: &ContainerId) -> Result<(), LifecycleError> {
+    let deadline = tokio::time::Instant::now() + services.request_timeout();
     loop {
-        match ask("remove the container", parts.request_timeout(), client.remove_container(id.as_str())).await {
+        match ask("remove the container", services.request_timeout(), client.remove_container(id.as_str())).await {
             Err(error) if is_unknown(&error) => return Ok(()),
             // The guest still executes the creation for an earlier daemon; the removal succeeds once that is complete.
             Err(error) if error.kind() == Kind::Conflict && tokio::time::Instant::now() < deadline => {

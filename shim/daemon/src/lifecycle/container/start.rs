@@ -1,7 +1,7 @@
 //! Starts a container in the guest.
 
 use super::stop::stop;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::request::ask;
 use nacelle_base::{Chain, ContainerId};
@@ -10,11 +10,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Starts the container in the guest.
-pub(crate) async fn start(parts: Arc<Parts>, client: PodClient, id: ContainerId) -> Result<(), LifecycleError> {
-    let started = ask("start the container", parts.request_timeout(), client.start_container(id.as_str())).await;
+pub(crate) async fn start(
+    services: Arc<NodeServices>,
+    client: PodClient,
+    id: ContainerId,
+) -> Result<(), LifecycleError> {
+    let started = ask("start the container", services.request_timeout(), client.start_container(id.as_str())).await;
     if let Err(LifecycleError::TooSlow { .. }) = &started {
         // After a failed request the container may start all the same, and would then run although it counts as ended.
-        if let Err(error) = stop(parts, client, id.clone(), Duration::ZERO).await {
+        if let Err(error) = stop(services, client, id.clone(), Duration::ZERO).await {
             tracing::warn!(container = %id, "its late start could not be stopped: {}", Chain(&error));
         }
     }

@@ -1,6 +1,6 @@
 //! Changes a container's limits in the guest.
 
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::request::ask;
 use nacelle_base::ContainerId;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// Changes the container's limits in the guest.
 pub(crate) async fn update(
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     client: PodClient,
     id: ContainerId,
     limits: Vec<(String, String)>,
@@ -19,5 +19,5 @@ pub(crate) async fn update(
 ) -> Result<(), LifecycleError> {
     let limits = limits.into_iter().map(|(file, value)| common::Limit { file, value }).collect();
     let request = common::UpdateContainerRequest { id: id.to_string(), limits, oom_score_adj, processors };
-    ask("change the limits of the container", parts.request_timeout(), client.update_container(request)).await
+    ask("change the limits of the container", services.request_timeout(), client.update_container(request)).await
 }

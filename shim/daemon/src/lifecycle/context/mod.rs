@@ -28,7 +28,7 @@ use std::time::Duration;
 pub use nacelle_base::timeline::now;
 
 /// The state and the services that all pods of a node share.
-pub struct Parts {
+pub struct NodeServices {
     /// The configuration.
     pub config: Config,
     /// The engines.
@@ -51,7 +51,7 @@ pub struct Parts {
     pub locks: Vec<PathLock>,
 }
 
-impl Parts {
+impl NodeServices {
     /// Returns the run directory of a pod. It belongs to the daemon; the pod process writes in a part of it
     /// (`nacelle_pod::jail_dir`).
     pub fn pod_dir(&self, id: &PodId) -> PathBuf {

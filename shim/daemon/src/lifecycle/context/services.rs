@@ -4,7 +4,7 @@
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
 use nacelle_model::process::PodProcess;
-use nacelle_net::{Attachment, CniError, NetError, Network, PodRef};
+use nacelle_net::{Attachment, CniError, NetError, NodeNetworks, PodRef};
 use nacelle_pod::affinity::{self, AffinityError};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::SavedPodState;
@@ -75,17 +75,17 @@ pub trait Pods: Send + Sync + 'static {
 #[tonic::async_trait]
 pub trait Networks: Send + Sync + 'static {
     /// Creates the pod's network namespace and returns the path of its file.
-    async fn create(&self, id: &PodId) -> Result<PathBuf, NetError>;
+    async fn create_netns(&self, id: &PodId) -> Result<PathBuf, NetError>;
     /// Attaches the pod's networks.
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError>;
     /// Connects the taps of the VM with the interfaces of the plugins; each pair is (tap, interface).
-    async fn join(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError>;
+    async fn connect_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError>;
     /// Detaches the pod and removes its namespace. A plugin that fails within `limit` does not block the rest: its DEL is then
-    /// owed, the result is the reason, and `settle` tries again. It can be repeated, and it succeeds for a pod without network
+    /// owed, the result is the reason, and `retry_owed_deletes` retries it. It can be repeated, and it succeeds for a pod without network
     /// and namespace.
     async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError>;
-    /// Repeats owed DELs, each with a limit of `limit`.
-    async fn settle(&self, limit: Duration);
+    /// Retries the owed DELs that are due, each for at most `limit`.
+    async fn retry_owed_deletes(&self, limit: Duration);
     /// Returns the error because of which pods could not get a network now, if there is one.
     async fn status(&self) -> Result<(), NetError>;
     /// Removes everything of pods that are not in `keep`; each step takes at most `limit`.
@@ -124,33 +124,33 @@ fn of_group(scope: &Scope, error: ScopeError) -> ClientError {
 }
 
 #[tonic::async_trait]
-impl Networks for Network {
-    async fn create(&self, id: &PodId) -> Result<PathBuf, NetError> {
-        self.create_netns(id).await?;
+impl Networks for NodeNetworks {
+    async fn create_netns(&self, id: &PodId) -> Result<PathBuf, NetError> {
+        NodeNetworks::create_netns(self, id).await?;
         Ok(self.netns_path(id))
     }
 
     async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
-        Network::setup(self, pod).await
+        NodeNetworks::setup(self, pod).await
     }
 
-    async fn join(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
-        self.join_taps(id, pairs).await
+    async fn connect_taps(&self, id: &PodId, pairs: Vec<(String, String)>) -> Result<(), NetError> {
+        NodeNetworks::connect_taps(self, id, pairs).await
     }
 
     async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError> {
-        Network::release(self, id, limit).await
+        NodeNetworks::release(self, id, limit).await
     }
 
-    async fn settle(&self, limit: Duration) {
-        Network::settle(self, limit).await;
+    async fn retry_owed_deletes(&self, limit: Duration) {
+        NodeNetworks::retry_owed_deletes(self, limit).await;
     }
 
     async fn status(&self) -> Result<(), NetError> {
-        Network::status(self).await
+        NodeNetworks::status(self).await
     }
 
     async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
-        Network::gc(self, keep, limit).await
+        NodeNetworks::gc(self, keep, limit).await
     }
 }

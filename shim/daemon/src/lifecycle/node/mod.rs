@@ -12,7 +12,7 @@ use super::actor::table::{Handle, Known, Table, ignore_not_found};
 use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
-use super::context::{Parts, new_id, now};
+use super::context::{NodeServices, new_id, now};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{ContainerId, PodId};
@@ -35,14 +35,14 @@ use vms::held;
 /// The pods of this node.
 #[derive(Clone)]
 pub struct Node {
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     table: Arc<Table>,
 }
 
 impl Node {
     /// Returns what the pods share.
-    pub fn parts(&self) -> &Parts {
-        &self.parts
+    pub fn services(&self) -> &NodeServices {
+        &self.services
     }
 
     /// Returns the states of all pods.
@@ -63,7 +63,7 @@ impl Node {
     /// Returns the images of containers and their volumes, and those below the disks of persistent VMs.
     pub fn images_in_use(&self) -> HashSet<ImageId> {
         let mut images = self.table.images_in_use();
-        images.extend(self.parts.vms.images());
+        images.extend(self.services.vms.images());
         images
     }
 
@@ -109,7 +109,11 @@ impl Node {
                 return Err(held(vm, &view));
             }
             // The VM existed a moment ago, but may have been deleted since.
-            self.parts.vms.check_unlocked(vm).and_then(|()| self.parts.vms.get(vm)).map_err(at("run the machine"))?;
+            self.services
+                .vms
+                .check_unlocked(vm)
+                .and_then(|()| self.services.vms.get(vm))
+                .map_err(at("run the machine"))?;
         }
         let id = loop {
             let id = PodId::from_bytes(new_id());
@@ -137,9 +141,9 @@ impl Node {
         };
         rows.names.insert(record.config.name.clone(), id.clone());
         let (actor, inbox, view) =
-            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), record, Vec::new(), Announced::default());
+            actor::new(Arc::clone(&self.services), Arc::clone(&self.table), record, Vec::new(), Announced::default());
         rows.pods.insert(id.clone(), Handle { inbox, view });
-        self.parts.events.notify_change();
+        self.services.events.notify_change();
         tokio::spawn(actor.run(Begin::New(engine, answer)));
         Ok((id, None))
     }
@@ -220,21 +224,21 @@ impl Node {
         limit: Option<Duration>,
     ) -> Result<proto::ExecSyncResponse, LifecycleError> {
         let Running { id, client, .. } = self.running(id)?;
-        container::exec::exec(&self.parts, client, &id, args, limit).await
+        container::exec::exec(&self.services, client, &id, args, limit).await
     }
 
     /// Closes the log file of a running container and opens it again by its name.
     pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
         let Running { id, client, .. } = self.running(id)?;
-        container::log::reopen(&self.parts, client, &id).await
+        container::log::reopen(&self.services, client, &id).await
     }
 
     /// Stores the node's pod CIDRs.
     pub async fn set_pod_cidrs(&self, cidrs: Vec<IpNet>) -> Result<(), LifecycleError> {
         let text: Vec<String> = cidrs.iter().map(ToString::to_string).collect();
         let change = Change::Setting(recover::POD_CIDRS, text.join(","));
-        self.parts.store.commit(vec![change]).await.map_err(at("record the pod CIDR"))?;
-        *self.parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
+        self.services.store.commit(vec![change]).await.map_err(at("record the pod CIDR"))?;
+        *self.services.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
         Ok(())
     }
 }

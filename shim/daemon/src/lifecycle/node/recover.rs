@@ -6,7 +6,7 @@ use crate::lifecycle::actor;
 use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
 use crate::lifecycle::actor::table::{Handle, Table, send_request};
-use crate::lifecycle::context::{Parts, now};
+use crate::lifecycle::context::{NodeServices, now};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord};
@@ -108,16 +108,16 @@ const LIMIT: Duration = Duration::from_secs(150);
 
 impl Node {
     /// Recovers the pods in the store and cleans up the node.
-    pub async fn recover(parts: Parts, contents: Contents) -> Node {
+    pub async fn recover(services: NodeServices, contents: Contents) -> Node {
         let cidrs = contents.settings.get(POD_CIDRS).map(String::as_str).unwrap_or_default();
         let cidrs = cidrs.split(',').filter_map(|cidr| cidr.parse().ok()).collect();
-        *parts.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
+        *services.cidrs.write().unwrap_or_else(PoisonError::into_inner) = cidrs;
         let times = contents.containers.iter().flat_map(|c| [c.created_at, c.started_at, c.finished_at]);
         if let Some(last) = times.chain(contents.pods.iter().map(|pod| pod.created_at)).max() {
-            parts.events.go_on_after(last);
+            services.events.go_on_after(last);
         }
-        let node = Node { parts: Arc::new(parts), table: Arc::new(Table::default()) };
-        remove_orphans(&node.parts, &contents.pods).await;
+        let node = Node { services: Arc::new(services), table: Arc::new(Table::default()) };
+        remove_orphans(&node.services, &contents.pods).await;
         let mut containers: BTreeMap<PodId, Vec<ContainerRecord>> = BTreeMap::new();
         for container in contents.containers {
             containers.entry(container.pod.clone()).or_default().push(container);
@@ -132,14 +132,14 @@ impl Node {
             tracing::warn!("the recovery of some pods takes long; it continues while the daemon serves");
         }
         work.detach_all();
-        node.table.collect_images(&node.parts);
+        node.table.collect_images(&node.services);
         node
     }
 
     async fn take_over(&self, mut pod: PodRecord, mut containers: Vec<ContainerRecord>) {
         // The states that the earlier daemon has announced.
         let announced = Announced::of(&pod, &containers);
-        let (found, client, last) = look(&self.parts, &pod).await;
+        let (found, client, last) = look(&self.services, &pod).await;
         let plan = plan(pod.state, pod.was_ready, found);
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
         let (mut remove, mut make) = (Vec::new(), Vec::new());
@@ -217,7 +217,7 @@ impl Node {
     ) -> mpsc::Sender<Message> {
         let (id, name) = (pod.id.clone(), pod.config.name.clone());
         let (actor, inbox, view) =
-            actor::new(Arc::clone(&self.parts), Arc::clone(&self.table), pod, containers, announced);
+            actor::new(Arc::clone(&self.services), Arc::clone(&self.table), pod, containers, announced);
         let mut rows = self.table.rows();
         rows.names.insert(name, id.clone());
         rows.pods.insert(id, Handle { inbox: inbox.clone(), view });
@@ -246,14 +246,14 @@ async fn catch_up(inbox: &mpsc::Sender<Message>, state: Option<proto::PodState>)
 }
 
 /// Returns the state of a pod's process, its client, and its current or last report.
-async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Option<proto::PodState>) {
-    let dir = parts.pod_dir(&pod.id);
-    match parts.pods.connect(&dir).await {
-        Ok(client) => match timeout(parts.request_timeout(), client.state()).await {
+async fn look(services: &NodeServices, pod: &PodRecord) -> (Found, Option<PodClient>, Option<proto::PodState>) {
+    let dir = services.pod_dir(&pod.id);
+    match services.pods.connect(&dir).await {
+        Ok(client) => match timeout(services.request_timeout(), client.state()).await {
             Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
             Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
         },
-        Err(ClientError::NotRunning { .. }) => match parts.clean_up(&dir, pod.process.as_ref()).await {
+        Err(ClientError::NotRunning { .. }) => match services.clean_up(&dir, pod.process.as_ref()).await {
             Ok(last) => (Found::Dead, None, last.as_ref().map(Into::into)),
             Err(error) => {
                 tracing::warn!(pod = %pod.id, "cannot read what is left of it: {}", Chain(&error));
@@ -268,9 +268,9 @@ async fn look(parts: &Parts, pod: &PodRecord) -> (Found, Option<PodClient>, Opti
 }
 
 /// Removes directories, processes and networks that belong to no record.
-async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
-    let directories: BTreeSet<PathBuf> = known.iter().map(|pod| parts.pod_dir(&pod.id)).collect();
-    let pods = parts.config.paths.pods();
+async fn remove_orphans(services: &NodeServices, known: &[PodRecord]) {
+    let directories: BTreeSet<PathBuf> = known.iter().map(|pod| services.pod_dir(&pod.id)).collect();
+    let pods = services.config.paths.pods();
     let list =
         move || -> std::io::Result<Vec<PathBuf>> { std::fs::read_dir(pods)?.map(|entry| Ok(entry?.path())).collect() };
     let there = match blocking(list).await {
@@ -282,7 +282,7 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     };
     for dir in there.into_iter().filter(|dir| !directories.contains(dir)) {
         tracing::warn!(dir = %dir.display(), "a pod without a record is removed");
-        match parts.clean_up(&dir, None).await {
+        match services.clean_up(&dir, None).await {
             Ok(_) => {
                 let removed = blocking(move || nacelle_base::files::remove_tree_if_there(&dir)).await;
                 if let Err(error) = removed {
@@ -294,11 +294,11 @@ async fn remove_orphans(parts: &Parts, known: &[PodRecord]) {
     }
     let keep: BTreeSet<_> = known.iter().map(|pod| pod.id.clone()).collect();
     // A scratch disk has a name only while its pod starts, and a start ends with its daemon.
-    let (scratch, kept) = (parts.config.paths.scratch(), keep.clone());
+    let (scratch, kept) = (services.config.paths.scratch(), keep.clone());
     if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch, &kept)).await {
         tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));
     }
-    if let Err(error) = parts.networks.gc(&keep, parts.teardown_timeout()).await {
+    if let Err(error) = services.networks.gc(&keep, services.teardown_timeout()).await {
         tracing::error!("cannot remove networks without a pod: {}", Chain(&error));
     }
 }

@@ -63,7 +63,7 @@ impl Node {
 
     /// Returns the end of the guest's console output; empty if there is no console.
     pub async fn console(&self, pod: &PodId) -> String {
-        let jailed = nacelle_pod::jailed(&self.parts.pod_dir(pod));
+        let jailed = nacelle_pod::jailed(&self.services.pod_dir(pod));
         let tail = blocking(move || nacelle_engine::log_tail(&jailed, nacelle_pod::CONSOLE_FILE, CONSOLE_SHOWN));
         match tail.await {
             Ok(text) => text.unwrap_or_default(),

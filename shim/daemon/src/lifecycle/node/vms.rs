@@ -23,6 +23,6 @@ impl Node {
             return Err(held(vm, &view));
         }
         let step = "lock the VM";
-        Ok((self.parts.vms.get(vm).map_err(at(step))?, self.parts.vms.lock(vm, operation).map_err(at(step))?))
+        Ok((self.services.vms.get(vm).map_err(at(step))?, self.services.vms.lock(vm, operation).map_err(at(step))?))
     }
 }

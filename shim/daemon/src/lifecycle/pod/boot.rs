@@ -8,7 +8,7 @@ use super::size::{self, memory_mib, memory_pages};
 use super::spec::{Groups, NewPod, own_kernel, pod_spec};
 use crate::config::Handler;
 use crate::hugepages;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
@@ -43,16 +43,16 @@ const STEP_NAME: usize = 64;
 /// Creates the pod's directory, namespace, VM and network, and waits until the guest is configured. On failure the caller cleans
 /// up everything. `cancel` ends it at the next step. `admit` records the pod process.
 pub(crate) async fn boot(
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     pod: NewPod,
     cancel: CancellationToken,
     timeline: Timeline,
     admit: Admit,
 ) -> Result<BootedPod, LifecycleError> {
     check_resources(&pod.config, &pod.handler)?;
-    let spec = prepare(&parts, &pod, &cancel, &timeline).await?;
-    let (client, attached) = start(&parts, &pod, &spec, &timeline, admit).await?;
-    let kernel_release = configure(&parts, &pod, &client, &attached, &cancel, &timeline).await?;
+    let spec = prepare(&services, &pod, &cancel, &timeline).await?;
+    let (client, attached) = start(&services, &pod, &spec, &timeline, admit).await?;
+    let kernel_release = configure(&services, &pod, &client, &attached, &cancel, &timeline).await?;
     let machine = match pod.config.kind.has_guest() {
         true => size::of(&pod.config, &pod.handler),
         // The pod runs on the node itself.
@@ -82,51 +82,51 @@ fn check_resources(config: &PodConfig, handler: &Handler) -> Result<(), Lifecycl
 
 /// Creates what the pod process finds: its directories, the pod's kernel and the network namespace. Returns its specification.
 async fn prepare(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &NewPod,
     cancel: &CancellationToken,
     timeline: &Timeline,
 ) -> Result<PodSpec, LifecycleError> {
     let NewPod { id, config, handler, engine } = pod;
-    let dir = parts.pod_dir(id);
+    let dir = services.pod_dir(id);
     make_directories(dir.clone(), config.log_directory.clone()).await?;
     if let Some(own) = own_kernel(config) {
         let memory = size::narrow(memory_mib(config, handler));
-        let brought = kernel::bring(parts, &dir, own, *engine, memory, cancel);
+        let brought = kernel::bring(services, &dir, own, *engine, memory, cancel);
         timeline.measure("kernel out of its image", brought).await?;
     }
     let netns = match config.kind.node_namespaces().network {
         true => None,
         false => {
-            let created = timeline.measure("network namespace", parts.networks.create(id)).await;
+            let created = timeline.measure("network namespace", services.networks.create_netns(id)).await;
             Some(created.map_err(at("make the network namespace of the pod"))?)
         }
     };
     if cancel.is_cancelled() {
         return Err(LifecycleError::Cancelled);
     }
-    let group = choose_group(parts, id, config, handler).await?;
+    let group = choose_group(services, id, config, handler).await?;
     let groups = if config.kind.has_guest() { Groups::All } else { blocking(Groups::of_this_process).await };
-    Ok(pod_spec(parts, pod, netns, group, groups))
+    Ok(pod_spec(services, pod, netns, group, groups))
 }
 
 /// Starts the pod process, attaches the pod to its networks meanwhile, and joins both.
 async fn start(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &NewPod,
     spec: &PodSpec,
     timeline: &Timeline,
     admit: Admit,
 ) -> Result<(PodClient, Attachment), LifecycleError> {
     let NewPod { id, config, .. } = pod;
-    let dir = parts.pod_dir(id);
-    let reference = pod_ref(parts, pod, spec);
+    let dir = services.pod_dir(id);
+    let reference = pod_ref(services, pod, spec);
     // The VM boots while the plugins run. Both are awaited to their end, so that a cleanup finds nothing half-done.
-    let limit = parts.config.sandbox.boot_timeout;
+    let limit = services.config.sandbox.boot_timeout;
     let (client, attached) =
-        tokio::join!(timeline.measure("pod process", parts.pods.spawn(&dir, spec, admit)), async {
+        tokio::join!(timeline.measure("pod process", services.pods.spawn(&dir, spec, admit)), async {
             match spec.network {
-                Some(_) => timeout(limit, timeline.measure("CNI", parts.networks.setup(&reference))).await,
+                Some(_) => timeout(limit, timeline.measure("CNI", services.networks.setup(&reference))).await,
                 None => Ok(Ok(of_node())),
             }
         });
@@ -148,14 +148,14 @@ async fn start(
     if config.kind.has_guest() {
         let known = attached.network.interfaces.iter().enumerate();
         let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
-        let joined = timeline.measure("taps joined to the network", parts.networks.join(id, pairs)).await;
+        let joined = timeline.measure("taps joined to the network", services.networks.connect_taps(id, pairs)).await;
         joined.map_err(at("join the machine of the pod to its network"))?;
     }
     Ok((client, attached))
 }
 
 /// Describes the pod for the network plugins.
-fn pod_ref(parts: &Parts, pod: &NewPod, spec: &PodSpec) -> PodRef {
+fn pod_ref(services: &NodeServices, pod: &NewPod, spec: &PodSpec) -> PodRef {
     let config = &pod.config;
     let interfaces = spec.network.iter().flat_map(|network| &network.interfaces);
     PodRef {
@@ -166,8 +166,8 @@ fn pod_ref(parts: &Parts, pod: &NewPod, spec: &PodSpec) -> PodRef {
         port_mappings: config.ports.clone(),
         bandwidth: None,
         dns: config.dns.clone(),
-        pod_cidrs: parts.pod_cidrs(),
-        further: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
+        pod_cidrs: services.pod_cidrs(),
+        additional_interfaces: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
         usage: match config.kind {
             PodKind::Host { .. } => InterfaceUsage::Namespace,
             PodKind::Machine { .. } => InterfaceUsage::GuestNeedsAll,
@@ -178,7 +178,7 @@ fn pod_ref(parts: &Parts, pod: &NewPod, spec: &PodSpec) -> PodRef {
 
 /// Configures the guest and waits until it is ready. Returns its kernel's release.
 async fn configure(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &NewPod,
     client: &PodClient,
     attached: &Attachment,
@@ -188,14 +188,14 @@ async fn configure(
     let NewPod { id, config, .. } = pod;
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
     let request = configuration(config, attached, &node);
-    let (step, limit) = ("boot the machine of the pod", parts.config.sandbox.boot_timeout);
+    let (step, limit) = ("boot the machine of the pod", services.config.sandbox.boot_timeout);
     let configured = tokio::select! {
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
         configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
     };
     let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
     if own_kernel(config).is_some()
-        && let Err(error) = kernel::forget(&parts.pod_dir(id)).await
+        && let Err(error) = kernel::forget(&services.pod_dir(id)).await
     {
         tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
     }

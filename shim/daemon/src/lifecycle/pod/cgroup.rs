@@ -2,7 +2,7 @@
 
 use super::size::memory_mib;
 use crate::config::{CgroupDriver, Handler};
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::systemd;
 use nacelle_base::PodId;
@@ -13,12 +13,12 @@ use std::path::{Path, PathBuf};
 /// Returns the cgroup of the pod process: a child of kubelet's pod cgroup, or, if that is too small for the VM ([`too_small`]),
 /// one outside of kubelet's hierarchy.
 pub(crate) async fn choose_group(
-    parts: &Parts,
+    services: &NodeServices,
     id: &PodId,
     config: &PodConfig,
     handler: &Handler,
 ) -> Result<PathBuf, LifecycleError> {
-    let driver = parts.config.sandbox.cgroup_driver;
+    let driver = services.config.sandbox.cgroup_driver;
     let group = cgroup(config.cgroup_parent.as_deref(), driver, id);
     if !config.kind.has_guest() || config.cgroup_parent.is_none() {
         return Ok(group);
@@ -32,7 +32,7 @@ pub(crate) async fn choose_group(
         Some(what) => {
             let why = "its control group has room for its containers alone, and its VM is beside it: give its RuntimeClass an overhead";
             tracing::warn!(pod = %id, group = %group.display(), what, why);
-            parts.pods.keep_controllers(&group).await.map_err(at("keep the control group that kubelet made"))?;
+            services.pods.keep_controllers(&group).await.map_err(at("keep the control group that kubelet made"))?;
             Ok(cgroup(None, driver, id))
         }
         None => Ok(group),

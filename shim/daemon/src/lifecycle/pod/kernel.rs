@@ -1,7 +1,7 @@
 //! Provides the kernel that a pod brings for its VM: pulls its image if the store lacks it, and copies the kernel into the pod's
 //! directory, where it lies until the VM has loaded it. File operations run on the blocking pool.
 
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, MAX_KERNEL_BYTES, OwnKernelError, at};
 use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::EngineKind;
@@ -28,38 +28,38 @@ pub(crate) fn file(dir: &Path) -> PathBuf {
 
 /// Copies the kernel into the pod's directory. From then on the image is not needed.
 pub(crate) async fn bring(
-    parts: &Parts,
+    services: &NodeServices,
     dir: &Path,
     kernel: &OwnKernel,
     engine: EngineKind,
     memory_mib: u32,
     cancel: &CancellationToken,
 ) -> Result<(), LifecycleError> {
-    let limit = parts.config.sandbox.boot_timeout;
+    let limit = services.config.sandbox.boot_timeout;
     let id = tokio::select! {
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
-        found = timeout(limit, image(parts, &kernel.image)) => found,
+        found = timeout(limit, image(services, &kernel.image)) => found,
     };
     let id =
         id.map_err(|_elapsed| LifecycleError::TooSlow { step: "pull the image of the machine's kernel", limit })?;
-    copy(parts, &id.map_err(at(STEP))?, dir, kernel, engine, memory_mib).await.map_err(at(STEP))
+    copy(services, &id.map_err(at(STEP))?, dir, kernel, engine, memory_mib).await.map_err(at(STEP))
 }
 
 /// Returns the id of the image, which is pulled if necessary. Concurrent pulls of the same image are shared.
-async fn image(parts: &Parts, name: &str) -> Result<ImageId, OwnKernelError> {
-    let known = parts.images.status(name);
+async fn image(services: &NodeServices, name: &str) -> Result<ImageId, OwnKernelError> {
+    let known = services.images.status(name);
     let known = known.map_err(|source| OwnKernelError::Image { image: name.to_owned(), source })?;
     if let Some(known) = known {
         return Ok(known.id);
     }
     let reference = Reference::parse(name).ok().filter(|_| name.parse::<ImageId>().is_err());
     let reference = reference.ok_or_else(|| OwnKernelError::NotHere { image: name.to_owned() })?;
-    let pulled = parts.images.pull(&reference, None).await;
+    let pulled = services.images.pull(&reference, None).await;
     pulled.map_err(|source| OwnKernelError::Pull { image: name.to_owned(), source })
 }
 
 async fn copy(
-    parts: &Parts,
+    services: &NodeServices,
     id: &ImageId,
     dir: &Path,
     kernel: &OwnKernel,
@@ -75,7 +75,7 @@ async fn copy(
     };
     let (open, copied) = blocking(made).await?;
     let (image, path) = (kernel.image.clone(), kernel.path.clone());
-    match parts.images.copy_file_from_image(id, &path, MAX_KERNEL_BYTES, copied).await {
+    match services.images.copy_file_from_image(id, &path, MAX_KERNEL_BYTES, copied).await {
         Ok(Copied::All(_)) => {}
         Ok(Copied::Missing) => return Err(OwnKernelError::NoFile { image, path }),
         Ok(Copied::TooLarge(size)) => return Err(OwnKernelError::TooLarge { image, path, size }),

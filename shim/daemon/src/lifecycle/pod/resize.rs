@@ -1,6 +1,6 @@
 //! Resizes the pod's VM: its vCPUs and its memory.
 
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::request::ask;
 use nacelle_base::Chain;
@@ -19,17 +19,22 @@ pub(crate) struct Resize {
 }
 
 /// Resizes the pod's VM, completely or not at all, and returns its new resources.
-pub(crate) async fn resize(parts: Arc<Parts>, client: PodClient, sizes: Resize) -> Result<VmResources, LifecycleError> {
+pub(crate) async fn resize(
+    services: Arc<NodeServices>,
+    client: PodClient,
+    sizes: Resize,
+) -> Result<VmResources, LifecycleError> {
     let Resize { from, mut to, processors } = sizes;
     let run = async |count| {
-        ask("change the processors of the pod's machine", parts.request_timeout(), client.set_processors(count)).await
+        ask("change the processors of the pod's machine", services.request_timeout(), client.set_processors(count))
+            .await
     };
     if processors {
         run(to.vcpus).await?;
     }
     if let Some(bytes) = to.reserve_used() {
         let asked =
-            ask("change the memory of the pod's machine", parts.request_timeout(), client.set_memory(bytes)).await;
+            ask("change the memory of the pod's machine", services.request_timeout(), client.set_memory(bytes)).await;
         match asked {
             Ok(used) => to.memory = to.least_memory.saturating_add(used),
             Err(error) => {

@@ -4,7 +4,7 @@ use super::kernel;
 use super::network::network;
 use super::size::{self, memory_mib, memory_pages, topology};
 use crate::config::Handler;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_model::pod::{OwnKernel, PodConfig};
@@ -26,12 +26,18 @@ pub(crate) struct NewPod {
 }
 
 /// Returns the specification of the pod process in this network namespace and cgroup.
-pub(crate) fn pod_spec(parts: &Parts, pod: &NewPod, netns: Option<PathBuf>, group: PathBuf, groups: Groups) -> PodSpec {
+pub(crate) fn pod_spec(
+    services: &NodeServices,
+    pod: &NewPod,
+    netns: Option<PathBuf>,
+    group: PathBuf,
+    groups: Groups,
+) -> PodSpec {
     let NewPod { id, config, handler, engine } = pod;
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
-        engine: parts.engine.spec(*engine, &config.kind),
+        engine: services.engine.spec(*engine, &config.kind),
         vcpus: size::vcpus(config, handler),
         reserved_vcpus: size::reserved(config, handler),
         topology: topology(config),
@@ -45,7 +51,7 @@ pub(crate) fn pod_spec(parts: &Parts, pod: &NewPod, netns: Option<PathBuf>, grou
             memory_pages(config, handler)
         },
         console: handler.console,
-        kernel: own_kernel(config).map_or_else(|| handler.kernel.clone(), |_| kernel::file(&parts.pod_dir(id))),
+        kernel: own_kernel(config).map_or_else(|| handler.kernel.clone(), |_| kernel::file(&services.pod_dir(id))),
         initrd: handler.initrd.clone(),
         kernel_args: handler
             .kernel_args
@@ -59,13 +65,13 @@ pub(crate) fn pod_spec(parts: &Parts, pod: &NewPod, netns: Option<PathBuf>, grou
         shared_pid: config.shared_pid,
         user_namespace: config.user_namespace,
         shm_bytes: 0,
-        volume_cache_seconds: parts.config.sandbox.volume_cache_ttl.as_secs(),
+        volume_cache_seconds: services.config.sandbox.volume_cache_ttl.as_secs(),
         log_directory: config.log_directory.clone(),
-        scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: parts.config.paths.scratch() },
-        timeouts: Timeouts { boot_ms: parts.config.sandbox.boot_timeout_ms(), ..Timeouts::default() },
+        scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: services.config.paths.scratch() },
+        timeouts: Timeouts { boot_ms: services.config.sandbox.boot_timeout_ms(), ..Timeouts::default() },
         jail: Some(JailSpec {
-            seccomp: parts.config.jail.seccomp,
-            images: vec![parts.config.paths.images()],
+            seccomp: services.config.jail.seccomp,
+            images: vec![services.config.paths.images()],
             cgroup: Some(group),
         }),
     }

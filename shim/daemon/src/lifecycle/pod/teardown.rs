@@ -1,6 +1,6 @@
 //! Removes a pod's VM and network: the effect behind the state `Stopping`. Every step can be repeated.
 
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::Timeline;
@@ -29,18 +29,18 @@ pub(crate) struct TornDown {
 /// Ends the VM, whose process the store knows as `process`, and releases the network. Every step is tried, whatever the result of
 /// those before it, and all of them can be repeated.
 pub(crate) async fn tear_down(
-    parts: Arc<Parts>,
+    services: Arc<NodeServices>,
     id: PodId,
     client: Option<PodClient>,
     process: Option<PodProcess>,
 ) -> TornDown {
-    let limit = parts.teardown_timeout();
+    let limit = services.teardown_timeout();
     let timeline = Timeline::default();
     // The processes of the pod are killed in any case: the release of its network need not wait for their end.
-    let machine = timeline.measure("end of the pod process", end_machine(&parts, &id, client, process, limit));
+    let machine = timeline.measure("end of the pod process", end_machine(&services, &id, client, process, limit));
     let network = timeline.measure("end of the network", async {
         // `limit` bounds the plugins; the rest takes a moment.
-        match timeout(limit + NO_PLUGIN, parts.networks.release(&id, limit)).await {
+        match timeout(limit + NO_PLUGIN, services.networks.release(&id, limit)).await {
             Ok(released) => released.map_err(|error| Chain(&error).to_string()),
             Err(_elapsed) => Err(format!("no end after {} s", (limit + NO_PLUGIN).as_secs())),
         }
@@ -69,7 +69,7 @@ pub(crate) async fn tear_down(
 /// Stops the pod process in good order, and kills it if it does not stop by itself. Returns its last report, or why it still
 /// lives.
 async fn end_machine(
-    parts: &Parts,
+    services: &NodeServices,
     id: &PodId,
     client: Option<PodClient>,
     process: Option<PodProcess>,
@@ -86,7 +86,7 @@ async fn end_machine(
             Err(_elapsed) => tracing::warn!(pod = %id, "the pod process did not stop in time"),
         }
     }
-    match timeout(limit, parts.clean_up(&parts.pod_dir(id), process.as_ref())).await {
+    match timeout(limit, services.clean_up(&services.pod_dir(id), process.as_ref())).await {
         Ok(Ok(last)) => Ok(last),
         Ok(Err(error)) => Err(Chain(&error).to_string()),
         Err(_elapsed) => Err(format!("it still lives after {} s", limit.as_secs())),
@@ -94,8 +94,8 @@ async fn end_machine(
 }
 
 /// Removes the pod's directory.
-pub(crate) async fn remove_directory(parts: &Parts, id: &PodId) -> Result<(), LifecycleError> {
-    let dir = parts.pod_dir(id);
+pub(crate) async fn remove_directory(services: &NodeServices, id: &PodId) -> Result<(), LifecycleError> {
+    let dir = services.pod_dir(id);
     let removed = blocking(move || files::remove_tree_if_there(&dir)).await;
     removed.map_err(at("remove the directory of the pod"))
 }

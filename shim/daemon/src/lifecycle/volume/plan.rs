@@ -2,7 +2,7 @@
 
 use super::host_path::HostPath;
 use super::{copied_in, disk, memory};
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::oci::{GuestPath, VolumeMount};
 use nacelle_base::task::run_blocking_or_panic as blocking;
@@ -76,7 +76,7 @@ struct Rules {
 
 /// Plans the volumes of a container. Creates missing directories of the node and missing disks of volumes.
 pub(crate) async fn plan(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &PodRecord,
     record: &ContainerRecord,
 ) -> Result<Vec<VolumePlan>, LifecycleError> {
@@ -85,7 +85,7 @@ pub(crate) async fn plan(
         _ if !guest => disk::EmptyDirForm::Shared("run the pod by a handler whose engine is not host"),
         _ if mapped => disk::EmptyDirForm::Shared("run the pod without a user namespace of its own"),
         None => disk::EmptyDirForm::Shared("the pod was started by an older version of Nacelle; make it anew"),
-        Some(rules) => disk::EmptyDirForm::Disks(rules.clone(), parts.pod_dir(&pod.id)),
+        Some(rules) => disk::EmptyDirForm::Disks(rules.clone(), services.pod_dir(&pod.id)),
     };
     let (rules, id, config) = (Rules { guest, mapped, empty_dirs }, record.id.clone(), record.config.clone());
     blocking(move || rules.plan(&id, &config.node_volumes)).await

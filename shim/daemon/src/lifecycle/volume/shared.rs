@@ -1,7 +1,7 @@
 //! Shares volumes of the node with a pod, and detaches them.
 
 use super::plan::VolumePlan;
-use crate::lifecycle::context::Parts;
+use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use nacelle_base::Chain;
 use nacelle_model::container::ContainerConfig;
@@ -51,7 +51,7 @@ pub(crate) fn shared(volume: &NodeVolume, host: &Path, pod: &PodConfig) -> Volum
 
 /// Hands the volumes of a container that are shared or copied in to the processes that mount or read them.
 pub(crate) async fn attach(
-    parts: &Parts,
+    services: &NodeServices,
     pod: &PodRecord,
     record: &ContainerRecord,
     plans: &[VolumePlan],
@@ -63,7 +63,7 @@ pub(crate) async fn attach(
         let volumes: Vec<_> =
             plans.into_iter().map(|plan| shared(&plan.request, plan.host.as_path(), &pod.config)).collect();
         if !volumes.is_empty() {
-            let attached = parts.pods.attach(&parts.pod_dir(&pod.id), process, record.id.as_str(), volumes).await;
+            let attached = services.pods.attach(&services.pod_dir(&pod.id), process, record.id.as_str(), volumes).await;
             attached.map_err(at("share the volumes of the container with the pod"))?;
         }
     }
@@ -71,14 +71,19 @@ pub(crate) async fn attach(
 }
 
 /// Detaches the volumes of a container whose creation failed.
-pub(crate) async fn detach_all(parts: &Parts, pod: &PodRecord, record: &ContainerRecord) {
+pub(crate) async fn detach_all(services: &NodeServices, pod: &PodRecord, record: &ContainerRecord) {
     for process in mounting_processes(pod, &record.config) {
-        detach_from(parts, pod, record, *process).await;
+        detach_from(services, pod, record, *process).await;
     }
 }
 
-pub(crate) async fn detach_from(parts: &Parts, pod: &PodRecord, record: &ContainerRecord, process: VolumeTarget) {
-    if let Err(error) = parts.pods.detach(&parts.pod_dir(&pod.id), process, record.id.as_str()).await {
+pub(crate) async fn detach_from(
+    services: &NodeServices,
+    pod: &PodRecord,
+    record: &ContainerRecord,
+    process: VolumeTarget,
+) {
+    if let Err(error) = services.pods.detach(&services.pod_dir(&pod.id), process, record.id.as_str()).await {
         tracing::warn!(container = %record.id, "cannot detach the volumes of the container: {}", Chain(&error));
     }
 }

@@ -1,7 +1,7 @@
 //! Tests that each metric has a descriptor and that none of those that critest expects is missing.
 
 use super::*;
-use crate::accounting::Used;
+use crate::accounting::CgroupFigures;
 use nacelle_model::resources::Resources;
 use nacelle_model::testing::{container as container_record, pod as pod_record};
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,16 +62,16 @@ fn world() -> (View, Figures) {
         hugepages: vec![common::HugepageUsage { size: "2MB".into(), bytes: 4 }],
     };
     let figures = ContainerFigures {
-        used: Some(Used { usage: usage(), nano_cores: None }),
+        used: Some(CgroupFigures { usage: usage(), nano_cores: None }),
         layer: Some(common::Layer { bytes: 4096, inodes: 2, age_ms: 3 }),
         details: Some(details),
-        most_hugepages: [("2MB".to_owned(), 8)].into(),
+        max_hugepages: [("2MB".to_owned(), 8)].into(),
     };
     let ended = container_record(3, 1);
     let interface = |name: &str| common::InterfaceUsage { name: name.into(), rx_dropped: 6, ..Default::default() };
     let figures = Figures {
         at: 1_700_000_100 * 1_000_000_000,
-        pod: Some(Used { usage: usage(), nano_cores: None }),
+        pod: Some(CgroupFigures { usage: usage(), nano_cores: None }),
         containers: [(record.id.to_string(), figures.clone()), (ended.id.to_string(), figures)].into(),
         interfaces: ["eth0", "br0"].map(interface).into(),
         scratch: Some(common::FileSystem { device: "/dev/vdb".into(), bytes: 1 << 30, inodes: 50, free_inodes: 40 }),
@@ -80,8 +80,8 @@ fn world() -> (View, Figures) {
     (View::new(&pod_record(1), [record, ended].iter(), None), figures)
 }
 
-fn cost() -> Option<Cost> {
-    Some(Cost { cpu_nanos: 9 * NANOS, memory_bytes: 500, anonymous_bytes: 400 })
+fn cost() -> Option<ProcessCost> {
+    Some(ProcessCost { cpu_nanos: 9 * NANOS, memory_bytes: 500, anonymous_bytes: 400 })
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn without_a_cost_or_details_there_is_less() {
     let (view, mut figures) = world();
     for found in figures.containers.values_mut() {
         (found.details, found.layer) = (None, None);
-        found.most_hugepages.clear();
+        found.max_hugepages.clear();
     }
     figures.scratch = None;
     let sent = pod(&view, &figures, None);

@@ -69,7 +69,7 @@ impl Actor {
             tracing::warn!(pod = %self.pod.id, vcpus, left, why);
         }
         self.confined = None;
-        let done = self.parts.pods.confine(&self.parts.pod_dir(&self.pod.id), wanted.0.clone(), wanted.1).await;
+        let done = self.services.pods.confine(&self.services.pod_dir(&self.pod.id), wanted.0.clone(), wanted.1).await;
         done.map_err(at("keep the machine on the processors of its containers"))?;
         self.confined = Some(wanted);
         Ok(())

@@ -65,9 +65,9 @@ impl Actor {
         entry.create_waiters.push(answer);
         self.containers.insert(id.clone(), entry);
         self.publish();
-        let (parts, pod) = (Arc::clone(&self.parts), self.pod.clone());
+        let (services, pod) = (Arc::clone(&self.services), self.pod.clone());
         self.effect(async move {
-            let prepared = timeline.measure("prepared", prepare::prepare(&parts, client, &pod, &record)).await;
+            let prepared = timeline.measure("prepared", prepare::prepare(&services, client, &pod, &record)).await;
             Message::Prepared(id, prepared.map(Box::new))
         });
     }
@@ -78,15 +78,15 @@ impl Actor {
         else {
             return;
         };
-        let (parts, pod, record) = (Arc::clone(&self.parts), self.pod.clone(), entry.record.clone());
+        let (services, pod, record) = (Arc::clone(&self.services), self.pod.clone(), entry.record.clone());
         let (client, not_ready) = (self.client.clone(), self.not_ready());
         self.effect(async move {
             let prepared = async {
                 let client = client.ok_or(not_ready)?;
                 let config = Arc::clone(&record.config);
-                remove::remove(Arc::clone(&parts), Some(client.clone()), pod.clone(), config, record.id.clone())
+                remove::remove(Arc::clone(&services), Some(client.clone()), pod.clone(), config, record.id.clone())
                     .await?;
-                prepare::prepare(&parts, client, &pod, &record).await.map(Box::new)
+                prepare::prepare(&services, client, &pod, &record).await.map(Box::new)
             };
             Message::Prepared(id, prepared.await)
         });
@@ -107,7 +107,7 @@ impl Actor {
         }
         let (record, timeline) = (entry.record.clone(), entry.timeline.clone());
         self.publish();
-        let making = create::create(Arc::clone(&self.parts), self.pod.clone(), record, *prepared);
+        let making = create::create(Arc::clone(&self.services), self.pod.clone(), record, *prepared);
         self.effect(async move { Message::Created(id, timeline.measure("made", making).await) });
     }
 

@@ -108,7 +108,7 @@ impl Actor {
                 if next != from {
                     tracing::info!(pod = %self.pod.id, container = %id, ?from, to = ?next, "container");
                 }
-                let kept = self.parts.store.commit(vec![Change::Container(record.into())]).await;
+                let kept = self.services.store.commit(vec![Change::Container(record.into())]).await;
                 self.log_unkept(kept);
                 self.publish();
                 Some(act)

@@ -33,7 +33,7 @@ impl Actor {
         }
         let Some(config) = self.containers.get(&id).map(|entry| Arc::clone(&entry.record.config)) else { return };
         let (client, pod) = (self.client.clone(), self.pod.clone());
-        let removing = remove::remove(Arc::clone(&self.parts), client, pod, config, id.clone());
+        let removing = remove::remove(Arc::clone(&self.services), client, pod, config, id.clone());
         self.effect(async move { Message::Removed(id, removing.await) });
     }
 
@@ -54,10 +54,10 @@ impl Actor {
                 for (_, answer) in entry.updates.drain(..) {
                     drop(answer.send(Err(gone.clone())));
                 }
-                self.table.collect_images(&self.parts);
+                self.table.collect_images(&self.services);
             }
             Err(error) => {
-                let limit = self.parts.request_timeout();
+                let limit = self.services.request_timeout();
                 if self.containers.get_mut(&id).is_some_and(|entry| entry.removal.lasts(&error, limit)) {
                     return self.effect(async move {
                         tokio::time::sleep(PAUSE).await;

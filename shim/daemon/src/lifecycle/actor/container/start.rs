@@ -48,7 +48,7 @@ impl Actor {
                 entry.record = next;
                 let timeline = entry.timeline.clone();
                 self.publish();
-                let (starting, id) = (start::start(Arc::clone(&self.parts), client, id.clone()), id.clone());
+                let (starting, id) = (start::start(Arc::clone(&self.services), client, id.clone()), id.clone());
                 self.effect(async move { Message::Started(id, timeline.measure("started", starting).await) });
             }
             Err(error) => answer_all(&mut entry.start_waiters, &Err(error)),

@@ -17,7 +17,7 @@ impl Actor {
         match (entry.record.state.step(ContainerEvent::Stop), client) {
             (Ok((_, ContainerAction::Stop)), Some(client)) => {
                 let grace = stopping.grace.saturating_sub(stopping.since.elapsed());
-                let work = stop::stop(Arc::clone(&self.parts), client, id.clone(), grace);
+                let work = stop::stop(Arc::clone(&self.services), client, id.clone(), grace);
                 self.effect(async move { Message::Stopped(id, work.await, stopping) });
             }
             // The pod process is being searched for.
@@ -54,7 +54,7 @@ impl Actor {
             .is_some_and(|entry| matches!(entry.record.state, ContainerState::Running | ContainerState::Starting));
         let result = match result {
             Err(_) if !runs => Ok(()),
-            Err(error) if stopping.patience.lasts(&error, self.parts.request_timeout()) => {
+            Err(error) if stopping.patience.lasts(&error, self.services.request_timeout()) => {
                 return self.effect(async move {
                     tokio::time::sleep(PAUSE).await;
                     Message::StopAgain(id, stopping)

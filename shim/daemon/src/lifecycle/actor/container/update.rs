@@ -68,8 +68,14 @@ impl Actor {
                 let limits = oci::limits(&next, change);
                 // In this field 0 means unset.
                 let adjustment = i32::try_from(change.oom_score_adj).ok().filter(|adjustment| *adjustment != 0);
-                let update =
-                    update::update(Arc::clone(&self.parts), client.clone(), id.clone(), limits, adjustment, processors);
+                let update = update::update(
+                    Arc::clone(&self.services),
+                    client.clone(),
+                    id.clone(),
+                    limits,
+                    adjustment,
+                    processors,
+                );
                 let id = id.clone();
                 self.effect(async move {
                     let updated = match (confined, grown.await.unwrap_or(Ok(()))) {
@@ -122,7 +128,7 @@ impl Actor {
         if result.is_ok() {
             entry.record.resources = Some(next);
             let record = entry.record.clone();
-            let kept = self.parts.store.commit(vec![Change::Container(record.into())]).await;
+            let kept = self.services.store.commit(vec![Change::Container(record.into())]).await;
             self.log_unkept(kept);
             self.publish();
         }

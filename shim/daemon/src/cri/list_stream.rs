@@ -11,11 +11,11 @@ const LIMIT: usize = 1 << 20;
 const FRAME: usize = 1 + 10;
 
 /// A stream of responses.
-pub type Pieces<A> = tokio_stream::Iter<std::vec::IntoIter<Result<A, Status>>>;
+pub type ListStream<A> = tokio_stream::Iter<std::vec::IntoIter<Result<A, Status>>>;
 
 /// Returns each item once and in order, with at least one item in each response; an item above the limit has a response of its
 /// own.
-fn pieces<T: Message, A>(items: Vec<T>, answer: impl Fn(Vec<T>) -> A) -> Response<Pieces<A>> {
+fn split_list<T: Message, A>(items: Vec<T>, answer: impl Fn(Vec<T>) -> A) -> Response<ListStream<A>> {
     let (mut answers, mut piece, mut length) = (Vec::new(), Vec::new(), 0);
     for item in items {
         let more = item.encoded_len() + FRAME;
@@ -36,49 +36,51 @@ impl Cri {
     pub(super) async fn on_stream_pod_sandboxes(
         &self,
         request: cri::StreamPodSandboxesRequest,
-    ) -> Answer<Pieces<cri::StreamPodSandboxesResponse>> {
+    ) -> Answer<ListStream<cri::StreamPodSandboxesResponse>> {
         let list = self.on_list_pod_sandbox(cri::ListPodSandboxRequest { filter: request.filter }).await?;
-        Ok(pieces(list.items, |pod_sandboxes| cri::StreamPodSandboxesResponse { pod_sandboxes }))
+        Ok(split_list(list.items, |pod_sandboxes| cri::StreamPodSandboxesResponse { pod_sandboxes }))
     }
 
     pub(super) async fn on_stream_containers(
         &self,
         request: cri::StreamContainersRequest,
-    ) -> Answer<Pieces<cri::StreamContainersResponse>> {
+    ) -> Answer<ListStream<cri::StreamContainersResponse>> {
         let list = self.on_list_containers(cri::ListContainersRequest { filter: request.filter }).await?;
-        Ok(pieces(list.containers, |containers| cri::StreamContainersResponse { containers }))
+        Ok(split_list(list.containers, |containers| cri::StreamContainersResponse { containers }))
     }
 
     pub(super) async fn on_stream_container_stats(
         &self,
         request: cri::StreamContainerStatsRequest,
-    ) -> Answer<Pieces<cri::StreamContainerStatsResponse>> {
+    ) -> Answer<ListStream<cri::StreamContainerStatsResponse>> {
         let list = self.on_list_container_stats(cri::ListContainerStatsRequest { filter: request.filter }).await?;
-        Ok(pieces(list.stats, |container_stats| cri::StreamContainerStatsResponse { container_stats }))
+        Ok(split_list(list.stats, |container_stats| cri::StreamContainerStatsResponse { container_stats }))
     }
 
     pub(super) async fn on_stream_pod_sandbox_stats(
         &self,
         request: cri::StreamPodSandboxStatsRequest,
-    ) -> Answer<Pieces<cri::StreamPodSandboxStatsResponse>> {
+    ) -> Answer<ListStream<cri::StreamPodSandboxStatsResponse>> {
         let list = self.on_list_pod_sandbox_stats(cri::ListPodSandboxStatsRequest { filter: request.filter }).await?;
-        Ok(pieces(list.stats, |pod_sandbox_stats| cri::StreamPodSandboxStatsResponse { pod_sandbox_stats }))
+        Ok(split_list(list.stats, |pod_sandbox_stats| cri::StreamPodSandboxStatsResponse { pod_sandbox_stats }))
     }
 
     pub(super) async fn on_stream_pod_sandbox_metrics(
         &self,
         _: cri::StreamPodSandboxMetricsRequest,
-    ) -> Answer<Pieces<cri::StreamPodSandboxMetricsResponse>> {
+    ) -> Answer<ListStream<cri::StreamPodSandboxMetricsResponse>> {
         let list = self.on_list_pod_sandbox_metrics(cri::ListPodSandboxMetricsRequest {}).await?;
-        Ok(pieces(list.pod_metrics, |pod_sandbox_metrics| cri::StreamPodSandboxMetricsResponse { pod_sandbox_metrics }))
+        Ok(split_list(list.pod_metrics, |pod_sandbox_metrics| cri::StreamPodSandboxMetricsResponse {
+            pod_sandbox_metrics,
+        }))
     }
 
     pub(super) async fn on_stream_images(
         &self,
         request: cri::StreamImagesRequest,
-    ) -> Answer<Pieces<cri::StreamImagesResponse>> {
+    ) -> Answer<ListStream<cri::StreamImagesResponse>> {
         let list = self.on_list_images(cri::ListImagesRequest { filter: request.filter }).await?;
-        Ok(pieces(list.images, |images| cri::StreamImagesResponse { images }))
+        Ok(split_list(list.images, |images| cri::StreamImagesResponse { images }))
     }
 }
 
@@ -89,7 +91,7 @@ mod tests {
 
     async fn lengths(sizes: &[usize]) -> Vec<Vec<usize>> {
         let items = sizes.iter().map(|size| cri::Image { id: "x".repeat(*size), ..Default::default() }).collect();
-        let mut answers = pieces(items, |images| cri::StreamImagesResponse { images }).into_inner();
+        let mut answers = split_list(items, |images| cri::StreamImagesResponse { images }).into_inner();
         let mut lengths = Vec::new();
         while let Some(answer) = answers.next().await {
             let answer = answer.unwrap();

@@ -23,14 +23,15 @@ const MAX_RECORD: u64 = 8 << 20;
 /// The maximum number of JSON values of a record: a configuration, arguments and a result, each of which may have `json::MAX_VALUES`.
 const MAX_VALUES: usize = 4 * json::MAX_VALUES;
 
+/// The directory of the attachment records.
 #[derive(Clone, Debug)]
-pub(crate) struct Cache {
+pub(crate) struct AttachmentStore {
     pub dir: PathBuf,
 }
 
 /// One attachment. Written before ADD without its result, and after it with it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct AttachmentRecord {
     pub id: PodId,
     pub netns: PathBuf,
     pub interface: String,
@@ -43,12 +44,12 @@ pub(crate) struct Record {
     pub result: Option<Map<String, Value>>,
     /// Set when the pod is gone but DEL has not succeeded: DEL will be retried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub owed: Option<Owed>,
+    pub owed: Option<OwedDeleteState>,
 }
 
-/// A pending DEL of a pod that is gone.
+/// The owed DEL of a pod that is gone.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Owed {
+pub(crate) struct OwedDeleteState {
     /// When DEL first failed, in seconds since 1970.
     pub since: u64,
     /// The number of attempts.
@@ -61,16 +62,16 @@ pub(crate) struct Owed {
 #[serde(tag = "version")]
 enum Stored {
     #[serde(rename = "1")]
-    V1(Record),
+    V1(AttachmentRecord),
 }
 
-impl Cache {
+impl AttachmentStore {
     fn path(&self, id: &PodId) -> PathBuf {
         self.dir.join(format!("{id}.json"))
     }
 
     /// Writes the record durably. It replaces an earlier one of this pod.
-    pub fn write(&self, record: &Record) -> Result<(), CniError> {
+    pub fn write(&self, record: &AttachmentRecord) -> Result<(), CniError> {
         let path = self.path(&record.id);
         fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
         let bytes = serde_json::to_vec(&Stored::V1(record.clone())).map_err(bad(&path))?;
@@ -78,16 +79,16 @@ impl Cache {
     }
 
     /// Returns the pod's record, if there is one, and its network.
-    pub fn read(&self, id: &PodId) -> Result<Option<(Record, NetworkList)>, CniError> {
+    pub fn read(&self, id: &PodId) -> Result<Option<(AttachmentRecord, NetworkList)>, CniError> {
         let path = self.path(id);
         let bytes = match read_limited(&path, MAX_RECORD) {
             Err(CniError::File { source }) if source.source.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other?,
         };
-        Cache::parse(&path, &bytes).map(Some)
+        AttachmentStore::parse(&path, &bytes).map(Some)
     }
 
-    pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<(Record, NetworkList), CniError> {
+    pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<(AttachmentRecord, NetworkList), CniError> {
         let what = path.display().to_string();
         let Stored::V1(record) = json::read_limited(bytes, MAX_VALUES).map_err(bad(path))?;
         let network = NetworkList::from_list(&what, record.network.clone())?;
@@ -95,14 +96,14 @@ impl Cache {
     }
 
     /// Locks the pod's input file. Returns `None` while a plugin or another process holds it.
-    pub fn claim(&self, id: &PodId) -> Result<Option<Claim>, CniError> {
+    pub fn lock_plugins(&self, id: &PodId) -> Result<Option<PluginLock>, CniError> {
         let path = self.input_path(id);
         fs::create_dir_all(&self.dir).map_err(at("create", &self.dir))?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(&path).map_err(at("create", &path))?;
         match file.try_lock() {
-            Ok(()) => Ok(Some(Claim { file, running: AtomicBool::new(false) })),
+            Ok(()) => Ok(Some(PluginLock { file, running: AtomicBool::new(false) })),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(source)) => Err(at("lock", &path)(source).into()),
         }
@@ -134,15 +135,15 @@ impl Cache {
     }
 }
 
-/// The exclusive right to run plugins for a pod, one after the other.
+/// The lock on the plugins of a pod: its holder runs them one after the other.
 #[derive(Debug)]
-pub(crate) struct Claim {
+pub(crate) struct PluginLock {
     file: File,
     /// A plugin that was started may still run. It has the lock then, and keeps it when this value is dropped.
     running: AtomicBool,
 }
 
-impl Claim {
+impl PluginLock {
     /// Runs one plugin: `run` receives its standard input. If the future is dropped meanwhile, the lock is not released before
     /// the plugin and its children have ended.
     pub async fn run<T, R: Future<Output = T>>(&self, input: Vec<u8>, run: impl FnOnce(File) -> R) -> io::Result<T> {
@@ -157,12 +158,12 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for PluginLock {
     fn drop(&mut self) {
         if !self.running.load(Ordering::Relaxed)
             && let Err(error) = self.file.unlock()
         {
-            tracing::warn!(%error, "the lock of a CNI input file could not be given back");
+            tracing::warn!(%error, "cannot release the lock of a CNI input file");
         }
     }
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt};
-use tokio::process::{Child, Command as Process};
+use tokio::process::{Child, Command};
 
 /// The maximum size of the standard output in bytes; more than any result needs.
 const MAX_OUTPUT: u64 = 1 << 20;
@@ -25,7 +25,7 @@ const KILL_WAIT: Duration = Duration::from_secs(5);
 
 /// A command of the CNI protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+pub(crate) enum CniCommand {
     Add,
     Del,
     Check,
@@ -34,22 +34,22 @@ pub(crate) enum Command {
     Version,
 }
 
-impl Command {
+impl CniCommand {
     fn as_str(self) -> &'static str {
         match self {
-            Command::Add => "ADD",
-            Command::Del => "DEL",
-            Command::Check => "CHECK",
-            Command::Status => "STATUS",
-            Command::Gc => "GC",
-            Command::Version => "VERSION",
+            CniCommand::Add => "ADD",
+            CniCommand::Del => "DEL",
+            CniCommand::Check => "CHECK",
+            CniCommand::Status => "STATUS",
+            CniCommand::Gc => "GC",
+            CniCommand::Version => "VERSION",
         }
     }
 }
 
 /// The plugin directories and the deadline of one plugin.
 #[derive(Clone, Debug)]
-pub(crate) struct Exec {
+pub(crate) struct PluginRunner {
     pub bin_dirs: Vec<PathBuf>,
     pub deadline: Duration,
 }
@@ -62,7 +62,7 @@ struct WireError {
     details: Option<String>,
 }
 
-impl Exec {
+impl PluginRunner {
     /// Returns the path of the plugin in the first directory that has it.
     pub async fn find(&self, plugin: &str) -> Result<PathBuf, CniError> {
         for dir in &self.bin_dirs {
@@ -79,7 +79,7 @@ impl Exec {
     pub async fn run(
         &self,
         plugin: &str,
-        command: Command,
+        command: CniCommand,
         environment: &[(&'static str, OsString)],
         input: File,
     ) -> Result<Vec<u8>, CniError> {
@@ -88,18 +88,18 @@ impl Exec {
         let failed = |source| CniError::Exec { plugin: plugin.to_owned(), command: name, source };
         let search = std::env::join_paths(&self.bin_dirs)
             .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
-        let mut child = Group::spawn(&path, name, &search, environment, input).map_err(failed)?;
-        let ran = tokio::time::timeout(self.deadline, child.read()).await;
+        let mut child = PluginProcess::spawn(&path, name, &search, environment, input).map_err(failed)?;
+        let ran = tokio::time::timeout(self.deadline, child.read_output()).await;
         let Ok(ran) = ran else {
             child.kill().await;
             let seconds = self.deadline.as_secs();
             return Err(CniError::Timeout { plugin: plugin.to_owned(), command: name, seconds });
         };
-        let Some(Ran { output, log, status }) = ran.map_err(failed)? else {
+        let Some(PluginOutput { output, log, status }) = ran.map_err(failed)? else {
             child.kill().await;
             return Err(CniError::TooMuchOutput { plugin: plugin.to_owned(), command: name, limit: MAX_OUTPUT });
         };
-        let log = printable(&log);
+        let log = to_one_line(&log);
         if status.success() {
             if !log.is_empty() {
                 tracing::debug!(plugin, command = name, log, "CNI plugin wrote to its standard error");
@@ -114,7 +114,7 @@ impl Exec {
                 message: [msg, details].into_iter().flatten().filter(|text| !text.is_empty()).fold(
                     String::new(),
                     |all, text| {
-                        let text = printable(text.as_bytes());
+                        let text = to_one_line(text.as_bytes());
                         if all.is_empty() { text } else { format!("{all}; {text}") }
                     },
                 ),
@@ -123,34 +123,34 @@ impl Exec {
                 plugin: plugin.to_owned(),
                 command: name,
                 status: status.to_string(),
-                output: if log.is_empty() { printable(&output) } else { log },
+                output: if log.is_empty() { to_one_line(&output) } else { log },
             },
         })
     }
 }
 
-struct Ran {
+struct PluginOutput {
     output: Vec<u8>,
     log: Vec<u8>,
     status: ExitStatus,
 }
 
 /// A plugin and its children: one process group, killed if this is dropped before the plugin was reaped.
-struct Group {
+struct PluginProcess {
     child: Child,
     /// Set until the plugin has been reaped: its PID cannot be reused before.
     group: Option<Pid>,
 }
 
-impl Group {
+impl PluginProcess {
     fn spawn(
         path: &Path,
         command: &str,
         search: &OsString,
         more: &[(&'static str, OsString)],
         input: File,
-    ) -> io::Result<Group> {
-        let mut process = Process::new(path);
+    ) -> io::Result<PluginProcess> {
+        let mut process = Command::new(path);
         process.env("CNI_COMMAND", command).env("CNI_PATH", search);
         for name in ["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"] {
             process.env_remove(name);
@@ -160,12 +160,12 @@ impl Group {
         process.process_group(0).kill_on_drop(true).current_dir("/");
         let child = process.spawn()?;
         let group = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
-        Ok(Group { child, group })
+        Ok(PluginProcess { child, group })
     }
 
     /// Reads the output; `None` if it exceeds the limit. Waits for the end of both outputs before it waits for the plugin, so
     /// that the deadline also covers an orphaned child that holds them.
-    async fn read(&mut self) -> io::Result<Option<Ran>> {
+    async fn read_output(&mut self) -> io::Result<Option<PluginOutput>> {
         let (stdout, stderr) = (self.child.stdout.take(), self.child.stderr.take());
         let read = async {
             let output = read_up_to(stdout, MAX_OUTPUT + 1).await?;
@@ -191,11 +191,11 @@ impl Group {
         };
         let status = self.child.wait().await?;
         self.group = None;
-        Ok(Some(Ran { output, log, status }))
+        Ok(Some(PluginOutput { output, log, status }))
     }
 }
 
-impl Group {
+impl PluginProcess {
     /// Kills the group and waits for the plugin, so that it is gone when the next command runs.
     async fn kill(mut self) {
         self.signal();
@@ -214,7 +214,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for PluginProcess {
     fn drop(&mut self) {
         self.signal();
     }
@@ -229,7 +229,7 @@ async fn read_up_to(from: Option<impl AsyncRead + Unpin>, limit: u64) -> io::Res
 }
 
 /// Returns the start of a plugin's output, on one line.
-fn printable(bytes: &[u8]) -> String {
+fn to_one_line(bytes: &[u8]) -> String {
     const MAX: usize = 2000;
     let text = String::from_utf8_lossy(bytes);
     text.trim().chars().take(MAX).map(|c| if c.is_control() { ' ' } else { c }).collect()

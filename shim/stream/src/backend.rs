@@ -38,7 +38,7 @@ pub struct Attach {
 
 /// The size of a terminal, as clients send it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
-pub struct Size {
+pub struct TerminalSize {
     /// The number of columns.
     #[serde(rename = "Width")]
     pub columns: u16,
@@ -48,10 +48,10 @@ pub struct Size {
 }
 
 /// The exit code of a process.
-pub type End<E> = Pin<Box<dyn Future<Output = Result<i32, E>> + Send>>;
+pub type ExitStatus<E> = Pin<Box<dyn Future<Output = Result<i32, E>> + Send>>;
 
 /// A process with open streams. Dropping `end` abandons the process: a command is killed.
-pub struct Process<E> {
+pub struct ProcessStreams<E> {
     /// The process's name in its container; empty for the container's first process.
     pub exec_id: String,
     /// Whether the session ends with the client's input. The process continues without it.
@@ -63,28 +63,28 @@ pub struct Process<E> {
     /// Standard error.
     pub stderr: Option<UnixStream>,
     /// Completes when the process ends.
-    pub end: End<E>,
+    pub end: ExitStatus<E>,
 }
 
 /// The node as the streaming server sees it.
-pub trait Guests: Send + Sync + 'static {
+pub trait StreamBackend: Send + Sync + 'static {
     /// The error of a request. Its text and causes are sent to the client.
     type Error: Error + Send + Sync + 'static;
 
     /// Starts a command and opens its streams.
-    fn exec(&self, exec: &Exec) -> impl Future<Output = Result<Process<Self::Error>, Self::Error>> + Send;
+    fn exec(&self, exec: &Exec) -> impl Future<Output = Result<ProcessStreams<Self::Error>, Self::Error>> + Send;
 
     /// Opens the streams of a running container.
-    fn attach(&self, attach: &Attach) -> impl Future<Output = Result<Process<Self::Error>, Self::Error>> + Send;
+    fn attach(&self, attach: &Attach) -> impl Future<Output = Result<ProcessStreams<Self::Error>, Self::Error>> + Send;
 
     /// Connects to a TCP port of a pod, from inside the pod.
-    fn dial(&self, pod: &str, port: u16) -> impl Future<Output = Result<UnixStream, Self::Error>> + Send;
+    fn connect_to_port(&self, pod: &str, port: u16) -> impl Future<Output = Result<UnixStream, Self::Error>> + Send;
 
     /// Changes the size of a process's terminal.
     fn resize(
         &self,
         container: &str,
         exec_id: &str,
-        size: Size,
+        size: TerminalSize,
     ) -> impl Future<Output = Result<(), Self::Error>> + Send;
 }
