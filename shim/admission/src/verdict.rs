@@ -1,7 +1,7 @@
 //! Decides the response to a review. `nacelle_vmi` has the rules; this module selects which of them apply to which object. Pure.
 
 use super::review::{AdmissionResponse, Review};
-use nacelle_machines::honoured::{unknown_presets, unsupported_settings};
+use nacelle_machines::supported::{unknown_presets, unsupported_settings};
 use nacelle_vmi::admit::Admitted;
 use nacelle_vmi::annotations::PREFIX;
 use nacelle_vmi::complete::complete;

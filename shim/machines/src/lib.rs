@@ -6,12 +6,12 @@
 //! implements; nothing that starts a container pod depends on this crate's service or controllers.
 
 pub mod controllers;
-pub mod honoured;
 pub mod machine_pod;
 pub mod multus;
 pub mod runtime;
 mod settings;
 mod status;
+pub mod supported;
 mod transfer;
 mod vm_service;
 pub mod vms;

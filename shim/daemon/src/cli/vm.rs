@@ -4,7 +4,7 @@
 use super::machines::{self, VmOperation};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
-use nacelle_machines::honoured::{UnsupportedSetting, unknown_presets, unsupported_settings};
+use nacelle_machines::supported::{UnsupportedSetting, unknown_presets, unsupported_settings};
 use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::version::Version;

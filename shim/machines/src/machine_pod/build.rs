@@ -6,7 +6,7 @@ use super::kernel::convert_kernel;
 use super::networks::build_cards;
 use super::rejection::{PROBES, SpecRejection, reject_value};
 use super::serving::plan_serving;
-use super::{credentials, honoured};
+use super::{credentials, supported};
 use crate::MachineSettings;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -25,7 +25,7 @@ const BOARD: &str = "spec.domain.machine.type";
 
 /// Returns the unsupported fields.
 pub fn unsupported_fields(admitted: &Admitted) -> Vec<String> {
-    let fields = honoured::find_unsupported(&nacelle_vmi::version::written(admitted.spec()));
+    let fields = supported::find_unsupported(&nacelle_vmi::version::written(admitted.spec()));
     // A whole probe is reported as one field.
     let probe = |field: &str| PROBES.iter().find(|probe| field.starts_with(*probe)).map(|probe| (*probe).to_owned());
     let mut fields: Vec<String> = fields.into_iter().map(|field| probe(&field).unwrap_or(field)).collect();

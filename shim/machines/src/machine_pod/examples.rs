@@ -4,7 +4,7 @@
 use super::volumes::image_volume_path;
 use super::{build, check_container, check_volumes};
 use crate::MachineSettings;
-use crate::honoured::unsupported_settings;
+use crate::supported::unsupported_settings;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::machine::KERNEL_SOURCE_KEY;

@@ -11,12 +11,12 @@ mod document;
 #[cfg(test)]
 mod examples;
 mod files;
-mod honoured;
 mod kernel;
 mod networks;
 mod passthrough;
 mod rejection;
 mod serving;
+mod supported;
 mod volume_error;
 mod volumes;
 
@@ -26,9 +26,9 @@ pub use cpu::cpu_model;
 pub use credentials::{credential_directories, read_credentials};
 pub use document::{SourceError, build_document};
 pub use files::{annotations_mount, cloud_init_disk_source, files_disk_source, read_annotation};
-pub use honoured::is_supported as supports_field;
 pub use passthrough::{PassthroughDevices, PassthroughError};
 pub use rejection::{SpecRejection, unsupported_reason};
+pub use supported::is_supported as supports_field;
 pub use volume_error::VolumeError;
 pub use volumes::{
     DiskVolume, backing_images, check_unused, check_volumes, filesystem_mount, find_disk_volume, open_disk_file,

@@ -6,8 +6,8 @@ use nacelle_base::machine::{CpuModel, EngineKind, MemoryPages, Topology};
 use nacelle_base::{Classify, Kind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
 use nacelle_image::Reference;
-use nacelle_machines::honoured::container_pod;
 use nacelle_machines::machine_pod::{self, SpecRejection};
+use nacelle_machines::supported::container_pod;
 use nacelle_model::digest::Digest;
 use nacelle_model::pod::{OwnKernel, PodConfig, VmShape};
 use nacelle_pod::spec::MIN_MEMORY_MIB;
@@ -27,14 +27,14 @@ const MAX_LISTED_FIELDS: usize = 20;
 pub enum ShapeError {
     /// The pod has no VM.
     #[error(
-        "config.annotations shape a machine, and the pod has none: its engine is host, by its handler or by what it shares with the node"
+        "config.annotations configure a VM, but the pod has none: its engine is host, because of its handler or because it uses namespaces of the node"
     )]
     NoMachine,
     /// The specification contains fields that do not apply to the VM of a container pod.
     #[error(
-        "config.annotations say {fields}, by which this version of Nacelle does not make machines of container pods (docs/user/vm/container-pods.md): take that out"
+        "config.annotations set {fields}, which this version of Nacelle does not support for the VM of a container pod (docs/user/vm/container-pods.md): remove them"
     )]
-    NotHonoured {
+    UnsupportedFields {
         /// The fields' paths, and the annotations that set them.
         fields: String,
     },
@@ -68,7 +68,7 @@ impl Classify for ShapeError {
         match self {
             ShapeError::Processor(refused) => refused.kind(),
             ShapeError::NoMachine | ShapeError::Bad { .. } => Kind::Invalid,
-            ShapeError::NotHonoured { .. } | ShapeError::NotHere { .. } => Kind::Unsupported,
+            ShapeError::UnsupportedFields { .. } | ShapeError::NotHere { .. } => Kind::Unsupported,
         }
     }
 }
@@ -87,15 +87,15 @@ pub fn shape(
     if engine == EngineKind::Host {
         return Err(ShapeError::NoMachine);
     }
-    let not_honoured = container_pod::unsupported_fields(admitted);
-    if !not_honoured.is_empty() {
+    let unsupported = container_pod::unsupported_fields(admitted);
+    if !unsupported.is_empty() {
         let why =
             |field: &String| container_pod::unsupported_reason(field).map(|why| format!(": {why}")).unwrap_or_default();
         let fields: Vec<_> =
-            not_honoured.iter().take(MAX_LISTED_FIELDS).map(|field| format!("{field}{}", why(field))).collect();
-        return Err(ShapeError::NotHonoured { fields: fields.join(", ") });
+            unsupported.iter().take(MAX_LISTED_FIELDS).map(|field| format!("{field}{}", why(field))).collect();
+        return Err(ShapeError::UnsupportedFields { fields: fields.join(", ") });
     }
-    let memory_pages = pages(admitted)?;
+    let memory_pages = memory_pages(admitted)?;
     let cpu_model = cpu_model(admitted, engine)?;
     Ok(VmShape {
         processors: processors(admitted, pod, engine)?,
@@ -123,8 +123,7 @@ fn cpu_model(admitted: &Admitted, engine: EngineKind) -> Result<Option<CpuModel>
     if engine == EngineKind::Qemu {
         return Ok(Some(model));
     }
-    let why =
-        "engine kvm shows the guest the node's processor as it is: engine qemu knows models and takes abilities away";
+    let why = "engine kvm passes the node's CPU model through: engine qemu supports models and disabled features";
     Err(match (model.name, model.features.first()) {
         (None, Some((name, _))) => {
             ShapeError::NotHere { field: "spec.domain.cpu.features[0].name", value: name.clone(), why }
@@ -144,19 +143,15 @@ fn processors(admitted: &Admitted, pod: &PodConfig, engine: EngineKind) -> Resul
     let value = format!("{sockets} sockets of {cores} cores of {threads} threads");
     let count = topology.count();
     if count > MAX_VCPUS.into() {
-        return bad(
-            CPU,
-            value,
-            format!("that makes {count} virtual processors, and a machine has at most {MAX_VCPUS}"),
-        );
+        return bad(CPU, value, format!("that is {count} vCPUs, and a VM has at most {MAX_VCPUS}"));
     }
     if let Some(milli) = pod.cpu_limit_milli.filter(|milli| *milli > u64::from(count) * 1000) {
-        let rule = format!("the containers may use {milli} thousandths of a processor together, which is more");
+        let rule = format!("the CPU limits of the containers are {milli}m together, which is more");
         return bad(CPU, value, rule);
     }
     let why = match engine {
         EngineKind::Kvm if sockets > 1 || threads > 1 => {
-            "engine kvm arranges virtual processors as cores of one socket: say so many cores"
+            "engine kvm supports only cores of one socket: set the number of cores"
         }
         // QEMU's firmware requires CPU numbers without gaps.
         EngineKind::Qemu if sockets > 1 && !cores.is_power_of_two() => {
@@ -181,9 +176,9 @@ fn memory(admitted: &Admitted, pod: &PodConfig, pages: MemoryPages, own: u64) ->
     if mib < least {
         let why = match pod.memory_limit {
             Some(limit) => format!(
-                "the containers may use {limit} bytes together, and the handler keeps memory_mib = {own} for the machine beside them"
+                "the memory limits of the containers are {limit} bytes together, and the handler reserves memory_mib = {own} for the VM itself"
             ),
-            None => "smaller machines do not start".to_owned(),
+            None => "smaller VMs do not start".to_owned(),
         };
         return bad(MEMORY, guest, format!("{least}Mi are needed: {why}"));
     }
@@ -198,18 +193,18 @@ fn memory(admitted: &Admitted, pod: &PodConfig, pages: MemoryPages, own: u64) ->
         }
     }
     if pages == MemoryPages::Hugetlb && !mib.is_multiple_of(2) {
-        return bad(MEMORY, guest, "it lies in pages of 2Mi, of which it must be a multiple".to_owned());
+        return bad(MEMORY, guest, "it is backed by huge pages of 2Mi: a multiple of 2Mi is needed".to_owned());
     }
     Ok(Some(mib))
 }
 
-fn pages(admitted: &Admitted) -> Result<Option<MemoryPages>, ShapeError> {
+fn memory_pages(admitted: &Admitted) -> Result<Option<MemoryPages>, ShapeError> {
     let pages = admitted.explicit_spec().domain.memory.as_ref().and_then(|memory| memory.hugepages.as_ref());
     match pages.map(|pages| pages.page_size.as_str()) {
         None => Ok(None),
         Some("2Mi") => Ok(Some(MemoryPages::Hugetlb)),
         Some(size) => {
-            let why = "machines of container pods lie in pages of 2Mi at most";
+            let why = "the VM of a container pod supports huge pages of 2Mi only";
             Err(ShapeError::NotHere { field: PAGES, value: size.to_owned(), why })
         }
     }
@@ -219,12 +214,12 @@ fn kernel_args(admitted: &Admitted, handler: &Handler) -> Result<Vec<String>, Sh
     let boot = admitted.explicit_spec().domain.firmware.as_ref().and_then(|firmware| firmware.kernel_boot.as_ref());
     let text = boot.map_or("", |boot| boot.kernel_args.as_str());
     if text.contains(['"', '\'']) {
-        return bad(ARGS, format!("{text:?}"), "words with quotes are not taken".to_owned());
+        return bad(ARGS, format!("{text:?}"), "parameters with quotes are not supported".to_owned());
     }
     let words: Vec<String> = text.split_ascii_whitespace().map(str::to_owned).collect();
     let bytes = handler.kernel_args.iter().chain(&words).map(|word| word.len() + 1).sum::<usize>();
     if !words.is_empty() && bytes > MAX_CMDLINE {
-        let rule = format!("with the handler's words these are {bytes} bytes, and {MAX_CMDLINE} are possible");
+        let rule = format!("with the handler's parameters these are {bytes} bytes, and {MAX_CMDLINE} are possible");
         return bad(ARGS, format!("{} bytes", text.len()), rule);
     }
     Ok(words)
@@ -255,9 +250,10 @@ mod tests {
         PodConfig { memory_limit: None, ..(*nacelle_model::testing::pod(1).config).clone() }
     }
 
-    fn shaped(said: &[(&str, &str)], pod: &PodConfig, engine: EngineKind) -> Result<VmShape, ShapeError> {
-        let said = said.iter().map(|(name, value)| (format!("vm.nacelle.dev/{name}"), (*value).to_owned())).collect();
-        let admitted = admit::pod(&said, &Catalogue::default()).unwrap().unwrap();
+    fn shape_of(annotations: &[(&str, &str)], pod: &PodConfig, engine: EngineKind) -> Result<VmShape, ShapeError> {
+        let annotations =
+            annotations.iter().map(|(name, value)| (format!("vm.nacelle.dev/{name}"), (*value).to_owned())).collect();
+        let admitted = admit::pod(&annotations, &Catalogue::default()).unwrap().unwrap();
         let handler = Handler { kernel_args: vec!["a=1".into()], ..Handler::default() };
         shape(&admitted, pod, &handler, engine)
     }
@@ -284,27 +280,27 @@ mod tests {
         };
         for said in [&short[..], &[("spec", spec)]] {
             for engine in [EngineKind::Qemu, EngineKind::Kvm] {
-                assert_eq!(shaped(said, &plain(), engine), Ok(expected.clone()));
+                assert_eq!(shape_of(said, &plain(), engine), Ok(expected.clone()));
             }
         }
-        let sized = shaped(&[("instancetype", "u1.medium")], &plain(), EngineKind::Qemu).unwrap();
+        let sized = shape_of(&[("instancetype", "u1.medium")], &plain(), EngineKind::Qemu).unwrap();
         assert_eq!((sized.processors, sized.memory_mib), (Some(Topology::single_socket(1)), Some(4096)));
     }
 
     #[test]
     fn what_is_a_default_is_no_wish() {
         for said in [("kind", "container"), ("cpu-pinning", "false")] {
-            assert_eq!(shaped(&[said], &plain(), EngineKind::Qemu), Ok(VmShape::default()));
+            assert_eq!(shape_of(&[said], &plain(), EngineKind::Qemu), Ok(VmShape::default()));
         }
-        let shape = shaped(&[("memory", "64Mi")], &plain(), EngineKind::Qemu).unwrap();
+        let shape = shape_of(&[("memory", "64Mi")], &plain(), EngineKind::Qemu).unwrap();
         assert_eq!(shape, VmShape { memory_mib: Some(64), ..VmShape::default() });
     }
 
     #[test]
-    fn what_is_not_honoured_is_named_with_who_said_it() {
+    fn unsupported_fields_are_named_with_the_annotation_that_sets_them() {
         let spec = "{domain: {cpu: {maxSockets: 2}, devices: {disks: [{name: a}], blockMultiQueue: false}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
         let said = [("spec", spec), ("cpus", "2"), ("mac", "02:00:00:00:00:01")];
-        let error = shaped(&said, &plain(), EngineKind::Qemu).unwrap_err();
+        let error = shape_of(&said, &plain(), EngineKind::Qemu).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         for field in [
             "spec.domain.cpu.maxSockets,",
@@ -323,7 +319,7 @@ mod tests {
         let id = "0123456789abcdef".repeat(4);
         let kernel = |image: &str| {
             let said = [("kernel-image", image), ("kernel", "/boot/vmlinux"), ("kernel-args", "quiet")];
-            shaped(&said, &plain(), EngineKind::Kvm)
+            shape_of(&said, &plain(), EngineKind::Kvm)
         };
         for (requested, image) in [
             ("a:1", "docker.io/library/a:1".to_owned()),
@@ -338,7 +334,7 @@ mod tests {
         let error = kernel("a..b").unwrap_err();
         assert!(error.kind() == Kind::Invalid && error.to_string().contains(KERNEL_IMAGE), "{error}");
         let initrd = [("kernel-image", "a:1"), ("kernel", "/vmlinux"), ("initrd", "/initrd")];
-        let error = shaped(&initrd, &plain(), EngineKind::Qemu).unwrap_err();
+        let error = shape_of(&initrd, &plain(), EngineKind::Qemu).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         let expected = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): the initramfs is Nacelle's";
         assert!(error.to_string().contains(expected) && !error.to_string().contains("kernelPath"), "{error}");
@@ -352,7 +348,7 @@ mod tests {
     fn processors_are_of_a_model_and_have_abilities() {
         let spec = |cpu: &str| format!("{{domain: {{cpu: {cpu}}}}}");
         let on = |cpu: &str, engine: EngineKind| {
-            shaped(&[("spec", &spec(cpu))], &plain(), engine).map(|shape| shape.cpu_model)
+            shape_of(&[("spec", &spec(cpu))], &plain(), engine).map(|shape| shape.cpu_model)
         };
         let (qemu, kvm) = (EngineKind::Qemu, EngineKind::Kvm);
         for cpu in ["{model: host-passthrough}", "{model: host-model, cores: 2}", "{cores: 2}"] {
@@ -362,7 +358,10 @@ mod tests {
         let features = vec![("avx2".to_owned(), false), ("aes".to_owned(), true)];
         let expected = CpuModel { name: Some("EPYC-Rome".into()), features, strict: true };
         assert_eq!(on(cpu, qemu), Ok(Some(expected)));
-        assert_eq!(shaped(&[("cpu-model", "EPYC")], &plain(), qemu).unwrap().cpu_model.unwrap().name.unwrap(), "EPYC");
+        assert_eq!(
+            shape_of(&[("cpu-model", "EPYC")], &plain(), qemu).unwrap().cpu_model.unwrap().name.unwrap(),
+            "EPYC"
+        );
         for (cpu, words) in
             [("{model: EPYC}", "cpu.model is EPYC:"), ("{features: [{name: avx}]}", "features[0].name is avx:")]
         {
@@ -385,7 +384,7 @@ mod tests {
         for (said, pod, engine, kind, words) in [
             (("cpus", "2"), &plain(), host, Kind::Invalid, "engine is host"),
             (("cpus", "65"), &plain(), kvm, Kind::Invalid, "at most 64"),
-            (("cpus", "1"), &limited, kvm, Kind::Invalid, "1500 thousandths"),
+            (("cpus", "1"), &limited, kvm, Kind::Invalid, "1500m together"),
             (("spec", two), &plain(), EngineKind::Qemu, Kind::Unsupported, "power of two"),
             (("spec", odd), &plain(), kvm, Kind::Unsupported, "cores of one socket"),
             (("memory", "63Mi"), &plain(), kvm, Kind::Invalid, "64Mi are needed"),
@@ -395,12 +394,12 @@ mod tests {
             (("kernel-args", "a=\"b c\""), &plain(), kvm, Kind::Invalid, "quotes"),
             (("kernel-args", long.as_str()), &plain(), kvm, Kind::Invalid, "1024 are possible"),
         ] {
-            let error = shaped(&[said], pod, engine).unwrap_err();
+            let error = shape_of(&[said], pod, engine).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
         }
-        assert_eq!(shaped(&[("memory", "512Mi")], &limited, kvm).unwrap().memory_mib, Some(512));
-        assert_eq!(shaped(&[("memory", "556Mi")], &over, kvm).unwrap().memory_mib, Some(556));
-        assert_eq!(shaped(&[("spec", odd)], &plain(), EngineKind::Qemu).unwrap().processors.unwrap().count(), 4);
+        assert_eq!(shape_of(&[("memory", "512Mi")], &limited, kvm).unwrap().memory_mib, Some(512));
+        assert_eq!(shape_of(&[("memory", "556Mi")], &over, kvm).unwrap().memory_mib, Some(556));
+        assert_eq!(shape_of(&[("spec", odd)], &plain(), EngineKind::Qemu).unwrap().processors.unwrap().count(), 4);
     }
 }

@@ -25,7 +25,7 @@ impl fmt::Display for UnsupportedSetting {
     }
 }
 
-/// Returns what RunPodSandbox refuses of a valid specification: all fields that are not honoured, and the first value that is not. What
+/// Returns what RunPodSandbox rejects of a valid specification: all unsupported fields, and the first unsupported value. What
 /// depends on the runtime handler is not included.
 pub fn unsupported_settings(admitted: &Admitted) -> Vec<UnsupportedSetting> {
     let (fields, value, reason): (_, _, fn(&str) -> Option<&'static str>) = match admitted.kind() {
@@ -118,9 +118,9 @@ mod tests {
                 let shapes = container_pod::supports_field(&format!("spec.{at}"));
                 counts = [1, usize::from(machine_pod::supports_field(&at)), usize::from(shapes)];
             }
-            let describe = |honoured: usize| match honoured {
+            let describe = |supported: usize| match supported {
                 0 => "",
-                honoured if honoured == counts[0] => "yes",
+                supported if supported == counts[0] => "yes",
                 _ => "in part",
             };
             writeln!(table, "| `{at}` | {what}{words} | {} | {} |", describe(counts[1]), describe(counts[2])).unwrap();
