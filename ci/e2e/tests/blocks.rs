@@ -85,7 +85,7 @@ fn containers_share_a_block_device_of_the_node() {
         writer.exec("dd if=/dev/urandom of=/dev/disks/data bs=1M seek=4 count=4 conv=notrunc,fsync").ok();
         assert!(blocks() >= before + (4 << 11), "{} {before}", blocks());
         writer.exec("blkdiscard -o 4194304 -l 4194304 /dev/disks/data").ok();
-        eventually("the room is given back", || (blocks() <= before + 64).then_some(()));
+        eventually("the discarded space is released", || (blocks() <= before + 64).then_some(()));
         pod.id.clone()
     };
 

@@ -117,7 +117,7 @@ fn an_empty_dir_on_a_disk_of_the_vm_has_a_quota() {
         assert_eq!(one.exec("df -m /other | tail -1 | awk '{print ($2 > 20 && $2 < 32)}'").ok(), "1");
         // Deleted data are released on the node.
         one.exec("rm /cache/much && sync").ok();
-        eventually("the room is given back", || (allocated_bytes(&volume) < 3 << 10).then_some(()));
+        eventually("the discarded space is released", || (allocated_bytes(&volume) < 3 << 10).then_some(()));
         assert_eq!(two.exec("cat /same/file").ok(), "word");
 
         // A part that a container has replaced by a link is rejected; and the volume can be read-only for one container.

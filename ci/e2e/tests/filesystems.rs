@@ -135,7 +135,7 @@ fn deleted_files_of_a_root_free_space_in_the_guest_and_on_the_node() {
     one.exec("dd if=/dev/urandom of=/much bs=1M count=24; mkdir /many; for n in $(seq 300); do echo $n >/many/$n; done; sync").ok();
     assert!(taken() > before + (24 << 10), "{} KiB, {before} before", taken());
     one.exec("rm -r /much /many").ok();
-    eventually("the room is given back", || (taken() < before + (1 << 10)).then_some(()));
+    eventually("the discarded space is released", || (taken() < before + (1 << 10)).then_some(()));
 
     // Space that the disk is releasing counts as free, even if there is hardly any other. Half a GiB takes minutes where the node
     // is emulated.

@@ -106,7 +106,7 @@ fn a_pod_is_removed_without_its_cni_plugin_and_del_is_retried() {
     eventually("the plugin is called again", || check(&node)[1].contains(" times, will be retried)").then_some(()));
     std::fs::remove_file(directory.join("broken")).unwrap();
     std::fs::write(directory.join("cni/20-other.conf"), "").unwrap();
-    eventually("the plugin has given back what it had", || {
+    eventually("the plugin has released the pod's address", || {
         let left = std::fs::read_dir(directory.join("root/cni")).unwrap().count();
         (left == 0).then_some(())
     });

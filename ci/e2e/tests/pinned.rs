@@ -53,7 +53,7 @@ fn dedicated_vcpus_keep_their_affinity() {
     }
     let machine = many.start(container_on_cpus(&image, 0, "0-1"));
     let error = node.crictl.try_call(["update", "--cpuset-cpus", "1", &machine.id]).err();
-    assert!(error.contains("1 processors of the node") && error.contains("its machine has 2"), "{error}");
+    assert!(error.contains("1 CPUs of the node") && error.contains("its VM has 2 vCPUs"), "{error}");
     many.remove();
     let (pod, id) = {
         let pod = node.crictl.run_pod_with_handler("vm", of("one", 1));

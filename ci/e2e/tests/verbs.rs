@@ -43,7 +43,7 @@ fn spawn_stalled_dump(node: &TestNode, machine: &str) -> Child {
     let command =
         command.args(vm_arguments(&["memory-dump", "db"], &config)).stdout(Stdio::piped()).stderr(Stdio::null());
     let child = command.spawn().expect("it can be started");
-    eventually("the machine stands still", || (qemu_state(node, machine) == "save-vm").then_some(()));
+    eventually("the VM is paused", || (qemu_state(node, machine) == "save-vm").then_some(()));
     child
 }
 

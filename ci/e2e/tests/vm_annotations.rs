@@ -192,7 +192,7 @@ fn vcpus_run_on_the_dedicated_cpus_of_their_containers() {
     let (id, both) = {
         let pod = node.crictl.run_pod_with_handler("shaped", requested);
         let few = |error: String| {
-            let words = ["cpuset_cpus is", "1 processors of the node", "its machine has 2"];
+            let words = ["cpuset_cpus is", "1 CPUs of the node", "its VM has 2 vCPUs"];
             assert!(words.iter().all(|word| error.contains(word)), "{error}");
         };
         few(pod.try_create(on("few", "1")).err());

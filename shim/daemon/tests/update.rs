@@ -194,9 +194,7 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
         };
         let few = |error: Status| {
             assert_eq!(error.code(), Code::InvalidArgument, "{error}");
-            for words in
-                ["cpuset_cpus is \"1\"", "1 processors of the node", "its machine has 2", "dedicatedCpuPlacement"]
-            {
+            for words in ["cpuset_cpus is \"1\"", "1 CPUs of the node", "its VM has 2 vCPUs", "dedicatedCpuPlacement"] {
                 assert!(error.message().contains(words), "{words} in {error}");
             }
         };

@@ -165,14 +165,14 @@ pub enum LifecycleError {
     },
     /// Too few CPUs would be left for the VM's pinned vCPUs.
     #[error(
-        "cpuset_cpus is {asked:?}: that leaves pod {id} {left} processors of the node, and its machine has {vcpus}, each of which has one to \
-         itself (dedicatedCpuPlacement): ask for as many whole processors, or make the pod anew with a smaller machine"
+        "cpuset_cpus is {requested:?}: that leaves pod {id} {left} CPUs of the node, but its VM has {vcpus} vCPUs, each pinned to a \
+         CPU of its own (dedicatedCpuPlacement): request as many whole CPUs, or recreate the pod with fewer vCPUs"
     )]
-    TooFewProcessors {
+    TooFewCpus {
         /// The pod's id.
         id: String,
         /// The list in the request.
-        asked: String,
+        requested: String,
         /// The number of CPUs of the node that would be left.
         left: usize,
         /// The number of vCPUs of the VM.
@@ -441,7 +441,7 @@ impl Classify for LifecycleError {
             LifecycleError::Ambiguous { .. }
             | LifecycleError::NotPrivileged { .. }
             | LifecycleError::NotOnline { .. }
-            | LifecycleError::TooFewProcessors { .. }
+            | LifecycleError::TooFewCpus { .. }
             | LifecycleError::NoDevice { .. }
             | LifecycleError::TooManyDevices { .. }
             | LifecycleError::TooLarge { .. }

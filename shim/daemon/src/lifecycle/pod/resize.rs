@@ -25,21 +25,20 @@ pub(crate) async fn resize(
     sizes: Resize,
 ) -> Result<VmResources, LifecycleError> {
     let Resize { from, mut to, processors } = sizes;
-    let run = async |count| {
-        ask("change the processors of the pod's machine", services.request_timeout(), client.set_processors(count))
-            .await
+    let set_vcpus = async |count| {
+        ask("change the vCPUs of the pod's VM", services.request_timeout(), client.set_processors(count)).await
     };
     if processors {
-        run(to.vcpus).await?;
+        set_vcpus(to.vcpus).await?;
     }
     if let Some(bytes) = to.reserve_used() {
-        let asked =
-            ask("change the memory of the pod's machine", services.request_timeout(), client.set_memory(bytes)).await;
-        match asked {
+        let resized =
+            ask("change the memory of the pod's VM", services.request_timeout(), client.set_memory(bytes)).await;
+        match resized {
             Ok(used) => to.memory = to.least_memory.saturating_add(used),
             Err(error) => {
-                if processors && let Err(error) = run(from.vcpus).await {
-                    tracing::warn!("processors are not as they were: {}", Chain(&error));
+                if processors && let Err(error) = set_vcpus(from.vcpus).await {
+                    tracing::warn!("cannot restore the number of vCPUs after a failed resize: {}", Chain(&error));
                 }
                 return Err(error);
             }

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 impl Actor {
     /// Returns the CPUs of the pod's containers and of a container to be created. A change that is being applied counts already.
-    fn wanted(&self, new: Option<&Resources>) -> BTreeSet<u32> {
+    fn container_cpus(&self, new: Option<&Resources>) -> BTreeSet<u32> {
         let of = self.live().map(|entry| match entry.updates.front() {
             Some((change, _)) if !change.cpuset_cpus.is_empty() => change.cpuset_cpus.as_str(),
             _ => entry.record.resources().cpuset_cpus.as_str(),
@@ -22,7 +22,7 @@ impl Actor {
     }
 
     /// Returns the number of the VM's vCPUs if each of them is pinned to a CPU of its own.
-    fn pinned(&self) -> Option<u32> {
+    fn pinned_vcpus(&self) -> Option<u32> {
         let config = &self.pod.config;
         let shaped = config.kind.shape().is_some_and(|shape| shape.pinned);
         let machine = config.kind.machine().is_some_and(|machine| machine.processors.pins.is_some());
@@ -31,14 +31,14 @@ impl Actor {
 
     /// Rejects a change that would leave a VM with pinned vCPUs fewer CPUs of the node than it has vCPUs. A container without a
     /// CPU list takes no CPU away.
-    pub(crate) fn enough(&self, new: Option<&Resources>, asked: &str) -> Result<(), LifecycleError> {
-        let Some(vcpus) = self.pinned().filter(|_| !asked.is_empty()) else { return Ok(()) };
-        let left = self.wanted(new).len();
+    pub(crate) fn check_pinned_vcpus(&self, new: Option<&Resources>, requested: &str) -> Result<(), LifecycleError> {
+        let Some(vcpus) = self.pinned_vcpus().filter(|_| !requested.is_empty()) else { return Ok(()) };
+        let left = self.container_cpus(new).len();
         if left >= usize::try_from(vcpus).unwrap_or(usize::MAX) {
             return Ok(());
         }
-        let (id, asked) = (self.pod.id.to_string(), asked.to_owned());
-        Err(LifecycleError::TooFewProcessors { id, asked, left, vcpus })
+        let (id, requested) = (self.pod.id.to_string(), requested.to_owned());
+        Err(LifecycleError::TooFewCpus { id, requested, left, vcpus })
     }
 
     /// Confines the VM to the CPUs of the pod's containers and of a container to be created.
@@ -46,15 +46,15 @@ impl Actor {
         if self.client.is_none() || !self.pod.config.kind.has_guest() {
             return Ok(());
         }
-        // Pinned vCPUs of a machine pod's machine keep their CPUs until the machine gets other pins: the keeper has pinned them,
+        // Pinned vCPUs of a machine pod keep their CPUs until the VM gets other pins: the keeper has pinned them,
         // and pins them again.
         let kept = self.pod.config.kind.machine().is_some_and(|machine| machine.processors.pins.is_some());
         let moves = |entry: &Entry| entry.updates.front().is_some_and(|(change, _)| !change.cpuset_cpus.is_empty());
         if kept && !self.live().any(moves) && (new.is_none() || self.live().next().is_some()) {
             return Ok(());
         }
-        let wanted = self.wanted(new);
-        let mut pinned = self.pinned().filter(|_| !kept && !wanted.is_empty());
+        let wanted = self.container_cpus(new);
+        let mut pinned = self.pinned_vcpus().filter(|_| !kept && !wanted.is_empty());
         let too_few = pinned.filter(|vcpus| usize::try_from(*vcpus).is_ok_and(|vcpus| vcpus > wanted.len()));
         if too_few.is_some() {
             pinned = None;
@@ -65,12 +65,11 @@ impl Actor {
         }
         if let Some(vcpus) = too_few {
             let left = wanted.0.len();
-            let why = "too few processors of the node are left for each of the machine's to have one to itself";
-            tracing::warn!(pod = %self.pod.id, vcpus, left, why);
+            tracing::warn!(pod = %self.pod.id, vcpus, left, "the pod has too few CPUs of the node: its vCPUs are not pinned");
         }
         self.confined = None;
         let done = self.services.pods.confine(&self.services.pod_dir(&self.pod.id), wanted.0.clone(), wanted.1).await;
-        done.map_err(at("keep the machine on the processors of its containers"))?;
+        done.map_err(at("confine the VM to the CPUs of its containers"))?;
         self.confined = Some(wanted);
         Ok(())
     }

@@ -49,7 +49,9 @@ impl Actor {
             Err(error) => return drop(answer.send(Err(error))),
         };
         let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
-        if let Err(error) = self.enough(Some(&record.config.resources), &record.config.resources.cpuset_cpus) {
+        if let Err(error) =
+            self.check_pinned_vcpus(Some(&record.config.resources), &record.config.resources.cpuset_cpus)
+        {
             return drop(answer.send(Err(error)));
         }
         let confined = match self.confine(Some(&record.config.resources)).await {

@@ -39,7 +39,7 @@ impl Actor {
         loop {
             let entry = self.containers.get(id).filter(|entry| is_live(entry.record.state));
             let Some((change, _)) = entry.and_then(|entry| entry.updates.front()) else { return };
-            let Err(error) = self.enough(None, &change.cpuset_cpus) else { return };
+            let Err(error) = self.check_pinned_vcpus(None, &change.cpuset_cpus) else { return };
             if let Some((_, answer)) = self.containers.get_mut(id).and_then(|entry| entry.updates.pop_front()) {
                 drop(answer.send(Err(error)));
             }
