@@ -59,12 +59,11 @@ pub(super) fn vm_request(
             return Err(refuse(Kind::Invalid, message));
         }
         if pod.user_namespace.is_some() {
-            let message =
-                "config.linux.security_context.namespace_options.userns_options: a machine has users of its own";
+            let message = "config.linux.security_context.namespace_options.userns_options: a machine pod's guest has its own users";
             return Err(refuse(Kind::Invalid, message));
         }
         if let Some(name) = pod.sysctls.keys().next() {
-            let message = format!("config.linux.sysctls has {name:?}: a machine's system sets its own");
+            let message = format!("config.linux.sysctls has {name:?}: a machine pod's guest sets its own sysctls");
             return Err(refuse(Kind::Invalid, &message));
         }
         let machine = machine_pod::build(&admitted, pod, &config.machines).map_err(status)?;
@@ -117,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_at_once_and_what_is_not_honoured_by_name() {
+    fn all_invalid_fields_are_reported_at_once_and_unsupported_ones_by_name() {
         let spec = r#"{"domain": {"cpu": {"cores": 0}, "devices": {"disks": [{"name": "a", "disk": {"bus": "ide"}}, {"name": "a"}]}}}"#;
         let (code, message) = rejection(&[("vm.nacelle.dev/spec", spec)]).unwrap();
         assert_eq!(code, Code::InvalidArgument);

@@ -22,7 +22,7 @@ const DEFAULT: [&str; 14] = [
 ];
 
 /// The capability sets of one container: names with "CAP_", in the kernel's order.
-pub struct Sets {
+pub struct CapabilitySets {
     /// The bounding set, which is also the effective and permitted set.
     pub bounding: Vec<String>,
     /// The ambient set, which processes without root keep.
@@ -31,7 +31,7 @@ pub struct Sets {
 
 /// Returns the sets: the default one, with "ALL" of add and drop applied first, then the single names; drop takes precedence over
 /// add.
-pub fn of(container: &ContainerConfig) -> Sets {
+pub fn compute_sets(container: &ContainerConfig) -> CapabilitySets {
     let requested = &container.capabilities;
     let has = |list: &[String], name: &str| list.iter().any(|each| each == name);
     let base = |name: &str| {
@@ -45,7 +45,7 @@ pub fn of(container: &ContainerConfig) -> Sets {
     let named = |keep: &dyn Fn(&str) -> bool| {
         capability::ALL.into_iter().filter(|name| keep(name)).map(|n| format!("CAP_{n}")).collect()
     };
-    Sets { bounding: named(&given), ambient: named(&|name| given(name) && has(&requested.ambient, name)) }
+    CapabilitySets { bounding: named(&given), ambient: named(&|name| given(name) && has(&requested.ambient, name)) }
 }
 
 #[cfg(test)]
@@ -54,11 +54,11 @@ mod tests {
     use nacelle_model::security::Capabilities;
     use nacelle_model::testing::container;
 
-    fn sets(add: &[&str], drop: &[&str], ambient: &[&str]) -> Sets {
+    fn sets(add: &[&str], drop: &[&str], ambient: &[&str]) -> CapabilitySets {
         let list = |list: &[&str]| list.iter().map(|name| (*name).to_owned()).collect();
         let mut config = (*container(1, 1).config).clone();
         config.capabilities = Capabilities { add: list(add), drop: list(drop), ambient: list(ambient) };
-        of(&config)
+        compute_sets(&config)
     }
 
     #[test]

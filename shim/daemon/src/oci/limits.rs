@@ -3,23 +3,23 @@
 use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources};
 
 /// The contents of a limit's file without a limit.
-const NONE: &str = "max";
+const NO_LIMIT: &str = "max";
 /// The kernel's default period of cpu.max in µs.
-const PERIOD: i64 = 100_000;
+const DEFAULT_PERIOD: i64 = 100_000;
 
 /// Returns the files that a change affects, and their new values. `after` holds the limits after the change.
 pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     let mut limits = Vec::new();
     let mut set = |file: &str, value: String| limits.push((file.to_owned(), value));
     if change.cpu_shares > 0 {
-        set("cpu.weight", weight(change.cpu_shares).to_string());
+        set("cpu.weight", cpu_weight(change.cpu_shares).to_string());
     }
     if change.cpu_quota != 0 || change.cpu_period > 0 {
-        let quota = if after.cpu_quota > 0 { after.cpu_quota.to_string() } else { NONE.to_owned() };
-        set("cpu.max", format!("{quota} {}", if after.cpu_period > 0 { after.cpu_period } else { PERIOD }));
+        let quota = if after.cpu_quota > 0 { after.cpu_quota.to_string() } else { NO_LIMIT.to_owned() };
+        set("cpu.max", format!("{quota} {}", if after.cpu_period > 0 { after.cpu_period } else { DEFAULT_PERIOD }));
     }
     if change.memory_limit != 0 {
-        set("memory.max", if change.memory_limit > 0 { change.memory_limit.to_string() } else { NONE.to_owned() });
+        set("memory.max", if change.memory_limit > 0 { change.memory_limit.to_string() } else { NO_LIMIT.to_owned() });
     }
     for (file, list) in [("cpuset.cpus", &change.cpuset_cpus), ("cpuset.mems", &change.cpuset_mems)] {
         if !list.is_empty() {
@@ -29,7 +29,7 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     for (size, limit) in &change.hugepages {
         // Limits both reserved pages (since Linux 5.7) and used ones, as for a new container.
         for which in ["max", "rsvd.max"] {
-            let value = if *limit == NO_HUGEPAGE_LIMIT { NONE.to_owned() } else { limit.to_string() };
+            let value = if *limit == NO_HUGEPAGE_LIMIT { NO_LIMIT.to_owned() } else { limit.to_string() };
             set(&format!("hugetlb.{size}.{which}"), value);
         }
     }
@@ -39,7 +39,7 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
 
 /// Converts cgroup v1 shares (2 to 262144, default 1024) into a weight (1 to 10000, default 100): the curve through these three
 /// points that the OCI runtimes agree on, and that the guest uses for a new container.
-fn weight(shares: i64) -> u64 {
+fn cpu_weight(shares: i64) -> u64 {
     match shares {
         ..=2 => 1,
         262_144.. => 10_000,
@@ -66,9 +66,9 @@ mod tests {
         for (shares, expected) in
             [(1, 1), (2, 1), (1024, 100), (262_143, 10_000), (262_144, 10_000), (i64::MAX, 10_000)]
         {
-            assert_eq!(weight(shares), expected, "{shares}");
+            assert_eq!(cpu_weight(shares), expected, "{shares}");
         }
-        assert!((3..2000).all(|shares| weight(shares) <= weight(shares + 1)));
+        assert!((3..2000).all(|shares| cpu_weight(shares) <= cpu_weight(shares + 1)));
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub enum OciError {
         image: String,
     },
     /// The image's stop signal does not exist on Linux.
-    #[error("image {image} has the stop signal {signal:?}, which is none of Linux")]
+    #[error("image {image} has the stop signal {signal:?}, which does not exist on Linux")]
     StopSignal {
         /// The image as the request names it.
         image: String,
@@ -132,7 +132,7 @@ pub fn spec(
     let invalid = |source| OciError::Invalid { container: container.name.clone(), source };
     // Converted by way of the typed specification, so that it contains nothing that another runtime could not read.
     let spec: Spec =
-        serde_json::from_value(document(pod, container, image, kernel, devices, volumes)?).map_err(invalid)?;
+        serde_json::from_value(build_document(pod, container, image, kernel, devices, volumes)?).map_err(invalid)?;
     serde_json::to_vec(&spec).map_err(invalid)
 }
 
@@ -163,7 +163,7 @@ pub fn stop_signal(container: &ContainerConfig, image: &ImageConfig) -> Result<u
     }
 }
 
-fn document(
+fn build_document(
     pod: &PodConfig,
     container: &ContainerConfig,
     image: &ImageConfig,
@@ -172,7 +172,7 @@ fn document(
     volumes: &[VolumeMount<'_>],
 ) -> Result<Value, OciError> {
     let privileged = container.privileged;
-    let capabilities = capabilities::of(container);
+    let capabilities = capabilities::compute_sets(container);
     let mut linux = Map::new();
     linux.insert("namespaces".into(), namespaces());
     linux.insert("resources".into(), resources(&container.resources, privileged, devices));
@@ -181,8 +181,8 @@ fn document(
     }
     // The agent gets each volume with a propagation of its own, but the propagation of the root applies to all of them: a private
     // root keeps each volume isolated, and with a slave root no mount in a volume propagates to the node.
-    let requested = |wanted| volumes.iter().any(|mount| mount.volume.propagation == wanted);
-    let propagation = match (requested(Propagation::BothWays), requested(Propagation::FromNode)) {
+    let has = |propagation| volumes.iter().any(|mount| mount.volume.propagation == propagation);
+    let propagation = match (has(Propagation::BothWays), has(Propagation::FromNode)) {
         (true, _) => "shared",
         (false, true) => "slave",
         (false, false) => "private",
@@ -215,7 +215,7 @@ fn process(
     pod: &PodConfig,
     container: &ContainerConfig,
     image: &ImageConfig,
-    capabilities: &capabilities::Sets,
+    capabilities: &capabilities::CapabilitySets,
 ) -> Result<Value, OciError> {
     let args = command(container, image);
     if args.is_empty() {
@@ -257,13 +257,13 @@ fn command(container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
 fn environment(pod: &PodConfig, container: &ContainerConfig, image: &ImageConfig) -> Vec<String> {
     let mut env: Vec<String> = Vec::new();
     // An image and a request may contain a hundred thousand variables.
-    let mut places: HashMap<String, usize> = HashMap::new();
+    let mut positions: HashMap<String, usize> = HashMap::new();
     let mut set = |line: String| {
         let name = line.split('=').next().unwrap_or_default();
-        match places.get(name).and_then(|place| env.get_mut(*place)) {
+        match positions.get(name).and_then(|position| env.get_mut(*position)) {
             Some(known) => *known = line,
             None => {
-                places.insert(name.to_owned(), env.len());
+                positions.insert(name.to_owned(), env.len());
                 env.push(line);
             }
         }

@@ -14,7 +14,7 @@ const EPERM: u32 = 1;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Group {
+struct SyscallGroup {
     why: String,
     /// Capabilities of which the container must have at least one; `None`: no condition.
     #[serde(default)]
@@ -22,7 +22,7 @@ struct Group {
     names: Vec<String>,
 }
 
-fn groups() -> Vec<Group> {
+fn read_groups() -> Vec<SyscallGroup> {
     serde_json::from_str(include_str!("seccomp.json")).unwrap_or_default()
 }
 
@@ -30,7 +30,7 @@ fn groups() -> Vec<Group> {
 pub fn default_profile(capabilities: &[String]) -> Value {
     let allow = |names: Value, args: Value| json!({ "names": names, "action": "SCMP_ACT_ALLOW", "args": args });
     let has = |name: &str| capabilities.iter().any(|each| each.strip_prefix("CAP_") == Some(name));
-    let mut calls: Vec<Value> = groups()
+    let mut calls: Vec<Value> = read_groups()
         .into_iter()
         // A call without a reason is not allowed.
         .filter(|group| !group.why.is_empty())
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn every_group_has_a_reason_and_no_call_stands_twice() {
-        let groups = groups();
+        let groups = read_groups();
         assert!(!groups.is_empty());
         let mut seen = BTreeSet::new();
         for group in &groups {

@@ -39,7 +39,7 @@ pub fn container_config(
     let linux = config.linux.clone().unwrap_or_default();
     let security = linux.security_context.unwrap_or_default();
     check_security(&security)?;
-    users::of_container(security.namespace_options.as_ref(), user_namespace)?;
+    users::check_container(security.namespace_options.as_ref(), user_namespace)?;
     for word in config.command.iter().chain(&config.args).chain([&config.working_dir]) {
         if word.contains('\0') {
             return bad("config.command, args, working_dir", word, "no zero bytes are allowed");
@@ -49,7 +49,7 @@ pub fn container_config(
         return bad("config.working_dir", &config.working_dir, "an absolute path is needed");
     }
     if let Some(key) = config.annotations.keys().find(|key| key.starts_with(nacelle_vmi::annotations::PREFIX)) {
-        return bad("config.annotations", key, "a machine is the pod's: its annotations are those of the pod");
+        return bad("config.annotations", key, "a VM belongs to the pod: set the annotation on the pod");
     }
     let (volumes, node_volumes) = volumes(&config.mounts, user_namespace)?;
     Ok(ContainerConfig {

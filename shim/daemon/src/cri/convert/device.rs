@@ -21,7 +21,7 @@ pub fn devices(requested: &[cri::Device], users: Option<UserNamespace>) -> Resul
         return bad("config.devices", requested.len(), format!("at most {MAX_DEVICES} are allowed"));
     }
     if let (Some(device), Some(_)) = (requested.first(), users) {
-        let instead = "a user namespace may make no devices; leave it out, or run the pod without one";
+        let instead = "a user namespace cannot create devices; leave it out, or run the pod without one";
         return not_yet("config.devices.host_path", &device.host_path, instead);
     }
     let mut taken = BTreeSet::new();

@@ -17,7 +17,7 @@ pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs
     let requested = pod.annotations.get(LIMITS);
     let limits = requested.map_or_else(|| Ok(BTreeMap::new()), |text| limits(text))?;
     let cannot = if !pod.kind.has_guest() {
-        "the pod has no machine, and its emptyDirs are directories of the node, whose sizeLimit is kubelet's"
+        "the pod has no VM, and its emptyDirs are directories of the node, whose sizeLimit kubelet enforces"
     } else if pod.user_namespace.is_some() {
         "the emptyDirs of a pod with a user namespace are directories of the node, whose sizeLimit is kubelet's"
     } else if handler.empty_dir == EmptyDir::Shared {

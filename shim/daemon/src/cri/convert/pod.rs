@@ -41,7 +41,7 @@ pub fn pod_config(
         (linux.resources.as_ref(), fields!("config.linux.resources")),
         (linux.overhead.as_ref(), fields!("config.linux.overhead")),
     )?;
-    let user_namespace = users::of_pod(&namespaces)?;
+    let user_namespace = users::pod_namespace(&namespaces)?;
     // In a user namespace a privileged pod has no rights on the node that it could need.
     let on_host = security.privileged && user_namespace.is_none() && policy.privileged == PrivilegedPods::RunOnHost;
     let kind = match on_host || !shares.none() || engine == EngineSetting::Host {

@@ -11,7 +11,7 @@ const FIELD: &str = "config.linux.security_context.namespace_options.userns_opti
 const MIN_IDS: u32 = 65_536;
 
 /// Returns a pod's user namespace: mode POD with one range each of users and groups, or none.
-pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, FieldError> {
+pub fn pod_namespace(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, FieldError> {
     let Some(requested) = &options.userns_options else { return Ok(None) };
     match requested.mode() {
         cri::NamespaceMode::Node if requested.uids.is_empty() && requested.gids.is_empty() => Ok(None),
@@ -35,11 +35,11 @@ pub fn of_pod(options: &cri::NamespaceOption) -> Result<Option<UserNamespace>, F
 }
 
 /// Checks that a container requests the user namespace of its pod.
-pub fn of_container(options: Option<&cri::NamespaceOption>, pod: Option<UserNamespace>) -> Result<(), FieldError> {
+pub fn check_container(options: Option<&cri::NamespaceOption>, pod: Option<UserNamespace>) -> Result<(), FieldError> {
     let requested = options.and_then(|options| options.userns_options.as_ref());
     // The pod's check covers the combination with other namespaces.
     let alone = cri::NamespaceOption { userns_options: requested.cloned(), ..Default::default() };
-    let got = of_pod(&alone)?;
+    let got = pod_namespace(&alone)?;
     if got == pod {
         return Ok(());
     }
@@ -48,7 +48,7 @@ pub fn of_container(options: Option<&cri::NamespaceOption>, pod: Option<UserName
 
 /// Returns whether a mount maps owner ids through the pod's user namespace: it has the pod's mappings, or none. Other mappings
 /// are rejected.
-pub fn of_mount(mount: &cri::Mount, pod: Option<UserNamespace>) -> Result<bool, FieldError> {
+pub fn check_mount(mount: &cri::Mount, pod: Option<UserNamespace>) -> Result<bool, FieldError> {
     let field = "config.mounts.uidMappings, gidMappings";
     if mount.uid_mappings.is_empty() && mount.gid_mappings.is_empty() {
         return Ok(false);
@@ -120,11 +120,11 @@ mod tests {
     #[test]
     fn what_kubelet_and_critest_ask_for_is_taken() {
         let (one, other) = (mapping(0, 1000, 100_000), mapping(0, 65_536, 65_536));
-        let taken = of_pod(&options(Pod, &[one], &[other])).unwrap().unwrap();
+        let taken = pod_namespace(&options(Pod, &[one], &[other])).unwrap().unwrap();
         assert_eq!((taken.users.first, taken.users.count, taken.groups.first), (1000, 100_000, 65_536));
-        assert_eq!(of_pod(&options(Pod, &report(taken).uids, &report(taken).gids)).unwrap(), Some(taken));
-        assert_eq!(of_pod(&options(Node, &[], &[])).unwrap(), None);
-        assert_eq!(of_pod(&cri::NamespaceOption::default()).unwrap(), None);
+        assert_eq!(pod_namespace(&options(Pod, &report(taken).uids, &report(taken).gids)).unwrap(), Some(taken));
+        assert_eq!(pod_namespace(&options(Node, &[], &[])).unwrap(), None);
+        assert_eq!(pod_namespace(&cri::NamespaceOption::default()).unwrap(), None);
     }
 
     #[test]
@@ -145,7 +145,7 @@ mod tests {
             (cri::NamespaceOption { pid: Node.into(), ..options(Pod, &good, &good) }, "the node's users"),
         ];
         for (requested, words) in rows {
-            let error = of_pod(&requested).unwrap_err();
+            let error = pod_namespace(&requested).unwrap_err();
             assert_eq!(error.kind(), Kind::Invalid, "{error}");
             assert!(error.to_string().contains(words), "{words}: {error}");
         }
@@ -154,17 +154,17 @@ mod tests {
     #[test]
     fn containers_and_mounts_have_their_pods() {
         let (one, other) = ([mapping(0, 65_536, 65_536)], [mapping(0, 131_072, 65_536)]);
-        let pod = of_pod(&options(Pod, &one, &one)).unwrap();
-        of_container(Some(&options(Pod, &one, &one)), pod).unwrap();
-        of_container(Some(&options(Node, &[], &[])), None).unwrap();
-        of_container(None, None).unwrap();
+        let pod = pod_namespace(&options(Pod, &one, &one)).unwrap();
+        check_container(Some(&options(Pod, &one, &one)), pod).unwrap();
+        check_container(Some(&options(Node, &[], &[])), None).unwrap();
+        check_container(None, None).unwrap();
         for (requested, has) in [
             (None, pod),
             (Some(options(Node, &[], &[])), pod),
             (Some(options(Pod, &one, &other)), pod),
             (Some(options(Pod, &one, &one)), None),
         ] {
-            let error = of_container(requested.as_ref(), has).unwrap_err();
+            let error = check_container(requested.as_ref(), has).unwrap_err();
             assert!(error.kind() == Kind::Invalid && error.to_string().contains("its pod's"), "{error}");
         }
         let mount = |uids: &[cri::IdMapping], gids: &[cri::IdMapping]| cri::Mount {
@@ -172,10 +172,10 @@ mod tests {
             gid_mappings: gids.to_vec(),
             ..Default::default()
         };
-        assert_eq!(of_mount(&mount(&[], &[]), pod), Ok(false));
-        assert_eq!(of_mount(&mount(&one, &one), pod), Ok(true));
+        assert_eq!(check_mount(&mount(&[], &[]), pod), Ok(false));
+        assert_eq!(check_mount(&mount(&one, &one), pod), Ok(true));
         for (requested, has) in [(mount(&one, &other), pod), (mount(&one, &[]), pod), (mount(&one, &one), None)] {
-            assert_eq!(of_mount(&requested, has).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(check_mount(&requested, has).unwrap_err().kind(), Kind::Invalid);
         }
     }
 
@@ -185,7 +185,7 @@ mod tests {
             container_id in prop_oneof![4 => Just(0), 1 => any::<u32>()], host_id: u32, length: u32,
         ) {
             let requested = options(Pod, &[mapping(container_id, host_id, length)], &[mapping(0, 0, 65_536)]);
-            match of_pod(&requested) {
+            match pod_namespace(&requested) {
                 Ok(taken) => {
                     let range = taken.unwrap().users;
                     prop_assert_eq!((container_id, range.first, range.count), (0, host_id, length));

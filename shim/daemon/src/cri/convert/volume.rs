@@ -29,7 +29,7 @@ pub fn volumes(
         if !taken.insert(Path::new(&path).components().collect::<PathBuf>()) {
             return bad("config.mounts.container_path", &path, "it may be given once only");
         }
-        let id_mapped = users::of_mount(mount, users)?;
+        let id_mapped = users::check_mount(mount, users)?;
         let options = options(mount, users)?;
         match &mount.image {
             Some(image) => of_images.push(image_volume(mount, image, path, options)?),
@@ -97,7 +97,7 @@ fn image_volume(
         return bad(
             "config.mounts.propagation",
             mount.propagation().as_str_name(),
-            "an image volume has no mounts to give",
+            "an image volume cannot propagate mounts",
         );
     }
     Ok(ImageVolume {
