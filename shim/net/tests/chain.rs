@@ -317,7 +317,7 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         let error = setup(&lost).await.unwrap_err();
         assert!(matches!(&error, NetError::MissingInterface { name } if name == "net2"), "{error}");
         assert_eq!(error.kind(), Kind::Conflict);
-        assert_eq!(leases(world.files("leases")).len(), 3, "what the second pod had is given back");
+        assert_eq!(leases(world.files("leases")).len(), 3, "the second pod's lease is released");
         let some = with(3, &["net7", "net1"], InterfaceUsage::Guest);
         let attachment = setup(&some).await.unwrap();
         assert_eq!(

@@ -177,7 +177,7 @@ fn a_disk_is_written_flushed_discarded_and_zeroed() {
     };
     let before = std::fs::metadata(&path).unwrap().blocks();
     assert_eq!(request(&mut front_end, DISCARD, 0, &range(128, 64, 0), 0).0, 0);
-    assert!(std::fs::metadata(&path).unwrap().blocks() < before, "the discarded blocks are given back");
+    assert!(std::fs::metadata(&path).unwrap().blocks() < before, "the discarded blocks are released");
     assert_eq!(request(&mut front_end, ZEROES, 0, &[range(192, 8, 1), range(200, 8, 0)].concat(), 0).0, 0);
     let (status, bytes) = request(&mut front_end, READ, 128, &[], 64 << 10);
     let zero = 80 * 512;

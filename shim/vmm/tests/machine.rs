@@ -409,7 +409,7 @@ fn a_restored_vm_continues_where_it_was_saved() {
             builder.serial(console.sink()).unwrap();
             let machine = builder.restore(saved.state()).unwrap();
             assert_eq!(machine.wait(Duration::from_millis(50)), None);
-            assert_eq!(console.length(), 0, "it stands still until it is resumed");
+            assert_eq!(console.length(), 0, "it is paused until it is resumed");
             machine.resume().unwrap();
             console.expect(&format!("count {} at", last + 20), 0);
             let (later, then) = last_count(&console.text());

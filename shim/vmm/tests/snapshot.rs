@@ -134,7 +134,7 @@ fn a_saved_vm_continues_in_each_restored_vm() {
         assert_eq!(saved.devices().collect::<Vec<_>>(), [DeviceKind::Rng]);
         // The saved VM and two restored ones continue, all at once.
         let [(one, first), (two, second)] = [restore(&dir), restore(&dir)];
-        assert!(first.get().is_empty(), "it stands still");
+        assert!(first.get().is_empty(), "it is paused");
         for machine in [&machine, &one, &two] {
             machine.resume().unwrap();
         }

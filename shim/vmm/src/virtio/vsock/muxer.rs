@@ -546,7 +546,7 @@ fn socket_pair() -> Result<(UnixStream, UnixStream), VsockError> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, reason = "tests")]
     use super::*;
     use crate::fuzz::{memory, ring};
     use crate::testing::Driver;
