@@ -257,7 +257,7 @@ pub fn spec((kernel, initrd): (PathBuf, PathBuf), directory: &Path, vcpus: u8, n
         topology: None,
         cpu_model: None,
         memory_mib: 256,
-        reserve_mib: 0,
+        hotplug_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel,

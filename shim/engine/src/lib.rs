@@ -35,11 +35,11 @@ pub use console::log_tail;
 pub use error::{EngineError, LinkError};
 pub use kernel_check::{KernelError, check_kernel};
 pub use machine::{
-    BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryReserve, Pausable,
+    BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable,
     Restorer, Snapshottable, StopMode,
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, Slot};
-pub use nacelle_vmm::machine::{BLOCK_MIB, unused_reserve};
+pub use nacelle_vmm::machine::{BLOCK_MIB, unused_hotplug_ranges};
 pub use probe::{Accelerator, KvmVerdict, choose_accelerator, default_engine, probe_kvm};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

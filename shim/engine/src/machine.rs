@@ -69,8 +69,8 @@ pub trait Machine: Send + Sync {
         None
     }
 
-    /// Returns the interface to release memory of the reserve, if the machine has one.
-    fn as_reserve(&self) -> Option<&dyn MemoryReserve> {
+    /// Returns the interface to release hot-plug memory, if the machine has any.
+    fn as_memory_hotplug(&self) -> Option<&dyn MemoryHotplug> {
         None
     }
 
@@ -88,9 +88,9 @@ pub trait Snapshottable {
     fn save(&self, to: &Path) -> Result<(), EngineError>;
 }
 
-/// A machine with a memory reserve (`MachineSpec::reserve_mib`), which its guest's kernel adds and removes while it runs.
-pub trait MemoryReserve {
-    /// Releases the memory beyond the first `used_mib` of the reserve. The guest has removed that memory: its content is lost.
+/// A machine with hot-plug memory (`MachineSpec::hotplug_mib`), which its guest's kernel adds and removes while it runs.
+pub trait MemoryHotplug {
+    /// Releases the memory beyond the first `used_mib` of the hot-plug memory. The guest has removed that memory: its content is lost.
     fn release_unused(&self, used_mib: u32) -> Result<(), EngineError>;
 }
 

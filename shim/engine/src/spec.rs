@@ -37,10 +37,10 @@ pub struct MachineSpec {
     pub cpu_model: Option<CpuModel>,
     /// The memory of the guest in MiB, 64 or more.
     pub memory_mib: u32,
-    /// The memory reserve in MiB, which the guest's kernel does not see at boot and may add while it runs
-    /// ([`unused_reserve`](nacelle_vmm::machine::unused_reserve) returns its address ranges): a multiple of 128; 0 with huge pages. The
+    /// The hot-plug memory in MiB, which the guest's kernel does not see at boot and may add while it runs
+    /// ([`unused_hotplug_ranges`](nacelle_vmm::machine::unused_reserve) returns its address ranges): a multiple of 128; 0 with huge pages. The
     /// node allocates it when it is touched.
-    pub reserve_mib: u32,
+    pub hotplug_mib: u32,
     /// The page size that backs the memory.
     pub memory_pages: MemoryPages,
     /// The guest kernel: an uncompressed ELF `vmlinux` with the PVH note.
@@ -169,10 +169,12 @@ pub enum SpecError {
         /// The size of a page.
         step_mib: u32,
     },
-    /// The memory reserve is not a multiple of the hot-plug block size, or is not allowed with huge pages.
-    #[error("cannot reserve {got_mib} MiB of memory: it must be a multiple of {step_mib} MiB, or 0 with huge pages")]
-    Reserve {
-        /// The requested reserve.
+    /// The hot-plug memory is not a multiple of the hot-plug block size, or is not allowed with huge pages.
+    #[error(
+        "cannot provide {got_mib} MiB of hot-plug memory: it must be a multiple of {step_mib} MiB, or 0 with huge pages"
+    )]
+    HotplugMemory {
+        /// The requested hot-plug memory.
         got_mib: u32,
         /// The size of a hot-plug block.
         step_mib: u32,
@@ -303,8 +305,8 @@ impl MachineSpec {
             return Err(SpecError::HugePages { got_mib: self.memory_mib, step_mib: HUGE_PAGE_MIB });
         }
         let huge = self.memory_pages == MemoryPages::Hugetlb;
-        if !self.reserve_mib.is_multiple_of(BLOCK_MIB) || (huge && self.reserve_mib > 0) {
-            return Err(SpecError::Reserve { got_mib: self.reserve_mib, step_mib: BLOCK_MIB });
+        if !self.hotplug_mib.is_multiple_of(BLOCK_MIB) || (huge && self.hotplug_mib > 0) {
+            return Err(SpecError::HotplugMemory { got_mib: self.hotplug_mib, step_mib: BLOCK_MIB });
         }
         let max = limits.devices.saturating_sub(usize::from(self.console == ConsoleKind::Virtio));
         if self.disks.len() + self.nics.len() > max {
@@ -413,7 +415,7 @@ mod tests {
             topology: Some(Topology { sockets: 2, cores: 2, threads: 2 }),
             cpu_model: Some(cpu_model_named("EPYC-Rome")),
             memory_mib: MIN_MEMORY_MIB,
-            reserve_mib: 0,
+            hotplug_mib: 0,
             memory_pages: MemoryPages::Hugetlb,
             kernel: "/boot/vmlinux".into(),
             initrd: "/boot/initrd".into(),
@@ -460,8 +462,8 @@ mod tests {
                 },
             ),
             (|s| s.memory_mib = 63, SpecError::Memory { got_mib: 63, min_mib: 64 }),
-            (|s| s.reserve_mib = 127, SpecError::Reserve { got_mib: 127, step_mib: 128 }),
-            (|s| s.reserve_mib = 128, SpecError::Reserve { got_mib: 128, step_mib: 128 }),
+            (|s| s.hotplug_mib = 127, SpecError::HotplugMemory { got_mib: 127, step_mib: 128 }),
+            (|s| s.hotplug_mib = 128, SpecError::HotplugMemory { got_mib: 128, step_mib: 128 }),
             (|s| s.memory_mib = 65, SpecError::HugePages { got_mib: 65, step_mib: 2 }),
             (
                 |s| s.disks.push(DiskSpec::Images { serial: "more".into() }),

@@ -115,7 +115,7 @@ fn start(fake: &FakeEngine, directory: &Path) -> Result<Box<dyn nacelle_engine::
         topology: None,
         cpu_model: None,
         memory_mib: 64,
-        reserve_mib: 0,
+        hotplug_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel: "/nowhere/vmlinux".into(),

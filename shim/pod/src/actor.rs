@@ -329,8 +329,8 @@ impl PodActor {
         let (spec, network, events) = (Arc::clone(&self.spec), self.network.subscribe(), self.events.clone());
         let handshake = tokio::spawn(async move {
             let outcome = boot::configure_guest(&spec, incoming, link, exit_watch, network, &timeline).await;
-            if outcome.is_ok() && vm.as_reserve().is_some() {
-                memory::release_whole_reserve(vm).await;
+            if outcome.is_ok() && vm.as_memory_hotplug().is_some() {
+                memory::release_all_hotplug_memory(vm).await;
             }
             report(&events, EffectEvent::HandshakeEnded(outcome));
         });

@@ -197,7 +197,7 @@ impl Agent {
             .map(drop)
     }
 
-    /// Brings `bytes` of the VM's memory reserve, which has these address ranges, into use; returns how many bytes are in use then.
+    /// Brings `bytes` of the VM's hot-plug memory, which has these address ranges, into use; returns how many bytes are in use then.
     pub async fn set_memory(
         &self,
         reserve: &[Range<u64>],

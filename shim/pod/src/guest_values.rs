@@ -184,12 +184,12 @@ pub struct MemoryOutOfRange {
     pub reported: u64,
     /// The bytes that were requested, the least that is possible.
     pub requested: u64,
-    /// The bytes of the whole reserve, the most that is possible.
+    /// The bytes of all hot-plug memory, the most that is possible.
     pub reserve: u64,
 }
 
 impl FromGuest<SetMemoryResponse> {
-    /// Fails if the number of bytes is not within `allowed`: from the requested size to the whole reserve.
+    /// Fails if the number of bytes is not within `allowed`: from the requested size to all of the hot-plug memory.
     pub fn bound(self, allowed: RangeInclusive<u64>) -> Result<Bounded<SetMemoryResponse>, MemoryOutOfRange> {
         let SetMemoryResponse { bytes } = self.0;
         if allowed.contains(&bytes) {

@@ -155,7 +155,7 @@ pub async fn assemble(
         topology: if has_vm { spec.topology } else { None },
         cpu_model: if has_vm { spec.cpu_model.clone() } else { None },
         memory_mib: if has_vm { spec.memory_mib } else { MIN_MEMORY_MIB },
-        reserve_mib: if has_vm { spec.reserved_memory_mib.unwrap_or(0) } else { 0 },
+        hotplug_mib: if has_vm { spec.reserved_memory_mib.unwrap_or(0) } else { 0 },
         memory_pages: if has_vm { spec.memory_pages } else { MemoryPages::default() },
         console: if has_vm { spec.console } else { ConsoleKind::default() },
         kernel: spec.kernel.clone(),

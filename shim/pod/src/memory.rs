@@ -30,10 +30,10 @@ impl Default for MemoryResizer {
     }
 }
 
-/// Checks that the VM's memory reserve has so many bytes.
+/// Checks that the VM has so many bytes of hot-plug memory.
 pub fn check_request(spec: &PodSpec, requested: u64) -> Result<(), PodError> {
     let maximum = u64::from(spec.reserved_memory_mib.unwrap_or(0)) << 20;
-    let rule = "the VM has no larger memory reserve";
+    let rule = "the VM has no more hot-plug memory";
     if requested > maximum {
         Err(PodError::Field { field: "bytes", value: format!("{requested} of {maximum}"), rule })
     } else {
@@ -42,7 +42,7 @@ pub fn check_request(spec: &PodSpec, requested: u64) -> Result<(), PodError> {
 }
 
 impl MemoryResizer {
-    /// Brings `requested` bytes of the reserve into use; returns how many are in use then.
+    /// Brings `requested` bytes of the hot-plug memory into use; returns how many are in use then.
     pub async fn set(
         &self,
         spec: Arc<PodSpec>,
@@ -63,23 +63,23 @@ async fn resize(
     RunningVm { agent, machine }: RunningVm,
     requested: u64,
 ) -> Result<Bounded<SetMemoryResponse>, PodError> {
-    let reserve_mib = spec.reserved_memory_mib.unwrap_or(0);
-    let ranges = nacelle_engine::unused_reserve(spec.memory_mib, reserve_mib, 0);
-    let maximum = u64::from(reserve_mib) << 20;
+    let hotplug_mib = spec.reserved_memory_mib.unwrap_or(0);
+    let ranges = nacelle_engine::unused_hotplug_ranges(spec.memory_mib, hotplug_mib, 0);
+    let maximum = u64::from(hotplug_mib) << 20;
     let used = agent.set_memory(&ranges, requested).await?.bound(requested..=maximum)?;
     // If the guest uses more than it reports, it loses that memory, not the node.
-    release_reserve(machine, u32::try_from(used.bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
+    release_hotplug_memory(machine, u32::try_from(used.bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX)).await;
     Ok(used)
 }
 
-/// Releases what the engine has written to the reserve before the guest's kernel ran: the initial file system may lie there.
-pub async fn release_whole_reserve(machine: Arc<dyn Machine>) {
-    release_reserve(machine, 0).await;
+/// Releases what the engine has written to the hot-plug memory before the guest's kernel ran: the initial file system may lie there.
+pub async fn release_all_hotplug_memory(machine: Arc<dyn Machine>) {
+    release_hotplug_memory(machine, 0).await;
 }
 
-/// Releases the node's memory of the unused reserve. A failure is only logged, because the guest does not use that memory.
-async fn release_reserve(machine: Arc<dyn Machine>, used_mib: u32) {
-    let release = move || machine.as_reserve().map(|reserve| reserve.release_unused(used_mib));
+/// Releases the node's memory behind the unused hot-plug memory. A failure is only logged, because the guest does not use that memory.
+async fn release_hotplug_memory(machine: Arc<dyn Machine>, used_mib: u32) {
+    let release = move || machine.as_memory_hotplug().map(|memory| memory.release_unused(used_mib));
     match run_blocking("release unused memory of the VM", release).await {
         Ok(Some(Err(error))) => tracing::warn!(used_mib, "{}", Chain(&error)),
         Err(error) => tracing::warn!(used_mib, "{}", Chain(&error)),

@@ -43,7 +43,7 @@ pub struct PodSpec {
     pub cpu_model: Option<CpuModel>,
     /// The memory of the guest in MiB, [`MIN_MEMORY_MIB`] or more.
     pub memory_mib: u32,
-    /// The memory reserve of the VM in MiB, which a resize brings into use.
+    /// The hot-plug memory of the VM in MiB, which a resize brings into use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved_memory_mib: Option<u32>,
     /// The page size that backs the VM's memory on the node.

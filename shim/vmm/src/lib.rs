@@ -17,8 +17,8 @@
 //! # Ok(()) }
 //! ```
 
+pub mod hotplug;
 pub mod machine;
-pub mod reserve;
 pub mod snapshot;
 pub mod transport;
 pub mod virtio;

@@ -332,14 +332,14 @@ fn a_kernel_uses_hvc0_and_reports_free_pages() {
 #[test]
 fn memory_above_the_device_hole_works() {
     let Some(guest_files) = guest_files() else { return };
-    // The kernel's memory map does not contain the reserve.
-    for (memory_mib, reserve_mib, backing) in [
+    // The kernel's memory map does not contain the hot-plug memory.
+    for (memory_mib, hotplug_mib, backing) in [
         (64, 0, MemoryBacking::Private),
         (131, 1024, MemoryBacking::Shared),
         (3100, 0, MemoryBacking::Private),
         (200, 4096, MemoryBacking::Private),
     ] {
-        let (machine, console) = boot(VmConfig { memory_mib, reserve_mib, backing, ..config(&guest_files, &[]) });
+        let (machine, console) = boot(VmConfig { memory_mib, hotplug_mib, backing, ..config(&guest_files, &[]) });
         assert_eq!(wait_exit(&machine, &console), VmExit::Reset);
         let text = console.text();
         let mib: u32 = text.split(" and ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok()).unwrap();

@@ -58,7 +58,7 @@ pub fn spec(tested: &dyn TestedEngine, directory: &Path, disks: Vec<DiskSpec>) -
         topology: None,
         cpu_model: None,
         memory_mib: 128,
-        reserve_mib: 0,
+        hotplug_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel: tested.kernel(),

@@ -15,9 +15,9 @@ use nacelle_jail::ThreadKind;
 use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::fs::Fs;
+use nacelle_vmm::hotplug;
 use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit};
 use nacelle_vmm::net::{self, Net, NetConfig};
-use nacelle_vmm::reserve;
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
 use nacelle_vmm::vsock::Vsock;
@@ -27,7 +27,7 @@ use crate::disk::create_slot;
 use crate::exit_latch::{self, ExitLatch};
 use crate::link::VsockLink;
 use crate::machine::{
-    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryReserve, Pausable, Restorer, Snapshottable,
+    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, Restorer, Snapshottable,
     StopMode,
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
@@ -96,7 +96,7 @@ impl Restorer for KvmEngine {
         for (what, saved, here) in [
             ("vCPUs", saved.vcpus(), spec.vcpus.into()),
             ("MiB of memory", saved.memory_mib() as usize, spec.memory_mib as usize),
-            ("MiB of memory in reserve", saved.reserve_mib() as usize, spec.reserve_mib as usize),
+            ("MiB of hot-plug memory", saved.hotplug_mib() as usize, spec.hotplug_mib as usize),
             ("MiB in huge pages", 0, hugetlb_mib(&spec) as usize),
         ] {
             if saved != here {
@@ -129,7 +129,7 @@ fn assemble_vm(
     finish: impl FnOnce(VmBuilder) -> Result<machine::VmHandle, EngineError>,
 ) -> Result<Box<dyn Machine>, EngineError> {
     let in_huge_pages = spec.memory_pages == MemoryPages::Hugetlb;
-    let (memory_mib, reserve_mib) = (spec.memory_mib, spec.reserve_mib);
+    let (memory_mib, hotplug_mib) = (spec.memory_mib, spec.hotplug_mib);
     let console = ConsoleLog::create(&spec.console_log).map_err(file_error("open", &spec.console_log))?;
     let console = Arc::new(Mutex::new(console));
     let slots = spec.disks.iter().map(create_slot).collect::<Result<Vec<_>, _>>()?;
@@ -161,7 +161,7 @@ fn assemble_vm(
             nacelle_jail::spawn(ThreadKind::Warden, builder, move || running.wait_and_record_exit(&link, &console));
         spawned.map_err(|source| EngineError::Resources { what: "a thread for the machine", source })?
     };
-    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages, memory_mib, reserve_mib }))
+    Ok(Box::new(KvmMachine { running, warden: Some(warden), link, slots, in_huge_pages, memory_mib, hotplug_mib }))
 }
 
 fn vm_config(spec: &MachineSpec) -> VmConfig {
@@ -169,7 +169,7 @@ fn vm_config(spec: &MachineSpec) -> VmConfig {
     VmConfig {
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
-        reserve_mib: spec.reserve_mib,
+        hotplug_mib: spec.hotplug_mib,
         backing: MemoryBacking::Private,
         pages: match spec.memory_pages {
             MemoryPages::Transparent => HostPages::Transparent,
@@ -265,7 +265,7 @@ struct KvmMachine {
     slots: Vec<Slot>,
     in_huge_pages: bool,
     memory_mib: u32,
-    reserve_mib: u32,
+    hotplug_mib: u32,
 }
 
 impl Machine for KvmMachine {
@@ -297,8 +297,8 @@ impl Machine for KvmMachine {
         Some(self)
     }
 
-    fn as_reserve(&self) -> Option<&dyn MemoryReserve> {
-        (self.reserve_mib > 0).then_some(self as _)
+    fn as_memory_hotplug(&self) -> Option<&dyn MemoryHotplug> {
+        (self.hotplug_mib > 0).then_some(self as _)
     }
 
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
@@ -334,11 +334,11 @@ impl Pausable for KvmMachine {
     }
 }
 
-impl MemoryReserve for KvmMachine {
+impl MemoryHotplug for KvmMachine {
     fn release_unused(&self, used_mib: u32) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "release memory of" })?;
-        let unused = machine::unused_reserve(self.memory_mib, self.reserve_mib, used_mib);
-        reserve::release_ranges(vm.memory(), &unused).map_err(|source| EngineError::ReleaseMemory { source })
+        let unused = machine::unused_hotplug_ranges(self.memory_mib, self.hotplug_mib, used_mib);
+        hotplug::release_ranges(vm.memory(), &unused).map_err(|source| EngineError::ReleaseMemory { source })
     }
 }
 

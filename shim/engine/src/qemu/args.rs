@@ -30,8 +30,8 @@ pub(super) struct MicroVm<'a> {
     pub topology: Topology,
     pub cpu_model: Option<&'a CpuModel>,
     pub memory_mib: u32,
-    /// The memory reserve, which the kernel does not use at boot.
-    pub reserve_mib: u32,
+    /// The hot-plug memory, which the kernel does not use at boot.
+    pub hotplug_mib: u32,
     pub memory_pages: MemoryPages,
     pub console: ConsoleKind,
     pub kernel: &'a Path,
@@ -149,7 +149,7 @@ impl MicroVm<'_> {
         let Topology { sockets, cores, threads } = self.topology;
         let smp = QemuOption::new(&self.topology.count().to_string());
         add("smp", Some(smp.set("sockets", sockets).set("cores", cores).set("threads", threads).0));
-        let memory = format!("{}M", total_mib(self.memory_mib, self.reserve_mib));
+        let memory = format!("{}M", total_mib(self.memory_mib, self.hotplug_mib));
         add("m", Some(memory.clone()));
         let backend = QemuOption::new("memory-backend-memfd").set("id", "ram").set("size", memory).set("share", "on");
         // All pages are allocated at the start, because a page that is missing later kills QEMU.
@@ -171,8 +171,8 @@ impl MicroVm<'_> {
         add("initrd", Some(self.initrd.display().to_string()));
         let parameters = console::kernel_parameters(self.console).iter().chain(&CMDLINE).copied();
         let parameters = parameters.chain(self.timer_parameters.iter().chain(self.cmdline).map(String::as_str));
-        // QEMU's memory map contains the reserve. This parameter keeps the kernel from using it at boot; it can be added later.
-        let boot_limit = (self.reserve_mib > 0).then(|| format!("mem={}M", memory_end(self.memory_mib) >> 20));
+        // QEMU's memory map contains the hot-plug memory. This parameter keeps the kernel from using it at boot; it can be added later.
+        let boot_limit = (self.hotplug_mib > 0).then(|| format!("mem={}M", memory_end(self.memory_mib) >> 20));
         let parameters = parameters.chain(boot_limit.as_deref());
         add("append", Some(parameters.collect::<Vec<_>>().join(" ")));
         // The guest finds the device with the last number first.
@@ -229,7 +229,7 @@ mod tests {
             topology: Topology { sockets: 1, cores: 2, threads: 1 },
             cpu_model: None,
             memory_mib: 128,
-            reserve_mib: 0,
+            hotplug_mib: 0,
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
             kernel: Path::new("/k"),
@@ -282,11 +282,11 @@ mod tests {
     }
 
     #[test]
-    fn a_memory_reserve_is_in_qemus_map_but_not_used_at_boot() {
-        for (memory_mib, reserve_mib, made, word) in
+    fn hotplug_memory_is_in_qemus_map_but_not_used_at_boot() {
+        for (memory_mib, hotplug_mib, made, word) in
             [(300, 256, "640M", "mem=300M"), (3500, 256, "3840M", "mem=4524M"), (3072, 128, "3200M", "mem=3072M")]
         {
-            let args = MicroVm { memory_mib, reserve_mib, ..machine() }.args();
+            let args = MicroVm { memory_mib, hotplug_mib, ..machine() }.args();
             assert_eq!(value(&args, "-m"), [made]);
             assert_eq!(value(&args, "-object"), [format!("memory-backend-memfd,id=ram,size={made},share=on")]);
             assert!(value(&args, "-append")[0].ends_with(&format!(" {word}")), "{args:?}");

@@ -20,8 +20,8 @@ use nacelle_base::machine::{ConsoleKind, MemoryPages, Topology};
 use nacelle_base::share::QUEUES;
 use nacelle_base::{Chain, files};
 use nacelle_vmm::fs::Fs;
-use nacelle_vmm::machine::unused_reserve;
-use nacelle_vmm::reserve::release_ranges;
+use nacelle_vmm::hotplug::release_ranges;
+use nacelle_vmm::machine::unused_hotplug_ranges;
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::vhost_user::{self, VhostUserServer};
 use nacelle_vmm::vsock::Vsock;
@@ -31,7 +31,7 @@ use self::qmp::Qmp;
 use crate::console::ConsoleLog;
 use crate::disk::create_slot;
 use crate::link::VsockLink;
-use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, MemoryReserve, Pausable, StopMode};
+use crate::machine::{Engine, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, StopMode};
 use crate::process::{MachineProcess, Process};
 use crate::{Accelerator, CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
 
@@ -90,7 +90,7 @@ impl Engine for QemuEngine {
             topology: spec.topology.unwrap_or(Topology::single_socket(spec.vcpus.into())),
             cpu_model: spec.cpu_model.as_ref(),
             memory_mib: spec.memory_mib,
-            reserve_mib: spec.reserve_mib,
+            hotplug_mib: spec.hotplug_mib,
             memory_pages: spec.memory_pages,
             console: spec.console,
             kernel: &spec.kernel,
@@ -118,7 +118,7 @@ impl Engine for QemuEngine {
             qmp: Mutex::new(Qmp::new(qmp)),
             paused: AtomicBool::new(false),
             memory_mib: spec.memory_mib,
-            reserve_mib: spec.reserve_mib,
+            hotplug_mib: spec.hotplug_mib,
             backends,
         }))
     }
@@ -204,7 +204,7 @@ struct QemuMachine {
     qmp: Mutex<Qmp>,
     paused: AtomicBool,
     memory_mib: u32,
-    reserve_mib: u32,
+    hotplug_mib: u32,
     backends: Vec<Backend>,
 }
 
@@ -233,18 +233,18 @@ impl Machine for QemuMachine {
         Some(self)
     }
 
-    fn as_reserve(&self) -> Option<&dyn MemoryReserve> {
-        (self.reserve_mib > 0).then_some(self as _)
+    fn as_memory_hotplug(&self) -> Option<&dyn MemoryHotplug> {
+        (self.hotplug_mib > 0).then_some(self as _)
     }
 }
 
-impl MemoryReserve for QemuMachine {
+impl MemoryHotplug for QemuMachine {
     fn release_unused(&self, used_mib: u32) -> Result<(), EngineError> {
         let ended = EngineError::Ended { what: "release memory of" };
         // All devices map the same memory; releasing it through one mapping releases it for all, and for QEMU.
         let memory =
             self.backends.iter().filter_map(|backend| backend.server.as_ref()).find_map(VhostUserServer::memory);
-        let unused = unused_reserve(self.memory_mib, self.reserve_mib, used_mib);
+        let unused = unused_hotplug_ranges(self.memory_mib, self.hotplug_mib, used_mib);
         let memory = memory.ok_or(ended)?;
         release_ranges(&memory, &unused).map_err(|source| EngineError::ReleaseMemory { source })
     }

@@ -170,7 +170,7 @@ impl PodClient {
         Ok(())
     }
 
-    /// Sets how many bytes of the VM's memory reserve are in use; returns how many are in use then.
+    /// Sets how many bytes of the VM's hot-plug memory are in use; returns how many are in use then.
     pub async fn set_memory(&self, bytes: u64) -> Result<u64, ClientError> {
         Ok(self.rpc.clone().set_memory(proto::SetMemoryRequest { bytes }).await?.into_inner().bytes)
     }

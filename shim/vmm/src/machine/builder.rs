@@ -42,7 +42,7 @@ pub struct VmBuilder {
 impl VmBuilder {
     /// Opens KVM and creates the memory and the interrupt controllers.
     pub fn new(config: VmConfig) -> Result<VmBuilder, Error> {
-        let mib = layout::total_mib(config.memory_mib, config.reserve_mib);
+        let mib = layout::total_mib(config.memory_mib, config.hotplug_mib);
         let memory = GuestMemory::new(mib, config.backing, config.pages);
         VmBuilder::with_memory(config, memory)
     }
@@ -50,7 +50,7 @@ impl VmBuilder {
     /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]). The file is mapped
     /// privately and must not change as long as the VM lives.
     pub fn with_saved_memory(config: VmConfig, file: &File) -> Result<VmBuilder, Error> {
-        let mib = layout::total_mib(config.memory_mib, config.reserve_mib);
+        let mib = layout::total_mib(config.memory_mib, config.hotplug_mib);
         let memory = GuestMemory::from_file(mib, file, config.pages);
         VmBuilder::with_memory(config, memory)
     }
@@ -62,7 +62,7 @@ impl VmBuilder {
             return Err(Error::Vcpus { got: config.vcpus, max });
         }
         let memory = memory.map_err(|source| Error::Memory {
-            mib: layout::total_mib(config.memory_mib, config.reserve_mib),
+            mib: layout::total_mib(config.memory_mib, config.hotplug_mib),
             source,
         })?;
         let mut supported =

@@ -64,22 +64,22 @@ pub(super) fn regions(memory_mib: u32) -> Vec<(u64, u64)> {
     }
 }
 
-/// The granularity at which a kernel hot-adds memory, and of a reserve, in MiB.
+/// The granularity at which a kernel hot-adds memory, in MiB.
 pub const BLOCK_MIB: u32 = 128;
 
-/// Returns the memory that a VM is created with, in MiB. If it has a reserve, the reserve starts at a block boundary.
-pub fn total_mib(memory_mib: u32, reserve_mib: u32) -> u32 {
-    match reserve_mib {
+/// Returns the memory that a VM is created with, in MiB. Hot-plug memory starts at a block boundary.
+pub fn total_mib(memory_mib: u32, hotplug_mib: u32) -> u32 {
+    match hotplug_mib {
         0 => memory_mib,
-        _ => memory_mib.div_ceil(BLOCK_MIB).saturating_mul(BLOCK_MIB).saturating_add(reserve_mib),
+        _ => memory_mib.div_ceil(BLOCK_MIB).saturating_mul(BLOCK_MIB).saturating_add(hotplug_mib),
     }
 }
 
-/// Returns the address ranges of the last `reserve_mib` of the memory, without the first `used_mib` of them. The hole begins
+/// Returns the address ranges of the last `hotplug_mib` of the memory, without the first `used_mib` of them. The hole begins
 /// and ends at a block boundary.
-pub fn unused_reserve(memory_mib: u32, reserve_mib: u32, used_mib: u32) -> Vec<Range<u64>> {
-    let total = total_mib(memory_mib, reserve_mib);
-    let first = u64::from(total - reserve_mib.saturating_sub(used_mib)) * MIB;
+pub fn unused_hotplug_ranges(memory_mib: u32, hotplug_mib: u32, used_mib: u32) -> Vec<Range<u64>> {
+    let total = total_mib(memory_mib, hotplug_mib);
+    let first = u64::from(total - hotplug_mib.saturating_sub(used_mib)) * MIB;
     let after = |(start, length): (u64, u64)| {
         // The amount of memory below this region.
         let before = if start < HIGH_MEMORY { start } else { start - (HIGH_MEMORY - HOLE) };
@@ -167,9 +167,9 @@ mod tests {
     }
 
     #[test]
-    fn a_reserve_continues_above_the_hole() {
-        let ranges = |memory_mib, reserve_mib, used_mib| {
-            let ranges = unused_reserve(memory_mib, reserve_mib, used_mib).into_iter();
+    fn hotplug_memory_continues_above_the_hole() {
+        let ranges = |memory_mib, hotplug_mib, used_mib| {
+            let ranges = unused_hotplug_ranges(memory_mib, hotplug_mib, used_mib).into_iter();
             ranges.map(|range| (range.start, range.end)).collect::<Vec<_>>()
         };
         assert_eq!(ranges(300, 256, 0), [(384 << 20, 640 << 20)]);
@@ -200,15 +200,15 @@ mod tests {
         }
 
         #[test]
-        fn a_reserve_consists_of_whole_blocks_above_the_reported_memory(
+        fn hotplug_memory_consists_of_whole_blocks_above_the_reported_memory(
             mib in 16u32..8192,
             blocks in 0u32..64,
             used in 0u32..80,
         ) {
-            let reserve_mib = blocks * BLOCK_MIB;
-            let (total, all) = (total_mib(mib, reserve_mib), unused_reserve(mib, reserve_mib, 0));
-            prop_assert!(total >= mib + reserve_mib && total - mib - reserve_mib < BLOCK_MIB);
-            prop_assert_eq!(all.iter().map(|range| range.end - range.start).sum::<u64>(), u64::from(reserve_mib) * MIB);
+            let hotplug_mib = blocks * BLOCK_MIB;
+            let (total, all) = (total_mib(mib, hotplug_mib), unused_hotplug_ranges(mib, hotplug_mib, 0));
+            prop_assert!(total >= mib + hotplug_mib && total - mib - hotplug_mib < BLOCK_MIB);
+            prop_assert_eq!(all.iter().map(|range| range.end - range.start).sum::<u64>(), u64::from(hotplug_mib) * MIB);
             let reported_end = memory_map(mib).last().map_or(0, |entry| entry.addr + entry.size);
             prop_assert_eq!(reported_end, memory_end(mib));
             let block = u64::from(BLOCK_MIB) * MIB;
@@ -216,8 +216,8 @@ mod tests {
                 prop_assert!(range.start % block == 0 && range.end % block == 0 && range.start >= reported_end);
                 prop_assert!(regions(total).iter().any(|(start, length)| *start <= range.start && range.end <= start + length));
             }
-            // The last blocks of the reserve are the unused ones.
-            let rest = unused_reserve(mib, reserve_mib, used * BLOCK_MIB);
+            // The last blocks of the hot-plug memory are the unused ones.
+            let rest = unused_hotplug_ranges(mib, hotplug_mib, used * BLOCK_MIB);
             let left = u64::from(blocks.saturating_sub(used)) * block;
             prop_assert_eq!(rest.iter().map(|range| range.end - range.start).sum::<u64>(), left);
             prop_assert!(left == 0 || rest.last().map(|range| range.end) == all.last().map(|range| range.end));

@@ -34,7 +34,9 @@ pub use bus::BusDevice;
 pub use error::Error;
 pub use handle::{VmExit, VmHandle};
 pub use kernel::{KernelError, check_kernel};
-pub use layout::{BLOCK_MIB, FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS, memory_end, total_mib, unused_reserve};
+pub use layout::{
+    BLOCK_MIB, FIRST_GSI, MAX_DEVICES, WINDOW_SIZE, WINDOWS, memory_end, total_mib, unused_hotplug_ranges,
+};
 pub use legacy::SerialState;
 pub use memory::MemoryError;
 pub use state::{MachineState, VcpuState, VmState};
@@ -55,8 +57,8 @@ pub struct VmConfig {
     /// The guest's memory in MiB, at least 16.
     pub memory_mib: u32,
     /// Memory in addition that is not in the guest's memory map; the guest's kernel can hot-add it while it runs. A multiple of
-    /// [`BLOCK_MIB`], in MiB. [`unused_reserve`] computes its addresses.
-    pub reserve_mib: u32,
+    /// [`BLOCK_MIB`], in MiB. [`unused_hotplug_ranges`] computes its addresses.
+    pub hotplug_mib: u32,
     /// The host memory that backs the guest's memory.
     pub backing: MemoryBacking,
     /// The page size of the backing memory.
@@ -75,7 +77,7 @@ impl Default for VmConfig {
         VmConfig {
             vcpus: 1,
             memory_mib: 128,
-            reserve_mib: 0,
+            hotplug_mib: 0,
             backing: MemoryBacking::Private,
             pages: HostPages::Transparent,
             kernel: PathBuf::new(),

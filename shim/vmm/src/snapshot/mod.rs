@@ -44,8 +44,8 @@ pub const MEMORY_FILE: &str = "memory";
 #[derive(Debug, Serialize, Deserialize)]
 struct Document<S> {
     memory_mib: u32,
-    #[serde(default, skip_serializing_if = "is_zero")]
-    reserve_mib: u32,
+    #[serde(rename = "reserve_mib", default, skip_serializing_if = "is_zero")]
+    hotplug_mib: u32,
     machine: S,
 }
 
@@ -64,8 +64,8 @@ pub struct Snapshot<S = MachineState> {
 /// stable storage, or no snapshot at all. The VM stays paused.
 pub fn save(machine: &VmHandle, dir: &Path) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
-    let VmConfig { memory_mib, reserve_mib, .. } = *machine.config();
-    let document = Document { memory_mib, reserve_mib, machine: state };
+    let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();
+    let document = Document { memory_mib, hotplug_mib, machine: state };
     write(dir, &document, machine.memory())
 }
 
@@ -96,7 +96,7 @@ fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
     let document: Document<S> = envelope::decode(&bytes, &path)?;
 
     let (memory, path) = open(MEMORY_FILE)?;
-    let expected = u64::from(machine::total_mib(document.memory_mib, document.reserve_mib)) << 20;
+    let expected = u64::from(machine::total_mib(document.memory_mib, document.hotplug_mib)) << 20;
     match memory.metadata().map(|file| file.len()) {
         Ok(got) if got == expected => Ok(Snapshot { document, memory }),
         Ok(got) => Err(SnapshotError::Length { path, got, expected }),
@@ -132,9 +132,9 @@ impl Snapshot {
         self.document.memory_mib
     }
 
-    /// Returns the size of the memory reserve in MiB.
-    pub fn reserve_mib(&self) -> u32 {
-        self.document.reserve_mib
+    /// Returns the size of the hot-plug memory in MiB.
+    pub fn hotplug_mib(&self) -> u32 {
+        self.document.hotplug_mib
     }
 
     /// Returns the kinds of the devices, in the order in which the caller must attach them to the builder.
@@ -146,7 +146,7 @@ impl Snapshot {
     /// of the guest stay in this process. The file must not change as long as the VM lives.
     pub fn builder(&self) -> Result<VmBuilder, machine::Error> {
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
-        let (memory_mib, reserve_mib) = (self.memory_mib(), self.reserve_mib());
-        VmBuilder::with_saved_memory(VmConfig { vcpus, memory_mib, reserve_mib, ..VmConfig::default() }, &self.memory)
+        let (memory_mib, hotplug_mib) = (self.memory_mib(), self.hotplug_mib());
+        VmBuilder::with_saved_memory(VmConfig { vcpus, memory_mib, hotplug_mib, ..VmConfig::default() }, &self.memory)
     }
 }

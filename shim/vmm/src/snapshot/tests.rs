@@ -13,7 +13,7 @@ const MIB: usize = 1 << 20;
 type Layout = Vec<(GuestAddress, usize)>;
 
 fn write<S: Serialize>(dir: &Path, state: &S, memory: &Memory) -> Result<(), SnapshotError> {
-    super::write(dir, &Document { memory_mib: 8, reserve_mib: 0, machine: state }, memory)
+    super::write(dir, &Document { memory_mib: 8, hotplug_mib: 0, machine: state }, memory)
 }
 
 /// Maps a snapshot's memory as a VM does.

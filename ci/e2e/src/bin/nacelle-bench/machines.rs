@@ -198,7 +198,7 @@ pub fn run_vm_child(description: &str) -> ExitCode {
         topology: None,
         cpu_model: None,
         memory_mib: description.memory_mib,
-        reserve_mib: 0,
+        hotplug_mib: 0,
         memory_pages: Default::default(),
         console: Default::default(),
         kernel: description.kernel,

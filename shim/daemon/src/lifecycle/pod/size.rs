@@ -263,14 +263,14 @@ mod tests {
                     let spec = MachineSpec {
                         vcpus: u8::try_from(size.vcpu_bound()).unwrap(),
                         memory_mib: narrow(mib),
-                        reserve_mib: narrow(reserve_mib(&config, &handler)),
+                        hotplug_mib: narrow(reserve_mib(&config, &handler)),
                         memory_pages: pages,
                         ..machine()
                     };
                     prop_assert_eq!(u64::from(spec.memory_mib), mib);
-                    let together = mib + u64::from(spec.reserve_mib);
-                    prop_assert!(spec.reserve_mib == 0 || together <= max_memory_mib.unwrap_or(0));
-                    prop_assert_eq!(size.memory_bound() - size.memory, u64::from(spec.reserve_mib) * MIB);
+                    let together = mib + u64::from(spec.hotplug_mib);
+                    prop_assert!(spec.hotplug_mib == 0 || together <= max_memory_mib.unwrap_or(0));
+                    prop_assert_eq!(size.memory_bound() - size.memory, u64::from(spec.hotplug_mib) * MIB);
                     let limits = nacelle_engine::Limits { vcpus: MAX_VCPUS, devices: 0, cpu_models: false };
                     prop_assert!(spec.check(&limits).is_ok());
                 }
@@ -323,7 +323,7 @@ mod tests {
             topology: None,
             cpu_model: None,
             memory_mib: 64,
-            reserve_mib: 0,
+            hotplug_mib: 0,
             memory_pages: MemoryPages::Transparent,
             kernel: "/k".into(),
             initrd: "/i".into(),

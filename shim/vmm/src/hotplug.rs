@@ -1,4 +1,4 @@
-//! Releases to the host the guest memory that the guest has taken offline, which is the unused rest of the VM's memory reserve.
+//! Releases to the host the guest memory that the guest has taken offline, which is the unused rest of the VM's hot-plug memory.
 //! May be called on any thread; it blocks for as long as the host's kernel frees pages.
 
 use crate::sys;
