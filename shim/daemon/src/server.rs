@@ -23,7 +23,7 @@ use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
 use nacelle_proto::vm::machines_server::MachinesServer;
-use nacelle_store::{Observer, Store, StoreError};
+use nacelle_store::{CommitObserver, Store, StoreError};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -55,7 +55,7 @@ pub struct DaemonSetup {
     /// The networks.
     pub networks: Arc<dyn Networks>,
     /// Observes each commit of the state store.
-    pub observer: Option<Observer>,
+    pub observer: Option<CommitObserver>,
     /// The events of pods and containers.
     pub events: Events,
 }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Daemon, World};
 use nacelle_proto::cri;
-use nacelle_store::Observer;
+use nacelle_store::{CommitObserver, CommitPhase};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -196,13 +196,13 @@ async fn live(daemon: &mut Daemon) -> Result<(), tonic::Status> {
 }
 
 /// Kills the daemon at this commit; returns `true` if the life cycle ended before it.
-fn killed_at(commit: u64, after: bool) -> bool {
+fn killed_at(commit: u64, phase: CommitPhase) -> bool {
     let world = World::new();
     let cut = Arc::new(AtomicBool::new(false));
-    let observer: Observer = {
+    let observer: CommitObserver = {
         let cut = Arc::clone(&cut);
-        Box::new(move |number, is_after| {
-            if number == commit && is_after == after {
+        Box::new(move |number, current| {
+            if number == commit && current == phase {
                 cut.store(true, Ordering::SeqCst);
                 return ControlFlow::Break(());
             }
@@ -218,7 +218,7 @@ fn killed_at(commit: u64, after: bool) -> bool {
     life.abort();
 
     let mut daemon = world.daemon();
-    let place = format!("commit {commit}, after: {after}");
+    let place = format!("commit {commit}, {phase:?}");
     let known = || -> BTreeSet<String> {
         let containers = world.pods.only().record.lock().unwrap().containers.clone();
         containers.into_iter().map(|container| container.id).collect()
@@ -266,7 +266,7 @@ fn killed_before_or_after_any_commit_nothing_is_lost_or_leaked() {
                     if commit > *last.lock().unwrap() || commit > 200 {
                         return;
                     }
-                    if killed_at(commit, false) | killed_at(commit, true) {
+                    if killed_at(commit, CommitPhase::Before) | killed_at(commit, CommitPhase::After) {
                         let mut last = last.lock().unwrap();
                         *last = commit.min(*last);
                         return;

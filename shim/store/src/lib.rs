@@ -18,9 +18,9 @@ const VMS: TableDefinition<&str, &[u8]> = TableDefinition::new("machines");
 const SETTINGS: TableDefinition<&str, &str> = TableDefinition::new("settings");
 
 /// Capacity of the writer's queue in commits; further callers wait.
-const QUEUE: usize = 256;
+const QUEUE_CAPACITY: usize = 256;
 /// Time to wait for the lock of a killed daemon, which may outlive its process for a moment.
-const OPEN_LIMIT: Duration = Duration::from_secs(10);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why the store cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -87,9 +87,18 @@ pub enum Change {
     Setting(&'static str, String),
 }
 
-/// Called before (`false`) and after (`true`) each commit with the commit's number. `Break` makes the writer close the file and
-/// answer no further request, as if the process had been killed at that moment.
-pub type Observer = Box<dyn FnMut(u64, bool) -> ControlFlow<()> + Send>;
+/// The moment of a commit at which the [`CommitObserver`] is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommitPhase {
+    /// Nothing of the commit is written yet.
+    Before,
+    /// The commit is on the disk, or has failed. The caller does not know yet.
+    After,
+}
+
+/// Called before and after each commit with the commit's number, which counts from 1. `Break` makes the writer close the file and
+/// answer no further request, as if the process had been killed at that moment. For tests of crashes.
+pub type CommitObserver = Box<dyn FnMut(u64, CommitPhase) -> ControlFlow<()> + Send>;
 
 struct Commit {
     changes: Vec<Change>,
@@ -117,14 +126,14 @@ pub struct Contents {
 
 impl Store {
     /// Opens or creates the store, reads it, and starts its writer. Blocks; retries while another process holds the file.
-    pub fn open(path: &Path, observer: Option<Observer>) -> Result<(Store, Contents), StoreError> {
+    pub fn open(path: &Path, observer: Option<CommitObserver>) -> Result<(Store, Contents), StoreError> {
         let database = open_retrying(path)?;
         // Records contain the environment of containers, in which users keep passwords.
         let private = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(path, private)
             .map_err(|error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) })?;
         let contents = read(&database)?;
-        let (queue, commits) = mpsc::channel(QUEUE);
+        let (queue, commits) = mpsc::channel(QUEUE_CAPACITY);
         let writer = std::thread::Builder::new().name("store".into());
         let file = File { path: path.to_owned(), database: Some(database) };
         let spawned = writer.spawn(move || write_all(file, commits, observer));
@@ -142,7 +151,7 @@ impl Store {
 }
 
 fn open_retrying(path: &Path) -> Result<Database, StoreError> {
-    let deadline = Instant::now() + OPEN_LIMIT;
+    let deadline = Instant::now() + OPEN_TIMEOUT;
     loop {
         match Database::create(path) {
             Ok(database) => return Ok(database),
@@ -254,17 +263,18 @@ impl File {
 }
 
 /// Runs the writer: one transaction per commit, in order.
-fn write_all(mut file: File, mut commits: mpsc::Receiver<Commit>, mut observer: Option<Observer>) {
+fn write_all(mut file: File, mut commits: mpsc::Receiver<Commit>, mut observer: Option<CommitObserver>) {
     let mut number = 0;
-    let mut seen = |number, after| observer.as_mut().map_or(ControlFlow::Continue(()), |see| see(number, after));
+    let mut notify =
+        |number, phase| observer.as_mut().map_or(ControlFlow::Continue(()), |observe| observe(number, phase));
     while let Some(Commit { changes, done }) = commits.blocking_recv() {
         number += 1;
-        if seen(number, false).is_break() {
-            return silence(file, commits, done);
+        if notify(number, CommitPhase::Before).is_break() {
+            return stop_answering(file, commits, done);
         }
         let written = file.write(&changes);
-        if seen(number, true).is_break() {
-            return silence(file, commits, done);
+        if notify(number, CommitPhase::After).is_break() {
+            return stop_answering(file, commits, done);
         }
         // The caller may have dropped its request; the state is written all the same.
         let _ = done.send(written);
@@ -272,7 +282,7 @@ fn write_all(mut file: File, mut commits: mpsc::Receiver<Commit>, mut observer: 
 }
 
 /// Behaves as after a kill: closes the file, and leaves callers without an answer until they are dropped.
-fn silence(file: File, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sender<Result<(), StoreError>>) {
+fn stop_answering(file: File, mut commits: mpsc::Receiver<Commit>, done: oneshot::Sender<Result<(), StoreError>>) {
     drop(file);
     let mut unanswered = vec![done];
     while let Some(commit) = commits.blocking_recv() {
@@ -355,10 +365,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_commit_cut_before_it_is_not_there_and_cut_after_it_is() {
-        for after in [false, true] {
+        for phase in [CommitPhase::Before, CommitPhase::After] {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("s.redb");
-            let cut = move |number: u64, is_after: bool| match number == 2 && is_after == after {
+            let cut = move |number: u64, current: CommitPhase| match number == 2 && current == phase {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(()),
             };
@@ -370,7 +380,7 @@ mod tests {
             });
             let (_store, contents) =
                 tokio::task::spawn_blocking(move || Store::open(&path, None)).await.unwrap().unwrap();
-            assert_eq!(contents.pods.len(), if after { 2 } else { 1 });
+            assert_eq!(contents.pods.len(), if phase == CommitPhase::After { 2 } else { 1 });
             assert!(!second.is_finished());
             second.abort();
         }

@@ -21,7 +21,7 @@ use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use nacelle_proto::vm::machines_client::MachinesClient;
-use nacelle_store::Observer;
+use nacelle_store::CommitObserver;
 use pods::FakePods;
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -259,7 +259,7 @@ impl World {
         self.daemon_observed(None)
     }
 
-    pub fn daemon_observed(&self, observer: Option<Observer>) -> Daemon {
+    pub fn daemon_observed(&self, observer: Option<CommitObserver>) -> Daemon {
         self.start(observer, Events::default())
     }
 
@@ -267,7 +267,7 @@ impl World {
         self.start(None, events)
     }
 
-    fn start(&self, observer: Option<Observer>, events: Events) -> Daemon {
+    fn start(&self, observer: Option<CommitObserver>, events: Events) -> Daemon {
         let config = self.config();
         let socket = config.paths.socket.clone();
         let setup = DaemonSetup {
