@@ -42,7 +42,7 @@ impl Timeline {
 
     /// Begins a step that ends when the returned value is dropped, successfully if `done` was called.
     pub fn begin(&self, what: &'static str) -> RunningStep {
-        RunningStep { timeline: self.clone(), what, at: now(), since: Instant::now(), failed: true }
+        RunningStep { timeline: self.clone(), what, at: unix_nanos(), since: Instant::now(), failed: true }
     }
 
     /// Adds measured steps; those beyond `MAX_STEPS` are dropped.
@@ -105,8 +105,8 @@ impl Drop for RunningStep {
     }
 }
 
-/// Returns the current time in nanoseconds since 1970.
-pub fn now() -> i64 {
+/// Returns the current time in nanoseconds since the Unix epoch, 0 if the clock is before it.
+pub fn unix_nanos() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }

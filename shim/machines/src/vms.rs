@@ -319,7 +319,7 @@ impl Vms {
 pub fn new_record(namespace: &str, name: &str) -> Result<VmRecord, VmError> {
     let mut bytes = [0; 22];
     random::fill(&mut bytes).map_err(|source| VmError::Random { source })?;
-    Ok(VmRecord::new(namespace, name, &bytes, nacelle_base::timeline::now()))
+    Ok(VmRecord::new(namespace, name, &bytes, nacelle_base::timeline::unix_nanos()))
 }
 
 /// Copies the files of a flat directory; blocks are shared where the file system supports it.

@@ -117,7 +117,7 @@ async fn handshake(
         );
         // An agent that is a process of the node uses the node's clock, so it has no boot steps.
         if spec.engine.has_disks() {
-            timeline.add(hello.boot_steps(timeline::now(), spec.timeouts.boot()));
+            timeline.add(hello.boot_steps(timeline::unix_nanos(), spec.timeouts.boot()));
         }
         Ok((stream, hello))
     };

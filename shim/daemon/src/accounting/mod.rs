@@ -8,7 +8,7 @@ mod rate;
 
 pub use cost::{ProcessCost, VmCost};
 
-use crate::lifecycle::{LifecycleError, Node, View, ask, now};
+use crate::lifecycle::{LifecycleError, Node, View, ask, unix_nanos};
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, PodId};
 use nacelle_pod::client::PodClient;
@@ -160,7 +160,7 @@ impl Accounting {
         };
         let containers = stats.containers.into_iter().map(container).collect();
         let (interfaces, scratch, guest_used) = (stats.interfaces, stats.scratch, stats.used_bytes);
-        Ok(Figures { at: now(), pod, containers, interfaces, scratch, guest_used })
+        Ok(Figures { at: unix_nanos(), pod, containers, interfaces, scratch, guest_used })
     }
 
     /// Returns the cost of a pod's VM on the node; `None` if there is none or it cannot be measured.

@@ -4,7 +4,7 @@ use super::Cri;
 use super::convert::report;
 use super::sandbox::required;
 use super::status::status;
-use crate::lifecycle::now;
+use crate::lifecycle::unix_nanos;
 use nacelle_base::task::TaskError;
 use nacelle_image::{Auth, Reference};
 use nacelle_proto::cri;
@@ -83,7 +83,7 @@ impl Cri {
     ) -> Result<cri::ImageFsInfoResponse, Status> {
         let info = self.node.services().images.fs_info().await.map_err(status)?;
         let usage = cri::FilesystemUsage {
-            timestamp: now(),
+            timestamp: unix_nanos(),
             fs_id: Some(cri::FilesystemIdentifier { mountpoint: info.path.display().to_string() }),
             used_bytes: Some(cri::UInt64Value { value: info.used_bytes }),
             inodes_used: Some(cri::UInt64Value { value: info.inodes_used }),

@@ -17,7 +17,7 @@ pub use context::events::{self, Event, EventKind, Events};
 pub(crate) use context::request::ask;
 pub use context::services;
 pub use context::view::View;
-pub use context::{NodeServices, now};
+pub use context::{NodeServices, unix_nanos};
 pub use node::Node;
 pub use node::recover;
 pub(crate) use node::running::Running;

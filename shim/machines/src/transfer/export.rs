@@ -10,7 +10,7 @@ use nacelle_base::ContainerId;
 use nacelle_base::files::remove_if_there;
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::task::run_blocking;
-use nacelle_base::timeline::now;
+use nacelle_base::timeline::unix_nanos;
 use nacelle_image::{Artifacts, pack};
 use nacelle_model::digest::Digest;
 use nacelle_model::record::VmRecord;
@@ -44,7 +44,7 @@ pub async fn export(
     let work = vms.work_directory();
     let work = run_blocking("create a work directory", move || WorkDirectory::create(work)).await??;
     let export = async {
-        let snapshot = container.is_some().then(|| format!("exported-{}", now() / 1_000_000_000));
+        let snapshot = container.is_some().then(|| format!("exported-{}", unix_nanos() / 1_000_000_000));
         let files = match (container, &snapshot) {
             (Some(container), Some(snapshot)) => {
                 progress.begin("copying the files of the running VM".to_owned(), 0);

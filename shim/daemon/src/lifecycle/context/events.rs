@@ -3,7 +3,7 @@
 //! behind by more than the ring holds gets an error and is ended, so that no subscriber misses an event silently. The lock is
 //! held to stamp an event and to put it into the ring, never while waiting.
 
-use super::now;
+use super::unix_nanos;
 use super::view::View;
 use nacelle_base::{Classify, Kind};
 use std::pin::Pin;
@@ -111,7 +111,7 @@ impl Events {
     /// Sends an event to all subscribers.
     pub(crate) fn publish(&self, kind: EventKind, id: &str, view: &Arc<View>) {
         let mut inner = self.inner();
-        inner.last = now().max(inner.last.saturating_add(1));
+        inner.last = unix_nanos().max(inner.last.saturating_add(1));
         if inner.first.as_ref().is_some_and(|(_, until)| *until <= Instant::now()) {
             inner.first = None;
         }
@@ -140,7 +140,7 @@ impl Events {
     /// Returns the current time on the clock of events: data read afterwards is at least as new as every earlier event.
     pub fn moment(&self) -> i64 {
         let mut inner = self.inner();
-        inner.last = now().max(inner.last);
+        inner.last = unix_nanos().max(inner.last);
         inner.last
     }
 

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-pub use nacelle_base::timeline::now;
+pub use nacelle_base::timeline::unix_nanos;
 
 /// The state and the services that all pods of a node share.
 pub struct NodeServices {

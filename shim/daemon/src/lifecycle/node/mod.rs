@@ -12,7 +12,7 @@ use super::actor::table::{Handle, Known, Table, ignore_not_found};
 use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
-use super::context::{NodeServices, new_id, now};
+use super::context::{NodeServices, new_id, unix_nanos};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{ContainerId, PodId};
@@ -127,7 +127,7 @@ impl Node {
             config: Arc::new(config),
             handler,
             state: state::PodState::Booting,
-            created_at: now(),
+            created_at: unix_nanos(),
             was_ready: false,
             ips: Vec::new(),
             kernel_release: String::new(),

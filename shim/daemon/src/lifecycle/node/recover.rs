@@ -6,7 +6,7 @@ use crate::lifecycle::actor;
 use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
 use crate::lifecycle::actor::table::{Handle, Table, send_request};
-use crate::lifecycle::context::{NodeServices, now};
+use crate::lifecycle::context::{NodeServices, unix_nanos};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord};
@@ -230,7 +230,7 @@ impl Node {
 fn lose(container: &mut ContainerRecord, why: &str) {
     container.state = ContainerState::Exited;
     if container.finished_at == 0 {
-        container.finished_at = now();
+        container.finished_at = unix_nanos();
         container.exit_code = i32::try_from(nacelle_pod::record::LOST).unwrap_or(i32::MAX);
         container.message = why.to_owned();
     }

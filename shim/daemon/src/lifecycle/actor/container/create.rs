@@ -7,7 +7,7 @@ use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::container::{cpus, create, prepare, remove};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::clip;
-use crate::lifecycle::context::{new_id, now};
+use crate::lifecycle::context::{new_id, unix_nanos};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::record::ContainerRecord;
@@ -153,7 +153,7 @@ impl Actor {
             volumes,
             log_path,
             state: ContainerState::Creating,
-            created_at: now(),
+            created_at: unix_nanos(),
             started_at: 0,
             finished_at: 0,
             exit_code: 0,
@@ -186,7 +186,7 @@ impl Actor {
                 if entry.record.answered && entry.record.state == ContainerState::Creating {
                     entry.record.start_failed = true;
                     entry.record.exit_code = START_FAILED;
-                    entry.record.finished_at = now();
+                    entry.record.finished_at = unix_nanos();
                     ContainerEvent::CreateFailedAfterReply
                 } else {
                     ContainerEvent::CreateFailed

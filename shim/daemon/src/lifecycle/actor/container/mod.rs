@@ -9,7 +9,7 @@ mod update;
 
 use super::{Actor, Entry};
 use crate::lifecycle::container::report::{ContainerReport, sanitize};
-use crate::lifecycle::context::now;
+use crate::lifecycle::context::unix_nanos;
 use nacelle_base::ContainerId;
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_pod::record::LOST;
@@ -32,11 +32,11 @@ impl Actor {
         for container in &state.containers {
             let Ok(id) = container.id.parse::<ContainerId>() else { continue };
             let Some(entry) = self.containers.get_mut(&id) else { continue };
-            let report = sanitize(container, entry.record.created_at, now());
+            let report = sanitize(container, entry.record.created_at, unix_nanos());
             match report.phase {
                 proto::ContainerPhase::Running => {
                     if matches!(entry.record.state, ContainerState::Created | ContainerState::Starting) {
-                        entry.record.started_at = if report.started_at == 0 { now() } else { report.started_at };
+                        entry.record.started_at = if report.started_at == 0 { unix_nanos() } else { report.started_at };
                         self.step_container(&id, ContainerEvent::Started).await;
                     }
                 }
@@ -64,7 +64,7 @@ impl Actor {
     }
 
     async fn mark_lost(&mut self, id: &ContainerId, why: &str) {
-        let now = now();
+        let now = unix_nanos();
         let report = ContainerReport {
             phase: proto::ContainerPhase::Exited,
             started_at: 0,
@@ -88,7 +88,7 @@ impl Actor {
     pub(crate) fn remove_entry(&mut self, id: &ContainerId) -> Option<Entry> {
         let record = &mut self.containers.get_mut(id)?.record;
         if record.started_at != 0 && record.finished_at == 0 {
-            (record.finished_at, record.exit_code) = (now(), KILLED);
+            (record.finished_at, record.exit_code) = (unix_nanos(), KILLED);
             self.publish();
         }
         let entry = self.containers.remove(id);

@@ -5,7 +5,7 @@ use crate::lifecycle::actor::message::{Answer, Message, PAUSE, Patience};
 use crate::lifecycle::actor::{Actor, answer_all};
 use crate::lifecycle::container::remove;
 use crate::lifecycle::context::error::LifecycleError;
-use crate::lifecycle::context::now;
+use crate::lifecycle::context::unix_nanos;
 use nacelle_base::ContainerId;
 use nacelle_model::state;
 use nacelle_model::state::{ContainerAction, ContainerEvent};
@@ -65,7 +65,7 @@ impl Actor {
                     });
                 }
                 if let Some(entry) = self.containers.get_mut(&id).filter(|entry| entry.record.finished_at == 0) {
-                    entry.record.finished_at = now();
+                    entry.record.finished_at = unix_nanos();
                     entry.record.exit_code = lost_code();
                 }
                 self.step_container(&id, ContainerEvent::RemoveFailed).await;

@@ -5,8 +5,8 @@ use crate::lifecycle::actor::message::{Answer, Message};
 use crate::lifecycle::actor::{Actor, answer_all};
 use crate::lifecycle::container::start;
 use crate::lifecycle::context::error::LifecycleError;
-use crate::lifecycle::context::now;
 use crate::lifecycle::context::text::clip;
+use crate::lifecycle::context::unix_nanos;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_store::Change;
@@ -61,7 +61,7 @@ impl Actor {
         let ask = match &result {
             Ok(()) => {
                 if entry.record.started_at == 0 {
-                    entry.record.started_at = now();
+                    entry.record.started_at = unix_nanos();
                 }
                 ContainerEvent::Started
             }
@@ -72,7 +72,7 @@ impl Actor {
                     if entry.record.exit_code == 0 {
                         entry.record.exit_code = START_FAILED;
                     }
-                    entry.record.finished_at = now();
+                    entry.record.finished_at = unix_nanos();
                 }
                 ContainerEvent::StartFailed
             }
