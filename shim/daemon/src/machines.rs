@@ -30,7 +30,7 @@ impl PodRuntime for Node {
         &self.services().vms
     }
 
-    fn images(&self) -> &nacelle_image::Store {
+    fn images(&self) -> &nacelle_image::ImageStore {
         &self.services().images
     }
 

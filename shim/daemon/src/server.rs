@@ -196,10 +196,10 @@ async fn retry_owed_deletes(node: Node) {
 }
 
 /// Opens the image store. A killed daemon or a command may hold its lock for a moment longer.
-fn open_images(config: &Config) -> Result<nacelle_image::Store, ImageError> {
+fn open_images(config: &Config) -> Result<nacelle_image::ImageStore, ImageError> {
     let deadline = Instant::now() + LOCK_LIMIT;
     loop {
-        match nacelle_image::Store::open(&config.paths.images(), config.image_options()) {
+        match nacelle_image::ImageStore::open(&config.paths.images(), config.image_options()) {
             Err(ImageError::Locked { .. }) if Instant::now() < deadline => std::thread::sleep(LOCK_PAUSE),
             other => return other,
         }

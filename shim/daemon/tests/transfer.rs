@@ -4,7 +4,7 @@
 mod common;
 
 use common::World;
-use nacelle_image::{ArtifactKind, Config, Moved, Packed, Store, pack};
+use nacelle_image::{ArtifactKind, CompressedFile, ImageStore, ImageStoreConfig, TransferProgress, compress_file};
 use nacelle_proto::vm::machines_client::MachinesClient;
 use nacelle_proto::{cri, vm};
 use serde_json::{Value, json};
@@ -32,14 +32,14 @@ fn disk(word: &str) -> Vec<u8> {
 /// Creates untrusted artifacts.
 struct Stranger {
     directory: PathBuf,
-    store: Store,
+    store: ImageStore,
 }
 
 impl Stranger {
     fn new(world: &World) -> Stranger {
         let directory = world.root.path().join("stranger");
         fs::create_dir(&directory).unwrap();
-        let store = Store::open(&directory.join("store"), Config::default()).unwrap();
+        let store = ImageStore::open(&directory.join("store"), ImageStoreConfig::default()).unwrap();
         Stranger { directory, store }
     }
 
@@ -47,13 +47,13 @@ impl Stranger {
         format!("oci:{}:{tag}", self.directory.join("layout").display())
     }
 
-    fn packed(&self, bytes: &[u8]) -> Packed {
+    fn packed(&self, bytes: &[u8]) -> CompressedFile {
         let [from, to] = ["plain", "packed"].map(|name| self.directory.join(name));
         fs::write(&from, bytes).unwrap();
         if to.exists() {
             fs::remove_file(&to).unwrap();
         }
-        pack(fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
+        compress_file(fs::File::open(&from).unwrap(), &from, &to, &TransferProgress::default()).unwrap()
     }
 
     /// Publishes an artifact with this document and these files.
@@ -68,7 +68,7 @@ impl Stranger {
         let (mut described, mut layers) = (Vec::new(), Vec::new());
         for (n, bytes) in files.iter().enumerate() {
             let packed = self.packed(bytes);
-            artifacts.put(&packed, &Moved::default()).await.unwrap();
+            artifacts.upload_file(&packed, &TransferProgress::default()).await.unwrap();
             described.push(json!({
                 "kind": "disk", "name": format!("disk{n}"), "bytes": 1 << 20, "overImage": false,
                 "size": packed.content.size, "digest": packed.content.digest,

@@ -1,5 +1,5 @@
 //! Bounds the cost of an image before it is spent: memory is charged before it is allocated, steps are counted before they are
-//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`Pool`] of memory.
+//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`MemoryPool`] of memory.
 //!
 //! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for
 //! each other end with the first of them whose wait times out.
@@ -10,13 +10,13 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The maximum time that a budget waits for memory of others.
-const WAIT: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 /// How often a budget that waits checks whether its caller has cancelled.
-const LOOK: Duration = Duration::from_millis(100);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Bytes that a budget takes from the pool at a time.
-const GRAIN: u64 = 1 << 20;
+const RESERVATION_STEP: u64 = 1 << 20;
 /// Steps that any image may take, even one without entries.
-const STEPS: u64 = 1_000_000;
+const BASE_STEPS: u64 = 1_000_000;
 /// Steps for each byte of the layers' indexes. A path of n parts has at least 2n bytes there and is walked at most twice.
 const STEPS_PER_BYTE: u64 = 8;
 
@@ -67,7 +67,7 @@ impl Classify for BudgetError {
 
 impl BudgetError {
     /// Returns whether the same work may succeed later.
-    pub fn is_passing(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         matches!(self, BudgetError::Pool { .. } | BudgetError::Cancelled)
     }
 }
@@ -104,26 +104,26 @@ impl Drop for CancelOnDrop {
 
 /// The memory of all pulls and loads of a store together.
 #[derive(Debug)]
-pub struct Pool {
+pub struct MemoryPool {
     limit: u64,
     wait: Duration,
     free: Mutex<u64>,
     released: Condvar,
 }
 
-impl Pool {
+impl MemoryPool {
     /// Returns a pool of `limit` bytes.
-    pub fn new(limit: u64) -> Arc<Pool> {
-        Pool::with_wait(limit, WAIT)
+    pub fn new(limit: u64) -> Arc<MemoryPool> {
+        MemoryPool::with_max_wait(limit, MAX_WAIT)
     }
 
     /// Like `new`, with another time limit for waiting.
-    pub fn with_wait(limit: u64, wait: Duration) -> Arc<Pool> {
-        Arc::new(Pool { limit, wait, free: Mutex::new(limit), released: Condvar::new() })
+    pub fn with_max_wait(limit: u64, wait: Duration) -> Arc<MemoryPool> {
+        Arc::new(MemoryPool { limit, wait, free: Mutex::new(limit), released: Condvar::new() })
     }
 
     /// Takes bytes from the pool. Blocks until they are free, up to the pool's time limit.
-    fn take(&self, bytes: u64, cancel: &Cancel) -> Result<(), BudgetError> {
+    fn reserve(&self, bytes: u64, cancel: &Cancel) -> Result<(), BudgetError> {
         let since = Instant::now();
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -137,11 +137,11 @@ impl Pool {
             if since.elapsed() >= self.wait {
                 return Err(BudgetError::Pool { limit: self.limit, seconds: self.wait.as_secs() });
             }
-            free = self.released.wait_timeout(free, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+            free = self.released.wait_timeout(free, CANCEL_POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    fn give(&self, bytes: u64) {
+    fn release(&self, bytes: u64) {
         *self.free.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
         self.released.notify_all();
     }
@@ -156,7 +156,7 @@ impl Pool {
 /// The memory and steps of one layer, or of one image. Dropping it returns its memory to the pool.
 #[derive(Debug)]
 pub struct Budget {
-    pool: Arc<Pool>,
+    pool: Arc<MemoryPool>,
     cancel: Cancel,
     limit: u64,
     /// The bytes that are charged.
@@ -164,7 +164,7 @@ pub struct Budget {
     /// The maximum of `used` so far.
     peak: u64,
     /// The bytes taken from the pool, at least `used`.
-    lent: u64,
+    reserved: u64,
     steps: u64,
     steps_limit: u64,
 }
@@ -172,25 +172,25 @@ pub struct Budget {
 impl Budget {
     /// Returns the budget of a layer: a quarter of the pool. Steps are not limited, because the number of entries is bounded
     /// elsewhere.
-    pub fn layer(pool: &Arc<Pool>, cancel: &Cancel) -> Budget {
+    pub fn layer(pool: &Arc<MemoryPool>, cancel: &Cancel) -> Budget {
         Budget::new(pool, cancel, pool.limit / 4, u64::MAX)
     }
 
     /// Returns the budget of an image, whose layers have `indexes` bytes of indexes: seven eighths of the pool. An image that
     /// needs more fails by itself and does not wait for memory that its own archive or pull holds.
-    pub fn image(pool: &Arc<Pool>, cancel: &Cancel, indexes: u64) -> Budget {
-        let steps = STEPS.saturating_add(indexes.saturating_mul(STEPS_PER_BYTE));
+    pub fn image(pool: &Arc<MemoryPool>, cancel: &Cancel, indexes: u64) -> Budget {
+        let steps = BASE_STEPS.saturating_add(indexes.saturating_mul(STEPS_PER_BYTE));
         Budget::new(pool, cancel, pool.limit / 8 * 7, steps)
     }
 
     /// Returns the budget of the names in an archive of images: an eighth of the pool, the part that its images cannot use.
-    pub fn archive(pool: &Arc<Pool>, cancel: &Cancel) -> Budget {
+    pub fn archive(pool: &Arc<MemoryPool>, cancel: &Cancel) -> Budget {
         Budget::new(pool, cancel, pool.limit / 8, u64::MAX)
     }
 
-    fn new(pool: &Arc<Pool>, cancel: &Cancel, limit: u64, steps_limit: u64) -> Budget {
+    fn new(pool: &Arc<MemoryPool>, cancel: &Cancel, limit: u64, steps_limit: u64) -> Budget {
         let (pool, cancel) = (Arc::clone(pool), cancel.clone());
-        Budget { pool, cancel, limit, used: 0, peak: 0, lent: 0, steps: 0, steps_limit }
+        Budget { pool, cancel, limit, used: 0, peak: 0, reserved: 0, steps: 0, steps_limit }
     }
 
     /// Charges bytes that are about to be allocated.
@@ -199,10 +199,10 @@ impl Budget {
         if used > self.limit {
             return Err(BudgetError::Memory { limit: self.limit });
         }
-        if used > self.lent {
-            let more = (used - self.lent).next_multiple_of(GRAIN).min(self.limit - self.lent);
-            self.pool.take(more, &self.cancel)?;
-            self.lent += more;
+        if used > self.reserved {
+            let more = (used - self.reserved).next_multiple_of(RESERVATION_STEP).min(self.limit - self.reserved);
+            self.pool.reserve(more, &self.cancel)?;
+            self.reserved += more;
         }
         (self.used, self.peak) = (used, self.peak.max(used));
         Ok(())
@@ -211,10 +211,10 @@ impl Budget {
     /// Returns a charge when the bytes are free again.
     pub fn refund(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
-        let spare = self.lent - self.used.next_multiple_of(GRAIN).min(self.lent);
+        let spare = self.reserved - self.used.next_multiple_of(RESERVATION_STEP).min(self.reserved);
         if spare > 0 {
-            self.lent -= spare;
-            self.pool.give(spare);
+            self.reserved -= spare;
+            self.pool.release(spare);
         }
     }
 
@@ -248,12 +248,12 @@ impl Budget {
 
 impl Drop for Budget {
     fn drop(&mut self) {
-        self.pool.give(self.lent);
+        self.pool.release(self.reserved);
     }
 }
 
 /// Returns the bytes that an allocation of this size takes, including the allocator's overhead.
-pub fn heap(bytes: usize) -> u64 {
+pub fn heap_bytes(bytes: usize) -> u64 {
     if bytes == 0 { 0 } else { (bytes as u64).saturating_add(8).next_multiple_of(16).max(32) }
 }
 
@@ -261,8 +261,8 @@ pub fn heap(bytes: usize) -> u64 {
 mod tests {
     use super::*;
 
-    fn tiny(limit: u64) -> Arc<Pool> {
-        Pool::with_wait(limit, Duration::from_millis(50))
+    fn tiny(limit: u64) -> Arc<MemoryPool> {
+        MemoryPool::with_max_wait(limit, Duration::from_millis(50))
     }
 
     #[test]
@@ -294,7 +294,7 @@ mod tests {
         first.charge(7 << 20).unwrap();
         let mut second = Budget::image(&pool, &Cancel::default(), 0);
         let error = second.charge(4 << 20).unwrap_err();
-        assert_eq!((error.kind(), error.is_passing()), (Kind::Exhausted, true));
+        assert_eq!((error.kind(), error.is_transient()), (Kind::Exhausted, true));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| second.charge(4 << 20));
             drop(first);
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn a_cancelled_budget_does_not_wait() {
-        let pool = Pool::new(8 << 20);
+        let pool = MemoryPool::new(8 << 20);
         let cancel = Cancel::default();
         let mut first = Budget::image(&pool, &Cancel::default(), 0);
         let mut rest = Budget::layer(&pool, &Cancel::default());
@@ -322,7 +322,7 @@ mod tests {
     fn steps_follow_the_size_of_the_indexes() {
         let pool = tiny(1 << 20);
         let mut budget = Budget::image(&pool, &Cancel::default(), 100);
-        budget.step(STEPS + 800).unwrap();
-        assert_eq!(budget.step(1), Err(BudgetError::Steps { limit: STEPS + 800 }));
+        budget.step(BASE_STEPS + 800).unwrap();
+        assert_eq!(budget.step(1), Err(BudgetError::Steps { limit: BASE_STEPS + 800 }));
     }
 }

@@ -9,14 +9,14 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-const VERSION: u64 = 1;
+const FORMAT_VERSION: u64 = 1;
 
 /// The images, by id.
-pub type Images = BTreeMap<ImageId, Stored>;
+pub type Images = BTreeMap<ImageId, StoredImage>;
 
 /// The record of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stored {
+pub struct StoredImage {
     /// The tags, `registry/repository:tag`.
     pub tags: BTreeSet<String>,
     /// The digest references, `registry/repository@sha256:...`.
@@ -40,13 +40,13 @@ pub struct Stored {
 }
 
 #[derive(Serialize)]
-struct FileOut<'a> {
+struct WrittenCatalogue<'a> {
     version: u64,
     images: &'a Images,
 }
 
 #[derive(Deserialize)]
-struct FileIn {
+struct ReadCatalogue {
     version: u64,
     #[serde(default)]
     images: serde_json::Value,
@@ -54,9 +54,9 @@ struct FileIn {
 
 /// The list after the last change. Readers of it never wait for a disk.
 #[derive(Clone, Default)]
-pub struct Published(Arc<Mutex<Arc<Images>>>);
+pub struct PublishedImages(Arc<Mutex<Arc<Images>>>);
 
-impl Published {
+impl PublishedImages {
     /// Returns the images.
     pub fn images(&self) -> Arc<Images> {
         Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner))
@@ -68,28 +68,28 @@ impl Published {
 }
 
 /// The list, in memory and on disk.
-pub struct Catalogue {
+pub struct ImageCatalogue {
     path: PathBuf,
-    published: Published,
+    published: PublishedImages,
 }
 
-impl Catalogue {
+impl ImageCatalogue {
     /// Reads the list. A missing file is an empty list.
-    pub fn open(path: &Path) -> Result<Catalogue, ImageError> {
+    pub fn open(path: &Path) -> Result<ImageCatalogue, ImageError> {
         let bytes = match std::fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Catalogue { path: path.to_owned(), published: Published::default() });
+                return Ok(ImageCatalogue { path: path.to_owned(), published: PublishedImages::default() });
             }
             other => other.map_err(at("read", path))?,
         };
         let damaged = |source| ImageError::Catalogue { path: path.to_owned(), source };
-        let file: FileIn = serde_json::from_slice(&bytes).map_err(damaged)?;
-        if file.version != VERSION {
-            return Err(ImageError::Version { path: path.to_owned(), version: file.version, known: VERSION });
+        let file: ReadCatalogue = serde_json::from_slice(&bytes).map_err(damaged)?;
+        if file.version != FORMAT_VERSION {
+            return Err(ImageError::Version { path: path.to_owned(), version: file.version, known: FORMAT_VERSION });
         }
-        let published = Published::default();
+        let published = PublishedImages::default();
         published.set(Arc::new(serde_json::from_value(file.images).map_err(damaged)?));
-        Ok(Catalogue { path: path.to_owned(), published })
+        Ok(ImageCatalogue { path: path.to_owned(), published })
     }
 
     /// Returns the images.
@@ -98,17 +98,17 @@ impl Catalogue {
     }
 
     /// Returns the handle of the readers.
-    pub fn published(&self) -> Published {
+    pub fn published(&self) -> PublishedImages {
         self.published.clone()
     }
 
     /// Changes the list, on disk and then in memory. Changes neither if the disk fails.
-    pub fn change(&mut self, change: impl FnOnce(&mut Images)) -> Result<(), ImageError> {
+    pub fn update(&mut self, change: impl FnOnce(&mut Images)) -> Result<(), ImageError> {
         let before = self.images();
         let mut images = Images::clone(&before);
         change(&mut images);
         if images != *before {
-            let file = FileOut { version: VERSION, images: &images };
+            let file = WrittenCatalogue { version: FORMAT_VERSION, images: &images };
             let damaged = |source| ImageError::Catalogue { path: self.path.clone(), source };
             write_whole(&self.path, &serde_json::to_vec(&file).map_err(damaged)?)?;
             self.published.set(Arc::new(images));
@@ -118,12 +118,12 @@ impl Catalogue {
 }
 
 /// Returns the image of this reference, id, or prefix of an id. Does not find removed images.
-pub fn find(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> {
-    let here = || images.iter().filter(|(_, stored)| !stored.removed);
+pub fn find_image(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> {
+    let listed = || images.iter().filter(|(_, stored)| !stored.removed);
     if let Ok(reference) = Reference::parse(name) {
         let tag = reference.to_string();
         let digest = reference.digest().map(|digest| reference.with_digest(digest).to_string());
-        let named = here().find(|(_, stored)| match &digest {
+        let named = listed().find(|(_, stored)| match &digest {
             Some(digest) => stored.digests.contains(digest),
             None => stored.tags.contains(&tag),
         });
@@ -136,7 +136,7 @@ pub fn find(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> 
     if !hex || !(3..=64).contains(&digits.len()) {
         return Ok(None);
     }
-    let mut fitting = here().filter(|(id, _)| id.hex().starts_with(digits)).map(|(id, _)| *id);
+    let mut fitting = listed().filter(|(id, _)| id.hex().starts_with(digits)).map(|(id, _)| *id);
     match (fitting.next(), fitting.next()) {
         (Some(_), Some(_)) => Err(ImageError::Ambiguous { name: name.to_owned() }),
         (first, _) => Ok(first),
@@ -144,7 +144,7 @@ pub fn find(images: &Images, name: &str) -> Result<Option<ImageId>, ImageError> 
 }
 
 /// Sets a tag to an image. The image that had the tag loses it.
-pub fn give_tag(images: &mut Images, id: &ImageId, tag: &str) {
+pub fn assign_tag(images: &mut Images, id: &ImageId, tag: &str) {
     for (other, stored) in images.iter_mut() {
         if other == id {
             stored.tags.insert(tag.to_owned());
@@ -155,7 +155,7 @@ pub fn give_tag(images: &mut Images, id: &ImageId, tag: &str) {
 }
 
 /// Removes images from the list. Images in use stay, marked as removed.
-pub fn take_away(images: &mut Images, id: &ImageId, in_use: &HashSet<ImageId>) {
+pub fn remove_image(images: &mut Images, id: &ImageId, in_use: &HashSet<ImageId>) {
     if let Some(stored) = images.get_mut(id) {
         stored.tags.clear();
         stored.digests.clear();
@@ -165,7 +165,7 @@ pub fn take_away(images: &mut Images, id: &ImageId, in_use: &HashSet<ImageId>) {
 }
 
 /// Returns the public record of an image.
-pub fn record(id: &ImageId, stored: &Stored, pinned: &HashSet<String>) -> ImageRecord {
+pub fn image_record(id: &ImageId, stored: &StoredImage, pinned: &HashSet<String>) -> ImageRecord {
     let user = stored.user.split(':').next().unwrap_or_default();
     ImageRecord {
         id: *id,
@@ -186,9 +186,9 @@ pub fn record(id: &ImageId, stored: &Stored, pinned: &HashSet<String>) -> ImageR
 mod tests {
     use super::*;
 
-    fn stored(tags: &[&str], digests: &[&str], user: &str) -> Stored {
+    fn stored(tags: &[&str], digests: &[&str], user: &str) -> StoredImage {
         let own = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-        Stored {
+        StoredImage {
             tags: own(tags),
             digests: own(digests),
             user: user.into(),
@@ -206,16 +206,16 @@ mod tests {
     fn images_are_found_by_every_form_of_name() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("index.json");
-        let mut catalogue = Catalogue::open(&path).unwrap();
+        let mut catalogue = ImageCatalogue::open(&path).unwrap();
         let (a, b) = (Digest([0xab; 32]), Digest([0xba; 32]));
         let by_digest = format!("docker.io/library/x@{}", Digest([1; 32]));
         catalogue
-            .change(|images| {
+            .update(|images| {
                 images.insert(a, stored(&["docker.io/library/x:latest", "r.io/y:1"], &[&by_digest], "1000:5"));
                 images.insert(b, stored(&["docker.io/library/abab:latest"], &[], "nobody"));
             })
             .unwrap();
-        let catalogue = Catalogue::open(&path).unwrap();
+        let catalogue = ImageCatalogue::open(&path).unwrap();
         for (name, id) in [
             ("x", Some(a)),
             ("x:latest", Some(a)),
@@ -234,10 +234,10 @@ mod tests {
             ("../x", None),
             ("sha256:", None),
         ] {
-            assert_eq!(find(&catalogue.images(), name).unwrap(), id, "{name}");
+            assert_eq!(find_image(&catalogue.images(), name).unwrap(), id, "{name}");
         }
         let pinned = HashSet::from(["r.io/y:1".to_owned()]);
-        let record_of = |id| record(id, &catalogue.images()[id], &pinned);
+        let record_of = |id| image_record(id, &catalogue.images()[id], &pinned);
         assert!(record_of(&a).pinned && !record_of(&b).pinned);
         assert_eq!((record_of(&a).user, record_of(&b).user), (RunAs::Uid(1000), RunAs::Name("nobody".into())));
     }
@@ -245,28 +245,28 @@ mod tests {
     #[test]
     fn an_ambiguous_short_id_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
-        let mut catalogue = Catalogue::open(&directory.path().join("i")).unwrap();
+        let mut catalogue = ImageCatalogue::open(&directory.path().join("i")).unwrap();
         let (mut one, mut two) = ([7; 32], [7; 32]);
         (one[31], two[31]) = (1, 2);
         catalogue
-            .change(|images| {
+            .update(|images| {
                 images.insert(Digest(one), stored(&[], &[], ""));
                 images.insert(Digest(two), stored(&[], &[], ""));
             })
             .unwrap();
-        assert!(matches!(find(&catalogue.images(), "0707"), Err(ImageError::Ambiguous { .. })));
-        assert_eq!(find(&catalogue.images(), &Digest(two).hex()).unwrap(), Some(Digest(two)));
+        assert!(matches!(find_image(&catalogue.images(), "0707"), Err(ImageError::Ambiguous { .. })));
+        assert_eq!(find_image(&catalogue.images(), &Digest(two).hex()).unwrap(), Some(Digest(two)));
     }
 
     #[test]
     fn a_tag_moves_and_removal_waits_for_users() {
         let (a, b) = (Digest([1; 32]), Digest([2; 32]));
         let mut images = Images::from([(a, stored(&["t"], &["d"], "")), (b, stored(&[], &[], ""))]);
-        give_tag(&mut images, &b, "t");
+        assign_tag(&mut images, &b, "t");
         assert!(images[&a].tags.is_empty() && images[&b].tags.contains("t"));
-        take_away(&mut images, &a, &HashSet::from([a]));
+        remove_image(&mut images, &a, &HashSet::from([a]));
         assert!(images[&a].removed && images[&a].digests.is_empty());
-        take_away(&mut images, &b, &HashSet::new());
+        remove_image(&mut images, &b, &HashSet::new());
         assert!(images.is_empty());
     }
 
@@ -275,8 +275,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("index.json");
         std::fs::write(&path, r#"{"version":9}"#).unwrap();
-        assert!(matches!(Catalogue::open(&path), Err(ImageError::Version { version: 9, .. })));
+        assert!(matches!(ImageCatalogue::open(&path), Err(ImageError::Version { version: 9, .. })));
         std::fs::write(&path, r#"{"version":1,"images":{"x":{}}}"#).unwrap();
-        assert!(matches!(Catalogue::open(&path), Err(ImageError::Catalogue { .. })));
+        assert!(matches!(ImageCatalogue::open(&path), Err(ImageError::Catalogue { .. })));
     }
 }

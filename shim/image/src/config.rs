@@ -10,7 +10,7 @@ use std::time::Duration;
 /// The settings for pulls and the store. Every field has a default.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Config {
+pub struct ImageStoreConfig {
     /// The settings of single registries, by the host (and port) that references name: "docker.io", "registry.local:5000".
     pub registries: BTreeMap<String, RegistryConfig>,
     /// The maximum number of layers that are downloaded at the same time, over all pulls.
@@ -28,9 +28,9 @@ pub struct Config {
     pub pinned: Vec<String>,
 }
 
-impl Default for Config {
+impl Default for ImageStoreConfig {
     fn default() -> Self {
-        Config {
+        ImageStoreConfig {
             registries: BTreeMap::new(),
             parallel_layers: 4,
             progress_timeout: Duration::from_secs(60),
@@ -47,7 +47,7 @@ pub const MIN_UNPACK_MEMORY: u64 = 6 * LAYER_MEMORY;
 /// The least memory that a zstd layer takes: its fixed buffers and its window.
 const LAYER_MEMORY: u64 = 64 << 20;
 
-impl Config {
+impl ImageStoreConfig {
     /// Returns the memory for unpacking, or an error if it is below the minimum.
     pub(crate) fn unpack_memory(&self) -> Result<u64, ImageError> {
         match self.max_unpack_memory {

@@ -15,11 +15,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// How long the partial downloads of an unfinished pull are kept for the next one.
-const KEEP: Duration = Duration::from_secs(3600);
+const LEFTOVER_RETENTION: Duration = Duration::from_secs(3600);
 
 /// A kind of content, which is also its directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Part {
+pub enum ContentKind {
     /// Image configurations.
     Config,
     /// Layers, by the digest of their unpacked form.
@@ -30,21 +30,21 @@ pub enum Part {
     Partial,
 }
 
-impl Part {
-    const ALL: [Part; 4] = [Part::Config, Part::Layer, Part::Tree, Part::Partial];
+impl ContentKind {
+    const ALL: [ContentKind; 4] = [ContentKind::Config, ContentKind::Layer, ContentKind::Tree, ContentKind::Partial];
 
-    fn directory(self) -> &'static str {
+    fn directory_name(self) -> &'static str {
         match self {
-            Part::Config => "configs",
-            Part::Layer => "layers",
-            Part::Tree => "trees",
-            Part::Partial => "partial",
+            ContentKind::Config => "configs",
+            ContentKind::Layer => "layers",
+            ContentKind::Tree => "trees",
+            ContentKind::Partial => "partial",
         }
     }
 }
 
 /// Content by kind and digest.
-pub type Key = (Part, Digest);
+pub type ContentKey = (ContentKind, Digest);
 
 /// A pin protects the content from garbage collection; its lock is held by the caller that creates the content.
 pub type Pin = Arc<tokio::sync::Mutex<()>>;
@@ -52,29 +52,29 @@ pub type Pin = Arc<tokio::sync::Mutex<()>>;
 /// The directory of the store.
 pub struct StoreDirectory {
     root: PathBuf,
-    pins: Mutex<Pins>,
+    pins: Mutex<PinTable>,
     next: AtomicU64,
     _lock: File,
 }
 
 #[derive(Default)]
-struct Pins {
-    held: HashMap<Key, Weak<tokio::sync::Mutex<()>>>,
+struct PinTable {
+    held: HashMap<ContentKey, Weak<tokio::sync::Mutex<()>>>,
     /// Content that no image uses but the next pull may.
-    unfinished: HashMap<Key, Instant>,
+    unfinished: HashMap<ContentKey, Instant>,
 }
 
 /// A file that is removed on drop unless it is renamed.
-pub struct Temporary {
+pub struct TemporaryFile {
     path: PathBuf,
     /// The file, open for writing.
     pub file: File,
 }
 
-impl Drop for Temporary {
+impl Drop for TemporaryFile {
     fn drop(&mut self) {
         if let Err(error) = remove_if_there(&self.path) {
-            tracing::warn!(error = %nacelle_base::Chain(&error), "a temporary file stays until the next start");
+            tracing::warn!(error = %nacelle_base::Chain(&error), "cannot remove a temporary file; the next start removes it");
         }
     }
 }
@@ -94,25 +94,25 @@ impl StoreDirectory {
             Err(fs::TryLockError::WouldBlock) => return Err(ImageError::Locked { path: root }),
             Err(fs::TryLockError::Error(error)) => return Err(at("lock", &lock_path)(error).into()),
         }
-        for part in Part::ALL {
-            make(&root.join(part.directory()))?;
+        for kind in ContentKind::ALL {
+            make(&root.join(kind.directory_name()))?;
         }
         make(&root.join("work"))?;
         let directory = StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock };
-        directory.clear_up()?;
+        directory.remove_leftovers()?;
         Ok(directory)
     }
 
-    fn clear_up(&self) -> Result<(), ImageError> {
+    fn remove_leftovers(&self) -> Result<(), ImageError> {
         draft::remove_stale_drafts(&self.root)?;
-        for path in names(&self.root.join("work"))? {
+        for path in list_paths(&self.root.join("work"))? {
             remove_if_there(&path)?;
         }
         let mut pins = self.pins();
-        for part in Part::ALL {
-            for path in names(&self.root.join(part.directory()))? {
-                let whole = part != Part::Layer || path.with_extension("idx").exists();
-                match key_of(part, &path).filter(|_| whole) {
+        for kind in ContentKind::ALL {
+            for path in list_paths(&self.root.join(kind.directory_name()))? {
+                let whole = kind != ContentKind::Layer || path.with_extension("idx").exists();
+                match parse_key(kind, &path).filter(|_| whole) {
                     Some(key) => drop(pins.unfinished.insert(key, Instant::now())),
                     None => remove_if_there(&path)?,
                 }
@@ -121,12 +121,12 @@ impl StoreDirectory {
         Ok(())
     }
 
-    fn pins(&self) -> MutexGuard<'_, Pins> {
+    fn pins(&self) -> MutexGuard<'_, PinTable> {
         self.pins.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the path of the list of images.
-    pub fn catalogue(&self) -> PathBuf {
+    pub fn catalogue_path(&self) -> PathBuf {
         self.root.join("index.json")
     }
 
@@ -136,21 +136,21 @@ impl StoreDirectory {
     }
 
     /// Returns the path of the main file of this content.
-    pub fn path(&self, (part, digest): Key) -> PathBuf {
-        let extension = match part {
-            Part::Config | Part::Partial => "",
-            Part::Layer => ".blob",
-            Part::Tree => ".erofs",
+    pub fn path(&self, (kind, digest): ContentKey) -> PathBuf {
+        let extension = match kind {
+            ContentKind::Config | ContentKind::Partial => "",
+            ContentKind::Layer => ".blob",
+            ContentKind::Tree => ".erofs",
         };
-        self.root.join(part.directory()).join(digest.hex() + extension)
+        self.root.join(kind.directory_name()).join(digest.hex() + extension)
     }
 
     fn index_path(&self, diff_id: Digest) -> PathBuf {
-        self.path((Part::Layer, diff_id)).with_extension("idx")
+        self.path((ContentKind::Layer, diff_id)).with_extension("idx")
     }
 
     /// Protects this content, whether it exists or not, until the pin is dropped.
-    pub fn pin(&self, key: Key) -> Pin {
+    pub fn pin(&self, key: ContentKey) -> Pin {
         let mut pins = self.pins();
         if let Some(pin) = pins.held.get(&key).and_then(Weak::upgrade) {
             return pin;
@@ -166,23 +166,23 @@ impl StoreDirectory {
     }
 
     /// Creates an empty temporary file.
-    pub fn temporary(&self) -> Result<Temporary, FileError> {
+    pub fn create_temporary(&self) -> Result<TemporaryFile, FileError> {
         let path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
         let file =
             OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(at("create", &path))?;
-        Ok(Temporary { path, file })
+        Ok(TemporaryFile { path, file })
     }
 
     /// Makes a layer of its index and a blob that is synced.
-    pub fn keep_layer(&self, diff_id: Digest, blob: Temporary, index: &[u8]) -> Result<(), FileError> {
-        let path = self.path((Part::Layer, diff_id));
+    pub fn commit_layer(&self, diff_id: Digest, blob: TemporaryFile, index: &[u8]) -> Result<(), FileError> {
+        let path = self.path((ContentKind::Layer, diff_id));
         fs::rename(&blob.path, &path).map_err(at("rename", &path))?;
         let kept = write_whole(&self.index_path(diff_id), index);
         if kept.is_err() {
             remove_if_there(&path)?;
         }
         // Kept until an image uses it.
-        self.pins().unfinished.insert((Part::Layer, diff_id), Instant::now());
+        self.pins().unfinished.insert((ContentKind::Layer, diff_id), Instant::now());
         kept
     }
 
@@ -193,15 +193,15 @@ impl StoreDirectory {
     }
 
     /// Returns a layer's index, as `LayerIndex` reads it, and its path.
-    pub fn index(&self, diff_id: Digest) -> Result<(Vec<u8>, PathBuf), FileError> {
+    pub fn read_index(&self, diff_id: Digest) -> Result<(Vec<u8>, PathBuf), FileError> {
         let path = self.index_path(diff_id);
         let bytes = fs::read(&path).map_err(at("read", &path))?;
         Ok((bytes, path))
     }
 
     /// Opens the partial download of a blob, and returns its length.
-    pub fn partial(&self, digest: Digest) -> Result<(File, u64), FileError> {
-        let key = (Part::Partial, digest);
+    pub fn open_partial(&self, digest: Digest) -> Result<(File, u64), FileError> {
+        let key = (ContentKind::Partial, digest);
         let path = self.path(key);
         let opened = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(&path);
         let file = opened.map_err(at("open", &path))?;
@@ -211,43 +211,43 @@ impl StoreDirectory {
     }
 
     /// Returns the disk usage of this content in bytes.
-    pub fn size(&self, key: Key) -> u64 {
+    pub fn disk_usage_of(&self, key: ContentKey) -> u64 {
         let of = |path: &Path| fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512);
-        let index = if key.0 == Part::Layer { of(&self.index_path(key.1)) } else { 0 };
+        let index = if key.0 == ContentKind::Layer { of(&self.index_path(key.1)) } else { 0 };
         of(&self.path(key)) + index
     }
 
-    /// Drops the leftovers of unfinished pulls from the protection: the disk is full.
+    /// Stops protecting what unfinished pulls have left: the disk is full.
     pub fn forget_unfinished(&self) {
         self.pins().unfinished.clear();
     }
 
     /// Removes all content that is not in `live`, not pinned and not a recent leftover of a pull. The caller holds the
-    /// catalogue's lock, so that nothing becomes live meanwhile. Returns the paths that the caller must pass to `delete`.
-    pub fn take_away(&self, live: &HashSet<Key>) -> Result<Vec<PathBuf>, FileError> {
+    /// catalogue's lock, so that nothing becomes live meanwhile. Returns the paths that the caller must pass to `delete_files`.
+    pub fn detach_unneeded(&self, live: &HashSet<ContentKey>) -> Result<Vec<PathBuf>, FileError> {
         let mut pins = self.pins();
         pins.held.retain(|_, pin| pin.strong_count() > 0);
-        pins.unfinished.retain(|key, since| !live.contains(key) && since.elapsed() < KEEP);
-        let mut away = Vec::new();
-        for part in Part::ALL {
-            let mut paths = names(&self.root.join(part.directory()))?;
+        pins.unfinished.retain(|key, since| !live.contains(key) && since.elapsed() < LEFTOVER_RETENTION);
+        let mut detached = Vec::new();
+        for kind in ContentKind::ALL {
+            let mut paths = list_paths(&self.root.join(kind.directory_name()))?;
             paths.sort();
             // An index is removed before its blob: a blob without index is not a layer.
             for path in paths.into_iter().rev() {
-                let Some(key) = key_of(part, &path) else { continue };
+                let Some(key) = parse_key(kind, &path) else { continue };
                 if live.contains(&key) || pins.held.contains_key(&key) || pins.unfinished.contains_key(&key) {
                     continue;
                 }
-                let gone = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
-                fs::rename(&path, &gone).map_err(at("rename", &path))?;
-                away.push(gone);
+                let new_path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
+                fs::rename(&path, &new_path).map_err(at("rename", &path))?;
+                detached.push(new_path);
             }
         }
-        Ok(away)
+        Ok(detached)
     }
 
     /// Records that no image needs this content any more, so that it is not kept for a pull either.
-    pub fn release(&self, keys: impl IntoIterator<Item = Key>) {
+    pub fn unprotect(&self, keys: impl IntoIterator<Item = ContentKey>) {
         let mut pins = self.pins();
         for key in keys {
             pins.unfinished.remove(&key);
@@ -255,11 +255,11 @@ impl StoreDirectory {
     }
 
     /// Returns the disk usage of the store.
-    pub fn info(&self) -> Result<FsInfo, FileError> {
+    pub fn measure_usage(&self) -> Result<FsInfo, FileError> {
         let mut info = FsInfo { path: self.root.clone(), used_bytes: 0, inodes_used: 0 };
-        let directories = Part::ALL.iter().map(|part| self.root.join(part.directory()));
+        let directories = ContentKind::ALL.iter().map(|kind| self.root.join(kind.directory_name()));
         for directory in directories.chain([self.root.join("work"), self.root.clone()]) {
-            for path in names(&directory)? {
+            for path in list_paths(&directory)? {
                 // The file may have been removed since.
                 if let Ok(metadata) = fs::symlink_metadata(&path)
                     && metadata.is_file()
@@ -273,23 +273,23 @@ impl StoreDirectory {
     }
 
     /// Returns the bytes that are free for unprivileged users of the file system.
-    pub fn free(&self) -> Result<u64, FileError> {
+    pub fn free_bytes(&self) -> Result<u64, FileError> {
         let stat = nix::sys::statvfs::statvfs(&self.root).map_err(|errno| at("measure", &self.root)(errno.into()))?;
         Ok(stat.blocks_available() * stat.fragment_size())
     }
 }
 
-/// Removes the files that `take_away` returned.
-pub fn delete(paths: Vec<PathBuf>) -> Result<(), FileError> {
+/// Removes the files that `detach_unneeded` returned.
+pub fn delete_files(paths: Vec<PathBuf>) -> Result<(), FileError> {
     paths.iter().try_for_each(|path| remove_if_there(path))
 }
 
-fn names(directory: &Path) -> Result<Vec<PathBuf>, FileError> {
+fn list_paths(directory: &Path) -> Result<Vec<PathBuf>, FileError> {
     let entries = fs::read_dir(directory).map_err(at("read", directory))?;
     entries.map(|entry| entry.map(|entry| entry.path()).map_err(at("read", directory))).collect()
 }
 
-fn key_of(part: Part, path: &Path) -> Option<Key> {
+fn parse_key(kind: ContentKind, path: &Path) -> Option<ContentKey> {
     let name = path.file_name()?.to_str()?;
-    Some((part, Digest::from_hex(name.split('.').next()?)?))
+    Some((kind, Digest::from_hex(name.split('.').next()?)?))
 }

@@ -3,19 +3,19 @@
 //! the start of each blob, so that the same metadata can also be mounted with the blobs as separate devices. The same tree always
 //! gives the same bytes.
 
-use crate::budget::{Budget, BudgetError, heap};
+use crate::budget::{Budget, BudgetError, heap_bytes};
 use crate::layer::BLOCK;
-use crate::layer::index::{Data, Device};
-use crate::tree::{Body, Ino, Inode, Tree};
+use crate::layer::index::{DeviceNumber, FileData};
+use crate::tree::{Ino, Inode, InodeContent, MergedTree};
 use nacelle_model::digest::Digest;
 use std::collections::BTreeMap;
 
-const BLOCK_LEN: usize = BLOCK as usize;
+const BLOCK_SIZE: usize = BLOCK as usize;
 const MAGIC: u32 = 0xe0f5_e1e2;
-const SUPER_AT: usize = 1024;
+const SUPERBLOCK_OFFSET: usize = 1024;
 /// Slots of the device table have the superblock's size and follow it.
-const SLOT: usize = 128;
-const FIRST_SLOT: usize = (SUPER_AT + SLOT) / SLOT;
+const DEVICE_SLOT_SIZE: usize = 128;
+const FIRST_DEVICE_SLOT: usize = (SUPERBLOCK_OFFSET + DEVICE_SLOT_SIZE) / DEVICE_SLOT_SIZE;
 const COMPAT_MTIME: u32 = 2;
 const INCOMPAT_CHUNKED: u32 = 4;
 const INCOMPAT_DEVICES: u32 = 8;
@@ -23,10 +23,10 @@ const HOLE: u32 = u32::MAX;
 /// The maximum size of the metadata in bytes.
 const MAX_METADATA: usize = 512 << 20;
 /// The alignment of inodes in bytes; an inode's number is its offset in this unit.
-const UNIT: usize = 32;
-const INODE: usize = 64;
-const DIRENT: usize = 12;
-/// The memory in bytes that `Plan::places` uses for an inode: an eleventh of a node of 280 bytes, or more where nodes are half
+const INODE_UNIT: usize = 32;
+const INODE_SIZE: usize = 64;
+const DIRENT_SIZE: usize = 12;
+/// The memory in bytes that `MetadataLayout::inode_places` uses for an inode: an eleventh of a node of 280 bytes, or more where nodes are half
 /// full.
 const INODE_PLAN_BYTES: u64 = 64;
 /// The memory in bytes that a name in a directory's blocks takes: in lists that may be half empty, and in the sorted list that
@@ -35,7 +35,7 @@ const NAME_PLAN_BYTES: u64 = 3 * 32;
 
 /// A blob as the metadata refer to it.
 #[derive(Clone, Copy, Debug)]
-pub struct Blob {
+pub struct LayerBlob {
     /// The tag of the blob's slot in the device table.
     pub diff_id: Digest,
     /// The length in bytes, a multiple of `BLOCK`.
@@ -61,7 +61,7 @@ pub enum ErofsError {
 
 /// The metadata, and the layers (by number, lowest first) whose blobs must follow them in this order.
 #[derive(Debug)]
-pub struct Metadata {
+pub struct ErofsMetadata {
     /// The bytes, a multiple of `BLOCK` long.
     pub bytes: Vec<u8>,
     /// The layers in use.
@@ -69,35 +69,35 @@ pub struct Metadata {
 }
 
 /// Writes a tree over these blobs, one per layer.
-pub fn write(tree: &Tree, blobs: &[Blob], budget: &mut Budget) -> Result<Metadata, ErofsError> {
-    let plan = Plan::new(tree, blobs, budget)?;
-    budget.charge(u64::from(plan.blocks) * BLOCK)?;
-    let mut out = vec![0; plan.blocks as usize * BLOCK_LEN];
-    plan.superblock(&mut out, blobs);
-    for placed in &plan.inodes {
+pub fn write_erofs(tree: &MergedTree, blobs: &[LayerBlob], budget: &mut Budget) -> Result<ErofsMetadata, ErofsError> {
+    let layout = MetadataLayout::new(tree, blobs, budget)?;
+    budget.charge(u64::from(layout.blocks) * BLOCK)?;
+    let mut out = vec![0; layout.blocks as usize * BLOCK_SIZE];
+    layout.write_superblock(&mut out, blobs);
+    for placed in &layout.inodes {
         budget.step(1)?;
-        plan.inode(&mut out, placed)?;
+        layout.write_inode(&mut out, placed)?;
     }
-    Ok(Metadata { bytes: out, used: plan.used.keys().copied().collect() })
+    Ok(ErofsMetadata { bytes: out, used: layout.first_blocks.keys().copied().collect() })
 }
 
 /// The layout of the metadata, computed before a byte is written.
-struct Plan<'t> {
+struct MetadataLayout<'t> {
     /// The inodes in the order of their offsets; the root is the first.
-    inodes: Vec<Placed<'t>>,
+    inodes: Vec<PlacedInode<'t>>,
     /// The offset in bytes and the number of links of each inode in use.
-    places: BTreeMap<Ino, (usize, u32)>,
+    inode_places: BTreeMap<Ino, (usize, u32)>,
     /// The number of blocks of the metadata.
     blocks: u32,
     /// The first block of each blob in use.
-    used: BTreeMap<usize, u32>,
+    first_blocks: BTreeMap<usize, u32>,
 }
 
-struct Placed<'t> {
+struct PlacedInode<'t> {
     ino: Ino,
     inode: &'t Inode,
     /// The content in the metadata: a directory's entries, a link's target, or the chunks of a file.
-    content: Content<'t>,
+    content: MetadataContent<'t>,
     /// The bytes of the extended attributes that follow the inode.
     xattrs: Vec<u8>,
     /// The inode's offset in bytes.
@@ -106,7 +106,7 @@ struct Placed<'t> {
     block: u32,
 }
 
-enum Content<'t> {
+enum MetadataContent<'t> {
     None,
     /// Names, inodes and kinds of a directory's entries, sorted and cut into blocks, and the length of all.
     Directory {
@@ -120,121 +120,127 @@ enum Content<'t> {
     },
 }
 
-impl Content<'_> {
+impl MetadataContent<'_> {
     /// The bytes that may follow the inode directly or be in blocks of their own.
-    fn movable(&self) -> usize {
+    fn data_length(&self) -> usize {
         match self {
-            Content::Directory { length, .. } => *length,
-            Content::Symlink(target) => target.len(),
-            Content::None | Content::Chunks { .. } => 0,
+            MetadataContent::Directory { length, .. } => *length,
+            MetadataContent::Symlink(target) => target.len(),
+            MetadataContent::None | MetadataContent::Chunks { .. } => 0,
         }
     }
 }
 
-impl Placed<'_> {
+impl PlacedInode<'_> {
     /// Returns whether the content follows the inode directly. The kernel requires both in one block then.
-    fn inline(&self) -> bool {
-        let movable = self.content.movable();
-        movable > 0 && INODE + self.xattrs.len() + movable <= BLOCK_LEN
+    fn is_inline(&self) -> bool {
+        let data_length = self.content.data_length();
+        data_length > 0 && INODE_SIZE + self.xattrs.len() + data_length <= BLOCK_SIZE
     }
 }
 
-impl<'t> Plan<'t> {
-    fn new(tree: &'t Tree, blobs: &[Blob], budget: &mut Budget) -> Result<Self, ErofsError> {
-        let mut plan = Plan { inodes: Vec::new(), places: BTreeMap::new(), blocks: 0, used: BTreeMap::new() };
-        plan.collect(tree, budget)?;
-        for placed in &plan.inodes {
-            if let Body::File { layer, data } = &placed.inode.body
-                && data.stored()
+impl<'t> MetadataLayout<'t> {
+    fn new(tree: &'t MergedTree, blobs: &[LayerBlob], budget: &mut Budget) -> Result<Self, ErofsError> {
+        let mut layout = MetadataLayout {
+            inodes: Vec::new(),
+            inode_places: BTreeMap::new(),
+            blocks: 0,
+            first_blocks: BTreeMap::new(),
+        };
+        layout.collect_inodes(tree, budget)?;
+        for placed in &layout.inodes {
+            if let InodeContent::File { layer, data } = &placed.inode.body
+                && data.has_stored_bytes()
             {
-                plan.used.insert(*layer, 0);
+                layout.first_blocks.insert(*layer, 0);
             }
         }
-        let mut at = (FIRST_SLOT + plan.used.len()) * SLOT;
-        at = at.next_multiple_of(BLOCK_LEN);
-        for placed in &mut plan.inodes {
-            let together = INODE + placed.xattrs.len() + if placed.inline() { placed.content.movable() } else { 0 };
-            let in_block = at % BLOCK_LEN;
-            if in_block + together > BLOCK_LEN && together <= BLOCK_LEN {
-                at += BLOCK_LEN - in_block;
+        let mut at = (FIRST_DEVICE_SLOT + layout.first_blocks.len()) * DEVICE_SLOT_SIZE;
+        at = at.next_multiple_of(BLOCK_SIZE);
+        for placed in &mut layout.inodes {
+            let together =
+                INODE_SIZE + placed.xattrs.len() + if placed.is_inline() { placed.content.data_length() } else { 0 };
+            let in_block = at % BLOCK_SIZE;
+            if in_block + together > BLOCK_SIZE && together <= BLOCK_SIZE {
+                at += BLOCK_SIZE - in_block;
             }
             placed.at = at;
-            if let Some(place) = plan.places.get_mut(&placed.ino) {
+            if let Some(place) = layout.inode_places.get_mut(&placed.ino) {
                 place.0 = at;
             }
             at += together;
-            if let Content::Chunks { count, .. } = placed.content {
+            if let MetadataContent::Chunks { count, .. } = placed.content {
                 at = at.next_multiple_of(4) + count * 4;
             }
-            at = at.next_multiple_of(UNIT);
+            at = at.next_multiple_of(INODE_UNIT);
             if at > MAX_METADATA {
                 return Err(ErofsError::MetadataTooLarge);
             }
         }
-        let mut blocks = at.div_ceil(BLOCK_LEN);
-        for placed in plan.inodes.iter_mut().filter(|placed| !placed.inline()) {
+        let mut blocks = at.div_ceil(BLOCK_SIZE);
+        for placed in layout.inodes.iter_mut().filter(|placed| !placed.is_inline()) {
             placed.block = u32::try_from(blocks).map_err(|_cause| ErofsError::Oversize)?;
-            blocks += placed.content.movable().div_ceil(BLOCK_LEN);
+            blocks += placed.content.data_length().div_ceil(BLOCK_SIZE);
         }
-        if blocks > MAX_METADATA / BLOCK_LEN {
+        if blocks > MAX_METADATA / BLOCK_SIZE {
             return Err(ErofsError::MetadataTooLarge);
         }
         let mut next = u32::try_from(blocks).map_err(|_cause| ErofsError::Oversize)?;
-        plan.blocks = next;
-        for (layer, first) in &mut plan.used {
+        layout.blocks = next;
+        for (layer, first) in &mut layout.first_blocks {
             *first = next;
             let length = blobs.get(*layer).map_or(0, |blob| blob.length / BLOCK);
             next =
                 u32::try_from(length).ok().and_then(|length| next.checked_add(length)).ok_or(ErofsError::Oversize)?;
         }
-        if next == HOLE { Err(ErofsError::Oversize) } else { Ok(plan) }
+        if next == HOLE { Err(ErofsError::Oversize) } else { Ok(layout) }
     }
 
     /// Lists the inodes in use, directories before their entries, and counts their links.
-    fn collect(&mut self, tree: &'t Tree, budget: &mut Budget) -> Result<(), BudgetError> {
+    fn collect_inodes(&mut self, tree: &'t MergedTree, budget: &mut Budget) -> Result<(), BudgetError> {
         let mut todo = vec![(0, 0)];
-        self.places.insert(0, (0, 2));
+        self.inode_places.insert(0, (0, 2));
         while let Some((ino, parent)) = todo.pop() {
             let Some(inode) = tree.inodes.get(ino) else { continue };
-            charge(inode, budget)?;
+            charge_inode(inode, budget)?;
             let mut below = Vec::new();
             let content = match &inode.body {
-                Body::Directory(children) => {
+                InodeContent::Directory(children) => {
                     for &child in children.values() {
                         let directory =
-                            matches!(tree.inodes.get(child).map(|inode| &inode.body), Some(Body::Directory(_)));
-                        if let Some((_, names)) = self.places.get_mut(&child) {
+                            matches!(tree.inodes.get(child).map(|inode| &inode.body), Some(InodeContent::Directory(_)));
+                        if let Some((_, names)) = self.inode_places.get_mut(&child) {
                             *names = names.saturating_add(1);
                             continue;
                         }
-                        self.places.insert(child, (0, if directory { 2 } else { 1 }));
-                        if let Some((_, names)) = self.places.get_mut(&ino).filter(|_| directory) {
+                        self.inode_places.insert(child, (0, if directory { 2 } else { 1 }));
+                        if let Some((_, names)) = self.inode_places.get_mut(&ino).filter(|_| directory) {
                             *names = names.saturating_add(1);
                         }
                         below.push((child, ino));
                     }
-                    directory_content(tree, children, ino, parent)
+                    layout_directory(tree, children, ino, parent)
                 }
-                Body::Symlink(target) => Content::Symlink(target),
-                Body::File { data: Data::Chunks { size, bits, chunks }, .. } => {
+                InodeContent::Symlink(target) => MetadataContent::Symlink(target),
+                InodeContent::File { data: FileData::Chunks { size, bits, chunks }, .. } => {
                     let count = size.div_ceil(BLOCK << bits);
-                    Content::Chunks { count: usize::try_from(count).unwrap_or(usize::MAX), chunks }
+                    MetadataContent::Chunks { count: usize::try_from(count).unwrap_or(usize::MAX), chunks }
                 }
-                _ => Content::None,
+                _ => MetadataContent::None,
             };
-            self.inodes.push(Placed { ino, inode, content, xattrs: xattr_bytes(inode), at: 0, block: 0 });
+            self.inodes.push(PlacedInode { ino, inode, content, xattrs: encode_xattrs(inode), at: 0, block: 0 });
             todo.extend(below.into_iter().rev());
         }
         Ok(())
     }
 
-    fn superblock(&self, out: &mut [u8], blobs: &[Blob]) {
-        let used = u16::try_from(self.used.len()).unwrap_or(u16::MAX); // Images have at most 1000 layers.
-        let chunked = self.inodes.iter().any(|placed| matches!(placed.content, Content::Chunks { .. }));
+    fn write_superblock(&self, out: &mut [u8], blobs: &[LayerBlob]) {
+        let used = u16::try_from(self.first_blocks.len()).unwrap_or(u16::MAX); // Images have at most 1000 layers.
+        let chunked = self.inodes.iter().any(|placed| matches!(placed.content, MetadataContent::Chunks { .. }));
         let incompat = if chunked { INCOMPAT_CHUNKED } else { 0 } | if used > 0 { INCOMPAT_DEVICES } else { 0 };
-        let meta_block = ((FIRST_SLOT + self.used.len()) * SLOT).div_ceil(BLOCK_LEN);
+        let meta_block = ((FIRST_DEVICE_SLOT + self.first_blocks.len()) * DEVICE_SLOT_SIZE).div_ceil(BLOCK_SIZE);
         let root = self.nid(0, meta_block);
-        let mut sb = Field { out, at: SUPER_AT };
+        let mut sb = FieldWriter { out, at: SUPERBLOCK_OFFSET };
         sb.u32(MAGIC);
         sb.u32(0); // checksum: not used
         sb.u32(COMPAT_MTIME);
@@ -250,10 +256,10 @@ impl<'t> Plan<'t> {
         sb.u32(incompat);
         sb.u16(0);
         sb.u16(used);
-        sb.u16(FIRST_SLOT as u16);
-        for (slot, (layer, first)) in self.used.iter().enumerate() {
+        sb.u16(FIRST_DEVICE_SLOT as u16);
+        for (slot, (layer, first)) in self.first_blocks.iter().enumerate() {
             let Some(blob) = blobs.get(*layer) else { continue };
-            let mut entry = Field { out: &mut *sb.out, at: (FIRST_SLOT + slot) * SLOT };
+            let mut entry = FieldWriter { out: &mut *sb.out, at: (FIRST_DEVICE_SLOT + slot) * DEVICE_SLOT_SIZE };
             entry.bytes(blob.diff_id.hex().as_bytes());
             entry.u32(u32::try_from(blob.length / BLOCK).unwrap_or(u32::MAX)); // `new` has checked this.
             entry.u32(*first);
@@ -261,41 +267,43 @@ impl<'t> Plan<'t> {
     }
 
     fn meta_block(&self) -> usize {
-        ((FIRST_SLOT + self.used.len()) * SLOT).div_ceil(BLOCK_LEN)
+        ((FIRST_DEVICE_SLOT + self.first_blocks.len()) * DEVICE_SLOT_SIZE).div_ceil(BLOCK_SIZE)
     }
 
     fn nid(&self, ino: Ino, meta_block: usize) -> u64 {
-        let place = self.places.get(&ino).map_or(0, |place| place.0);
-        (place.saturating_sub(meta_block * BLOCK_LEN) / UNIT) as u64
+        let place = self.inode_places.get(&ino).map_or(0, |place| place.0);
+        (place.saturating_sub(meta_block * BLOCK_SIZE) / INODE_UNIT) as u64
     }
 
-    fn inode(&self, out: &mut [u8], placed: &Placed) -> Result<(), ErofsError> {
+    fn write_inode(&self, out: &mut [u8], placed: &PlacedInode) -> Result<(), ErofsError> {
         let meta = &placed.inode.meta;
-        let names = self.places.get(&placed.ino).map_or(1, |place| place.1);
+        let names = self.inode_places.get(&placed.ino).map_or(1, |place| place.1);
         if names == u32::MAX {
             return Err(ErofsError::TooManyLinks);
         }
-        let base = |layer: &usize| self.used.get(layer).copied().unwrap_or(0);
+        let base = |layer: &usize| self.first_blocks.get(layer).copied().unwrap_or(0);
         let (kind, size, layout, value) = match (&placed.inode.body, &placed.content) {
-            (Body::Directory(_), _) => (0o040_000, placed.content.movable() as u64, 0, placed.block),
-            (Body::Symlink(target), _) => (0o120_000, target.len() as u64, 0, placed.block),
-            (Body::File { data: Data::Chunks { size, bits, .. }, .. }, _) => (0o100_000, *size, 4, u32::from(*bits)),
-            (Body::File { layer, data: Data::Flat { size, block } }, _) => {
+            (InodeContent::Directory(_), _) => (0o040_000, placed.content.data_length() as u64, 0, placed.block),
+            (InodeContent::Symlink(target), _) => (0o120_000, target.len() as u64, 0, placed.block),
+            (InodeContent::File { data: FileData::Chunks { size, bits, .. }, .. }, _) => {
+                (0o100_000, *size, 4, u32::from(*bits))
+            }
+            (InodeContent::File { layer, data: FileData::Flat { size, block } }, _) => {
                 (0o100_000, *size, 0, if *size > 0 { base(layer) + block } else { 0 })
             }
-            (Body::Char(device), _) => (0o020_000, 0, 0, device_number(*device)),
-            (Body::Block(device), _) => (0o060_000, 0, 0, device_number(*device)),
-            (Body::Fifo, _) => (0o010_000, 0, 0, 0),
+            (InodeContent::Char(device), _) => (0o020_000, 0, 0, encode_device_number(*device)),
+            (InodeContent::Block(device), _) => (0o060_000, 0, 0, encode_device_number(*device)),
+            (InodeContent::Fifo, _) => (0o010_000, 0, 0, 0),
         };
-        let layout = if placed.inline() { 2 } else { layout };
+        let layout = if placed.is_inline() { 2 } else { layout };
         let xattr_count = if placed.xattrs.is_empty() { 0 } else { (placed.xattrs.len() - 12) / 4 + 1 };
-        let mut field = Field { out, at: placed.at };
+        let mut field = FieldWriter { out, at: placed.at };
         field.u16(1 | layout << 1); // the long form of inodes
         field.u16(u16::try_from(xattr_count).unwrap_or(0)); // At most 128 KiB.
         field.u16(kind | meta.mode);
         field.u16(0);
         field.u64(size);
-        field.u32(if placed.inline() { 0 } else { value });
+        field.u32(if placed.is_inline() { 0 } else { value });
         field.u32(u32::try_from(self.nid(placed.ino, self.meta_block())).unwrap_or(0)); // for 32-bit stat only
         field.u32(meta.uid);
         field.u32(meta.gid);
@@ -305,14 +313,14 @@ impl<'t> Plan<'t> {
         field.at += 16;
         field.bytes(&placed.xattrs);
         let after = field.at;
-        let content_at = if placed.inline() { after } else { placed.block as usize * BLOCK_LEN };
+        let content_at = if placed.is_inline() { after } else { placed.block as usize * BLOCK_SIZE };
         match &placed.content {
-            Content::None => {}
-            Content::Symlink(target) => Field { out, at: content_at }.bytes(target),
-            Content::Directory { blocks, .. } => self.directory(out, content_at, blocks),
-            Content::Chunks { count, chunks, .. } => {
-                let Body::File { layer, .. } = &placed.inode.body else { return Ok(()) };
-                let mut field = Field { out, at: after.next_multiple_of(4) };
+            MetadataContent::None => {}
+            MetadataContent::Symlink(target) => FieldWriter { out, at: content_at }.bytes(target),
+            MetadataContent::Directory { blocks, .. } => self.write_directory(out, content_at, blocks),
+            MetadataContent::Chunks { count, chunks, .. } => {
+                let InodeContent::File { layer, .. } = &placed.inode.body else { return Ok(()) };
+                let mut field = FieldWriter { out, at: after.next_multiple_of(4) };
                 let mut chunks = chunks.iter().peekable();
                 for number in 0..*count {
                     let stored = chunks.next_if(|chunk| chunk.0 as usize == number);
@@ -323,17 +331,17 @@ impl<'t> Plan<'t> {
         Ok(())
     }
 
-    fn directory(&self, out: &mut [u8], at: usize, blocks: &[Vec<(&[u8], Ino, u8)>]) {
+    fn write_directory(&self, out: &mut [u8], at: usize, blocks: &[Vec<(&[u8], Ino, u8)>]) {
         let meta_block = self.meta_block();
         for (number, block) in blocks.iter().enumerate() {
-            let start = at + number * BLOCK_LEN;
-            let mut entry = Field { out, at: start };
-            let mut name_at = block.len() * DIRENT;
+            let start = at + number * BLOCK_SIZE;
+            let mut entry = FieldWriter { out, at: start };
+            let mut name_at = block.len() * DIRENT_SIZE;
             for (name, ino, kind) in block {
                 entry.u64(self.nid(*ino, meta_block));
                 entry.u16(u16::try_from(name_at).unwrap_or(0)); // Less than a block.
                 entry.bytes(&[*kind, 0]);
-                Field { out: &mut *entry.out, at: start + name_at }.bytes(name);
+                FieldWriter { out: &mut *entry.out, at: start + name_at }.bytes(name);
                 name_at += name.len();
             }
         }
@@ -342,28 +350,33 @@ impl<'t> Plan<'t> {
 
 /// Charges the memory of an inode in the plan, and the steps for it: its place, the copy of its attributes, and twice the names
 /// of a directory, which are in the list of inodes to be placed and in the directory's blocks.
-fn charge(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
-    let names = if let Body::Directory(children) = &inode.body { children.len() + 2 } else { 0 };
+fn charge_inode(inode: &Inode, budget: &mut Budget) -> Result<(), BudgetError> {
+    let names = if let InodeContent::Directory(children) = &inode.body { children.len() + 2 } else { 0 };
     budget.step(1 + names as u64)?;
     let xattrs = inode.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>();
     let of_names = names as u64 * (NAME_PLAN_BYTES + size_of::<(Ino, Ino)>() as u64);
-    budget.charge(size_of::<Placed>() as u64 + INODE_PLAN_BYTES + heap(12 + 2 * xattrs) + of_names)
+    budget.charge(size_of::<PlacedInode>() as u64 + INODE_PLAN_BYTES + heap_bytes(12 + 2 * xattrs) + of_names)
 }
 
 /// Returns a directory's entries with `.` and `..`, sorted by their bytes and cut into blocks.
-fn directory_content<'t>(tree: &'t Tree, children: &'t BTreeMap<Vec<u8>, Ino>, ino: Ino, parent: Ino) -> Content<'t> {
+fn layout_directory<'t>(
+    tree: &'t MergedTree,
+    children: &'t BTreeMap<Vec<u8>, Ino>,
+    ino: Ino,
+    parent: Ino,
+) -> MetadataContent<'t> {
     let mut entries: Vec<(&[u8], Ino, u8)> = vec![(b".", ino, 2), (b"..", parent, 2)];
     entries.extend(children.iter().map(|(name, &child)| {
-        (name.as_slice(), child, tree.inodes.get(child).map_or(0, |inode| kind_number(&inode.body)))
+        (name.as_slice(), child, tree.inodes.get(child).map_or(0, |inode| dirent_type(&inode.body)))
     }));
     entries.sort_by_key(|entry| entry.0);
     let mut blocks: Vec<Vec<_>> = Vec::new();
-    let mut length = BLOCK_LEN;
+    let mut length = BLOCK_SIZE;
     let mut full = 0;
     for entry in entries {
-        let size = DIRENT + entry.0.len();
-        if length + size > BLOCK_LEN {
-            full = blocks.len() * BLOCK_LEN;
+        let size = DIRENT_SIZE + entry.0.len();
+        if length + size > BLOCK_SIZE {
+            full = blocks.len() * BLOCK_SIZE;
             blocks.push(Vec::new());
             length = 0;
         }
@@ -372,27 +385,27 @@ fn directory_content<'t>(tree: &'t Tree, children: &'t BTreeMap<Vec<u8>, Ino>, i
             block.push(entry);
         }
     }
-    Content::Directory { blocks, length: full + length }
+    MetadataContent::Directory { blocks, length: full + length }
 }
 
-fn kind_number(body: &Body) -> u8 {
+fn dirent_type(body: &InodeContent) -> u8 {
     match body {
-        Body::File { .. } => 1,
-        Body::Directory(_) => 2,
-        Body::Char(_) => 3,
-        Body::Block(_) => 4,
-        Body::Fifo => 5,
-        Body::Symlink(_) => 7,
+        InodeContent::File { .. } => 1,
+        InodeContent::Directory(_) => 2,
+        InodeContent::Char(_) => 3,
+        InodeContent::Block(_) => 4,
+        InodeContent::Fifo => 5,
+        InodeContent::Symlink(_) => 7,
     }
 }
 
 /// Encodes a device number in Linux' on-disk form.
-fn device_number(device: Device) -> u32 {
+fn encode_device_number(device: DeviceNumber) -> u32 {
     device.minor & 0xff | device.major << 8 | (device.minor & !0xff) << 12
 }
 
 /// Encodes the extended attributes that follow an inode: a header of 12 bytes, then each attribute, aligned to 4.
-fn xattr_bytes(inode: &Inode) -> Vec<u8> {
+fn encode_xattrs(inode: &Inode) -> Vec<u8> {
     if inode.meta.xattrs.is_empty() {
         return Vec::new();
     }
@@ -420,12 +433,12 @@ fn xattr_bytes(inode: &Inode) -> Vec<u8> {
 }
 
 /// Writes numbers one after the other. The plan has reserved the bytes for all of them.
-struct Field<'o> {
+struct FieldWriter<'o> {
     out: &'o mut [u8],
     at: usize,
 }
 
-impl Field<'_> {
+impl FieldWriter<'_> {
     fn bytes(&mut self, bytes: &[u8]) {
         if let Some(place) = self.out.get_mut(self.at..self.at + bytes.len()) {
             place.copy_from_slice(bytes);

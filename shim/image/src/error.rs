@@ -42,7 +42,7 @@ pub enum ImageError {
     File(#[from] FileError),
     /// A pull failed for all of its callers.
     #[error(transparent)]
-    Shared(Arc<ImageError>),
+    SharedPull(Arc<ImageError>),
     /// A pull ended without a result, because the process is ending or a part of it panicked.
     #[error("cannot pull {name}: its task was cancelled or panicked")]
     Aborted {
@@ -90,25 +90,25 @@ pub enum ImageError {
     /// TLS cannot be set up.
     #[error("cannot set up TLS")]
     Tls(#[from] rustls::Error),
-    /// The connection could not be made, or broke before an answer.
-    #[error("cannot ask {url}")]
+    /// The connection could not be made, or broke before a response.
+    #[error("cannot send a request to {url}")]
     Request {
         /// The URL without its query.
         url: String,
         /// The reason.
         source: hyper_util::client::legacy::Error,
     },
-    /// The connection broke in the middle of the answer.
-    #[error("the answer of {url} broke off")]
-    Body {
+    /// The connection broke in the middle of the response.
+    #[error("the connection broke during the response of {url}")]
+    BrokenBody {
         /// The URL without its query.
         url: String,
         /// The reason.
         source: hyper::Error,
     },
-    /// The answer was shorter than announced.
-    #[error("the answer of {url} ended after {got} of {want} bytes")]
-    Short {
+    /// The response was shorter than announced.
+    #[error("the response of {url} ended after {got} of {want} bytes")]
+    ShortBody {
         /// The URL without its query.
         url: String,
         /// The bytes that were received.
@@ -135,7 +135,7 @@ pub enum ImageError {
         message: String,
     },
     /// The registry violated HTTP or the registry protocol.
-    #[error("the answer of {url} cannot be used: {why}")]
+    #[error("the response of {url} is invalid: {why}")]
     Protocol {
         /// The URL without its query.
         url: String,
@@ -167,7 +167,7 @@ pub enum ImageError {
         source: ManifestError,
     },
     /// The name belongs to an artifact of another kind.
-    #[error("{name} is {found:?}, and what is wanted is {wanted}")]
+    #[error("{name} has the type {found:?}, but {wanted} is expected")]
     OtherArtifact {
         /// The name that was requested.
         name: String,
@@ -178,7 +178,7 @@ pub enum ImageError {
     },
     /// The content ends before its announced end.
     #[error("{what} ends after {got} of {want} bytes")]
-    Cut {
+    Truncated {
         /// The name of the content.
         what: String,
         /// The bytes that were received.
@@ -198,7 +198,7 @@ pub enum ImageError {
     #[error("cannot merge the layers of the image")]
     Tree(#[from] TreeError),
     /// The file system cannot be written.
-    #[error("cannot describe the image's file system")]
+    #[error("cannot write the EROFS metadata of the image")]
     Erofs(#[from] ErofsError),
     /// A layer's index on disk is damaged.
     #[error("{path} is damaged", path = path.display())]
@@ -260,19 +260,19 @@ impl Classify for ImageError {
         use ImageError as E;
         match self {
             E::BadReference { .. } | E::Ambiguous { .. } | E::Url { .. } | E::TooLarge { .. } => Kind::Invalid,
-            E::OtherArtifact { .. } | E::Cut { .. } => Kind::Invalid,
+            E::OtherArtifact { .. } | E::Truncated { .. } => Kind::Invalid,
             E::Tree(TreeError::Budget(source)) | E::Erofs(ErofsError::Budget(source)) => source.kind(),
             E::ArchiveBudget { source, .. } => source.kind(),
             E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => Kind::Invalid,
             E::UnpackMemory { .. } => Kind::Invalid,
             E::NotFound { .. } => Kind::NotFound,
             E::File(error) => error.kind(),
-            E::Shared(error) => error.kind(),
+            E::SharedPull(error) => error.kind(),
             E::Version { .. } | E::Locked { .. } => Kind::Conflict,
             E::Certificates { .. } | E::Tls(_) | E::Catalogue { .. } | E::Index { .. } => Kind::Internal,
             E::Task(source) => source.kind(),
             E::Aborted { .. } => Kind::Unavailable,
-            E::Request { .. } | E::Body { .. } | E::Short { .. } | E::Protocol { .. } | E::Digest { .. } => {
+            E::Request { .. } | E::BrokenBody { .. } | E::ShortBody { .. } | E::Protocol { .. } | E::Digest { .. } => {
                 Kind::Unavailable
             }
             E::Timeout { .. } => Kind::Timeout,
@@ -282,7 +282,7 @@ impl Classify for ImageError {
                 408 | 429 | 500.. => Kind::Unavailable,
                 _ => Kind::Invalid,
             },
-            E::Manifest { source: ManifestError::Kind { .. } | ManifestError::Platform { .. }, .. } => {
+            E::Manifest { source: ManifestError::UnsupportedType { .. } | ManifestError::Platform { .. }, .. } => {
                 Kind::Unsupported
             }
             E::Manifest { .. } => Kind::Invalid,
@@ -299,7 +299,7 @@ impl ImageError {
         match self {
             E::Layer { source: LayerError::Budget(_), .. } | E::ArchiveBudget { .. } => true,
             E::Tree(TreeError::Budget(_)) | E::Erofs(ErofsError::Budget(_)) => true,
-            E::Shared(error) => error.is_over_budget(),
+            E::SharedPull(error) => error.is_over_budget(),
             _ => false,
         }
     }

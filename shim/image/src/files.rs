@@ -3,11 +3,11 @@
 
 use crate::ImageError;
 use crate::budget::{BudgetError, Cancel};
-use crate::directory::Part;
-use crate::install::Shared;
+use crate::directory::ContentKind;
+use crate::install::StoreState;
 use crate::layer::BLOCK;
-use crate::layer::index::Data;
-use crate::tree::{Body, Inode};
+use crate::layer::index::FileData;
+use crate::tree::{Inode, InodeContent};
 use nacelle_base::files::at;
 use nacelle_model::digest::ImageId;
 use std::fs::File;
@@ -23,12 +23,12 @@ pub struct ImageFile {
     pub size: u64,
     /// The blob and the offset of the data in it, if they are contiguous. The bytes up to the next multiple of 4096 are zeros.
     /// `None` if the data are in several pieces, with holes.
-    pub place: Option<(PathBuf, u64)>,
+    pub extent_start: Option<(PathBuf, u64)>,
 }
 
 /// The result of copying a file out of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Copied {
+pub enum CopyOutcome {
     /// The file was copied; the number of its bytes.
     All(u64),
     /// There is no regular file of this name.
@@ -37,27 +37,32 @@ pub enum Copied {
     TooLarge(u64),
 }
 
-impl Shared {
-    /// Implements `Store::files`. Blocks.
-    pub fn files(&self, id: ImageId, directory: &str, cancel: &Cancel) -> Result<Option<Vec<ImageFile>>, ImageError> {
+impl StoreState {
+    /// Implements `ImageStore::list_files`. Blocks.
+    pub fn list_files(
+        &self,
+        id: ImageId,
+        directory: &str,
+        cancel: &Cancel,
+    ) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-        let (mut tree, _, mut budget) = self.merge(&stored.layers, cancel)?;
+        let (mut tree, _, mut budget) = self.merge_layers(&stored.layers, cancel)?;
         let over = |source: BudgetError| ImageError::Tree(source.into());
-        let Some(found) = tree.list(directory, &mut budget).map_err(over)? else { return Ok(None) };
+        let Some(found) = tree.list_directory(directory, &mut budget).map_err(over)? else { return Ok(None) };
         let file = |(name, inode): (&[u8], &Inode)| {
-            let Body::File { layer, data } = &inode.body else { return None };
-            let blob = self.directory.path((Part::Layer, *stored.layers.get(*layer)?));
-            let (size, place) = match data {
-                Data::Flat { size, block } => (*size, Some((blob, u64::from(*block) * BLOCK))),
-                Data::Chunks { size, .. } => (*size, None),
+            let InodeContent::File { layer, data } = &inode.body else { return None };
+            let blob = self.directory.path((ContentKind::Layer, *stored.layers.get(*layer)?));
+            let (size, extent_start) = match data {
+                FileData::Flat { size, block } => (*size, Some((blob, u64::from(*block) * BLOCK))),
+                FileData::Chunks { size, .. } => (*size, None),
             };
-            Some(ImageFile { name: String::from_utf8(name.to_vec()).ok()?, size, place })
+            Some(ImageFile { name: String::from_utf8(name.to_vec()).ok()?, size, extent_start })
         };
         Ok(Some(found.into_iter().filter_map(file).collect()))
     }
 
-    /// Implements `Store::copy_file_from_image`. Blocks.
+    /// Implements `ImageStore::copy_file_from_image`. Blocks.
     pub fn copy_file_from_image(
         &self,
         id: ImageId,
@@ -65,32 +70,34 @@ impl Shared {
         most: u64,
         to: &mut File,
         cancel: &Cancel,
-    ) -> Result<Copied, ImageError> {
+    ) -> Result<CopyOutcome, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-        let (mut tree, _, mut budget) = self.merge(&stored.layers, cancel)?;
+        let (mut tree, _, mut budget) = self.merge_layers(&stored.layers, cancel)?;
         let over = |source: BudgetError| ImageError::Tree(source.into());
         let (directory, name) = path.rsplit_once('/').unwrap_or(("", path));
         let found = tree
-            .list(directory, &mut budget)
+            .list_directory(directory, &mut budget)
             .map_err(over)?
             .unwrap_or_default()
             .into_iter()
             .find(|(found, _)| *found == name.as_bytes());
-        let Some(Body::File { layer, data }) = found.map(|(_, inode)| &inode.body) else { return Ok(Copied::Missing) };
-        let (Data::Flat { size, .. } | Data::Chunks { size, .. }) = data;
+        let Some(InodeContent::File { layer, data }) = found.map(|(_, inode)| &inode.body) else {
+            return Ok(CopyOutcome::Missing);
+        };
+        let (FileData::Flat { size, .. } | FileData::Chunks { size, .. }) = data;
         if *size > most {
-            return Ok(Copied::TooLarge(*size));
+            return Ok(CopyOutcome::TooLarge(*size));
         }
-        let Some(diff_id) = stored.layers.get(*layer) else { return Ok(Copied::Missing) };
-        let blob = self.directory.path((Part::Layer, *diff_id));
+        let Some(diff_id) = stored.layers.get(*layer) else { return Ok(CopyOutcome::Missing) };
+        let blob = self.directory.path((ContentKind::Layer, *diff_id));
         let copied = File::open(&blob).and_then(|mut from| copy(&mut from, data, to));
-        copied.map(|()| Copied::All(*size)).map_err(at("copy a file out of", &blob)).map_err(ImageError::from)
+        copied.map(|()| CopyOutcome::All(*size)).map_err(at("copy a file out of", &blob)).map_err(ImageError::from)
     }
 }
 
 /// Copies the data of a file out of its layer's blob; holes stay holes.
-fn copy(from: &mut File, data: &Data, to: &mut File) -> io::Result<()> {
+fn copy(from: &mut File, data: &FileData, to: &mut File) -> io::Result<()> {
     let mut piece = |block: u32, at: u64, length: u64| {
         from.seek(SeekFrom::Start(u64::from(block) * BLOCK))?;
         to.seek(SeekFrom::Start(at))?;
@@ -100,8 +107,8 @@ fn copy(from: &mut File, data: &Data, to: &mut File) -> io::Result<()> {
         }
     };
     match data {
-        Data::Flat { size, block } => piece(*block, 0, *size),
-        Data::Chunks { size, bits, chunks } => {
+        FileData::Flat { size, block } => piece(*block, 0, *size),
+        FileData::Chunks { size, bits, chunks } => {
             let chunk = BLOCK << bits;
             for (number, block) in chunks {
                 let start = u64::from(*number) * chunk;
@@ -123,7 +130,7 @@ mod tests {
         for byte in [1u8, 2, 3] {
             blob.write_all(&[byte; 4096]).unwrap();
         }
-        let copied = |data: &Data| {
+        let copied = |data: &FileData| {
             let mut to = tempfile::tempfile().unwrap();
             copy(&mut blob.try_clone().unwrap(), data, &mut to)?;
             let mut bytes = Vec::new();
@@ -131,15 +138,15 @@ mod tests {
             to.read_to_end(&mut bytes).map(|_| bytes)
         };
         // The last chunk ends with the file.
-        let bytes = copied(&Data::Chunks { size: 4 * 4096 + 10, bits: 0, chunks: vec![(1, 2), (4, 0)] }).unwrap();
+        let bytes = copied(&FileData::Chunks { size: 4 * 4096 + 10, bits: 0, chunks: vec![(1, 2), (4, 0)] }).unwrap();
         let expected: Vec<u8> = [(0, 4096), (3, 4096), (0, 8192), (1, 10)]
             .iter()
             .flat_map(|&(byte, count)| std::iter::repeat_n(byte, count))
             .collect();
         assert!(bytes == expected, "{} bytes", bytes.len());
-        assert_eq!(copied(&Data::Flat { size: 4097, block: 1 }).unwrap()[4095..], [2, 3]);
+        assert_eq!(copied(&FileData::Flat { size: 4097, block: 1 }).unwrap()[4095..], [2, 3]);
         // A truncated blob.
-        let error = copied(&Data::Flat { size: 4097, block: 2 }).unwrap_err();
+        let error = copied(&FileData::Flat { size: 4097, block: 2 }).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -4,17 +4,17 @@
 //! them are bounded over the whole store. Dropping a future stops its downloads and cancels its threads, which keep their locks
 //! until they have ended.
 
-use crate::budget::{Budget, BudgetError, Cancel, Pool};
-use crate::catalogue::{Catalogue, Images, Published, Stored, find, give_tag, take_away};
-use crate::directory::{Part, Pin, StoreDirectory, delete};
-use crate::erofs::{self, Blob};
+use crate::budget::{Budget, BudgetError, Cancel, MemoryPool};
+use crate::catalogue::{ImageCatalogue, Images, PublishedImages, StoredImage, assign_tag, find_image, remove_image};
+use crate::directory::{ContentKind, Pin, StoreDirectory, delete_files};
+use crate::erofs::{self, LayerBlob};
 use crate::layer::index::LayerIndex;
-use crate::layer::ingest::{LayerError, Limits, ingest};
+use crate::layer::ingest::{LayerError, LayerLimits, ingest_layer};
 use crate::manifest::Descriptor;
-use crate::registry::download::Part as Piece;
-use crate::registry::{Http, Session};
-use crate::tree::Tree;
-use crate::{Config, ImageConfig, ImageError, manifest};
+use crate::registry::download::DownloadMessage;
+use crate::registry::{HttpClients, RegistrySession};
+use crate::tree::MergedTree;
+use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
@@ -34,32 +34,32 @@ use tokio_util::task::TaskTracker;
 const MAX_INDEXES: u64 = 512 << 20;
 
 /// The maximum number of pieces of a download that wait for the unpacking thread.
-const PIECES: usize = 16;
+const MAX_PIECES_IN_TRANSIT: usize = 16;
 
 /// The state that all handles of a store share.
-pub struct Shared {
+pub struct StoreState {
     /// The configuration.
-    pub config: Config,
+    pub config: ImageStoreConfig,
     /// The references that must not be garbage-collected, in their full form.
     pub pinned: HashSet<String>,
     /// The files.
     pub directory: StoreDirectory,
     /// The HTTP clients.
-    pub http: Arc<Http>,
+    pub http: Arc<HttpClients>,
     /// Permits for layers in progress.
     pub layers: Semaphore,
     /// The memory of all work on images.
-    pub pool: Arc<Pool>,
+    pub pool: Arc<MemoryPool>,
     /// The list of images, for changes; locked on blocking threads only.
-    pub catalogue: Mutex<Catalogue>,
+    pub catalogue: Mutex<ImageCatalogue>,
     /// The list of images, for readers.
-    pub published: Published,
+    pub published: PublishedImages,
 }
 
 /// The source of a layer.
-pub enum Source {
+pub enum LayerSource {
     /// A registry.
-    Registry(Arc<Session>, Descriptor),
+    Registry(Arc<RegistrySession>, Descriptor),
     /// A stream from an archive, and the digest of its content if the archive has one.
     Archive(Box<dyn Read + Send>, Option<Digest>),
 }
@@ -69,54 +69,54 @@ type BuiltTree = (Digest, u64, Vec<(Digest, u64)>);
 
 /// The names that an image gets.
 #[derive(Clone, Debug, Default)]
-pub struct Names {
+pub struct ImageNames {
     /// Tags. Other images lose them.
     pub tags: Vec<String>,
     /// Digest references.
     pub digests: Vec<String>,
 }
 
-impl Names {
-    fn give(&self, images: &mut Images, id: &ImageId) -> bool {
+impl ImageNames {
+    fn assign(&self, images: &mut Images, id: &ImageId) -> bool {
         let Some(stored) = images.get_mut(id) else { return false };
         stored.removed = false;
         stored.digests.extend(self.digests.iter().cloned());
         for tag in &self.tags {
-            give_tag(images, id, tag);
+            assign_tag(images, id, tag);
         }
         true
     }
 }
 
-impl Shared {
+impl StoreState {
     /// Locks the list of images for a change.
-    fn catalogue(&self) -> MutexGuard<'_, Catalogue> {
+    fn catalogue(&self) -> MutexGuard<'_, ImageCatalogue> {
         self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gives names to an image of the store. Returns false if the store does not have it.
-    pub async fn name(self: &Arc<Self>, id: ImageId, names: Names) -> Result<bool, ImageError> {
+    pub async fn assign_names(self: &Arc<Self>, id: ImageId, names: ImageNames) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
             let mut here = false;
-            shared.catalogue().change(|images| here = names.give(images, &id))?;
+            shared.catalogue().update(|images| here = names.assign(images, &id))?;
             Ok(here)
         })
         .await?
     }
 
     /// Fetches the layers, builds the tree and adds the image to the list. If the disk is full, removes everything that it wrote.
-    pub async fn install(
+    pub async fn install_image(
         self: &Arc<Self>,
         config: Vec<u8>,
-        layers: Vec<(Digest, Source)>,
-        names: Names,
+        layers: Vec<(Digest, LayerSource)>,
+        names: ImageNames,
     ) -> Result<ImageId, ImageError> {
         let id = Digest::of(&config);
         let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
         let tree = tree_name(&diff_ids);
-        let keys = diff_ids.iter().map(|diff_id| (Part::Layer, *diff_id));
-        let keys: Vec<_> = keys.chain([(Part::Config, id), (Part::Tree, tree)]).collect();
+        let keys = diff_ids.iter().map(|diff_id| (ContentKind::Layer, *diff_id));
+        let keys: Vec<_> = keys.chain([(ContentKind::Config, id), (ContentKind::Tree, tree)]).collect();
         let pins: Vec<Pin> = keys.iter().map(|key| self.directory.pin(*key)).collect();
         let (threads, cancel) = (TaskTracker::new(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
@@ -127,7 +127,7 @@ impl Shared {
             threads.wait().await; // Threads of cancelled layers may still have run.
             drop(pins);
             self.directory.forget_unfinished();
-            self.sweep(None).await?;
+            self.collect_garbage(None).await?;
         }
         installed
     }
@@ -135,45 +135,45 @@ impl Shared {
     async fn install_pinned(
         self: &Arc<Self>,
         config: Vec<u8>,
-        layers: Vec<(Digest, Source)>,
-        names: Names,
+        layers: Vec<(Digest, LayerSource)>,
+        names: ImageNames,
         threads: &TaskTracker,
         pins: &[Pin],
         cancel: &Cancel,
     ) -> Result<ImageId, ImageError> {
         let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
-        self.enough_space(&layers)?;
-        let mut bringing = JoinSet::new();
+        self.check_free_space(&layers)?;
+        let mut fetches = JoinSet::new();
         let mut seen = HashSet::new();
         for (diff_id, source) in layers {
             if seen.insert(diff_id) {
-                bringing.spawn(Arc::clone(self).bring(diff_id, source, threads.clone(), cancel.clone()));
+                fetches.spawn(Arc::clone(self).fetch_layer(diff_id, source, threads.clone(), cancel.clone()));
             }
         }
-        while let Some(brought) = bringing.join_next().await {
-            if let Err(error) = brought.map_err(|error| TaskError::new("install a layer", error).into()).flatten() {
-                bringing.shutdown().await;
+        while let Some(fetched) = fetches.join_next().await {
+            if let Err(error) = fetched.map_err(|error| TaskError::new("install a layer", error).into()).flatten() {
+                fetches.shutdown().await;
                 return Err(error);
             }
         }
         // The thread continues if this future is dropped, so it owns the pins of what it adds to the list.
         let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
         run_blocking("install an image", move || {
-            let finished = shared.finish(config, diff_ids, names, &cancel);
+            let finished = shared.commit_image(config, diff_ids, names, &cancel);
             drop(pins);
             finished
         })
         .await?
     }
 
-    fn enough_space(&self, layers: &[(Digest, Source)]) -> Result<(), ImageError> {
+    fn check_free_space(&self, layers: &[(Digest, LayerSource)]) -> Result<(), ImageError> {
         let needed =
             layers.iter().filter(|(diff_id, _)| !self.directory.has_layer(*diff_id)).map(|(_, source)| match source {
-                Source::Registry(_, blob) => blob.size,
-                Source::Archive(..) => 0,
+                LayerSource::Registry(_, blob) => blob.size,
+                LayerSource::Archive(..) => 0,
             });
         let needed = needed.fold(0u64, u64::saturating_add);
-        let free = self.directory.free()?;
+        let free = self.directory.free_bytes()?;
         if needed > free {
             return Err(ImageError::NoSpace { path: self.directory.root().to_owned(), needed, free });
         }
@@ -181,72 +181,72 @@ impl Shared {
     }
 
     /// Fetches one layer, unless the store has it or another pull is fetching it.
-    async fn bring(
+    async fn fetch_layer(
         self: Arc<Self>,
         diff_id: Digest,
-        source: Source,
+        source: LayerSource,
         threads: TaskTracker,
         cancel: Cancel,
     ) -> Result<(), ImageError> {
-        let making = self.directory.pin((Part::Layer, diff_id)).lock_owned().await;
+        let layer_lock = self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await;
         if self.directory.has_layer(diff_id) {
             return Ok(());
         }
         let _permit = self.layers.acquire().await; // The semaphore is never closed.
         match source {
-            Source::Archive(stream, digest) => {
+            LayerSource::Archive(stream, digest) => {
                 let shared = Arc::clone(&self);
                 threads
                     .spawn_blocking(move || {
-                        let _making = making;
-                        shared.take(diff_id, digest, stream, &cancel)
+                        let _layer_lock = layer_lock;
+                        shared.unpack_layer(diff_id, digest, stream, &cancel)
                     })
                     .await
                     .map_err(|error| TaskError::new("unpack a layer", error))?
             }
-            Source::Registry(session, blob) => {
-                let making = Arc::new(making);
-                let download = |making| self.download(&session, &blob, diff_id, making, &threads, &cancel);
-                let (brought, resumed) = download(Arc::clone(&making)).await;
-                match brought {
+            LayerSource::Registry(session, blob) => {
+                let layer_lock = Arc::new(layer_lock);
+                let download = |layer_lock| self.download(&session, &blob, diff_id, layer_lock, &threads, &cancel);
+                let (fetched, resumed) = download(Arc::clone(&layer_lock)).await;
+                match fetched {
                     // A crash may have damaged the partial download: try once more from the start.
                     Err(ImageError::Digest { .. } | ImageError::Layer { .. })
-                        if resumed && !self.partial_is_here(&blob) =>
+                        if resumed && !self.has_partial(&blob) =>
                     {
-                        download(making).await.0
+                        download(layer_lock).await.0
                     }
-                    brought => brought,
+                    fetched => fetched,
                 }
             }
         }
     }
 
-    fn partial_is_here(&self, blob: &Descriptor) -> bool {
-        self.directory.path((Part::Partial, blob.digest)).exists()
+    fn has_partial(&self, blob: &Descriptor) -> bool {
+        self.directory.path((ContentKind::Partial, blob.digest)).exists()
     }
 
     /// Downloads and unpacks at the same time. Also returns whether it resumed an earlier download.
     async fn download(
         self: &Arc<Self>,
-        session: &Session,
+        session: &RegistrySession,
         blob: &Descriptor,
         diff_id: Digest,
-        making: Arc<tokio::sync::OwnedMutexGuard<()>>,
+        layer_lock: Arc<tokio::sync::OwnedMutexGuard<()>>,
         threads: &TaskTracker,
         cancel: &Cancel,
     ) -> (Result<(), ImageError>, bool) {
-        let partial = self.directory.pin((Part::Partial, blob.digest)).lock_owned().await;
-        let (sender, receiver) = mpsc::channel(PIECES);
+        let partial = self.directory.pin((ContentKind::Partial, blob.digest)).lock_owned().await;
+        let (sender, receiver) = mpsc::channel(MAX_PIECES_IN_TRANSIT);
         let (start_sender, start) = oneshot::channel();
         let (shared, wanted, cancel) = (Arc::clone(self), blob.clone(), cancel.clone());
-        let taking = threads.spawn_blocking(move || {
-            let _locks = (making, partial);
+        let unpacking = threads.spawn_blocking(move || {
+            let _locks = (layer_lock, partial);
             shared.unpack_download(diff_id, &wanted, start_sender, receiver, &cancel)
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once, the download has no receiver.
-        let (sent, taken) = tokio::join!(session.download(blob, from, sender), taking);
-        let taken = taken.map_err(|error| TaskError::new("unpack a layer", error));
-        (sent.and_then(|()| taken?), from > 0)
+        let (sent, unpacked) = tokio::join!(session.download_blob(blob, from, sender), unpacking);
+        let unpacked = unpacked.map_err(|error| TaskError::new("unpack a layer", error));
+        (sent.and_then(|()| unpacked?), from > 0)
     }
 
     /// Unpacks one layer from a download. Blocks.
@@ -255,46 +255,46 @@ impl Shared {
         diff_id: Digest,
         blob: &Descriptor,
         start: oneshot::Sender<u64>,
-        receiver: Receiver<Piece>,
+        receiver: Receiver<DownloadMessage>,
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
-        let (file, mut length) = self.directory.partial(blob.digest)?;
-        let path = self.directory.path((Part::Partial, blob.digest));
+        let (file, mut length) = self.directory.open_partial(blob.digest)?;
+        let path = self.directory.path((ContentKind::Partial, blob.digest));
         if length > blob.size {
             file.set_len(0).map_err(at("truncate", &path))?;
             length = 0;
         }
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
         let _ = start.send(length); // If the future was dropped, there is no sender, and the stream below returns the error.
-        let stream = before.chain(Downloading { receiver, piece: Bytes::new(), partial: file, ended: false });
-        let taken = self.take(diff_id, Some(blob.digest), Box::new(stream), cancel);
-        let keep = match &taken {
+        let stream = before.chain(DownloadReader { receiver, piece: Bytes::new(), partial: file, ended: false });
+        let unpacked = self.unpack_layer(diff_id, Some(blob.digest), Box::new(stream), cancel);
+        let keep = match &unpacked {
             Err(ImageError::Layer { source: LayerError::Source(error), .. }) => {
                 error.kind() == io::ErrorKind::ConnectionAborted
             }
-            Err(ImageError::Layer { source: LayerError::Budget(error), .. }) => error.is_passing(),
+            Err(ImageError::Layer { source: LayerError::Budget(error), .. }) => error.is_transient(),
             _ => false,
         };
         if !keep {
             remove_if_there(&path)?;
         }
-        taken
+        unpacked
     }
 
     /// Unpacks one layer from a stream. Blocks. Keeps nothing unless both digests match.
-    fn take(
+    fn unpack_layer(
         &self,
         diff_id: Digest,
         digest: Option<Digest>,
         stream: Box<dyn Read + Send>,
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
-        let limits = Limits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
-        let blob = self.directory.temporary()?;
+        let limits = LayerLimits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
+        let blob = self.directory.create_temporary()?;
         let name = digest.unwrap_or(diff_id);
         let mut budget = Budget::layer(&self.pool, cancel);
-        let ingested = ingest(stream, &blob.file, limits, &mut budget);
-        tracing::debug!(layer = %name, bytes = budget.peak(), entries = budget.steps(), "what unpacking the layer took");
+        let ingested = ingest_layer(stream, &blob.file, limits, &mut budget);
+        tracing::debug!(layer = %name, bytes = budget.peak(), entries = budget.steps(), "unpacked a layer");
         let ingested = ingested.map_err(|source| ImageError::Layer { digest: name, source })?;
         if digest.is_some_and(|digest| digest != ingested.digest) {
             return Err(ImageError::Digest { what: format!("layer {name}"), got: ingested.digest });
@@ -305,31 +305,33 @@ impl Shared {
                 got: ingested.diff_id,
             });
         }
-        Ok(self.directory.keep_layer(diff_id, blob, &ingested.index)?)
+        Ok(self.directory.commit_layer(diff_id, blob, &ingested.index)?)
     }
 
     /// Writes the tree, the configuration and the entry in the list. Blocks.
-    fn finish(
+    fn commit_image(
         &self,
         config: Vec<u8>,
         diff_ids: Vec<Digest>,
-        names: Names,
+        names: ImageNames,
         cancel: &Cancel,
     ) -> Result<ImageId, ImageError> {
         let id = Digest::of(&config);
         let parsed = manifest::parse_config(&config);
         let (parsed, _) =
             parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
-        let (tree, tree_length, blobs) = self.tree(&diff_ids, cancel)?;
-        write_whole(&self.directory.path((Part::Config, id)), &config)?;
+        let (tree, tree_length, blobs) = self.build_tree(&diff_ids, cancel)?;
+        write_whole(&self.directory.path((ContentKind::Config, id)), &config)?;
         let different: HashSet<Digest> = diff_ids.iter().copied().collect();
-        let parts =
-            different.iter().map(|diff_id| (Part::Layer, *diff_id)).chain([(Part::Config, id), (Part::Tree, tree)]);
-        let stored = Stored {
+        let parts = different
+            .iter()
+            .map(|diff_id| (ContentKind::Layer, *diff_id))
+            .chain([(ContentKind::Config, id), (ContentKind::Tree, tree)]);
+        let stored = StoredImage {
             tags: Default::default(),
             digests: Default::default(),
             user: parsed.user,
-            size: parts.map(|key| self.directory.size(key)).sum(),
+            size: parts.map(|key| self.directory.disk_usage_of(key)).sum(),
             added: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             layers: diff_ids,
             tree,
@@ -337,29 +339,33 @@ impl Shared {
             blobs,
             removed: false,
         };
-        self.catalogue().change(|images| {
+        self.catalogue().update(|images| {
             images.entry(id).or_insert(stored);
-            names.give(images, &id);
+            names.assign(images, &id);
         })?;
         Ok(id)
     }
 
     /// Returns the metadata of these layers, and writes them unless another image has the same. Blocks.
-    fn tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
+    fn build_tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
         if let Some(same) = self.published.images().values().find(|stored| stored.tree == tree) {
             return Ok((tree, same.tree_length, same.blobs.clone()));
         }
-        let (merged, blobs, mut budget) = self.merge(diff_ids, cancel)?;
-        let metadata = erofs::write(&merged, &blobs, &mut budget)?;
-        tracing::debug!(tree = %tree, bytes = budget.peak(), steps = budget.steps(), "what merging the layers took");
-        write_whole(&self.directory.path((Part::Tree, tree)), &metadata.bytes)?;
+        let (merged, blobs, mut budget) = self.merge_layers(diff_ids, cancel)?;
+        let metadata = erofs::write_erofs(&merged, &blobs, &mut budget)?;
+        tracing::debug!(tree = %tree, bytes = budget.peak(), steps = budget.steps(), "merged the layers of an image");
+        write_whole(&self.directory.path((ContentKind::Tree, tree)), &metadata.bytes)?;
         let used = metadata.used.iter().filter_map(|layer| blobs.get(*layer)).map(|blob| (blob.diff_id, blob.length));
         Ok((tree, metadata.bytes.len() as u64, used.collect()))
     }
 
     /// Merges these layers. Returns the tree, its blobs and the budget that the tree is charged to. Blocks.
-    pub fn merge(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<(Tree, Vec<Blob>, Budget), ImageError> {
+    pub fn merge_layers(
+        &self,
+        diff_ids: &[Digest],
+        cancel: &Cancel,
+    ) -> Result<(MergedTree, Vec<LayerBlob>, Budget), ImageError> {
         let lengths =
             diff_ids.iter().map(|diff_id| self.directory.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
         let all = lengths.iter().sum::<u64>();
@@ -371,45 +377,52 @@ impl Shared {
         }
         let mut budget = Budget::image(&self.pool, cancel, all);
         let over = |source: BudgetError| ImageError::Tree(source.into());
-        let (mut tree, mut blobs) = (Tree::new(), Vec::new());
+        let (mut tree, mut blobs) = (MergedTree::new(), Vec::new());
         for (layer, (diff_id, length)) in diff_ids.iter().zip(lengths).enumerate() {
             budget.charge(length).map_err(over)?;
-            let (bytes, path) = self.directory.index(*diff_id)?;
+            let (bytes, path) = self.directory.read_index(*diff_id)?;
             let index = LayerIndex::open(&bytes).map_err(|source| ImageError::Index { path, source })?;
-            tree.apply(layer, &index, &mut budget)?;
-            blobs.push(Blob { diff_id: *diff_id, length: index.blob_length });
+            tree.apply_layer(layer, &index, &mut budget)?;
+            blobs.push(LayerBlob { diff_id: *diff_id, length: index.blob_length });
             budget.refund(length);
         }
         Ok((tree, blobs, budget))
     }
 
     /// Deletes what no image needs. With `in_use`, first drops the removed images that are not in it.
-    pub async fn sweep(self: &Arc<Self>, in_use: Option<HashSet<ImageId>>) -> Result<(), ImageError> {
+    pub async fn collect_garbage(self: &Arc<Self>, in_use: Option<HashSet<ImageId>>) -> Result<(), ImageError> {
         let shared = Arc::clone(self);
-        run_blocking("remove unused files of the image store", move || shared.sweep_now(None, in_use.as_ref())).await?
+        run_blocking("remove unused files of the image store", move || {
+            shared.collect_garbage_blocking(None, in_use.as_ref())
+        })
+        .await?
     }
 
     /// Removes an image from the list, if `remove` names one, and deletes what no image needs. Blocks.
-    pub fn sweep_now(&self, remove: Option<&str>, in_use: Option<&HashSet<ImageId>>) -> Result<(), ImageError> {
+    pub fn collect_garbage_blocking(
+        &self,
+        remove: Option<&str>,
+        in_use: Option<&HashSet<ImageId>>,
+    ) -> Result<(), ImageError> {
         let mut catalogue = self.catalogue();
-        let remove = remove.map(|name| find(&catalogue.images(), name)).transpose()?.flatten();
-        let before = needed(&catalogue.images());
+        let remove = remove.map(|name| find_image(&catalogue.images(), name)).transpose()?.flatten();
+        let before = needed_content(&catalogue.images());
         if let Some(in_use) = in_use {
-            catalogue.change(|images| match &remove {
-                Some(id) => take_away(images, id, in_use),
+            catalogue.update(|images| match &remove {
+                Some(id) => remove_image(images, id, in_use),
                 None => images.retain(|id, stored| !stored.removed || in_use.contains(id)),
             })?;
         }
-        let live = needed(&catalogue.images());
-        self.directory.release(before.difference(&live).copied());
-        let away = self.directory.take_away(&live)?;
+        let live = needed_content(&catalogue.images());
+        self.directory.unprotect(before.difference(&live).copied());
+        let detached = self.directory.detach_unneeded(&live)?;
         drop(catalogue);
-        Ok(delete(away)?)
+        Ok(delete_files(detached)?)
     }
 
     /// Returns an image's configuration. Blocks.
-    pub fn image_config(&self, id: ImageId) -> Result<ImageConfig, ImageError> {
-        let path = self.directory.path((Part::Config, id));
+    pub fn read_image_config(&self, id: ImageId) -> Result<ImageConfig, ImageError> {
+        let path = self.directory.path((ContentKind::Config, id));
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
         let parsed = manifest::parse_config(&bytes);
         Ok(parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?.0)
@@ -417,10 +430,10 @@ impl Shared {
 }
 
 /// Returns all content that these images need.
-fn needed(images: &Images) -> HashSet<(Part, Digest)> {
-    let of = |(id, stored): (&ImageId, &Stored)| {
-        let layers: Vec<_> = stored.layers.iter().map(|diff_id| (Part::Layer, *diff_id)).collect();
-        layers.into_iter().chain([(Part::Config, *id), (Part::Tree, stored.tree)])
+fn needed_content(images: &Images) -> HashSet<(ContentKind, Digest)> {
+    let of = |(id, stored): (&ImageId, &StoredImage)| {
+        let layers: Vec<_> = stored.layers.iter().map(|diff_id| (ContentKind::Layer, *diff_id)).collect();
+        layers.into_iter().chain([(ContentKind::Config, *id), (ContentKind::Tree, stored.tree)])
     };
     images.iter().flat_map(of).collect()
 }
@@ -432,22 +445,22 @@ fn tree_name(diff_ids: &[Digest]) -> Digest {
 }
 
 /// A download as a stream that keeps what it reads for the next attempt.
-struct Downloading {
-    receiver: Receiver<Piece>,
+struct DownloadReader {
+    receiver: Receiver<DownloadMessage>,
     piece: Bytes,
     partial: File,
     ended: bool,
 }
 
-impl Read for Downloading {
+impl Read for DownloadReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         while self.piece.is_empty() && !self.ended {
             match self.receiver.blocking_recv() {
-                Some(Piece::Data(data)) => {
+                Some(DownloadMessage::Data(data)) => {
                     self.partial.write_all(&data)?;
                     self.piece = data;
                 }
-                Some(Piece::End) => self.ended = true,
+                Some(DownloadMessage::End) => self.ended = true,
                 None => return Err(io::ErrorKind::ConnectionAborted.into()),
             }
         }

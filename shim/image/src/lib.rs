@@ -2,7 +2,7 @@
 //! merged tree, EROFS, the store and its garbage collection. It also stores artifacts, which use the same registries. The crate
 //! depends on `nacelle-base` and knows neither CRI nor pods nor guests.
 //!
-//! `Store` is a handle that can be cloned. Downloads run on the caller's tokio runtime; everything that decompresses, hashes or
+//! `ImageStore` is a handle that can be cloned. Downloads run on the caller's tokio runtime; everything that decompresses, hashes or
 //! accesses the disk runs on blocking threads.
 //!
 //! ```no_run
@@ -32,9 +32,11 @@ mod registry;
 mod store;
 mod tree;
 
-pub use artifact::{Artifact, ArtifactKind, Artifacts, Content, Descriptor, Moved, Packed, pack};
-pub use config::{Auth, Config, RegistryConfig};
+pub use artifact::{
+    Artifact, ArtifactKind, Artifacts, CompressedFile, Descriptor, FileContent, TransferProgress, compress_file,
+};
+pub use config::{Auth, ImageStoreConfig, RegistryConfig};
 pub use error::ImageError;
-pub use files::{Copied, ImageFile};
+pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
-pub use store::{FsInfo, ImageConfig, ImageRecord, Loaded, RootFs, RunAs, Store};
+pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, LoadedImage, RootFs, RunAs};

@@ -1,11 +1,11 @@
 //! Reads images from files: OCI layouts, as a directory or a tar archive, and docker archives. Everything that is kept of an
 //! archive until its images are installed is charged to a budget, and reading it ends when the caller has cancelled.
 
-use crate::budget::{Budget, BudgetError, Cancel, heap};
-use crate::install::{Names, Shared, Source};
-use crate::layer::tar::{Archive, Kind};
-use crate::manifest::{self, Descriptor, Document, MAX_CONFIG, MAX_MANIFEST, ManifestError, RawDescriptor};
-use crate::{ImageError, Loaded, Reference};
+use crate::budget::{Budget, BudgetError, Cancel, heap_bytes};
+use crate::install::{ImageNames, LayerSource, StoreState};
+use crate::layer::tar::{EntryType, TarReader};
+use crate::manifest::{self, Descriptor, MAX_CONFIG, MAX_MANIFEST, ManifestDocument, ManifestError, RawDescriptor};
+use crate::{ImageError, LoadedImage, Reference};
 use nacelle_base::files::at;
 use nacelle_base::task::run_blocking;
 use nacelle_model::digest::Digest;
@@ -21,100 +21,108 @@ const MAX_MEMBERS: usize = 1_000_000;
 /// The maximum number of images of an archive.
 const MAX_IMAGES: usize = 1000;
 /// The memory in bytes that a member takes in a map in addition to its name, and the names before they are in the map.
-const MEMBER: u64 = 128;
+const MEMBER_MEMORY: u64 = 128;
 /// The memory in bytes that a layer takes in a plan: its digest and its boxed stream.
-const LAYER: u64 = 256;
+const LAYER_PLAN_MEMORY: u64 = 256;
 
 /// Loads all images of an archive. `name` is an additional name if the archive has only one image.
-pub async fn load(shared: &Arc<Shared>, path: &Path, name: Option<&Reference>) -> Result<Vec<Loaded>, ImageError> {
+pub async fn load(
+    shared: &Arc<StoreState>,
+    path: &Path,
+    name: Option<&Reference>,
+) -> Result<Vec<LoadedImage>, ImageError> {
     let (opened, pool, cancel) = (path.to_owned(), Arc::clone(&shared.pool), Cancel::default());
     let _cancelled_with_this_future = cancel.on_drop();
     // The budget lives until all images are installed.
     let (plans, path, _budget) = run_blocking("read an image archive", move || {
         let mut budget = Budget::archive(&pool, &cancel);
-        let container = Container::open(&opened, &mut budget)?;
-        Ok::<_, ImageError>((plans(&container, &mut budget)?, opened, budget))
+        let archive = ArchiveFile::open(&opened, &mut budget)?;
+        Ok::<_, ImageError>((plan_images(&archive, &mut budget)?, opened, budget))
     })
     .await??;
     if plans.is_empty() {
-        return Err(ImageError::Archive { path, why: "it holds no image for this machine" });
+        return Err(ImageError::Archive { path, why: "it contains no image for this node's architecture" });
     }
     if name.is_some() && plans.len() > 1 {
-        return Err(ImageError::Archive { path, why: "it holds several images, which cannot all get the one name" });
+        return Err(ImageError::Archive {
+            path,
+            why: "it contains several images; a name can be given to a single image only",
+        });
     }
     let mut loaded = Vec::new();
     for mut plan in plans {
         plan.names.tags.extend(name.map(Reference::to_string));
         let id = plan.id;
-        if !shared.name(id, plan.names.clone()).await? {
-            shared.install(plan.config, plan.layers, plan.names).await?;
+        if !shared.assign_names(id, plan.names.clone()).await? {
+            shared.install_image(plan.config, plan.layers, plan.names).await?;
         }
         let names = shared.published.images().get(&id).map(|stored| stored.tags.iter().cloned().collect());
-        loaded.push(Loaded { id, names: names.unwrap_or_default() });
+        loaded.push(LoadedImage { id, names: names.unwrap_or_default() });
     }
     Ok(loaded)
 }
 
 /// One image, ready to be installed.
-struct Plan {
+struct ImagePlan {
     /// The digest of the configuration.
     id: Digest,
     config: Vec<u8>,
-    layers: Vec<(Digest, Source)>,
-    names: Names,
+    layers: Vec<(Digest, LayerSource)>,
+    names: ImageNames,
 }
 
-fn plans(container: &Container, budget: &mut Budget) -> Result<Vec<Plan>, ImageError> {
-    let mut plans = Plans { container, budget, all: Vec::new() };
-    if let Some(index) = container.small("index.json", MAX_MANIFEST)? {
-        let wrong = |source| container.wrong("index.json", source);
+fn plan_images(archive: &ArchiveFile, budget: &mut Budget) -> Result<Vec<ImagePlan>, ImageError> {
+    let mut plans = ImagePlans { archive, budget, all: Vec::new() };
+    if let Some(index) = archive.read_small("index.json", MAX_MANIFEST)? {
+        let wrong = |source| archive.manifest_error("index.json", source);
         let images = manifest::parse_layout_index(&index).map_err(wrong)?;
         let images: Vec<_> = images.iter().filter(|image| image.is_image()).collect();
         plans.check_count(images.len())?;
         for image in images {
-            plans.add(layout_plan(container, image)?)?;
+            plans.add(plan_layout_image(archive, image)?)?;
         }
         return Ok(plans.all);
     }
-    if let Some(list) = container.small("manifest.json", MAX_MANIFEST)? {
-        let images = manifest::parse_archive(&list).map_err(|source| container.wrong("manifest.json", source))?;
+    if let Some(list) = archive.read_small("manifest.json", MAX_MANIFEST)? {
+        let images =
+            manifest::parse_docker_archive(&list).map_err(|source| archive.manifest_error("manifest.json", source))?;
         plans.check_count(images.len())?;
         for image in &images {
-            plans.add(docker_plan(container, image)?)?;
+            plans.add(plan_docker_image(archive, image)?)?;
         }
         return Ok(plans.all);
     }
     let why = "it is neither an OCI layout (no index.json) nor a docker archive (no manifest.json)";
-    Err(ImageError::Archive { path: container.path().to_owned(), why })
+    Err(ImageError::Archive { path: archive.path().to_owned(), why })
 }
 
 /// The plans for an archive's images, each image once.
-struct Plans<'c> {
-    container: &'c Container,
+struct ImagePlans<'c> {
+    archive: &'c ArchiveFile,
     budget: &'c mut Budget,
-    all: Vec<Plan>,
+    all: Vec<ImagePlan>,
 }
 
-impl Plans<'_> {
+impl ImagePlans<'_> {
     fn check_count(&self, images: usize) -> Result<(), ImageError> {
         if images > MAX_IMAGES {
-            let why = "it holds more than 1000 images";
-            return Err(ImageError::Archive { path: self.container.path().to_owned(), why });
+            let why = "it contains more than 1000 images";
+            return Err(ImageError::Archive { path: self.archive.path().to_owned(), why });
         }
         Ok(())
     }
 
     /// Adds a plan. The same image under several names is one plan.
-    fn add(&mut self, plan: Plan) -> Result<(), ImageError> {
-        self.budget.step(1).map_err(|source| self.container.over(source))?;
+    fn add(&mut self, plan: ImagePlan) -> Result<(), ImageError> {
+        self.budget.step(1).map_err(|source| self.archive.budget_error(source))?;
         match self.all.iter_mut().find(|other| other.id == plan.id) {
             Some(other) => {
                 other.names.tags.extend(plan.names.tags);
                 other.names.digests.extend(plan.names.digests);
             }
             None => {
-                let bytes = heap(plan.config.capacity()) + plan.layers.len() as u64 * LAYER;
-                self.budget.charge(bytes).map_err(|source| self.container.over(source))?;
+                let bytes = heap_bytes(plan.config.capacity()) + plan.layers.len() as u64 * LAYER_PLAN_MEMORY;
+                self.budget.charge(bytes).map_err(|source| self.archive.budget_error(source))?;
                 self.all.push(plan);
             }
         }
@@ -122,36 +130,39 @@ impl Plans<'_> {
     }
 }
 
-fn layout_plan(container: &Container, image: &RawDescriptor) -> Result<Plan, ImageError> {
-    let named = image.check().map_err(|source| container.wrong("index.json", source))?;
+fn plan_layout_image(archive: &ArchiveFile, image: &RawDescriptor) -> Result<ImagePlan, ImageError> {
+    let named = image.validate().map_err(|source| archive.manifest_error("index.json", source))?;
     let mut descriptor = named.clone();
     for _ in 0..3 {
-        let bytes = container.blob(&descriptor, MAX_MANIFEST)?;
+        let bytes = archive.read_blob(&descriptor, MAX_MANIFEST)?;
         let what = format!("manifest {}", descriptor.digest);
-        match manifest::parse(&bytes).map_err(|source| container.wrong(&what, source))? {
-            Document::Index(ours) => descriptor = ours,
-            Document::Manifest(manifest) => {
-                let config = container.blob(&manifest.config, MAX_CONFIG)?;
+        match manifest::parse_manifest(&bytes).map_err(|source| archive.manifest_error(&what, source))? {
+            ManifestDocument::Index(ours) => descriptor = ours,
+            ManifestDocument::Manifest(manifest) => {
+                let config = archive.read_blob(&manifest.config, MAX_CONFIG)?;
                 let what = format!("configuration {}", manifest.config.digest);
-                let wrong = |source| container.wrong(&what, source);
+                let wrong = |source| archive.manifest_error(&what, source);
                 let (_, diff_ids) = manifest::parse_config(&config).map_err(wrong)?;
                 let mut layers = Vec::new();
-                for (blob, diff_id) in manifest::pair(&manifest, &diff_ids).map_err(wrong)? {
-                    let member = container.need(&blob_name(blob.digest))?;
-                    layers.push((diff_id, Source::Archive(Box::new(member.take(blob.size)), Some(blob.digest))));
+                for (blob, diff_id) in manifest::pair_layers(&manifest, &diff_ids).map_err(wrong)? {
+                    let member = archive.require_member(&blob_path(blob.digest))?;
+                    layers.push((diff_id, LayerSource::Archive(Box::new(member.take(blob.size)), Some(blob.digest))));
                 }
-                let name = name_in(image);
+                let name = annotated_name(image);
                 let digests = name.iter().map(|name| name.with_digest(named.digest).to_string()).collect();
                 let tags = name.iter().filter(|name| name.tag().is_some()).map(Reference::to_string).collect();
-                return Ok(Plan { id: Digest::of(&config), config, layers, names: Names { tags, digests } });
+                return Ok(ImagePlan { id: Digest::of(&config), config, layers, names: ImageNames { tags, digests } });
             }
         }
     }
-    Err(container.wrong("index.json", ManifestError::Kind { kind: "an index of indexes of indexes".to_owned() }))
+    Err(archive.manifest_error(
+        "index.json",
+        ManifestError::UnsupportedType { kind: "an index of indexes of indexes".to_owned() },
+    ))
 }
 
 /// Returns the full name that a layout gives an image; `None` for a bare tag.
-fn name_in(image: &RawDescriptor) -> Option<Reference> {
+fn annotated_name(image: &RawDescriptor) -> Option<Reference> {
     let annotation = |key| image.annotations.as_ref().and_then(|all| all.get(key));
     let whole = annotation("io.containerd.image.name");
     let name =
@@ -159,44 +170,44 @@ fn name_in(image: &RawDescriptor) -> Option<Reference> {
     name.and_then(|name| Reference::parse(name).ok())
 }
 
-fn docker_plan(container: &Container, image: &manifest::ArchiveImage) -> Result<Plan, ImageError> {
+fn plan_docker_image(archive: &ArchiveFile, image: &manifest::DockerArchiveImage) -> Result<ImagePlan, ImageError> {
     let mut config = Vec::new();
-    let limit = io::Read::take(container.need(&image.config)?, MAX_CONFIG + 1).read_to_end(&mut config);
-    if limit.map_err(at("read", container.path()))? as u64 > MAX_CONFIG {
+    let limit = io::Read::take(archive.require_member(&image.config)?, MAX_CONFIG + 1).read_to_end(&mut config);
+    if limit.map_err(at("read", archive.path()))? as u64 > MAX_CONFIG {
         return Err(ImageError::TooLarge { what: image.config.clone(), limit: MAX_CONFIG });
     }
-    let wrong = |source| container.wrong(&image.config, source);
+    let wrong = |source| archive.manifest_error(&image.config, source);
     let (_, diff_ids) = manifest::parse_config(&config).map_err(wrong)?;
     if diff_ids.len() != image.layers.len() {
         return Err(wrong(ManifestError::Layers { layers: image.layers.len(), diff_ids: diff_ids.len() }));
     }
     let mut layers = Vec::new();
     for (diff_id, name) in diff_ids.iter().zip(&image.layers) {
-        layers.push((*diff_id, Source::Archive(Box::new(container.need(name)?), None)));
+        layers.push((*diff_id, LayerSource::Archive(Box::new(archive.require_member(name)?), None)));
     }
     let tags = image.repo_tags.iter().flatten().map(|tag| Ok(Reference::parse(tag)?.to_string()));
     let tags = tags.collect::<Result<_, ImageError>>()?;
-    Ok(Plan { id: Digest::of(&config), config, layers, names: Names { tags, digests: Vec::new() } })
+    Ok(ImagePlan { id: Digest::of(&config), config, layers, names: ImageNames { tags, digests: Vec::new() } })
 }
 
-fn blob_name(digest: Digest) -> String {
+fn blob_path(digest: Digest) -> String {
     format!("blobs/sha256/{}", digest.hex())
 }
 
 /// A directory or archive with members.
-enum Container {
+enum ArchiveFile {
     Directory(PathBuf),
     Tar { path: PathBuf, file: Arc<File>, members: HashMap<Vec<u8>, (u64, u64)> },
 }
 
 /// A part of a file.
-struct Member {
+struct ArchiveMember {
     file: Arc<File>,
     at: u64,
     left: u64,
 }
 
-impl Read for Member {
+impl Read for ArchiveMember {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX));
         let got = self.file.read_at(buffer.get_mut(..length).unwrap_or_default(), self.at)?;
@@ -206,82 +217,87 @@ impl Read for Member {
     }
 }
 
-impl Container {
-    fn open(path: &Path, budget: &mut Budget) -> Result<Container, ImageError> {
+impl ArchiveFile {
+    fn open(path: &Path, budget: &mut Budget) -> Result<ArchiveFile, ImageError> {
         let file = File::open(path).map_err(at("open", path))?;
         if file.metadata().map_err(at("read", path))?.is_dir() {
-            return Ok(Container::Directory(path.to_owned()));
+            return Ok(ArchiveFile::Directory(path.to_owned()));
         }
         let read_error = |source| ImageError::ArchiveRead { path: path.to_owned(), source };
-        let mut archive = Archive::new(BufReader::new(&file));
+        let mut archive = TarReader::new(BufReader::new(&file));
         let (mut members, mut links) = (HashMap::new(), Vec::new());
         let over = |source| ImageError::ArchiveBudget { path: path.to_owned(), source };
-        while let Some(header) = archive.next().map_err(read_error)? {
+        while let Some(header) = archive.next_entry().map_err(read_error)? {
             budget.step(1).map_err(over)?;
             budget
-                .charge(MEMBER + heap(header.path.len()) + heap(header.path.len() + header.link.len()))
+                .charge(
+                    MEMBER_MEMORY + heap_bytes(header.path.len()) + heap_bytes(header.path.len() + header.link.len()),
+                )
                 .map_err(over)?;
-            let name = crate::layer::clean(&header.path).join(&b'/');
+            let name = crate::layer::split_clean(&header.path).join(&b'/');
             match header.kind {
-                Kind::File if header.sparse.is_none() => {
+                EntryType::File if header.sparse.is_none() => {
                     members.insert(name, (header.data_at, header.size));
                 }
                 // `docker save` writes a layer of several images once and links to it.
-                Kind::Symlink => links.push(([&name[..], b"/../", &header.link].concat(), name)),
-                Kind::Hardlink => links.push((header.link, name)),
+                EntryType::Symlink => links.push(([&name[..], b"/../", &header.link].concat(), name)),
+                EntryType::Hardlink => links.push((header.link, name)),
                 _ => {}
             }
             if members.len() + links.len() > MAX_MEMBERS {
                 return Err(ImageError::Archive { path: path.to_owned(), why: "it has too many members" });
             }
-            archive.jump().map_err(read_error)?;
+            archive.seek_past_data().map_err(read_error)?;
         }
         for (target, name) in links {
-            if let Some(&member) = members.get(&crate::layer::clean(&target).join(&b'/')) {
+            if let Some(&member) = members.get(&crate::layer::split_clean(&target).join(&b'/')) {
                 members.entry(name).or_insert(member);
             }
         }
-        Ok(Container::Tar { path: path.to_owned(), file: Arc::new(file), members })
+        Ok(ArchiveFile::Tar { path: path.to_owned(), file: Arc::new(file), members })
     }
 
     fn path(&self) -> &Path {
         match self {
-            Container::Directory(path) | Container::Tar { path, .. } => path,
+            ArchiveFile::Directory(path) | ArchiveFile::Tar { path, .. } => path,
         }
     }
 
-    fn over(&self, source: BudgetError) -> ImageError {
+    fn budget_error(&self, source: BudgetError) -> ImageError {
         ImageError::ArchiveBudget { path: self.path().to_owned(), source }
     }
 
-    fn wrong(&self, what: &str, source: ManifestError) -> ImageError {
+    fn manifest_error(&self, what: &str, source: ManifestError) -> ImageError {
         ImageError::Manifest { what: format!("{what} of {}", self.path().display()), source }
     }
 
-    fn member(&self, name: &str) -> Result<Option<Member>, ImageError> {
-        let parts = crate::layer::clean(name.as_bytes());
+    fn member(&self, name: &str) -> Result<Option<ArchiveMember>, ImageError> {
+        let parts = crate::layer::split_clean(name.as_bytes());
         match self {
-            Container::Tar { file, members, .. } => Ok(members
+            ArchiveFile::Tar { file, members, .. } => Ok(members
                 .get(parts.join(&b'/').as_slice())
-                .map(|&(at, left)| Member { file: Arc::clone(file), at, left })),
-            Container::Directory(directory) => {
+                .map(|&(at, left)| ArchiveMember { file: Arc::clone(file), at, left })),
+            ArchiveFile::Directory(directory) => {
                 let path = directory.join(String::from_utf8_lossy(&parts.join(&b'/')).as_ref());
                 match File::open(&path) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                    file => {
-                        Ok(Some(Member { file: Arc::new(file.map_err(at("open", &path))?), at: 0, left: u64::MAX }))
-                    }
+                    file => Ok(Some(ArchiveMember {
+                        file: Arc::new(file.map_err(at("open", &path))?),
+                        at: 0,
+                        left: u64::MAX,
+                    })),
                 }
             }
         }
     }
 
-    fn need(&self, name: &str) -> Result<Member, ImageError> {
-        let missing = || ImageError::Archive { path: self.path().to_owned(), why: "a part that it names is not in it" };
+    fn require_member(&self, name: &str) -> Result<ArchiveMember, ImageError> {
+        let missing =
+            || ImageError::Archive { path: self.path().to_owned(), why: "a file that it refers to is missing" };
         self.member(name)?.ok_or_else(missing)
     }
 
-    fn small(&self, name: &str, limit: u64) -> Result<Option<Vec<u8>>, ImageError> {
+    fn read_small(&self, name: &str, limit: u64) -> Result<Option<Vec<u8>>, ImageError> {
         let Some(member) = self.member(name)? else { return Ok(None) };
         let mut bytes = Vec::new();
         member.take(limit + 1).read_to_end(&mut bytes).map_err(at("read", self.path()))?;
@@ -292,10 +308,11 @@ impl Container {
     }
 
     /// Returns a small blob of a layout, verified.
-    fn blob(&self, descriptor: &Descriptor, limit: u64) -> Result<Vec<u8>, ImageError> {
-        let name = blob_name(descriptor.digest);
-        let bytes = self.small(&name, limit)?;
-        let missing = || ImageError::Archive { path: self.path().to_owned(), why: "a part that it names is not in it" };
+    fn read_blob(&self, descriptor: &Descriptor, limit: u64) -> Result<Vec<u8>, ImageError> {
+        let name = blob_path(descriptor.digest);
+        let bytes = self.read_small(&name, limit)?;
+        let missing =
+            || ImageError::Archive { path: self.path().to_owned(), why: "a file that it refers to is missing" };
         let bytes = bytes.ok_or_else(missing)?;
         match Digest::of(&bytes) {
             got if got == descriptor.digest => Ok(bytes),

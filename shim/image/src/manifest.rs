@@ -24,16 +24,16 @@ pub const ACCEPT: &str = "application/vnd.oci.image.index.v1+json, \
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
     /// The text is not JSON, or a field is missing or has the wrong type.
-    #[error("it does not have the form of one")]
-    Form(#[from] serde_json::Error),
+    #[error("it is not JSON of the expected form")]
+    Malformed(#[from] serde_json::Error),
     /// The manifest has an unsupported type.
-    #[error("it is of a kind that Nacelle does not run: {kind}")]
-    Kind {
+    #[error("its type is not supported: {kind}")]
+    UnsupportedType {
         /// The media type, or another description of the type.
         kind: String,
     },
     /// A digest is malformed.
-    #[error("it names {text:?}, which is no sha256 digest")]
+    #[error("it contains {text:?}, which is no sha256 digest")]
     Digest {
         /// The text.
         text: String,
@@ -47,7 +47,9 @@ pub enum ManifestError {
         has: String,
     },
     /// Manifest and configuration have different numbers of layers, or too many.
-    #[error("it has {layers} layers, and the configuration {diff_ids}; at most 1000 and as many are right")]
+    #[error(
+        "it has {layers} layers and the configuration lists {diff_ids}; the numbers must be equal and at most 1000"
+    )]
     Layers {
         /// The number in the manifest.
         layers: usize,
@@ -55,7 +57,7 @@ pub enum ManifestError {
         diff_ids: usize,
     },
     /// The artifact has more layers than its kind allows.
-    #[error("it has {layers} layers; at most {most} are right")]
+    #[error("it has {layers} layers; at most {most} are allowed")]
     TooManyLayers {
         /// The number in the manifest.
         layers: usize,
@@ -75,7 +77,7 @@ pub struct Descriptor {
 
 /// An image for one platform.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Manifest {
+pub struct ImageManifest {
     /// The image configuration.
     pub config: Descriptor,
     /// The layers, lowest first.
@@ -84,15 +86,15 @@ pub struct Manifest {
 
 /// The document that a manifest request returned.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Document {
+pub enum ManifestDocument {
     /// An image.
-    Manifest(Manifest),
+    Manifest(ImageManifest),
     /// An index; the descriptor is of the variant for this node.
     Index(Descriptor),
 }
 
 /// Returns the architecture of this node as Go names it.
-pub fn architecture() -> &'static str {
+pub fn node_architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -136,7 +138,7 @@ struct Platform {
 
 impl RawDescriptor {
     /// Validates digest and size.
-    pub fn check(&self) -> Result<Descriptor, ManifestError> {
+    pub fn validate(&self) -> Result<Descriptor, ManifestError> {
         let wrong = |_| ManifestError::Digest { text: self.digest.chars().take(100).collect() };
         Ok(Descriptor { digest: self.digest.parse().map_err(wrong)?, size: self.size })
     }
@@ -146,13 +148,13 @@ impl RawDescriptor {
         self.media_type.as_deref()
     }
 
-    fn is(&self, kinds: &[&str]) -> bool {
+    fn has_media_type(&self, kinds: &[&str]) -> bool {
         self.media_type.as_deref().is_none_or(|kind| kind.is_empty() || kinds.contains(&kind))
     }
 
     /// Returns whether the descriptor names a manifest or an index, or has no media type.
     pub fn is_image(&self) -> bool {
-        self.is(&[
+        self.has_media_type(&[
             "application/vnd.oci.image.index.v1+json",
             "application/vnd.oci.image.manifest.v1+json",
             "application/vnd.docker.distribution.manifest.v2+json",
@@ -168,9 +170,9 @@ pub fn parse_layout_index(bytes: &[u8]) -> Result<Vec<RawDescriptor>, ManifestEr
 }
 
 /// Parses a manifest or index of OCI or Docker.
-pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
+pub fn parse_manifest(bytes: &[u8]) -> Result<ManifestDocument, ManifestError> {
     let raw: RawDocument = json::read(bytes)?;
-    let kind = |kind: &str| ManifestError::Kind { kind: kind.chars().take(100).collect() };
+    let kind = |kind: &str| ManifestError::UnsupportedType { kind: kind.chars().take(100).collect() };
     if raw.schema_version == 1 {
         return Err(kind("Docker schema 1"));
     }
@@ -180,20 +182,20 @@ pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
     }
     if let (Some(config), Some(layers)) = (&raw.config, &raw.layers) {
         let configs = ["application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"];
-        if !config.is(&configs) {
+        if !config.has_media_type(&configs) {
             return Err(kind(config.media_type.as_deref().unwrap_or_default()));
         }
         if layers.len() > MAX_LAYERS {
             return Err(ManifestError::Layers { layers: layers.len(), diff_ids: 0 });
         }
-        let layers = layers.iter().map(RawDescriptor::check).collect::<Result<_, _>>()?;
-        return Ok(Document::Manifest(Manifest { config: config.check()?, layers }));
+        let layers = layers.iter().map(RawDescriptor::validate).collect::<Result<_, _>>()?;
+        return Ok(ManifestDocument::Manifest(ImageManifest { config: config.validate()?, layers }));
     }
     let Some(manifests) = raw.manifests else {
         return Err(kind(raw.media_type.as_deref().unwrap_or("neither manifest nor index")));
     };
     let named = |descriptor: &&RawDescriptor| match &descriptor.platform {
-        Some(platform) => platform.os == "linux" && platform.architecture == architecture(),
+        Some(platform) => platform.os == "linux" && platform.architecture == node_architecture(),
         None => false,
     };
     let ours = manifests.iter().find(named).or_else(|| {
@@ -201,25 +203,25 @@ pub fn parse(bytes: &[u8]) -> Result<Document, ManifestError> {
         manifests.first().filter(|only| manifests.len() == 1 && only.platform.is_none())
     });
     match ours {
-        Some(ours) => Ok(Document::Index(ours.check()?)),
+        Some(ours) => Ok(ManifestDocument::Index(ours.validate()?)),
         None => {
             let platforms = manifests.iter().filter_map(|descriptor| descriptor.platform.as_ref());
             let mut has: Vec<_> = platforms.map(|p| format!("{}/{}", p.os, p.architecture)).take(20).collect();
             has.dedup();
             let has = if has.is_empty() { "none".to_owned() } else { has.join(", ") };
-            Err(ManifestError::Platform { architecture: architecture(), has: has.chars().take(300).collect() })
+            Err(ManifestError::Platform { architecture: node_architecture(), has: has.chars().take(300).collect() })
         }
     }
 }
 
 #[derive(Deserialize)]
-struct RawImage {
+struct RawImageConfig {
     #[serde(default)]
     os: Option<String>,
     #[serde(default)]
     architecture: Option<String>,
     #[serde(default)]
-    config: Option<RawConfig>,
+    config: Option<RawRunConfig>,
     rootfs: RawRootFs,
 }
 
@@ -231,7 +233,7 @@ struct RawRootFs {
 
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
-struct RawConfig {
+struct RawRunConfig {
     entrypoint: Option<Vec<String>>,
     cmd: Option<Vec<String>>,
     env: Option<Vec<String>>,
@@ -245,11 +247,14 @@ struct RawConfig {
 
 /// Parses an image configuration. Returns how to run the image, and the digests of its unpacked layers.
 pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), ManifestError> {
-    let raw: RawImage = json::read(bytes)?;
+    let raw: RawImageConfig = json::read(bytes)?;
     let foreign = |ours: &str, theirs: &Option<String>| theirs.as_ref().is_some_and(|t| !t.is_empty() && t != ours);
-    if foreign("linux", &raw.os) || foreign(architecture(), &raw.architecture) {
+    if foreign("linux", &raw.os) || foreign(node_architecture(), &raw.architecture) {
         let has = format!("{}/{}", raw.os.unwrap_or_default(), raw.architecture.unwrap_or_default());
-        return Err(ManifestError::Platform { architecture: architecture(), has: has.chars().take(300).collect() });
+        return Err(ManifestError::Platform {
+            architecture: node_architecture(),
+            has: has.chars().take(300).collect(),
+        });
     }
     let diff_ids = raw.rootfs.diff_ids.unwrap_or_default();
     let digest =
@@ -274,7 +279,7 @@ pub fn parse_config(bytes: &[u8]) -> Result<(ImageConfig, Vec<Digest>), Manifest
 }
 
 /// Pairs each layer with the digest of its unpacked form.
-pub fn pair(manifest: &Manifest, diff_ids: &[Digest]) -> Result<Vec<(Descriptor, Digest)>, ManifestError> {
+pub fn pair_layers(manifest: &ImageManifest, diff_ids: &[Digest]) -> Result<Vec<(Descriptor, Digest)>, ManifestError> {
     if manifest.layers.len() != diff_ids.len() {
         return Err(ManifestError::Layers { layers: manifest.layers.len(), diff_ids: diff_ids.len() });
     }
@@ -284,7 +289,7 @@ pub fn pair(manifest: &Manifest, diff_ids: &[Digest]) -> Result<Vec<(Descriptor,
 /// One image of a docker archive's manifest.json.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "PascalCase")]
-pub struct ArchiveImage {
+pub struct DockerArchiveImage {
     /// The member with the configuration.
     pub config: String,
     /// The tags, `name:tag`.
@@ -296,7 +301,7 @@ pub struct ArchiveImage {
 }
 
 /// Parses a docker archive's manifest.json.
-pub fn parse_archive(bytes: &[u8]) -> Result<Vec<ArchiveImage>, ManifestError> {
+pub fn parse_docker_archive(bytes: &[u8]) -> Result<Vec<DockerArchiveImage>, ManifestError> {
     Ok(json::read(bytes)?)
 }
 
@@ -321,7 +326,9 @@ mod tests {
                 digest(1),
                 digest(2)
             );
-            let Document::Manifest(read) = parse(text.as_bytes()).unwrap() else { panic!("no manifest") };
+            let ManifestDocument::Manifest(read) = parse_manifest(text.as_bytes()).unwrap() else {
+                panic!("no manifest")
+            };
             assert_eq!(read.config, Descriptor { digest: Digest([1; 32]), size: 7 });
             assert_eq!(read.layers, [Descriptor { digest: Digest([2; 32]), size: 9 }]);
         }
@@ -336,9 +343,13 @@ mod tests {
             )
         };
         let foreign = [variant("unknown", "unknown", 1), variant("linux", "s390x", 2)].join(",");
-        let text = format!(r#"{{"schemaVersion":2,"manifests":[{foreign},{}]}}"#, variant("linux", architecture(), 3));
-        assert_eq!(parse(text.as_bytes()).unwrap(), Document::Index(Descriptor { digest: Digest([3; 32]), size: 1 }));
-        let error = parse(format!(r#"{{"manifests":[{foreign}]}}"#).as_bytes()).unwrap_err().to_string();
+        let text =
+            format!(r#"{{"schemaVersion":2,"manifests":[{foreign},{}]}}"#, variant("linux", node_architecture(), 3));
+        assert_eq!(
+            parse_manifest(text.as_bytes()).unwrap(),
+            ManifestDocument::Index(Descriptor { digest: Digest([3; 32]), size: 1 })
+        );
+        let error = parse_manifest(format!(r#"{{"manifests":[{foreign}]}}"#).as_bytes()).unwrap_err().to_string();
         assert!(error.contains("linux/s390x"), "{error}");
     }
 
@@ -354,13 +365,13 @@ mod tests {
             r#"{"config":{"digest":"sha256:0","size":1},"layers":[]}"#,
             r#"{"config":{"digest":"x","size":-1},"layers":[]}"#,
         ] {
-            assert!(parse(text.as_bytes()).is_err(), "{text}");
+            assert!(parse_manifest(text.as_bytes()).is_err(), "{text}");
         }
         let one = digest(1);
         let both = format!(
             r#"{{"config":{{"digest":"{one}","size":1}},"layers":[],"manifests":[{{"digest":"{one}","size":1}}]}}"#
         );
-        assert!(matches!(parse(both.as_bytes()), Err(ManifestError::Kind { .. })));
+        assert!(matches!(parse_manifest(both.as_bytes()), Err(ManifestError::UnsupportedType { .. })));
         let many = vec![format!("\"{one}\""); MAX_LAYERS + 1].join(",");
         let many = format!(r#"{{"rootfs":{{"diff_ids":[{many}]}}}}"#);
         assert!(matches!(parse_config(many.as_bytes()), Err(ManifestError::Layers { .. })));
@@ -383,10 +394,10 @@ mod tests {
     proptest! {
         #[test]
         fn any_json_is_read_without_harm(text in r#"[\[\]{}:,"a-z0-9]{0,80}"#, at in 0..200usize, byte: u8) {
-            let _ = (parse(text.as_bytes()), parse_config(text.as_bytes()), parse_archive(text.as_bytes()));
+            let _ = (parse_manifest(text.as_bytes()), parse_config(text.as_bytes()), parse_docker_archive(text.as_bytes()));
             let mut whole = format!(r#"{{"schemaVersion":2,"config":{{"digest":"{}","size":7}},"layers":[]}}"#, digest(1)).into_bytes();
             if let Some(place) = whole.get_mut(at) { *place = byte; }
-            let _ = parse(&whole);
+            let _ = parse_manifest(&whole);
         }
     }
 }

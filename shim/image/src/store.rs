@@ -1,12 +1,12 @@
 //! The public interface of the image store. Concurrent pulls of the same image are one pull.
 
-use crate::budget::{Cancel, Pool};
-use crate::catalogue::{Catalogue, find, record};
-use crate::directory::{Part, StoreDirectory};
-use crate::files::{Copied, ImageFile};
-use crate::install::Shared;
-use crate::registry::Http;
-use crate::{Auth, Config, ImageError, Reference, load, pull};
+use crate::budget::{Cancel, MemoryPool};
+use crate::catalogue::{ImageCatalogue, find_image, image_record};
+use crate::directory::{ContentKind, StoreDirectory};
+use crate::files::{CopyOutcome, ImageFile};
+use crate::install::StoreState;
+use crate::registry::HttpClients;
+use crate::{Auth, ImageError, ImageStoreConfig, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
 use nacelle_model::digest::ImageId;
@@ -19,8 +19,8 @@ use tokio::task::AbortHandle;
 
 /// The images of this node. A cheap handle: clones share one store.
 #[derive(Clone)]
-pub struct Store {
-    shared: Arc<Shared>,
+pub struct ImageStore {
+    shared: Arc<StoreState>,
     flights: Arc<Mutex<HashMap<FlightKey, Weak<Flight>>>>,
 }
 
@@ -101,7 +101,7 @@ pub struct RootFs {
 
 /// One image that was loaded from an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Loaded {
+pub struct LoadedImage {
     /// The image's id.
     pub id: ImageId,
     /// The tags that the image has now.
@@ -119,21 +119,21 @@ pub struct FsInfo {
     pub inodes_used: u64,
 }
 
-impl Store {
+impl ImageStore {
     /// Opens the store in this directory, which is created if it is missing. Completes or rolls back what a crash left
     /// unfinished. Blocks; called once at the start of the process. Fails if another process has the store open.
-    pub fn open(root: &Path, config: Config) -> Result<Store, ImageError> {
+    pub fn open(root: &Path, config: ImageStoreConfig) -> Result<ImageStore, ImageError> {
         let pinned = config.pinned.iter().map(|name| Reference::parse(name).map(|reference| reference.to_string()));
         let pinned = pinned.collect::<Result<_, _>>()?;
         let directory = StoreDirectory::open(root)?;
-        let catalogue = Catalogue::open(&directory.catalogue())?;
+        let catalogue = ImageCatalogue::open(&directory.catalogue_path())?;
         let (published, catalogue) = (catalogue.published(), Mutex::new(catalogue));
-        let http = Arc::new(Http::new(config.clone()));
-        let pool = Pool::new(config.unpack_memory()?);
+        let http = Arc::new(HttpClients::new(config.clone()));
+        let pool = MemoryPool::new(config.unpack_memory()?);
         let layers = Semaphore::new(config.layers_at_a_time());
-        let shared = Arc::new(Shared { config, pinned, directory, http, layers, pool, catalogue, published });
-        shared.sweep_now(None, None)?;
-        Ok(Store { shared, flights: Arc::default() })
+        let shared = Arc::new(StoreState { config, pinned, directory, http, layers, pool, catalogue, published });
+        shared.collect_garbage_blocking(None, None)?;
+        Ok(ImageStore { shared, flights: Arc::default() })
     }
 
     /// Pulls an image, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
@@ -144,7 +144,7 @@ impl Store {
         let ended = outcome.wait_for(Option::is_some).await;
         match ended.as_deref() {
             Ok(Some(Ok(id))) => Ok(*id),
-            Ok(Some(Err(error))) => Err(ImageError::Shared(Arc::clone(error))),
+            Ok(Some(Err(error))) => Err(ImageError::SharedPull(Arc::clone(error))),
             // The task was cancelled with its runtime, or panicked.
             Ok(None) | Err(_) => Err(ImageError::Aborted { name: reference.to_string() }),
         }
@@ -174,7 +174,7 @@ impl Store {
 
     /// Loads the images of an OCI layout (directory or tar archive) or of a docker archive. An image that is the only one of its
     /// archive also gets the name `name`.
-    pub async fn load(&self, path: &Path, name: Option<&Reference>) -> Result<Vec<Loaded>, ImageError> {
+    pub async fn load(&self, path: &Path, name: Option<&Reference>) -> Result<Vec<LoadedImage>, ImageError> {
         load::load(&self.shared, path, name).await
     }
 
@@ -182,31 +182,31 @@ impl Store {
     pub fn list(&self) -> Vec<ImageRecord> {
         let images = self.shared.published.images();
         let here = images.iter().filter(|(_, stored)| !stored.removed);
-        here.map(|(id, stored)| record(id, stored, &self.shared.pinned)).collect()
+        here.map(|(id, stored)| image_record(id, stored, &self.shared.pinned)).collect()
     }
 
     /// Returns the image of this reference, id (with or without `sha256:`), or prefix of an id (3 digits or more); `None` if
     /// there is no such image or the text is not a valid name.
     pub fn status(&self, name: &str) -> Result<Option<ImageRecord>, ImageError> {
         let images = self.shared.published.images();
-        let id = find(&images, name)?;
-        Ok(id.and_then(|id| Some(record(&id, images.get(&id)?, &self.shared.pinned))))
+        let id = find_image(&images, name)?;
+        Ok(id.and_then(|id| Some(image_record(&id, images.get(&id)?, &self.shared.pinned))))
     }
 
     /// Removes an image with all its names. Succeeds if there is no such image. If its id is among `in_use`, its files stay and
     /// `rootfs` finds it until `remove` or `collect` is called without it.
     pub async fn remove(&self, name: &str, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
         let (shared, name, in_use) = (Arc::clone(&self.shared), name.to_owned(), in_use.clone());
-        run_blocking("remove an image", move || shared.sweep_now(Some(&name), Some(&in_use))).await?
+        run_blocking("remove an image", move || shared.collect_garbage_blocking(Some(&name), Some(&in_use))).await?
     }
 
     /// Deletes the files that no image needs any more. The caller calls it when `in_use` has become smaller.
     pub async fn collect(&self, in_use: &HashSet<ImageId>) -> Result<(), ImageError> {
-        self.shared.sweep(Some(in_use.clone())).await
+        self.shared.collect_garbage(Some(in_use.clone())).await
     }
 
     /// Returns the clients for registries.
-    pub(crate) fn http(&self) -> Arc<Http> {
+    pub(crate) fn http(&self) -> Arc<HttpClients> {
         Arc::clone(&self.shared.http)
     }
 
@@ -218,15 +218,15 @@ impl Store {
     /// Returns the disk usage of the store.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);
-        Ok(run_blocking("measure the image store", move || shared.directory.info()).await??)
+        Ok(run_blocking("measure the image store", move || shared.directory.measure_usage()).await??)
     }
 
     /// Returns the regular files of a directory of an image, for callers that read them in place. The image must be in the store
     /// or have been in use since it was removed. Returns `None` if the image has no such directory.
-    pub async fn files(&self, id: &ImageId, directory: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
+    pub async fn list_files(&self, id: &ImageId, directory: &str) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let (shared, id, directory, cancel) = (Arc::clone(&self.shared), *id, directory.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        run_blocking("list the files of an image", move || shared.files(id, &directory, &cancel)).await?
+        run_blocking("list the files of an image", move || shared.list_files(id, &directory, &cancel)).await?
     }
 
     /// Copies a file of an image, by its path in it, into an empty file. Links to directories are followed inside the image. A
@@ -237,7 +237,7 @@ impl Store {
         path: &str,
         most: u64,
         mut to: File,
-    ) -> Result<Copied, ImageError> {
+    ) -> Result<CopyOutcome, ImageError> {
         let (shared, id, path, cancel) = (Arc::clone(&self.shared), *id, path.to_owned(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
         run_blocking("copy a file of an image", move || shared.copy_file_from_image(id, &path, most, &mut to, &cancel))
@@ -250,14 +250,14 @@ impl Store {
         run_blocking("find the root file system of an image", move || {
             let stored = shared.published.images().get(&id).cloned();
             let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-            let tree = (Part::Tree, stored.tree, stored.tree_length);
-            let blobs = stored.blobs.iter().map(|&(diff_id, length)| (Part::Layer, diff_id, length));
+            let tree = (ContentKind::Tree, stored.tree, stored.tree_length);
+            let blobs = stored.blobs.iter().map(|&(diff_id, length)| (ContentKind::Layer, diff_id, length));
             let extents = [tree].into_iter().chain(blobs).map(|(part, digest, length)| Extent {
                 path: shared.directory.path((part, digest)),
                 offset: 0,
                 length,
             });
-            Ok(RootFs { disk: ImageDisk { extents: extents.collect() }, config: shared.image_config(id)? })
+            Ok(RootFs { disk: ImageDisk { extents: extents.collect() }, config: shared.read_image_config(id)? })
         })
         .await?
     }

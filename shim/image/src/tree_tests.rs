@@ -1,58 +1,64 @@
 //! Tests merging: single rules, a comparison with a model on plain paths, and the cost of hostile layers.
 
 use super::*;
-use crate::budget::{Cancel, Pool};
+use crate::budget::{Cancel, MemoryPool};
 use crate::layer::index::IndexWriter;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
-pub fn entry(path: &str, what: What) -> Entry {
-    Entry { path: path.as_bytes().to_vec(), meta: Meta { mode: 0o644, ..Meta::default() }, what }
+pub fn entry(path: &str, kind: LayerEntryKind) -> LayerEntry {
+    LayerEntry {
+        path: path.as_bytes().to_vec(),
+        meta: FileAttributes { mode: 0o644, ..FileAttributes::default() },
+        kind,
+    }
 }
 
-fn file(size: u64) -> What {
-    What::File(Data::Flat { size, block: 0 })
+fn file(size: u64) -> LayerEntryKind {
+    LayerEntryKind::File(FileData::Flat { size, block: 0 })
 }
 
 /// Returns the index of a layer whose blob holds all data of the tests.
-pub fn layer(entries: Vec<Entry>) -> Vec<u8> {
+pub fn layer(entries: Vec<LayerEntry>) -> Vec<u8> {
     let mut writer = IndexWriter::new();
-    let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
+    let mut budget = Budget::layer(&MemoryPool::new(1 << 30), &Cancel::default());
     entries.iter().for_each(|entry| writer.push(entry, &mut budget).unwrap());
     writer.finish(1 << 20)
 }
 
 /// Returns the tree of these layers, and the budget that it was charged to.
-pub fn measured<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> (Result<Tree, TreeError>, Budget) {
+pub fn measured<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> (Result<MergedTree, TreeError>, Budget) {
     let layers: Vec<_> = layers.into_iter().collect();
     let length = layers.iter().map(|layer| layer.len() as u64).sum();
-    let mut budget = Budget::image(&Pool::new(1 << 30), &Cancel::default(), length);
-    let mut tree = Tree::new();
+    let mut budget = Budget::image(&MemoryPool::new(1 << 30), &Cancel::default(), length);
+    let mut tree = MergedTree::new();
     let merged = layers
         .iter()
         .enumerate()
-        .try_for_each(|(number, layer)| tree.apply(number, &LayerIndex::open(layer).unwrap(), &mut budget));
+        .try_for_each(|(number, layer)| tree.apply_layer(number, &LayerIndex::open(layer).unwrap(), &mut budget));
     (merged.map(|()| tree), budget)
 }
 
-pub fn merge<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> Result<Tree, TreeError> {
+pub fn merge<'l>(layers: impl IntoIterator<Item = &'l Vec<u8>>) -> Result<MergedTree, TreeError> {
     measured(layers).0
 }
 
 /// Returns all paths: `None` for directories, layer and size for files.
-fn flat(tree: &Tree) -> BTreeMap<String, Option<(usize, u64)>> {
+fn flat(tree: &MergedTree) -> BTreeMap<String, Option<(usize, u64)>> {
     let mut all = BTreeMap::new();
     let mut todo = vec![(String::new(), 0)];
     while let Some((path, ino)) = todo.pop() {
         match &tree.inodes[ino].body {
-            Body::Directory(children) => {
+            InodeContent::Directory(children) => {
                 for (name, child) in children {
                     let name = String::from_utf8_lossy(name);
                     todo.push((if path.is_empty() { name.into_owned() } else { format!("{path}/{name}") }, *child));
                 }
                 all.insert(path, None);
             }
-            Body::File { layer, data: Data::Flat { size, .. } } => drop(all.insert(path, Some((*layer, *size)))),
+            InodeContent::File { layer, data: FileData::Flat { size, .. } } => {
+                all.insert(path, Some((*layer, *size)));
+            }
             _ => drop(all.insert(path, Some((usize::MAX, 0)))),
         }
     }
@@ -64,12 +70,12 @@ fn whiteouts_are_about_layers_below_wherever_they_stand() {
     let below = layer(vec![entry("d/old", file(1)), entry("e/old", file(1)), entry("f", file(1))]);
     let above = layer(vec![
         entry("d/new", file(2)),
-        entry("d", What::Opaque),
+        entry("d", LayerEntryKind::Opaque),
         entry("e/new", file(2)),
-        entry("e", What::Whiteout),
+        entry("e", LayerEntryKind::Whiteout),
         entry("f", file(2)),
-        entry("f", What::Whiteout),
-        entry("nothing/here", What::Whiteout),
+        entry("f", LayerEntryKind::Whiteout),
+        entry("nothing/here", LayerEntryKind::Whiteout),
     ]);
     let tree = merge([&below, &above]).unwrap();
     let paths: Vec<_> = flat(&tree).into_keys().collect();
@@ -78,10 +84,10 @@ fn whiteouts_are_about_layers_below_wherever_they_stand() {
 
 #[test]
 fn links_are_names_of_one_file_until_one_is_replaced() {
-    let below = layer(vec![entry("a", file(1)), entry("b", What::Hardlink(b"a".to_vec()))]);
-    let above = layer(vec![entry("a", file(2)), entry("c", What::Hardlink(b"b".to_vec()))]);
+    let below = layer(vec![entry("a", file(1)), entry("b", LayerEntryKind::Hardlink(b"a".to_vec()))]);
+    let above = layer(vec![entry("a", file(2)), entry("c", LayerEntryKind::Hardlink(b"b".to_vec()))]);
     let tree = merge([&below, &above]).unwrap();
-    let Body::Directory(root) = &tree.inodes[0].body else { panic!("no directory") };
+    let InodeContent::Directory(root) = &tree.inodes[0].body else { panic!("no directory") };
     assert_eq!(root[b"b".as_slice()], root[b"c".as_slice()]);
     assert_ne!(root[b"a".as_slice()], root[b"b".as_slice()]);
 }
@@ -89,9 +95,9 @@ fn links_are_names_of_one_file_until_one_is_replaced() {
 #[test]
 fn links_in_paths_are_followed_inside_the_root() {
     let tree = merge([&layer(vec![
-        entry("l", What::Symlink(b"/../../x/./y".to_vec())),
+        entry("l", LayerEntryKind::Symlink(b"/../../x/./y".to_vec())),
         entry("l/f", file(1)),
-        entry("deep/l", What::Symlink(b"../../../z".to_vec())),
+        entry("deep/l", LayerEntryKind::Symlink(b"../../../z".to_vec())),
         entry("deep/l/f", file(1)),
     ])])
     .unwrap();
@@ -103,20 +109,23 @@ fn links_in_paths_are_followed_inside_the_root() {
 fn contradictions_are_refused_with_layer_and_path() {
     let error = merge([&layer(vec![]), &layer(vec![entry("a", file(1)), entry("a/b", file(1))])]).unwrap_err();
     assert!(matches!(&error, TreeError::Entry { layer: 2, path, .. } if path == "a/b"), "{error}");
-    let circle =
-        vec![entry("a", What::Symlink(b"b".to_vec())), entry("b", What::Symlink(b"a".to_vec())), entry("a/x", file(1))];
+    let circle = vec![
+        entry("a", LayerEntryKind::Symlink(b"b".to_vec())),
+        entry("b", LayerEntryKind::Symlink(b"a".to_vec())),
+        entry("a/x", file(1)),
+    ];
     assert!(merge([&layer(circle)]).is_err());
-    let growing = vec![entry("a", What::Symlink(b"a/a".to_vec())), entry("a/x", file(1))];
+    let growing = vec![entry("a", LayerEntryKind::Symlink(b"a/a".to_vec())), entry("a/x", file(1))];
     assert!(merge([&layer(growing)]).is_err());
 }
 
 /// Returns a chain of links, each of which leads through the previous one and contains `dots` times `./`, and entries that go
 /// through the last link, alternating below two names, so that consecutive look-ups differ.
 fn chain(links: usize, dots: usize, entries: usize) -> Vec<u8> {
-    let mut all = vec![entry("d", What::Directory), entry("l0", What::Symlink(b"d".to_vec()))];
+    let mut all = vec![entry("d", LayerEntryKind::Directory), entry("l0", LayerEntryKind::Symlink(b"d".to_vec()))];
     for n in 1..links {
         let target = [b"./".repeat(dots), format!("l{}", n - 1).into_bytes()].concat();
-        all.push(entry(&format!("l{n}"), What::Symlink(target)));
+        all.push(entry(&format!("l{n}"), LayerEntryKind::Symlink(target)));
     }
     let last = links - 1;
     all.extend((0..entries).map(|n| entry(&format!("l{}/f{n}", last - n % 2), file(1))));
@@ -139,8 +148,8 @@ fn steps_follow_the_size_of_the_layers() {
         chain(250, 2040, 100),
         chain(250, 1, 5000),
         layer((0..2000).map(|n| entry(&format!("{}{n}", deep(n % 1000)), file(1))).collect()),
-        layer((0..2000).map(|n| entry(&format!("d{n}/{}", deep(500)), What::Directory)).collect()),
-        layer((0..5000).map(|n| entry(&format!("a{}/x", n % 7), What::Whiteout)).collect()),
+        layer((0..2000).map(|n| entry(&format!("d{n}/{}", deep(500)), LayerEntryKind::Directory)).collect()),
+        layer((0..5000).map(|n| entry(&format!("a{}/x", n % 7), LayerEntryKind::Whiteout)).collect()),
     ] {
         let (_, budget) = measured([&index]);
         let most = 1_000_000 + 8 * index.len() as u64 + 300;
@@ -160,17 +169,21 @@ fn files_of_one_directory_are_found_at_once() {
 #[test]
 fn a_name_that_is_replaced_is_not_found_where_it_was() {
     let tree = merge([&layer(vec![
-        entry("a", What::Directory),
+        entry("a", LayerEntryKind::Directory),
         entry("a/x", file(1)),
-        entry("b", What::Directory),
-        entry("a", What::Symlink(b"b".to_vec())),
+        entry("b", LayerEntryKind::Directory),
+        entry("a", LayerEntryKind::Symlink(b"b".to_vec())),
         entry("a/y", file(1)),
     ])])
     .unwrap();
     assert!(flat(&tree).contains_key("b/y") && !flat(&tree).contains_key("a/x"));
     let tree = merge([
-        &layer(vec![entry("a", What::Directory), entry("a/x", file(1))]),
-        &layer(vec![entry("a/x", What::Whiteout), entry("a", What::Whiteout), entry("a/z", file(1))]),
+        &layer(vec![entry("a", LayerEntryKind::Directory), entry("a/x", file(1))]),
+        &layer(vec![
+            entry("a/x", LayerEntryKind::Whiteout),
+            entry("a", LayerEntryKind::Whiteout),
+            entry("a/z", file(1)),
+        ]),
     ])
     .unwrap();
     assert_eq!(flat(&tree).into_keys().collect::<Vec<_>>(), ["", "a", "a/z"]);
@@ -179,9 +192,9 @@ fn a_name_that_is_replaced_is_not_found_where_it_was() {
 #[test]
 fn a_tree_that_is_cancelled_ends() {
     let (index, cancel) = (chain(250, 2040, 10), Cancel::default());
-    let mut budget = Budget::image(&Pool::new(1 << 30), &cancel, index.len() as u64);
+    let mut budget = Budget::image(&MemoryPool::new(1 << 30), &cancel, index.len() as u64);
     drop(cancel.on_drop());
-    let ended = Tree::new().apply(0, &LayerIndex::open(&index).unwrap(), &mut budget);
+    let ended = MergedTree::new().apply_layer(0, &LayerIndex::open(&index).unwrap(), &mut budget);
     assert_eq!(ended, Err(TreeError::Budget(BudgetError::Cancelled)));
     assert_eq!(budget.steps(), 0);
 }
@@ -254,9 +267,9 @@ proptest! {
         let indexes: Vec<_> = layers.iter().map(|steps| {
             layer(steps.iter().enumerate().map(|(size, step)| match step {
                 Step::File(path) => entry(path, file(size as u64)),
-                Step::Directory(path) => entry(path, What::Directory),
-                Step::Whiteout(path) => entry(path, What::Whiteout),
-                Step::Opaque(path) => entry(path, What::Opaque),
+                Step::Directory(path) => entry(path, LayerEntryKind::Directory),
+                Step::Whiteout(path) => entry(path, LayerEntryKind::Whiteout),
+                Step::Opaque(path) => entry(path, LayerEntryKind::Opaque),
             }).collect())
         }).collect();
         let ours = merge(&indexes).ok().map(|tree| flat(&tree));
@@ -268,20 +281,20 @@ proptest! {
         entries in prop::collection::vec(("[ab/.]{0,8}", "[ab/.]{1,8}", 0..5u8), 0..12),
     ) {
         let entries = entries.into_iter().map(|(path, target, kind)| {
-            let path = crate::layer::clean(path.as_bytes()).join(&b'/');
-            let what = match kind {
-                _ if path.is_empty() => What::Directory,
-                0 => What::Symlink(target.into_bytes()),
-                1 => What::Hardlink(crate::layer::clean(target.as_bytes()).join(&b'/')),
-                2 => What::Directory,
-                3 => What::Whiteout,
+            let path = crate::layer::split_clean(path.as_bytes()).join(&b'/');
+            let kind = match kind {
+                _ if path.is_empty() => LayerEntryKind::Directory,
+                0 => LayerEntryKind::Symlink(target.into_bytes()),
+                1 => LayerEntryKind::Hardlink(crate::layer::split_clean(target.as_bytes()).join(&b'/')),
+                2 => LayerEntryKind::Directory,
+                3 => LayerEntryKind::Whiteout,
                 _ => file(1),
             };
-            Entry { path, meta: Meta::default(), what }
+            LayerEntry { path, meta: FileAttributes::default(), kind }
         });
         if let (Ok(tree), mut budget) = measured([&layer(entries.collect())]) {
-            let blob = crate::erofs::Blob { diff_id: nacelle_model::digest::Digest([0; 32]), length: 4096 };
-            let _ = crate::erofs::write(&tree, &[blob], &mut budget);
+            let blob = crate::erofs::LayerBlob { diff_id: nacelle_model::digest::Digest([0; 32]), length: 4096 };
+            let _ = crate::erofs::write_erofs(&tree, &[blob], &mut budget);
         }
     }
 }

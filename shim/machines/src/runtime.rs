@@ -119,7 +119,7 @@ pub trait PodRuntime: Send + Sync + 'static {
     fn vms(&self) -> &Vms;
 
     /// Returns the image store.
-    fn images(&self) -> &nacelle_image::Store;
+    fn images(&self) -> &nacelle_image::ImageStore;
 
     /// Returns the directory of the daemon's own files for this pod.
     fn pod_directory(&self, pod: &PodId) -> PathBuf;

@@ -6,7 +6,7 @@ use crate::config::Config;
 use anyhow::Context;
 use clap::Subcommand;
 use nacelle_base::task::run_blocking;
-use nacelle_image::{Reference, Store};
+use nacelle_image::{ImageStore, Reference};
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::{cri, node};
@@ -87,7 +87,7 @@ async fn run_in_store(config: &Config, command: ImageCommand) -> anyhow::Result<
     let (directory, options) = (config.paths.images(), config.image_options());
     let store = run_blocking("open the image store", move || {
         std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
-        anyhow::Ok(Store::open(&directory, options)?)
+        anyhow::Ok(ImageStore::open(&directory, options)?)
     });
     let store = store.await??;
     match command {

@@ -335,7 +335,7 @@ impl Default for StreamingSettings {
 
 impl Default for ImageSettings {
     fn default() -> Self {
-        let images = nacelle_image::Config::default();
+        let images = nacelle_image::ImageStoreConfig::default();
         ImageSettings {
             parallel_layers: images.parallel_layers,
             progress_timeout: images.progress_timeout,
@@ -459,7 +459,7 @@ impl Config {
     }
 
     /// Returns the options of the image store.
-    pub fn image_options(&self) -> nacelle_image::Config {
+    pub fn image_options(&self) -> nacelle_image::ImageStoreConfig {
         let images = &self.images;
         let registry = |registry: &RegistrySettings| nacelle_image::RegistryConfig {
             http: registry.http,
@@ -467,7 +467,7 @@ impl Config {
             ca_file: registry.ca_file.clone(),
             mirrors: registry.mirrors.clone(),
         };
-        nacelle_image::Config {
+        nacelle_image::ImageStoreConfig {
             registries: images.registries.iter().map(|(host, with)| (host.clone(), registry(with))).collect(),
             parallel_layers: images.parallel_layers,
             progress_timeout: images.progress_timeout,

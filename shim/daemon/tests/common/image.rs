@@ -76,7 +76,7 @@ pub fn load(world: &World) {
     let config = world.config();
     fs::create_dir_all(config.paths.images()).unwrap();
     world.run(async {
-        let store = nacelle_image::Store::open(&config.paths.images(), config.image_options()).unwrap();
+        let store = nacelle_image::ImageStore::open(&config.paths.images(), config.image_options()).unwrap();
         store.load(&layout, None).await.unwrap();
     });
 }

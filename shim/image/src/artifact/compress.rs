@@ -15,17 +15,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The compression level: zstd's default.
-const LEVEL: i32 = 3;
-/// The largest window that is decompressed, as a power of two. `LEVEL` itself uses 21.
-const WINDOW: u32 = 23;
+const ZSTD_LEVEL: i32 = 3;
+/// The largest window that is decompressed, as a power of two. `ZSTD_LEVEL` itself uses 21.
+const MAX_WINDOW_LOG: u32 = 23;
 /// The bytes of one read, and the smallest hole that is kept.
 const PIECE: usize = 64 << 10;
 
 /// The number of bytes transferred so far, and a flag that cancels the transfer. Clones share both.
 #[derive(Clone, Debug, Default)]
-pub struct Moved(Arc<(AtomicU64, AtomicBool)>);
+pub struct TransferProgress(Arc<(AtomicU64, AtomicBool)>);
 
-impl Moved {
+impl TransferProgress {
     /// Returns the number of bytes transferred.
     pub fn bytes(&self) -> u64 {
         self.0.0.load(Ordering::Relaxed)
@@ -41,7 +41,7 @@ impl Moved {
     }
 
     /// Cancels the transfer: threads that take part in it end soon.
-    pub fn give_up(&self) {
+    pub fn cancel(&self) {
         self.0.1.store(true, Ordering::Relaxed);
     }
 
@@ -52,7 +52,7 @@ impl Moved {
 
 /// The digest and size of an uncompressed file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Content {
+pub struct FileContent {
     /// The digest of the whole file.
     pub digest: Digest,
     /// The file's size in bytes.
@@ -61,56 +61,61 @@ pub struct Content {
 
 /// A file that was compressed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Packed {
+pub struct CompressedFile {
     /// The path of the compressed file.
     pub path: PathBuf,
     /// The compressed form.
     pub blob: Descriptor,
     /// The uncompressed form.
-    pub content: Content,
+    pub content: FileContent,
 }
 
-/// Compresses an open file (`from` is its name in errors) into a new file, which must not exist. `moved` counts the bytes that
+/// Compresses an open file (`from` is its name in errors) into a new file, which must not exist. `progress` counts the bytes that
 /// are read.
-pub fn pack(source: File, from: &Path, to: &Path, moved: &Moved) -> Result<Packed, ImageError> {
+pub fn compress_file(
+    source: File,
+    from: &Path,
+    to: &Path,
+    progress: &TransferProgress,
+) -> Result<CompressedFile, ImageError> {
     let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
-    let mut content = Hashed::new(source);
-    let mut blob = Hashed::new(&target);
+    let mut content = HashingStream::new(source);
+    let mut blob = HashingStream::new(&target);
     let packed = (|| {
-        let mut encoder = zstd::stream::write::Encoder::new(&mut blob, LEVEL)?;
+        let mut encoder = zstd::stream::write::Encoder::new(&mut blob, ZSTD_LEVEL)?;
         let mut piece = vec![0; PIECE];
         loop {
-            moved.check()?;
+            progress.check()?;
             let count = retry_interrupted(|| content.read(&mut piece))?;
             let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
             io::Write::write_all(&mut encoder, read)?;
-            moved.add(read.len() as u64);
+            progress.add(read.len() as u64);
         }
         encoder.finish().map(drop)
     })();
     packed.map_err(at("compress", from))?;
-    let ((digest, size), (of_content, length)) = (blob.done(), content.done());
-    let content = Content { digest: of_content, size: length };
-    Ok(Packed { path: to.to_owned(), blob: Descriptor { digest, size }, content })
+    let ((digest, size), (of_content, length)) = (blob.finish(), content.finish());
+    let content = FileContent { digest: of_content, size: length };
+    Ok(CompressedFile { path: to.to_owned(), blob: Descriptor { digest, size }, content })
 }
 
 /// Unpacks a stream into an empty file and syncs it; `path` is its name in errors. Fails if either form differs from what was
 /// announced.
-pub fn unpack(
+pub fn decompress(
     source: impl Read,
     blob: &Descriptor,
-    content: &Content,
+    content: &FileContent,
     to: &File,
     path: &Path,
-    moved: &Moved,
+    progress: &TransferProgress,
 ) -> Result<(), ImageError> {
     let what = format!("blob {}", blob.digest);
     // The limit is one byte more than announced, so that a longer stream is noticed.
-    let mut source = Hashed::new(source.take(blob.size.saturating_add(1)));
-    let unpacked = unpack_pieces(&mut source, content, to, path, moved)?;
+    let mut source = HashingStream::new(source.take(blob.size.saturating_add(1)));
+    let unpacked = decompress_pieces(&mut source, content, to, path, progress)?;
     // Bytes after the compressed data belong to the digest.
     io::copy(&mut source, &mut io::sink()).map_err(at("receive", path))?;
-    let (digest, size) = source.done();
+    let (digest, size) = source.finish();
     if digest != blob.digest || size != blob.size {
         return Err(ImageError::Digest { what, got: digest });
     }
@@ -122,21 +127,21 @@ pub fn unpack(
 }
 
 /// Writes the stream to the file and returns the digest of the content.
-fn unpack_pieces(
+fn decompress_pieces(
     source: &mut impl Read,
-    content: &Content,
+    content: &FileContent,
     to: &File,
     path: &Path,
-    moved: &Moved,
+    progress: &TransferProgress,
 ) -> Result<Digest, ImageError> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(BufReader::with_capacity(PIECE, source))
-        .and_then(|mut decoder| decoder.window_log_max(WINDOW).map(|()| decoder))
+        .and_then(|mut decoder| decoder.window_log_max(MAX_WINDOW_LOG).map(|()| decoder))
         .map_err(at("unpack", path))?;
     let (mut hash, mut done) = (Sha256::new(), 0u64);
     let mut piece = vec![0; PIECE];
     loop {
-        moved.check().map_err(at("write", path))?;
-        let count = fill(&mut decoder, &mut piece).map_err(at("unpack", path))?;
+        progress.check().map_err(at("write", path))?;
+        let count = read_full(&mut decoder, &mut piece).map_err(at("unpack", path))?;
         let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
         if done + read.len() as u64 > content.size {
             return Err(ImageError::TooLarge { what: format!("the content {}", content.digest), limit: content.size });
@@ -147,18 +152,20 @@ fn unpack_pieces(
             to.write_all_at(read, done).map_err(at("write", path))?;
         }
         done += read.len() as u64;
-        moved.add(read.len() as u64);
+        progress.add(read.len() as u64);
     }
     match done == content.size {
         true => Ok(Digest(hash.finalize().into())),
-        false => {
-            Err(ImageError::Cut { what: format!("the content {}", content.digest), got: done, want: content.size })
-        }
+        false => Err(ImageError::Truncated {
+            what: format!("the content {}", content.digest),
+            got: done,
+            want: content.size,
+        }),
     }
 }
 
 /// Reads until the buffer is full or the stream ends.
-fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
         match from.read(rest) {
@@ -171,42 +178,42 @@ fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
 }
 
 /// A stream that counts and hashes the bytes that pass.
-struct Hashed<T> {
+struct HashingStream<T> {
     inner: T,
     hash: Sha256,
     size: u64,
 }
 
-impl<T> Hashed<T> {
-    fn new(inner: T) -> Hashed<T> {
-        Hashed { inner, hash: Sha256::new(), size: 0 }
+impl<T> HashingStream<T> {
+    fn new(inner: T) -> HashingStream<T> {
+        HashingStream { inner, hash: Sha256::new(), size: 0 }
     }
 
-    fn done(self) -> (Digest, u64) {
+    fn finish(self) -> (Digest, u64) {
         (Digest(self.hash.finalize().into()), self.size)
     }
 
-    fn passed(&mut self, bytes: &[u8]) {
+    fn update(&mut self, bytes: &[u8]) {
         self.hash.update(bytes);
         self.size += bytes.len() as u64;
     }
 }
 
-impl<T: Read> Read for Hashed<T> {
+impl<T: Read> Read for HashingStream<T> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(buffer)?;
         if let Some(read) = buffer.get(..count) {
-            self.passed(read);
+            self.update(read);
         }
         Ok(count)
     }
 }
 
-impl<T: io::Write> io::Write for Hashed<T> {
+impl<T: io::Write> io::Write for HashingStream<T> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         let count = self.inner.write(buffer)?;
         if let Some(written) = buffer.get(..count) {
-            self.passed(written);
+            self.update(written);
         }
         Ok(count)
     }
@@ -221,11 +228,11 @@ mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
 
-    fn unpacked(packed: &[u8], blob: &Descriptor, content: &Content) -> Result<Vec<u8>, ImageError> {
+    fn unpacked(packed: &[u8], blob: &Descriptor, content: &FileContent) -> Result<Vec<u8>, ImageError> {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let file = File::create(&path).unwrap();
-        unpack(packed, blob, content, &file, &path, &Moved::default())?;
+        decompress(packed, blob, content, &file, &path, &TransferProgress::default())?;
         Ok(std::fs::read(&path).unwrap())
     }
 
@@ -237,30 +244,30 @@ mod tests {
         assert!(packed.blob.size < 4096 && packed.content.size == bytes.len() as u64);
         let stored = std::fs::read(&packed.path).unwrap();
         assert_eq!(packed.blob, Descriptor { digest: Digest::of(&stored), size: stored.len() as u64 });
-        let (back, moved) = (directory.path().join("b"), Moved::default());
+        let (back, progress) = (directory.path().join("b"), TransferProgress::default());
         let file = File::create(&back).unwrap();
-        unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).unwrap();
-        assert!(std::fs::read(&back).unwrap() == bytes && moved.bytes() == bytes.len() as u64);
+        decompress(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &progress).unwrap();
+        assert!(std::fs::read(&back).unwrap() == bytes && progress.bytes() == bytes.len() as u64);
         assert!(std::fs::metadata(&back).unwrap().blocks() * 512 < 1 << 20, "zeros take no room");
         let stored_file = || File::open(&packed.path).unwrap();
-        assert!(pack(stored_file(), &packed.path, &packed.path, &moved).is_err(), "nothing is overwritten");
-        moved.give_up();
-        assert!(unpack(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &moved).is_err());
-        assert!(pack(stored_file(), &back, &directory.path().join("c"), &moved).is_err());
+        assert!(compress_file(stored_file(), &packed.path, &packed.path, &progress).is_err(), "nothing is overwritten");
+        progress.cancel();
+        assert!(decompress(stored.as_slice(), &packed.blob, &packed.content, &file, &back, &progress).is_err());
+        assert!(compress_file(stored_file(), &back, &directory.path().join("c"), &progress).is_err());
     }
 
     #[test]
     fn content_that_differs_from_its_descriptor_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
-        let Packed { path, blob, content } = super::super::sample(directory.path(), "a", &[5; 100_000]);
+        let CompressedFile { path, blob, content } = super::super::sample(directory.path(), "a", &[5; 100_000]);
         let stored = std::fs::read(&path).unwrap();
         assert_eq!(unpacked(&stored, &blob, &content).unwrap(), vec![5; 100_000]);
-        let with = |size: u64| Content { size, ..content.clone() };
+        let with = |size: u64| FileContent { size, ..content.clone() };
         for size in [0, 99_999, 100_001, u64::MAX] {
             let error = unpacked(&stored, &blob, &with(size)).unwrap_err().to_string();
             assert!(error.contains("larger than") || error.contains("ends after"), "{error}");
         }
-        let other = Content { digest: Digest([1; 32]), ..content.clone() };
+        let other = FileContent { digest: Digest([1; 32]), ..content.clone() };
         assert!(unpacked(&stored, &blob, &other).unwrap_err().to_string().contains("the content"));
         for blob in
             [Descriptor { size: blob.size - 1, ..blob.clone() }, Descriptor { size: blob.size + 1, ..blob.clone() }]

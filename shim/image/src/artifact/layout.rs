@@ -14,9 +14,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// The annotation with the name of a manifest in a layout's index.
-const NAME: &str = "org.opencontainers.image.ref.name";
+const REF_NAME_ANNOTATION: &str = "org.opencontainers.image.ref.name";
 /// The content of the file that marks a directory as a layout.
-const MARK: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
+const LAYOUT_FILE_CONTENT: &[u8] = br#"{"imageLayoutVersion":"1.0.0"}"#;
 
 /// A name in a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,11 +49,11 @@ impl LayoutReference {
         format!("oci:{}:{}", self.directory.display(), self.tag)
     }
 
-    fn blob(&self, digest: &Digest) -> PathBuf {
+    fn blob_path(&self, digest: &Digest) -> PathBuf {
         self.directory.join("blobs/sha256").join(digest.hex())
     }
 
-    fn make(&self) -> Result<(), ImageError> {
+    fn create_directories(&self) -> Result<(), ImageError> {
         let blobs = self.directory.join("blobs/sha256");
         std::fs::create_dir_all(&blobs).map_err(at("create", &blobs))?;
         // Drafts of exports that were killed.
@@ -61,9 +61,9 @@ impl LayoutReference {
     }
 
     /// Copies a file into the layout as a blob.
-    pub fn put(&self, from: &Path, blob: &Descriptor) -> Result<(), ImageError> {
-        self.make()?;
-        let path = self.blob(&blob.digest);
+    pub fn put_blob(&self, from: &Path, blob: &Descriptor) -> Result<(), ImageError> {
+        self.create_directories()?;
+        let path = self.blob_path(&blob.digest);
         if path.exists() {
             return Ok(());
         }
@@ -75,8 +75,8 @@ impl LayoutReference {
 
     /// Writes a small blob.
     pub fn put_bytes(&self, bytes: &[u8]) -> Result<(), ImageError> {
-        self.make()?;
-        Ok(write_whole(&self.blob(&Digest::of(bytes)), bytes)?)
+        self.create_directories()?;
+        Ok(write_whole(&self.blob_path(&Digest::of(bytes)), bytes)?)
     }
 
     /// Writes a manifest and sets the name to it. The manifest that had the name before loses it.
@@ -86,50 +86,60 @@ impl LayoutReference {
         // The lock makes publishing processes take turns.
         let lock = File::open(&self.directory).map_err(at("open", &self.directory))?;
         lock.lock().map_err(at("lock", &self.directory))?;
-        write_whole(&mark, MARK)?;
-        let mut whole = match self.read(&index, MAX_MANIFEST, "index.json")? {
-            Some(bytes) => json::read(&bytes).map_err(|source| self.wrong("index.json", source.into()))?,
+        write_whole(&mark, LAYOUT_FILE_CONTENT)?;
+        let mut whole = match self.read_bounded(&index, MAX_MANIFEST, "index.json")? {
+            Some(bytes) => json::read(&bytes).map_err(|source| self.manifest_error("index.json", source.into()))?,
             None => json!({ "schemaVersion": 2, "mediaType": "application/vnd.oci.image.index.v1+json" }),
         };
         let others = whole.get("manifests").and_then(Value::as_array).into_iter().flatten();
-        let named = |entry: &&Value| entry.get("annotations").and_then(|all| all.get(NAME)) == Some(&json!(self.tag));
+        let named = |entry: &&Value| {
+            entry.get("annotations").and_then(|all| all.get(REF_NAME_ANNOTATION)) == Some(&json!(self.tag))
+        };
         let mut all: Vec<Value> = others.filter(|entry| !named(entry)).cloned().collect();
         all.push(json!({
-            "mediaType": document::MANIFEST,
+            "mediaType": document::MANIFEST_MEDIA_TYPE,
             "artifactType": kind.artifact,
             "digest": Digest::of(manifest),
             "size": manifest.len(),
-            "annotations": { NAME: self.tag },
+            "annotations": { REF_NAME_ANNOTATION: self.tag },
         }));
         match whole.as_object_mut() {
             Some(index) => drop(index.insert("manifests".to_owned(), Value::Array(all))),
             None => {
-                return Err(ImageError::Archive { path: self.directory.clone(), why: "its index.json is no index" });
+                return Err(ImageError::Archive {
+                    path: self.directory.clone(),
+                    why: "its index.json is not an image index",
+                });
             }
         }
         Ok(write_whole(&index, whole.to_string().as_bytes())?)
     }
 
     /// Returns the verified manifest of this name, and its digest.
-    pub fn manifest(&self) -> Result<(Vec<u8>, Digest), ImageError> {
-        let index = self.read(&self.directory.join("index.json"), MAX_MANIFEST, "index.json")?;
-        let why = "it is no OCI layout: there is no index.json in it";
+    pub fn read_manifest(&self) -> Result<(Vec<u8>, Digest), ImageError> {
+        let index = self.read_bounded(&self.directory.join("index.json"), MAX_MANIFEST, "index.json")?;
+        let why = "it is not an OCI layout: it has no index.json";
         let index = index.ok_or_else(|| ImageError::Archive { path: self.directory.clone(), why })?;
-        let entries = crate::manifest::parse_layout_index(&index).map_err(|source| self.wrong("index.json", source))?;
+        let entries =
+            crate::manifest::parse_layout_index(&index).map_err(|source| self.manifest_error("index.json", source))?;
         let named = |entry: &&RawDescriptor| {
-            entry.annotations.as_ref().and_then(|all| all.get(NAME)).is_some_and(|name| *name == self.tag)
+            entry
+                .annotations
+                .as_ref()
+                .and_then(|all| all.get(REF_NAME_ANNOTATION))
+                .is_some_and(|name| *name == self.tag)
         };
         let entry = entries.iter().find(named).ok_or_else(|| ImageError::NotFound { name: self.name() })?;
-        let wanted = entry.check().map_err(|source| self.wrong("index.json", source))?;
-        Ok((self.bytes(&wanted, MAX_MANIFEST, "manifest")?, wanted.digest))
+        let wanted = entry.validate().map_err(|source| self.manifest_error("index.json", source))?;
+        Ok((self.read_blob(&wanted, MAX_MANIFEST, "manifest")?, wanted.digest))
     }
 
     /// Returns a small blob, verified.
-    pub fn bytes(&self, wanted: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
-        let path = self.blob(&wanted.digest);
-        let why = "a part that it names is not in it";
+    pub fn read_blob(&self, wanted: &Descriptor, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
+        let path = self.blob_path(&wanted.digest);
+        let why = "a file that it refers to is missing";
         let missing = || ImageError::Archive { path: self.directory.clone(), why };
-        let bytes = self.read(&path, limit, what)?.ok_or_else(missing)?;
+        let bytes = self.read_bounded(&path, limit, what)?.ok_or_else(missing)?;
         match Digest::of(&bytes) {
             got if got == wanted.digest => Ok(bytes),
             got => Err(ImageError::Digest { what: format!("{what} {}", wanted.digest), got }),
@@ -137,12 +147,12 @@ impl LayoutReference {
     }
 
     /// Opens a blob for reading.
-    pub fn open(&self, blob: &Descriptor) -> Result<File, ImageError> {
-        let path = self.blob(&blob.digest);
+    pub fn open_blob(&self, blob: &Descriptor) -> Result<File, ImageError> {
+        let path = self.blob_path(&blob.digest);
         Ok(File::open(&path).map_err(at("open", &path))?)
     }
 
-    fn read(&self, path: &Path, limit: u64, what: &str) -> Result<Option<Vec<u8>>, ImageError> {
+    fn read_bounded(&self, path: &Path, limit: u64, what: &str) -> Result<Option<Vec<u8>>, ImageError> {
         let file = match File::open(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             file => file.map_err(at("open", path))?,
@@ -155,7 +165,7 @@ impl LayoutReference {
         Ok(Some(bytes))
     }
 
-    fn wrong(&self, what: &str, source: crate::manifest::ManifestError) -> ImageError {
+    fn manifest_error(&self, what: &str, source: crate::manifest::ManifestError) -> ImageError {
         ImageError::Manifest { what: format!("{what} of {}", self.directory.display()), source }
     }
 }
@@ -163,9 +173,9 @@ impl LayoutReference {
 #[cfg(test)]
 mod tests {
     use super::super::document::tests::SAMPLE;
-    use super::super::{Moved, sample};
+    use super::super::{TransferProgress, sample};
     use super::*;
-    use crate::{Config, Store};
+    use crate::{ImageStore, ImageStoreConfig};
     use nacelle_base::{Classify, Kind};
 
     #[test]
@@ -182,25 +192,25 @@ mod tests {
     #[tokio::test]
     async fn an_artifact_is_read_back_from_a_layout() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+        let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
         let name = |tag: &str| format!("oci:{}:{tag}", directory.path().join("layout").display());
         let at = |tag: &str| store.artifacts(&name(tag), None, false).unwrap();
-        let (one, moved) = (sample(directory.path(), "a", b"content"), Moved::default());
-        assert_eq!(at("v1").find(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::Invalid);
+        let (one, progress) = (sample(directory.path(), "a", b"content"), TransferProgress::default());
+        assert_eq!(at("v1").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::Invalid);
         for _ in 0..2 {
-            at("v1").put(&one, &moved).await.unwrap();
+            at("v1").upload_file(&one, &progress).await.unwrap();
             at("v1").publish(&SAMPLE, b"{}".to_vec(), vec![(one.blob.clone(), "a.zst".into())]).await.unwrap();
         }
         at("v2").publish(&SAMPLE, b"[]".to_vec(), vec![]).await.unwrap();
-        let found = at("v1").find(&SAMPLE, 1, 10).await.unwrap();
+        let found = at("v1").fetch_artifact(&SAMPLE, 1, 10).await.unwrap();
         assert_eq!((found.config.as_slice(), found.layers.as_slice()), (&b"{}"[..], &[one.blob.clone()][..]));
-        assert_eq!(at("v2").find(&SAMPLE, 1, 10).await.unwrap().layers, []);
-        assert_eq!(at("v3").find(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::NotFound);
-        assert!(at("v1").find(&SAMPLE, 1, 1).await.unwrap_err().to_string().contains("larger than 1"));
+        assert_eq!(at("v2").fetch_artifact(&SAMPLE, 1, 10).await.unwrap().layers, []);
+        assert_eq!(at("v3").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::NotFound);
+        assert!(at("v1").fetch_artifact(&SAMPLE, 1, 1).await.unwrap_err().to_string().contains("larger than 1"));
         let path = directory.path().join("back");
         let fetch = || async {
             let file = File::create(&path).unwrap();
-            at("v1").fetch(&one.blob, &one.content, file, &path, &moved).await
+            at("v1").fetch_file(&one.blob, &one.content, file, &path, &progress).await
         };
         fetch().await.unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"content");
@@ -209,6 +219,6 @@ mod tests {
         assert!(fetch().await.is_err());
         let manifest = directory.path().join("layout/blobs/sha256").join(found.digest.hex());
         std::fs::write(&manifest, "{}").unwrap();
-        assert!(at("v1").find(&SAMPLE, 1, 10).await.unwrap_err().to_string().contains("damaged"));
+        assert!(at("v1").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().to_string().contains("damaged"));
     }
 }

@@ -1,18 +1,18 @@
 //! Pushes and fetches artifacts: a configuration and compressed files that other crates of this project keep in a registry or in
 //! an OCI layout. An artifact is not an image. Everything that is fetched is bounded, and verified before it is used. Compression
-//! and file access block on blocking threads, as in `Store`.
+//! and file access block on blocking threads, as in `ImageStore`.
 
+mod compress;
 mod document;
 mod layout;
-mod packed;
 
 pub use crate::manifest::Descriptor;
+pub use compress::{CompressedFile, FileContent, TransferProgress, compress_file};
 pub use document::ArtifactKind;
-pub use packed::{Content, Moved, Packed, pack};
 
-use crate::registry::Session;
-use crate::registry::download::Part;
-use crate::{Auth, ImageError, Reference, Store};
+use crate::registry::RegistrySession;
+use crate::registry::download::DownloadMessage;
+use crate::{Auth, ImageError, ImageStore, Reference};
 use bytes::{Buf, Bytes};
 use layout::LayoutReference;
 use nacelle_base::task::run_blocking;
@@ -23,7 +23,7 @@ use std::path::Path;
 use tokio::sync::mpsc;
 
 /// The prefix of a name that means a layout on the node instead of a registry: `oci:/DIRECTORY` or `oci:/DIRECTORY:TAG`.
-const LAYOUT: &str = "oci:";
+const LAYOUT_PREFIX: &str = "oci:";
 
 /// The manifest and configuration of an artifact. Both are verified; the layers are not yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,41 +38,41 @@ pub struct Artifact {
 
 /// The name of an artifact, and the client or layout behind it.
 pub struct Artifacts {
-    place: Place,
+    location: ArtifactLocation,
 }
 
-enum Place {
-    Registry(Box<Session>, Reference),
+enum ArtifactLocation {
+    Registry(Box<RegistrySession>, Reference),
     Layout(LayoutReference),
 }
 
-impl Store {
+impl ImageStore {
     /// Opens the artifacts of this name: an image reference, or `oci:/DIRECTORY:TAG`. `plain_http` means that the registry is
     /// contacted over HTTP even if the configuration does not say so.
     pub fn artifacts(&self, name: &str, auth: Option<Auth>, plain_http: bool) -> Result<Artifacts, ImageError> {
-        let place = match name.strip_prefix(LAYOUT) {
-            Some(layout) => Place::Layout(LayoutReference::parse(name, layout)?),
+        let location = match name.strip_prefix(LAYOUT_PREFIX) {
+            Some(layout) => ArtifactLocation::Layout(LayoutReference::parse(name, layout)?),
             None => {
                 let reference = Reference::parse(name)?;
-                let session = Session::new(self.http(), &reference, auth, plain_http)?;
-                Place::Registry(Box::new(session), reference)
+                let session = RegistrySession::new(self.http(), &reference, auth, plain_http)?;
+                ArtifactLocation::Registry(Box::new(session), reference)
             }
         };
-        Ok(Artifacts { place })
+        Ok(Artifacts { location })
     }
 }
 
 impl Artifacts {
     /// Uploads a file.
-    pub async fn put(&self, packed: &Packed, moved: &Moved) -> Result<(), ImageError> {
-        let Packed { path, blob, .. } = packed;
-        match &self.place {
-            Place::Registry(session, _) => session.upload(blob, path.clone(), moved).await,
-            Place::Layout(layout) => {
-                let (layout, path, blob, moved) = (layout.clone(), path.clone(), blob.clone(), moved.clone());
+    pub async fn upload_file(&self, packed: &CompressedFile, progress: &TransferProgress) -> Result<(), ImageError> {
+        let CompressedFile { path, blob, .. } = packed;
+        match &self.location {
+            ArtifactLocation::Registry(session, _) => session.upload_file(blob, path.clone(), progress).await,
+            ArtifactLocation::Layout(layout) => {
+                let (layout, path, blob, progress) = (layout.clone(), path.clone(), blob.clone(), progress.clone());
                 run_blocking("write a blob into an OCI layout", move || {
-                    layout.put(&path, &blob)?;
-                    moved.add(blob.size);
+                    layout.put_blob(&path, &blob)?;
+                    progress.add(blob.size);
                     Ok(())
                 })
                 .await?
@@ -88,10 +88,10 @@ impl Artifacts {
         layers: Vec<(Descriptor, String)>,
     ) -> Result<Digest, ImageError> {
         let config = Bytes::from(config);
-        let manifest = Bytes::from(document::write(kind, &config, &layers));
+        let manifest = Bytes::from(document::encode_manifest(kind, &config, &layers));
         let digest = Digest::of(&manifest);
-        match &self.place {
-            Place::Registry(session, reference) => {
+        match &self.location {
+            ArtifactLocation::Registry(session, reference) => {
                 if let Some(named) = reference.digest() {
                     // A later fetch by this digest would not find it.
                     if named != digest {
@@ -100,15 +100,15 @@ impl Artifacts {
                 }
                 session.upload_bytes(&config).await?;
                 if layers.is_empty() {
-                    session.upload_bytes(&Bytes::from_static(document::NOTHING)).await?;
+                    session.upload_bytes(&Bytes::from_static(document::EMPTY_JSON)).await?;
                 }
-                session.put_manifest(reference.tag(), document::MANIFEST, &manifest).await?;
+                session.put_manifest(reference.tag(), document::MANIFEST_MEDIA_TYPE, &manifest).await?;
             }
-            Place::Layout(layout) => {
+            ArtifactLocation::Layout(layout) => {
                 let layout = layout.clone();
                 run_blocking("write an artifact into an OCI layout", move || {
                     if layers.is_empty() {
-                        layout.put_bytes(document::NOTHING)?;
+                        layout.put_bytes(document::EMPTY_JSON)?;
                     }
                     layout.put_bytes(&config)?;
                     layout.publish(kind, &manifest)
@@ -120,26 +120,30 @@ impl Artifacts {
     }
 
     /// Returns the artifact of the name if it is of this kind and has at most `most` layers and a bounded configuration.
-    pub async fn find(
+    pub async fn fetch_artifact(
         &self,
         kind: &'static ArtifactKind,
         most_layers: usize,
         most_config: u64,
     ) -> Result<Artifact, ImageError> {
-        let (manifest, digest) = match &self.place {
-            Place::Registry(session, reference) => session.manifest(reference.tag(), reference.digest()).await?,
-            Place::Layout(layout) => {
+        let (manifest, digest) = match &self.location {
+            ArtifactLocation::Registry(session, reference) => {
+                session.fetch_manifest(reference.tag(), reference.digest()).await?
+            }
+            ArtifactLocation::Layout(layout) => {
                 let layout = layout.clone();
-                run_blocking("read the manifest of an artifact", move || layout.manifest()).await??
+                run_blocking("read the manifest of an artifact", move || layout.read_manifest()).await??
             }
         };
-        let found = document::read(kind, &self.name(), &manifest, most_layers)?;
-        let config = match &self.place {
-            Place::Registry(session, _) => session.small_blob(&found.config, most_config, "configuration").await?,
-            Place::Layout(layout) => {
+        let found = document::decode_manifest(kind, &self.name(), &manifest, most_layers)?;
+        let config = match &self.location {
+            ArtifactLocation::Registry(session, _) => {
+                session.fetch_small_blob(&found.config, most_config, "configuration").await?
+            }
+            ArtifactLocation::Layout(layout) => {
                 let (layout, wanted) = (layout.clone(), found.config.clone());
                 run_blocking("read the configuration of an artifact", move || {
-                    layout.bytes(&wanted, most_config, "configuration")
+                    layout.read_blob(&wanted, most_config, "configuration")
                 })
                 .await??
             }
@@ -149,31 +153,32 @@ impl Artifacts {
 
     /// Downloads a file and unpacks it into `to`, which is empty. Fails if the data do not match `blob` and `content`; the
     /// content of the file is then undefined.
-    pub async fn fetch(
+    pub async fn fetch_file(
         &self,
         blob: &Descriptor,
-        content: &Content,
+        content: &FileContent,
         to: File,
         path: &Path,
-        moved: &Moved,
+        progress: &TransferProgress,
     ) -> Result<(), ImageError> {
-        let (blob, content, moved, path) = (blob.clone(), content.clone(), moved.clone(), path.to_owned());
-        match &self.place {
-            Place::Registry(session, _) => {
+        let (blob, content, progress, path) = (blob.clone(), content.clone(), progress.clone(), path.to_owned());
+        match &self.location {
+            ArtifactLocation::Registry(session, _) => {
                 let wanted = blob.clone();
                 let (sender, receiver) = mpsc::channel(64);
-                let taking = run_blocking("unpack a file of an artifact", move || {
-                    let source = Incoming { receiver, piece: Bytes::new(), ended: false };
-                    packed::unpack(source, &blob, &content, &to, &path, &moved)
+                let unpacking = run_blocking("unpack a file of an artifact", move || {
+                    let source = DownloadReader { receiver, piece: Bytes::new(), ended: false };
+                    compress::decompress(source, &blob, &content, &to, &path, &progress)
                 });
-                let (sent, taken) = tokio::join!(session.download(&wanted, 0, sender), taking);
+                let (sent, unpacked) = tokio::join!(session.download_blob(&wanted, 0, sender), unpacking);
                 // If the download failed, the unpacking thread only sees that the stream ended, so the error of the download
                 // comes first.
-                sent.and_then(|()| taken?)
+                sent.and_then(|()| unpacked?)
             }
-            Place::Layout(layout) => {
+            ArtifactLocation::Layout(layout) => {
                 let layout = layout.clone();
-                let unpack = move || packed::unpack(layout.open(&blob)?, &blob, &content, &to, &path, &moved);
+                let unpack =
+                    move || compress::decompress(layout.open_blob(&blob)?, &blob, &content, &to, &path, &progress);
                 run_blocking("unpack a file of an artifact", unpack).await?
             }
         }
@@ -181,26 +186,26 @@ impl Artifacts {
 
     /// The name for messages.
     pub fn name(&self) -> String {
-        match &self.place {
-            Place::Registry(_, reference) => reference.to_string(),
-            Place::Layout(layout) => layout.name(),
+        match &self.location {
+            ArtifactLocation::Registry(_, reference) => reference.to_string(),
+            ArtifactLocation::Layout(layout) => layout.name(),
         }
     }
 }
 
 /// A download as a byte stream.
-struct Incoming {
-    receiver: mpsc::Receiver<Part>,
+struct DownloadReader {
+    receiver: mpsc::Receiver<DownloadMessage>,
     piece: Bytes,
     ended: bool,
 }
 
-impl Read for Incoming {
+impl Read for DownloadReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         while self.piece.is_empty() && !self.ended {
             match self.receiver.blocking_recv() {
-                Some(Part::Data(data)) => self.piece = data,
-                Some(Part::End) => self.ended = true,
+                Some(DownloadMessage::Data(data)) => self.piece = data,
+                Some(DownloadMessage::End) => self.ended = true,
                 None => return Err(io::ErrorKind::ConnectionAborted.into()),
             }
         }
@@ -212,8 +217,8 @@ impl Read for Incoming {
 
 /// Packs a file of these bytes. For tests of later stages.
 #[cfg(test)]
-fn sample(directory: &Path, name: &str, bytes: &[u8]) -> Packed {
+fn sample(directory: &Path, name: &str, bytes: &[u8]) -> CompressedFile {
     let (from, to) = (directory.join(name), directory.join(format!("{name}.zst")));
     std::fs::write(&from, bytes).unwrap();
-    pack(std::fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
+    compress_file(std::fs::File::open(&from).unwrap(), &from, &to, &TransferProgress::default()).unwrap()
 }

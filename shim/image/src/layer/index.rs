@@ -12,28 +12,28 @@ const MAGIC: &[u8; 8] = b"NACLAYR1";
 pub const MAX_FILE_CHUNKS: u64 = 1 << 16;
 
 /// The bytes reserved for a number that is known only at the end.
-const PADDED: usize = 10;
+const PADDED_NUMBER_BYTES: usize = 10;
 /// The bytes before the entries: the magic, the length of the blob and the number of entries.
-const HEAD: usize = MAGIC.len() + 2 * PADDED;
+const HEADER_BYTES: usize = MAGIC.len() + 2 * PADDED_NUMBER_BYTES;
 /// The length in bytes of the checksum at the end.
-const SUM: usize = 32;
+const CHECKSUM_BYTES: usize = 32;
 /// The least number of bytes by which the buffer of an index grows.
-const GROWTH: usize = 64 << 10;
+const MIN_GROWTH_BYTES: usize = 64 << 10;
 
 /// One entry of the tar.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct LayerEntry {
     /// The path without `/` at either end and without `.` and `..`; empty for the root.
     pub path: Vec<u8>,
     /// The owner, the times and the extended attributes.
-    pub meta: Meta,
+    pub meta: FileAttributes,
     /// The kind of the entry.
-    pub what: What,
+    pub kind: LayerEntryKind,
 }
 
 /// The attributes that every file has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Meta {
+pub struct FileAttributes {
     /// The permissions with setuid, setgid and sticky, without the file type.
     pub mode: u16,
     /// The owner's UID.
@@ -50,19 +50,19 @@ pub struct Meta {
 
 /// The kinds of an entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum LayerEntryKind {
     /// A directory.
     Directory,
     /// A file.
-    File(Data),
+    File(FileData),
     /// A symbolic link and its target.
     Symlink(Vec<u8>),
-    /// One more name of the file at this path, which is as clean as `Entry::path`.
+    /// One more name of the file at this path, which is as clean as `LayerEntry::path`.
     Hardlink(Vec<u8>),
     /// A character device.
-    Char(Device),
+    Char(DeviceNumber),
     /// A block device.
-    Block(Device),
+    Block(DeviceNumber),
     /// A named pipe.
     Fifo,
     /// The path does not exist in the layers below.
@@ -73,7 +73,7 @@ pub enum What {
 
 /// A device number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Device {
+pub struct DeviceNumber {
     /// The major number, 12 bits.
     pub major: u32,
     /// The minor number, 20 bits.
@@ -82,7 +82,7 @@ pub struct Device {
 
 /// The position of a file's data in the blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Data {
+pub enum FileData {
     /// The data are in one piece.
     Flat {
         /// The size in bytes.
@@ -101,12 +101,12 @@ pub enum Data {
     },
 }
 
-impl Data {
+impl FileData {
     /// Returns whether any of the data are in the blob.
-    pub fn stored(&self) -> bool {
+    pub fn has_stored_bytes(&self) -> bool {
         match self {
-            Data::Flat { size, .. } => *size > 0,
-            Data::Chunks { chunks, .. } => !chunks.is_empty(),
+            FileData::Flat { size, .. } => *size > 0,
+            FileData::Chunks { chunks, .. } => !chunks.is_empty(),
         }
     }
 }
@@ -115,10 +115,10 @@ impl Data {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IndexError {
     /// Another version wrote the index, or it is truncated or corrupt.
-    #[error("it does not begin and end as one")]
+    #[error("its magic number or checksum is wrong")]
     Damaged,
     /// The checksum matches but an entry is invalid.
-    #[error("entry {entry} is wrong: {why}")]
+    #[error("entry {entry} is invalid: {why}")]
     Entry {
         /// The entry's number.
         entry: u64,
@@ -137,11 +137,11 @@ pub struct IndexWriter {
 impl IndexWriter {
     /// Returns an index without entries.
     pub fn new() -> Self {
-        IndexWriter { bytes: vec![0; HEAD], count: 0 }
+        IndexWriter { bytes: vec![0; HEADER_BYTES], count: 0 }
     }
 
     /// Adds an entry. The memory for it is charged first.
-    pub fn push(&mut self, entry: &Entry, budget: &mut Budget) -> Result<(), BudgetError> {
+    pub fn push(&mut self, entry: &LayerEntry, budget: &mut Budget) -> Result<(), BudgetError> {
         self.grow(encoded_length(entry), budget)?;
         encode_entry(&mut self.bytes, entry);
         self.count += 1;
@@ -149,9 +149,9 @@ impl IndexWriter {
     }
 
     fn grow(&mut self, more: usize, budget: &mut Budget) -> Result<(), BudgetError> {
-        let needed = self.bytes.len() + more + SUM;
+        let needed = self.bytes.len() + more + CHECKSUM_BYTES;
         if needed > self.bytes.capacity() {
-            let capacity = needed + (needed / 4).max(GROWTH);
+            let capacity = needed + (needed / 4).max(MIN_GROWTH_BYTES);
             budget.charge((capacity - self.bytes.capacity()) as u64)?;
             self.bytes.reserve_exact(capacity - self.bytes.len());
         }
@@ -166,9 +166,9 @@ impl IndexWriter {
     /// Returns the complete index of a layer whose blob has `blob_length` bytes.
     pub fn finish(mut self, blob_length: u64) -> Vec<u8> {
         let mut head = MAGIC.to_vec();
-        padded(&mut head, blob_length);
-        padded(&mut head, self.count);
-        if let Some(place) = self.bytes.get_mut(..HEAD) {
+        encode_padded_number(&mut head, blob_length);
+        encode_padded_number(&mut head, self.count);
+        if let Some(place) = self.bytes.get_mut(..HEADER_BYTES) {
             place.copy_from_slice(&head);
         }
         let sum = Digest::of(&self.bytes);
@@ -189,12 +189,12 @@ pub struct LayerIndex<'a> {
 impl<'a> LayerIndex<'a> {
     /// Verifies everything that `IndexWriter` wrote except the entries.
     pub fn open(bytes: &'a [u8]) -> Result<Self, IndexError> {
-        let (body, sum) = bytes.split_last_chunk::<SUM>().ok_or(IndexError::Damaged)?;
+        let (body, sum) = bytes.split_last_chunk::<CHECKSUM_BYTES>().ok_or(IndexError::Damaged)?;
         if Digest::of(body).0 != *sum {
             return Err(IndexError::Damaged);
         }
-        let mut reader = Reader(body.strip_prefix(MAGIC).ok_or(IndexError::Damaged)?);
-        match (reader.number(), reader.number()) {
+        let mut reader = IndexReader(body.strip_prefix(MAGIC).ok_or(IndexError::Damaged)?);
+        match (reader.read_number(), reader.read_number()) {
             (Some(blob_length), Some(count)) if blob_length % BLOCK == 0 => {
                 Ok(LayerIndex { blob_length, count, entries: reader.0 })
             }
@@ -203,21 +203,21 @@ impl<'a> LayerIndex<'a> {
     }
 
     /// Returns the entries in the order of the tar. The iterator ends after the first invalid entry.
-    pub fn entries(&self) -> Entries<'a> {
-        Entries { reader: Reader(self.entries), blocks: self.blob_length / BLOCK, at: 0, count: self.count }
+    pub fn entries(&self) -> LayerEntries<'a> {
+        LayerEntries { reader: IndexReader(self.entries), blocks: self.blob_length / BLOCK, at: 0, count: self.count }
     }
 }
 
 /// The iterator of [`LayerIndex::entries`].
-pub struct Entries<'a> {
-    reader: Reader<'a>,
+pub struct LayerEntries<'a> {
+    reader: IndexReader<'a>,
     blocks: u64,
     at: u64,
     count: u64,
 }
 
-impl Iterator for Entries<'_> {
-    type Item = Result<Entry, IndexError>;
+impl Iterator for LayerEntries<'_> {
+    type Item = Result<LayerEntry, IndexError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.at == self.count {
@@ -225,8 +225,8 @@ impl Iterator for Entries<'_> {
             return (!std::mem::take(&mut self.reader.0).is_empty()).then_some(Err(IndexError::Damaged));
         }
         let wrong = |why| IndexError::Entry { entry: self.at, why };
-        let entry = self.reader.entry().ok_or(wrong("it is cut or has an unknown kind"));
-        let entry = entry.and_then(|entry| check(&entry, self.blocks).map_err(wrong).map(|()| entry));
+        let entry = self.reader.read_entry().ok_or(wrong("it is truncated or has an unknown kind"));
+        let entry = entry.and_then(|entry| check_entry(&entry, self.blocks).map_err(wrong).map(|()| entry));
         self.at += 1;
         if entry.is_err() {
             (self.at, self.reader.0) = (self.count, &[]);
@@ -236,21 +236,23 @@ impl Iterator for Entries<'_> {
 }
 
 /// Checks the rules that the later stages rely on.
-fn check(entry: &Entry, blocks: u64) -> Result<(), &'static str> {
-    let clean = |path: &[u8]| path.is_empty() || super::clean(path).join(&b'/') == path;
-    if !clean(&entry.path) || entry.path.len() > MAX_PATH {
+fn check_entry(entry: &LayerEntry, blocks: u64) -> Result<(), &'static str> {
+    let is_clean = |path: &[u8]| path.is_empty() || super::split_clean(path).join(&b'/') == path;
+    if !is_clean(&entry.path) || entry.path.len() > MAX_PATH {
         return Err("its path is not clean");
     }
     if entry.meta.mode > 0o7777 || entry.meta.nanos > 999_999_999 {
         return Err("mode or time is out of range");
     }
-    match &entry.what {
-        What::Hardlink(target) if !clean(target) => Err("its target is not clean"),
-        What::Symlink(target) if target.is_empty() || target.len() > MAX_PATH => Err("its target is empty or too long"),
-        What::File(Data::Flat { size, block }) if u64::from(*block) + size.div_ceil(BLOCK) > blocks => {
+    match &entry.kind {
+        LayerEntryKind::Hardlink(target) if !is_clean(target) => Err("its target is not clean"),
+        LayerEntryKind::Symlink(target) if target.is_empty() || target.len() > MAX_PATH => {
+            Err("its target is empty or too long")
+        }
+        LayerEntryKind::File(FileData::Flat { size, block }) if u64::from(*block) + size.div_ceil(BLOCK) > blocks => {
             Err("its data are not in the blob")
         }
-        What::File(Data::Chunks { size, bits, chunks }) => {
+        LayerEntryKind::File(FileData::Chunks { size, bits, chunks }) => {
             let chunk = BLOCK.checked_shl(u32::from(*bits)).filter(|_| *bits <= 31).ok_or("its chunks are too big")?;
             let ascending = chunks.windows(2).all(|pair| matches!(pair, [a, b] if a.0 < b.0));
             let inside = chunks.iter().all(|&(number, block)| {
@@ -266,7 +268,7 @@ fn check(entry: &Entry, blocks: u64) -> Result<(), &'static str> {
     }
 }
 
-fn number(out: &mut Vec<u8>, mut value: u64) {
+fn encode_number(out: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         out.push((value & 0x7f) as u8 | 0x80);
         value >>= 7;
@@ -274,96 +276,97 @@ fn number(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
-/// Writes a number in exactly `PADDED` bytes.
-fn padded(out: &mut Vec<u8>, value: u64) {
-    for digit in 0..PADDED {
+/// Writes a number in exactly `PADDED_NUMBER_BYTES` bytes.
+fn encode_padded_number(out: &mut Vec<u8>, value: u64) {
+    for digit in 0..PADDED_NUMBER_BYTES {
         let bits = (value >> (7 * digit) & 0x7f) as u8;
-        out.push(if digit + 1 < PADDED { bits | 0x80 } else { bits });
+        out.push(if digit + 1 < PADDED_NUMBER_BYTES { bits | 0x80 } else { bits });
     }
 }
 
 /// Returns an upper bound of the bytes that `encode_entry` writes.
-fn encoded_length(entry: &Entry) -> usize {
-    let texts = entry.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 2 * PADDED).sum::<usize>();
-    let content = match &entry.what {
-        What::Symlink(target) | What::Hardlink(target) => target.len(),
-        What::File(Data::Chunks { chunks, .. }) => chunks.len() * 10,
+fn encoded_length(entry: &LayerEntry) -> usize {
+    let texts =
+        entry.meta.xattrs.iter().map(|(name, value)| name.len() + value.len() + 2 * PADDED_NUMBER_BYTES).sum::<usize>();
+    let content = match &entry.kind {
+        LayerEntryKind::Symlink(target) | LayerEntryKind::Hardlink(target) => target.len(),
+        LayerEntryKind::File(FileData::Chunks { chunks, .. }) => chunks.len() * 10,
         _ => 0,
     };
-    entry.path.len() + texts + content + 10 * PADDED
+    entry.path.len() + texts + content + 10 * PADDED_NUMBER_BYTES
 }
 
-fn bytes(out: &mut Vec<u8>, value: &[u8]) {
-    number(out, value.len() as u64);
+fn encode_bytes(out: &mut Vec<u8>, value: &[u8]) {
+    encode_number(out, value.len() as u64);
     out.extend_from_slice(value);
 }
 
-fn encode_entry(out: &mut Vec<u8>, entry: &Entry) {
+fn encode_entry(out: &mut Vec<u8>, entry: &LayerEntry) {
     let meta = &entry.meta;
-    bytes(out, &entry.path);
-    number(out, u64::from(meta.mode));
-    number(out, u64::from(meta.uid));
-    number(out, u64::from(meta.gid));
+    encode_bytes(out, &entry.path);
+    encode_number(out, u64::from(meta.mode));
+    encode_number(out, u64::from(meta.uid));
+    encode_number(out, u64::from(meta.gid));
     out.extend_from_slice(&meta.mtime.to_le_bytes());
-    number(out, u64::from(meta.nanos));
-    number(out, meta.xattrs.len() as u64);
+    encode_number(out, u64::from(meta.nanos));
+    encode_number(out, meta.xattrs.len() as u64);
     for (name, value) in &meta.xattrs {
-        bytes(out, name);
-        bytes(out, value);
+        encode_bytes(out, name);
+        encode_bytes(out, value);
     }
-    match &entry.what {
-        What::Directory => out.push(0),
-        What::File(Data::Flat { size, block }) => {
+    match &entry.kind {
+        LayerEntryKind::Directory => out.push(0),
+        LayerEntryKind::File(FileData::Flat { size, block }) => {
             out.push(1);
-            number(out, *size);
-            number(out, u64::from(*block));
+            encode_number(out, *size);
+            encode_number(out, u64::from(*block));
         }
-        What::File(Data::Chunks { size, bits, chunks }) => {
+        LayerEntryKind::File(FileData::Chunks { size, bits, chunks }) => {
             out.push(2);
-            number(out, *size);
+            encode_number(out, *size);
             out.push(*bits);
-            number(out, chunks.len() as u64);
+            encode_number(out, chunks.len() as u64);
             for (at, block) in chunks {
-                number(out, u64::from(*at));
-                number(out, u64::from(*block));
+                encode_number(out, u64::from(*at));
+                encode_number(out, u64::from(*block));
             }
         }
-        What::Symlink(target) => {
+        LayerEntryKind::Symlink(target) => {
             out.push(3);
-            bytes(out, target);
+            encode_bytes(out, target);
         }
-        What::Hardlink(target) => {
+        LayerEntryKind::Hardlink(target) => {
             out.push(4);
-            bytes(out, target);
+            encode_bytes(out, target);
         }
-        What::Char(device) | What::Block(device) => {
-            out.push(if matches!(entry.what, What::Char(_)) { 5 } else { 6 });
-            number(out, u64::from(device.major));
-            number(out, u64::from(device.minor));
+        LayerEntryKind::Char(device) | LayerEntryKind::Block(device) => {
+            out.push(if matches!(entry.kind, LayerEntryKind::Char(_)) { 5 } else { 6 });
+            encode_number(out, u64::from(device.major));
+            encode_number(out, u64::from(device.minor));
         }
-        What::Fifo => out.push(7),
-        What::Whiteout => out.push(8),
-        What::Opaque => out.push(9),
+        LayerEntryKind::Fifo => out.push(7),
+        LayerEntryKind::Whiteout => out.push(8),
+        LayerEntryKind::Opaque => out.push(9),
     }
 }
 
-struct Reader<'a>(&'a [u8]);
+struct IndexReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
-    fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+impl<'a> IndexReader<'a> {
+    fn take_bytes(&mut self, length: usize) -> Option<&'a [u8]> {
         let (head, rest) = self.0.split_at_checked(length)?;
         self.0 = rest;
         Some(head)
     }
 
-    fn byte(&mut self) -> Option<u8> {
-        self.take(1)?.first().copied()
+    fn read_byte(&mut self) -> Option<u8> {
+        self.take_bytes(1)?.first().copied()
     }
 
-    fn number(&mut self) -> Option<u64> {
+    fn read_number(&mut self) -> Option<u64> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
+            let byte = self.read_byte()?;
             let bits = u64::from(byte & 0x7f);
             value |= bits.checked_shl(shift).filter(|shifted| shifted >> shift == bits)?;
             if byte & 0x80 == 0 {
@@ -373,96 +376,97 @@ impl<'a> Reader<'a> {
         None
     }
 
-    fn small<T: TryFrom<u64>>(&mut self) -> Option<T> {
-        T::try_from(self.number()?).ok()
+    fn read_bounded<T: TryFrom<u64>>(&mut self) -> Option<T> {
+        T::try_from(self.read_number()?).ok()
     }
 
-    fn bytes(&mut self) -> Option<Vec<u8>> {
-        let length = self.small()?;
-        Some(self.take(length)?.to_vec())
+    fn read_bytes(&mut self) -> Option<Vec<u8>> {
+        let length = self.read_bounded()?;
+        Some(self.take_bytes(length)?.to_vec())
     }
 
-    fn entry(&mut self) -> Option<Entry> {
-        let path = self.bytes()?;
-        let (mode, uid, gid) = (self.small()?, self.small()?, self.small()?);
-        let mtime = i64::from_le_bytes(self.take(8)?.try_into().ok()?);
-        let nanos = self.small()?;
-        let count = self.number()?;
-        let xattrs = (0..count).map(|_| Some((self.bytes()?, self.bytes()?))).collect::<Option<_>>()?;
-        let meta = Meta { mode, uid, gid, mtime, nanos, xattrs };
-        let what = match self.byte()? {
-            0 => What::Directory,
-            1 => What::File(Data::Flat { size: self.number()?, block: self.small()? }),
+    fn read_entry(&mut self) -> Option<LayerEntry> {
+        let path = self.read_bytes()?;
+        let (mode, uid, gid) = (self.read_bounded()?, self.read_bounded()?, self.read_bounded()?);
+        let mtime = i64::from_le_bytes(self.take_bytes(8)?.try_into().ok()?);
+        let nanos = self.read_bounded()?;
+        let count = self.read_number()?;
+        let xattrs = (0..count).map(|_| Some((self.read_bytes()?, self.read_bytes()?))).collect::<Option<_>>()?;
+        let meta = FileAttributes { mode, uid, gid, mtime, nanos, xattrs };
+        let kind = match self.read_byte()? {
+            0 => LayerEntryKind::Directory,
+            1 => LayerEntryKind::File(FileData::Flat { size: self.read_number()?, block: self.read_bounded()? }),
             2 => {
-                let (size, bits, count) = (self.number()?, self.byte()?, self.number()?);
-                let chunks = (0..count).map(|_| Some((self.small()?, self.small()?))).collect::<Option<_>>()?;
-                What::File(Data::Chunks { size, bits, chunks })
+                let (size, bits, count) = (self.read_number()?, self.read_byte()?, self.read_number()?);
+                let chunks =
+                    (0..count).map(|_| Some((self.read_bounded()?, self.read_bounded()?))).collect::<Option<_>>()?;
+                LayerEntryKind::File(FileData::Chunks { size, bits, chunks })
             }
-            3 => What::Symlink(self.bytes()?),
-            4 => What::Hardlink(self.bytes()?),
-            5 => What::Char(Device { major: self.small()?, minor: self.small()? }),
-            6 => What::Block(Device { major: self.small()?, minor: self.small()? }),
-            7 => What::Fifo,
-            8 => What::Whiteout,
-            9 => What::Opaque,
+            3 => LayerEntryKind::Symlink(self.read_bytes()?),
+            4 => LayerEntryKind::Hardlink(self.read_bytes()?),
+            5 => LayerEntryKind::Char(DeviceNumber { major: self.read_bounded()?, minor: self.read_bounded()? }),
+            6 => LayerEntryKind::Block(DeviceNumber { major: self.read_bounded()?, minor: self.read_bounded()? }),
+            7 => LayerEntryKind::Fifo,
+            8 => LayerEntryKind::Whiteout,
+            9 => LayerEntryKind::Opaque,
             _ => return None,
         };
-        Some(Entry { path, meta, what })
+        Some(LayerEntry { path, meta, kind })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::budget::{Cancel, Pool};
+    use crate::budget::{Cancel, MemoryPool};
     use proptest::prelude::*;
 
-    fn device() -> impl Strategy<Value = Device> {
-        (0..4096u32, 0..1_048_576u32).prop_map(|(major, minor)| Device { major, minor })
+    fn device() -> impl Strategy<Value = DeviceNumber> {
+        (0..4096u32, 0..1_048_576u32).prop_map(|(major, minor)| DeviceNumber { major, minor })
     }
 
     fn path() -> impl Strategy<Value = Vec<u8>> {
         prop::collection::vec("[a-z\u{e9}]{1,8}", 0..4).prop_map(|parts| parts.join("/").into_bytes())
     }
 
-    fn what() -> impl Strategy<Value = What> {
+    fn kind() -> impl Strategy<Value = LayerEntryKind> {
         prop_oneof![
-            Just(What::Directory),
-            (0..100_000u64).prop_map(|size| What::File(Data::Flat { size, block: 3 })),
-            Just(What::File(Data::Chunks { size: 1 << 30, bits: 2, chunks: vec![(0, 8), (7, 0)] })),
-            "[a-z/.]{1,20}".prop_map(|target| What::Symlink(target.into_bytes())),
-            path().prop_map(What::Hardlink),
-            device().prop_map(What::Char),
-            device().prop_map(What::Block),
-            Just(What::Fifo),
-            Just(What::Whiteout),
-            Just(What::Opaque),
+            Just(LayerEntryKind::Directory),
+            (0..100_000u64).prop_map(|size| LayerEntryKind::File(FileData::Flat { size, block: 3 })),
+            Just(LayerEntryKind::File(FileData::Chunks { size: 1 << 30, bits: 2, chunks: vec![(0, 8), (7, 0)] })),
+            "[a-z/.]{1,20}".prop_map(|target| LayerEntryKind::Symlink(target.into_bytes())),
+            path().prop_map(LayerEntryKind::Hardlink),
+            device().prop_map(LayerEntryKind::Char),
+            device().prop_map(LayerEntryKind::Block),
+            Just(LayerEntryKind::Fifo),
+            Just(LayerEntryKind::Whiteout),
+            Just(LayerEntryKind::Opaque),
         ]
     }
 
     prop_compose! {
         fn entry()(
-            path in path(), what in what(), mode in 0..0o10000u16, uid: u32, gid: u32, mtime: i64,
+            path in path(), kind in kind(), mode in 0..0o10000u16, uid: u32, gid: u32, mtime: i64,
             nanos in 0..1_000_000_000u32, xattr in prop::option::of(prop::collection::vec(any::<u8>(), 0..20)),
-        ) -> Entry {
+        ) -> LayerEntry {
             let xattrs = xattr.map(|value| (b"user.x".to_vec(), value)).into_iter().collect();
-            Entry { path, meta: Meta { mode, uid, gid, mtime, nanos, xattrs }, what }
+            LayerEntry { path, meta: FileAttributes { mode, uid, gid, mtime, nanos, xattrs }, kind }
         }
     }
 
-    fn encode(blob_length: u64, entries: &[Entry]) -> Vec<u8> {
-        let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
+    fn encode(blob_length: u64, entries: &[LayerEntry]) -> Vec<u8> {
+        let mut budget = Budget::layer(&MemoryPool::new(1 << 30), &Cancel::default());
         let mut writer = IndexWriter::new();
         for entry in entries {
             let before = writer.bytes.len();
             writer.push(entry, &mut budget).unwrap();
             assert!(writer.bytes.len() - before <= encoded_length(entry));
         }
-        assert!(budget.peak() + GROWTH as u64 >= writer.bytes.capacity() as u64);
+        assert!(budget.peak() + MIN_GROWTH_BYTES as u64 >= writer.bytes.capacity() as u64);
         writer.finish(blob_length)
     }
 
-    fn decode(bytes: &[u8]) -> Result<Vec<Entry>, IndexError> {
+    fn decode(bytes: &[u8]) -> Result<Vec<LayerEntry>, IndexError> {
         LayerIndex::open(bytes)?.entries().collect()
     }
 
@@ -502,14 +506,15 @@ mod tests {
     #[test]
     fn data_outside_the_blob_are_refused() {
         for data in [
-            Data::Flat { size: BLOCK * 2 + 1, block: 0 },
-            Data::Flat { size: u64::MAX, block: 0 },
-            Data::Chunks { size: 1 << 20, bits: 0, chunks: vec![(0, 2)] },
-            Data::Chunks { size: 1 << 20, bits: 60, chunks: vec![] },
-            Data::Chunks { size: 1 << 20, bits: 0, chunks: vec![(5, 0), (4, 0)] },
-            Data::Chunks { size: 4096, bits: 0, chunks: vec![(1, 0)] },
+            FileData::Flat { size: BLOCK * 2 + 1, block: 0 },
+            FileData::Flat { size: u64::MAX, block: 0 },
+            FileData::Chunks { size: 1 << 20, bits: 0, chunks: vec![(0, 2)] },
+            FileData::Chunks { size: 1 << 20, bits: 60, chunks: vec![] },
+            FileData::Chunks { size: 1 << 20, bits: 0, chunks: vec![(5, 0), (4, 0)] },
+            FileData::Chunks { size: 4096, bits: 0, chunks: vec![(1, 0)] },
         ] {
-            let entry = Entry { path: b"a".to_vec(), meta: Meta::default(), what: What::File(data) };
+            let entry =
+                LayerEntry { path: b"a".to_vec(), meta: FileAttributes::default(), kind: LayerEntryKind::File(data) };
             let bytes = encode(2 * BLOCK, &[entry]);
             assert!(matches!(decode(&bytes), Err(IndexError::Entry { entry: 0, .. })));
         }

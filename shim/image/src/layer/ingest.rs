@@ -4,9 +4,9 @@
 //! and that ends with it. Both end soon after the budget's caller has cancelled. In memory are one entry, the pieces in transit,
 //! and the encoded index; all of it is charged to the budget.
 
-use super::index::{Data, Device, Entry, IndexWriter, MAX_FILE_CHUNKS, Meta, What};
-use super::tar::{Archive, Header, Kind, TarError};
-use super::{BLOCK, MAX_NAME, MAX_PATH, clean};
+use super::index::{DeviceNumber, FileAttributes, FileData, IndexWriter, LayerEntry, LayerEntryKind, MAX_FILE_CHUNKS};
+use super::tar::{EntryHeader, EntryType, TarError, TarReader};
+use super::{BLOCK, MAX_NAME, MAX_PATH, split_clean};
 use crate::budget::{Budget, BudgetError, Cancel};
 use nacelle_model::digest::Digest;
 use sha2::{Digest as _, Sha256};
@@ -20,23 +20,23 @@ const MAX_XATTRS: usize = 128 << 10;
 /// The size in bytes of the pieces that pass between the threads and to the disk.
 const PIECE: usize = 256 << 10;
 /// The maximum number of pieces in transit between the threads.
-const PIECES: usize = 8;
+const MAX_PIECES_IN_TRANSIT: usize = 8;
 /// The memory in bytes that a layer takes whatever its content is: the pieces and buffers of both threads, the pieces of a
 /// download (16 of at most 408 KiB, hyper's largest), the headers before one entry in raw and parsed form, and the map of one
 /// sparse file.
-pub const FIXED: u64 = 32 << 20;
+pub const FIXED_MEMORY: u64 = 32 << 20;
 /// The bytes at the beginning of a stream that identify the compression: the magic number and the longest header of a zstd frame
 /// (RFC 8878, section 3.1.1.1), which is longer than the magic number of gzip.
-const START: usize = 4 + 14;
+const MAGIC_BYTES: usize = 4 + 14;
 /// The window charged for a zstd stream whose first frame does not ask for a larger one, as a power of two: the largest that the
 /// encoders of image builders use. A larger one is charged as well.
-const WINDOW: u32 = 25;
+const DEFAULT_WINDOW_LOG: u32 = 25;
 /// The largest window, as a power of two: that of `zstd --ultra`.
-const MAX_WINDOW: u32 = 27;
+const MAX_WINDOW_LOG: u32 = 27;
 
 /// The limits of one layer.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct LayerLimits {
     /// The maximum size in bytes of the unpacked layer.
     pub bytes: u64,
     /// The maximum number of entries.
@@ -53,10 +53,10 @@ pub enum LayerError {
     #[error("cannot decompress the layer")]
     Decompress(#[source] io::Error),
     /// The stream is not a tar archive that is supported.
-    #[error("the layer is not a proper tar archive")]
+    #[error("the layer is not a supported tar archive")]
     Tar(#[from] TarError),
     /// The archive has an entry that is not supported.
-    #[error("the layer's entry {path:?} cannot be taken: {why}")]
+    #[error("cannot unpack the layer's entry {path:?}: {why}")]
     Entry {
         /// The entry's path.
         path: String,
@@ -81,7 +81,7 @@ pub enum LayerError {
 
 /// A layer that was read to its end. The caller still has to compare the digests with the expected ones.
 #[derive(Debug)]
-pub struct Ingested {
+pub struct IngestedLayer {
     /// The digest of the stream as received.
     pub digest: Digest,
     /// The digest of the unpacked tar.
@@ -92,79 +92,88 @@ pub struct Ingested {
 
 /// Reads a layer from `source` (gzip, zstd or plain, detected by its first bytes) and writes the files' data into `blob`, which
 /// is synced at the end. The index is charged to the budget for the lifetime of the budget.
-pub fn ingest(source: impl Read, blob: &File, limits: Limits, budget: &mut Budget) -> Result<Ingested, LayerError> {
+pub fn ingest_layer(
+    source: impl Read,
+    blob: &File,
+    limits: LayerLimits,
+    budget: &mut Budget,
+) -> Result<IngestedLayer, LayerError> {
     let cancel = budget.cancel().clone();
-    budget.charge(FIXED)?;
-    let mut source = Hashing::new(source, &cancel);
-    // One read may return less than `START` bytes.
-    let mut start = Vec::with_capacity(START);
-    let read = (&mut source).take(START as u64).read_to_end(&mut start);
-    read.map_err(|error| failed(error, &cancel, LayerError::Source))?;
-    let packing = Packing::of(&start);
+    budget.charge(FIXED_MEMORY)?;
+    let mut source = HashingReader::new(source, &cancel);
+    // One read may return less than `MAGIC_BYTES` bytes.
+    let mut start = Vec::with_capacity(MAGIC_BYTES);
+    let read = (&mut source).take(MAGIC_BYTES as u64).read_to_end(&mut start);
+    read.map_err(|error| stream_error(error, &cancel, LayerError::Source))?;
+    let compression = Compression::detect(&start);
     let source = BufReader::with_capacity(PIECE, io::Cursor::new(start).chain(source));
-    if let Packing::Zstd { window } = packing {
-        budget.charge(1 << window)?;
+    if let Compression::Zstd { window_log } = compression {
+        budget.charge(1 << window_log)?;
     }
-    let (sender, receiver) = sync_channel(PIECES);
+    let (sender, receiver) = sync_channel(MAX_PIECES_IN_TRANSIT);
     std::thread::scope(|scope| {
-        let unpacking = scope.spawn(move || unpack(receiver, blob, limits, budget));
-        let fed = decompress_and_hash(source, packing, sender, &cancel);
+        let unpacking = scope.spawn(move || unpack_tar(receiver, blob, limits, budget));
+        let fed = decompress_and_hash(source, compression, sender, &cancel);
         let unpacked = unpacking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         // If the unpacking thread stopped, its error is the cause; the feeder only saw that the channel was closed.
         match (fed, unpacked) {
             // Either thread may see the cancellation first; the other one only sees the consequences.
             (Err(_), _) | (_, Err(_)) if cancel.is_cancelled() => Err(BudgetError::Cancelled.into()),
             (_, Err(error @ LayerError::Budget(_))) => Err(error),
-            (Err(Fed::Failed(error)), _) => Err(error),
+            (Err(DecompressError::Failed(error)), _) => Err(error),
             (_, Err(LayerError::Tar(TarError::Read { source, .. })))
                 if source.kind() == io::ErrorKind::FileTooLarge =>
             {
                 Err(LayerError::TooLarge { what: "bytes", limit: limits.bytes })
             }
             (_, Err(error)) => Err(error),
-            (Err(Fed::Unheard), Ok(_)) => Err(LayerError::Decompress(io::ErrorKind::BrokenPipe.into())),
-            (Ok(digest), Ok((diff_id, index))) => Ok(Ingested { digest, diff_id, index }),
+            (Err(DecompressError::ReceiverClosed), Ok(_)) => {
+                Err(LayerError::Decompress(io::ErrorKind::BrokenPipe.into()))
+            }
+            (Ok(digest), Ok((diff_id, index))) => Ok(IngestedLayer { digest, diff_id, index }),
         }
     })
 }
 
-enum Fed {
+enum DecompressError {
     Failed(LayerError),
-    Unheard,
+    ReceiverClosed,
 }
 
 /// Converts an error of a stream, which may be the cancellation.
-fn failed(error: io::Error, cancel: &Cancel, what: impl FnOnce(io::Error) -> LayerError) -> LayerError {
+fn stream_error(error: io::Error, cancel: &Cancel, what: impl FnOnce(io::Error) -> LayerError) -> LayerError {
     if cancel.is_cancelled() { BudgetError::Cancelled.into() } else { what(error) }
 }
 
 /// The compression of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Packing {
-    Plain,
+enum Compression {
+    Uncompressed,
     Gzip,
     /// The largest window that frames may have, as a power of two.
     Zstd {
-        window: u32,
+        window_log: u32,
     },
 }
 
-impl Packing {
+impl Compression {
     /// Detects the compression by the first bytes of a stream.
-    fn of(start: &[u8]) -> Packing {
+    fn detect(start: &[u8]) -> Compression {
         match start {
-            [0x1f, 0x8b, ..] => Packing::Gzip,
-            [0x28, 0xb5, 0x2f, 0xfd, frame @ ..] => {
-                Packing::Zstd { window: window(frame).unwrap_or(WINDOW).clamp(WINDOW, MAX_WINDOW) }
-            }
-            [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Packing::Zstd { window: WINDOW },
-            _ => Packing::Plain,
+            [0x1f, 0x8b, ..] => Compression::Gzip,
+            [0x28, 0xb5, 0x2f, 0xfd, frame @ ..] => Compression::Zstd {
+                window_log: zstd_window_log(frame)
+                    .unwrap_or(DEFAULT_WINDOW_LOG)
+                    .clamp(DEFAULT_WINDOW_LOG, MAX_WINDOW_LOG),
+            },
+            [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Compression::Zstd { window_log: DEFAULT_WINDOW_LOG },
+            _ => Compression::Uncompressed,
         }
     }
 }
 
 /// Returns the window that the header of a frame asks for, rounded up to a power of two (RFC 8878, section 3.1.1.1).
-fn window(frame: &[u8]) -> Option<u32> {
+fn zstd_window_log(frame: &[u8]) -> Option<u32> {
     let (&descriptor, rest) = frame.split_first()?;
     // A single segment: the window is the whole content. The content size follows the dictionary id.
     if descriptor & 0x20 != 0 {
@@ -182,24 +191,26 @@ fn window(frame: &[u8]) -> Option<u32> {
 
 /// The first thread: hashes the stream and sends it decompressed to the second.
 fn decompress_and_hash<R: Read>(
-    mut source: BufReader<io::Chain<io::Cursor<Vec<u8>>, Hashing<R>>>,
-    packing: Packing,
+    mut source: BufReader<io::Chain<io::Cursor<Vec<u8>>, HashingReader<R>>>,
+    compression: Compression,
     sender: SyncSender<Vec<u8>>,
     cancel: &Cancel,
-) -> Result<Digest, Fed> {
-    let sent = match packing {
-        Packing::Plain => forward(&mut source, &sender, cancel),
-        Packing::Gzip => forward(flate2::bufread::MultiGzDecoder::new(&mut source), &sender, cancel),
-        Packing::Zstd { window } => zstd::stream::read::Decoder::with_buffer(&mut source)
-            .and_then(|mut decoder| decoder.window_log_max(window).map(|()| decoder))
+) -> Result<Digest, DecompressError> {
+    let sent = match compression {
+        Compression::Uncompressed => send_pieces(&mut source, &sender, cancel),
+        Compression::Gzip => send_pieces(flate2::bufread::MultiGzDecoder::new(&mut source), &sender, cancel),
+        Compression::Zstd { window_log } => zstd::stream::read::Decoder::with_buffer(&mut source)
+            .and_then(|mut decoder| decoder.window_log_max(window_log).map(|()| decoder))
             .map_err(Some)
-            .and_then(|decoder| forward(decoder, &sender, cancel)),
+            .and_then(|decoder| send_pieces(decoder, &sender, cancel)),
     };
-    let of_source = |error| Fed::Failed(failed(error, cancel, LayerError::Source));
+    let of_source = |error| DecompressError::Failed(stream_error(error, cancel, LayerError::Source));
     sent.map_err(|error| match error {
-        None => Fed::Unheard,
-        Some(error) if packing == Packing::Plain || source.get_ref().get_ref().1.failed => of_source(error),
-        Some(error) => Fed::Failed(failed(error, cancel, LayerError::Decompress)),
+        None => DecompressError::ReceiverClosed,
+        Some(error) if compression == Compression::Uncompressed || source.get_ref().get_ref().1.failed => {
+            of_source(error)
+        }
+        Some(error) => DecompressError::Failed(stream_error(error, cancel, LayerError::Decompress)),
     })?;
     drop(sender);
     // Bytes after the compressed data belong to the digest.
@@ -209,7 +220,7 @@ fn decompress_and_hash<R: Read>(
 }
 
 /// Sends everything. Returns no error if the receiver has gone.
-fn forward(mut stream: impl Read, sender: &SyncSender<Vec<u8>>, cancel: &Cancel) -> Result<(), Option<io::Error>> {
+fn send_pieces(mut stream: impl Read, sender: &SyncSender<Vec<u8>>, cancel: &Cancel) -> Result<(), Option<io::Error>> {
     loop {
         if cancel.is_cancelled() {
             return Err(Some(io::ErrorKind::Interrupted.into()));
@@ -219,12 +230,12 @@ fn forward(mut stream: impl Read, sender: &SyncSender<Vec<u8>>, cancel: &Cancel)
         if got == 0 {
             return Ok(());
         }
-        sender.send(piece).map_err(|_unheard| None)?;
+        sender.send(piece).map_err(|_closed| None)?;
     }
 }
 
 /// A stream that is hashed while it is read.
-struct Hashing<R> {
+struct HashingReader<R> {
     stream: R,
     hash: Sha256,
     count: u64,
@@ -232,13 +243,13 @@ struct Hashing<R> {
     cancel: Cancel,
 }
 
-impl<R> Hashing<R> {
+impl<R> HashingReader<R> {
     fn new(stream: R, cancel: &Cancel) -> Self {
-        Hashing { stream, hash: Sha256::new(), count: 0, failed: false, cancel: cancel.clone() }
+        HashingReader { stream, hash: Sha256::new(), count: 0, failed: false, cancel: cancel.clone() }
     }
 }
 
-impl<R: Read> Read for Hashing<R> {
+impl<R: Read> Read for HashingReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.cancel.is_cancelled() {
             self.failed = true;
@@ -252,12 +263,12 @@ impl<R: Read> Read for Hashing<R> {
 }
 
 /// The pieces from the first thread, as a stream.
-struct Pieces {
+struct PieceReader {
     receiver: Receiver<Vec<u8>>,
     piece: io::Cursor<Vec<u8>>,
 }
 
-impl Read for Pieces {
+impl Read for PieceReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let got = self.piece.read(buffer)?;
@@ -273,24 +284,24 @@ impl Read for Pieces {
 }
 
 /// The second thread: reads the tar and writes the blob.
-fn unpack(
+fn unpack_tar(
     receiver: Receiver<Vec<u8>>,
     blob: &File,
-    limits: Limits,
+    limits: LayerLimits,
     budget: &mut Budget,
 ) -> Result<(Digest, Vec<u8>), LayerError> {
-    let pieces = Pieces { receiver, piece: io::Cursor::default() };
-    let counted = Counted { stream: pieces, left: limits.bytes };
-    let hashing = Hashing::new(counted, budget.cancel());
-    let mut archive = Archive::new(BufReader::with_capacity(PIECE, hashing));
+    let pieces = PieceReader { receiver, piece: io::Cursor::default() };
+    let counted = LimitedReader { stream: pieces, left: limits.bytes };
+    let hashing = HashingReader::new(counted, budget.cancel());
+    let mut archive = TarReader::new(BufReader::with_capacity(PIECE, hashing));
     let mut writer = BlobWriter { file: blob, buffer: Vec::new(), start: 0, end: 0, limit: limits.bytes };
     let mut index = IndexWriter::new();
-    while let Some(header) = archive.next()? {
+    while let Some(header) = archive.next_entry()? {
         budget.step(1)?;
         if index.count() >= limits.entries {
             return Err(LayerError::TooLarge { what: "entries", limit: limits.entries });
         }
-        if let Some(entry) = entry(header, &mut archive, &mut writer)? {
+        if let Some(entry) = convert_entry(header, &mut archive, &mut writer)? {
             index.push(&entry, budget)?;
         }
     }
@@ -303,12 +314,12 @@ fn unpack(
 }
 
 /// A stream that fails when it is longer than allowed.
-struct Counted<R> {
+struct LimitedReader<R> {
     stream: R,
     left: u64,
 }
 
-impl<R: Read> Read for Counted<R> {
+impl<R: Read> Read for LimitedReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let got = self.stream.read(buffer)?;
         self.left = self.left.checked_sub(got as u64).ok_or(io::ErrorKind::FileTooLarge)?;
@@ -317,21 +328,21 @@ impl<R: Read> Read for Counted<R> {
 }
 
 /// Checks one entry and stores its data. Returns `None` for the private marks of AUFS.
-fn entry<R: Read>(
-    header: Header,
-    archive: &mut Archive<R>,
+fn convert_entry<R: Read>(
+    header: EntryHeader,
+    archive: &mut TarReader<R>,
     writer: &mut BlobWriter,
-) -> Result<Option<Entry>, LayerError> {
+) -> Result<Option<LayerEntry>, LayerError> {
     let wrong =
         |why| LayerError::Entry { path: String::from_utf8_lossy(&header.path).chars().take(300).collect(), why };
     if header.path.contains(&0) || header.link.contains(&0) {
-        return Err(wrong("the name holds a NUL"));
+        return Err(wrong("the name contains a NUL"));
     }
-    let mut parts = clean(&header.path);
+    let mut parts = split_clean(&header.path);
     if parts.iter().any(|part| part.len() > MAX_NAME) || header.path.len() > MAX_PATH {
         return Err(wrong("a part of the path is longer than 255 bytes or the whole longer than 4095"));
     }
-    let mut meta = Meta {
+    let mut meta = FileAttributes {
         mode: header.mode,
         uid: header.uid,
         gid: header.gid,
@@ -341,39 +352,39 @@ fn entry<R: Read>(
     };
     clean_xattrs(&mut meta.xattrs).map_err(wrong)?;
     let name = parts.last().copied().unwrap_or_default();
-    let what = if name == b".wh..wh..opq" {
+    let kind = if name == b".wh..wh..opq" {
         parts.pop();
-        What::Opaque
+        LayerEntryKind::Opaque
     } else if name.starts_with(b".wh..wh.") {
         return Ok(None);
     } else if let Some(name) = name.strip_prefix(b".wh.") {
         if matches!(name, b"" | b"." | b"..") {
-            return Err(wrong("a whiteout names nothing"));
+            return Err(wrong("a whiteout names no file"));
         }
         parts.pop();
         parts.push(name);
-        What::Whiteout
+        LayerEntryKind::Whiteout
     } else {
         match header.kind {
-            _ if parts.is_empty() && header.kind != Kind::Directory => {
+            _ if parts.is_empty() && header.kind != EntryType::Directory => {
                 return Err(wrong("the root is not a directory"));
             }
-            Kind::Directory => What::Directory,
-            Kind::File => What::File(match &header.sparse {
-                None => writer.flat(header.size, archive)?,
-                Some(pieces) => writer.sparse(header.size, pieces, archive)?,
+            EntryType::Directory => LayerEntryKind::Directory,
+            EntryType::File => LayerEntryKind::File(match &header.sparse {
+                None => writer.write_flat(header.size, archive)?,
+                Some(pieces) => writer.write_sparse(header.size, pieces, archive)?,
             }),
-            Kind::Symlink if header.link.is_empty() || header.link.len() > MAX_PATH => {
+            EntryType::Symlink if header.link.is_empty() || header.link.len() > MAX_PATH => {
                 return Err(wrong("the target of the link is empty or longer than 4095 bytes"));
             }
-            Kind::Symlink => What::Symlink(header.link.clone()),
-            Kind::Hardlink => What::Hardlink(clean(&header.link).join(&b'/')),
-            Kind::Char => What::Char(Device { major: header.device.0, minor: header.device.1 }),
-            Kind::Block => What::Block(Device { major: header.device.0, minor: header.device.1 }),
-            Kind::Fifo => What::Fifo,
+            EntryType::Symlink => LayerEntryKind::Symlink(header.link.clone()),
+            EntryType::Hardlink => LayerEntryKind::Hardlink(split_clean(&header.link).join(&b'/')),
+            EntryType::Char => LayerEntryKind::Char(DeviceNumber { major: header.device.0, minor: header.device.1 }),
+            EntryType::Block => LayerEntryKind::Block(DeviceNumber { major: header.device.0, minor: header.device.1 }),
+            EntryType::Fifo => LayerEntryKind::Fifo,
         }
     };
-    Ok(Some(Entry { path: parts.join(&b'/'), meta, what }))
+    Ok(Some(LayerEntry { path: parts.join(&b'/'), meta, kind }))
 }
 
 /// Sorts the attributes; the last of a name wins. Removes those that the guest's overlay would interpret and those that EROFS
@@ -422,18 +433,18 @@ impl BlobWriter<'_> {
         }
     }
 
-    fn flat<R: Read>(&mut self, size: u64, archive: &mut Archive<R>) -> Result<Data, LayerError> {
+    fn write_flat<R: Read>(&mut self, size: u64, archive: &mut TarReader<R>) -> Result<FileData, LayerError> {
         let at = self.reserve(size)?;
-        self.copy(at, size, archive)?;
-        Ok(Data::Flat { size, block: if size == 0 { 0 } else { block(at) } })
+        self.copy_data(at, size, archive)?;
+        Ok(FileData::Flat { size, block: if size == 0 { 0 } else { block_number(at) } })
     }
 
-    fn sparse<R: Read>(
+    fn write_sparse<R: Read>(
         &mut self,
         size: u64,
         pieces: &[(u64, u64)],
-        archive: &mut Archive<R>,
-    ) -> Result<Data, LayerError> {
+        archive: &mut TarReader<R>,
+    ) -> Result<FileData, LayerError> {
         let mut bits = 0u8;
         while size.div_ceil(BLOCK << bits) > MAX_FILE_CHUNKS {
             bits += 1;
@@ -455,19 +466,19 @@ impl BlobWriter<'_> {
                     if self.end > self.limit.saturating_add(chunk) {
                         return Err(LayerError::TooLarge { what: "bytes", limit: self.limit });
                     }
-                    chunks.push((number, block(place)));
+                    chunks.push((number, block_number(place)));
                 }
                 let within = offset % chunk;
                 let now = length.min(chunk - within);
-                self.copy(place + within, now, archive)?;
+                self.copy_data(place + within, now, archive)?;
                 offset += now;
                 length -= now;
             }
         }
-        Ok(Data::Chunks { size, bits, chunks })
+        Ok(FileData::Chunks { size, bits, chunks })
     }
 
-    fn copy<R: Read>(&mut self, at: u64, mut size: u64, archive: &mut Archive<R>) -> Result<(), LayerError> {
+    fn copy_data<R: Read>(&mut self, at: u64, mut size: u64, archive: &mut TarReader<R>) -> Result<(), LayerError> {
         if size == 0 {
             return Ok(());
         }
@@ -512,7 +523,7 @@ impl BlobWriter<'_> {
 }
 
 /// Returns the number of the block at this offset. `reserve` has made sure that it fits.
-fn block(at: u64) -> u32 {
+fn block_number(at: u64) -> u32 {
     u32::try_from(at / BLOCK).unwrap_or(u32::MAX)
 }
 

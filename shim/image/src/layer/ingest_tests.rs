@@ -1,12 +1,12 @@
 //! Tests ingest with damaged, truncated, unusual and expensive streams.
 
 use super::*;
-use crate::budget::Pool;
+use crate::budget::MemoryPool;
 use crate::layer::index::LayerIndex;
 use proptest::prelude::*;
 use std::io::Write;
 
-const LIMITS: Limits = Limits { bytes: 1 << 20, entries: 100 };
+const LIMITS: LayerLimits = LayerLimits { bytes: 1 << 20, entries: 100 };
 
 fn sample() -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
@@ -40,16 +40,16 @@ fn packed(packing: u8, bytes: &[u8]) -> Vec<u8> {
 }
 
 fn budget() -> Budget {
-    Budget::layer(&Pool::new(1 << 30), &Cancel::default())
+    Budget::layer(&MemoryPool::new(1 << 30), &Cancel::default())
 }
 
-fn index(ingested: &Ingested) -> LayerIndex<'_> {
+fn index(ingested: &IngestedLayer) -> LayerIndex<'_> {
     LayerIndex::open(&ingested.index).unwrap()
 }
 
-fn take(stream: &[u8]) -> Result<(Ingested, Vec<u8>), LayerError> {
+fn ingest_sample(stream: &[u8]) -> Result<(IngestedLayer, Vec<u8>), LayerError> {
     let blob = tempfile::NamedTempFile::new().unwrap();
-    let ingested = ingest(stream, blob.as_file(), LIMITS, &mut budget())?;
+    let ingested = ingest_layer(stream, blob.as_file(), LIMITS, &mut budget())?;
     Ok((ingested, std::fs::read(blob.path()).unwrap()))
 }
 
@@ -58,7 +58,7 @@ fn every_packing_gives_the_same_layer_and_its_own_digest() {
     let tar = sample();
     for packing in 0..3 {
         let stream = packed(packing, &tar);
-        let (ingested, blob) = take(&stream).unwrap();
+        let (ingested, blob) = ingest_sample(&stream).unwrap();
         assert_eq!((ingested.digest, ingested.diff_id), (Digest::of(&stream), Digest::of(&tar)));
         assert_eq!((blob.len() as u64, index(&ingested).blob_length), (12_288, 12_288));
         assert_eq!((&blob[..5000], &blob[8192..8195]), ([7; 5000].as_slice(), b"abc".as_slice()));
@@ -70,15 +70,15 @@ fn every_packing_gives_the_same_layer_and_its_own_digest() {
 fn streams_of_several_members_are_whole() {
     let tar = sample();
     let (one, two) = tar.split_at(3000);
-    assert_eq!(take(&[gzip(one), gzip(two)].concat()).unwrap().0.diff_id, Digest::of(&tar));
+    assert_eq!(ingest_sample(&[gzip(one), gzip(two)].concat()).unwrap().0.diff_id, Digest::of(&tar));
     let zstd = [packed(2, one), packed(2, two)].concat();
-    assert_eq!(take(&zstd).unwrap().0.diff_id, Digest::of(&tar));
+    assert_eq!(ingest_sample(&zstd).unwrap().0.diff_id, Digest::of(&tar));
 }
 
 #[test]
 fn what_follows_the_archive_belongs_to_the_digest() {
     let tar = [sample(), vec![9; 10_000]].concat();
-    assert_eq!(take(&gzip(&tar)).unwrap().0.diff_id, Digest::of(&tar));
+    assert_eq!(ingest_sample(&gzip(&tar)).unwrap().0.diff_id, Digest::of(&tar));
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn a_source_that_fails_is_the_reason() {
         }
     }
     let blob = tempfile::tempfile().unwrap();
-    match ingest(Failing(0), &blob, LIMITS, &mut budget()) {
+    match ingest_layer(Failing(0), &blob, LIMITS, &mut budget()) {
         Err(LayerError::Source(error)) => assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted),
         other => panic!("{other:?}"),
     }
@@ -108,7 +108,7 @@ fn a_bomb_ends_at_the_limit() {
     let bomb = gzip(&vec![0; 64 << 20]);
     let many_zeros = [sample()[..512].to_vec(), vec![0; 64 << 20]].concat();
     for stream in [bomb, gzip(&many_zeros)] {
-        assert!(matches!(take(&stream), Err(LayerError::TooLarge { what: "bytes", limit: 1_048_576 })));
+        assert!(matches!(ingest_sample(&stream), Err(LayerError::TooLarge { what: "bytes", limit: 1_048_576 })));
     }
 }
 
@@ -130,9 +130,9 @@ fn an_entry_has_so_many_attributes() {
     let names: Vec<_> = (0..200).map(|n| format!("SCHILY.xattr.user.{n}")).collect();
     let records = |count: usize| names.iter().take(count).map(|name| (name.as_str(), &b""[..])).collect::<Vec<_>>();
     let tar = with_records(1, &records(128));
-    let (ingested, _) = take(&gzip(&tar)).unwrap();
+    let (ingested, _) = ingest_sample(&gzip(&tar)).unwrap();
     assert_eq!(index(&ingested).entries().next().unwrap().unwrap().meta.xattrs.len(), 128);
-    let error = take(&gzip(&with_records(1, &records(129)))).unwrap_err();
+    let error = ingest_sample(&gzip(&with_records(1, &records(129)))).unwrap_err();
     assert!(matches!(error, LayerError::Tar(TarError::Header { why, .. }) if why.contains("128")), "{error:?}");
 }
 
@@ -142,13 +142,13 @@ fn an_index_that_is_too_large_is_refused() {
     let tar = gzip(&with_records(99, &[("SCHILY.xattr.user.a", &value)]));
     let blob = tempfile::tempfile().unwrap();
     // A layer gets a quarter of the pool: here the fixed part and 2 MiB.
-    let pool = Pool::new(4 * (FIXED + (2 << 20)));
+    let pool = MemoryPool::new(4 * (FIXED_MEMORY + (2 << 20)));
     let mut budget = Budget::layer(&pool, &Cancel::default());
-    let limits = Limits { bytes: 16 << 20, ..LIMITS };
-    let refused = ingest(tar.as_slice(), &blob, limits, &mut budget).unwrap_err();
+    let limits = LayerLimits { bytes: 16 << 20, ..LIMITS };
+    let refused = ingest_layer(tar.as_slice(), &blob, limits, &mut budget).unwrap_err();
     assert!(matches!(refused, LayerError::Budget(BudgetError::Memory { .. })), "{refused:?}");
     drop(budget);
-    assert_eq!(pool.free(), 4 * (FIXED + (2 << 20)));
+    assert_eq!(pool.free(), 4 * (FIXED_MEMORY + (2 << 20)));
 }
 
 #[test]
@@ -167,9 +167,9 @@ fn a_layer_that_is_cancelled_ends() {
         }
     }
     let (blob, cancel) = (tempfile::tempfile().unwrap(), Cancel::default());
-    let mut budget = Budget::layer(&Pool::new(1 << 30), &cancel);
-    let limits = Limits { bytes: u64::MAX, ..LIMITS };
-    let ended = ingest(Endless(cancel, 0), &blob, limits, &mut budget).unwrap_err();
+    let mut budget = Budget::layer(&MemoryPool::new(1 << 30), &cancel);
+    let limits = LayerLimits { bytes: u64::MAX, ..LIMITS };
+    let ended = ingest_layer(Endless(cancel, 0), &blob, limits, &mut budget).unwrap_err();
     assert!(matches!(ended, LayerError::Budget(BudgetError::Cancelled)), "{ended:?}");
 }
 
@@ -180,29 +180,30 @@ fn windows_of_zstd_are_those_of_the_first_frame() {
         encoder.window_log(log).unwrap();
         encoder.write_all(&sample()).unwrap();
         let stream = encoder.finish().unwrap();
-        assert_eq!(Packing::of(&stream), Packing::Zstd { window: log.max(WINDOW) });
-        assert!(take(&stream).is_ok());
+        assert_eq!(Compression::detect(&stream), Compression::Zstd { window_log: log.max(DEFAULT_WINDOW_LOG) });
+        assert!(ingest_sample(&stream).is_ok());
     }
     // A frame of one segment, whose window is its content.
-    for (length, window) in [(1000, WINDOW), (300, WINDOW), (40 << 20, 26)] {
+    for (length, window) in [(1000, DEFAULT_WINDOW_LOG), (300, DEFAULT_WINDOW_LOG), (40 << 20, 26)] {
         let mut content = sample();
         content.resize(length.max(content.len()), 0);
         let stream = zstd::bulk::compress(&content, 22).unwrap();
         assert_ne!(stream[4] & 0x20, 0, "one segment");
-        assert_eq!(Packing::of(&stream), Packing::Zstd { window });
-        let (blob, limits) = (tempfile::tempfile().unwrap(), Limits { bytes: 64 << 20, ..LIMITS });
-        let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
-        ingest(&stream[..], &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
+        assert_eq!(Compression::detect(&stream), Compression::Zstd { window_log: window });
+        let (blob, limits) = (tempfile::tempfile().unwrap(), LayerLimits { bytes: 64 << 20, ..LIMITS });
+        let mut budget = Budget::layer(&MemoryPool::new(1 << 30), &Cancel::default());
+        ingest_layer(&stream[..], &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
         // The result does not depend on the size of the pieces.
-        let mut budget = Budget::layer(&Pool::new(1 << 30), &Cancel::default());
-        ingest(Bytewise(&stream), &blob, limits, &mut budget).unwrap_or_else(|error| panic!("{length}: {error:?}"));
+        let mut budget = Budget::layer(&MemoryPool::new(1 << 30), &Cancel::default());
+        ingest_layer(Bytewise(&stream), &blob, limits, &mut budget)
+            .unwrap_or_else(|error| panic!("{length}: {error:?}"));
     }
     // The second frame must not ask for a larger window than was charged.
     let mut encoder = zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
     encoder.window_log(27).unwrap();
     encoder.write_all(&sample()).unwrap();
     let stream = [packed(2, &sample()[..512]), encoder.finish().unwrap()].concat();
-    assert!(matches!(take(&stream), Err(LayerError::Decompress(_))));
+    assert!(matches!(ingest_sample(&stream), Err(LayerError::Decompress(_))));
 }
 
 proptest! {
@@ -227,7 +228,7 @@ proptest! {
         if let Some(cut) = cut {
             stream.truncate(cut.index(stream.len()));
         }
-        if let Ok((ingested, blob)) = take(&stream) {
+        if let Ok((ingested, blob)) = ingest_sample(&stream) {
             prop_assert_eq!(ingested.digest, Digest::of(&stream));
             prop_assert_eq!(blob.len() as u64, index(&ingested).blob_length);
             // Every accepted layer satisfies the rules that the later stages rely on.

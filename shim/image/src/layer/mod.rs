@@ -16,7 +16,7 @@ pub const MAX_PATH: usize = 4095;
 
 /// Splits a path into its parts as tools do that unpack layers into a directory: `.` and empty parts are dropped, and `..`
 /// removes the part before it or has no effect at the root.
-pub fn clean(path: &[u8]) -> Vec<&[u8]> {
+pub fn split_clean(path: &[u8]) -> Vec<&[u8]> {
     let mut parts: Vec<&[u8]> = Vec::new();
     for part in path.split(|&byte| byte == b'/') {
         match part {
@@ -34,7 +34,7 @@ mod tests {
 
     #[test]
     fn paths_cannot_leave_the_root() {
-        let join = |path: &[u8]| String::from_utf8(clean(path).join(&b'/')).unwrap();
+        let join = |path: &[u8]| String::from_utf8(split_clean(path).join(&b'/')).unwrap();
         assert_eq!(join(b"./a//b/./c/"), "a/b/c");
         assert_eq!(join(b"../../etc/passwd"), "etc/passwd");
         assert_eq!(join(b"/a/../../b"), "b");

@@ -41,10 +41,10 @@ fn pax(records: &[(&str, &str)]) -> Vec<u8> {
     special(b'x', &content)
 }
 
-fn read(bytes: &[u8]) -> Result<Vec<(Header, Vec<u8>)>, TarError> {
-    let mut archive = Archive::new(bytes);
+fn read(bytes: &[u8]) -> Result<Vec<(EntryHeader, Vec<u8>)>, TarError> {
+    let mut archive = TarReader::new(bytes);
     let mut all = Vec::new();
-    while let Some(header) = archive.next()? {
+    while let Some(header) = archive.next_entry()? {
         let mut content = Vec::new();
         archive.read_to_end(&mut content).map_err(|source| TarError::Read { at: 0, source })?;
         all.push((header, content));
@@ -117,7 +117,7 @@ fn only_files_have_data_and_globals_are_left_out() {
     let all = read(&archive).unwrap();
     assert_eq!(
         all.iter().map(|(header, _)| header.kind).collect::<Vec<_>>(),
-        [Kind::Hardlink, Kind::Directory, Kind::Char]
+        [EntryType::Hardlink, EntryType::Directory, EntryType::Char]
     );
     assert_eq!(all[2].0.device, (8, 3));
 }
@@ -233,6 +233,6 @@ proptest! {
         } else {
             format!("{seconds}.{nanos:09}")
         };
-        prop_assert_eq!(time(value.as_bytes()), Some((seconds, nanos)));
+        prop_assert_eq!(parse_time(value.as_bytes()), Some((seconds, nanos)));
     }
 }

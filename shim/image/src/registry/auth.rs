@@ -1,7 +1,7 @@
 //! Authenticates to registries: parses challenges, sends basic credentials, and fetches tokens.
 
-use super::http::{Http, header, shown};
-use super::upload::Payload;
+use super::http::{HttpClients, header_value, url_without_query};
+use super::upload::RequestBody;
 use crate::{Auth, ImageError};
 use ::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap};
 use ::http::{HeaderValue, Method, Uri};
@@ -12,54 +12,54 @@ use nacelle_base::json;
 use serde::Deserialize;
 
 /// The maximum size in bytes of a token server's answer.
-const MAX_TOKEN: u64 = 1 << 20;
+const MAX_TOKEN_BYTES: u64 = 1 << 20;
 
 /// One challenge of a WWW-Authenticate header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Challenge {
+pub struct AuthChallenge {
     /// The scheme: "Bearer" or "Basic".
     pub scheme: String,
     /// The parameters: names in lower case, and values.
     pub parameters: Vec<(String, String)>,
 }
 
-impl Challenge {
+impl AuthChallenge {
     fn get(&self, name: &str) -> Option<&str> {
         self.parameters.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 }
 
 /// Parses a WWW-Authenticate header: `Scheme key=value, key="value", Scheme2 ...`. Stops at the first syntax error.
-pub fn challenges(text: &str) -> Vec<Challenge> {
-    let mut found: Vec<Challenge> = Vec::new();
+pub fn parse_challenges(text: &str) -> Vec<AuthChallenge> {
+    let mut found: Vec<AuthChallenge> = Vec::new();
     let mut rest = text;
     loop {
         rest = rest.trim_start_matches([' ', '\t', ',']);
-        let (word, after) = token(rest);
+        let (word, after) = split_token(rest);
         if word.is_empty() {
             return found;
         }
         let value = after.trim_start_matches([' ', '\t']).strip_prefix('=').filter(|_| !found.is_empty());
         match (value, found.last_mut()) {
             (Some(value), Some(challenge)) => {
-                let Some((value, after)) = parameter(value.trim_start_matches([' ', '\t'])) else { return found };
+                let Some((value, after)) = parse_parameter(value.trim_start_matches([' ', '\t'])) else { return found };
                 challenge.parameters.push((word.to_ascii_lowercase(), value));
                 rest = after;
             }
             _ => {
-                found.push(Challenge { scheme: word.to_owned(), parameters: Vec::new() });
+                found.push(AuthChallenge { scheme: word.to_owned(), parameters: Vec::new() });
                 rest = after;
             }
         }
     }
 }
 
-fn token(text: &str) -> (&str, &str) {
+fn split_token(text: &str) -> (&str, &str) {
     let end = text.find(|c: char| !(c.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(c)));
     text.split_at_checked(end.unwrap_or(text.len())).unwrap_or((text, ""))
 }
 
-fn parameter(text: &str) -> Option<(String, &str)> {
+fn parse_parameter(text: &str) -> Option<(String, &str)> {
     let Some(quoted) = text.strip_prefix('"') else {
         let end = text.find([',', ' ', '\t']).unwrap_or(text.len());
         let (value, rest) = text.split_at_checked(end)?;
@@ -78,7 +78,7 @@ fn parameter(text: &str) -> Option<(String, &str)> {
 }
 
 /// Returns the host (and port) of CRI's server_address, which may be a URL.
-pub fn server(address: &str) -> String {
+pub fn server_host(address: &str) -> String {
     let address = address.split_once("://").map_or(address, |(_, rest)| rest);
     let host = address.split('/').next().unwrap_or_default();
     match host {
@@ -88,14 +88,14 @@ pub fn server(address: &str) -> String {
 }
 
 /// Returns the header with a bearer token.
-pub fn bearer(token: &str) -> Result<HeaderValue, ImageError> {
-    let mut value = header(&format!("Bearer {token}"))?;
+pub fn bearer_header(token: &str) -> Result<HeaderValue, ImageError> {
+    let mut value = header_value(&format!("Bearer {token}"))?;
     value.set_sensitive(true);
     Ok(value)
 }
 
 /// Returns the header with user and password, or `None` without credentials.
-pub fn basic(auth: &Auth) -> Option<Result<HeaderValue, ImageError>> {
+pub fn basic_header(auth: &Auth) -> Option<Result<HeaderValue, ImageError>> {
     let encoded = if !auth.username.is_empty() {
         STANDARD.encode(format!("{}:{}", auth.username, auth.password))
     } else if !auth.auth.is_empty() {
@@ -103,14 +103,14 @@ pub fn basic(auth: &Auth) -> Option<Result<HeaderValue, ImageError>> {
     } else {
         return None;
     };
-    Some(header(&format!("Basic {encoded}")).map(|mut value| {
+    Some(header_value(&format!("Basic {encoded}")).map(|mut value| {
         value.set_sensitive(true);
         value
     }))
 }
 
 #[derive(Deserialize)]
-struct TokenAnswer {
+struct TokenResponse {
     #[serde(default)]
     token: Option<String>,
     #[serde(default)]
@@ -118,15 +118,15 @@ struct TokenAnswer {
 }
 
 /// Fetches a token for this repository from the challenge's realm.
-pub async fn token_for(
-    http: &Http,
+pub async fn fetch_token(
+    http: &HttpClients,
     base: &str,
     repository: &str,
-    challenge: &Challenge,
+    challenge: &AuthChallenge,
     auth: Option<&Auth>,
 ) -> Result<String, ImageError> {
     let wrong = |why| ImageError::Protocol { url: base.to_owned(), why };
-    let realm = challenge.get("realm").ok_or_else(|| wrong("its challenge names no realm"))?;
+    let realm = challenge.get("realm").ok_or_else(|| wrong("its challenge has no realm"))?;
     let uri: Uri = realm.parse().map_err(|_cause| wrong("its challenge's realm is no URL"))?;
     let safe = uri.scheme_str() == Some("https") || base.starts_with("http://") && uri.scheme_str() == Some("http");
     if !safe || uri.authority().is_none() {
@@ -137,31 +137,31 @@ pub async fn token_for(
     fields.extend(challenge.get("service").map(|service| ("service", service)));
     let mut headers = HeaderMap::new();
     let refresh = auth.map(|auth| auth.identity_token.as_str()).filter(|token| !token.is_empty());
-    let answer = match refresh {
+    let response = match refresh {
         Some(refresh) => {
             fields.extend([("grant_type", "refresh_token"), ("refresh_token", refresh), ("client_id", "nacelle")]);
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-www-form-urlencoded"));
-            http.send(Method::POST, &uri, headers, &Payload::Bytes(Bytes::from(encode(&fields)))).await?
+            http.send(Method::POST, &uri, headers, &RequestBody::Bytes(Bytes::from(encode_form(&fields)))).await?
         }
         None => {
-            if let Some(value) = auth.and_then(basic) {
+            if let Some(value) = auth.and_then(basic_header) {
                 headers.insert(AUTHORIZATION, value?);
             }
             let joint = if uri.query().is_some() { '&' } else { '?' };
-            let text = format!("{uri}{joint}{}", encode(&fields));
+            let text = format!("{uri}{joint}{}", encode_form(&fields));
             let uri: Uri = text.parse().map_err(|_cause| wrong("its challenge's realm is no URL"))?;
             http.get(&uri, headers).await?
         }
     };
-    let bytes = answer.ok().await?.all(MAX_TOKEN, "the token").await?;
-    let no_token = || ImageError::Protocol { url: shown(&uri), why: "it gives no token" };
-    let answer: TokenAnswer = json::read(&bytes).map_err(|_cause| no_token())?;
-    let given = [answer.token, answer.access_token].into_iter().flatten().find(|token| !token.is_empty());
+    let bytes = response.into_success().await?.read_body(MAX_TOKEN_BYTES, "the token").await?;
+    let no_token = || ImageError::Protocol { url: url_without_query(&uri), why: "it contains no token" };
+    let response: TokenResponse = json::read(&bytes).map_err(|_cause| no_token())?;
+    let given = [response.token, response.access_token].into_iter().flatten().find(|token| !token.is_empty());
     given.ok_or_else(no_token)
 }
 
 /// Encodes fields as `key=value&...` and escapes all characters that are not unreserved.
-fn encode(fields: &[(&str, &str)]) -> String {
+fn encode_form(fields: &[(&str, &str)]) -> String {
     let mut out = String::new();
     for (key, value) in fields {
         if !out.is_empty() {
@@ -184,16 +184,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn challenge(scheme: &str, parameters: &[(&str, &str)]) -> Challenge {
+    fn challenge(scheme: &str, parameters: &[(&str, &str)]) -> AuthChallenge {
         let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-        Challenge { scheme: scheme.to_owned(), parameters: parameters.iter().map(own).collect() }
+        AuthChallenge { scheme: scheme.to_owned(), parameters: parameters.iter().map(own).collect() }
     }
 
     #[test]
     fn challenges_are_read() {
         let docker = r#"Bearer realm="https://auth.docker.io/token",service="registry.docker.io",scope="repository:a/b:pull,push""#;
         assert_eq!(
-            challenges(docker),
+            parse_challenges(docker),
             [challenge(
                 "Bearer",
                 &[
@@ -204,17 +204,17 @@ mod tests {
             )]
         );
         assert_eq!(
-            challenges(r#"Basic Realm = x , error="a\"b", Bearer realm=y"#),
+            parse_challenges(r#"Basic Realm = x , error="a\"b", Bearer realm=y"#),
             [challenge("Basic", &[("realm", "x"), ("error", "a\"b")]), challenge("Bearer", &[("realm", "y")]),]
         );
-        assert_eq!(challenges(r#"Bearer realm="open"#), [challenge("Bearer", &[])]);
-        assert_eq!(challenges("=,\"x"), []);
+        assert_eq!(parse_challenges(r#"Bearer realm="open"#), [challenge("Bearer", &[])]);
+        assert_eq!(parse_challenges("=,\"x"), []);
     }
 
     #[test]
     fn fields_are_escaped() {
         assert_eq!(
-            encode(&[("scope", "repository:a/b:pull"), ("x", "é ")]),
+            encode_form(&[("scope", "repository:a/b:pull"), ("x", "é ")]),
             "scope=repository%3Aa%2Fb%3Apull&x=%C3%A9%20"
         );
     }
@@ -224,24 +224,24 @@ mod tests {
         for (address, host) in
             [("https://index.docker.io/v1/", "docker.io"), ("a:5000", "a:5000"), ("http://a/b", "a"), ("", "")]
         {
-            assert_eq!(server(address), host);
+            assert_eq!(server_host(address), host);
         }
     }
 
     #[test]
     fn credentials_come_from_either_form() {
         let auth = Auth { username: "u".into(), password: "p".into(), ..Auth::default() };
-        let value = basic(&auth).unwrap().unwrap();
+        let value = basic_header(&auth).unwrap().unwrap();
         assert_eq!(value, "Basic dTpw");
-        assert_eq!(basic(&Auth { auth: "dTpw".into(), ..Auth::default() }).unwrap().unwrap(), value);
-        assert!(basic(&Auth::default()).is_none());
-        assert!(basic(&Auth { auth: "a\nb".into(), ..Auth::default() }).unwrap().is_err());
+        assert_eq!(basic_header(&Auth { auth: "dTpw".into(), ..Auth::default() }).unwrap().unwrap(), value);
+        assert!(basic_header(&Auth::default()).is_none());
+        assert!(basic_header(&Auth { auth: "a\nb".into(), ..Auth::default() }).unwrap().is_err());
     }
 
     proptest! {
         #[test]
         fn any_header_is_read_without_harm(text in "[a-zA-Z=,\" \\\\é\t/:]{0,80}") {
-            for challenge in challenges(&text) {
+            for challenge in parse_challenges(&text) {
                 prop_assert!(!challenge.scheme.is_empty());
             }
         }
@@ -249,7 +249,7 @@ mod tests {
         #[test]
         fn what_is_quoted_comes_back(value in "\\PC{0,30}") {
             let quoted = value.replace('\\', "\\\\").replace('"', "\\\"");
-            let found = challenges(&format!("Bearer realm=\"{quoted}\",x=y"));
+            let found = parse_challenges(&format!("Bearer realm=\"{quoted}\",x=y"));
             prop_assert_eq!(found, [challenge("Bearer", &[("realm", &value), ("x", "y")])]);
         }
     }

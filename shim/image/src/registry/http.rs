@@ -1,8 +1,8 @@
 //! Implements HTTP for the registry code: TLS per host, deadlines on progress, redirects that do not carry credentials to other
 //! hosts, and bodies of bounded size.
 
-use super::upload::{Outgoing, Payload};
-use crate::{Config, ImageError, RegistryConfig};
+use super::upload::{FileBody, RequestBody};
+use crate::{ImageError, ImageStoreConfig, RegistryConfig};
 use ::http::header::{AUTHORIZATION, HeaderMap, LOCATION, USER_AGENT};
 use ::http::{HeaderValue, Method, Request, StatusCode, Uri};
 use bytes::Bytes;
@@ -26,25 +26,25 @@ use std::time::Duration;
 /// The maximum number of redirects of one request.
 const MAX_REDIRECTS: usize = 10;
 /// The maximum bytes of an error answer that are read for the message.
-const MAX_MESSAGE: u64 = 16 << 10;
+const MAX_ERROR_MESSAGE_BYTES: u64 = 16 << 10;
 
-type HttpClient = Client<HttpsConnector<HttpConnector>, Either<Full<Bytes>, Outgoing>>;
+type HttpClient = Client<HttpsConnector<HttpConnector>, Either<Full<Bytes>, FileBody>>;
 
 /// The clients of this process, one for each set of certificate checks.
-pub struct Http {
-    config: Config,
-    clients: Mutex<HashMap<Checks, HttpClient>>,
+pub struct HttpClients {
+    config: ImageStoreConfig,
+    clients: Mutex<HashMap<TlsSettings, HttpClient>>,
 }
 
-/// How certificates of a host are verified.
+/// The settings by which a host's certificate is verified.
 #[derive(Clone, PartialEq, Eq, Hash)]
-struct Checks {
+struct TlsSettings {
     skip: bool,
     ca_file: Option<PathBuf>,
 }
 
 /// An answer whose body has not been read.
-pub struct Answer {
+pub struct HttpResponse {
     /// The URL that answered, after redirects, without its query.
     pub url: String,
     /// The HTTP status.
@@ -56,40 +56,45 @@ pub struct Answer {
 }
 
 /// Converts text that may come from an untrusted server to a header value.
-pub fn header(text: &str) -> Result<HeaderValue, ImageError> {
+pub fn header_value(text: &str) -> Result<HeaderValue, ImageError> {
     HeaderValue::from_str(text)
-        .map_err(|_cause| ImageError::Protocol { url: String::new(), why: "a token holds control characters" })
+        .map_err(|_cause| ImageError::Protocol { url: String::new(), why: "a token contains control characters" })
 }
 
-impl Http {
+impl HttpClients {
     /// Returns the clients for this configuration.
-    pub fn new(config: Config) -> Http {
-        Http { config, clients: Mutex::default() }
+    pub fn new(config: ImageStoreConfig) -> HttpClients {
+        HttpClients { config, clients: Mutex::default() }
     }
 
     /// Returns the settings of a host.
-    pub fn special(&self, host: &str) -> RegistryConfig {
+    pub fn registry_config(&self, host: &str) -> RegistryConfig {
         self.config.registries.get(host).cloned().unwrap_or_default()
     }
 
     /// Sends a GET request. Follows redirects; the Authorization header goes to the first host only.
-    pub async fn get(&self, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
-        self.follow(Method::GET, url, headers).await
+    pub async fn get(&self, url: &Uri, headers: HeaderMap) -> Result<HttpResponse, ImageError> {
+        self.send_following_redirects(Method::GET, url, headers).await
     }
 
     /// Sends GET or HEAD, as `get`.
-    pub async fn follow(&self, method: Method, url: &Uri, headers: HeaderMap) -> Result<Answer, ImageError> {
+    pub async fn send_following_redirects(
+        &self,
+        method: Method,
+        url: &Uri,
+        headers: HeaderMap,
+    ) -> Result<HttpResponse, ImageError> {
         let mut url = url.clone();
         let mut headers = headers;
         for _ in 0..=MAX_REDIRECTS {
-            let answer = self.send(method.clone(), &url, headers.clone(), &Payload::none()).await?;
-            if !matches!(answer.status.as_u16(), 301 | 302 | 303 | 307 | 308) {
-                return Ok(answer);
+            let response = self.send(method.clone(), &url, headers.clone(), &RequestBody::empty()).await?;
+            if !matches!(response.status.as_u16(), 301 | 302 | 303 | 307 | 308) {
+                return Ok(response);
             }
-            let wrong = |why| ImageError::Protocol { url: answer.url.clone(), why };
-            let location = answer.headers.get(LOCATION).and_then(|location| location.to_str().ok());
-            let next = location.and_then(|location| join(&url, location));
-            let next = next.ok_or_else(|| wrong("it redirects to nowhere"))?;
+            let wrong = |why| ImageError::Protocol { url: response.url.clone(), why };
+            let location = response.headers.get(LOCATION).and_then(|location| location.to_str().ok());
+            let next = location.and_then(|location| resolve_location(&url, location));
+            let next = next.ok_or_else(|| wrong("it redirects without a valid Location header"))?;
             if url.scheme_str() == Some("https") && next.scheme_str() != Some("https") {
                 return Err(wrong("it redirects from https to http"));
             }
@@ -98,7 +103,7 @@ impl Http {
             }
             url = next;
         }
-        Err(ImageError::Protocol { url: shown(&url), why: "it redirects more than 10 times" })
+        Err(ImageError::Protocol { url: url_without_query(&url), why: "it redirects more than 10 times" })
     }
 
     /// Sends one request and follows no redirects. The answer must begin within the configured time limit, counted from the last
@@ -108,8 +113,8 @@ impl Http {
         method: Method,
         url: &Uri,
         headers: HeaderMap,
-        payload: &Payload,
-    ) -> Result<Answer, ImageError> {
+        payload: &RequestBody,
+    ) -> Result<HttpResponse, ImageError> {
         let host = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
         let client = self.client(host).await?;
         let mut request = Request::new(payload.open().await?);
@@ -119,25 +124,27 @@ impl Http {
         let agent = HeaderValue::from_static(concat!("nacelle/", env!("CARGO_PKG_VERSION")));
         request.headers_mut().insert(USER_AGENT, agent);
         let limit = self.config.progress_timeout.max(Duration::from_secs(1));
-        let response = payload.in_time(limit, client.request(request)).await;
-        let response = response.ok_or_else(|| ImageError::Timeout { url: shown(url), seconds: limit.as_secs() })?;
-        let (parts, body) = response.map_err(|source| ImageError::Request { url: shown(url), source })?.into_parts();
-        Ok(Answer { url: shown(url), status: parts.status, headers: parts.headers, body, limit })
+        let response = payload.await_response(limit, client.request(request)).await;
+        let response =
+            response.ok_or_else(|| ImageError::Timeout { url: url_without_query(url), seconds: limit.as_secs() })?;
+        let (parts, body) =
+            response.map_err(|source| ImageError::Request { url: url_without_query(url), source })?.into_parts();
+        Ok(HttpResponse { url: url_without_query(url), status: parts.status, headers: parts.headers, body, limit })
     }
 
     /// Returns the client that verifies this host's certificate as configured.
     async fn client(&self, host: &str) -> Result<HttpClient, ImageError> {
-        let special = self.config.registries.get(host);
-        let checks = Checks {
-            skip: special.is_some_and(|special| special.skip_tls_verify),
-            ca_file: special.and_then(|special| special.ca_file.clone()),
+        let registry_config = self.config.registries.get(host);
+        let settings = TlsSettings {
+            skip: registry_config.is_some_and(|registry_config| registry_config.skip_tls_verify),
+            ca_file: registry_config.and_then(|registry_config| registry_config.ca_file.clone()),
         };
-        let known = |key: &Checks| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
-        if let Some(client) = known(&checks) {
+        let known = |key: &TlsSettings| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
+        if let Some(client) = known(&settings) {
             return Ok(client);
         }
-        let key = checks.clone();
-        let tls = run_blocking("read the CA certificates of a registry", move || tls(&checks)).await??;
+        let key = settings.clone();
+        let tls = run_blocking("read the CA certificates of a registry", move || tls_config(&settings)).await??;
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
@@ -154,26 +161,26 @@ impl Http {
     }
 }
 
-impl Answer {
+impl HttpResponse {
     /// Returns the answer if it is a success, otherwise an error with the registry's message.
-    pub async fn ok(self) -> Result<Answer, ImageError> {
+    pub async fn into_success(self) -> Result<HttpResponse, ImageError> {
         if self.status.is_success() {
             return Ok(self);
         }
         let (url, status) = (self.url.clone(), self.status.as_u16());
-        let body = self.all(MAX_MESSAGE, "the error message").await.unwrap_or_default();
-        Err(ImageError::Status { url, status, message: message(&body) })
+        let body = self.read_body(MAX_ERROR_MESSAGE_BYTES, "the error message").await.unwrap_or_default();
+        Err(ImageError::Status { url, status, message: error_message(&body) })
     }
 
     /// Returns the next piece of the body, or `None` at its end.
-    pub async fn piece(&mut self) -> Result<Option<Bytes>, ImageError> {
+    pub async fn next_piece(&mut self) -> Result<Option<Bytes>, ImageError> {
         loop {
             let frame = tokio::time::timeout(self.limit, self.body.frame()).await;
             let frame =
                 frame.map_err(|_cause| ImageError::Timeout { url: self.url.clone(), seconds: self.limit.as_secs() })?;
             match frame {
                 None => return Ok(None),
-                Some(Err(source)) => return Err(ImageError::Body { url: self.url.clone(), source }),
+                Some(Err(source)) => return Err(ImageError::BrokenBody { url: self.url.clone(), source }),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) if data.is_empty() => {}
                     Ok(data) => return Ok(Some(data)),
@@ -184,9 +191,9 @@ impl Answer {
     }
 
     /// Returns the whole body, or an error if it is larger than `limit`.
-    pub async fn all(mut self, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
+    pub async fn read_body(mut self, limit: u64, what: &str) -> Result<Vec<u8>, ImageError> {
         let mut all = Vec::new();
-        while let Some(piece) = self.piece().await? {
+        while let Some(piece) = self.next_piece().await? {
             if (all.len() + piece.len()) as u64 > limit {
                 return Err(ImageError::TooLarge { what: what.to_owned(), limit });
             }
@@ -197,7 +204,7 @@ impl Answer {
 }
 
 /// Returns the message of the first error in a registry's JSON.
-fn message(body: &[u8]) -> String {
+fn error_message(body: &[u8]) -> String {
     let json: serde_json::Value = json::read(body).unwrap_or_default();
     let text = json.pointer("/errors/0/message").or_else(|| json.get("details")).and_then(|text| text.as_str());
     text.map(|text| format!(": {}", text.chars().filter(|c| !c.is_control()).take(300).collect::<String>()))
@@ -205,14 +212,14 @@ fn message(body: &[u8]) -> String {
 }
 
 /// Returns a URL without its query, which may contain secrets.
-pub fn shown(url: &Uri) -> String {
+pub fn url_without_query(url: &Uri) -> String {
     let authority = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
     let authority = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
     format!("{}://{authority}{}", url.scheme_str().unwrap_or_default(), url.path())
 }
 
 /// Resolves a Location header. Returns `None` unless the result is http or https.
-pub fn join(base: &Uri, location: &str) -> Option<Uri> {
+pub fn resolve_location(base: &Uri, location: &str) -> Option<Uri> {
     let text = if location.starts_with("//") {
         format!("{}:{location}", base.scheme_str()?)
     } else if location.starts_with('/') {
@@ -228,17 +235,17 @@ pub fn join(base: &Uri, location: &str) -> Option<Uri> {
 }
 
 /// Builds the TLS configuration. Blocks: it reads the system's certificates.
-fn tls(checks: &Checks) -> Result<rustls::ClientConfig, ImageError> {
+fn tls_config(settings: &TlsSettings) -> Result<rustls::ClientConfig, ImageError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder =
         rustls::ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
-    if checks.skip {
-        let verifier = Arc::new(Unchecked(provider));
+    if settings.skip {
+        let verifier = Arc::new(SkippedCertificateCheck(provider));
         return Ok(builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth());
     }
     let mut roots = rustls::RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    if let Some(path) = &checks.ca_file {
+    if let Some(path) = &settings.ca_file {
         let pem = std::fs::read(path).map_err(at("read", path))?;
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             roots.add(certificate.map_err(|source| ImageError::Certificates { path: path.clone(), source })?)?;
@@ -249,9 +256,9 @@ fn tls(checks: &Checks) -> Result<rustls::ClientConfig, ImageError> {
 
 /// Accepts any certificate, because the administrator configured it for this host. Signatures are still verified.
 #[derive(Debug)]
-struct Unchecked(Arc<rustls::crypto::CryptoProvider>);
+struct SkippedCertificateCheck(Arc<rustls::crypto::CryptoProvider>);
 
-impl ServerCertVerifier for Unchecked {
+impl ServerCertVerifier for SkippedCertificateCheck {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,
@@ -312,26 +319,26 @@ mod tests {
             ("ftp://b/z", None),
             ("https://", None),
         ] {
-            assert_eq!(join(&base, location).map(|uri| uri.to_string()).as_deref(), whole, "{location}");
+            assert_eq!(resolve_location(&base, location).map(|uri| uri.to_string()).as_deref(), whole, "{location}");
         }
     }
 
     #[test]
     fn secrets_of_urls_are_not_shown() {
-        assert_eq!(shown(&"https://u:p@h:1/a?sig=s".parse().unwrap()), "https://h:1/a");
+        assert_eq!(url_without_query(&"https://u:p@h:1/a?sig=s".parse().unwrap()), "https://h:1/a");
     }
 
     #[test]
     fn a_registrys_words_are_cut_to_size() {
-        assert_eq!(message(br#"{"errors":[{"message":"no\nsuch"}]}"#), ": nosuch");
-        assert_eq!(message(b"<html>"), "");
+        assert_eq!(error_message(br#"{"errors":[{"message":"no\nsuch"}]}"#), ": nosuch");
+        assert_eq!(error_message(b"<html>"), "");
     }
 
     proptest! {
         #[test]
         fn any_location_is_read_without_harm(location in "\\PC{0,60}") {
-            let _ = join(&"https://a:1/v2/x".parse().unwrap(), &location);
-            let _ = message(location.as_bytes());
+            let _ = resolve_location(&"https://a:1/v2/x".parse().unwrap(), &location);
+            let _ = error_message(location.as_bytes());
         }
     }
 }

@@ -10,25 +10,25 @@ use crate::manifest::{ACCEPT, MAX_MANIFEST};
 use crate::{Auth, ImageError, Reference};
 use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE, WWW_AUTHENTICATE};
 use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
-use auth::Challenge;
-pub use http::Http;
-use http::{Answer, header};
+use auth::AuthChallenge;
+pub use http::HttpClients;
+use http::{HttpResponse, header_value};
 use nacelle_base::{Classify, Kind};
 use nacelle_model::digest::Digest;
 use std::sync::Arc;
-use upload::Payload;
+use upload::RequestBody;
 
 /// The requests of one pull to a registry and its mirrors.
-pub struct Session {
-    http: Arc<Http>,
+pub struct RegistrySession {
+    http: Arc<HttpClients>,
     /// The endpoints in the order of use: the mirrors first, the registry itself last.
-    endpoints: Vec<Endpoint>,
+    endpoints: Vec<RegistryEndpoint>,
     /// The registry that the reference names; mirrors that serve several registries need it.
     registry: String,
     repository: String,
 }
 
-struct Endpoint {
+struct RegistryEndpoint {
     /// The base URL, `https://host:port` or longer, without a final slash.
     base: String,
     mirror: bool,
@@ -38,13 +38,19 @@ struct Endpoint {
     authorization: tokio::sync::Mutex<Option<HeaderValue>>,
 }
 
-impl Session {
+impl RegistrySession {
     /// Returns a session for one repository. `plain` means HTTP even if the configuration does not say so.
-    pub fn new(http: Arc<Http>, reference: &Reference, auth: Option<Auth>, plain: bool) -> Result<Session, ImageError> {
+    pub fn new(
+        http: Arc<HttpClients>,
+        reference: &Reference,
+        auth: Option<Auth>,
+        plain: bool,
+    ) -> Result<RegistrySession, ImageError> {
         let registry = reference.registry();
         let auth = auth.filter(|auth| *auth != Auth::default());
-        let server = auth.as_ref().map(|auth| auth::server(&auth.server_address)).filter(|server| !server.is_empty());
-        let special = http.special(registry);
+        let server =
+            auth.as_ref().map(|auth| auth::server_host(&auth.server_address)).filter(|server| !server.is_empty());
+        let registry_config = http.registry_config(registry);
         let endpoint = |base: String, mirror: bool| {
             let base = base.trim_end_matches('/').to_owned();
             let uri: Uri = base.parse().map_err(|_cause| ImageError::Url { url: base.clone() })?;
@@ -56,36 +62,45 @@ impl Session {
                 None => !mirror,
             };
             let auth = auth.clone().filter(|_| may_see);
-            Ok::<_, ImageError>(Endpoint { base, mirror, auth, authorization: Default::default() })
+            Ok::<_, ImageError>(RegistryEndpoint { base, mirror, auth, authorization: Default::default() })
         };
         let mut endpoints = Vec::new();
-        for mirror in &special.mirrors {
+        for mirror in &registry_config.mirrors {
             endpoints.push(endpoint(mirror.clone(), true)?);
         }
-        let scheme = if special.http || plain { "http" } else { "https" };
+        let scheme = if registry_config.http || plain { "http" } else { "https" };
         let host = if registry == "docker.io" { "registry-1.docker.io" } else { registry };
         endpoints.push(endpoint(format!("{scheme}://{host}"), false)?);
-        Ok(Session { http, endpoints, registry: registry.to_owned(), repository: reference.repository().to_owned() })
+        Ok(RegistrySession {
+            http,
+            endpoints,
+            registry: registry.to_owned(),
+            repository: reference.repository().to_owned(),
+        })
     }
 
     /// Returns a manifest or index by tag or digest, and its digest, from the first endpoint that has it.
-    pub async fn manifest(&self, tag: Option<&str>, digest: Option<Digest>) -> Result<(Vec<u8>, Digest), ImageError> {
+    pub async fn fetch_manifest(
+        &self,
+        tag: Option<&str>,
+        digest: Option<Digest>,
+    ) -> Result<(Vec<u8>, Digest), ImageError> {
         let by_digest = digest.map(|digest| digest.to_string());
         let name = by_digest.as_deref().or(tag).unwrap_or("latest");
         let mut last = None;
         for endpoint in &self.endpoints {
             let mut tries = 0;
             loop {
-                match self.manifest_of(endpoint, name, digest).await {
+                match self.fetch_manifest_from(endpoint, name, digest).await {
                     Ok(found) => return Ok(found),
-                    Err(error) if tries < download::TRIES && is_passing(&error) => {
+                    Err(error) if tries < download::MAX_RETRIES && is_transient(&error) => {
                         tries += 1;
-                        tracing::debug!(error = %nacelle_base::Chain(&error), tries, "asking for the manifest again");
-                        download::pause(tries).await;
+                        tracing::debug!(error = %nacelle_base::Chain(&error), tries, "retrying the request for a manifest");
+                        download::sleep_before_retry(tries).await;
                     }
                     Err(error) => {
                         if endpoint.mirror {
-                            tracing::info!(error = %nacelle_base::Chain(&error), "mirror left out");
+                            tracing::info!(error = %nacelle_base::Chain(&error), "skipping a registry mirror");
                         }
                         last = Some(error);
                         break;
@@ -96,17 +111,17 @@ impl Session {
         Err(last.unwrap_or_else(|| ImageError::NotFound { name: name.to_owned() }))
     }
 
-    async fn manifest_of(
+    async fn fetch_manifest_from(
         &self,
-        endpoint: &Endpoint,
+        endpoint: &RegistryEndpoint,
         name: &str,
         digest: Option<Digest>,
     ) -> Result<(Vec<u8>, Digest), ImageError> {
         let mut headers = HeaderMap::new();
         headers.insert(ACCEPT_HEADER, HeaderValue::from_static(ACCEPT));
-        let answer = self.get(endpoint, &format!("manifests/{name}"), headers).await?.ok().await?;
+        let response = self.get(endpoint, &format!("manifests/{name}"), headers).await?.into_success().await?;
         let what = format!("manifest {name} of {}", self.repository);
-        let bytes = answer.all(MAX_MANIFEST, &what).await?;
+        let bytes = response.read_body(MAX_MANIFEST, &what).await?;
         let got = Digest::of(&bytes);
         match digest {
             Some(digest) if digest != got => Err(ImageError::Digest { what, got }),
@@ -115,64 +130,75 @@ impl Session {
     }
 
     /// Requests a blob from byte `from` on.
-    async fn blob(&self, endpoint: &Endpoint, digest: Digest, from: u64) -> Result<Answer, ImageError> {
+    async fn request_blob(
+        &self,
+        endpoint: &RegistryEndpoint,
+        digest: Digest,
+        from: u64,
+    ) -> Result<HttpResponse, ImageError> {
         let mut headers = HeaderMap::new();
         if from > 0 {
-            headers.insert(RANGE, header(&format!("bytes={from}-"))?);
+            headers.insert(RANGE, header_value(&format!("bytes={from}-"))?);
         }
         self.get(endpoint, &format!("blobs/{digest}"), headers).await
     }
 
     /// Sends a GET request with the credentials that the endpoint wants. Returns an answer with an error status as it is.
-    async fn get(&self, endpoint: &Endpoint, path: &str, headers: HeaderMap) -> Result<Answer, ImageError> {
+    async fn get(
+        &self,
+        endpoint: &RegistryEndpoint,
+        path: &str,
+        headers: HeaderMap,
+    ) -> Result<HttpResponse, ImageError> {
         let url = self.url(endpoint, path)?;
-        self.ask(endpoint, Method::GET, &url, headers, &Payload::none()).await
+        self.send_authorized(endpoint, Method::GET, &url, headers, &RequestBody::empty()).await
     }
 
     /// Returns a URL of the repository at this endpoint.
-    fn url(&self, endpoint: &Endpoint, path: &str) -> Result<Uri, ImageError> {
+    fn url(&self, endpoint: &RegistryEndpoint, path: &str) -> Result<Uri, ImageError> {
         let query = if endpoint.mirror { format!("?ns={}", self.registry) } else { String::new() };
         let text = format!("{}/v2/{}/{path}{query}", endpoint.base, self.repository);
         text.parse().map_err(|_cause| ImageError::Url { url: text })
     }
 
     /// Sends a request with the credentials that the endpoint wants. Returns an answer with an error status as it is.
-    async fn ask(
+    async fn send_authorized(
         &self,
-        endpoint: &Endpoint,
+        endpoint: &RegistryEndpoint,
         method: Method,
         url: &Uri,
         headers: HeaderMap,
-        payload: &Payload,
-    ) -> Result<Answer, ImageError> {
+        payload: &RequestBody,
+    ) -> Result<HttpResponse, ImageError> {
         let used = endpoint.authorization.lock().await.clone();
-        let answer = self.once(&method, url, with_authorization(&headers, used.as_ref()), payload).await?;
-        if answer.status != StatusCode::UNAUTHORIZED {
-            return Ok(answer);
+        let response = self.send_once(&method, url, with_authorization(&headers, used.as_ref()), payload).await?;
+        if response.status != StatusCode::UNAUTHORIZED {
+            return Ok(response);
         }
         let mut authorization = endpoint.authorization.lock().await;
         if *authorization == used {
-            let challenges = answer.headers.get_all(WWW_AUTHENTICATE).iter();
-            let challenges = challenges.filter_map(|value| value.to_str().ok()).flat_map(auth::challenges).collect();
+            let challenges = response.headers.get_all(WWW_AUTHENTICATE).iter();
+            let challenges =
+                challenges.filter_map(|value| value.to_str().ok()).flat_map(auth::parse_challenges).collect();
             match self.authorize(endpoint, challenges).await? {
                 Some(new) => *authorization = Some(new),
-                None => return Ok(answer),
+                None => return Ok(response),
             }
         }
         let now = authorization.clone();
         drop(authorization);
-        self.once(&method, url, with_authorization(&headers, now.as_ref()), payload).await
+        self.send_once(&method, url, with_authorization(&headers, now.as_ref()), payload).await
     }
 
-    async fn once(
+    async fn send_once(
         &self,
         method: &Method,
         url: &Uri,
         headers: HeaderMap,
-        payload: &Payload,
-    ) -> Result<Answer, ImageError> {
+        payload: &RequestBody,
+    ) -> Result<HttpResponse, ImageError> {
         match *method {
-            Method::GET | Method::HEAD => self.http.follow(method.clone(), url, headers).await,
+            Method::GET | Method::HEAD => self.http.send_following_redirects(method.clone(), url, headers).await,
             _ => self.http.send(method.clone(), url, headers, payload).await,
         }
     }
@@ -180,20 +206,20 @@ impl Session {
     /// Returns the Authorization header that answers one of these challenges, or `None` if no credentials fit.
     async fn authorize(
         &self,
-        endpoint: &Endpoint,
-        challenges: Vec<Challenge>,
+        endpoint: &RegistryEndpoint,
+        challenges: Vec<AuthChallenge>,
     ) -> Result<Option<HeaderValue>, ImageError> {
         let auth = endpoint.auth.as_ref();
         if let Some(token) = auth.map(|auth| &auth.registry_token).filter(|token| !token.is_empty()) {
-            return auth::bearer(token).map(Some);
+            return auth::bearer_header(token).map(Some);
         }
         let bearer = challenges.iter().find(|challenge| challenge.scheme.eq_ignore_ascii_case("bearer"));
         if let Some(challenge) = bearer {
-            let token = auth::token_for(&self.http, &endpoint.base, &self.repository, challenge, auth).await?;
-            return auth::bearer(&token).map(Some);
+            let token = auth::fetch_token(&self.http, &endpoint.base, &self.repository, challenge, auth).await?;
+            return auth::bearer_header(&token).map(Some);
         }
         let basic = challenges.iter().any(|challenge| challenge.scheme.eq_ignore_ascii_case("basic"));
-        match auth.and_then(auth::basic).filter(|_| basic) {
+        match auth.and_then(auth::basic_header).filter(|_| basic) {
             Some(value) => value.map(Some),
             None => Ok(None),
         }
@@ -209,7 +235,7 @@ fn with_authorization(headers: &HeaderMap, authorization: Option<&HeaderValue>) 
 }
 
 /// Returns whether a retry may help.
-fn is_passing(error: &ImageError) -> bool {
+fn is_transient(error: &ImageError) -> bool {
     match error {
         ImageError::Request { source, .. } => !source.is_connect(),
         ImageError::Digest { .. } | ImageError::Protocol { .. } => false,

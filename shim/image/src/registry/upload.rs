@@ -1,10 +1,10 @@
 //! Uploads blobs and manifests to a registry: each blob in one request, out of a file, as fast as the registry accepts it.
 //! Mirrors receive nothing.
 
-use super::http::{join, shown};
-use super::{Endpoint, Session, download, is_passing};
+use super::http::{resolve_location, url_without_query};
+use super::{RegistryEndpoint, RegistrySession, download, is_transient};
 use crate::manifest::Descriptor;
-use crate::{ImageError, Moved};
+use crate::{ImageError, TransferProgress};
 use ::http::header::{CONTENT_TYPE, LOCATION};
 use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use bytes::Bytes;
@@ -24,12 +24,12 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// The bytes of one read.
-const PIECE: usize = 256 << 10;
+const READ_SIZE: usize = 256 << 10;
 /// The maximum number of pieces in transit.
-const PIECES: usize = 4;
+const MAX_PIECES_IN_TRANSIT: usize = 4;
 
 /// The body of a request.
-pub enum Payload {
+pub enum RequestBody {
     /// A short body, or none.
     Bytes(Bytes),
     /// A file, opened again for each attempt.
@@ -39,39 +39,39 @@ pub enum Payload {
         /// The file's size in bytes.
         size: u64,
         /// The counter of the bytes that were sent.
-        moved: Moved,
+        progress: TransferProgress,
     },
 }
 
-impl Payload {
-    pub fn none() -> Payload {
-        Payload::Bytes(Bytes::new())
+impl RequestBody {
+    pub fn empty() -> RequestBody {
+        RequestBody::Bytes(Bytes::new())
     }
 
-    pub async fn open(&self) -> Result<Either<Full<Bytes>, Outgoing>, ImageError> {
-        let (path, size, moved) = match self {
-            Payload::Bytes(bytes) => return Ok(Either::Left(Full::new(bytes.clone()))),
-            Payload::File { path, size, moved } => (path.clone(), *size, moved.clone()),
+    pub async fn open(&self) -> Result<Either<Full<Bytes>, FileBody>, ImageError> {
+        let (path, size, progress) = match self {
+            RequestBody::Bytes(bytes) => return Ok(Either::Left(Full::new(bytes.clone()))),
+            RequestBody::File { path, size, progress } => (path.clone(), *size, progress.clone()),
         };
         let file =
             run_blocking("open a file for an upload", move || File::open(&path).map_err(at("open", &path))).await??;
-        let (sender, pieces) = mpsc::channel(PIECES);
-        tokio::task::spawn_blocking(move || read(file, &sender));
-        Ok(Either::Right(Outgoing { pieces, left: size, moved }))
+        let (sender, pieces) = mpsc::channel(MAX_PIECES_IN_TRANSIT);
+        tokio::task::spawn_blocking(move || send_file(file, &sender));
+        Ok(Either::Right(FileBody { pieces, left: size, progress }))
     }
 
     /// Returns the answer if it comes within the limit after the last byte that moved, otherwise `None`.
-    pub async fn in_time<T>(&self, limit: Duration, answer: impl Future<Output = T>) -> Option<T> {
-        let moved = || match self {
-            Payload::Bytes(_) => 0,
-            Payload::File { moved, .. } => moved.bytes(),
+    pub async fn await_response<T>(&self, limit: Duration, response: impl Future<Output = T>) -> Option<T> {
+        let sent_bytes = || match self {
+            RequestBody::Bytes(_) => 0,
+            RequestBody::File { progress, .. } => progress.bytes(),
         };
-        let mut answer = pin!(answer);
+        let mut response = pin!(response);
         loop {
-            let before = moved();
-            match tokio::time::timeout(limit, &mut answer).await {
-                Ok(answer) => return Some(answer),
-                Err(_elapsed) if moved() != before => {}
+            let before = sent_bytes();
+            match tokio::time::timeout(limit, &mut response).await {
+                Ok(response) => return Some(response),
+                Err(_elapsed) if sent_bytes() != before => {}
                 Err(_elapsed) => return None,
             }
         }
@@ -79,9 +79,9 @@ impl Payload {
 }
 
 /// Reads the file into the channel. Blocks. Ends when the receiver is dropped.
-fn read(mut file: File, to: &mpsc::Sender<io::Result<Bytes>>) {
+fn send_file(mut file: File, to: &mpsc::Sender<io::Result<Bytes>>) {
     loop {
-        let mut piece = vec![0; PIECE];
+        let mut piece = vec![0; READ_SIZE];
         let read = retry_interrupted(|| file.read(&mut piece)).map(|count| {
             piece.truncate(count);
             Bytes::from(piece)
@@ -94,13 +94,13 @@ fn read(mut file: File, to: &mpsc::Sender<io::Result<Bytes>>) {
 }
 
 /// A file that is being sent, as a request body.
-pub struct Outgoing {
+pub struct FileBody {
     pieces: mpsc::Receiver<io::Result<Bytes>>,
     left: u64,
-    moved: Moved,
+    progress: TransferProgress,
 }
 
-impl Body for Outgoing {
+impl Body for FileBody {
     type Data = Bytes;
     type Error = io::Error;
 
@@ -119,7 +119,7 @@ impl Body for Outgoing {
             return Poll::Ready(Some(Err(io::ErrorKind::InvalidData.into())));
         }
         this.left -= length;
-        this.moved.add(length);
+        this.progress.add(length);
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
 
@@ -132,33 +132,38 @@ impl Body for Outgoing {
     }
 }
 
-impl Session {
+impl RegistrySession {
     /// Returns the endpoint of the registry itself.
-    fn registry(&self) -> Result<&Endpoint, ImageError> {
+    fn origin(&self) -> Result<&RegistryEndpoint, ImageError> {
         self.endpoints.last().ok_or_else(|| ImageError::Url { url: self.registry.clone() })
     }
 
     /// Uploads a file as a blob, unless the registry has it.
-    pub async fn upload(&self, blob: &Descriptor, path: PathBuf, moved: &Moved) -> Result<(), ImageError> {
-        let endpoint = self.registry()?;
-        let before = moved.bytes();
-        let payload = Payload::File { path, size: blob.size, moved: moved.clone() };
+    pub async fn upload_file(
+        &self,
+        blob: &Descriptor,
+        path: PathBuf,
+        progress: &TransferProgress,
+    ) -> Result<(), ImageError> {
+        let endpoint = self.origin()?;
+        let before = progress.bytes();
+        let payload = RequestBody::File { path, size: blob.size, progress: progress.clone() };
         let mut tries = 0;
         loop {
             let put = match self.has_blob(endpoint, blob.digest).await {
                 Ok(true) => {
-                    moved.add(blob.size);
+                    progress.add(blob.size);
                     Ok(())
                 }
                 Ok(false) => self.put_blob(endpoint, blob.digest, &payload).await,
                 Err(error) => Err(error),
             };
             match put {
-                Err(error) if tries < download::TRIES && is_passing(&error) => {
+                Err(error) if tries < download::MAX_RETRIES && is_transient(&error) => {
                     tries += 1;
-                    tracing::info!(digest = %blob.digest, error = %Chain(&error), tries, "sending the blob again");
-                    moved.set(before);
-                    download::pause(tries).await;
+                    tracing::info!(digest = %blob.digest, error = %Chain(&error), tries, "retrying the upload of a blob");
+                    progress.set(before);
+                    download::sleep_before_retry(tries).await;
                 }
                 put => return put,
             }
@@ -167,62 +172,73 @@ impl Session {
 
     /// Uploads a few bytes as a blob, unless the registry has them.
     pub async fn upload_bytes(&self, bytes: &Bytes) -> Result<Descriptor, ImageError> {
-        let endpoint = self.registry()?;
+        let endpoint = self.origin()?;
         let blob = Descriptor { digest: Digest::of(bytes), size: bytes.len() as u64 };
         if !self.has_blob(endpoint, blob.digest).await? {
-            self.put_blob(endpoint, blob.digest, &Payload::Bytes(bytes.clone())).await?;
+            self.put_blob(endpoint, blob.digest, &RequestBody::Bytes(bytes.clone())).await?;
         }
         Ok(blob)
     }
 
-    async fn has_blob(&self, endpoint: &Endpoint, digest: Digest) -> Result<bool, ImageError> {
+    async fn has_blob(&self, endpoint: &RegistryEndpoint, digest: Digest) -> Result<bool, ImageError> {
         let url = self.url(endpoint, &format!("blobs/{digest}"))?;
-        let answer = self.ask(endpoint, Method::HEAD, &url, HeaderMap::new(), &Payload::none()).await?;
-        match answer.status {
+        let response =
+            self.send_authorized(endpoint, Method::HEAD, &url, HeaderMap::new(), &RequestBody::empty()).await?;
+        match response.status {
             // A client without permission to read may still have permission to write.
             StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Ok(false),
-            _ => answer.ok().await.map(|_there| true),
+            _ => response.into_success().await.map(|_there| true),
         }
     }
 
-    async fn put_blob(&self, endpoint: &Endpoint, digest: Digest, payload: &Payload) -> Result<(), ImageError> {
+    async fn put_blob(
+        &self,
+        endpoint: &RegistryEndpoint,
+        digest: Digest,
+        payload: &RequestBody,
+    ) -> Result<(), ImageError> {
         let url = self.url(endpoint, "blobs/uploads/")?;
-        let begun = self.ask(endpoint, Method::POST, &url, HeaderMap::new(), &Payload::none()).await?.ok().await?;
+        let begun = self
+            .send_authorized(endpoint, Method::POST, &url, HeaderMap::new(), &RequestBody::empty())
+            .await?
+            .into_success()
+            .await?;
         let wrong = |why| ImageError::Protocol { url: begun.url.clone(), why };
         let location = begun.headers.get(LOCATION).and_then(|location| location.to_str().ok());
-        let place = location.and_then(|location| join(&url, location));
-        let place = place.ok_or_else(|| wrong("it does not say where to send the blob"))?;
+        let place = location.and_then(|location| resolve_location(&url, location));
+        let place = place.ok_or_else(|| wrong("it has no valid Location header with the upload URL"))?;
         if url.scheme_str() == Some("https") && place.scheme_str() != Some("https") {
-            return Err(wrong("it wants by http what was begun by https"));
+            return Err(wrong("the upload was started over https, but its URL is http"));
         }
         let joint = if place.query().is_some() { '&' } else { '?' };
         let text = format!("{place}{joint}digest=sha256%3A{}", digest.hex());
-        let put: Uri = text.parse().map_err(|_cause| wrong("it does not say where to send the blob"))?;
+        let put: Uri = text.parse().map_err(|_cause| wrong("it has no valid Location header with the upload URL"))?;
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
-        let answer = match put.authority() == url.authority() && put.scheme() == url.scheme() {
-            true => self.ask(endpoint, Method::PUT, &put, headers, payload).await?,
+        let response = match put.authority() == url.authority() && put.scheme() == url.scheme() {
+            true => self.send_authorized(endpoint, Method::PUT, &put, headers, payload).await?,
             // Another host gets no credentials: the upload URL itself authorizes the request.
             false => self.http.send(Method::PUT, &put, headers, payload).await?,
         };
-        created(&put, answer.ok().await?.status)
+        check_created(&put, response.into_success().await?.status)
     }
 
     /// Uploads a manifest under a tag or its digest.
     pub async fn put_manifest(&self, tag: Option<&str>, kind: &'static str, bytes: &Bytes) -> Result<(), ImageError> {
-        let endpoint = self.registry()?;
+        let endpoint = self.origin()?;
         let digest = Digest::of(bytes).to_string();
         let url = self.url(endpoint, &format!("manifests/{}", tag.unwrap_or(&digest)))?;
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-        let answer = self.ask(endpoint, Method::PUT, &url, headers, &Payload::Bytes(bytes.clone())).await?;
-        created(&url, answer.ok().await?.status)
+        let response =
+            self.send_authorized(endpoint, Method::PUT, &url, headers, &RequestBody::Bytes(bytes.clone())).await?;
+        check_created(&url, response.into_success().await?.status)
     }
 }
 
-fn created(url: &Uri, status: StatusCode) -> Result<(), ImageError> {
+fn check_created(url: &Uri, status: StatusCode) -> Result<(), ImageError> {
     match status {
         StatusCode::CREATED | StatusCode::OK | StatusCode::NO_CONTENT => Ok(()),
-        _ => Err(ImageError::Protocol { url: shown(url), why: "it does not say that it has taken what it was sent" }),
+        _ => Err(ImageError::Protocol { url: url_without_query(url), why: "it does not confirm the upload" }),
     }
 }

@@ -3,7 +3,9 @@
 use crate::common::registry::{Registry, missing};
 use crate::common::server::{Asked, Reply, Server};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{ArtifactKind, Auth, Config, Moved, Packed, RegistryConfig, Store, pack};
+use nacelle_image::{
+    ArtifactKind, Auth, CompressedFile, ImageStore, ImageStoreConfig, RegistryConfig, TransferProgress, compress_file,
+};
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,10 +16,10 @@ static SAMPLE: ArtifactKind = ArtifactKind {
     layer: "application/vnd.a.file.v1+zstd",
 };
 
-fn packed(directory: &Path, name: &str, bytes: &[u8]) -> Packed {
+fn packed(directory: &Path, name: &str, bytes: &[u8]) -> CompressedFile {
     let (from, to) = (directory.join(name), directory.join(format!("{name}.zst")));
     std::fs::write(&from, bytes).unwrap();
-    pack(std::fs::File::open(&from).unwrap(), &from, &to, &Moved::default()).unwrap()
+    compress_file(std::fs::File::open(&from).unwrap(), &from, &to, &TransferProgress::default()).unwrap()
 }
 
 /// Returns incompressible bytes.
@@ -39,37 +41,37 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
     let registry = Registry::start(true, true);
     let (host, directory) = (registry.host(), tempfile::tempdir().unwrap());
     let special = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
-    let config = Config { registries: [(host.clone(), special)].into(), ..Config::default() };
-    let store = Store::open(&directory.path().join("store"), config).unwrap();
+    let config = ImageStoreConfig { registries: [(host.clone(), special)].into(), ..ImageStoreConfig::default() };
+    let store = ImageStore::open(&directory.path().join("store"), config).unwrap();
     let auth = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
     let at = |tag: &str| store.artifacts(&format!("{host}/a/b:{tag}"), Some(auth.clone()), false).unwrap();
     let files = [packed(directory.path(), "large", &noise(9 << 20)), packed(directory.path(), "empty", b"")];
     let mut digests = Vec::new();
     for _ in 0..2 {
-        let moved = Moved::default();
+        let progress = TransferProgress::default();
         for file in &files {
-            at("1").put(file, &moved).await.unwrap();
+            at("1").upload_file(file, &progress).await.unwrap();
         }
-        assert_eq!(moved.bytes(), files[0].blob.size + files[1].blob.size);
+        assert_eq!(progress.bytes(), files[0].blob.size + files[1].blob.size);
         let layers = files.iter().map(|file| (file.blob.clone(), "file".to_owned())).collect();
         digests.push(at("1").publish(&SAMPLE, b"{\"a\":1}".to_vec(), layers).await.unwrap());
     }
     assert_eq!(digests[0], digests[1]);
     at("none").publish(&SAMPLE, b"{}".to_vec(), Vec::new()).await.unwrap();
-    assert_eq!(at("none").find(&SAMPLE, 0, 2).await.unwrap_err().kind(), Kind::Invalid);
-    assert!(at("none").find(&SAMPLE, 1, 2).await.unwrap().layers.is_empty());
+    assert_eq!(at("none").fetch_artifact(&SAMPLE, 0, 2).await.unwrap_err().kind(), Kind::Invalid);
+    assert!(at("none").fetch_artifact(&SAMPLE, 1, 2).await.unwrap().layers.is_empty());
 
-    let found = at("1").find(&SAMPLE, 2, 7).await.unwrap();
+    let found = at("1").fetch_artifact(&SAMPLE, 2, 7).await.unwrap();
     assert_eq!((found.digest, found.config.as_slice()), (digests[0], &b"{\"a\":1}"[..]));
     for (n, (file, layer)) in files.iter().zip(&found.layers).enumerate() {
-        let (path, moved) = (directory.path().join(n.to_string()), Moved::default());
-        at("1").fetch(layer, &file.content, File::create(&path).unwrap(), &path, &moved).await.unwrap();
+        let (path, progress) = (directory.path().join(n.to_string()), TransferProgress::default());
+        at("1").fetch_file(layer, &file.content, File::create(&path).unwrap(), &path, &progress).await.unwrap();
         assert!(std::fs::read(&path).unwrap() == std::fs::read(directory.path().join(["large", "empty"][n])).unwrap());
-        assert_eq!(moved.bytes(), file.content.size);
+        assert_eq!(progress.bytes(), file.content.size);
     }
     let anonymous = store.artifacts(&format!("{host}/a/b:1"), None, false).unwrap();
-    assert_eq!(anonymous.put(&files[0], &Moved::default()).await.unwrap_err().kind(), Kind::Denied);
-    assert_eq!(at("2").find(&SAMPLE, 2, 7).await.unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(anonymous.upload_file(&files[0], &TransferProgress::default()).await.unwrap_err().kind(), Kind::Denied);
+    assert_eq!(at("2").fetch_artifact(&SAMPLE, 2, 7).await.unwrap_err().kind(), Kind::NotFound);
 }
 
 /// A registry that requires a token and breaks the connection after the first blob.
@@ -101,14 +103,14 @@ fn strict(blobs: &AtomicUsize, asked: &Asked) -> Reply {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     let file = packed(directory.path(), "file", &noise(1 << 20));
     let blobs = AtomicUsize::new(0);
     let server = Server::start(move |asked| strict(&blobs, asked));
     let name = format!("{}/a/b:1", server.host());
-    let (artifacts, moved) = (store.artifacts(&name, None, true).unwrap(), Moved::default());
-    artifacts.put(&file, &moved).await.unwrap();
-    assert_eq!(moved.bytes(), file.blob.size, "what was sent twice counts once");
+    let (artifacts, progress) = (store.artifacts(&name, None, true).unwrap(), TransferProgress::default());
+    artifacts.upload_file(&file, &progress).await.unwrap();
+    assert_eq!(progress.bytes(), file.blob.size, "what was sent twice counts once");
     artifacts.publish(&SAMPLE, b"{}".to_vec(), vec![(file.blob.clone(), "file".into())]).await.unwrap();
     let asked = server.asked();
     let sent: Vec<_> =
@@ -124,7 +126,7 @@ async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_registry_that_leads_astray_is_left() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     let file = packed(directory.path(), "file", b"content");
     for (post, put, kind) in [
         (Reply::status(202), 201, Kind::Unavailable),
@@ -139,7 +141,7 @@ async fn a_registry_that_leads_astray_is_left() {
             _ => Reply::status(put),
         });
         let artifacts = store.artifacts(&format!("{}/a:1", server.host()), None, true).unwrap();
-        let error = artifacts.put(&file, &Moved::default()).await.unwrap_err();
+        let error = artifacts.upload_file(&file, &TransferProgress::default()).await.unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
     }
 }

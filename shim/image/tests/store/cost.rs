@@ -4,7 +4,7 @@
 
 use crate::common::{Packing, Tar, image, write_layout};
 use nacelle_base::{Chain, Classify, Kind};
-use nacelle_image::{Config, Store};
+use nacelle_image::{ImageStore, ImageStoreConfig};
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
@@ -77,8 +77,8 @@ async fn load_in_a_process() {
     let Ok(directory) = std::env::var("COST_DIRECTORY") else { return };
     let directory = Path::new(&directory);
     let max_unpack_memory = std::env::var("COST_MEMORY").unwrap().parse().unwrap();
-    let config = Config { max_unpack_memory, ..Config::default() };
-    let store = Store::open(&directory.join("store"), config).unwrap();
+    let config = ImageStoreConfig { max_unpack_memory, ..ImageStoreConfig::default() };
+    let store = ImageStore::open(&directory.join("store"), config).unwrap();
     let (before, since) = (memory("VmRSS:"), Instant::now());
     let loaded = store.load(&directory.join("layout"), None).await;
     let said = match loaded {
@@ -164,7 +164,7 @@ async fn an_archive_names_an_image_a_thousand_times_at_most() {
     let directory = tempfile::tempdir().unwrap();
     let layout = directory.path().join("layout");
     write_layout(&image(&[(Tar::new().done(), Packing::Plain)]), &layout, "cost:1");
-    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     let index: serde_json::Value = serde_json::from_slice(&std::fs::read(layout.join("index.json")).unwrap()).unwrap();
     let named = |times: usize| {
         let mut whole = index.clone();
@@ -181,8 +181,8 @@ async fn an_archive_names_an_image_a_thousand_times_at_most() {
 #[test]
 fn the_memory_for_unpacking_has_a_least() {
     let directory = tempfile::tempdir().unwrap();
-    let config = Config { max_unpack_memory: 1 << 20, ..Config::default() };
-    let Err(refused) = Store::open(directory.path(), config) else { panic!("it is opened") };
+    let config = ImageStoreConfig { max_unpack_memory: 1 << 20, ..ImageStoreConfig::default() };
+    let Err(refused) = ImageStore::open(directory.path(), config) else { panic!("it is opened") };
     assert!(refused.to_string().contains("at least 402653184 bytes"), "{refused}");
 }
 

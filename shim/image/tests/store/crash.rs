@@ -2,7 +2,7 @@
 
 use crate::common::server::{Server, honest};
 use crate::common::{Packing, Tar, image, reopen};
-use nacelle_image::{Config, Reference, RegistryConfig, Store};
+use nacelle_image::{ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,9 +12,12 @@ use std::sync::{Arc, Mutex};
 const DIRECTORY: &str = "NACELLE_TEST_CRASH_DIRECTORY";
 const HOST: &str = "NACELLE_TEST_CRASH_HOST";
 
-fn open(directory: &Path, host: &str) -> Store {
+fn open(directory: &Path, host: &str) -> ImageStore {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    reopen(directory, &Config { registries: [(host.to_owned(), special)].into(), ..Config::default() })
+    reopen(
+        directory,
+        &ImageStoreConfig { registries: [(host.to_owned(), special)].into(), ..ImageStoreConfig::default() },
+    )
 }
 
 fn name(host: &str) -> Reference {

@@ -3,7 +3,7 @@
 use crate::common::server::{Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{Config, Reference, RegistryConfig, Store};
+use nacelle_image::{ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::path::Path;
 use std::process::Command;
 
@@ -52,8 +52,8 @@ async fn fills(image: Image, text: &str) {
         false => honest(&good, asked),
     });
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    let config = Config { registries: [(server.host(), special)].into(), ..Config::default() };
-    let store = Store::open(small.0.path(), config).unwrap();
+    let config = ImageStoreConfig { registries: [(server.host(), special)].into(), ..ImageStoreConfig::default() };
+    let store = ImageStore::open(small.0.path(), config).unwrap();
     let name = |name: &str| Reference::parse(&format!("{}/{name}:t", server.host())).unwrap();
     let error = store.pull(&name("large"), None).await.unwrap_err();
     let chain = nacelle_base::Chain(&error).to_string();
@@ -97,9 +97,14 @@ async fn a_layer_with_more_than_the_configuration_allows() {
         });
         let special = RegistryConfig { http: true, ..RegistryConfig::default() };
         let registries = [(server.host(), special)].into();
-        let config = Config { registries, max_layer_bytes: 1 << 20, max_layer_entries: 20, ..Config::default() };
+        let config = ImageStoreConfig {
+            registries,
+            max_layer_bytes: 1 << 20,
+            max_layer_entries: 20,
+            ..ImageStoreConfig::default()
+        };
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(directory.path(), config).unwrap();
+        let store = ImageStore::open(directory.path(), config).unwrap();
         let reference = Reference::parse(&format!("{}/x:t", server.host())).unwrap();
         let error = store.pull(&reference, None).await.unwrap_err();
         let chain = nacelle_base::Chain(&error).to_string();

@@ -3,7 +3,7 @@
 use crate::common::server::{Asked, Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{Auth, Config, ImageError, Reference, RegistryConfig, Store};
+use nacelle_image::{Auth, ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nacelle_model::digest::ImageId;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,22 +23,22 @@ fn sample() -> Image {
     image(&[(Tar::new().file("f", 0o644, &noise(600_000)).done(), Packing::Gzip)])
 }
 
-fn store(directory: &Path, host: &str) -> Store {
+fn store(directory: &Path, host: &str) -> ImageStore {
     patient(directory, host, 60)
 }
 
 /// Opens a store with this progress timeout.
-fn patient(directory: &Path, host: &str, timeout_seconds: u64) -> Store {
+fn patient(directory: &Path, host: &str, timeout_seconds: u64) -> ImageStore {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    let config = Config {
+    let config = ImageStoreConfig {
         registries: [(host.to_owned(), special)].into(),
         progress_timeout: Duration::from_secs(timeout_seconds),
-        ..Config::default()
+        ..ImageStoreConfig::default()
     };
-    Store::open(directory, config).unwrap()
+    ImageStore::open(directory, config).unwrap()
 }
 
-async fn pull(store: &Store, server: &Server) -> Result<ImageId, ImageError> {
+async fn pull(store: &ImageStore, server: &Server) -> Result<ImageId, ImageError> {
     store.pull(&Reference::parse(&format!("{}/x:t", server.host())).unwrap(), None).await
 }
 
@@ -127,10 +127,10 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
     drop(place);
     // The thread of the dropped pull releases the store by itself.
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    let config = Config { registries: [(server.host(), special)].into(), ..Config::default() };
+    let config = ImageStoreConfig { registries: [(server.host(), special)].into(), ..ImageStoreConfig::default() };
     let mut again = None;
     eventually("the store is free", || {
-        again = Store::open(directory.path(), config.clone()).ok();
+        again = ImageStore::open(directory.path(), config.clone()).ok();
         again.is_some()
     })
     .await;

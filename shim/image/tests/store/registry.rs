@@ -3,7 +3,7 @@
 use crate::common::registry::{Registry, missing};
 use crate::common::{Image, Packing, Tar, image, reopen};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{Auth, Config, Reference, RegistryConfig, Store};
+use nacelle_image::{Auth, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
 use std::path::Path;
 
@@ -16,9 +16,9 @@ macro_rules! need_registry {
     };
 }
 
-fn store(directory: &Path, special: &[(&str, RegistryConfig)]) -> Store {
+fn store(directory: &Path, special: &[(&str, RegistryConfig)]) -> ImageStore {
     let registries = special.iter().map(|(host, config)| ((*host).to_owned(), config.clone())).collect();
-    Store::open(directory, Config { registries, ..Config::default() }).unwrap()
+    ImageStore::open(directory, ImageStoreConfig { registries, ..ImageStoreConfig::default() }).unwrap()
 }
 
 fn http() -> RegistryConfig {
@@ -193,12 +193,15 @@ async fn a_store_is_open_once_and_found_again() {
     let directory = tempfile::tempdir().unwrap();
     let host = registry.host();
     let first = store(directory.path(), &[(&host, http())]);
-    let second = Store::open(directory.path(), Config::default()).map(drop).unwrap_err();
+    let second = ImageStore::open(directory.path(), ImageStoreConfig::default()).map(drop).unwrap_err();
     assert_eq!(second.kind(), Kind::Conflict);
     first.pull(&reference(&host, "x:1"), None).await.unwrap();
     let (list, info) = (first.list(), first.fs_info().await.unwrap());
     drop(first);
-    let again = reopen(directory.path(), &Config { pinned: vec![format!("{host}/x:1")], ..Config::default() });
+    let again = reopen(
+        directory.path(),
+        &ImageStoreConfig { pinned: vec![format!("{host}/x:1")], ..ImageStoreConfig::default() },
+    );
     let mut pinned = list;
     pinned[0].pinned = true;
     assert_eq!(again.list(), pinned);

@@ -3,7 +3,7 @@
 
 use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{Config, Copied, ImageConfig, Reference, RunAs, Store};
+use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageStoreConfig, Reference, RunAs};
 use nacelle_model::digest::Digest;
 use std::collections::HashSet;
 use std::path::Path;
@@ -19,10 +19,10 @@ macro_rules! need_mount {
     };
 }
 
-async fn load(layers: &[(Vec<u8>, Packing)], directory: &Path) -> (Store, nacelle_image::RootFs) {
+async fn load(layers: &[(Vec<u8>, Packing)], directory: &Path) -> (ImageStore, nacelle_image::RootFs) {
     let image = image(layers);
     write_layout(&image, &directory.join("layout"), "test:1");
-    let store = Store::open(&directory.join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.join("store"), ImageStoreConfig::default()).unwrap();
     let loaded = store.load(&directory.join("layout"), None).await.unwrap();
     assert_eq!(loaded[0].id.to_string(), image.config);
     assert_eq!(loaded[0].names, ["docker.io/library/test:1"]);
@@ -239,7 +239,7 @@ async fn layers_that_contradict_themselves_are_refused() {
     for tar in bad {
         let directory = tempfile::tempdir().unwrap();
         write_layout(&image(&[(tar, Packing::Plain)]), &directory.path().join("layout"), "x:1");
-        let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+        let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
         let error = store.load(&directory.path().join("layout"), None).await.unwrap_err();
         assert_eq!(nacelle_base::Classify::kind(&error), nacelle_base::Kind::Invalid, "{error:?}");
         assert!(store.list().is_empty());
@@ -356,7 +356,7 @@ async fn an_image_is_described_kept_while_in_use_and_then_gone() {
     assert!(store.list().is_empty() && store.status("test:1").unwrap().is_none());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     drop(store);
-    let store = reopen(&directory.path().join("store"), &Config::default());
+    let store = reopen(&directory.path().join("store"), &ImageStoreConfig::default());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     store.collect(&in_use).await.unwrap();
     assert!(rootfs.disk.extents.iter().all(|extent| extent.path.exists()));
@@ -401,14 +401,14 @@ async fn archives_of_all_kinds_are_loaded() {
         (directory.path().join("docker.tar"), None, vec!["docker.io/library/busybox:9"]),
     ] {
         let place = tempfile::tempdir().unwrap();
-        let store = Store::open(place.path(), Config::default()).unwrap();
+        let store = ImageStore::open(place.path(), ImageStoreConfig::default()).unwrap();
         let name = name.map(|name| Reference::parse(name).unwrap());
         let loaded = store.load(&path, name.as_ref()).await.unwrap();
         assert_eq!((loaded.len(), loaded[0].id.to_string()), (1, image.config.clone()));
         assert_eq!(loaded[0].names, tags);
         assert_eq!(store.rootfs(&loaded[0].id).await.unwrap().disk.extents.len(), 4);
     }
-    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     for path in [directory.path().join("nothing"), directory.path().to_owned()] {
         assert!(store.load(&path, None).await.is_err());
     }
@@ -427,23 +427,23 @@ async fn a_file_is_read_where_it_lies() {
         .link(EntryType::Symlink, "other", "disk");
     let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
     write_layout(&image(&layers), &directory.path().join("layout"), "disk:1");
-    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     let id = store.load(&directory.path().join("layout"), None).await.unwrap()[0].id;
     for name in ["disk", "/disk/", "other", "a/../disk"] {
-        let Some(files) = store.files(&id, name).await.unwrap() else {
+        let Some(files) = store.list_files(&id, name).await.unwrap() else {
             assert_eq!(name, "a/../disk", "a directory that is not there leads nowhere");
             continue;
         };
         let [file] = files.as_slice() else { panic!("{files:?}") };
         assert_eq!((file.name.as_str(), file.size), ("root.img", 10_001));
-        let (blob, offset) = file.place.clone().unwrap();
+        let (blob, offset) = file.extent_start.clone().unwrap();
         let bytes = std::fs::read(blob).unwrap();
         let offset = usize::try_from(offset).unwrap();
         assert_eq!(&bytes[offset..offset + disk.len()], disk);
         assert!(bytes[offset + disk.len()..offset + 12_288].iter().all(|byte| *byte == 0));
     }
-    assert_eq!(store.files(&id, "none").await.unwrap(), None);
-    assert_eq!(store.files(&id, "disk/root.img").await.unwrap(), None);
+    assert_eq!(store.list_files(&id, "none").await.unwrap(), None);
+    assert_eq!(store.list_files(&id, "disk/root.img").await.unwrap(), None);
 }
 
 #[tokio::test]
@@ -460,7 +460,7 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
         .link(EntryType::Symlink, "up", "../../../../../boot");
     let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
     write_layout(&image(&layers), &directory.path().join("layout"), "kernel:1");
-    let store = Store::open(&directory.path().join("store"), Config::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     let id = store.load(&directory.path().join("layout"), None).await.unwrap()[0].id;
     let to = directory.path().join("copy");
     let copy = async |path: &str, most| {
@@ -470,11 +470,11 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
     };
     // The root is the image's: no path leads above it.
     for path in ["/boot/vmlinux", "boot/vmlinux", "/up/vmlinux", "/../../boot/vmlinux"] {
-        assert!(copy(path, 10_001).await == (Copied::All(10_001), kernel.clone()), "{path}");
+        assert!(copy(path, 10_001).await == (CopyOutcome::All(10_001), kernel.clone()), "{path}");
     }
-    assert_eq!(copy("/boot/vmlinux", 10_000).await, (Copied::TooLarge(10_001), vec![]));
+    assert_eq!(copy("/boot/vmlinux", 10_000).await, (CopyOutcome::TooLarge(10_001), vec![]));
     for path in ["/boot/old", "/boot/link", "/boot/out", "/boot", "/none/vmlinux", "/boot/vmlinux/x", "/", ""] {
-        assert_eq!(copy(path, 10_001).await, (Copied::Missing, vec![]), "{path}");
+        assert_eq!(copy(path, 10_001).await, (CopyOutcome::Missing, vec![]), "{path}");
     }
     let other = Digest::of(b"another");
     let error = store.copy_file_from_image(&other, "/a", 1, std::fs::File::create(&to).unwrap()).await.unwrap_err();

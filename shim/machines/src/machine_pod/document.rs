@@ -5,7 +5,7 @@ use super::passthrough::PassthroughError;
 use super::volume_error::VolumeError;
 use super::volumes::{image_volume_path, image_with_disk};
 use nacelle_base::{Classify, Kind};
-use nacelle_image::{ImageError, Store};
+use nacelle_image::{ImageError, ImageStore};
 use nacelle_model::machine::{DiskSource, INITRD_SOURCE_KEY, KERNEL_SOURCE_KEY, MachineDocument};
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
 use nacelle_model::record::ContainerRecord;
@@ -79,7 +79,7 @@ impl Classify for SourceError {
 pub async fn build_document(
     machine: &MachinePod,
     container: &ContainerRecord,
-    store: &Store,
+    store: &ImageStore,
     node_sources: BTreeMap<String, DiskSource>,
 ) -> Result<Vec<u8>, SourceError> {
     let mut found = node_sources;
@@ -109,7 +109,7 @@ async fn locate_in_image(
     requested: &str,
     path: &str,
     container: &ContainerRecord,
-    store: &Store,
+    store: &ImageStore,
 ) -> Result<DiskSource, SourceError> {
     let own = &container.image;
     let image = image_with_disk(disk, &container.config, &container.volumes, own);
@@ -125,7 +125,7 @@ async fn locate_in_image(
         None if path.is_empty() => (DISK_DIRECTORY, None),
         None => ("", Some(path.trim_matches('/'))),
     };
-    let files = store.files(&image.id, directory).await.map_err(failed)?;
+    let files = store.list_files(&image.id, directory).await.map_err(failed)?;
     let files = files.ok_or_else(|| not_in_image("the image has no such directory; disks of images are in /disk"))?;
     let file = match name {
         Some(name) => {
@@ -137,7 +137,7 @@ async fn locate_in_image(
             _ => return Err(not_in_image("the image has several files in /disk: set path")),
         },
     };
-    let (path, offset) = file.place.clone().ok_or_else(|| {
+    let (path, offset) = file.extent_start.clone().ok_or_else(|| {
         not_in_image(
             "the file is sparse in the image's layer, and cannot be read as one piece: store it without holes, or as qcow2",
         )

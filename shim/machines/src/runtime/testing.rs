@@ -16,7 +16,7 @@ pub(crate) struct FakeRuntime {
     pods: Mutex<Vec<MachinePodView>>,
     changes: watch::Sender<()>,
     vms: Vms,
-    images: nacelle_image::Store,
+    images: nacelle_image::ImageStore,
     execs: mpsc::UnboundedSender<Vec<String>>,
     streams: watch::Sender<Vec<UnixStream>>,
     directory: tempfile::TempDir,
@@ -32,7 +32,7 @@ impl FakeRuntime {
         let directory = tempfile::tempdir().unwrap();
         let (store, contents) = Store::open(&directory.path().join("s.redb"), None).unwrap();
         let vms = Vms::open(directory.path().join("vms"), store, contents.vms).unwrap();
-        let images = nacelle_image::Store::open(&directory.path().join("images"), Default::default()).unwrap();
+        let images = nacelle_image::ImageStore::open(&directory.path().join("images"), Default::default()).unwrap();
         let (execs, received) = mpsc::unbounded_channel();
         (
             FakeRuntime {
@@ -78,7 +78,7 @@ impl PodRuntime for FakeRuntime {
         &self.vms
     }
 
-    fn images(&self) -> &nacelle_image::Store {
+    fn images(&self) -> &nacelle_image::ImageStore {
         &self.images
     }
 

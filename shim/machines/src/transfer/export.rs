@@ -11,7 +11,7 @@ use nacelle_base::files::remove_if_there;
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::unix_nanos;
-use nacelle_image::{Artifacts, pack};
+use nacelle_image::{Artifacts, compress_file};
 use nacelle_model::digest::Digest;
 use nacelle_model::record::VmRecord;
 use std::path::Path;
@@ -86,9 +86,10 @@ async fn send(
         let (source, size) = run_blocking("open a file of the VM", move || open_file(&from, &file)).await??;
         progress.begin(format!("compressing {}", kind.description()), size);
         let packed =
-            run_blocking("compress a file of the VM", move || pack(source, Path::new(&name), &to, &moved)).await??;
+            run_blocking("compress a file of the VM", move || compress_file(source, Path::new(&name), &to, &moved))
+                .await??;
         progress.begin(format!("sending {}", kind.description()), packed.blob.size);
-        artifacts.put(&packed, &progress.moved).await?;
+        artifacts.upload_file(&packed, &progress.moved).await?;
         let sent = packed.path;
         run_blocking("remove a file that was sent", move || remove_if_there(&sent)).await??;
         layers.push((packed.blob, format!("{}.zst", kind.file_name())));

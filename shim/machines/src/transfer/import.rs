@@ -51,7 +51,7 @@ pub async fn import(
     let id = vms::id(&target.namespace, &target.name);
     let lock = vms.lock_new_name(&id, "imported").await?;
     progress.begin("reading the artifact's configuration".to_owned(), 0);
-    let artifact = artifacts.find(&VM_ARTIFACT, MAX_FILES, MAX_BYTES).await?;
+    let artifact = artifacts.fetch_artifact(&VM_ARTIFACT, MAX_FILES, MAX_BYTES).await?;
     let invalid = |source| TransferError::InvalidArtifact { name: artifacts.name(), source };
     let exported = ExportedVm::from_json(&artifact.config, artifact.layers.len()).map_err(invalid)?;
     let fresh = vms::new_record(&target.namespace, &target.name)?;
@@ -126,7 +126,7 @@ async fn fetch_files(
             let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&created);
             opened.map_err(at("create", &created))
         });
-        artifacts.fetch(layer, &file.content(), to.await??, &path, &progress.moved).await?;
+        artifacts.fetch_file(layer, &file.content(), to.await??, &path, &progress.moved).await?;
         if let Some(bytes) = file.kind.virtual_size() {
             let reject = |rule| TransferError::Disk { disk: file.kind.description(), rule };
             let inspect = move || inspect_qcow2(&std::fs::File::open(&path).map_err(at("open", &path))?, &path);
@@ -160,7 +160,7 @@ fn write_metadata(exported: &ExportedVm, directory: &Path) -> Result<(), FileErr
 }
 
 impl ExportedFile {
-    fn content(&self) -> nacelle_image::Content {
-        nacelle_image::Content { digest: self.digest, size: self.size }
+    fn content(&self) -> nacelle_image::FileContent {
+        nacelle_image::FileContent { digest: self.digest, size: self.size }
     }
 }

@@ -16,7 +16,7 @@ use document::DocumentError;
 use nacelle_base::files::{FileError, remove_tree_if_there};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, Kind};
-use nacelle_image::{Auth, ImageError, Moved};
+use nacelle_image::{Auth, ImageError, TransferProgress};
 use nacelle_model::digest::Digest;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -112,7 +112,7 @@ impl Classify for TransferError {
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
     /// The bytes of this step that were moved, and the flag of cancellation.
-    pub moved: Moved,
+    pub moved: TransferProgress,
     step: Arc<(Mutex<String>, AtomicU64)>,
 }
 

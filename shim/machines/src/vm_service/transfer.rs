@@ -93,7 +93,7 @@ where
                 result = &mut transfer => break result,
                 () = sender.closed() => {
                     // Stops the work on blocking threads; the rest ends with the future.
-                    progress.moved.give_up();
+                    progress.moved.cancel();
                     return;
                 }
                 () = tokio::time::sleep(interval) => {}

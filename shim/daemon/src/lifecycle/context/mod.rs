@@ -36,7 +36,7 @@ pub struct NodeServices {
     /// The state store.
     pub store: Store,
     /// The image store.
-    pub images: nacelle_image::Store,
+    pub images: nacelle_image::ImageStore,
     /// The persistent VMs.
     pub vms: Vms,
     /// The pod processes.

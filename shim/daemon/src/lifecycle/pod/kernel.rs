@@ -7,7 +7,7 @@ use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_engine::check_kernel;
-use nacelle_image::{Copied, Reference};
+use nacelle_image::{CopyOutcome, Reference};
 use nacelle_model::digest::ImageId;
 use nacelle_model::pod::OwnKernel;
 use std::fs::{File, OpenOptions};
@@ -76,9 +76,9 @@ async fn copy(
     let (open, copied) = blocking(made).await?;
     let (image, path) = (kernel.image.clone(), kernel.path.clone());
     match services.images.copy_file_from_image(id, &path, MAX_KERNEL_BYTES, copied).await {
-        Ok(Copied::All(_)) => {}
-        Ok(Copied::Missing) => return Err(OwnKernelError::NoFile { image, path }),
-        Ok(Copied::TooLarge(size)) => return Err(OwnKernelError::TooLarge { image, path, size }),
+        Ok(CopyOutcome::All(_)) => {}
+        Ok(CopyOutcome::Missing) => return Err(OwnKernelError::NoFile { image, path }),
+        Ok(CopyOutcome::TooLarge(size)) => return Err(OwnKernelError::TooLarge { image, path, size }),
         Err(source) => return Err(OwnKernelError::Image { image, source }),
     }
     let checked = blocking(move || check_kernel(&open, memory_mib, engine)).await;

@@ -4,7 +4,7 @@ pub mod registry;
 pub mod server;
 
 use nacelle_base::machine::ImageDisk;
-use nacelle_image::{Config, ImageError, Store};
+use nacelle_image::{ImageError, ImageStore, ImageStoreConfig};
 use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -22,10 +22,10 @@ pub fn digest(bytes: &[u8]) -> String {
 
 /// Opens a store that has just been closed. A process that another test starts at this moment inherits the lock's descriptor
 /// until it executes its program.
-pub fn reopen(directory: &Path, config: &Config) -> Store {
+pub fn reopen(directory: &Path, config: &ImageStoreConfig) -> ImageStore {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        match Store::open(directory, config.clone()) {
+        match ImageStore::open(directory, config.clone()) {
             Err(ImageError::Locked { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -43,7 +43,7 @@ pub enum Packing {
 }
 
 /// Compresses a tar.
-pub fn pack(tar: &[u8], packing: Packing) -> Vec<u8> {
+pub fn compress_file(tar: &[u8], packing: Packing) -> Vec<u8> {
     match packing {
         Packing::Plain => tar.to_vec(),
         Packing::Gzip => {
@@ -70,7 +70,7 @@ pub fn image(tars: &[(Vec<u8>, Packing)]) -> Image {
     let mut layers = Vec::new();
     let mut diff_ids = Vec::new();
     for (tar, packing) in tars {
-        let packed = pack(tar, *packing);
+        let packed = compress_file(tar, *packing);
         let kind = match packing {
             Packing::Plain => "application/vnd.oci.image.layer.v1.tar",
             Packing::Gzip => "application/vnd.oci.image.layer.v1.tar+gzip",
