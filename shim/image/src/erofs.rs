@@ -158,17 +158,17 @@ impl<'t> MetadataLayout<'t> {
         let mut at = (FIRST_DEVICE_SLOT + layout.first_blocks.len()) * DEVICE_SLOT_SIZE;
         at = at.next_multiple_of(BLOCK_SIZE);
         for placed in &mut layout.inodes {
-            let together =
+            let inline_length =
                 INODE_SIZE + placed.xattrs.len() + if placed.is_inline() { placed.content.data_length() } else { 0 };
             let in_block = at % BLOCK_SIZE;
-            if in_block + together > BLOCK_SIZE && together <= BLOCK_SIZE {
+            if in_block + inline_length > BLOCK_SIZE && inline_length <= BLOCK_SIZE {
                 at += BLOCK_SIZE - in_block;
             }
             placed.at = at;
             if let Some(place) = layout.inode_places.get_mut(&placed.ino) {
                 place.0 = at;
             }
-            at += together;
+            at += inline_length;
             if let MetadataContent::Chunks { count, .. } = placed.content {
                 at = at.next_multiple_of(4) + count * 4;
             }

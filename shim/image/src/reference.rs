@@ -15,7 +15,7 @@ pub struct Reference {
     digest: Option<Digest>,
 }
 
-fn bad(text: &str, why: &'static str) -> ImageError {
+fn invalid_reference(text: &str, why: &'static str) -> ImageError {
     ImageError::BadReference { text: text.chars().take(300).collect(), why }
 }
 
@@ -23,16 +23,16 @@ impl Reference {
     /// Parses a reference as users write it: "busybox", "quay.io/a/b:1", "host:5000/a@sha256:...".
     pub fn parse(text: &str) -> Result<Reference, ImageError> {
         if text.is_empty() || text.len() > 1024 {
-            return Err(bad(text, "a reference has 1 to 1024 characters"));
+            return Err(invalid_reference(text, "a reference has 1 to 1024 characters"));
         }
         if Digest::from_hex(text).is_some() {
-            return Err(bad(text, "64 hexadecimal digits are an image id, not a name"));
+            return Err(invalid_reference(text, "64 hexadecimal digits are an image id, not a name"));
         }
         let (rest, digest) = match text.split_once('@') {
             Some((rest, digest)) => (
                 rest,
                 Some(digest.parse().map_err(|_cause: DigestError| {
-                    bad(text, "what follows @ is not sha256: and 64 characters from 0-9a-f")
+                    invalid_reference(text, "what follows @ is not sha256: and 64 characters from 0-9a-f")
                 })?),
             ),
             None => (text, None),
@@ -42,7 +42,10 @@ impl Reference {
             _ => (rest, None),
         };
         if tag.is_some_and(|tag| !is_tag(tag)) {
-            return Err(bad(text, "a tag has 1 to 128 characters from A-Za-z0-9_.- and begins with none of .-"));
+            return Err(invalid_reference(
+                text,
+                "a tag has 1 to 128 characters from A-Za-z0-9_.- and begins with none of .-",
+            ));
         }
         let (registry, path) = match name.split_once('/') {
             Some((host, path)) if host.contains(['.', ':']) || host == "localhost" || host != host.to_lowercase() => {
@@ -51,11 +54,17 @@ impl Reference {
             _ => ("docker.io", name),
         };
         if !is_host(registry) {
-            return Err(bad(text, "the part before the first / is not a host name with an optional port"));
+            return Err(invalid_reference(
+                text,
+                "the part before the first / is not a host name with an optional port",
+            ));
         }
         let registry = if registry == "index.docker.io" { "docker.io" } else { registry };
         if !path.split('/').all(is_component) || path.len() > 255 {
-            return Err(bad(text, "a repository has parts from a-z0-9, joined inside by one of . _ __ - and by /"));
+            return Err(invalid_reference(
+                text,
+                "a repository has parts from a-z0-9, joined inside by one of . _ __ - and by /",
+            ));
         }
         let library = registry == "docker.io" && !path.contains('/');
         Ok(Reference {

@@ -21,19 +21,19 @@ use tokio::task::AbortHandle;
 #[derive(Clone)]
 pub struct ImageStore {
     shared: Arc<StoreState>,
-    flights: Arc<Mutex<HashMap<FlightKey, Weak<Flight>>>>,
+    pulls: Arc<Mutex<HashMap<PullKey, Weak<OngoingPull>>>>,
 }
 
-type FlightKey = (Reference, Option<Auth>);
-type Outcome = Result<ImageId, Arc<ImageError>>;
+type PullKey = (Reference, Option<Auth>);
+type PullOutcome = Result<ImageId, Arc<ImageError>>;
 
 /// A pull in progress. It is cancelled when the last caller stops waiting for it.
-struct Flight {
+struct OngoingPull {
     task: AbortHandle,
-    outcome: watch::Receiver<Option<Outcome>>,
+    outcome: watch::Receiver<Option<PullOutcome>>,
 }
 
-impl Drop for Flight {
+impl Drop for OngoingPull {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -133,14 +133,14 @@ impl ImageStore {
         let layers = Semaphore::new(config.layers_at_a_time());
         let shared = Arc::new(StoreState { config, pinned, directory, http, layers, pool, catalogue, published });
         shared.collect_garbage_blocking(None, None)?;
-        Ok(ImageStore { shared, flights: Arc::default() })
+        Ok(ImageStore { shared, pulls: Arc::default() })
     }
 
     /// Pulls an image, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
     /// unless other callers wait for the same one; the next pull continues its downloads.
     pub async fn pull(&self, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
-        let flight = self.flight(reference, auth);
-        let mut outcome = flight.outcome.clone();
+        let pull = self.join_or_start_pull(reference, auth);
+        let mut outcome = pull.outcome.clone();
         let ended = outcome.wait_for(Option::is_some).await;
         match ended.as_deref() {
             Ok(Some(Ok(id))) => Ok(*id),
@@ -151,15 +151,15 @@ impl ImageStore {
     }
 
     /// Returns the pull of this image that is in progress, or starts one.
-    fn flight(&self, reference: &Reference, auth: Option<Auth>) -> Arc<Flight> {
+    fn join_or_start_pull(&self, reference: &Reference, auth: Option<Auth>) -> Arc<OngoingPull> {
         let key = (reference.clone(), auth.clone());
-        let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
-        flights.retain(|_, flight| flight.strong_count() > 0);
-        if let Some(flight) = flights.get(&key).and_then(Weak::upgrade) {
-            return flight;
+        let mut pulls = self.pulls.lock().unwrap_or_else(PoisonError::into_inner);
+        pulls.retain(|_, pull| pull.strong_count() > 0);
+        if let Some(pull) = pulls.get(&key).and_then(Weak::upgrade) {
+            return pull;
         }
         let (sender, outcome) = watch::channel(None);
-        let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.flights), key.clone());
+        let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.pulls), key.clone());
         let task = tokio::spawn(async move {
             let pulled = pull::pull(&shared, &name.0, auth).await;
             drop(shared); // A caller that has the result may close the store.
@@ -167,9 +167,9 @@ impl ImageStore {
             others.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             sender.send_replace(Some(pulled.map_err(Arc::new)));
         });
-        let flight = Arc::new(Flight { task: task.abort_handle(), outcome });
-        flights.insert(key, Arc::downgrade(&flight));
-        flight
+        let pull = Arc::new(OngoingPull { task: task.abort_handle(), outcome });
+        pulls.insert(key, Arc::downgrade(&pull));
+        pull
     }
 
     /// Loads the images of an OCI layout (directory or tar archive) or of a docker archive. An image that is the only one of its
@@ -181,8 +181,8 @@ impl ImageStore {
     /// Returns all images, ordered by id.
     pub fn list(&self) -> Vec<ImageRecord> {
         let images = self.shared.published.images();
-        let here = images.iter().filter(|(_, stored)| !stored.removed);
-        here.map(|(id, stored)| image_record(id, stored, &self.shared.pinned)).collect()
+        let listed = images.iter().filter(|(_, stored)| !stored.removed);
+        listed.map(|(id, stored)| image_record(id, stored, &self.shared.pinned)).collect()
     }
 
     /// Returns the image of this reference, id (with or without `sha256:`), or prefix of an id (3 digits or more); `None` if
@@ -206,7 +206,7 @@ impl ImageStore {
     }
 
     /// Returns the clients for registries.
-    pub(crate) fn http(&self) -> Arc<HttpClients> {
+    pub(crate) fn http_clients(&self) -> Arc<HttpClients> {
         Arc::clone(&self.shared.http)
     }
 

@@ -92,7 +92,7 @@ pub enum TreeError {
     Budget(#[from] BudgetError),
 }
 
-/// Reasons that an entry cannot be applied.
+/// Reasons that an entry of a layer cannot be applied to the tree.
 enum ApplyError {
     Rule(&'static str),
     Budget(BudgetError),
@@ -122,7 +122,7 @@ impl MergedTree {
 
     /// Applies the next layer. Layers are applied lowest first; `layer` counts from 0.
     pub fn apply_layer(&mut self, layer: usize, index: &LayerIndex, budget: &mut Budget) -> Result<(), TreeError> {
-        let fail = |path: &[u8], wrong| match wrong {
+        let fail = |path: &[u8], error| match error {
             ApplyError::Rule(why) => {
                 let path = String::from_utf8_lossy(path).chars().take(300).collect();
                 TreeError::Entry { layer: layer + 1, path, why }
@@ -141,7 +141,7 @@ impl MergedTree {
         for entry in index.entries() {
             let LayerEntry { path, meta, kind } = entry.map_err(damaged)?;
             budget.step(1)?;
-            self.apply_entry(layer, &path, meta, kind, budget).map_err(|wrong| fail(&path, wrong))?;
+            self.apply_entry(layer, &path, meta, kind, budget).map_err(|error| fail(&path, error))?;
         }
         Ok(())
     }

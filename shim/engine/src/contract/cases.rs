@@ -245,10 +245,10 @@ pub fn waiting_calls_return_when_the_vm_ends(tested: &dyn TestedEngine) {
         let accept = scope.spawn(move || (incoming.accept(Duration::from_secs(3600)), incoming));
         let wait = scope.spawn(|| vm.machine.wait(Duration::from_secs(3600)));
         let exit = vm.machine.stop(StopMode::Kill).expect("to stop");
-        let (accepted, incoming) = accept.join().expect("who accepts");
+        let (accepted, incoming) = accept.join().expect("the accepting thread");
         assert!(is_stopped(&accepted));
         assert!(is_stopped(&incoming.accept(LONG)));
-        assert_eq!(wait.join().expect("who waits"), Some(exit));
+        assert_eq!(wait.join().expect("the waiting thread"), Some(exit));
     });
 }
 

@@ -53,7 +53,7 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
         let running = saved.save(&dir).expect_err("a machine that runs cannot be saved");
         assert_eq!(running.kind(), Kind::Conflict, "{running}");
         assert!(!dir.exists());
-        let pausable = vm.machine.as_pausable().expect("a machine that can stand still");
+        let pausable = vm.machine.as_pausable().expect("a pausable machine");
         pausable.pause().expect("to pause");
         saved.save(&dir).expect("to save");
         let twice = saved.save(&dir).expect_err("there is a snapshot already");
@@ -70,7 +70,7 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
         for clone in &clones {
             assert_eq!(clone.machine.status(), MachineStatus::Paused);
             clone.machine.disks()[0].place(MIB, &image(files.path())).expect("to place again");
-            clone.machine.as_pausable().expect("to stand still").resume().expect("to resume");
+            clone.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
         }
         pausable.resume().expect("to resume");
         let all = || clones.iter().chain([&vm]);
@@ -114,7 +114,7 @@ pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
     let (scratch, dir) = (files.path().join("scratch"), files.path().join("snapshot"));
     fs::File::create(&scratch).and_then(|file| file.set_len(MIB)).expect("a disk");
     let vm = TestVm::start(tested, disks(&scratch), |_| ());
-    vm.machine.as_pausable().expect("to stand still").pause().expect("to pause");
+    vm.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
     vm.machine.as_snapshottable().expect("to be saved").save(&dir).expect("to save");
     drop(vm);
 
@@ -124,7 +124,7 @@ pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
         assert_eq!(error.kind(), kind, "{what}: {}", nacelle_base::Chain(&error));
     };
     refused("nothing", files.path(), disks(&scratch), 1, Kind::NotFound);
-    refused("two processors of one", &dir, disks(&scratch), 2, Kind::Invalid);
+    refused("two vCPUs instead of one", &dir, disks(&scratch), 2, Kind::Invalid);
     refused("fewer disks", &dir, disks(&scratch).split_off(1), 1, Kind::Invalid);
     refused("other disks", &dir, disks(&scratch).into_iter().rev().collect(), 1, Kind::Invalid);
     let state = fs::read(dir.join("state")).expect("the state");
@@ -137,7 +137,7 @@ pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
     one.machine.as_snapshottable().expect("to be saved").save(&files.path().join("again")).expect("to save");
     drop(one);
     let two = TestVm::restore(tested, &files.path().join("again"), disks(&scratch), 1).expect("to restore");
-    two.machine.as_pausable().expect("to stand still").resume().expect("to resume");
+    two.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
     eventually("the guest", || two.query("cpus") == "1");
     drop(two);
     before.wait_until_restored();

@@ -45,7 +45,7 @@ impl TransferProgress {
         self.0.1.store(true, Ordering::Relaxed);
     }
 
-    fn check(&self) -> io::Result<()> {
+    fn check_not_cancelled(&self) -> io::Result<()> {
         if self.0.1.load(Ordering::Relaxed) { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
     }
 }
@@ -85,7 +85,7 @@ pub fn compress_file(
         let mut encoder = zstd::stream::write::Encoder::new(&mut blob, ZSTD_LEVEL)?;
         let mut piece = vec![0; PIECE];
         loop {
-            progress.check()?;
+            progress.check_not_cancelled()?;
             let count = retry_interrupted(|| content.read(&mut piece))?;
             let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
             io::Write::write_all(&mut encoder, read)?;
@@ -140,7 +140,7 @@ fn decompress_pieces(
     let (mut hash, mut done) = (Sha256::new(), 0u64);
     let mut piece = vec![0; PIECE];
     loop {
-        progress.check().map_err(at("write", path))?;
+        progress.check_not_cancelled().map_err(at("write", path))?;
         let count = read_full(&mut decoder, &mut piece).map_err(at("unpack", path))?;
         let Some(read) = piece.get(..count).filter(|read| !read.is_empty()) else { break };
         if done + read.len() as u64 > content.size {

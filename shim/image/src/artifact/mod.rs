@@ -54,7 +54,7 @@ impl ImageStore {
             Some(layout) => ArtifactLocation::Layout(LayoutReference::parse(name, layout)?),
             None => {
                 let reference = Reference::parse(name)?;
-                let session = RegistrySession::new(self.http(), &reference, auth, plain_http)?;
+                let session = RegistrySession::new(self.http_clients(), &reference, auth, plain_http)?;
                 ArtifactLocation::Registry(Box::new(session), reference)
             }
         };

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use nacelle_base::json;
 use serde::Deserialize;
 
-/// The maximum size in bytes of a token server's answer.
+/// The maximum size in bytes of a token server's response.
 const MAX_TOKEN_BYTES: u64 = 1 << 20;
 
 /// One challenge of a WWW-Authenticate header.

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 /// The maximum number of redirects of one request.
 const MAX_REDIRECTS: usize = 10;
-/// The maximum bytes of an error answer that are read for the message.
+/// The maximum bytes of an error response that are read for the message.
 const MAX_ERROR_MESSAGE_BYTES: u64 = 16 << 10;
 
 type HttpClient = Client<HttpsConnector<HttpConnector>, Either<Full<Bytes>, FileBody>>;
@@ -43,7 +43,7 @@ struct TlsSettings {
     ca_file: Option<PathBuf>,
 }
 
-/// An answer whose body has not been read.
+/// A response whose body has not been read.
 pub struct HttpResponse {
     /// The URL that answered, after redirects, without its query.
     pub url: String,
@@ -106,7 +106,7 @@ impl HttpClients {
         Err(ImageError::Protocol { url: url_without_query(&url), why: "it redirects more than 10 times" })
     }
 
-    /// Sends one request and follows no redirects. The answer must begin within the configured time limit, counted from the last
+    /// Sends one request and follows no redirects. The response must begin within the configured time limit, counted from the last
     /// byte that was sent.
     pub async fn send(
         &self,
@@ -162,7 +162,7 @@ impl HttpClients {
 }
 
 impl HttpResponse {
-    /// Returns the answer if it is a success, otherwise an error with the registry's message.
+    /// Returns the response if its status is a success, otherwise an error with the registry's message.
     pub async fn into_success(self) -> Result<HttpResponse, ImageError> {
         if self.status.is_success() {
             return Ok(self);

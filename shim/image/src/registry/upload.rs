@@ -60,7 +60,7 @@ impl RequestBody {
         Ok(Either::Right(FileBody { pieces, left: size, progress }))
     }
 
-    /// Returns the answer if it comes within the limit after the last byte that moved, otherwise `None`.
+    /// Returns the response if it begins within the limit after the last byte that was sent, otherwise `None`.
     pub async fn await_response<T>(&self, limit: Duration, response: impl Future<Output = T>) -> Option<T> {
         let sent_bytes = || match self {
             RequestBody::Bytes(_) => 0,
