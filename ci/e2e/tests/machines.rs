@@ -321,13 +321,16 @@ impl Watch {
 
     /// Waits for a line with this phase. A change of the status is reported at once, and not by the list every 30 seconds.
     fn wait_for_phase(&mut self, name: &str, phase: &str) {
-        let until = Instant::now() + Duration::from_secs(15);
+        let (until, mut seen) = (Instant::now() + Duration::from_secs(15), Vec::new());
         loop {
             let line = self.lines.recv_timeout(until.saturating_duration_since(Instant::now()));
-            let machine: Value = serde_json::from_str(&line.expect("the phase is reported")).expect("a line is JSON");
+            let line =
+                line.unwrap_or_else(|_late| panic!("{name} is {phase}, and the watch has only printed {seen:?}"));
+            let machine: Value = serde_json::from_str(&line).expect("a line is JSON");
             if machine["name"] == name && machine["phase"] == phase {
                 return;
             }
+            seen.push(line);
         }
     }
 }

@@ -292,6 +292,17 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_pod_is_stored_with_its_machine() {
+        let text = include_str!("../tests/golden/machine-pod-v2.json");
+        let record = PodRecord::decode("x", text.as_bytes()).unwrap();
+        let machine = record.config.kind.machine().unwrap();
+        assert_eq!((machine.memory_mib, machine.processors.count(), machine.disks.len()), (512, 2, 1));
+        assert_eq!(record.config.kind.persistent_vm(), Some("default/db"));
+        let value = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).unwrap();
+        assert_eq!(value(&record.encode().unwrap()), value(text.as_bytes()));
+    }
+
+    #[test]
     fn kinds_of_pods_are_stored_by_name() {
         let kind = |text: &str| serde_json::from_str::<PodKind>(text).unwrap();
         assert_eq!(kind(r#"{ "containers": {} }"#), PodKind::default());

@@ -115,7 +115,8 @@ impl Cri {
         request: cri::ListContainersRequest,
     ) -> Result<cri::ListContainersResponse, Status> {
         let views = self.node.views();
-        let passes = |container: &&ContainerRecord| report::container_passes(container, request.filter.as_ref());
+        let passes =
+            |container: &&ContainerRecord| report::matches_container_filter(container, request.filter.as_ref());
         let shown = report::newest_first(views.iter().flat_map(|view| view.containers.values()).filter(passes));
         Ok(cri::ListContainersResponse { containers: shown.into_iter().map(report::container).collect() })
     }

@@ -126,7 +126,7 @@ impl Cri {
     ) -> Result<cri::ListPodSandboxResponse, Status> {
         let filter = request.filter.as_ref();
         let mut views = self.node.views();
-        views.retain(|view| report::is_visible(&view.pod) && report::pod_passes(&view.pod, filter));
+        views.retain(|view| report::is_visible(&view.pod) && report::matches_pod_filter(&view.pod, filter));
         views.sort_by_key(|view| std::cmp::Reverse(view.pod.created_at));
         Ok(cri::ListPodSandboxResponse { items: views.iter().map(|view| report::pod(&view.pod)).collect() })
     }

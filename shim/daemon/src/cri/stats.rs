@@ -39,7 +39,7 @@ impl Cri {
         request: cri::ListContainerStatsRequest,
     ) -> Result<cri::ListContainerStatsResponse, Status> {
         let filter = request.filter.as_ref();
-        let passes = |c: &_| report::container_is_visible(c) && stats::container_passes(c, filter);
+        let passes = |c: &_| report::container_is_visible(c) && stats::matches_container_filter(c, filter);
         let mut views = self.node.views();
         views.retain(|view| view.containers.values().any(passes));
         let figures = self.accounting.query_all(views.iter().map(AsRef::as_ref)).await;
@@ -69,7 +69,7 @@ impl Cri {
     ) -> Result<cri::ListPodSandboxStatsResponse, Status> {
         let filter = request.filter.as_ref();
         let mut views = self.node.views();
-        views.retain(|view| report::is_visible(&view.pod) && stats::pod_passes(&view.pod, filter));
+        views.retain(|view| report::is_visible(&view.pod) && stats::matches_pod_filter(&view.pod, filter));
         let figures = self.accounting.query_all(views.iter().map(AsRef::as_ref)).await;
         let mountpoint = self.mountpoint();
         let known = views.iter().filter_map(|view| Some((view, figures.get(&view.pod.id)?)));

@@ -38,7 +38,7 @@ impl DirectoryWatcher {
         self.subscribers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Subscribes to the changes in these directories. A directory that cannot be watched is logged and left out.
+    /// Subscribes to the changes in these directories. A directory that cannot be watched is logged and left out. Blocks.
     pub fn subscribe(self: &Arc<Self>, directories: &[PathBuf]) -> DirectoryWatch {
         let notify = Arc::new(Notify::new());
         let mut descriptors = Vec::new();
@@ -52,7 +52,8 @@ impl DirectoryWatcher {
                 ),
             }
         }
-        DirectoryWatch { watcher: Arc::clone(self), notify, descriptors }
+        let is_complete = descriptors.len() == directories.len();
+        DirectoryWatch { watcher: Arc::clone(self), notify, descriptors, is_complete }
     }
 
     fn add(&self, directory: &Path, notify: &Arc<Notify>) -> io::Result<i32> {
@@ -132,9 +133,15 @@ pub(super) struct DirectoryWatch {
     watcher: Arc<DirectoryWatcher>,
     notify: Arc<Notify>,
     descriptors: Vec<i32>,
+    is_complete: bool,
 }
 
 impl DirectoryWatch {
+    /// Returns whether all directories are watched.
+    pub fn is_complete(&self) -> bool {
+        self.is_complete
+    }
+
     /// Waits for a change since the last call, or since the subscription.
     pub async fn changed(&self) {
         self.notify.notified().await;
@@ -191,6 +198,7 @@ mod tests {
         assert!(is_notified(&one).await, "another subscriber has left");
         drop(one);
         assert!(watcher.subscribers().is_empty());
-        assert!(watcher.subscribe(&["/nowhere".into()]).descriptors.is_empty());
+        let none = watcher.subscribe(&["/nowhere".into()]);
+        assert!(none.descriptors.is_empty() && !none.is_complete());
     }
 }

@@ -9,6 +9,7 @@ mod power;
 use crate::runtime::{MachinePodView, PodRuntime};
 use credentials::CredentialsController;
 use directory_watch::{DirectoryWatch, DirectoryWatcher};
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::record::ContainerRecord;
 use power::PowerController;
@@ -83,8 +84,7 @@ async fn run_kind<C: Controller>(runtime: &Arc<dyn PodRuntime>, watcher: Option<
                 continue;
             }
             let Some(controller) = C::new(runtime, pod, container) else { continue };
-            let watch = watcher.map(|watcher| watcher.subscribe(&controller.directories()));
-            let task = tokio::spawn(run_controller(controller, watch));
+            let task = tokio::spawn(run_controller(controller, watcher.cloned()));
             tasks.insert(container.id.clone(), AbortOnDropHandle::new(task));
         }
         tokio::select! {
@@ -99,8 +99,15 @@ async fn run_kind<C: Controller>(runtime: &Arc<dyn PodRuntime>, watcher: Option<
 }
 
 /// Runs one controller until the task is aborted. The directories are watched before they are read, so no change is missed.
-async fn run_controller(mut controller: impl Controller, watch: Option<DirectoryWatch>) {
+async fn run_controller(mut controller: impl Controller, watcher: Option<Arc<DirectoryWatcher>>) {
+    let mut watch: Option<DirectoryWatch> = None;
     loop {
+        // A directory that could not be watched is tried again.
+        if let Some(watcher) = watcher.as_ref().filter(|_| watch.as_ref().is_none_or(|watch| !watch.is_complete())) {
+            let (watcher, directories) = (Arc::clone(watcher), controller.directories());
+            let subscribed = run_blocking("watch the volumes of a VM", move || watcher.subscribe(&directories)).await;
+            watch = subscribed.inspect_err(|error| tracing::warn!("{}", Chain(error))).ok();
+        }
         let pause = controller.reconcile().await;
         let changed = async {
             match &watch {

@@ -8,7 +8,6 @@ use nacelle_image::{ImageRecord, RunAs};
 use nacelle_model::StringMap;
 use nacelle_model::container::ContainerImage;
 use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
-use nacelle_model::pod::VmShape;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::resources::Resources;
 use nacelle_model::state::ContainerState;
@@ -19,7 +18,7 @@ pub(super) fn map(pairs: &StringMap) -> HashMap<String, String> {
     pairs.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
-pub(super) fn selected(labels: &StringMap, selector: &HashMap<String, String>) -> bool {
+pub(super) fn matches_labels(labels: &StringMap, selector: &HashMap<String, String>) -> bool {
     selector.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
@@ -46,11 +45,11 @@ pub fn is_visible(pod: &PodRecord) -> bool {
 }
 
 /// Returns whether the pod matches the filter.
-pub fn pod_passes(pod: &PodRecord, filter: Option<&cri::PodSandboxFilter>) -> bool {
+pub fn matches_pod_filter(pod: &PodRecord, filter: Option<&cri::PodSandboxFilter>) -> bool {
     let Some(filter) = filter else { return true };
     pod.id.as_str().starts_with(&filter.id)
         && filter.state.as_ref().is_none_or(|state| state.state() == pod_state(pod))
-        && selected(&pod.config.labels, &filter.label_selector)
+        && matches_labels(&pod.config.labels, &filter.label_selector)
 }
 
 /// Returns the pod's entry in a list.
@@ -141,7 +140,7 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
         "hostname": pod.config.hostname,
         "containers": view.containers.len(),
         "machine": pod.machine,
-        "shape": pod.config.kind.shape().filter(|shape| **shape != VmShape::default()),
+        "shape": pod.config.kind.shape(),
         "resources": pod.resources,
     })
 }
@@ -160,12 +159,12 @@ pub fn container_is_visible(container: &ContainerRecord) -> bool {
 }
 
 /// Returns whether the container matches the filter.
-pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::ContainerFilter>) -> bool {
+pub fn matches_container_filter(container: &ContainerRecord, filter: Option<&cri::ContainerFilter>) -> bool {
     let Some(filter) = filter else { return true };
     container.id.as_str().starts_with(&filter.id)
         && container.pod.as_str().starts_with(&filter.pod_sandbox_id)
         && filter.state.as_ref().is_none_or(|state| state.state() == container_state(container))
-        && selected(&container.config.labels, &filter.label_selector)
+        && matches_labels(&container.config.labels, &filter.label_selector)
 }
 
 fn image_spec(container: &ContainerRecord) -> cri::ImageSpec {
@@ -338,8 +337,8 @@ mod tests {
             state: state.map(|state| cri::PodSandboxStateValue { state }),
             label_selector: label.map(|(k, v)| (k.to_owned(), v.to_owned())).into_iter().collect(),
         };
-        let passes = |f| pod_passes(&record, Some(&f));
-        assert!(pod_passes(&record, None));
+        let passes = |f| matches_pod_filter(&record, Some(&f));
+        assert!(matches_pod_filter(&record, None));
         assert!(passes(filter("", None, None)));
         assert!(passes(filter("0101", Some(0), Some(("app", "web")))));
         assert!(!passes(filter("0101", Some(1), Some(("app", "web")))));
@@ -353,9 +352,9 @@ mod tests {
             state: Some(cri::ContainerStateValue { state }),
             ..Default::default()
         };
-        assert!(container_passes(&record, Some(&filter("01", 2))));
-        assert!(!container_passes(&record, Some(&filter("02", 2))));
-        assert!(!container_passes(&record, Some(&filter("01", 1))));
+        assert!(matches_container_filter(&record, Some(&filter("01", 2))));
+        assert!(!matches_container_filter(&record, Some(&filter("02", 2))));
+        assert!(!matches_container_filter(&record, Some(&filter("01", 1))));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Converts figures into CRI's statistics, and applies the filters of their lists.
 
-use super::report::{map, metadata, pod_metadata, selected};
+use super::report::{map, matches_labels, metadata, pod_metadata};
 use crate::accounting::{CgroupFigures, Figures, VmCost};
 use crate::lifecycle::View;
 use nacelle_model::record::{ContainerRecord, PodRecord};
@@ -9,17 +9,17 @@ use nacelle_proto::{common, cri};
 use serde_json::json;
 
 /// Returns whether the container matches the filter.
-pub fn container_passes(container: &ContainerRecord, filter: Option<&cri::ContainerStatsFilter>) -> bool {
+pub fn matches_container_filter(container: &ContainerRecord, filter: Option<&cri::ContainerStatsFilter>) -> bool {
     let Some(filter) = filter else { return true };
     container.id.as_str().starts_with(&filter.id)
         && container.pod.as_str().starts_with(&filter.pod_sandbox_id)
-        && selected(&container.config.labels, &filter.label_selector)
+        && matches_labels(&container.config.labels, &filter.label_selector)
 }
 
 /// Returns whether the pod matches the filter.
-pub fn pod_passes(pod: &PodRecord, filter: Option<&cri::PodSandboxStatsFilter>) -> bool {
+pub fn matches_pod_filter(pod: &PodRecord, filter: Option<&cri::PodSandboxStatsFilter>) -> bool {
     let Some(filter) = filter else { return true };
-    pod.id.as_str().starts_with(&filter.id) && selected(&pod.config.labels, &filter.label_selector)
+    pod.id.as_str().starts_with(&filter.id) && matches_labels(&pod.config.labels, &filter.label_selector)
 }
 
 fn value(value: u64) -> Option<cri::UInt64Value> {
@@ -283,24 +283,27 @@ mod tests {
             pod_sandbox_id: pod.into(),
             ..Default::default()
         };
-        assert!(container_passes(&record, None) && container_passes(&record, Some(&filter("", ""))));
-        assert!(container_passes(&record, Some(&filter("0202", "01"))));
-        assert!(!container_passes(&record, Some(&filter("01", "01"))));
-        assert!(!container_passes(&record, Some(&filter("02", "02"))));
+        assert!(matches_container_filter(&record, None) && matches_container_filter(&record, Some(&filter("", ""))));
+        assert!(matches_container_filter(&record, Some(&filter("0202", "01"))));
+        assert!(!matches_container_filter(&record, Some(&filter("01", "01"))));
+        assert!(!matches_container_filter(&record, Some(&filter("02", "02"))));
         let labelled = |value: &str| cri::ContainerStatsFilter {
             label_selector: [(key.clone(), value.to_owned())].into(),
             ..Default::default()
         };
-        assert!(key.is_empty() || container_passes(&record, Some(&labelled(&label))));
-        assert!(!container_passes(&record, Some(&labelled("other"))));
+        assert!(key.is_empty() || matches_container_filter(&record, Some(&labelled(&label))));
+        assert!(!matches_container_filter(&record, Some(&labelled("other"))));
 
         let record = pod_record(1);
         let filter = |id: &str, app: &str| cri::PodSandboxStatsFilter {
             id: id.into(),
             label_selector: [("app".to_owned(), app.to_owned())].into(),
         };
-        assert!(pod_passes(&record, None) && pod_passes(&record, Some(&filter("01", "web"))));
-        assert!(!pod_passes(&record, Some(&filter("02", "web"))) && !pod_passes(&record, Some(&filter("01", "db"))));
+        assert!(matches_pod_filter(&record, None) && matches_pod_filter(&record, Some(&filter("01", "web"))));
+        assert!(
+            !matches_pod_filter(&record, Some(&filter("02", "web")))
+                && !matches_pod_filter(&record, Some(&filter("01", "db")))
+        );
     }
 
     #[test]
