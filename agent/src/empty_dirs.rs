@@ -6,7 +6,7 @@
 
 use nacelle_base::mounts;
 use nacelle_base::retry::retry_transient;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_proto::agent::EmptyDir;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2};
@@ -60,13 +60,13 @@ pub enum EmptyDirError {
 }
 
 impl Classify for EmptyDirError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            EmptyDirError::Name { .. } | EmptyDirError::SubPath { .. } => Kind::Invalid,
+            EmptyDirError::Name { .. } | EmptyDirError::SubPath { .. } => FailureKind::Invalid,
             EmptyDirError::Occupied { .. } | EmptyDirError::NoDirectory { .. } | EmptyDirError::Damaged { .. } => {
-                Kind::Conflict
+                FailureKind::Conflict
             }
-            EmptyDirError::NoPages { .. } => Kind::Unsupported,
+            EmptyDirError::NoPages { .. } => FailureKind::Unsupported,
             EmptyDirError::Disk(source) => source.kind(),
             EmptyDirError::Io { source, .. } => source.kind().into(),
         }
@@ -253,11 +253,11 @@ mod tests {
         symlink("/", root.join("link")).unwrap();
         fs::write(root.join("file"), "").unwrap();
         for (bad, kind) in [
-            ("link", Kind::Conflict),
-            ("link/etc", Kind::Conflict),
-            ("file", Kind::Conflict),
-            ("../x", Kind::Invalid),
-            ("/etc", Kind::Invalid),
+            ("link", FailureKind::Conflict),
+            ("link/etc", FailureKind::Conflict),
+            ("file", FailureKind::Conflict),
+            ("../x", FailureKind::Invalid),
+            ("/etc", FailureKind::Invalid),
         ] {
             assert_eq!(open_sub_path(root, &request(bad)).unwrap_err().kind(), kind, "{bad}");
         }
@@ -268,13 +268,13 @@ mod tests {
         let (volumes, disks) = (EmptyDirVolumes::default(), GuestDisks::on_node());
         for name in ["", ".x", "a/b"] {
             let error = volumes.prepare(&EmptyDir { name: name.into(), ..request("") }, &disks).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
         }
         let there = EmptyDir { name: "memory.x".into(), path: "/k/x".into(), has_node_files: true, ..request("") };
         let error = volumes.prepare(&there, &disks).unwrap_err();
-        assert!(error.kind() == Kind::Conflict && error.to_string().contains("/k/x"), "{error}");
+        assert!(error.kind() == FailureKind::Conflict && error.to_string().contains("/k/x"), "{error}");
         let on_disk = EmptyDir { name: "disk.x".into(), partition: 3, ..request("") };
-        assert_eq!(volumes.prepare(&on_disk, &disks).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(volumes.prepare(&on_disk, &disks).unwrap_err().kind(), FailureKind::NotFound);
     }
 
     #[test]
@@ -292,6 +292,6 @@ mod tests {
         assert_eq!(mode(), 0o2777);
         fs::remove_dir(point.join(VOLUME_DIRECTORY)).unwrap();
         symlink("/", point.join(VOLUME_DIRECTORY)).unwrap();
-        assert_eq!(create_volume(&request, point).unwrap_err().kind(), Kind::Conflict);
+        assert_eq!(create_volume(&request, point).unwrap_err().kind(), FailureKind::Conflict);
     }
 }

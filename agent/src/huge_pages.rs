@@ -3,7 +3,7 @@
 //!
 //! There is one change at a time; it blocks while the kernel moves pages.
 
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io;
@@ -40,11 +40,11 @@ pub enum HugePagesError {
 }
 
 impl Classify for HugePagesError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            HugePagesError::Size { .. } => Kind::Unsupported,
-            HugePagesError::Short { .. } | HugePagesError::Pieces { .. } => Kind::Exhausted,
-            HugePagesError::Io { .. } => Kind::Internal,
+            HugePagesError::Size { .. } => FailureKind::Unsupported,
+            HugePagesError::Short { .. } | HugePagesError::Pieces { .. } => FailureKind::Exhausted,
+            HugePagesError::Io { .. } => FailureKind::Internal,
         }
     }
 }
@@ -331,19 +331,19 @@ mod tests {
         fake.set("a", 64).unwrap();
         let error = fake.set("b", 66).unwrap_err();
         assert!(matches!(error, HugePagesError::Short { count: 33, .. }), "{error}");
-        assert_eq!((error.kind(), fake.now()), (Kind::Exhausted, 3 + 32));
+        assert_eq!((error.kind(), fake.now()), (FailureKind::Exhausted, 3 + 32));
         for bytes in [u64::MAX, u64::MAX - 1] {
             let limits = HugePageLimits::from([("2MB".to_owned(), bytes)]);
-            assert_eq!(fake.pages.set_limits("b", &limits).unwrap_err().kind(), Kind::Exhausted);
+            assert_eq!(fake.pages.set_limits("b", &limits).unwrap_err().kind(), FailureKind::Exhausted);
         }
         // One of two sizes is not available.
         let both = HugePageLimits::from([("2MB".to_owned(), 8 << 20), ("1GB".to_owned(), 1 << 30)]);
-        assert_eq!(fake.pages.set_limits("b", &both).unwrap_err().kind(), Kind::Exhausted);
+        assert_eq!(fake.pages.set_limits("b", &both).unwrap_err().kind(), FailureKind::Exhausted);
         assert_eq!(fake.now(), 3 + 32);
         let error = fake.pages.set_limits("b", &HugePageLimits::from([("64KB".to_owned(), 1 << 20)])).unwrap_err();
-        assert!(error.kind() == Kind::Unsupported && error.to_string().contains("2MB and 1GB"), "{error}");
+        assert!(error.kind() == FailureKind::Unsupported && error.to_string().contains("2MB and 1GB"), "{error}");
         let error = fake.pages.set_limits("b", &HugePageLimits::from([("2MB/../x".to_owned(), 1)])).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), FailureKind::Unsupported);
     }
 
     #[test]
@@ -353,7 +353,7 @@ mod tests {
         fs::write(fake.file("surplus_hugepages"), "2").unwrap();
         let error = fake.set("a", 8).unwrap_err();
         assert!(matches!(error, HugePagesError::Pieces { count: 4, allocated: 2, .. }), "{error}");
-        assert_eq!(error.kind(), Kind::Exhausted);
+        assert_eq!(error.kind(), FailureKind::Exhausted);
         assert_eq!(fs::read_to_string(fake.directory.path().join("compact")).unwrap(), "1");
         assert!(fake.pages.reserved.lock().unwrap().containers.is_empty());
     }

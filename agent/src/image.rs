@@ -3,7 +3,7 @@
 //!
 //! `GuestDisks` serialises its operations, which block and are for blocking threads.
 
-use nacelle_base::{Classify, Kind, share};
+use nacelle_base::{Classify, FailureKind, share};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -54,17 +54,17 @@ pub enum DiskError {
 }
 
 impl Classify for DiskError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             DiskError::Number { .. }
             | DiskError::InvalidRange { .. }
             | DiskError::InvalidDeviceRange { .. }
-            | DiskError::NoFiles => Kind::Invalid,
-            DiskError::AlreadyAttached { .. } | DiskError::DeviceAlreadyAttached { .. } => Kind::AlreadyExists,
-            DiskError::NoImage { .. } | DiskError::NoDevice { .. } | DiskError::NoDisk { .. } => Kind::NotFound,
-            DiskError::TooSmall { .. } => Kind::Timeout,
-            DiskError::Busy { .. } | DiskError::DeviceBusy { .. } => Kind::Conflict,
-            DiskError::Io { .. } => Kind::Internal,
+            | DiskError::NoFiles => FailureKind::Invalid,
+            DiskError::AlreadyAttached { .. } | DiskError::DeviceAlreadyAttached { .. } => FailureKind::AlreadyExists,
+            DiskError::NoImage { .. } | DiskError::NoDevice { .. } | DiskError::NoDisk { .. } => FailureKind::NotFound,
+            DiskError::TooSmall { .. } => FailureKind::Timeout,
+            DiskError::Busy { .. } | DiskError::DeviceBusy { .. } => FailureKind::Conflict,
+            DiskError::Io { .. } => FailureKind::Internal,
         }
     }
 }
@@ -420,17 +420,17 @@ mod tests {
         let disks = GuestDisks::new(0, 1, 2);
         for (partition, offset, length) in [(0, 0, 4096), (256, 0, 4096), (1, 1, 4096), (1, 0, 0), (1, u64::MAX, 4096)]
         {
-            assert_eq!(disks.attach_image(partition, offset, length).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(disks.attach_image(partition, offset, length).unwrap_err().kind(), FailureKind::Invalid);
         }
         for (partition, offset, length) in
             [(0, 512, 512), (256, 512, 512), (1, 0, 512), (1, 512, 0), (1, 512, 100), (1, 512, u64::MAX - 1023)]
         {
-            assert_eq!(disks.attach_device(partition, offset, length, true).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(disks.attach_device(partition, offset, length, true).unwrap_err().kind(), FailureKind::Invalid);
         }
-        assert_eq!(disks.device_numbers(3).unwrap_err().kind(), Kind::NotFound);
-        assert_eq!(GuestDisks::on_node().attach_device(1, 512, 512, true).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(disks.device_numbers(3).unwrap_err().kind(), FailureKind::NotFound);
+        assert_eq!(GuestDisks::on_node().attach_device(1, 512, 512, true).unwrap_err().kind(), FailureKind::NotFound);
         disks.detach_device(3).unwrap();
-        assert_eq!(disks.image_mount_point(3).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(disks.image_mount_point(3).unwrap_err().kind(), FailureKind::NotFound);
         disks.detach_image(3).unwrap();
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! There is one change at a time; it blocks for as long as the kernel moves pages.
 
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::ops::Range;
@@ -74,11 +74,11 @@ pub enum MemoryResizeError {
 }
 
 impl Classify for MemoryResizeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            MemoryResizeError::OfNode | MemoryResizeError::Kernel { .. } => Kind::Unsupported,
-            MemoryResizeError::Size { .. } => Kind::Invalid,
-            MemoryResizeError::InUse { .. } | MemoryResizeError::Switch { .. } => Kind::Conflict,
+            MemoryResizeError::OfNode | MemoryResizeError::Kernel { .. } => FailureKind::Unsupported,
+            MemoryResizeError::Size { .. } => FailureKind::Invalid,
+            MemoryResizeError::InUse { .. } | MemoryResizeError::Switch { .. } => FailureKind::Conflict,
         }
     }
 }
@@ -337,7 +337,7 @@ mod tests {
         for bytes in [3 * BLOCK + 1, u64::MAX] {
             let error = fake.memory.set_online_bytes(&RESERVE, bytes).unwrap_err();
             assert!(matches!(error, MemoryResizeError::Size { block: BLOCK, .. }), "{error}");
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
         }
         assert_eq!(fake.memory.set_online_bytes(&[], 0).unwrap(), 0);
         assert!(fake.memory.set_online_bytes(&[], 1).is_err());
@@ -351,10 +351,10 @@ mod tests {
         assert!(matches!(error, MemoryResizeError::Switch { what: "use", address: 0x1800_0000, .. }), "{error}");
         assert_eq!(fs::read_to_string(fake.directory.path().join("probe")).unwrap(), "0x18000000");
         fs::remove_file(fake.directory.path().join("probe")).unwrap();
-        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap_err().kind(), FailureKind::Unsupported);
         assert_eq!(fake.now(), ["online"]);
         fs::remove_file(fake.directory.path().join("block_size_bytes")).unwrap();
-        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(fake.memory.set_online_bytes(&RESERVE, 0).unwrap_err().kind(), FailureKind::Unsupported);
     }
 
     #[test]
@@ -363,7 +363,7 @@ mod tests {
         fake.break_block(8);
         let error = fake.memory.set_online_bytes(&RESERVE, 3 * BLOCK).unwrap_err();
         assert!(matches!(error, MemoryResizeError::Switch { what: "use", address: 0x4000_0000, .. }), "{error}");
-        assert_eq!(error.kind(), Kind::Conflict);
+        assert_eq!(error.kind(), FailureKind::Conflict);
         assert_eq!(fake.now(), ["offline", "offline"]);
     }
 
@@ -372,7 +372,7 @@ mod tests {
         let fake = guest(&["online\n"; 3], ((2 * BLOCK + MIN_AVAILABLE) >> 10) - 1);
         let error = fake.memory.set_online_bytes(&RESERVE, BLOCK).unwrap_err();
         assert!(matches!(error, MemoryResizeError::InUse { to_remove, .. } if to_remove == 2 * BLOCK), "{error}");
-        assert_eq!(error.kind(), Kind::Conflict);
+        assert_eq!(error.kind(), FailureKind::Conflict);
         assert_eq!(fake.now(), ["online"; 3]);
         assert_eq!(fake.memory.set_online_bytes(&RESERVE, 2 * BLOCK).unwrap(), 2 * BLOCK);
     }
@@ -391,6 +391,9 @@ mod tests {
 
     #[test]
     fn the_nodes_memory_is_not_changed() {
-        assert_eq!(HotplugMemory::of_node().set_online_bytes(&RESERVE, 0).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(
+            HotplugMemory::of_node().set_online_bytes(&RESERVE, 0).unwrap_err().kind(),
+            FailureKind::Unsupported
+        );
     }
 }

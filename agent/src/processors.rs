@@ -2,7 +2,7 @@
 //!
 //! There is one change at a time; it blocks for milliseconds per vCPU.
 
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -40,11 +40,11 @@ pub enum OnlineCpusError {
 }
 
 impl Classify for OnlineCpusError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            OnlineCpusError::OfNode => Kind::Unsupported,
-            OnlineCpusError::Count { .. } => Kind::Invalid,
-            OnlineCpusError::Switch { .. } => Kind::Conflict,
+            OnlineCpusError::OfNode => FailureKind::Unsupported,
+            OnlineCpusError::Count { .. } => FailureKind::Invalid,
+            OnlineCpusError::Switch { .. } => FailureKind::Conflict,
         }
     }
 }
@@ -143,7 +143,7 @@ mod tests {
         for count in [0, 5, u32::MAX] {
             let error = processors.set_online_count(count).unwrap_err();
             assert!(matches!(error, OnlineCpusError::Count { vcpus: 4, .. }), "{error}");
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
         }
         let (_directory, alone) = guest(&[]);
         alone.set_online_count(1).unwrap();
@@ -163,6 +163,6 @@ mod tests {
 
     #[test]
     fn the_nodes_cpus_are_not_changed() {
-        assert_eq!(OnlineCpus::of_node().set_online_count(1).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(OnlineCpus::of_node().set_online_count(1).unwrap_err().kind(), FailureKind::Unsupported);
     }
 }

@@ -1,6 +1,6 @@
 //! Defines the error of every operation on the pod and its containers, and maps each variant to a kind (gRPC code).
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 
 use super::{image_volumes, limits, spec, user};
@@ -85,21 +85,23 @@ impl AgentError {
 }
 
 impl Classify for AgentError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             AgentError::Id { .. }
             | AgentError::Signal { .. }
             | AgentError::NoProgram
             | AgentError::User { .. }
-            | AgentError::Numbers { .. } => Kind::Invalid,
-            AgentError::NoContainer { .. } | AgentError::NoExec { .. } => Kind::NotFound,
-            AgentError::NotRunning { .. } | AgentError::Killed { .. } | AgentError::NoTerminal { .. } => Kind::Conflict,
-            AgentError::Spec { source: spec::OciSpecError::Unsupported { .. }, .. } => Kind::Unsupported,
-            AgentError::Spec { .. } => Kind::Invalid,
-            AgentError::StillAlive { .. } => Kind::Timeout,
-            AgentError::Root { source, .. } => match Kind::from(source.source.kind()) {
-                Kind::Exhausted => Kind::Exhausted,
-                _ => Kind::Internal,
+            | AgentError::Numbers { .. } => FailureKind::Invalid,
+            AgentError::NoContainer { .. } | AgentError::NoExec { .. } => FailureKind::NotFound,
+            AgentError::NotRunning { .. } | AgentError::Killed { .. } | AgentError::NoTerminal { .. } => {
+                FailureKind::Conflict
+            }
+            AgentError::Spec { source: spec::OciSpecError::Unsupported { .. }, .. } => FailureKind::Unsupported,
+            AgentError::Spec { .. } => FailureKind::Invalid,
+            AgentError::StillAlive { .. } => FailureKind::Timeout,
+            AgentError::Root { source, .. } => match FailureKind::from(source.source.kind()) {
+                FailureKind::Exhausted => FailureKind::Exhausted,
+                _ => FailureKind::Internal,
             },
             AgentError::Mount { source, .. } => source.kind(),
             AgentError::Target { source, .. } => source.kind(),
@@ -107,7 +109,7 @@ impl Classify for AgentError {
             AgentError::Limits { source, .. } => source.kind(),
             AgentError::HugePages { source, .. } => source.kind(),
             AgentError::Zygote { source, .. } => source.kind(),
-            AgentError::Io { .. } | AgentError::Task { .. } => Kind::Internal,
+            AgentError::Io { .. } | AgentError::Task { .. } => FailureKind::Internal,
             AgentError::CopiedInVolume(source) => source.kind(),
             AgentError::Memory(source) => source.kind(),
             AgentError::OnlineCpus(source) => source.kind(),

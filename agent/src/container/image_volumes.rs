@@ -3,7 +3,7 @@
 //! libcontainer only mounts what is found here. The image cannot change, and no process of the container exists yet.
 
 use libcontainer::oci_spec::runtime::{Mount, MountBuilder};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_proto::agent::ImageVolume;
 use std::ffi::OsStr;
 use std::io;
@@ -40,11 +40,11 @@ pub enum ImageVolumeError {
 }
 
 impl Classify for ImageVolumeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            ImageVolumeError::Look { .. } => Kind::Internal,
+            ImageVolumeError::Look { .. } => FailureKind::Internal,
             ImageVolumeError::Place { source, .. } => source.kind(),
-            _ => Kind::Invalid,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -84,7 +84,7 @@ fn prepare_mount_point(root: &Path, at: &Path, owner: Owner) -> Result<(), Image
     let place =
         MountPoints::open(root, owner).and_then(|points| points.prepare_path("mount target", at, EntryKind::Directory));
     let place = place.map_err(|source| match source.kind() {
-        Kind::Invalid => ImageVolumeError::Occupied { at: at.to_owned(), source: Box::new(source) },
+        FailureKind::Invalid => ImageVolumeError::Occupied { at: at.to_owned(), source: Box::new(source) },
         _ => ImageVolumeError::Place { at: at.to_owned(), source: Box::new(source) },
     })?;
     let inside = place.strip_prefix("/").unwrap_or(&place);
@@ -152,7 +152,7 @@ mod tests {
         for sub_path in ["none", "etc/none", "out", "out/x", "loop", "etc/passwd/x"] {
             let error = prepare_mount(&root, &image, &volume(sub_path, "/mnt"), None).unwrap_err();
             assert!(matches!(error, ImageVolumeError::Missing { .. }), "{sub_path}: {error}");
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
         }
         let error = prepare_mount(&root, &image, &volume("etc/passwd", "/mnt"), None).unwrap_err();
         assert!(matches!(error, ImageVolumeError::NoDirectory { .. }), "{error}");

@@ -4,7 +4,7 @@
 use crate::cgroup;
 use crate::huge_pages::{self, HugePageLimits};
 use libcontainer::oci_spec::runtime::{LinuxCpu, Spec};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -38,14 +38,16 @@ pub enum LimitError {
 }
 
 impl Classify for LimitError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            LimitError::InUse { .. } | LimitError::NoController { .. } => Kind::Conflict,
-            LimitError::Name { .. } | LimitError::TooMany { .. } => Kind::Invalid,
+            LimitError::InUse { .. } | LimitError::NoController { .. } => FailureKind::Conflict,
+            LimitError::Name { .. } | LimitError::TooMany { .. } => FailureKind::Invalid,
             LimitError::Write { source, .. } | LimitError::Read { source, .. } => match source.raw_os_error() {
                 // The kernel rejects the value or has no such file.
-                Some(libc::EINVAL | libc::ERANGE | libc::ENOENT | libc::EOPNOTSUPP | libc::EACCES) => Kind::Invalid,
-                _ => Kind::from(source.kind()),
+                Some(libc::EINVAL | libc::ERANGE | libc::ENOENT | libc::EOPNOTSUPP | libc::EACCES) => {
+                    FailureKind::Invalid
+                }
+                _ => FailureKind::from(source.kind()),
             },
         }
     }
@@ -300,12 +302,12 @@ mod tests {
     fn a_failure_names_the_file_and_changes_nothing() {
         let (_outer, cgroup, proc) = fake();
         for (list, kind, word) in [
-            (&[("cpu.max", "5 10"), ("memory.max", "999")][..], Kind::Conflict, "1000 bytes are in use"),
-            (&[("cpu.max", "5 10"), ("hugetlb.1GB.max", "1")], Kind::Invalid, "hugetlb.1GB.max"),
-            (&[("cpu.max", "5 10"), ("cgroup.kill", "1")], Kind::Invalid, "cgroup.kill"),
-            (&[("cpu.max", "5 10"), ("../c/cpu.max", "1")], Kind::Invalid, "../c"),
-            (&[("cpu.max", "5 10"), (".x", "1")], Kind::Invalid, ".x"),
-            (&[("cpu.max", "5 10"), ("tasks", "1")], Kind::Invalid, "tasks"),
+            (&[("cpu.max", "5 10"), ("memory.max", "999")][..], FailureKind::Conflict, "1000 bytes are in use"),
+            (&[("cpu.max", "5 10"), ("hugetlb.1GB.max", "1")], FailureKind::Invalid, "hugetlb.1GB.max"),
+            (&[("cpu.max", "5 10"), ("cgroup.kill", "1")], FailureKind::Invalid, "cgroup.kill"),
+            (&[("cpu.max", "5 10"), ("../c/cpu.max", "1")], FailureKind::Invalid, "../c"),
+            (&[("cpu.max", "5 10"), (".x", "1")], FailureKind::Invalid, ".x"),
+            (&[("cpu.max", "5 10"), ("tasks", "1")], FailureKind::Invalid, "tasks"),
         ] {
             let error = change_limits(&cgroup, &proc, &limits(list), None).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");
@@ -321,14 +323,14 @@ mod tests {
         fs::write(cgroup.join("cgroup.controllers"), "cpu\n").unwrap();
         let error =
             change_limits(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("memory.max", "2000")]), None).unwrap_err();
-        assert_eq!(error.kind(), Kind::Conflict, "{error}");
+        assert_eq!(error.kind(), FailureKind::Conflict, "{error}");
         assert!(
             error.to_string().contains("cannot set memory.max") && error.to_string().contains("\"cpu\""),
             "{error}"
         );
         assert_eq!(fs::read_to_string(cgroup.join("cpu.max")).unwrap(), "max 100000\n");
         let error = change_limits(&cgroup, &proc, &limits(&[("memry.max", "1")]), None).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid, "{error}");
+        assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
         change_limits(&cgroup, &proc, &limits(&[("cpu.max", "5 10"), ("hugetlb.2MB.max", "0")]), None).unwrap();
         // Without the controller nothing is limited, which "max" asks for.
         fs::remove_file(cgroup.join("memory.max")).unwrap();

@@ -1,7 +1,7 @@
 //! Defines the error of a copied-in volume.
 
 use nacelle_base::copied_in::{MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 
 /// Reasons writing or removing a copied-in volume fails.
@@ -39,17 +39,17 @@ pub enum CopiedInVolumeError {
 }
 
 impl Classify for CopiedInVolumeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             CopiedInVolumeError::Name { .. } | CopiedInVolumeError::Path { .. } | CopiedInVolumeError::Order { .. } => {
-                Kind::Invalid
+                FailureKind::Invalid
             }
             CopiedInVolumeError::Busy { .. }
             | CopiedInVolumeError::Exists { .. }
-            | CopiedInVolumeError::NoData { .. } => Kind::Conflict,
-            CopiedInVolumeError::TooMuch | CopiedInVolumeError::Full { .. } => Kind::Exhausted,
-            CopiedInVolumeError::Short { .. } => Kind::Unavailable,
-            CopiedInVolumeError::Write { .. } | CopiedInVolumeError::Directory { .. } => Kind::Internal,
+            | CopiedInVolumeError::NoData { .. } => FailureKind::Conflict,
+            CopiedInVolumeError::TooMuch | CopiedInVolumeError::Full { .. } => FailureKind::Exhausted,
+            CopiedInVolumeError::Short { .. } => FailureKind::Unavailable,
+            CopiedInVolumeError::Write { .. } | CopiedInVolumeError::Directory { .. } => FailureKind::Internal,
         }
     }
 }

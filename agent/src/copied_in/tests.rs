@@ -2,7 +2,7 @@
 
 use super::*;
 use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_proto::agent::TreeEntry;
 use proptest::prelude::*;
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -161,20 +161,20 @@ fn nothing_is_written_elsewhere() {
     }
     let to = out.path().to_str().unwrap();
     for (invalid, kind) in [
-        (file("/abs", ""), Kind::Invalid),
-        (file("../x", ""), Kind::Invalid),
-        (file("a//b", ""), Kind::Invalid),
-        (file("./x", ""), Kind::Invalid),
-        (file("..", ""), Kind::Invalid),
-        (file("l/x", ""), Kind::Invalid),
-        (directory("l/x"), Kind::Invalid),
-        (file("none/x", ""), Kind::Invalid),
-        (file("l", ""), Kind::Invalid),
-        (directory(""), Kind::Invalid),
-        (entry("fifo", 0o10644, ""), Kind::Invalid),
-        (entry("device", 0o20644, ""), Kind::Invalid),
-        (file(&"x/".repeat(MAX_DEPTH + 1), ""), Kind::Invalid),
-        (file("nul\0", ""), Kind::Invalid),
+        (file("/abs", ""), FailureKind::Invalid),
+        (file("../x", ""), FailureKind::Invalid),
+        (file("a//b", ""), FailureKind::Invalid),
+        (file("./x", ""), FailureKind::Invalid),
+        (file("..", ""), FailureKind::Invalid),
+        (file("l/x", ""), FailureKind::Invalid),
+        (directory("l/x"), FailureKind::Invalid),
+        (file("none/x", ""), FailureKind::Invalid),
+        (file("l", ""), FailureKind::Invalid),
+        (directory(""), FailureKind::Invalid),
+        (entry("fifo", 0o10644, ""), FailureKind::Invalid),
+        (entry("device", 0o20644, ""), FailureKind::Invalid),
+        (file(&"x/".repeat(MAX_DEPTH + 1), ""), FailureKind::Invalid),
+        (file("nul\0", ""), FailureKind::Invalid),
     ] {
         let what = format!("{invalid:?}");
         let error = write_volume(&volumes, "v", vec![directory(""), link("l", to), invalid]).unwrap_err();

@@ -1,6 +1,6 @@
 //! Defines the errors of a container's root: of its file system as such, and of paths in it that a specification names.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -58,19 +58,19 @@ impl RootPathError {
 }
 
 impl Classify for RootPathError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             RootPathError::DeviceInVolume { .. }
             | RootPathError::Reserved { .. }
             | RootPathError::NotInSysfs { .. }
-            | RootPathError::OverProc { .. } => Kind::Invalid,
+            | RootPathError::OverProc { .. } => FailureKind::Invalid,
             RootPathError::Prepare { source, .. } => match source.raw_os_error() {
                 Some(libc::ENOTDIR | libc::EISDIR | libc::EEXIST | libc::ELOOP | libc::ENAMETOOLONG | libc::EINVAL) => {
-                    Kind::Invalid
+                    FailureKind::Invalid
                 }
-                _ => match Kind::from(source.kind()) {
-                    Kind::Exhausted => Kind::Exhausted,
-                    _ => Kind::Internal,
+                _ => match FailureKind::from(source.kind()) {
+                    FailureKind::Exhausted => FailureKind::Exhausted,
+                    _ => FailureKind::Internal,
                 },
             },
         }

@@ -130,7 +130,7 @@ impl MountPoints {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use std::fs;
     use std::os::unix::fs::symlink;
 
@@ -156,7 +156,7 @@ mod tests {
     fn error(result: Result<PathBuf, RootPathError>) -> (i32, String) {
         match result.unwrap_err() {
             error @ RootPathError::Prepare { .. } => {
-                assert_eq!(error.kind(), Kind::Invalid, "{error}");
+                assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
                 let RootPathError::Prepare { source, at, .. } = error else { unreachable!() };
                 (source.raw_os_error().unwrap(), at.display().to_string())
             }
@@ -234,7 +234,7 @@ mod tests {
         }
         for name in ["dev", "sys"] {
             symlink("/data", tree.root.join(name)).unwrap();
-            assert_eq!(mount_points(&tree).check_reserved_directories().unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(mount_points(&tree).check_reserved_directories().unwrap_err().kind(), FailureKind::Invalid);
             fs::remove_file(tree.root.join(name)).unwrap();
         }
         mount_points(&tree).check_reserved_directories().unwrap();
@@ -259,6 +259,6 @@ mod tests {
         points.check_device(Path::new("/dev/sda")).unwrap();
         let refused = points.check_device(Path::new("/dev/volume/sda")).unwrap_err();
         assert!(matches!(&refused, RootPathError::DeviceInVolume { .. }), "{refused}");
-        assert_eq!(refused.kind(), Kind::Invalid);
+        assert_eq!(refused.kind(), FailureKind::Invalid);
     }
 }

@@ -1,6 +1,6 @@
 //! Defines the error of a request to the zygote.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 
 use super::message::{Refusal, RefusalKind};
@@ -39,19 +39,19 @@ pub enum ZygoteError {
 }
 
 impl Classify for ZygoteError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            ZygoteError::Talk { source } if source.kind() == io::ErrorKind::TimedOut => Kind::Timeout,
-            ZygoteError::Talk { .. } => Kind::Unavailable,
-            ZygoteError::Frame { source } if source.is_hung_up() => Kind::Unavailable,
-            ZygoteError::Frame { source: frame::AgentFrameError::TooLong { .. } } => Kind::Invalid,
-            ZygoteError::Frame { .. } => Kind::Timeout,
-            ZygoteError::Json { .. } => Kind::Internal,
+            ZygoteError::Talk { source } if source.kind() == io::ErrorKind::TimedOut => FailureKind::Timeout,
+            ZygoteError::Talk { .. } => FailureKind::Unavailable,
+            ZygoteError::Frame { source } if source.is_hung_up() => FailureKind::Unavailable,
+            ZygoteError::Frame { source: frame::AgentFrameError::TooLong { .. } } => FailureKind::Invalid,
+            ZygoteError::Frame { .. } => FailureKind::Timeout,
+            ZygoteError::Json { .. } => FailureKind::Internal,
             ZygoteError::Refused { source } => match source.kind {
-                RefusalKind::NoSuchProgram => Kind::NotFound,
-                RefusalKind::Unusable => Kind::Invalid,
-                RefusalKind::Internal => Kind::Internal,
-                RefusalKind::Exhausted => Kind::Exhausted,
+                RefusalKind::NoSuchProgram => FailureKind::NotFound,
+                RefusalKind::Unusable => FailureKind::Invalid,
+                RefusalKind::Internal => FailureKind::Internal,
+                RefusalKind::Exhausted => FailureKind::Exhausted,
             },
         }
     }

@@ -2,7 +2,7 @@
 //! signals.
 
 use nacelle_base::retry::{self, Timed, retry_interrupted};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, socketpair};
@@ -176,7 +176,7 @@ fn a_rejection_reaches_an_agent_that_still_writes() {
     let allowed = vec![std::path::PathBuf::from("/".repeat(4000)); 200];
     let request = CreateCommand { id: "a".to_owned(), tty: false, in_proc: allowed, late: Vec::new() };
     let error = zygote.call(&ZygoteRequest::Create(request), &[]).unwrap_err();
-    assert_eq!(error.kind(), Kind::Exhausted, "{error:?}");
+    assert_eq!(error.kind(), FailureKind::Exhausted, "{error:?}");
     child.join().unwrap();
 }
 
@@ -185,13 +185,13 @@ fn a_request_without_a_reply_times_out() {
     let (zygote, control) = pair();
     let child = spawn(move || take(&control));
     let error = zygote.call_within(Duration::from_millis(50), &pause(), &[]).unwrap_err();
-    assert_eq!(error.kind(), Kind::Timeout, "{error:?}");
+    assert_eq!(error.kind(), FailureKind::Timeout, "{error:?}");
     drop(child.join().unwrap());
     // A child that ends without an answer.
     let (zygote, control) = pair();
     let child = spawn(move || drop(take(&control)));
     let error = zygote.call(&pause(), &[]).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error:?}");
+    assert_eq!(error.kind(), FailureKind::Unavailable, "{error:?}");
     child.join().unwrap();
 }
 

@@ -3,7 +3,7 @@
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use nacelle_base::{Classify, Kind, json};
+use nacelle_base::{Classify, FailureKind, json};
 use nacelle_vmi::{Cause, Causes};
 use serde_json::{Value, json};
 
@@ -89,8 +89,8 @@ pub enum ReviewError {
 }
 
 impl Classify for ReviewError {
-    fn kind(&self) -> Kind {
-        Kind::Invalid
+    fn kind(&self) -> FailureKind {
+        FailureKind::Invalid
     }
 }
 

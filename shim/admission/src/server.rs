@@ -12,7 +12,7 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_stream::{Tls, TlsError};
 use std::convert::Infallible;
 use std::io;
@@ -80,10 +80,10 @@ pub enum AdmissionError {
 }
 
 impl Classify for AdmissionError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             AdmissionError::Tls(error) => error.kind(),
-            AdmissionError::Listen { source, .. } => Kind::from(source.kind()),
+            AdmissionError::Listen { source, .. } => FailureKind::from(source.kind()),
             AdmissionError::Task(error) => error.kind(),
         }
     }

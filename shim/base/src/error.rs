@@ -1,4 +1,4 @@
-//! Defines the kinds of failure ([`Kind`], [`Classify`]) and prints an error with its causes on one line ([`Chain`]).
+//! Defines the kinds of failure ([`FailureKind`], [`Classify`]) and prints an error with its causes on one line ([`Chain`]).
 
 use std::error::Error;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 /// What a failure means to the caller. Each error type maps itself to one of these. The servers choose gRPC codes by the
 /// kind; no code parses an error's text to decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum FailureKind {
     /// The object that the request names does not exist.
     NotFound,
     /// The request is invalid; a retry does not help.
@@ -29,54 +29,54 @@ pub enum Kind {
     Internal,
 }
 
-impl Kind {
+impl FailureKind {
     /// All kinds, for tables and tests.
-    pub const ALL: [Kind; 10] = [
-        Kind::NotFound,
-        Kind::Invalid,
-        Kind::AlreadyExists,
-        Kind::Conflict,
-        Kind::Exhausted,
-        Kind::Unavailable,
-        Kind::Timeout,
-        Kind::Unsupported,
-        Kind::Denied,
-        Kind::Internal,
+    pub const ALL: [FailureKind; 10] = [
+        FailureKind::NotFound,
+        FailureKind::Invalid,
+        FailureKind::AlreadyExists,
+        FailureKind::Conflict,
+        FailureKind::Exhausted,
+        FailureKind::Unavailable,
+        FailureKind::Timeout,
+        FailureKind::Unsupported,
+        FailureKind::Denied,
+        FailureKind::Internal,
     ];
 
     /// Returns the gRPC status code (the number of `google.rpc.Code`) of this kind. It is a number because this crate does
     /// not depend on gRPC; `tonic::Code::from_i32` takes it.
     pub const fn grpc_code(self) -> i32 {
         match self {
-            Kind::Invalid => 3,
-            Kind::Timeout => 4,
-            Kind::NotFound => 5,
-            Kind::AlreadyExists => 6,
-            Kind::Denied => 7,
-            Kind::Exhausted => 8,
-            Kind::Conflict => 9,
-            Kind::Unsupported => 12,
-            Kind::Internal => 13,
-            Kind::Unavailable => 14,
+            FailureKind::Invalid => 3,
+            FailureKind::Timeout => 4,
+            FailureKind::NotFound => 5,
+            FailureKind::AlreadyExists => 6,
+            FailureKind::Denied => 7,
+            FailureKind::Exhausted => 8,
+            FailureKind::Conflict => 9,
+            FailureKind::Unsupported => 12,
+            FailureKind::Internal => 13,
+            FailureKind::Unavailable => 14,
         }
     }
 
     /// Returns the kind of a gRPC status code; codes that Nacelle never sends become `Internal`.
-    pub fn from_grpc_code(code: i32) -> Kind {
-        Kind::ALL.into_iter().find(|kind| kind.grpc_code() == code).unwrap_or(Kind::Internal)
+    pub fn from_grpc_code(code: i32) -> FailureKind {
+        FailureKind::ALL.into_iter().find(|kind| kind.grpc_code() == code).unwrap_or(FailureKind::Internal)
     }
 }
 
-impl From<std::io::ErrorKind> for Kind {
-    fn from(kind: std::io::ErrorKind) -> Kind {
+impl From<std::io::ErrorKind> for FailureKind {
+    fn from(kind: std::io::ErrorKind) -> FailureKind {
         use std::io::ErrorKind as Io;
         match kind {
-            Io::NotFound => Kind::NotFound,
-            Io::AlreadyExists => Kind::AlreadyExists,
-            Io::StorageFull | Io::QuotaExceeded | Io::FileTooLarge => Kind::Exhausted,
-            Io::TimedOut => Kind::Timeout,
-            Io::ConnectionRefused | Io::ConnectionReset | Io::NotConnected | Io::BrokenPipe => Kind::Unavailable,
-            _ => Kind::Internal,
+            Io::NotFound => FailureKind::NotFound,
+            Io::AlreadyExists => FailureKind::AlreadyExists,
+            Io::StorageFull | Io::QuotaExceeded | Io::FileTooLarge => FailureKind::Exhausted,
+            Io::TimedOut => FailureKind::Timeout,
+            Io::ConnectionRefused | Io::ConnectionReset | Io::NotConnected | Io::BrokenPipe => FailureKind::Unavailable,
+            _ => FailureKind::Internal,
         }
     }
 }
@@ -84,7 +84,7 @@ impl From<std::io::ErrorKind> for Kind {
 /// Implemented by errors that know what they mean to the caller.
 pub trait Classify {
     /// Returns the kind of this failure.
-    fn kind(&self) -> Kind;
+    fn kind(&self) -> FailureKind;
 }
 
 /// Prints an error and all its causes on one line: `outer: cause: cause of the cause`.
@@ -121,14 +121,14 @@ mod tests {
 
     #[test]
     fn grpc_codes_are_distinct_and_map_back_to_their_kinds() {
-        for kind in Kind::ALL {
-            assert_eq!(Kind::from_grpc_code(kind.grpc_code()), kind);
+        for kind in FailureKind::ALL {
+            assert_eq!(FailureKind::from_grpc_code(kind.grpc_code()), kind);
         }
-        assert_eq!(Kind::from_grpc_code(2), Kind::Internal);
+        assert_eq!(FailureKind::from_grpc_code(2), FailureKind::Internal);
     }
 
     #[test]
     fn enospc_is_exhausted() {
-        assert_eq!(Kind::from(std::io::Error::from_raw_os_error(28).kind()), Kind::Exhausted);
+        assert_eq!(FailureKind::from(std::io::Error::from_raw_os_error(28).kind()), FailureKind::Exhausted);
     }
 }

@@ -16,9 +16,9 @@ pub struct FileError {
 }
 
 impl crate::Classify for FileError {
-    fn kind(&self) -> crate::Kind {
+    fn kind(&self) -> crate::FailureKind {
         match self.source.kind().into() {
-            crate::Kind::NotFound | crate::Kind::AlreadyExists => crate::Kind::Internal,
+            crate::FailureKind::NotFound | crate::FailureKind::AlreadyExists => crate::FailureKind::Internal,
             kind => kind,
         }
     }

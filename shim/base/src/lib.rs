@@ -27,5 +27,5 @@ pub mod task;
 pub mod timeline;
 pub mod undo;
 
-pub use error::{Chain, Classify, Kind};
+pub use error::{Chain, Classify, FailureKind};
 pub use id::{ContainerId, IdError, PodId};

@@ -31,10 +31,10 @@ pub enum LockError {
 }
 
 impl crate::Classify for LockError {
-    fn kind(&self) -> crate::Kind {
+    fn kind(&self) -> crate::FailureKind {
         match self {
             LockError::File(error) => error.kind(),
-            LockError::Held { .. } => crate::Kind::Conflict,
+            LockError::Held { .. } => crate::FailureKind::Conflict,
         }
     }
 }

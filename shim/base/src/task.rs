@@ -1,7 +1,7 @@
 //! Runs closures that block on the blocking pool of the async runtime, and names the work whose task did not finish. Only with the
 //! feature `task`, which needs tokio.
 
-use crate::{Classify, Kind};
+use crate::{Classify, FailureKind};
 use tokio::task::{JoinError, spawn_blocking};
 
 /// A task of the async runtime ended without a result. `what` completes the sentence "cannot …".
@@ -38,8 +38,8 @@ impl TaskError {
 }
 
 impl Classify for TaskError {
-    fn kind(&self) -> Kind {
-        Kind::Internal
+    fn kind(&self) -> FailureKind {
+        FailureKind::Internal
     }
 }
 

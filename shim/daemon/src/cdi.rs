@@ -3,7 +3,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use nacelle_base::json;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -37,10 +37,10 @@ pub enum CdiError {
 }
 
 impl Classify for CdiError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            CdiError::Unsupported { .. } => Kind::Unsupported,
-            _ => Kind::Invalid,
+            CdiError::Unsupported { .. } => FailureKind::Unsupported,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -355,11 +355,15 @@ mod tests {
         ]);
         std::os::unix::fs::symlink("/dev/zero", directory.path().join("endless.json")).unwrap();
         for (name, kind, words) in [
-            ("v/c=hook", Kind::Unsupported, &["v/c=hook", "hooks", "hook.json"][..]),
-            ("v/o=owned", Kind::Unsupported, &["deviceNodes.uid"]),
-            ("v/m=tmp", Kind::Unsupported, &["tmpfs"]),
-            ("v/e=bad", Kind::Invalid, &["\"A\" is not NAME=VALUE"]),
-            ("v/c=none", Kind::Invalid, &["v/c=none", "YAML", "broken.json", "endless.json: not a regular file"]),
+            ("v/c=hook", FailureKind::Unsupported, &["v/c=hook", "hooks", "hook.json"][..]),
+            ("v/o=owned", FailureKind::Unsupported, &["deviceNodes.uid"]),
+            ("v/m=tmp", FailureKind::Unsupported, &["tmpfs"]),
+            ("v/e=bad", FailureKind::Invalid, &["\"A\" is not NAME=VALUE"]),
+            (
+                "v/c=none",
+                FailureKind::Invalid,
+                &["v/c=none", "YAML", "broken.json", "endless.json: not a regular file"],
+            ),
         ] {
             let error = ask(&[name], &[&directory]).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");

@@ -1,6 +1,6 @@
 //! Checks that the node's pool of huge pages is large enough for one more VM.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::path::Path;
 
 /// The directory of the node's pools in sysfs.
@@ -28,8 +28,8 @@ pub struct HugepagesExhausted {
 }
 
 impl Classify for HugepagesExhausted {
-    fn kind(&self) -> Kind {
-        Kind::Exhausted
+    fn kind(&self) -> FailureKind {
+        FailureKind::Exhausted
     }
 }
 
@@ -68,7 +68,7 @@ mod tests {
         }
         assert_eq!(check_in(pool.path(), 128, PAGE_MIB), Ok(()));
         let error = check_in(pool.path(), 130, PAGE_MIB).unwrap_err();
-        assert_eq!((error.needed, error.free, error.kind()), (65, 64, Kind::Exhausted));
+        assert_eq!((error.needed, error.free, error.kind()), (65, 64, FailureKind::Exhausted));
         for words in ["65", "has 64 free", "nr_hugepages", "memory_pages"] {
             assert!(error.to_string().contains(words), "{error}");
         }

@@ -2,7 +2,7 @@
 
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::Node;
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_image::Reference;
 use nacelle_proto::node;
 use std::path::Path;
@@ -28,7 +28,10 @@ impl node::node_server::Node for NodeService {
         let request = request.into_inner();
         let path = Path::new(&request.path);
         if !path.is_absolute() {
-            return Err(refuse(Kind::Invalid, &format!("path is {:?}: an absolute path is needed", request.path)));
+            return Err(refuse(
+                FailureKind::Invalid,
+                &format!("path is {:?}: an absolute path is needed", request.path),
+            ));
         }
         let name = match request.name.as_str() {
             "" => None,

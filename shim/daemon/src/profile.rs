@@ -1,7 +1,7 @@
 //! Reads seccomp profiles (`Localhost`) from files of the node, with a bound on their size. `read` blocks, and another process chooses
 //! what the file is: a pipe or a device must not hold up the daemon.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::seccomp::{SeccompProfile, SeccompProfileError};
 use nix::fcntl::OFlag;
 use std::fs::File;
@@ -27,10 +27,10 @@ pub enum ProfileFileError {
 }
 
 impl Classify for ProfileFileError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ProfileFileError::Profile { source, .. } => source.kind(),
-            _ => Kind::Invalid,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -76,8 +76,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("p.json");
         for (text, kind, cause) in [
-            ("{}", Kind::Invalid, "it is no profile"),
-            (r#"{"defaultAction": "SCMP_ACT_NOTIFY"}"#, Kind::Unsupported, "SCMP_ACT_NOTIFY"),
+            ("{}", FailureKind::Invalid, "it is no profile"),
+            (r#"{"defaultAction": "SCMP_ACT_NOTIFY"}"#, FailureKind::Unsupported, "SCMP_ACT_NOTIFY"),
         ] {
             std::fs::write(&path, text).unwrap();
             let error = read(&path).unwrap_err();

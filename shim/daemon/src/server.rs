@@ -15,7 +15,7 @@ use nacelle_base::draft;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::lock::{LockError, PathLock};
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_image::ImageError;
 use nacelle_machines::vms::Vms;
 use nacelle_machines::{PodRuntime, VmService, controllers};
@@ -108,7 +108,7 @@ pub enum ServeError {
 }
 
 impl Classify for ServeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ServeError::File(error) => error.kind(),
             ServeError::Store(error) => error.kind(),
@@ -118,7 +118,7 @@ impl Classify for ServeError {
             ServeError::Socket(error) => error.kind(),
             ServeError::DirectoryInUse { source, .. } => source.kind(),
             ServeError::Task(error) => error.kind(),
-            ServeError::Serve { .. } => Kind::Internal,
+            ServeError::Serve { .. } => FailureKind::Internal,
         }
     }
 }

@@ -8,7 +8,7 @@
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_base::lock::{LockError, PathLock};
 use nacelle_base::retry::retry_interrupted;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, socket};
 use nix::sys::stat::{Mode, fchmod};
@@ -60,11 +60,11 @@ pub enum SocketError {
 }
 
 impl Classify for SocketError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             SocketError::File(error) => error.kind(),
             SocketError::InUse { .. } | SocketError::Listening { .. } | SocketError::NotASocket { .. } => {
-                Kind::Conflict
+                FailureKind::Conflict
             }
         }
     }

@@ -5,7 +5,7 @@
 use crate::lifecycle::Node;
 use crate::sys;
 use hyper_util::rt::TokioIo;
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_pod::client::connect_unix;
 use nacelle_proto::cri::VersionRequest;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
@@ -74,10 +74,10 @@ pub enum SupervisionError {
 }
 
 impl Classify for SupervisionError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             SupervisionError::Io { source, .. } => source.kind().into(),
-            _ => Kind::Invalid,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -315,7 +315,7 @@ mod tests {
             ("LISTEN_FDS", "-1"),
         ] {
             let error = read(&[(name, value), ("LISTEN_PID", "77")]).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
             assert!(error.to_string().starts_with(&format!("{name} is {value:?}: ")), "{error}");
         }
         assert!(read(&[("NOTIFY_SOCKET", &format!("/{}", "n".repeat(200)))]).is_err());

@@ -6,7 +6,7 @@
 //! (systemd's "Control Group APIs and Delegation").
 
 use nacelle_base::retry::retry_interrupted;
-use nacelle_base::{Classify, Kind, PodId};
+use nacelle_base::{Classify, FailureKind, PodId};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -73,11 +73,11 @@ pub enum ScopeError {
 }
 
 impl Classify for ScopeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            ScopeError::Connect(_) => Kind::Unavailable,
-            ScopeError::Rejected { .. } | ScopeError::Ended { .. } => Kind::Internal,
-            ScopeError::Timeout { .. } => Kind::Timeout,
+            ScopeError::Connect(_) => FailureKind::Unavailable,
+            ScopeError::Rejected { .. } | ScopeError::Ended { .. } => FailureKind::Internal,
+            ScopeError::Timeout { .. } => FailureKind::Timeout,
         }
     }
 }
@@ -283,7 +283,7 @@ mod tests {
         let error = other.start_over(&client, 77, proc.path()).await.unwrap_err();
         assert_eq!(
             (error.kind(), error.to_string()),
-            (Kind::Internal, "systemd rejected the request for nacelle-y.scope".into())
+            (FailureKind::Internal, "systemd rejected the request for nacelle-y.scope".into())
         );
         scope.keep_slice_over(&client, "0-1").await.unwrap();
         let text = seen.lock().unwrap().join(" ");

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_vmm::block::BlockError;
 use nacelle_vmm::net::NetError;
 use nacelle_vmm::vhost_user::VhostUserServerError;
@@ -126,11 +126,11 @@ pub enum EngineError {
 }
 
 impl Classify for EngineError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             EngineError::File { source, .. } => match source.kind().into() {
                 // The name is the engine's or the node's: a missing file is not the object that the client of the CRI named.
-                Kind::NotFound | Kind::AlreadyExists => Kind::Internal,
+                FailureKind::NotFound | FailureKind::AlreadyExists => FailureKind::Internal,
                 kind => kind,
             },
             EngineError::Disk { source, .. } => source.kind(),
@@ -139,14 +139,14 @@ impl Classify for EngineError {
             EngineError::Serve { source, .. } => source.kind(),
             EngineError::Machine { source, .. } => source.kind(),
             EngineError::Snapshot { source, .. } => source.kind(),
-            EngineError::Resources { .. } => Kind::Exhausted,
+            EngineError::Resources { .. } => FailureKind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
-            EngineError::ReleaseMemory { .. } => Kind::Internal,
-            EngineError::Ended { .. } => Kind::Conflict,
-            EngineError::NotEnding { .. } => Kind::Timeout,
-            EngineError::Spawn { .. } => Kind::Unavailable,
+            EngineError::ReleaseMemory { .. } => FailureKind::Internal,
+            EngineError::Ended { .. } => FailureKind::Conflict,
+            EngineError::NotEnding { .. } => FailureKind::Timeout,
+            EngineError::Spawn { .. } => FailureKind::Unavailable,
             #[cfg(feature = "fake")]
-            EngineError::Scripted => Kind::Unavailable,
+            EngineError::Scripted => FailureKind::Unavailable,
         }
     }
 }

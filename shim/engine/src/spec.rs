@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::net::Mac;
 use nacelle_base::share::QUEUES;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_vmm::machine::BLOCK_MIB;
 
 /// The smallest memory in which the guest kernel and the agent start, in MiB.
@@ -258,10 +258,10 @@ pub enum SpecError {
 }
 
 impl Classify for SpecError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            SpecError::Devices { .. } => Kind::Exhausted,
-            _ => Kind::Invalid,
+            SpecError::Devices { .. } => FailureKind::Exhausted,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -516,6 +516,6 @@ mod tests {
             error.to_string(),
             "MAC address 02:00:00:00:00:01 is invalid: it must be a unicast address, and unique"
         );
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), FailureKind::Invalid);
     }
 }

@@ -1,6 +1,6 @@
 //! Defines the errors of sharing volumes of the node.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_jail::JailError;
 use std::io;
 use std::path::PathBuf;
@@ -68,16 +68,18 @@ pub enum ShareError {
 }
 
 impl Classify for ShareError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ShareError::Volume { source, .. } => match source.kind() {
-                io::ErrorKind::NotFound => Kind::NotFound,
-                _ => Kind::Internal,
+                io::ErrorKind::NotFound => FailureKind::NotFound,
+                _ => FailureKind::Internal,
             },
-            ShareError::NotShared { .. } => Kind::Conflict,
+            ShareError::NotShared { .. } => FailureKind::Conflict,
             // mount_setattr(2) fails with EINVAL for a file system without idmapped mounts.
-            ShareError::Owners { source, .. } if source.kind() == io::ErrorKind::InvalidInput => Kind::Unsupported,
-            _ => Kind::Internal,
+            ShareError::Owners { source, .. } if source.kind() == io::ErrorKind::InvalidInput => {
+                FailureKind::Unsupported
+            }
+            _ => FailureKind::Internal,
         }
     }
 }

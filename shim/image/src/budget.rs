@@ -4,7 +4,7 @@
 //! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for
 //! each other end with the first of them whose wait times out.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -57,10 +57,10 @@ pub enum BudgetError {
 }
 
 impl Classify for BudgetError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            BudgetError::Memory { .. } | BudgetError::Pool { .. } | BudgetError::Steps { .. } => Kind::Exhausted,
-            BudgetError::Cancelled => Kind::Unavailable,
+            BudgetError::Memory { .. } | BudgetError::Pool { .. } | BudgetError::Steps { .. } => FailureKind::Exhausted,
+            BudgetError::Cancelled => FailureKind::Unavailable,
         }
     }
 }
@@ -294,7 +294,7 @@ mod tests {
         first.charge(7 << 20).unwrap();
         let mut second = Budget::image(&pool, &Cancel::default(), 0);
         let error = second.charge(4 << 20).unwrap_err();
-        assert_eq!((error.kind(), error.is_transient()), (Kind::Exhausted, true));
+        assert_eq!((error.kind(), error.is_transient()), (FailureKind::Exhausted, true));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| second.charge(4 << 20));
             drop(first);

@@ -1,7 +1,7 @@
 //! Keeps the list of images on disk: one JSON file, replaced atomically at each change. Readers use the published copy in memory
 //! and never wait for the disk.
 
-use crate::{ImageError, ImageRecord, Reference, RunAs};
+use crate::{ImageError, ImageRecord, ImageUser, Reference};
 use nacelle_base::files::{at, write_whole};
 use nacelle_model::digest::{Digest, ImageId};
 use serde::{Deserialize, Serialize};
@@ -173,9 +173,9 @@ pub fn image_record(id: &ImageId, stored: &StoredImage, pinned: &HashSet<String>
         repo_digests: stored.digests.iter().cloned().collect(),
         size: stored.size,
         user: match user.parse() {
-            Ok(uid) => RunAs::Uid(uid),
-            Err(_) if user.is_empty() => RunAs::Uid(0),
-            Err(_) => RunAs::Name(user.to_owned()),
+            Ok(uid) => ImageUser::Uid(uid),
+            Err(_) if user.is_empty() => ImageUser::Uid(0),
+            Err(_) => ImageUser::Name(user.to_owned()),
         },
         pinned: stored.tags.iter().chain(&stored.digests).any(|name| pinned.contains(name)),
         added: stored.added,
@@ -239,7 +239,7 @@ mod tests {
         let pinned = HashSet::from(["r.io/y:1".to_owned()]);
         let record_of = |id| image_record(id, &catalogue.images()[id], &pinned);
         assert!(record_of(&a).pinned && !record_of(&b).pinned);
-        assert_eq!((record_of(&a).user, record_of(&b).user), (RunAs::Uid(1000), RunAs::Name("nobody".into())));
+        assert_eq!((record_of(&a).user, record_of(&b).user), (ImageUser::Uid(1000), ImageUser::Name("nobody".into())));
     }
 
     #[test]

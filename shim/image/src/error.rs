@@ -9,7 +9,7 @@ use crate::manifest::ManifestError;
 use crate::tree::TreeError;
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::digest::Digest;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -256,38 +256,38 @@ pub enum ImageError {
 }
 
 impl Classify for ImageError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         use ImageError as E;
         match self {
-            E::BadReference { .. } | E::Ambiguous { .. } | E::Url { .. } | E::TooLarge { .. } => Kind::Invalid,
-            E::OtherArtifact { .. } | E::Truncated { .. } => Kind::Invalid,
+            E::BadReference { .. } | E::Ambiguous { .. } | E::Url { .. } | E::TooLarge { .. } => FailureKind::Invalid,
+            E::OtherArtifact { .. } | E::Truncated { .. } => FailureKind::Invalid,
             E::Tree(TreeError::Budget(source)) | E::Erofs(ErofsError::Budget(source)) => source.kind(),
             E::ArchiveBudget { source, .. } => source.kind(),
-            E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => Kind::Invalid,
-            E::UnpackMemory { .. } => Kind::Invalid,
-            E::NotFound { .. } => Kind::NotFound,
+            E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => FailureKind::Invalid,
+            E::UnpackMemory { .. } => FailureKind::Invalid,
+            E::NotFound { .. } => FailureKind::NotFound,
             E::File(error) => error.kind(),
             E::SharedPull(error) => error.kind(),
-            E::Version { .. } | E::Locked { .. } => Kind::Conflict,
-            E::Certificates { .. } | E::Tls(_) | E::Catalogue { .. } | E::Index { .. } => Kind::Internal,
+            E::Version { .. } | E::Locked { .. } => FailureKind::Conflict,
+            E::Certificates { .. } | E::Tls(_) | E::Catalogue { .. } | E::Index { .. } => FailureKind::Internal,
             E::Task(source) => source.kind(),
-            E::Aborted { .. } => Kind::Unavailable,
+            E::Aborted { .. } => FailureKind::Unavailable,
             E::Request { .. } | E::BrokenBody { .. } | E::ShortBody { .. } | E::Protocol { .. } | E::Digest { .. } => {
-                Kind::Unavailable
+                FailureKind::Unavailable
             }
-            E::Timeout { .. } => Kind::Timeout,
+            E::Timeout { .. } => FailureKind::Timeout,
             E::Status { status, .. } => match status {
-                401 | 403 => Kind::Denied,
-                404 => Kind::NotFound,
-                408 | 429 | 500.. => Kind::Unavailable,
-                _ => Kind::Invalid,
+                401 | 403 => FailureKind::Denied,
+                404 => FailureKind::NotFound,
+                408 | 429 | 500.. => FailureKind::Unavailable,
+                _ => FailureKind::Invalid,
             },
             E::Manifest { source: ManifestError::UnsupportedType { .. } | ManifestError::Platform { .. }, .. } => {
-                Kind::Unsupported
+                FailureKind::Unsupported
             }
-            E::Manifest { .. } => Kind::Invalid,
+            E::Manifest { .. } => FailureKind::Invalid,
             E::Layer { source, .. } => layer_kind(source),
-            E::NoSpace { .. } => Kind::Exhausted,
+            E::NoSpace { .. } => FailureKind::Exhausted,
         }
     }
 }
@@ -305,11 +305,11 @@ impl ImageError {
     }
 }
 
-fn layer_kind(error: &LayerError) -> Kind {
+fn layer_kind(error: &LayerError) -> FailureKind {
     match error {
-        LayerError::Source(error) | LayerError::Write(error) => Kind::from(error.kind()),
-        LayerError::Decompress(_) | LayerError::Tar(_) | LayerError::Entry { .. } => Kind::Invalid,
-        LayerError::TooLarge { .. } => Kind::Exhausted,
+        LayerError::Source(error) | LayerError::Write(error) => FailureKind::from(error.kind()),
+        LayerError::Decompress(_) | LayerError::Tar(_) | LayerError::Entry { .. } => FailureKind::Invalid,
+        LayerError::TooLarge { .. } => FailureKind::Exhausted,
         LayerError::Budget(error) => error.kind(),
     }
 }

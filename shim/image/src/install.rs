@@ -18,7 +18,7 @@ use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::digest::{Digest, ImageId};
 use std::collections::HashSet;
 use std::fs::File;
@@ -121,7 +121,7 @@ impl StoreState {
         let (threads, cancel) = (TaskTracker::new(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
         let installed = self.install_pinned(config, layers, names, &threads, &pins, &cancel).await;
-        if installed.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted && !error.is_over_budget()) {
+        if installed.as_ref().is_err_and(|error| error.kind() == FailureKind::Exhausted && !error.is_over_budget()) {
             cancel.cancel();
             threads.close();
             threads.wait().await; // Threads of cancelled layers may still have run.

@@ -39,4 +39,4 @@ pub use config::{Auth, ImageStoreConfig, RegistryConfig};
 pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
-pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, LoadedImage, RootFs, RunAs};
+pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};

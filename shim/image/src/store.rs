@@ -51,7 +51,7 @@ pub struct ImageRecord {
     /// The size in the store in bytes; layers that other images share count in full.
     pub size: u64,
     /// The user of the image's configuration.
-    pub user: RunAs,
+    pub user: ImageUser,
     /// The configuration of the store excludes the image from garbage collection.
     pub pinned: bool,
     /// When the image was added, in seconds since 1970.
@@ -60,7 +60,7 @@ pub struct ImageRecord {
 
 /// The user in an image's configuration, without its group part.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RunAs {
+pub enum ImageUser {
     /// A UID; 0 if the image has no user.
     Uid(i64),
     /// A name. The agent looks it up in the image's /etc/passwd in the guest.

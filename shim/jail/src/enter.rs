@@ -4,7 +4,7 @@
 use crate::mount_namespace::{self, MountNamespaceError};
 use crate::seccomp::{self, SeccompError};
 use crate::{Mode, Profile, VisiblePath, cgroup, sys};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nix::errno::Errno;
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -48,8 +48,8 @@ pub enum JailError {
 }
 
 impl Classify for JailError {
-    fn kind(&self) -> Kind {
-        Kind::Internal
+    fn kind(&self) -> FailureKind {
+        FailureKind::Internal
     }
 }
 

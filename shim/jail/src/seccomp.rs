@@ -4,7 +4,7 @@
 use crate::table::{ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_when_single_threaded};
 use crate::{Mode, Profile, ThreadKind};
 use crate::{spawn, sys};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch, apply_filter,
@@ -43,8 +43,8 @@ pub enum SeccompError {
 }
 
 impl Classify for SeccompError {
-    fn kind(&self) -> Kind {
-        Kind::Internal
+    fn kind(&self) -> FailureKind {
+        FailureKind::Internal
     }
 }
 

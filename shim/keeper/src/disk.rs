@@ -268,7 +268,7 @@ fn create_file(path: &Path) -> Result<File, KeeperError> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use nacelle_model::machine::{Bus, Cache, DiskKind, Serving};
 
     pub(crate) fn sample(name: &str, source: DiskSource) -> Disk {
@@ -402,13 +402,16 @@ pub(crate) mod tests {
             (&read, Some(File::open("/dev/null").unwrap()), "a file or a block device"),
         ] {
             let error = prepare_with(disk, file).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(words), "{error}");
         }
         let first = prepare_with(&written, Some(open(true))).unwrap();
         assert!(matches!(first.files, DiskFiles::Device { block: false, .. }));
         for second in [prepare_with(&written, Some(open(true))), prepare_with(&read, Some(open(false)))] {
             let error = second.unwrap_err();
-            assert!(error.kind() == Kind::Conflict && error.to_string().contains("disk.img is in use"), "{error}");
+            assert!(
+                error.kind() == FailureKind::Conflict && error.to_string().contains("disk.img is in use"),
+                "{error}"
+            );
         }
         drop(first);
         let readers = [(); 2].map(|()| prepare_with(&read, Some(open(false))).unwrap());
@@ -419,12 +422,12 @@ pub(crate) mod tests {
         let shared = Disk { serving: Serving { shared: true, ..Serving::default() }, ..sample("data", source()) };
         let writers = [(); 2].map(|()| prepare_with(&shared, Some(open(true))).unwrap());
         for (disk, writable) in [(&written, true), (&read, false)] {
-            assert_eq!(prepare_with(disk, Some(open(writable))).unwrap_err().kind(), Kind::Conflict);
+            assert_eq!(prepare_with(disk, Some(open(writable))).unwrap_err().kind(), FailureKind::Conflict);
         }
         drop(writers);
         for (disk, writable) in [(&written, true), (&read, false)] {
             let _other = prepare_with(disk, Some(open(writable))).unwrap();
-            assert_eq!(prepare_with(&shared, Some(open(true))).unwrap_err().kind(), Kind::Conflict);
+            assert_eq!(prepare_with(&shared, Some(open(true))).unwrap_err().kind(), FailureKind::Conflict);
         }
     }
 }

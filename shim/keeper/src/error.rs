@@ -1,7 +1,7 @@
 //! Defines the errors of the VM of a machine pod.
 
 use nacelle_base::task::TaskError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -186,13 +186,13 @@ impl KeeperError {
 }
 
 impl Classify for KeeperError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             KeeperError::InvalidDocument { .. } | KeeperError::InvalidField { .. } | KeeperError::Disk { .. } => {
-                Kind::Invalid
+                FailureKind::Invalid
             }
             KeeperError::NoSnapshot { .. } | KeeperError::NoContainer { .. } | KeeperError::NoExec { .. } => {
-                Kind::NotFound
+                FailureKind::NotFound
             }
             KeeperError::StateFile(error) => error.kind(),
             KeeperError::Locked { .. }
@@ -200,15 +200,15 @@ impl Classify for KeeperError {
             | KeeperError::AlreadyExists { .. }
             | KeeperError::Dump { .. }
             | KeeperError::Quiesce { .. }
-            | KeeperError::WrongState { .. } => Kind::Conflict,
-            KeeperError::Unsupported { .. } => Kind::Unsupported,
+            | KeeperError::WrongState { .. } => FailureKind::Conflict,
+            KeeperError::Unsupported { .. } => FailureKind::Unsupported,
             KeeperError::File { source, .. } | KeeperError::Share { source, .. } => source.kind().into(),
             KeeperError::Task(error) => error.kind(),
-            KeeperError::Resource { .. } => Kind::Exhausted,
+            KeeperError::Resource { .. } => FailureKind::Exhausted,
             KeeperError::Engine(error) => error.kind(),
-            KeeperError::Timeout { .. } => Kind::Timeout,
-            KeeperError::Disconnected { .. } => Kind::Unavailable,
-            KeeperError::MalformedReply { .. } | KeeperError::Rejected { .. } => Kind::Internal,
+            KeeperError::Timeout { .. } => FailureKind::Timeout,
+            KeeperError::Disconnected { .. } => FailureKind::Unavailable,
+            KeeperError::MalformedReply { .. } | KeeperError::Rejected { .. } => FailureKind::Internal,
         }
     }
 }

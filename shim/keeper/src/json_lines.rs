@@ -168,7 +168,7 @@ pub fn printable(text: &str) -> String {
 mod tests {
     use super::*;
     use nacelle_base::descriptors::receive_descriptor;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     use proptest::prelude::*;
 
@@ -214,7 +214,7 @@ mod tests {
         );
         with(b"", async |mut connection, _events| {
             let error = connection.execute("a", json!({}), Duration::from_millis(10)).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Timeout);
+            assert_eq!(error.kind(), FailureKind::Timeout);
         });
         with(&[b'x'; 400], async |mut connection, mut events| {
             assert!(matches!(connection.execute("a", Value::Null, LIMIT).await, Err(KeeperError::Disconnected { .. })));

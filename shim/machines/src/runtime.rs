@@ -5,7 +5,7 @@
 pub(crate) mod testing;
 
 use crate::vms::{VmLock, Vms};
-use nacelle_base::{Classify, ContainerId, Kind, PodId};
+use nacelle_base::{Classify, ContainerId, FailureKind, PodId};
 use nacelle_model::pod::PodConfig;
 use nacelle_model::record::{ContainerRecord, PodRecord, VmRecord};
 use nacelle_model::state::{ContainerState, PodState};
@@ -77,7 +77,7 @@ pub struct ExecStreams {
 /// An error of the daemon's pod runtime. Its text and its causes are those of the original error.
 #[derive(Debug)]
 pub struct PodRuntimeError {
-    kind: Kind,
+    kind: FailureKind,
     error: Box<dyn Error + Send + Sync>,
 }
 
@@ -101,7 +101,7 @@ impl Error for PodRuntimeError {
 }
 
 impl Classify for PodRuntimeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         self.kind
     }
 }

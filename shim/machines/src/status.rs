@@ -1,6 +1,6 @@
 //! Converts errors into gRPC statuses for the VM service.
 
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_proto::status::one_line_status;
 use std::error::Error;
 use tonic::Status;
@@ -11,6 +11,6 @@ pub(crate) fn error_status<E: Error + Classify>(error: E) -> Status {
 }
 
 /// Returns the status of a rejected request.
-pub(crate) fn rejection(kind: Kind, message: &str) -> Status {
+pub(crate) fn rejection(kind: FailureKind, message: &str) -> Status {
     one_line_status(kind.grpc_code(), message)
 }

@@ -12,7 +12,7 @@ use crate::status::{error_status, rejection};
 use crate::vms::{self, VmError};
 use console::VmConsole;
 use describe::{add_status, describe_pod, describe_record, parse_snapshots, parse_volumes};
-use nacelle_base::{Classify, ContainerId, Kind};
+use nacelle_base::{Classify, ContainerId, FailureKind};
 use nacelle_model::record::{ContainerRecord, VmRecord};
 use nacelle_proto::vm;
 use status_changes::StatusChanges;
@@ -67,7 +67,7 @@ enum VmRequestError {
 }
 
 impl Classify for VmRequestError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             VmRequestError::Lock(error) => error.kind(),
             VmRequestError::Copy { source, .. } | VmRequestError::Delete { source, .. } => source.kind(),
@@ -101,7 +101,7 @@ impl VmService {
             Some(pod) => Ok(pod),
             None if self.runtime.vms().find(&id).is_some() => {
                 let message = format!("VM {id} has no pod: run a pod with the annotation vm.nacelle.dev/name");
-                Err(rejection(Kind::Conflict, &message))
+                Err(rejection(FailureKind::Conflict, &message))
             }
             None => Err(not_found(&id)),
         }
@@ -112,7 +112,7 @@ impl VmService {
         let pod = self.find_pod(reference)?;
         pod.running_container().cloned().ok_or_else(|| {
             let id = vms::id(&reference.namespace, &reference.name);
-            rejection(Kind::Conflict, &format!("VM {id} is not running: its pod has no running container"))
+            rejection(FailureKind::Conflict, &format!("VM {id} is not running: its pod has no running container"))
         })
     }
 
@@ -129,7 +129,7 @@ impl VmService {
             return Ok(stdout);
         }
         let message = String::from_utf8_lossy(&stderr).trim().chars().take(500).collect::<String>();
-        Err(rejection(Kind::Conflict, &message))
+        Err(rejection(FailureKind::Conflict, &message))
     }
 
     /// Runs a verb without output.
@@ -294,11 +294,11 @@ impl VmService {
 }
 
 fn missing(field: &str) -> Status {
-    rejection(Kind::Invalid, &format!("{field} is missing"))
+    rejection(FailureKind::Invalid, &format!("{field} is missing"))
 }
 
 fn not_found(id: &str) -> Status {
-    rejection(Kind::NotFound, &format!("VM {id} does not exist on this node"))
+    rejection(FailureKind::NotFound, &format!("VM {id} does not exist on this node"))
 }
 
 /// Returns whether this is a label name by Kubernetes' rules.
@@ -313,7 +313,7 @@ fn check_name(to: &vm::MachineRef) -> Result<(), Status> {
     for (field, word) in [("to.namespace", &to.namespace), ("to.name", &to.name)] {
         if !is_label(word) {
             let rule = "1 to 63 small letters, digits and '-' are expected, with a letter or digit at both ends";
-            return Err(rejection(Kind::Invalid, &format!("{field} is {word:?}: {rule}")));
+            return Err(rejection(FailureKind::Invalid, &format!("{field} is {word:?}: {rule}")));
         }
     }
     Ok(())
@@ -469,7 +469,7 @@ impl vm::machines_server::Machines for VmService {
         let vm::MachineRef { namespace, name } = request.into_inner();
         match self.delete_vm(&vms::id(&namespace, &name)).await {
             // A VM that does not exist counts as deleted.
-            Err(error) if error.kind() == Kind::NotFound => {}
+            Err(error) if error.kind() == FailureKind::NotFound => {}
             other => other.map_err(error_status)?,
         }
         Ok(Response::new(vm::Empty {}))

@@ -4,7 +4,7 @@
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Chain, Classify, Kind, random};
+use nacelle_base::{Chain, Classify, FailureKind, random};
 use nacelle_model::digest::ImageId;
 use nacelle_model::record::VmRecord;
 use nacelle_store::{Change, Store, StoreError};
@@ -66,15 +66,15 @@ pub enum VmError {
 }
 
 impl Classify for VmError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             VmError::Store(error) => error.kind(),
             VmError::File(error) => error.kind(),
-            VmError::NotFound { .. } => Kind::NotFound,
-            VmError::Exists { .. } => Kind::AlreadyExists,
-            VmError::Busy { .. } | VmError::SameIdentity { .. } => Kind::Conflict,
+            VmError::NotFound { .. } => FailureKind::NotFound,
+            VmError::Exists { .. } => FailureKind::AlreadyExists,
+            VmError::Busy { .. } | VmError::SameIdentity { .. } => FailureKind::Conflict,
             VmError::Task(error) => error.kind(),
-            VmError::Random { .. } => Kind::Internal,
+            VmError::Random { .. } => FailureKind::Internal,
         }
     }
 }
@@ -374,11 +374,11 @@ mod tests {
         assert!(!vms.directory(&copy).join("efi-variables").exists(), "the target of a link is not copied");
         assert!(copy.uuid != first.uuid && copy.mac != first.mac && copy.images().eq(again.images()));
         assert_eq!(std::fs::read(vms.directory(&copy).join("root.qcow2")).unwrap(), b"data");
-        assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), Kind::AlreadyExists);
-        assert_eq!(vms.copy("default/no", "default", "db3").await.unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(vms.copy("default/db", "default", "db2").await.unwrap_err().kind(), FailureKind::AlreadyExists);
+        assert_eq!(vms.copy("default/no", "default", "db3").await.unwrap_err().kind(), FailureKind::NotFound);
         vms.delete("default/db").await.unwrap();
         assert!(!vms.directory(&first).exists());
-        assert_eq!(vms.delete("default/db").await.unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(vms.delete("default/db").await.unwrap_err().kind(), FailureKind::NotFound);
         assert_ne!(vms.get_or_create("default", "db").await.unwrap().uuid, first.uuid);
     }
 }

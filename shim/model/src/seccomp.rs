@@ -3,7 +3,7 @@
 
 use crate::capability;
 use nacelle_base::json;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use oci_spec::runtime::{Arch, LinuxSeccompAction, LinuxSeccompFilterFlag, LinuxSeccompOperator};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
@@ -36,10 +36,10 @@ pub enum SeccompProfileError {
 }
 
 impl Classify for SeccompProfileError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            SeccompProfileError::Notify { .. } => Kind::Unsupported,
-            SeccompProfileError::Json(_) | SeccompProfileError::Rule { .. } => Kind::Invalid,
+            SeccompProfileError::Notify { .. } => FailureKind::Unsupported,
+            SeccompProfileError::Json(_) | SeccompProfileError::Rule { .. } => FailureKind::Invalid,
         }
     }
 }
@@ -331,23 +331,23 @@ mod tests {
             with("syscalls", json!([call]))
         };
         let rows = [
-            (json!({}), Kind::Invalid, "is no profile"),
-            (json!([]), Kind::Invalid, "is no profile"),
-            (with("defaultAction", json!("SCMP_ACT_FLY")), Kind::Invalid, "is no profile"),
-            (with("defaultAction", json!("SCMP_ACT_NOTIFY")), Kind::Unsupported, "SCMP_ACT_NOTIFY"),
-            (call("action", json!("SCMP_ACT_NOTIFY")), Kind::Unsupported, "SCMP_ACT_NOTIFY"),
-            (with("listenerPath", json!("/run/x")), Kind::Unsupported, "listenerPath"),
-            (with("flags", json!(["SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV"])), Kind::Unsupported, "KILLABLE"),
-            (with("flags", json!(["FLAG"])), Kind::Invalid, "is no profile"),
-            (with("architectures", json!(["SCMP_ARCH_PDP11"])), Kind::Invalid, "is no profile"),
-            (with("defaultErrnoRet", json!(4096)), Kind::Invalid, "4096"),
-            (call("errnoRet", json!(70_000)), Kind::Invalid, "70000"),
-            (call("name", json!("write")), Kind::Invalid, "names or name"),
-            (call("names", json!([])), Kind::Invalid, "names or name"),
-            (call("args", json!([{ "index": 6, "op": "SCMP_CMP_EQ" }])), Kind::Invalid, "argument 6"),
-            (call("args", json!([{ "index": 0, "op": "?" }])), Kind::Invalid, "is no profile"),
-            (call("includes", json!({ "caps": ["CAP_FLY"] })), Kind::Invalid, "CAP_FLY"),
-            (call("excludes", json!({ "minKernel": "new" })), Kind::Invalid, "\"new\""),
+            (json!({}), FailureKind::Invalid, "is no profile"),
+            (json!([]), FailureKind::Invalid, "is no profile"),
+            (with("defaultAction", json!("SCMP_ACT_FLY")), FailureKind::Invalid, "is no profile"),
+            (with("defaultAction", json!("SCMP_ACT_NOTIFY")), FailureKind::Unsupported, "SCMP_ACT_NOTIFY"),
+            (call("action", json!("SCMP_ACT_NOTIFY")), FailureKind::Unsupported, "SCMP_ACT_NOTIFY"),
+            (with("listenerPath", json!("/run/x")), FailureKind::Unsupported, "listenerPath"),
+            (with("flags", json!(["SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV"])), FailureKind::Unsupported, "KILLABLE"),
+            (with("flags", json!(["FLAG"])), FailureKind::Invalid, "is no profile"),
+            (with("architectures", json!(["SCMP_ARCH_PDP11"])), FailureKind::Invalid, "is no profile"),
+            (with("defaultErrnoRet", json!(4096)), FailureKind::Invalid, "4096"),
+            (call("errnoRet", json!(70_000)), FailureKind::Invalid, "70000"),
+            (call("name", json!("write")), FailureKind::Invalid, "names or name"),
+            (call("names", json!([])), FailureKind::Invalid, "names or name"),
+            (call("args", json!([{ "index": 6, "op": "SCMP_CMP_EQ" }])), FailureKind::Invalid, "argument 6"),
+            (call("args", json!([{ "index": 0, "op": "?" }])), FailureKind::Invalid, "is no profile"),
+            (call("includes", json!({ "caps": ["CAP_FLY"] })), FailureKind::Invalid, "CAP_FLY"),
+            (call("excludes", json!({ "minKernel": "new" })), FailureKind::Invalid, "\"new\""),
         ];
         for (value, kind, words) in rows {
             let error = parsed(&value).unwrap_err();

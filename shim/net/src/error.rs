@@ -2,7 +2,7 @@
 
 use crate::cni::CniError;
 use nacelle_base::task::TaskError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::PathBuf;
 
@@ -124,18 +124,18 @@ pub enum NetError {
 }
 
 impl Classify for NetError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             NetError::Netns { source, .. } => source.kind().into(),
-            NetError::Netlink { .. } | NetError::Tap { .. } => Kind::Internal,
+            NetError::Netlink { .. } | NetError::Tap { .. } => FailureKind::Internal,
             NetError::Task(error) => error.kind(),
-            NetError::NotNetns { .. } | NetError::MissingInterface { .. } => Kind::Conflict,
-            NetError::BadName { .. } => Kind::Invalid,
+            NetError::NotNetns { .. } | NetError::MissingInterface { .. } => FailureKind::Conflict,
+            NetError::BadName { .. } => FailureKind::Invalid,
             NetError::NoInterface { .. } | NetError::NotEthernet { .. } | NetError::NoAddress { .. } => {
-                Kind::Unavailable
+                FailureKind::Unavailable
             }
             NetError::Route { .. } | NetError::BadMac { .. } | NetError::SmallMtu { .. } | NetError::TooMany { .. } => {
-                Kind::Unsupported
+                FailureKind::Unsupported
             }
             NetError::Cni(error) => error.kind(),
         }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{LIMIT, eventually, in_a_world, ip_in, links, pod};
 use nacelle_base::net::{Interface, Neighbour, Route};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_net::{Attachment, InterfaceUsage, NetError, NetNs, PodRef, inspect, netns, run_in, tap};
 use std::net::IpAddr;
 
@@ -87,7 +87,7 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
 
         network.gc(&[].into(), LIMIT).await.unwrap();
         network.teardown(&second.id).await.unwrap();
-        assert_eq!(network.check(&second.id).await.unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(network.check(&second.id).await.unwrap_err().kind(), FailureKind::NotFound);
         assert!(leases(world.files("leases")).is_empty());
         assert!(world.files("netns").is_empty() && world.files("cache").is_empty());
         assert_eq!(links(), ["lo", "nb0"]);
@@ -260,7 +260,7 @@ fn namespaces_and_taps_come_and_go() {
     in_a_world(&[], |world| async move {
         let path = world.dir("netns").join("one");
         let one = netns::create(&path).unwrap();
-        assert_eq!(netns::create(&path).unwrap_err().kind(), Kind::AlreadyExists);
+        assert_eq!(netns::create(&path).unwrap_err().kind(), FailureKind::AlreadyExists);
         assert!(ip_in(&path, &["-o", "link", "show", "lo"]).contains("UP"));
         assert_eq!(links(), ["lo"]);
         let tap = tap::create(&one, "tap0").unwrap();
@@ -276,7 +276,7 @@ fn namespaces_and_taps_come_and_go() {
         netns::remove(&path).unwrap();
         netns::remove(&path).unwrap();
         assert!(!path.exists());
-        assert_eq!(NetNs::open(&path).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(NetNs::open(&path).unwrap_err().kind(), FailureKind::NotFound);
         std::fs::write(&path, "").unwrap();
         assert!(matches!(NetNs::open(&path), Err(NetError::NotNetns { .. })));
         netns::remove(&path).unwrap();
@@ -316,7 +316,7 @@ fn a_pod_has_the_interfaces_that_it_needs_and_its_address_is_the_first_ones() {
         let lost = with(2, &["net1", "net2"], InterfaceUsage::GuestNeedsAll);
         let error = setup(&lost).await.unwrap_err();
         assert!(matches!(&error, NetError::MissingInterface { name } if name == "net2"), "{error}");
-        assert_eq!(error.kind(), Kind::Conflict);
+        assert_eq!(error.kind(), FailureKind::Conflict);
         assert_eq!(leases(world.files("leases")).len(), 3, "the second pod's lease is released");
         let some = with(3, &["net7", "net1"], InterfaceUsage::Guest);
         let attachment = setup(&some).await.unwrap();

@@ -4,7 +4,7 @@ mod common;
 
 use cni_plugin::config::NetworkConfig;
 use common::{LIMIT, World, eventually, in_a_world, pod};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::network::{DnsConfig, PortMapping, Protocol};
 use nacelle_net::{Bandwidth, CniError, NetError, PodRef};
 use std::path::Path;
@@ -91,7 +91,7 @@ fn a_plugin_that_takes_too_long_is_killed_with_its_children() {
             chain(&world, "1.0.0", &[("one", &format!(r#", "mode": "{mode}""#))]);
             world.network.create_netns(&pod.id).await.unwrap();
             let error = world.again(Duration::from_secs(3)).setup(&pod).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Timeout, "{mode}: {error}");
+            assert_eq!(error.kind(), FailureKind::Timeout, "{mode}: {error}");
             // On a very slow machine the plugin may not have started its children yet.
             if let Ok(pids) = std::fs::read_to_string(world.dir("pids")) {
                 all_gone(&pids).await;
@@ -380,7 +380,7 @@ fn what_cannot_be_said_in_cni_args_is_refused_and_changes_nothing() {
         chain(&world, "1.0.0", &[("one", "")]);
         world.network.create_netns(&pod(1).id).await.unwrap();
         let error = world.network.setup(&PodRef { name: "a;K8S_POD_UID=x".to_owned(), ..pod(1) }).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid, "{error}");
+        assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
         assert_eq!(calls(&world), [""; 0]);
         assert!(!Path::new(&world.dir("cache")).exists());
     });

@@ -3,7 +3,7 @@
 
 use crate::identity::{self, IdentityError};
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
@@ -62,16 +62,16 @@ pub enum AffinityError {
 }
 
 impl Classify for AffinityError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            AffinityError::Gone { .. } => Kind::Unavailable,
+            AffinityError::Gone { .. } => FailureKind::Unavailable,
             AffinityError::Identity(source) => source.kind(),
-            AffinityError::Number { .. } => Kind::Invalid,
+            AffinityError::Number { .. } => FailureKind::Invalid,
             // None of the CPUs is online and in the pod's cgroup.
-            AffinityError::Set { source: Errno::EINVAL, .. } => Kind::Conflict,
+            AffinityError::Set { source: Errno::EINVAL, .. } => FailureKind::Conflict,
             AffinityError::Set { .. }
             | AffinityError::MissingVcpuThreads { .. }
-            | AffinityError::TooManyThreads { .. } => Kind::Internal,
+            | AffinityError::TooManyThreads { .. } => FailureKind::Internal,
             AffinityError::Task(error) => error.kind(),
         }
     }
@@ -220,7 +220,9 @@ mod tests {
                 assert_eq!(allowed(&sched_getaffinity(Pid::from_raw(thread)).unwrap()), *expected);
             }
         }
-        for (number, kind) in [(1023, Kind::Conflict), (1024, Kind::Invalid), (u32::MAX, Kind::Invalid)] {
+        for (number, kind) in
+            [(1023, FailureKind::Conflict), (1024, FailureKind::Invalid), (u32::MAX, FailureKind::Invalid)]
+        {
             if !all.contains(&number) {
                 assert_eq!(set_all_threads(pid, &[number].into()).unwrap_err().kind(), kind, "{number}");
             }
@@ -277,7 +279,7 @@ mod tests {
         assert_eq!(of(threads[vcpus as usize]), all, "other threads are not pinned");
         let error = pin_vcpus(&threads, &all, vcpus + 1).unwrap_err();
         let message = format!("cannot pin the vCPUs: only {vcpus} of {} vCPU threads were found", vcpus + 1);
-        assert_eq!((error.kind(), error.to_string()), (Kind::Internal, message));
+        assert_eq!((error.kind(), error.to_string()), (FailureKind::Internal, message));
         // With emulation one thread runs all vCPUs.
         started.push(start("ALL CPUs/TCG"));
         let thread = started.last().unwrap().0;

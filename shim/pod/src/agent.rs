@@ -6,7 +6,7 @@ use crate::codes;
 use crate::error::PodError;
 use crate::guest_values::{Bounded, FromGuest, GuestExit, describe_exit};
 use hyper_util::rt::TokioIo;
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_base::descriptors::send_with_descriptor;
 use nacelle_base::task::run_blocking;
 use nacelle_engine::{GuestLink, LinkError, MachineExit};
@@ -262,7 +262,7 @@ impl Agent {
 
     async fn read_stream_reply(&self, stream: &mut tokio::net::UnixStream, what: &'static str) -> Result<(), PodError> {
         let opened: FromGuest<proto::StreamOpened> = read_guest_frame(stream, "reply for a stream", self.limit).await?;
-        opened.bound().map_err(|message| PodError::Agent { what, kind: Kind::Unavailable, message })
+        opened.bound().map_err(|message| PodError::Agent { what, kind: FailureKind::Unavailable, message })
     }
 
     async fn try_open(&self, open: &proto::StreamOpen) -> Result<tokio::net::UnixStream, PodError> {

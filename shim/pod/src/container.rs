@@ -12,7 +12,7 @@ use crate::log::{LogFile, LogPath, LogStream, pump};
 use crate::record::{ContainerPhase, LOST, SavedContainerState, SavedPodState};
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::task::run_blocking;
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_engine::Slot;
 use nacelle_jail::ThreadKind;
 use nacelle_proto::{agent as proto, common, pod};
@@ -346,7 +346,7 @@ pub async fn wait_for_exit(agent: &Agent, id: &str, pumps_running: &mut mpsc::Re
                     message: message.to_owned(),
                 };
             }
-            Err(error) if error.kind() == Kind::NotFound => {
+            Err(error) if error.kind() == FailureKind::NotFound => {
                 let message = Chain(&error).to_string();
                 // The end of its streams cannot be predicted.
                 let finished_at = FromGuest::new(crate::now_nanos());

@@ -1,7 +1,7 @@
 //! Allocates the partition numbers of the volume disk: which block devices of the node and volume files the containers of a
 //! pod use, in which partition, and for how many containers. It performs no I/O; [`crate::devices`] attaches the devices.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
@@ -71,12 +71,14 @@ pub enum DeviceError {
 }
 
 impl Classify for DeviceError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            DeviceError::NoFreeSlot { .. } => Kind::Exhausted,
-            DeviceError::NoDisk { .. } => Kind::Unsupported,
-            DeviceError::NoDevice { .. } | DeviceError::NoFile { .. } => Kind::Invalid,
-            DeviceError::Length { .. } | DeviceError::NotOffered { .. } | DeviceError::InUse { .. } => Kind::Conflict,
+            DeviceError::NoFreeSlot { .. } => FailureKind::Exhausted,
+            DeviceError::NoDisk { .. } => FailureKind::Unsupported,
+            DeviceError::NoDevice { .. } | DeviceError::NoFile { .. } => FailureKind::Invalid,
+            DeviceError::Length { .. } | DeviceError::NotOffered { .. } | DeviceError::InUse { .. } => {
+                FailureKind::Conflict
+            }
             DeviceError::Io { source, .. } => source.kind().into(),
         }
     }
@@ -190,7 +192,10 @@ mod tests {
             (Ok(()), Err("8:0"))
         );
         assert_eq!(devices.acquire("8:0", true, false), None);
-        assert_eq!(DeviceError::NoFreeSlot { container: "c".into(), path: "/dev/x".into() }.kind(), Kind::Exhausted);
+        assert_eq!(
+            DeviceError::NoFreeSlot { container: "c".into(), path: "/dev/x".into() }.kind(),
+            FailureKind::Exhausted
+        );
     }
 
     proptest! {

@@ -188,16 +188,16 @@ pub async fn detach(agent: Option<Agent>, placed: Arc<PlacedDevice>) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     #[test]
     fn only_a_block_device_with_bytes_is_placed() {
         let slot = Slot::volumes("volumes").unwrap();
         let placed = PlacedDevice::new(slot.clone(), 1, Path::new("/dev/x"), false);
         let error = placed.place_file(tempfile::tempfile().unwrap(), true).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("/dev/x"), "{error}");
+        assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("/dev/x"), "{error}");
         let error = placed.place(&tempfile::tempfile().unwrap(), 0, true).unwrap_err();
-        assert_eq!(error.kind(), Kind::Conflict);
+        assert_eq!(error.kind(), FailureKind::Conflict);
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
         placed.place(&file, 4096, true).unwrap();
@@ -218,10 +218,13 @@ mod tests {
         first.place_file(open(), true).unwrap();
         assert_eq!(first.attach_request().map(|request| (request.length, request.writable)), Some((1 << 20, true)));
         let error = second.place_file(open(), true).unwrap_err();
-        assert!(error.kind() == Kind::Conflict && error.to_string().contains("another of its sandboxes"), "{error}");
+        assert!(
+            error.kind() == FailureKind::Conflict && error.to_string().contains("another of its sandboxes"),
+            "{error}"
+        );
         first.remove_from_disk();
         second.place_file(open(), true).unwrap();
         let error = placed(2).place_file(File::open("/dev/null").unwrap(), true).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), FailureKind::Invalid);
     }
 }

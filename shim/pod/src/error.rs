@@ -11,7 +11,7 @@ use crate::state::{ContainerEvent, ContainerState, InvalidTransition};
 use nacelle_base::copied_in::CopyInFailure;
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_engine::{BlockError, EngineError, LinkError};
 use nacelle_net::NetError;
 use std::io;
@@ -114,7 +114,7 @@ pub enum PodError {
         /// The request, as an infinitive.
         what: &'static str,
         /// The kind that the agent reports.
-        kind: Kind,
+        kind: FailureKind,
         /// The agent's error message.
         message: Bounded<String>,
     },
@@ -211,7 +211,7 @@ pub enum PodError {
 }
 
 impl Classify for PodError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             PodError::Spec(error) => error.kind(),
             PodError::Identity(error) => error.kind(),
@@ -230,23 +230,23 @@ impl Classify for PodError {
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,
             PodError::VolumeUnreadable { why, .. } => match why {
-                CopyInFailure::Changed => Kind::Unavailable,
-                CopyInFailure::LimitExceeded => Kind::Exhausted,
-                CopyInFailure::UnsupportedEntry => Kind::Conflict,
-                CopyInFailure::Missing => Kind::NotFound,
-                CopyInFailure::Failed => Kind::Internal,
+                CopyInFailure::Changed => FailureKind::Unavailable,
+                CopyInFailure::LimitExceeded => FailureKind::Exhausted,
+                CopyInFailure::UnsupportedEntry => FailureKind::Conflict,
+                CopyInFailure::Missing => FailureKind::NotFound,
+                CopyInFailure::Failed => FailureKind::Internal,
             },
             PodError::VolumeRejected { source, .. } => source.kind(),
-            PodError::NoFileServer { .. } => Kind::Unavailable,
-            PodError::TooSlow { .. } => Kind::Timeout,
-            PodError::Field { .. } | PodError::MemoryOutOfRange(_) => Kind::Invalid,
-            PodError::NoContainer { .. } => Kind::NotFound,
+            PodError::NoFileServer { .. } => FailureKind::Unavailable,
+            PodError::TooSlow { .. } => FailureKind::Timeout,
+            PodError::Field { .. } | PodError::MemoryOutOfRange(_) => FailureKind::Invalid,
+            PodError::NoContainer { .. } => FailureKind::NotFound,
             PodError::Container { source, .. } => source.kind(),
-            PodError::Phase { .. } | PodError::OtherNetwork | PodError::ForeignProcess { .. } => Kind::Conflict,
-            PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => Kind::Unavailable,
+            PodError::Phase { .. } | PodError::OtherNetwork | PodError::ForeignProcess { .. } => FailureKind::Conflict,
+            PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => FailureKind::Unavailable,
             PodError::Task(error) => error.kind(),
-            PodError::Thread { .. } => Kind::Exhausted,
-            PodError::Malformed { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => Kind::Internal,
+            PodError::Thread { .. } => FailureKind::Exhausted,
+            PodError::Malformed { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => FailureKind::Internal,
         }
     }
 }
@@ -255,7 +255,7 @@ impl Classify for PodError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The kind of the failure.
-    pub kind: Kind,
+    pub kind: FailureKind,
     /// The error and its causes on one line.
     pub message: String,
 }
@@ -284,6 +284,6 @@ mod tests {
         };
         let failure = Failure::from(error);
         assert_eq!(failure.message, "container c does not allow the request: Start is not possible in state Exited");
-        assert_eq!(failure.kind, Kind::Conflict);
+        assert_eq!(failure.kind, FailureKind::Conflict);
     }
 }

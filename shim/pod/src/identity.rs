@@ -4,7 +4,7 @@
 
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::pidfd::pidfd_open;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::process::ProcessIdentity;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -46,8 +46,8 @@ pub enum IdentityError {
 }
 
 impl Classify for IdentityError {
-    fn kind(&self) -> Kind {
-        Kind::Internal
+    fn kind(&self) -> FailureKind {
+        FailureKind::Internal
     }
 }
 

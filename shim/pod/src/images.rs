@@ -2,7 +2,7 @@
 //! performs no I/O.
 
 use nacelle_base::machine::ImageDisk;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::collections::BTreeMap;
 
 /// The alignment of images in bytes. The first image does not begin at offset 0, so that no image looks like a partition table.
@@ -67,10 +67,10 @@ pub enum PlacementError {
 }
 
 impl Classify for PlacementError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            PlacementError::DiskFull { .. } => Kind::Exhausted,
-            _ => Kind::Invalid,
+            PlacementError::DiskFull { .. } => FailureKind::Exhausted,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -185,8 +185,8 @@ mod tests {
             images.acquire(&n.to_string(), &image(4096)).unwrap();
         }
         let error = images.acquire("one more", &image(4096)).unwrap_err();
-        assert_eq!((error.kind(), images.acquire("7", &image(4096)).is_ok()), (Kind::Exhausted, true));
-        assert_eq!(ImageTable::default().acquire("big", &image(DISK_END)).unwrap_err().kind(), Kind::Exhausted);
+        assert_eq!((error.kind(), images.acquire("7", &image(4096)).is_ok()), (FailureKind::Exhausted, true));
+        assert_eq!(ImageTable::default().acquire("big", &image(DISK_END)).unwrap_err().kind(), FailureKind::Exhausted);
     }
 
     #[test]
@@ -196,7 +196,7 @@ mod tests {
         let huge = ImageDisk { extents: [image(u64::MAX - 4095).extents, image(8192).extents].concat() };
         let many = ImageDisk { extents: vec![image(4096).extents.remove(0); MAX_EXTENTS + 1] };
         for bad in [image(0), image(512), ImageDisk::default(), relative, huge, many] {
-            assert_eq!(ImageTable::default().acquire("k", &bad).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(ImageTable::default().acquire("k", &bad).unwrap_err().kind(), FailureKind::Invalid);
         }
     }
 

@@ -6,7 +6,7 @@
 use crate::broadcast::OutputBroadcast;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::retry::retry_interrupted;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
 use std::fs::File;
@@ -35,9 +35,9 @@ pub enum LogError {
 }
 
 impl Classify for LogError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            LogError::Outside { .. } => Kind::Invalid,
+            LogError::Outside { .. } => FailureKind::Invalid,
             LogError::File(error) => error.kind(),
         }
     }
@@ -383,7 +383,11 @@ mod tests {
     fn the_path_must_stay_below_the_directory() {
         let directory = Path::new("/var/log/pods/a");
         for bad in ["/var/log/pods/b/0.log", "/var/log/pods/a/../b", "/var/log/pods/a", "0.log", ""] {
-            assert_eq!(LogPath::check(Some(directory), Path::new(bad)).unwrap_err().kind(), Kind::Invalid, "{bad}");
+            assert_eq!(
+                LogPath::check(Some(directory), Path::new(bad)).unwrap_err().kind(),
+                FailureKind::Invalid,
+                "{bad}"
+            );
         }
         assert!(LogPath::check(None, Path::new("/x/0.log")).is_err());
         assert!(LogPath::check(Some(directory), Path::new("/var/log/pods/a/c/0.log")).is_ok());

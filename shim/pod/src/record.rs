@@ -4,7 +4,7 @@
 
 use nacelle_base::files::{FileError, write_whole};
 use nacelle_base::jailed::{JailedDir, JailedFile};
-use nacelle_base::{Classify, Kind, PodId};
+use nacelle_base::{Classify, FailureKind, PodId};
 use nacelle_proto::pod as proto;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -119,8 +119,8 @@ pub enum SavedStateError {
 }
 
 impl Classify for SavedStateError {
-    fn kind(&self) -> Kind {
-        Kind::Internal
+    fn kind(&self) -> FailureKind {
+        FailureKind::Internal
     }
 }
 

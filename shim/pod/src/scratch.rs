@@ -6,7 +6,7 @@
 
 use nacelle_base::draft::Draft;
 use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
-use nacelle_base::{Classify, Kind, PodId};
+use nacelle_base::{Classify, FailureKind, PodId};
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -79,11 +79,11 @@ pub enum ScratchError {
 }
 
 impl Classify for ScratchError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ScratchError::File(error) => error.kind(),
-            ScratchError::Start { .. } => Kind::Unavailable,
-            ScratchError::Format { .. } => Kind::Internal,
+            ScratchError::Start { .. } => FailureKind::Unavailable,
+            ScratchError::Format { .. } => FailureKind::Internal,
         }
     }
 }

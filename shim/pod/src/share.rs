@@ -7,7 +7,7 @@ use crate::error::PodError;
 use crate::identity::{self, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_fs::{FileServerProcess, ShareError, ShareLayout};
 pub use nacelle_fs::{Owners, Propagation, VolumeAccess, VolumeTarget, VolumeToMount};
 use nacelle_model::process::ProcessIdentity;
@@ -39,9 +39,9 @@ pub enum VolumesError {
 }
 
 impl Classify for VolumesError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            VolumesError::Gone { .. } => Kind::Unavailable,
+            VolumesError::Gone { .. } => FailureKind::Unavailable,
             VolumesError::Identity(source) => source.kind(),
             VolumesError::Share(source) => source.kind(),
             VolumesError::Task(source) => source.kind(),

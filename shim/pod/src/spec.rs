@@ -3,7 +3,7 @@
 
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
-use nacelle_base::{Classify, Kind, PodId};
+use nacelle_base::{Classify, FailureKind, PodId};
 pub use nacelle_jail::Mode as Seccomp;
 use nacelle_model::namespace::{NodeNamespaces, UserNamespace};
 use serde::{Deserialize, Serialize};
@@ -290,10 +290,10 @@ pub enum PodSpecError {
 }
 
 impl Classify for PodSpecError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             PodSpecError::File(error) => error.kind(),
-            _ => Kind::Invalid,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -472,7 +472,7 @@ pub(crate) mod tests {
         for (row, change) in broken.into_iter().enumerate() {
             let mut spec = sample();
             change(&mut spec);
-            assert_eq!(spec.check().unwrap_err().kind(), Kind::Invalid, "row {row}");
+            assert_eq!(spec.check().unwrap_err().kind(), FailureKind::Invalid, "row {row}");
         }
     }
 }

@@ -14,7 +14,7 @@
 //! ```
 
 use crate::record::Phase;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::fmt::Debug;
 
 /// An event of the pod: a participle for what has happened, an imperative for what a client requests.
@@ -119,8 +119,8 @@ pub struct InvalidTransition<S: Debug, E: Debug> {
 }
 
 impl<S: Debug, E: Debug> Classify for InvalidTransition<S, E> {
-    fn kind(&self) -> Kind {
-        Kind::Conflict
+    fn kind(&self) -> FailureKind {
+        FailureKind::Conflict
     }
 }
 

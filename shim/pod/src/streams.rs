@@ -6,7 +6,7 @@ use crate::agent::{read_frame, write_frame};
 use crate::broadcast::OutputBroadcast;
 use crate::error::{Failure, PodError};
 use nacelle_base::descriptors::receive_descriptor;
-use nacelle_base::{Chain, Kind};
+use nacelle_base::{Chain, FailureKind};
 use nacelle_proto::{agent, common, pod};
 use std::fs::File;
 use std::sync::Arc;
@@ -136,7 +136,7 @@ async fn connect_target(
         common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr => {}
         common::Stream::Port | common::Stream::Device | common::Stream::Unspecified => {
             return Err(Failure {
-                kind: Kind::Invalid,
+                kind: FailureKind::Invalid,
                 message: "cannot open a stream: its kind is missing or unknown".to_owned(),
             });
         }

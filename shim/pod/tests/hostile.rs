@@ -4,7 +4,7 @@ mod common;
 
 use common::agent::{BootFault, RpcFault};
 use common::{PodFixture, exited, kind, network, until};
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_engine::fake::FailureScript;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::record::{ContainerPhase, Phase};
@@ -19,8 +19,8 @@ const GRACE: Duration = Duration::from_secs(60);
 async fn check_requests_after_the_end(fixture: PodFixture, client: nacelle_pod::client::PodClient) {
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
     assert!(!state.failure.is_empty());
-    assert_eq!(kind(client.create_container(fixture.container("late", "hold")).await), Kind::Conflict);
-    assert_eq!(kind(client.configure(network()).await), Kind::Conflict);
+    assert_eq!(kind(client.create_container(fixture.container("late", "hold")).await), FailureKind::Conflict);
+    assert_eq!(kind(client.configure(network()).await), FailureKind::Conflict);
     for container in &state.containers {
         client.stop_container(&container.id, GRACE).await.unwrap();
         client.remove_container(&container.id).await.unwrap();
@@ -80,14 +80,14 @@ async fn requests_to_a_hanging_agent_time_out() {
         fixture.agent.fault(method, RpcFault::Hang);
         let create = || client.create_container(fixture.container("a", "hold"));
         match method {
-            "attach" | "create" => assert_eq!(kind(create().await), Kind::Timeout, "{method}"),
+            "attach" | "create" => assert_eq!(kind(create().await), FailureKind::Timeout, "{method}"),
             "start" => {
                 retry_until_success(create).await;
-                assert_eq!(kind(client.start_container("a").await), Kind::Timeout);
+                assert_eq!(kind(client.start_container("a").await), FailureKind::Timeout);
             }
             _ => {
                 retry_until_success(create).await;
-                assert_eq!(kind(client.remove_container("a").await), Kind::Timeout);
+                assert_eq!(kind(client.remove_container("a").await), FailureKind::Timeout);
                 fixture.agent.faults.lock().unwrap().clear();
                 retry_until_success(|| client.remove_container("a")).await;
             }
@@ -124,7 +124,7 @@ async fn false_missing_and_oversized_statistics_are_handled() {
     fixture.agent.stats.lock().unwrap().containers = vec![Default::default(); 200_000];
     assert!(client.stats().await.is_err());
     fixture.agent.fault("stats", RpcFault::Hang);
-    assert_eq!(kind(client.stats().await), Kind::Timeout);
+    assert_eq!(kind(client.stats().await), FailureKind::Timeout);
     fixture.agent.fault("stats", RpcFault::Die);
     assert!(client.stats().await.is_err());
     check_requests_after_the_end(fixture, client).await;
@@ -138,13 +138,13 @@ async fn errors_of_the_agent_are_passed_on_and_shortened() {
     let text = error.to_string();
     assert!(text.starts_with("the agent cannot create the container: no such user") && text.len() < 1200, "{text}");
     assert!(!text.contains('\u{7}'));
-    assert_eq!(nacelle_base::Classify::kind(&error), Kind::Invalid);
+    assert_eq!(nacelle_base::Classify::kind(&error), FailureKind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());
 
     fixture.agent.faults.lock().unwrap().clear();
     fixture.agent.fault("start", RpcFault::Refuse(Code::NotFound, "no such program".into()));
     client.create_container(fixture.container("a", "hold")).await.unwrap();
-    assert_eq!(kind(client.start_container("a").await), Kind::NotFound);
+    assert_eq!(kind(client.start_container("a").await), FailureKind::NotFound);
     assert_eq!(fixture.agent.calls_of("signal 9"), 1, "it may run in spite of the error");
     let end = exited(&client, "a").await;
     assert_eq!(end.exit_code, 128);
@@ -176,13 +176,13 @@ async fn failed_boots_are_reported_with_their_reason() {
     let frame = |bytes: &[u8]| [&(bytes.len() as u32).to_le_bytes()[..], bytes].concat();
     let hello_of_9 = frame(&[8, 9]);
     let table = [
-        (BootFault::Silent, Kind::Timeout, ""),
-        (BootFault::Die, Kind::Unavailable, "on request"),
-        (BootFault::Hello(vec![0xff; 16]), Kind::Internal, "hello"),
-        (BootFault::Hello(frame(&[0xff; 9])), Kind::Internal, "hello"),
-        (BootFault::Hello(hello_of_9), Kind::Internal, "protocol 9"),
-        (BootFault::Report("no such\ninterface".into()), Kind::Internal, "no such interface"),
-        (BootFault::RawReport(vec![0xff; 16]), Kind::Internal, "report"),
+        (BootFault::Silent, FailureKind::Timeout, ""),
+        (BootFault::Die, FailureKind::Unavailable, "on request"),
+        (BootFault::Hello(vec![0xff; 16]), FailureKind::Internal, "hello"),
+        (BootFault::Hello(frame(&[0xff; 9])), FailureKind::Internal, "hello"),
+        (BootFault::Hello(hello_of_9), FailureKind::Internal, "protocol 9"),
+        (BootFault::Report("no such\ninterface".into()), FailureKind::Internal, "no such interface"),
+        (BootFault::RawReport(vec![0xff; 16]), FailureKind::Internal, "report"),
     ];
     for (boot, expected, text) in table {
         let mut fixture = PodFixture::new();
@@ -194,7 +194,7 @@ async fn failed_boots_are_reported_with_their_reason() {
         let error = client.configure(network()).await.unwrap_err();
         // A late request fails because the pod is stopped; a waiting request fails with the kind of the failure.
         let got = nacelle_base::Classify::kind(&error);
-        assert!(got == expected || got == Kind::Conflict, "{boot:?}: {error}");
+        assert!(got == expected || got == FailureKind::Conflict, "{boot:?}: {error}");
         let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
         assert!(state.failure.contains(text), "{boot:?}: {}", state.failure);
         check_requests_after_the_end(fixture, client).await;

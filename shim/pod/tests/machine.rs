@@ -284,7 +284,7 @@ async fn run_pod() {
     assert_eq!(written.exit_code, 0, "{}", String::from_utf8_lossy(&written.stdout));
     println!("{}", String::from_utf8_lossy(&written.stdout));
     let late = client.exec_sync("second", vec!["sleep".into(), "600".into()], Some(Duration::from_millis(300))).await;
-    assert_eq!(common::kind(late), nacelle_base::Kind::Timeout);
+    assert_eq!(common::kind(late), nacelle_base::FailureKind::Timeout);
     println!("memory of the pod process:\n{}", memory(client.identity().pid));
 
     test_pod.create(&client, "chatty", "seq 1 20000").await;

@@ -4,7 +4,7 @@ mod common;
 
 use common::agent::RpcFault;
 use common::{PodFixture, eventually, exited, kind, network, until};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_engine::fake::FailureScript;
 use nacelle_pod::record::{ContainerPhase, Phase};
 use nacelle_proto::common::{Dns, Interface, Limit, UpdateContainerRequest};
@@ -75,26 +75,26 @@ async fn every_verb_can_be_said_twice() {
         processors: vec![],
     };
     client.set_processors(4).await.unwrap();
-    assert_eq!(kind(client.set_processors(3).await), Kind::Conflict);
+    assert_eq!(kind(client.set_processors(3).await), FailureKind::Conflict);
     for count in [0, 5, u32::MAX] {
-        assert_eq!(kind(client.set_processors(count).await), Kind::Invalid);
+        assert_eq!(kind(client.set_processors(count).await), FailureKind::Invalid);
     }
     for (requested, used) in [(512 << 20, 512 << 20), (2 << 20, 128 << 20), (0, 0)] {
         assert_eq!(client.set_memory(requested).await.unwrap(), used);
     }
-    assert_eq!(kind(client.set_memory(384 << 20).await), Kind::Conflict);
+    assert_eq!(kind(client.set_memory(384 << 20).await), FailureKind::Conflict);
     for bytes in [1 << 20, (512 << 20) + 1, u64::MAX] {
-        assert_eq!(kind(client.set_memory(bytes).await), Kind::Invalid);
+        assert_eq!(kind(client.set_memory(bytes).await), FailureKind::Invalid);
     }
     client.update_container(update("a", "cpu.max")).await.unwrap();
-    assert_eq!(kind(client.update_container(update("none", "cpu.max")).await), Kind::NotFound);
+    assert_eq!(kind(client.update_container(update("none", "cpu.max")).await), FailureKind::NotFound);
     let refused = client.update_container(update("a", "refuse.me")).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Conflict);
+    assert_eq!(refused.kind(), FailureKind::Conflict);
     assert!(Chain(&refused).to_string().contains("why"), "{refused}");
     let (first, second) = tokio::join!(client.stop_container("a", GRACE), client.stop_container("a", GRACE));
     first.and(second).unwrap();
     client.stop_container("a", GRACE).await.unwrap();
-    assert_eq!(kind(client.start_container("a").await), Kind::Conflict);
+    assert_eq!(kind(client.start_container("a").await), FailureKind::Conflict);
     let (first, second) = tokio::join!(client.remove_container("a"), client.remove_container("a"));
     first.and(second).unwrap();
     client.remove_container("a").await.unwrap();
@@ -122,13 +122,13 @@ async fn an_offered_device_is_only_for_its_container() {
         }];
         request
     };
-    let refused = |error: &nacelle_pod::client::ClientError, kind: Kind, words: &str| {
+    let refused = |error: &nacelle_pod::client::ClientError, kind: FailureKind, words: &str| {
         assert_eq!(error.kind(), kind, "{error}");
         let text = Chain(error).to_string();
         assert!(text.contains("/dev/of-the-node") && text.contains(words), "{text}");
     };
     let error = client.create_container(request("a")).await.unwrap_err();
-    refused(&error, Kind::Conflict, "not offered");
+    refused(&error, FailureKind::Conflict, "not offered");
 
     // Offers that do not match: for another container, withdrawn, at another path.
     let file = || std::os::fd::OwnedFd::from(tempfile::tempfile().unwrap());
@@ -136,14 +136,14 @@ async fn an_offered_device_is_only_for_its_container() {
     drop(client.offer_device("a", "/dev/data", file()).await.unwrap());
     let elsewhere = client.offer_device("a", "/dev/other", file()).await.unwrap();
     let deadline = std::time::Instant::now() + common::LIMIT;
-    while client.create_container(request("a")).await.unwrap_err().kind() != Kind::Conflict {
+    while client.create_container(request("a")).await.unwrap_err().kind() != FailureKind::Conflict {
         assert!(std::time::Instant::now() < deadline, "the offer is withdrawn");
     }
 
     // The type of an offered file is checked.
     let offer = client.offer_device("a", "/dev/data", file()).await.unwrap();
     let error = client.create_container(request("a")).await.unwrap_err();
-    refused(&error, Kind::Invalid, "no block device");
+    refused(&error, FailureKind::Invalid, "no block device");
     assert_eq!((fixture.agent.calls_of("create"), fixture.agent.calls_of("attach device")), (0, 0));
     drop((offer, other, elsewhere));
     fixture.run(&client, "a", "hold").await;
@@ -201,12 +201,12 @@ async fn exec_sync_returns_output_and_code_and_is_killed_at_its_timeout() {
     assert_eq!(done.stdout.len(), 16 << 20);
 
     let late = client.exec_sync("a", args("stubborn"), Some(Duration::from_millis(20))).await;
-    assert_eq!(kind(late), Kind::Timeout);
+    assert_eq!(kind(late), FailureKind::Timeout);
     eventually("the command is killed", || fixture.agent.calls_of("signal 9") > 0).await;
-    assert_eq!(kind(client.exec_sync("none", args("x"), None).await), Kind::NotFound);
-    assert_eq!(kind(client.exec_sync("a", vec![], None).await), Kind::Invalid);
+    assert_eq!(kind(client.exec_sync("none", args("x"), None).await), FailureKind::NotFound);
+    assert_eq!(kind(client.exec_sync("a", vec![], None).await), FailureKind::Invalid);
     client.create_container(fixture.container("b", "hold")).await.unwrap();
-    assert_eq!(kind(client.exec_sync("b", args("x"), None).await), Kind::Conflict);
+    assert_eq!(kind(client.exec_sync("b", args("x"), None).await), FailureKind::Conflict);
     client.stop(GRACE).await.unwrap();
     fixture.end().await;
 }
@@ -231,7 +231,7 @@ async fn an_image_is_attached_once_and_detached_after_its_last_container() {
 
     let mut empty = other("d", "z");
     empty.image.clear();
-    assert_eq!(kind(client.create_container(empty).await), Kind::Invalid);
+    assert_eq!(kind(client.create_container(empty).await), FailureKind::Invalid);
     let mut missing = other("d", "z");
     missing.image[0].path = fixture.root.path().join("none").to_str().unwrap().into();
     assert!(client.create_container(missing).await.is_err());
@@ -275,7 +275,7 @@ async fn image_volumes_share_images_with_containers() {
     // If one image cannot be placed, the container uses none, not even those before it.
     let mut bad = with("c", &["new", "image", "bad"]);
     bad.volumes[2].image.clear();
-    assert_eq!(kind(client.create_container(bad).await), Kind::Invalid);
+    assert_eq!(kind(client.create_container(bad).await), FailureKind::Invalid);
     // If one image cannot be attached, nothing is leaked.
     let mut missing = with("c", &["new", "missing", "newer"]);
     missing.volumes[1].image[0].path = fixture.root.path().join("none").to_str().unwrap().into();
@@ -295,19 +295,19 @@ async fn invalid_requests_change_nothing() {
     let (fixture, client) = PodFixture::ready().await;
     let mut outside = fixture.container("a", "hold");
     outside.log_path = fixture.root.path().join("logs/../escape.log").to_str().unwrap().into();
-    assert_eq!(kind(client.create_container(outside).await), Kind::Invalid);
+    assert_eq!(kind(client.create_container(outside).await), FailureKind::Invalid);
     for id in ["", "a/b", ".."] {
         let mut request = fixture.container("a", "hold");
         request.id = id.to_owned();
-        assert_eq!(kind(client.create_container(request).await), Kind::Invalid, "{id:?}");
+        assert_eq!(kind(client.create_container(request).await), FailureKind::Invalid, "{id:?}");
     }
-    assert_eq!(kind(client.start_container("none").await), Kind::NotFound);
-    assert_eq!(kind(client.reopen_log("none").await), Kind::NotFound);
+    assert_eq!(kind(client.start_container("none").await), FailureKind::NotFound);
+    assert_eq!(kind(client.reopen_log("none").await), FailureKind::NotFound);
     let other = pod::ConfigureRequest { dns: Some(Dns::default()), ..network() };
-    assert_eq!(kind(client.configure(other).await), Kind::Conflict);
+    assert_eq!(kind(client.configure(other).await), FailureKind::Conflict);
     let interface = Interface { name: "eth0".into(), mac: vec![2; 6], mtu: 1500, ..Interface::default() };
     let network = pod::ConfigureRequest { interfaces: vec![interface], ..network() };
-    assert_eq!(kind(client.configure(network).await), Kind::Invalid);
+    assert_eq!(kind(client.configure(network).await), FailureKind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());
     assert_eq!(fixture.agent.calls_of("create"), 0);
     client.stop(GRACE).await.unwrap();

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{LIMIT, cgroup, eventually, exited, harness, network, spec, until};
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_model::process::{PodProcess, ProcessIdentity};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity;
@@ -202,7 +202,7 @@ async fn wait_for_admission(run_dir: RunDir) {
     let refused = client::spawn(&exe, &run_dir.dir, &spec, |started| {
         refused_pid = started.identity.pid;
         let cgroup = "a.slice/b.scope".into();
-        async move { Err(ClientError::Cgroup { cgroup, kind: Kind::Unavailable, source: "no such service".into() }) }
+        async move { Err(ClientError::Cgroup { cgroup, kind: FailureKind::Unavailable, source: "no such service".into() }) }
     });
     let refused = refused.await.unwrap_err();
     assert_eq!(refused.to_string(), "cannot move the pod process into the cgroup a.slice/b.scope");
@@ -324,7 +324,7 @@ async fn serve_in_jail(run_dir: RunDir) {
     std::fs::write(&other, vec![b'e'; 8192]).unwrap();
     let mut foreign = pod::CreateContainerRequest { id: "b".into(), image_key: "other".into(), ..request };
     foreign.image[0].path = other.to_str().unwrap().into();
-    assert_eq!(common::kind(client.create_container(foreign).await), nacelle_base::Kind::NotFound);
+    assert_eq!(common::kind(client.create_container(foreign).await), nacelle_base::FailureKind::NotFound);
 
     let process = PathBuf::from(format!("/proc/{}", client.identity().pid));
     let mut threads = 0;

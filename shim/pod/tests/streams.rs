@@ -3,7 +3,7 @@
 mod common;
 
 use common::{LIMIT, PodFixture, kind};
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_pod::client::PodClient;
 use nacelle_proto::common::{ResizeRequest, Stream};
 use nacelle_proto::pod;
@@ -130,17 +130,17 @@ async fn a_closed_port_of_the_pod_is_reported() {
 async fn a_container_that_does_not_run_has_no_streams() {
     let (fixture, client) = PodFixture::ready().await;
     client.create_container(fixture.container("c", "hold")).await.unwrap();
-    assert_eq!(kind(client.exec(command("c", "cat")).await), Kind::Conflict);
-    assert_eq!(kind(client.exec(command("x", "cat")).await), Kind::NotFound);
+    assert_eq!(kind(client.exec(command("c", "cat")).await), FailureKind::Conflict);
+    assert_eq!(kind(client.exec(command("x", "cat")).await), FailureKind::NotFound);
     let of = |id: &str, stream: Stream| {
         client.open_stream(pod::StreamOpen { id: id.into(), stream: stream.into(), ..Default::default() })
     };
-    assert_eq!(kind(of("c", Stream::Stdout).await), Kind::Conflict);
-    assert_eq!(kind(of("x", Stream::Stdout).await), Kind::NotFound);
+    assert_eq!(kind(of("c", Stream::Stdout).await), FailureKind::Conflict);
+    assert_eq!(kind(of("x", Stream::Stdout).await), FailureKind::NotFound);
     client.start_container("c").await.unwrap();
-    assert_eq!(kind(of("c", Stream::Unspecified).await), Kind::Invalid);
+    assert_eq!(kind(of("c", Stream::Unspecified).await), FailureKind::Invalid);
     let size = ResizeRequest { id: "x".into(), exec_id: String::new(), columns: 1, rows: 1 };
-    assert_eq!(kind(client.resize(size).await), Kind::NotFound);
+    assert_eq!(kind(client.resize(size).await), FailureKind::NotFound);
 
     // A client with an invalid preamble is disconnected.
     let mut garbage = UnixStream::connect(fixture.dir.join("jail/stream.sock")).await.unwrap();

@@ -2,7 +2,7 @@
 //! neither pod processes nor CRI. The writer thread owns the database, and `Store` is a handle on its queue. A commit is on the
 //! disk when it returns.
 
-use nacelle_base::{Classify, ContainerId, Kind, PodId};
+use nacelle_base::{Classify, ContainerId, FailureKind, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord, RecordError, VmRecord};
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 use std::ops::ControlFlow;
@@ -56,14 +56,14 @@ pub enum StoreError {
 }
 
 impl Classify for StoreError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            StoreError::InUse { .. } => Kind::Conflict,
+            StoreError::InUse { .. } => FailureKind::Conflict,
             StoreError::Access { source, .. } | StoreError::Open { source, .. } => match source.as_ref() {
-                redb::Error::Io(error) => Kind::from(error.kind()),
-                _ => Kind::Internal,
+                redb::Error::Io(error) => FailureKind::from(error.kind()),
+                _ => FailureKind::Internal,
             },
-            StoreError::Record(_) | StoreError::Closed => Kind::Internal,
+            StoreError::Record(_) | StoreError::Closed => FailureKind::Internal,
         }
     }
 }

@@ -17,7 +17,7 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nix::sys::socket::{setsockopt, sockopt};
 use std::convert::Infallible;
 use std::io;
@@ -69,10 +69,10 @@ pub enum ServerError {
 }
 
 impl Classify for ServerError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ServerError::Tls(error) => error.kind(),
-            ServerError::Listen { source, .. } => Kind::from(source.kind()),
+            ServerError::Listen { source, .. } => FailureKind::from(source.kind()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Reads the server's certificate and key from their files.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use std::fs::File;
@@ -45,8 +45,8 @@ pub enum TlsError {
 }
 
 impl Classify for TlsError {
-    fn kind(&self) -> Kind {
-        Kind::Invalid
+    fn kind(&self) -> FailureKind {
+        FailureKind::Invalid
     }
 }
 

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Node, command};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_stream::{StreamingConfig, StreamingServer, Tls};
 use std::io::Write;
 use std::path::Path;
@@ -76,7 +76,7 @@ fn what_is_no_certificate_is_named() {
     for (file, named) in [("none.pem", "none.pem"), ("empty.pem", "key.pem")] {
         let bound = runtime.block_on(StreamingServer::bind(&config(directory.path(), file)));
         let Err(error) = bound else { panic!("{file} is no certificate") };
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), FailureKind::Invalid);
         assert!(nacelle_base::Chain(&error).to_string().contains(named), "{file}: {}", nacelle_base::Chain(&error));
     }
 }

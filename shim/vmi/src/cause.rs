@@ -1,7 +1,7 @@
 //! Collects everything that is wrong with a specification: one cause for each field and rule, in the format of Kubernetes' field
 //! errors.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use serde::Serialize;
 use std::fmt;
 
@@ -120,8 +120,8 @@ impl fmt::Display for Detail<'_> {
 pub struct Causes(Vec<Cause>);
 
 impl Classify for Causes {
-    fn kind(&self) -> Kind {
-        Kind::Invalid
+    fn kind(&self) -> FailureKind {
+        FailureKind::Invalid
     }
 }
 
@@ -297,7 +297,7 @@ mod tests {
             "spec.a: Invalid value: 0: must be at least 1; spec.b: Required value; \
              spec.c: Unsupported value: \"ide\": supported values: \"sata\", \"virtio\""
         );
-        assert_eq!(causes.kind(), Kind::Invalid);
+        assert_eq!(causes.kind(), FailureKind::Invalid);
         causes.unknown(Rule("x"), "a[b\nc]", "d\re");
         assert!(!causes.to_string().contains(['\n', '\r']));
     }

@@ -1,7 +1,7 @@
 //! Boots whole VMs with a real kernel. The tests are skipped if KVM does not run guest kernels on the CPU, if no kernel is
 //! found, or if the initramfs is neither in the cache nor can be built for lack of a C compiler.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::block::Slot;
 use nacelle_vmm::machine::tiny::TinyGuest;
@@ -482,13 +482,13 @@ fn invalid_configurations_are_rejected() {
     let refused = |config: VmConfig| VmBuilder::new(config).and_then(VmBuilder::start).err().expect("refused");
     for vcpus in [0, 65] {
         let error = refused(VmConfig { vcpus, ..VmConfig::default() });
-        assert!(matches!(error, Error::Vcpus { .. }) && error.kind() == Kind::Invalid, "{error}");
+        assert!(matches!(error, Error::Vcpus { .. }) && error.kind() == FailureKind::Invalid, "{error}");
     }
     let error = refused(VmConfig { memory_mib: 1, ..VmConfig::default() });
-    assert!(matches!(error, Error::Memory { mib: 1, .. }) && error.kind() == Kind::Invalid, "{error}");
+    assert!(matches!(error, Error::Memory { mib: 1, .. }) && error.kind() == FailureKind::Invalid, "{error}");
     let missing = refused(VmConfig { kernel: "/does/not/exist".into(), ..VmConfig::default() });
-    assert_eq!(missing.kind(), Kind::NotFound, "{missing}");
+    assert_eq!(missing.kind(), FailureKind::NotFound, "{missing}");
     let nonsense = refused(VmConfig { kernel: "/proc/self/exe".into(), ..VmConfig::default() });
-    assert_eq!(nonsense.kind(), Kind::Invalid, "{nonsense}");
+    assert_eq!(nonsense.kind(), FailureKind::Invalid, "{nonsense}");
     no_file_is_leaked();
 }

@@ -1,7 +1,7 @@
 //! Saves and restores a VM whose guest consists of a few instructions instead of a kernel, so that the test runs on any KVM,
 //! even one that interprets kernel mode.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_vmm::DeviceKind;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::machine::{Error, VmBuilder, VmConfig, VmExit, VmHandle};
@@ -167,7 +167,7 @@ fn mismatched_snapshots_are_rejected() {
     let dir = directory.path().join("snapshot");
     snapshot::save(&machine, &dir).unwrap();
     let save_error = snapshot::save(&machine, &dir).unwrap_err();
-    assert_eq!(save_error.kind(), Kind::AlreadyExists, "{save_error}");
+    assert_eq!(save_error.kind(), FailureKind::AlreadyExists, "{save_error}");
     let saved = snapshot::open(&dir).unwrap();
 
     let builder = saved.builder().unwrap();

@@ -10,7 +10,7 @@ pub use renamed::KeyConflict;
 
 use nacelle_base::files::{FileError, at};
 use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_machines::MachineSettings;
 use nacelle_pod::spec::Seccomp;
 use renamed::RenameError;
@@ -402,10 +402,12 @@ pub enum ConfigError {
 }
 
 impl Classify for ConfigError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ConfigError::File(error) => error.kind(),
-            ConfigError::Syntax { .. } | ConfigError::Rule { .. } | ConfigError::Conflict { .. } => Kind::Invalid,
+            ConfigError::Syntax { .. } | ConfigError::Rule { .. } | ConfigError::Conflict { .. } => {
+                FailureKind::Invalid
+            }
         }
     }
 }
@@ -579,7 +581,7 @@ mod tests {
             ("[images.registries.\"r:5000\"]\nhttps = true\n", "line 2, column 1"),
         ] {
             let error = parse(text).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
             let cause = error.source().unwrap().to_string();
             assert!(cause.contains(place), "{cause}");
         }

@@ -8,7 +8,7 @@ use super::sandbox::required;
 use super::status::{refuse, status};
 use crate::cdi;
 use crate::profile;
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_base::task::run_blocking;
 use nacelle_keeper::streams_output;
 use nacelle_machines::machine_pod::{check_container, check_volumes};
@@ -68,9 +68,10 @@ impl Cri {
                 id: image.id,
                 reference: image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string()),
             }),
-            None => {
-                Err(refuse(Kind::NotFound, &format!("{field} is {name:?}: there is no such image here; pull it first")))
-            }
+            None => Err(refuse(
+                FailureKind::NotFound,
+                &format!("{field} is {name:?}: there is no such image here; pull it first"),
+            )),
         }
     }
 
@@ -127,7 +128,7 @@ impl Cri {
     ) -> Result<cri::ContainerStatusResponse, Status> {
         let requested = required("container_id", &request.container_id)?;
         let (id, view) = self.node.container(requested).map_err(status)?;
-        let gone = || refuse(Kind::NotFound, &format!("container {requested} does not exist"));
+        let gone = || refuse(FailureKind::NotFound, &format!("container {requested} does not exist"));
         let container = view.containers.get(&id).ok_or_else(gone)?;
         let info = || {
             serde_json::json!({
@@ -149,13 +150,13 @@ impl Cri {
     pub(super) async fn on_exec_sync(&self, request: cri::ExecSyncRequest) -> Result<cri::ExecSyncResponse, Status> {
         let id = required("container_id", &request.container_id)?;
         if request.cmd.is_empty() {
-            return Err(refuse(Kind::Invalid, "cmd is missing"));
+            return Err(refuse(FailureKind::Invalid, "cmd is missing"));
         }
         if streams_output(&request.cmd)
             && self.node.container(id).map_err(status)?.1.pod.config.kind.machine().is_some()
         {
             let message = "cmd: ExecSync answers 16 MiB at most, and this is longer: ask by Exec (crictl exec, kubectl exec), or by nacelle vm";
-            return Err(refuse(Kind::Invalid, message));
+            return Err(refuse(FailureKind::Invalid, message));
         }
         let limit = u64::try_from(request.timeout).ok().filter(|seconds| *seconds > 0).map(Duration::from_secs);
         let mut done = self.node.exec(id, request.cmd, limit).await.map_err(status)?;

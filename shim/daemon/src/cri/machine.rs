@@ -5,7 +5,7 @@
 use super::convert::{EMPTY_DIR_LIMITS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, Handler};
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_base::machine::EngineKind;
 use nacelle_machines::machine_pod;
 use nacelle_machines::multus::{self, NETWORKS};
@@ -50,21 +50,22 @@ pub(super) fn vm_request(
     if ours.is_empty() {
         return Ok(None);
     }
-    let admitted = admit::pod(&ours, &Catalogue::default())
-        .map_err(|causes| refuse(Kind::Invalid, &format!("config.annotations: {}", causes.brief(MAX_MESSAGE))))?;
+    let admitted = admit::pod(&ours, &Catalogue::default()).map_err(|causes| {
+        refuse(FailureKind::Invalid, &format!("config.annotations: {}", causes.brief(MAX_MESSAGE)))
+    })?;
     let Some(admitted) = admitted else { return Ok(None) };
     if admitted.kind() == SpecKind::Machine {
         if !pod.kind.has_guest() {
             let message = "config.annotations: a machine pod needs a handler whose engine is not host, and no namespace of the node";
-            return Err(refuse(Kind::Invalid, message));
+            return Err(refuse(FailureKind::Invalid, message));
         }
         if pod.user_namespace.is_some() {
             let message = "config.linux.security_context.namespace_options.userns_options: a machine pod's guest has its own users";
-            return Err(refuse(Kind::Invalid, message));
+            return Err(refuse(FailureKind::Invalid, message));
         }
         if let Some(name) = pod.sysctls.keys().next() {
             let message = format!("config.linux.sysctls has {name:?}: a machine pod's guest sets its own sysctls");
-            return Err(refuse(Kind::Invalid, &message));
+            return Err(refuse(FailureKind::Invalid, &message));
         }
         let machine = machine_pod::build(&admitted, pod, &config.machines).map_err(status)?;
         return Ok(Some(VmRequest::Machine { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
@@ -90,7 +91,7 @@ pub(super) fn check_interface_slots(pod: &PodConfig, engine: EngineKind) -> Resu
     let message = format!(
         "config.annotations[{NETWORKS:?}] requests {requested} networks, and a VM of this handler's engine has device slots for {slots}"
     );
-    Err(refuse(Kind::Unsupported, &message))
+    Err(refuse(FailureKind::Unsupported, &message))
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::Cri;
 use super::status::{refuse, status};
 use crate::config::{CgroupDriver, EngineSetting};
 use nacelle_base::machine::EngineKind;
-use nacelle_base::{Chain, Kind};
+use nacelle_base::{Chain, FailureKind};
 use nacelle_proto::cri;
 use serde_json::json;
 use std::collections::HashMap;
@@ -87,7 +87,7 @@ impl Cri {
                     "runtime_config.network_config.pod_cidr is {cidr:?}: networks like 10.0.0.0/24, divided by commas, \
                      are allowed"
                 );
-                refuse(Kind::Invalid, &message)
+                refuse(FailureKind::Invalid, &message)
             })
         });
         let cidrs: Vec<ipnet::IpNet> = parsed.collect::<Result<_, _>>()?;

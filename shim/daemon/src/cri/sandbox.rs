@@ -4,7 +4,7 @@ use super::Cri;
 use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, stats};
 use super::machine;
 use super::status::{refuse, status};
-use nacelle_base::{Kind, PodId};
+use nacelle_base::{FailureKind, PodId};
 use nacelle_machines::machine_pod;
 use nacelle_model::pod::PodKind;
 use nacelle_proto::cri;
@@ -26,7 +26,7 @@ impl Cri {
         let Some((name, handler)) = config.handler(requested) else {
             let known: Vec<&str> = config.handlers.keys().map(String::as_str).collect();
             let message = format!("runtime_handler is {requested:?}: this node has the handlers {}", known.join(", "));
-            return Err(refuse(Kind::Invalid, &message));
+            return Err(refuse(FailureKind::Invalid, &message));
         };
         let mut pod =
             pod_config(request.config.as_ref(), requested, handler.engine, &config.sandbox).map_err(status)?;
@@ -37,7 +37,7 @@ impl Cri {
                 "config.annotations has {key:?}: handler {name} allows {:?} of the annotations of Nacelle",
                 handler.allowed_annotations
             );
-            return Err(refuse(Kind::Invalid, &message));
+            return Err(refuse(FailureKind::Invalid, &message));
         }
         let engine = self.node.services().engine.resolve(handler.engine, &pod.kind);
         pod_label(request.config.as_ref(), !pod.kind.has_guest() && self.selinux).map_err(status)?;
@@ -135,7 +135,7 @@ impl Cri {
 /// Returns a field that must not be empty.
 pub(super) fn required<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     match value {
-        "" => Err(refuse(Kind::Invalid, &format!("{field} is missing"))),
+        "" => Err(refuse(FailureKind::Invalid, &format!("{field} is missing"))),
         value => Ok(value),
     }
 }

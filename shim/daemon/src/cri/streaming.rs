@@ -4,7 +4,7 @@
 use super::Cri;
 use super::sandbox::required;
 use super::status::{refuse, status};
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_proto::cri;
 use nacelle_stream::{Attach, Exec, TooManyTokens};
 use tonic::Status;
@@ -14,7 +14,7 @@ impl Cri {
         let cri::ExecRequest { container_id, cmd, tty, stdin, stdout, stderr } = request;
         let requested = required("container_id", &container_id)?;
         if cmd.is_empty() {
-            return Err(refuse(Kind::Invalid, "cmd is missing"));
+            return Err(refuse(FailureKind::Invalid, "cmd is missing"));
         }
         check_streams(tty, [stdin, stdout, stderr])?;
         let container = self.node.running(requested).map_err(status)?.id.to_string();
@@ -32,7 +32,7 @@ impl Cri {
         let found = self.node.running(requested).map_err(status)?;
         if found.tty != tty {
             let message = format!("tty is {tty}, that of container {requested} is {}: they must be the same", !tty);
-            return Err(refuse(Kind::Invalid, &message));
+            return Err(refuse(FailureKind::Invalid, &message));
         }
         let attach = Attach { container: found.id.to_string(), tty, stdin, stdout, stderr };
         Ok(cri::AttachResponse { url: self.streams.attach(attach).map_err(to_exhausted_status)? })
@@ -45,7 +45,7 @@ impl Cri {
         let requested = required("pod_sandbox_id", &request.pod_sandbox_id)?;
         let port = |port: &i32| match u16::try_from(*port) {
             Ok(number) if number > 0 => Ok(number),
-            _ => Err(refuse(Kind::Invalid, &format!("port is {port}: 1 to 65535 are ports"))),
+            _ => Err(refuse(FailureKind::Invalid, &format!("port is {port}: 1 to 65535 are ports"))),
         };
         let ports = request.port.iter().map(port).collect::<Result<_, _>>()?;
         let pod = self.node.ready(requested).map_err(status)?.0.to_string();
@@ -56,14 +56,14 @@ impl Cri {
 /// Checks CRI's rules for streams.
 fn check_streams(tty: bool, [stdin, stdout, stderr]: [bool; 3]) -> Result<(), Status> {
     if tty && stderr {
-        return Err(refuse(Kind::Invalid, "tty and stderr are true: a terminal's errors are in its stdout"));
+        return Err(refuse(FailureKind::Invalid, "tty and stderr are true: a terminal's errors are in its stdout"));
     }
     if !stdin && !stdout && !stderr {
-        return Err(refuse(Kind::Invalid, "stdin, stdout and stderr are false: one of them is needed"));
+        return Err(refuse(FailureKind::Invalid, "stdin, stdout and stderr are false: one of them is needed"));
     }
     Ok(())
 }
 
 fn to_exhausted_status(error: TooManyTokens) -> Status {
-    refuse(Kind::Exhausted, &error.to_string())
+    refuse(FailureKind::Exhausted, &error.to_string())
 }

@@ -8,7 +8,7 @@ mod seccomp;
 
 pub use limits::limits;
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_image::ImageConfig;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::{NodeVolume, Propagation};
@@ -54,10 +54,10 @@ pub enum OciError {
 }
 
 impl Classify for OciError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            OciError::NoCommand { .. } | OciError::StopSignal { .. } => Kind::Invalid,
-            OciError::Invalid { .. } => Kind::Internal,
+            OciError::NoCommand { .. } | OciError::StopSignal { .. } => FailureKind::Invalid,
+            OciError::Invalid { .. } => FailureKind::Internal,
         }
     }
 }
@@ -432,7 +432,7 @@ mod tests {
         let mut config = (*container(1, 1).config).clone();
         (config.command, config.args) = (vec![], vec![]);
         let error = spec(&pod(1).config, &config, &ImageConfig::default(), "", &[], &[]).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), FailureKind::Invalid);
         assert!(error.to_string().contains("busybox"), "{error}");
     }
 
@@ -539,7 +539,7 @@ mod tests {
         assert_eq!(stop_signal(&config, &image("RTMIN+3")).unwrap(), 37);
         assert_eq!(stop_signal(&config, &image("10")).unwrap(), 10);
         for bad in ["SIGNOTHING", "0", "65", "-1"] {
-            assert_eq!(stop_signal(&config, &image(bad)).unwrap_err().kind(), Kind::Invalid, "{bad}");
+            assert_eq!(stop_signal(&config, &image(bad)).unwrap_err().kind(), FailureKind::Invalid, "{bad}");
         }
         config.stop_signal = Some(12);
         assert_eq!(stop_signal(&config, &image("SIGQUIT")).unwrap(), 12);

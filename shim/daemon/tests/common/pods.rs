@@ -141,7 +141,7 @@ impl Pods for FakePods {
         self.kernels.lock().unwrap().push((spec.kernel.clone(), std::fs::read(&spec.kernel).ok()));
         if let Err(step) = self.script.step("spawn").await {
             return Err(ClientError::Rejected {
-                kind: nacelle_base::Kind::Internal,
+                kind: nacelle_base::FailureKind::Internal,
                 message: format!("scripted {step}"),
             });
         }
@@ -161,7 +161,7 @@ impl Pods for FakePods {
     async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<SavedPodState>, ClientError> {
         if let Err(step) = self.script.step("clean up").await {
             return Err(ClientError::Rejected {
-                kind: nacelle_base::Kind::Internal,
+                kind: nacelle_base::FailureKind::Internal,
                 message: format!("scripted {step}"),
             });
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::thread;
 
 use nacelle_base::machine::{Extent, ImageDisk};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 
 use super::test_vm::{LONG, ProcessResources, TestVm, TestedEngine, eventually, fnv1a, read_all, send_command};
 use crate::DiskSpec;
@@ -51,13 +51,13 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
 
         let saved = vm.machine.as_snapshottable().expect("a machine that can be saved");
         let running = saved.save(&dir).expect_err("a machine that runs cannot be saved");
-        assert_eq!(running.kind(), Kind::Conflict, "{running}");
+        assert_eq!(running.kind(), FailureKind::Conflict, "{running}");
         assert!(!dir.exists());
         let pausable = vm.machine.as_pausable().expect("a pausable machine");
         pausable.pause().expect("to pause");
         saved.save(&dir).expect("to save");
         let twice = saved.save(&dir).expect_err("there is a snapshot already");
-        assert_eq!(twice.kind(), Kind::AlreadyExists, "{twice}");
+        assert_eq!(twice.kind(), FailureKind::AlreadyExists, "{twice}");
         assert_eq!(vm.machine.status(), MachineStatus::Paused);
 
         let clones: Vec<_> = ["one", "two"]
@@ -119,17 +119,17 @@ pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
     drop(vm);
 
     let before = ProcessResources::count().expect("to count");
-    let refused = |what: &str, from: &Path, disks: Vec<DiskSpec>, vcpus: u8, kind: Kind| {
+    let refused = |what: &str, from: &Path, disks: Vec<DiskSpec>, vcpus: u8, kind: FailureKind| {
         let error = TestVm::restore(tested, from, disks, vcpus).err().unwrap_or_else(|| panic!("{what} is restored"));
         assert_eq!(error.kind(), kind, "{what}: {}", nacelle_base::Chain(&error));
     };
-    refused("nothing", files.path(), disks(&scratch), 1, Kind::NotFound);
-    refused("two vCPUs instead of one", &dir, disks(&scratch), 2, Kind::Invalid);
-    refused("fewer disks", &dir, disks(&scratch).split_off(1), 1, Kind::Invalid);
-    refused("other disks", &dir, disks(&scratch).into_iter().rev().collect(), 1, Kind::Invalid);
+    refused("nothing", files.path(), disks(&scratch), 1, FailureKind::NotFound);
+    refused("two vCPUs instead of one", &dir, disks(&scratch), 2, FailureKind::Invalid);
+    refused("fewer disks", &dir, disks(&scratch).split_off(1), 1, FailureKind::Invalid);
+    refused("other disks", &dir, disks(&scratch).into_iter().rev().collect(), 1, FailureKind::Invalid);
     let state = fs::read(dir.join("state")).expect("the state");
     fs::write(dir.join("state"), &state[..state.len() / 2]).expect("half a state");
-    refused("half a state", &dir, disks(&scratch), 1, Kind::Invalid);
+    refused("half a state", &dir, disks(&scratch), 1, FailureKind::Invalid);
     fs::write(dir.join("state"), &state).expect("the state");
     before.wait_until_restored();
 

@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use serde_json::Value;
 
 /// The maximum length of a line that is read, in bytes.
@@ -59,11 +59,13 @@ pub enum QmpError {
 }
 
 impl Classify for QmpError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            QmpError::Timeout { .. } => Kind::Timeout,
-            QmpError::Io { .. } | QmpError::Closed => Kind::Unavailable,
-            QmpError::LineTooLong { .. } | QmpError::Garbled { .. } | QmpError::Rejected { .. } => Kind::Internal,
+            QmpError::Timeout { .. } => FailureKind::Timeout,
+            QmpError::Io { .. } | QmpError::Closed => FailureKind::Unavailable,
+            QmpError::LineTooLong { .. } | QmpError::Garbled { .. } | QmpError::Rejected { .. } => {
+                FailureKind::Internal
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nacelle_base::machine::MemoryPages;
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_engine::contract::{TestVm, TestedEngine, lock_suite, spec};
 use nacelle_engine::{EngineError, ExitKind};
 
@@ -85,7 +85,10 @@ pub fn a_vm_allocates_and_releases_huge_pages(tested: Option<Box<impl TestedEngi
     (spec.memory_pages, spec.memory_mib) = (MemoryPages::Hugetlb, TOO_MUCH_MIB);
     match engine.start(spec.check(&engine.limits()).unwrap()) {
         Err(error) => {
-            assert!(matches!(error, EngineError::Machine { .. }) && error.kind() == Kind::Exhausted, "{error:?}");
+            assert!(
+                matches!(error, EngineError::Machine { .. }) && error.kind() == FailureKind::Exhausted,
+                "{error:?}"
+            );
             assert!(Chain(&error).to_string().contains("nr_hugepages"), "{}", Chain(&error));
         }
         Ok(machine) => {

@@ -116,7 +116,7 @@ pub fn decode_manifest(
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use proptest::prelude::*;
 
     pub static SAMPLE: ArtifactKind = ArtifactKind {
@@ -148,7 +148,7 @@ pub mod tests {
             let mut changed = whole.clone();
             *changed.pointer_mut(key).unwrap() = value;
             let error = decode_manifest(&SAMPLE, "x", changed.to_string().as_bytes(), 3).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
             nacelle_base::Chain(&error).to_string()
         };
         for (key, value, words) in [
@@ -166,7 +166,11 @@ pub mod tests {
         let error = decode_manifest(&SAMPLE, "x", whole.to_string().as_bytes(), 2).unwrap_err();
         assert!(nacelle_base::Chain(&error).to_string().contains("3 layers"), "{error}");
         for text in ["{}", "[]", "", r#"{"schemaVersion":2,"manifests":[]}"#] {
-            assert_eq!(decode_manifest(&SAMPLE, "x", text.as_bytes(), 3).unwrap_err().kind(), Kind::Invalid, "{text}");
+            assert_eq!(
+                decode_manifest(&SAMPLE, "x", text.as_bytes(), 3).unwrap_err().kind(),
+                FailureKind::Invalid,
+                "{text}"
+            );
         }
     }
 

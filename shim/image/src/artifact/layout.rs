@@ -176,7 +176,7 @@ mod tests {
     use super::super::{TransferProgress, sample};
     use super::*;
     use crate::{ImageStore, ImageStoreConfig};
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     #[test]
     fn names_are_whole_paths_with_a_tag() {
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(parsed("oci:/a/b").unwrap(), "oci:/a/b:latest");
         assert_eq!(parsed("oci:/a:b/c:v1.2").unwrap(), "oci:/a:b/c:v1.2");
         for text in ["oci:", "oci:a", "oci:/a:", "oci:/a/../b", "oci:/a:b c"] {
-            assert_eq!(parsed(text).unwrap_err().kind(), Kind::Invalid, "{text}");
+            assert_eq!(parsed(text).unwrap_err().kind(), FailureKind::Invalid, "{text}");
         }
     }
 
@@ -196,7 +196,7 @@ mod tests {
         let name = |tag: &str| format!("oci:{}:{tag}", directory.path().join("layout").display());
         let at = |tag: &str| store.artifacts(&name(tag), None, false).unwrap();
         let (one, progress) = (sample(directory.path(), "a", b"content"), TransferProgress::default());
-        assert_eq!(at("v1").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(at("v1").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().kind(), FailureKind::Invalid);
         for _ in 0..2 {
             at("v1").upload_file(&one, &progress).await.unwrap();
             at("v1").publish(&SAMPLE, b"{}".to_vec(), vec![(one.blob.clone(), "a.zst".into())]).await.unwrap();
@@ -205,7 +205,7 @@ mod tests {
         let found = at("v1").fetch_artifact(&SAMPLE, 1, 10).await.unwrap();
         assert_eq!((found.config.as_slice(), found.layers.as_slice()), (&b"{}"[..], &[one.blob.clone()][..]));
         assert_eq!(at("v2").fetch_artifact(&SAMPLE, 1, 10).await.unwrap().layers, []);
-        assert_eq!(at("v3").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(at("v3").fetch_artifact(&SAMPLE, 1, 10).await.unwrap_err().kind(), FailureKind::NotFound);
         assert!(at("v1").fetch_artifact(&SAMPLE, 1, 1).await.unwrap_err().to_string().contains("larger than 1"));
         let path = directory.path().join("back");
         let fetch = || async {

@@ -13,7 +13,7 @@ use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use auth::AuthChallenge;
 pub use http::HttpClients;
 use http::{HttpResponse, header_value};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::digest::Digest;
 use std::sync::Arc;
 use upload::RequestBody;
@@ -239,6 +239,6 @@ fn is_transient(error: &ImageError) -> bool {
     match error {
         ImageError::Request { source, .. } => !source.is_connect(),
         ImageError::Digest { .. } | ImageError::Protocol { .. } => false,
-        error => error.kind() == Kind::Unavailable,
+        error => error.kind() == FailureKind::Unavailable,
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::common::registry::{Registry, missing};
 use crate::common::server::{Asked, Reply, Server};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{
     ArtifactKind, Auth, CompressedFile, ImageStore, ImageStoreConfig, RegistryConfig, TransferProgress, compress_file,
 };
@@ -58,7 +58,7 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
     }
     assert_eq!(digests[0], digests[1]);
     at("none").publish(&SAMPLE, b"{}".to_vec(), Vec::new()).await.unwrap();
-    assert_eq!(at("none").fetch_artifact(&SAMPLE, 0, 2).await.unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(at("none").fetch_artifact(&SAMPLE, 0, 2).await.unwrap_err().kind(), FailureKind::Invalid);
     assert!(at("none").fetch_artifact(&SAMPLE, 1, 2).await.unwrap().layers.is_empty());
 
     let found = at("1").fetch_artifact(&SAMPLE, 2, 7).await.unwrap();
@@ -70,8 +70,11 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
         assert_eq!(progress.bytes(), file.content.size);
     }
     let anonymous = store.artifacts(&format!("{host}/a/b:1"), None, false).unwrap();
-    assert_eq!(anonymous.upload_file(&files[0], &TransferProgress::default()).await.unwrap_err().kind(), Kind::Denied);
-    assert_eq!(at("2").fetch_artifact(&SAMPLE, 2, 7).await.unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(
+        anonymous.upload_file(&files[0], &TransferProgress::default()).await.unwrap_err().kind(),
+        FailureKind::Denied
+    );
+    assert_eq!(at("2").fetch_artifact(&SAMPLE, 2, 7).await.unwrap_err().kind(), FailureKind::NotFound);
 }
 
 /// A registry that requires a token and breaks the connection after the first blob.
@@ -129,11 +132,11 @@ async fn a_registry_that_leads_astray_is_left() {
     let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
     let file = packed(directory.path(), "file", b"content");
     for (post, put, kind) in [
-        (Reply::status(202), 201, Kind::Unavailable),
-        (Reply::status(202).header("Location", "file:///etc/passwd"), 201, Kind::Unavailable),
-        (Reply::status(202).header("Location", "/upload"), 202, Kind::Unavailable),
-        (Reply::status(202).header("Location", "/upload"), 413, Kind::Invalid),
-        (Reply::status(403), 201, Kind::Denied),
+        (Reply::status(202), 201, FailureKind::Unavailable),
+        (Reply::status(202).header("Location", "file:///etc/passwd"), 201, FailureKind::Unavailable),
+        (Reply::status(202).header("Location", "/upload"), 202, FailureKind::Unavailable),
+        (Reply::status(202).header("Location", "/upload"), 413, FailureKind::Invalid),
+        (Reply::status(403), 201, FailureKind::Denied),
     ] {
         let server = Server::start(move |asked| match asked.method.as_str() {
             "HEAD" => Reply::status(404),

@@ -3,7 +3,7 @@
 //! -- --ignored --nocapture` measures the limits of docs/contributor/images.md.
 
 use crate::common::{Packing, Tar, image, write_layout};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_image::{ImageStore, ImageStoreConfig};
 use std::path::Path;
 use std::process::Command;
@@ -156,7 +156,11 @@ fn an_image_whose_links_lead_too_far_is_refused_soon() {
 #[test]
 fn attributes_beyond_their_number_are_refused() {
     let (_, took) = load(hostile("many small attributes", 2_000), 1 << 30);
-    assert!(took.said.starts_with(&format!("{:?} ", Kind::Invalid)) && took.said.contains("128"), "{}", took.said);
+    assert!(
+        took.said.starts_with(&format!("{:?} ", FailureKind::Invalid)) && took.said.contains("128"),
+        "{}",
+        took.said
+    );
 }
 
 #[tokio::test]
@@ -175,7 +179,7 @@ async fn an_archive_names_an_image_a_thousand_times_at_most() {
     assert_eq!(store.load(&layout, None).await.unwrap().len(), 1);
     named(1001);
     let refused = store.load(&layout, None).await.unwrap_err();
-    assert!(refused.kind() == Kind::Invalid && refused.to_string().contains("1000 images"), "{refused}");
+    assert!(refused.kind() == FailureKind::Invalid && refused.to_string().contains("1000 images"), "{refused}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::common::server::{Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::path::Path;
 use std::process::Command;
@@ -57,13 +57,13 @@ async fn fills(image: Image, text: &str) {
     let name = |name: &str| Reference::parse(&format!("{}/{name}:t", server.host())).unwrap();
     let error = store.pull(&name("large"), None).await.unwrap_err();
     let chain = nacelle_base::Chain(&error).to_string();
-    assert_eq!(error.kind(), Kind::Exhausted, "{chain}");
+    assert_eq!(error.kind(), FailureKind::Exhausted, "{chain}");
     assert!(chain.contains(text), "{chain}");
     assert_eq!(files(small.0.path()), Vec::<String>::new());
     // A smaller image fits, and the store still has its earlier images.
     assert_eq!(store.pull(&name("good"), None).await.unwrap().to_string(), fitting.config);
     let before = store.list();
-    assert_eq!(store.pull(&name("large"), None).await.unwrap_err().kind(), Kind::Exhausted);
+    assert_eq!(store.pull(&name("large"), None).await.unwrap_err().kind(), FailureKind::Exhausted);
     assert_eq!(store.list(), before);
     assert_eq!(files(small.0.path()).len(), 4);
 }
@@ -109,6 +109,6 @@ async fn a_layer_with_more_than_the_configuration_allows() {
         let error = store.pull(&reference, None).await.unwrap_err();
         let chain = nacelle_base::Chain(&error).to_string();
         assert!(chain.contains(&format!("more than {} {what}", if what == "bytes" { 1 << 20 } else { 20 })), "{chain}");
-        assert_eq!((error.kind(), files(directory.path())), (Kind::Exhausted, vec![]));
+        assert_eq!((error.kind(), files(directory.path())), (FailureKind::Exhausted, vec![]));
     }
 }

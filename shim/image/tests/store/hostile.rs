@@ -2,7 +2,7 @@
 
 use crate::common::server::{Asked, Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, image};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{Auth, ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nacelle_model::digest::ImageId;
 use std::path::Path;
@@ -58,10 +58,10 @@ async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// Pulls once from a server that answers with `answer`, and expects an error of this kind and an empty store.
-async fn refused(kind: Kind, answer: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Server {
+async fn refused(kind: FailureKind, answer: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Server {
     let server = Server::start(answer);
     let directory = tempfile::tempdir().unwrap();
-    let store = patient(directory.path(), &server.host(), if kind == Kind::Timeout { 1 } else { 60 });
+    let store = patient(directory.path(), &server.host(), if kind == FailureKind::Timeout { 1 } else { 60 });
     let error = pull(&store, &server).await.unwrap_err();
     assert_eq!(error.kind(), kind, "{}", nacelle_base::Chain(&error));
     assert!(store.list().is_empty());
@@ -153,7 +153,9 @@ async fn a_beginning_that_a_crash_has_damaged_is_brought_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_content_is_refused_and_nothing_is_kept() {
-    for (part, kinds) in [("layer", [Kind::Invalid, Kind::Unavailable]), ("config", [Kind::Unavailable; 2])] {
+    for (part, kinds) in
+        [("layer", [FailureKind::Invalid, FailureKind::Unavailable]), ("config", [FailureKind::Unavailable; 2])]
+    {
         for place in [20, 5_000] {
             let image = sample();
             let name = if part == "layer" { image.layers[0].clone() } else { image.config.clone() };
@@ -190,7 +192,7 @@ async fn another_layer_than_the_configuration_says_is_refused() {
     lying.manifest = crate::common::digest(manifest.as_bytes());
     lying.blobs.insert(lying.manifest.clone(), manifest.into_bytes());
     lying.blobs.insert(crate::common::digest(&config), config);
-    let server = refused(Kind::Unavailable, move |asked| honest(&lying, asked)).await;
+    let server = refused(FailureKind::Unavailable, move |asked| honest(&lying, asked)).await;
     assert_eq!(server.asked().len(), 3);
 }
 
@@ -215,7 +217,7 @@ async fn bodies_without_end_are_refused() {
             "config" => image.config.clone(),
             _ => image.layers[0].clone(),
         };
-        refused(Kind::Invalid, move |asked| match asked.path.contains(&name) {
+        refused(FailureKind::Invalid, move |asked| match asked.path.contains(&name) {
             true => Reply { endless: true, ..Reply::ok(&vec![b' '; 65536]) },
             false => honest(&image, asked),
         })
@@ -226,7 +228,7 @@ async fn bodies_without_end_are_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_silent_server_is_given_up() {
     let silent = |asked: &Asked| Reply { stall: true, ..Reply::ok(if asked.path.contains("t") { b"{" } else { b"" }) };
-    let server = refused(Kind::Timeout, silent).await;
+    let server = refused(FailureKind::Timeout, silent).await;
     eventually("the server has seen the request", || !server.asked().is_empty()).await;
     assert_eq!(server.asked().len(), 1);
 }
@@ -234,7 +236,7 @@ async fn a_silent_server_is_given_up() {
 #[tokio::test(flavor = "multi_thread")]
 async fn server_errors_are_retried_and_then_returned() {
     let body = br#"{"errors":[{"code":"X","message":"out of order"}]}"#;
-    let server = refused(Kind::Unavailable, |_| Reply { status: 503, ..Reply::ok(body) }).await;
+    let server = refused(FailureKind::Unavailable, |_| Reply { status: 503, ..Reply::ok(body) }).await;
     assert_eq!(server.asked().len(), 5);
     let (good, calls) = (sample(), AtomicUsize::new(0));
     let image = good.clone();
@@ -249,9 +251,10 @@ async fn server_errors_are_retried_and_then_returned() {
 #[tokio::test(flavor = "multi_thread")]
 async fn redirects_and_challenges_in_circles_end() {
     let server =
-        refused(Kind::Unavailable, |asked| Reply::status(307).header("Location", &format!("{}x", asked.path))).await;
+        refused(FailureKind::Unavailable, |asked| Reply::status(307).header("Location", &format!("{}x", asked.path)))
+            .await;
     assert_eq!(server.asked().len(), 11);
-    refused(Kind::Unavailable, |_| Reply::status(302)).await;
+    refused(FailureKind::Unavailable, |_| Reply::status(302)).await;
     let circle = |asked: &Asked| match asked.path.starts_with("/token") {
         true => Reply::ok(br#"{"token":"abc"}"#),
         false => {
@@ -259,10 +262,13 @@ async fn redirects_and_challenges_in_circles_end() {
             Reply::status(401).header("WWW-Authenticate", &realm)
         }
     };
-    let server = refused(Kind::Denied, circle).await;
+    let server = refused(FailureKind::Denied, circle).await;
     assert_eq!(server.asked().len(), 3);
-    refused(Kind::Denied, |_| Reply::status(401)).await;
-    refused(Kind::Unavailable, |_| Reply::status(401).header("WWW-Authenticate", "Bearer realm=\"file:///etc\"")).await;
+    refused(FailureKind::Denied, |_| Reply::status(401)).await;
+    refused(FailureKind::Unavailable, |_| {
+        Reply::status(401).header("WWW-Authenticate", "Bearer realm=\"file:///etc\"")
+    })
+    .await;
     let flood = |asked: &Asked| match asked.path.starts_with("/token") {
         true => Reply { endless: true, ..Reply::ok(&vec![b' '; 65536]) },
         false => {
@@ -270,7 +276,7 @@ async fn redirects_and_challenges_in_circles_end() {
             Reply::status(401).header("WWW-Authenticate", &realm)
         }
     };
-    refused(Kind::Invalid, flood).await;
+    refused(FailureKind::Invalid, flood).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

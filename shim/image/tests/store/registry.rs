@@ -2,7 +2,7 @@
 
 use crate::common::registry::{Registry, missing};
 use crate::common::{Image, Packing, Tar, image, reopen};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{Auth, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
 use std::path::Path;
@@ -98,7 +98,7 @@ async fn docker_manifests_and_unknown_names() {
     assert_eq!(id.to_string(), docker.config);
     for name in ["d:2", "unknown:1"] {
         let error = store.pull(&reference(&host, name), None).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::NotFound, "{error:?}");
+        assert_eq!(error.kind(), FailureKind::NotFound, "{error:?}");
         assert!(error.to_string().contains("404"), "{error}");
     }
     assert_eq!(store.list().len(), 1);
@@ -118,12 +118,12 @@ async fn passwords_are_asked_for_and_https_is_checked() {
         store(place.path(), &[(&host, special)]).pull(&name, auth).await.map_err(|error| error.kind())
     };
     let trusted = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
-    assert_eq!(pull(RegistryConfig::default(), Some(auth.clone())).await, Err(Kind::Unavailable));
-    assert_eq!(pull(trusted.clone(), None).await, Err(Kind::Denied));
+    assert_eq!(pull(RegistryConfig::default(), Some(auth.clone())).await, Err(FailureKind::Unavailable));
+    assert_eq!(pull(trusted.clone(), None).await, Err(FailureKind::Denied));
     let wrong = Auth { password: "x".into(), ..auth.clone() };
-    assert_eq!(pull(trusted.clone(), Some(wrong)).await, Err(Kind::Denied));
+    assert_eq!(pull(trusted.clone(), Some(wrong)).await, Err(FailureKind::Denied));
     let elsewhere = Auth { server_address: "https://elsewhere.example/v1/".into(), ..auth.clone() };
-    assert_eq!(pull(trusted.clone(), Some(elsewhere)).await, Err(Kind::Denied));
+    assert_eq!(pull(trusted.clone(), Some(elsewhere)).await, Err(FailureKind::Denied));
     let encoded = Auth { auth: "dTpwOnc=".into(), server_address: host.clone(), ..Auth::default() };
     assert!(pull(trusted.clone(), Some(encoded)).await.is_ok());
     assert!(pull(trusted, Some(auth.clone())).await.is_ok());
@@ -194,7 +194,7 @@ async fn a_store_is_open_once_and_found_again() {
     let host = registry.host();
     let first = store(directory.path(), &[(&host, http())]);
     let second = ImageStore::open(directory.path(), ImageStoreConfig::default()).map(drop).unwrap_err();
-    assert_eq!(second.kind(), Kind::Conflict);
+    assert_eq!(second.kind(), FailureKind::Conflict);
     first.pull(&reference(&host, "x:1"), None).await.unwrap();
     let (list, info) = (first.list(), first.fs_info().await.unwrap());
     drop(first);

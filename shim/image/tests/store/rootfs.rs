@@ -2,8 +2,8 @@
 //! tools differ.
 
 use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
-use nacelle_base::{Classify, Kind};
-use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageStoreConfig, Reference, RunAs};
+use nacelle_base::{Classify, FailureKind};
+use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageStoreConfig, ImageUser, Reference};
 use nacelle_model::digest::Digest;
 use std::collections::HashSet;
 use std::path::Path;
@@ -241,7 +241,7 @@ async fn layers_that_contradict_themselves_are_refused() {
         write_layout(&image(&[(tar, Packing::Plain)]), &directory.path().join("layout"), "x:1");
         let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
         let error = store.load(&directory.path().join("layout"), None).await.unwrap_err();
-        assert_eq!(nacelle_base::Classify::kind(&error), nacelle_base::Kind::Invalid, "{error:?}");
+        assert_eq!(nacelle_base::Classify::kind(&error), nacelle_base::FailureKind::Invalid, "{error:?}");
         assert!(store.list().is_empty());
     }
 }
@@ -337,7 +337,7 @@ async fn an_image_is_described_kept_while_in_use_and_then_gone() {
     let [record] = store.list().try_into().unwrap();
     let id = record.id;
     assert_eq!(store.status("test:1").unwrap(), Some(record.clone()));
-    assert_eq!((record.user, record.pinned), (RunAs::Uid(1000), false));
+    assert_eq!((record.user, record.pinned), (ImageUser::Uid(1000), false));
     assert!(record.size > 300_000);
     assert_eq!(
         rootfs.config,
@@ -478,5 +478,5 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
     }
     let other = Digest::of(b"another");
     let error = store.copy_file_from_image(&other, "/a", 1, std::fs::File::create(&to).unwrap()).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::NotFound);
+    assert_eq!(error.kind(), FailureKind::NotFound);
 }

@@ -5,7 +5,7 @@ use super::files::ANNOTATIONS_PATH;
 use super::passthrough::is_vfio;
 use super::volumes::{is_disk_device, is_machine_image_volume, is_machine_mount};
 use nacelle_base::cpulist;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::Board;
 use nacelle_model::machine_pod::MachinePod;
@@ -24,8 +24,8 @@ pub struct UnsupportedContainerField {
 }
 
 impl Classify for UnsupportedContainerField {
-    fn kind(&self) -> Kind {
-        Kind::Invalid
+    fn kind(&self) -> FailureKind {
+        FailureKind::Invalid
     }
 }
 

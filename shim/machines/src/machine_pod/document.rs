@@ -4,7 +4,7 @@ use super::container::UnsupportedContainerField;
 use super::passthrough::PassthroughError;
 use super::volume_error::VolumeError;
 use super::volumes::{image_volume_path, image_with_disk};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{ImageError, ImageStore};
 use nacelle_model::machine::{DiskSource, INITRD_SOURCE_KEY, KERNEL_SOURCE_KEY, MachineDocument};
 use nacelle_model::machine_pod::{MachinePod, RequestedDiskSource};
@@ -63,14 +63,14 @@ pub enum SourceError {
 }
 
 impl Classify for SourceError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             SourceError::Image { source, .. } => source.kind(),
             SourceError::Volume(error) => error.kind(),
             SourceError::Container(error) => error.kind(),
             SourceError::Passthrough(error) => error.kind(),
-            SourceError::Document(_) => Kind::Internal,
-            SourceError::OtherImage { .. } | SourceError::NotInImage { .. } => Kind::Invalid,
+            SourceError::Document(_) => FailureKind::Internal,
+            SourceError::OtherImage { .. } | SourceError::NotInImage { .. } => FailureKind::Invalid,
         }
     }
 }

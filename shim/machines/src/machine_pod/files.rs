@@ -254,7 +254,7 @@ fn is_fat_name(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use nacelle_model::machine::{Bus, Cache, CloudInitForm, DiskKind};
     use nacelle_model::mount::Propagation;
     use std::fs;
@@ -345,7 +345,7 @@ mod tests {
         let expected = [("a.txt".to_owned(), STANDARD.encode("A")), ("deep/b".to_owned(), STANDARD.encode("B"))];
         assert_eq!((found.label.as_str(), found.files), ("L", expected.into()));
         let error = files_disk_source(&disk(source("labels")), &mount(directory.path())).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file \"labels\""), "{error}");
+        assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("no file \"labels\""), "{error}");
     }
 
     #[test]
@@ -354,7 +354,7 @@ mod tests {
             let directory = tempfile::tempdir().unwrap();
             make(directory.path());
             let error = read_volume("data", &mount(directory.path())).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
             error.to_string()
         };
         for (make, words) in [
@@ -383,8 +383,11 @@ mod tests {
             assert!(error.contains(words), "{words}: {error}");
         }
         let error = read_volume("data", &mount(Path::new("/etc/passwd"))).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("a directory is expected"), "{error}");
-        assert_eq!(read_volume("data", &mount(Path::new("/nowhere"))).unwrap_err().kind(), Kind::NotFound);
+        assert!(
+            error.kind() == FailureKind::Invalid && error.to_string().contains("a directory is expected"),
+            "{error}"
+        );
+        assert_eq!(read_volume("data", &mount(Path::new("/nowhere"))).unwrap_err().kind(), FailureKind::NotFound);
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("a"), vec![1; MAX_BYTES]).unwrap();
         assert_eq!(read_volume("data", &mount(directory.path())).unwrap()["a"].len(), MAX_BYTES);

@@ -3,7 +3,7 @@
 //! Reads sysfs; see the kernel's Documentation/driver-api/vfio.rst.
 
 use nacelle_base::files::{FileError, at};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::machine::VFIO_DIR;
 use nacelle_model::machine::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
@@ -78,12 +78,12 @@ pub enum PassthroughError {
 }
 
 impl Classify for PassthroughError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            PassthroughError::NoGroup { .. } => Kind::Unsupported,
-            PassthroughError::EmptyGroup { .. } | PassthroughError::Permissions { .. } => Kind::Invalid,
-            PassthroughError::Used { .. } => Kind::Conflict,
-            PassthroughError::TooMany { .. } => Kind::Exhausted,
+            PassthroughError::NoGroup { .. } => FailureKind::Unsupported,
+            PassthroughError::EmptyGroup { .. } | PassthroughError::Permissions { .. } => FailureKind::Invalid,
+            PassthroughError::Used { .. } => FailureKind::Conflict,
+            PassthroughError::TooMany { .. } => FailureKind::Exhausted,
             PassthroughError::File(error) => error.kind(),
         }
     }
@@ -265,12 +265,12 @@ mod tests {
         let both = found(&["/dev/vfio/vfio", "/dev/vfio/7", "/dev/vfio/7", "/dev/sda"]).unwrap();
         assert_eq!(both, BTreeMap::from([(7, vec!["0000:02:00.0".to_owned(), "0000:02:00.1".to_owned()])]));
         for (path, kind, words) in [
-            ("/dev/vfio/8", Kind::Conflict, "0000:03:00.1 (driver e1000e)"),
-            ("/dev/vfio/9", Kind::Invalid, "no PCI device"),
-            ("/dev/vfio/10", Kind::Invalid, "no PCI device"),
-            ("/dev/vfio/devices/vfio0", Kind::Unsupported, "/dev/vfio/NUMBER"),
-            ("/dev/vfio/+7", Kind::Unsupported, "/dev/vfio/NUMBER"),
-            ("/dev/vfio", Kind::Unsupported, "/dev/vfio/NUMBER"),
+            ("/dev/vfio/8", FailureKind::Conflict, "0000:03:00.1 (driver e1000e)"),
+            ("/dev/vfio/9", FailureKind::Invalid, "no PCI device"),
+            ("/dev/vfio/10", FailureKind::Invalid, "no PCI device"),
+            ("/dev/vfio/devices/vfio0", FailureKind::Unsupported, "/dev/vfio/NUMBER"),
+            ("/dev/vfio/+7", FailureKind::Unsupported, "/dev/vfio/NUMBER"),
+            ("/dev/vfio", FailureKind::Unsupported, "/dev/vfio/NUMBER"),
         ] {
             let error = found(&[path]).unwrap_err();
             assert_eq!(error.kind(), kind, "{path}: {error}");
@@ -280,7 +280,7 @@ mod tests {
         let read_only =
             devices(&["/dev/vfio/7"]).into_iter().map(|device| DeviceRequest { permissions: "rm".into(), ..device });
         let error = find_groups(&read_only.collect::<Vec<_>>(), sysfs.path()).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("\"rm\""), "{error}");
+        assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("\"rm\""), "{error}");
     }
 
     #[test]

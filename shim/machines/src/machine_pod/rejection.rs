@@ -1,6 +1,6 @@
 //! Defines why a valid specification cannot be run by this version. Pure.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 
 /// Probes that kubelet runs and the runtime ignores.
 pub(super) const PROBES: [&str; 2] = ["livenessProbe", "readinessProbe"];
@@ -58,10 +58,10 @@ impl SpecRejection {
 }
 
 impl Classify for SpecRejection {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            SpecRejection::Fields { .. } | SpecRejection::Value { .. } => Kind::Unsupported,
-            SpecRejection::Missing { .. } | SpecRejection::Invalid { .. } => Kind::Invalid,
+            SpecRejection::Fields { .. } | SpecRejection::Value { .. } => FailureKind::Unsupported,
+            SpecRejection::Missing { .. } | SpecRejection::Invalid { .. } => FailureKind::Invalid,
         }
     }
 }

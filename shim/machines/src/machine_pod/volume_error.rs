@@ -1,6 +1,6 @@
 //! Defines why a container's volume cannot be used for a machine, and the paths at which its volumes are expected.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -58,10 +58,10 @@ pub enum VolumeError {
 }
 
 impl Classify for VolumeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            VolumeError::Field { .. } | VolumeError::Missing { .. } => Kind::Invalid,
-            VolumeError::Busy { .. } => Kind::Conflict,
+            VolumeError::Field { .. } | VolumeError::Missing { .. } => FailureKind::Invalid,
+            VolumeError::Busy { .. } => FailureKind::Conflict,
             VolumeError::Io { source, .. } => source.kind().into(),
         }
     }

@@ -313,7 +313,7 @@ pub fn open_disk_file(disk: &Disk<RequestedDiskSource>, mount: &NodeVolume) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use nacelle_model::machine::{Bus, Cache, DiskKind};
     use nacelle_model::mount::Propagation;
     use std::io::Read;
@@ -386,7 +386,7 @@ mod tests {
             ),
         ] {
             let error = find_disk_volume(&disk, &config).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(words), "{words}: {error}");
         }
         assert!(find_disk_volume(&claim(true), &config(&["r"], &[])).unwrap().is_some());
         assert!(find_disk_volume(&claim(true), &config(&[], &[read])).unwrap().is_some());
@@ -411,7 +411,7 @@ mod tests {
             (with(&|mount| mount.propagation = Propagation::BothWays), "PROPAGATION_BIDIRECTIONAL"),
         ] {
             let error = filesystem_mount(&one, &config).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(words), "{words}: {error}");
         }
     }
 
@@ -421,7 +421,7 @@ mod tests {
         let at = |name: &str| directory.path().join(name);
         let assert_rejected = |disk: &Disk<RequestedDiskSource>, path: &Path, words: &str| {
             let error = open_disk_file(disk, &mount(path, false)).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains(words), "{words}: {error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(words), "{words}: {error}");
         };
         assert_rejected(&claim(false), directory.path(), "there is no file disk.img");
         let image = at("disk.img");
@@ -463,7 +463,7 @@ mod tests {
         let host_disk =
             |create| disk(RequestedDiskSource::HostDisk { path: path.display().to_string(), create }, false);
         let error = open_disk_file(&host_disk(None), &mount(&path, false)).unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains("no file machine.img"), "{error}");
+        assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("no file machine.img"), "{error}");
         let (found, file) = open_disk_file(&host_disk(Some(1 << 20)), &mount(&path, false)).unwrap();
         assert_eq!((found, file.metadata().unwrap().len()), (path.clone(), 1 << 20));
         // An existing file keeps its size.

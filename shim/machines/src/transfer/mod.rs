@@ -15,7 +15,7 @@ use crate::vms::VmError;
 use document::DocumentError;
 use nacelle_base::files::{FileError, remove_tree_if_there};
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_image::{Auth, ImageError, TransferProgress};
 use nacelle_model::digest::Digest;
 use std::path::{Path, PathBuf};
@@ -94,15 +94,15 @@ pub enum TransferError {
 }
 
 impl Classify for TransferError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             TransferError::Image(error) => error.kind(),
             TransferError::Vm(error) => error.kind(),
             TransferError::Runtime(error) => error.kind(),
             TransferError::File(error) => error.kind(),
-            TransferError::InvalidArtifact { .. } | TransferError::Disk { .. } => Kind::Invalid,
-            TransferError::NoImage { .. } | TransferError::NotPaused { .. } => Kind::Conflict,
-            TransferError::NoSpace { .. } => Kind::Exhausted,
+            TransferError::InvalidArtifact { .. } | TransferError::Disk { .. } => FailureKind::Invalid,
+            TransferError::NoImage { .. } | TransferError::NotPaused { .. } => FailureKind::Conflict,
+            TransferError::NoSpace { .. } => FailureKind::Exhausted,
             TransferError::Task(error) => error.kind(),
         }
     }

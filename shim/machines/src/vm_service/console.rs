@@ -2,7 +2,7 @@
 
 use crate::runtime::PodRuntime;
 use crate::status::{error_status, rejection};
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_model::record::ContainerRecord;
 use nacelle_proto::vm;
 use std::time::Duration;
@@ -36,7 +36,7 @@ pub(super) enum VmConsole {
 pub(super) async fn first_request(
     requests: &mut (impl Stream<Item = Result<vm::WayRequest, Status>> + Unpin),
 ) -> Result<(vm::MachineRef, Vec<u8>), Status> {
-    let missing = || rejection(Kind::Invalid, "machine is missing in the first message");
+    let missing = || rejection(FailureKind::Invalid, "machine is missing in the first message");
     let first = tokio::time::timeout(FIRST_REQUEST_TIMEOUT, requests.next()).await.map_err(|_elapsed| missing())?;
     let vm::WayRequest { machine, data } = first.ok_or_else(missing)??;
     Ok((machine.ok_or_else(missing)?, data))
@@ -98,9 +98,10 @@ async fn copy(
                     data.truncate(count);
                     Ok(vm::Piece { data })
                 }
-                Err(error) => {
-                    Err(rejection(Kind::Unavailable, &format!("cannot read the output of the VM's console: {error}")))
-                }
+                Err(error) => Err(rejection(
+                    FailureKind::Unavailable,
+                    &format!("cannot read the output of the VM's console: {error}"),
+                )),
             };
             let is_last = message.is_err();
             if sender.send(message).await.is_err() || is_last {

@@ -2,7 +2,7 @@
 
 use crate::runtime::{ExecStreams, PodRuntime};
 use crate::status::{error_status, rejection};
-use nacelle_base::{ContainerId, Kind};
+use nacelle_base::{ContainerId, FailureKind};
 use nacelle_proto::vm;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::mpsc;
@@ -43,7 +43,7 @@ pub(super) async fn start(
 async fn send_dump(dump: ExecStreams, sender: &mpsc::Sender<Result<vm::Piece, Status>>) -> Result<(), Status> {
     let ExecStreams { mut stdout, stderr, exit_code } = dump;
     let failed = |error: std::io::Error| {
-        rejection(Kind::Unavailable, &format!("cannot read the memory dump of the VM to its end: {error}"))
+        rejection(FailureKind::Unavailable, &format!("cannot read the memory dump of the VM to its end: {error}"))
     };
     loop {
         let mut data = vec![0; MAX_MESSAGE];
@@ -59,7 +59,7 @@ async fn send_dump(dump: ExecStreams, sender: &mpsc::Sender<Result<vm::Piece, St
     let message = read_text(stderr).await.map_err(failed)?;
     match exit_code.await.map_err(error_status)? {
         0 => Ok(()),
-        _ => Err(rejection(Kind::Conflict, message.trim())),
+        _ => Err(rejection(FailureKind::Conflict, message.trim())),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::PathBuf;
 
@@ -164,7 +164,7 @@ pub enum CniError {
 }
 
 impl Classify for CniError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             CniError::NoConfig { .. }
             | CniError::TooLarge { .. }
@@ -175,12 +175,12 @@ impl Classify for CniError {
             | CniError::Exec { .. }
             | CniError::TooMuchOutput { .. }
             | CniError::Plugin { .. }
-            | CniError::Failed { .. } => Kind::Unavailable,
+            | CniError::Failed { .. } => FailureKind::Unavailable,
             CniError::File { source } => source.kind(),
-            CniError::Argument { .. } => Kind::Invalid,
-            CniError::Timeout { .. } | CniError::TooSlow { .. } => Kind::Timeout,
-            CniError::NotAttached { .. } => Kind::NotFound,
-            CniError::Busy { .. } => Kind::Unavailable,
+            CniError::Argument { .. } => FailureKind::Invalid,
+            CniError::Timeout { .. } | CniError::TooSlow { .. } => FailureKind::Timeout,
+            CniError::NotAttached { .. } => FailureKind::NotFound,
+            CniError::Busy { .. } => FailureKind::Unavailable,
             CniError::Input { source, .. } => source.kind().into(),
             CniError::Task(error) => error.kind(),
         }

@@ -4,7 +4,7 @@ use super::attachment_store::AttachmentStore;
 use super::config::{NetworkList, Version, parse_object};
 use super::result::CniResult;
 use super::*;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use proptest::prelude::*;
 use std::fs;
 
@@ -38,7 +38,7 @@ fn the_first_file_in_lexical_order_counts() {
     write("10.conf", r#"{"cniVersion":"0.4.0","name":"a"}"#);
     let error = load().unwrap_err();
     assert!(error.to_string().contains("10.conf: field type"), "{error}");
-    assert_eq!(error.kind(), Kind::Unavailable);
+    assert_eq!(error.kind(), FailureKind::Unavailable);
     write("05.conf", &" ".repeat((1 << 20) + 1));
     assert!(matches!(load(), Err(CniError::TooLarge { .. })));
 }

@@ -12,7 +12,7 @@ use crate::stops::{ContainerStop, ContainerStops};
 use crate::text::printable;
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
-use nacelle_base::{Chain, Kind};
+use nacelle_base::{Chain, FailureKind};
 use nacelle_engine::Slot;
 use nacelle_proto::{common, pod};
 use std::path::Path;
@@ -331,7 +331,7 @@ impl PodActor {
                 outputs: outputs.clone(),
             }),
             _ => Err(Failure {
-                kind: Kind::Conflict,
+                kind: FailureKind::Conflict,
                 message: format!("cannot use container {id}: it is {:?}, not Running", entry.state),
             }),
         }

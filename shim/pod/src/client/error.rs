@@ -7,7 +7,7 @@ use crate::record::SavedStateError;
 use crate::spec::PodSpecError;
 use crate::text::printable;
 use nacelle_base::files::FileError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -46,7 +46,7 @@ pub enum ClientError {
         /// The cgroup's path.
         cgroup: PathBuf,
         /// The kind of the failure.
-        kind: Kind,
+        kind: FailureKind,
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -56,7 +56,7 @@ pub enum ClientError {
         /// The pid of the process.
         pid: i32,
         /// The kind of the failure.
-        kind: Kind,
+        kind: FailureKind,
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -104,23 +104,23 @@ pub enum ClientError {
     #[error("{message}")]
     Rejected {
         /// The kind of the failure.
-        kind: Kind,
+        kind: FailureKind,
         /// The error message of the process.
         message: String,
     },
 }
 
 impl Classify for ClientError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ClientError::Spec(error) => error.kind(),
             ClientError::Identity(error) => error.kind(),
             ClientError::Record(error) => error.kind(),
             ClientError::File(error) => error.kind(),
-            ClientError::Start { .. } | ClientError::EndedBeforeReply { .. } => Kind::Internal,
-            ClientError::NotRunning { .. } | ClientError::Connect { .. } => Kind::Unavailable,
+            ClientError::Start { .. } | ClientError::EndedBeforeReply { .. } => FailureKind::Internal,
+            ClientError::NotRunning { .. } | ClientError::Connect { .. } => FailureKind::Unavailable,
             ClientError::Stream { source, .. } => source.kind(),
-            ClientError::Timeout { .. } => Kind::Timeout,
+            ClientError::Timeout { .. } => FailureKind::Timeout,
             ClientError::Cgroup { kind, .. }
             | ClientError::NotRecorded { kind, .. }
             | ClientError::Rejected { kind, .. } => *kind,

@@ -5,7 +5,7 @@ use super::{CONNECT_LIMIT, ClientError, PodClient, connect_to_socket};
 use crate::agent;
 use crate::error::PodError;
 use crate::text::printable;
-use nacelle_base::Kind;
+use nacelle_base::FailureKind;
 use nacelle_base::descriptors::send_with_descriptor;
 use nacelle_proto::{common, pod as proto};
 use std::os::fd::OwnedFd;
@@ -59,7 +59,7 @@ impl PodClient {
         match opened {
             proto::StreamOpened { code: 0, .. } => Ok(stream),
             proto::StreamOpened { code, message } => Err(ClientError::Rejected {
-                kind: Kind::from_grpc_code(code),
+                kind: FailureKind::from_grpc_code(code),
                 message: printable(&message, super::error::MAX_TEXT),
             }),
         }
@@ -92,5 +92,8 @@ impl RunningExec {
 
 /// Returns the error for a pod process that ended a response stream early.
 fn ended_early() -> ClientError {
-    ClientError::Rejected { kind: Kind::Unavailable, message: "the pod process ended its reply too early".to_owned() }
+    ClientError::Rejected {
+        kind: FailureKind::Unavailable,
+        message: "the pod process ended its reply too early".to_owned(),
+    }
 }

@@ -212,6 +212,6 @@ pub async fn exited(client: &PodClient, id: &str) -> pod::ContainerState {
 }
 
 /// Returns the kind of a failure.
-pub fn kind<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> nacelle_base::Kind {
+pub fn kind<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> nacelle_base::FailureKind {
     nacelle_base::Classify::kind(&outcome.unwrap_err())
 }

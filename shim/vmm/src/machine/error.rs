@@ -2,7 +2,7 @@
 
 use super::kernel::KernelError;
 use super::memory::MemoryError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::path::PathBuf;
 
 /// An operation on a VM failed.
@@ -146,24 +146,24 @@ impl Error {
 }
 
 impl Classify for Error {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            Error::Vcpus { .. } | Error::Mismatch { .. } | Error::Msr { .. } => Kind::Invalid,
+            Error::Vcpus { .. } | Error::Mismatch { .. } | Error::Msr { .. } => FailureKind::Invalid,
             Error::Open { source } | Error::Call { source, .. } => match source.errno() {
-                libc::EACCES | libc::EPERM => Kind::Denied,
-                libc::ENOMEM | libc::EMFILE | libc::ENFILE | libc::ENOSPC => Kind::Exhausted,
-                libc::ENOENT | libc::ENODEV | libc::ENXIO => Kind::Unsupported,
-                _ => Kind::Internal,
+                libc::EACCES | libc::EPERM => FailureKind::Denied,
+                libc::ENOMEM | libc::EMFILE | libc::ENFILE | libc::ENOSPC => FailureKind::Exhausted,
+                libc::ENOENT | libc::ENODEV | libc::ENXIO => FailureKind::Unsupported,
+                _ => FailureKind::Internal,
             },
-            Error::Version { .. } | Error::Missing { .. } | Error::Processor { .. } => Kind::Unsupported,
+            Error::Version { .. } | Error::Missing { .. } | Error::Processor { .. } => FailureKind::Unsupported,
             Error::Memory { source, .. } => source.kind(),
             Error::Load { source, .. } => source.kind(),
-            Error::Devices { .. } | Error::Make { .. } => Kind::Exhausted,
+            Error::Devices { .. } | Error::Make { .. } => FailureKind::Exhausted,
             Error::Restore { source, .. } => source.kind(),
             Error::Resume { source, .. } => source.kind(),
-            Error::Attach { .. } => Kind::Internal,
-            Error::Ended { .. } | Error::NotPaused => Kind::Conflict,
-            Error::Stuck { .. } => Kind::Timeout,
+            Error::Attach { .. } => FailureKind::Internal,
+            Error::Ended { .. } | Error::NotPaused => FailureKind::Conflict,
+            Error::Stuck { .. } => FailureKind::Timeout,
         }
     }
 }

@@ -8,7 +8,7 @@ use linux_loader::bootparam::setup_header;
 use linux_loader::loader::KernelLoader;
 use linux_loader::loader::bzimage::BzImage;
 use linux_loader::loader::elf::{Elf, PvhBootCapability};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -76,12 +76,12 @@ pub enum KernelError {
 }
 
 impl Classify for KernelError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            KernelError::Read { source } if source.kind() == io::ErrorKind::NotFound => Kind::NotFound,
-            KernelError::Read { source } if source.kind() == io::ErrorKind::PermissionDenied => Kind::Denied,
-            KernelError::Read { .. } | KernelError::Write { .. } => Kind::Internal,
-            _ => Kind::Invalid,
+            KernelError::Read { source } if source.kind() == io::ErrorKind::NotFound => FailureKind::NotFound,
+            KernelError::Read { source } if source.kind() == io::ErrorKind::PermissionDenied => FailureKind::Denied,
+            KernelError::Read { .. } | KernelError::Write { .. } => FailureKind::Internal,
+            _ => FailureKind::Invalid,
         }
     }
 }
@@ -441,7 +441,7 @@ mod tests {
         check_kernel(file.as_file(), MIB_OF_MEMORY, pvh)
     }
 
-    /// Kind, offset, address, bytes in the file, bytes in memory.
+    /// FailureKind, offset, address, bytes in the file, bytes in memory.
     type SegmentHeader = (u32, u64, u64, u64, u64);
 
     fn elf(entry: u64, headers: &[SegmentHeader], length: usize) -> Vec<u8> {
@@ -512,7 +512,7 @@ mod tests {
         ];
         for (entry, headers) in elf_error {
             let error = load_bytes(&memory(), &elf(entry, headers, 0x400)).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{headers:x?}: {error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{headers:x?}: {error}");
             assert!(check_bytes(&elf(entry, headers, 0x400), false).is_err(), "{headers:x?}");
         }
         for bytes in [&b""[..], b"\x7fELF", &[0; 4096], b"#!/bin/sh\n"] {
@@ -542,15 +542,15 @@ mod tests {
             image(0x20f, 1, 0x20_0000, u32::MAX),
             image(0x20f, 1, u64::MAX, 0x10_0000),
         ] {
-            assert_eq!(load_bytes(&memory(), &bad).unwrap_err().kind(), Kind::Invalid);
-            assert_eq!(check_bytes(&bad, true).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(load_bytes(&memory(), &bad).unwrap_err().kind(), FailureKind::Invalid);
+            assert_eq!(check_bytes(&bad, true).unwrap_err().kind(), FailureKind::Invalid);
         }
         let mut short = image(0x20f, 1, 0x20_0000, 0x10_0000);
         short.truncate(4 * 512 + 0x200);
         assert!(matches!(load_bytes(&memory(), &short), Err(KernelError::Entry)), "all of it is header");
         let mut sectors = image(0x20f, 1, 0x20_0000, 0x10_0000);
         sectors[0x1f1] = 0xff;
-        assert_eq!(load_bytes(&memory(), &sectors).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(load_bytes(&memory(), &sectors).unwrap_err().kind(), FailureKind::Invalid);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::{HostPages, MemoryBacking};
 use crate::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -74,13 +74,13 @@ pub enum MemoryError {
 }
 
 impl Classify for MemoryError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            MemoryError::Size { .. } | MemoryError::Length { .. } => Kind::Invalid,
+            MemoryError::Size { .. } | MemoryError::Length { .. } => FailureKind::Invalid,
             MemoryError::Map { .. } | MemoryError::HugePages { .. } | MemoryError::HugePageLimit { .. } => {
-                Kind::Exhausted
+                FailureKind::Exhausted
             }
-            MemoryError::File { .. } | MemoryError::Regions => Kind::Internal,
+            MemoryError::File { .. } | MemoryError::Regions => FailureKind::Internal,
         }
     }
 }
@@ -469,6 +469,6 @@ mod tests {
             assert!(matches!(got, Err(MemoryError::Size { .. })), "{mib} {backing:?} {pages:?}");
         }
         let size = GuestMemory::new(u32::MAX, MemoryBacking::Private, HostPages::Small).err();
-        assert_eq!(size.map(|error| error.kind()), Some(Kind::Exhausted));
+        assert_eq!(size.map(|error| error.kind()), Some(FailureKind::Exhausted));
     }
 }

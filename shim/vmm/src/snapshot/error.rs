@@ -1,6 +1,6 @@
 //! Defines the errors of writing and reading snapshots.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::PathBuf;
 
@@ -96,23 +96,23 @@ pub enum SnapshotError {
 }
 
 impl Classify for SnapshotError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            SnapshotError::Exists { .. } => Kind::AlreadyExists,
+            SnapshotError::Exists { .. } => FailureKind::AlreadyExists,
             SnapshotError::Io { source, .. } => match source.kind() {
-                io::ErrorKind::NotFound => Kind::NotFound,
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Kind::Exhausted,
-                _ => Kind::Internal,
+                io::ErrorKind::NotFound => FailureKind::NotFound,
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => FailureKind::Exhausted,
+                _ => FailureKind::Internal,
             },
-            SnapshotError::Version { .. } => Kind::Unsupported,
-            SnapshotError::TooLarge { .. } => Kind::Exhausted,
+            SnapshotError::Version { .. } => FailureKind::Unsupported,
+            SnapshotError::TooLarge { .. } => FailureKind::Exhausted,
             SnapshotError::Machine { source } => source.kind(),
-            SnapshotError::Encode { .. } => Kind::Internal,
+            SnapshotError::Encode { .. } => FailureKind::Internal,
             SnapshotError::InvalidPath { .. }
             | SnapshotError::NotASnapshot { .. }
             | SnapshotError::Length { .. }
             | SnapshotError::Checksum { .. }
-            | SnapshotError::Decode { .. } => Kind::Invalid,
+            | SnapshotError::Decode { .. } => FailureKind::Invalid,
         }
     }
 }

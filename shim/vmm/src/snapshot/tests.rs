@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
 use super::*;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use proptest::prelude::*;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use vm_memory::mmap::MmapRegionBuilder;
@@ -96,18 +96,18 @@ fn snapshots_are_written_atomically() {
     let dir = directory.path().join("s");
     write(&dir, &1, &memory()).unwrap();
     let error = write(&dir, &2, &memory()).unwrap_err();
-    assert_eq!(error.kind(), Kind::AlreadyExists, "{error}");
+    assert_eq!(error.kind(), FailureKind::AlreadyExists, "{error}");
     assert_eq!(read::<i32>(&dir).unwrap().document.machine, 1, "the old one stays");
 
     // The target directory appears while the snapshot is written.
     let partial = PartialDirectory::begin(&directory.path().join("late")).unwrap();
     partial.file("state", |_| Ok(())).unwrap();
     std::fs::create_dir_all(directory.path().join("late/x")).unwrap();
-    assert_eq!(partial.commit().unwrap_err().kind(), Kind::AlreadyExists);
+    assert_eq!(partial.commit().unwrap_err().kind(), FailureKind::AlreadyExists);
 
     let partial = PartialDirectory::begin(&directory.path().join("never")).unwrap();
     let error = partial.file("memory", |_| Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
-    assert_eq!(error.kind(), Kind::Exhausted, "{error}");
+    assert_eq!(error.kind(), FailureKind::Exhausted, "{error}");
     drop(partial);
     assert_eq!(entries(directory.path()), ["late", "s"]);
 
@@ -117,9 +117,9 @@ fn snapshots_are_written_atomically() {
     assert_eq!(read::<i32>(&directory.path().join("empty")).unwrap().document.machine, 3);
 
     for place in ["/", "..", ""] {
-        assert_eq!(write(Path::new(place), &4, &memory()).unwrap_err().kind(), Kind::Invalid, "{place}");
+        assert_eq!(write(Path::new(place), &4, &memory()).unwrap_err().kind(), FailureKind::Invalid, "{place}");
     }
-    assert_eq!(read::<i32>(&directory.path().join("none")).unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(read::<i32>(&directory.path().join("none")).unwrap_err().kind(), FailureKind::NotFound);
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn a_memory_file_of_the_wrong_length_is_rejected() {
         assert!(matches!(error, SnapshotError::Length { got, expected, .. } if (got, expected) == (length, 8 << 20)));
     }
     std::fs::remove_file(dir.join(MEMORY_FILE)).unwrap();
-    assert_eq!(read::<i32>(&dir).unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(read::<i32>(&dir).unwrap_err().kind(), FailureKind::NotFound);
 }
 
 fn decode(bytes: &[u8]) -> Result<Vec<u64>, SnapshotError> {
@@ -156,7 +156,7 @@ fn each_kind_of_damage_has_its_error() {
     assert!(matches!(decode_with_byte(0, b'X'), SnapshotError::NotASnapshot { .. }));
     let newer = decode_with_byte(8, 2);
     assert_eq!(newer.to_string(), "state has format version 2; this Nacelle reads 1 to 1");
-    assert_eq!(newer.kind(), Kind::Unsupported);
+    assert_eq!(newer.kind(), FailureKind::Unsupported);
     assert!(matches!(decode_with_byte(8, 0), SnapshotError::Version { got: 0, .. }));
     assert!(matches!(decode_with_byte(12, !good[12]), SnapshotError::Checksum { .. }));
     assert!(matches!(decode_with_byte(33, b'4'), SnapshotError::Checksum { .. }));

@@ -24,7 +24,7 @@ mod tests;
 pub use ring::Ring;
 pub use state::{DeviceState, StateError};
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::os::fd::OwnedFd;
 use virtio_queue::QueueState;
 
@@ -125,11 +125,11 @@ pub enum StartError {
 }
 
 impl Classify for StartError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            StartError::NoSuchQueue { .. } => Kind::Invalid,
-            StartError::Running { .. } => Kind::Conflict,
-            StartError::Thread { .. } => Kind::Exhausted,
+            StartError::NoSuchQueue { .. } => FailureKind::Invalid,
+            StartError::Running { .. } => FailureKind::Conflict,
+            StartError::Thread { .. } => FailureKind::Exhausted,
         }
     }
 }

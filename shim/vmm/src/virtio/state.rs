@@ -1,7 +1,7 @@
 //! Defines the state that devices save and restore, and the errors of restoring it.
 
 use super::{DeviceKind, balloon, block, console, net, vsock};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use serde::{Deserialize, Serialize};
 
 /// The state of a device, without its queues (the transport saves them) and without the resources that the host provided.
@@ -39,7 +39,7 @@ impl DeviceState {
 
     /// Returns the error for a `device` that received this state of another kind.
     pub(crate) fn wrong(&self, device: DeviceKind) -> StateError {
-        StateError::Kind { device, state: self.kind() }
+        StateError::FailureKind { device, state: self.kind() }
     }
 }
 
@@ -48,7 +48,7 @@ impl DeviceState {
 pub enum StateError {
     /// The state belongs to another kind of device.
     #[error("a {device} device cannot go on as a {state} device")]
-    Kind {
+    FailureKind {
         /// The kind of the device.
         device: DeviceKind,
         /// The kind that the state belongs to.
@@ -81,10 +81,10 @@ impl StateError {
 }
 
 impl Classify for StateError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            StateError::Kind { .. } => Kind::Invalid,
-            StateError::Differs { .. } => Kind::Conflict,
+            StateError::FailureKind { .. } => FailureKind::Invalid,
+            StateError::Differs { .. } => FailureKind::Conflict,
         }
     }
 }

@@ -262,7 +262,7 @@ fn seccomp(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use proptest::prelude::*;
 
     fn sample() -> cri::ContainerConfig {
@@ -357,64 +357,64 @@ mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::ContainerConfig);
-        let rows: [(Change, Kind, &str); 26] = [
-            (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
-            (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "name is missing"),
-            (|c| c.image = None, Kind::Invalid, "config.image is missing"),
-            (|c| c.image.as_mut().unwrap().image.clear(), Kind::Invalid, "config.image.image is missing"),
-            (|c| c.log_path = "../x".into(), Kind::Invalid, "log_path"),
-            (|c| c.log_path = "/x".into(), Kind::Invalid, "log_path"),
-            (|c| c.log_path = "x/".into(), Kind::Invalid, "log_path"),
-            (|c| c.working_dir = "x".into(), Kind::Invalid, "working_dir"),
-            (|c| c.command = vec!["a\0".into()], Kind::Invalid, "command"),
+        let rows: [(Change, FailureKind, &str); 26] = [
+            (|c| c.metadata = None, FailureKind::Invalid, "config.metadata is missing"),
+            (|c| c.metadata.as_mut().unwrap().name.clear(), FailureKind::Invalid, "name is missing"),
+            (|c| c.image = None, FailureKind::Invalid, "config.image is missing"),
+            (|c| c.image.as_mut().unwrap().image.clear(), FailureKind::Invalid, "config.image.image is missing"),
+            (|c| c.log_path = "../x".into(), FailureKind::Invalid, "log_path"),
+            (|c| c.log_path = "/x".into(), FailureKind::Invalid, "log_path"),
+            (|c| c.log_path = "x/".into(), FailureKind::Invalid, "log_path"),
+            (|c| c.working_dir = "x".into(), FailureKind::Invalid, "working_dir"),
+            (|c| c.command = vec!["a\0".into()], FailureKind::Invalid, "command"),
             (
                 |c| c.mounts = vec![cri::Mount { host_path: "/etc".into(), ..Default::default() }],
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "container_path",
             ),
             (
                 |c| c.devices = vec![cri::Device { host_path: "dev/fuse".into(), ..Default::default() }],
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "dev/fuse",
             ),
-            (|c| c.envs = vec![cri::KeyValue { key: "a=".into(), value: vec![] }], Kind::Invalid, "envs.key"),
-            (|c| c.envs = vec![cri::KeyValue { key: "a".into(), value: vec![0xff] }], Kind::Invalid, "UTF-8"),
-            (|c| c.stop_signal = 99, Kind::Invalid, "stop_signal"),
-            (|c| limits(c).cpu_shares = -1, Kind::Invalid, "cpu_shares"),
-            (|c| limits(c).oom_score_adj = 1001, Kind::Invalid, "oom_score_adj"),
-            (|c| limits(c).cpuset_cpus = "3-0".into(), Kind::Invalid, "cpuset_cpus is \"3-0\""),
+            (|c| c.envs = vec![cri::KeyValue { key: "a=".into(), value: vec![] }], FailureKind::Invalid, "envs.key"),
+            (|c| c.envs = vec![cri::KeyValue { key: "a".into(), value: vec![0xff] }], FailureKind::Invalid, "UTF-8"),
+            (|c| c.stop_signal = 99, FailureKind::Invalid, "stop_signal"),
+            (|c| limits(c).cpu_shares = -1, FailureKind::Invalid, "cpu_shares"),
+            (|c| limits(c).oom_score_adj = 1001, FailureKind::Invalid, "oom_score_adj"),
+            (|c| limits(c).cpuset_cpus = "3-0".into(), FailureKind::Invalid, "cpuset_cpus is \"3-0\""),
             (
                 |c| limits(c).hugepage_limits = vec![cri::HugepageLimit { page_size: "2/../MB".into(), limit: 1 }],
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "hugepage_limits.page_size is \"2/../MB\"",
             ),
-            (|c| limits(c).unified.extend([("../x".into(), "1".into())]), Kind::Invalid, "unified"),
+            (|c| limits(c).unified.extend([("../x".into(), "1".into())]), FailureKind::Invalid, "unified"),
             (
                 |c| {
                     security(c).capabilities =
                         Some(cri::Capability { add_capabilities: vec!["FLY".into()], ..Default::default() })
                 },
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "FLY",
             ),
-            (|c| security(c).run_as_group = Some(cri::Int64Value { value: 1 }), Kind::Invalid, "run_as_user"),
-            (|c| security(c).run_as_user = Some(cri::Int64Value { value: -1 }), Kind::Invalid, "run_as_user"),
-            (|c| security(c).masked_paths = vec!["proc".into()], Kind::Invalid, "masked_paths"),
+            (|c| security(c).run_as_group = Some(cri::Int64Value { value: 1 }), FailureKind::Invalid, "run_as_user"),
+            (|c| security(c).run_as_user = Some(cri::Int64Value { value: -1 }), FailureKind::Invalid, "run_as_user"),
+            (|c| security(c).masked_paths = vec!["proc".into()], FailureKind::Invalid, "masked_paths"),
             (
                 |c| security(c).namespace_options = Some(cri::NamespaceOption { network: 2, ..Default::default() }),
-                Kind::Conflict,
+                FailureKind::Conflict,
                 "network is NODE",
             ),
             (
                 |c| {
                     security(c).seccomp = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "p.json".into() })
                 },
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "localhost_ref is \"p.json\"",
             ),
             (
                 |c| security(c).apparmor = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "x".into() }),
-                Kind::Unsupported,
+                FailureKind::Unsupported,
                 "AppArmor",
             ),
         ];

@@ -81,7 +81,7 @@ fn is_absolute_without_parent(path: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     fn device(host: &str, at: &str, permissions: &str) -> cri::Device {
         cri::Device { container_path: at.into(), host_path: host.into(), permissions: permissions.into() }
@@ -131,14 +131,14 @@ mod tests {
             (device("/dev/kvm", "/dev/kvm", "rr"), "permissions"),
         ] {
             let error = devices(&[requested], None).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains(field), "{error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(field), "{error}");
         }
         let one = || device("/dev/kvm", "/dev/kvm", "r");
         assert!(devices(&[one(), one()], None).unwrap_err().to_string().contains("once"));
         assert!(devices(&vec![one(); MAX_DEVICES + 1], None).unwrap_err().to_string().contains("256"));
         let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
-        assert_eq!(devices(&[one()], users).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(devices(&[one()], users).unwrap_err().kind(), FailureKind::Unsupported);
         assert_eq!(devices(&[], users), Ok(vec![]));
     }
 }

@@ -44,7 +44,7 @@ fn limits(text: &str) -> Result<BTreeMap<String, u64>, FieldError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
     use nacelle_model::namespace::{IdRange, NodeNamespaces, UserNamespace};
     use nacelle_model::pod::PodKind;
@@ -99,7 +99,7 @@ mod tests {
             many.as_str(),
         ] {
             let error = empty_dirs(&pod(Some(text)), &disks()).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{text}: {error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{text}: {error}");
             assert!(error.to_string().contains(LIMITS), "{error}");
         }
     }
@@ -112,7 +112,7 @@ mod tests {
         let on_host = PodConfig { kind: PodKind::Host { namespaces: NodeNamespaces::default() }, ..requested() };
         for (pod, handler) in [(&requested(), &Handler::default()), (&users, &disks()), (&on_host, &disks())] {
             let error = empty_dirs(pod, handler).unwrap_err();
-            assert!(error.kind() == Kind::Conflict && error.to_string().contains("sizeLimit"), "{error}");
+            assert!(error.kind() == FailureKind::Conflict && error.to_string().contains("sizeLimit"), "{error}");
         }
         for pod in [users, on_host] {
             let plain = PodConfig { annotations: BTreeMap::new(), ..pod };

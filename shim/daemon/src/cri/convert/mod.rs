@@ -26,7 +26,7 @@ pub use volume::check_guest_volumes;
 #[cfg(test)]
 pub(crate) use pod::tests::sample;
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_model::StringMap;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -101,14 +101,14 @@ pub enum FieldError {
 }
 
 impl Classify for FieldError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            FieldError::Missing { .. } | FieldError::Bad { .. } => Kind::Invalid,
-            FieldError::NotYet { .. } => Kind::Unsupported,
+            FieldError::Missing { .. } | FieldError::Bad { .. } => FailureKind::Invalid,
+            FieldError::NotYet { .. } => FailureKind::Unsupported,
             FieldError::HostNamespace { .. }
             | FieldError::NotThePods { .. }
             | FieldError::NotHere { .. }
-            | FieldError::NeedsHost { .. } => Kind::Conflict,
+            | FieldError::NeedsHost { .. } => FailureKind::Conflict,
         }
     }
 }

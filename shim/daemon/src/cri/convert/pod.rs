@@ -240,7 +240,7 @@ fn sysctl(key: &str, value: &str, node: NodeNamespaces) -> Result<(String, Strin
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     pub(crate) fn sample() -> cri::PodSandboxConfig {
         cri::PodSandboxConfig {
@@ -316,33 +316,33 @@ pub(crate) mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::PodSandboxConfig);
-        let rows: [(Change, Kind, &str); 17] = [
-            (|c| c.metadata = None, Kind::Invalid, "config.metadata is missing"),
-            (|c| c.metadata.as_mut().unwrap().name.clear(), Kind::Invalid, "config.metadata.name is missing"),
-            (|c| c.metadata.as_mut().unwrap().namespace.clear(), Kind::Invalid, "namespace"),
-            (|c| c.metadata.as_mut().unwrap().uid = "a\n".into(), Kind::Invalid, "uid"),
-            (|c| c.hostname = "a b".into(), Kind::Invalid, "config.hostname"),
-            (|c| c.log_directory = "logs".into(), Kind::Invalid, "config.log_directory"),
-            (|c| c.log_directory = "/a/../b".into(), Kind::Invalid, "config.log_directory"),
-            (|c| namespaces(c).network = 2, Kind::Conflict, "network is NODE"),
-            (|c| namespaces(c).pid = 2, Kind::Conflict, "pid is NODE"),
-            (|c| namespaces(c).ipc = 2, Kind::Conflict, "ipc is NODE"),
-            (|c| namespaces(c).network = 1, Kind::Invalid, "network"),
-            (|c| namespaces(c).userns_options = Some(Default::default()), Kind::Invalid, "userns_options"),
-            (|c| security(c).run_as_group = Some(cri::Int64Value { value: 5 }), Kind::Invalid, "run_as_user"),
+        let rows: [(Change, FailureKind, &str); 17] = [
+            (|c| c.metadata = None, FailureKind::Invalid, "config.metadata is missing"),
+            (|c| c.metadata.as_mut().unwrap().name.clear(), FailureKind::Invalid, "config.metadata.name is missing"),
+            (|c| c.metadata.as_mut().unwrap().namespace.clear(), FailureKind::Invalid, "namespace"),
+            (|c| c.metadata.as_mut().unwrap().uid = "a\n".into(), FailureKind::Invalid, "uid"),
+            (|c| c.hostname = "a b".into(), FailureKind::Invalid, "config.hostname"),
+            (|c| c.log_directory = "logs".into(), FailureKind::Invalid, "config.log_directory"),
+            (|c| c.log_directory = "/a/../b".into(), FailureKind::Invalid, "config.log_directory"),
+            (|c| namespaces(c).network = 2, FailureKind::Conflict, "network is NODE"),
+            (|c| namespaces(c).pid = 2, FailureKind::Conflict, "pid is NODE"),
+            (|c| namespaces(c).ipc = 2, FailureKind::Conflict, "ipc is NODE"),
+            (|c| namespaces(c).network = 1, FailureKind::Invalid, "network"),
+            (|c| namespaces(c).userns_options = Some(Default::default()), FailureKind::Invalid, "userns_options"),
+            (|c| security(c).run_as_group = Some(cri::Int64Value { value: 5 }), FailureKind::Invalid, "run_as_user"),
             (
                 |c| c.linux.as_mut().unwrap().sysctls.extend([("kernel.core_pattern".into(), "x".into())]),
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "kernel.core_pattern",
             ),
             (
                 |c| c.linux.as_mut().unwrap().sysctls.extend([("kernel.shmmax".into(), "1\n2".into())]),
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "one line",
             ),
             (
                 |c| c.dns_config = Some(cri::DnsConfig { servers: vec!["dns".into()], ..Default::default() }),
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "servers",
             ),
             (
@@ -350,7 +350,7 @@ pub(crate) mod tests {
                     c.port_mappings =
                         vec![cri::PortMapping { host_port: 70000, container_port: 1, ..Default::default() }]
                 },
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "host_port",
             ),
         ];
@@ -434,7 +434,7 @@ pub(crate) mod tests {
             assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap().0, taken);
         }
         for key in ["net/ipv4/../x", "net.ipv4.//.x", "net..x", "net.", "/net/ipv4/x", "net.ipv4.ip forward"] {
-            assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap_err().kind(), Kind::Invalid, "{key}");
+            assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap_err().kind(), FailureKind::Invalid, "{key}");
         }
     }
 

@@ -4,7 +4,7 @@ use super::container::signal_number;
 use super::users;
 use crate::lifecycle::announce::{self, AnnouncedState};
 use crate::lifecycle::{Event, EventKind, View};
-use nacelle_image::{ImageRecord, RunAs};
+use nacelle_image::{ImageRecord, ImageUser};
 use nacelle_model::StringMap;
 use nacelle_model::container::ContainerImage;
 use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
@@ -308,8 +308,8 @@ fn resources(resources: &Resources) -> cri::LinuxContainerResources {
 /// Returns the image's entry in a list.
 pub fn image(image: &ImageRecord) -> cri::Image {
     let (uid, username) = match &image.user {
-        RunAs::Uid(uid) => (Some(cri::Int64Value { value: *uid }), String::new()),
-        RunAs::Name(name) => (None, name.clone()),
+        ImageUser::Uid(uid) => (Some(cri::Int64Value { value: *uid }), String::new()),
+        ImageUser::Name(name) => (None, name.clone()),
     };
     cri::Image {
         id: image.id.to_string(),

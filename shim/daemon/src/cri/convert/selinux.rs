@@ -49,7 +49,7 @@ fn label(field: &'static str, options: Option<&cri::SeLinuxOption>, enforced: bo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     #[test]
     fn a_label_is_refused_only_where_it_would_be_enforced() {
@@ -70,7 +70,7 @@ mod tests {
             for checked in [pod_label(Some(&pod), enforced), container_label(Some(&container), enforced)] {
                 assert_eq!(checked.is_err(), enforced);
                 if let Err(error) = checked {
-                    assert_eq!(error.kind(), Kind::Unsupported);
+                    assert_eq!(error.kind(), FailureKind::Unsupported);
                     assert!(error.to_string().contains("selinux_options is \"::spc_t:s0\""), "{error}");
                 }
             }

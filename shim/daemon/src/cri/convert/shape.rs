@@ -3,7 +3,7 @@
 
 use crate::config::Handler;
 use nacelle_base::machine::{CpuModel, EngineKind, MemoryPages, Topology};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_engine::{MAX_CMDLINE, MAX_VCPUS};
 use nacelle_image::Reference;
 use nacelle_machines::machine_pod::{self, SpecRejection};
@@ -64,11 +64,11 @@ pub enum ShapeError {
 }
 
 impl Classify for ShapeError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             ShapeError::Processor(refused) => refused.kind(),
-            ShapeError::NoMachine | ShapeError::Bad { .. } => Kind::Invalid,
-            ShapeError::UnsupportedFields { .. } | ShapeError::NotHere { .. } => Kind::Unsupported,
+            ShapeError::NoMachine | ShapeError::Bad { .. } => FailureKind::Invalid,
+            ShapeError::UnsupportedFields { .. } | ShapeError::NotHere { .. } => FailureKind::Unsupported,
         }
     }
 }
@@ -301,7 +301,7 @@ mod tests {
         let spec = "{domain: {cpu: {maxSockets: 2}, devices: {disks: [{name: a}], blockMultiQueue: false}}, volumes: [{name: a, emptyDisk: {capacity: 1Gi}}]}";
         let said = [("spec", spec), ("cpus", "2"), ("mac", "02:00:00:00:00:01")];
         let error = shape_of(&said, &plain(), EngineKind::Qemu).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), FailureKind::Unsupported);
         for field in [
             "spec.domain.cpu.maxSockets,",
             "spec.domain.devices.blockMultiQueue",
@@ -332,10 +332,10 @@ mod tests {
             assert_eq!(shape.kernel_args, ["quiet"]);
         }
         let error = kernel("a..b").unwrap_err();
-        assert!(error.kind() == Kind::Invalid && error.to_string().contains(KERNEL_IMAGE), "{error}");
+        assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(KERNEL_IMAGE), "{error}");
         let initrd = [("kernel-image", "a:1"), ("kernel", "/vmlinux"), ("initrd", "/initrd")];
         let error = shape_of(&initrd, &plain(), EngineKind::Qemu).unwrap_err();
-        assert_eq!(error.kind(), Kind::Unsupported);
+        assert_eq!(error.kind(), FailureKind::Unsupported);
         let expected = "kernelBoot.container.initrdPath (from vm.nacelle.dev/initrd): the initramfs is Nacelle's";
         assert!(error.to_string().contains(expected) && !error.to_string().contains("kernelPath"), "{error}");
         // A record of an older daemon, and one of this daemon.
@@ -366,7 +366,7 @@ mod tests {
             [("{model: EPYC}", "cpu.model is EPYC:"), ("{features: [{name: avx}]}", "features[0].name is avx:")]
         {
             let error = on(cpu, kvm).unwrap_err();
-            assert!(error.kind() == Kind::Unsupported && error.to_string().contains(words), "{error}");
+            assert!(error.kind() == FailureKind::Unsupported && error.to_string().contains(words), "{error}");
         }
         let error = on("{features: [{name: avx, policy: forbid}]}", qemu).unwrap_err();
         assert!(error.to_string().contains("features[0].policy is \"forbid\""), "{error}");
@@ -382,17 +382,17 @@ mod tests {
         let long = "x".repeat(1021);
         let kvm = EngineKind::Kvm;
         for (said, pod, engine, kind, words) in [
-            (("cpus", "2"), &plain(), host, Kind::Invalid, "engine is host"),
-            (("cpus", "65"), &plain(), kvm, Kind::Invalid, "at most 64"),
-            (("cpus", "1"), &limited, kvm, Kind::Invalid, "1500m together"),
-            (("spec", two), &plain(), EngineKind::Qemu, Kind::Unsupported, "power of two"),
-            (("spec", odd), &plain(), kvm, Kind::Unsupported, "cores of one socket"),
-            (("memory", "63Mi"), &plain(), kvm, Kind::Invalid, "64Mi are needed"),
-            (("memory", "511Mi"), &limited, kvm, Kind::Invalid, "512Mi are needed"),
-            (("memory", "557Mi"), &over, kvm, Kind::Invalid, "583008256 bytes on the node"),
-            (("hugepages", "1Gi"), &plain(), kvm, Kind::Unsupported, "hugepages.pageSize is 1Gi"),
-            (("kernel-args", "a=\"b c\""), &plain(), kvm, Kind::Invalid, "quotes"),
-            (("kernel-args", long.as_str()), &plain(), kvm, Kind::Invalid, "1024 are possible"),
+            (("cpus", "2"), &plain(), host, FailureKind::Invalid, "engine is host"),
+            (("cpus", "65"), &plain(), kvm, FailureKind::Invalid, "at most 64"),
+            (("cpus", "1"), &limited, kvm, FailureKind::Invalid, "1500m together"),
+            (("spec", two), &plain(), EngineKind::Qemu, FailureKind::Unsupported, "power of two"),
+            (("spec", odd), &plain(), kvm, FailureKind::Unsupported, "cores of one socket"),
+            (("memory", "63Mi"), &plain(), kvm, FailureKind::Invalid, "64Mi are needed"),
+            (("memory", "511Mi"), &limited, kvm, FailureKind::Invalid, "512Mi are needed"),
+            (("memory", "557Mi"), &over, kvm, FailureKind::Invalid, "583008256 bytes on the node"),
+            (("hugepages", "1Gi"), &plain(), kvm, FailureKind::Unsupported, "hugepages.pageSize is 1Gi"),
+            (("kernel-args", "a=\"b c\""), &plain(), kvm, FailureKind::Invalid, "quotes"),
+            (("kernel-args", long.as_str()), &plain(), kvm, FailureKind::Invalid, "1024 are possible"),
         ] {
             let error = shape_of(&[said], pod, engine).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");

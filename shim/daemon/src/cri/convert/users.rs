@@ -105,7 +105,7 @@ fn range(field: &'static str, mappings: &[cri::IdMapping]) -> Result<IdRange, Fi
 mod tests {
     use super::*;
     use cri::NamespaceMode::{Container, Node, Pod, Target};
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use proptest::prelude::*;
 
     fn mapping(container_id: u32, host_id: u32, length: u32) -> cri::IdMapping {
@@ -146,7 +146,7 @@ mod tests {
         ];
         for (requested, words) in rows {
             let error = pod_namespace(&requested).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
             assert!(error.to_string().contains(words), "{words}: {error}");
         }
     }
@@ -165,7 +165,7 @@ mod tests {
             (Some(options(Pod, &one, &one)), None),
         ] {
             let error = check_container(requested.as_ref(), has).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains("its pod's"), "{error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("its pod's"), "{error}");
         }
         let mount = |uids: &[cri::IdMapping], gids: &[cri::IdMapping]| cri::Mount {
             uid_mappings: uids.to_vec(),
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(check_mount(&mount(&[], &[]), pod), Ok(false));
         assert_eq!(check_mount(&mount(&one, &one), pod), Ok(true));
         for (requested, has) in [(mount(&one, &other), pod), (mount(&one, &[]), pod), (mount(&one, &one), None)] {
-            assert_eq!(check_mount(&requested, has).unwrap_err().kind(), Kind::Invalid);
+            assert_eq!(check_mount(&requested, has).unwrap_err().kind(), FailureKind::Invalid);
         }
     }
 
@@ -192,7 +192,7 @@ mod tests {
                     prop_assert!(length >= MIN_IDS && u64::from(host_id) + u64::from(length) <= u64::from(u32::MAX));
                 }
                 Err(error) => {
-                    prop_assert_eq!(error.kind(), Kind::Invalid);
+                    prop_assert_eq!(error.kind(), FailureKind::Invalid);
                     let end = u64::from(host_id) + u64::from(length);
                     prop_assert!(container_id != 0 || length < MIN_IDS || end > u64::from(u32::MAX));
                 }

@@ -179,7 +179,7 @@ fn container_path(text: &str) -> Result<String, FieldError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use proptest::prelude::*;
 
     fn mount(at: &str) -> cri::Mount {
@@ -243,7 +243,7 @@ mod tests {
         let handler = crate::config::Handler { engine: EngineSetting::Host, ..Default::default() };
         node.handlers.insert("on-host".into(), handler);
         let error = check_guest_volumes(&config, &node).unwrap_err();
-        assert_eq!(error.kind(), Kind::Conflict);
+        assert_eq!(error.kind(), FailureKind::Conflict);
         assert!(error.to_string().contains("(this node has: on-host)"), "{error}");
     }
 
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(taken[0].propagation, Propagation::BothWays);
         let range = nacelle_model::namespace::IdRange { first: 65_536, count: 65_536 };
         let error = volumes(&[both], Some(UserNamespace { users: range, groups: range })).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), FailureKind::Invalid);
         assert!(error.to_string().contains("PROPAGATION_BIDIRECTIONAL"), "{error}");
     }
 
@@ -281,32 +281,32 @@ mod tests {
         assert!(of_image[0].options.iter().eq(&[MountOption::Noexec]));
         for word in ["exec", "suid", "rw", "bind", "rnoexec", "uid=0", "NOEXEC", "", "noexec,nodev"] {
             let error = requested(&[word], false, None).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid, "{error}");
+            assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
             assert!(error.to_string().contains(&format!("mount_options is {word:?}")), "{error}");
         }
         let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
         requested(&["noexec"], false, users).unwrap();
-        assert_eq!(requested(&["noatime"], false, users).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(requested(&["noatime"], false, users).unwrap_err().kind(), FailureKind::Unsupported);
     }
 
     #[test]
     fn volumes_of_the_node_keep_their_rules() {
         type Change = fn(&mut cri::Mount);
-        let rows: [(Change, Kind, &str); 7] = [
-            (|m| m.host_path.clear(), Kind::Invalid, "host_path"),
-            (|m| m.host_path = "srv".into(), Kind::Invalid, "host_path"),
-            (|m| m.host_path = "/srv/../etc".into(), Kind::Invalid, "host_path"),
-            (|m| m.image_sub_path = "a".into(), Kind::Invalid, "image_sub_path"),
+        let rows: [(Change, FailureKind, &str); 7] = [
+            (|m| m.host_path.clear(), FailureKind::Invalid, "host_path"),
+            (|m| m.host_path = "srv".into(), FailureKind::Invalid, "host_path"),
+            (|m| m.host_path = "/srv/../etc".into(), FailureKind::Invalid, "host_path"),
+            (|m| m.image_sub_path = "a".into(), FailureKind::Invalid, "image_sub_path"),
             (
                 |m| (m.recursive_read_only, m.readonly, m.propagation) = (true, true, 2),
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "recursive_read_only",
             ),
-            (|m| m.recursive_read_only = true, Kind::Invalid, "recursive_read_only"),
+            (|m| m.recursive_read_only = true, FailureKind::Invalid, "recursive_read_only"),
             (
                 |m| (m.recursive_read_only, m.readonly, m.propagation) = (true, true, 1),
-                Kind::Invalid,
+                FailureKind::Invalid,
                 "recursive_read_only",
             ),
         ];
@@ -332,30 +332,34 @@ mod tests {
         }
         for path in ["/proc", "/proc/", "/proc/1", "/proc/sys", "/proc/sys/kernel/core_pattern", "/proc/cpuinfo/x"] {
             let error = at(path).unwrap_err();
-            assert!(error.kind() == Kind::Invalid && error.to_string().contains("/proc/meminfo"), "{error}");
+            assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("/proc/meminfo"), "{error}");
         }
     }
 
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::Mount);
-        let rows: [(Change, Kind, &str); 16] = [
-            (|m| m.host_path = "/etc".into(), Kind::Invalid, "host_path"),
-            (|m| m.readonly = false, Kind::Invalid, "readonly"),
-            (|m| m.propagation = 2, Kind::Invalid, "propagation"),
-            (|m| m.uid_mappings = vec![cri::IdMapping::default()], Kind::Invalid, "uidMappings"),
-            (|m| m.mount_options = vec!["noexec".into(), "exec".into()], Kind::Invalid, "mount_options is \"exec\""),
-            (|m| m.image.as_mut().unwrap().image.clear(), Kind::Invalid, "config.mounts.image.image is missing"),
-            (|m| m.image_sub_path = "/etc".into(), Kind::Invalid, "image_sub_path"),
-            (|m| m.image_sub_path = "a/../b".into(), Kind::Invalid, "image_sub_path"),
-            (|m| m.image_sub_path = "a\0".into(), Kind::Invalid, "image_sub_path"),
-            (|m| m.container_path.clear(), Kind::Invalid, "container_path"),
-            (|m| m.container_path = "mnt".into(), Kind::Invalid, "container_path"),
-            (|m| m.container_path = "//".into(), Kind::Invalid, "container_path"),
-            (|m| m.container_path = "/mnt/../x".into(), Kind::Invalid, "container_path"),
-            (|m| m.container_path = "/proc/1".into(), Kind::Invalid, "own file system"),
-            (|m| m.container_path = "/sys".into(), Kind::Invalid, "own file systems"),
-            (|m| m.container_path = "/dev/".into(), Kind::Invalid, "own file systems"),
+        let rows: [(Change, FailureKind, &str); 16] = [
+            (|m| m.host_path = "/etc".into(), FailureKind::Invalid, "host_path"),
+            (|m| m.readonly = false, FailureKind::Invalid, "readonly"),
+            (|m| m.propagation = 2, FailureKind::Invalid, "propagation"),
+            (|m| m.uid_mappings = vec![cri::IdMapping::default()], FailureKind::Invalid, "uidMappings"),
+            (
+                |m| m.mount_options = vec!["noexec".into(), "exec".into()],
+                FailureKind::Invalid,
+                "mount_options is \"exec\"",
+            ),
+            (|m| m.image.as_mut().unwrap().image.clear(), FailureKind::Invalid, "config.mounts.image.image is missing"),
+            (|m| m.image_sub_path = "/etc".into(), FailureKind::Invalid, "image_sub_path"),
+            (|m| m.image_sub_path = "a/../b".into(), FailureKind::Invalid, "image_sub_path"),
+            (|m| m.image_sub_path = "a\0".into(), FailureKind::Invalid, "image_sub_path"),
+            (|m| m.container_path.clear(), FailureKind::Invalid, "container_path"),
+            (|m| m.container_path = "mnt".into(), FailureKind::Invalid, "container_path"),
+            (|m| m.container_path = "//".into(), FailureKind::Invalid, "container_path"),
+            (|m| m.container_path = "/mnt/../x".into(), FailureKind::Invalid, "container_path"),
+            (|m| m.container_path = "/proc/1".into(), FailureKind::Invalid, "own file system"),
+            (|m| m.container_path = "/sys".into(), FailureKind::Invalid, "own file systems"),
+            (|m| m.container_path = "/dev/".into(), FailureKind::Invalid, "own file systems"),
         ];
         for (change, kind, words) in rows {
             let mut changed = mount("/mnt");

@@ -5,7 +5,7 @@ use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::TornDown;
 use nacelle_base::machine::EngineKind;
-use nacelle_base::{Classify, ContainerId, Kind};
+use nacelle_base::{Classify, ContainerId, FailureKind};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::process::PodProcess;
 use nacelle_model::resources::{PodResources, Resources, VmResources};
@@ -82,7 +82,7 @@ impl Patience {
     /// Returns whether to retry after this error. `limit` runs from the first error.
     pub(crate) fn lasts(&mut self, error: &LifecycleError, limit: Duration) -> bool {
         let end = *self.0.get_or_insert_with(|| Instant::now() + limit);
-        error.kind() == Kind::Unavailable && Instant::now() < end
+        error.kind() == FailureKind::Unavailable && Instant::now() < end
     }
 }
 

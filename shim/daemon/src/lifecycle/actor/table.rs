@@ -136,7 +136,7 @@ pub(crate) fn ignore_not_found(error: LifecycleError) -> Result<(), LifecycleErr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     #[tokio::test]
     async fn a_pod_whose_task_has_failed_is_not_said_to_be_gone() {
@@ -147,7 +147,10 @@ mod tests {
         let handle = Handle { inbox, view };
         table.rows().pods.insert(pod.id.clone(), handle.clone());
         let error = table.ask(&handle, Message::Stop).await.or_else(ignore_not_found).unwrap_err();
-        assert!(matches!(&error, LifecycleError::TaskFailed { .. }) && error.kind() == Kind::Internal, "{error}");
+        assert!(
+            matches!(&error, LifecycleError::TaskFailed { .. }) && error.kind() == FailureKind::Internal,
+            "{error}"
+        );
         table.forget(&pod);
         table.ask(&handle, Message::Stop).await.or_else(ignore_not_found).unwrap();
     }

@@ -43,7 +43,7 @@ pub(crate) fn together<'a>(lists: impl Iterator<Item = &'a str>) -> BTreeSet<u32
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     fn asked(cpus: &str, mems: &str) -> Resources {
         Resources { cpuset_cpus: cpus.into(), cpuset_mems: mems.into(), ..Default::default() }
@@ -54,7 +54,7 @@ mod tests {
         for guest in [false, true] {
             check(&asked("", ""), guest).unwrap();
             let error = check(&asked("1023", ""), guest).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
             assert!(error.to_string().contains("cpuset_cpus is \"1023\""), "{error}");
             let error = check(&asked("", "0-1023"), guest).unwrap_err();
             assert!(error.to_string().contains("cpuset_mems is \"0-1023\""), "{error}");

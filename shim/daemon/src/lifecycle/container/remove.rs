@@ -4,7 +4,7 @@ use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::{ask, is_unknown};
 use crate::lifecycle::volume::shared::mounting_processes;
-use nacelle_base::{Classify, ContainerId, Kind};
+use nacelle_base::{Classify, ContainerId, FailureKind};
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::record::PodRecord;
 use nacelle_pod::client::PodClient;
@@ -39,7 +39,7 @@ async fn remove_from_guest(services: &NodeServices, client: PodClient, id: &Cont
         match ask("remove the container", services.request_timeout(), client.remove_container(id.as_str())).await {
             Err(error) if is_unknown(&error) => return Ok(()),
             // The guest still executes the creation for an earlier daemon; the removal succeeds once that is complete.
-            Err(error) if error.kind() == Kind::Conflict && tokio::time::Instant::now() < deadline => {
+            Err(error) if error.kind() == FailureKind::Conflict && tokio::time::Instant::now() < deadline => {
                 tokio::time::sleep(PAUSE).await;
             }
             other => return other,

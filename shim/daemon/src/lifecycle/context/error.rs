@@ -3,7 +3,7 @@
 use crate::hugepages::HugepagesExhausted;
 use crate::oci::OciError;
 use nacelle_base::files::FileError;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_engine::KernelError;
 use nacelle_image::ImageError;
 use nacelle_machines::machine_pod::SourceError;
@@ -341,11 +341,11 @@ pub enum OwnKernelError {
 }
 
 impl Classify for OwnKernelError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             OwnKernelError::Pull { source, .. } | OwnKernelError::Image { source, .. } => source.kind(),
-            OwnKernelError::NotHere { .. } | OwnKernelError::NoFile { .. } => Kind::Conflict,
-            OwnKernelError::TooLarge { .. } => Kind::Invalid,
+            OwnKernelError::NotHere { .. } | OwnKernelError::NoFile { .. } => FailureKind::Conflict,
+            OwnKernelError::TooLarge { .. } => FailureKind::Invalid,
             OwnKernelError::NoKernel { source, .. } => source.kind(),
             OwnKernelError::File(source) => source.kind(),
         }
@@ -416,7 +416,7 @@ pub fn left_line(left: &[CleanupFailure]) -> String {
 }
 
 impl Classify for StepError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
             StepError::Pod(error) => error.kind(),
             StepError::Net(error) => error.kind(),
@@ -435,9 +435,9 @@ impl Classify for StepError {
 }
 
 impl Classify for LifecycleError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            LifecycleError::NotFound { .. } => Kind::NotFound,
+            LifecycleError::NotFound { .. } => FailureKind::NotFound,
             LifecycleError::Ambiguous { .. }
             | LifecycleError::NotPrivileged { .. }
             | LifecycleError::NotOnline { .. }
@@ -445,12 +445,12 @@ impl Classify for LifecycleError {
             | LifecycleError::NoDevice { .. }
             | LifecycleError::TooManyDevices { .. }
             | LifecycleError::TooLarge { .. }
-            | LifecycleError::NoPodPid { .. } => Kind::Invalid,
+            | LifecycleError::NoPodPid { .. } => FailureKind::Invalid,
             LifecycleError::MemoryNodes { .. }
             | LifecycleError::NotForMachines { .. }
-            | LifecycleError::OwnPropagation { .. } => Kind::Unsupported,
-            LifecycleError::NoRoomForDisk { .. } => Kind::Exhausted,
-            LifecycleError::NameTaken { .. } => Kind::AlreadyExists,
+            | LifecycleError::OwnPropagation { .. } => FailureKind::Unsupported,
+            LifecycleError::NoRoomForDisk { .. } => FailureKind::Exhausted,
+            LifecycleError::NameTaken { .. } => FailureKind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }
             | LifecycleError::NotRunning { .. }
@@ -460,13 +460,13 @@ impl Classify for LifecycleError {
             | LifecycleError::DeviceEmpty { .. }
             | LifecycleError::OnDisk { .. }
             | LifecycleError::NoPart { .. }
-            | LifecycleError::Cancelled => Kind::Conflict,
+            | LifecycleError::Cancelled => FailureKind::Conflict,
             LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),
-            LifecycleError::TooSlow { .. } => Kind::Timeout,
-            LifecycleError::Silent { .. } => Kind::Unavailable,
-            LifecycleError::Unclean { .. } | LifecycleError::TaskFailed { .. } => Kind::Internal,
-            LifecycleError::Ended => Kind::NotFound,
+            LifecycleError::TooSlow { .. } => FailureKind::Timeout,
+            LifecycleError::Silent { .. } => FailureKind::Unavailable,
+            LifecycleError::Unclean { .. } | LifecycleError::TaskFailed { .. } => FailureKind::Internal,
+            LifecycleError::Ended => FailureKind::NotFound,
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::unix_nanos;
 use super::view::View;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -61,10 +61,10 @@ pub enum Ended {
 }
 
 impl Classify for Ended {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            Ended::Behind { .. } => Kind::Exhausted,
-            Ended::Closing => Kind::Unavailable,
+            Ended::Behind { .. } => FailureKind::Exhausted,
+            Ended::Closing => FailureKind::Unavailable,
         }
     }
 }
@@ -250,7 +250,7 @@ mod tests {
         // One reference of this test and four of the ring.
         assert_eq!(Arc::strong_count(&view), 5);
         let error = slow.next().await.unwrap().unwrap_err();
-        assert_eq!((error, error.kind()), (Ended::Behind { missed: 2 }, Kind::Exhausted));
+        assert_eq!((error, error.kind()), (Ended::Behind { missed: 2 }, FailureKind::Exhausted));
         assert!(slow.next().await.is_none());
         assert_eq!(Arc::strong_count(&view), 1);
         events.publish(EventKind::Stopped, "on", &view);

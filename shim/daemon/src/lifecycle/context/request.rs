@@ -1,7 +1,7 @@
 //! Sends requests to pod processes, each with a time limit.
 
 use super::error::{LifecycleError, StepError, at};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_pod::client::ClientError;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -17,5 +17,5 @@ pub(crate) async fn ask<T>(
 
 /// Returns whether the pod process does not know the container.
 pub(crate) fn is_unknown(error: &LifecycleError) -> bool {
-    matches!(error, LifecycleError::Step { source: StepError::Pod(_), .. }) && error.kind() == Kind::NotFound
+    matches!(error, LifecycleError::Step { source: StepError::Pod(_), .. }) && error.kind() == FailureKind::NotFound
 }

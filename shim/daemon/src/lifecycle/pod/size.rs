@@ -138,7 +138,7 @@ pub(crate) fn narrow(value: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use nacelle_engine::MachineSpec;
     use nacelle_model::pod::{PodKind, VmShape};
     use proptest::prelude::*;
@@ -275,7 +275,7 @@ mod tests {
                     prop_assert!(spec.check(&limits).is_ok());
                 }
                 Err(error) => {
-                    prop_assert_eq!(error.kind(), Kind::Invalid);
+                    prop_assert_eq!(error.kind(), FailureKind::Invalid);
                     prop_assert!(mib > MAX_MEMORY_MIB || cpus.unwrap_or(0) > 64 * MILLI, "{}", error);
                 }
             }

@@ -156,7 +156,7 @@ fn node(metadata: &Metadata, at: &Path, access: &str) -> Option<DeviceNode> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
 
     fn config(devices: &[(&str, &str)]) -> ContainerConfig {
         let mut config = (*nacelle_model::testing::container(1, 1).config).clone();
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!((full.path.as_str(), full.minor), ("/dev/x/y", 7));
         for none in [path("none"), path("file"), path("")] {
             let error = of_node(&config(&[(&none, "/dev/x")]), None).unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), FailureKind::Invalid);
             assert!(error.to_string().contains(&none), "{error}");
         }
         // A privileged container gets no links, files or paths of its own; a requested device takes precedence.
@@ -209,11 +209,11 @@ mod tests {
         fs::write(path("file"), "").unwrap();
         std::os::unix::fs::symlink("/dev/zero", path("link")).unwrap();
         for (host, kind) in [
-            ("/dev/kmsg".to_owned(), Kind::Unsupported),
-            (path("link"), Kind::Unsupported),
-            (path(""), Kind::Unsupported),
-            (path("file"), Kind::Invalid),
-            (path("none"), Kind::Invalid),
+            ("/dev/kmsg".to_owned(), FailureKind::Unsupported),
+            (path("link"), FailureKind::Unsupported),
+            (path(""), FailureKind::Unsupported),
+            (path("file"), FailureKind::Invalid),
+            (path("none"), FailureKind::Invalid),
         ] {
             let error = of_guest(&config(&[(&host, "/dev/x")])).unwrap_err();
             assert_eq!(error.kind(), kind, "{error}");

@@ -194,7 +194,7 @@ fn part(path: &Path, root: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::{Classify, Kind};
+    use nacelle_base::{Classify, FailureKind};
     use std::collections::BTreeMap;
 
     struct Place {
@@ -250,11 +250,11 @@ mod tests {
         assert_eq!((again.device.key, again.volume.name), (first.device.key, first.volume.name));
         assert!(!place.root().join(DRAFT).exists());
         let propagated = NodeVolume { propagation: Propagation::FromNode, ..whole.clone() };
-        assert_eq!(place.plan(true, &propagated).unwrap_err().kind(), Kind::Unsupported);
+        assert_eq!(place.plan(true, &propagated).unwrap_err().kind(), FailureKind::Unsupported);
         let shares = EmptyDirForm::Shared("make it a machine");
         let error =
             plan(&shares, &ContainerId::from_bytes([1; 32]), 0, &whole, &HostPath::of(&place.root())).unwrap_err();
-        assert!(error.kind() == Kind::Conflict && error.to_string().contains("make it a machine"), "{error}");
+        assert!(error.kind() == FailureKind::Conflict && error.to_string().contains("make it a machine"), "{error}");
     }
 
     #[test]
@@ -290,7 +290,7 @@ mod tests {
         fs::create_dir_all(&elsewhere).unwrap();
         assert_eq!(part(&elsewhere, &root), None);
         let error = place.plan(true, &volume(&elsewhere)).unwrap_err();
-        assert_eq!(error.kind(), Kind::Conflict, "{error}");
+        assert_eq!(error.kind(), FailureKind::Conflict, "{error}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::shared::SharedPage;
 use crate::virtio::{DeviceKind, DeviceState, StateError};
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use serde::{Deserialize, Serialize};
 
 /// The state of a transport and its device.
@@ -90,9 +90,9 @@ pub enum RestoreError {
 }
 
 impl Classify for RestoreError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            RestoreError::Invalid { .. } => Kind::Invalid,
+            RestoreError::Invalid { .. } => FailureKind::Invalid,
             RestoreError::Device(source) => source.kind(),
         }
     }

@@ -12,7 +12,7 @@ pub(crate) mod harness;
 use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind, Memory};
 use nacelle_base::retry;
-use nacelle_base::{Chain, Classify, Kind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -41,9 +41,9 @@ pub enum VhostUserServerError {
 }
 
 impl Classify for VhostUserServerError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            VhostUserServerError::Start { .. } => Kind::Exhausted,
+            VhostUserServerError::Start { .. } => FailureKind::Exhausted,
         }
     }
 }

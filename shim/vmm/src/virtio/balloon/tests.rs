@@ -241,7 +241,7 @@ fn target_and_actual_size_survive_a_restore() {
     let mut there = other.device();
     there.restore(device.save()).unwrap();
     assert_eq!((other.target(), other.actual()), (512, 9));
-    assert!(matches!(there.restore(DeviceState::Rng), Err(StateError::Kind { .. })));
+    assert!(matches!(there.restore(DeviceState::Rng), Err(StateError::FailureKind { .. })));
 }
 
 proptest! {

@@ -1,6 +1,6 @@
 //! Defines the errors of changing a slot.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::path::PathBuf;
 
 /// A slot could not be created or changed. An existing slot is unchanged.
@@ -69,12 +69,12 @@ pub enum BlockError {
 }
 
 impl Classify for BlockError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            BlockError::Serial { .. } | BlockError::Unaligned { .. } | BlockError::Empty { .. } => Kind::Invalid,
-            BlockError::Overlap { .. } => Kind::AlreadyExists,
+            BlockError::Serial { .. } | BlockError::Unaligned { .. } | BlockError::Empty { .. } => FailureKind::Invalid,
+            BlockError::Overlap { .. } => FailureKind::AlreadyExists,
             BlockError::Open { source, .. } => source.kind().into(),
-            BlockError::TooShort { .. } | BlockError::WrongKind { .. } => Kind::Conflict,
+            BlockError::TooShort { .. } | BlockError::WrongKind { .. } => FailureKind::Conflict,
         }
     }
 }

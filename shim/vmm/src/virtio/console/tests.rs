@@ -115,7 +115,7 @@ fn the_guest_sees_the_size_of_the_terminal() {
     let mut there = other.device();
     there.restore(device.save()).unwrap();
     assert_eq!(there.save(), device.save());
-    assert!(matches!(there.restore(DeviceState::Rng), Err(StateError::Kind { .. })));
+    assert!(matches!(there.restore(DeviceState::Rng), Err(StateError::FailureKind { .. })));
     device.reset();
 }
 

@@ -1,7 +1,7 @@
 //! Defines the errors of creating a network device.
 
 use super::MAX_PAIRS;
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 
 /// A network device could not be created.
 #[derive(Debug, thiserror::Error)]
@@ -39,9 +39,9 @@ pub enum NetError {
 }
 
 impl Classify for NetError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            NetError::Taps { .. } | NetError::Vhosts { .. } | NetError::TapFlags { .. } => Kind::Invalid,
+            NetError::Taps { .. } | NetError::Vhosts { .. } | NetError::TapFlags { .. } => FailureKind::Invalid,
             NetError::System { source, .. } => source.kind().into(),
         }
     }

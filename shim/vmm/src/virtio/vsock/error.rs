@@ -1,6 +1,6 @@
 //! Defines the errors of the host's side of a vsock device.
 
-use nacelle_base::{Classify, Kind};
+use nacelle_base::{Classify, FailureKind};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -57,13 +57,13 @@ pub enum VsockError {
 }
 
 impl Classify for VsockError {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> FailureKind {
         match self {
-            VsockError::Cid { .. } => Kind::Invalid,
-            VsockError::Resources { .. } | VsockError::TooMany { .. } => Kind::Exhausted,
-            VsockError::PortInUse { .. } => Kind::AlreadyExists,
-            VsockError::Refused { .. } | VsockError::Lost { .. } | VsockError::Stopped => Kind::Unavailable,
-            VsockError::Timeout { .. } => Kind::Timeout,
+            VsockError::Cid { .. } => FailureKind::Invalid,
+            VsockError::Resources { .. } | VsockError::TooMany { .. } => FailureKind::Exhausted,
+            VsockError::PortInUse { .. } => FailureKind::AlreadyExists,
+            VsockError::Refused { .. } | VsockError::Lost { .. } | VsockError::Stopped => FailureKind::Unavailable,
+            VsockError::Timeout { .. } => FailureKind::Timeout,
         }
     }
 }
