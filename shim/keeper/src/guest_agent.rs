@@ -60,6 +60,11 @@ impl GuestAgent {
         (answer.as_u64() == Some(id)).then_some(()).ok_or_else(malformed)
     }
 
+    /// Returns whether the agent answers a ping within [`PING_TIMEOUT`], with the time that other requests take before it.
+    pub async fn responds(&self) -> bool {
+        matches!(tokio::time::timeout(PING_TIMEOUT, self.ping()).await, Ok(Ok(())))
+    }
+
     /// Sends another command.
     pub async fn command(&self, command: &str, arguments: Value) -> Result<Value, KeeperError> {
         self.ping().await?;
@@ -108,6 +113,15 @@ pub(crate) fn parse_exec_status(status: &Value) -> Result<CommandResult, &'stati
 mod tests {
     use super::*;
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
+    #[tokio::test]
+    async fn concurrent_pings_of_a_silent_agent_take_the_time_of_one() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let agent = GuestAgent::new(ours);
+        let started = std::time::Instant::now();
+        assert_eq!(tokio::join!(agent.responds(), agent.responds(), agent.responds()), (false, false, false));
+        assert!(started.elapsed() < 2 * PING_TIMEOUT, "{:?}", started.elapsed());
+    }
 
     #[test]
     fn an_exec_status_is_validated() {

@@ -23,6 +23,8 @@ use std::path::{Path, PathBuf};
 
 /// The port name that the guest agent looks for.
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
+/// The id of the character device behind that port.
+pub const AGENT_CHARDEV: &str = "agent";
 /// The CPU model under emulation: see the same constant of `nacelle-engine`.
 const EMULATED_CPU: &str = "max,erms=off,fsrm=off";
 
@@ -251,14 +253,16 @@ impl QemuConfig<'_> {
 
     /// Adds monitor, console and guest agent channel.
     fn add_channels(&self, args: &mut QemuArgs) {
-        for (id, fd) in [("monitor", self.monitor), ("console", self.console), ("agent", self.agent)] {
+        for (id, fd) in [("monitor", self.monitor), ("console", self.console), (AGENT_CHARDEV, self.agent)] {
             args.add("chardev", Opt::new("socket").set("id", id).set("fd", fd));
         }
         args.add("mon", Opt::new("monitor").set("mode", "control"));
         args.add("serial", Opt::new("chardev:console"));
         let ports = args.virtio("virtio-serial").set("id", "ports");
         args.device(ports);
-        args.device(Opt::new("virtserialport").set("bus", "ports.0").set("chardev", "agent").set("name", AGENT_PORT));
+        args.device(
+            Opt::new("virtserialport").set("bus", "ports.0").set("chardev", AGENT_CHARDEV).set("name", AGENT_PORT),
+        );
         args.device(Opt::new("pvpanic"));
     }
 

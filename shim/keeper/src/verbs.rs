@@ -5,6 +5,7 @@ use crate::dump;
 use crate::error::KeeperError;
 use crate::guest_agent::CommandResult;
 use crate::hotplug;
+use crate::qemu::AGENT_CHARDEV;
 use crate::quiesce;
 use crate::restart::PowerRequest;
 use crate::snapshots::{self, VmSnapshot};
@@ -186,7 +187,7 @@ async fn status(vm: &PodVm) -> Result<CommandResult, KeeperError> {
             json!({
                 "phase": phase,
                 "qemu": qemu,
-                "agentConnected": vm.guest_command("guest-ping", Value::Null).await.is_ok(),
+                "agentConnected": is_agent_connected(vm).await?,
                 "softwareEmulation": accelerated.get("enabled") != Some(&json!(true)),
             })
         }
@@ -195,6 +196,20 @@ async fn status(vm: &PodVm) -> Result<CommandResult, KeeperError> {
         status["credentials"] = json!(result);
     }
     Ok(success(format!("{status}\n")))
+}
+
+/// Returns whether the guest agent answers. QEMU reports whether the guest has opened the agent's port, so a guest without an agent
+/// causes no wait.
+async fn is_agent_connected(vm: &PodVm) -> Result<bool, KeeperError> {
+    let devices = vm.execute("query-chardev", Value::Null).await?;
+    Ok(is_agent_port_open(&devices) && vm.qemu()?.agent.responds().await)
+}
+
+fn is_agent_port_open(devices: &Value) -> bool {
+    let is_open = |device: &Value| {
+        device.get("label") == Some(&json!(AGENT_CHARDEV)) && device.get("frontend-open") == Some(&json!(true))
+    };
+    devices.as_array().into_iter().flatten().any(is_open)
 }
 
 /// Returns the result of a readiness probe: a pod whose VM is stopped or paused is not Ready.
@@ -271,6 +286,13 @@ mod tests {
         assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
         assert!(long(&["@vm", "changes"]));
         assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
+    }
+
+    #[test]
+    fn the_agent_is_asked_only_if_the_guest_has_opened_its_port() {
+        let devices = |open: bool| json!([{ "label": "monitor", "frontend-open": true }, { "label": "agent", "frontend-open": open }]);
+        assert!(is_agent_port_open(&devices(true)) && !is_agent_port_open(&devices(false)));
+        assert!(!is_agent_port_open(&Value::Null));
     }
 
     #[test]
