@@ -74,7 +74,7 @@ pub enum AdmissionError {
         /// The cause.
         source: io::Error,
     },
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

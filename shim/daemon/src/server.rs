@@ -102,7 +102,7 @@ pub enum ServeError {
         /// The cause.
         source: tonic::transport::Error,
     },
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

@@ -38,7 +38,7 @@ pub struct MachineSpec {
     /// The memory of the guest in MiB, 64 or more.
     pub memory_mib: u32,
     /// The hot-plug memory in MiB, which the guest's kernel does not see at boot and may add while it runs
-    /// ([`unused_hotplug_ranges`](nacelle_vmm::machine::unused_reserve) returns its address ranges): a multiple of 128; 0 with huge pages. The
+    /// ([`unused_hotplug_ranges`](crate::unused_hotplug_ranges) returns its address ranges): a multiple of 128; 0 with huge pages. The
     /// node allocates it when it is touched.
     pub hotplug_mib: u32,
     /// The page size that backs the memory.

@@ -250,7 +250,7 @@ pub enum ImageError {
         /// The reason.
         source: TarError,
     },
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

@@ -60,7 +60,7 @@ pub enum VmError {
         /// The UUID.
         uuid: String,
     },
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

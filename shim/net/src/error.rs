@@ -118,7 +118,7 @@ pub enum NetError {
     /// A failure of the CNI chain.
     #[error(transparent)]
     Cni(#[from] CniError),
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

@@ -68,7 +68,7 @@ pub fn inspect(netns: &NetNs, interfaces: &[String]) -> Result<PodNetwork, NetEr
     Ok(PodNetwork { interfaces, routes })
 }
 
-/// Returns an error unless the namespace has this interface and a guest can have one like it.
+/// Returns an error unless the namespace has this interface and it is an Ethernet interface.
 pub(crate) fn check_ethernet(netns: &NetNs, name: &str) -> Result<(), NetError> {
     let link = run_in(netns, Netlink::open)??.link(name)?;
     link.mac.map(drop).ok_or(NetError::NotEthernet { name: link.name })
@@ -207,7 +207,8 @@ fn guest_mtu(link: &Link, ipv6: bool) -> Result<u32, NetError> {
     Ok(link.mtu.min(MAX_MTU))
 }
 
-/// Reads a route. Returns an error if the guest needs the route and cannot have it.
+/// Reads a route. Returns an error for a unicast route of the main table that cannot be configured in the guest; other such routes
+/// are [`GuestRoute::Unsupported`].
 fn parse_route(message: &RouteMessage, links: &[Link]) -> Result<GuestRoute, NetError> {
     let header = &message.header;
     let mut gateway = None;

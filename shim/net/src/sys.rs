@@ -1,5 +1,5 @@
-//! Wraps the kernel calls of this crate that have no safe wrapper: attaching an open tun file to its interface, and listening on
-//! one.
+//! Wraps the kernel calls of this crate that have no safe wrapper: attaching an open tun file to its interface, and opening a packet
+//! socket for the DHCP requests of the guest.
 #![allow(unsafe_code, reason = "TUNSETIFF, SO_ATTACH_FILTER and addresses of packet sockets have no safe wrappers")]
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};

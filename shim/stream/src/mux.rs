@@ -43,7 +43,7 @@ pub(crate) enum OutgoingMessage {
     End,
 }
 
-/// The lifetime of a connection, shared by everything that belongs to it.
+/// Ends a connection and records that bytes have moved on it; shared by everything that belongs to the connection.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ConnectionLifetime {
     /// Cancelled when the connection has ended or must end.

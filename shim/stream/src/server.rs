@@ -241,7 +241,7 @@ impl StreamingServer {
                 forward::serve_ports_over_channels(backend, &pod, ends, &socket.life).await;
             }
             StreamHandler::Forward(pod) => self.forward_ports(backend, &pod, Connection::serve(io)).await,
-            StreamHandler::WebSocketForward(pod) => {
+            StreamHandler::TunneledForward(pod) => {
                 let connection = Connection::serve(websocket::tunnel(io).await);
                 self.forward_ports(backend, &pod, connection).await;
             }
@@ -306,7 +306,8 @@ enum StreamHandler {
     /// Exec or attach over a WebSocket.
     WebSocket(CommandSession, ProtocolVersion, Coding),
     Forward(String),
-    WebSocketForward(String),
+    /// Port forwarding by SPDY inside a WebSocket, for the pod with this id.
+    TunneledForward(String),
     /// Ports as channels of a WebSocket.
     WebSocketPorts(String, Vec<u16>, Coding),
 }
@@ -332,7 +333,7 @@ fn choose_websocket_handler(request: StreamRequest, offered: &[&str]) -> Option<
             Some((StreamHandler::WebSocket(session, dialect, coding), dialect.name))
         }
         StreamRequest::Forward(pod, _) if offered.contains(&forward::TUNNEL_PROTOCOL) => {
-            Some((StreamHandler::WebSocketForward(pod), forward::TUNNEL_PROTOCOL))
+            Some((StreamHandler::TunneledForward(pod), forward::TUNNEL_PROTOCOL))
         }
         StreamRequest::Forward(pod, ports) => {
             let (name, coding) = forward::choose_channels(offered, &ports)?;

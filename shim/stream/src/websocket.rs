@@ -101,7 +101,7 @@ fn payload(message: Message) -> Option<Bytes> {
 
 /// A WebSocket whose messages begin with the number of their channel.
 pub(crate) struct Socket {
-    /// The lifetime of the connection.
+    /// Ends the connection, and records that bytes have moved.
     pub life: ConnectionLifetime,
     out: mpsc::Sender<OutgoingMessage>,
 }

@@ -33,7 +33,8 @@ fn empty_value(schema: &Value) -> Value {
     }
 }
 
-/// Returns whether the value can stay. Handles its parts.
+/// Checks a value against its schema and removes its invalid parts. Returns false if the value itself is invalid: the caller then
+/// removes it.
 fn check_value(value: &mut Value, schema: &Value, at: &str, causes: &mut Causes) -> bool {
     if schema[crate::schema::EITHER] == true {
         return check_int_or_string(value, schema, at, causes);

@@ -39,7 +39,7 @@ impl LayoutReference {
         }
         let directory = PathBuf::from(directory);
         if !directory.is_absolute() || directory.components().any(|part| part == std::path::Component::ParentDir) {
-            return bad("after oci: a directory is expected, as a whole path without ..");
+            return bad("after oci: the absolute path of a directory without .. is expected");
         }
         Ok(LayoutReference { directory, tag: tag.to_owned() })
     }

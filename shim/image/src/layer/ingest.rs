@@ -238,14 +238,14 @@ fn send_pieces(mut stream: impl Read, sender: &SyncSender<Vec<u8>>, cancel: &Can
 struct HashingReader<R> {
     stream: R,
     hash: Sha256,
-    count: u64,
+    bytes_read: u64,
     failed: bool,
     cancel: Cancel,
 }
 
 impl<R> HashingReader<R> {
     fn new(stream: R, cancel: &Cancel) -> Self {
-        HashingReader { stream, hash: Sha256::new(), count: 0, failed: false, cancel: cancel.clone() }
+        HashingReader { stream, hash: Sha256::new(), bytes_read: 0, failed: false, cancel: cancel.clone() }
     }
 }
 
@@ -257,7 +257,7 @@ impl<R: Read> Read for HashingReader<R> {
         }
         let got = self.stream.read(buffer).inspect_err(|_| self.failed = true)?;
         self.hash.update(buffer.get(..got).unwrap_or_default());
-        self.count += got as u64;
+        self.bytes_read += got as u64;
         Ok(got)
     }
 }
@@ -306,7 +306,7 @@ fn unpack_tar(
         }
     }
     let mut rest = archive.into_inner();
-    let at = rest.get_ref().count;
+    let at = rest.get_ref().bytes_read;
     io::copy(&mut rest, &mut io::sink()).map_err(|source| TarError::Read { at, source })?;
     let diff_id = Digest(rest.into_inner().hash.finalize().into());
     let blob_length = writer.finish()?;

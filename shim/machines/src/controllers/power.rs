@@ -100,7 +100,8 @@ pub(super) struct PowerController {
     retry: Duration,
     /// The last logged error.
     logged_error: String,
-    has_logged_start: bool,
+    /// Whether the first applied value was logged.
+    has_logged_first: bool,
 }
 
 impl Controller for PowerController {
@@ -118,7 +119,7 @@ impl Controller for PowerController {
             applied: None,
             retry: RETRY,
             logged_error: String::new(),
-            has_logged_start: false,
+            has_logged_first: false,
         })
     }
 
@@ -135,10 +136,10 @@ impl Controller for PowerController {
         let (pod, container) = (&self.pod, &self.container);
         match self.apply(applied).await {
             Ok(Applied { power, is_complete }) => {
-                if power != applied || !self.has_logged_start {
+                if power != applied || !self.has_logged_first {
                     tracing::info!(%pod, %container, power = power.word(), "the VM follows its pod's power annotation");
                 }
-                (self.applied, self.retry, self.has_logged_start) = (Some(power), RETRY, true);
+                (self.applied, self.retry, self.has_logged_first) = (Some(power), RETRY, true);
                 self.logged_error.clear();
                 if is_complete { RESYNC } else { RETRY }
             }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 /// The object's name in errors.
 const WHAT: &str = "of accessCredentials";
-/// The largest number of keys, and of passwords, of one machine.
+/// The largest number of keys of one user, and of passwords of one machine.
 const MAX_CREDENTIALS: usize = 256;
 
 /// Returns the credentials of a valid specification.

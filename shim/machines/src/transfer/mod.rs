@@ -72,7 +72,7 @@ pub enum TransferError {
         /// The image's names on the exporting node.
         names: Vec<String>,
     },
-    /// The running VM could not be paused for the copy.
+    /// The running VM could not be paused for the copy, or did not stay paused.
     #[error("cannot copy the running VM: {message}")]
     NotPaused {
         /// The keeper's error text.
@@ -88,7 +88,7 @@ pub enum TransferError {
         /// Bytes that are free.
         free: u64,
     },
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

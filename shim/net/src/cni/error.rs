@@ -158,7 +158,7 @@ pub enum CniError {
         /// The reason.
         source: io::Error,
     },
-    /// A task of the runtime did not finish.
+    /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
 }

@@ -183,7 +183,7 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
 
     async fn handle_control(&mut self, control: Control) -> Result<(), SpdyError> {
         match control {
-            Control::Open { id, last, deaf: _, headers } => {
+            Control::Open { id, last, unidirectional: _, headers } => {
                 // The headers are decoded in any case: the next blocks depend on them.
                 let headers = self.decoder.decode(&headers)?;
                 self.open_stream(id, last, headers).await?;

@@ -48,7 +48,7 @@ pub enum Control {
         /// Whether the peer will send nothing in it.
         last: bool,
         /// Whether the peer accepts nothing in it.
-        deaf: bool,
+        unidirectional: bool,
         /// The compressed headers.
         headers: Vec<u8>,
     },
@@ -128,7 +128,12 @@ pub fn control(kind: u16, flags: u8, body: &[u8]) -> Result<Control, FrameError>
     let exactly = |length: usize| if body.len() == length { Ok(()) } else { Err(wrong()) };
     let last = flags & FIN != 0;
     Ok(match kind {
-        1 => Control::Open { id: number(0)? & LOW, last, deaf: flags & UNIDIRECTIONAL != 0, headers: rest(10)? },
+        1 => Control::Open {
+            id: number(0)? & LOW,
+            last,
+            unidirectional: flags & UNIDIRECTIONAL != 0,
+            headers: rest(10)?,
+        },
         3 => {
             exactly(8)?;
             Control::Reset(number(0)? & LOW)
@@ -237,7 +242,7 @@ mod tests {
     fn a_clients_frames_are_read() {
         // SYN_STREAM 1, FIN, priority 7, with two bytes of headers.
         let frame = [0x80, 3, 0, 1, 1, 0, 0, 12, 0, 0, 0, 1, 0, 0, 0, 0, 0xe0, 0, 0xaa, 0xbb];
-        let open = Control::Open { id: 1, last: true, deaf: false, headers: vec![0xaa, 0xbb] };
+        let open = Control::Open { id: 1, last: true, unidirectional: false, headers: vec![0xaa, 0xbb] };
         assert_eq!(read(&frame), open);
         // SETTINGS with two entries, the second the initial window.
         let frame = [0x80, 3, 0, 4, 0, 0, 0, 20, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 100, 0, 0, 0, 7, 0, 1, 0, 0];

@@ -26,12 +26,12 @@ const POWER_BUTTON: u32 = 15;
 /// The step's name for errors.
 const STEP: &str = "find the disks and devices of the machine";
 
-/// The machine's disks that are on the node, and the sources of all its disks.
+/// What the container's volumes provide for the machine's disks; disks without a volume are not in it.
 #[derive(Default)]
-struct OfNode {
+struct VolumeDisks {
     /// Disks that are sent to the pod process, with their open files.
     disks: Vec<(proto::Disk, OwnedFd)>,
-    /// The sources of all disks in the machine's document.
+    /// The sources of the disks that have a volume, by the disk's name.
     sources: BTreeMap<String, DiskSource>,
 }
 
@@ -83,7 +83,7 @@ async fn without_directories(
     record: &ContainerRecord,
 ) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, PassthroughDevices), LifecycleError> {
     let (mut machine, config) = (machine.clone(), Arc::clone(&record.config));
-    let (machine, passed, OfNode { disks, sources }) = blocking(move || {
+    let (machine, passed, VolumeDisks { disks, sources }) = blocking(move || {
         let passed =
             PassthroughDevices::find(&config.devices).map_err(|error| at(STEP)(SourceError::Passthrough(error)))?;
         machine.host_devices = passed.devices();
@@ -127,9 +127,9 @@ pub(crate) async fn pass(
 }
 
 /// Opens the files and devices of the machine's disks and reads their properties.
-fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<OfNode, LifecycleError> {
+fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<VolumeDisks, LifecycleError> {
     let failed = |error| at(STEP)(SourceError::Volume(error));
-    let mut found = OfNode::default();
+    let mut found = VolumeDisks::default();
     for disk in &machine.disks {
         let (path, file) = match machine_pod::find_disk_volume(disk, config).map_err(failed)? {
             None => continue,
