@@ -1,4 +1,4 @@
-//! Brings the first blocks of the VM's memory reserve online, and the others offline. The memory that the VM booted with stays.
+//! Brings the first blocks of the VM's hot-plug memory online, and the others offline. The memory that the VM booted with stays.
 //!
 //! There is one change at a time; it blocks for as long as the kernel moves pages.
 
@@ -154,7 +154,7 @@ impl HotplugMemory {
         }
         let bytes = wanted.saturating_mul(block);
         if !changed.is_empty() {
-            tracing::info!(bytes, blocks = changed.len(), "changed how much of the memory reserve is online");
+            tracing::info!(bytes, blocks = changed.len(), "changed how much of the hot-plug memory is online");
         }
         Ok(bytes)
     }

@@ -205,12 +205,12 @@ fn invalid_sizes_and_volumes_are_refused() {
         assert!(answer.contains(code) && answer.contains(words) && answer.contains(LIMITS_ANNOTATION), "{answer}");
     };
     refused("nacelle", "a=16Mi", "InvalidArgument", "allows []");
-    refused("shares", "a=16Mi", "FailedPrecondition", "sizeLimit is kubelet's");
+    refused("shares", "a=16Mi", "FailedPrecondition", "sizeLimit kubelet enforces");
     let guest = engine() != "host";
     if guest {
         refused("disks", "a=1Mi", "InvalidArgument", "16Mi to 4Ti");
     } else {
-        refused("disks", "a=16Mi", "FailedPrecondition", "no machine");
+        refused("disks", "a=16Mi", "FailedPrecondition", "no VM");
     }
 
     let pod = node.crictl.run_pod_with_handler("disks", PodRequest::new("refusing", node.directory()));

@@ -321,13 +321,17 @@ impl Watch {
 
     /// Waits for a line with this phase. A change of the status is reported at once, and not by the list every 30 seconds.
     fn wait_for_phase(&mut self, name: &str, phase: &str) {
+        self.wait_for(&format!("{name} is {phase}"), |machine| machine["name"] == name && machine["phase"] == phase);
+    }
+
+    /// Waits for a line that is accepted.
+    fn wait_for(&mut self, what: &str, accepts: impl Fn(&Value) -> bool) {
         let (until, mut seen) = (Instant::now() + Duration::from_secs(15), Vec::new());
         loop {
             let line = self.lines.recv_timeout(until.saturating_duration_since(Instant::now()));
-            let line =
-                line.unwrap_or_else(|_late| panic!("{name} is {phase}, and the watch has only printed {seen:?}"));
+            let line = line.unwrap_or_else(|_late| panic!("{what}, and the watch has only printed {seen:?}"));
             let machine: Value = serde_json::from_str(&line).expect("a line is JSON");
-            if machine["name"] == name && machine["phase"] == phase {
+            if accepts(&machine) {
                 return;
             }
             seen.push(line);
@@ -560,9 +564,13 @@ fn check_debian(start: BootMethod) {
     });
     let mounts = if start == BootMethod::Kernel { mounts.to_vec() } else { Vec::new() };
     let machine = pod.start(machine_container(&image, 0).set("mounts", json!(mounts)));
+    let config = node.directory().join("config.toml").display().to_string();
+    let mut watch = Watch::start(&nacelle_e2e::path_from_env("NACELLE_BIN"), &config);
     machine.wait_for_output("Debian GNU/Linux 12 db ttyS0");
     let exec = |script: &str| machine.exec(script);
     eventually("the guest agent answers", || (exec("true").code == 0).then_some(()));
+    watch.wait_for("the guest agent is connected", |machine| machine["agentConnected"] == true);
+    drop(watch);
     eventually("cloud-init has ended", || (exec("test -e /run/cloud-init/result.json").code == 0).then_some(()));
     assert_eq!(exec("cat /etc/nacelle-was-here; hostname").ok().trim(), "yes\ndb");
     assert!(exec("exit 7").err().contains("exited with 7"));

@@ -20,7 +20,7 @@ pub fn read_rust(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     Ok(found)
 }
 
-/// All protocol files: their places below `root` and their texts without comments.
+/// Returns all protocol files: their paths below `root` and their texts without comments.
 pub fn read_protocols(root: &Path) -> Result<Vec<(String, String)>, Box<dyn Error>> {
     let mut found = Vec::new();
     for path in

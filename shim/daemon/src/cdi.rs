@@ -1,4 +1,4 @@
-//! Reads specifications of the Container CdiDevice Interface, versions 0.3.0 to 1.1.0: finds a device by its name in directories of
+//! Reads specifications of the Container Device Interface, versions 0.3.0 to 1.1.0: finds a device by its name in directories of
 //! the node, and returns the edits for a container that requests it. `find` blocks on files that other programs have written.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
@@ -73,7 +73,7 @@ pub struct CdiMount {
     pub host_path: String,
     /// The path in the container.
     pub container_path: String,
-    /// CdiMount options: "ro", "nosuid" and others.
+    /// Mount options: "ro", "nosuid" and others.
     pub options: Vec<String>,
 }
 

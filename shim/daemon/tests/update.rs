@@ -271,7 +271,7 @@ fn what_a_pod_may_have_is_recorded_if_its_machine_holds_it() {
         for (memory, quota, word) in [(memory + 1, 0, "bytes of memory"), (0, vcpus * 100_000 + 100, "CPUs")] {
             let error = update_pod(&mut daemon, &pod, memory, quota).await.unwrap_err();
             assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
-            assert!(error.message().contains(word) && error.message().contains("make the pod anew"), "{error}");
+            assert!(error.message().contains(word) && error.message().contains("recreate the pod"), "{error}");
         }
         assert_eq!(update_pod(&mut daemon, "ffff", 1, 0).await.unwrap_err().code(), Code::NotFound);
         assert_eq!(said(&mut daemon, &pod).await["resources"], before);

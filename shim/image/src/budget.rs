@@ -1,5 +1,5 @@
 //! Bounds the cost of an image before it is spent: memory is charged before it is allocated, steps are counted before they are
-//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`MemoryPool`] of memory.
+//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`MemoryPool`].
 //!
 //! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for
 //! each other end with the first of them whose wait times out.

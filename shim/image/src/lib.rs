@@ -7,8 +7,8 @@
 //!
 //! ```no_run
 //! # async fn f() -> Result<(), nacelle_image::ImageError> {
-//! use nacelle_image::{Config, Reference, Store};
-//! let store = Store::open("/var/lib/nacelle/images".as_ref(), Config::default())?;
+//! use nacelle_image::{ImageStore, ImageStoreConfig, Reference};
+//! let store = ImageStore::open("/var/lib/nacelle/images".as_ref(), ImageStoreConfig::default())?;
 //! let id = store.pull(&Reference::parse("busybox")?, None).await?;
 //! let rootfs = store.rootfs(&id).await?; // rootfs.disk goes to the pod process
 //! # Ok(()) }

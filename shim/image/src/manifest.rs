@@ -33,7 +33,7 @@ pub enum ManifestError {
         kind: String,
     },
     /// A digest is malformed.
-    #[error("it contains {text:?}, which is no sha256 digest")]
+    #[error("it contains {text:?}, which is not a sha256 digest")]
     Digest {
         /// The text.
         text: String,

@@ -1,29 +1,22 @@
 //! Reports to a client that the VM's status has changed: one line break when it connects and after each change, until it disconnects or
 //! the VM ends. The client requests the status itself, so changes in quick succession may share a line break.
 
+use crate::client::{OPEN_TIMEOUT, wait_for_client};
 use crate::error::KeeperError;
 use crate::vm::{PodVm, PodVmState};
-use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
-/// The time that the client has to open the stream.
-const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
-
 /// Reports changes to the stream from `reader`.
 pub async fn report(vm: &PodVm, reader: oneshot::Receiver<UnixStream>) -> Result<(), KeeperError> {
     let (state, qemu) = vm.changes();
-    match tokio::time::timeout(OPEN_TIMEOUT, reader).await {
-        Ok(Ok(client)) => {
-            send_changes(state, qemu, client).await;
-            Ok(())
-        }
-        Ok(Err(_)) | Err(_) => {
-            let command = "the opening of the output".to_owned();
-            Err(KeeperError::Timeout { peer: "the client", command, limit: OPEN_TIMEOUT })
-        }
-    }
+    let Some(client) = wait_for_client(reader).await else {
+        let command = "the opening of the output".to_owned();
+        return Err(KeeperError::Timeout { peer: "the client", command, limit: OPEN_TIMEOUT });
+    };
+    send_changes(state, qemu, client).await;
+    Ok(())
 }
 
 async fn send_changes(mut state: watch::Receiver<PodVmState>, mut qemu: watch::Receiver<()>, mut client: UnixStream) {

@@ -2,6 +2,7 @@
 //! client's stream; it is never in a file, and never in memory as a whole. The VM is paused while the dump is written, so a
 //! client that stops reading ends it. The commands are those of QEMU's QMP reference (getfd, dump-guest-memory and query-dump).
 
+use crate::client::wait_for_client;
 use crate::error::KeeperError;
 use crate::json_lines::printable;
 use crate::vm::PodVm;
@@ -16,8 +17,6 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 
-/// The time that the client has to open the stream of the dump.
-const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the client may read nothing.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// The size of the copy buffer in bytes.
@@ -47,10 +46,8 @@ pub async fn dump_memory(
     let format = dump_format(format_name)?;
     // A VM that is stopped fails here at once.
     vm.execute("query-dump", Value::Null).await?;
-    let mut client = match tokio::time::timeout(OPEN_TIMEOUT, reader).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(_)) | Err(_) => return Err(aborted("no client opened its stream within 30 seconds")),
-    };
+    let not_opened = || aborted("no client opened its stream within 30 seconds");
+    let mut client = wait_for_client(reader).await.ok_or_else(not_opened)?;
     let failed = |source| KeeperError::Resource { what: "create a pipe for the memory dump", source };
     let (write_end, mut read_end) = pipe::pipe().map_err(failed)?;
     let write_end = write_end.into_blocking_fd().map_err(failed)?;

@@ -1,5 +1,5 @@
-//! Lists the hot-plugged disks of a VM, which it has in addition to those of its specification. They are empty at first, and persist
-//! until they are removed or the VM is. The list is stored beside their files; `hotplug` changes it while the VM runs.
+//! Lists the hot-plugged disks of a VM, which it has in addition to those of its specification. A new disk is empty, and
+//! persists until it or the VM is removed. The list is stored in the directory of the files; `hotplug` changes it while the VM runs.
 
 use crate::disk;
 use crate::error::KeeperError;

@@ -4,6 +4,7 @@
 //! store. One thread runs the runtime, one more watches each child process, and blocking work runs on the runtime's pool.
 
 mod changes;
+mod client;
 mod console;
 mod credentials;
 mod dhcp;

@@ -260,9 +260,9 @@ impl QemuConfig<'_> {
         args.add("serial", Opt::new("chardev:console"));
         let ports = args.virtio("virtio-serial").set("id", "ports");
         args.device(ports);
-        args.device(
-            Opt::new("virtserialport").set("bus", "ports.0").set("chardev", AGENT_CHARDEV).set("name", AGENT_PORT),
-        );
+        // QEMU reports that the guest opens or closes a port (VSERPORT_CHANGE) only if the port has an id.
+        let port = Opt::new("virtserialport").set("bus", "ports.0").set("id", "agent-port");
+        args.device(port.set("chardev", AGENT_CHARDEV).set("name", AGENT_PORT));
         args.device(Opt::new("pvpanic"));
     }
 

@@ -2,6 +2,7 @@
 //! client receives a byte now and then as long as the files stay unchanged. When the client disconnects, the VM is resumed and
 //! the snapshot deleted.
 
+use crate::client::wait_for_client;
 use crate::error::KeeperError;
 use crate::snapshots;
 use crate::vm::PodVm;
@@ -13,8 +14,6 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 
-/// The time that the client has to open the stream.
-const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The interval between two bytes.
 const BEAT_INTERVAL: Duration = Duration::from_millis(250);
 /// The maximum number of attempts to resume the VM.
@@ -24,12 +23,8 @@ const MAX_RESUME_ATTEMPTS: u32 = 240;
 pub async fn quiesce(vm: &Arc<PodVm>, name: &str, reader: oneshot::Receiver<UnixStream>) -> Result<(), KeeperError> {
     // A VM that is stopped fails here at once.
     let was_running = is_running(vm).await?;
-    let client = match tokio::time::timeout(OPEN_TIMEOUT, reader).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(_)) | Err(_) => {
-            return Err(KeeperError::Quiesce { reason: "no client opened the output within 30 seconds" });
-        }
-    };
+    let not_opened = KeeperError::Quiesce { reason: "no client opened the output within 30 seconds" };
+    let client = wait_for_client(reader).await.ok_or(not_opened)?;
     let (vm_of_task, name) = (Arc::clone(vm), name.to_owned());
     let task = tokio::spawn(async move {
         let saved = save(&vm_of_task, &name).await;

@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agent_is_asked_only_if_the_guest_has_opened_its_port() {
+    fn the_agent_is_queried_only_if_the_guest_has_opened_its_port() {
         let devices = |open: bool| json!([{ "label": "monitor", "frontend-open": true }, { "label": "agent", "frontend-open": open }]);
         assert!(is_agent_port_open(&devices(true)) && !is_agent_port_open(&devices(false)));
         assert!(!is_agent_port_open(&Value::Null));

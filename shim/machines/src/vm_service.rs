@@ -11,11 +11,11 @@ use crate::runtime::{ExecOutput, MachinePodView, PodRuntime, PodRuntimeError};
 use crate::status::{error_status, rejection};
 use crate::vms::{self, VmError};
 use console::VmConsole;
-use describe::{add_status, describe_pod, describe_record, parse_snapshots, parse_volumes};
+use describe::{UNKNOWN_PHASE, add_status, describe_pod, describe_record, parse_snapshots, parse_volumes};
 use nacelle_base::{Classify, ContainerId, FailureKind};
 use nacelle_model::record::{ContainerRecord, VmRecord};
 use nacelle_proto::vm;
-use status_changes::StatusChanges;
+use status_changes::{StatusChanges, StatusFollowers};
 use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -36,6 +36,8 @@ const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(1800);
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 /// The shortest time between two lists of a watch.
 const MIN_LIST_INTERVAL: Duration = Duration::from_millis(250);
+/// Pause after which a watch requests the status of running VMs again if one did not respond.
+const STATUS_RETRY: Duration = Duration::from_secs(2);
 /// Interval at which a watch lists VMs although no change was reported.
 const RESYNC: Duration = Duration::from_secs(30);
 
@@ -79,12 +81,14 @@ impl Classify for VmRequestError {
 #[derive(Clone)]
 pub struct VmService {
     runtime: Arc<dyn PodRuntime>,
+    followers: Arc<StatusFollowers>,
 }
 
 impl VmService {
     /// Creates the service for the pods of this runtime.
     pub fn new(runtime: Arc<dyn PodRuntime>) -> VmService {
-        VmService { runtime }
+        let followers = Arc::new(StatusFollowers::new(Arc::clone(&runtime)));
+        VmService { runtime, followers }
     }
 
     /// Returns the pod that holds this persistent VM.
@@ -251,7 +255,7 @@ impl VmService {
     /// Sends each VM of a namespace at first and after each change of it, until the client or the daemon ends.
     async fn send_changes(&self, namespace: &str, messages: &mpsc::Sender<Result<vm::Machine, Status>>) {
         let (mut pod_changes, mut vm_changes) = (self.runtime.changes(), self.runtime.vms().changes());
-        let mut status_changes = StatusChanges::new(Arc::clone(&self.runtime));
+        let mut status_changes = StatusChanges::new(Arc::clone(&self.followers));
         let mut known: BTreeMap<(String, String), vm::Machine> = BTreeMap::new();
         loop {
             pod_changes.mark_unchanged();
@@ -274,6 +278,8 @@ impl VmService {
             }
             let running = present.values().filter_map(|machine| machine.container_id.parse().ok());
             status_changes.follow(running.collect());
+            let is_any_unknown =
+                present.values().any(|machine| !machine.container_id.is_empty() && machine.phase == UNKNOWN_PHASE);
             known = present;
             tokio::select! {
                 changed = pod_changes.changed() => {
@@ -284,7 +290,7 @@ impl VmService {
                 }
                 _ = vm_changes.changed() => {}
                 () = status_changes.changed() => {}
-                () = tokio::time::sleep(RESYNC) => {}
+                () = tokio::time::sleep(if is_any_unknown { STATUS_RETRY } else { RESYNC }) => {}
                 () = messages.closed() => return,
             }
             // Each list asks every running VM for its status; changes of all pods of the node arrive here.

@@ -125,8 +125,8 @@ impl VmResources {
         self.max_memory.max(self.memory)
     }
 
-    /// Returns how many bytes of the VM's memory reserve are in use; `None` if it has no reserve.
-    pub fn reserve_used(&self) -> Option<u64> {
+    /// Returns how many bytes of the VM's hot-plug memory are in use; `None` if it has none.
+    pub fn hotplug_memory_used(&self) -> Option<u64> {
         (self.max_memory > self.least_memory).then(|| self.memory.saturating_sub(self.least_memory))
     }
 }

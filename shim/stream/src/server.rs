@@ -300,7 +300,7 @@ struct Accepted {
     upgrade: hyper::upgrade::OnUpgrade,
 }
 
-/// What serves the connection after its upgrade.
+/// The protocol of a connection after its upgrade, with its request.
 enum StreamHandler {
     Spdy(CommandSession, ProtocolVersion),
     /// Exec or attach over a WebSocket.

@@ -13,7 +13,7 @@ const CONCEPTS: [&str; 3] = ["device", "mount", "resources"];
 /// A concept for types that are no stage.
 const OTHER: &str = "-";
 
-/// Where stages are: what a container request passes through.
+/// The directories that a container request passes through.
 const PLACES: [&str; 7] = [
     "shim/model/src/",
     "shim/daemon/src/cri/",
@@ -23,9 +23,9 @@ const PLACES: [&str; 7] = [
     "proto/agent/v1/",
     "proto/pod/v1/",
 ];
-/// Parts of the names of stages.
+/// A type is expected in the table if its name contains one of these.
 const NAME_PARTS: [&str; 5] = ["Device", "Mount", "Volume", "EmptyDir", "Resources"];
-/// Ends of the names of types that describe something else: a failure, a call, an option.
+/// A type is not expected in the table if its name ends with one of these: a failure, a call, an option.
 const OTHER_ENDS: [&str; 6] = ["Error", "Request", "Response", "Option", "Form", "Policy"];
 
 /// Returns the number of stages of each concept, in the order of their names.

@@ -155,7 +155,7 @@ impl Cri {
         if streams_output(&request.cmd)
             && self.node.container(id).map_err(status)?.1.pod.config.kind.machine().is_some()
         {
-            let message = "cmd: ExecSync answers 16 MiB at most, and this is longer: ask by Exec (crictl exec, kubectl exec), or by nacelle vm";
+            let message = "cmd: ExecSync returns at most 16 MiB, when the command has ended, and this verb streams its output: use Exec (crictl exec, kubectl exec) or nacelle vm";
             return Err(refuse(FailureKind::Invalid, message));
         }
         let limit = u64::try_from(request.timeout).ok().filter(|seconds| *seconds > 0).map(Duration::from_secs);

@@ -156,9 +156,9 @@ pub mod tests {
             ("/config/mediaType", json!("application/vnd.oci.image.config.v1+json"), "but application/vnd.a.v1"),
             ("/schemaVersion", json!(1), "application/vnd.a.v1"),
             ("/layers/1/mediaType", json!(EMPTY_MEDIA_TYPE), "a layer application/vnd.oci.empty"),
-            ("/layers/1/digest", json!("../../etc/passwd"), "no sha256 digest"),
+            ("/layers/1/digest", json!("../../etc/passwd"), "not a sha256 digest"),
             ("/layers/1/size", json!(-1), "form"),
-            ("/config/digest", json!("md5:0"), "no sha256 digest"),
+            ("/config/digest", json!("md5:0"), "not a sha256 digest"),
         ] {
             let error = error_after_change(key, value);
             assert!(error.contains(words), "{words:?} in {error}");

@@ -127,7 +127,7 @@ pub async fn fetch_token(
 ) -> Result<String, ImageError> {
     let wrong = |why| ImageError::Protocol { url: base.to_owned(), why };
     let realm = challenge.get("realm").ok_or_else(|| wrong("its challenge has no realm"))?;
-    let uri: Uri = realm.parse().map_err(|_cause| wrong("its challenge's realm is no URL"))?;
+    let uri: Uri = realm.parse().map_err(|_cause| wrong("its challenge's realm is not a URL"))?;
     let safe = uri.scheme_str() == Some("https") || base.starts_with("http://") && uri.scheme_str() == Some("http");
     if !safe || uri.authority().is_none() {
         return Err(wrong("its challenge's realm is not an https URL"));
@@ -149,7 +149,7 @@ pub async fn fetch_token(
             }
             let joint = if uri.query().is_some() { '&' } else { '?' };
             let text = format!("{uri}{joint}{}", encode_form(&fields));
-            let uri: Uri = text.parse().map_err(|_cause| wrong("its challenge's realm is no URL"))?;
+            let uri: Uri = text.parse().map_err(|_cause| wrong("its challenge's realm is not a URL"))?;
             http.get(&uri, headers).await?
         }
     };

@@ -143,7 +143,7 @@ impl RegistrySession {
         self.get(endpoint, &format!("blobs/{digest}"), headers).await
     }
 
-    /// Sends a GET request with the credentials that the endpoint wants. Returns a response with an error status as it is.
+    /// Sends a GET request with the credentials that the endpoint requires. Returns a response with an error status as it is.
     async fn get(
         &self,
         endpoint: &RegistryEndpoint,
@@ -161,7 +161,7 @@ impl RegistrySession {
         text.parse().map_err(|_cause| ImageError::Url { url: text })
     }
 
-    /// Sends a request with the credentials that the endpoint wants. Returns a response with an error status as it is.
+    /// Sends a request with the credentials that the endpoint requires. Returns a response with an error status as it is.
     async fn send_authorized(
         &self,
         endpoint: &RegistryEndpoint,

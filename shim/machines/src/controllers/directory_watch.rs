@@ -2,9 +2,13 @@
 //! the kernel limits the instances of a user, and kubelet needs some too.
 
 use nacelle_base::Chain;
+use rustix::fs::OFlags;
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use std::collections::HashMap;
+use std::fs::OpenOptions;
 use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::net::unix::pipe;
@@ -39,21 +43,21 @@ impl DirectoryWatcher {
     }
 
     /// Subscribes to the changes in these directories. A directory that cannot be watched is logged and left out. Blocks.
-    pub fn subscribe(self: &Arc<Self>, directories: &[PathBuf]) -> DirectoryWatch {
-        let notify = Arc::new(Notify::new());
-        let mut descriptors = Vec::new();
-        for directory in directories {
-            match self.add(directory, &notify) {
-                Ok(descriptor) => descriptors.push(descriptor),
-                Err(error) => tracing::warn!(
-                    directory = %directory.display(),
-                    "cannot watch a volume of a machine pod, which is read periodically instead: {}",
-                    Chain(&error)
-                ),
-            }
-        }
-        let is_complete = descriptors.len() == directories.len();
-        DirectoryWatch { watcher: Arc::clone(self), notify, descriptors, is_complete }
+    pub fn subscribe(self: &Arc<Self>, directories: Vec<PathBuf>) -> DirectoryWatch {
+        let mut watch = DirectoryWatch {
+            watcher: Arc::clone(self),
+            notify: Arc::new(Notify::new()),
+            descriptors: Vec::new(),
+            missing: Vec::new(),
+        };
+        watch.add(directories, |directory, error| {
+            tracing::warn!(
+                directory = %directory.display(),
+                "cannot watch a volume of a machine pod, which is read periodically instead: {}",
+                Chain(error)
+            );
+        });
+        watch
     }
 
     fn add(&self, directory: &Path, notify: &Arc<Notify>) -> io::Result<i32> {
@@ -63,10 +67,14 @@ impl DirectoryWatcher {
             | WatchFlags::MOVED_FROM
             | WatchFlags::DELETE
             | WatchFlags::ONLYDIR;
+        // Opened without the lock: looking up a path may take long.
+        let path_only = (OFlags::PATH | OFlags::DIRECTORY).bits().cast_signed();
+        let open = OpenOptions::new().read(true).custom_flags(path_only).open(directory)?;
+        let path = format!("/proc/self/fd/{}", open.as_raw_fd());
         // Held across the system call: the descriptor of a directory that is watched already is the same, and must not be removed
         // by its last subscriber meanwhile.
         let mut subscribers = self.subscribers();
-        let descriptor = inotify::add_watch(&self.inotify, directory, flags)?;
+        let descriptor = inotify::add_watch(&self.inotify, path, flags)?;
         subscribers.entry(descriptor).or_default().push(Arc::clone(notify));
         Ok(descriptor)
     }
@@ -133,13 +141,32 @@ pub(super) struct DirectoryWatch {
     watcher: Arc<DirectoryWatcher>,
     notify: Arc<Notify>,
     descriptors: Vec<i32>,
-    is_complete: bool,
+    /// The directories that are not watched.
+    missing: Vec<PathBuf>,
 }
 
 impl DirectoryWatch {
     /// Returns whether all directories are watched.
     pub fn is_complete(&self) -> bool {
-        self.is_complete
+        self.missing.is_empty()
+    }
+
+    /// Tries to watch the directories that are not watched. Blocks.
+    pub fn add_missing(&mut self) {
+        let missing = std::mem::take(&mut self.missing);
+        self.add(missing, |_, _| {});
+    }
+
+    fn add(&mut self, directories: Vec<PathBuf>, report: impl Fn(&Path, &io::Error)) {
+        for directory in directories {
+            match self.watcher.add(&directory, &self.notify) {
+                Ok(descriptor) => self.descriptors.push(descriptor),
+                Err(error) => {
+                    report(&directory, &error);
+                    self.missing.push(directory);
+                }
+            }
+        }
     }
 
     /// Waits for a change since the last call, or since the subscription.
@@ -182,8 +209,8 @@ mod tests {
         let paths = |directories: &[&tempfile::TempDir]| -> Vec<PathBuf> {
             directories.iter().map(|directory| directory.path().to_owned()).collect()
         };
-        let one = watcher.subscribe(&paths(&[&first]));
-        let both = watcher.subscribe(&paths(&[&first, &second]));
+        let one = watcher.subscribe(paths(&[&first]));
+        let both = watcher.subscribe(paths(&[&first, &second]));
         assert!(!is_notified(&one).await && !is_notified(&both).await);
         std::fs::write(second.path().join("a"), "").unwrap();
         assert!(is_notified(&both).await && !is_notified(&one).await);
@@ -198,7 +225,13 @@ mod tests {
         assert!(is_notified(&one).await, "another subscriber has left");
         drop(one);
         assert!(watcher.subscribers().is_empty());
-        let none = watcher.subscribe(&["/nowhere".into()]);
-        assert!(none.descriptors.is_empty() && !none.is_complete());
+        // A directory that is created later is watched then.
+        let late = first.path().join("late");
+        let mut watch = watcher.subscribe(vec![late.clone()]);
+        assert!(watch.descriptors.is_empty() && !watch.is_complete());
+        std::fs::create_dir(&late).unwrap();
+        watch.add_missing();
+        std::fs::write(late.join("a"), "").unwrap();
+        assert!(watch.is_complete() && is_notified(&watch).await);
     }
 }

@@ -9,14 +9,14 @@ mod power;
 use crate::runtime::{MachinePodView, PodRuntime};
 use credentials::CredentialsController;
 use directory_watch::{DirectoryWatch, DirectoryWatcher};
-use nacelle_base::task::run_blocking;
+use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::record::ContainerRecord;
 use power::PowerController;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio_util::task::AbortOnDropHandle;
 
 /// Time after which a VM in the target state is checked again although no event was reported.
@@ -100,13 +100,24 @@ async fn run_kind<C: Controller>(runtime: &Arc<dyn PodRuntime>, watcher: Option<
 
 /// Runs one controller until the task is aborted. The directories are watched before they are read, so no change is missed.
 async fn run_controller(mut controller: impl Controller, watcher: Option<Arc<DirectoryWatcher>>) {
-    let mut watch: Option<DirectoryWatch> = None;
+    let mut watch = match watcher {
+        None => None,
+        Some(watcher) => {
+            let directories = controller.directories();
+            let subscribe = move || watcher.subscribe(directories);
+            log_failure(run_blocking("watch the volumes of a VM", subscribe).await)
+        }
+    };
+    let mut renewed_at = Instant::now();
     loop {
-        // A directory that could not be watched is tried again.
-        if let Some(watcher) = watcher.as_ref().filter(|_| watch.as_ref().is_none_or(|watch| !watch.is_complete())) {
-            let (watcher, directories) = (Arc::clone(watcher), controller.directories());
-            let subscribed = run_blocking("watch the volumes of a VM", move || watcher.subscribe(&directories)).await;
-            watch = subscribed.inspect_err(|error| tracing::warn!("{}", Chain(error))).ok();
+        // A directory that is not watched yet is retried.
+        if let Some(mut incomplete) = watch.take_if(|watch| !watch.is_complete() && renewed_at.elapsed() >= RESYNC) {
+            renewed_at = Instant::now();
+            let renew = move || {
+                incomplete.add_missing();
+                incomplete
+            };
+            watch = log_failure(run_blocking("watch the volumes of a VM", renew).await);
         }
         let pause = controller.reconcile().await;
         let changed = async {
@@ -120,6 +131,11 @@ async fn run_controller(mut controller: impl Controller, watcher: Option<Arc<Dir
             () = tokio::time::sleep(pause) => {}
         }
     }
+}
+
+/// Returns the watch; logs that there is none.
+fn log_failure(watch: Result<DirectoryWatch, TaskError>) -> Option<DirectoryWatch> {
+    watch.inspect_err(|error| tracing::warn!("{}", Chain(error))).ok()
 }
 
 /// Returns whether this container of a machine pod runs.

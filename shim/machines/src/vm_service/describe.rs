@@ -9,7 +9,7 @@ use nacelle_proto::vm;
 use serde_json::Value;
 
 /// The phase of a VM that does not respond.
-const UNKNOWN_PHASE: &str = "Unknown";
+pub(super) const UNKNOWN_PHASE: &str = "Unknown";
 
 /// Returns what is known of a pod's VM without a request to its keeper.
 pub(super) fn describe_pod(view: &MachinePodView) -> Option<vm::Machine> {

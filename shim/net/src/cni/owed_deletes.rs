@@ -1,4 +1,4 @@
-//! Retries owed DELs: those of pods that are gone and whose plugins failed. The end of a pod never waits for a plugin longer
+//! Retries owed DELs: those of removed pods whose plugins failed. The end of a pod never waits for a plugin longer
 //! than its time limit. Until DEL succeeds, the plugins keep the pod's resources (an address, a rule), and this daemon and later
 //! ones retry. The pod's attachment record marks DEL as owed and has all that DEL needs.
 

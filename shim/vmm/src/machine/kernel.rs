@@ -441,7 +441,7 @@ mod tests {
         check_kernel(file.as_file(), MIB_OF_MEMORY, pvh)
     }
 
-    /// FailureKind, offset, address, bytes in the file, bytes in memory.
+    /// Type, offset, address, bytes in the file, bytes in memory.
     type SegmentHeader = (u32, u64, u64, u64, u64);
 
     fn elf(entry: u64, headers: &[SegmentHeader], length: usize) -> Vec<u8> {

@@ -19,9 +19,9 @@ pub fn empty_dirs(pod: &PodConfig, handler: &Handler) -> Result<Option<EmptyDirs
     let cannot = if !pod.kind.has_guest() {
         "the pod has no VM, and its emptyDirs are directories of the node, whose sizeLimit kubelet enforces"
     } else if pod.user_namespace.is_some() {
-        "the emptyDirs of a pod with a user namespace are directories of the node, whose sizeLimit is kubelet's"
+        "the emptyDirs of a pod with a user namespace are directories of the node, whose sizeLimit kubelet enforces"
     } else if handler.empty_dir == EmptyDir::Shared {
-        "this handler's emptyDirs are directories of the node (empty_dir = \"shared\"), whose sizeLimit is kubelet's; \
+        "this handler's emptyDirs are directories of the node (empty_dir = \"shared\"), whose sizeLimit kubelet enforces; \
          empty_dir = \"disk\" has them keep a size"
     } else {
         ""

@@ -123,7 +123,7 @@ fn cpu_model(admitted: &Admitted, engine: EngineKind) -> Result<Option<CpuModel>
     if engine == EngineKind::Qemu {
         return Ok(Some(model));
     }
-    let why = "engine kvm passes the node's CPU model through: engine qemu supports models and disabled features";
+    let why = "engine kvm passes the node's CPU model through: engine qemu supports CPU models and disabling features";
     Err(match (model.name, model.features.first()) {
         (None, Some((name, _))) => {
             ShapeError::NotHere { field: "spec.domain.cpu.features[0].name", value: name.clone(), why }

@@ -94,7 +94,7 @@ impl Actor {
         let processors = machine.max_vcpus > 0 && size::grows(config);
         let to = if processors { sized } else { VmResources { vcpus: machine.vcpus, ..sized } };
         let sizes = Resize { from: machine, to, processors };
-        if !(processors || machine.reserve_used().is_some()) || !self.pod.config.kind.has_guest() {
+        if !(processors || machine.hotplug_memory_used().is_some()) || !self.pod.config.kind.has_guest() {
             return Ok((next, sizes, None));
         }
         // Sent even if the record shows this size already: an earlier response may have been lost.

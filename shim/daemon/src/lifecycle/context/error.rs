@@ -131,7 +131,7 @@ pub enum LifecycleError {
     },
     /// A running VM cannot be resized that far.
     #[error(
-        "the machine of pod {id} can have {has} for its containers, which cannot hold {wanted}: make the pod anew, or \
+        "the VM of pod {id} can have {has} for its containers, which cannot hold {wanted}: recreate the pod, or \
          stay within it"
     )]
     TooSmall {

@@ -31,7 +31,7 @@ pub(crate) async fn resize(
     if processors {
         set_vcpus(to.vcpus).await?;
     }
-    if let Some(bytes) = to.reserve_used() {
+    if let Some(bytes) = to.hotplug_memory_used() {
         let resized =
             ask("change the memory of the pod's VM", services.request_timeout(), client.set_memory(bytes)).await;
         match resized {

@@ -34,7 +34,7 @@ pub(crate) fn memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
 
 /// Returns the memory in MiB that can be plugged into the VM in addition, in whole blocks and at most up to the handler's bound.
 /// Zero for machine pods, for a VM whose memory an annotation sets, and for pages that the node must reserve in advance.
-pub(crate) fn reserve_mib(config: &PodConfig, handler: &Handler) -> u64 {
+pub(crate) fn hotplug_memory_mib(config: &PodConfig, handler: &Handler) -> u64 {
     let shaped = config.kind.shape().is_some_and(|shape| shape.memory_mib.is_some());
     let grows = config.kind.machine().is_none() && !shaped && memory_pages(config, handler) == MemoryPages::Transparent;
     let more =
@@ -79,7 +79,7 @@ pub(crate) fn grows(config: &PodConfig) -> bool {
 /// Rejects resources that no VM can have, before anything is created.
 pub(crate) fn check(config: &PodConfig, handler: &Handler) -> Result<(), LifecycleError> {
     let processors = (u64::from(vcpus(config, handler)), u64::from(MAX_VCPUS));
-    let memory = (memory_mib(config, handler).saturating_add(reserve_mib(config, handler)), MAX_MEMORY_MIB);
+    let memory = (memory_mib(config, handler).saturating_add(hotplug_memory_mib(config, handler)), MAX_MEMORY_MIB);
     for (what, (asked, most)) in [("vCPUs", processors), ("MiB of memory", memory)] {
         if asked > most {
             return Err(LifecycleError::TooLarge { what, asked, most });
@@ -93,7 +93,7 @@ pub(crate) fn of(config: &PodConfig, handler: &Handler) -> VmResources {
     let own = if config.memory_limit.is_some() && config.kind.machine().is_none() { handler.memory_mib } else { 0 };
     let memory = memory_mib(config, handler).saturating_sub(own).saturating_mul(MIB);
     let vcpus = vcpus(config, handler);
-    let max_memory = memory.saturating_add(reserve_mib(config, handler).saturating_mul(MIB));
+    let max_memory = memory.saturating_add(hotplug_memory_mib(config, handler).saturating_mul(MIB));
     let max_vcpus = reserved(config, handler).unwrap_or(vcpus);
     VmResources { vcpus, max_vcpus, memory, least_memory: memory, max_memory }
 }
@@ -118,7 +118,7 @@ pub(crate) fn wanted(machine: VmResources, least: u32, asked: &Resources) -> Res
 
 /// Returns the memory for this limit: the VM's memory at its creation plus whole blocks.
 fn wanted_memory(machine: VmResources, limit: u64) -> u64 {
-    if machine.reserve_used().is_none() || limit == 0 {
+    if machine.hotplug_memory_used().is_none() || limit == 0 {
         return machine.memory;
     }
     let block = BLOCK_MIB * MIB;
@@ -196,12 +196,12 @@ mod tests {
         // 256 MiB and 100 MiB of 1100 MiB leave space for five blocks.
         let config = limited(Some(100 << 20), None);
         let born = of(&config, &handler);
-        assert_eq!((reserve_mib(&config, &handler), born.memory >> 20, born.max_memory >> 20), (640, 100, 740));
+        assert_eq!((hotplug_memory_mib(&config, &handler), born.memory >> 20, born.max_memory >> 20), (640, 100, 740));
         for (limit, mib) in [(101, 228), (228, 228), (229, 356), (740, 740), (100, 100), (1, 100), (-1, 100), (0, 100)]
         {
             let next = wanted(born, 1, &asked(limit * (1 << 20), 0)).unwrap();
             assert_eq!(next.memory >> 20, mib, "{limit}");
-            assert_eq!(next.reserve_used(), Some((mib - 100) << 20));
+            assert_eq!(next.hotplug_memory_used(), Some((mib - 100) << 20));
         }
         // A resource without a limit stays.
         let grown = wanted(born, 1, &asked(300 << 20, 0)).unwrap();
@@ -213,7 +213,7 @@ mod tests {
         // The VM cannot grow without a bound, with a bound that leaves no block, with a size set by annotations, and with huge
         // pages.
         let stays = |config: &PodConfig, handler: &Handler| {
-            assert_eq!((reserve_mib(config, handler), of(config, handler).reserve_used()), (0, None));
+            assert_eq!((hotplug_memory_mib(config, handler), of(config, handler).hotplug_memory_used()), (0, None));
         };
         stays(&config, &Handler { max_memory_mib: None, ..handler.clone() });
         stays(&config, &Handler { max_memory_mib: Some(483), ..handler.clone() });
@@ -223,7 +223,7 @@ mod tests {
         stays(&PodConfig { kind: PodKind::Containers { shape }, ..config.clone() }, &handler);
         // A record from before the bounds existed.
         let old = VmResources { vcpus: 1, max_vcpus: 0, memory: 5, least_memory: 0, max_memory: 0 };
-        assert_eq!((old.reserve_used(), old.memory_bound()), (None, 5));
+        assert_eq!((old.hotplug_memory_used(), old.memory_bound()), (None, 5));
     }
 
     /// Numbers of all magnitudes.
@@ -263,7 +263,7 @@ mod tests {
                     let spec = MachineSpec {
                         vcpus: u8::try_from(size.vcpu_bound()).unwrap(),
                         memory_mib: narrow(mib),
-                        hotplug_mib: narrow(reserve_mib(&config, &handler)),
+                        hotplug_mib: narrow(hotplug_memory_mib(&config, &handler)),
                         memory_pages: pages,
                         ..machine()
                     };

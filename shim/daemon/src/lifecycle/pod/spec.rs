@@ -43,7 +43,7 @@ pub(crate) fn pod_spec(
         topology: topology(config),
         cpu_model: config.kind.shape().and_then(|shape| shape.cpu_model.clone()),
         memory_mib: size::narrow(memory_mib(config, handler)),
-        reserved_memory_mib: Some(size::narrow(size::reserve_mib(config, handler))).filter(|mib| *mib > 0),
+        reserved_memory_mib: Some(size::narrow(size::hotplug_memory_mib(config, handler))).filter(|mib| *mib > 0),
         // The pod process does not hold the memory of a machine pod's machine.
         memory_pages: if config.kind.machine().is_some() {
             MemoryPages::default()

@@ -101,7 +101,7 @@ impl Actor {
     /// its own (kubelet changes the pod's limits, and does so first). The receiver never resolves if there is nothing to do.
     async fn grow_for(&mut self, id: &ContainerId) -> oneshot::Receiver<Result<(), LifecycleError>> {
         let (answer, answered) = oneshot::channel();
-        let Some(machine) = self.pod.machine.filter(|machine| machine.reserve_used().is_some()) else {
+        let Some(machine) = self.pod.machine.filter(|machine| machine.hotplug_memory_used().is_some()) else {
             return answered;
         };
         let said = self.pod.resources.as_ref().is_some_and(|resources| resources.containers.memory_limit > 0);
