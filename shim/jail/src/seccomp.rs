@@ -66,6 +66,7 @@ pub fn install_process_filter(mode: Mode, profile: Profile) -> Result<(), Seccom
     }
     sys::limit_malloc_arenas(MALLOC_ARENAS);
     FILTERS.set(filters).map_err(|_full| SeccompError::AlreadyInstalled)?;
+    install_guard_filter(mode)?;
     install_filter(ThreadKind::Main)?;
     spawn::start_starter().map_err(|source| SeccompError::Starter { source })
 }
@@ -75,15 +76,43 @@ pub fn install_process_filter(mode: Mode, profile: Profile) -> Result<(), Seccom
 pub fn install_single_thread_filter(mode: Mode) -> Result<(), SeccompError> {
     let kind = ThreadKind::Main;
     let Some(violation) = violation_action(mode) else { return Ok(()) };
-    let rules = forbidden_calls()
-        .iter()
-        .chain(forbidden_when_single_threaded())
-        .map(|call| (call.syscall, Vec::new()))
-        .collect();
-    let filter = SeccompFilter::new(rules, SeccompAction::Allow, violation, TargetArch::x86_64);
+    let rules = build_rules(forbidden_calls().iter().chain(forbidden_when_single_threaded()));
+    let filter = rules.and_then(|rules| SeccompFilter::new(rules, SeccompAction::Allow, violation, TargetArch::x86_64));
     let program: BpfProgram =
         filter.and_then(TryInto::try_into).map_err(|source| SeccompError::Compile { kind, source })?;
+    install_guard_filter(mode)?;
     apply_filter(&program).map_err(|source| SeccompError::Install { kind, source })
+}
+
+/// The bit that marks the numbers of the x32 calls (`__X32_SYSCALL_BIT` in arch/x86/include/uapi/asm/unistd.h).
+const X32_SYSCALL_BIT: u32 = 0x4000_0000;
+
+/// Installs what every profile has beside its table, which the tables cannot express. x32 calls are forbidden: they have numbers of
+/// their own, so a table of forbidden calls does not contain them. clone3 returns ENOSYS.
+fn install_guard_filter(mode: Mode) -> Result<(), SeccompError> {
+    let Some(violation) = violation_action(mode) else { return Ok(()) };
+    let kind = ThreadKind::Main;
+    apply_filter(&guard_filter(violation)).map_err(|source| SeccompError::Install { kind, source })
+}
+
+/// Returns the guard filter as classic BPF (Documentation/userspace-api/seccomp_filter.rst). The architecture is checked by the table's
+/// filter, which is always installed too.
+fn guard_filter(violation: SeccompAction) -> BpfProgram {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let instruction = |code, jt, jf, k| seccompiler::sock_filter { code, jt, jf, k };
+    let number_offset = u32::try_from(std::mem::offset_of!(libc::seccomp_data, nr)).unwrap_or_default();
+    let clone3 = u32::try_from(libc::SYS_clone3).unwrap_or_default();
+    vec![
+        instruction(LOAD, 0, 0, number_offset),
+        instruction(JUMP_IF_AT_LEAST, 2, 0, X32_SYSCALL_BIT),
+        instruction(JUMP_IF_EQUAL, 2, 0, clone3),
+        instruction(RETURN, 0, 0, SeccompAction::Allow.into()),
+        instruction(RETURN, 0, 0, violation.into()),
+        instruction(RETURN, 0, 0, SeccompAction::Errno(libc::ENOSYS.unsigned_abs()).into()),
+    ]
 }
 
 fn violation_action(mode: Mode) -> Option<SeccompAction> {
@@ -118,7 +147,7 @@ fn compile_filter(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfP
     let failed = |source| SeccompError::Compile { kind, source };
     let filter = match profile {
         Profile::StartsPrograms if kind == ThreadKind::Main => {
-            let rules = forbidden_calls().iter().map(|call| (call.syscall, Vec::new())).collect();
+            let rules = build_rules(forbidden_calls()).map_err(failed)?;
             SeccompFilter::new(rules, SeccompAction::Allow, violation, TargetArch::x86_64)
         }
         // These threads start programs, or threads that do.
@@ -126,22 +155,27 @@ fn compile_filter(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfP
             return Ok(BpfProgram::new());
         }
         _ => {
-            SeccompFilter::new(build_rules(kind).map_err(failed)?, violation, SeccompAction::Allow, TargetArch::x86_64)
+            let rules = build_rules(allowed_calls(kind)).map_err(failed)?;
+            SeccompFilter::new(rules, violation, SeccompAction::Allow, TargetArch::x86_64)
         }
     };
     filter.and_then(TryInto::try_into).map_err(failed)
 }
 
-/// Returns the rules of a kind's table; a call that is always allowed has no conditions.
-fn build_rules(kind: ThreadKind) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
-    let entries: Vec<&SyscallRule> = allowed_calls(kind).collect();
+/// Returns the rules of a table; a call that matches with any arguments has no conditions.
+fn build_rules(
+    table: impl IntoIterator<Item = &'static SyscallRule>,
+) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
+    let entries: Vec<&SyscallRule> = table.into_iter().collect();
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     for entry in &entries {
         let rule = rules.entry(entry.syscall).or_default();
-        for (op, value) in build_conditions(&entry.arguments) {
-            let condition =
-                SeccompCondition::new(entry.arguments.argument_index(), SeccompCmpArgLen::Dword, op, value)?;
-            rule.push(SeccompRule::new(vec![condition])?);
+        for alternative in build_conditions(&entry.arguments) {
+            let condition = |(op, value)| {
+                SeccompCondition::new(entry.arguments.argument_index(), SeccompCmpArgLen::Dword, op, value)
+            };
+            let conditions = alternative.into_iter().map(condition).collect::<Result<Vec<_>, _>>()?;
+            rule.push(SeccompRule::new(conditions)?);
         }
     }
     for entry in entries.iter().filter(|entry| matches!(entry.arguments, ArgumentRule::Any)) {
@@ -150,11 +184,15 @@ fn build_rules(kind: ThreadKind) -> Result<BTreeMap<i64, Vec<SeccompRule>>, Back
     Ok(rules)
 }
 
-fn build_conditions(arguments: &ArgumentRule) -> Vec<(SeccompCmpOp, u64)> {
+/// Returns the alternatives with which the arguments match; all conditions of an alternative must hold.
+fn build_conditions(arguments: &ArgumentRule) -> Vec<Vec<(SeccompCmpOp, u64)>> {
+    let own_pid = u64::from(std::process::id());
     match *arguments {
         ArgumentRule::Any => Vec::new(),
-        ArgumentRule::OneOf(_, values) => values.iter().map(|value| (SeccompCmpOp::Eq, *value)).collect(),
-        ArgumentRule::OwnPid(_) => vec![(SeccompCmpOp::Eq, std::process::id().into())],
-        ArgumentRule::Masked(_, mask, value) => vec![(SeccompCmpOp::MaskedEq(mask), value)],
+        ArgumentRule::OneOf(_, values) => values.iter().map(|value| vec![(SeccompCmpOp::Eq, *value)]).collect(),
+        ArgumentRule::OwnPid(_) => vec![vec![(SeccompCmpOp::Eq, own_pid)]],
+        ArgumentRule::OtherPid(_) => vec![vec![(SeccompCmpOp::Ne, own_pid)]],
+        ArgumentRule::OtherProcess(_) => vec![vec![(SeccompCmpOp::Ne, own_pid), (SeccompCmpOp::Ne, 0)]],
+        ArgumentRule::Masked(_, mask, value) => vec![vec![(SeccompCmpOp::MaskedEq(mask), value)]],
     }
 }

@@ -24,6 +24,10 @@ pub enum ArgumentRule {
     OneOf(u8, &'static [u64]),
     /// The argument with this index is the pid of this process.
     OwnPid(u8),
+    /// The argument with this index is not the pid of this process.
+    OtherPid(u8),
+    /// The argument with this index is neither 0, which stands for this process, nor its pid.
+    OtherProcess(u8),
     /// The argument with this index, masked with the second number, equals the third.
     Masked(u8, u64, u64),
 }
@@ -35,6 +39,8 @@ impl ArgumentRule {
             ArgumentRule::Any => 0,
             ArgumentRule::OneOf(argument, _)
             | ArgumentRule::OwnPid(argument)
+            | ArgumentRule::OtherPid(argument)
+            | ArgumentRule::OtherProcess(argument)
             | ArgumentRule::Masked(argument, _, _) => argument,
         }
     }
@@ -53,6 +59,30 @@ const fn ioctl_number(number: u64, reason: &'static str) -> SyscallRule {
 const fn ioctl_type(letter: u8, reason: &'static str) -> SyscallRule {
     SyscallRule { syscall: c::SYS_ioctl, arguments: ArgumentRule::Masked(1, 0xff00, (letter as u64) << 8), reason }
 }
+
+/// fcntl with these commands.
+const fn fcntl(commands: &'static [u64], reason: &'static str) -> SyscallRule {
+    SyscallRule { syscall: c::SYS_fcntl, arguments: ArgumentRule::OneOf(1, commands), reason }
+}
+
+/// clone with this flag.
+const fn clone_flag(flag: c::c_int, reason: &'static str) -> SyscallRule {
+    SyscallRule { syscall: c::SYS_clone, arguments: ArgumentRule::Masked(0, flag as u64, flag as u64), reason }
+}
+
+/// The commands of fcntl that copy descriptors and change their flags. Those that name the receiver of a signal are not among them.
+const DESCRIPTOR_FLAGS: &[u64] = &[
+    c::F_DUPFD as u64,
+    c::F_DUPFD_CLOEXEC as u64,
+    c::F_GETFD as u64,
+    c::F_SETFD as u64,
+    c::F_GETFL as u64,
+    c::F_SETFL as u64,
+];
+/// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` (include/uapi/asm-generic/fcntl.h): the kernel sends the receiver a signal.
+const SIGNAL_RECEIVER: &[u64] = &[8, 10, 15];
+/// `FIOSETOWN` and `SIOCSPGRP` (include/uapi/asm-generic/sockios.h), which do the same.
+const SOCKET_SIGNAL_RECEIVER: &[u64] = &[0x8901, 0x8902];
 
 const KVM: u8 = 0xae;
 const VHOST: u8 = 0xaf;
@@ -121,19 +151,19 @@ const WAIT_FOR_DESCRIPTORS: &[SyscallRule] = &[
     any_arguments(c::SYS_epoll_ctl, "register descriptors to wait for"),
 ];
 
-/// Starting threads. The flags of clone3 lie in memory, where a filter cannot check them; but a process that it creates
-/// could execute nothing.
+/// Starting threads. The flags of clone3 lie in memory, where a filter cannot check them, so the call returns ENOSYS in every process
+/// (`seccomp::guard_filter`), and the C library uses clone.
 const START_THREAD: &[SyscallRule] = &[
-    any_arguments(c::SYS_clone3, "a thread starts"),
+    any_arguments(c::SYS_clone3, "a thread starts; returns ENOSYS"),
+    clone_flag(c::CLONE_THREAD, "a thread starts"),
     SyscallRule {
-        syscall: c::SYS_clone,
-        arguments: ArgumentRule::Masked(0, c::CLONE_THREAD as u64, c::CLONE_THREAD as u64),
-        reason: "a thread starts, where the C library does not use clone3",
+        syscall: c::SYS_prlimit64,
+        arguments: ArgumentRule::OneOf(0, &[0]),
+        reason: "the size of a thread's stack",
     },
-    any_arguments(c::SYS_prlimit64, "the size of a thread's stack"),
     any_arguments(c::SYS_eventfd2, "stop a thread"),
     any_arguments(c::SYS_epoll_create1, "a thread waits for many descriptors"),
-    any_arguments(c::SYS_fcntl, "copies of descriptors, close-on-exec"),
+    fcntl(DESCRIPTOR_FLAGS, "copies of descriptors, close-on-exec"),
 ];
 
 /// Reading and writing open files: disks, taps, the console.
@@ -163,7 +193,7 @@ const STREAM: &[SyscallRule] = &[
     any_arguments(c::SYS_shutdown, "one end of a stream ends"),
     any_arguments(c::SYS_getsockopt, "the error of a stream"),
     any_arguments(c::SYS_setsockopt, "buffers and time limits of a stream"),
-    any_arguments(c::SYS_fcntl, "non-blocking streams"),
+    fcntl(DESCRIPTOR_FLAGS, "non-blocking streams"),
     ioctl_number(c::FIONBIO, "non-blocking streams"),
     ioctl_number(c::FIONREAD, "the number of readable bytes"),
 ];
@@ -245,7 +275,8 @@ const SHARED_VIRTQUEUE: &[SyscallRule] = &[
 const GUEST_MEMORY: &[SyscallRule] = &[
     any_arguments(c::SYS_fstat, "its size"),
     any_arguments(c::SYS_statx, "its size"),
-    any_arguments(c::SYS_fcntl, "whether it is sealed"),
+    fcntl(&[c::F_GET_SEALS as u64], "whether it is sealed"),
+    fcntl(DESCRIPTOR_FLAGS, "copies of its descriptor"),
 ];
 
 /// Reconfiguring a network interface while it runs.
@@ -261,6 +292,7 @@ const CREATE_VM: &[SyscallRule] = &[
     ioctl_number(0x54d2, "TUNGETIFF: the type of the tap"),
     ioctl_number(0x54d8, "TUNSETVNETHDRSZ: the header before each frame"),
     any_arguments(c::SYS_memfd_create, "guest memory that is shared"),
+    fcntl(&[c::F_ADD_SEALS as u64, c::F_GET_SEALS as u64], "guest memory does not shrink"),
     any_arguments(c::SYS_fallocate, "release guest memory"),
     any_arguments(c::SYS_mbind, "place guest memory on NUMA nodes"),
     any_arguments(c::SYS_sched_setaffinity, "pin a vCPU"),
@@ -404,6 +436,13 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
             any_arguments(c::SYS_pivot_root, "changes of the mount namespace"),
             any_arguments(c::SYS_chroot, "changes of the mount namespace"),
             any_arguments(c::SYS_unshare, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWUSER, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWNS, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWPID, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWNET, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWIPC, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWUTS, "new namespaces bring new rights"),
+            clone_flag(c::CLONE_NEWCGROUP, "new namespaces bring new rights"),
             any_arguments(c::SYS_setns, "other namespaces"),
             any_arguments(c::SYS_open_tree, "changes of the mount namespace"),
             any_arguments(c::SYS_move_mount, "changes of the mount namespace"),
@@ -417,6 +456,19 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
             any_arguments(c::SYS_process_vm_readv, "other processes"),
             any_arguments(c::SYS_process_vm_writev, "other processes"),
             any_arguments(c::SYS_pidfd_getfd, "other processes"),
+            any_arguments(c::SYS_rt_sigqueueinfo, "signals with any contents to other processes"),
+            any_arguments(c::SYS_rt_tgsigqueueinfo, "signals with any contents to other processes"),
+            fcntl(SIGNAL_RECEIVER, "signals to other processes"),
+            SyscallRule {
+                syscall: c::SYS_ioctl,
+                arguments: ArgumentRule::OneOf(1, SOCKET_SIGNAL_RECEIVER),
+                reason: "signals to other processes",
+            },
+            SyscallRule {
+                syscall: c::SYS_prlimit64,
+                arguments: ArgumentRule::OtherProcess(0),
+                reason: "limits of other processes",
+            },
             any_arguments(c::SYS_kcmp, "other processes"),
             any_arguments(c::SYS_bpf, "programs in the kernel"),
             any_arguments(c::SYS_perf_event_open, "a large part of the kernel that no VM needs"),
@@ -464,6 +516,7 @@ pub fn forbidden_when_single_threaded() -> &'static [SyscallRule] {
             any_arguments(c::SYS_clone3, "processes and threads"),
             any_arguments(c::SYS_kill, "other processes"),
             any_arguments(c::SYS_tkill, "other processes"),
+            SyscallRule { syscall: c::SYS_tgkill, arguments: ArgumentRule::OtherPid(0), reason: "other processes" },
             any_arguments(c::SYS_pidfd_open, "other processes"),
             any_arguments(c::SYS_pidfd_send_signal, "other processes"),
             any_arguments(c::SYS_socket, "networks"),
@@ -503,7 +556,8 @@ mod tests {
 
     #[test]
     fn no_thread_is_allowed_what_is_forbidden_to_all() {
-        for entry in forbidden_calls() {
+        // A call that is forbidden with some arguments is allowed with others.
+        for entry in forbidden_calls().iter().filter(|entry| matches!(entry.arguments, ArgumentRule::Any)) {
             assert!(
                 !allowed_calls(ThreadKind::Main).any(|allowed| allowed.syscall == entry.syscall),
                 "{}",
@@ -516,6 +570,18 @@ mod tests {
     fn a_vm_in_this_process_executes_nothing() {
         for call in [c::SYS_execve, c::SYS_execveat, c::SYS_fork, c::SYS_vfork] {
             assert!(!allowed_calls(ThreadKind::Main).any(|allowed| allowed.syscall == call));
+        }
+    }
+
+    #[test]
+    fn no_thread_names_the_receiver_of_a_signal() {
+        for entry in ThreadKind::ALL.into_iter().flat_map(allowed_calls).filter(|entry| entry.syscall == c::SYS_fcntl) {
+            match entry.arguments {
+                ArgumentRule::OneOf(1, commands) => {
+                    assert!(SIGNAL_RECEIVER.iter().all(|command| !commands.contains(command)), "{}", entry.reason);
+                }
+                other => panic!("{other:?}: fcntl is allowed by its command: {}", entry.reason),
+            }
         }
     }
 
