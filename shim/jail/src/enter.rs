@@ -2,6 +2,7 @@
 //! one, because the restrictions apply to the calling thread and those that it creates.
 
 use crate::mount_namespace::{self, MountNamespaceError};
+use crate::scope::{self, NetworkAccess};
 use crate::seccomp::{self, SeccompError};
 use crate::{Mode, Profile, VisiblePath, cgroup, sys};
 use nacelle_base::{Chain, Classify, FailureKind};
@@ -20,6 +21,10 @@ pub struct JailPlan {
     pub mount_point: PathBuf,
     /// The cgroup of the process, which is created if it is missing.
     pub cgroup: Option<PathBuf>,
+    /// The network namespace of the process.
+    pub network: NetworkAccess,
+    /// The process signals a process that it has started before: signals are not limited to its later children.
+    pub signals_earlier_children: bool,
     /// The limit of locked memory in bytes: what passed-through devices access of a VM's memory.
     pub locked_bytes: u64,
     /// The reaction to a system call that is not allowed.
@@ -42,6 +47,9 @@ pub enum JailError {
         /// The cause.
         source: io::Error,
     },
+    /// Landlock scopes could not be set up.
+    #[error("cannot limit the signals and abstract sockets of the pod process")]
+    Scope(#[from] landlock::RulesetError),
     /// A seccomp filter could not be installed.
     #[error("cannot install the seccomp filters of the pod process")]
     Seccomp(#[from] SeccompError),
@@ -67,8 +75,12 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
     {
         tracing::warn!(group = %group.display(), "the pod process stays in its cgroup: {}", Chain(&error));
     }
+    scope::enter_namespaces(&plan.network).map_err(step_failed("enter the namespaces"))?;
     mount_namespace::enter_new_root(plan.visible_paths, &plan.mount_point)?;
     set_limits(0, plan.locked_bytes)?;
+    if !plan.signals_earlier_children {
+        restrict_scope()?;
+    }
     // This comes last, because changing the capabilities may set the flag again.
     prctl::set_dumpable(false).map_err(|errno| step_failed("set the resource limits and privileges")(errno.into()))?;
     seccomp::install_process_filter(plan.seccomp, plan.profile)?;
@@ -79,7 +91,15 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
 /// its own already, starts no program and uses only open descriptors.
 pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
     set_limits(capabilities, 0)?;
+    restrict_scope()?;
     Ok(seccomp::install_single_thread_filter(seccomp)?)
+}
+
+fn restrict_scope() -> Result<(), JailError> {
+    if !scope::restrict_scope()? {
+        tracing::debug!("this kernel does not limit signals and abstract sockets by Landlock");
+    }
+    Ok(())
 }
 
 fn set_limits(capabilities: u64, locked_bytes: u64) -> Result<(), JailError> {

@@ -2,19 +2,23 @@
 //! `jail run_jailed_process PROFILE MODE DIRECTORY` enters the jail and executes commands from standard input. Needs root.
 #![allow(unsafe_code, reason = "system calls with forbidden arguments have no safe wrapper")]
 
-use nacelle_jail::{Access, JailPlan, Mode, Profile, ThreadKind, VisiblePath, cgroup};
+use landlock::{CompatLevel, Compatible, Ruleset, RulesetAttr, Scope};
+use nacelle_jail::{Access, JailPlan, Mode, NetworkAccess, Profile, ThreadKind, VisiblePath, cgroup};
 use nix::libc;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio};
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 5] = [
+const TESTS: [Test; 6] = [
+    ("a_prisoner_reaches_no_process_of_the_node", no_process_of_the_node),
     ("a_prisoner_has_nothing_but_its_places", nothing_but_its_places),
     ("a_prisoner_has_no_rights", no_rights),
     ("every_thread_is_filtered", every_thread_is_filtered),
@@ -85,6 +89,8 @@ fn run_jailed_process(profile: &str, mode: &str, directory: &Path) -> ExitCode {
         visible_paths,
         mount_point: directory.join("run"),
         cgroup: Some(group),
+        network: NetworkAccess::None,
+        signals_earlier_children: false,
         locked_bytes: 0,
         seccomp,
         profile,
@@ -122,6 +128,14 @@ fn run_jailed_process(profile: &str, mode: &str, directory: &Path) -> ExitCode {
                 Command::new(rest).output().map(|output| format!("{:?}", output.status.code())).map_err(|e| e.kind())
             }
             "thread" => Ok(perform_on(rest)),
+            "abstract" => SocketAddr::from_abstract_name(rest)
+                .and_then(|address| UnixStream::connect_addr(&address))
+                .map(|_connected| String::new())
+                .map_err(|error| error.kind()),
+            "signal-child" => {
+                let mut child = Command::new(rest).arg("60").spawn().unwrap();
+                child.kill().and_then(|()| child.wait()).map(|status| format!("{status}")).map_err(|error| error.kind())
+            }
             _ => Ok(perform(verb)),
         };
         println!("{answer:?}");
@@ -324,6 +338,29 @@ fn no_rights() {
     for directory in directories.iter().filter(|directory| directory.exists()) {
         let members = fs::read_to_string(directory.join("cgroup.procs")).unwrap();
         assert_eq!(members.trim(), jail.child.id().to_string(), "{}", directory.display());
+    }
+    assert!(jail.end().success());
+}
+
+fn no_process_of_the_node() {
+    let name = format!("nacelle-jail-{}", std::process::id());
+    let _listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+    for profile in ["in-process", "spawns"] {
+        let mut jail = Jail::new(profile, "kill");
+        for namespace in ["net", "ipc", "uts", "cgroup", "mnt"] {
+            let of = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/{namespace}")).unwrap();
+            assert_ne!(of(jail.child.id()), of(std::process::id()), "{profile} {namespace}");
+        }
+        assert_eq!(jail.request(&format!("abstract {name}")).unwrap(), "Err(ConnectionRefused)", "{profile}");
+        assert!(jail.end().success());
+    }
+    // A process that starts programs may signal these, and no others.
+    let mut jail = Jail::new("spawns", "kill");
+    assert_eq!(jail.request("signal-child /usr/bin/sleep").unwrap(), r#"Ok("signal: 9 (SIGKILL)")"#);
+    let scoped = Ruleset::default().set_compatibility(CompatLevel::HardRequirement).scope(Scope::Signal);
+    match jail.request("signal-other").unwrap() {
+        answer if answer.contains("EPERM") => {}
+        answer => assert!(scoped.is_err(), "this kernel has Landlock scopes: {answer}"),
     }
     assert!(jail.end().success());
 }

@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
-use nacelle_jail::{Access, JailPlan, Profile, VisiblePath};
+use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, VisiblePath};
 use std::path::{Path, PathBuf};
 
 /// What programs need to start: the directories of programs and libraries. Names that do not exist on the node are skipped.
@@ -51,6 +51,9 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
             visible_paths: paths,
             mount_point: dir.to_owned(),
             cgroup: jail.cgroup.as_deref().map(crate::host::process_group),
+            network: NetworkAccess::Node,
+            // The agent.
+            signals_earlier_children: true,
             locked_bytes: 0,
             seccomp: jail.seccomp,
             profile: Profile::StartsPrograms,
@@ -97,9 +100,21 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
         visible_paths: paths,
         mount_point: dir.to_owned(),
         cgroup: jail.cgroup.clone(),
+        network: network_access(spec),
+        signals_earlier_children: false,
         locked_bytes,
         seccomp: jail.seccomp,
         profile: if qemu.is_some() { Profile::StartsPrograms } else { Profile::InProcess },
+    }
+}
+
+/// Returns the network namespace of the process. The taps are open already.
+fn network_access(spec: &PodSpec) -> NetworkAccess {
+    match (&spec.engine, &spec.network) {
+        // The keeper connects to ports of the guest at the pod's address.
+        (EngineSpec::Keeper { .. }, _) => NetworkAccess::Node,
+        (_, Some(network)) => NetworkAccess::Join(network.netns.clone()),
+        (_, None) => NetworkAccess::None,
     }
 }
 

@@ -1,0 +1,43 @@
+//! Separates the process from the other processes of the node: namespaces without any of them, and Landlock scopes, by which signals and
+//! abstract sockets do not leave the process and its children. Only the first thread may call it, while it is the only one.
+
+use landlock::{RestrictionStatus, Ruleset, RulesetAttr, RulesetError, RulesetStatus, Scope};
+use nacelle_base::retry::retry_interrupted;
+use nix::fcntl::{OFlag, open};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::stat::Mode;
+use std::io;
+use std::path::PathBuf;
+
+/// The network namespace of the process. Abstract sockets belong to it as well as addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NetworkAccess {
+    /// The namespace at this path: that of the pod, in which no other process runs.
+    Join(PathBuf),
+    /// A new namespace without interfaces.
+    None,
+    /// The namespace of the node.
+    Node,
+}
+
+/// Enters the namespaces. IPC, UTS and cgroup namespaces are new.
+pub(crate) fn enter_namespaces(network: &NetworkAccess) -> io::Result<()> {
+    let mut new = CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP;
+    match network {
+        NetworkAccess::Node => {}
+        NetworkAccess::None => new |= CloneFlags::CLONE_NEWNET,
+        NetworkAccess::Join(path) => {
+            let namespace = retry_interrupted(|| open(path, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()))?;
+            setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        }
+    }
+    Ok(unshare(new)?)
+}
+
+/// Scopes signals and abstract sockets to the process and its children. Returns whether the kernel enforces both: Linux does from 6.12,
+/// with Landlock enabled.
+pub(crate) fn restrict_scope() -> Result<bool, RulesetError> {
+    let ruleset = Ruleset::default().scope(Scope::AbstractUnixSocket | Scope::Signal)?;
+    let RestrictionStatus { ruleset, .. } = ruleset.create()?.restrict_self()?;
+    Ok(ruleset == RulesetStatus::FullyEnforced)
+}
