@@ -160,8 +160,8 @@ fn run(
     let FileServerChannels { file_requests, copied_in } = channels;
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let set_up = "bind the file-server process to the pod process";
-    // The kernel clears this signal when the process first acts as another user; from then on it notices the parent's end
-    // by its streams.
+    // The kernel clears this signal when the process first acts as another user, and does not deliver it from a pod process whose signals
+    // Landlock limits; the process then notices the parent's end by its streams.
     prctl::set_pdeathsig(Signal::SIGKILL).map_err(step(set_up))?;
     prctl::set_name(c"nacelle-fs").map_err(step(set_up))?;
     if let Err(error) = set_command_line() {
@@ -218,7 +218,9 @@ fn set_command_line() -> io::Result<()> {
 fn build_root(scaffold: &Path) -> nix::Result<OwnedFd> {
     let none = None::<&str>;
     let mode = FileMode::from_bits_truncate(0o755);
-    unshare(CloneFlags::CLONE_NEWNS)?;
+    // It keeps the network namespace: it may not create sockets.
+    let namespaces = CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP;
+    unshare(CloneFlags::CLONE_NEWNS | namespaces)?;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(Some("nacelle"), scaffold, Some("tmpfs"), flags, Some("mode=0755,size=1m,nr_inodes=64k"))?;

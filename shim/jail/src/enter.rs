@@ -78,9 +78,7 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
     scope::enter_namespaces(&plan.network).map_err(step_failed("enter the namespaces"))?;
     mount_namespace::enter_new_root(plan.visible_paths, &plan.mount_point)?;
     set_limits(0, plan.locked_bytes)?;
-    if !plan.signals_earlier_children {
-        restrict_scope()?;
-    }
+    restrict_scope(!plan.signals_earlier_children)?;
     // This comes last, because changing the capabilities may set the flag again.
     prctl::set_dumpable(false).map_err(|errno| step_failed("set the resource limits and privileges")(errno.into()))?;
     seccomp::install_process_filter(plan.seccomp, plan.profile)?;
@@ -91,13 +89,13 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
 /// its own already, starts no program and uses only open descriptors.
 pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
     set_limits(capabilities, 0)?;
-    restrict_scope()?;
+    restrict_scope(true)?;
     Ok(seccomp::install_single_thread_filter(seccomp)?)
 }
 
-fn restrict_scope() -> Result<(), JailError> {
-    if !scope::restrict_scope()? {
-        tracing::debug!("this kernel does not limit signals and abstract sockets by Landlock");
+fn restrict_scope(signals: bool) -> Result<(), JailError> {
+    if !scope::restrict_scope(signals)? {
+        tracing::warn!("this kernel does not limit signals and abstract sockets by Landlock (Linux 6.12 does)");
     }
     Ok(())
 }

@@ -34,10 +34,11 @@ pub(crate) fn enter_namespaces(network: &NetworkAccess) -> io::Result<()> {
     Ok(unshare(new)?)
 }
 
-/// Scopes signals and abstract sockets to the process and its children. Returns whether the kernel enforces both: Linux does from 6.12,
-/// with Landlock enabled.
-pub(crate) fn restrict_scope() -> Result<bool, RulesetError> {
-    let ruleset = Ruleset::default().scope(Scope::AbstractUnixSocket | Scope::Signal)?;
+/// Scopes abstract sockets, and signals if `signals` says so, to the process and its children. Returns whether the kernel enforces it:
+/// Linux does from 6.12, with Landlock enabled.
+pub(crate) fn restrict_scope(signals: bool) -> Result<bool, RulesetError> {
+    let scopes = if signals { Scope::AbstractUnixSocket | Scope::Signal } else { Scope::AbstractUnixSocket.into() };
+    let ruleset = Ruleset::default().scope(scopes)?;
     let RestrictionStatus { ruleset, .. } = ruleset.create()?.restrict_self()?;
     Ok(ruleset == RulesetStatus::FullyEnforced)
 }

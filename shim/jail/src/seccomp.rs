@@ -88,7 +88,8 @@ pub fn install_single_thread_filter(mode: Mode) -> Result<(), SeccompError> {
 const X32_SYSCALL_BIT: u32 = 0x4000_0000;
 
 /// Installs what every profile has beside its table, which the tables cannot express. x32 calls are forbidden: they have numbers of
-/// their own, so a table of forbidden calls does not contain them. clone3 returns ENOSYS.
+/// their own, so a table of forbidden calls does not contain them. clone3, whose arguments no filter can read, and io_uring, whose
+/// operations pass no filter, return ENOSYS: the C library and QEMU do without.
 fn install_guard_filter(mode: Mode) -> Result<(), SeccompError> {
     let Some(violation) = violation_action(mode) else { return Ok(()) };
     let kind = ThreadKind::Main;
@@ -104,11 +105,13 @@ fn guard_filter(violation: SeccompAction) -> BpfProgram {
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let instruction = |code, jt, jf, k| seccompiler::sock_filter { code, jt, jf, k };
     let number_offset = u32::try_from(std::mem::offset_of!(libc::seccomp_data, nr)).unwrap_or_default();
-    let clone3 = u32::try_from(libc::SYS_clone3).unwrap_or_default();
+    let number = |syscall: i64| u32::try_from(syscall).unwrap_or_default();
+    let (clone3, io_uring_setup) = (number(libc::SYS_clone3), number(libc::SYS_io_uring_setup));
     vec![
         instruction(LOAD, 0, 0, number_offset),
-        instruction(JUMP_IF_AT_LEAST, 2, 0, X32_SYSCALL_BIT),
-        instruction(JUMP_IF_EQUAL, 2, 0, clone3),
+        instruction(JUMP_IF_AT_LEAST, 3, 0, X32_SYSCALL_BIT),
+        instruction(JUMP_IF_EQUAL, 3, 0, clone3),
+        instruction(JUMP_IF_EQUAL, 2, 0, io_uring_setup),
         instruction(RETURN, 0, 0, SeccompAction::Allow.into()),
         instruction(RETURN, 0, 0, violation.into()),
         instruction(RETURN, 0, 0, SeccompAction::Errno(libc::ENOSYS.unsigned_abs()).into()),

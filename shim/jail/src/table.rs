@@ -65,6 +65,11 @@ const fn fcntl(commands: &'static [u64], reason: &'static str) -> SyscallRule {
     SyscallRule { syscall: c::SYS_fcntl, arguments: ArgumentRule::OneOf(1, commands), reason }
 }
 
+/// A call whose first argument is the pid of another process.
+const fn other_process(syscall: i64, reason: &'static str) -> SyscallRule {
+    SyscallRule { syscall, arguments: ArgumentRule::OtherProcess(0), reason }
+}
+
 /// clone with this flag.
 const fn clone_flag(flag: c::c_int, reason: &'static str) -> SyscallRule {
     SyscallRule { syscall: c::SYS_clone, arguments: ArgumentRule::Masked(0, flag as u64, flag as u64), reason }
@@ -294,8 +299,6 @@ const CREATE_VM: &[SyscallRule] = &[
     any_arguments(c::SYS_memfd_create, "guest memory that is shared"),
     fcntl(&[c::F_ADD_SEALS as u64, c::F_GET_SEALS as u64], "guest memory does not shrink"),
     any_arguments(c::SYS_fallocate, "release guest memory"),
-    any_arguments(c::SYS_mbind, "place guest memory on NUMA nodes"),
-    any_arguments(c::SYS_sched_setaffinity, "pin a vCPU"),
 ];
 
 /// Running one vCPU.
@@ -327,7 +330,6 @@ const VCPU: &[SyscallRule] = &[
     ioctl_number(0xaea6, "KVM_GET_XCRS: save the vCPU"),
     ioctl_number(0xaea7, "KVM_SET_XCRS: restore the vCPU"),
     ioctl_number(0xaecf, "KVM_GET_XSAVE2: save the vCPU"),
-    any_arguments(c::SYS_sched_setaffinity, "pin a vCPU"),
 ];
 
 /// Starting a virtqueue, which happens on the vCPU thread when the guest writes to a register.
@@ -456,6 +458,17 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
             any_arguments(c::SYS_process_vm_readv, "other processes"),
             any_arguments(c::SYS_process_vm_writev, "other processes"),
             any_arguments(c::SYS_pidfd_getfd, "other processes"),
+            any_arguments(c::SYS_tkill, "other processes"),
+            any_arguments(c::SYS_pidfd_send_signal, "other processes"),
+            any_arguments(c::SYS_process_madvise, "memory of other processes"),
+            any_arguments(c::SYS_process_mrelease, "memory of other processes"),
+            any_arguments(c::SYS_migrate_pages, "memory of other processes"),
+            any_arguments(c::SYS_move_pages, "memory of other processes"),
+            any_arguments(c::SYS_setpriority, "priorities of other processes"),
+            any_arguments(c::SYS_ioprio_set, "priorities of other processes"),
+            any_arguments(c::SYS_sched_setparam, "priorities of other processes"),
+            other_process(c::SYS_sched_setscheduler, "priorities of other processes"),
+            other_process(c::SYS_sched_setattr, "priorities of other processes"),
             any_arguments(c::SYS_rt_sigqueueinfo, "signals with any contents to other processes"),
             any_arguments(c::SYS_rt_tgsigqueueinfo, "signals with any contents to other processes"),
             fcntl(SIGNAL_RECEIVER, "signals to other processes"),
@@ -464,10 +477,11 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
                 arguments: ArgumentRule::OneOf(1, SOCKET_SIGNAL_RECEIVER),
                 reason: "signals to other processes",
             },
+            other_process(c::SYS_prlimit64, "limits of other processes"),
             SyscallRule {
-                syscall: c::SYS_prlimit64,
-                arguments: ArgumentRule::OtherProcess(0),
-                reason: "limits of other processes",
+                syscall: c::SYS_socket,
+                arguments: ArgumentRule::OneOf(0, &[c::AF_VSOCK as u64, c::AF_ALG as u64]),
+                reason: "the hypervisor and other guests of the node; the kernel's ciphers",
             },
             any_arguments(c::SYS_kcmp, "other processes"),
             any_arguments(c::SYS_bpf, "programs in the kernel"),
@@ -515,10 +529,9 @@ pub fn forbidden_when_single_threaded() -> &'static [SyscallRule] {
             any_arguments(c::SYS_clone, "processes and threads"),
             any_arguments(c::SYS_clone3, "processes and threads"),
             any_arguments(c::SYS_kill, "other processes"),
-            any_arguments(c::SYS_tkill, "other processes"),
+            any_arguments(c::SYS_sched_setaffinity, "CPUs of other processes"),
             SyscallRule { syscall: c::SYS_tgkill, arguments: ArgumentRule::OtherPid(0), reason: "other processes" },
             any_arguments(c::SYS_pidfd_open, "other processes"),
-            any_arguments(c::SYS_pidfd_send_signal, "other processes"),
             any_arguments(c::SYS_socket, "networks"),
             any_arguments(c::SYS_socketpair, "networks"),
             any_arguments(c::SYS_connect, "networks, and sockets that lie on a volume"),

@@ -169,6 +169,12 @@ fn perform(what: &str) -> String {
         "user-namespace" => raw_call([libc::SYS_clone, libc::CLONE_NEWUSER.into(), 0, 0]),
         "clone3" => raw_call([libc::SYS_clone3, 0, 0, 0]),
         "x32" => raw_call([0x4000_0000 | libc::SYS_getpid, 0, 0, 0]),
+        "io-uring" => raw_call([libc::SYS_io_uring_setup, 1, 0, 0]),
+        "vsock" => raw_call([libc::SYS_socket, libc::AF_VSOCK.into(), libc::SOCK_STREAM.into(), 0]),
+        "tkill" => raw_call([libc::SYS_tkill, 1, 0, 0]),
+        "priority-of-others" => raw_call([libc::SYS_setpriority, 0, 1, 0]),
+        "scheduler-of-others" => raw_call([libc::SYS_sched_setattr, 1, 0, 0]),
+        "affinity-of-others" => raw_call([libc::SYS_sched_setaffinity, 1, 0, 0]),
         "queued-signal" => raw_call([libc::SYS_rt_sigqueueinfo, 1, 0, 0]),
         "spawn" => {
             std::thread::Builder::new().spawn(|| ()).map(|t| t.join().unwrap()).map_err(|error| error.to_string())
@@ -397,12 +403,20 @@ fn what_is_forbidden_kills() {
         for what in ["signal-receiver", "signal-number", "limits-of-others", "user-namespace", "x32", "queued-signal"] {
             kills(profile, what);
         }
-        kills(profile, "socket-signal-receiver");
+        for what in ["socket-signal-receiver", "tkill", "priority-of-others", "scheduler-of-others", "vsock"] {
+            kills(profile, what);
+        }
         let mut jail = Jail::new(profile, "kill");
         assert!(jail.request("clone3").unwrap().contains("ENOSYS"));
+        if profile == "spawns" {
+            assert!(jail.request("io-uring").unwrap().contains("ENOSYS"));
+        }
         assert!(jail.request("own-limits").unwrap().contains("Ok("));
         assert!(jail.end().success());
     }
+    kills("in-process", "io-uring");
+    // The keeper pins the vCPUs of its QEMU.
+    kills("in-process", "affinity-of-others");
     kills("spawns", "unshare");
     kills("spawns", "thread Queue open");
     // Allowed actions do not kill.
