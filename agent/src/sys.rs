@@ -31,13 +31,14 @@ pub const MAX_ENTROPY: usize = 512;
 /// Adds bytes to the kernel's random pool, counts them as random, and draws a new key for the generator from the pool
 /// at once: one that was copied with a snapshot would give the same numbers in each copy for up to a minute.
 pub fn add_entropy(random: impl AsFd, bytes: &[u8]) -> io::Result<()> {
+    /// `struct rand_pool_info` of `RNDADDENTROPY` (random(4)).
     #[repr(C)]
-    struct PoolInfo {
+    struct RandPoolInfo {
         bits: c_int,
         size: c_int,
         bytes: [u8; MAX_ENTROPY],
     }
-    let mut info = PoolInfo { bits: 0, size: 0, bytes: [0; MAX_ENTROPY] };
+    let mut info = RandPoolInfo { bits: 0, size: 0, bytes: [0; MAX_ENTROPY] };
     for (to, from) in info.bytes.iter_mut().zip(bytes) {
         *to = *from;
         info.size += 1;

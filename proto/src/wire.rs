@@ -46,7 +46,7 @@ pub struct Shape {
 /// The memory of a field.
 #[derive(Debug)]
 pub enum Field {
-    /// A number in the message itself.
+    /// A number, which takes no memory beyond the Rust type of its message.
     Scalar,
     /// A list of numbers.
     Scalars,

@@ -190,7 +190,7 @@ fn prepare(options: &RunOptions) -> anyhow::Result<PreparedRun> {
             program: bundle.pod,
             kernel: bundle.kernel,
             initrd: bundle.agent,
-            image: bundle.image,
+            image: bundle.container_image,
             scratch,
             run: run.path.clone(),
         },
@@ -241,7 +241,8 @@ struct Bundle {
     kernel: PathBuf,
     agent: PathBuf,
     guest: PathBuf,
-    image: PathBuf,
+    /// The EROFS image of the container in the measured pods.
+    container_image: PathBuf,
     scratch: PathBuf,
 }
 
@@ -264,7 +265,7 @@ impl Bundle {
             kernel: find_file("vmlinux")?,
             agent: find_file("agent.cpio")?,
             guest: find_file("guest.cpio")?,
-            image: find_file("image.erofs")?,
+            container_image: find_file("image.erofs")?,
             scratch: find_file("scratch")?,
             directory,
         })

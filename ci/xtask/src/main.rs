@@ -20,6 +20,7 @@ use std::process::ExitCode;
 /// A broken rule: where, and what is wrong there.
 struct Finding {
     place: String,
+    /// What is wrong there.
     rule: String,
 }
 

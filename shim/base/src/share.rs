@@ -29,11 +29,11 @@ pub const SHARE_VIRTQUEUE: u32 = u32::MAX;
 /// In place of a request's length: ends the sharing of the virtqueue. The reply, in place of a reply's length, is the next
 /// index of the available ring; all requests before it are completed.
 pub const UNSHARE_VIRTQUEUE: u32 = u32::MAX - 1;
-/// In place of a request's length, on the first stream of a share that serves a part of the volumes: selects the part and
-/// resets the state of the share. As many bytes as the second number says follow and are the part's name ([`volume_name`]). The
+/// In place of a request's length, on the first stream of a share of one volume: selects the volume and
+/// resets the state of the share. As many bytes as the second number says follow and are the volume's name ([`volume_name`]). The
 /// reply, in place of a reply's length, is 0 or an error number (errno(3)).
 pub const SELECT_VOLUME: u32 = u32::MAX - 2;
-/// The maximum length of a part's name in bytes.
+/// The maximum length of a volume's name ([`volume_name`]) in bytes.
 pub const MAX_VOLUME_NAME: usize = 256;
 
 /// Returns the name of the n-th volume of a container.

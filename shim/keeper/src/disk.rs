@@ -107,7 +107,7 @@ pub fn prepare_disk(
             create_empty_disk(&disk.name, &path, *bytes)?;
             DiskFiles::Qcow2(path)
         }
-        DiskSource::Device { path } => open_device(disk, path, handed_over.remove(&disk.name))?,
+        DiskSource::Device { path } => lock_device(disk, path, handed_over.remove(&disk.name))?,
         DiskSource::Files(files) => DiskFiles::Memory(create_memory_file(&seed::files_disk(files)?)?),
         DiskSource::CloudInit(data) => DiskFiles::Memory(create_memory_file(&seed::cloud_init_disk(data, network)?)?),
     };
@@ -184,7 +184,8 @@ fn reuse_overlay(disk: &Disk, keep: &Path, image: &str, base: (BackingRange, u64
     Ok(files)
 }
 
-fn open_device(disk: &Disk, path: &str, file: Option<File>) -> Result<DiskFiles, KeeperError> {
+/// Checks and locks the file or block device that the daemon handed over for a disk.
+fn lock_device(disk: &Disk, path: &str, file: Option<File>) -> Result<DiskFiles, KeeperError> {
     let invalid = |rule| KeeperError::Disk { name: disk.name.clone(), rule };
     let file = file.ok_or_else(|| invalid("the daemon did not hand it over"))?;
     let kind = file.metadata().map_err(KeeperError::file("inspect", Path::new(path)))?.file_type();

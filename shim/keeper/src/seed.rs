@@ -17,8 +17,8 @@ const SPARE_BYTES: usize = 256 << 10;
 const MIN_SIZE: usize = 512 << 10;
 /// The length of a label in bytes.
 const LABEL_LENGTH: usize = 11;
-/// The largest cluster of a file system of this size, in bytes.
-const CLUSTER: usize = 4096;
+/// The largest cluster, in bytes, of the FAT file systems that this module builds.
+const MAX_CLUSTER: usize = 4096;
 /// The size of a directory entry in bytes.
 const DIRECTORY_ENTRY: usize = 32;
 /// The characters of a long name per entry; each name has one further entry.
@@ -83,14 +83,14 @@ fn config_drive_files(data: &CloudInit, network: &BootConfig) -> SeedFiles {
 }
 
 fn build_fat(label: [u8; LABEL_LENGTH], files: &[(&str, &[u8])]) -> std::io::Result<Vec<u8>> {
-    let bytes: usize = files.iter().map(|(_, bytes)| bytes.len().next_multiple_of(CLUSTER)).sum();
+    let bytes: usize = files.iter().map(|(_, bytes)| bytes.len().next_multiple_of(MAX_CLUSTER)).sum();
     let parts =
         files.iter().map(|(path, _)| path.split('/').map(|part| part.len() / CHARACTERS_PER_ENTRY + 2).sum::<usize>());
-    let entries = (parts.sum::<usize>() + 1).max(512).next_multiple_of(CLUSTER / DIRECTORY_ENTRY);
+    let entries = (parts.sum::<usize>() + 1).max(512).next_multiple_of(MAX_CLUSTER / DIRECTORY_ENTRY);
     // In subdirectories, each directory starts a cluster of its own.
     let directories: usize = files.iter().map(|(path, _)| path.matches('/').count()).sum();
-    let needed = bytes + entries * DIRECTORY_ENTRY * 2 + directories * CLUSTER;
-    let size = (needed + SPARE_BYTES).max(MIN_SIZE).next_multiple_of(CLUSTER);
+    let needed = bytes + entries * DIRECTORY_ENTRY * 2 + directories * MAX_CLUSTER;
+    let size = (needed + SPARE_BYTES).max(MIN_SIZE).next_multiple_of(MAX_CLUSTER);
     let mut disk = Cursor::new(vec![0; size]);
     let options = fatfs::FormatVolumeOptions::new().volume_label(label);
     let options = options.max_root_dir_entries(u16::try_from(entries).map_err(std::io::Error::other)?);

@@ -369,7 +369,7 @@ pub enum Cache {
 pub enum DiskSource {
     /// A disk in an image. Writes are discarded with the VM; those of a persistent VM are kept as long as the image stays the same.
     Image {
-        /// The image.
+        /// The id of the image.
         image: String,
         /// The file that contains the disk.
         file: PathBuf,

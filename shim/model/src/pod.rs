@@ -104,7 +104,7 @@ pub enum PodKind {
 }
 
 impl Default for PodKind {
-    /// Returns containers in a VM without requests of their own.
+    /// Returns a pod of containers whose annotations request nothing of the VM.
     fn default() -> PodKind {
         PodKind::Containers { shape: VmShape::default() }
     }

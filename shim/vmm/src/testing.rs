@@ -84,8 +84,8 @@ impl Driver {
         self.memory.store(index, GuestAddress(self.base + AVAILABLE + 2), Ordering::Release).unwrap();
     }
 
-    /// Requests an interrupt after each buffer (with event indexes).
-    pub fn want_interrupt(&self) {
+    /// Requests an interrupt for the next buffer that the device returns (with event indexes).
+    pub fn want_next_interrupt(&self) {
         let at = self.base + AVAILABLE + 4 + 2 * u64::from(self.size);
         self.memory.store(self.taken, GuestAddress(at), Ordering::SeqCst).unwrap();
     }

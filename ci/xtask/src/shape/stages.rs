@@ -8,6 +8,8 @@ use std::error::Error;
 use std::fs;
 use std::path::Path;
 
+/// Lists the types that describe a device, a mount or resources between the CRI request and the OCI specification, in the order in which
+/// data passes through them.
 const STAGES_FILE: &str = "ci/stages.tsv";
 const CONCEPTS: [&str; 3] = ["device", "mount", "resources"];
 /// A concept for types that are no stage.

@@ -122,7 +122,7 @@ impl ViewState {
         self.ancestors(node).into_iter().filter_map(|id| self.nodes.get(&id)).flat_map(|node| &node.views)
     }
 
-    /// Returns the views of the directories only.
+    /// Returns all views of the directories above a node, without those of the node itself.
     pub fn views_of_ancestors(&self, node: NodeId) -> impl Iterator<Item = &View> {
         self.ancestors(node).into_iter().skip(1).filter_map(|id| self.nodes.get(&id)).flat_map(|node| &node.views)
     }

@@ -100,7 +100,7 @@ pub fn requests_without_a_waiter_are_completed_and_notified() {
     for requests in [&[alone][..], &[with, other]] {
         let Queue { driver, kick, call } = &mut machine.queues[1];
         let _ = call.read(); // drains earlier interrupts
-        driver.want_interrupt();
+        driver.want_next_interrupt();
         for (number, request) in (0..).step_by(2).zip(requests) {
             machine.memory.write_slice(request, GuestAddress(place(number))).unwrap();
             driver.submit(&[(place(number), request.len() as u32, false), (place(number + 1), 200, true)]);

@@ -81,7 +81,7 @@ impl VmBuilder {
         let keyboard = KeyboardController::new(move || ended.request_end(VmExit::Reset));
         ports.insert(legacy::I8042, legacy::I8042_PORTS, Arc::new(keyboard));
         let ignored_writes =
-            EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(|source| Error::Make { what: "an eventfd", source })?;
+            EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(|source| Error::Create { what: "an eventfd", source })?;
         let mut windows = DeviceBus::default();
         windows.insert(layout::GENERATION_ID.0, layout::WINDOW_SIZE, Arc::new(GenerationId::new()?));
         Ok(VmBuilder {

@@ -89,9 +89,9 @@ pub enum Error {
         /// The cause.
         source: crate::StartError,
     },
-    /// An eventfd or a thread cannot be created.
+    /// A resource of the process cannot be created: an eventfd, an interrupt, a thread, a signal handler, a generation id.
     #[error("cannot create {what}")]
-    Make {
+    Create {
         /// The object to create.
         what: &'static str,
         /// The cause.
@@ -158,7 +158,7 @@ impl Classify for Error {
             Error::Version { .. } | Error::Missing { .. } | Error::Processor { .. } => FailureKind::Unsupported,
             Error::Memory { source, .. } => source.kind(),
             Error::Load { source, .. } => source.kind(),
-            Error::Devices { .. } | Error::Make { .. } => FailureKind::Exhausted,
+            Error::Devices { .. } | Error::Create { .. } => FailureKind::Exhausted,
             Error::Restore { source, .. } => source.kind(),
             Error::Resume { source, .. } => source.kind(),
             Error::Attach { .. } => FailureKind::Internal,

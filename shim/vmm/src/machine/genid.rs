@@ -14,7 +14,7 @@ impl GenerationId {
     /// Generates a random id.
     pub fn new() -> Result<GenerationId, Error> {
         let mut id = [0; BYTES];
-        nacelle_base::random::fill(&mut id).map_err(|source| Error::Make { what: "a generation id", source })?;
+        nacelle_base::random::fill(&mut id).map_err(|source| Error::Create { what: "a generation id", source })?;
         Ok(GenerationId(id))
     }
 }

@@ -64,7 +64,7 @@ pub enum KernelError {
     Cmdline {
         /// The length in bytes, with the closing zero.
         got: usize,
-        /// The maximum in bytes.
+        /// The maximum length of the command line in bytes, with the closing zero.
         max: usize,
     },
     /// A fixed table cannot be written to guest memory.

@@ -88,7 +88,7 @@ pub(super) struct SerialPort(Mutex<Serial<IrqTrigger, NoEvents, SerialOutput>>);
 impl SerialPort {
     /// Returns the port and the eventfd of its interrupt.
     pub fn new(console: SerialSink) -> Result<(SerialPort, EventFd), Error> {
-        let make = |source| Error::Make { what: "an interrupt for the serial port", source };
+        let make = |source| Error::Create { what: "an interrupt for the serial port", source };
         let line = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map_err(make)?;
         let ours = line.try_clone().map_err(make)?;
         Ok((SerialPort(Mutex::new(Serial::new(IrqTrigger(ours), SerialOutput(console)))), line))

@@ -194,7 +194,7 @@ extern "C" fn ignore_signal(_signal: libc::c_int, _info: *mut libc::siginfo_t, _
 /// Installs a handler for the signal that only interrupts a vCPU. Affects the whole process; may be repeated.
 pub(super) fn install_signal_handler() -> Result<(), Error> {
     register_signal_handler(signal(), ignore_signal)
-        .map_err(|error| Error::Make { what: "a signal handler", source: error.into() })
+        .map_err(|error| Error::Create { what: "a signal handler", source: error.into() })
 }
 
 /// The data of a vCPU's thread.
@@ -220,7 +220,7 @@ impl Vcpu {
             self.run();
             drop(guard);
         })
-        .map_err(|source| Error::Make { what: "a vCPU thread", source })?;
+        .map_err(|source| Error::Create { what: "a vCPU thread", source })?;
         // No message is ever sent: the receiver returns when the thread has dropped the sender, after its registration or its death.
         let _ = registration.recv();
         Ok(thread)

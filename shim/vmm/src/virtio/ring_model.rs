@@ -82,7 +82,7 @@ proptest! {
                 }
                 7 => prop_assert_eq!(driver.take_used(), used.pop_front()),
                 8 => {
-                    driver.want_interrupt();
+                    driver.want_next_interrupt();
                     event = driver.taken();
                     ring.disable_kicks();
                     prop_assert_eq!(ring.enable_kicks(), !waiting.is_empty());

@@ -67,7 +67,7 @@ impl Queue {
             if let Some(used) = self.driver.take_used() {
                 return used;
             }
-            self.driver.want_interrupt();
+            self.driver.want_next_interrupt();
             if let Some(used) = self.driver.take_used() {
                 return used;
             }

@@ -161,7 +161,7 @@ impl NetGuest {
             if let Some(used) = self.queues[index].take_used() {
                 return Some(used);
             }
-            self.queues[index].want_interrupt();
+            self.queues[index].want_next_interrupt();
             if let Some(used) = self.queues[index].take_used() {
                 return Some(used);
             }

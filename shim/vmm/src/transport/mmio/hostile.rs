@@ -45,7 +45,7 @@ fn a_disk_is_read_and_written_and_grows() {
     assert_eq!(guest.wait_used(0).1, 1);
     assert_eq!(guest.wait_interrupt(), 1);
     guest.memory.write_slice(&[0; 512], GuestAddress(BUFFERS + 512)).unwrap();
-    guest.queues[0].want_interrupt();
+    guest.queues[0].want_next_interrupt();
     submit(&mut guest.queues[0], BUFFERS, 0, 5);
     guest.kick(0);
     assert_eq!(guest.wait_used(0).1, 513);
@@ -405,7 +405,7 @@ fn a_restored_guest_first_receives_the_transport_reset() {
     // A packet of the guest on its lost connection is answered, but only after the guest has seen the transport reset.
     send(&mut guest, Op::CREDIT_REQUEST, 77, 1024);
     assert_eq!(guest.queues[RX].take_used(), None);
-    guest.queues[EVENT].want_interrupt();
+    guest.queues[EVENT].want_next_interrupt();
     guest.queues[EVENT].submit(&[(NEWS, 4, true)]);
     guest.kick(EVENT);
     let seen = [receive(&mut guest), receive(&mut guest)];

@@ -19,7 +19,7 @@ pub struct TransportState {
     /// The configuration space has changed since the driver read it, and the driver has not been notified.
     #[serde(rename = "config_untold")]
     pub config_change_pending: bool,
-    /// The non-zero pages of the memory that the device shares with its driver.
+    /// The non-zero pages of the device's shared memory region (VIRTIO 1.2, section 2.10).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shared: Vec<SharedPage>,
     /// The state of the device itself.

@@ -12,9 +12,9 @@ const CAPACITY_STEP: u64 = 1 << 20;
 /// The maximum capacity of a slot in bytes.
 pub(super) const MAX_CAPACITY: u64 = 1 << 60;
 
-/// An extent of an open file.
+/// A range of an open file, which holds the bytes of a part of the slot's disk.
 #[derive(Clone, Debug)]
-pub(super) struct PlacedFile {
+pub(super) struct FileRange {
     pub file: Arc<File>,
     pub offset: u64,
     pub length: u64,
@@ -34,7 +34,7 @@ pub(super) struct WriteState {
 #[derive(Clone, Debug)]
 struct PlacedExtent {
     start: u64,
-    source: PlacedFile,
+    source: FileRange,
     /// The position of the image that this extent belongs to.
     image: u64,
 }
@@ -49,7 +49,7 @@ impl PlacedExtent {
 #[derive(Debug)]
 pub(super) enum SlotContent<'t> {
     /// A source, the offset in its file, and the number of bytes.
-    File(&'t PlacedFile, u64, u64),
+    File(&'t FileRange, u64, u64),
     /// The number of zero bytes.
     Hole(u64),
 }
@@ -69,7 +69,7 @@ impl ExtentMap {
 
     /// Returns the table with an image placed at `at`, or the existing range that it would overlap. The caller must have
     /// checked that all numbers are aligned and the image ends before [`MAX_CAPACITY`].
-    pub(super) fn with(&self, at: u64, sources: Vec<PlacedFile>) -> Result<ExtentMap, Range<u64>> {
+    pub(super) fn with(&self, at: u64, sources: Vec<FileRange>) -> Result<ExtentMap, Range<u64>> {
         let end = sources.iter().fold(at, |end, source| end.saturating_add(source.length));
         if let Some(other) = self.images().find(|other| other.start < end && at < other.end) {
             return Err(other);
@@ -94,7 +94,7 @@ impl ExtentMap {
     }
 
     /// Returns the table with this source in place of the image at `at`, if there is one.
-    pub(super) fn replaced(&self, at: u64, source: PlacedFile) -> Result<ExtentMap, Range<u64>> {
+    pub(super) fn replaced(&self, at: u64, source: FileRange) -> Result<ExtentMap, Range<u64>> {
         match self.without(at) {
             Some(extents) => extents.with(at, vec![source]),
             None => self.with(at, vec![source]),
@@ -102,12 +102,12 @@ impl ExtentMap {
     }
 
     /// Returns the first source of the image at `at`.
-    pub(super) fn source(&self, at: u64) -> Option<&PlacedFile> {
+    pub(super) fn source(&self, at: u64) -> Option<&FileRange> {
         self.placed.iter().find(|placed| placed.image == at).map(|placed| &placed.source)
     }
 
     /// Returns the sources of all images.
-    pub(super) fn sources(&self) -> impl Iterator<Item = &PlacedFile> {
+    pub(super) fn sources(&self) -> impl Iterator<Item = &FileRange> {
         self.placed.iter().map(|placed| &placed.source)
     }
 
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_placed_file_can_be_replaced_by_a_longer_one() {
-        let source = |length: u64| PlacedFile {
+        let source = |length: u64| FileRange {
             file: Arc::new(File::open("/dev/null").unwrap()),
             offset: 0,
             length: length * SECTOR,
@@ -196,7 +196,7 @@ mod tests {
                     extents = without.unwrap_or(extents);
                     model.iter_mut().filter(|here| here.is_some_and(|(image, _)| image == at)).for_each(|here| *here = None);
                 } else {
-                    let sources = parts.iter().map(|(offset, length)| PlacedFile {
+                    let sources = parts.iter().map(|(offset, length)| FileRange {
                         file: file.clone(),
                         offset: offset * SECTOR,
                         length: length * SECTOR,

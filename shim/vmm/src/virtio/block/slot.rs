@@ -2,7 +2,7 @@
 //! `changing`, during its file operations; `state` is held only briefly and never during I/O. Lock order: `changing`, then `state`.
 
 use super::device::SlotDevice;
-use super::extent_map::{ExtentMap, MAX_CAPACITY, PlacedFile, WriteState};
+use super::extent_map::{ExtentMap, FileRange, MAX_CAPACITY, WriteState};
 use super::{BlockError, BlockMetrics, SECTOR};
 use crate::virtio::{Device, Interrupt};
 use nacelle_base::machine::{Extent, ImageDisk};
@@ -203,7 +203,7 @@ impl Slot {
         }
         let earlier_writes = extents.source(at).and_then(|source| source.writes.clone());
         let writes = writable.then(|| earlier_writes.unwrap_or_else(|| Arc::new(WriteState::default())));
-        let source = PlacedFile { file: Arc::new(file), offset: 0, length, writes };
+        let source = FileRange { file: Arc::new(file), offset: 0, length, writes };
         let extents = extents.replaced(at, source).map_err(|other| BlockError::Overlap {
             at,
             length,
@@ -287,7 +287,7 @@ fn file_length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
     file.seek(SeekFrom::End(0)).map_err(|source| BlockError::Open { path: path.to_owned(), source })
 }
 
-fn open_extent(extent: &Extent) -> Result<PlacedFile, BlockError> {
+fn open_extent(extent: &Extent) -> Result<FileRange, BlockError> {
     let path = &extent.path;
     let file = File::open(path).map_err(|source| BlockError::Open { path: path.clone(), source })?;
     let length = file_length(&file, path)?;
@@ -296,7 +296,7 @@ fn open_extent(extent: &Extent) -> Result<PlacedFile, BlockError> {
     if length < needed {
         return Err(BlockError::TooShort { path: path.clone(), length, needed });
     }
-    Ok(PlacedFile { file: Arc::new(file), offset: extent.offset, length: extent.length, writes: None })
+    Ok(FileRange { file: Arc::new(file), offset: extent.offset, length: extent.length, writes: None })
 }
 
 fn extend_file(file: &File, path: &Path, needed: u64) -> Result<(), BlockError> {

@@ -4,7 +4,7 @@
 
 use super::SECTOR;
 use super::device::{MAX_DISCARD_SECTORS, MAX_RANGES, MAX_ZEROES_SECTORS};
-use super::extent_map::{ExtentMap, PlacedFile, SlotContent};
+use super::extent_map::{ExtentMap, FileRange, SlotContent};
 use super::slot::{SERIAL, SlotInner, SlotView};
 use crate::virtio::Memory;
 use crate::virtio::buffers::{ChainError, MemoryRanges, RequestBuffers};
@@ -267,7 +267,7 @@ fn write_targets(view: &SlotView, mut at: u64, length: u64) -> Result<Vec<WriteT
     let (mut found, mut left) = (Vec::with_capacity(1), length);
     while left > 0 {
         // A hole is not writable.
-        let SlotContent::File(PlacedFile { file, writes: Some(writes), .. }, offset, file_length) =
+        let SlotContent::File(FileRange { file, writes: Some(writes), .. }, offset, file_length) =
             extents.content_at(at)
         else {
             return Err(RequestFailure::ReadOnly);
@@ -451,7 +451,7 @@ mod tests {
 
     #[test]
     fn lost_writes_fail_every_flush_until_the_volume_is_removed() {
-        let source = |path: &str| PlacedFile {
+        let source = |path: &str| FileRange {
             file: Arc::new(File::options().read(true).write(true).open(path).unwrap()),
             offset: 0,
             length: SECTOR,
