@@ -7,6 +7,7 @@
 
 mod certificate;
 pub mod manifests;
+mod peers;
 mod review;
 mod server;
 mod verdict;

@@ -2,6 +2,7 @@
 //! task; reviews are parsed and evaluated on the blocking pool.
 
 use super::certificate::Certificate;
+use super::peers::PeerConnections;
 use super::review::{AdmissionResponse, Review, ReviewError};
 use super::verdict::Policy;
 use bytes::Bytes;
@@ -21,15 +22,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 /// The largest number of open connections. An API server keeps a few.
 const MAX_CONNECTIONS: usize = 128;
-/// The largest number of reviews in memory.
+/// The largest number of open connections of one address, so that one client leaves room for others.
+const MAX_PEER_CONNECTIONS: usize = 32;
+/// The largest number of reviews that are evaluated at the same time.
 const MAX_REVIEWS: usize = 16;
+/// The number of bytes of a body that every connection may have in memory: most reviews are smaller.
+const SMALL_BODY: usize = 256 << 10;
+/// The largest number of bodies in memory that are larger.
+const MAX_LARGE_BODIES: usize = 16;
 /// The largest body in bytes, the same limit as the API server's own.
 const MAX_BODY: usize = 3 << 20;
 /// The number of bytes that are read of a larger body; then the connection is closed.
@@ -101,6 +108,7 @@ pub struct AdmissionServer {
 struct ServerState {
     policy: Arc<Policy>,
     reviews: Arc<Semaphore>,
+    large_bodies: Semaphore,
     ending: CancellationToken,
 }
 
@@ -112,8 +120,12 @@ impl AdmissionServer {
         let failed = |source| AdmissionError::Listen { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let reviews = Arc::new(Semaphore::new(MAX_REVIEWS));
-        let shared = ServerState { policy: Arc::new(policy), reviews, ending: CancellationToken::new() };
+        let shared = ServerState {
+            policy: Arc::new(policy),
+            reviews: Arc::new(Semaphore::new(MAX_REVIEWS)),
+            large_bodies: Semaphore::new(MAX_LARGE_BODIES),
+            ending: CancellationToken::new(),
+        };
         Ok(AdmissionServer { listener, address, certificate, shared: Arc::new(shared) })
     }
 
@@ -126,6 +138,7 @@ impl AdmissionServer {
     pub async fn serve(self, end: impl Future<Output = ()>) {
         let AdmissionServer { listener, certificate, shared, .. } = self;
         let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let peers = PeerConnections::default();
         let mut clients = JoinSet::new();
         tokio::pin!(end);
         loop {
@@ -139,11 +152,15 @@ impl AdmissionServer {
                 accepted = accept => accepted,
             };
             match accepted {
-                Ok((connection, _)) => {
+                Ok((connection, peer)) => {
+                    let Some(counted) = peers.open(peer.ip(), MAX_PEER_CONNECTIONS) else {
+                        tracing::debug!(%peer, "closing a connection: its address has {MAX_PEER_CONNECTIONS} others");
+                        continue;
+                    };
                     let (tls, shared) = (certificate.acceptor(), Arc::clone(&shared));
                     clients.spawn(async move {
                         shared.serve_client(connection, tls).await;
-                        drop(permit);
+                        drop((permit, counted));
                     });
                 }
                 Err(error) => {
@@ -257,12 +274,13 @@ impl ServerState {
             return Err(RequestError::TooLarge);
         }
         let begun = Instant::now();
+        // The body first: a client that sends it slowly must not hold what others need.
+        let (body, large) = tokio::time::timeout(BODY_LIMIT, self.read_body(request.into_body()))
+            .await
+            .unwrap_or(Err(RequestError::BodyTimeout))?;
         // The wait for a permit is limited like the wait for a body.
         let permit = tokio::time::timeout(BODY_LIMIT, Arc::clone(&self.reviews).acquire_owned()).await;
         let Ok(Ok(permit)) = permit else { return Err(RequestError::Busy) };
-        let body = tokio::time::timeout(BODY_LIMIT, read_body(request.into_body()))
-            .await
-            .unwrap_or(Err(RequestError::BodyTimeout))?;
         let (policy, path) = (Arc::clone(&self.policy), path.to_owned());
         let evaluate_request = run_blocking("evaluate an admission review", move || {
             let review = Review::read(&body)?;
@@ -273,24 +291,32 @@ impl ServerState {
             Ok(review.encode_response(&answer))
         });
         let text = evaluate_request.await?;
+        drop(large);
         let mut response = Response::new(Full::new(Bytes::from(text.map_err(RequestError::Review)?)));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
     }
-}
 
-/// Reads a request's body. The rest of a body that is too large is read up to [`MAX_READ`] and discarded: with unread bytes in the
-/// socket the response may be lost.
-async fn read_body(mut body: Incoming) -> Result<Vec<u8>, RequestError> {
-    let (mut read, mut length) = (Vec::new(), 0);
-    while length <= MAX_READ
-        && let Some(frame) = body.frame().await
-    {
-        let Ok(data) = frame.map_err(|source| RequestError::BodyBroken { source })?.into_data() else { continue };
-        length += data.len();
-        if length > MAX_BODY { read = Vec::new() } else { read.extend_from_slice(&data) }
+    /// Reads a request's body; beyond [`SMALL_BODY`] with a permit, which is returned with it. The rest of a body that is too large is
+    /// read up to [`MAX_READ`] and discarded: with unread bytes in the socket the response may be lost.
+    async fn read_body(&self, mut body: Incoming) -> Result<(Vec<u8>, Option<SemaphorePermit<'_>>), RequestError> {
+        let (mut read, mut length, mut large) = (Vec::new(), 0, None);
+        while length <= MAX_READ
+            && let Some(frame) = body.frame().await
+        {
+            let Ok(data) = frame.map_err(|source| RequestError::BodyBroken { source })?.into_data() else { continue };
+            length += data.len();
+            if length > MAX_BODY {
+                (read, large) = (Vec::new(), None);
+                continue;
+            }
+            if length > SMALL_BODY && large.is_none() {
+                large = self.large_bodies.acquire().await.ok();
+            }
+            read.extend_from_slice(&data);
+        }
+        if length > MAX_BODY { Err(RequestError::TooLarge) } else { Ok((read, large)) }
     }
-    if length > MAX_BODY { Err(RequestError::TooLarge) } else { Ok(read) }
 }
 
 /// Logs one line for each review. Untrusted texts are quoted.

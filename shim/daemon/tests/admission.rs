@@ -402,6 +402,40 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
     assert!(server.end().success());
 }
 
+/// Starts a request whose body never ends.
+fn spawn_slow_client(server: &Serving) -> Child {
+    let mut client = Command::new("openssl")
+        .args(["s_client", "-quiet", "-verify_return_error", "-CAfile", "ca.crt", "-connect", &server.address])
+        .current_dir(server.directory.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let head = "POST /validate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{";
+    client.stdin.as_mut().unwrap().write_all(head.as_bytes()).unwrap();
+    client
+}
+
+#[test]
+fn slow_clients_do_not_delay_others() {
+    let Some(server) = serve(&[]) else { return };
+    let mut slow: Vec<Child> = (0..24).map(|_| spawn_slow_client(&server)).collect();
+    // The server has read the heads of all by then, and waits for their bodies.
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(server.review("/validate", "CREATE", &wrong(), &Value::Null)["allowed"], false);
+    let waiting = slow.iter_mut().filter_map(|client| client.try_wait().unwrap().is_none().then_some(())).count();
+    assert!(waiting > 16, "the review did not wait until the slow clients were disconnected: {waiting} are left");
+    for client in &mut slow {
+        client.kill().unwrap();
+        client.wait().unwrap();
+    }
+    // One address cannot take all connections.
+    let _many: Vec<TcpStream> = (0..200).filter_map(|_| TcpStream::connect(&server.address).ok()).collect();
+    assert_eq!(server.ask("https", "/healthz", &["--interface", "127.0.0.2"], None).0, 200);
+    assert!(server.end().success());
+}
+
 #[test]
 fn what_cannot_be_served_is_said() {
     let directory = tempfile::tempdir().unwrap();
