@@ -6,6 +6,7 @@ mod calls;
 mod decoders;
 mod docs;
 mod files;
+mod guest_logs;
 mod jailed;
 mod language;
 mod layers;
@@ -55,6 +56,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(decoders::check(root, &files)?);
     found.extend(jailed::check(root, &files)?);
     found.extend(servers::check(&files));
+    found.extend(guest_logs::check(&files));
     found.extend(budgets::check(root)?);
     found.extend(shape::check_stages(root, &files)?);
     found.extend(language::check(root, &files)?);

@@ -10,6 +10,7 @@ pub mod draft;
 pub mod error;
 mod file_error;
 pub mod files;
+pub mod guest_log;
 pub mod id;
 pub mod jailed;
 pub mod json;

@@ -3,6 +3,7 @@
 //! (`flush` of Linux's `file_operations`); one on the node's own disk or memory does nothing, so that the guest need not
 //! send a request. The table is read again only after the kernel has reported a change of it.
 
+use nacelle_base::guest_warn;
 use nacelle_base::retry::{self, retry_interrupted};
 use nix::fcntl::{OFlag, openat};
 use nix::poll::{PollFd, PollFlags};
@@ -120,7 +121,7 @@ impl Mounts {
                 cached.table.insert(Arc::new(MountTable::parse(&read, generation))).clone()
             }
             Err(error) => {
-                tracing::warn!("cannot read the mount table: {error}");
+                guest_warn!("cannot read the mount table: {error}");
                 cached.change_missed = true;
                 cached.table.clone().unwrap_or_default()
             }

@@ -9,6 +9,7 @@ use crate::sys;
 use crate::virtqueue::ServedVirtqueue;
 use nacelle_base::Chain;
 use nacelle_base::descriptors::receive_with_descriptors;
+use nacelle_base::guest_error;
 use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{
     MAX_MESSAGE, MAX_SHARED_VIRTQUEUE, MAX_VOLUME_NAME, QUEUES, REQUEST_HEADER, SELECT_VOLUME, SHARE_VIRTQUEUE,
@@ -140,7 +141,7 @@ pub fn start_file_server(
             ) {
                 Ok(()) => sys::exit(0),
                 Err(error) => {
-                    tracing::error!("{}", Chain(&error));
+                    guest_error!("{}", Chain(&error));
                     sys::exit(1)
                 }
             }

@@ -6,6 +6,7 @@
 use crate::mounts::Mounts;
 use crate::names;
 use crate::views::Views;
+use nacelle_base::guest_warn;
 use nacelle_base::share::{MAX_MESSAGE, REPLY_HEADER};
 use std::ffi::CString;
 use std::fs::File;
@@ -234,7 +235,7 @@ impl Server {
                 }
             }
         } else {
-            tracing::warn!("rejected a file request of the guest: its name leads out of the directory");
+            guest_warn!("rejected a file request of the guest: its name leads out of the directory");
             libc::EACCES
         };
         self.write_error(memory, head, writable, error).unwrap_or(0)

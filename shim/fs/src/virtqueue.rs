@@ -6,6 +6,7 @@
 use crate::server::{Buffer, Completion, Memory, QUEUE_SIZE, Region, Server};
 use nacelle_base::retry::retry_interrupted;
 use nacelle_base::share::SharedVirtqueue;
+use nacelle_base::{guest_error, guest_warn};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use std::collections::VecDeque;
@@ -140,7 +141,7 @@ impl ServedVirtqueue {
         }
         match retry_interrupted(|| nix::unistd::write(&self.call, &1u64.to_ne_bytes())) {
             Ok(_) | Err(Errno::EAGAIN) => {} // EAGAIN: a call is pending already
-            Err(error) => tracing::error!("cannot interrupt the guest: {error}"),
+            Err(error) => guest_error!("cannot interrupt the guest: {error}"),
         }
         Ok(())
     }
@@ -148,7 +149,7 @@ impl ServedVirtqueue {
     /// Stops serving the virtqueue.
     fn mark_broken(&mut self, reason: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.broken, true) {
-            tracing::warn!("the guest broke its virtqueue for file requests, which is no longer served: {reason}");
+            guest_warn!("the guest broke its virtqueue for file requests, which is no longer served: {reason}");
         }
     }
 

@@ -17,17 +17,15 @@
 //! # Ok(()) }
 //! ```
 
+#[doc(hidden)]
+#[cfg(any(test, feature = "fuzz"))]
+#[doc(hidden)]
+pub mod fuzz;
 pub mod hotplug;
 pub mod machine;
 pub mod snapshot;
 pub mod transport;
 pub mod virtio;
-#[doc(hidden)]
-pub mod warn;
-
-#[cfg(any(test, feature = "fuzz"))]
-#[doc(hidden)]
-pub mod fuzz;
 
 mod sys;
 #[cfg(any(test, feature = "fuzz"))]

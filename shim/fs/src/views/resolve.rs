@@ -4,6 +4,7 @@
 use super::Views;
 use super::nodes::{Boundary, LookupResult, NodeId, ROOT_DEVICE, ROOT_INODE, View, ViewState, VirtiofsdInode, ebadf};
 use crate::mounts::{MountId, MountTable};
+use nacelle_base::guest_error;
 use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
 use std::cmp::Reverse;
 use std::ffi::CStr;
@@ -55,7 +56,7 @@ impl Views {
         });
         let Some((device, mount, flags)) = found else {
             self.inner.forget(ctx, entry.inode, 1);
-            tracing::error!("BUG: the mount of a file that the guest has looked up is unknown");
+            guest_error!("BUG: the mount of a file that the guest has looked up is unknown");
             return Err(io::Error::from_raw_os_error(libc::EIO));
         };
         Ok(LookupResult { entry, device, mount, flags, boundary: Boundary::between(parent, mount, device) })

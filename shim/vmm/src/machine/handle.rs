@@ -8,6 +8,7 @@ use super::{Error, VmConfig};
 use crate::Memory;
 use crate::mmio::Transport;
 use kvm_ioctls::{VcpuFd, VmFd};
+use nacelle_base::guest_error;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -132,12 +133,12 @@ impl VmHandle {
 impl Drop for VmHandle {
     fn drop(&mut self) {
         if let Err(error) = self.kill() {
-            tracing::error!(%error, "cannot end a VM");
+            guest_error!(%error, "cannot end a VM");
         }
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             if thread.join().is_err() {
-                tracing::error!("BUG: a vCPU thread has panicked");
+                guest_error!("BUG: a vCPU thread has panicked");
             }
         }
     }

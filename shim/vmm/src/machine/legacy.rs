@@ -3,6 +3,7 @@
 
 use super::bus::BusDevice;
 use super::{Error, SerialSink};
+use nacelle_base::guest_error;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -51,7 +52,7 @@ impl<F: Fn() + Send> BusDevice for KeyboardController<F> {
         if let ([byte], Ok(offset)) = (data, u8::try_from(offset)) {
             let done = self.0.lock().unwrap_or_else(PoisonError::into_inner).write(offset, *byte);
             if let Err(error) = done {
-                tracing::error!("the keyboard controller cannot reset the VM: {error:?}");
+                guest_error!("the keyboard controller cannot reset the VM: {error:?}");
             }
         }
     }

@@ -6,6 +6,7 @@ use super::{HostPages, MemoryBacking};
 use crate::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
+use nacelle_base::guest_error;
 use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -100,13 +101,13 @@ unsafe impl Sync for Reservation {}
 impl Drop for Reservation {
     fn drop(&mut self) {
         if self.regions.iter().any(|region| Arc::strong_count(region) > 1) {
-            tracing::error!("BUG: guest memory is still referenced after the end of its VM, so it stays mapped");
+            guest_error!("BUG: guest memory is still referenced after the end of its VM, so it stays mapped");
             return;
         }
         // SAFETY: mapped by `reserve_address_space` with this length; no region of it is referenced any more (and no new reference can be
         // obtained from this value), so no pointer into it is in use.
         if let Err(error) = unsafe { munmap(self.start, self.length) } {
-            tracing::error!(%error, "cannot unmap guest memory");
+            guest_error!(%error, "cannot unmap guest memory");
         }
     }
 }

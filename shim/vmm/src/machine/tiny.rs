@@ -2,6 +2,7 @@
 //! guest must stay on one thread.
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM, and both take unsafe calls.
 
+use nacelle_base::guest_warn;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
@@ -62,7 +63,7 @@ impl Drop for Mapping {
         // SAFETY: mapped by `TinyGuest::new` with this length; the guest that used it is dropped before it, and no reference
         // into it exists.
         if let Err(error) = unsafe { munmap(self.0, MEMORY.get()) } {
-            tracing::warn!(%error, "cannot unmap the memory of the probe's guest");
+            guest_warn!(%error, "cannot unmap the memory of the probe's guest");
         }
     }
 }

@@ -6,6 +6,7 @@ use super::bus::DeviceBus;
 use super::{Error, VmExit};
 use crate::sys;
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use nacelle_base::{guest_error, guest_warn};
 use nacelle_jail::ThreadKind;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -168,7 +169,7 @@ impl VcpuControl {
         self.changed.notify_all();
         drop(state);
         if !self.ending.swap(true, Ordering::AcqRel) && !self.wait_for_threads() {
-            tracing::error!("a vCPU of a VM that has ended does not stop");
+            guest_error!("a vCPU of a VM that has ended does not stop");
         }
     }
 }
@@ -275,7 +276,7 @@ fn finish_access(fd: &mut VcpuFd) {
     fd.set_kvm_immediate_exit(1);
     match fd.run() {
         Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
-        other => tracing::warn!("a vCPU ran although it was to exit immediately: {other:?}"),
+        other => guest_warn!("a vCPU ran although it was to exit immediately: {other:?}"),
     }
     fd.set_kvm_immediate_exit(0);
 }

@@ -1,5 +1,6 @@
 //! Writes a directory that appears atomically: under a temporary name in the same parent directory, flushed, then renamed.
 
+use nacelle_base::guest_warn;
 use nix::errno::Errno;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -75,7 +76,7 @@ impl Drop for PartialDirectory {
             return;
         }
         if let Err(error) = fs::remove_dir_all(&self.partial) {
-            tracing::warn!(%error, directory = %self.partial.display(), "cannot remove an incomplete snapshot");
+            guest_warn!(%error, directory = %self.partial.display(), "cannot remove an incomplete snapshot");
         }
     }
 }

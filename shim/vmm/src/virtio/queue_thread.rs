@@ -3,6 +3,7 @@
 
 use super::Memory;
 use super::ring::{Request, Ring};
+use nacelle_base::guest_error;
 use nacelle_base::retry;
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags};
@@ -84,7 +85,7 @@ impl QueueThread {
     /// Wakes the thread if it waits, so that it checks its state again.
     pub(crate) fn wake(&self) {
         if let Err(error) = self.stop.wake.write(1) {
-            tracing::error!("cannot wake a queue's thread: {error}");
+            guest_error!("cannot wake a queue's thread: {error}");
         }
     }
 
@@ -95,7 +96,7 @@ impl QueueThread {
         match self.thread.join() {
             Ok(ring) => Some(ring.into_state()),
             Err(_) => {
-                tracing::error!("a queue's thread has panicked");
+                guest_error!("a queue's thread has panicked");
                 None
             }
         }

@@ -4,7 +4,7 @@
 
 use super::buffers::{ChainError, RequestBuffers};
 use super::{Interrupt, Memory};
-use crate::guest_warn;
+use nacelle_base::guest_warn;
 use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};

@@ -2,6 +2,7 @@
 
 use super::ring::{Request, Ring};
 use super::{DeviceKind, Interrupt, Memory, StartError};
+use nacelle_base::guest_error;
 use nacelle_base::retry;
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags};
@@ -78,7 +79,7 @@ struct WakeEvent(Arc<EventFd>);
 impl WakeEvent {
     fn signal(&self) {
         if let Err(error) = self.0.write(1) {
-            tracing::error!("cannot wake a queue's thread: {error}");
+            guest_error!("cannot wake a queue's thread: {error}");
         }
     }
 
@@ -164,7 +165,7 @@ impl QueueWorker {
     fn send(&self, command: QueueCommand) {
         let sent = self.commands.as_ref().map(|commands| commands.send(command));
         if !matches!(sent, Some(Ok(()))) {
-            tracing::error!("a queue's thread has panicked");
+            guest_error!("a queue's thread has panicked");
         }
         self.wake.signal();
     }
@@ -175,7 +176,7 @@ impl Drop for QueueWorker {
         self.commands = None;
         self.wake.signal();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("a queue's thread has panicked");
+            guest_error!("a queue's thread has panicked");
         }
     }
 }

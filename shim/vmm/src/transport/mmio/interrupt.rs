@@ -3,6 +3,7 @@
 
 use crate::sys;
 use crate::virtio::Interrupt;
+use nacelle_base::guest_error;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use vmm_sys_util::eventfd::EventFd;
@@ -98,7 +99,7 @@ impl MmioInterrupt {
         if self.enabled.load(Ordering::Acquire)
             && let Err(error) = self.irq.write(1)
         {
-            tracing::error!("cannot interrupt a guest: {error}");
+            guest_error!("cannot interrupt a guest: {error}");
         }
     }
 }
@@ -120,6 +121,6 @@ impl Interrupt for MmioInterrupt {
 
     fn interrupt_eventfd(&self, _index: u16) -> Option<OwnedFd> {
         let copied = sys::duplicate(&self.irq);
-        copied.inspect_err(|error| tracing::error!("cannot copy an interrupt: {error}")).ok()
+        copied.inspect_err(|error| guest_error!("cannot copy an interrupt: {error}")).ok()
     }
 }

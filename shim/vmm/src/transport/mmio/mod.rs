@@ -23,9 +23,9 @@ mod tests;
 pub use shared::SharedPage;
 pub use state::{QueueRegisters, Registers, RestoreError, TransportState};
 
-use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind, Memory, StartError};
 use interrupt::MmioInterrupt;
+use nacelle_base::{guest_error, guest_warn};
 use register_block::RegisterBlock;
 use shared::{SharedMemory, overlap_error};
 use std::io;
@@ -181,7 +181,7 @@ impl Transport {
             Some(Ok(())) => {}
             // If the counter is full, its reader is awake already.
             Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Some(Err(error)) => tracing::error!("cannot kick a queue: {error}"),
+            Some(Err(error)) => guest_error!("cannot kick a queue: {error}"),
             None => guest_warn!(device = %self.kind, queue, "the guest notified a queue that does not exist"),
         }
     }

@@ -7,9 +7,10 @@ use super::interrupt::MmioInterrupt;
 use super::shared::SharedMemory;
 use super::state::{QueueRegisters, Registers, RestoreError, TransportState};
 use super::{CONFIG_BYTES, reg};
+use crate::sys;
 use crate::virtio::{Device, DeviceKind, Interrupt, Memory, Ring, StartError};
-use crate::{guest_warn, sys};
 use nacelle_base::Chain;
+use nacelle_base::{guest_error, guest_warn};
 use std::sync::Arc;
 use virtio_queue::{Queue, QueueState, QueueT};
 use vmm_sys_util::eventfd::EventFd;
@@ -421,7 +422,7 @@ impl RegisterBlock {
                 Ok(())
             }
             Err(error) => {
-                tracing::error!("{}", Chain(&error));
+                guest_error!("{}", Chain(&error));
                 self.interrupt.report_broken(index);
                 Err(error)
             }

@@ -4,6 +4,7 @@
 
 use super::reg;
 use crate::virtio::{Memory, SHARED_MEMORY_ID};
+use nacelle_base::guest_error;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -64,7 +65,7 @@ impl SharedMemory {
             match file.file().read_exact_at(&mut bytes, at) {
                 Ok(()) => bytes.iter().any(|byte| *byte != 0).then_some(SharedPage { number, bytes }),
                 Err(error) => {
-                    tracing::error!(%error, number, "cannot save a page of a device's shared memory");
+                    guest_error!(%error, number, "cannot save a page of a device's shared memory");
                     None
                 }
             }

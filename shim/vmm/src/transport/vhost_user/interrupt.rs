@@ -2,9 +2,9 @@
 //! threads use it, and the server's thread changes it; each lock is held for at most one non-blocking write.
 
 use super::wire;
-use crate::guest_warn;
 use crate::virtio::Interrupt;
 use nacelle_base::retry::retry_interrupted;
+use nacelle_base::{guest_error, guest_warn};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{MsgFlags, send};
@@ -72,7 +72,7 @@ impl Interrupt for VhostUserInterrupt {
     fn interrupt_eventfd(&self, index: u16) -> Option<OwnedFd> {
         self.was_copied.get(usize::from(index))?.store(true, Ordering::Release);
         let copy = lock(self.call_eventfds.get(usize::from(index))?).as_ref()?.try_clone();
-        copy.inspect_err(|error| tracing::error!("cannot duplicate the call descriptor of a queue: {error}")).ok()
+        copy.inspect_err(|error| guest_error!("cannot duplicate the call descriptor of a queue: {error}")).ok()
     }
 
     fn notify_config(&self) {

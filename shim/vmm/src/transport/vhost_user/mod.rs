@@ -9,10 +9,10 @@ mod wire;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) mod harness;
 
-use crate::guest_warn;
 use crate::virtio::{Device, DeviceKind, Memory};
 use nacelle_base::retry;
 use nacelle_base::{Chain, Classify, FailureKind};
+use nacelle_base::{guest_error, guest_warn};
 use nacelle_jail::ThreadKind;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -74,10 +74,10 @@ impl VhostUserServer {
 impl Drop for VhostUserServer {
     fn drop(&mut self) {
         if let Err(error) = self.stop.write(1) {
-            tracing::error!("cannot wake a vhost-user server: {error}");
+            guest_error!("cannot wake a vhost-user server: {error}");
         }
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("BUG: a vhost-user server has panicked");
+            guest_error!("BUG: a vhost-user server has panicked");
         }
     }
 }
@@ -151,7 +151,7 @@ fn wait_readable(fd: &impl AsFd, stop: &EventFd) -> bool {
     loop {
         let mut events = [PollFd::new(stop.as_fd(), PollFlags::POLLIN), PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
         if let Err(error) = retry::poll(&mut events, None) {
-            tracing::error!("a vhost-user server cannot wait: {error}");
+            guest_error!("a vhost-user server cannot wait: {error}");
             return false;
         }
         let [stopped, readable] = events.map(|event| event.any().unwrap_or(true));

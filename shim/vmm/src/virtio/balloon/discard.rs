@@ -8,9 +8,9 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::BalloonMetrics;
-use crate::guest_warn;
 use crate::sys;
 use crate::virtio::Memory;
+use nacelle_base::guest_warn;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};

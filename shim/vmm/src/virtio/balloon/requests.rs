@@ -3,10 +3,10 @@
 
 use super::discard::{PAGE, discard};
 use super::handle::{BalloonInner, Statistics};
-use crate::guest_warn;
 use crate::virtio::Memory;
 use crate::virtio::buffers::MemoryRanges;
 use crate::virtio::ring::Request;
+use nacelle_base::guest_warn;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 /// The queues, by number. Queues of features that were not negotiated do not exist, and the later ones move up (as in Linux):

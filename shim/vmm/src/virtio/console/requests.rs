@@ -2,10 +2,10 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::handle::ConsoleInner;
-use crate::guest_warn;
 use crate::virtio::Memory;
 use crate::virtio::buffers::{ChainError, MemoryRanges};
 use crate::virtio::ring::Request;
+use nacelle_base::guest_warn;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// The queues of the first port, by number.

@@ -4,13 +4,13 @@
 
 use super::FsMetrics;
 use super::shared_queue::{SharedQueueOffer, wait_while_shared};
-use crate::guest_warn;
 use crate::sys;
 use crate::virtio::buffers::{MemoryRanges, RequestBuffers};
 use crate::virtio::queue_thread::StopSignal;
 use crate::virtio::{Memory, Ring};
 use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{MAX_MESSAGE, REPLY_HEADER, REQUEST_HEADER};
+use nacelle_base::{guest_error, guest_warn};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -87,7 +87,7 @@ impl FileServerConnection {
     /// Closes the connection. From now on every request of the guest fails with an I/O error.
     fn disconnect(&mut self, error: &io::Error) {
         if self.stream.take().is_some() {
-            tracing::error!(
+            guest_error!(
                 "the connection to the file-server process failed, all file requests of the guest fail from now on: {error}"
             );
         }

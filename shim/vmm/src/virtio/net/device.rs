@@ -6,12 +6,12 @@ use super::control::{CommandLimits, ControlCommand, MAX_COMMAND};
 use super::pair::QueuePair;
 use super::tap::Tap;
 use super::{MAX_PAIRS, NetError, NetMetrics, NetState, feature};
-use crate::guest_warn;
 use crate::virtio::queue_thread::{self, QueueThread};
 use crate::virtio::ring::Request;
 use crate::virtio::{
     COMMON_FEATURES, Device, DeviceKind, DeviceState, Interrupt, Memory, Ring, StartError, StateError, read_config,
 };
+use nacelle_base::{guest_error, guest_warn};
 use nacelle_jail::ThreadKind;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -208,7 +208,7 @@ impl NetInner {
             ControlCommand::Pairs(count) => queue_pairs.set_active(count),
             ControlCommand::Offloads(bits) => queue_pairs.set_offloads(bits),
         };
-        done.inspect_err(|error| tracing::error!("cannot change a network interface: {error}")).ok()
+        done.inspect_err(|error| guest_error!("cannot change a network interface: {error}")).ok()
     }
 }
 
@@ -255,7 +255,7 @@ impl Device for Net {
         let negotiated = features & feature::GUEST_OFFLOADS;
         let offloads = queue_pairs.restored.take().map_or(negotiated, |restored| restored & negotiated);
         if let Err(error) = queue_pairs.set_offloads(offloads) {
-            tracing::error!("cannot set the guest's offloads on a tap: {error}");
+            guest_error!("cannot set the guest's offloads on a tap: {error}");
         }
     }
 
@@ -327,7 +327,7 @@ impl Device for Net {
         queue_pairs.features = 0;
         queue_pairs.restored = None;
         if let Err(error) = queue_pairs.set_active(1).and_then(|()| queue_pairs.set_offloads(0)) {
-            tracing::error!("cannot reset a tap: {error}");
+            guest_error!("cannot reset a tap: {error}");
         }
         let mut config_space = self.inner.config_space();
         config_space.mac = self.mac;

@@ -5,6 +5,7 @@ use super::vhost::VhostNet;
 use super::{NetMetrics, feature, worker};
 use crate::virtio::Ring;
 use crate::virtio::queue_thread::QueueThread;
+use nacelle_base::guest_error;
 use nacelle_jail::ThreadKind;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -93,7 +94,7 @@ impl QueuePair {
             RunningQueue::Kernel(mut ring) => {
                 let vhost = self.vhost.as_mut()?;
                 if let Err(error) = vhost.stop_queue(side, &mut ring) {
-                    tracing::error!("cannot stop vhost-net on a network queue: {error}");
+                    guest_error!("cannot stop vhost-net on a network queue: {error}");
                 }
                 Some(ring.into_state())
             }

@@ -5,11 +5,11 @@
 
 use super::tap::Tap;
 use super::{HEADER, MAX_FRAME, NetMetrics};
-use crate::guest_warn;
 use crate::sys::{read_stream, write_stream};
 use crate::virtio::buffers::MemoryRanges;
 use crate::virtio::queue_thread::StopSignal;
 use crate::virtio::ring::Ring;
+use nacelle_base::guest_warn;
 use nacelle_base::retry;
 use nix::poll::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -341,7 +341,7 @@ pub(super) fn receive(
             }
             NextWait::TapFailed(error) => {
                 if tap.is_attached() {
-                    tracing::warn!("a network interface no longer exists: {error}");
+                    guest_warn!("a network interface no longer exists: {error}");
                     on_removed();
                 }
                 wait(stop, None);

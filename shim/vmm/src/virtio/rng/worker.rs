@@ -2,9 +2,9 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::RngMetrics;
-use crate::guest_warn;
 use crate::virtio::Memory;
 use crate::virtio::ring::Request;
+use nacelle_base::guest_warn;
 use std::sync::atomic::Ordering;
 
 /// The maximum number of bytes per request; a driver that needs more asks again. Linux asks for 64 at a time.

@@ -5,10 +5,10 @@
 use super::connection::{ConnectionKey, NextPacket, PendingConnect, ReceiveResult, VsockConnection};
 use super::packet::{HEADER, MAX_PAYLOAD, Op, PacketHeader, SHUT_RECEIVE, SHUT_SEND, STREAM};
 use super::{EVENT, HOST_CID, MAX_CONNECTIONS, RX, TX, VsockError, VsockMetrics};
-use crate::guest_warn;
 use crate::virtio::Ring;
 use crate::virtio::buffers::{ChainError, MemoryRanges};
 use crate::virtio::ring::Request;
+use nacelle_base::guest_warn;
 use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};

@@ -3,6 +3,7 @@
 use super::muxer::Muxer;
 use super::{VsockError, VsockMetrics};
 use crate::virtio::{DeviceKind, Ring, StartError};
+use nacelle_base::guest_error;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_jail::ThreadKind;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -82,7 +83,7 @@ impl VsockWorker {
             let count = match retry_interrupted(|| self.epoll.wait(&mut events, limit)) {
                 Ok(count) => count,
                 Err(error) => {
-                    tracing::error!("a vsock device cannot wait: {error}");
+                    guest_error!("a vsock device cannot wait: {error}");
                     return;
                 }
             };

@@ -1,5 +1,5 @@
-//! Defines the log macro for events that a guest or a front end can cause. It limits the rate of each call site, so that a
-//! hostile guest cannot flood the log.
+//! Defines the log macros for events that a guest or a front end can cause. They limit the rate of each call site, so that a
+//! hostile guest cannot flood the log. `cargo xtask rules` requires them in the crates that serve guests.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -51,14 +51,27 @@ impl Limit {
     }
 }
 
-/// `tracing::warn!` for events that a guest can cause, limited to 10 messages per minute and call site. The field `dropped`
-/// counts the messages suppressed before this one.
+/// `tracing::warn!` in code that serves a guest, limited to 10 messages per minute and call site. The field `dropped` counts the
+/// messages suppressed before this one.
 #[macro_export]
 macro_rules! guest_warn {
-    ($($message:tt)+) => {{
-        static LIMIT: $crate::warn::Limit = $crate::warn::Limit::new();
+    ($($message:tt)+) => { $crate::guest_event!(warn, $($message)+) };
+}
+
+/// `tracing::error!` in code that serves a guest, limited like [`guest_warn!`](crate::guest_warn).
+#[macro_export]
+macro_rules! guest_error {
+    ($($message:tt)+) => { $crate::guest_event!(error, $($message)+) };
+}
+
+/// An event of this level; for `guest_warn` and `guest_error`.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! guest_event {
+    ($level:ident, $($message:tt)+) => {{
+        static LIMIT: $crate::guest_log::Limit = $crate::guest_log::Limit::new();
         if let Some(dropped) = LIMIT.allow() {
-            ::tracing::warn!(dropped, $($message)+);
+            ::tracing::$level!(dropped, $($message)+);
         }
     }};
 }
