@@ -44,7 +44,7 @@ pub(crate) enum NextWait {
     TapFailed(io::Error),
 }
 
-/// The guest's side of received frames.
+/// Receives frames for the guest: reads them from the tap into the buffers of the receive queue.
 pub(crate) struct FrameReceiver {
     ring: Ring,
     metrics: Arc<NetMetrics>,
@@ -251,7 +251,7 @@ fn write_at(ring: &Ring, buffers: &VecDeque<ReceiveBuffer>, at: usize, bytes: &[
     }
 }
 
-/// The guest's side of sent frames.
+/// Sends the guest's frames: takes them from the transmit queue and writes them to the tap.
 pub(crate) struct FrameSender {
     ring: Ring,
     metrics: Arc<NetMetrics>,
