@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// The network namespace of the process. Abstract sockets belong to it as well as addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NetworkAccess {
-    /// The namespace at this path: that of the pod, in which no other process runs.
+    /// The namespace at this path: that of the pod, in which only CNI plugins run, for moments.
     Join(PathBuf),
     /// A new namespace without interfaces.
     None,
