@@ -402,7 +402,7 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
     assert!(server.end().success());
 }
 
-/// Starts a request whose body never ends.
+/// Starts a request whose body never ends. When this returns, the server reads the body: it has sent the interim response 100.
 fn spawn_slow_client(server: &Serving) -> Child {
     let mut client = Command::new("openssl")
         .args(["s_client", "-quiet", "-verify_return_error", "-CAfile", "ca.crt", "-connect", &server.address])
@@ -412,8 +412,11 @@ fn spawn_slow_client(server: &Serving) -> Child {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let head = "POST /validate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{";
+    let head = "POST /validate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n{";
     client.stdin.as_mut().unwrap().write_all(head.as_bytes()).unwrap();
+    let mut interim = [0; 12];
+    client.stdout.as_mut().unwrap().read_exact(&mut interim).unwrap();
+    assert_eq!(&interim, b"HTTP/1.1 100");
     client
 }
 
@@ -421,8 +424,6 @@ fn spawn_slow_client(server: &Serving) -> Child {
 fn slow_clients_do_not_delay_others() {
     let Some(server) = serve(&[]) else { return };
     let mut slow: Vec<Child> = (0..24).map(|_| spawn_slow_client(&server)).collect();
-    // The server has read the heads of all by then, and waits for their bodies.
-    std::thread::sleep(Duration::from_secs(2));
     assert_eq!(server.review("/validate", "CREATE", &wrong(), &Value::Null)["allowed"], false);
     let waiting = slow.iter_mut().filter_map(|client| client.try_wait().unwrap().is_none().then_some(())).count();
     assert!(waiting > 16, "the review did not wait until the slow clients were disconnected: {waiting} are left");
