@@ -1,5 +1,5 @@
 //! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` (a
-//! `.blob` counts only with its `.idx`) and `trees/`, each named by a digest and never changed; `partial/` holds the downloads of
+//! `.blob` counts only with its `.idx`; `.origins` says who delivered it) and `trees/`, each named by a digest and never changed; `partial/` holds the downloads of
 //! unfinished layers, `work/` files that are not yet visible. The pins are a leaf lock, taken after the catalogue's.
 
 use crate::{FsInfo, ImageError};
@@ -26,7 +26,7 @@ pub enum ContentKind {
     Layer,
     /// Metadata of images.
     Tree,
-    /// Partial downloads of layers in their compressed form.
+    /// Partial downloads of layers in their compressed form, by the digest of their origin.
     Partial,
 }
 
@@ -149,6 +149,11 @@ impl StoreDirectory {
         self.path((ContentKind::Layer, diff_id)).with_extension("idx")
     }
 
+    /// Returns the path of the list of a layer's origins.
+    pub fn origins_path(&self, diff_id: Digest) -> PathBuf {
+        self.path((ContentKind::Layer, diff_id)).with_extension("origins")
+    }
+
     /// Protects this content, whether it exists or not, until the pin is dropped.
     pub fn pin(&self, key: ContentKey) -> Pin {
         let mut pins = self.pins();
@@ -199,9 +204,9 @@ impl StoreDirectory {
         Ok((bytes, path))
     }
 
-    /// Opens the partial download of a blob, and returns its length.
-    pub fn open_partial(&self, digest: Digest) -> Result<(File, u64), FileError> {
-        let key = (ContentKind::Partial, digest);
+    /// Opens a partial download, and returns its length.
+    pub fn open_partial(&self, name: Digest) -> Result<(File, u64), FileError> {
+        let key = (ContentKind::Partial, name);
         let path = self.path(key);
         let opened = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(&path);
         let file = opened.map_err(at("open", &path))?;

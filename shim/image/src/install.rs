@@ -11,6 +11,7 @@ use crate::erofs::{self, LayerBlob};
 use crate::layer::index::LayerIndex;
 use crate::layer::ingest::{LayerError, LayerLimits, ingest_layer};
 use crate::manifest::Descriptor;
+use crate::origins::{self, LayerOrigin};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
 use crate::tree::MergedTree;
@@ -94,7 +95,24 @@ impl StoreState {
         self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives names to an image of the store. Returns false if the store does not have it.
+    /// Gives names to an image that the same repository has delivered before, under one of these digest references. Returns false
+    /// if it has not.
+    pub async fn assign_names_again(self: &Arc<Self>, id: ImageId, names: ImageNames) -> Result<bool, ImageError> {
+        let shared = Arc::clone(self);
+        run_blocking("name an image", move || {
+            let mut known = false;
+            shared.catalogue().update(|images| {
+                known = images
+                    .get(&id)
+                    .is_some_and(|stored| names.digests.iter().any(|name| stored.digests.contains(name)))
+                    && names.assign(images, &id);
+            })?;
+            Ok(known)
+        })
+        .await?
+    }
+
+    /// Gives names to an image of the store. Returns false if the store does not have it. The caller has seen the image's content.
     pub async fn assign_names(self: &Arc<Self>, id: ImageId, names: ImageNames) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
@@ -156,6 +174,10 @@ impl StoreState {
                 return Err(error);
             }
         }
+        let id = Digest::of(&config);
+        if self.assign_names(id, names.clone()).await? {
+            return Ok(id);
+        }
         // The thread continues if this future is dropped, so it owns the pins of what it adds to the list.
         let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
         run_blocking("install an image", move || {
@@ -180,7 +202,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Fetches one layer, unless the store has it or another pull is fetching it.
+    /// Fetches one layer, unless the store has it and the source may use it.
     async fn fetch_layer(
         self: Arc<Self>,
         diff_id: Digest,
@@ -190,7 +212,10 @@ impl StoreState {
     ) -> Result<(), ImageError> {
         let layer_lock = self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await;
         if self.directory.has_layer(diff_id) {
-            return Ok(());
+            match &source {
+                LayerSource::Registry(session, blob) if !self.may_reuse_layer(diff_id, session, blob).await? => {}
+                _ => return Ok(()), // Archives are loaded by root.
+            }
         }
         let _permit = self.layers.acquire().await; // The semaphore is never closed.
         match source {
@@ -211,7 +236,7 @@ impl StoreState {
                 match fetched {
                     // A crash may have damaged the partial download: try once more from the start.
                     Err(ImageError::Digest { .. } | ImageError::Layer { .. })
-                        if resumed && !self.has_partial(&blob) =>
+                        if resumed && !self.has_partial(&session.origin_of(&blob)) =>
                     {
                         download(layer_lock).await.0
                     }
@@ -221,8 +246,22 @@ impl StoreState {
         }
     }
 
-    fn has_partial(&self, blob: &Descriptor) -> bool {
-        self.directory.path((ContentKind::Partial, blob.digest)).exists()
+    /// Returns whether an image of this registry may use the layer of the store: the registry has delivered it before as `blob`, and
+    /// lets this client read that now.
+    async fn may_reuse_layer(
+        self: &Arc<Self>,
+        diff_id: Digest,
+        session: &RegistrySession,
+        blob: &Descriptor,
+    ) -> Result<bool, ImageError> {
+        let (path, origin) = (self.directory.origins_path(diff_id), session.origin_of(blob));
+        let delivered =
+            run_blocking("read the origins of a layer", move || origins::contains(&path, &origin)).await??;
+        Ok(delivered && session.may_read_blob(blob.digest).await)
+    }
+
+    fn has_partial(&self, origin: &LayerOrigin) -> bool {
+        self.directory.path((ContentKind::Partial, origin.partial_name())).exists()
     }
 
     /// Downloads and unpacks at the same time. Also returns whether it resumed an earlier download.
@@ -235,13 +274,14 @@ impl StoreState {
         threads: &TaskTracker,
         cancel: &Cancel,
     ) -> (Result<(), ImageError>, bool) {
-        let partial = self.directory.pin((ContentKind::Partial, blob.digest)).lock_owned().await;
+        let origin = session.origin_of(blob);
+        let partial = self.directory.pin((ContentKind::Partial, origin.partial_name())).lock_owned().await;
         let (sender, receiver) = mpsc::channel(MAX_PIECES_IN_TRANSIT);
         let (start_sender, start) = oneshot::channel();
-        let (shared, wanted, cancel) = (Arc::clone(self), blob.clone(), cancel.clone());
+        let (shared, size, cancel) = (Arc::clone(self), blob.size, cancel.clone());
         let unpacking = threads.spawn_blocking(move || {
             let _locks = (layer_lock, partial);
-            shared.unpack_download(diff_id, &wanted, start_sender, receiver, &cancel)
+            shared.unpack_download(diff_id, &origin, size, start_sender, receiver, &cancel)
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once, the download has no receiver.
         let (sent, unpacked) = tokio::join!(session.download_blob(blob, from, sender), unpacking);
@@ -249,25 +289,26 @@ impl StoreState {
         (sent.and_then(|()| unpacked?), from > 0)
     }
 
-    /// Unpacks one layer from a download. Blocks.
+    /// Unpacks one layer from a download of `size` bytes, and remembers its origin. Blocks.
     fn unpack_download(
         &self,
         diff_id: Digest,
-        blob: &Descriptor,
+        origin: &LayerOrigin,
+        size: u64,
         start: oneshot::Sender<u64>,
         receiver: Receiver<DownloadMessage>,
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
-        let (file, mut length) = self.directory.open_partial(blob.digest)?;
-        let path = self.directory.path((ContentKind::Partial, blob.digest));
-        if length > blob.size {
+        let (file, mut length) = self.directory.open_partial(origin.partial_name())?;
+        let path = self.directory.path((ContentKind::Partial, origin.partial_name()));
+        if length > size {
             file.set_len(0).map_err(at("truncate", &path))?;
             length = 0;
         }
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
         let _ = start.send(length); // If the future was dropped, there is no sender, and the stream below returns the error.
         let stream = before.chain(DownloadReader { receiver, piece: Bytes::new(), partial: file, ended: false });
-        let unpacked = self.unpack_layer(diff_id, Some(blob.digest), Box::new(stream), cancel);
+        let unpacked = self.unpack_layer(diff_id, Some(origin.blob), Box::new(stream), cancel);
         let keep = match &unpacked {
             Err(ImageError::Layer { source: LayerError::Source(error), .. }) => {
                 error.kind() == io::ErrorKind::ConnectionAborted
@@ -278,7 +319,8 @@ impl StoreState {
         if !keep {
             remove_if_there(&path)?;
         }
-        unpacked
+        unpacked?;
+        Ok(origins::add(&self.directory.origins_path(diff_id), origin)?)
     }
 
     /// Unpacks one layer from a stream. Blocks. Keeps nothing unless both digests match.
@@ -304,6 +346,9 @@ impl StoreState {
                 what: format!("the content {diff_id} of layer {name}"),
                 got: ingested.diff_id,
             });
+        }
+        if self.directory.has_layer(diff_id) {
+            return Ok(()); // It was downloaded to prove that the registry has it.
         }
         Ok(self.directory.commit_layer(diff_id, blob, &ingested.index)?)
     }

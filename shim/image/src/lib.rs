@@ -26,6 +26,7 @@ mod install;
 mod layer;
 mod load;
 mod manifest;
+mod origins;
 mod pull;
 mod reference;
 mod registry;

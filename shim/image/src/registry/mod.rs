@@ -6,7 +6,8 @@ pub mod download;
 mod http;
 mod upload;
 
-use crate::manifest::{ACCEPT, MAX_MANIFEST};
+use crate::manifest::{ACCEPT, Descriptor, MAX_MANIFEST};
+use crate::origins::LayerOrigin;
 use crate::{Auth, ImageError, Reference};
 use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE, WWW_AUTHENTICATE};
 use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
@@ -77,6 +78,37 @@ impl RegistrySession {
             registry: registry.to_owned(),
             repository: reference.repository().to_owned(),
         })
+    }
+
+    /// Returns the origin of a layer that this registry delivers as `blob`.
+    pub fn origin_of(&self, blob: &Descriptor) -> LayerOrigin {
+        LayerOrigin { registry: self.registry.clone(), blob: blob.digest }
+    }
+
+    /// Returns whether an endpoint says that this client may read a blob of the repository; false if none can be asked.
+    pub async fn may_read_blob(&self, digest: Digest) -> bool {
+        for endpoint in &self.endpoints {
+            match self.has_blob(endpoint, digest).await {
+                Ok(true) => return true,
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::debug!(%digest, error = %nacelle_base::Chain(&error), "cannot ask a registry for a blob");
+                }
+            }
+        }
+        false
+    }
+
+    /// Returns whether this client may read a blob of the repository.
+    async fn has_blob(&self, endpoint: &RegistryEndpoint, digest: Digest) -> Result<bool, ImageError> {
+        let url = self.url(endpoint, &format!("blobs/{digest}"))?;
+        let response =
+            self.send_authorized(endpoint, Method::HEAD, &url, HeaderMap::new(), &RequestBody::empty()).await?;
+        match response.status {
+            // A client without permission to read may still have permission to write.
+            StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Ok(false),
+            _ => response.into_success().await.map(|_there| true),
+        }
     }
 
     /// Returns a manifest or index by tag or digest, and its digest, from the first endpoint that has it.

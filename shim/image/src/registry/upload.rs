@@ -180,17 +180,6 @@ impl RegistrySession {
         Ok(blob)
     }
 
-    async fn has_blob(&self, endpoint: &RegistryEndpoint, digest: Digest) -> Result<bool, ImageError> {
-        let url = self.url(endpoint, &format!("blobs/{digest}"))?;
-        let response =
-            self.send_authorized(endpoint, Method::HEAD, &url, HeaderMap::new(), &RequestBody::empty()).await?;
-        match response.status {
-            // A client without permission to read may still have permission to write.
-            StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Ok(false),
-            _ => response.into_success().await.map(|_there| true),
-        }
-    }
-
     async fn put_blob(
         &self,
         endpoint: &RegistryEndpoint,

@@ -65,7 +65,7 @@ async fn fills(image: Image, text: &str) {
     let before = store.list();
     assert_eq!(store.pull(&name("large"), None).await.unwrap_err().kind(), FailureKind::Exhausted);
     assert_eq!(store.list(), before);
-    assert_eq!(files(small.0.path()).len(), 4);
+    assert_eq!(files(small.0.path()).len(), 5);
 }
 
 #[tokio::test(flavor = "multi_thread")]

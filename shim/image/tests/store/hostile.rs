@@ -1,11 +1,11 @@
 //! Tests pulls from servers that break connections, send wrong data, stall, redirect in a loop and flood.
 
 use crate::common::server::{Asked, Reply, Server, honest};
-use crate::common::{Image, Packing, Tar, image};
+use crate::common::{Image, Packing, Tar, digest, image};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{Auth, ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nacelle_model::digest::ImageId;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -40,6 +40,12 @@ fn patient(directory: &Path, host: &str, timeout_seconds: u64) -> ImageStore {
 
 async fn pull(store: &ImageStore, server: &Server) -> Result<ImageId, ImageError> {
     store.pull(&Reference::parse(&format!("{}/x:t", server.host())).unwrap(), None).await
+}
+
+/// Returns the file of what this server has delivered of an unfinished layer.
+fn partial_path(directory: &Path, server: &Server, layer: &str) -> PathBuf {
+    let name = digest(format!("{} {layer}", server.host()).as_bytes());
+    directory.join("partial").join(name.strip_prefix("sha256:").unwrap())
 }
 
 fn files(directory: &Path, part: &str) -> usize {
@@ -117,8 +123,7 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
     });
     let directory = tempfile::tempdir().unwrap();
     let place = store(directory.path(), &server.host());
-    let hex = layer.strip_prefix("sha256:").unwrap();
-    let partial = directory.path().join("partial").join(hex);
+    let partial = partial_path(directory.path(), &server, &layer);
     let here = || std::fs::metadata(&partial).map_or(0, |metadata| metadata.len());
     tokio::select! {
         _ = pull(&place, &server) => panic!("the server stalls"),
@@ -143,12 +148,13 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
 async fn a_beginning_that_a_crash_has_damaged_is_brought_again() {
     let good = sample();
     let directory = tempfile::tempdir().unwrap();
-    let partial = directory.path().join("partial");
-    std::fs::create_dir_all(&partial).unwrap();
-    std::fs::write(partial.join(good.layers[0].strip_prefix("sha256:").unwrap()), vec![0; 1000]).unwrap();
     let image = good.clone();
     let server = Server::start(move |asked| honest(&image, asked));
+    std::fs::create_dir_all(directory.path().join("partial")).unwrap();
+    std::fs::write(partial_path(directory.path(), &server, &good.layers[0]), vec![0; 1000]).unwrap();
     assert_eq!(pull(&store(directory.path(), &server.host()), &server).await.unwrap().to_string(), good.config);
+    let froms: Vec<_> = server.asked().iter().filter(|asked| asked.path.contains("/blobs/")).map(Asked::from).collect();
+    assert!(froms.contains(&1000), "{froms:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -334,5 +340,5 @@ async fn pulls_of_the_same_image_are_one() {
     }
     let layers = server.asked().iter().filter(|asked| asked.path.contains(&good.layers[0])).count();
     assert_eq!(layers, 1);
-    assert_eq!(files(directory.path(), "layers"), 2);
+    assert_eq!(files(directory.path(), "layers"), 3); // .blob, .idx, .origins
 }

@@ -7,5 +7,6 @@ mod cost;
 mod crash;
 mod disk_full;
 mod hostile;
+mod possession;
 mod registry;
 mod rootfs;
