@@ -13,6 +13,7 @@ mod server;
 pub mod spdy;
 mod tls;
 mod token;
+mod waiting;
 mod websocket;
 
 pub use authority::AuthorityFilter;

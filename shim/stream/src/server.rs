@@ -7,6 +7,7 @@ use crate::forward;
 use crate::spdy::Connection;
 use crate::tls::{Tls, TlsError};
 use crate::token::{Tokens, TooManyTokens};
+use crate::waiting::WaitingClients;
 use crate::websocket::{self, Coding, Socket};
 use bytes::Bytes;
 use http::header::{
@@ -26,14 +27,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 
-/// The maximum number of connections.
-const MAX_CONNECTIONS: usize = 1024;
-/// The time that a client has to send its request.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// The maximum number of connections that serve a stream.
+const MAX_STREAMS: usize = 1024;
+/// The maximum number of connections that have not presented a token.
+const MAX_WAITING: usize = 256;
+/// The time that a client has to send its request, and before that for the TLS handshake.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// The seconds without a byte after which TCP probes the client.
 const KEEPALIVE_SECONDS: u32 = 30;
 /// The protocol of an upgrade to SPDY.
@@ -99,6 +102,7 @@ struct Shared {
     tokens: Tokens<StreamRequest>,
     base: String,
     idle: Duration,
+    slots: Arc<Semaphore>,
 }
 
 /// The handle of the streaming server for callers that create URLs.
@@ -120,7 +124,8 @@ impl StreamingServer {
         let tls = config.tls.as_ref().map(|tls| tls.read()?.acceptor()).transpose()?;
         let scheme = if tls.is_some() { "https" } else { "http" };
         let base = format!("{scheme}://{}", listener.local_addr().map_err(failed)?);
-        let server = StreamingServer(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle }));
+        let slots = Arc::new(Semaphore::new(MAX_STREAMS));
+        let server = StreamingServer(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle, slots }));
         Ok((server.clone(), Listener { listener, tls, server }))
     }
 
@@ -149,17 +154,26 @@ impl StreamingServer {
 impl Listener {
     /// Serves forever. Dropping the future ends all streams that it serves.
     pub async fn serve(self, backend: Arc<impl StreamBackend>) {
-        let connection_slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let waiting = WaitingClients::new(MAX_WAITING);
         let mut clients = tokio::task::JoinSet::new();
         loop {
             while clients.try_join_next().is_some() {}
-            let Ok(slot) = Arc::clone(&connection_slots).acquire_owned().await else { return };
             match self.listener.accept().await {
                 Ok((connection, _)) => {
                     let (server, backend, tls) = (self.server.clone(), Arc::clone(&backend), self.tls.clone());
+                    let mut place = waiting.enter();
                     clients.spawn(async move {
-                        server.accept_client(connection, tls, backend).await;
-                        drop(slot);
+                        let accepted = tokio::select! {
+                            accepted = server.accept_request(connection, tls) => accepted,
+                            () = place.evicted() => {
+                                tracing::debug!("closed a connection without a token: there are too many");
+                                None
+                            }
+                        };
+                        drop(place);
+                        if let Some(accepted) = accepted {
+                            server.serve_stream(accepted, backend).await;
+                        }
                     });
                 }
                 Err(error) => {
@@ -172,24 +186,24 @@ impl Listener {
 }
 
 impl StreamingServer {
-    async fn accept_client(self, connection: TcpStream, tls: Option<TlsAcceptor>, backend: Arc<impl StreamBackend>) {
+    /// Reads the only request of a connection and answers it. Returns it if a stream follows.
+    async fn accept_request(&self, connection: TcpStream, tls: Option<TlsAcceptor>) -> Option<Accepted> {
         if let Err(error) = set_socket_options(&connection) {
             tracing::debug!(%error, "cannot set the socket options of a streaming client");
         }
-        let Some(tls) = tls else { return self.serve_client(connection, backend).await };
+        let Some(tls) = tls else { return self.accept_http_request(connection).await };
         match tokio::time::timeout(REQUEST_TIMEOUT, tls.accept(connection)).await {
-            Ok(Ok(connection)) => self.serve_client(connection, backend).await,
+            Ok(Ok(connection)) => return self.accept_http_request(connection).await,
             Ok(Err(error)) => tracing::debug!(%error, "the TLS handshake with a streaming client failed"),
             Err(_late) => tracing::debug!("a streaming client did not complete the TLS handshake in time"),
         }
+        None
     }
 
-    async fn serve_client(
-        self,
+    async fn accept_http_request(
+        &self,
         connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        backend: Arc<impl StreamBackend>,
-    ) {
-        // The work after the upgrade is done here, so that it ends with this task.
+    ) -> Option<Accepted> {
         let (begin, accepted) = tokio::sync::oneshot::channel();
         let begin = std::sync::Mutex::new(Some(begin));
         let answer = service_fn(|request| {
@@ -205,6 +219,7 @@ impl StreamingServer {
         let served = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(REQUEST_TIMEOUT)
+            .keep_alive(false)
             .serve_connection(TokioIo::new(connection), answer)
             .with_upgrades()
             .await;
@@ -212,7 +227,11 @@ impl StreamingServer {
             tracing::debug!("an HTTP connection of a streaming client failed: {}", Chain(&error));
         }
         drop(begin);
-        let Ok(Accepted { job, upgrade }) = accepted.await else { return };
+        accepted.await.ok()
+    }
+
+    async fn serve_stream(self, accepted: Accepted, backend: Arc<impl StreamBackend>) {
+        let Accepted { job, upgrade, slot: _slot } = accepted;
         let upgraded = match upgrade.await {
             Ok(upgraded) => upgraded,
             Err(error) => return tracing::debug!("the upgrade of a streaming client failed: {}", Chain(&error)),
@@ -254,6 +273,10 @@ impl StreamingServer {
     }
 
     fn handle_request(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
+        let Ok(slot) = Arc::clone(&self.0.slots).try_acquire_owned() else {
+            // The token stays valid for another try.
+            return (text_response(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"), None);
+        };
         let (directory, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
         let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.directory() == directory);
         let Some(ask) = asked else {
@@ -290,7 +313,7 @@ impl StreamingServer {
             headers.insert(names, HeaderValue::from_static(protocol));
         }
         let upgrade = hyper::upgrade::on(&mut request);
-        (answer, Some(Accepted { job, upgrade }))
+        (answer, Some(Accepted { job, upgrade, slot }))
     }
 }
 
@@ -298,6 +321,8 @@ impl StreamingServer {
 struct Accepted {
     job: StreamHandler,
     upgrade: hyper::upgrade::OnUpgrade,
+    /// Its place among the streams.
+    slot: OwnedSemaphorePermit,
 }
 
 /// The protocol of a connection after its upgrade, with its request.

@@ -5,7 +5,10 @@ mod common;
 use common::{Client, V4, ask, command, serve, soon};
 use nacelle_stream::spdy::frame::{self, Control};
 use nacelle_stream::{Exec, TerminalSize};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -63,6 +66,46 @@ fn a_url_is_good_once_and_for_spdy_only() {
         let base = url.rsplit_once('/').unwrap().0;
         assert!(ask(&format!("{base}/"), V4).await.0.starts_with("HTTP/1.1 404 "));
         assert!(node.killed.lock().unwrap().is_empty(), "nothing was started");
+    });
+}
+
+#[test]
+fn connections_without_a_token_keep_nobody_away() {
+    run(async {
+        let (server, _) = serve(LONG).await;
+        let url = server.exec(command("cat")).unwrap();
+        let host = url.strip_prefix("http://").unwrap().split_once('/').unwrap().0.to_owned();
+        // This process has both ends of all connections.
+        let most = getrlimit(Resource::RLIMIT_NOFILE).unwrap().1;
+        setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+        // More than there are places for streams: some say nothing, some send a request that never ends.
+        let mut idle = Vec::new();
+        for number in 0..1100 {
+            let mut connection = TcpStream::connect(&host).await.unwrap();
+            if number % 2 == 1 {
+                connection.write_all(b"GET /exec/x HTTP/1.1\r\nA: ").await.unwrap();
+            }
+            idle.push(connection);
+        }
+        // Sooner than connections that say nothing may time out.
+        let mut client = tokio::time::timeout(Duration::from_secs(20), Client::new(&url)).await.unwrap();
+        client.streams().await;
+        // The oldest have been closed to make room.
+        assert_eq!(soon(idle[0].read(&mut [0])).await.unwrap(), 0);
+    });
+}
+
+#[test]
+fn a_connection_has_one_request() {
+    run(async {
+        let (server, _) = serve(LONG).await;
+        let url = server.exec(command("cat")).unwrap();
+        let host = url.strip_prefix("http://").unwrap().split_once('/').unwrap().0.to_owned();
+        let mut connection = TcpStream::connect(&host).await.unwrap();
+        connection.write_all(format!("GET /exec/wrong HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        soon(connection.read_to_string(&mut answer)).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 404 ") && answer.contains("connection: close"), "{answer}");
     });
 }
 
