@@ -219,7 +219,6 @@ impl StreamingServer {
         let served = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(REQUEST_TIMEOUT)
-            .keep_alive(false)
             .serve_connection(TokioIo::new(connection), answer)
             .with_upgrades()
             .await;
@@ -375,6 +374,8 @@ fn list_protocols<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterato
 fn text_response(status: StatusCode, why: &'static str) -> Response<Full<Bytes>> {
     let mut answer = Response::new(Full::new(Bytes::from_static(why.as_bytes())));
     *answer.status_mut() = status;
+    // A connection has one request. `keep_alive(false)` of hyper's builder would add this to an upgrade as well.
+    answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     answer
 }
 

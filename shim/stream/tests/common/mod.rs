@@ -143,7 +143,11 @@ pub async fn ask(url: &str, headers: &str) -> (String, TcpStream) {
     while !answer.ends_with(b"\r\n\r\n") {
         answer.push(soon(connection.read_u8()).await.unwrap());
     }
-    (String::from_utf8(answer).unwrap(), connection)
+    let answer = String::from_utf8(answer).unwrap();
+    // Proxies, like kubelet's, close the connection if the answer says so.
+    let closes = answer.to_lowercase().lines().any(|line| line.starts_with("connection:") && line.contains("close"));
+    assert_eq!(closes, !answer.starts_with("HTTP/1.1 101 "), "{answer}");
+    (answer, connection)
 }
 
 pub const V4: &str = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: v5.channel.k8s.io\r\n\
