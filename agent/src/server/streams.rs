@@ -78,8 +78,8 @@ async fn join_stream(mut connection: HostConnection, pod: &AgentPod) {
                 None => Ok(()),
             }
         }
-        // Devices of the VM are not streams of the agent.
-        Stream::Port | Stream::Device | Stream::Unspecified => Ok(()),
+        // Devices of the VM and logs are not streams of the agent.
+        Stream::Port | Stream::Device | Stream::Log | Stream::Unspecified => Ok(()),
     };
     if let Err(error) = result {
         tracing::debug!(%error, id = open.id, "a stream failed");

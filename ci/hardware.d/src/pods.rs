@@ -114,7 +114,6 @@ impl PodFactory {
             shared_pid: false,
             user_namespace: None,
             shm_bytes: 0,
-            log_directory: None,
             scratch: ScratchSpec { size_mib: SCRATCH_MIB, templates: self.scratch.clone() },
             volume_cache_seconds: 0,
             timeouts: Timeouts::default(),

@@ -171,6 +171,11 @@ fn perform(what: &str) -> String {
         "x32" => raw_call([0x4000_0000 | libc::SYS_getpid, 0, 0, 0]),
         "io-uring" => raw_call([libc::SYS_io_uring_setup, 1, 0, 0]),
         "vsock" => raw_call([libc::SYS_socket, libc::AF_VSOCK.into(), libc::SOCK_STREAM.into(), 0]),
+        "setuid-file" => raw_call([libc::SYS_fchmod, 0, 0o4755, 0]),
+        "setgid-file" => raw_call([libc::SYS_fchmodat, libc::AT_FDCWD.into(), 0, 0o2755]),
+        "plain-file" => raw_call([libc::SYS_fchmod, 0, 0o600, 0]),
+        "fifo" => raw_call([libc::SYS_mknodat, libc::AT_FDCWD.into(), 0, (libc::S_IFIFO | 0o600).into()]),
+        "directory" => raw_call([libc::SYS_mkdir, 0, 0o700, 0]),
         "tkill" => raw_call([libc::SYS_tkill, 1, 0, 0]),
         "priority-of-others" => raw_call([libc::SYS_setpriority, 0, 1, 0]),
         "scheduler-of-others" => raw_call([libc::SYS_sched_setattr, 1, 0, 0]),
@@ -406,15 +411,20 @@ fn what_is_forbidden_kills() {
         for what in ["socket-signal-receiver", "tkill", "priority-of-others", "scheduler-of-others", "vsock"] {
             kills(profile, what);
         }
+        for what in ["setuid-file", "setgid-file", "fifo"] {
+            kills(profile, what);
+        }
         let mut jail = Jail::new(profile, "kill");
         assert!(jail.request("clone3").unwrap().contains("ENOSYS"));
         if profile == "spawns" {
             assert!(jail.request("io-uring").unwrap().contains("ENOSYS"));
         }
         assert!(jail.request("own-limits").unwrap().contains("Ok("));
+        assert!(jail.request("plain-file").unwrap().contains("Ok("));
         assert!(jail.end().success());
     }
     kills("in-process", "io-uring");
+    kills("in-process", "directory");
     // The keeper pins the vCPUs of its QEMU.
     kills("in-process", "affinity-of-others");
     kills("spawns", "unshare");

@@ -15,7 +15,7 @@ use crate::device_table::DeviceTable;
 use crate::error::{Failure, PodError};
 use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{ImageTable, Placement};
-use crate::log::LogPath;
+use crate::log::LogFile;
 use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
 use crate::memory::{self, RunningVm};
 use crate::record::{Phase, SavedPodState};
@@ -29,6 +29,7 @@ use nacelle_base::undo::{UndoStack, UnreleasedResource};
 use nacelle_engine::{Engine, Machine, MachineExit, Slot};
 use nacelle_proto::{common, pod};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,8 +53,8 @@ pub enum ActorRequest {
     StopContainer(String, Duration, Reply<()>),
     /// Remove a container.
     RemoveContainer(String, Reply<()>),
-    /// Reopen a container's log after its rotation.
-    ReopenLog(String, Reply<()>),
+    /// Write a container's output to this file from now on.
+    SetLog(String, File, Reply<()>),
     /// Keep an open device of the node for a container that is about to be created; the reply is the number of the offer.
     OfferDevice(OfferedDevice, Reply<u64>),
     /// Withdraw the offer with this number.
@@ -106,12 +107,12 @@ pub enum ActorMessage {
 struct ContainerEntry {
     state: ContainerState,
     request: Arc<pod::CreateContainerRequest>,
-    log: Option<LogPath>,
+    log: Arc<LogFile>,
     response: Bounded<common::CreateContainerResponse>,
     creating: Vec<Reply<Bounded<common::CreateContainerResponse>>>,
     /// Requests that wait for the start or the removal in progress.
     waiting: Vec<Reply<()>>,
-    started: Option<(container::OutputStreams, Arc<crate::log::LogFile>, container::Outputs)>,
+    started: Option<(container::OutputStreams, container::Outputs)>,
     exit_task: Option<AbortHandle>,
     stops: ContainerStops,
 }
@@ -236,7 +237,7 @@ impl PodActor {
             ActorRequest::StartContainer(id, reply) => self.start_container(&id, reply, replies),
             ActorRequest::StopContainer(id, grace, reply) => self.stop_container(&id, grace, reply),
             ActorRequest::RemoveContainer(id, reply) => self.remove_container(&id, reply),
-            ActorRequest::ReopenLog(id, reply) => self.reopen_log(&id, reply),
+            ActorRequest::SetLog(id, file, reply) => self.set_log(&id, file, reply),
             ActorRequest::OfferDevice(offer, reply) => self.keep_offer(offer, reply),
             ActorRequest::WithdrawDevice(number) => drop(self.offers.remove(&number)),
             ActorRequest::ExecSync(request, reply) => self.exec_sync(request, reply),

@@ -8,7 +8,7 @@ use crate::devices::{self, PlacedDevice};
 use crate::error::{Failure, PodError};
 use crate::guest_values::{Bounded, FromGuest};
 use crate::images::Placement;
-use crate::log::{LogFile, LogPath, LogStream, pump};
+use crate::log::{LogFile, LogStream, pump};
 use crate::record::{ContainerPhase, LOST, SavedContainerState, SavedPodState};
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::task::run_blocking;
@@ -268,17 +268,14 @@ pub struct Outputs {
 pub struct StartedContainer {
     /// The streams; the actor drops them when the container is removed.
     pub streams: OutputStreams,
-    /// The log file, for ReopenLog.
-    pub log: Arc<LogFile>,
     /// The outputs, for clients that attach.
     pub outputs: Outputs,
     /// This channel closes when all pump threads have ended.
     pub pumps_running: mpsc::Receiver<()>,
 }
 
-/// Opens the log and the streams, then calls the agent to start the container, so that no byte of output is missed.
-pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> Result<StartedContainer, PodError> {
-    let log = Arc::new(run_blocking("open the log of a container", move || LogFile::open(log)).await??);
+/// Opens the streams, then calls the agent to start the container, so that no byte of output is missed.
+pub async fn start(agent: &Agent, id: &str, tty: bool, log: Arc<LogFile>) -> Result<StartedContainer, PodError> {
     let stdout = agent.open_stream(id, "", common::Stream::Stdout);
     let mut opened = Vec::new();
     if tty {
@@ -312,7 +309,7 @@ pub async fn start(agent: &Agent, id: &str, tty: bool, log: Option<LogPath>) -> 
     if tty {
         outputs.stderr.end();
     }
-    Ok(StartedContainer { streams, log, outputs, pumps_running })
+    Ok(StartedContainer { streams, outputs, pumps_running })
 }
 
 /// The message for a container that the guest's OOM killer ended although it had not reached a limit of its own.

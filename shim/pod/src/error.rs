@@ -3,7 +3,6 @@
 use crate::device_table::DeviceError;
 use crate::guest_values::{Bounded, MemoryOutOfRange};
 use crate::images::PlacementError;
-use crate::log::LogError;
 use crate::record::{Phase, SavedStateError};
 use crate::scratch::ScratchError;
 use crate::spec::PodSpecError;
@@ -71,9 +70,6 @@ pub enum PodError {
     /// A container cannot have a device of the node.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A container's log file cannot be opened.
-    #[error(transparent)]
-    Log(#[from] LogError),
     /// A connection with the guest failed.
     #[error("cannot {what}")]
     Link {
@@ -226,7 +222,6 @@ impl Classify for PodError {
             PodError::Place { source, .. } => source.kind(),
             PodError::Image(error) => error.kind(),
             PodError::Device(error) => error.kind(),
-            PodError::Log(error) => error.kind(),
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,
             PodError::VolumeUnreadable { why, .. } => match why {

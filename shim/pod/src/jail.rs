@@ -4,7 +4,6 @@
 use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
 use crate::{jail_dir, vfio_dir};
-use nacelle_base::files::at;
 use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, VisiblePath};
 use std::path::{Path, PathBuf};
 
@@ -18,9 +17,6 @@ const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 /// Puts the process into its jail, with access to what the pod in `dir` needs. Open descriptors stay open. The process must
 /// have only one thread.
 pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
-    if let Some(logs) = &spec.log_directory {
-        std::fs::create_dir_all(logs).map_err(at("create", logs))?;
-    }
     if spec.engine.has_vm() {
         drop_oom_protection(Path::new(OOM_SCORE));
     }
@@ -44,7 +40,6 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
     let visible_path =
         |path: &Path, access, is_required| VisiblePath { path: path.to_owned(), visible_as: None, access, is_required };
     let mut paths = vec![visible_path(&jail_dir(dir), Access::Write, true)];
-    paths.extend(spec.log_directory.iter().map(|logs| visible_path(logs, Access::Write, true)));
     if matches!(spec.engine, EngineSpec::Host { .. }) {
         // The agent, which runs already, has access to the rest. This process starts no other process.
         return JailPlan {
@@ -144,7 +139,7 @@ mod tests {
         let written = plan.visible_paths.iter().filter(|path| matches!(path.access, Access::Write | Access::Take));
         let written: Vec<_> = written.map(|path| path.path.to_str().unwrap().to_owned()).collect();
         let disk = sample().scratch_file();
-        assert_eq!(written, ["/run/nacelle/pods/a/jail", "/var/log/pods/a", disk.to_str().unwrap()]);
+        assert_eq!(written, ["/run/nacelle/pods/a/jail", disk.to_str().unwrap()]);
         assert!(plan.visible_paths.iter().all(|path| !path.path.ends_with("kvm")), "emulated");
         assert_eq!(plan.profile, Profile::StartsPrograms);
     }
@@ -192,7 +187,7 @@ mod tests {
         let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };
         let plan = plan(&PodSpec { engine, ..sample() }, &jail, Path::new("/run/nacelle/pods/a"));
         assert!(plan.visible_paths.iter().all(|path| path.access == Access::Write), "{:?}", plan.visible_paths);
-        assert_eq!((plan.visible_paths.len(), plan.cgroup), (2, Some("nacelle/a/process".into())));
+        assert_eq!((plan.visible_paths.len(), plan.cgroup), (1, Some("nacelle/a/process".into())));
     }
 
     #[test]

@@ -1,47 +1,16 @@
 //! Writes a container's log file in CRI's format: one line `TIME STREAM TAG TEXT` for each entry; tag `F` marks the end of
 //! a line of the container, `P` a line that continues in the next entry.
 //!
-//! The pumps of one container and ReopenLog share a [`LogFile`]; its lock is held for one write.
+//! The pumps of one container share a [`LogFile`] with the requests of the daemon, which opens the files by name and sends the
+//! descriptors; its lock is held for one write.
 
 use crate::broadcast::OutputBroadcast;
-use nacelle_base::files::{FileError, at};
-use nacelle_base::retry::retry_interrupted;
-use nacelle_base::{Classify, FailureKind};
-use nix::fcntl::{OFlag, openat};
-use nix::sys::stat::{Mode, mkdirat};
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::OwnedFd;
-use std::path::{Component, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 /// The maximum text of one entry in bytes; longer lines are split.
 pub const MAX_TEXT: usize = 16 << 10;
-
-/// A log file cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum LogError {
-    /// The path is not below the pod's log directory, or the pod has none.
-    #[error("cannot log to {path:?}: it is not below the pod's log directory {directory:?}")]
-    Outside {
-        /// The requested path.
-        path: PathBuf,
-        /// The pod's log directory, if it has one.
-        directory: Option<PathBuf>,
-    },
-    /// A component of the path cannot be opened, for example because it is a symbolic link.
-    #[error(transparent)]
-    File(#[from] FileError),
-}
-
-impl Classify for LogError {
-    fn kind(&self) -> FailureKind {
-        match self {
-            LogError::Outside { .. } => FailureKind::Invalid,
-            LogError::File(error) => error.kind(),
-        }
-    }
-}
 
 /// The stream from which a line came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,66 +30,9 @@ impl LogStream {
     }
 }
 
-/// The path of a log file: a trusted directory and an untrusted path below it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogPath {
-    directory: PathBuf,
-    below: Vec<PathBuf>,
-}
-
-impl LogPath {
-    /// Checks by text alone that `path` is below `directory`.
-    pub fn check(directory: Option<&Path>, path: &Path) -> Result<LogPath, LogError> {
-        let outside = || LogError::Outside { path: path.to_owned(), directory: directory.map(Path::to_owned) };
-        let directory = directory.ok_or_else(outside)?;
-        let below = path.strip_prefix(directory).map_err(|_not_below| outside())?;
-        let mut parts = Vec::new();
-        for part in below.components() {
-            match part {
-                Component::Normal(name) => parts.push(PathBuf::from(name)),
-                _ => return Err(outside()),
-            }
-        }
-        if parts.is_empty() {
-            return Err(outside());
-        }
-        Ok(LogPath { directory: directory.to_owned(), below: parts })
-    }
-
-    /// Opens the file for appending; creates it and missing directories below `directory`. No component below `directory`
-    /// may be a symbolic link.
-    fn open(&self) -> Result<File, LogError> {
-        let mut path = self.directory.clone();
-        std::fs::create_dir_all(&path).map_err(at("create", &path))?;
-        let directory = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
-        let mut parent: OwnedFd = File::open(&path).map_err(at("open", &path))?.into();
-        let Some((name, directories)) = self.below.split_last() else { return Err(self.outside()) };
-        for part in directories {
-            path.push(part);
-            match mkdirat(&parent, part, Mode::from_bits_truncate(0o755)) {
-                Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
-                Err(errno) => return Err(at("create", &path)(errno.into()).into()),
-            }
-            parent = retry_interrupted(|| openat(&parent, part, directory, Mode::empty()))
-                .map_err(|errno| at("open", &path)(errno.into()))?;
-        }
-        path.push(name);
-        let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        // With O_NONBLOCK the open does not wait for a reader if the name is a FIFO; it has no effect on a regular file.
-        let flags = flags | OFlag::O_NONBLOCK;
-        let file = retry_interrupted(|| openat(&parent, name, flags, Mode::from_bits_truncate(0o640)))
-            .map_err(|errno| at("open", &path)(errno.into()))?;
-        Ok(file.into())
-    }
-
-    fn outside(&self) -> LogError {
-        LogError::Outside { path: self.directory.clone(), directory: Some(self.directory.clone()) }
-    }
-}
-
-/// The log of one container; output is discarded if there is none.
-#[derive(Debug)]
-pub struct LogFile(Option<(LogPath, Mutex<OpenLog>)>);
+/// The log of one container; output is discarded while it has no file.
+#[derive(Debug, Default)]
+pub struct LogFile(Mutex<Option<OpenLog>>);
 
 #[derive(Debug)]
 struct OpenLog {
@@ -155,29 +67,16 @@ impl OpenLog {
 }
 
 impl LogFile {
-    /// Opens the file of a checked path.
-    pub fn open(path: Option<LogPath>) -> Result<LogFile, LogError> {
-        let open = |path: LogPath| -> Result<_, LogError> {
-            let file = path.open()?;
-            Ok((path, Mutex::new(OpenLog::new(file))))
-        };
-        Ok(LogFile(path.map(open).transpose()?))
-    }
-
-    /// Closes the file and continues in the file that has the log's name now.
-    pub fn reopen(&self) -> Result<(), LogError> {
-        if let Some((path, open)) = &self.0 {
-            let file = path.open()?;
-            *open.lock().unwrap_or_else(PoisonError::into_inner) = OpenLog::new(file);
-        }
-        Ok(())
+    /// Closes the file and continues in this one. Blocks while a write is in progress.
+    pub fn set(&self, file: File) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(OpenLog::new(file));
     }
 
     /// Appends complete entries. A full disk must not stop the container: entries that cannot be written are lost, which is
     /// reported once.
     pub fn append(&self, entries: &[u8]) {
-        let Some((_, open)) = &self.0 else { return };
-        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(open) = open.as_mut() else { return };
         let written = if open.within_entry { open.write(b"\n") } else { Ok(()) }.and_then(|()| open.write(entries));
         match &written {
             Err(error) if !open.failing => {
@@ -380,44 +279,17 @@ mod tests {
     }
 
     #[test]
-    fn the_path_must_stay_below_the_directory() {
-        let directory = Path::new("/var/log/pods/a");
-        for bad in ["/var/log/pods/b/0.log", "/var/log/pods/a/../b", "/var/log/pods/a", "0.log", ""] {
-            assert_eq!(
-                LogPath::check(Some(directory), Path::new(bad)).unwrap_err().kind(),
-                FailureKind::Invalid,
-                "{bad}"
-            );
-        }
-        assert!(LogPath::check(None, Path::new("/x/0.log")).is_err());
-        assert!(LogPath::check(Some(directory), Path::new("/var/log/pods/a/c/0.log")).is_ok());
-    }
-
-    #[test]
-    fn links_are_not_followed() {
-        let world = tempfile::tempdir().unwrap();
-        let logs = world.path().join("logs");
-        std::fs::create_dir(&logs).unwrap();
-        std::os::unix::fs::symlink(world.path(), logs.join("directory")).unwrap();
-        std::os::unix::fs::symlink(world.path().join("victim"), logs.join("file.log")).unwrap();
-        for path in ["directory/x.log", "file.log"] {
-            let path = LogPath::check(Some(&logs), &logs.join(path)).unwrap();
-            assert!(LogFile::open(Some(path)).is_err());
-        }
-        assert!(!world.path().join("victim").exists() && !world.path().join("x.log").exists());
-    }
-
-    #[test]
     fn after_a_rotation_the_log_continues_in_a_new_file() {
         let world = tempfile::tempdir().unwrap();
-        let path = world.path().join("c/0.log");
-        let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
+        let path = world.path().join("0.log");
+        let log = LogFile::default();
+        log.set(File::create(&path).unwrap());
         log.append(b"one\n");
-        std::fs::rename(&path, world.path().join("c/0.log.1")).unwrap();
+        std::fs::rename(&path, world.path().join("0.log.1")).unwrap();
         log.append(b"two\n");
-        log.reopen().unwrap();
+        log.set(File::create(&path).unwrap());
         pump(&b"three\nfour"[..], LogStream::Stderr, &log, &OutputBroadcast::default());
-        assert_eq!(std::fs::read_to_string(world.path().join("c/0.log.1")).unwrap(), "one\ntwo\n");
+        assert_eq!(std::fs::read_to_string(world.path().join("0.log.1")).unwrap(), "one\ntwo\n");
         let text = std::fs::read_to_string(&path).unwrap();
         let texts: Vec<&str> = text.lines().map(|line| line.split_once(' ').unwrap().1).collect();
         assert_eq!(texts, ["stderr F three", "stderr P four"]);
@@ -427,7 +299,8 @@ mod tests {
     fn an_entry_after_an_incomplete_one_has_a_line_of_its_own() {
         let world = tempfile::tempdir().unwrap();
         let path = world.path().join("0.log");
-        let log = LogFile::open(Some(LogPath::check(Some(world.path()), &path).unwrap())).unwrap();
+        let log = LogFile::default();
+        log.set(File::create(&path).unwrap());
         // The part of an entry that a full disk leaves.
         log.append(b"T stdout F ha");
         log.append(b"T stdout F whole\n");
@@ -436,9 +309,9 @@ mod tests {
     }
 
     #[test]
-    fn without_a_path_output_is_read_and_dropped() {
-        let log = LogFile::open(None).unwrap();
-        pump(&b"x\n"[..], LogStream::Stdout, &log, &OutputBroadcast::default());
-        log.reopen().unwrap();
+    fn without_a_file_output_is_read_and_dropped() {
+        let mut output = &b"x\n"[..];
+        pump(&mut output, LogStream::Stdout, &LogFile::default(), &OutputBroadcast::default());
+        assert!(output.is_empty());
     }
 }

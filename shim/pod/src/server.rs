@@ -104,10 +104,6 @@ impl Pod for PodService {
         self.call_for_empty(|reply| ActorRequest::RemoveContainer(request.into_inner().id, reply)).await
     }
 
-    async fn reopen_log(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
-        self.call_for_empty(|reply| ActorRequest::ReopenLog(request.into_inner().id, reply)).await
-    }
-
     async fn exec_sync(
         &self,
         request: Request<proto::ExecSyncRequest>,

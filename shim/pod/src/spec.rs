@@ -76,9 +76,6 @@ pub struct PodSpec {
     /// The size of the pod's /dev/shm in bytes; 0 for the agent's default.
     #[serde(default)]
     pub shm_bytes: u64,
-    /// The absolute path of the directory with the containers' log files (PodSandboxConfig.log_directory); `None` if nothing is logged.
-    #[serde(default)]
-    pub log_directory: Option<PathBuf>,
     /// The disk for writable layers.
     pub scratch: ScratchSpec,
     /// The number of seconds for which the guest may cache names and attributes of files on volumes of the node.
@@ -365,7 +362,6 @@ impl PodSpec {
             ("kernel", Some(&self.kernel)),
             ("initrd", Some(&self.initrd)),
             ("network.netns", self.network.as_ref().map(|network| &network.netns)),
-            ("log_directory", self.log_directory.as_ref()),
             ("scratch.templates", Some(&self.scratch.templates)),
         ];
         for (field, path) in paths {
@@ -412,7 +408,6 @@ pub(crate) mod tests {
             user_namespace: None,
             shm_bytes: 0,
             volume_cache_seconds: 0,
-            log_directory: Some("/var/log/pods/a".into()),
             scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },
             timeouts: Timeouts::default(),
             jail: None,
@@ -460,13 +455,12 @@ pub(crate) mod tests {
 
     #[test]
     fn each_rule_is_checked() {
-        let broken: [fn(&mut PodSpec); 7] = [
+        let broken: [fn(&mut PodSpec); 6] = [
             |spec| spec.vcpus = 0,
             |spec| spec.vcpus = 2,
             |spec| spec.memory_mib = MIN_MEMORY_MIB - 1,
             |spec| spec.scratch.size_mib = 1,
             |spec| spec.kernel = "vmlinux".into(),
-            |spec| spec.log_directory = Some("logs".into()),
             |spec| spec.network.as_mut().unwrap().netns = "ns".into(),
         ];
         for (row, change) in broken.into_iter().enumerate() {

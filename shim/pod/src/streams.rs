@@ -55,12 +55,14 @@ enum StreamTarget {
 
 async fn serve_stream(mut client: UnixStream, inbox: &mpsc::UnboundedSender<ActorMessage>) -> Result<(), PodError> {
     let open: pod::StreamOpen = read_frame(&mut client, "preamble of a stream", PREAMBLE_LIMIT).await?;
-    if open.stream() == common::Stream::Device {
-        return receive_offer(client, open, inbox).await;
+    match open.stream() {
+        common::Stream::Device => return receive_offer(client, open, inbox).await,
+        common::Stream::Log => return receive_log(client, open.id, inbox).await,
+        _ => {}
     }
     let (target, reply) = match connect_target(inbox, open).await {
         Ok(target) => (Some(target), pod::StreamOpened::default()),
-        Err(Failure { kind, message }) => (None, pod::StreamOpened { code: kind.grpc_code(), message }),
+        Err(failure) => (None, refusal(failure)),
     };
     write_frame(&mut client, &reply, PREAMBLE_LIMIT).await?;
     let failed = |source| PodError::Stream { what: "relay a stream", source };
@@ -87,11 +89,7 @@ async fn receive_offer(
     open: pod::StreamOpen,
     inbox: &mpsc::UnboundedSender<ActorMessage>,
 ) -> Result<(), PodError> {
-    let what = "receive a device";
-    let received =
-        tokio::time::timeout(PREAMBLE_LIMIT, client.async_io(Interest::READABLE, || receive_descriptor(&client)));
-    let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE_LIMIT })?;
-    let file = File::from(received.map_err(|source| PodError::Stream { what, source })?);
+    let file = receive_file(&client, "receive a device").await?;
     let offer = OfferedDevice { id: open.id, device: open.device, file };
     let number =
         call_actor(inbox, |reply| ActorRequest::OfferDevice(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
@@ -103,6 +101,29 @@ async fn receive_offer(
     // The actor may have ended, which releases everything.
     let _ = inbox.send(ActorMessage::Request(ActorRequest::WithdrawDevice(number)));
     written
+}
+
+/// Receives the file to which the output of a container is written from now on.
+async fn receive_log(
+    mut client: UnixStream,
+    id: String,
+    inbox: &mpsc::UnboundedSender<ActorMessage>,
+) -> Result<(), PodError> {
+    let file = receive_file(&client, "receive the log of a container").await?;
+    let set = call_actor(inbox, |reply| ActorRequest::SetLog(id, file, reply)).await;
+    write_frame(&mut client, &set.map_or_else(refusal, |()| pod::StreamOpened::default()), PREAMBLE_LIMIT).await
+}
+
+/// Receives the descriptor that follows the preamble.
+async fn receive_file(client: &UnixStream, what: &'static str) -> Result<File, PodError> {
+    let received =
+        tokio::time::timeout(PREAMBLE_LIMIT, client.async_io(Interest::READABLE, || receive_descriptor(client)));
+    let received = received.await.map_err(|_elapsed| PodError::TooSlow { what, limit: PREAMBLE_LIMIT })?;
+    Ok(File::from(received.map_err(|source| PodError::Stream { what, source })?))
+}
+
+fn refusal(failure: Failure) -> pod::StreamOpened {
+    pod::StreamOpened { code: failure.kind.grpc_code(), message: failure.message }
 }
 
 /// Sends a request to the actor and waits for the reply.
@@ -134,7 +155,7 @@ async fn connect_target(
         common::Stream::Stdout if is_container => return Ok(StreamTarget::Output(outputs.stdout)),
         common::Stream::Stderr if is_container => return Ok(StreamTarget::Output(outputs.stderr)),
         common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr => {}
-        common::Stream::Port | common::Stream::Device | common::Stream::Unspecified => {
+        common::Stream::Port | common::Stream::Device | common::Stream::Log | common::Stream::Unspecified => {
             return Err(Failure {
                 kind: FailureKind::Invalid,
                 message: "cannot open a stream: its kind is missing or unknown".to_owned(),

@@ -180,12 +180,13 @@ impl TestPod {
             oci_spec: oci_spec(script),
             image_key: "busybox".into(),
             image: vec![pod::Extent { path: self.image.to_str().unwrap().into(), offset: 0, length }],
-            log_path: self.root.path().join("logs").join(id).to_str().unwrap().into(),
             ..Default::default()
         };
         if let Err(error) = client.create_container(request).await {
             panic!("{error}; log: {}", self.log());
         }
+        let logs = self.root.path().join("logs");
+        client.set_log(id, nacelle_pod::client::open_log(&logs, &logs.join(id)).unwrap()).await.unwrap();
         if let Err(error) = client.start_container(id).await {
             panic!("{error}; log: {}", self.log());
         }

@@ -308,17 +308,17 @@ async fn serve_in_jail(run_dir: RunDir) {
             offset: 0,
             length: 8192,
         }],
-        log_path: log.to_str().unwrap().into(),
         ..Default::default()
     };
     client.create_container(request.clone()).await.unwrap();
+    let open_log = || nacelle_pod::client::open_log(&run_dir.root.path().join("logs"), &log).unwrap();
+    client.set_log("a", open_log()).await.unwrap();
     client.start_container("a").await.unwrap();
     let written = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("xxx"));
     until(&client, "the log is written", |_| written()).await;
     // Renames the log as kubelet does.
     std::fs::rename(&log, log.with_extension("old")).unwrap();
-    client.reopen_log("a").await.unwrap();
-    assert!(log.exists());
+    client.set_log("a", open_log()).await.unwrap();
     // The process does not see a file that is not among its places.
     let other = run_dir.root.path().join("other");
     std::fs::write(&other, vec![b'e'; 8192]).unwrap();
@@ -348,6 +348,10 @@ async fn serve_in_jail(run_dir: RunDir) {
     let known = ["/usr", "/bin", "/sbin", "/lib", "/etc/", "/dev/null", "/dev/urandom", own];
     for point in points {
         assert!(point == "/" || known.iter().any(|known| point.starts_with(known)), "{point}");
+        assert!(
+            !point.starts_with(run_dir.root.path().join("logs").to_str().unwrap()),
+            "logs are descriptors: {point}"
+        );
     }
     let group = nacelle_jail::cgroup::directories(&cgroup(run_dir.root.path()));
     let there = group.iter().filter(|directory| directory.exists()).count();

@@ -79,6 +79,7 @@ async fn the_output_of_a_container_reaches_all_clients_and_the_log() {
         let request =
             pod::CreateContainerRequest { stdin: true, stdin_once: once, ..fixture.container("c", "cat;out:\n") };
         client.create_container(request).await.unwrap();
+        fixture.set_log(&client, "c").await;
         client.start_container("c").await.unwrap();
         let mut first = open(&client, "", Stream::Stdout).await;
         let mut second = open(&client, "", Stream::Stdout).await;

@@ -346,11 +346,6 @@ impl proto::pod_server::Pod for Service {
         Ok(Response::new(common::SetMemoryResponse { bytes }))
     }
 
-    async fn reopen_log(&self, _: Request<common::ContainerRef>) -> Answer<common::Empty> {
-        self.0.step("reopen").await?;
-        Ok(Response::new(common::Empty {}))
-    }
-
     async fn exec_sync(&self, _: Request<proto::ExecSyncRequest>) -> Answer<proto::ExecSyncResponse> {
         self.0.step("exec").await?;
         match self.0.exec.lock().unwrap().take() {

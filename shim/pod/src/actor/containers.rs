@@ -5,7 +5,7 @@ use crate::container::{self, ContainerExit, ImageAttachment, ImageUse, StartedCo
 use crate::error::{Failure, PodError};
 use crate::exec;
 use crate::guest_values::Bounded;
-use crate::log::LogPath;
+use crate::log::LogFile;
 use crate::record::{ContainerPhase, LOST, Phase, SavedContainerState};
 use crate::state::{ContainerAction, ContainerEvent, ContainerState};
 use crate::stops::{ContainerStop, ContainerStops};
@@ -15,7 +15,7 @@ use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, FailureKind};
 use nacelle_engine::Slot;
 use nacelle_proto::{common, pod};
-use std::path::Path;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -58,10 +58,6 @@ impl PodActor {
             let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected, and no '.' at the start";
             return Err(PodError::Field { field: "id", value: printable(id, 200), rule }.into());
         }
-        let log = match request.log_path.as_str() {
-            "" => None,
-            path => Some(LogPath::check(self.spec.log_directory.as_deref(), Path::new(path)).map_err(PodError::from)?),
-        };
         let volume_disk = self.check_devices(&request)?;
         let disks = self.take_offered_disks(&request)?;
         let devices = self.acquire_devices(volume_disk.as_ref(), &request)?;
@@ -82,7 +78,7 @@ impl PodActor {
         Ok(ContainerEntry {
             state: next,
             request,
-            log,
+            log: Arc::new(LogFile::default()),
             response: Bounded::default(),
             creating: Vec::new(),
             waiting: Vec::new(),
@@ -165,7 +161,7 @@ impl PodActor {
                 entry.state = next;
                 entry.waiting.push(reply);
                 let (id, events) = (id.to_owned(), self.events.clone());
-                let (tty, log) = (entry.request.tty, entry.log.clone());
+                let (tty, log) = (entry.request.tty, Arc::clone(&entry.log));
                 tokio::spawn(async move {
                     let started = container::start(&agent, &id, tty, log).await;
                     report(&events, EffectEvent::Started(id, started));
@@ -188,12 +184,12 @@ impl PodActor {
         let now = crate::now_nanos();
         let record = self.record.containers.iter_mut().find(|container| container.id == id);
         let reply_value = match (outcome, self.agent.clone()) {
-            (Ok(StartedContainer { streams, log, outputs, mut pumps_running }), Some(agent)) if in_time => {
+            (Ok(StartedContainer { streams, outputs, mut pumps_running }), Some(agent)) if in_time => {
                 if let Some(record) = record {
                     record.phase = ContainerPhase::Running;
                     record.started_at = now;
                 }
-                entry.started = Some((streams, log, outputs));
+                entry.started = Some((streams, outputs));
                 let id = id.to_owned();
                 let exit_task = tokio::spawn(async move {
                     let exit = container::wait_for_exit(&agent, &id, &mut pumps_running).await;
@@ -305,17 +301,15 @@ impl PodActor {
         }
     }
 
-    pub(super) fn reopen_log(&mut self, id: &str, reply: Reply<()>) {
+    pub(super) fn set_log(&mut self, id: &str, file: File, reply: Reply<()>) {
         let Some(entry) = self.containers.get(id) else {
             return send_reply(reply, Err(PodError::NoContainer { id: id.to_owned() }.into()));
         };
-        // A container that has not started opens its log when it starts.
-        let Some((_, log, _)) = &entry.started else { return send_reply(reply, Ok(())) };
-        let log = Arc::clone(log);
+        let log = Arc::clone(&entry.log);
         tokio::spawn(async move {
-            let reopened = run_blocking("reopen the log of a container", move || log.reopen()).await;
-            let reopened = reopened.map_err(PodError::from).and_then(|reopened| Ok(reopened?));
-            send_reply(reply, reopened.map_err(Failure::from));
+            // A write to the old file may be in progress on a slow disk.
+            let set = run_blocking("set the log of a container", move || log.set(file)).await;
+            send_reply(reply, set.map_err(|error| PodError::from(error).into()));
         });
     }
 
@@ -325,7 +319,7 @@ impl PodActor {
             return Err(PodError::NoContainer { id: id.to_owned() }.into());
         };
         match &entry.started {
-            Some((_, _, outputs)) if entry.state == ContainerState::Running => Ok(ContainerHandle {
+            Some((_, outputs)) if entry.state == ContainerState::Running => Ok(ContainerHandle {
                 agent: self.agent()?,
                 request: Arc::clone(&entry.request),
                 outputs: outputs.clone(),

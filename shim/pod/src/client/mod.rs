@@ -5,11 +5,13 @@
 
 mod cleanup;
 mod error;
+mod log_file;
 mod spawn;
 mod streams;
 
 pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
+pub use log_file::open_log;
 pub use spawn::{LOG_FILE, spawn};
 pub use streams::{DeviceOffer, RunningExec};
 
@@ -136,12 +138,6 @@ impl PodClient {
     /// Kills and removes a container.
     pub async fn remove_container(&self, id: &str) -> Result<(), ClientError> {
         self.rpc.clone().remove_container(container_ref(id)).await?;
-        Ok(())
-    }
-
-    /// Closes the container's log file and opens the file that has its name now.
-    pub async fn reopen_log(&self, id: &str) -> Result<(), ClientError> {
-        self.rpc.clone().reopen_log(container_ref(id)).await?;
         Ok(())
     }
 

@@ -28,18 +28,18 @@ impl PodClient {
     pub async fn offer_device(&self, id: &str, path: &str, device: OwnedFd) -> Result<DeviceOffer, ClientError> {
         let (id, stream) = (id.to_owned(), common::Stream::Device.into());
         let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
-        Ok(DeviceOffer { _stream: self.open_with_device(open, Some(device)).await? })
+        Ok(DeviceOffer { _stream: self.open_with_descriptor(open, Some(device)).await? })
     }
 
     /// Opens a stream of bytes of unlimited length, to or from a process.
     pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<UnixStream, ClientError> {
-        self.open_with_device(open, None).await
+        self.open_with_descriptor(open, None).await
     }
 
-    async fn open_with_device(
+    pub(super) async fn open_with_descriptor(
         &self,
         open: proto::StreamOpen,
-        device: Option<OwnedFd>,
+        descriptor: Option<OwnedFd>,
     ) -> Result<UnixStream, ClientError> {
         let failed = |source| ClientError::Stream { pod: self.identity.pid, source: Box::new(source) };
         let connected = timeout(CONNECT_LIMIT, connect_to_socket(&self.streams, crate::STREAM_SOCKET_FILE)).await;
@@ -47,12 +47,12 @@ impl PodClient {
         let connected = connected.map_err(|source| PodError::Stream { what: "connect", source });
         let mut stream = connected.map_err(failed)?;
         agent::write_frame(&mut stream, &open, CONNECT_LIMIT).await.map_err(failed)?;
-        if let Some(device) = device {
-            let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], &device));
+        if let Some(descriptor) = descriptor {
+            let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], &descriptor));
             let sent = timeout(CONNECT_LIMIT, sent).await;
             let sent =
-                sent.map_err(|_elapsed| ClientError::Timeout { what: "accept a device", limit: CONNECT_LIMIT })?;
-            sent.map_err(|source| failed(PodError::Stream { what: "send a device", source }))?;
+                sent.map_err(|_elapsed| ClientError::Timeout { what: "accept a descriptor", limit: CONNECT_LIMIT })?;
+            sent.map_err(|source| failed(PodError::Stream { what: "send a descriptor", source }))?;
         }
         // The process forwards the request to the guest, which may be slow.
         let opened = agent::read_frame(&mut stream, "reply for a stream", START_LIMIT).await.map_err(failed)?;

@@ -44,7 +44,6 @@ pub fn spec(root: &Path) -> PodSpec {
         user_namespace: None,
         shm_bytes: 0,
         volume_cache_seconds: 0,
-        log_directory: Some(root.join("logs")),
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
         timeouts: Timeouts { shutdown_ms: 60_000, ..Timeouts::default() },
         jail: None,
@@ -129,7 +128,6 @@ impl PodFixture {
                 offset: 0,
                 length: 8192,
             }],
-            log_path: self.log(id).to_str().unwrap().into(),
             ..Default::default()
         }
     }
@@ -145,9 +143,16 @@ impl PodFixture {
         text.lines().map(|line| line.split_once(' ').unwrap().1.to_owned() + "\n").collect()
     }
 
+    /// Opens the log of a container and sends it to the process.
+    pub async fn set_log(&self, client: &PodClient, id: &str) {
+        let log = client::open_log(&self.root.path().join("logs"), &self.log(id)).unwrap();
+        client.set_log(id, log).await.unwrap();
+    }
+
     /// Creates and starts a container.
     pub async fn run(&self, client: &PodClient, id: &str, script: &str) {
         client.create_container(self.container(id, script)).await.unwrap();
+        self.set_log(client, id).await;
         client.start_container(id).await.unwrap();
     }
 

@@ -102,7 +102,6 @@ async fn without_directories(
         tty: config.tty,
         stdin: config.stdin,
         stdin_once: config.stdin_once,
-        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         stop_signal: config.stop_signal.unwrap_or(POWER_BUTTON),
         ..Default::default()
     };

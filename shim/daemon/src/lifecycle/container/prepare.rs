@@ -154,7 +154,6 @@ async fn request(
         tty: config.tty,
         stdin: config.stdin,
         stdin_once: config.stdin_once,
-        log_path: record.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         stop_signal,
         pid_of: match &config.pid {
             PidMode::Of(target) => target.clone(),

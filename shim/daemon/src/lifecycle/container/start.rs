@@ -1,5 +1,6 @@
 //! Starts a container in the guest.
 
+use super::log::ContainerLog;
 use super::stop::stop;
 use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
@@ -9,12 +10,16 @@ use nacelle_pod::client::PodClient;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Starts the container in the guest.
+/// Opens the container's log, if it has one, and starts the container in the guest.
 pub(crate) async fn start(
     services: Arc<NodeServices>,
     client: PodClient,
     id: ContainerId,
+    log: Option<ContainerLog>,
 ) -> Result<(), LifecycleError> {
+    if let Some(log) = log {
+        log.open(&services, &client, &id).await?;
+    }
     let started = ask("start the container", services.request_timeout(), client.start_container(id.as_str())).await;
     if let Err(LifecycleError::TooSlow { .. }) = &started {
         // After a failed request the container may start all the same, and would then run although it counts as ended.

@@ -229,8 +229,11 @@ impl Node {
 
     /// Closes the log file of a running container and opens it again by its name.
     pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
-        let Running { id, client, .. } = self.running(id)?;
-        container::log::reopen(&self.services, client, &id).await
+        let Running { id, client, log, .. } = self.running(id)?;
+        match log {
+            Some(log) => log.open(&self.services, &client, &id).await,
+            None => Ok(()),
+        }
     }
 
     /// Stores the node's pod CIDRs.

@@ -1,0 +1,87 @@
+//! Opens the log file of a container by its name, for the daemon. The pod process receives the descriptor only: it reaches no file by a
+//! name in kubelet's directories.
+
+use super::{ClientError, PodClient};
+use nacelle_base::files::{FileError, at};
+use nacelle_base::retry::retry_interrupted;
+use nacelle_proto::{common, pod as proto};
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::{Mode, mkdirat};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Component, Path};
+
+/// Opens a log file for appending; creates it, the directory and missing directories below it. `path` is the file's path; no
+/// component of it below `directory` may be a symbolic link. Blocks.
+pub fn open_log(directory: &Path, path: &Path) -> Result<File, FileError> {
+    let outside = || {
+        let why = format!("it is not below the pod's log directory {}", directory.display());
+        at("open the log", path)(io::Error::new(io::ErrorKind::InvalidInput, why))
+    };
+    let below = path.strip_prefix(directory).map_err(|_not_below| outside())?;
+    if below.components().any(|part| !matches!(part, Component::Normal(_))) {
+        return Err(outside());
+    }
+    let name = below.file_name().ok_or_else(outside)?;
+    let mut current = directory.to_owned();
+    std::fs::create_dir_all(directory).map_err(at("create", directory))?;
+    let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
+    let mut parent: OwnedFd = File::open(directory).map_err(at("open", directory))?.into();
+    for part in below.parent().into_iter().flat_map(Path::components) {
+        current.push(part);
+        match mkdirat(&parent, part.as_os_str(), Mode::from_bits_truncate(0o755)) {
+            Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
+            Err(errno) => return Err(at("create", &current)(errno.into())),
+        }
+        parent = retry_interrupted(|| openat(&parent, part.as_os_str(), flags, Mode::empty()))
+            .map_err(|errno| at("open", &current)(errno.into()))?;
+    }
+    let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    // With O_NONBLOCK the open does not wait for a reader if the name is a FIFO; it has no effect on a regular file.
+    let flags = flags | OFlag::O_NONBLOCK;
+    let file = retry_interrupted(|| openat(&parent, name, flags, Mode::from_bits_truncate(0o640)))
+        .map_err(|errno| at("open", path)(errno.into()))?;
+    Ok(file.into())
+}
+
+impl PodClient {
+    /// Makes the pod process write the output of a created container to this file from now on. Without a file the output is
+    /// discarded.
+    pub async fn set_log(&self, id: &str, file: File) -> Result<(), ClientError> {
+        let open = proto::StreamOpen { id: id.to_owned(), stream: common::Stream::Log.into(), ..Default::default() };
+        self.open_with_descriptor(open, Some(file.into())).await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    #[test]
+    fn the_path_must_stay_below_the_directory() {
+        let world = tempfile::tempdir().unwrap();
+        let directory = world.path().join("a");
+        for bad in ["b/0.log", "a/../b", "a", "a/c/..", ""] {
+            let path = if bad.is_empty() { PathBuf::from("0.log") } else { world.path().join(bad) };
+            assert_eq!(open_log(&directory, &path).unwrap_err().source.kind(), io::ErrorKind::InvalidInput, "{bad}");
+        }
+        assert!(!directory.exists(), "nothing was created");
+        open_log(&directory, &directory.join("c/0.log")).unwrap();
+        assert!(directory.join("c/0.log").exists());
+    }
+
+    #[test]
+    fn links_are_not_followed() {
+        let world = tempfile::tempdir().unwrap();
+        let logs = world.path().join("logs");
+        std::fs::create_dir(&logs).unwrap();
+        std::os::unix::fs::symlink(world.path(), logs.join("directory")).unwrap();
+        std::os::unix::fs::symlink(world.path().join("victim"), logs.join("file.log")).unwrap();
+        for name in ["directory/x.log", "file.log"] {
+            assert!(open_log(&logs, &logs.join(name)).is_err());
+        }
+        assert!(!world.path().join("victim").exists() && !world.path().join("x.log").exists());
+    }
+}
