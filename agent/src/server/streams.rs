@@ -79,7 +79,7 @@ async fn join_stream(mut connection: HostConnection, pod: &AgentPod) {
             }
         }
         // Devices of the VM and logs are not streams of the agent.
-        Stream::Port | Stream::Device | Stream::Log | Stream::Unspecified => Ok(()),
+        Stream::Port | Stream::Device | Stream::Log | Stream::Image | Stream::Unspecified => Ok(()),
     };
     if let Err(error) = result {
         tracing::debug!(%error, id = open.id, "a stream failed");

@@ -36,7 +36,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
-pub use devices::OfferedDevice;
+pub use devices::{Offer, OfferKind};
 
 /// The channel for the reply to a request.
 pub type Reply<T> = oneshot::Sender<Result<T, Failure>>;
@@ -55,10 +55,10 @@ pub enum ActorRequest {
     RemoveContainer(String, Reply<()>),
     /// Write a container's output to this file from now on.
     SetLog(String, File, Reply<()>),
-    /// Keep an open device of the node for a container that is about to be created; the reply is the number of the offer.
-    OfferDevice(OfferedDevice, Reply<u64>),
+    /// Keep open files of the node for a container that is about to be created; the reply is the number of the offer.
+    KeepOffer(Offer, Reply<u64>),
     /// Withdraw the offer with this number.
-    WithdrawDevice(u64),
+    WithdrawOffer(u64),
     /// Run a command in a container.
     ExecSync(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
     /// Return a running container.
@@ -145,7 +145,7 @@ pub struct PodActor {
     image_outcomes: BTreeMap<String, AttachOutcome>,
     devices: DeviceTable,
     attached_devices: BTreeMap<String, devices::AttachedDevice>,
-    offers: BTreeMap<u64, OfferedDevice>,
+    offers: BTreeMap<u64, Offer>,
     last_offer: u64,
     copied_volumes: CopiedVolumes,
 }
@@ -238,8 +238,8 @@ impl PodActor {
             ActorRequest::StopContainer(id, grace, reply) => self.stop_container(&id, grace, reply),
             ActorRequest::RemoveContainer(id, reply) => self.remove_container(&id, reply),
             ActorRequest::SetLog(id, file, reply) => self.set_log(&id, file, reply),
-            ActorRequest::OfferDevice(offer, reply) => self.keep_offer(offer, reply),
-            ActorRequest::WithdrawDevice(number) => drop(self.offers.remove(&number)),
+            ActorRequest::KeepOffer(offer, reply) => self.keep_offer(offer, reply),
+            ActorRequest::WithdrawOffer(number) => drop(self.offers.remove(&number)),
             ActorRequest::ExecSync(request, reply) => self.exec_sync(request, reply),
             ActorRequest::GetContainer(id, reply) => send_reply(reply, self.running_container(&id)),
             ActorRequest::GetVm(reply) => {

@@ -13,7 +13,7 @@ use crate::record::{ContainerPhase, LOST, SavedContainerState, SavedPodState};
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Classify, FailureKind};
-use nacelle_engine::Slot;
+use nacelle_engine::{OpenExtent, Slot};
 use nacelle_jail::ThreadKind;
 use nacelle_proto::{agent as proto, common, pod};
 use std::fs::File;
@@ -44,14 +44,20 @@ pub struct ImageUse {
     pub outcome: AttachOutcome,
 }
 
-/// An image that must be placed on the image disk and mounted in the guest.
+/// Where the content of an image is read from.
+pub enum ImageContent {
+    /// Open files, which are placed on the image disk.
+    Files(Slot, Vec<OpenExtent>),
+    /// Whole files, by their paths: there is no guest.
+    Paths(ImageDisk),
+}
+
+/// An image that must be mounted.
 pub struct ImageAttachment {
-    /// The image disk; `None` without a guest.
-    pub slot: Option<Slot>,
+    /// Its content.
+    pub content: ImageContent,
     /// The key of the image, for errors.
     pub key: String,
-    /// The extents of the image.
-    pub image: ImageDisk,
     /// The sender of the outcome.
     pub sender: watch::Sender<Option<Result<(), Failure>>>,
 }
@@ -94,8 +100,9 @@ pub async fn create(
     // that waits itself.
     for image in &mut images {
         if let Some(attachment) = image.attachment.take() {
-            let outcome = attach_image(&agent, &attachment, image.placement).await.map_err(Failure::from);
-            attachment.sender.send_replace(Some(outcome));
+            let ImageAttachment { content, key, sender } = attachment;
+            let outcome = attach_image(&agent, content, key, image.placement).await.map_err(Failure::from);
+            sender.send_replace(Some(outcome));
         }
     }
     let attached = attach_devices(&agent, devices).await;
@@ -216,16 +223,18 @@ async fn wait_until_attached(outcome: &mut AttachOutcome) -> Result<(), Failure>
     outcome.unwrap_or_else(|| Err(PodError::Ending.into()))
 }
 
-async fn attach_image(agent: &Agent, attachment: &ImageAttachment, placement: Placement) -> Result<(), PodError> {
+async fn attach_image(agent: &Agent, content: ImageContent, key: String, placement: Placement) -> Result<(), PodError> {
     let mut request = proto::AttachImageRequest { partition: placement.partition, ..Default::default() };
-    if let Some(slot) = attachment.slot.clone() {
-        let image = attachment.image.clone();
-        let placed = run_blocking("add an image to its disk", move || slot.place(placement.offset, &image)).await?;
-        placed.map_err(|source| PodError::Place { key: attachment.key.clone(), source })?;
-        (request.offset, request.length) = (placement.offset, placement.length);
-    } else {
-        // The extents of an image are whole files.
-        request.files = attachment.image.extents.iter().map(|piece| piece.path.display().to_string()).collect();
+    match content {
+        ImageContent::Files(slot, pieces) => {
+            let place = move || slot.place_open(placement.offset, pieces);
+            let placed = run_blocking("add an image to its disk", place).await?;
+            placed.map_err(|source| PodError::Place { key, source })?;
+            (request.offset, request.length) = (placement.offset, placement.length);
+        }
+        ImageContent::Paths(image) => {
+            request.files = image.extents.iter().map(|piece| piece.path.display().to_string()).collect();
+        }
     }
     agent.attach_image(request).await
 }

@@ -3,6 +3,7 @@
 
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::{Classify, FailureKind};
+use nacelle_proto::pod;
 use std::collections::BTreeMap;
 
 /// The alignment of images in bytes. The first image does not begin at offset 0, so that no image looks like a partition table.
@@ -14,7 +15,7 @@ pub const MAX_PARTITIONS: u32 = 255;
 /// Image lengths are multiples of this: the block size of EROFS.
 const BLOCK_SIZE: u64 = 4096;
 /// The maximum number of extents of an image; no image has so many layers.
-const MAX_EXTENTS: usize = 512;
+pub const MAX_EXTENTS: usize = 512;
 
 /// The position of an image on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +54,12 @@ pub enum PlacementError {
         key: String,
         /// The path.
         path: std::path::PathBuf,
+    },
+    /// The daemon has not offered the files of the image.
+    #[error("cannot attach image {key}: the daemon has not offered its files for this container")]
+    NotOffered {
+        /// The key of the image.
+        key: String,
     },
     /// All partition numbers or all offsets are in use.
     #[error(
@@ -133,6 +140,12 @@ impl ImageTable {
         }
         (start.checked_add(length)? <= DISK_END).then_some(start)
     }
+}
+
+/// Returns the images of a container with their extents, the root's first.
+pub fn images_of(request: &pod::CreateContainerRequest) -> impl Iterator<Item = (&str, &[pod::Extent])> {
+    let volumes = request.volumes.iter().map(|volume| (volume.image_key.as_str(), volume.image.as_slice()));
+    std::iter::once((request.image_key.as_str(), request.image.as_slice())).chain(volumes)
 }
 
 fn checked_length(key: &str, image: &ImageDisk) -> Result<u64, PlacementError> {

@@ -1,10 +1,11 @@
 //! Serves the stream socket of the pod process: reads the preamble of each connection, and connects it to the guest or to a
 //! container's output.
 
-use crate::actor::{ActorMessage, ActorRequest, ContainerHandle, OfferedDevice, Reply};
+use crate::actor::{ActorMessage, ActorRequest, ContainerHandle, Offer, OfferKind, Reply};
 use crate::agent::{read_frame, write_frame};
 use crate::broadcast::OutputBroadcast;
 use crate::error::{Failure, PodError};
+use crate::images::MAX_EXTENTS;
 use nacelle_base::descriptors::receive_descriptor;
 use nacelle_base::{Chain, FailureKind};
 use nacelle_proto::{agent, common, pod};
@@ -56,7 +57,11 @@ enum StreamTarget {
 async fn serve_stream(mut client: UnixStream, inbox: &mpsc::UnboundedSender<ActorMessage>) -> Result<(), PodError> {
     let open: pod::StreamOpen = read_frame(&mut client, "preamble of a stream", PREAMBLE_LIMIT).await?;
     match open.stream() {
-        common::Stream::Device => return receive_offer(client, open, inbox).await,
+        common::Stream::Device => return receive_offer(client, OfferKind::Device, 1, open, inbox).await,
+        common::Stream::Image => {
+            let count = open.descriptors;
+            return receive_offer(client, OfferKind::Image, count, open, inbox).await;
+        }
         common::Stream::Log => return receive_log(client, open.id, inbox).await,
         _ => {}
     }
@@ -83,23 +88,33 @@ async fn serve_stream(mut client: UnixStream, inbox: &mpsc::UnboundedSender<Acto
     Ok(())
 }
 
-/// Receives a device of the node, and withdraws it when the connection ends, unless a container uses it by then.
+/// Receives this number of open files of the node, and withdraws them when the connection ends, unless a container uses them by then.
 async fn receive_offer(
     mut client: UnixStream,
+    kind: OfferKind,
+    count: u32,
     open: pod::StreamOpen,
     inbox: &mpsc::UnboundedSender<ActorMessage>,
 ) -> Result<(), PodError> {
-    let file = receive_file(&client, "receive a device").await?;
-    let offer = OfferedDevice { id: open.id, device: open.device, file };
+    if count as usize > MAX_EXTENTS {
+        let rule = "an image has at most 512 files";
+        let failure = PodError::Field { field: "descriptors", value: count.to_string(), rule }.into();
+        return write_frame(&mut client, &refusal(failure), PREAMBLE_LIMIT).await;
+    }
+    let mut files = Vec::with_capacity(count as usize);
+    for _ in 0..count {
+        files.push(receive_file(&client, "receive a device or an image").await?);
+    }
+    let offer = Offer { kind, id: open.id, name: open.device, files };
     let number =
-        call_actor(inbox, |reply| ActorRequest::OfferDevice(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
+        call_actor(inbox, |reply| ActorRequest::KeepOffer(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
     let written = write_frame(&mut client, &pod::StreamOpened::default(), PREAMBLE_LIMIT).await;
     if written.is_ok() {
         // The client sends nothing: the read returns when the connection ends.
         let _ = client.read(&mut [0]).await;
     }
     // The actor may have ended, which releases everything.
-    let _ = inbox.send(ActorMessage::Request(ActorRequest::WithdrawDevice(number)));
+    let _ = inbox.send(ActorMessage::Request(ActorRequest::WithdrawOffer(number)));
     written
 }
 
@@ -155,7 +170,11 @@ async fn connect_target(
         common::Stream::Stdout if is_container => return Ok(StreamTarget::Output(outputs.stdout)),
         common::Stream::Stderr if is_container => return Ok(StreamTarget::Output(outputs.stderr)),
         common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr => {}
-        common::Stream::Port | common::Stream::Device | common::Stream::Log | common::Stream::Unspecified => {
+        common::Stream::Port
+        | common::Stream::Device
+        | common::Stream::Log
+        | common::Stream::Image
+        | common::Stream::Unspecified => {
             return Err(Failure {
                 kind: FailureKind::Invalid,
                 message: "cannot open a stream: its kind is missing or unknown".to_owned(),

@@ -299,6 +299,8 @@ async fn invalid_requests_change_nothing() {
         request.id = id.to_owned();
         assert_eq!(kind(client.create_container(request).await), FailureKind::Invalid, "{id:?}");
     }
+    let by_path = pod::CreateContainerRequest { images_by_path: true, ..fixture.container("a", "hold") };
+    assert_eq!(kind(client.create_container(by_path).await), FailureKind::Invalid);
     assert_eq!(kind(client.start_container("none").await), FailureKind::NotFound);
     let log = tempfile::tempfile().unwrap();
     assert_eq!(kind(client.set_log("none", log).await), FailureKind::NotFound);

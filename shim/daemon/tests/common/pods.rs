@@ -2,6 +2,7 @@
 //! containers in memory and records them as the real one does.
 
 use super::Script;
+use nacelle_base::descriptors::receive_descriptor;
 use nacelle_daemon::lifecycle::services::{Admit, Pods};
 use nacelle_model::process::PodProcess;
 use nacelle_model::process::ProcessIdentity;
@@ -10,10 +11,12 @@ use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::{ContainerPhase, Phase, SavedContainerState, SavedPodState};
 use nacelle_pod::spec::PodSpec;
 use nacelle_proto::{common, pod as proto};
+use prost::Message;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::sync::watch;
 use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
@@ -109,6 +112,8 @@ impl FakePods {
         let entered = runtime.enter();
         let listener =
             tokio::net::UnixListener::bind(nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(dir))).unwrap();
+        let streams = nacelle_pod::STREAM_SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(dir));
+        runtime.spawn(receive_offers(tokio::net::UnixListener::bind(streams).unwrap()));
         let service = proto::pod_server::PodServer::new(Service(Arc::clone(&pod))).max_encoding_message_size(64 << 20);
         let serving = nacelle_proto::server::builder()
             .add_service(service)
@@ -117,6 +122,26 @@ impl FakePods {
         drop(entered);
         self.processes.lock().unwrap().insert(dir.to_owned(), Process { child, runtime, pod });
         Ok(())
+    }
+}
+
+/// Accepts the files of images, and keeps each connection until the daemon closes it.
+async fn receive_offers(listener: tokio::net::UnixListener) {
+    while let Ok((mut connection, _)) = listener.accept().await {
+        tokio::spawn(async move {
+            let length = connection.read_u32_le().await.unwrap();
+            let mut bytes = vec![0; usize::try_from(length).unwrap()];
+            connection.read_exact(&mut bytes).await.unwrap();
+            let open = proto::StreamOpen::decode(bytes.as_slice()).unwrap();
+            assert_eq!(open.stream(), common::Stream::Image);
+            for _ in 0..open.descriptors {
+                let received = connection.async_io(Interest::READABLE, || receive_descriptor(&connection)).await;
+                assert!(std::fs::File::from(received.unwrap()).metadata().unwrap().is_file());
+            }
+            // An empty message: the stream is open.
+            connection.write_u32_le(0).await.unwrap();
+            let _ = connection.read(&mut [0]).await;
+        });
     }
 }
 

@@ -1,10 +1,11 @@
 //! Handles the actor's requests for single containers and the events that their effects report, and counts the users of images.
 
 use super::{ContainerEntry, ContainerHandle, DeferredReplies, EffectEvent, PodActor, Reply, report, send_reply};
-use crate::container::{self, ContainerExit, ImageAttachment, ImageUse, StartedContainer};
+use crate::container::{self, ContainerExit, ImageAttachment, ImageContent, ImageUse, StartedContainer};
 use crate::error::{Failure, PodError};
 use crate::exec;
 use crate::guest_values::Bounded;
+use crate::images::{PlacementError, images_of};
 use crate::log::LogFile;
 use crate::record::{ContainerPhase, LOST, Phase, SavedContainerState};
 use crate::state::{ContainerAction, ContainerEvent, ContainerState};
@@ -13,7 +14,7 @@ use crate::text::printable;
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, FailureKind};
-use nacelle_engine::Slot;
+use nacelle_engine::{OpenExtent, Slot};
 use nacelle_proto::{common, pod};
 use std::fs::File;
 use std::sync::Arc;
@@ -58,10 +59,15 @@ impl PodActor {
             let rule = "1 to 128 letters, digits, '-', '_' or '.' are expected, and no '.' at the start";
             return Err(PodError::Field { field: "id", value: printable(id, 200), rule }.into());
         }
+        let slot = self.image_disk();
+        if slot.is_some() && request.images_by_path {
+            let rule = "the pod has an image disk: the files of images are sent, not named";
+            return Err(PodError::Field { field: "images_by_path", value: "true".to_owned(), rule }.into());
+        }
         let volume_disk = self.check_devices(&request)?;
         let disks = self.take_offered_disks(&request)?;
         let devices = self.acquire_devices(volume_disk.as_ref(), &request)?;
-        let images = match self.acquire_images(self.image_disk().as_ref(), &request) {
+        let images = match self.acquire_images(slot.as_ref(), &request) {
             Ok(images) => images,
             Err(failure) => {
                 request.devices.iter().for_each(|device| self.cancel_device(&device.key));
@@ -97,7 +103,18 @@ impl PodActor {
         let mut uses: Vec<ImageUse> = Vec::new();
         for (key, extents) in images_of(request) {
             let image = ImageDisk { extents: extents.iter().map(extent).collect() };
-            let (placement, new) = match self.images.acquire(key, &image) {
+            let acquired = self.images.acquire(key, &image).and_then(|(placement, new)| {
+                let content = if new { Some(self.image_content(slot, request, key, image)) } else { None };
+                match content.transpose() {
+                    Ok(content) => Ok((placement, content)),
+                    Err(error) => {
+                        self.images.release(key);
+                        self.images.free(placement);
+                        Err(error)
+                    }
+                }
+            });
+            let (placement, content) = match acquired {
                 Ok(acquired) => acquired,
                 Err(error) => {
                     // No image was attached yet: new images are forgotten, the others lose this user.
@@ -110,16 +127,31 @@ impl PodActor {
                     return Err(PodError::from(error).into());
                 }
             };
-            let mut attachment = None;
-            if new {
+            let attachment = content.map(|content| {
                 let (sender, outcome) = watch::channel(None);
                 self.image_outcomes.insert(key.to_owned(), outcome);
-                attachment = Some(ImageAttachment { slot: slot.cloned(), key: key.to_owned(), image, sender });
-            }
+                ImageAttachment { content, key: key.to_owned(), sender }
+            });
             let outcome = self.image_outcomes.get(key).cloned().ok_or(PodError::Ending)?;
             uses.push(ImageUse { placement, attachment, outcome });
         }
         Ok(uses)
+    }
+
+    /// Returns where the content of an image is read from: its files, which were offered for this container, or without an image disk
+    /// their paths.
+    fn image_content(
+        &mut self,
+        slot: Option<&Slot>,
+        request: &pod::CreateContainerRequest,
+        key: &str,
+        image: ImageDisk,
+    ) -> Result<ImageContent, PlacementError> {
+        let Some(slot) = slot else { return Ok(ImageContent::Paths(image)) };
+        let files = self.take_offered_image(&request.id, key).filter(|files| files.len() == image.extents.len());
+        let files = files.ok_or_else(|| PlacementError::NotOffered { key: key.to_owned() })?;
+        let pieces = files.into_iter().zip(image.extents).map(|(file, extent)| OpenExtent { file, extent });
+        Ok(ImageContent::Files(slot.clone(), pieces.collect()))
     }
 
     pub(super) fn on_created(
@@ -381,11 +413,6 @@ impl PodActor {
 }
 
 /// Returns the images that a container uses, by key: its root first, then its volumes.
-fn images_of(request: &pod::CreateContainerRequest) -> impl Iterator<Item = (&str, &[pod::Extent])> {
-    let volumes = request.volumes.iter().map(|volume| (volume.image_key.as_str(), volume.image.as_slice()));
-    std::iter::once((request.image_key.as_str(), request.image.as_slice())).chain(volumes)
-}
-
 fn extent(piece: &pod::Extent) -> Extent {
     Extent { path: piece.path.clone().into(), offset: piece.offset, length: piece.length }
 }

@@ -1,5 +1,5 @@
-//! Handles the actor's requests for block devices of the node and for disk files: those that were offered and wait for
-//! their container, and those that containers use.
+//! Handles the actor's requests for block devices of the node, disk files and files of images: those that were offered and wait for
+//! their container, and the devices that containers use.
 
 use super::{EffectEvent, PodActor, Reply, report, send_reply};
 use crate::container::{AttachOutcome, DeviceAttachment, DeviceUse};
@@ -15,14 +15,25 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-/// A device or disk that the daemon offers for a container.
-pub struct OfferedDevice {
+/// What the daemon offers to a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OfferKind {
+    /// A device, by its path in the container, or a disk, by its name; one file.
+    Device,
+    /// An image, by its key; the files of its extents.
+    Image,
+}
+
+/// Open files that the daemon offers for a container.
+pub struct Offer {
+    /// The kind.
+    pub kind: OfferKind,
     /// The id of the container.
     pub id: String,
-    /// The device's path in the container, or the name of a disk.
-    pub device: String,
-    /// The open device or file.
-    pub file: File,
+    /// The path, name or key.
+    pub name: String,
+    /// The files.
+    pub files: Vec<File>,
 }
 
 /// A device that containers use.
@@ -34,16 +45,16 @@ pub(super) struct AttachedDevice {
 
 impl PodActor {
     /// Keeps the offer until its container is created, or until it is withdrawn by the number in the reply.
-    pub(super) fn keep_offer(&mut self, offer: OfferedDevice, reply: Reply<u64>) {
+    pub(super) fn keep_offer(&mut self, offer: Offer, reply: Reply<u64>) {
         self.last_offer += 1;
         self.offers.insert(self.last_offer, offer);
         send_reply(reply, Ok(self.last_offer));
     }
 
-    fn find_offer(&self, id: &str, device: &str) -> Option<u64> {
+    fn find_offer(&self, kind: OfferKind, id: &str, name: &str) -> Option<u64> {
         // The newest offer counts: a daemon that was killed may have left an older one.
         let mut all = self.offers.iter().rev();
-        let matches = |offer: &OfferedDevice| offer.id == id && offer.device == device;
+        let matches = |offer: &Offer| offer.kind == kind && offer.id == id && offer.name == name;
         all.find(|(_, offer)| matches(offer)).map(|(number, _)| *number)
     }
 
@@ -52,7 +63,7 @@ impl PodActor {
         let Some(first) = request.devices.first() else { return Ok(None) };
         let path = |device: &pod::BlockDevice| PathBuf::from(&device.path);
         for device in &request.devices {
-            if self.find_offer(&request.id, &device.container_path).is_none() {
+            if self.find_offer(OfferKind::Device, &request.id, &device.container_path).is_none() {
                 return Err(PodError::from(DeviceError::NotOffered { path: path(device) }).into());
             }
         }
@@ -72,12 +83,19 @@ impl PodActor {
     ) -> Result<Vec<(String, File)>, Failure> {
         let mut numbers = Vec::with_capacity(request.disks.len());
         for disk in &request.disks {
-            let number = self.find_offer(&request.id, &disk.name).filter(|number| !numbers.contains(number));
+            let number =
+                self.find_offer(OfferKind::Device, &request.id, &disk.name).filter(|number| !numbers.contains(number));
             let none = || PodError::from(DeviceError::NotOffered { path: PathBuf::from(&disk.path) });
             numbers.push(number.ok_or_else(none)?);
         }
         let offers = numbers.into_iter().filter_map(|number| self.offers.remove(&number));
-        Ok(offers.map(|offer| (offer.device, offer.file)).collect())
+        Ok(offers.filter_map(|mut offer| Some((offer.name, offer.files.pop()?))).collect())
+    }
+
+    /// Takes the files of an image that a container requests; `None` if they were not offered.
+    pub(super) fn take_offered_image(&mut self, id: &str, key: &str) -> Option<Vec<File>> {
+        let number = self.find_offer(OfferKind::Image, id, key)?;
+        Some(self.offers.remove(&number)?.files)
     }
 
     /// Counts a container as a user of its devices, which `check_devices` has accepted.
@@ -104,7 +122,8 @@ impl PodActor {
 
     fn acquire_device(&mut self, slot: Option<&Slot>, id: &str, device: &pod::BlockDevice) -> Option<DeviceUse> {
         let (slot, agent) = (slot?.clone(), self.agent.clone()?);
-        let file = self.find_offer(id, &device.container_path).and_then(|number| self.offers.remove(&number))?.file;
+        let number = self.find_offer(OfferKind::Device, id, &device.container_path)?;
+        let file = self.offers.remove(&number)?.files.pop()?;
         let device_in_use = self.attached_devices.get(&device.key);
         let failed = device_in_use.is_some_and(|known| matches!(*known.outcome.borrow(), Some(Err(_))));
         let (number, change) = self.devices.acquire(&device.key, device.writable, failed)?;

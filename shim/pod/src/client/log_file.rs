@@ -50,7 +50,7 @@ impl PodClient {
     /// discarded.
     pub async fn set_log(&self, id: &str, file: File) -> Result<(), ClientError> {
         let open = proto::StreamOpen { id: id.to_owned(), stream: common::Stream::Log.into(), ..Default::default() };
-        self.open_with_descriptor(open, Some(file.into())).await.map(drop)
+        self.open_with_descriptors(open, &[file.into()]).await.map(drop)
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod cleanup;
 mod error;
+mod image_files;
 mod log_file;
 mod spawn;
 mod streams;
@@ -114,12 +115,16 @@ impl PodClient {
         Ok(self.rpc.clone().watch(common::Empty {}).await?.into_inner())
     }
 
-    /// Creates a container, up to its first instruction.
+    /// Creates a container, up to its first instruction. Opens the files of its images and sends them first, unless the request
+    /// says that the pod reads them by their paths.
     pub async fn create_container(
         &self,
         request: proto::CreateContainerRequest,
     ) -> Result<common::CreateContainerResponse, ClientError> {
-        Ok(self.rpc.clone().create_container(request).await?.into_inner())
+        let offers = if request.images_by_path { Vec::new() } else { self.offer_images(&request).await? };
+        let created = self.rpc.clone().create_container(request).await?.into_inner();
+        drop(offers);
+        Ok(created)
     }
 
     /// Starts a created container.

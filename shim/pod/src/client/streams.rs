@@ -28,18 +28,32 @@ impl PodClient {
     pub async fn offer_device(&self, id: &str, path: &str, device: OwnedFd) -> Result<DeviceOffer, ClientError> {
         let (id, stream) = (id.to_owned(), common::Stream::Device.into());
         let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
-        Ok(DeviceOffer { _stream: self.open_with_descriptor(open, Some(device)).await? })
+        Ok(DeviceOffer { _stream: self.open_with_descriptors(open, &[device]).await? })
+    }
+
+    /// Offers the open files of an image for a container that will be created. The offer is withdrawn when the result is dropped
+    /// before that.
+    pub(super) async fn offer_image(&self, id: &str, key: &str, files: &[OwnedFd]) -> Result<UnixStream, ClientError> {
+        let open = proto::StreamOpen {
+            id: id.to_owned(),
+            stream: common::Stream::Image.into(),
+            device: key.to_owned(),
+            descriptors: u32::try_from(files.len()).unwrap_or(u32::MAX),
+            ..Default::default()
+        };
+        self.open_with_descriptors(open, files).await
     }
 
     /// Opens a stream of bytes of unlimited length, to or from a process.
     pub async fn open_stream(&self, open: proto::StreamOpen) -> Result<UnixStream, ClientError> {
-        self.open_with_descriptor(open, None).await
+        self.open_with_descriptors(open, &[]).await
     }
 
-    pub(super) async fn open_with_descriptor(
+    /// Opens a stream, and sends descriptors after the preamble, with one byte each.
+    pub(super) async fn open_with_descriptors(
         &self,
         open: proto::StreamOpen,
-        descriptor: Option<OwnedFd>,
+        descriptors: &[OwnedFd],
     ) -> Result<UnixStream, ClientError> {
         let failed = |source| ClientError::Stream { pod: self.identity.pid, source: Box::new(source) };
         let connected = timeout(CONNECT_LIMIT, connect_to_socket(&self.streams, crate::STREAM_SOCKET_FILE)).await;
@@ -47,8 +61,8 @@ impl PodClient {
         let connected = connected.map_err(|source| PodError::Stream { what: "connect", source });
         let mut stream = connected.map_err(failed)?;
         agent::write_frame(&mut stream, &open, CONNECT_LIMIT).await.map_err(failed)?;
-        if let Some(descriptor) = descriptor {
-            let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], &descriptor));
+        for descriptor in descriptors {
+            let sent = stream.async_io(Interest::WRITABLE, || send_with_descriptor(&stream, &[0], descriptor));
             let sent = timeout(CONNECT_LIMIT, sent).await;
             let sent =
                 sent.map_err(|_elapsed| ClientError::Timeout { what: "accept a descriptor", limit: CONNECT_LIMIT })?;

@@ -99,6 +99,8 @@ async fn without_directories(
         oci_spec: document.map_err(at(STEP))?,
         image_key: record.image.id.to_string(),
         image: extents(&root.disk),
+        // The keeper has no image disk.
+        images_by_path: true,
         tty: config.tty,
         stdin: config.stdin,
         stdin_once: config.stdin_once,

@@ -149,6 +149,7 @@ async fn request(
         oci_spec: spec,
         image_key: record.image.id.to_string(),
         image: extents(&root.disk),
+        images_by_path: !pod.config.kind.has_guest(),
         user: oci::user(config, &root.config),
         merge_image_groups: !config.run_as.strict,
         tty: config.tty,

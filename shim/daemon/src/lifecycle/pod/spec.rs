@@ -70,7 +70,8 @@ pub(crate) fn pod_spec(
         timeouts: Timeouts { boot_ms: services.config.sandbox.boot_timeout_ms(), ..Timeouts::default() },
         jail: Some(JailSpec {
             seccomp: services.config.jail.seccomp,
-            images: vec![services.config.paths.images()],
+            // The disks of a machine refer to images as backing files, by their paths.
+            images: if config.kind.machine().is_some() { vec![services.config.paths.images()] } else { Vec::new() },
             cgroup: Some(group),
         }),
     }

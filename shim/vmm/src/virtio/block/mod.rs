@@ -11,7 +11,7 @@ mod worker;
 
 pub use error::BlockError;
 pub use metrics::BlockMetrics;
-pub use slot::Slot;
+pub use slot::{OpenExtent, Slot};
 pub use state::BlockState;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) use worker::{serve, try_serve};

@@ -113,6 +113,15 @@ impl SlotInner {
     }
 }
 
+/// A piece of an image whose file is open.
+#[derive(Debug)]
+pub struct OpenExtent {
+    /// The open file.
+    pub file: File,
+    /// The range. The path is used in error messages.
+    pub extent: Extent,
+}
+
 impl Slot {
     /// Creates a read-only slot without content: its capacity is 0 and grows with [`place`](Slot::place). The guest finds it by
     /// `serial` (1 to 20 printable ASCII characters) in /sys/block/*/serial.
@@ -153,21 +162,22 @@ impl Slot {
     /// be unlinked afterwards. The capacity grows to at least the end of the image, rounded up to 1 MiB, and the guest is
     /// notified; it never shrinks. Fails if the range overlaps another one.
     pub fn place(&self, at: u64, disk: &ImageDisk) -> Result<(), BlockError> {
-        check_aligned("offset", at)?;
-        let mut end = at;
-        for extent in &disk.extents {
-            check_aligned("extent offset", extent.offset)?;
-            check_aligned("extent length", extent.length)?;
-            end = end.saturating_add(extent.length);
-            check_aligned("end of the image", end)?;
-        }
-        if end == at {
-            return Err(BlockError::Empty { at });
-        }
+        check_image(at, disk.extents.iter())?;
+        let open = |extent: &Extent| {
+            let file = File::open(&extent.path);
+            let file = file.map_err(|source| BlockError::Open { path: extent.path.clone(), source })?;
+            Ok(OpenExtent { file, extent: extent.clone() })
+        };
+        self.place_open(at, disk.extents.iter().map(open).collect::<Result<_, _>>()?)
+    }
+
+    /// Places pieces like [`place`](Slot::place), whose files are open already.
+    pub fn place_open(&self, at: u64, pieces: Vec<OpenExtent>) -> Result<(), BlockError> {
+        let end = check_image(at, pieces.iter().map(|piece| &piece.extent))?;
         let _changes = self.lock_changes();
         let SlotView::ReadOnly(extents) = self.0.view() else { return Err(self.wrong_kind("place an image on")) };
-        let placed = disk.extents.iter().filter(|extent| extent.length > 0);
-        let files = placed.map(open_extent).collect::<Result<Vec<_>, _>>()?;
+        let placed = pieces.into_iter().filter(|piece| piece.extent.length > 0);
+        let files = placed.map(file_range).collect::<Result<Vec<_>, _>>()?;
         let extents = extents.with(at, files).map_err(|other| BlockError::Overlap {
             at,
             length: end - at,
@@ -287,9 +297,22 @@ fn file_length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
     file.seek(SeekFrom::End(0)).map_err(|source| BlockError::Open { path: path.to_owned(), source })
 }
 
-fn open_extent(extent: &Extent) -> Result<FileRange, BlockError> {
+/// Checks the pieces of an image that begins at byte `at`. Returns its end.
+fn check_image<'a>(at: u64, extents: impl Iterator<Item = &'a Extent>) -> Result<u64, BlockError> {
+    check_aligned("offset", at)?;
+    let mut end = at;
+    for extent in extents {
+        check_aligned("extent offset", extent.offset)?;
+        check_aligned("extent length", extent.length)?;
+        end = end.saturating_add(extent.length);
+        check_aligned("end of the image", end)?;
+    }
+    if end == at { Err(BlockError::Empty { at }) } else { Ok(end) }
+}
+
+fn file_range(piece: OpenExtent) -> Result<FileRange, BlockError> {
+    let OpenExtent { file, extent } = piece;
     let path = &extent.path;
-    let file = File::open(path).map_err(|source| BlockError::Open { path: path.clone(), source })?;
     let length = file_length(&file, path)?;
     // Both numbers are at most MAX_CAPACITY.
     let needed = extent.offset + extent.length;
