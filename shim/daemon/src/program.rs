@@ -1,9 +1,11 @@
 //! Implements what the binaries `nacelle`, `nacelle-pod` and `nacelle-keeper` do at their start, log and limit on open files, and
 //! finds the paths of the other binaries.
 
+use crate::bounded_log::BoundedLog;
 use clap::ValueEnum;
 use std::path::PathBuf;
 use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::prelude::*;
 
 /// The program of pod processes, in the directory of the daemon's.
@@ -29,9 +31,18 @@ impl LogFormat {
 
 /// Starts logging to standard error, with the filter in NACELLE_LOG or, without it, from level info.
 pub fn init_log(format: LogFormat) {
+    init(format, std::io::stderr);
+}
+
+/// As [`init_log`], for a process whose standard error is a file: the file keeps the newest 1 MiB.
+pub fn init_pod_log(format: LogFormat) {
+    init(format, BoundedLog::stderr());
+}
+
+fn init(format: LogFormat, writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static) {
     let configured = std::env::var("NACELLE_LOG").ok().and_then(|filter| filter.parse().ok());
     let filter = configured.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
+    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(false);
     let registry = tracing_subscriber::registry();
     match format {
         LogFormat::Text => registry.with(layer.with_target(false).with_filter(filter)).init(),

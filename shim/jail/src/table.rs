@@ -75,6 +75,12 @@ const fn clone_flag(flag: c::c_int, reason: &'static str) -> SyscallRule {
     SyscallRule { syscall: c::SYS_clone, arguments: ArgumentRule::Masked(0, flag as u64, flag as u64), reason }
 }
 
+/// A call on standard error, the process's log.
+const fn on_log(syscall: i64) -> SyscallRule {
+    let arguments = ArgumentRule::OneOf(0, &[c::STDERR_FILENO as u64]);
+    SyscallRule { syscall, arguments, reason: "the process's log keeps its newest half" }
+}
+
 /// The bits of a mode by which a program runs as its file's owner or group.
 const SET_ID_BITS: u64 = (c::S_ISUID | c::S_ISGID) as u64;
 
@@ -131,6 +137,8 @@ const EVERY_THREAD: &[SyscallRule] = &[
         reason: "the thread's name; filters; names of mappings",
     },
     any_arguments(c::SYS_seccomp, "a thread's own filter: it can only forbid more"),
+    on_log(c::SYS_pread64),
+    on_log(c::SYS_ftruncate),
     SyscallRule {
         syscall: c::SYS_mmap,
         arguments: ArgumentRule::Masked(2, EXEC, 0),

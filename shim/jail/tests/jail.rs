@@ -176,6 +176,8 @@ fn perform(what: &str) -> String {
         "plain-file" => raw_call([libc::SYS_fchmod, 0, 0o600, 0]),
         "fifo" => raw_call([libc::SYS_mknodat, libc::AT_FDCWD.into(), 0, (libc::S_IFIFO | 0o600).into()]),
         "directory" => raw_call([libc::SYS_mkdir, 0, 0o700, 0]),
+        "shorten-log" => raw_call([libc::SYS_ftruncate, 2, 0, 0]),
+        "shorten-other" => raw_call([libc::SYS_ftruncate, 1, 0, 0]),
         "tkill" => raw_call([libc::SYS_tkill, 1, 0, 0]),
         "priority-of-others" => raw_call([libc::SYS_setpriority, 0, 1, 0]),
         "scheduler-of-others" => raw_call([libc::SYS_sched_setattr, 1, 0, 0]),
@@ -425,12 +427,16 @@ fn what_is_forbidden_kills() {
     }
     kills("in-process", "io-uring");
     kills("in-process", "directory");
+    kills("in-process", "thread Log shorten-other");
     // The keeper pins the vCPUs of its QEMU.
     kills("in-process", "affinity-of-others");
     kills("spawns", "unshare");
     kills("spawns", "thread Queue open");
     // Allowed actions do not kill.
     let mut jail = Jail::new("in-process", "kill");
+    for thread in ["Vcpu", "NetControl", "Vsock", "Log"] {
+        assert!(jail.request(&format!("thread {thread} shorten-log")).is_some(), "{thread}");
+    }
     for what in [
         "unix",
         "open",

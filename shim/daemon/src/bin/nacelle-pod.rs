@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let json = std::env::var_os(LogFormat::VARIABLE).is_some_and(|format| format == "json");
-    program::init_log(if json { LogFormat::Json } else { LogFormat::Text });
+    program::init_pod_log(if json { LogFormat::Json } else { LogFormat::Text });
     program::raise_file_limit();
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {

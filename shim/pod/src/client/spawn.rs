@@ -66,8 +66,13 @@ fn start_process(program: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, Cl
     spec.write(dir)?;
     crate::create_jail(dir)?;
     let log_path = dir.join(LOG_FILE);
-    let log =
-        OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path).map_err(at("open", &log_path))?;
+    let log = OpenOptions::new()
+        .read(true)
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(&log_path)
+        .map_err(at("open", &log_path))?;
     let errors = log.try_clone().map_err(at("open", &log_path))?;
     let mut command = Command::new(program);
     command.arg("--dir").arg(dir).current_dir("/");
