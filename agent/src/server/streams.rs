@@ -78,7 +78,7 @@ async fn join_stream(mut connection: HostConnection, pod: &AgentPod) {
                 None => Ok(()),
             }
         }
-        // Devices of the VM and logs are not streams of the agent.
+        // Ports are handled above; devices, logs and images go to the pod process or the keeper only.
         Stream::Port | Stream::Device | Stream::Log | Stream::Image | Stream::Unspecified => Ok(()),
     };
     if let Err(error) = result {

@@ -117,7 +117,7 @@ impl PodFactory {
             scratch: ScratchSpec { size_mib: SCRATCH_MIB, templates: self.scratch.clone() },
             volume_cache_seconds: 0,
             timeouts: Timeouts::default(),
-            jail: Some(JailSpec { seccomp: Seccomp::Kill, images: Vec::new(), cgroup: None }),
+            jail: Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: None }),
         }
     }
 }

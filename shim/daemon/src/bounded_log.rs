@@ -1,6 +1,7 @@
 //! Writes the log of a pod process to standard error and bounds the file behind it: a pod lives for months, and its log lies in memory
 //! (`/run`). The process beside it that serves files (`nacelle-fs`) is forked from it and bounds its own part in the same way.
 
+use nacelle_base::retry::retry_interrupted;
 use nix::sys::uio::pread;
 use nix::unistd::ftruncate;
 use std::io::{self, Write};
@@ -40,7 +41,7 @@ impl<F: AsFd> BoundedLog<F> {
         let mut buffer = vec![0; 64 << 10];
         loop {
             let offset = i64::try_from(bytes.len()).map_err(io::Error::other)?;
-            let count = pread(file, &mut buffer, offset)?;
+            let count = retry_interrupted(|| pread(file, &mut buffer, offset))?;
             if count == 0 || bytes.len() as u64 > 4 * self.limit {
                 break;
             }
@@ -50,7 +51,7 @@ impl<F: AsFd> BoundedLog<F> {
         let newest = bytes.get(from..).unwrap_or_default();
         let whole = newest.iter().position(|byte| *byte == b'\n').and_then(|end| newest.get(end + 1..));
         let kept = whole.unwrap_or_default();
-        ftruncate(file, 0)?;
+        retry_interrupted(|| ftruncate(file, 0))?;
         write_all(file, kept)?;
         Ok(kept.len() as u64)
     }
@@ -58,7 +59,7 @@ impl<F: AsFd> BoundedLog<F> {
 
 fn write_all(file: impl AsFd, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        let count = nix::unistd::write(&file, bytes)?;
+        let count = retry_interrupted(|| nix::unistd::write(&file, bytes))?;
         bytes = bytes.get(count..).unwrap_or_default();
     }
     Ok(())
@@ -73,7 +74,7 @@ impl<F: AsFd> Write for &BoundedLog<F> {
             // A pipe or a terminal has no size.
             *written = self.shorten().unwrap_or(0);
         }
-        Ok(nix::unistd::write(&self.file, bytes)?)
+        Ok(retry_interrupted(|| nix::unistd::write(&self.file, bytes))?)
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -1,6 +1,7 @@
-//! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` (a
-//! `.blob` counts only with its `.idx`; `.origins` says who delivered it) and `trees/`, each named by a digest and never changed; `partial/` holds the downloads of
-//! unfinished layers, `work/` files that are not yet visible. The pins are a leaf lock, taken after the catalogue's.
+//! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` and
+//! `trees/`, each file named by a digest. A layer's `.blob` counts only with its `.idx`. Its `.origins` lists the registries that have
+//! delivered it and is the only file that changes. `partial/` holds the downloads of unfinished layers, `work/` files that are not yet
+//! visible. The pins are a leaf lock, taken after the catalogue's.
 
 use crate::{FsInfo, ImageError};
 use nacelle_base::draft;

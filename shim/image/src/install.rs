@@ -95,9 +95,13 @@ impl StoreState {
         self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives names to an image that the same repository has delivered before, under one of these digest references. Returns false
-    /// if it has not.
-    pub async fn assign_names_again(self: &Arc<Self>, id: ImageId, names: ImageNames) -> Result<bool, ImageError> {
+    /// Gives names to an image if its repository has delivered the same manifest before: the image has one of these digest references
+    /// already. Returns whether it did.
+    pub async fn assign_names_if_delivered(
+        self: &Arc<Self>,
+        id: ImageId,
+        names: ImageNames,
+    ) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
             let mut known = false;
@@ -112,7 +116,8 @@ impl StoreState {
         .await?
     }
 
-    /// Gives names to an image of the store. Returns false if the store does not have it. The caller has seen the image's content.
+    /// Gives names to an image of the store. Returns false if the store does not have it. The caller has verified that the
+    /// source has all of the image.
     pub async fn assign_names(self: &Arc<Self>, id: ImageId, names: ImageNames) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
@@ -175,6 +180,7 @@ impl StoreState {
             }
         }
         let id = Digest::of(&config);
+        // Another source may have installed the same image; this source has now delivered all of it.
         if self.assign_names(id, names.clone()).await? {
             return Ok(id);
         }
@@ -202,7 +208,7 @@ impl StoreState {
         Ok(())
     }
 
-    /// Fetches one layer, unless the store has it and the source may use it.
+    /// Fetches one layer, unless the store has it and the source has proved that it has the layer.
     async fn fetch_layer(
         self: Arc<Self>,
         diff_id: Digest,
@@ -212,9 +218,12 @@ impl StoreState {
     ) -> Result<(), ImageError> {
         let layer_lock = self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await;
         if self.directory.has_layer(diff_id) {
-            match &source {
-                LayerSource::Registry(session, blob) if !self.may_reuse_layer(diff_id, session, blob).await? => {}
-                _ => return Ok(()), // Archives are loaded by root.
+            let may_reuse = match &source {
+                LayerSource::Archive(..) => true, // Root loads archives.
+                LayerSource::Registry(session, blob) => self.may_reuse_layer(diff_id, session, blob).await?,
+            };
+            if may_reuse {
+                return Ok(());
             }
         }
         let _permit = self.layers.acquire().await; // The semaphore is never closed.
@@ -289,7 +298,7 @@ impl StoreState {
         (sent.and_then(|()| unpacked?), from > 0)
     }
 
-    /// Unpacks one layer from a download of `size` bytes, and remembers its origin. Blocks.
+    /// Unpacks one layer from a download of `size` bytes, and records its origin. Blocks.
     fn unpack_download(
         &self,
         diff_id: Digest,

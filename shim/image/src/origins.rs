@@ -1,4 +1,4 @@
-//! Remembers which registries have delivered a layer, in a file beside it. A pull uses a layer of the store without a download only
+//! Records which registries have delivered a layer, in a file beside it. A pull uses a layer of the store without a download only
 //! if its registry has delivered the same blob before: otherwise a manifest that names the digest of a private layer would be
 //! enough to get its content.
 
@@ -8,7 +8,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// The maximum number of origins of a layer. Of further ones nothing is remembered, so each pull from them downloads the layer.
+/// The maximum number of origins of a layer. Further origins are not recorded: each pull from them downloads the layer.
 const MAX_ORIGINS: usize = 64;
 
 /// A blob of a registry: one form of a layer.
@@ -26,8 +26,8 @@ impl LayerOrigin {
         format!("{} {}", self.registry, self.blob)
     }
 
-    /// Returns the digest that names the partial download. A registry that knows no more than a blob's digest does not continue what
-    /// another one has begun to deliver.
+    /// Returns the digest that names the partial download. It includes the registry, so that no registry continues a download that
+    /// another one began.
     pub fn partial_name(&self) -> Digest {
         Digest::of(self.line().as_bytes())
     }

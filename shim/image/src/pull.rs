@@ -17,7 +17,7 @@ pub async fn pull(shared: &Arc<StoreState>, reference: &Reference, auth: Option<
         digests: vec![reference.with_digest(digest).to_string()],
     };
     let id = manifest.config.digest;
-    if shared.assign_names_again(id, names.clone()).await? {
+    if shared.assign_names_if_delivered(id, names.clone()).await? {
         return Ok(id);
     }
     let config = session.fetch_small_blob(&manifest.config, MAX_CONFIG, "configuration").await?;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 pub enum ThreadKind {
     /// The first thread: requests of the daemon, state of the pod. Its filter applies to the whole process.
     Main,
-    /// Does the blocking work that the first thread hands over: log files and images, calls of the engine, the guest's hello.
+    /// Does the blocking work that the first thread hands over: logs and images that the daemon has opened, calls of the engine, the guest's hello.
     Blocking,
     /// Starts a VM with its devices and vCPUs, and waits for its end.
     Machine,

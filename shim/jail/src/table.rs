@@ -85,14 +85,14 @@ const fn on_log(syscall: i64) -> SyscallRule {
 const SET_ID_BITS: u64 = (c::S_ISUID | c::S_ISGID) as u64;
 
 /// A call whose argument with this index is a mode without these bits.
-const fn plain_mode(syscall: i64, argument: u8, reason: &'static str) -> SyscallRule {
+const fn mode_without_set_id(syscall: i64, argument: u8, reason: &'static str) -> SyscallRule {
     SyscallRule { syscall, arguments: ArgumentRule::Masked(argument, SET_ID_BITS, 0), reason }
 }
 
 /// A call whose argument with this index is a mode with this bit.
-const fn mode_bit(syscall: i64, argument: u8, bit: c::mode_t) -> SyscallRule {
+const fn mode_with_bit(syscall: i64, argument: u8, bit: c::mode_t) -> SyscallRule {
     let arguments = ArgumentRule::Masked(argument, bit as u64, bit as u64);
-    SyscallRule { syscall, arguments, reason: "files of the node that run as root" }
+    SyscallRule { syscall, arguments, reason: "programs that run with the rights of their file's owner or group" }
 }
 
 /// The commands of fcntl that copy descriptors and change their flags. Those that name the receiver of a signal are not among them.
@@ -247,9 +247,9 @@ const SOCKET: &[SyscallRule] = &[
 
 /// Opening files by name, of which the jail leaves few.
 const FILES: &[SyscallRule] = &[
-    any_arguments(c::SYS_open, "files of the pod, images"),
-    any_arguments(c::SYS_openat, "files of the pod, images"),
-    any_arguments(c::SYS_openat2, "files of the pod, images"),
+    any_arguments(c::SYS_open, "the pod's record, kernel and initramfs, devices"),
+    any_arguments(c::SYS_openat, "the pod's record, kernel and initramfs, devices"),
+    any_arguments(c::SYS_openat2, "the pod's record, kernel and initramfs, devices"),
     any_arguments(c::SYS_stat, "file metadata"),
     any_arguments(c::SYS_fstat, "file metadata"),
     any_arguments(c::SYS_lstat, "file metadata"),
@@ -269,9 +269,9 @@ const FILES: &[SyscallRule] = &[
     any_arguments(c::SYS_unlink, "sockets, disks and drafts are removed"),
     any_arguments(c::SYS_unlinkat, "sockets, disks and drafts are removed"),
     any_arguments(c::SYS_rmdir, "a directory is removed"),
-    plain_mode(c::SYS_chmod, 1, "restrict a socket to its owner"),
-    plain_mode(c::SYS_fchmod, 1, "restrict a socket to its owner"),
-    plain_mode(c::SYS_fchmodat, 2, "restrict a socket to its owner"),
+    mode_without_set_id(c::SYS_chmod, 1, "restrict a socket to its owner"),
+    mode_without_set_id(c::SYS_fchmod, 1, "restrict a socket to its owner"),
+    mode_without_set_id(c::SYS_fchmodat, 2, "restrict a socket to its owner"),
     any_arguments(c::SYS_ftruncate, "a disk gets its size"),
     any_arguments(c::SYS_flock, "lock a file"),
     any_arguments(c::SYS_copy_file_range, "a copy of a file"),
@@ -529,14 +529,14 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
             any_arguments(c::SYS_setdomainname, "the node's name"),
             any_arguments(c::SYS_mknod, "devices and FIFOs"),
             any_arguments(c::SYS_mknodat, "devices and FIFOs"),
-            mode_bit(c::SYS_chmod, 1, c::S_ISUID),
-            mode_bit(c::SYS_chmod, 1, c::S_ISGID),
-            mode_bit(c::SYS_fchmod, 1, c::S_ISUID),
-            mode_bit(c::SYS_fchmod, 1, c::S_ISGID),
-            mode_bit(c::SYS_fchmodat, 2, c::S_ISUID),
-            mode_bit(c::SYS_fchmodat, 2, c::S_ISGID),
-            mode_bit(c::SYS_fchmodat2, 2, c::S_ISUID),
-            mode_bit(c::SYS_fchmodat2, 2, c::S_ISGID),
+            mode_with_bit(c::SYS_chmod, 1, c::S_ISUID),
+            mode_with_bit(c::SYS_chmod, 1, c::S_ISGID),
+            mode_with_bit(c::SYS_fchmod, 1, c::S_ISUID),
+            mode_with_bit(c::SYS_fchmod, 1, c::S_ISGID),
+            mode_with_bit(c::SYS_fchmodat, 2, c::S_ISUID),
+            mode_with_bit(c::SYS_fchmodat, 2, c::S_ISGID),
+            mode_with_bit(c::SYS_fchmodat2, 2, c::S_ISUID),
+            mode_with_bit(c::SYS_fchmodat2, 2, c::S_ISGID),
             any_arguments(c::SYS_iopl, "the node's ports"),
             any_arguments(c::SYS_ioperm, "the node's ports"),
             any_arguments(c::SYS_personality, "obsolete execution domains"),

@@ -15,7 +15,7 @@ use crate::device_table::DeviceTable;
 use crate::error::{Failure, PodError};
 use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{ImageTable, Placement};
-use crate::log::LogFile;
+use crate::log::ContainerLog;
 use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
 use crate::memory::{self, RunningVm};
 use crate::record::{Phase, SavedPodState};
@@ -36,7 +36,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
-pub use devices::{Offer, OfferKind};
+pub use devices::{OfferKind, OfferedFiles};
 
 /// The channel for the reply to a request.
 pub type Reply<T> = oneshot::Sender<Result<T, Failure>>;
@@ -56,7 +56,7 @@ pub enum ActorRequest {
     /// Write a container's output to this file from now on.
     SetLog(String, File, Reply<()>),
     /// Keep open files of the node for a container that is about to be created; the reply is the number of the offer.
-    KeepOffer(Offer, Reply<u64>),
+    KeepOffer(OfferedFiles, Reply<u64>),
     /// Withdraw the offer with this number.
     WithdrawOffer(u64),
     /// Run a command in a container.
@@ -107,7 +107,7 @@ pub enum ActorMessage {
 struct ContainerEntry {
     state: ContainerState,
     request: Arc<pod::CreateContainerRequest>,
-    log: Arc<LogFile>,
+    log: Arc<ContainerLog>,
     response: Bounded<common::CreateContainerResponse>,
     creating: Vec<Reply<Bounded<common::CreateContainerResponse>>>,
     /// Requests that wait for the start or the removal in progress.
@@ -145,7 +145,7 @@ pub struct PodActor {
     image_outcomes: BTreeMap<String, AttachOutcome>,
     devices: DeviceTable,
     attached_devices: BTreeMap<String, devices::AttachedDevice>,
-    offers: BTreeMap<u64, Offer>,
+    offers: BTreeMap<u64, OfferedFiles>,
     last_offer: u64,
     copied_volumes: CopiedVolumes,
 }

@@ -8,7 +8,7 @@ use crate::devices::{self, PlacedDevice};
 use crate::error::{Failure, PodError};
 use crate::guest_values::{Bounded, FromGuest};
 use crate::images::Placement;
-use crate::log::{LogFile, LogStream, pump};
+use crate::log::{ContainerLog, LogStream, pump};
 use crate::record::{ContainerPhase, LOST, SavedContainerState, SavedPodState};
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::task::run_blocking;
@@ -48,11 +48,11 @@ pub struct ImageUse {
 pub enum ImageContent {
     /// Open files, which are placed on the image disk.
     Files(Slot, Vec<OpenExtent>),
-    /// Whole files, by their paths: there is no guest.
+    /// Whole files, by their paths: the pod has no image disk.
     Paths(ImageDisk),
 }
 
-/// An image that must be mounted.
+/// A new image, which `create` attaches to the VM and the agent mounts.
 pub struct ImageAttachment {
     /// Its content.
     pub content: ImageContent,
@@ -284,7 +284,7 @@ pub struct StartedContainer {
 }
 
 /// Opens the streams, then calls the agent to start the container, so that no byte of output is missed.
-pub async fn start(agent: &Agent, id: &str, tty: bool, log: Arc<LogFile>) -> Result<StartedContainer, PodError> {
+pub async fn start(agent: &Agent, id: &str, tty: bool, log: Arc<ContainerLog>) -> Result<StartedContainer, PodError> {
     let stdout = agent.open_stream(id, "", common::Stream::Stdout);
     let mut opened = Vec::new();
     if tty {

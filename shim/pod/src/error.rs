@@ -64,7 +64,7 @@ pub enum PodError {
         /// The cause.
         source: BlockError,
     },
-    /// A request names an invalid image.
+    /// An image cannot be placed.
     #[error(transparent)]
     Image(#[from] PlacementError),
     /// A container cannot have a device of the node.

@@ -56,10 +56,12 @@ pub enum PlacementError {
         path: std::path::PathBuf,
     },
     /// The daemon has not offered the files of the image.
-    #[error("cannot attach image {key}: the daemon has not offered its files for this container")]
+    #[error("cannot attach image {key}: the daemon has not offered {expected} files for it")]
     NotOffered {
         /// The key of the image.
         key: String,
+        /// The number of files.
+        expected: usize,
     },
     /// All partition numbers or all offsets are in use.
     #[error(
@@ -77,6 +79,7 @@ impl Classify for PlacementError {
     fn kind(&self) -> FailureKind {
         match self {
             PlacementError::DiskFull { .. } => FailureKind::Exhausted,
+            PlacementError::NotOffered { .. } => FailureKind::Conflict,
             _ => FailureKind::Invalid,
         }
     }

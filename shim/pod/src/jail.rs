@@ -56,7 +56,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
     }
     let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
     paths.push(visible_path(&spec.scratch_file(), own, true));
-    paths.extend(jail.images.iter().map(|images| visible_path(images, Access::Read, true)));
+    paths.extend(jail.image_store.iter().map(|images| visible_path(images, Access::Read, true)));
     // The engine reports a missing file. A kernel that the pod brings along lies in the jail directory and is removed later.
     let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
     paths.extend(files.map(|file| visible_path(file, Access::Read, false)));
@@ -130,7 +130,7 @@ mod tests {
     use nacelle_jail::Mode;
 
     fn jail() -> JailSpec {
-        JailSpec { seccomp: Mode::Kill, images: vec!["/var/lib/nacelle/images".into()], cgroup: None }
+        JailSpec { seccomp: Mode::Kill, image_store: None, cgroup: None }
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_without_guest_gets_only_directories() {
+    fn a_pod_without_guest_sees_only_its_jail_directory() {
         let engine = EngineSpec::Host { agent: "/usr/bin/nacelle-agent".into(), shares: Default::default() };
         let jail = JailSpec { cgroup: Some("nacelle/a".into()), ..jail() };
         let plan = plan(&PodSpec { engine, ..sample() }, &jail, Path::new("/run/nacelle/pods/a"));

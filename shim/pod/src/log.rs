@@ -1,7 +1,7 @@
 //! Writes a container's log file in CRI's format: one line `TIME STREAM TAG TEXT` for each entry; tag `F` marks the end of
 //! a line of the container, `P` a line that continues in the next entry.
 //!
-//! The pumps of one container share a [`LogFile`] with the requests of the daemon, which opens the files by name and sends the
+//! The pumps of one container share a [`ContainerLog`] with the requests of the daemon, which opens the files by name and sends the
 //! descriptors; its lock is held for one write.
 
 use crate::broadcast::OutputBroadcast;
@@ -32,7 +32,7 @@ impl LogStream {
 
 /// The log of one container; output is discarded while it has no file.
 #[derive(Debug, Default)]
-pub struct LogFile(Mutex<Option<OpenLog>>);
+pub struct ContainerLog(Mutex<Option<OpenLog>>);
 
 #[derive(Debug)]
 struct OpenLog {
@@ -66,7 +66,7 @@ impl OpenLog {
     }
 }
 
-impl LogFile {
+impl ContainerLog {
     /// Closes the file and continues in this one. Blocks while a write is in progress.
     pub fn set(&self, file: File) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(OpenLog::new(file));
@@ -146,7 +146,7 @@ impl LogSplitter {
 
 /// Reads one stream to its end into the log and the attached clients. Blocks, so it runs on its own thread. A broken stream
 /// counts as ended.
-pub fn pump(mut stream: impl io::Read, source: LogStream, log: &LogFile, broadcast: &OutputBroadcast) {
+pub fn pump(mut stream: impl io::Read, source: LogStream, log: &ContainerLog, broadcast: &OutputBroadcast) {
     let mut splitter = LogSplitter::new(source);
     let mut buffer = vec![0; 32 << 10];
     let mut out = Vec::new();
@@ -282,7 +282,7 @@ mod tests {
     fn after_a_rotation_the_log_continues_in_a_new_file() {
         let world = tempfile::tempdir().unwrap();
         let path = world.path().join("0.log");
-        let log = LogFile::default();
+        let log = ContainerLog::default();
         log.set(File::create(&path).unwrap());
         log.append(b"one\n");
         std::fs::rename(&path, world.path().join("0.log.1")).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     fn an_entry_after_an_incomplete_one_has_a_line_of_its_own() {
         let world = tempfile::tempdir().unwrap();
         let path = world.path().join("0.log");
-        let log = LogFile::default();
+        let log = ContainerLog::default();
         log.set(File::create(&path).unwrap());
         // The part of an entry that a full disk leaves.
         log.append(b"T stdout F ha");
@@ -311,7 +311,7 @@ mod tests {
     #[test]
     fn without_a_file_output_is_read_and_dropped() {
         let mut output = &b"x\n"[..];
-        pump(&mut output, LogStream::Stdout, &LogFile::default(), &OutputBroadcast::default());
+        pump(&mut output, LogStream::Stdout, &ContainerLog::default(), &OutputBroadcast::default());
         assert!(output.is_empty());
     }
 }

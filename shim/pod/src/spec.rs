@@ -95,8 +95,8 @@ pub struct PodSpec {
 pub struct JailSpec {
     /// The reaction to a system call that is not on the list.
     pub seccomp: Seccomp,
-    /// Absolute paths of the directories and files from which images are read.
-    pub images: Vec<PathBuf>,
+    /// The image store, which QEMU of a machine pod reads by path; `None` for other pods.
+    pub image_store: Option<PathBuf>,
     /// The process's cgroup, relative to the root of each hierarchy; `None` if it stays where it is.
     #[serde(default)]
     pub cgroup: Option<PathBuf>,

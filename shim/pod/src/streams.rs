@@ -1,7 +1,7 @@
 //! Serves the stream socket of the pod process: reads the preamble of each connection, and connects it to the guest or to a
-//! container's output.
+//! container's output, or receives descriptors of devices, images and logs.
 
-use crate::actor::{ActorMessage, ActorRequest, ContainerHandle, Offer, OfferKind, Reply};
+use crate::actor::{ActorMessage, ActorRequest, ContainerHandle, OfferKind, OfferedFiles, Reply};
 use crate::agent::{read_frame, write_frame};
 use crate::broadcast::OutputBroadcast;
 use crate::error::{Failure, PodError};
@@ -105,7 +105,7 @@ async fn receive_offer(
     for _ in 0..count {
         files.push(receive_file(&client, "receive a device or an image").await?);
     }
-    let offer = Offer { kind, id: open.id, name: open.device, files };
+    let offer = OfferedFiles { kind, id: open.id, name: open.name, files };
     let number =
         call_actor(inbox, |reply| ActorRequest::KeepOffer(offer, reply)).await.map_err(|_ending| PodError::Ending)?;
     let written = write_frame(&mut client, &pod::StreamOpened::default(), PREAMBLE_LIMIT).await;

@@ -142,7 +142,7 @@ impl TestPod {
             Some(NetworkSpec { netns: self.net.pod.clone(), interfaces: vec!["eth0".into()], queues: vec![] });
         spec.jail = Some(JailSpec {
             seccomp: Seccomp::Kill,
-            images: vec![self.image.clone()],
+            image_store: None,
             cgroup: Some(common::cgroup(self.root.path())),
         });
         let admit = |_started| std::future::ready(Ok(()));

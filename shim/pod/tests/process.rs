@@ -69,7 +69,7 @@ impl RunDir {
     async fn spawn_jailed(&self) -> PodClient {
         let mut spec = spec(self.root.path());
         let cgroup = Some(cgroup(self.root.path()));
-        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, images: Vec::new(), cgroup });
+        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup });
         client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec, admit).await.unwrap()
     }
 
@@ -437,7 +437,7 @@ async fn name_foreign_processes(run_dir: RunDir) {
     let mut foreign = spec(run_dir.root.path());
     foreign.id = nacelle_base::PodId::from_bytes([7; 32]);
     foreign.engine = nacelle_pod::spec::EngineSpec::Host { agent: "/none".into(), shares: Default::default() };
-    foreign.jail = Some(JailSpec { seccomp: Seccomp::Kill, images: Vec::new(), cgroup: Some(victim.group.clone()) });
+    foreign.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: Some(victim.group.clone()) });
     let others = foreign.scratch_file();
     std::fs::create_dir_all(&others).unwrap();
     std::fs::write(others.join("data"), "another pod's").unwrap();
@@ -566,11 +566,7 @@ async fn remove_run_directory(run_dir: RunDir) {
         async { Ok(()) }
     };
     let mut spec = spec(run_dir.root.path());
-    spec.jail = Some(JailSpec {
-        seccomp: Seccomp::Kill,
-        images: vec![run_dir.root.path().join("blob")],
-        cgroup: Some(cgroup(run_dir.root.path())),
-    });
+    spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: Some(cgroup(run_dir.root.path())) });
     if !nix::unistd::geteuid().is_root() {
         spec.jail = None;
     }

@@ -9,11 +9,11 @@ mod forward;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod mux;
+mod pending;
 mod server;
 pub mod spdy;
 mod tls;
 mod token;
-mod waiting;
 mod websocket;
 
 pub use authority::AuthorityFilter;

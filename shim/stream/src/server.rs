@@ -4,10 +4,10 @@
 use crate::backend::{Attach, Exec, StreamBackend};
 use crate::command::{self, CommandSession, ProtocolVersion};
 use crate::forward;
+use crate::pending::PendingConnections;
 use crate::spdy::Connection;
 use crate::tls::{Tls, TlsError};
 use crate::token::{Tokens, TooManyTokens};
-use crate::waiting::WaitingClients;
 use crate::websocket::{self, Coding, Socket};
 use bytes::Bytes;
 use http::header::{
@@ -31,10 +31,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 
-/// The maximum number of connections that serve a stream.
-const MAX_STREAMS: usize = 1024;
+/// The maximum number of sessions: connections whose token was accepted.
+const MAX_SESSIONS: usize = 1024;
 /// The maximum number of connections that have not presented a token.
-const MAX_WAITING: usize = 256;
+const MAX_PENDING: usize = 256;
 /// The time that a client has to send its request, and before that for the TLS handshake.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// The seconds without a byte after which TCP probes the client.
@@ -124,7 +124,7 @@ impl StreamingServer {
         let tls = config.tls.as_ref().map(|tls| tls.read()?.acceptor()).transpose()?;
         let scheme = if tls.is_some() { "https" } else { "http" };
         let base = format!("{scheme}://{}", listener.local_addr().map_err(failed)?);
-        let slots = Arc::new(Semaphore::new(MAX_STREAMS));
+        let slots = Arc::new(Semaphore::new(MAX_SESSIONS));
         let server = StreamingServer(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle, slots }));
         Ok((server.clone(), Listener { listener, tls, server }))
     }
@@ -154,23 +154,23 @@ impl StreamingServer {
 impl Listener {
     /// Serves forever. Dropping the future ends all streams that it serves.
     pub async fn serve(self, backend: Arc<impl StreamBackend>) {
-        let waiting = WaitingClients::new(MAX_WAITING);
+        let pending_connections = PendingConnections::new(MAX_PENDING);
         let mut clients = tokio::task::JoinSet::new();
         loop {
             while clients.try_join_next().is_some() {}
             match self.listener.accept().await {
                 Ok((connection, _)) => {
                     let (server, backend, tls) = (self.server.clone(), Arc::clone(&backend), self.tls.clone());
-                    let mut place = waiting.enter();
+                    let mut pending = pending_connections.add();
                     clients.spawn(async move {
                         let accepted = tokio::select! {
                             accepted = server.accept_request(connection, tls) => accepted,
-                            () = place.evicted() => {
+                            () = pending.evicted() => {
                                 tracing::debug!("closed a connection without a token: there are too many");
                                 None
                             }
                         };
-                        drop(place);
+                        drop(pending);
                         if let Some(accepted) = accepted {
                             server.serve_stream(accepted, backend).await;
                         }
@@ -274,7 +274,7 @@ impl StreamingServer {
     fn handle_request(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
         let Ok(slot) = Arc::clone(&self.0.slots).try_acquire_owned() else {
             // The token stays valid for another try.
-            return (text_response(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"), None);
+            return (text_response(StatusCode::SERVICE_UNAVAILABLE, "too many sessions are open"), None);
         };
         let (directory, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
         let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.directory() == directory);
@@ -320,7 +320,7 @@ impl StreamingServer {
 struct Accepted {
     job: StreamHandler,
     upgrade: hyper::upgrade::OnUpgrade,
-    /// Its place among the streams.
+    /// The permit that counts this session.
     slot: OwnedSemaphorePermit,
 }
 

@@ -70,7 +70,7 @@ fn a_url_is_good_once_and_for_spdy_only() {
 }
 
 #[test]
-fn connections_without_a_token_keep_nobody_away() {
+fn connections_without_a_token_do_not_block_clients() {
     run(async {
         let (server, _) = serve(LONG).await;
         let url = server.exec(command("cat")).unwrap();

@@ -134,7 +134,7 @@ impl Body for FileBody {
 
 impl RegistrySession {
     /// Returns the endpoint of the registry itself.
-    fn origin(&self) -> Result<&RegistryEndpoint, ImageError> {
+    fn registry_endpoint(&self) -> Result<&RegistryEndpoint, ImageError> {
         self.endpoints.last().ok_or_else(|| ImageError::Url { url: self.registry.clone() })
     }
 
@@ -145,7 +145,7 @@ impl RegistrySession {
         path: PathBuf,
         progress: &TransferProgress,
     ) -> Result<(), ImageError> {
-        let endpoint = self.origin()?;
+        let endpoint = self.registry_endpoint()?;
         let before = progress.bytes();
         let payload = RequestBody::File { path, size: blob.size, progress: progress.clone() };
         let mut tries = 0;
@@ -172,7 +172,7 @@ impl RegistrySession {
 
     /// Uploads a few bytes as a blob, unless the registry has them.
     pub async fn upload_bytes(&self, bytes: &Bytes) -> Result<Descriptor, ImageError> {
-        let endpoint = self.origin()?;
+        let endpoint = self.registry_endpoint()?;
         let blob = Descriptor { digest: Digest::of(bytes), size: bytes.len() as u64 };
         if !self.has_blob(endpoint, blob.digest).await? {
             self.put_blob(endpoint, blob.digest, &RequestBody::Bytes(bytes.clone())).await?;
@@ -214,7 +214,7 @@ impl RegistrySession {
 
     /// Uploads a manifest under a tag or its digest.
     pub async fn put_manifest(&self, tag: Option<&str>, kind: &'static str, bytes: &Bytes) -> Result<(), ImageError> {
-        let endpoint = self.origin()?;
+        let endpoint = self.registry_endpoint()?;
         let digest = Digest::of(bytes).to_string();
         let url = self.url(endpoint, &format!("manifests/{}", tag.unwrap_or(&digest)))?;
         let mut headers = HeaderMap::new();

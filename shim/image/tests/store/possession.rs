@@ -1,4 +1,4 @@
-//! Tests that a registry gives an image's content only to clients that it lets read all of it: a digest is no proof.
+//! Tests that a pull gives no access to stored content that its registry would not deliver to this client.
 
 use crate::common::server::{Asked, Reply, Server, honest};
 use crate::common::{Image, Packing, Tar, digest, image};
@@ -27,7 +27,7 @@ async fn pull(store: &ImageStore, server: &Server, name: &str) -> Result<ImageId
 }
 
 /// Pulls the secret image from its own registry and then a forged one from another, which must be refused.
-async fn refused(
+async fn pull_forged(
     forged: Image,
     answer: impl Fn(&Image, &Asked) -> Reply + Send + Sync + 'static,
 ) -> (ImageError, Server) {
@@ -68,10 +68,10 @@ async fn the_digest_of_a_configuration_does_not_give_its_image() {
     let image = secret();
     let mut forged = forge(&image, &[]);
     forged.blobs.remove(&image.config);
-    let (error, _) = refused(forged, honest).await;
+    let (error, _) = pull_forged(forged, honest).await;
     assert_eq!(error.kind(), FailureKind::NotFound, "{}", nacelle_base::Chain(&error));
     // With the configuration, the number of layers is wrong.
-    let (error, _) = refused(forge(&image, &[]), honest).await;
+    let (error, _) = pull_forged(forge(&image, &[]), honest).await;
     assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
 }
 
@@ -79,7 +79,7 @@ async fn the_digest_of_a_configuration_does_not_give_its_image() {
 async fn a_registry_that_only_says_that_it_has_a_layer_does_not_get_it() {
     let image = secret();
     let layer = image.layers[0].clone();
-    let (error, server) = refused(image, move |image, asked| match asked.method.as_str() {
+    let (error, server) = pull_forged(image, move |image, asked| match asked.method.as_str() {
         "HEAD" => Reply::ok(b""),
         _ if asked.path.contains(&layer) => Reply::status(404),
         _ => honest(image, asked),
@@ -91,7 +91,7 @@ async fn a_registry_that_only_says_that_it_has_a_layer_does_not_get_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_blob_of_other_content_does_not_give_a_layer() {
-    // One registry, two repositories: the secret one, and one whose manifest pairs an own blob with the secret diff id.
+    // One registry, two repositories: the secret one, and one whose manifest pairs a blob of its own with the secret diff id.
     let image = secret();
     let own = crate::common::compress_file(&Tar::new().file("own", 0o644, b"x").done(), Packing::Gzip);
     let mut forged = forge(&image, &[(&digest(&own), own.len())]);
@@ -128,7 +128,7 @@ async fn a_client_that_may_not_read_a_layer_does_not_get_it_from_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_one_registry_began_to_deliver_another_one_does_not_complete() {
+async fn a_download_is_not_continued_from_another_registry() {
     let image = secret();
     let layer = image.layers[0].clone();
     let length = image.blobs[&layer].len();
@@ -159,7 +159,7 @@ async fn what_one_registry_began_to_deliver_another_one_does_not_complete() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn layers_are_shared_by_those_who_have_them() {
+async fn an_entitled_client_uses_stored_layers() {
     let image = secret();
     let layer = image.layers[0].clone();
     let gets = |server: &Server| {

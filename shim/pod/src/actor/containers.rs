@@ -6,7 +6,7 @@ use crate::error::{Failure, PodError};
 use crate::exec;
 use crate::guest_values::Bounded;
 use crate::images::{PlacementError, images_of};
-use crate::log::LogFile;
+use crate::log::ContainerLog;
 use crate::record::{ContainerPhase, LOST, Phase, SavedContainerState};
 use crate::state::{ContainerAction, ContainerEvent, ContainerState};
 use crate::stops::{ContainerStop, ContainerStops};
@@ -61,7 +61,7 @@ impl PodActor {
         }
         let slot = self.image_disk();
         if slot.is_some() && request.images_by_path {
-            let rule = "the pod has an image disk: the files of images are sent, not named";
+            let rule = "it must be false because the pod has an image disk";
             return Err(PodError::Field { field: "images_by_path", value: "true".to_owned(), rule }.into());
         }
         let volume_disk = self.check_devices(&request)?;
@@ -84,7 +84,7 @@ impl PodActor {
         Ok(ContainerEntry {
             state: next,
             request,
-            log: Arc::new(LogFile::default()),
+            log: Arc::new(ContainerLog::default()),
             response: Bounded::default(),
             creating: Vec::new(),
             waiting: Vec::new(),
@@ -148,8 +148,9 @@ impl PodActor {
         image: ImageDisk,
     ) -> Result<ImageContent, PlacementError> {
         let Some(slot) = slot else { return Ok(ImageContent::Paths(image)) };
-        let files = self.take_offered_image(&request.id, key).filter(|files| files.len() == image.extents.len());
-        let files = files.ok_or_else(|| PlacementError::NotOffered { key: key.to_owned() })?;
+        let expected = image.extents.len();
+        let files = self.take_offered_image(&request.id, key).filter(|files| files.len() == expected);
+        let files = files.ok_or_else(|| PlacementError::NotOffered { key: key.to_owned(), expected })?;
         let pieces = files.into_iter().zip(image.extents).map(|(file, extent)| OpenExtent { file, extent });
         Ok(ImageContent::Files(slot.clone(), pieces.collect()))
     }
@@ -412,7 +413,6 @@ impl PodActor {
     }
 }
 
-/// Returns the images that a container uses, by key: its root first, then its volumes.
 fn extent(piece: &pod::Extent) -> Extent {
     Extent { path: piece.path.clone().into(), offset: piece.offset, length: piece.length }
 }

@@ -25,7 +25,7 @@ pub enum OfferKind {
 }
 
 /// Open files that the daemon offers for a container.
-pub struct Offer {
+pub struct OfferedFiles {
     /// The kind.
     pub kind: OfferKind,
     /// The id of the container.
@@ -45,7 +45,7 @@ pub(super) struct AttachedDevice {
 
 impl PodActor {
     /// Keeps the offer until its container is created, or until it is withdrawn by the number in the reply.
-    pub(super) fn keep_offer(&mut self, offer: Offer, reply: Reply<u64>) {
+    pub(super) fn keep_offer(&mut self, offer: OfferedFiles, reply: Reply<u64>) {
         self.last_offer += 1;
         self.offers.insert(self.last_offer, offer);
         send_reply(reply, Ok(self.last_offer));
@@ -54,7 +54,7 @@ impl PodActor {
     fn find_offer(&self, kind: OfferKind, id: &str, name: &str) -> Option<u64> {
         // The newest offer counts: a daemon that was killed may have left an older one.
         let mut all = self.offers.iter().rev();
-        let matches = |offer: &Offer| offer.kind == kind && offer.id == id && offer.name == name;
+        let matches = |offer: &OfferedFiles| offer.kind == kind && offer.id == id && offer.name == name;
         all.find(|(_, offer)| matches(offer)).map(|(number, _)| *number)
     }
 

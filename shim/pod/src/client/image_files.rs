@@ -1,7 +1,7 @@
 //! Opens the files of a container's images, for the daemon. The pod process receives the descriptors only, so that it reads no other
 //! image of the node.
 
-use super::{ClientError, PodClient};
+use super::{ClientError, Offer, PodClient};
 use crate::images::images_of;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::task::run_blocking_or_panic;
@@ -9,15 +9,14 @@ use nacelle_proto::pod as proto;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use tokio::net::UnixStream;
 
 impl PodClient {
     /// Opens the files of the images of a container that will be created, and sends them to the pod process. It keeps them until the
-    /// container is created, or until the result is dropped.
+    /// container is created. Returns an offer for each image; dropping it withdraws the files.
     pub(super) async fn offer_images(
         &self,
         request: &proto::CreateContainerRequest,
-    ) -> Result<Vec<UnixStream>, ClientError> {
+    ) -> Result<Vec<Offer>, ClientError> {
         let images = images_of(request).map(|(key, extents)| (key.to_owned(), extents.to_owned()));
         let images: Vec<_> = images.collect();
         let open = move || {

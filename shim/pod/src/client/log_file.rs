@@ -12,12 +12,11 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path};
 
-/// Opens a log file for appending; creates it, the directory and missing directories below it. `path` is the file's path; no
-/// component of it below `directory` may be a symbolic link. Blocks.
+/// Opens the log file `path` for appending. Creates the file and missing directories. Follows no symbolic link below `directory`. Blocks.
 pub fn open_log(directory: &Path, path: &Path) -> Result<File, FileError> {
     let outside = || {
         let why = format!("it is not below the pod's log directory {}", directory.display());
-        at("open the log", path)(io::Error::new(io::ErrorKind::InvalidInput, why))
+        at("log to", path)(io::Error::new(io::ErrorKind::InvalidInput, why))
     };
     let below = path.strip_prefix(directory).map_err(|_not_below| outside())?;
     if below.components().any(|part| !matches!(part, Component::Normal(_))) {

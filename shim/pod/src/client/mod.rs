@@ -14,7 +14,7 @@ pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
 pub use log_file::open_log;
 pub use spawn::{LOG_FILE, spawn};
-pub use streams::{DeviceOffer, RunningExec};
+pub use streams::{Offer, RunningExec};
 
 use crate::identity::{self, IdentityError};
 use crate::sys;

@@ -1,4 +1,4 @@
-//! Opens streams of a pod process: of containers and commands, and those by which the daemon offers devices.
+//! Opens streams of a pod process: of containers and commands, and those by which the daemon hands descriptors over.
 
 use super::spawn::START_LIMIT;
 use super::{CONNECT_LIMIT, ClientError, PodClient, connect_to_socket};
@@ -25,23 +25,23 @@ impl PodClient {
 
     /// Offers an open block device of the node for a container that will be created and will have it at `path`. The offer
     /// is withdrawn when the result is dropped before that.
-    pub async fn offer_device(&self, id: &str, path: &str, device: OwnedFd) -> Result<DeviceOffer, ClientError> {
+    pub async fn offer_device(&self, id: &str, path: &str, device: OwnedFd) -> Result<Offer, ClientError> {
         let (id, stream) = (id.to_owned(), common::Stream::Device.into());
-        let open = proto::StreamOpen { id, stream, device: path.to_owned(), ..Default::default() };
-        Ok(DeviceOffer { _stream: self.open_with_descriptors(open, &[device]).await? })
+        let open = proto::StreamOpen { id, stream, name: path.to_owned(), ..Default::default() };
+        Ok(Offer { _stream: self.open_with_descriptors(open, &[device]).await? })
     }
 
     /// Offers the open files of an image for a container that will be created. The offer is withdrawn when the result is dropped
     /// before that.
-    pub(super) async fn offer_image(&self, id: &str, key: &str, files: &[OwnedFd]) -> Result<UnixStream, ClientError> {
+    pub(super) async fn offer_image(&self, id: &str, key: &str, files: &[OwnedFd]) -> Result<Offer, ClientError> {
         let open = proto::StreamOpen {
             id: id.to_owned(),
             stream: common::Stream::Image.into(),
-            device: key.to_owned(),
+            name: key.to_owned(),
             descriptors: u32::try_from(files.len()).unwrap_or(u32::MAX),
             ..Default::default()
         };
-        self.open_with_descriptors(open, files).await
+        Ok(Offer { _stream: self.open_with_descriptors(open, files).await? })
     }
 
     /// Opens a stream of bytes of unlimited length, to or from a process.
@@ -80,9 +80,9 @@ impl PodClient {
     }
 }
 
-/// A block device that was offered. Dropping it withdraws the device, unless a container uses it.
+/// Files that were offered to the pod process. Dropping it withdraws them, unless a container uses them.
 #[derive(Debug)]
-pub struct DeviceOffer {
+pub struct Offer {
     _stream: UnixStream,
 }
 

@@ -9,30 +9,32 @@ use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_pod::client::{PodClient, open_log};
 use std::path::PathBuf;
 
-/// The log file of a container.
+/// The path of a container's log file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ContainerLog {
+pub(crate) struct LogPath {
     /// The log directory of its pod.
     directory: PathBuf,
-    /// The path of the file, below the directory.
+    /// The absolute path of the file, which is below `directory`.
     path: PathBuf,
 }
 
-impl ContainerLog {
-    /// Returns the log file of a container; `None` if its output is discarded.
-    pub fn of(pod: &PodRecord, container: &ContainerRecord) -> Option<ContainerLog> {
+impl LogPath {
+    /// Returns the path of a container's log file; `None` if its output is discarded.
+    pub fn of(pod: &PodRecord, container: &ContainerRecord) -> Option<LogPath> {
         let directory = pod.config.log_directory.clone()?;
-        Some(ContainerLog { directory, path: container.log_path.clone()? })
+        Some(LogPath { directory, path: container.log_path.clone()? })
     }
 
     /// Opens the file, which is created if it is missing, and makes the pod process write the output of the container to it from now on.
-    pub async fn open(
+    pub async fn open_and_send(
         self,
         services: &NodeServices,
         client: &PodClient,
         id: &ContainerId,
     ) -> Result<(), LifecycleError> {
-        let file = blocking(move || open_log(&self.directory, &self.path)).await.map_err(at("open the log"))?;
+        let file = blocking(move || open_log(&self.directory, &self.path))
+            .await
+            .map_err(at("prepare the log of the container"))?;
         ask("send the log to the pod process", services.request_timeout(), client.set_log(id.as_str(), file)).await
     }
 }

@@ -13,7 +13,7 @@ use nacelle_model::container::ContainerConfig;
 use nacelle_model::machine::DiskSource;
 use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::record::{ContainerRecord, PodRecord};
-use nacelle_pod::client::{DeviceOffer, PodClient};
+use nacelle_pod::client::{Offer, PodClient};
 use nacelle_pod::share::VolumeTarget;
 use nacelle_proto::pod as proto;
 use std::collections::BTreeMap;
@@ -43,7 +43,7 @@ pub(crate) async fn prepare(
     pod: &PodRecord,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, PassthroughDevices), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<Offer>, PassthroughDevices), LifecycleError> {
     share(services, pod, machine, record).await?;
     let prepared = without_directories(services, client, machine, record).await;
     if prepared.is_err() {
@@ -81,7 +81,7 @@ async fn without_directories(
     client: &PodClient,
     machine: &MachinePod,
     record: &ContainerRecord,
-) -> Result<(proto::CreateContainerRequest, Vec<DeviceOffer>, PassthroughDevices), LifecycleError> {
+) -> Result<(proto::CreateContainerRequest, Vec<Offer>, PassthroughDevices), LifecycleError> {
     let (mut machine, config) = (machine.clone(), Arc::clone(&record.config));
     let (machine, passed, VolumeDisks { disks, sources }) = blocking(move || {
         let passed =

@@ -16,7 +16,7 @@ use nacelle_model::mount::MountOption;
 use nacelle_model::pod::PodKind;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::PidMode;
-use nacelle_pod::client::{DeviceOffer, PodClient};
+use nacelle_pod::client::{Offer, PodClient};
 use nacelle_proto::pod as proto;
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(crate) struct Prepared {
     pub(super) request: proto::CreateContainerRequest,
     pub(super) client: PodClient,
     /// Block devices and disks that were sent to the pod process already.
-    pub(super) offers: Vec<DeviceOffer>,
+    pub(super) offers: Vec<Offer>,
     /// The PCI devices of a machine pod's machine.
     pub(super) passed: Option<PassthroughDevices>,
     /// A volume is mounted in `/sys`, whose paths only the kernel of the containers knows.

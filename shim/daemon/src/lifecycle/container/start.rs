@@ -1,6 +1,6 @@
 //! Starts a container in the guest.
 
-use super::log::ContainerLog;
+use super::log::LogPath;
 use super::stop::stop;
 use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
@@ -15,10 +15,10 @@ pub(crate) async fn start(
     services: Arc<NodeServices>,
     client: PodClient,
     id: ContainerId,
-    log: Option<ContainerLog>,
+    log: Option<LogPath>,
 ) -> Result<(), LifecycleError> {
     if let Some(log) = log {
-        log.open(&services, &client, &id).await?;
+        log.open_and_send(&services, &client, &id).await?;
     }
     let started = ask("start the container", services.request_timeout(), client.start_container(id.as_str())).await;
     if let Err(LifecycleError::TooSlow { .. }) = &started {

@@ -227,11 +227,11 @@ impl Node {
         container::exec::exec(&self.services, client, &id, args, limit).await
     }
 
-    /// Closes the log file of a running container and opens it again by its name.
+    /// Opens the log file of a running container again by its name; the pod process continues in it.
     pub async fn reopen_log(&self, id: &str) -> Result<(), LifecycleError> {
         let Running { id, client, log, .. } = self.running(id)?;
         match log {
-            Some(log) => log.open(&self.services, &client, &id).await,
+            Some(log) => log.open_and_send(&self.services, &client, &id).await,
             None => Ok(()),
         }
     }

@@ -1,7 +1,7 @@
 //! Finds running containers and ready pods for streams, commands and consoles.
 
 use super::Node;
-use crate::lifecycle::container::log::ContainerLog;
+use crate::lifecycle::container::log::LogPath;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::view::View;
 use nacelle_base::task::run_blocking_or_panic as blocking;
@@ -26,8 +26,8 @@ pub(crate) struct Running {
     pub stdin: bool,
     /// The standard input is closed when the first attached client ends.
     pub stdin_once: bool,
-    /// The log file.
-    pub log: Option<ContainerLog>,
+    /// The path of its log file.
+    pub log: Option<LogPath>,
     view: watch::Receiver<Arc<View>>,
 }
 
@@ -48,7 +48,7 @@ impl Node {
             (Some(client), Some(record)) if record.state == state::ContainerState::Running => {
                 let config = &record.config;
                 let (tty, stdin, stdin_once) = (config.tty, config.stdin, config.stdin_once);
-                let log = ContainerLog::of(&view.pod, record);
+                let log = LogPath::of(&view.pod, record);
                 Ok(Running { id, client: client.clone(), tty, stdin, stdin_once, log, view: handle.view })
             }
             _ => Err(LifecycleError::NotRunning { id: id.to_string() }),

@@ -71,7 +71,7 @@ pub(crate) fn pod_spec(
         jail: Some(JailSpec {
             seccomp: services.config.jail.seccomp,
             // The disks of a machine refer to images as backing files, by their paths.
-            images: if config.kind.machine().is_some() { vec![services.config.paths.images()] } else { Vec::new() },
+            image_store: config.kind.machine().map(|_machine| services.config.paths.images()),
             cgroup: Some(group),
         }),
     }

@@ -113,7 +113,7 @@ impl SlotInner {
     }
 }
 
-/// A piece of an image whose file is open.
+/// An extent of an image whose file is open.
 #[derive(Debug)]
 pub struct OpenExtent {
     /// The open file.
@@ -162,7 +162,7 @@ impl Slot {
     /// be unlinked afterwards. The capacity grows to at least the end of the image, rounded up to 1 MiB, and the guest is
     /// notified; it never shrinks. Fails if the range overlaps another one.
     pub fn place(&self, at: u64, disk: &ImageDisk) -> Result<(), BlockError> {
-        check_image(at, disk.extents.iter())?;
+        check_image(at, disk.extents.iter())?; // Before any file is opened.
         let open = |extent: &Extent| {
             let file = File::open(&extent.path);
             let file = file.map_err(|source| BlockError::Open { path: extent.path.clone(), source })?;
@@ -171,20 +171,20 @@ impl Slot {
         self.place_open(at, disk.extents.iter().map(open).collect::<Result<_, _>>()?)
     }
 
-    /// Places pieces like [`place`](Slot::place), whose files are open already.
-    pub fn place_open(&self, at: u64, pieces: Vec<OpenExtent>) -> Result<(), BlockError> {
-        let end = check_image(at, pieces.iter().map(|piece| &piece.extent))?;
+    /// Places extents whose files are already open; otherwise like [`place`](Slot::place).
+    pub fn place_open(&self, at: u64, extents: Vec<OpenExtent>) -> Result<(), BlockError> {
+        let end = check_image(at, extents.iter().map(|open| &open.extent))?;
         let _changes = self.lock_changes();
-        let SlotView::ReadOnly(extents) = self.0.view() else { return Err(self.wrong_kind("place an image on")) };
-        let placed = pieces.into_iter().filter(|piece| piece.extent.length > 0);
-        let files = placed.map(file_range).collect::<Result<Vec<_>, _>>()?;
-        let extents = extents.with(at, files).map_err(|other| BlockError::Overlap {
+        let SlotView::ReadOnly(placed) = self.0.view() else { return Err(self.wrong_kind("place an image on")) };
+        let nonempty = extents.into_iter().filter(|open| open.extent.length > 0);
+        let files = nonempty.map(file_range).collect::<Result<Vec<_>, _>>()?;
+        let placed = placed.with(at, files).map_err(|other| BlockError::Overlap {
             at,
             length: end - at,
             other: other.start,
             other_length: other.end - other.start,
         })?;
-        self.0.replace_view(SlotView::ReadOnly(Arc::new(extents)));
+        self.0.replace_view(SlotView::ReadOnly(Arc::new(placed)));
         Ok(())
     }
 
@@ -297,7 +297,7 @@ fn file_length(mut file: &File, path: &Path) -> Result<u64, BlockError> {
     file.seek(SeekFrom::End(0)).map_err(|source| BlockError::Open { path: path.to_owned(), source })
 }
 
-/// Checks the pieces of an image that begins at byte `at`. Returns its end.
+/// Checks the extents of an image that begins at byte `at`. Returns its end.
 fn check_image<'a>(at: u64, extents: impl Iterator<Item = &'a Extent>) -> Result<u64, BlockError> {
     check_aligned("offset", at)?;
     let mut end = at;
@@ -310,8 +310,8 @@ fn check_image<'a>(at: u64, extents: impl Iterator<Item = &'a Extent>) -> Result
     if end == at { Err(BlockError::Empty { at }) } else { Ok(end) }
 }
 
-fn file_range(piece: OpenExtent) -> Result<FileRange, BlockError> {
-    let OpenExtent { file, extent } = piece;
+fn file_range(open: OpenExtent) -> Result<FileRange, BlockError> {
+    let OpenExtent { file, extent } = open;
     let path = &extent.path;
     let length = file_length(&file, path)?;
     // Both numbers are at most MAX_CAPACITY.

@@ -3,7 +3,7 @@
 use super::START_FAILED;
 use crate::lifecycle::actor::message::{Answer, Message};
 use crate::lifecycle::actor::{Actor, answer_all};
-use crate::lifecycle::container::log::ContainerLog;
+use crate::lifecycle::container::log::LogPath;
 use crate::lifecycle::container::start;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::clip;
@@ -48,7 +48,7 @@ impl Actor {
             Ok(client) => {
                 entry.record = next;
                 let timeline = entry.timeline.clone();
-                let log = ContainerLog::of(&self.pod, &entry.record);
+                let log = LogPath::of(&self.pod, &entry.record);
                 self.publish();
                 let starting = start::start(Arc::clone(&self.services), client, id.clone(), log);
                 let id = id.clone();

@@ -6,62 +6,62 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::oneshot;
 
 #[derive(Default)]
-struct Inner {
+struct Pending {
     next: u64,
-    clients: BTreeMap<u64, oneshot::Sender<()>>,
+    connections: BTreeMap<u64, oneshot::Sender<()>>,
 }
 
-/// The connections that wait, oldest first.
+/// The connections without a token, oldest first.
 #[derive(Clone)]
-pub(crate) struct WaitingClients {
+pub(crate) struct PendingConnections {
     limit: usize,
-    inner: Arc<Mutex<Inner>>,
+    inner: Arc<Mutex<Pending>>,
 }
 
-/// A connection that waits. Dropping it makes room for another one.
-pub(crate) struct WaitingClient {
+/// A connection without a token. Dropping it makes room for another one.
+pub(crate) struct PendingConnection {
     number: u64,
     evicted: oneshot::Receiver<()>,
-    all: WaitingClients,
+    all: PendingConnections,
 }
 
-impl WaitingClients {
+impl PendingConnections {
     /// Returns an empty list of at most `limit` connections.
-    pub fn new(limit: usize) -> WaitingClients {
-        WaitingClients { limit, inner: Arc::default() }
+    pub fn new(limit: usize) -> PendingConnections {
+        PendingConnections { limit, inner: Arc::default() }
     }
 
     /// Adds a connection, and evicts the oldest one if there are too many.
-    pub fn enter(&self) -> WaitingClient {
+    pub fn add(&self) -> PendingConnection {
         let (evict, evicted) = oneshot::channel();
-        // A panic between the changes leaves a connection too many or too few, which ends by its timeout.
+        // If a panic interrupts a change, at most one entry is wrong; its connection ends by its timeout.
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         let number = inner.next;
         inner.next += 1;
-        inner.clients.insert(number, evict);
-        if inner.clients.len() > self.limit
-            && let Some((_, oldest)) = inner.clients.pop_first()
+        inner.connections.insert(number, evict);
+        if inner.connections.len() > self.limit
+            && let Some((_, oldest)) = inner.connections.pop_first()
         {
             // Its connection may have ended at this moment.
             let _ = oldest.send(());
         }
-        WaitingClient { number, evicted, all: self.clone() }
+        PendingConnection { number, evicted, all: self.clone() }
     }
 }
 
-impl WaitingClient {
+impl PendingConnection {
     /// Returns when the connection must be closed to make room.
     pub async fn evicted(&mut self) {
         if (&mut self.evicted).await.is_err() {
-            // The sender is dropped only together with this client.
+            // The sender is dropped only together with this connection.
             std::future::pending().await
         }
     }
 }
 
-impl Drop for WaitingClient {
+impl Drop for PendingConnection {
     fn drop(&mut self) {
-        self.all.inner.lock().unwrap_or_else(PoisonError::into_inner).clients.remove(&self.number);
+        self.all.inner.lock().unwrap_or_else(PoisonError::into_inner).connections.remove(&self.number);
     }
 }
 
@@ -71,16 +71,16 @@ mod tests {
 
     #[tokio::test]
     async fn the_oldest_makes_room() {
-        let all = WaitingClients::new(2);
-        let [mut first, mut second] = [all.enter(), all.enter()];
-        let mut third = all.enter();
+        let all = PendingConnections::new(2);
+        let [mut first, mut second] = [all.add(), all.add()];
+        let mut third = all.add();
         first.evicted().await;
         drop(first);
-        assert_eq!(all.inner.lock().unwrap().clients.len(), 2);
+        assert_eq!(all.inner.lock().unwrap().connections.len(), 2);
         drop(third);
-        third = all.enter();
+        third = all.add();
         assert!(second.evicted.try_recv().is_err() && third.evicted.try_recv().is_err());
-        let _fourth = all.enter();
+        let _fourth = all.add();
         second.evicted().await;
     }
 }
