@@ -284,6 +284,11 @@ fn walk_out(mut guest: Guest) {
         assert_eq!(guest.mknod(node, "device", kind | 0o666, 0x0103), Err(libc::EPERM));
     }
     guest.mknod(node, "pipe", libc::S_IFIFO | 0o600, 0).unwrap();
+    guest.mknod(node, "socket", libc::S_IFSOCK | 0o600, 0).unwrap();
+    let program = guest.lookup(node, "pipe").unwrap();
+    for mode in [0o4755, 0o2755, 0o755] {
+        guest.chmod(program, mode).unwrap();
+    }
     // The files that the process itself could see if it were compromised.
     let root = PathBuf::from(format!("/proc/{}/root", guest.pid));
     let names = |path: &Path| fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();

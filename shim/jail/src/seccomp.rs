@@ -1,7 +1,9 @@
 //! Compiles the tables to seccomp filters and installs them, for the process and for single threads. Filters accumulate: a
 //! thread has its own and those of the threads by which it was created. Any thread may call [`filter_thread`].
 
-use crate::table::{ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_when_single_threaded};
+use crate::table::{
+    ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_to_programs, forbidden_when_single_threaded,
+};
 use crate::{Mode, Profile, ThreadKind};
 use crate::{spawn, sys};
 use nacelle_base::{Classify, FailureKind};
@@ -150,7 +152,7 @@ fn compile_filter(kind: ThreadKind, mode: Mode, profile: Profile) -> Result<BpfP
     let failed = |source| SeccompError::Compile { kind, source };
     let filter = match profile {
         Profile::StartsPrograms if kind == ThreadKind::Main => {
-            let rules = build_rules(forbidden_calls()).map_err(failed)?;
+            let rules = build_rules(forbidden_calls().iter().chain(forbidden_to_programs())).map_err(failed)?;
             SeccompFilter::new(rules, SeccompAction::Allow, violation, TargetArch::x86_64)
         }
         // These threads start programs, or threads that do.

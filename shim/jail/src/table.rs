@@ -527,7 +527,22 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
             any_arguments(c::SYS_clock_adjtime, "the node's clock"),
             any_arguments(c::SYS_sethostname, "the node's name"),
             any_arguments(c::SYS_setdomainname, "the node's name"),
-            any_arguments(c::SYS_mknod, "devices and FIFOs"),
+            any_arguments(c::SYS_mknod, "devices"),
+            any_arguments(c::SYS_iopl, "the node's ports"),
+            any_arguments(c::SYS_ioperm, "the node's ports"),
+            any_arguments(c::SYS_personality, "obsolete execution domains"),
+            any_arguments(c::SYS_vhangup, "terminals"),
+            any_arguments(c::SYS_lookup_dcookie, "never needed"),
+            any_arguments(c::SYS_nfsservctl, "never needed"),
+        ]
+    }
+}
+
+/// Returns the calls that are forbidden in addition to a process that starts other programs, and to these programs. The file server
+/// makes such files for guests, in their volumes.
+pub fn forbidden_to_programs() -> &'static [SyscallRule] {
+    const {
+        &[
             any_arguments(c::SYS_mknodat, "devices and FIFOs"),
             mode_with_bit(c::SYS_chmod, 1, c::S_ISUID),
             mode_with_bit(c::SYS_chmod, 1, c::S_ISGID),
@@ -537,12 +552,6 @@ pub fn forbidden_calls() -> &'static [SyscallRule] {
             mode_with_bit(c::SYS_fchmodat, 2, c::S_ISGID),
             mode_with_bit(c::SYS_fchmodat2, 2, c::S_ISUID),
             mode_with_bit(c::SYS_fchmodat2, 2, c::S_ISGID),
-            any_arguments(c::SYS_iopl, "the node's ports"),
-            any_arguments(c::SYS_ioperm, "the node's ports"),
-            any_arguments(c::SYS_personality, "obsolete execution domains"),
-            any_arguments(c::SYS_vhangup, "terminals"),
-            any_arguments(c::SYS_lookup_dcookie, "never needed"),
-            any_arguments(c::SYS_nfsservctl, "never needed"),
         ]
     }
 }
@@ -581,6 +590,7 @@ mod tests {
             .into_iter()
             .flat_map(allowed_calls)
             .chain(forbidden_calls())
+            .chain(forbidden_to_programs())
             .chain(forbidden_when_single_threaded())
         {
             assert!(!entry.reason.is_empty(), "{}", entry.syscall);
@@ -599,7 +609,8 @@ mod tests {
     #[test]
     fn no_thread_is_allowed_what_is_forbidden_to_all() {
         // A call that is forbidden with some arguments is allowed with others.
-        for entry in forbidden_calls().iter().filter(|entry| matches!(entry.arguments, ArgumentRule::Any)) {
+        let forbidden = forbidden_calls().iter().chain(forbidden_to_programs());
+        for entry in forbidden.filter(|entry| matches!(entry.arguments, ArgumentRule::Any)) {
             assert!(
                 !allowed_calls(ThreadKind::Main).any(|allowed| allowed.syscall == entry.syscall),
                 "{}",

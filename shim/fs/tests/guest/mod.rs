@@ -26,6 +26,7 @@ use vm_memory::{Bytes, GuestAddress};
 const LOOKUP: u32 = 1;
 pub const FORGET: u32 = 2;
 pub const GETATTR: u32 = 3;
+const SETATTR: u32 = 4;
 const MKNOD: u32 = 8;
 pub const UNLINK: u32 = 10;
 pub const RENAME: u32 = 12;
@@ -309,6 +310,14 @@ impl Guest {
         let mut body = [libc::O_RDWR as u32, 0o100644, 0, 0].map(u32::to_le_bytes).concat();
         body.extend(CString::new(name).unwrap().as_bytes_with_nul());
         self.send_request(CREATE, directory, &body)
+    }
+
+    /// Changes a file's mode (FUSE_SETATTR with FATTR_MODE).
+    pub fn chmod(&mut self, node: u64, mode: u32) -> Result<Vec<u8>, i32> {
+        let mut body = vec![0; 88];
+        body[..4].copy_from_slice(&1u32.to_le_bytes());
+        body[68..72].copy_from_slice(&mode.to_le_bytes());
+        self.send_request(SETATTR, node, &body)
     }
 
     pub fn mknod(&mut self, directory: u64, name: &str, mode: u32, device: u32) -> Result<Vec<u8>, i32> {
