@@ -216,8 +216,13 @@ impl StoreState {
         threads: TaskTracker,
         cancel: Cancel,
     ) -> Result<(), ImageError> {
-        let layer_lock = self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await;
+        let mut layer_lock = None;
+        if !self.directory.has_layer(diff_id) {
+            layer_lock = Some(self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await);
+        }
         if self.directory.has_layer(diff_id) {
+            // No other pull waits for what follows, which may be slow.
+            layer_lock = None;
             let may_reuse = match &source {
                 LayerSource::Archive(..) => true, // Root loads archives.
                 LayerSource::Registry(session, blob) => self.may_reuse_layer(diff_id, session, blob).await?,
@@ -264,8 +269,7 @@ impl StoreState {
         blob: &Descriptor,
     ) -> Result<bool, ImageError> {
         let (path, origin) = (self.directory.origins_path(diff_id), session.origin_of(blob));
-        let delivered =
-            run_blocking("read the origins of a layer", move || origins::contains(&path, &origin)).await??;
+        let delivered = run_blocking("read the origins of a layer", move || origins::contains(&path, &origin)).await?;
         Ok(delivered && session.may_read_blob(blob.digest).await)
     }
 
@@ -279,7 +283,7 @@ impl StoreState {
         session: &RegistrySession,
         blob: &Descriptor,
         diff_id: Digest,
-        layer_lock: Arc<tokio::sync::OwnedMutexGuard<()>>,
+        layer_lock: Arc<Option<tokio::sync::OwnedMutexGuard<()>>>,
         threads: &TaskTracker,
         cancel: &Cancel,
     ) -> (Result<(), ImageError>, bool) {
@@ -310,9 +314,11 @@ impl StoreState {
     ) -> Result<(), ImageError> {
         let (file, mut length) = self.directory.open_partial(origin.partial_name())?;
         let path = self.directory.path((ContentKind::Partial, origin.partial_name()));
-        if length > size {
-            file.set_len(0).map_err(at("truncate", &path))?;
-            length = 0;
+        // At least one byte is requested: the registry decides for this client, too, which may not be the one that began.
+        let resumable = if length > size { 0 } else { length.min(size.saturating_sub(1)) };
+        if length != resumable {
+            file.set_len(resumable).map_err(at("truncate", &path))?;
+            length = resumable;
         }
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
         let _ = start.send(length); // If the future was dropped, there is no sender, and the stream below returns the error.

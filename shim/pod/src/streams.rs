@@ -16,8 +16,9 @@ use tokio::io::{AsyncReadExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-/// The maximum number of simultaneous connections.
-const MAX_CONNECTIONS: usize = 1024;
+/// The maximum number of simultaneous connections that carry bytes. Those with descriptors do not count: users' streams must not keep
+/// the daemon from opening a log again.
+const MAX_RELAYS: usize = 1024;
 /// The limit for a connection to send its preamble and to read the reply.
 const PREAMBLE_LIMIT: Duration = Duration::from_secs(30);
 /// The buffer size in bytes for each direction of a stream.
@@ -25,17 +26,15 @@ const BUFFER_BYTES: usize = 16 << 10;
 
 /// Accepts connections and serves each in its own task; never returns.
 pub async fn serve(listener: UnixListener, inbox: mpsc::UnboundedSender<ActorMessage>) {
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let relays = Arc::new(Semaphore::new(MAX_RELAYS));
     loop {
-        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((connection, _)) => {
-                let inbox = inbox.clone();
+                let (inbox, relays) = (inbox.clone(), Arc::clone(&relays));
                 tokio::spawn(async move {
-                    if let Err(error) = serve_stream(connection, &inbox).await {
+                    if let Err(error) = serve_stream(connection, &inbox, &relays).await {
                         tracing::debug!("a stream failed: {}", Chain(&error));
                     }
-                    drop(permit);
                 });
             }
             Err(error) => {
@@ -54,7 +53,11 @@ enum StreamTarget {
     Output(Arc<OutputBroadcast>),
 }
 
-async fn serve_stream(mut client: UnixStream, inbox: &mpsc::UnboundedSender<ActorMessage>) -> Result<(), PodError> {
+async fn serve_stream(
+    mut client: UnixStream,
+    inbox: &mpsc::UnboundedSender<ActorMessage>,
+    relays: &Semaphore,
+) -> Result<(), PodError> {
     let open: pod::StreamOpen = read_frame(&mut client, "preamble of a stream", PREAMBLE_LIMIT).await?;
     match open.stream() {
         common::Stream::Device => return receive_offer(client, OfferKind::Device, 1, open, inbox).await,
@@ -65,6 +68,7 @@ async fn serve_stream(mut client: UnixStream, inbox: &mpsc::UnboundedSender<Acto
         common::Stream::Log => return receive_log(client, open.id, inbox).await,
         _ => {}
     }
+    let _permit = relays.acquire().await; // The semaphore is never closed.
     let (target, reply) = match connect_target(inbox, open).await {
         Ok(target) => (Some(target), pod::StreamOpened::default()),
         Err(failure) => (None, refusal(failure)),

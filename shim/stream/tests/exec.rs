@@ -87,11 +87,13 @@ fn connections_without_a_token_do_not_block_clients() {
             }
             idle.push(connection);
         }
-        // Sooner than connections that say nothing may time out.
-        let mut client = tokio::time::timeout(Duration::from_secs(20), Client::new(&url)).await.unwrap();
+        let mut client = soon(Client::new(&url)).await;
         client.streams().await;
-        // The oldest have been closed to make room.
+        // The oldest have been closed to make room; the newest may still send a request.
         assert_eq!(soon(idle[0].read(&mut [0])).await.unwrap(), 0);
+        let mut newest = idle.pop().unwrap();
+        let waits = tokio::time::timeout(Duration::from_millis(1), newest.read(&mut [0])).await;
+        assert!(waits.is_err(), "the oldest connection was closed by its own timeout, with all others");
     });
 }
 

@@ -125,7 +125,7 @@ impl FakePods {
     }
 }
 
-/// Accepts the files of images, and keeps each connection until the daemon closes it.
+/// Accepts the files of images, and logs, to each of which it writes a line; keeps each connection until the daemon closes it.
 async fn receive_offers(listener: tokio::net::UnixListener) {
     while let Ok((mut connection, _)) = listener.accept().await {
         tokio::spawn(async move {
@@ -133,10 +133,18 @@ async fn receive_offers(listener: tokio::net::UnixListener) {
             let mut bytes = vec![0; usize::try_from(length).unwrap()];
             connection.read_exact(&mut bytes).await.unwrap();
             let open = proto::StreamOpen::decode(bytes.as_slice()).unwrap();
-            assert_eq!(open.stream(), common::Stream::Image);
-            for _ in 0..open.descriptors {
+            let count = match open.stream() {
+                common::Stream::Image => open.descriptors,
+                common::Stream::Log => 1,
+                other => panic!("unexpected: {other:?}"),
+            };
+            for _ in 0..count {
                 let received = connection.async_io(Interest::READABLE, || receive_descriptor(&connection)).await;
-                assert!(std::fs::File::from(received.unwrap()).metadata().unwrap().is_file());
+                let mut file = std::fs::File::from(received.unwrap());
+                assert!(file.metadata().unwrap().is_file());
+                if open.stream() == common::Stream::Log {
+                    std::io::Write::write_all(&mut file, format!("the log of {}\n", open.id).as_bytes()).unwrap();
+                }
             }
             // An empty message: the stream is open.
             connection.write_u32_le(0).await.unwrap();

@@ -128,6 +128,50 @@ async fn a_client_that_may_not_read_a_layer_does_not_get_it_from_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_complete_download_is_not_given_to_a_client_that_may_not_read_it() {
+    let image = secret();
+    let layer = image.layers[0].clone();
+    let blob = image.blobs[&layer].clone();
+    let server = Server::start(
+        move |asked| {
+            if asked.path.contains(&layer) { Reply::status(403) } else { honest(&image, asked) }
+        },
+    );
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), &[&server]);
+    // What the pull of another client leaves that failed after its last byte.
+    let name = digest(format!("{} {}", server.host(), digest(&blob)).as_bytes());
+    std::fs::write(directory.path().join("partial").join(name.strip_prefix("sha256:").unwrap()), &blob).unwrap();
+    let error = pull(&store, &server, "x:t").await.unwrap_err();
+    assert_eq!(error.kind(), FailureKind::Denied, "{}", nacelle_base::Chain(&error));
+    assert!(store.list().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_registry_does_not_delay_others() {
+    let image = secret();
+    let layer = image.layers[0].clone();
+    let own = serve(&image);
+    let slow = Server::start(move |asked| Reply {
+        stall: asked.path.contains(&layer),
+        cut: asked.path.contains(&layer).then_some(1),
+        ..honest(&image, asked)
+    });
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), &[&own, &slow]);
+    let id = pull(&store, &own, "x:t").await.unwrap();
+    tokio::select! {
+        _ = pull(&store, &slow, "x:t") => panic!("the registry stalls"),
+        () = async {
+            while !slow.asked().iter().any(|asked| asked.path.contains("/blobs/") && asked.method == "GET" && asked.path.contains(&secret().layers[0])) {
+                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            }
+            assert_eq!(pull(&store, &own, "y:t").await.unwrap(), id);
+        } => {}
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_download_is_not_continued_from_another_registry() {
     let image = secret();
     let layer = image.layers[0].clone();

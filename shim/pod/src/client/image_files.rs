@@ -2,7 +2,8 @@
 //! image of the node.
 
 use super::{ClientError, Offer, PodClient};
-use crate::images::images_of;
+use crate::images::{MAX_EXTENTS, PlacementError, images_of};
+use nacelle_base::Classify;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_proto::pod as proto;
@@ -19,6 +20,11 @@ impl PodClient {
     ) -> Result<Vec<Offer>, ClientError> {
         let images = images_of(request).map(|(key, extents)| (key.to_owned(), extents.to_owned()));
         let images: Vec<_> = images.collect();
+        if let Some((key, extents)) = images.iter().find(|(_, extents)| extents.len() > MAX_EXTENTS) {
+            let extents = extents.len();
+            let error = PlacementError::Extents { key: key.clone(), extents };
+            return Err(ClientError::Rejected { kind: error.kind(), message: error.to_string() });
+        }
         let open = move || {
             let open = |(key, extents): (String, Vec<proto::Extent>)| Ok((key, open_files(&extents)?));
             images.into_iter().map(open).collect::<Result<Vec<_>, FileError>>()

@@ -9,10 +9,10 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Component, Path};
 
-/// Opens the log file `path` for appending. Creates the file and missing directories. Follows no symbolic link below `directory`. Blocks.
+/// Opens the log file `path` for appending. Creates the file and missing directories. `directory` and what is below it must not be symbolic
+/// links, and the file must be a regular one. Blocks.
 pub fn open_log(directory: &Path, path: &Path) -> Result<File, FileError> {
     let outside = || {
         let why = format!("it is not below the pod's log directory {}", directory.display());
@@ -26,7 +26,8 @@ pub fn open_log(directory: &Path, path: &Path) -> Result<File, FileError> {
     let mut current = directory.to_owned();
     std::fs::create_dir_all(directory).map_err(at("create", directory))?;
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
-    let mut parent: OwnedFd = File::open(directory).map_err(at("open", directory))?.into();
+    let mut parent = retry_interrupted(|| nix::fcntl::open(directory, flags, Mode::empty()))
+        .map_err(|errno| at("open", directory)(errno.into()))?;
     for part in below.parent().into_iter().flat_map(Path::components) {
         current.push(part);
         match mkdirat(&parent, part.as_os_str(), Mode::from_bits_truncate(0o755)) {
@@ -41,7 +42,11 @@ pub fn open_log(directory: &Path, path: &Path) -> Result<File, FileError> {
     let flags = flags | OFlag::O_NONBLOCK;
     let file = retry_interrupted(|| openat(&parent, name, flags, Mode::from_bits_truncate(0o640)))
         .map_err(|errno| at("open", path)(errno.into()))?;
-    Ok(file.into())
+    let file = File::from(file);
+    if !file.metadata().map_err(at("read", path))?.is_file() {
+        return Err(at("log to", path)(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")));
+    }
+    Ok(file)
 }
 
 impl PodClient {
@@ -81,6 +86,12 @@ mod tests {
         for name in ["directory/x.log", "file.log"] {
             assert!(open_log(&logs, &logs.join(name)).is_err());
         }
+        let link = world.path().join("link");
+        std::os::unix::fs::symlink(world.path(), &link).unwrap();
+        assert!(open_log(&link, &link.join("x.log")).is_err());
         assert!(!world.path().join("victim").exists() && !world.path().join("x.log").exists());
+        nix::unistd::mkfifo(&logs.join("fifo"), Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        let _reader = nix::fcntl::open(&logs.join("fifo"), OFlag::O_RDONLY | OFlag::O_NONBLOCK, Mode::empty()).unwrap();
+        assert_eq!(open_log(&logs, &logs.join("fifo")).unwrap_err().source.kind(), io::ErrorKind::InvalidInput);
     }
 }

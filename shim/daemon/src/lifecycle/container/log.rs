@@ -8,6 +8,7 @@ use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_pod::client::{PodClient, open_log};
 use std::path::PathBuf;
+use tokio::time::timeout;
 
 /// The path of a container's log file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,9 +33,9 @@ impl LogPath {
         client: &PodClient,
         id: &ContainerId,
     ) -> Result<(), LifecycleError> {
-        let file = blocking(move || open_log(&self.directory, &self.path))
-            .await
-            .map_err(at("prepare the log of the container"))?;
+        let (step, limit) = ("prepare the log of the container", services.request_timeout());
+        let opened = timeout(limit, blocking(move || open_log(&self.directory, &self.path))).await;
+        let file = opened.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
         ask("send the log to the pod process", services.request_timeout(), client.set_log(id.as_str(), file)).await
     }
 }
