@@ -18,6 +18,8 @@ pub struct ClusterValues {
     pub image: String,
     /// The CA certificate of the server's certificate, as PEM.
     pub authority: Vec<u8>,
+    /// The networks of the API servers, ADDRESS/PREFIX; empty if every address may call the webhooks.
+    pub clients: Vec<String>,
 }
 
 /// Returns the manifests as YAML.
@@ -39,6 +41,10 @@ fn set_cluster_values(document: &mut Value, cluster: &ClusterValues) {
     let pointer = if document["kind"] == "Namespace" { "/metadata/name" } else { "/metadata/namespace" };
     set(document.pointer_mut(pointer), json!(cluster.namespace));
     set(document.pointer_mut("/spec/template/spec/containers/0/image"), json!(cluster.image));
+    if document["kind"] == "NetworkPolicy" && !cluster.clients.is_empty() {
+        let networks = cluster.clients.iter().map(|network| json!({"ipBlock": {"cidr": network}}));
+        document["spec"]["ingress"][0]["from"] = networks.collect();
+    }
     for webhook in document.get_mut("webhooks").and_then(Value::as_array_mut).into_iter().flatten() {
         set(webhook.pointer_mut("/clientConfig/service/namespace"), json!(cluster.namespace));
         set(webhook.pointer_mut("/clientConfig/caBundle"), json!(STANDARD.encode(&cluster.authority)));
@@ -55,6 +61,7 @@ mod tests {
             namespace: "other".into(),
             image: "example.com/n:1".into(),
             authority: b"certificate".to_vec(),
+            clients: vec!["192.0.2.0/28".into(), "2001:db8::/64".into()],
         };
         let text = manifests(&cluster).unwrap();
         assert!(!text.contains("nacelle-system") && !text.contains("registry.example"), "{text}");
@@ -67,6 +74,7 @@ mod tests {
                 "ServiceAccount",
                 "Service",
                 "PodDisruptionBudget",
+                "NetworkPolicy",
                 "Deployment",
                 "MutatingWebhookConfiguration",
                 "ValidatingWebhookConfiguration"
@@ -80,7 +88,12 @@ mod tests {
             assert_eq!(webhook["clientConfig"]["service"]["namespace"], "other");
             assert_eq!(webhook["sideEffects"], "None");
         }
+        let policy = |text: &str| read::all(text, "x").unwrap()[4]["spec"].clone();
+        let from = json!([{"ipBlock": {"cidr": "192.0.2.0/28"}}, {"ipBlock": {"cidr": "2001:db8::/64"}}]);
+        assert_eq!((&policy(&text)["ingress"][0]["from"], &policy(&text)["egress"]), (&from, &Value::Null));
+        let open = manifests(&ClusterValues { clients: Vec::new(), ..cluster }).unwrap();
+        assert_eq!(policy(&open)["ingress"], json!([{"ports": [{"port": "https", "protocol": "TCP"}]}]));
         // JSON has no octal numbers: this is 0440.
-        assert_eq!(documents[4]["spec"]["template"]["spec"]["volumes"][0]["secret"]["defaultMode"], 288);
+        assert_eq!(documents[5]["spec"]["template"]["spec"]["volumes"][0]["secret"]["defaultMode"], 288);
     }
 }

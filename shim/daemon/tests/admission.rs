@@ -463,4 +463,9 @@ fn what_cannot_be_served_is_said() {
     assert_eq!(code, Some(0));
     assert!(text.contains("kind: ValidatingWebhookConfiguration") && text.contains("namespace: other"), "{text}");
     assert!(text.contains("caBundle: LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0t"), "{text}");
+    let (code, _, text) =
+        run(&["manifests", "--ca-file", "ca.crt", "--client", "192.0.2.1/32", "--client", "fd00::/8"]);
+    assert!(code == Some(0) && text.contains("cidr: 192.0.2.1/32") && text.contains("cidr: fd00::/8"), "{text}");
+    let (code, message, _) = run(&["manifests", "--ca-file", "ca.crt", "--client", "somewhere"]);
+    assert!(code == Some(2) && message.contains("--client"), "{message}");
 }

@@ -3,6 +3,7 @@
 use super::vm::CatalogueFiles;
 use anyhow::Context;
 use clap::Subcommand;
+use ipnet::IpNet;
 use nacelle_admission::manifests::{ClusterValues, manifests};
 use nacelle_admission::{AdmissionOptions, AdmissionServer, Policy};
 use nacelle_stream::Tls;
@@ -52,12 +53,16 @@ enum AdmissionCommand {
         /// The namespace of the server.
         #[arg(long, short, default_value = "nacelle-system")]
         namespace: String,
+        /// A network of API servers, ADDRESS/PREFIX, that may call the webhooks; without it every address may. May be repeated.
+        #[arg(long, value_name = "NETWORK")]
+        client: Vec<IpNet>,
     },
 }
 
 pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitCode> {
-    if let Some(AdmissionCommand::Manifests { ca_file, image, namespace }) = arguments.command {
-        print!("{}", manifests(&ClusterValues { namespace, image, authority: read_ca_file(&ca_file)? })?);
+    if let Some(AdmissionCommand::Manifests { ca_file, image, namespace, client }) = arguments.command {
+        let clients = client.iter().map(IpNet::to_string).collect();
+        print!("{}", manifests(&ClusterValues { namespace, image, authority: read_ca_file(&ca_file)?, clients })?);
         return Ok(ExitCode::SUCCESS);
     }
     let file = |file: Option<PathBuf>, name| file.with_context(|| format!("missing argument {name}"));
