@@ -1,4 +1,4 @@
-//! Bounds the connections that have not presented a token yet. When they are too many, the oldest one is closed: a client with a
+//! Bounds the connections that have not sent their request yet. When they are too many, the oldest one is closed: a client with a
 //! token sends it at once, so connections that say nothing cannot keep it away. Never blocks.
 
 use std::collections::BTreeMap;
@@ -11,19 +11,21 @@ struct Pending {
     connections: BTreeMap<u64, oneshot::Sender<()>>,
 }
 
-/// The connections without a token, oldest first.
+/// The connections without a request, oldest first.
 #[derive(Clone)]
 pub(crate) struct PendingConnections {
     limit: usize,
     inner: Arc<Mutex<Pending>>,
 }
 
-/// A connection without a token. Dropping it makes room for another one.
+/// A connection without a request. Dropping it makes room for another one.
 pub(crate) struct PendingConnection {
     number: u64,
-    evicted: oneshot::Receiver<()>,
     all: PendingConnections,
 }
+
+/// Announces that a connection must be closed.
+pub(crate) struct Eviction(oneshot::Receiver<()>);
 
 impl PendingConnections {
     /// Returns an empty list of at most `limit` connections.
@@ -32,7 +34,7 @@ impl PendingConnections {
     }
 
     /// Adds a connection, and evicts the oldest one if there are too many.
-    pub fn add(&self) -> PendingConnection {
+    pub fn add(&self) -> (PendingConnection, Eviction) {
         let (evict, evicted) = oneshot::channel();
         // If a panic interrupts a change, at most one entry is wrong; its connection ends by its timeout.
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,23 +47,29 @@ impl PendingConnections {
             // Its connection may have ended at this moment.
             let _ = oldest.send(());
         }
-        PendingConnection { number, evicted, all: self.clone() }
+        (PendingConnection { number, all: self.clone() }, Eviction(evicted))
     }
 }
 
 impl PendingConnection {
-    /// Returns when the connection must be closed to make room.
-    pub async fn evicted(&mut self) {
-        if (&mut self.evicted).await.is_err() {
-            // The sender is dropped only together with this connection.
-            std::future::pending().await
-        }
+    /// Leaves the list, because the request has arrived. Returns false if the connection has been evicted.
+    pub fn leave(&self) -> bool {
+        self.all.inner.lock().unwrap_or_else(PoisonError::into_inner).connections.remove(&self.number).is_some()
     }
 }
 
 impl Drop for PendingConnection {
     fn drop(&mut self) {
-        self.all.inner.lock().unwrap_or_else(PoisonError::into_inner).connections.remove(&self.number);
+        self.leave();
+    }
+}
+
+impl Eviction {
+    /// Returns when the connection must be closed to make room; never if it has left the list.
+    pub async fn wait(self) {
+        if self.0.await.is_err() {
+            std::future::pending().await
+        }
     }
 }
 
@@ -72,15 +80,15 @@ mod tests {
     #[tokio::test]
     async fn the_oldest_makes_room() {
         let all = PendingConnections::new(2);
-        let [mut first, mut second] = [all.add(), all.add()];
-        let mut third = all.add();
-        first.evicted().await;
-        drop(first);
-        assert_eq!(all.inner.lock().unwrap().connections.len(), 2);
-        drop(third);
-        third = all.add();
-        assert!(second.evicted.try_recv().is_err() && third.evicted.try_recv().is_err());
-        let _fourth = all.add();
-        second.evicted().await;
+        let [(first, evict_first), (second, evict_second)] = [all.add(), all.add()];
+        let _third = all.add();
+        evict_first.wait().await;
+        assert!(!first.leave() && second.leave());
+        // It has left: neither it nor the third one must make room.
+        let (fourth, mut evict_fourth) = all.add();
+        assert!(evict_fourth.0.try_recv().is_err() && all.inner.lock().unwrap().connections.len() == 2);
+        drop(evict_second);
+        drop(fourth);
+        assert_eq!(all.inner.lock().unwrap().connections.len(), 1);
     }
 }

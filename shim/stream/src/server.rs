@@ -4,7 +4,7 @@
 use crate::backend::{Attach, Exec, StreamBackend};
 use crate::command::{self, CommandSession, ProtocolVersion};
 use crate::forward;
-use crate::pending::PendingConnections;
+use crate::pending::{PendingConnection, PendingConnections};
 use crate::spdy::Connection;
 use crate::tls::{Tls, TlsError};
 use crate::token::{Tokens, TooManyTokens};
@@ -161,16 +161,15 @@ impl Listener {
             match self.listener.accept().await {
                 Ok((connection, _)) => {
                     let (server, backend, tls) = (self.server.clone(), Arc::clone(&backend), self.tls.clone());
-                    let mut pending = pending_connections.add();
+                    let (pending, eviction) = pending_connections.add();
                     clients.spawn(async move {
                         let accepted = tokio::select! {
-                            accepted = server.accept_request(connection, tls) => accepted,
-                            () = pending.evicted() => {
+                            accepted = server.accept_request(connection, tls, &pending) => accepted,
+                            () = eviction.wait() => {
                                 tracing::debug!("closed a connection without a token: there are too many");
                                 None
                             }
                         };
-                        drop(pending);
                         if let Some(accepted) = accepted {
                             server.serve_stream(accepted, backend).await;
                         }
@@ -187,13 +186,18 @@ impl Listener {
 
 impl StreamingServer {
     /// Reads the only request of a connection and answers it. Returns it if a stream follows.
-    async fn accept_request(&self, connection: TcpStream, tls: Option<TlsAcceptor>) -> Option<Accepted> {
+    async fn accept_request(
+        &self,
+        connection: TcpStream,
+        tls: Option<TlsAcceptor>,
+        pending: &PendingConnection,
+    ) -> Option<Accepted> {
         if let Err(error) = set_socket_options(&connection) {
             tracing::debug!(%error, "cannot set the socket options of a streaming client");
         }
-        let Some(tls) = tls else { return self.accept_http_request(connection).await };
+        let Some(tls) = tls else { return self.accept_http_request(connection, pending).await };
         match tokio::time::timeout(REQUEST_TIMEOUT, tls.accept(connection)).await {
-            Ok(Ok(connection)) => return self.accept_http_request(connection).await,
+            Ok(Ok(connection)) => return self.accept_http_request(connection, pending).await,
             Ok(Err(error)) => tracing::debug!(%error, "the TLS handshake with a streaming client failed"),
             Err(_late) => tracing::debug!("a streaming client did not complete the TLS handshake in time"),
         }
@@ -203,11 +207,12 @@ impl StreamingServer {
     async fn accept_http_request(
         &self,
         connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        pending: &PendingConnection,
     ) -> Option<Accepted> {
         let (begin, accepted) = tokio::sync::oneshot::channel();
         let begin = std::sync::Mutex::new(Some(begin));
         let answer = service_fn(|request| {
-            let (answer, accepted) = self.handle_request(request);
+            let (answer, accepted) = self.handle_request(request, pending);
             if let Some(accepted) = accepted
                 && let Some(begin) = begin.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
             {
@@ -271,7 +276,14 @@ impl StreamingServer {
         forward::serve_spdy(backend, pod, &mut connection).await;
     }
 
-    fn handle_request(&self, mut request: Request<Incoming>) -> (Response<Full<Bytes>>, Option<Accepted>) {
+    fn handle_request(
+        &self,
+        mut request: Request<Incoming>,
+        pending: &PendingConnection,
+    ) -> (Response<Full<Bytes>>, Option<Accepted>) {
+        if !pending.leave() {
+            return (text_response(StatusCode::SERVICE_UNAVAILABLE, "too many connections"), None);
+        }
         let Ok(slot) = Arc::clone(&self.0.slots).try_acquire_owned() else {
             // The token stays valid for another try.
             return (text_response(StatusCode::SERVICE_UNAVAILABLE, "too many sessions are open"), None);
