@@ -11,7 +11,7 @@ use nix::sys::stat::Mode;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -99,10 +99,10 @@ struct CachedTable {
 }
 
 impl Mounts {
-    /// Opens the mount table of this process with its present root. `own_fds` is this process's `/proc/self/fd`.
-    pub fn new(own_fds: impl AsFd) -> io::Result<Mounts> {
+    /// Opens the mount table of this process with its present root. `own_proc` is this process's `/proc/self`, which is closed.
+    pub fn new(own_proc: OwnedFd) -> io::Result<Mounts> {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
-        let file = retry_interrupted(|| openat(&own_fds, "../mountinfo", flags, Mode::empty()))?.into();
+        let file = retry_interrupted(|| openat(&own_proc, "mountinfo", flags, Mode::empty()))?.into();
         Ok(Mounts { file, table: Mutex::default() })
     }
 

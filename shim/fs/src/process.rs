@@ -10,6 +10,7 @@ use crate::virtqueue::ServedVirtqueue;
 use nacelle_base::Chain;
 use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::guest_error;
+use nacelle_base::mounts::clone_tree;
 use nacelle_base::retry::{self, retry_interrupted};
 use nacelle_base::share::{
     MAX_MESSAGE, MAX_SHARED_VIRTQUEUE, MAX_VOLUME_NAME, QUEUES, REQUEST_HEADER, SELECT_VOLUME, SHARE_VIRTQUEUE,
@@ -173,10 +174,13 @@ fn run(
     }
     // The modes of files are as the guest requests.
     umask(FileMode::empty());
-    let fds = retry_interrupted(|| open("/proc/self/fd", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()))
-        .map_err(step("open the file-server process's /proc/self/fd"))?;
+    // A mount of its own, above which there is nothing: from a plain descriptor, `..` leads to all of the node's /proc.
+    let fds = clone_tree(Path::new("/proc/self/fd"), false)
+        .map_err(|source| ShareError::Step { what: "clone the file-server process's /proc/self/fd", source })?;
+    let own_proc = retry_interrupted(|| open("/proc/self", OFlag::O_PATH | OFlag::O_CLOEXEC, FileMode::empty()))
+        .map_err(step("open the file-server process's /proc/self"))?;
     let copied_in_root = build_root(scaffold).map_err(step("build the root directory of the file-server process"))?;
-    let mounts = Mounts::new(&fds)
+    let mounts = Mounts::new(own_proc)
         .map_err(|source| ShareError::Step { what: "open the mount table of the file-server process", source })?;
     nacelle_jail::confine(seccomp, CAPABILITIES)?;
     let (max_files, _) =

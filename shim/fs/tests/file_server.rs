@@ -291,6 +291,13 @@ fn walk_out(mut guest: Guest) {
     }
     // The files that the process itself could see if it were compromised.
     let root = PathBuf::from(format!("/proc/{}/root", guest.pid));
+    // Nor does an open directory lead to the node's processes.
+    for open in fs::read_dir(format!("/proc/{}/fd", guest.pid)).unwrap() {
+        let open = open.unwrap().path();
+        for up in ["../stat", "../../1/stat", "../../sys/kernel/hostname"] {
+            assert!(!open.join(up).exists(), "{} is {:?}", open.display(), fs::read_link(&open));
+        }
+    }
     let names = |path: &Path| fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
     assert_eq!(names(&root), ["c"]);
     let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", guest.pid)).unwrap();
