@@ -7,7 +7,7 @@ use nacelle_base::pidfd::pidfd_open;
 use nacelle_base::{Classify, FailureKind};
 use nacelle_model::process::ProcessIdentity;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 /// The name of the file in the pod's run directory.
@@ -51,9 +51,22 @@ impl Classify for IdentityError {
     }
 }
 
-/// Identifies the calling process.
+/// Identifies the calling process by the number that /proc has for it: in a PID namespace of its own, getpid(2) returns another one.
 pub fn of_this_process() -> Result<ProcessIdentity, IdentityError> {
-    of_pid(nix::unistd::getpid().as_raw())
+    let path = Path::new("/proc/self/stat");
+    let stat = std::fs::read_to_string(path).map_err(at("read", path))?;
+    let pid = stat.split(' ').next().and_then(|pid| pid.parse().ok());
+    of_pid(pid.ok_or(IdentityError::Stat { pid: nix::unistd::getpid().as_raw() })?)
+}
+
+/// Identifies a child of this process that has not been waited for, by the number that /proc has for it.
+pub(crate) fn of_child(child: i32) -> Result<ProcessIdentity, IdentityError> {
+    let failed = |source| IdentityError::Process { what: "open", pid: child, source };
+    let pidfd = pidfd_open(child).map_err(failed)?;
+    let path = PathBuf::from(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()));
+    let info = std::fs::read_to_string(&path).map_err(at("read", &path))?;
+    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    of_pid(pid.ok_or(IdentityError::Stat { pid: child })?)
 }
 
 /// Identifies the process that has this pid now. The caller knows that the pid has not been reused, because the process is its child
@@ -180,6 +193,37 @@ mod tests {
         // The pid of a process that is gone may be a thread's id by now.
         let thread = || is_alive(&ProcessIdentity { pid: nix::unistd::gettid().as_raw(), ..this.clone() });
         assert!(!std::thread::scope(|scope| scope.spawn(thread).join().unwrap()).unwrap());
+    }
+
+    #[test]
+    fn a_process_in_a_pid_namespace_is_known_by_the_number_of_proc() {
+        const INSIDE: &str = "NACELLE_TEST_IN_PID_NAMESPACE";
+        if !nix::unistd::geteuid().is_root() {
+            return println!("skipped: not root");
+        }
+        if std::env::var_os(INSIDE).is_none() {
+            let name = "identity::tests::a_process_in_a_pid_namespace_is_known_by_the_number_of_proc";
+            let mut again = std::process::Command::new("unshare");
+            again.args(["--pid", "--fork", "--kill-child"]).arg(std::env::current_exe().unwrap());
+            let inside = again.args(["--exact", name, "--nocapture"]).env(INSIDE, "yes").output().unwrap();
+            let text = String::from_utf8_lossy(&inside.stdout);
+            assert!(
+                inside.status.success() && text.contains("1 passed"),
+                "{text}{}",
+                String::from_utf8_lossy(&inside.stderr)
+            );
+            return;
+        }
+        let this = of_this_process().unwrap();
+        assert_ne!(this.pid, nix::unistd::getpid().as_raw());
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let number = i32::try_from(child.id()).unwrap();
+        let identity = of_child(number).unwrap();
+        assert_ne!(identity.pid, number);
+        assert_eq!(parent(&identity).unwrap(), Some(this.pid));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(parent(&identity).unwrap(), None);
     }
 
     #[test]

@@ -77,7 +77,7 @@ pub(crate) fn read_identity(dir: &Path) -> Result<Option<ProcessIdentity>, Ident
 /// Records which child of this process holds the volumes. The pod process calls it before it is jailed, because the file is
 /// not accessible in the jail.
 pub(crate) fn record_process(process: i32, dir: &Path) -> Result<(), IdentityError> {
-    identity::write_to(&identity::of_pid(process)?, &dir.join(FILE))
+    identity::write_to(&identity::of_child(process)?, &dir.join(FILE))
 }
 
 /// Mounts volumes of the node for a container of the pod in `dir`: the agent finds the n-th at
