@@ -230,6 +230,8 @@ impl Jail {
             .args(["prisoner", profile, mode, directory.path().to_str().unwrap()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            // It is allowed to shorten its log: not that of this program.
+            .stderr(tempfile::tempfile().unwrap())
             .spawn()
             .unwrap();
         let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
