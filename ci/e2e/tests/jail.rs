@@ -2,6 +2,8 @@
 
 use nacelle_e2e::node::engine;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
+use nix::libc;
+use nix::sys::ptrace;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -41,6 +43,10 @@ fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
         threads += 1;
     }
     assert!(threads > 4, "{threads}");
+    let numbers = read_proc_status(&process.join("status"))["NSpid"].clone();
+    if engine() != "host" {
+        assert_eq!(numbers.split_whitespace().nth(1), Some("1"), "process 1 of a PID namespace of its own: {numbers}");
+    }
     // The daemon's store, other pods and the node are invisible.
     let root = process.join("root");
     let directory = |name: &str| root.join(node.directory().strip_prefix("/").expect("absolute")).join(name);
@@ -73,8 +79,7 @@ fn a_seccomp_kill_of_a_process_is_reported_and_leaves_nothing() {
     container.wait_for_output("up");
     let process = pod_process_directory(&node);
     let pid = process.file_name().and_then(|pid| pid.to_str()?.parse().ok()).expect("a number");
-    // Like the kernel at a system call that is not allowed.
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGSYS).expect("it runs");
+    make_forbidden_call(nix::unistd::Pid::from_raw(pid)).expect("it can be traced");
     eventually("the container has ended", || {
         let status = &node.crictl.call_json(["inspect", &container.id])["status"];
         (status["state"] == "CONTAINER_EXITED").then(|| {
@@ -85,6 +90,20 @@ fn a_seccomp_kill_of_a_process_is_reported_and_leaves_nothing() {
     });
     assert!(!process.exists());
     // The node's census on drop finds leaks: processes, taps, mounts, cgroups, files.
+}
+
+/// Makes a process call unshare(2), which no filter of a pod process allows. Its first thread waits in a system call: it is set back by
+/// the two bytes of the instruction and makes another call.
+fn make_forbidden_call(process: nix::unistd::Pid) -> nix::Result<()> {
+    ptrace::attach(process)?;
+    nix::sys::wait::waitpid(process, None)?;
+    let mut registers = ptrace::getregs(process)?;
+    registers.rax = libc::SYS_unshare.unsigned_abs();
+    registers.rip -= 2;
+    // The interrupted call is not restarted (arch/x86/kernel/signal.c).
+    registers.orig_rax = u64::MAX;
+    ptrace::setregs(process, registers)?;
+    ptrace::detach(process, None)
 }
 
 /// A cgroup of the node with a limit of 0.01 CPU, in the hierarchy of the CPU controller, as kubelet makes one for a pod.

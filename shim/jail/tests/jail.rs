@@ -164,7 +164,7 @@ fn perform(what: &str) -> String {
         "signal-receiver" => raw_call([libc::SYS_fcntl, 0, 8, 1]),
         "signal-number" => raw_call([libc::SYS_fcntl, 0, 10, 9]),
         "socket-signal-receiver" => raw_call([libc::SYS_ioctl, 0, 0x8901, 0]),
-        "limits-of-others" => raw_call([libc::SYS_prlimit64, 1, 7, 0]),
+        "limits-of-others" => raw_call([libc::SYS_prlimit64, 2, 7, 0]),
         "own-limits" => raw_call([libc::SYS_prlimit64, 0, 7, 0]),
         "user-namespace" => raw_call([libc::SYS_clone, libc::CLONE_NEWUSER.into(), 0, 0]),
         "clone3" => raw_call([libc::SYS_clone3, 0, 0, 0]),
@@ -178,11 +178,11 @@ fn perform(what: &str) -> String {
         "directory" => raw_call([libc::SYS_mkdir, 0, 0o700, 0]),
         "shorten-log" => raw_call([libc::SYS_ftruncate, 2, 0, 0]),
         "shorten-other" => raw_call([libc::SYS_ftruncate, 1, 0, 0]),
-        "tkill" => raw_call([libc::SYS_tkill, 1, 0, 0]),
+        "tkill" => raw_call([libc::SYS_tkill, 2, 0, 0]),
         "priority-of-others" => raw_call([libc::SYS_setpriority, 0, 1, 0]),
-        "scheduler-of-others" => raw_call([libc::SYS_sched_setattr, 1, 0, 0]),
-        "affinity-of-others" => raw_call([libc::SYS_sched_setaffinity, 1, 0, 0]),
-        "queued-signal" => raw_call([libc::SYS_rt_sigqueueinfo, 1, 0, 0]),
+        "scheduler-of-others" => raw_call([libc::SYS_sched_setattr, 2, 0, 0]),
+        "affinity-of-others" => raw_call([libc::SYS_sched_setaffinity, 2, 0, 0]),
+        "queued-signal" => raw_call([libc::SYS_rt_sigqueueinfo, 2, 0, 0]),
         "spawn" => {
             std::thread::Builder::new().spawn(|| ()).map(|t| t.join().unwrap()).map_err(|error| error.to_string())
         }

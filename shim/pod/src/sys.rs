@@ -4,14 +4,16 @@
 #![allow(unsafe_code, reason = "pre_exec, close_range and FICLONE have no safe wrapper in nix or std")]
 
 use nacelle_base::retry::retry_interrupted;
+use nix::sched::{CloneFlags, unshare};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::process::{Child, Command};
 
 /// Makes the child the leader of a new session that inherits only its standard streams.
-pub(crate) fn detach(command: &mut tokio::process::Command) {
+pub(crate) fn detach(command: &mut Command) {
     let steps = || {
         nix::unistd::setsid()?;
         // SAFETY: close_range with CLOEXEC takes three integers, touches no memory and is async-signal-safe.
@@ -23,6 +25,24 @@ pub(crate) fn detach(command: &mut tokio::process::Command) {
     // SAFETY: `steps` only makes two system calls and builds an error from errno; it takes no lock and does not
     // allocate.
     unsafe { command.pre_exec(steps) };
+}
+
+/// Starts the command as process 1 of a new PID namespace. Blocks for the start. A thread of its own makes the namespace: only the
+/// children of that thread are in it, and it has no other.
+pub(crate) fn spawn_in_pid_namespace(command: &mut Command) -> io::Result<Child> {
+    let runtime = tokio::runtime::Handle::current();
+    std::thread::scope(|scope| {
+        let start = || {
+            let _entered = runtime.enter();
+            unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| {
+                let why = format!("cannot create a PID namespace: {errno} (see user.max_pid_namespaces)");
+                io::Error::new(io::Error::from(errno).kind(), why)
+            })?;
+            command.spawn()
+        };
+        let spawned = std::thread::Builder::new().name("pid namespace".into()).spawn_scoped(scope, start)?.join();
+        spawned.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// Registers a pidfd with the async runtime; it becomes readable when its process has ended.

@@ -319,6 +319,20 @@ async fn serve_in_jail(run_dir: RunDir) {
     std::fs::rename(&log, log.with_extension("old")).unwrap();
     client.set_log("a", open_log()).await.unwrap();
     let process = PathBuf::from(format!("/proc/{}", client.identity().pid));
+    // It is process 1 of its own PID namespace; so is the process beside it that serves files its second one.
+    let numbers = |pid: i32| status(Path::new(&format!("/proc/{pid}/status")))["NSpid"].clone();
+    let pid = client.identity().pid;
+    assert_eq!(numbers(pid), format!("{pid}\t1"));
+    let beside: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(run_dir.dir.join("share.json")).unwrap()).unwrap();
+    let beside = i32::try_from(beside["pid"].as_i64().unwrap()).unwrap();
+    assert_eq!(numbers(beside), format!("{beside}\t2"));
+    // Processes that are started later are in the node's namespace.
+    let mut later = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    let later_pid = i32::try_from(later.id()).unwrap();
+    assert_eq!(numbers(later_pid), later_pid.to_string());
+    later.kill().unwrap();
+    later.wait().unwrap();
     // It has images and logs as open files, and sees none by a name.
     let seen_as = |path: &Path| process.join("root").join(path.strip_prefix("/").unwrap());
     assert!(seen_as(&nacelle_pod::jail_dir(&run_dir.dir)).exists());
@@ -353,6 +367,8 @@ async fn serve_in_jail(run_dir: RunDir) {
 
     signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
     client.wait_for_exit().await.unwrap();
+    // Nothing of a PID namespace outlives its process 1.
+    assert!(!Path::new(&format!("/proc/{beside}")).exists());
     let record = client::clean_up(&run_dir.dir, None).await.unwrap().unwrap();
     assert_eq!(record.containers[0].message, "the pod process died of signal 9");
     assert!(group.iter().all(|directory| !directory.exists()), "{group:?}");

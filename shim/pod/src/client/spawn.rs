@@ -78,7 +78,12 @@ fn start_process(program: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, Cl
     command.arg("--dir").arg(dir).current_dir("/");
     command.stdin(Stdio::piped()).stdout(log).stderr(errors);
     sys::detach(&mut command);
-    command.spawn().map_err(|source| ClientError::Start { program: program.to_owned(), source })
+    // Without a VM the process signals its agent, which runs in the node's namespace.
+    let started = match spec.jail.is_some() && spec.engine.has_vm() {
+        true => sys::spawn_in_pid_namespace(&mut command),
+        false => command.spawn(),
+    };
+    started.map_err(|source| ClientError::Start { program: program.to_owned(), source })
 }
 
 /// Records in the run directory which process serves it, so that a later cleanup finds the process. Returns `None` when the
