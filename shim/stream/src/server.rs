@@ -33,7 +33,7 @@ use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 
 /// The maximum number of sessions: connections whose token was accepted.
 const MAX_SESSIONS: usize = 1024;
-/// The maximum number of connections that have not presented a token.
+/// The maximum number of connections that have not sent their request.
 const MAX_PENDING: usize = 256;
 /// The time that a client has to send its request, and before that for the TLS handshake.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -166,7 +166,7 @@ impl Listener {
                         let accepted = tokio::select! {
                             accepted = server.accept_request(connection, tls, &pending) => accepted,
                             () = eviction.wait() => {
-                                tracing::debug!("closed a connection without a token: there are too many");
+                                tracing::debug!("closed a connection without a request: there are too many");
                                 None
                             }
                         };
