@@ -9,6 +9,7 @@ use nacelle_base::{Chain, Classify, FailureKind};
 use nix::errno::Errno;
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use std::io;
 use std::path::PathBuf;
 
@@ -21,6 +22,8 @@ pub struct JailPlan {
     pub mount_point: PathBuf,
     /// The cgroup of the process, which is created if it is missing.
     pub cgroup: Option<PathBuf>,
+    /// The user id and the group id of the process. `None` keeps those that it has.
+    pub user: Option<u32>,
     /// The network namespace of the process.
     pub network: NetworkAccess,
     /// The process signals a process that it has started before: signals are not limited to its later children.
@@ -42,7 +45,7 @@ pub enum JailError {
     /// A system call of a step failed.
     #[error("cannot {what} of the pod process")]
     Step {
-        /// The step: "set the resource limits and privileges", "drop the capabilities".
+        /// The step: "set the resource limits", "change the user", "drop the capabilities".
         what: &'static str,
         /// The cause.
         source: io::Error,
@@ -76,11 +79,12 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
         tracing::warn!(group = %group.display(), "the pod process stays in its cgroup: {}", Chain(&error));
     }
     scope::enter_namespaces(&plan.network).map_err(step_failed("enter the namespaces"))?;
-    mount_namespace::enter_new_root(plan.visible_paths, &plan.mount_point)?;
-    set_limits(0, plan.locked_bytes)?;
+    mount_namespace::enter_new_root(plan.visible_paths, &plan.mount_point, plan.user)?;
+    set_limits(plan.locked_bytes)?;
+    drop_privileges(plan.user, 0)?;
     restrict_scope(!plan.signals_earlier_children)?;
-    // This comes last, because changing the capabilities may set the flag again.
-    prctl::set_dumpable(false).map_err(|errno| step_failed("set the resource limits and privileges")(errno.into()))?;
+    // This comes last, because changing the user or the capabilities may set the flag again.
+    prctl::set_dumpable(false).map_err(|errno| step_failed("forbid memory dumps")(errno.into()))?;
     seccomp::install_process_filter(plan.seccomp, plan.profile)?;
     Ok(())
 }
@@ -88,7 +92,8 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
 /// Drops all rights except these capabilities (one bit each), irrevocably. For a process of one thread that has a root of
 /// its own already, starts no program and uses only open descriptors.
 pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
-    set_limits(capabilities, 0)?;
+    set_limits(0)?;
+    drop_privileges(None, capabilities)?;
     restrict_scope(true)?;
     Ok(seccomp::install_single_thread_filter(seccomp)?)
 }
@@ -100,8 +105,7 @@ fn restrict_scope(signals: bool) -> Result<(), JailError> {
     Ok(())
 }
 
-fn set_limits(capabilities: u64, locked_bytes: u64) -> Result<(), JailError> {
-    let what = "set the resource limits and privileges";
+fn set_limits(locked_bytes: u64) -> Result<(), JailError> {
     // Guest memory must not be written to a core dump; memory must not be locked unless a device needs it.
     for (limit, maximum) in [(Resource::RLIMIT_CORE, 0), (Resource::RLIMIT_MEMLOCK, locked_bytes)] {
         let allowed = match setrlimit(limit, maximum, maximum) {
@@ -111,10 +115,28 @@ fn set_limits(capabilities: u64, locked_bytes: u64) -> Result<(), JailError> {
             }
             other => other,
         };
-        allowed.map_err(|errno| step_failed(what)(errno.into()))?;
+        allowed.map_err(|errno| step_failed("set the resource limits")(errno.into()))?;
     }
-    prctl::set_no_new_privs().map_err(|errno| step_failed(what)(errno.into()))?;
-    sys::drop_capabilities(capabilities).map_err(step_failed("drop the capabilities"))
+    Ok(())
+}
+
+/// Changes the user, if there is one, and keeps only these capabilities.
+fn drop_privileges(user: Option<u32>, capabilities: u64) -> Result<(), JailError> {
+    prctl::set_no_new_privs().map_err(|errno| step_failed("set no_new_privs")(errno.into()))?;
+    // Needs CAP_SETPCAP, which a change of the user takes away.
+    sys::restrict_bounding_set(capabilities).map_err(step_failed("drop the capabilities"))?;
+    if let Some(user) = user {
+        change_user(user).map_err(|errno| step_failed("change the user")(errno.into()))?;
+    }
+    sys::set_capabilities(capabilities).map_err(step_failed("drop the capabilities"))
+}
+
+/// Sets the real, effective and saved ids of user and group, and removes all other groups. The file-system ids follow.
+fn change_user(user: u32) -> nix::Result<()> {
+    let (user, group) = (Uid::from_raw(user), Gid::from_raw(user));
+    setgroups(&[])?;
+    setresgid(group, group, group)?;
+    setresuid(user, user, user)
 }
 
 fn step_failed(what: &'static str) -> impl FnOnce(io::Error) -> JailError {

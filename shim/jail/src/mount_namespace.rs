@@ -2,16 +2,17 @@
 //! may call it, while it is the only one, because the other threads share its root.
 
 use nacelle_base::retry::retry_interrupted;
-use nix::fcntl::{OFlag, open};
+use nix::fcntl::{AtFlags, OFlag, open};
+use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
-use nix::sys::stat::Mode;
-use nix::unistd::{UnlinkatFlags, chdir, pivot_root, unlinkat};
-use std::fs::{self, DirBuilder};
+use nix::sys::stat::{Mode, SFlag, mknod};
+use nix::unistd::{Gid, Uid, UnlinkatFlags, chdir, chown, fchownat, pivot_root, unlinkat};
+use std::fs::{self, Metadata, Permissions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
 
 /// The access of the process to a file or directory that stays visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +52,7 @@ impl VisiblePath {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} {}", path.display())]
 pub struct MountNamespaceError {
-    /// The step: "open", "bind-mount", "remove", "leave".
+    /// The step: "open", "bind-mount", "create a device node for", "change the owner of", "remove", "leave".
     pub what: &'static str,
     /// The path.
     pub path: PathBuf,
@@ -71,13 +72,19 @@ struct OpenedPath {
     link: Option<PathBuf>,
     handle: Option<OwnedFd>,
     is_directory: bool,
+    /// The number of a character device.
+    device: Option<libc::dev_t>,
     /// The parent directory, if the name must be removed.
     parent: Option<OwnedFd>,
 }
 
 /// Replaces the root by one that contains only these paths. `mount_point` is a directory on which the new root is mounted
-/// while it is built; it may be one of the paths.
-pub(crate) fn enter_new_root(mut paths: Vec<VisiblePath>, mount_point: &Path) -> Result<(), MountNamespaceError> {
+/// while it is built; it may be one of the paths. What the process may write, and its devices, belong to `user` if there is one.
+pub(crate) fn enter_new_root(
+    mut paths: Vec<VisiblePath>,
+    mount_point: &Path,
+    user: Option<u32>,
+) -> Result<(), MountNamespaceError> {
     let root = Path::new("/");
     unshare(CloneFlags::CLONE_NEWNS).map_err(failed("leave", root))?;
     mount(None::<&str>, root, None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
@@ -90,7 +97,7 @@ pub(crate) fn enter_new_root(mut paths: Vec<VisiblePath>, mount_point: &Path) ->
     mount(Some("nacelle"), mount_point, Some("tmpfs"), flags, Some("mode=0755,size=1m"))
         .map_err(failed("mount a new root on", mount_point))?;
     for source in &sources {
-        bind_path(source, mount_point)?;
+        bind_path(source, mount_point, user)?;
     }
     for source in &sources {
         if let (Some(parent), Some(name)) = (&source.parent, source.spec.path.file_name()) {
@@ -127,6 +134,7 @@ fn open_path(path_spec: VisiblePath) -> Result<Option<OpenedPath>, MountNamespac
             link: Some(link),
             handle: None,
             is_directory: false,
+            device: None,
             parent: None,
         }));
     }
@@ -136,27 +144,44 @@ fn open_path(path_spec: VisiblePath) -> Result<Option<OpenedPath>, MountNamespac
         |path: &Path| retry_interrupted(|| open(path, flags, Mode::empty())).map_err(failed("open", &path_spec.path));
     let parent = path_spec.path.parent().filter(|_| path_spec.access == Access::Take).map(&handle).transpose()?;
     let own = Some(handle(&path_spec.path)?);
-    Ok(Some(OpenedPath { spec: path_spec, link: None, handle: own, is_directory: metadata.is_dir(), parent }))
+    let (is_directory, device) = (metadata.is_dir(), character_device(&metadata));
+    Ok(Some(OpenedPath { spec: path_spec, link: None, handle: own, is_directory, device, parent }))
+}
+
+fn character_device(metadata: &Metadata) -> Option<libc::dev_t> {
+    metadata.file_type().is_char_device().then(|| metadata.rdev())
 }
 
 /// Bind-mounts a path below the new root.
-fn bind_path(source: &OpenedPath, mount_point: &Path) -> Result<(), MountNamespaceError> {
+fn bind_path(source: &OpenedPath, mount_point: &Path, user: Option<u32>) -> Result<(), MountNamespaceError> {
     let path = source.spec.visible_path();
-    let target = mount_point.join(path.strip_prefix("/").unwrap_or(path));
+    let relative = path.strip_prefix("/").unwrap_or(path);
+    let target = mount_point.join(relative);
     let failed = |error: io::Error| failed("bind-mount", path)(error);
-    if let Some(parent) = target.parent() {
-        DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(failed)?;
-    }
+    create_directories(mount_point, relative.parent().unwrap_or(Path::new(""))).map_err(failed)?;
     if let Some(link) = &source.link {
         return std::os::unix::fs::symlink(link, &target).map_err(failed);
     }
     let Some(handle) = &source.handle else { return Ok(()) };
-    // The mount point may exist already inside another path.
-    if source.is_directory {
-        DirBuilder::new().recursive(true).mode(0o755).create(&target).map_err(failed)?;
-    } else if !target.exists() {
-        fs::File::create(&target).map_err(failed)?;
+    let mut node = None;
+    match (source.device, user) {
+        // A node of its own, because the node's device may belong to root only.
+        (Some(device), Some(user)) if source.spec.access == Access::Device => {
+            node = Some(
+                create_device_node(&target, device, user).map_err(self::failed("create a device node for", path))?,
+            );
+        }
+        // The mount point may exist already inside another path.
+        _ if source.is_directory => create_directories(mount_point, relative).map_err(failed)?,
+        _ if !target.exists() => drop(fs::File::create(&target).map_err(failed)?),
+        _ => {}
     }
+    if let (Some(user), Access::Write | Access::Take) = (user, source.spec.access) {
+        let (owner, group) = (Some(Uid::from_raw(user)), Some(Gid::from_raw(user)));
+        fchownat(handle, "", owner, group, AtFlags::AT_EMPTY_PATH)
+            .map_err(|errno| self::failed("change the owner of", path)(errno))?;
+    }
+    let handle = node.as_ref().unwrap_or(handle);
     let from = format!("/proc/self/fd/{}", handle.as_raw_fd());
     let none = None::<&str>;
     mount(Some(from.as_str()), &target, none, MsFlags::MS_BIND, none).map_err(|error| failed(error.into()))?;
@@ -171,4 +196,25 @@ fn bind_path(source: &OpenedPath, mount_point: &Path) -> Result<(), MountNamespa
     };
     mount(none, &target, none, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, none)
         .map_err(|error| failed(error.into()))
+}
+
+/// Creates the directories of `path` below `root` that are missing. Every user may enter them, whatever the umask is.
+fn create_directories(root: &Path, path: &Path) -> io::Result<()> {
+    let mut directory = root.to_owned();
+    for component in path.components().filter(|component| matches!(component, Component::Normal(_))) {
+        directory.push(component);
+        match fs::create_dir(&directory) {
+            Ok(()) => fs::set_permissions(&directory, Permissions::from_mode(0o755))?,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Creates the node of a character device that only `user` may open. Returns a handle for its mount.
+fn create_device_node(path: &Path, device: libc::dev_t, user: u32) -> io::Result<OwnedFd> {
+    mknod(path, SFlag::S_IFCHR, Mode::S_IRUSR | Mode::S_IWUSR, device)?;
+    chown(path, Some(Uid::from_raw(user)), Some(Gid::from_raw(user)))?;
+    Ok(retry_interrupted(|| open(path, OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW, Mode::empty()))?)
 }

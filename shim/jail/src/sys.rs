@@ -21,9 +21,9 @@ struct Data {
     inheritable: u32,
 }
 
-/// Clears the ambient and inheritable sets of the calling thread, and keeps in the bounding, effective and permitted sets
-/// only the capabilities in `keep`, one bit each.
-pub(crate) fn drop_capabilities(keep: u64) -> io::Result<()> {
+/// Clears the ambient set of the calling thread, and keeps in the bounding set only the capabilities in `keep`, one bit each.
+/// Needs CAP_SETPCAP.
+pub(crate) fn restrict_bounding_set(keep: u64) -> io::Result<()> {
     let bit = |number: libc::c_ulong, option: libc::c_int| {
         // SAFETY: prctl with these options takes integers and touches no memory.
         unsafe { libc::prctl(option, number, 0, 0, 0) }
@@ -38,9 +38,15 @@ pub(crate) fn drop_capabilities(keep: u64) -> io::Result<()> {
             return Err(error);
         }
     }
-    if bit(libc::PR_CAP_AMBIENT_CLEAR_ALL as libc::c_ulong, libc::PR_CAP_AMBIENT) == -1 {
-        return Err(io::Error::last_os_error());
+    match bit(libc::PR_CAP_AMBIENT_CLEAR_ALL as libc::c_ulong, libc::PR_CAP_AMBIENT) {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
     }
+}
+
+/// Clears the inheritable set of the calling thread, and keeps in the effective and permitted sets only the capabilities in `keep`,
+/// one bit each.
+pub(crate) fn set_capabilities(keep: u64) -> io::Result<()> {
     let header = Header { version: VERSION, pid: 0 };
     let kept = [keep as u32, (keep >> 32) as u32].map(|bits| Data { effective: bits, permitted: bits, inheritable: 0 });
     // SAFETY: header and data have the layout of version 3, two data structs, and live until the call returns; the kernel

@@ -1,5 +1,5 @@
 //! Tests what a jailed process can access and what not, from inside and from outside. This program is its own prisoner:
-//! `jail run_jailed_process PROFILE MODE DIRECTORY` enters the jail and executes commands from standard input. Needs root.
+//! `jail prisoner PROFILE MODE USER DIRECTORY` enters the jail and executes commands from standard input. Needs root.
 #![allow(unsafe_code, reason = "system calls with forbidden arguments have no safe wrapper")]
 
 use landlock::{CompatLevel, Compatible, Ruleset, RulesetAttr, Scope};
@@ -10,6 +10,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
 use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -17,10 +18,11 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 6] = [
+const TESTS: [Test; 7] = [
     ("a_prisoner_reaches_no_process_of_the_node", no_process_of_the_node),
     ("a_prisoner_has_nothing_but_its_places", nothing_but_its_places),
     ("a_prisoner_has_no_rights", no_rights),
+    ("a_prisoner_has_a_user_of_its_own", user_of_its_own),
     ("every_thread_is_filtered", every_thread_is_filtered),
     ("what_is_forbidden_kills", what_is_forbidden_kills),
     ("a_process_that_spawns_still_can", spawns),
@@ -28,10 +30,10 @@ const TESTS: [Test; 6] = [
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
-    if let [_, verb, profile, mode, directory] = args.as_slice()
+    if let [_, verb, profile, mode, user, directory] = args.as_slice()
         && verb == "prisoner"
     {
-        return run_jailed_process(profile, mode, Path::new(directory));
+        return run_jailed_process(profile, mode, user.parse().ok(), Path::new(directory));
     }
     let wanted = |name: &str| {
         let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
@@ -63,8 +65,13 @@ fn main() -> ExitCode {
 const KINDS: [ThreadKind; 5] =
     [ThreadKind::Blocking, ThreadKind::Vcpu, ThreadKind::Queue, ThreadKind::Vsock, ThreadKind::Log];
 
-fn run_jailed_process(profile: &str, mode: &str, directory: &Path) -> ExitCode {
+/// The user of the prisoners that have one.
+const USER: u32 = 70_001;
+
+fn run_jailed_process(profile: &str, mode: &str, user: Option<u32>, directory: &Path) -> ExitCode {
     nacelle_jail::close_inherited().unwrap();
+    // That of the pod process.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
     let visible_path = |path: PathBuf, access| VisiblePath { path, visible_as: None, access, is_required: true };
     let mut visible_paths = vec![
         visible_path(directory.join("run"), Access::Write),
@@ -89,6 +96,7 @@ fn run_jailed_process(profile: &str, mode: &str, directory: &Path) -> ExitCode {
         visible_paths,
         mount_point: directory.join("run"),
         cgroup: Some(group),
+        user,
         network: NetworkAccess::None,
         signals_earlier_children: false,
         locked_bytes: 0,
@@ -159,6 +167,7 @@ fn perform(what: &str) -> String {
         "signal-other" => {
             nix::sys::signal::kill(nix::unistd::Pid::from_raw(1), None).map_err(|error| error.to_string())
         }
+        "become-root" => nix::unistd::setresuid(0.into(), 0.into(), 0.into()).map_err(|error| error.to_string()),
         "open" => fs::File::open("/dev/null").map(drop).map_err(|error| error.to_string()),
         // The attacks below call the kernel directly, because no library wraps them with these arguments.
         "signal-receiver" => raw_call([libc::SYS_fcntl, 0, 8, 1]),
@@ -217,6 +226,10 @@ struct Jail {
 
 impl Jail {
     fn new(profile: &str, mode: &str) -> Jail {
+        Jail::with_user(profile, mode, None)
+    }
+
+    fn with_user(profile: &str, mode: &str, user: Option<u32>) -> Jail {
         let directory = tempfile::tempdir().unwrap();
         for name in ["run", "images", "disks", "shown", "other"] {
             fs::create_dir(directory.path().join(name)).unwrap();
@@ -227,7 +240,8 @@ impl Jail {
         nix::fcntl::fcntl(&inherited, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
         assert!(inherited.as_raw_fd() > 2);
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["prisoner", profile, mode, directory.path().to_str().unwrap()])
+            .args(["prisoner", profile, mode, &user.map_or("root".to_owned(), |user| user.to_string())])
+            .arg(directory.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // It is allowed to shorten its log: not that of this program.
@@ -354,6 +368,45 @@ fn no_rights() {
         let members = fs::read_to_string(directory.join("cgroup.procs")).unwrap();
         assert_eq!(members.trim(), jail.child.id().to_string(), "{}", directory.display());
     }
+    assert!(jail.end().success());
+}
+
+fn user_of_its_own() {
+    let mut jail = Jail::with_user("in-process", "kill", Some(USER));
+    for (thread, status) in jail.threads() {
+        for ids in ["Uid", "Gid"] {
+            assert!(status[ids].split_whitespace().all(|id| id == USER.to_string()), "{thread} {ids} {}", status[ids]);
+        }
+        assert_eq!(status["Groups"], "", "{thread}");
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert_eq!(status[set].trim_start_matches('0'), "", "{thread} {set}");
+        }
+        assert_eq!(status["NoNewPrivs"], "1", "{thread}");
+    }
+    // Its own directory, disk and devices belong to it; the directories on the way to them are open to all.
+    let [new, disk, images] = ["run/new", "disks/disk", "images/file"].map(|name| jail.path(name));
+    assert_eq!(jail.request(&format!("write {new}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!(jail.request(&format!("write {disk}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!(jail.request("read /dev/null").unwrap(), r#"Ok("")"#);
+    assert_eq!(jail.request("list /dev").unwrap(), r#"Ok("null")"#);
+    let owner = |path: &str| fs::metadata(path).map(|found| (found.uid(), found.gid(), found.mode() & 0o7777)).unwrap();
+    assert_eq!((owner(&new), owner(&jail.path("run")).0), ((USER, USER, 0o640), USER));
+    let seen = format!("/proc/{}/root/dev/null", jail.child.id());
+    assert_eq!((owner(&seen), owner("/dev/null").0), ((USER, USER, 0o600), 0));
+    assert_eq!(fs::metadata(seen).unwrap().rdev(), fs::metadata("/dev/null").unwrap().rdev());
+    // What it may only read stays root's.
+    assert_eq!(jail.request(&format!("read {images}")).unwrap(), r#"Ok("images")"#);
+    fs::set_permissions(&images, fs::Permissions::from_mode(0o600)).unwrap();
+    assert_eq!(jail.request(&format!("read {images}")).unwrap(), "Err(PermissionDenied)");
+    assert_eq!((owner(&images).0, owner(&jail.path("images")).0, owner(&jail.path("shown")).0), (0, 0, 0));
+    assert!(jail.end().success());
+    let mut jail = Jail::with_user("in-process", "off", Some(USER));
+    assert!(jail.request("become-root").unwrap().contains("EPERM"));
+    assert!(jail.end().success());
+    // A program that it starts has the same user.
+    let mut jail = Jail::with_user("spawns", "kill", Some(USER));
+    assert_eq!(jail.request("run /usr/bin/true").unwrap(), r#"Ok("Some(0)")"#);
+    assert_eq!(jail.request("signal-child /usr/bin/sleep").unwrap(), r#"Ok("signal: 9 (SIGKILL)")"#);
     assert!(jail.end().success());
 }
 

@@ -46,6 +46,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
             visible_paths: paths,
             mount_point: dir.to_owned(),
             cgroup: jail.cgroup.as_deref().map(crate::host::process_group),
+            user: None,
             network: NetworkAccess::Node,
             // The agent.
             signals_earlier_children: true,
@@ -95,6 +96,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
         visible_paths: paths,
         mount_point: dir.to_owned(),
         cgroup: jail.cgroup.clone(),
+        user: None,
         network: network_access(spec),
         signals_earlier_children: false,
         locked_bytes,
