@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 pub const MEMORY_MIB: u32 = 128;
 /// The size of the scratch disk in MiB. The bundle has a template of it, so that the host needs no mkfs.
 pub const SCRATCH_MIB: u64 = 1024;
+/// The user of the pod processes, the first of the daemon's default range.
+const USER: u32 = 0x7000_0000;
 /// The name of the container.
 const CONTAINER: &str = "container";
 
@@ -117,7 +119,7 @@ impl PodFactory {
             scratch: ScratchSpec { size_mib: SCRATCH_MIB, templates: self.scratch.clone() },
             volume_cache_seconds: 0,
             timeouts: Timeouts::default(),
-            jail: Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: None }),
+            jail: Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: None, user: Some(USER) }),
         }
     }
 }

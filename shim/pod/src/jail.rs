@@ -4,7 +4,9 @@
 use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
 use crate::{jail_dir, vfio_dir};
+use nacelle_base::files::at;
 use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, VisiblePath};
+use std::os::unix::fs::lchown;
 use std::path::{Path, PathBuf};
 
 /// What programs need to start: the directories of programs and libraries. Names that do not exist on the node are skipped.
@@ -22,6 +24,12 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     }
     if matches!(spec.engine, EngineSpec::Keeper { .. }) {
         vfio_dir::create(dir)?;
+    }
+    if let Some(user) = jail.user
+        && spec.kernel.starts_with(jail_dir(dir))
+    {
+        // The daemon has written the pod's own kernel for root only. Nothing else in the directory is older than this process.
+        lchown(&spec.kernel, Some(user), Some(user)).map_err(at("change the owner of", &spec.kernel))?;
     }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
 }
@@ -46,6 +54,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
             visible_paths: paths,
             mount_point: dir.to_owned(),
             cgroup: jail.cgroup.as_deref().map(crate::host::process_group),
+            // It signals the agent, which is root.
             user: None,
             network: NetworkAccess::Node,
             // The agent.
@@ -96,7 +105,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
         visible_paths: paths,
         mount_point: dir.to_owned(),
         cgroup: jail.cgroup.clone(),
-        user: None,
+        user: jail.user,
         network: network_access(spec),
         signals_earlier_children: false,
         locked_bytes,
@@ -132,7 +141,7 @@ mod tests {
     use nacelle_jail::Mode;
 
     fn jail() -> JailSpec {
-        JailSpec { seccomp: Mode::Kill, image_store: None, cgroup: None }
+        JailSpec { seccomp: Mode::Kill, image_store: None, cgroup: None, user: None }
     }
 
     #[test]

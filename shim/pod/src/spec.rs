@@ -100,6 +100,9 @@ pub struct JailSpec {
     /// The process's cgroup, relative to the root of each hierarchy; `None` if it stays where it is.
     #[serde(default)]
     pub cgroup: Option<PathBuf>,
+    /// The user id and the group id of the process; `None` if it stays root. Only for a VM of a container pod.
+    #[serde(default)]
+    pub user: Option<u32>,
 }
 
 /// The engine and its settings.

@@ -144,6 +144,7 @@ impl TestPod {
             seccomp: Seccomp::Kill,
             image_store: None,
             cgroup: Some(common::cgroup(self.root.path())),
+            user: Some(70_001),
         });
         let admit = |_started| std::future::ready(Ok(()));
         client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec, admit).await.unwrap()

@@ -18,6 +18,8 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 const GRACE: Duration = Duration::from_secs(60);
+/// The user of jailed processes.
+const USER: u32 = 70_001;
 
 fn main() -> ExitCode {
     harness::main(&[
@@ -69,7 +71,7 @@ impl RunDir {
     async fn spawn_jailed(&self) -> PodClient {
         let mut spec = spec(self.root.path());
         let cgroup = Some(cgroup(self.root.path()));
-        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup });
+        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup, user: Some(USER) });
         client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec, admit).await.unwrap()
     }
 
@@ -351,9 +353,14 @@ async fn serve_in_jail(run_dir: RunDir) {
         for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
             assert_eq!(status[set].trim_start_matches('0'), "", "{} {set}", status["Name"]);
         }
+        let ids = status["Uid"].split_whitespace().chain(status["Gid"].split_whitespace());
+        assert_eq!(ids.filter(|id| *id == USER.to_string()).count(), 8, "{}", status["Name"]);
+        assert_eq!(status["Groups"], "");
         threads += 1;
     }
     assert!(threads > 2);
+    // The file server acts with the ids of the files' owners.
+    assert_eq!(status(&PathBuf::from(format!("/proc/{beside}/status")))["Uid"], "0\t0\t0\t0");
     let mounts = std::fs::read_to_string(process.join("mountinfo")).unwrap();
     let points: Vec<&str> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();
     let own = run_dir.root.path().to_str().unwrap();
@@ -390,6 +397,7 @@ async fn call_forbidden_syscall(run_dir: RunDir) {
 /// Writes what the process of this pod can write, wherever it can: in the run directory as the process sees it.
 fn write_as(client: &PodClient, dir: &Path, name: &str, write: impl Fn(&Path)) {
     let seen = PathBuf::from(format!("/proc/{}/root{}", client.identity().pid, dir.display()));
+    let _acting = ActingUser::new();
     for part in [seen.clone(), seen.join("jail")] {
         // Where the process cannot write, the attack has failed already.
         let _ = std::fs::remove_file(part.join(name));
@@ -397,6 +405,24 @@ fn write_as(client: &PodClient, dir: &Path, name: &str, write: impl Fn(&Path)) {
             std::fs::remove_file(part.join("probe")).unwrap();
             write(&part.join(name));
         }
+    }
+}
+
+/// While it lives, this thread accesses files as the user of jailed processes, without root's rights on files.
+struct ActingUser;
+
+impl ActingUser {
+    fn new() -> ActingUser {
+        nix::unistd::setfsgid(USER.into());
+        nix::unistd::setfsuid(USER.into());
+        ActingUser
+    }
+}
+
+impl Drop for ActingUser {
+    fn drop(&mut self) {
+        nix::unistd::setfsuid(0.into());
+        nix::unistd::setfsgid(0.into());
     }
 }
 
@@ -453,7 +479,8 @@ async fn name_foreign_processes(run_dir: RunDir) {
     let mut foreign = spec(run_dir.root.path());
     foreign.id = nacelle_base::PodId::from_bytes([7; 32]);
     foreign.engine = nacelle_pod::spec::EngineSpec::Host { agent: "/none".into(), shares: Default::default() };
-    foreign.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: Some(victim.group.clone()) });
+    foreign.jail =
+        Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: Some(victim.group.clone()), user: None });
     let others = foreign.scratch_file();
     std::fs::create_dir_all(&others).unwrap();
     std::fs::write(others.join("data"), "another pod's").unwrap();
@@ -582,7 +609,12 @@ async fn remove_run_directory(run_dir: RunDir) {
         async { Ok(()) }
     };
     let mut spec = spec(run_dir.root.path());
-    spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: Some(cgroup(run_dir.root.path())) });
+    spec.jail = Some(JailSpec {
+        seccomp: Seccomp::Kill,
+        image_store: None,
+        cgroup: Some(cgroup(run_dir.root.path())),
+        user: Some(USER),
+    });
     if !nix::unistd::geteuid().is_root() {
         spec.jail = None;
     }
