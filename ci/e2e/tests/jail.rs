@@ -5,8 +5,9 @@ use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually}
 use nix::libc;
 use nix::sys::ptrace;
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -21,6 +22,15 @@ fn pod_process_directory(node: &TestNode) -> PathBuf {
     let pids = node.pids_matching("nacelle-pod ");
     assert_eq!(pids.len(), 1);
     PathBuf::from(format!("/proc/{}", pids[0]))
+}
+
+/// Returns the user of a process, which is also its group.
+fn only_user(pid: i32) -> u32 {
+    let status = read_proc_status(Path::new(&format!("/proc/{pid}/status")));
+    let ids = status["Uid"].split_whitespace().chain(status["Gid"].split_whitespace());
+    let ids: BTreeSet<&str> = ids.collect();
+    assert_eq!(ids.len(), 1, "{ids:?}");
+    ids.first().and_then(|id| id.parse().ok()).expect("a number")
 }
 
 #[test]
@@ -47,6 +57,18 @@ fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
     if engine() != "host" {
         assert_eq!(numbers.split_whitespace().nth(1), Some("1"), "process 1 of a PID namespace of its own: {numbers}");
     }
+    // Its user belongs to no other pod, and its files belong to that user.
+    let other = node.crictl.run_pod(PodRequest::new("other", node.directory()));
+    let users: BTreeSet<u32> = node.pids_matching("nacelle-pod ").iter().map(|pid| only_user(*pid)).collect();
+    if engine() == "host" {
+        assert_eq!(users, BTreeSet::from([0]));
+    } else {
+        assert_eq!((users.len(), users.contains(&0)), (2, false), "{users:?}");
+        let jails = fs::read_dir(node.directory().join("run/pods")).expect("run directories").flatten();
+        let owners = jails.map(|pod| fs::metadata(pod.path().join("jail")).expect("its directory").uid());
+        assert_eq!(owners.collect::<BTreeSet<u32>>(), users);
+    }
+    other.remove();
     // The daemon's store, other pods and the node are invisible.
     let root = process.join("root");
     let directory = |name: &str| root.join(node.directory().strip_prefix("/").expect("absolute")).join(name);

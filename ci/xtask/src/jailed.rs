@@ -41,7 +41,7 @@ const PATH_CALLS: [&str; 28] = [
 ];
 
 /// What names a path in a pod's jail, or in the directory of a VM's disks, which its pod writes.
-const JAIL_PATHS: [&str; 4] = ["jail_dir(", ".in_jail(", "vms.directory(", "\"jail"];
+const JAIL_PATHS: [&str; 5] = ["jail_dir(", ".in_jail(", "vms.directory(", "\"jail\"", "\"jail/"];
 
 /// What the list allows.
 #[derive(Default)]

@@ -24,3 +24,4 @@ mod streaming;
 pub mod supervision;
 mod sys;
 mod systemd;
+mod user_range;

@@ -28,12 +28,23 @@ pub struct JailPlan {
     pub network: NetworkAccess,
     /// The process signals a process that it has started before: signals are not limited to its later children.
     pub signals_earlier_children: bool,
-    /// The limit of locked memory in bytes: what passed-through devices access of a VM's memory.
-    pub locked_bytes: u64,
+    /// The resource limits of the process, which its children inherit.
+    pub limits: ResourceLimits,
     /// The reaction to a system call that is not allowed.
     pub seccomp: Mode,
     /// Whether the process starts other programs.
     pub profile: Profile,
+}
+
+/// The resource limits of a process (getrlimit(2)). Neither it nor its children can raise them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ResourceLimits {
+    /// Locked memory in bytes: what passed-through devices access of a VM's memory.
+    pub locked_bytes: u64,
+    /// Open files of each process; `None` keeps the limit that it has.
+    pub open_files: Option<u64>,
+    /// Threads of all processes of the user; `None` keeps the limit. The kernel does not apply it to root.
+    pub threads: Option<u64>,
 }
 
 /// The process could not enter its jail. It must end then, because some steps may have been done.
@@ -80,7 +91,7 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
     }
     scope::enter_namespaces(&plan.network).map_err(step_failed("enter the namespaces"))?;
     mount_namespace::enter_new_root(plan.visible_paths, &plan.mount_point, plan.user)?;
-    set_limits(plan.locked_bytes)?;
+    set_limits(plan.limits)?;
     drop_privileges(plan.user, 0)?;
     restrict_scope(!plan.signals_earlier_children)?;
     // This comes last, because changing the user or the capabilities may set the flag again.
@@ -92,7 +103,7 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
 /// Drops all rights except these capabilities (one bit each), irrevocably. For a process of one thread that has a root of
 /// its own already, starts no program and uses only open descriptors.
 pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
-    set_limits(0)?;
+    set_limits(ResourceLimits::default())?;
     drop_privileges(None, capabilities)?;
     restrict_scope(true)?;
     Ok(seccomp::install_single_thread_filter(seccomp)?)
@@ -105,9 +116,11 @@ fn restrict_scope(signals: bool) -> Result<(), JailError> {
     Ok(())
 }
 
-fn set_limits(locked_bytes: u64) -> Result<(), JailError> {
+fn set_limits(limits: ResourceLimits) -> Result<(), JailError> {
     // Guest memory must not be written to a core dump; memory must not be locked unless a device needs it.
-    for (limit, maximum) in [(Resource::RLIMIT_CORE, 0), (Resource::RLIMIT_MEMLOCK, locked_bytes)] {
+    let fixed = [(Resource::RLIMIT_CORE, Some(0)), (Resource::RLIMIT_MEMLOCK, Some(limits.locked_bytes))];
+    let own = [(Resource::RLIMIT_NOFILE, limits.open_files), (Resource::RLIMIT_NPROC, limits.threads)];
+    for (limit, maximum) in fixed.into_iter().chain(own).filter_map(|(limit, maximum)| Some((limit, maximum?))) {
         let allowed = match setrlimit(limit, maximum, maximum) {
             // Inside a container, limits cannot be raised: the existing limit is kept.
             Err(Errno::EPERM) => {

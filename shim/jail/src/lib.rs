@@ -15,7 +15,7 @@ mod spawn;
 mod sys;
 mod table;
 
-pub use enter::{JailError, JailPlan, close_inherited, confine, enter};
+pub use enter::{JailError, JailPlan, ResourceLimits, close_inherited, confine, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
 pub use mount_namespace::{Access, MountNamespaceError, VisiblePath};
 pub use scope::NetworkAccess;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "system calls with forbidden arguments have no safe wrapper")]
 
 use landlock::{CompatLevel, Compatible, Ruleset, RulesetAttr, Scope};
-use nacelle_jail::{Access, JailPlan, Mode, NetworkAccess, Profile, ThreadKind, VisiblePath, cgroup};
+use nacelle_jail::{Access, JailPlan, Mode, NetworkAccess, Profile, ResourceLimits, ThreadKind, VisiblePath, cgroup};
 use nix::libc;
 use std::collections::BTreeMap;
 use std::fs;
@@ -99,7 +99,7 @@ fn run_jailed_process(profile: &str, mode: &str, user: Option<u32>, directory: &
         user,
         network: NetworkAccess::None,
         signals_earlier_children: false,
-        locked_bytes: 0,
+        limits: ResourceLimits { locked_bytes: 0, open_files: Some(500), threads: user.map(|_user| 50) },
         seccomp,
         profile,
     };
@@ -192,6 +192,10 @@ fn perform(what: &str) -> String {
         "scheduler-of-others" => raw_call([libc::SYS_sched_setattr, 2, 0, 0]),
         "affinity-of-others" => raw_call([libc::SYS_sched_setaffinity, 2, 0, 0]),
         "queued-signal" => raw_call([libc::SYS_rt_sigqueueinfo, 2, 0, 0]),
+        "many-threads" => {
+            let idle = || std::thread::Builder::new().spawn(|| std::thread::sleep(std::time::Duration::from_secs(60)));
+            (0..100).try_for_each(|_| idle().map(drop)).map_err(|error| error.to_string())
+        }
         "spawn" => {
             std::thread::Builder::new().spawn(|| ()).map(|t| t.join().unwrap()).map_err(|error| error.to_string())
         }
@@ -353,9 +357,9 @@ fn no_rights() {
         assert_eq!(status["NoNewPrivs"], "1", "{thread}");
     }
     let limits = jail.proc("limits");
-    for name in ["Max core file size", "Max locked memory"] {
+    for (name, value) in [("Max core file size", "0"), ("Max locked memory", "0"), ("Max open files", "500")] {
         let limit = limits.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-        assert_eq!(limit.split_whitespace().take(2).collect::<Vec<_>>(), ["0", "0"], "{name}");
+        assert_eq!(limit.split_whitespace().take(2).collect::<Vec<_>>(), [value, value], "{name}");
     }
     // The open descriptors are the standard streams; nothing was inherited.
     let open = fs::read_dir(format!("/proc/{}/fd", jail.child.id())).unwrap().count();
@@ -402,6 +406,7 @@ fn user_of_its_own() {
     assert!(jail.end().success());
     let mut jail = Jail::with_user("in-process", "off", Some(USER));
     assert!(jail.request("become-root").unwrap().contains("EPERM"));
+    assert!(jail.request("many-threads").unwrap().contains("temporarily unavailable"));
     assert!(jail.end().success());
     // A program that it starts has the same user.
     let mut jail = Jail::with_user("spawns", "kill", Some(USER));

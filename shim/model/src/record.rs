@@ -65,6 +65,9 @@ pub struct PodRecord {
     /// The limits of the pod, if they changed after the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resources: Option<PodResources>,
+    /// The user id and the group id of the pod process, which no other pod has until this record is removed; `None` if it is root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<u32>,
     /// The pod process, from its start until all of its resources are released.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<PodProcess>,

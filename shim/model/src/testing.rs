@@ -50,6 +50,7 @@ pub fn pod(n: u8) -> PodRecord {
         ending: vec![],
         machine: None,
         resources: None,
+        user: None,
         process: None,
     }
 }

@@ -5,13 +5,19 @@ use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
-use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, VisiblePath};
+use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, ResourceLimits, VisiblePath};
 use std::os::unix::fs::lchown;
 use std::path::{Path, PathBuf};
 
 /// What programs need to start: the directories of programs and libraries. Names that do not exist on the node are skipped.
 const PROGRAMS: [&str; 6] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"];
 const LINKER: [&str; 2] = ["/etc/ld.so.cache", "/etc/alternatives"];
+
+/// The maximum number of open files of the process: 255 images with 512 pieces each, 1,024 streams and 512 connections of the guest
+/// with two descriptors each, devices, logs, and as much again.
+const MAX_OPEN_FILES: u64 = 1 << 18;
+/// The maximum number of threads of the process and its QEMU: 64 vCPUs and 64 helpers in each of both, queues and logs of 255 containers.
+const MAX_THREADS: u64 = 4096;
 
 /// The OOM score adjustment of this process, which its children inherit.
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
@@ -59,7 +65,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
             network: NetworkAccess::Node,
             // The agent.
             signals_earlier_children: true,
-            locked_bytes: 0,
+            limits: ResourceLimits { open_files: Some(MAX_OPEN_FILES), ..ResourceLimits::default() },
             seccomp: jail.seccomp,
             profile: Profile::StartsPrograms,
         };
@@ -108,7 +114,11 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
         user: jail.user,
         network: network_access(spec),
         signals_earlier_children: false,
-        locked_bytes,
+        limits: ResourceLimits {
+            locked_bytes,
+            open_files: Some(MAX_OPEN_FILES),
+            threads: jail.user.map(|_user| MAX_THREADS),
+        },
         seccomp: jail.seccomp,
         profile: if qemu.is_some() { Profile::StartsPrograms } else { Profile::InProcess },
     }
@@ -189,7 +199,7 @@ mod tests {
         let of_directory = plan.visible_paths.iter().filter(|path| path.path == dir.join("vfio"));
         let seen: Vec<_> = of_directory.map(|path| (path.visible_as.as_deref(), path.access)).collect();
         assert_eq!(seen, [(Some(Path::new("/dev/vfio")), Access::Device)]);
-        assert_eq!(plan.locked_bytes, 1152 << 20);
+        assert_eq!(plan.limits.locked_bytes, 1152 << 20);
     }
 
     #[test]

@@ -1,11 +1,14 @@
 //! Implements `nacelle check`: determines what this node supports, and what follows from it.
 
-use crate::config::{CgroupDriver, Config, EngineSetting, Handler};
+use crate::config::{CgroupDriver, Config, EngineSetting, Handler, JailSettings};
 use crate::hugepages;
+use crate::user_range::check_user_range;
 use nacelle_base::Chain;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_engine::probe::{self, KvmVerdict};
 use std::fmt;
+use std::ops::RangeInclusive;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
@@ -51,6 +54,7 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
         check_user(),
         check_kernel(),
         check_pod_program(),
+        check_pod_users(&config.jail),
         check_kvm(&verdict, &handlers),
         check_vhost_net(Path::new(VHOST_NET), &verdict),
     ];
@@ -62,8 +66,9 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
         findings.extend(check_engine_host(&engine.agent));
     }
     for (name, handler) in config.handlers.iter().filter(|(_, handler)| handler.engine != EngineSetting::Host) {
-        findings.push(check_guest_file(name, "kernel", &handler.kernel));
-        findings.push(check_guest_file(name, "initrd", &handler.initrd));
+        for (what, path) in [("kernel", &handler.kernel), ("initrd", &handler.initrd)] {
+            findings.push(check_guest_file(name, what, path, config.jail.user_count > 0));
+        }
         findings.extend(check_huge_pages(name, handler));
     }
     findings.push(check_tap());
@@ -115,6 +120,45 @@ fn check_pod_program() -> Finding {
         Ok(path) => missing(format!("{} does not exist", path.display())),
         Err(error) => missing(format!("cannot find the path of this program: {error}")),
     }
+}
+
+/// Checks the users of pod processes, and whether users of the node have the same ids.
+fn check_pod_users(jail: &JailSettings) -> Finding {
+    if jail.user_count == 0 {
+        let message = "pod processes are root, without capabilities: jail.user_count is 0";
+        return finding(Severity::Note, "users", message);
+    }
+    if let Err(error) = check_user_range(jail) {
+        return finding(Severity::Fail, "users", Chain(&error).to_string());
+    }
+    let range = jail.first_user..=jail.first_user.saturating_add(jail.user_count - 1);
+    for (file, is_range) in [("passwd", false), ("group", false), ("subuid", true), ("subgid", true)] {
+        let path = Path::new("/etc").join(file);
+        // The files may be missing.
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        if let Some(line) = find_overlap(&text, is_range, &range) {
+            let advice = "choose another jail.first_user";
+            let message = format!("{}: \"{line}\" has ids of pod processes: {advice}", path.display());
+            return finding(Severity::Note, "users", message);
+        }
+    }
+    let (first, last) = range.into_inner();
+    finding(Severity::Ok, "users", format!("pod processes of VMs have the user ids {first} to {last}"))
+}
+
+/// Returns a line of a file like passwd(5) (the third field is an id) or subuid(5) (the second field is an id, the third a number of
+/// ids) that has an id of the range.
+fn find_overlap<'a>(text: &'a str, is_range: bool, range: &RangeInclusive<u32>) -> Option<&'a str> {
+    text.lines().find(|line| {
+        let number = |field: usize| line.split(':').nth(field).and_then(|text| text.parse::<u64>().ok());
+        let ids = match is_range {
+            true => number(1).zip(number(2)),
+            false => number(2).map(|id| (id, 1)),
+        };
+        ids.is_some_and(|(first, count)| {
+            first <= u64::from(*range.end()) && first.saturating_add(count) > u64::from(*range.start())
+        })
+    })
 }
 
 /// Checks KVM, and whether a handler needs more of it than it provides.
@@ -210,8 +254,14 @@ fn check_qemu(program: &Path, needs: bool) -> Finding {
     }
 }
 
-fn check_guest_file(handler: &str, what: &'static str, path: &Path) -> Finding {
+/// Checks the kernel or the initramfs of a handler. With `for_all`, users other than root must be able to read it.
+fn check_guest_file(handler: &str, what: &'static str, path: &Path, for_all: bool) -> Finding {
     match std::fs::metadata(path) {
+        Ok(data) if data.is_file() && for_all && data.mode() & 0o004 == 0 => {
+            let path = path.display();
+            let why = "pod processes, which have user ids of their own, cannot read it";
+            finding(Severity::Fail, what, format!("handler {handler}: {path}: {why}; run chmod o+r {path}"))
+        }
         Ok(data) if data.is_file() => {
             let size = format!("{} ({} KiB, handler {handler})", path.display(), data.len() >> 10);
             finding(Severity::Ok, what, size)
@@ -313,6 +363,7 @@ fn check_disk(root: &Path) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
     use std::time::Duration;
 
     const AUTO: &[(&str, EngineSetting)] = &[("a", EngineSetting::Auto), ("q", EngineSetting::Qemu)];
@@ -380,6 +431,29 @@ mod tests {
         );
         std::fs::write(&agent, "").unwrap();
         assert!(check_engine_host(&agent)[0].severity == Severity::Ok);
+    }
+
+    #[test]
+    fn an_id_of_the_node_in_the_range_is_found() {
+        let range = 70_000..=70_009;
+        let passwd = "root:x:0:0:root:/root:/bin/sh\nme:x:70009:100::/:/bin/sh\nbad line\nx:x:-1:\n";
+        assert_eq!(find_overlap(passwd, false, &range), Some("me:x:70009:100::/:/bin/sh"));
+        assert_eq!(find_overlap(passwd, false, &(70_010..=80_000)), None);
+        let subuid = "a:1000:100\nb:69000:1001\nc:1:18446744073709551615\n";
+        assert_eq!(find_overlap(subuid, true, &range), Some("b:69000:1001"));
+        assert_eq!(find_overlap("b:69000:1000\n", true, &range), None);
+        assert_eq!(find_overlap("c:1:18446744073709551615\n", true, &range), Some("c:1:18446744073709551615"));
+    }
+
+    #[test]
+    fn pod_processes_need_a_readable_kernel() {
+        let kernel = tempfile::NamedTempFile::new().unwrap();
+        let check = |for_all| check_guest_file("h", "kernel", kernel.path(), for_all);
+        let found = check(true);
+        assert!(found.severity == Severity::Fail && found.message.contains("chmod o+r"), "{found}");
+        assert!(check(false).severity == Severity::Ok);
+        std::fs::set_permissions(kernel.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(check(true).severity == Severity::Ok);
     }
 
     #[test]

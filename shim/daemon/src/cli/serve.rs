@@ -7,6 +7,7 @@ use crate::program;
 use crate::server::{self, DaemonSetup};
 use crate::supervision::Supervisor;
 use crate::sys;
+use crate::user_range::check_user_range;
 use anyhow::Context;
 use nacelle_engine::probe;
 use nacelle_pod::spec::Accelerator;
@@ -34,6 +35,7 @@ pub(super) fn probe_engine() -> (EngineChoice, probe::KvmVerdict) {
 
 pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Result<ExitCode> {
     sys::set_malloc_thresholds();
+    check_user_range(&config.jail)?;
     supervisor.status("recovering the pods of this node");
     let (engine, verdict) = probe_engine();
     tracing::info!(engine = %engine.fitting, "{verdict}");

@@ -1,7 +1,8 @@
 //! Checks the configuration: the range of each value, and the rules between values.
 
 use super::{
-    Config, Handler, ImageSettings, NetworkSettings, PathSettings, SandboxSettings, StreamingSettings, duration,
+    Config, Handler, ImageSettings, JailSettings, NetworkSettings, PathSettings, SandboxSettings, StreamingSettings,
+    duration,
 };
 use nacelle_engine::MAX_VCPUS;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
@@ -15,6 +16,11 @@ const MIN_MEMORY_MIB: u64 = 64;
 const MAX_MEMORY_MIB: u64 = 16 << 20;
 /// The smallest scratch disk: it must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
+
+/// The lowest id of a pod process: above all ids of users and system services.
+const FIRST_USER: u32 = 1 << 16;
+/// The highest user id: the number above it means "unchanged" (setresuid(2)).
+const LAST_USER: u32 = u32::MAX - 1;
 
 /// The maximum length in bytes of the path of a pod's directory `jail`, which contains its sockets.
 const MAX_JAIL_PATH: usize = 87;
@@ -73,6 +79,7 @@ pub(super) fn check(config: &Config) -> Result<(), BrokenRule> {
     check_paths(&config.paths)?;
     check_network(&config.network)?;
     check_sandbox(&config.sandbox)?;
+    check_jail(&config.jail)?;
     check_streaming(&config.streaming)?;
     absolute("machines.efi_code", &config.machines.efi_code)?;
     absolute("machines.efi_variables", &config.machines.efi_variables)?;
@@ -121,6 +128,18 @@ fn check_sandbox(sandbox: &SandboxSettings) -> Result<(), BrokenRule> {
     duration_in_range(key, ttl, 0..=3600, "0s to 1h are allowed")?;
     // The guest's file system receives it in seconds.
     if ttl.subsec_nanos() == 0 { Ok(()) } else { Err(broken(key, duration::format(ttl), "whole seconds are needed")) }
+}
+
+fn check_jail(jail: &JailSettings) -> Result<(), BrokenRule> {
+    let rule = "65536 to 4294967294 are allowed: lower ids belong to users of the node, and higher ones do not exist";
+    if jail.user_count > 0 {
+        in_range("jail.first_user", jail.first_user, FIRST_USER..=LAST_USER, rule)?;
+    }
+    let rule = "the last id of the range is above 4294967294; choose a lower first_user or a smaller user_count";
+    match jail.user_count <= LAST_USER - jail.first_user.min(LAST_USER) + 1 {
+        true => Ok(()),
+        false => Err(broken("jail.user_count", jail.user_count, rule)),
+    }
 }
 
 fn check_streaming(streaming: &StreamingSettings) -> Result<(), BrokenRule> {

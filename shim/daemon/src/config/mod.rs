@@ -119,11 +119,15 @@ pub enum CgroupDriver {
 }
 
 /// Restrictions of pod processes.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JailSettings {
     /// The action for a system call outside of a thread's list: "kill", "log" or "off".
     pub seccomp: Seccomp,
+    /// The first user id, and group id, of the range from which each pod process of a VM gets one of its own.
+    pub first_user: u32,
+    /// The number of ids in the range; 0: pod processes are root, without capabilities.
+    pub user_count: u32,
 }
 
 /// CNI.
@@ -307,6 +311,13 @@ impl Default for SandboxSettings {
             volume_cache_ttl: Duration::from_secs(1),
             cdi_dirs: vec!["/etc/cdi".into(), "/var/run/cdi".into()],
         }
+    }
+}
+
+impl Default for JailSettings {
+    fn default() -> Self {
+        // Above the ids that systemd gives to containers and below its later ranges (https://systemd.io/UIDS-GIDS).
+        JailSettings { seccomp: Seccomp::default(), first_user: 0x7000_0000, user_count: 0x1_0000 }
     }
 }
 
@@ -567,6 +578,24 @@ mod tests {
         for fitting in [EngineKind::Kvm, EngineKind::Qemu] {
             assert_eq!([engine("a", fitting), engine("b", fitting)], [fitting, fitting]);
             assert_eq!([engine("k", fitting), engine("q", fitting)], [EngineKind::Kvm, EngineKind::Qemu]);
+        }
+    }
+
+    #[test]
+    fn the_users_of_pod_processes_are_a_range_above_those_of_the_node() {
+        let jail = |first: u64, count: u64| parse(&format!("[jail]\nfirst_user = {first}\nuser_count = {count}\n"));
+        for (first, count) in [(65_536, 1), (4_294_967_294, 1), (65_536, 4_294_901_759), (0, 0), (1000, 0)] {
+            assert!(jail(first, count).is_ok(), "{first} {count}");
+        }
+        for (first, count, key) in [
+            (65_535, 1, "jail.first_user"),
+            (0, 1, "jail.first_user"),
+            (4_294_967_295, 1, "jail.first_user"),
+            (4_294_967_294, 2, "jail.user_count"),
+            (65_536, 4_294_901_760, "jail.user_count"),
+        ] {
+            let error = nacelle_base::Chain(&jail(first, count).unwrap_err()).to_string();
+            assert!(error.contains(key), "{first} {count}: {error}");
         }
     }
 

@@ -181,7 +181,7 @@ impl Actor {
         let (id, config, handler) = (self.pod.id.clone(), Arc::clone(&self.pod.config), handler.clone());
         let boot = boot::boot(
             Arc::clone(&self.services),
-            NewPod { id, config, handler, engine },
+            NewPod { id, config, handler, engine, user: self.pod.user },
             self.cancel_boot.clone(),
             self.timeline.clone(),
             self.admit(),

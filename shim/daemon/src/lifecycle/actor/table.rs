@@ -6,6 +6,7 @@ use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::context::view::View;
+use crate::lifecycle::node::users::PodUsers;
 use nacelle_base::{Chain, ContainerId, PodId};
 use nacelle_model::digest::ImageId;
 use nacelle_model::pod::PodName;
@@ -27,6 +28,7 @@ pub(crate) struct Handle {
 pub(crate) struct Rows {
     pub(crate) pods: BTreeMap<PodId, Handle>,
     pub(crate) names: BTreeMap<PodName, PodId>,
+    pub(crate) users: PodUsers,
 }
 
 /// The table of all pods.
@@ -34,6 +36,11 @@ pub(crate) struct Rows {
 pub(crate) struct Table(Mutex<Rows>);
 
 impl Table {
+    /// Returns a table without pods.
+    pub(crate) fn new(users: PodUsers) -> Table {
+        Table(Mutex::new(Rows { users, ..Rows::default() }))
+    }
+
     pub(crate) fn rows(&self) -> MutexGuard<'_, Rows> {
         // Rows change by single inserts and removals, so a panic in between leaves the table consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -42,6 +49,7 @@ impl Table {
     pub(crate) fn forget(&self, pod: &PodRecord) {
         let mut rows = self.rows();
         rows.pods.remove(&pod.id);
+        rows.users.release(pod.user);
         if rows.names.get(&pod.config.name) == Some(&pod.id) {
             rows.names.remove(&pod.config.name);
         }

@@ -111,6 +111,14 @@ pub enum LifecycleError {
         /// The limit.
         limit: Duration,
     },
+    /// All users of pod processes belong to other pods.
+    #[error(
+        "cannot create a pod: other pods have all {count} user ids of pod processes; remove stopped pods or raise jail.user_count"
+    )]
+    NoUser {
+        /// The number of user ids.
+        count: u32,
+    },
     /// The cleanup is incomplete; the next stop tries again.
     #[error("the cleanup of pod {id} is incomplete; the next stop tries again: {left}")]
     Unclean {
@@ -449,7 +457,7 @@ impl Classify for LifecycleError {
             LifecycleError::MemoryNodes { .. }
             | LifecycleError::NotForMachines { .. }
             | LifecycleError::OwnPropagation { .. } => FailureKind::Unsupported,
-            LifecycleError::NoRoomForDisk { .. } => FailureKind::Exhausted,
+            LifecycleError::NoRoomForDisk { .. } | LifecycleError::NoUser { .. } => FailureKind::Exhausted,
             LifecycleError::NameTaken { .. } => FailureKind::AlreadyExists,
             LifecycleError::Refused { .. }
             | LifecycleError::NotReady { .. }

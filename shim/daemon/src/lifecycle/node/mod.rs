@@ -3,6 +3,7 @@
 
 pub mod recover;
 pub(crate) mod running;
+pub(crate) mod users;
 mod vms;
 
 use super::actor;
@@ -115,12 +116,20 @@ impl Node {
                 .and_then(|()| self.services.vms.get(vm))
                 .map_err(at("run the machine"))?;
         }
-        let id = loop {
-            let id = PodId::from_bytes(new_id());
+        let (id, seed) = loop {
+            let bytes = new_id();
+            let id = PodId::from_bytes(bytes);
             // The run directory is named after the id's prefix.
             if !rows.pods.keys().any(|known| known.short() == id.short()) {
-                break id;
+                let [.., a, b, c, d] = bytes;
+                break (id, u32::from_be_bytes([a, b, c, d]));
             }
+        };
+        // A machine pod accesses files of its persistent VM, which belong to root; the process of a pod without a VM signals its agent,
+        // which is root.
+        let user = match engine == EngineKind::Host || config.kind.machine().is_some() {
+            true => None,
+            false => rows.users.assign(seed)?,
         };
         let record = PodRecord {
             id: id.clone(),
@@ -137,6 +146,7 @@ impl Node {
             ending: Vec::new(),
             machine: None,
             resources: None,
+            user,
             process: None,
         };
         rows.names.insert(record.config.name.clone(), id.clone());

@@ -2,6 +2,7 @@
 //! continues (`plan`, a pure function), and resources without a record are removed.
 
 use super::Node;
+use super::users::PodUsers;
 use crate::lifecycle::actor;
 use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
@@ -116,7 +117,9 @@ impl Node {
         if let Some(last) = times.chain(contents.pods.iter().map(|pod| pod.created_at)).max() {
             services.events.go_on_after(last);
         }
-        let node = Node { services: Arc::new(services), table: Arc::new(Table::default()) };
+        // Before any pod is recovered, because requests may come while the recovery continues.
+        let users = PodUsers::new(&services.config.jail, contents.pods.iter().filter_map(|pod| pod.user));
+        let node = Node { services: Arc::new(services), table: Arc::new(Table::new(users)) };
         remove_orphans(&node.services, &contents.pods).await;
         let mut containers: BTreeMap<PodId, Vec<ContainerRecord>> = BTreeMap::new();
         for container in contents.containers {

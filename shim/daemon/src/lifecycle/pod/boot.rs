@@ -87,7 +87,7 @@ async fn prepare(
     cancel: &CancellationToken,
     timeline: &Timeline,
 ) -> Result<PodSpec, LifecycleError> {
-    let NewPod { id, config, handler, engine } = pod;
+    let NewPod { id, config, handler, engine, .. } = pod;
     let dir = services.pod_dir(id);
     make_directories(dir.clone(), config.log_directory.clone()).await?;
     if let Some(own) = own_kernel(config) {

@@ -23,6 +23,7 @@ pub(crate) struct NewPod {
     pub config: Arc<PodConfig>,
     pub handler: Handler,
     pub engine: EngineKind,
+    pub user: Option<u32>,
 }
 
 /// Returns the specification of the pod process in this network namespace and cgroup.
@@ -33,7 +34,7 @@ pub(crate) fn pod_spec(
     group: PathBuf,
     groups: Groups,
 ) -> PodSpec {
-    let NewPod { id, config, handler, engine } = pod;
+    let NewPod { id, config, handler, engine, user } = pod;
     PodSpec {
         version: spec::VERSION,
         id: id.clone(),
@@ -73,6 +74,7 @@ pub(crate) fn pod_spec(
             // The disks of a machine refer to images as backing files, by their paths.
             image_store: config.kind.machine().map(|_machine| services.config.paths.images()),
             cgroup: Some(group),
+            user: *user,
         }),
     }
 }

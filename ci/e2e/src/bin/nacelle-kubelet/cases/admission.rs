@@ -92,7 +92,7 @@ fn start_webhook_server<'w>(
         run(Command::new(&program).args(["admission", "manifests", "--ca-file"]).arg(directory.join("ca.crt"))).ok();
     let (webhooks, others): (Vec<_>, Vec<_>) =
         manifests.split("\n---\n").partition(|part| part.contains("WebhookConfiguration\n"));
-    assert_eq!((webhooks.len(), others.len()), (2, 5), "{manifests}");
+    assert_eq!((webhooks.len(), others.len()), (2, 6), "{manifests}");
     cluster.apply(&others.join("\n---\n"));
     let service = ["-n", NAMESPACE, "get", "service", "nacelle-admission", "-o", "jsonpath={.spec.clusterIP}"];
     let address = cluster.kubectl(&service).ok();

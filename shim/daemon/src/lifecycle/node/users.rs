@@ -1,0 +1,78 @@
+//! Assigns the users of pod processes: each pod has one of a configured range for itself. A user is free again when the record of
+//! its pod is removed, which comes after the removal of all files that belong to it.
+
+use crate::config::JailSettings;
+use crate::lifecycle::context::error::LifecycleError;
+use std::collections::BTreeSet;
+
+/// The users of a range, and those that pods have. Without a range, pod processes are root.
+#[derive(Debug, Default)]
+pub(crate) struct PodUsers {
+    first: u32,
+    count: u32,
+    used: BTreeSet<u32>,
+}
+
+impl PodUsers {
+    /// Returns the range of the configuration; `used` are the users of the pods that exist.
+    pub(crate) fn new(settings: &JailSettings, used: impl IntoIterator<Item = u32>) -> PodUsers {
+        PodUsers { first: settings.first_user, count: settings.user_count, used: used.into_iter().collect() }
+    }
+
+    /// Assigns a user to a new pod. The search begins at a place that `seed` determines, so that a user whose pod has just been removed
+    /// is not the next one.
+    pub(crate) fn assign(&mut self, seed: u32) -> Result<Option<u32>, LifecycleError> {
+        if self.count == 0 {
+            return Ok(None);
+        }
+        let start = seed % self.count;
+        let offsets = (start..self.count).chain(0..start);
+        let free = offsets.map(|offset| self.first.saturating_add(offset)).find(|user| !self.used.contains(user));
+        let user = free.ok_or(LifecycleError::NoUser { count: self.count })?;
+        self.used.insert(user);
+        Ok(Some(user))
+    }
+
+    /// Makes the user of a removed pod free.
+    pub(crate) fn release(&mut self, user: Option<u32>) {
+        if let Some(user) = user {
+            self.used.remove(&user);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nacelle_base::{Classify, FailureKind};
+
+    fn users(count: u32, used: &[u32]) -> PodUsers {
+        let settings = JailSettings { first_user: 1000, user_count: count, ..JailSettings::default() };
+        PodUsers::new(&settings, used.iter().copied())
+    }
+
+    #[test]
+    fn no_user_belongs_to_two_pods() {
+        let mut users = users(4, &[1001]);
+        let mut assigned: Vec<u32> = (0..3).map(|_| users.assign(3).unwrap().unwrap()).collect();
+        assert_eq!(assigned, [1003, 1000, 1002]);
+        let error = users.assign(0).unwrap_err();
+        assert_eq!(error.kind(), FailureKind::Exhausted);
+        assert!(error.to_string().contains("jail.user_count"), "{error}");
+        users.release(assigned.pop());
+        assert_eq!(users.assign(0).unwrap(), Some(1002));
+    }
+
+    #[test]
+    fn without_a_range_pod_processes_are_root() {
+        assert_eq!(users(0, &[]).assign(7).unwrap(), None);
+    }
+
+    #[test]
+    fn a_pod_from_before_a_change_of_the_range_keeps_its_user() {
+        let mut users = users(1, &[5]);
+        assert_eq!(users.assign(7).unwrap(), Some(1000));
+        users.release(Some(5));
+        assert!(users.assign(7).is_err());
+    }
+}
