@@ -10,6 +10,7 @@ pub mod config;
 pub mod cri;
 mod deadline;
 pub mod grpc_connection;
+mod guest_port;
 mod hugepages;
 pub mod lifecycle;
 mod machines;

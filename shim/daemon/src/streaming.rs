@@ -1,12 +1,17 @@
 //! Connects the streaming server with the node: finds the container or pod, calls its process, and opens the streams.
 
+use crate::guest_port::connect_to_guest;
 use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
 use common::Stream;
 use nacelle_pod::client::PodClient;
 use nacelle_proto::{common, pod as proto};
 use nacelle_stream::{Attach, Exec, ProcessStreams, TerminalSize};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::UnixStream;
+
+/// The port of the screen of a machine pod (VNC).
+const SCREEN_PORT: u16 = 5900;
 
 /// The node as the streaming server uses it.
 pub struct NodeStreams {
@@ -99,7 +104,14 @@ impl nacelle_stream::StreamBackend for NodeStreams {
     }
 
     async fn connect_to_port(&self, pod: &str, port: u16) -> Result<UnixStream, LifecycleError> {
-        let (_, client) = self.node.ready(pod)?;
+        let (view, client) = self.node.ready(pod)?;
+        // The guest of a machine pod has no agent that connects to its ports. The pod process serves only the screen.
+        let machine = view.pod.config.kind.machine();
+        if machine.is_some_and(|machine| !machine.screen || port != SCREEN_PORT) {
+            let refused =
+                |source| LifecycleError::NoPort { id: view.pod.id.to_string(), port, source: Arc::new(source) };
+            return connect_to_guest(&view.pod.ips, port).await.map_err(refused);
+        }
         let open = proto::StreamOpen { stream: Stream::Port.into(), port: port.into(), ..Default::default() };
         ask("connect to the port", self.limit(), client.open_stream(open)).await
     }

@@ -16,15 +16,12 @@ pub enum NetworkAccess {
     Join(PathBuf),
     /// A new namespace without interfaces.
     None,
-    /// The namespace of the node.
-    Node,
 }
 
 /// Enters the namespaces. IPC, UTS and cgroup namespaces are new.
 pub(crate) fn enter_namespaces(network: &NetworkAccess) -> io::Result<()> {
     let mut new = CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP;
     match network {
-        NetworkAccess::Node => {}
         NetworkAccess::None => new |= CloneFlags::CLONE_NEWNET,
         NetworkAccess::Join(path) => {
             let namespace = retry_interrupted(|| open(path, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty()))?;

@@ -1,4 +1,4 @@
-//! Serves the streams that the pod process opens: console, output of commands, ports of the guest, the screen, and disks that it
+//! Serves the streams that the pod process opens: console, output of commands, the screen, and disks that it
 //! hands over.
 
 use crate::vm_manager::VmManager;
@@ -12,14 +12,14 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
-use tokio::net::{TcpStream, UnixListener, UnixStream};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::{UnixListener, UnixStream};
 
 /// The maximum length of a frame in bytes.
 const MAX_FRAME: u32 = 1 << 20;
 /// The time that a connection has to send its first frame.
 const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The time limit of a connection into the guest.
+/// The time limit of a connection to the screen.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(20);
 /// The pause between two attempts to connect to a listener whose queue is full.
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
@@ -91,11 +91,8 @@ async fn read_open(connection: &mut UnixStream) -> io::Result<StreamOpen> {
     wire::decode(&payload).map_err(io::Error::other)
 }
 
-trait ReadWrite: AsyncRead + AsyncWrite + Unpin + Send {}
-impl<T: AsyncRead + AsyncWrite + Unpin + Send> ReadWrite for T {}
-
 async fn forward(mut connection: UnixStream, manager: &VmManager, port: u32) -> io::Result<()> {
-    let dialled = tokio::time::timeout(DIAL_TIMEOUT, dial(manager, port)).await;
+    let dialled = tokio::time::timeout(DIAL_TIMEOUT, connect_to_screen(manager, port)).await;
     let dialled = dialled.unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()));
     let error = dialled.as_ref().err().map_or_else(String::new, ToString::to_string);
     send_reply(&mut connection, error).await?;
@@ -141,19 +138,11 @@ async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
     }
 }
 
-/// Connects to the screen, or to a port of the guest at the pod's address.
-async fn dial(manager: &VmManager, port: u32) -> io::Result<Box<dyn ReadWrite>> {
-    let screen = manager.newest().and_then(|vm| vm.screen());
-    if let Some(socket) = screen.filter(|_| port == SCREEN_PORT) {
-        return Ok(Box::new(connect_unix(&socket).await?));
-    }
-    let port = u16::try_from(port).map_err(|_too_large| io::Error::from(io::ErrorKind::InvalidInput))?;
-    let mut last_error = io::Error::from(io::ErrorKind::AddrNotAvailable);
-    for address in manager.addresses() {
-        match TcpStream::connect((address.as_str(), port)).await {
-            Ok(stream) => return Ok(Box::new(stream)),
-            Err(error) => last_error = error,
-        }
-    }
-    Err(last_error)
+/// Connects to the screen. The daemon itself connects to ports of the guest: this process has no network of the node.
+async fn connect_to_screen(manager: &VmManager, port: u32) -> io::Result<UnixStream> {
+    let screen = manager.newest().and_then(|vm| vm.screen()).filter(|_| port == SCREEN_PORT);
+    let Some(socket) = screen else {
+        return Err(io::Error::new(io::ErrorKind::AddrNotAvailable, "the machine has no screen at this port"));
+    };
+    connect_unix(&socket).await
 }

@@ -7,7 +7,7 @@ use crate::vm::{PodVm, PodVmState, Settings};
 use nacelle_base::Chain;
 use nacelle_base::json;
 use nacelle_base::task::run_blocking;
-use nacelle_model::machine::{INTERFACE, MachineDocument};
+use nacelle_model::machine::MachineDocument;
 use nacelle_proto::agent::{ContainerState, Exit};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -143,14 +143,6 @@ impl VmManager {
 
     fn state(&self) -> MutexGuard<'_, ManagerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns the addresses of the guest without their prefix lengths, those of the pod's default interface first.
-    pub fn addresses(&self) -> Vec<String> {
-        let mut interfaces: Vec<_> = self.settings.network.interfaces.iter().collect();
-        interfaces.sort_by_key(|interface| interface.name != INTERFACE);
-        let all = interfaces.into_iter().flat_map(|interface| &interface.addresses);
-        all.map(|address| address.split('/').next().unwrap_or_default().to_owned()).collect()
     }
 
     /// Keeps a disk until its VM is created, or until it is withdrawn by the returned number.

@@ -2,10 +2,12 @@
 //! `nacelle-jail`. docs/contributor/jail.md lists the same as a table, with reasons.
 
 use crate::error::PodError;
-use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec};
+use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec, Seccomp};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
-use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, ResourceLimits, VisiblePath};
+pub use nacelle_jail::ResourceLimits;
+use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, VisiblePath};
+use std::collections::BTreeSet;
 use std::os::unix::fs::lchown;
 use std::path::{Path, PathBuf};
 
@@ -40,6 +42,30 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
 }
 
+/// What the process of a pod should have left in its jail, for a comparison with what it has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpectedJail {
+    /// The user id and the group id; `None` for root.
+    pub user: Option<u32>,
+    /// The reaction to a system call that is not on the list.
+    pub seccomp: Seccomp,
+    /// The resource limits.
+    pub limits: ResourceLimits,
+    /// The namespaces of the node that the process may share, by their names in /proc/PID/ns.
+    pub shared_namespaces: &'static [&'static str],
+    /// The mount points that it may have, besides its root directory.
+    pub places: BTreeSet<PathBuf>,
+}
+
+/// Returns what the process of the pod in `dir` should have left; `None` if the pod has no jail.
+pub fn expected(spec: &PodSpec, dir: &Path) -> Option<ExpectedJail> {
+    let jail = spec.jail.as_ref()?;
+    let plan = plan(spec, jail, dir);
+    let shared_namespaces: &[&str] = if spec.engine.has_vm() { &["user"] } else { &["pid", "user"] };
+    let places = plan.visible_paths.into_iter().map(|place| place.visible_as.unwrap_or(place.path)).collect();
+    Some(ExpectedJail { user: plan.user, seccomp: plan.seccomp, limits: plan.limits, shared_namespaces, places })
+}
+
 /// Raises a negative OOM score adjustment to 0: a VM must not inherit the daemon's protection from the node's OOM killer.
 fn drop_oom_protection(file: &Path) {
     let score = std::fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<i32>().ok());
@@ -62,7 +88,8 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
             cgroup: jail.cgroup.as_deref().map(crate::host::process_group),
             // It signals the agent, which is root.
             user: None,
-            network: NetworkAccess::Node,
+            // The agent has the pod's network.
+            network: NetworkAccess::None,
             // The agent.
             signals_earlier_children: true,
             limits: ResourceLimits { open_files: Some(MAX_OPEN_FILES), ..ResourceLimits::default() },
@@ -126,11 +153,9 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
 
 /// Returns the network namespace of the process. The taps are open already.
 fn network_access(spec: &PodSpec) -> NetworkAccess {
-    match (&spec.engine, &spec.network) {
-        // The keeper connects to ports of the guest at the pod's address.
-        (EngineSpec::Keeper { .. }, _) => NetworkAccess::Node,
-        (_, Some(network)) => NetworkAccess::Join(network.netns.clone()),
-        (_, None) => NetworkAccess::None,
+    match &spec.network {
+        Some(network) => NetworkAccess::Join(network.netns.clone()),
+        None => NetworkAccess::None,
     }
 }
 

@@ -23,7 +23,7 @@ mod guest_values;
 mod host;
 pub mod identity;
 mod images;
-mod jail;
+pub mod jail;
 mod log;
 mod machine;
 mod memory;

@@ -105,16 +105,16 @@ impl Accounting {
 
     /// Returns the use of a pod, which must be ready and respond within the limit.
     pub async fn query(&self, pod: &PodId, limit: Duration) -> Result<Figures, LifecycleError> {
-        let (id, client) = self.node.ready(pod.as_str())?;
-        self.query_pod(id, client, limit).await
+        let (view, client) = self.node.ready(pod.as_str())?;
+        self.query_pod(view.pod.id.clone(), client, limit).await
     }
 
     /// Returns the use of those of these pods that are ready and respond.
     pub async fn query_all(&self, pods: impl Iterator<Item = &View>) -> HashMap<PodId, Figures> {
         let permits = Arc::new(Semaphore::new(MAX_PARALLEL));
         let mut queries = JoinSet::new();
-        for (id, client) in pods.filter_map(|view| self.node.ready(view.pod.id.as_str()).ok()) {
-            let (own, permits) = (self.clone(), Arc::clone(&permits));
+        for (view, client) in pods.filter_map(|view| self.node.ready(view.pod.id.as_str()).ok()) {
+            let (id, own, permits) = (view.pod.id.clone(), self.clone(), Arc::clone(&permits));
             queries.spawn(async move {
                 let _permit = permits.acquire_owned().await;
                 (id.clone(), own.query_pod(id, client, QUERY_TIMEOUT).await)

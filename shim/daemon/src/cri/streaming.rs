@@ -48,7 +48,7 @@ impl Cri {
             _ => Err(refuse(FailureKind::Invalid, &format!("port is {port}: 1 to 65535 are ports"))),
         };
         let ports = request.port.iter().map(port).collect::<Result<_, _>>()?;
-        let pod = self.node.ready(requested).map_err(status)?.0.to_string();
+        let pod = self.node.ready(requested).map_err(status)?.0.pod.id.to_string();
         Ok(cri::PortForwardResponse { url: self.streams.forward(pod, ports).map_err(to_exhausted_status)? })
     }
 }

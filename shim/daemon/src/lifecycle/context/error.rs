@@ -83,6 +83,16 @@ pub enum LifecycleError {
         /// The pod's id.
         id: String,
     },
+    /// A port of a guest does not accept connections.
+    #[error("cannot connect to port {port} of the guest of pod {id}")]
+    NoPort {
+        /// The pod's id.
+        id: String,
+        /// The TCP port.
+        port: u16,
+        /// The cause.
+        source: Arc<std::io::Error>,
+    },
     /// The container does not run.
     #[error("container {id} does not run")]
     NotRunning {
@@ -472,7 +482,7 @@ impl Classify for LifecycleError {
             LifecycleError::HugePages(source) => source.kind(),
             LifecycleError::Step { source, .. } => source.kind(),
             LifecycleError::TooSlow { .. } => FailureKind::Timeout,
-            LifecycleError::Silent { .. } => FailureKind::Unavailable,
+            LifecycleError::Silent { .. } | LifecycleError::NoPort { .. } => FailureKind::Unavailable,
             LifecycleError::Unclean { .. } | LifecycleError::TaskFailed { .. } => FailureKind::Internal,
             LifecycleError::Ended => FailureKind::NotFound,
         }

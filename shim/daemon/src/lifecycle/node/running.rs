@@ -56,11 +56,11 @@ impl Node {
     }
 
     /// Returns a ready pod and its client.
-    pub(crate) fn ready(&self, id: &str) -> Result<(PodId, PodClient), LifecycleError> {
+    pub(crate) fn ready(&self, id: &str) -> Result<(Arc<View>, PodClient), LifecycleError> {
         let (id, handle) = self.table.find(id)?;
         let view = Arc::clone(&handle.view.borrow());
-        match &view.client {
-            Some(client) if view.pod.state == state::PodState::Ready => Ok((id, client.clone())),
+        match view.client.clone() {
+            Some(client) if view.pod.state == state::PodState::Ready => Ok((view, client)),
             _ => Err(LifecycleError::NotReady { id: id.to_string(), why: format!("it is {:?}", view.pod.state) }),
         }
     }
