@@ -1,6 +1,8 @@
 //! Tests the sandbox of the pod process on a node with a real VM, and leaks after it dies.
 
 use nacelle_e2e::node::engine;
+use nacelle_e2e::path_from_env;
+use nacelle_e2e::run::run;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use nix::libc;
 use nix::sys::ptrace;
@@ -9,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Instant;
 
 /// Returns the fields of a status file of /proc.
@@ -22,6 +25,30 @@ fn pod_process_directory(node: &TestNode) -> PathBuf {
     let pids = node.pids_matching("nacelle-pod ");
     assert_eq!(pids.len(), 1);
     PathBuf::from(format!("/proc/{}", pids[0]))
+}
+
+/// Returns what `nacelle check --jail` prints of a pod, with the words of the page for what differs between pods and nodes.
+fn report_of_jail(node: &TestNode, pod: &str) -> Vec<String> {
+    let program: PathBuf = path_from_env("NACELLE_BIN");
+    let config = node.directory().join("config.toml");
+    let report = run(Command::new(program).args(["check", "--jail", pod, "--config"]).arg(config)).ok();
+    println!("{report}");
+    let mut lines: Vec<_> = report.lines().collect();
+    assert_eq!(lines.pop(), Some("check: the pod process has what its jail leaves it"));
+    let normalise = |line: &str| match line.split_once("user and group ") {
+        Some((before, after)) => format!("{before}user and group UID{}", after.trim_start_matches(char::is_numeric)),
+        None if line.contains("files") => line.split_inclusive("files    ").next().unwrap_or_default().to_owned() + "…",
+        None => line.to_owned(),
+    };
+    lines.into_iter().map(normalise).collect()
+}
+
+/// Returns the first report on the page about the jail, which is that of a VM, or the second one.
+fn documented_report(has_vm: bool) -> Vec<String> {
+    let page = include_str!("../../../docs/contributor/jail.md");
+    let blocks = page.split("```text\n").skip(1).filter(|block| block.starts_with("ok   user"));
+    let block = blocks.into_iter().nth(usize::from(!has_vm)).and_then(|block| block.split("```").next());
+    block.expect("the page has a report for each").lines().map(str::to_owned).collect()
 }
 
 /// Returns the user of a process, which is also its group.
@@ -69,6 +96,7 @@ fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
         assert_eq!(owners.collect::<BTreeSet<u32>>(), users);
     }
     other.remove();
+    assert_eq!(report_of_jail(&node, &pod.id), documented_report(engine() != "host"));
     // The daemon's store, other pods and the node are invisible.
     let root = process.join("root");
     let directory = |name: &str| root.join(node.directory().strip_prefix("/").expect("absolute")).join(name);

@@ -1,12 +1,13 @@
 //! Implements `nacelle check`: determines what this node supports, and what follows from it.
 
+use super::finding::{Finding, Severity, finding, report};
+use super::hardening::check_hardening;
 use crate::config::{CgroupDriver, Config, EngineSetting, Handler, JailSettings};
 use crate::hugepages;
 use crate::user_range::check_user_range;
 use nacelle_base::Chain;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_engine::probe::{self, KvmVerdict};
-use std::fmt;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -16,36 +17,6 @@ use std::process::{Command, ExitCode};
 const MIN_FREE_DISK: u64 = 2 << 30;
 /// The kernel's vhost device for guests' network packets.
 const VHOST_NET: &str = "/dev/vhost-net";
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Severity {
-    Ok,
-    /// Pods can run, with a disadvantage.
-    Note,
-    /// No pod can run.
-    Fail,
-}
-
-struct Finding {
-    severity: Severity,
-    subject: &'static str,
-    message: String,
-}
-
-impl fmt::Display for Finding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let word = match self.severity {
-            Severity::Ok => "ok",
-            Severity::Note => "note",
-            Severity::Fail => "FAIL",
-        };
-        write!(f, "{word:<5}{:<9}{}", self.subject, self.message)
-    }
-}
-
-fn finding(severity: Severity, subject: &'static str, message: impl Into<String>) -> Finding {
-    Finding { severity, subject, message: message.into() }
-}
 
 pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     let (engine, verdict) = super::serve::probe_engine();
@@ -77,24 +48,8 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     findings.push(check_cgroups());
     findings.extend(check_systemd(config.sandbox.cgroup_driver));
     findings.push(check_disk(&config.paths.root));
-    for finding in &findings {
-        println!("{finding}");
-    }
-    let bad = findings.iter().filter(|finding| finding.severity == Severity::Fail).count();
-    Ok(match bad {
-        0 => {
-            println!("check: this node can run pods");
-            ExitCode::SUCCESS
-        }
-        1 => {
-            println!("check: this node cannot run pods: 1 problem");
-            ExitCode::FAILURE
-        }
-        bad => {
-            println!("check: this node cannot run pods: {bad} problems");
-            ExitCode::FAILURE
-        }
-    })
+    findings.extend(check_hardening(Path::new("/")));
+    Ok(report(&findings, "this node can run pods", "this node cannot run pods"))
 }
 
 fn check_user() -> Finding {

@@ -2,7 +2,10 @@
 
 mod admission;
 mod check;
+mod finding;
+mod hardening;
 mod image;
+mod jail_report;
 mod machines;
 mod overhead;
 mod pods;
@@ -41,6 +44,9 @@ enum Command {
         /// Measures the overhead of a VM of each handler with a test pod, and prints RuntimeClasses. Needs the daemon.
         #[arg(long)]
         overhead: bool,
+        /// Reports what the process of this running pod has, and whether its jail should leave it that.
+        #[arg(long, value_name = "POD", conflicts_with = "overhead")]
+        jail: Option<String>,
     },
     /// Manages the images of this node, through the daemon if it runs.
     Image {
@@ -94,8 +100,11 @@ pub fn run() -> ExitCode {
             let supervisor = Supervisor::from_environment();
             config.load().and_then(|config| serve::serve(config, supervisor?))
         }
-        Command::Check { config, overhead: false } => config.load().and_then(check::check),
-        Command::Check { config, overhead: true } => config.load().and_then(|config| overhead::run(&config)),
+        Command::Check { config, overhead, jail } => config.load().and_then(|config| match jail {
+            Some(pod) => jail_report::check_jail(&config, &pod),
+            None if overhead => overhead::run(&config),
+            None => check::check(config),
+        }),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
         Command::Vm { config, command } => vm::run(&config, command),
