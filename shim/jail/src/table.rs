@@ -597,6 +597,23 @@ mod tests {
         }
     }
 
+    /// Returns the row of the page about a filter: its system calls, its entries, and those of them that check arguments.
+    fn count(name: &str, entries: impl Iterator<Item = &'static SyscallRule>) -> String {
+        let entries: Vec<_> = entries.collect();
+        let calls: std::collections::BTreeSet<_> = entries.iter().map(|entry| entry.syscall).collect();
+        let checked = entries.iter().filter(|entry| !matches!(entry.arguments, ArgumentRule::Any)).count();
+        format!("| {name} | {} | {} | {checked} |", calls.len(), entries.len())
+    }
+
+    #[test]
+    fn the_page_counts_the_entries_of_each_filter() {
+        let page = include_str!("../../../docs/contributor/jail.md");
+        for kind in ThreadKind::ALL {
+            let row = count(&format!("`{kind:?}`"), allowed_calls(kind));
+            assert!(page.contains(&row), "the page has no line {row}");
+        }
+    }
+
     #[test]
     fn the_process_allows_what_each_of_its_threads_is_allowed() {
         let calls = |kind| allowed_calls(kind).map(|entry| entry.syscall).collect::<std::collections::BTreeSet<_>>();
