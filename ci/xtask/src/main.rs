@@ -13,6 +13,7 @@ mod layers;
 mod servers;
 mod shape;
 mod source;
+mod threats;
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -56,6 +57,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(decoders::check(root, &files)?);
     found.extend(jailed::check(root, &files)?);
     found.extend(servers::check(&files));
+    found.extend(threats::check(root, &files)?);
     found.extend(guest_logs::check(&files));
     found.extend(budgets::check(root)?);
     found.extend(shape::check_stages(root, &files)?);

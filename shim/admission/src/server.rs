@@ -61,7 +61,7 @@ const PLAIN_HTTP_RESPONSE: &[u8] =
 pub struct AdmissionOptions {
     /// The address to listen on; port 0 selects any free port.
     pub listen: SocketAddr,
-    /// Certificate and key.
+    /// Certificate, key, and the authority of clients' certificates.
     pub tls: Tls,
     /// The checks of objects.
     pub policy: Policy,
@@ -107,6 +107,8 @@ pub struct AdmissionServer {
 /// The state that all clients share.
 struct ServerState {
     policy: Arc<Policy>,
+    /// Only clients with a certificate may send reviews. Probes of kubelet have none.
+    needs_certificate: bool,
     reviews: Arc<Semaphore>,
     large_bodies: Semaphore,
     ending: CancellationToken,
@@ -116,12 +118,14 @@ impl AdmissionServer {
     /// Reads the certificate and listens.
     pub async fn bind(options: AdmissionOptions) -> Result<AdmissionServer, AdmissionError> {
         let AdmissionOptions { listen: address, tls, policy } = options;
+        let needs_certificate = tls.client_authority.is_some();
         let certificate = Certificate::load(tls).await?;
         let failed = |source| AdmissionError::Listen { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let shared = ServerState {
             policy: Arc::new(policy),
+            needs_certificate,
             reviews: Arc::new(Semaphore::new(MAX_REVIEWS)),
             large_bodies: Semaphore::new(MAX_LARGE_BODIES),
             ending: CancellationToken::new(),
@@ -203,9 +207,11 @@ impl ServerState {
             Ok(Err(error)) => return tracing::debug!(%error, "the TLS handshake with a client failed"),
             Err(_elapsed) => return tracing::debug!("a client did not complete the TLS handshake in time"),
         };
+        // The handshake has verified a certificate if there is one.
+        let may_review = !self.needs_certificate || connection.get_ref().1.peer_certificates().is_some();
         let answer = service_fn(|request| {
             let shared = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(shared.respond(request).await) }
+            async move { Ok::<_, Infallible>(shared.respond(request, may_review).await) }
         });
         let served = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
@@ -225,7 +231,7 @@ impl ServerState {
         }
     }
 
-    async fn respond(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+    async fn respond(&self, request: Request<Incoming>, may_review: bool) -> Response<Full<Bytes>> {
         let path = request.uri().path().to_owned();
         let (method, evaluate): (_, fn(&Policy, &Review) -> AdmissionResponse) = match path.as_str() {
             "/validate" => (Method::POST, Policy::validate),
@@ -250,6 +256,10 @@ impl ServerState {
         };
         if request.method() != method {
             return method_not_allowed("POST");
+        }
+        if !may_review {
+            tracing::info!(path, "a client without a certificate has sent a review");
+            return text_response(StatusCode::FORBIDDEN, "reviews need a client certificate (--client-ca)");
         }
         let error = match self.evaluate_request(request, evaluate, &path).await {
             Ok(answer) => return answer,

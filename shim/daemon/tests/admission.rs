@@ -362,6 +362,50 @@ fn a_new_certificate_needs_no_restart() {
 }
 
 #[test]
+fn only_clients_of_the_authority_send_reviews() {
+    // The authority of the server's certificate also signs those of the clients here.
+    let Some(server) = serve(&["--client-ca", "ca.crt"]) else { return };
+    let foreign = tempfile::tempdir().unwrap();
+    certificate(foreign.path(), "1");
+    let foreign = |file: &str| foreign.path().join(file).to_str().unwrap().to_owned();
+    let review = |arguments: &[&str]| {
+        let arguments = [&["--header", "Content-Type: application/json"], arguments].concat();
+        let body = json!({ "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {
+            "uid": "u", "operation": "CREATE", "kind": { "group": "", "version": "v1", "kind": "Pod" }, "object": wrong() } });
+        server.ask("https", "/validate", &arguments, Some(body.to_string().as_bytes()))
+    };
+    let (status, text) = review(&[]);
+    assert!(status == 403 && text.contains("client certificate"), "{status} {text}");
+    assert_eq!(review(&["--cert", "tls.crt", "--key", "tls.key"]).0, 200);
+    // Another certificate ends the connection.
+    assert_eq!(review(&["--cert", &foreign("tls.crt"), "--key", &foreign("tls.key")]).0, 0);
+    // Kubelet's probes have no certificate.
+    assert_eq!(server.ask("https", "/readyz", &[], None).0, 200);
+    assert!(server.end().success());
+}
+
+#[test]
+fn a_file_without_an_authority_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    if Command::new("openssl").arg("--version").output().is_err() {
+        return println!("skipped: openssl is not installed");
+    }
+    certificate(directory.path(), "1");
+    std::fs::write(directory.path().join("empty.crt"), "").unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_nacelle"))
+        .args(["admission", "--listen", "127.0.0.1:0", "--tls-cert", "tls.crt", "--tls-key", "tls.key"])
+        .args(["--client-ca", "empty.crt"])
+        .current_dir(directory.path())
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !output.status.success() && error.contains("cannot verify clients with the certificates in empty.crt"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_review_that_is_under_way_is_answered_at_the_end() {
     let Some(server) = serve(&[]) else { return };
     let Serving { address, directory, .. } = &server;

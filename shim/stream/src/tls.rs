@@ -1,8 +1,12 @@
 //! Reads the server's certificate and key from their files.
 
 use nacelle_base::{Classify, FailureKind};
+use rustls::RootCertStore;
+use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use std::fs::File;
 use std::io::Read;
 use std::path::PathBuf;
@@ -19,6 +23,9 @@ pub struct Tls {
     pub certificate: PathBuf,
     /// The PEM file with the private key.
     pub key: PathBuf,
+    /// The PEM file with the certificates of the authorities that sign clients' certificates; `None` if clients need none. A client may
+    /// still connect without a certificate, but not with another one: the server asks `peer_certificates` of the connection.
+    pub client_authority: Option<PathBuf>,
 }
 
 /// Reasons that TLS cannot be set up.
@@ -42,6 +49,14 @@ pub enum TlsError {
         /// The reason.
         source: rustls::Error,
     },
+    /// The certificates of the authorities are unusable.
+    #[error("cannot verify clients with the certificates in {}", path.display())]
+    ClientAuthority {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
 }
 
 impl Classify for TlsError {
@@ -56,6 +71,7 @@ pub struct Pem {
     files: Tls,
     certificate: Vec<u8>,
     key: Vec<u8>,
+    client_authority: Option<Vec<u8>>,
 }
 
 impl Tls {
@@ -69,7 +85,8 @@ impl Tls {
             });
             text.map_err(|error| TlsError::File { path: path.clone(), source: pem::Error::Io(error) })
         };
-        Ok(Pem { certificate: read(&self.certificate)?, key: read(&self.key)?, files: self.clone() })
+        let client_authority = self.client_authority.as_ref().map(read).transpose()?;
+        Ok(Pem { certificate: read(&self.certificate)?, key: read(&self.key)?, client_authority, files: self.clone() })
     }
 }
 
@@ -80,17 +97,35 @@ impl Pem {
             let path = path.clone();
             move |source| TlsError::File { path, source }
         };
-        let Tls { certificate, key } = &self.files;
+        let Tls { certificate, key, .. } = &self.files;
         let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&self.certificate).collect();
         let chain = chain.map_err(in_file(certificate))?;
         let private = PrivateKeyDer::from_pem_slice(&self.key).map_err(in_file(key))?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let clients = self.client_verifier(&provider)?;
         let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let config = config.and_then(|config| config.with_no_client_auth().with_single_cert(chain, private));
+        let config =
+            config.and_then(|config| config.with_client_cert_verifier(clients).with_single_cert(chain, private));
         let mut config =
             config.map_err(|source| TlsError::Unfit { certificate: certificate.clone(), key: key.clone(), source })?;
         // Upgrades require HTTP/1.1.
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))
+    }
+
+    /// Returns the verifier of clients' certificates.
+    fn client_verifier(&self, provider: &Arc<CryptoProvider>) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
+        let (Some(path), Some(authorities)) = (&self.files.client_authority, &self.client_authority) else {
+            return Ok(WebPkiClientVerifier::no_client_auth());
+        };
+        let unusable =
+            |source: Box<dyn std::error::Error + Send + Sync>| TlsError::ClientAuthority { path: path.clone(), source };
+        let mut roots = RootCertStore::empty();
+        for authority in CertificateDer::pem_slice_iter(authorities) {
+            let authority = authority.map_err(|source| TlsError::File { path: path.clone(), source })?;
+            roots.add(authority).map_err(|error| unusable(error.into()))?;
+        }
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(provider));
+        verifier.allow_unauthenticated().build().map_err(|error| unusable(error.into()))
     }
 }

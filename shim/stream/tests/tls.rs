@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 fn config(directory: &Path, certificate: &str) -> StreamingConfig {
-    let tls = Tls { certificate: directory.join(certificate), key: directory.join("key.pem") };
+    let tls = Tls { certificate: directory.join(certificate), key: directory.join("key.pem"), client_authority: None };
     StreamingConfig { address: ([127, 0, 0, 1], 0).into(), idle: Duration::from_secs(3600), tls: Some(tls) }
 }
 

@@ -30,6 +30,10 @@ pub(super) struct AdmissionArguments {
     /// The PEM file with the server's private key. It is reloaded when it changes.
     #[arg(long, value_name = "FILE", required = true)]
     tls_key: Option<PathBuf>,
+    /// The PEM file with the authorities that sign the API servers' client certificates; reviews without one are refused. It is reloaded
+    /// when it changes. Default: every client may send reviews.
+    #[arg(long, value_name = "FILE")]
+    client_ca: Option<PathBuf>,
     /// Checks only pods of this RuntimeClass; an empty name selects pods without one. May be repeated.
     #[arg(long, value_name = "NAME")]
     runtime_class: Vec<String>,
@@ -66,7 +70,11 @@ pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let file = |file: Option<PathBuf>, name| file.with_context(|| format!("missing argument {name}"));
-    let tls = Tls { certificate: file(arguments.tls_cert, "--tls-cert")?, key: file(arguments.tls_key, "--tls-key")? };
+    let tls = Tls {
+        certificate: file(arguments.tls_cert, "--tls-cert")?,
+        key: file(arguments.tls_key, "--tls-key")?,
+        client_authority: arguments.client_ca,
+    };
     let policy = Policy {
         catalogue: arguments.catalogue.read()?,
         runtime_classes: arguments.runtime_class.into_iter().collect(),

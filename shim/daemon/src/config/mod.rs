@@ -498,7 +498,7 @@ impl Config {
         nacelle_stream::StreamingConfig {
             address: streaming.address,
             idle: streaming.idle_timeout,
-            tls: files.map(|(certificate, key)| nacelle_stream::Tls { certificate, key }),
+            tls: files.map(|(certificate, key)| nacelle_stream::Tls { certificate, key, client_authority: None }),
         }
     }
 
