@@ -35,10 +35,16 @@ fn report_of_jail(node: &TestNode, pod: &str) -> Vec<String> {
     println!("{report}");
     let mut lines: Vec<_> = report.lines().collect();
     assert_eq!(lines.pop(), Some("check: the pod process has what its jail leaves it"));
-    let normalise = |line: &str| match line.split_once("user and group ") {
-        Some((before, after)) => format!("{before}user and group UID{}", after.trim_start_matches(char::is_numeric)),
-        None if line.contains("files") => line.split_inclusive("files    ").next().unwrap_or_default().to_owned() + "…",
-        None => line.to_owned(),
+    let without_number = |line: &str, before: &str, word: &str| {
+        let (start, end) = line.split_once(before)?;
+        Some(format!("{start}{before}{word}{}", end.trim_start_matches(char::is_numeric)))
+    };
+    let normalise = |line: &str| {
+        let user = without_number(line, "user and group ", "UID");
+        // A node whose own limit is lower keeps it.
+        let limit = without_number(line, "nofile ", "262144");
+        let files = line.split_once("files    ").map(|(start, _)| format!("{start}files    …"));
+        user.or(limit).or(files).unwrap_or_else(|| line.to_owned())
     };
     lines.into_iter().map(normalise).collect()
 }

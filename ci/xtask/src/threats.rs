@@ -14,7 +14,8 @@ pub fn check(root: &Path, files: &[(String, String)]) -> Result<Vec<Finding>, Bo
 }
 
 fn compare(page: &str, files: &[(String, String)]) -> Vec<Finding> {
-    let section = page.split_once(SECTION).map(|(_, rest)| rest.split("\n## ").next().unwrap_or(rest)).unwrap_or_default();
+    let section =
+        page.split_once(SECTION).map(|(_, rest)| rest.split("\n## ").next().unwrap_or(rest)).unwrap_or_default();
     let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| ") && line.contains('`')).collect();
     let finding = |rule: String| Finding { place: PAGE.to_owned(), rule };
     if rows.is_empty() {
@@ -51,7 +52,9 @@ mod tests {
     #[test]
     fn each_row_names_a_test_that_exists() {
         let files = [("a.rs".to_owned(), "fn one() {} (\"two\", run)".to_owned())];
-        let page = |cell: &str| format!("# P\n\n{SECTION}\n\n| attack | test |\n|---|---|\n| x | {cell} |\n\n## Next\n| y | `no` |\n");
+        let page = |cell: &str| {
+            format!("# P\n\n{SECTION}\n\n| attack | test |\n|---|---|\n| x | {cell} |\n\n## Next\n| y | `no` |\n")
+        };
         let broken = |cell: &str| compare(&page(cell), &files).len();
         assert_eq!(broken("`a.rs` `one`, `two`"), 0);
         assert_eq!(broken("`a.rs` `three`"), 2);

@@ -158,6 +158,56 @@ mod tests {
         }
     }
 
+    /// Tries all pairs of devices.
+    #[test]
+    fn no_window_overlaps_another_one_or_memory() {
+        let mut windows: Vec<Range<u64>> = (0..MAX_DEVICES)
+            .filter_map(device_window)
+            .map(|(address, _)| address..address + WINDOW_SIZE)
+            .chain([GENERATION_ID.0..GENERATION_ID.0 + WINDOW_SIZE, SHARED])
+            .collect();
+        windows.sort_by_key(|window| window.start);
+        assert!(windows.windows(2).all(|pair| pair[0].end <= pair[1].start), "{windows:x?}");
+        assert!(windows.iter().all(|window| window.start >= HOLE && window.end <= IDENTITY_MAP));
+        let mut interrupts: Vec<u32> = (0..MAX_DEVICES).filter_map(device_window).map(|(_, gsi)| gsi).collect();
+        interrupts.push(GENERATION_ID.1);
+        interrupts.sort_unstable();
+        interrupts.dedup();
+        assert!(interrupts.len() == MAX_DEVICES + 1 && interrupts.iter().all(|gsi| *gsi < GSIS));
+    }
+
+    /// Tries all sizes up to 6 GiB by steps of 64 MiB around each block, and the largest ones, with hot-plug memory of each kind.
+    #[test]
+    fn memory_is_where_it_can_be_and_addresses_do_not_wrap() {
+        let sizes = (0..=6 << 10).step_by(64).flat_map(|mib: u32| [mib.saturating_sub(1), mib, mib + 1]);
+        let large = [16 << 20, (16 << 20) + 1, u32::MAX - 1, u32::MAX];
+        for memory_mib in sizes.filter(|mib| *mib > 0).chain(large) {
+            for hotplug_mib in [0, 128, 1024, 3 << 10, 16 << 20, u32::MAX / BLOCK_MIB * BLOCK_MIB] {
+                let total = total_mib(memory_mib, hotplug_mib);
+                let regions = regions(total);
+                let bytes: u64 = regions.iter().map(|(_, length)| length).sum();
+                assert_eq!(bytes, u64::from(total) * MIB);
+                for (start, length) in &regions {
+                    let end = start.checked_add(*length).unwrap();
+                    assert!(*length > 0 && (end <= HOLE || *start >= HIGH_MEMORY), "{memory_mib} {hotplug_mib}");
+                }
+                for used_mib in [0, hotplug_mib / 2, hotplug_mib] {
+                    let unused = unused_hotplug_ranges(memory_mib, hotplug_mib, used_mib);
+                    let is_in = |range: &Range<u64>| {
+                        regions.iter().any(|(start, length)| range.start >= *start && range.end <= start + length)
+                    };
+                    assert!(unused.iter().all(is_in), "{memory_mib} {hotplug_mib} {used_mib}: {unused:x?}");
+                    let bytes: u64 = unused.iter().map(|range| range.end - range.start).sum();
+                    // Of saturated sizes there is less than requested.
+                    assert!(
+                        bytes <= u64::from(hotplug_mib - used_mib) * MIB
+                            && (total == u32::MAX || bytes == u64::from(hotplug_mib - used_mib) * MIB)
+                    );
+                }
+            }
+        }
+    }
+
     #[test]
     fn the_last_window_uses_the_last_interrupt() {
         assert_eq!(device_window(0), Some((0xd000_0000, 5)));

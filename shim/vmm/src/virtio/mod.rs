@@ -15,6 +15,8 @@ pub mod vsock;
 pub(crate) mod worker;
 
 #[cfg(test)]
+mod exhaustive;
+#[cfg(test)]
 mod ring_model;
 #[cfg(test)]
 mod scripted;

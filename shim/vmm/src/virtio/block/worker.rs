@@ -450,6 +450,64 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
+    /// Tries all requests on all disks of at most four sectors, and those whose numbers overflow.
+    #[test]
+    fn no_request_reaches_beyond_the_disk() {
+        let numbers = (0..6).chain([u64::MAX / SECTOR - 1, u64::MAX / SECTOR, u64::MAX - 1, u64::MAX]);
+        for capacity in 0..=4 {
+            let view = SlotView::ReadOnly(Arc::new(ExtentMap::default().grown(capacity * SECTOR)));
+            for sector in numbers.clone() {
+                for sectors in numbers.clone() {
+                    let is_inside = u128::from(sector) + u128::from(sectors) <= u128::from(capacity);
+                    match sector_offset(&view, sector, sectors) {
+                        Ok(offset) => assert!(is_inside && offset == sector * SECTOR, "{sector} {sectors} {capacity}"),
+                        Err(_beyond) => assert!(!is_inside, "{sector} {sectors} {capacity}"),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tries all ranges of all disks of six sectors with two files of at most three sectors at all places.
+    #[test]
+    fn no_write_leaves_the_range_of_a_file() {
+        const SECTORS: u64 = 6;
+        let file = Arc::new(File::open("/dev/null").unwrap());
+        let places = || (0..SECTORS).flat_map(|at| (1..=3).map(move |length| (at, length)));
+        let range = |offset: u64, length: u64| FileRange {
+            file: file.clone(),
+            offset: offset * SECTOR,
+            length: length * SECTOR,
+            writes: Some(Arc::new(WriteState::default())),
+        };
+        for (first_at, first_length) in places() {
+            for (second_at, second_length) in places() {
+                let extents = ExtentMap::default().grown(SECTORS * SECTOR);
+                let first = extents.with(first_at * SECTOR, vec![range(10, first_length)]).unwrap();
+                let Ok(both) = first.with(second_at * SECTOR, vec![range(20, second_length)]) else { continue };
+                // The sector of a file that a sector of the disk lies on.
+                let sector_of = |sector: u64| {
+                    let inside = |at: u64, length: u64, offset: u64| {
+                        (at..at + length).contains(&sector).then(|| offset + sector - at)
+                    };
+                    inside(first_at, first_length, 10).or_else(|| inside(second_at, second_length, 20))
+                };
+                let view = SlotView::Volumes(Arc::new(both));
+                for at in 0..SECTORS {
+                    for length in 1..=SECTORS - at {
+                        let expected: Option<Vec<u64>> = (at..at + length).map(sector_of).collect();
+                        let found = write_targets(&view, at * SECTOR, length * SECTOR).ok().map(|targets| {
+                            let sectors =
+                                |target: &WriteTarget<'_>| target.at / SECTOR..(target.at + target.length) / SECTOR;
+                            targets.iter().flat_map(sectors).collect::<Vec<u64>>()
+                        });
+                        assert_eq!(found, expected, "{at} {length}");
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn lost_writes_fail_every_flush_until_the_volume_is_removed() {
         let source = |path: &str| FileRange {

@@ -339,3 +339,29 @@ impl VsockConnection {
         !self.reset && self.host_shutdown != (SHUT_SEND | SHUT_RECEIVE)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    /// Tries all counters around the values at which they wrap or change their sign, with all windows of the same kind: what was sent and
+    /// not forwarded, with what may be sent, never exceeds the guest's buffer.
+    #[test]
+    fn credit_never_exceeds_the_buffer_of_the_guest() {
+        let values =
+            [0, 1, 2, 3, 0x7fff_fffe, 0x7fff_ffff, 0x8000_0000, 0x8000_0001, u32::MAX - 2, u32::MAX - 1, u32::MAX];
+        let (stream, _peer) = UnixStream::pair().unwrap();
+        let mut connection = VsockConnection::from_guest(ConnectionKey { host: 1, guest: 2 }, stream);
+        for sent in values {
+            for forwarded in values {
+                for window in values {
+                    (connection.sent, connection.guest_forwarded, connection.guest_window) = (sent, forwarded, window);
+                    let outstanding = u64::from(sent.wrapping_sub(forwarded));
+                    let credit = u64::from(connection.guest_credit());
+                    assert!(credit == 0 || outstanding + credit == u64::from(window), "{sent} {forwarded} {window}");
+                }
+            }
+        }
+    }
+}
