@@ -593,6 +593,14 @@ fn check_debian(start: BootMethod) {
     let target = format!("debian@{}", pod.ip());
     let output = node.run_in_netns("ssh", &[&words[..], &[&target, "cat", "/etc/hostname"]].concat());
     assert_eq!(output.stdout.trim(), "db", "{output:?}");
+    // The daemon connects to ports of the guest: the pod process has no network of the node.
+    let mut forward = node.crictl.spawn(["port-forward", &pod.id, "8022:22"]);
+    let read_banner = "sleep 5 | timeout 60 busybox nc 127.0.0.1 8022 | head -n 1";
+    eventually("the guest's ssh server answers through the forwarded port", || {
+        node.run_in_netns("sh", &["-c", read_banner]).stdout.starts_with("SSH-2.0").then_some(())
+    });
+    forward.kill().expect("it runs");
+    forward.wait().expect("it has ended");
     let picture = node.crictl.try_call(["exec", "--sync", &machine.id, "@vm", "screenshot"]);
     match start {
         BootMethod::Kernel => assert!(picture.err().contains("screen")),
