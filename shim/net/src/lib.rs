@@ -21,6 +21,8 @@ mod network;
 mod sys;
 pub mod tap;
 
+#[cfg(any(test, feature = "fuzz"))]
+pub use cni::fuzz;
 pub use cni::{Bandwidth, CniError, InterfaceUsage, OwedDelete, PodRef};
 pub use error::NetError;
 pub use inspect::inspect;

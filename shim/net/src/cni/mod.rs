@@ -7,6 +7,8 @@
 mod attachment_store;
 mod config;
 mod error;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod owed_deletes;
 mod plugin_runner;
 mod result;

@@ -186,25 +186,9 @@ fn cni_json() -> impl Strategy<Value = Value> {
     })
 }
 
-fn parse_everything(bytes: &[u8]) {
-    let Ok(object) = parse_object("test", bytes) else {
-        assert!(CniResult::parse("test", bytes, Version::V1_0_0).is_err());
-        return;
-    };
-    let networks = [NetworkList::from_list("test", object.clone()), NetworkList::from_single("test", object.clone())];
-    for network in networks.into_iter().flatten() {
-        assert_eq!(NetworkList::from_list("test", network.to_list()).unwrap(), network);
-        for plugin in &network.plugins {
-            let input = plugin.input(&network, &Map::new(), Map::new());
-            assert_eq!(parse_object("test", &input).unwrap()["name"], network.name);
-        }
-    }
-    for version in [Version::V0_3_1, Version::V1_0_0] {
-        if let Ok(read) = CniResult::from_raw("test", object.clone(), version) {
-            assert_eq!(CniResult::from_raw("test", read.raw.clone(), version).unwrap(), read);
-        }
-    }
-    let _ = AttachmentStore::parse(Path::new("test"), bytes);
+#[test]
+fn the_corpus() {
+    nacelle_base::corpus::run_corpora(env!("CARGO_MANIFEST_DIR"), &super::fuzz::TARGETS);
 }
 
 proptest! {
@@ -212,11 +196,11 @@ proptest! {
 
     #[test]
     fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        parse_everything(&bytes);
+        super::fuzz::cni(&bytes);
     }
 
     #[test]
     fn no_json_panics_and_what_is_accepted_comes_back(value in cni_json()) {
-        parse_everything(value.to_string().as_bytes());
+        super::fuzz::cni(value.to_string().as_bytes());
     }
 }
