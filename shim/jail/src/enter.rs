@@ -2,6 +2,7 @@
 //! one, because the restrictions apply to the calling thread and those that it creates.
 
 use crate::mount_namespace::{self, MountNamespaceError};
+use crate::privileges::{FailedStep, drop_privileges};
 use crate::scope::{self, NetworkAccess};
 use crate::seccomp::{self, SeccompError};
 use crate::{Mode, Profile, VisiblePath, cgroup, sys};
@@ -9,7 +10,6 @@ use nacelle_base::{Chain, Classify, FailureKind};
 use nix::errno::Errno;
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use std::io;
 use std::path::PathBuf;
 
@@ -67,6 +67,12 @@ pub enum JailError {
     /// A seccomp filter could not be installed.
     #[error("cannot install the seccomp filters of the pod process")]
     Seccomp(#[from] SeccompError),
+}
+
+impl From<FailedStep> for JailError {
+    fn from(FailedStep { what, source }: FailedStep) -> JailError {
+        JailError::Step { what, source }
+    }
 }
 
 impl Classify for JailError {
@@ -131,25 +137,6 @@ fn set_limits(limits: ResourceLimits) -> Result<(), JailError> {
         allowed.map_err(|errno| step_failed("set the resource limits")(errno.into()))?;
     }
     Ok(())
-}
-
-/// Changes the user, if there is one, and keeps only these capabilities.
-fn drop_privileges(user: Option<u32>, capabilities: u64) -> Result<(), JailError> {
-    prctl::set_no_new_privs().map_err(|errno| step_failed("set no_new_privs")(errno.into()))?;
-    // Needs CAP_SETPCAP, which a change of the user takes away.
-    sys::restrict_bounding_set(capabilities).map_err(step_failed("drop the capabilities"))?;
-    if let Some(user) = user {
-        change_user(user).map_err(|errno| step_failed("change the user")(errno.into()))?;
-    }
-    sys::set_capabilities(capabilities).map_err(step_failed("drop the capabilities"))
-}
-
-/// Sets the real, effective and saved ids of user and group, and removes all other groups. The file-system ids follow.
-fn change_user(user: u32) -> nix::Result<()> {
-    let (user, group) = (Uid::from_raw(user), Gid::from_raw(user));
-    setgroups(&[])?;
-    setresgid(group, group, group)?;
-    setresuid(user, user, user)
 }
 
 fn step_failed(what: &'static str) -> impl FnOnce(io::Error) -> JailError {

@@ -9,11 +9,13 @@ pub mod cgroup;
 mod enter;
 mod kinds;
 mod mount_namespace;
+mod privileges;
 mod scope;
 mod seccomp;
 mod spawn;
 mod sys;
 mod table;
+mod worker;
 
 pub use enter::{JailError, JailPlan, ResourceLimits, close_inherited, confine, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
@@ -21,4 +23,7 @@ pub use mount_namespace::{Access, MountNamespaceError, VisiblePath};
 pub use scope::NetworkAccess;
 pub use seccomp::{SeccompError, filter_thread, install_process_filter, install_single_thread_filter};
 pub use spawn::spawn;
-pub use table::{ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_when_single_threaded};
+pub use table::{
+    ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_when_single_threaded, worker_calls,
+};
+pub use worker::{WorkerJail, WorkerJailError, confine_worker};

@@ -3,6 +3,7 @@
 
 use crate::table::{
     ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_to_programs, forbidden_when_single_threaded,
+    worker_calls,
 };
 use crate::{Mode, Profile, ThreadKind};
 use crate::{spawn, sys};
@@ -83,6 +84,19 @@ pub fn install_single_thread_filter(mode: Mode) -> Result<(), SeccompError> {
     let program: BpfProgram =
         filter.and_then(TryInto::try_into).map_err(|source| SeccompError::Compile { kind, source })?;
     install_guard_filter(mode)?;
+    apply_filter(&program).map_err(|source| SeccompError::Install { kind, source })
+}
+
+/// Installs the filter of a worker, a process of one thread that may make the calls of [`worker_calls`] only. Does nothing with
+/// [`Mode::Off`].
+pub(crate) fn install_worker_filter(mode: Mode) -> Result<(), SeccompError> {
+    let kind = ThreadKind::Main;
+    let Some(violation) = violation_action(mode) else { return Ok(()) };
+    let rules = build_rules(worker_calls());
+    let filter = rules.and_then(|rules| SeccompFilter::new(rules, violation, SeccompAction::Allow, TargetArch::x86_64));
+    let program: BpfProgram =
+        filter.and_then(TryInto::try_into).map_err(|source| SeccompError::Compile { kind, source })?;
+    sys::limit_malloc_arenas(1);
     apply_filter(&program).map_err(|source| SeccompError::Install { kind, source })
 }
 

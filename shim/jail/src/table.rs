@@ -580,6 +580,54 @@ pub fn forbidden_when_single_threaded() -> &'static [SyscallRule] {
     }
 }
 
+/// Returns the calls that a worker may make. It has one thread and all of its descriptors, so it opens, creates, connects and starts
+/// nothing.
+pub fn worker_calls() -> &'static [SyscallRule] {
+    const {
+        &[
+            any_arguments(c::SYS_read, "the stream that it transforms"),
+            any_arguments(c::SYS_write, "the result, into a pipe or a file"),
+            any_arguments(c::SYS_pwrite64, "the result, at an offset of a file"),
+            any_arguments(c::SYS_ftruncate, "the end of a file, behind a hole"),
+            any_arguments(c::SYS_recvmsg, "the job, with a descriptor"),
+            any_arguments(c::SYS_recvfrom, "the answer to a request for memory"),
+            any_arguments(c::SYS_sendto, "a request for memory; the report"),
+            any_arguments(c::SYS_close, "close descriptors"),
+            SyscallRule {
+                syscall: c::SYS_fcntl,
+                arguments: ArgumentRule::OneOf(1, &[c::F_GETFD as u64]),
+                reason: "std, built for debugging: whether a descriptor is open that is to be closed",
+            },
+            SyscallRule {
+                syscall: c::SYS_mmap,
+                arguments: ArgumentRule::Masked(2, EXEC, 0),
+                reason: "memory, but no new code",
+            },
+            SyscallRule {
+                syscall: c::SYS_mprotect,
+                arguments: ArgumentRule::Masked(2, EXEC, 0),
+                reason: "memory, but no new code",
+            },
+            any_arguments(c::SYS_munmap, "release memory"),
+            any_arguments(c::SYS_mremap, "large buffers grow"),
+            any_arguments(c::SYS_madvise, "release memory"),
+            any_arguments(c::SYS_brk, "the heap"),
+            any_arguments(c::SYS_futex, "locks of the standard library"),
+            any_arguments(c::SYS_getrandom, "seeds of hash tables"),
+            any_arguments(c::SYS_restart_syscall, "a read is resumed after SIGSTOP"),
+            any_arguments(c::SYS_rt_sigreturn, "the end of a signal's handler"),
+            any_arguments(c::SYS_rt_sigaction, "abort resets its signal handler"),
+            any_arguments(c::SYS_rt_sigprocmask, "abort blocks signals"),
+            any_arguments(c::SYS_sigaltstack, "the stack for the handler of stack overflows"),
+            any_arguments(c::SYS_gettid, "the thread's number, for abort"),
+            any_arguments(c::SYS_getpid, "the process's number, for abort"),
+            SyscallRule { syscall: c::SYS_tgkill, arguments: ArgumentRule::OwnPid(0), reason: "abort" },
+            any_arguments(c::SYS_exit, "the end of the process"),
+            any_arguments(c::SYS_exit_group, "the end of the process"),
+        ]
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -592,6 +640,7 @@ mod tests {
             .chain(forbidden_calls())
             .chain(forbidden_to_programs())
             .chain(forbidden_when_single_threaded())
+            .chain(worker_calls())
         {
             assert!(!entry.reason.is_empty(), "{}", entry.syscall);
         }
@@ -640,6 +689,26 @@ mod tests {
     fn a_vm_in_this_process_executes_nothing() {
         for call in [c::SYS_execve, c::SYS_execveat, c::SYS_fork, c::SYS_vfork] {
             assert!(!allowed_calls(ThreadKind::Main).any(|allowed| allowed.syscall == call));
+        }
+    }
+
+    #[test]
+    fn a_worker_is_allowed_nothing_that_is_forbidden_to_others() {
+        let others = forbidden_calls().iter().chain(forbidden_to_programs()).chain(forbidden_when_single_threaded());
+        for entry in others {
+            // A worker may send a signal to itself only.
+            let allowed = worker_calls().iter().find(|allowed| allowed.syscall == entry.syscall);
+            assert!(
+                allowed.is_none_or(|allowed| matches!(
+                    allowed.arguments,
+                    ArgumentRule::OwnPid(0) | ArgumentRule::OneOf(1, &[1])
+                )),
+                "{}",
+                entry.reason
+            );
+        }
+        for call in [c::SYS_open, c::SYS_openat, c::SYS_openat2, c::SYS_ioctl, c::SYS_prctl, c::SYS_prlimit64] {
+            assert!(!worker_calls().iter().any(|allowed| allowed.syscall == call), "{call}");
         }
     }
 

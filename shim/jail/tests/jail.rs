@@ -1,9 +1,12 @@
 //! Tests what a jailed process can access and what not, from inside and from outside. This program is its own prisoner:
-//! `jail prisoner PROFILE MODE USER DIRECTORY` enters the jail and executes commands from standard input. Needs root.
+//! `jail prisoner PROFILE MODE USER DIRECTORY` enters the jail of a pod process and `jail worker MODE USER` that of a worker; both execute
+//! commands from standard input. Needs root.
 #![allow(unsafe_code, reason = "system calls with forbidden arguments have no safe wrapper")]
 
 use landlock::{CompatLevel, Compatible, Ruleset, RulesetAttr, Scope};
-use nacelle_jail::{Access, JailPlan, Mode, NetworkAccess, Profile, ResourceLimits, ThreadKind, VisiblePath, cgroup};
+use nacelle_jail::{
+    Access, JailPlan, Mode, NetworkAccess, Profile, ResourceLimits, ThreadKind, VisiblePath, WorkerJail, cgroup,
+};
 use nix::libc;
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +21,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 7] = [
+const TESTS: [Test; 10] = [
     ("a_prisoner_reaches_no_process_of_the_node", no_process_of_the_node),
     ("a_prisoner_has_nothing_but_its_places", nothing_but_its_places),
     ("a_prisoner_has_no_rights", no_rights),
@@ -26,6 +29,9 @@ const TESTS: [Test; 7] = [
     ("every_thread_is_filtered", every_thread_is_filtered),
     ("what_is_forbidden_kills", what_is_forbidden_kills),
     ("a_process_that_spawns_still_can", spawns),
+    ("a_worker_has_nothing_but_its_descriptors", worker_has_only_descriptors),
+    ("a_worker_may_only_transform_bytes", worker_calls_are_filtered),
+    ("a_worker_ends_with_the_thread_that_started_it", worker_ends_with_its_parent),
 ];
 
 fn main() -> ExitCode {
@@ -34,6 +40,11 @@ fn main() -> ExitCode {
         && verb == "prisoner"
     {
         return run_jailed_process(profile, mode, user.parse().ok(), Path::new(directory));
+    }
+    if let [_, verb, mode, user] = args.as_slice()
+        && verb == "worker"
+    {
+        return run_jailed_worker(mode, user);
     }
     let wanted = |name: &str| {
         let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
@@ -151,6 +162,56 @@ fn run_jailed_process(profile: &str, mode: &str, user: Option<u32>, directory: &
     ExitCode::SUCCESS
 }
 
+/// Enters the jail of a worker and executes commands from standard input.
+fn run_jailed_worker(mode: &str, user: &str) -> ExitCode {
+    let seccomp = if mode == "kill" { Mode::Kill } else { Mode::Off };
+    let (address_space, cpu_seconds, file_size) = (1 << 30, 600, 4096);
+    let jail = WorkerJail { seccomp, user: user.parse().ok(), address_space, cpu_seconds, file_size };
+    if let Err(error) = nacelle_jail::confine_worker(jail) {
+        println!("{}", nacelle_base::Chain(&error));
+        return ExitCode::FAILURE;
+    }
+    println!("in");
+    for line in std::io::stdin().lines() {
+        println!("{:?}", perform_in_worker(&line.unwrap()));
+    }
+    ExitCode::SUCCESS
+}
+
+/// Makes a call for which the filter may kill a worker.
+fn perform_in_worker(what: &str) -> Result<(), String> {
+    let at = i64::from(libc::AT_FDCWD);
+    match what {
+        "nothing" => Ok(()),
+        "allocate" => {
+            std::hint::black_box(vec![1u8; 64 << 20]);
+            Ok(())
+        }
+        "random" => raw_call([libc::SYS_getrandom, 0, 0, 0]),
+        "write" => raw_call([libc::SYS_write, 1, 0, 0]),
+        "open" => raw_call([libc::SYS_openat, at, 0, 0]),
+        "old-open" => raw_call([libc::SYS_open, 0, 0, 0]),
+        "stat" => raw_call([libc::SYS_newfstatat, at, 0, 0]),
+        "socket" => raw_call([libc::SYS_socket, libc::AF_INET.into(), libc::SOCK_STREAM.into(), 0]),
+        "clone" => raw_call([libc::SYS_clone, 0, 0, 0]),
+        "clone3" => raw_call([libc::SYS_clone3, 0, 0, 0]),
+        "fork" => raw_call([libc::SYS_fork, 0, 0, 0]),
+        "execve" => raw_call([libc::SYS_execve, 0, 0, 0]),
+        "kill" => raw_call([libc::SYS_kill, 1, 0, 0]),
+        "signal-other" => raw_call([libc::SYS_tgkill, 1, 1, 0]),
+        "ptrace" => raw_call([libc::SYS_ptrace, libc::PTRACE_TRACEME.into(), 0, 0]),
+        "limits" => raw_call([libc::SYS_prlimit64, 0, libc::RLIMIT_AS.into(), 0]),
+        "parent-death" => raw_call([libc::SYS_prctl, libc::PR_SET_PDEATHSIG.into(), 0, 0]),
+        "user" => raw_call([libc::SYS_setuid, 0, 0, 0]),
+        "unshare" => raw_call([libc::SYS_unshare, libc::CLONE_NEWUSER.into(), 0, 0]),
+        "ioctl" => raw_call([libc::SYS_ioctl, 0, libc::FIONREAD.try_into().unwrap(), 0]),
+        "io-uring" => raw_call([libc::SYS_io_uring_setup, 1, 0, 0]),
+        "x32" => raw_call([0x4000_0000 | libc::SYS_getpid, 0, 0, 0]),
+        "code" => raw_call([libc::SYS_mprotect, 0, 4096, libc::PROT_EXEC.into()]),
+        other => Err(format!("what is {other}?")),
+    }
+}
+
 /// Performs an action for which a filter may kill the process.
 fn perform(what: &str) -> String {
     let done = match what {
@@ -206,7 +267,7 @@ fn perform(what: &str) -> String {
 
 /// Calls the kernel with a number and three arguments.
 fn raw_call([number, first, second, third]: [i64; 4]) -> Result<(), String> {
-    // SAFETY: none of the calls above uses memory: the arguments that are addresses are null, for which the kernel returns EFAULT or
+    // SAFETY: none of the calls of the callers uses memory: the arguments that are addresses are null, for which the kernel returns EFAULT or
     // does nothing. A child of clone has a copy of this process's memory, and the filter forbids it anyway.
     let result = unsafe { libc::syscall(number, first, second, third, 0) };
     nix::errno::Errno::result(result).map(drop).map_err(|errno| errno.to_string())
@@ -518,4 +579,137 @@ fn spawns() {
     let images = jail.path("images/file");
     assert_eq!(jail.request(&format!("run {images}")).unwrap(), "Err(PermissionDenied)");
     assert!(jail.end().success());
+}
+
+/// A worker, and its streams.
+struct Worker {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Worker {
+    fn new(mode: &str, user: &str) -> Worker {
+        let inherited = fs::File::open("/dev/null").unwrap();
+        nix::fcntl::fcntl(&inherited, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["worker", mode, user])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut worker = Worker { child, input, output };
+        assert_eq!(worker.line().as_deref(), Some("in"));
+        worker
+    }
+
+    fn line(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let count = self.output.read_line(&mut line).unwrap();
+        (count > 0).then(|| line.trim_end().to_owned())
+    }
+
+    /// Returns the worker's answer; `None` if the command killed it.
+    fn request(&mut self, what: &str) -> Option<String> {
+        writeln!(self.input, "{what}").unwrap();
+        self.line()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // The process may have ended before.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn worker_has_only_descriptors() {
+    for user in ["none", "54321"] {
+        let worker = Worker::new("kill", user);
+        let pid = worker.child.id();
+        let status = fields(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap());
+        for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+            assert_eq!(status[set].trim_start_matches('0'), "", "{user} {set}");
+        }
+        assert_eq!((status["NoNewPrivs"].as_str(), status["Seccomp"].as_str()), ("1", "2"));
+        assert_eq!(status["Threads"], "1");
+        let ids = if user == "none" { ["0"; 4] } else { [user; 4] };
+        for field in ["Uid", "Gid"] {
+            assert_eq!(status[field].split_whitespace().collect::<Vec<_>>(), ids, "{user} {field}");
+        }
+        if user != "none" {
+            assert_eq!(status["Groups"], "");
+        }
+        for namespace in ["net", "ipc", "uts", "cgroup", "mnt"] {
+            let of = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/{namespace}")).unwrap();
+            assert_ne!(of(pid), of(std::process::id()), "{namespace}");
+        }
+        // The root is empty and cannot be written; there is no other mount.
+        assert_eq!(fs::read_dir(format!("/proc/{pid}/root/")).unwrap().count(), 0);
+        let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap();
+        let options = mounts.lines().next().unwrap().split(' ').nth(5).unwrap();
+        assert!(mounts.lines().count() == 1 && options.starts_with("ro,nosuid,nodev,noexec"), "{mounts}");
+        // Below two lines of titles, the only interface is the loopback of the own namespace.
+        let interfaces = fs::read_to_string(format!("/proc/{pid}/net/dev")).unwrap();
+        assert!(interfaces.lines().count() == 3 && interfaces.contains("lo:"), "{interfaces}");
+        assert_eq!(fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(), 3);
+        let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+        for (name, limit) in [
+            ("Max core file size", "0"),
+            ("Max locked memory", "0"),
+            ("Max open files", "16"),
+            ("Max address space", "1073741824"),
+            ("Max cpu time", "600"),
+            ("Max file size", "4096"),
+        ] {
+            let line = limits.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            assert_eq!(line.split_whitespace().take(2).collect::<Vec<_>>(), [limit; 2], "{name}");
+        }
+    }
+    assert_eq!(fields(&fs::read_to_string("/proc/self/status").unwrap())["Seccomp"], "0");
+    let worker = Worker::new("off", "none");
+    assert_eq!(fields(&fs::read_to_string(format!("/proc/{}/status", worker.child.id())).unwrap())["Seccomp"], "0");
+}
+
+fn worker_calls_are_filtered() {
+    let forbidden = [
+        "open",
+        "old-open",
+        "stat",
+        "socket",
+        "clone",
+        "clone3",
+        "fork",
+        "execve",
+        "kill",
+        "signal-other",
+        "ptrace",
+        "limits",
+        "parent-death",
+        "user",
+        "unshare",
+        "ioctl",
+        "io-uring",
+        "x32",
+        "code",
+    ];
+    for what in forbidden {
+        let mut worker = Worker::new("kill", "none");
+        assert_eq!(worker.request(what), None, "{what}");
+        assert_eq!(worker.child.wait().unwrap().signal(), Some(libc::SIGSYS), "{what}");
+    }
+    let mut worker = Worker::new("kill", "none");
+    for what in ["nothing", "allocate", "random", "write"] {
+        assert!(worker.request(what).unwrap().contains("Ok("), "{what}");
+    }
+}
+
+fn worker_ends_with_its_parent() {
+    // The parent of a process, for the signal, is the thread that has started it.
+    let mut worker = std::thread::spawn(|| Worker::new("kill", "none")).join().unwrap();
+    assert_eq!(worker.line(), None);
+    assert_eq!(worker.child.wait().unwrap().signal(), Some(libc::SIGKILL));
 }
