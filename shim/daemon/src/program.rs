@@ -12,6 +12,8 @@ use tracing_subscriber::prelude::*;
 const POD_PROGRAM: &str = "nacelle-pod";
 /// The keeper, which runs the VM of a machine pod, in the same directory.
 const KEEPER_PROGRAM: &str = "nacelle-keeper";
+/// The workers that decode layers of images, in the same directory.
+const UNPACK_PROGRAM: &str = "nacelle-unpack";
 /// The agent, the same as in the guests' initramfs, in the same directory.
 const AGENT_PROGRAM: &str = "nacelle-agent";
 
@@ -76,6 +78,11 @@ pub fn agent_program() -> std::io::Result<PathBuf> {
 /// Returns the path of the keeper's program.
 pub fn keeper_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(KEEPER_PROGRAM))
+}
+
+/// Returns the path of the program that decodes layers of images.
+pub fn unpack_program() -> std::io::Result<PathBuf> {
+    Ok(std::env::current_exe()?.with_file_name(UNPACK_PROGRAM))
 }
 
 /// Returns the path of the program of pod processes.

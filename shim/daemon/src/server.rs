@@ -54,6 +54,8 @@ pub struct DaemonSetup {
     pub pods: Arc<dyn Pods>,
     /// The networks.
     pub networks: Arc<dyn Networks>,
+    /// The program that decodes layers of images.
+    pub unpack: PathBuf,
     /// Observes each commit of the state store.
     pub observer: Option<CommitObserver>,
     /// The events of pods and containers.
@@ -125,7 +127,7 @@ impl Classify for ServeError {
 
 /// Opens the stores and recovers the node's pods.
 pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
-    let DaemonSetup { config, engine, pods, networks, observer, events } = setup;
+    let DaemonSetup { config, engine, pods, networks, unpack, observer, events } = setup;
     let opened_config = config.clone();
     let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
         let paths = &opened_config.paths;
@@ -141,7 +143,7 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
             // Jailed processes write in some of the directories: their files must not prevent the daemon from serving.
             tracing::warn!(error = %Chain(&error), "cannot remove all temporary files of killed processes");
         }
-        let images = open_images(&opened_config)?;
+        let images = open_images(&opened_config, &unpack)?;
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
         Ok((store, contents, images, vms, locks))
     });
@@ -196,10 +198,10 @@ async fn retry_owed_deletes(node: Node) {
 }
 
 /// Opens the image store. A killed daemon or a command may hold its lock for a moment longer.
-fn open_images(config: &Config) -> Result<nacelle_image::ImageStore, ImageError> {
+fn open_images(config: &Config, unpack: &Path) -> Result<nacelle_image::ImageStore, ImageError> {
     let deadline = Instant::now() + LOCK_LIMIT;
     loop {
-        match nacelle_image::ImageStore::open(&config.paths.images(), config.image_options()) {
+        match nacelle_image::ImageStore::open(&config.paths.images(), config.image_options(unpack)) {
             Err(ImageError::Locked { .. }) if Instant::now() < deadline => std::thread::sleep(LOCK_PAUSE),
             other => return other,
         }

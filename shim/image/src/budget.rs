@@ -1,10 +1,13 @@
 //! Bounds the cost of an image before it is spent: memory is charged before it is allocated, steps are counted before they are
-//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`MemoryPool`].
+//! made, and both fail once the caller has cancelled. All pulls and loads of a store share one [`MemoryPool`]. A worker takes its memory
+//! from the daemon, which charges it to a budget of its own.
 //!
 //! A budget that finds the pool empty waits on its blocking thread for others to end, for a bounded time: budgets that wait for
 //! each other end with the first of them whose wait times out.
 
 use nacelle_base::{Classify, FailureKind};
+use serde::{Deserialize, Serialize};
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,14 +17,14 @@ const MAX_WAIT: Duration = Duration::from_secs(30);
 /// How often a budget that waits checks whether its caller has cancelled.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Bytes that a budget takes from the pool at a time.
-const RESERVATION_STEP: u64 = 1 << 20;
+pub const RESERVATION_STEP: u64 = 1 << 20;
 /// Steps that any image may take, even one without entries.
 const BASE_STEPS: u64 = 1_000_000;
 /// Steps for each byte of the layers' indexes. A path of n parts has at least 2n bytes there and is walked at most twice.
 const STEPS_PER_BYTE: u64 = 8;
 
 /// Reasons that work on an image ends early.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum BudgetError {
     /// The image alone needs too much memory.
     #[error(
@@ -102,6 +105,15 @@ impl Drop for CancelOnDrop {
     }
 }
 
+/// The source of a budget's memory.
+pub trait MemorySource: Debug + Send + Sync {
+    /// Takes bytes. Blocks until they are free.
+    fn reserve(&self, bytes: u64, cancel: &Cancel) -> Result<(), BudgetError>;
+
+    /// Returns bytes that are free again. Returns false if the budget must keep them.
+    fn release(&self, bytes: u64) -> bool;
+}
+
 /// The memory of all pulls and loads of a store together.
 #[derive(Debug)]
 pub struct MemoryPool {
@@ -122,7 +134,15 @@ impl MemoryPool {
         Arc::new(MemoryPool { limit, wait, free: Mutex::new(limit), released: Condvar::new() })
     }
 
-    /// Takes bytes from the pool. Blocks until they are free, up to the pool's time limit.
+    /// The bytes that no budget holds.
+    #[cfg(test)]
+    pub fn free(&self) -> u64 {
+        *self.free.lock().unwrap()
+    }
+}
+
+impl MemorySource for MemoryPool {
+    /// Blocks up to the pool's time limit.
     fn reserve(&self, bytes: u64, cancel: &Cancel) -> Result<(), BudgetError> {
         let since = Instant::now();
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,29 +161,24 @@ impl MemoryPool {
         }
     }
 
-    fn release(&self, bytes: u64) {
+    fn release(&self, bytes: u64) -> bool {
         *self.free.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
         self.released.notify_all();
-    }
-
-    /// The bytes that no budget holds.
-    #[cfg(test)]
-    pub fn free(&self) -> u64 {
-        *self.free.lock().unwrap()
+        true
     }
 }
 
 /// The memory and steps of one layer, or of one image. Dropping it returns its memory to the pool.
 #[derive(Debug)]
 pub struct Budget {
-    pool: Arc<MemoryPool>,
+    source: Arc<dyn MemorySource>,
     cancel: Cancel,
     limit: u64,
     /// The bytes that are charged.
     used: u64,
     /// The maximum of `used` so far.
     peak: u64,
-    /// The bytes taken from the pool, at least `used`.
+    /// The bytes taken from the source, at least `used`.
     reserved: u64,
     steps: u64,
     steps_limit: u64,
@@ -173,24 +188,28 @@ impl Budget {
     /// Returns the budget of a layer: a quarter of the pool. Steps are not limited, because the number of entries is bounded
     /// elsewhere.
     pub fn layer(pool: &Arc<MemoryPool>, cancel: &Cancel) -> Budget {
-        Budget::new(pool, cancel, pool.limit / 4, u64::MAX)
+        Budget::new(Arc::clone(pool) as _, cancel, pool.limit / 4, u64::MAX)
     }
 
     /// Returns the budget of an image, whose layers have `indexes` bytes of indexes: seven eighths of the pool. An image that
     /// needs more fails by itself and does not wait for memory that its own archive or pull holds.
     pub fn image(pool: &Arc<MemoryPool>, cancel: &Cancel, indexes: u64) -> Budget {
         let steps = BASE_STEPS.saturating_add(indexes.saturating_mul(STEPS_PER_BYTE));
-        Budget::new(pool, cancel, pool.limit / 8 * 7, steps)
+        Budget::new(Arc::clone(pool) as _, cancel, pool.limit / 8 * 7, steps)
     }
 
     /// Returns the budget of the names in an archive of images: an eighth of the pool, the part that its images cannot use.
     pub fn archive(pool: &Arc<MemoryPool>, cancel: &Cancel) -> Budget {
-        Budget::new(pool, cancel, pool.limit / 8, u64::MAX)
+        Budget::new(Arc::clone(pool) as _, cancel, pool.limit / 8, u64::MAX)
     }
 
-    fn new(pool: &Arc<MemoryPool>, cancel: &Cancel, limit: u64, steps_limit: u64) -> Budget {
-        let (pool, cancel) = (Arc::clone(pool), cancel.clone());
-        Budget { pool, cancel, limit, used: 0, peak: 0, reserved: 0, steps: 0, steps_limit }
+    /// Returns the budget of a worker. The daemon, which is the source, limits the memory.
+    pub fn worker(source: Arc<dyn MemorySource>, steps_limit: u64) -> Budget {
+        Budget::new(source, &Cancel::default(), u64::MAX, steps_limit)
+    }
+
+    fn new(source: Arc<dyn MemorySource>, cancel: &Cancel, limit: u64, steps_limit: u64) -> Budget {
+        Budget { source, cancel: cancel.clone(), limit, used: 0, peak: 0, reserved: 0, steps: 0, steps_limit }
     }
 
     /// Charges bytes that are about to be allocated.
@@ -201,7 +220,7 @@ impl Budget {
         }
         if used > self.reserved {
             let more = (used - self.reserved).next_multiple_of(RESERVATION_STEP).min(self.limit - self.reserved);
-            self.pool.reserve(more, &self.cancel)?;
+            self.source.reserve(more, &self.cancel)?;
             self.reserved += more;
         }
         (self.used, self.peak) = (used, self.peak.max(used));
@@ -212,9 +231,8 @@ impl Budget {
     pub fn refund(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
         let spare = self.reserved - self.used.next_multiple_of(RESERVATION_STEP).min(self.reserved);
-        if spare > 0 {
+        if spare > 0 && self.source.release(spare) {
             self.reserved -= spare;
-            self.pool.release(spare);
         }
     }
 
@@ -235,6 +253,16 @@ impl Budget {
         &self.cancel
     }
 
+    /// The limit in bytes.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// The maximum number of steps.
+    pub fn steps_limit(&self) -> u64 {
+        self.steps_limit
+    }
+
     /// The number of steps counted so far.
     pub fn steps(&self) -> u64 {
         self.steps
@@ -248,7 +276,7 @@ impl Budget {
 
 impl Drop for Budget {
     fn drop(&mut self) {
-        self.pool.release(self.reserved);
+        self.source.release(self.reserved);
     }
 }
 

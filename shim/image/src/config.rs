@@ -1,6 +1,7 @@
 //! Defines the settings of an administrator for images and registries, and the credentials of one pull.
 
 use crate::ImageError;
+use nacelle_jail::Mode;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,7 +27,33 @@ pub struct ImageStoreConfig {
     pub max_unpack_memory: u64,
     /// References of images that must not be garbage-collected (`ImageRecord::pinned`), for example a pause image.
     pub pinned: Vec<String>,
+    /// The processes that decode layers.
+    pub worker: ImageWorkerConfig,
 }
+
+/// The settings of the jailed processes that decode layers. There is no store without them.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ImageWorkerConfig {
+    /// The program. By default `nacelle-unpack`, in the directory of this program.
+    pub program: PathBuf,
+    /// The user and group of the processes; `None` keeps those of this process.
+    pub user: Option<u32>,
+    /// The reaction to a system call that is not allowed.
+    pub seccomp: Mode,
+    /// How long a process may neither read nor write nor use CPU time, while its input is not waited for.
+    pub stall_timeout: Duration,
+}
+
+impl Default for ImageWorkerConfig {
+    fn default() -> Self {
+        let program = std::env::current_exe().unwrap_or_default().with_file_name(WORKER_PROGRAM);
+        ImageWorkerConfig { program, user: None, seccomp: Mode::Kill, stall_timeout: Duration::from_secs(300) }
+    }
+}
+
+/// The name of the program.
+const WORKER_PROGRAM: &str = "nacelle-unpack";
 
 impl Default for ImageStoreConfig {
     fn default() -> Self {
@@ -38,6 +65,7 @@ impl Default for ImageStoreConfig {
             max_layer_entries: 1_000_000,
             max_unpack_memory: 1 << 30,
             pinned: Vec::new(),
+            worker: ImageWorkerConfig::default(),
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::{FsInfo, ImageError};
 use nacelle_base::draft;
-use nacelle_base::files::{FileError, at, remove_if_there, write_whole};
+use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_model::digest::Digest;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -70,6 +70,24 @@ pub struct TemporaryFile {
     path: PathBuf,
     /// The file, open for writing.
     pub file: File,
+}
+
+impl TemporaryFile {
+    /// Returns the file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives the file its final name. The caller has synced its content, and syncs the directory.
+    fn rename(self, path: &Path) -> Result<(), FileError> {
+        fs::rename(&self.path, path).map_err(at("rename", path))
+    }
+}
+
+/// Syncs the names in the directory of a file.
+fn sync_directory_of(path: &Path) -> Result<(), FileError> {
+    let directory = path.parent().unwrap_or(path);
+    File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("sync", directory))
 }
 
 impl Drop for TemporaryFile {
@@ -146,7 +164,8 @@ impl StoreDirectory {
         self.root.join(kind.directory_name()).join(digest.hex() + extension)
     }
 
-    fn index_path(&self, diff_id: Digest) -> PathBuf {
+    /// Returns the path of a layer's index.
+    pub fn index_path(&self, diff_id: Digest) -> PathBuf {
         self.path((ContentKind::Layer, diff_id)).with_extension("idx")
     }
 
@@ -179,12 +198,14 @@ impl StoreDirectory {
         Ok(TemporaryFile { path, file })
     }
 
-    /// Makes a layer of its index and a blob that is synced.
-    pub fn commit_layer(&self, diff_id: Digest, blob: TemporaryFile, index: &[u8]) -> Result<(), FileError> {
+    /// Makes a layer of its blob and its index, which are synced.
+    pub fn commit_layer(&self, diff_id: Digest, blob: TemporaryFile, index: TemporaryFile) -> Result<(), FileError> {
         let path = self.path((ContentKind::Layer, diff_id));
-        fs::rename(&blob.path, &path).map_err(at("rename", &path))?;
-        let kept = write_whole(&self.index_path(diff_id), index);
+        // A blob without index is not a layer, so the index comes last.
+        let renamed = blob.rename(&path).and_then(|()| index.rename(&self.index_path(diff_id)));
+        let kept = renamed.and_then(|()| sync_directory_of(&path));
         if kept.is_err() {
+            remove_if_there(&self.index_path(diff_id))?;
             remove_if_there(&path)?;
         }
         // Kept until an image uses it.
@@ -192,17 +213,24 @@ impl StoreDirectory {
         kept
     }
 
-    /// Returns the length of a layer's index in bytes.
-    pub fn index_length(&self, diff_id: Digest) -> Result<u64, FileError> {
-        let path = self.index_path(diff_id);
-        Ok(fs::metadata(&path).map_err(at("read", &path))?.len())
+    /// Makes a file the metadata of an image.
+    pub fn commit_tree(&self, tree: Digest, metadata: TemporaryFile) -> Result<(), FileError> {
+        let path = self.path((ContentKind::Tree, tree));
+        metadata.file.sync_all().map_err(at("sync", &metadata.path))?;
+        metadata.rename(&path)?;
+        sync_directory_of(&path)
     }
 
-    /// Returns a layer's index, as `LayerIndex` reads it, and its path.
-    pub fn read_index(&self, diff_id: Digest) -> Result<(Vec<u8>, PathBuf), FileError> {
+    /// Returns the lengths in bytes of a layer's index and blob.
+    pub fn layer_lengths(&self, diff_id: Digest) -> Result<(u64, u64), FileError> {
+        let length = |path: &Path| Ok(fs::metadata(path).map_err(at("read", path))?.len());
+        Ok((length(&self.index_path(diff_id))?, length(&self.path((ContentKind::Layer, diff_id)))?))
+    }
+
+    /// Opens a layer's index, and returns its path too.
+    pub fn open_index(&self, diff_id: Digest) -> Result<(File, PathBuf), FileError> {
         let path = self.index_path(diff_id);
-        let bytes = fs::read(&path).map_err(at("read", &path))?;
-        Ok((bytes, path))
+        Ok((File::open(&path).map_err(at("open", &path))?, path))
     }
 
     /// Opens a partial download, and returns its length.

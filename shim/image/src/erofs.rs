@@ -8,6 +8,7 @@ use crate::layer::BLOCK;
 use crate::layer::index::{DeviceNumber, FileData};
 use crate::tree::{Ino, Inode, InodeContent, MergedTree};
 use nacelle_model::digest::Digest;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 const BLOCK_SIZE: usize = BLOCK as usize;
@@ -21,7 +22,7 @@ const INCOMPAT_CHUNKED: u32 = 4;
 const INCOMPAT_DEVICES: u32 = 8;
 const HOLE: u32 = u32::MAX;
 /// The maximum size of the metadata in bytes.
-const MAX_METADATA: usize = 512 << 20;
+pub const MAX_METADATA: usize = 512 << 20;
 /// The alignment of inodes in bytes; an inode's number is its offset in this unit.
 const INODE_UNIT: usize = 32;
 const INODE_SIZE: usize = 64;
@@ -43,7 +44,7 @@ pub struct LayerBlob {
 }
 
 /// Reasons that a tree cannot be written.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum ErofsError {
     /// Metadata and blobs have more than 2^32 blocks.
     #[error("the image is larger than 16 TiB")]

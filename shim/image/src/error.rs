@@ -7,6 +7,7 @@ use crate::layer::ingest::LayerError;
 use crate::layer::tar::TarError;
 use crate::manifest::ManifestError;
 use crate::tree::TreeError;
+use crate::worker::WorkerError;
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, FailureKind};
@@ -200,6 +201,12 @@ pub enum ImageError {
     /// The file system cannot be written.
     #[error("cannot write the EROFS metadata of the image")]
     Erofs(#[from] ErofsError),
+    /// The worker got incomplete indexes, or cannot write.
+    #[error("the image worker cannot read the indexes of the layers or write the metadata of the image")]
+    MergeStream(#[source] std::io::Error),
+    /// A worker did not do its job.
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
     /// A layer's index on disk is damaged.
     #[error("{path} is damaged", path = path.display())]
     Index {
@@ -265,6 +272,8 @@ impl Classify for ImageError {
             E::ArchiveBudget { source, .. } => source.kind(),
             E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => FailureKind::Invalid,
             E::UnpackMemory { .. } => FailureKind::Invalid,
+            E::MergeStream(source) => FailureKind::from(source.kind()),
+            E::Worker(source) => source.kind(),
             E::NotFound { .. } => FailureKind::NotFound,
             E::File(error) => error.kind(),
             E::SharedPull(error) => error.kind(),
@@ -293,11 +302,12 @@ impl Classify for ImageError {
 }
 
 impl ImageError {
-    /// Returns whether the work exceeds its budget, in contrast to a full disk.
+    /// Returns whether the work exceeds its budget or a worker was killed, in contrast to a full disk.
     pub(crate) fn is_over_budget(&self) -> bool {
         use ImageError as E;
         match self {
-            E::Layer { source: LayerError::Budget(_), .. } | E::ArchiveBudget { .. } => true,
+            E::Layer { source: LayerError::Budget(_) | LayerError::Worker(_), .. } | E::ArchiveBudget { .. } => true,
+            E::Worker(_) => true,
             E::Tree(TreeError::Budget(_)) | E::Erofs(ErofsError::Budget(_)) => true,
             E::SharedPull(error) => error.is_over_budget(),
             _ => false,
@@ -311,5 +321,6 @@ fn layer_kind(error: &LayerError) -> FailureKind {
         LayerError::Decompress(_) | LayerError::Tar(_) | LayerError::Entry { .. } => FailureKind::Invalid,
         LayerError::TooLarge { .. } => FailureKind::Exhausted,
         LayerError::Budget(error) => error.kind(),
+        LayerError::Worker(error) => error.kind(),
     }
 }

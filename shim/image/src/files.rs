@@ -2,12 +2,12 @@
 //! kernel). Everything here blocks.
 
 use crate::ImageError;
-use crate::budget::{BudgetError, Cancel};
+use crate::budget::Cancel;
 use crate::directory::ContentKind;
 use crate::install::StoreState;
 use crate::layer::BLOCK;
 use crate::layer::index::FileData;
-use crate::tree::{Inode, InodeContent};
+use crate::worker::FoundFile;
 use nacelle_base::files::at;
 use nacelle_model::digest::ImageId;
 use std::fs::File;
@@ -47,17 +47,14 @@ impl StoreState {
     ) -> Result<Option<Vec<ImageFile>>, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-        let (mut tree, _, mut budget) = self.merge_layers(&stored.layers, cancel)?;
-        let over = |source: BudgetError| ImageError::Tree(source.into());
-        let Some(found) = tree.list_directory(directory, &mut budget).map_err(over)? else { return Ok(None) };
-        let file = |(name, inode): (&[u8], &Inode)| {
-            let InodeContent::File { layer, data } = &inode.body else { return None };
-            let blob = self.directory.path((ContentKind::Layer, *stored.layers.get(*layer)?));
-            let (size, extent_start) = match data {
-                FileData::Flat { size, block } => (*size, Some((blob, u64::from(*block) * BLOCK))),
-                FileData::Chunks { size, .. } => (*size, None),
+        let Some(found) = self.find_files(&stored.layers, directory, None, cancel)? else { return Ok(None) };
+        let file = |found: FoundFile| {
+            let blob = self.directory.path((ContentKind::Layer, *stored.layers.get(found.layer)?));
+            let (size, extent_start) = match found.data {
+                FileData::Flat { size, block } => (size, Some((blob, u64::from(block) * BLOCK))),
+                FileData::Chunks { size, .. } => (size, None),
             };
-            Some(ImageFile { name: String::from_utf8(name.to_vec()).ok()?, size, extent_start })
+            Some(ImageFile { name: found.name, size, extent_start })
         };
         Ok(Some(found.into_iter().filter_map(file).collect()))
     }
@@ -73,26 +70,18 @@ impl StoreState {
     ) -> Result<CopyOutcome, ImageError> {
         let stored = self.published.images().get(&id).cloned();
         let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
-        let (mut tree, _, mut budget) = self.merge_layers(&stored.layers, cancel)?;
-        let over = |source: BudgetError| ImageError::Tree(source.into());
         let (directory, name) = path.rsplit_once('/').unwrap_or(("", path));
-        let found = tree
-            .list_directory(directory, &mut budget)
-            .map_err(over)?
-            .unwrap_or_default()
-            .into_iter()
-            .find(|(found, _)| *found == name.as_bytes());
-        let Some(InodeContent::File { layer, data }) = found.map(|(_, inode)| &inode.body) else {
-            return Ok(CopyOutcome::Missing);
-        };
+        let found = self.find_files(&stored.layers, directory, Some(name), cancel)?;
+        let found = found.unwrap_or_default().into_iter().find(|found| found.name == name);
+        let Some(FoundFile { layer, data, .. }) = found else { return Ok(CopyOutcome::Missing) };
         let (FileData::Flat { size, .. } | FileData::Chunks { size, .. }) = data;
-        if *size > most {
-            return Ok(CopyOutcome::TooLarge(*size));
+        if size > most {
+            return Ok(CopyOutcome::TooLarge(size));
         }
-        let Some(diff_id) = stored.layers.get(*layer) else { return Ok(CopyOutcome::Missing) };
+        let Some(diff_id) = stored.layers.get(layer) else { return Ok(CopyOutcome::Missing) };
         let blob = self.directory.path((ContentKind::Layer, *diff_id));
-        let copied = File::open(&blob).and_then(|mut from| copy(&mut from, data, to));
-        copied.map(|()| CopyOutcome::All(*size)).map_err(at("copy a file out of", &blob)).map_err(ImageError::from)
+        let copied = File::open(&blob).and_then(|mut from| copy(&mut from, &data, to));
+        copied.map(|()| CopyOutcome::All(size)).map_err(at("copy a file out of", &blob)).map_err(ImageError::from)
     }
 }
 

@@ -1,20 +1,18 @@
 //! Installs an image in the store from its parts, whatever source the parts come from.
 //!
-//! One blocking thread works on a layer (and the one that `ingest` adds). The number of layers at a time and the memory of all of
-//! them are bounded over the whole store. Dropping a future stops its downloads and cancels its threads, which keep their locks
-//! until they have ended.
+//! One blocking thread works on a layer, with the workers and threads that `worker::unpack` adds. The number of layers at a time and the
+//! memory of all of them are bounded over the whole store. Dropping a future stops its downloads and cancels its threads, which keep
+//! their locks until they and their workers have ended.
 
-use crate::budget::{Budget, BudgetError, Cancel, MemoryPool};
+use crate::budget::{Budget, Cancel, MemoryPool};
 use crate::catalogue::{ImageCatalogue, Images, PublishedImages, StoredImage, assign_tag, find_image, remove_image};
 use crate::directory::{ContentKind, Pin, StoreDirectory, delete_files};
-use crate::erofs::{self, LayerBlob};
-use crate::layer::index::LayerIndex;
-use crate::layer::ingest::{LayerError, LayerLimits, ingest_layer};
+use crate::layer::ingest::{LayerError, LayerLimits};
 use crate::manifest::Descriptor;
 use crate::origins::{self, LayerOrigin};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
-use crate::tree::MergedTree;
+use crate::worker::{Launch, UnpackTarget, unpack_layer};
 use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
@@ -30,9 +28,6 @@ use tokio::sync::mpsc::Receiver;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
-
-/// The maximum size in bytes of all indexes of an image, which are read one after the other.
-const MAX_INDEXES: u64 = 512 << 20;
 
 /// The maximum number of pieces of a download that wait for the unpacking thread.
 const MAX_PIECES_IN_TRANSIT: usize = 16;
@@ -64,9 +59,6 @@ pub enum LayerSource {
     /// A stream from an archive, and the digest of its content if the archive has one.
     Archive(Box<dyn Read + Send>, Option<Digest>),
 }
-
-/// The digest that names the metadata, the length of the metadata, and the blobs that follow them with their lengths.
-type BuiltTree = (Digest, u64, Vec<(Digest, u64)>);
 
 /// The names that an image gets.
 #[derive(Clone, Debug, Default)]
@@ -347,25 +339,27 @@ impl StoreState {
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
         let limits = LayerLimits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
-        let blob = self.directory.create_temporary()?;
+        let (blob, index) = (self.directory.create_temporary()?, self.directory.create_temporary()?);
+        let target = UnpackTarget { blob: &blob.file, index: &index.file };
         let name = digest.unwrap_or(diff_id);
         let mut budget = Budget::layer(&self.pool, cancel);
-        let ingested = ingest_layer(stream, &blob.file, limits, &mut budget);
-        tracing::debug!(layer = %name, bytes = budget.peak(), entries = budget.steps(), "unpacked a layer");
-        let ingested = ingested.map_err(|source| ImageError::Layer { digest: name, source })?;
-        if digest.is_some_and(|digest| digest != ingested.digest) {
-            return Err(ImageError::Digest { what: format!("layer {name}"), got: ingested.digest });
+        let launch = Launch::Process(&self.config.worker);
+        let unpacked = unpack_layer(launch, stream, target, limits, &mut budget);
+        let unpacked = unpacked.map_err(|source| ImageError::Layer { digest: name, source })?;
+        tracing::debug!(layer = %name, bytes = budget.peak(), entries = unpacked.entries, "unpacked a layer");
+        if digest.is_some_and(|digest| digest != unpacked.digest) {
+            return Err(ImageError::Digest { what: format!("layer {name}"), got: unpacked.digest });
         }
-        if ingested.diff_id != diff_id {
+        if unpacked.diff_id != diff_id {
             return Err(ImageError::Digest {
                 what: format!("the content {diff_id} of layer {name}"),
-                got: ingested.diff_id,
+                got: unpacked.diff_id,
             });
         }
         if self.directory.has_layer(diff_id) {
             return Ok(()); // It was downloaded to prove that the registry has it.
         }
-        Ok(self.directory.commit_layer(diff_id, blob, &ingested.index)?)
+        Ok(self.directory.commit_layer(diff_id, blob, index)?)
     }
 
     /// Writes the tree, the configuration and the entry in the list. Blocks.
@@ -404,49 +398,6 @@ impl StoreState {
             names.assign(images, &id);
         })?;
         Ok(id)
-    }
-
-    /// Returns the metadata of these layers, and writes them unless another image has the same. Blocks.
-    fn build_tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
-        let tree = tree_name(diff_ids);
-        if let Some(same) = self.published.images().values().find(|stored| stored.tree == tree) {
-            return Ok((tree, same.tree_length, same.blobs.clone()));
-        }
-        let (merged, blobs, mut budget) = self.merge_layers(diff_ids, cancel)?;
-        let metadata = erofs::write_erofs(&merged, &blobs, &mut budget)?;
-        tracing::debug!(tree = %tree, bytes = budget.peak(), steps = budget.steps(), "merged the layers of an image");
-        write_whole(&self.directory.path((ContentKind::Tree, tree)), &metadata.bytes)?;
-        let used = metadata.used.iter().filter_map(|layer| blobs.get(*layer)).map(|blob| (blob.diff_id, blob.length));
-        Ok((tree, metadata.bytes.len() as u64, used.collect()))
-    }
-
-    /// Merges these layers. Returns the tree, its blobs and the budget that the tree is charged to. Blocks.
-    pub fn merge_layers(
-        &self,
-        diff_ids: &[Digest],
-        cancel: &Cancel,
-    ) -> Result<(MergedTree, Vec<LayerBlob>, Budget), ImageError> {
-        let lengths =
-            diff_ids.iter().map(|diff_id| self.directory.index_length(*diff_id)).collect::<Result<Vec<_>, _>>()?;
-        let all = lengths.iter().sum::<u64>();
-        if all > MAX_INDEXES {
-            return Err(ImageError::TooLarge {
-                what: "the indexes of the layers together".to_owned(),
-                limit: MAX_INDEXES,
-            });
-        }
-        let mut budget = Budget::image(&self.pool, cancel, all);
-        let over = |source: BudgetError| ImageError::Tree(source.into());
-        let (mut tree, mut blobs) = (MergedTree::new(), Vec::new());
-        for (layer, (diff_id, length)) in diff_ids.iter().zip(lengths).enumerate() {
-            budget.charge(length).map_err(over)?;
-            let (bytes, path) = self.directory.read_index(*diff_id)?;
-            let index = LayerIndex::open(&bytes).map_err(|source| ImageError::Index { path, source })?;
-            tree.apply_layer(layer, &index, &mut budget)?;
-            blobs.push(LayerBlob { diff_id: *diff_id, length: index.blob_length });
-            budget.refund(length);
-        }
-        Ok((tree, blobs, budget))
     }
 
     /// Deletes what no image needs. With `in_use`, first drops the removed images that are not in it.
@@ -499,7 +450,7 @@ fn needed_content(images: &Images) -> HashSet<(ContentKind, Digest)> {
 }
 
 /// Returns the name of the metadata of these layers. The number in it changes whenever the writer's output changes.
-fn tree_name(diff_ids: &[Digest]) -> Digest {
+pub fn tree_name(diff_ids: &[Digest]) -> Digest {
     let text: String = diff_ids.iter().map(|diff_id| format!("{diff_id}\n")).collect();
     Digest::of(format!("tree 1\n{text}").as_bytes())
 }

@@ -26,18 +26,22 @@ mod install;
 mod layer;
 mod load;
 mod manifest;
+mod merge;
 mod origins;
 mod pull;
 mod reference;
 mod registry;
 mod store;
 mod tree;
+mod wire;
+mod worker;
 
 pub use artifact::{
     Artifact, ArtifactKind, Artifacts, CompressedFile, Descriptor, FileContent, TransferProgress, compress_file,
 };
-pub use config::{Auth, ImageStoreConfig, RegistryConfig};
+pub use config::{Auth, ImageStoreConfig, ImageWorkerConfig, RegistryConfig};
 pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
 pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};
+pub use worker::{WorkerError, run_worker_program};

@@ -4,6 +4,9 @@
 
 use crate::budget::{Budget, BudgetError, heap_bytes};
 use crate::layer::index::{DeviceNumber, FileAttributes, FileData, IndexError, LayerEntry, LayerEntryKind, LayerIndex};
+use crate::wire;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -67,7 +70,7 @@ pub enum InodeContent {
 }
 
 /// Reasons that layers cannot be merged.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum TreeError {
     /// An entry conflicts with the layers below it.
     #[error("entry {path:?} of layer {layer} cannot be applied: {why}")]
@@ -75,9 +78,11 @@ pub enum TreeError {
         /// The layer, counted from the lowest, which is 1.
         layer: usize,
         /// The path of the entry.
+        #[serde(deserialize_with = "wire::string")]
         path: String,
         /// The rule that the entry violates.
-        why: &'static str,
+        #[serde(deserialize_with = "wire::text")]
+        why: Cow<'static, str>,
     },
     /// The index of a layer is damaged.
     #[error("the index of layer {layer} is damaged")]
@@ -125,7 +130,7 @@ impl MergedTree {
         let fail = |path: &[u8], error| match error {
             ApplyError::Rule(why) => {
                 let path = String::from_utf8_lossy(path).chars().take(300).collect();
-                TreeError::Entry { layer: layer + 1, path, why }
+                TreeError::Entry { layer: layer + 1, path, why: why.into() }
             }
             ApplyError::Budget(error) => error.into(),
         };

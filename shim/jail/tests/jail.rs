@@ -631,7 +631,7 @@ fn worker_has_only_descriptors() {
         let worker = Worker::new("kill", user);
         let pid = worker.child.id();
         let status = fields(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap());
-        for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
             assert_eq!(status[set].trim_start_matches('0'), "", "{user} {set}");
         }
         assert_eq!((status["NoNewPrivs"].as_str(), status["Seccomp"].as_str()), ("1", "2"));

@@ -26,6 +26,7 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
         check_kernel(),
         check_pod_program(),
         check_pod_users(&config.jail),
+        check_unpack_program(),
         check_kvm(&verdict, &handlers),
         check_vhost_net(Path::new(VHOST_NET), &verdict),
     ];
@@ -114,6 +115,18 @@ fn find_overlap<'a>(text: &'a str, is_range: bool, range: &RangeInclusive<u32>) 
             first <= u64::from(*range.end()) && first.saturating_add(count) > u64::from(*range.start())
         })
     })
+}
+
+/// Checks the binary that decodes layers of images.
+fn check_unpack_program() -> Finding {
+    let missing = |problem: String| {
+        finding(Severity::Fail, "images", format!("{problem}; install nacelle-unpack beside nacelle"))
+    };
+    match crate::program::unpack_program() {
+        Ok(path) if path.is_file() => finding(Severity::Ok, "images", path.display().to_string()),
+        Ok(path) => missing(format!("{} does not exist", path.display())),
+        Err(error) => missing(format!("cannot find the path of this program: {error}")),
+    }
 }
 
 /// Checks KVM, and whether a handler needs more of it than it provides.

@@ -84,7 +84,8 @@ async fn run_through_daemon(channel: Channel, command: ImageCommand) -> anyhow::
 }
 
 async fn run_in_store(config: &Config, command: ImageCommand) -> anyhow::Result<()> {
-    let (directory, options) = (config.paths.images(), config.image_options());
+    let unpack = crate::program::unpack_program().context("cannot find the path of this program")?;
+    let (directory, options) = (config.paths.images(), config.image_options(&unpack));
     let store = run_blocking("open the image store", move || {
         std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
         anyhow::Ok(ImageStore::open(&directory, options)?)

@@ -41,12 +41,15 @@ pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Resul
     tracing::info!(engine = %engine.fitting, "{verdict}");
     let exe =
         program::pod_program().context("cannot find the path of this program, in whose directory nacelle-pod is")?;
+    let unpack = program::unpack_program()
+        .context("cannot find the path of this program, in whose directory nacelle-unpack is")?;
     let networks = Arc::new(nacelle_net::NodeNetworks::new(config.network_options()));
     let setup = DaemonSetup {
         config,
         engine,
         pods: Arc::new(Processes { exe }),
         networks,
+        unpack,
         observer: None,
         events: Events::default(),
     };

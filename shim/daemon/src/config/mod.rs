@@ -34,7 +34,7 @@ pub struct Config {
     pub paths: PathSettings,
     /// Limits and defaults of pods.
     pub sandbox: SandboxSettings,
-    /// Restrictions of pod processes.
+    /// Restrictions of pod processes and image workers.
     pub jail: JailSettings,
     /// CNI.
     pub network: NetworkSettings,
@@ -122,7 +122,7 @@ pub enum CgroupDriver {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JailSettings {
-    /// The action for a system call outside of a thread's list: "kill", "log" or "off".
+    /// The action for a system call outside of a thread's or worker's list: "kill", "log" or "off".
     pub seccomp: Seccomp,
     /// The first user id, and group id, of the range from which each pod process of a VM gets one of its own.
     pub first_user: u32,
@@ -471,8 +471,8 @@ impl Config {
         self.handlers.get_key_value(name).map(|(name, handler)| (name.as_str(), handler))
     }
 
-    /// Returns the options of the image store.
-    pub fn image_options(&self) -> nacelle_image::ImageStoreConfig {
+    /// Returns the options of the image store. `unpack` is the program that decodes layers.
+    pub fn image_options(&self, unpack: &Path) -> nacelle_image::ImageStoreConfig {
         let images = &self.images;
         let registry = |registry: &RegistrySettings| nacelle_image::RegistryConfig {
             http: registry.http,
@@ -488,6 +488,11 @@ impl Config {
             max_layer_entries: images.max_layer_entries,
             max_unpack_memory: images.max_unpack_memory,
             pinned: images.pinned.clone(),
+            worker: nacelle_image::ImageWorkerConfig {
+                program: unpack.to_owned(),
+                seccomp: self.jail.seccomp,
+                ..nacelle_image::ImageWorkerConfig::default()
+            },
         }
     }
 

@@ -76,7 +76,8 @@ pub fn load(world: &World) {
     let config = world.config();
     fs::create_dir_all(config.paths.images()).unwrap();
     world.run(async {
-        let store = nacelle_image::ImageStore::open(&config.paths.images(), config.image_options()).unwrap();
+        let options = config.image_options(env!("CARGO_BIN_EXE_nacelle-unpack").as_ref());
+        let store = nacelle_image::ImageStore::open(&config.paths.images(), options).unwrap();
         store.load(&layout, None).await.unwrap();
     });
 }

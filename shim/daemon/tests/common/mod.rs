@@ -281,6 +281,7 @@ impl World {
             },
             pods: Arc::clone(&self.pods) as _,
             networks: Arc::clone(&self.networks) as _,
+            unpack: env!("CARGO_BIN_EXE_nacelle-unpack").into(),
             observer,
             events,
         };

@@ -4,7 +4,10 @@
 
 use super::{BLOCK, MAX_PATH};
 use crate::budget::{Budget, BudgetError};
+use crate::wire;
 use nacelle_model::digest::Digest;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 
 const MAGIC: &[u8; 8] = b"NACLAYR1";
 
@@ -17,6 +20,8 @@ const PADDED_NUMBER_BYTES: usize = 10;
 const HEADER_BYTES: usize = MAGIC.len() + 2 * PADDED_NUMBER_BYTES;
 /// The length in bytes of the checksum at the end.
 const CHECKSUM_BYTES: usize = 32;
+/// The length in bytes of an index without entries.
+pub const MIN_INDEX_BYTES: u64 = (HEADER_BYTES + CHECKSUM_BYTES) as u64;
 /// The least number of bytes by which the buffer of an index grows.
 const MIN_GROWTH_BYTES: usize = 64 << 10;
 
@@ -81,7 +86,7 @@ pub struct DeviceNumber {
 }
 
 /// The position of a file's data in the blob.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FileData {
     /// The data are in one piece.
     Flat {
@@ -109,10 +114,33 @@ impl FileData {
             FileData::Chunks { chunks, .. } => !chunks.is_empty(),
         }
     }
+
+    /// Checks that all of the data are in a blob of `blocks` blocks. Returns the rule that they violate.
+    pub fn check(&self, blocks: u64) -> Result<(), &'static str> {
+        match self {
+            FileData::Flat { size, block } if u64::from(*block) + size.div_ceil(BLOCK) > blocks => {
+                Err("its data are not in the blob")
+            }
+            FileData::Flat { .. } => Ok(()),
+            FileData::Chunks { size, bits, chunks } => {
+                let chunk =
+                    BLOCK.checked_shl(u32::from(*bits)).filter(|_| *bits <= 31).ok_or("its chunks are too big")?;
+                let ascending = chunks.windows(2).all(|pair| matches!(pair, [a, b] if a.0 < b.0));
+                let inside = chunks.iter().all(|&(number, block)| {
+                    u64::from(number) < size.div_ceil(chunk) && u64::from(block) + chunk / BLOCK <= blocks
+                });
+                if ascending && inside && size.div_ceil(chunk) <= MAX_FILE_CHUNKS {
+                    Ok(())
+                } else {
+                    Err("its chunks are not in the blob or not in order")
+                }
+            }
+        }
+    }
 }
 
 /// Reasons that bytes are not a valid index.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum IndexError {
     /// Another version wrote the index, or it is truncated or corrupt.
     #[error("its magic number or checksum is wrong")]
@@ -123,7 +151,8 @@ pub enum IndexError {
         /// The entry's number.
         entry: u64,
         /// The rule that the entry violates.
-        why: &'static str,
+        #[serde(deserialize_with = "wire::text")]
+        why: Cow<'static, str>,
     },
 }
 
@@ -224,7 +253,7 @@ impl Iterator for LayerEntries<'_> {
             // Bytes after the last entry make the index invalid.
             return (!std::mem::take(&mut self.reader.0).is_empty()).then_some(Err(IndexError::Damaged));
         }
-        let wrong = |why| IndexError::Entry { entry: self.at, why };
+        let wrong = |why: &'static str| IndexError::Entry { entry: self.at, why: why.into() };
         let entry = self.reader.read_entry().ok_or(wrong("it is truncated or has an unknown kind"));
         let entry = entry.and_then(|entry| check_entry(&entry, self.blocks).map_err(wrong).map(|()| entry));
         self.at += 1;
@@ -249,21 +278,7 @@ fn check_entry(entry: &LayerEntry, blocks: u64) -> Result<(), &'static str> {
         LayerEntryKind::Symlink(target) if target.is_empty() || target.len() > MAX_PATH => {
             Err("its target is empty or too long")
         }
-        LayerEntryKind::File(FileData::Flat { size, block }) if u64::from(*block) + size.div_ceil(BLOCK) > blocks => {
-            Err("its data are not in the blob")
-        }
-        LayerEntryKind::File(FileData::Chunks { size, bits, chunks }) => {
-            let chunk = BLOCK.checked_shl(u32::from(*bits)).filter(|_| *bits <= 31).ok_or("its chunks are too big")?;
-            let ascending = chunks.windows(2).all(|pair| matches!(pair, [a, b] if a.0 < b.0));
-            let inside = chunks.iter().all(|&(number, block)| {
-                u64::from(number) < size.div_ceil(chunk) && u64::from(block) + chunk / BLOCK <= blocks
-            });
-            if ascending && inside && size.div_ceil(chunk) <= MAX_FILE_CHUNKS {
-                Ok(())
-            } else {
-                Err("its chunks are not in the blob or not in order")
-            }
-        }
+        LayerEntryKind::File(data) => data.check(blocks),
         _ => Ok(()),
     }
 }

@@ -1,18 +1,36 @@
-//! Converts one layer from a tar stream to a blob with the files' data and an index with everything else. Uses nothing else of
-//! this crate but digests and the budget.
+//! Decompresses one layer and converts its tar stream to a blob with the files' data and an index with everything else. Uses nothing
+//! else of this crate but digests and the budget. In production it runs in jailed workers only (`crate::worker`).
 
+pub mod decompress;
 pub mod index;
 pub mod ingest;
 pub mod tar;
 
+use std::io::{self, Read};
+
 /// The unit of everything that a guest maps, in bytes: the block size of the EROFS and the alignment of file data.
 pub const BLOCK: u64 = 4096;
+
+/// The size in bytes of the pieces in which streams are copied and files are written.
+pub const PIECE: usize = 256 << 10;
 
 /// The maximum length in bytes of the name of one file or directory.
 pub const MAX_NAME: usize = 255;
 
 /// The maximum length in bytes of a path and of a symlink target on Linux, without the final NUL.
 pub const MAX_PATH: usize = 4095;
+
+/// Reads a stream to its end.
+pub fn drain(stream: &mut impl Read) -> io::Result<()> {
+    let mut piece = vec![0; PIECE];
+    loop {
+        match stream.read(&mut piece) {
+            Ok(0) => return Ok(()),
+            Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
+            _ => {}
+        }
+    }
+}
 
 /// Splits a path into its parts as tools do that unpack layers into a directory: `.` and empty parts are dropped, and `..`
 /// removes the part before it or has no effect at the root.

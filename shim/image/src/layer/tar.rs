@@ -1,6 +1,9 @@
 //! Reads an untrusted tar stream: ustar, GNU and pax headers, long names, and all forms of sparse files. Nothing here allocates
 //! more than the limits below, whatever the headers contain.
 
+use crate::wire;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::io::{self, Read};
 
 /// The maximum size in bytes of one pax header or long name.
@@ -16,7 +19,7 @@ const MAX_XATTRS: usize = 128;
 const BLOCK: u64 = 512;
 
 /// Reasons that a stream is not a supported tar archive.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TarError {
     /// The stream failed or ended inside an entry.
     #[error("cannot read the archive at byte {at}")]
@@ -24,6 +27,7 @@ pub enum TarError {
         /// The offset in the stream.
         at: u64,
         /// The reason.
+        #[serde(with = "wire::io_error")]
         source: io::Error,
     },
     /// A header violates a rule.
@@ -32,7 +36,8 @@ pub enum TarError {
         /// The offset in the stream.
         at: u64,
         /// The rule that the header violates.
-        why: &'static str,
+        #[serde(deserialize_with = "wire::text")]
+        why: Cow<'static, str>,
     },
 }
 
@@ -146,7 +151,7 @@ impl<R: Read> TarReader<R> {
     }
 
     fn header_error(&self, why: &'static str) -> TarError {
-        TarError::Header { at: self.at, why }
+        TarError::Header { at: self.at, why: why.into() }
     }
 
     fn begin_data(&mut self, size: u64) {

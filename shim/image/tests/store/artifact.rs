@@ -41,7 +41,7 @@ async fn an_artifact_goes_to_a_registry_and_comes_back() {
     let registry = Registry::start(true, true);
     let (host, directory) = (registry.host(), tempfile::tempdir().unwrap());
     let special = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
-    let config = ImageStoreConfig { registries: [(host.clone(), special)].into(), ..ImageStoreConfig::default() };
+    let config = ImageStoreConfig { registries: [(host.clone(), special)].into(), ..crate::common::store_config() };
     let store = ImageStore::open(&directory.path().join("store"), config).unwrap();
     let auth = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
     let at = |tag: &str| store.artifacts(&format!("{host}/a/b:{tag}"), Some(auth.clone()), false).unwrap();
@@ -106,7 +106,7 @@ fn strict(blobs: &AtomicUsize, asked: &Asked) -> Reply {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
     let directory = tempfile::tempdir().unwrap();
-    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), crate::common::store_config()).unwrap();
     let file = packed(directory.path(), "file", &noise(1 << 20));
     let blobs = AtomicUsize::new(0);
     let server = Server::start(move |asked| strict(&blobs, asked));
@@ -129,7 +129,7 @@ async fn what_is_sent_has_the_right_token_and_is_sent_again_when_that_broke() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_registry_that_leads_astray_is_left() {
     let directory = tempfile::tempdir().unwrap();
-    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), crate::common::store_config()).unwrap();
     let file = packed(directory.path(), "file", b"content");
     for (post, put, kind) in [
         (Reply::status(202), 201, FailureKind::Unavailable),

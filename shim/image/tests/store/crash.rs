@@ -1,7 +1,7 @@
 //! Tests that a store survives `kill -9` at any point of a pull.
 
 use crate::common::server::{Server, honest};
-use crate::common::{Packing, Tar, image, reopen};
+use crate::common::{Packing, Tar, image, reopen, store_config};
 use nacelle_image::{ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
 use std::path::Path;
@@ -14,10 +14,7 @@ const HOST: &str = "NACELLE_TEST_CRASH_HOST";
 
 fn open(directory: &Path, host: &str) -> ImageStore {
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    reopen(
-        directory,
-        &ImageStoreConfig { registries: [(host.to_owned(), special)].into(), ..ImageStoreConfig::default() },
-    )
+    reopen(directory, &ImageStoreConfig { registries: [(host.to_owned(), special)].into(), ..store_config() })
 }
 
 fn name(host: &str) -> Reference {

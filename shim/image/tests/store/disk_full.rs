@@ -1,7 +1,7 @@
 //! Tests pulls with a full disk.
 
 use crate::common::server::{Reply, Server, honest};
-use crate::common::{Image, Packing, Tar, image};
+use crate::common::{Image, Packing, Tar, image, store_config};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::path::Path;
@@ -52,7 +52,7 @@ async fn fills(image: Image, text: &str) {
         false => honest(&good, asked),
     });
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    let config = ImageStoreConfig { registries: [(server.host(), special)].into(), ..ImageStoreConfig::default() };
+    let config = ImageStoreConfig { registries: [(server.host(), special)].into(), ..store_config() };
     let store = ImageStore::open(small.0.path(), config).unwrap();
     let name = |name: &str| Reference::parse(&format!("{}/{name}:t", server.host())).unwrap();
     let error = store.pull(&name("large"), None).await.unwrap_err();
@@ -97,12 +97,7 @@ async fn a_layer_with_more_than_the_configuration_allows() {
         });
         let special = RegistryConfig { http: true, ..RegistryConfig::default() };
         let registries = [(server.host(), special)].into();
-        let config = ImageStoreConfig {
-            registries,
-            max_layer_bytes: 1 << 20,
-            max_layer_entries: 20,
-            ..ImageStoreConfig::default()
-        };
+        let config = ImageStoreConfig { registries, max_layer_bytes: 1 << 20, max_layer_entries: 20, ..store_config() };
         let directory = tempfile::tempdir().unwrap();
         let store = ImageStore::open(directory.path(), config).unwrap();
         let reference = Reference::parse(&format!("{}/x:t", server.host())).unwrap();

@@ -1,7 +1,7 @@
 //! Tests pulls from servers that break connections, send wrong data, stall, redirect in a loop and flood.
 
 use crate::common::server::{Asked, Reply, Server, honest};
-use crate::common::{Image, Packing, Tar, digest, image};
+use crate::common::{Image, Packing, Tar, digest, image, store_config};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{Auth, ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nacelle_model::digest::ImageId;
@@ -33,7 +33,7 @@ fn patient(directory: &Path, host: &str, timeout_seconds: u64) -> ImageStore {
     let config = ImageStoreConfig {
         registries: [(host.to_owned(), special)].into(),
         progress_timeout: Duration::from_secs(timeout_seconds),
-        ..ImageStoreConfig::default()
+        ..store_config()
     };
     ImageStore::open(directory, config).unwrap()
 }
@@ -132,7 +132,7 @@ async fn a_pull_that_is_dropped_is_continued_by_the_next_even_after_a_restart() 
     drop(place);
     // The thread of the dropped pull releases the store by itself.
     let special = RegistryConfig { http: true, ..RegistryConfig::default() };
-    let config = ImageStoreConfig { registries: [(server.host(), special)].into(), ..ImageStoreConfig::default() };
+    let config = ImageStoreConfig { registries: [(server.host(), special)].into(), ..store_config() };
     let mut again = None;
     eventually("the store is free", || {
         again = ImageStore::open(directory.path(), config.clone()).ok();

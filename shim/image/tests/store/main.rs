@@ -10,3 +10,4 @@ mod hostile;
 mod possession;
 mod registry;
 mod rootfs;
+mod speed;

@@ -1,7 +1,7 @@
 //! Tests that a pull gives no access to stored content that its registry would not deliver to this client.
 
 use crate::common::server::{Asked, Reply, Server, honest};
-use crate::common::{Image, Packing, Tar, digest, image};
+use crate::common::{Image, Packing, Tar, digest, image, store_config};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nacelle_model::digest::ImageId;
@@ -18,7 +18,7 @@ fn serve(image: &Image) -> Server {
 
 fn open(directory: &Path, servers: &[&Server]) -> ImageStore {
     let special = |server: &&Server| (server.host(), RegistryConfig { http: true, ..RegistryConfig::default() });
-    let config = ImageStoreConfig { registries: servers.iter().map(special).collect(), ..ImageStoreConfig::default() };
+    let config = ImageStoreConfig { registries: servers.iter().map(special).collect(), ..store_config() };
     ImageStore::open(directory, config).unwrap()
 }
 
@@ -224,7 +224,7 @@ async fn an_entitled_client_uses_stored_layers() {
     assert_eq!(pull(&store, &mirror, "x:t").await.unwrap(), id);
     drop(store);
     let special = |server: &Server| (server.host(), RegistryConfig { http: true, ..RegistryConfig::default() });
-    let config = ImageStoreConfig { registries: [special(&mirror)].into(), ..ImageStoreConfig::default() };
+    let config = ImageStoreConfig { registries: [special(&mirror)].into(), ..store_config() };
     let store = crate::common::reopen(directory.path(), &config);
     assert_eq!(pull(&store, &mirror, "y:t").await.unwrap(), id);
     assert_eq!(gets(&mirror), 1);

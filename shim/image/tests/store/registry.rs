@@ -1,7 +1,7 @@
 //! Tests pulls from a real registry: http, https, password, mirrors, indexes, names.
 
 use crate::common::registry::{Registry, missing};
-use crate::common::{Image, Packing, Tar, image, reopen};
+use crate::common::{Image, Packing, Tar, image, reopen, store_config};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{Auth, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
@@ -18,7 +18,7 @@ macro_rules! need_registry {
 
 fn store(directory: &Path, special: &[(&str, RegistryConfig)]) -> ImageStore {
     let registries = special.iter().map(|(host, config)| ((*host).to_owned(), config.clone())).collect();
-    ImageStore::open(directory, ImageStoreConfig { registries, ..ImageStoreConfig::default() }).unwrap()
+    ImageStore::open(directory, ImageStoreConfig { registries, ..store_config() }).unwrap()
 }
 
 fn http() -> RegistryConfig {
@@ -193,15 +193,12 @@ async fn a_store_is_open_once_and_found_again() {
     let directory = tempfile::tempdir().unwrap();
     let host = registry.host();
     let first = store(directory.path(), &[(&host, http())]);
-    let second = ImageStore::open(directory.path(), ImageStoreConfig::default()).map(drop).unwrap_err();
+    let second = ImageStore::open(directory.path(), store_config()).map(drop).unwrap_err();
     assert_eq!(second.kind(), FailureKind::Conflict);
     first.pull(&reference(&host, "x:1"), None).await.unwrap();
     let (list, info) = (first.list(), first.fs_info().await.unwrap());
     drop(first);
-    let again = reopen(
-        directory.path(),
-        &ImageStoreConfig { pinned: vec![format!("{host}/x:1")], ..ImageStoreConfig::default() },
-    );
+    let again = reopen(directory.path(), &ImageStoreConfig { pinned: vec![format!("{host}/x:1")], ..store_config() });
     let mut pinned = list;
     pinned[0].pinned = true;
     assert_eq!(again.list(), pinned);

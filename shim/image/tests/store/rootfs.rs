@@ -1,9 +1,9 @@
 //! Tests that the mounted image matches its layers: compared file by file with what umoci unpacks, and with expected values where
 //! tools differ.
 
-use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, write_layout};
+use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, store_config, write_layout};
 use nacelle_base::{Classify, FailureKind};
-use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageStoreConfig, ImageUser, Reference};
+use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageUser, Reference};
 use nacelle_model::digest::Digest;
 use std::collections::HashSet;
 use std::path::Path;
@@ -22,7 +22,7 @@ macro_rules! need_mount {
 async fn load(layers: &[(Vec<u8>, Packing)], directory: &Path) -> (ImageStore, nacelle_image::RootFs) {
     let image = image(layers);
     write_layout(&image, &directory.join("layout"), "test:1");
-    let store = ImageStore::open(&directory.join("store"), ImageStoreConfig::default()).unwrap();
+    let store = ImageStore::open(&directory.join("store"), store_config()).unwrap();
     let loaded = store.load(&directory.join("layout"), None).await.unwrap();
     assert_eq!(loaded[0].id.to_string(), image.config);
     assert_eq!(loaded[0].names, ["docker.io/library/test:1"]);
@@ -239,7 +239,7 @@ async fn layers_that_contradict_themselves_are_refused() {
     for tar in bad {
         let directory = tempfile::tempdir().unwrap();
         write_layout(&image(&[(tar, Packing::Plain)]), &directory.path().join("layout"), "x:1");
-        let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
+        let store = ImageStore::open(&directory.path().join("store"), store_config()).unwrap();
         let error = store.load(&directory.path().join("layout"), None).await.unwrap_err();
         assert_eq!(nacelle_base::Classify::kind(&error), nacelle_base::FailureKind::Invalid, "{error:?}");
         assert!(store.list().is_empty());
@@ -356,7 +356,7 @@ async fn an_image_is_described_kept_while_in_use_and_then_gone() {
     assert!(store.list().is_empty() && store.status("test:1").unwrap().is_none());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     drop(store);
-    let store = reopen(&directory.path().join("store"), &ImageStoreConfig::default());
+    let store = reopen(&directory.path().join("store"), &store_config());
     assert_eq!(store.rootfs(&id).await.unwrap(), rootfs);
     store.collect(&in_use).await.unwrap();
     assert!(rootfs.disk.extents.iter().all(|extent| extent.path.exists()));
@@ -401,14 +401,14 @@ async fn archives_of_all_kinds_are_loaded() {
         (directory.path().join("docker.tar"), None, vec!["docker.io/library/busybox:9"]),
     ] {
         let place = tempfile::tempdir().unwrap();
-        let store = ImageStore::open(place.path(), ImageStoreConfig::default()).unwrap();
+        let store = ImageStore::open(place.path(), store_config()).unwrap();
         let name = name.map(|name| Reference::parse(name).unwrap());
         let loaded = store.load(&path, name.as_ref()).await.unwrap();
         assert_eq!((loaded.len(), loaded[0].id.to_string()), (1, image.config.clone()));
         assert_eq!(loaded[0].names, tags);
         assert_eq!(store.rootfs(&loaded[0].id).await.unwrap().disk.extents.len(), 4);
     }
-    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), store_config()).unwrap();
     for path in [directory.path().join("nothing"), directory.path().to_owned()] {
         assert!(store.load(&path, None).await.is_err());
     }
@@ -427,7 +427,7 @@ async fn a_file_is_read_where_it_lies() {
         .link(EntryType::Symlink, "other", "disk");
     let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
     write_layout(&image(&layers), &directory.path().join("layout"), "disk:1");
-    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), store_config()).unwrap();
     let id = store.load(&directory.path().join("layout"), None).await.unwrap()[0].id;
     for name in ["disk", "/disk/", "other", "a/../disk"] {
         let Some(files) = store.list_files(&id, name).await.unwrap() else {
@@ -460,7 +460,7 @@ async fn a_file_is_copied_out_of_its_image_and_nothing_else_is() {
         .link(EntryType::Symlink, "up", "../../../../../boot");
     let layers = [(base.done(), Packing::Gzip), (top.done(), Packing::Plain)];
     write_layout(&image(&layers), &directory.path().join("layout"), "kernel:1");
-    let store = ImageStore::open(&directory.path().join("store"), ImageStoreConfig::default()).unwrap();
+    let store = ImageStore::open(&directory.path().join("store"), store_config()).unwrap();
     let id = store.load(&directory.path().join("layout"), None).await.unwrap()[0].id;
     let to = directory.path().join("copy");
     let copy = async |path: &str, most| {

@@ -20,6 +20,13 @@ pub fn digest(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
 }
 
+/// Returns the default configuration, with this crate's worker.
+pub fn store_config() -> ImageStoreConfig {
+    let mut config = ImageStoreConfig::default();
+    config.worker.program = env!("CARGO_BIN_EXE_unpack-worker").into();
+    config
+}
+
 /// Opens a store that has just been closed. A process that another test starts at this moment inherits the lock's descriptor
 /// until it executes its program.
 pub fn reopen(directory: &Path, config: &ImageStoreConfig) -> ImageStore {
