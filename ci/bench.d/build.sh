@@ -12,7 +12,8 @@ need_benchmarks() {
 build_benchmarks() {
     export CARGO_INCREMENTAL=0 # with link-time optimisation there is no other way
     (cd "$repo" && long "building nacelle and the benchmarks" cargo build --locked --release \
-        -p nacelle-daemon -p nacelle-agent -p nacelle-e2e --bin nacelle --bin nacelle-agent --bin nacelle-keeper --bin nacelle-bench) ||
+        -p nacelle-daemon -p nacelle-agent -p nacelle-e2e --bin nacelle --bin nacelle-agent --bin nacelle-keeper --bin nacelle-unpack \
+        --bin nacelle-bench) ||
         die "the benchmarks do not build"
     # As the package has it (ci/package): without the pages of shared libraries.
     (cd "$repo" && long "building nacelle-pod" cargo rustc --locked --release -p nacelle-daemon --bin nacelle-pod -- \
