@@ -135,6 +135,11 @@ fn check_jail(jail: &JailSettings) -> Result<(), BrokenRule> {
     if jail.user_count > 0 {
         in_range("jail.first_user", jail.first_user, FIRST_USER..=LAST_USER, rule)?;
     }
+    if jail.user_count == 1 {
+        let rule =
+            "0 or at least 2 are allowed: image workers have the first id, and each pod process one of the others";
+        return Err(broken("jail.user_count", jail.user_count, rule));
+    }
     let rule = "the last id of the range is above 4294967294; choose a lower first_user or a smaller user_count";
     match jail.user_count <= LAST_USER - jail.first_user.min(LAST_USER) + 1 {
         true => Ok(()),

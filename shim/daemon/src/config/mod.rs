@@ -124,9 +124,9 @@ pub enum CgroupDriver {
 pub struct JailSettings {
     /// The action for a system call outside of a thread's or worker's list: "kill", "log" or "off".
     pub seccomp: Seccomp,
-    /// The first user id, and group id, of the range from which each pod process of a VM gets one of its own.
+    /// The first user id, and group id, of a range: that of image workers. Each pod process of a VM gets one of the others for itself.
     pub first_user: u32,
-    /// The number of ids in the range; 0: pod processes are root, without capabilities.
+    /// The number of ids in the range; 0: these processes are root, without capabilities.
     pub user_count: u32,
 }
 
@@ -314,6 +314,18 @@ impl Default for SandboxSettings {
     }
 }
 
+impl JailSettings {
+    /// Returns the user of image workers: the first of the range.
+    pub fn worker_user(&self) -> Option<u32> {
+        (self.user_count > 0).then_some(self.first_user)
+    }
+
+    /// Returns the first user of pod processes, and their number: the rest of the range.
+    pub fn pod_users(&self) -> (u32, u32) {
+        (self.first_user.saturating_add(1), self.user_count.saturating_sub(1))
+    }
+}
+
 impl Default for JailSettings {
     fn default() -> Self {
         // Above the ids that systemd gives to containers and below its later ranges (https://systemd.io/UIDS-GIDS).
@@ -491,6 +503,7 @@ impl Config {
             worker: nacelle_image::ImageWorkerConfig {
                 program: unpack.to_owned(),
                 seccomp: self.jail.seccomp,
+                user: self.jail.worker_user(),
                 ..nacelle_image::ImageWorkerConfig::default()
             },
         }
@@ -589,13 +602,14 @@ mod tests {
     #[test]
     fn the_users_of_pod_processes_are_a_range_above_those_of_the_node() {
         let jail = |first: u64, count: u64| parse(&format!("[jail]\nfirst_user = {first}\nuser_count = {count}\n"));
-        for (first, count) in [(65_536, 1), (4_294_967_294, 1), (65_536, 4_294_901_759), (0, 0), (1000, 0)] {
+        for (first, count) in [(65_536, 2), (4_294_967_293, 2), (65_536, 4_294_901_759), (0, 0), (1000, 0)] {
             assert!(jail(first, count).is_ok(), "{first} {count}");
         }
         for (first, count, key) in [
-            (65_535, 1, "jail.first_user"),
-            (0, 1, "jail.first_user"),
-            (4_294_967_295, 1, "jail.first_user"),
+            (65_535, 2, "jail.first_user"),
+            (0, 2, "jail.first_user"),
+            (4_294_967_295, 2, "jail.first_user"),
+            (65_536, 1, "jail.user_count"),
             (4_294_967_294, 2, "jail.user_count"),
             (65_536, 4_294_901_760, "jail.user_count"),
         ] {

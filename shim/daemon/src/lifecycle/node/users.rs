@@ -16,7 +16,8 @@ pub(crate) struct PodUsers {
 impl PodUsers {
     /// Returns the range of the configuration; `used` are the users of the pods that exist.
     pub(crate) fn new(settings: &JailSettings, used: impl IntoIterator<Item = u32>) -> PodUsers {
-        PodUsers { first: settings.first_user, count: settings.user_count, used: used.into_iter().collect() }
+        let (first, count) = settings.pod_users();
+        PodUsers { first, count, used: used.into_iter().collect() }
     }
 
     /// Assigns a user to a new pod. The search begins at a place that `seed` determines, so that a user whose pod has just been removed
@@ -47,7 +48,8 @@ mod tests {
     use nacelle_base::{Classify, FailureKind};
 
     fn users(count: u32, used: &[u32]) -> PodUsers {
-        let settings = JailSettings { first_user: 1000, user_count: count, ..JailSettings::default() };
+        let settings =
+            JailSettings { first_user: 999, user_count: count + u32::from(count > 0), ..JailSettings::default() };
         PodUsers::new(&settings, used.iter().copied())
     }
 
