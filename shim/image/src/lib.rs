@@ -44,4 +44,6 @@ pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
 pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};
+#[cfg(any(test, feature = "fuzz"))]
+pub use worker::fuzz;
 pub use worker::{WorkerError, run_worker_program};

@@ -99,7 +99,11 @@ fn check_pod_users(jail: &JailSettings) -> Finding {
         }
     }
     let (first, last) = range.into_inner();
-    finding(Severity::Ok, "users", format!("pod processes of VMs have the user ids {first} to {last}"))
+    finding(
+        Severity::Ok,
+        "users",
+        format!("image workers and pod processes of VMs have the user ids {first} to {last}"),
+    )
 }
 
 /// Returns a line of a file like passwd(5) (the third field is an id) or subuid(5) (the second field is an id, the third a number of

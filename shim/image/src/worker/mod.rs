@@ -7,6 +7,8 @@
 
 mod channel;
 mod error;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod job;
 mod process;
 mod program;
