@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 pub const MEMORY_MIB: u32 = 128;
 /// The size of the scratch disk in MiB. The bundle has a template of it, so that the host needs no mkfs.
 pub const SCRATCH_MIB: u64 = 1024;
-/// The user of the pod processes, the first of the daemon's default range.
-const USER: u32 = 0x7000_0000;
+/// The user of the pod processes, the first that the daemon gives to pods by default.
+const USER: u32 = 0x7000_0001;
 /// The name of the container.
 const CONTAINER: &str = "container";
 

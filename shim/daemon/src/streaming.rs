@@ -1,8 +1,9 @@
 //! Connects the streaming server with the node: finds the container or pod, calls its process, and opens the streams.
 
-use crate::guest_port::connect_to_guest;
+use crate::guest_port::GuestPorts;
 use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
 use common::Stream;
+use nacelle_model::machine::SCREEN_PORT;
 use nacelle_pod::client::PodClient;
 use nacelle_proto::{common, pod as proto};
 use nacelle_stream::{Attach, Exec, ProcessStreams, TerminalSize};
@@ -10,12 +11,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::UnixStream;
 
-/// The port of the screen of a machine pod (VNC).
-const SCREEN_PORT: u16 = 5900;
-
 /// The node as the streaming server uses it.
 pub struct NodeStreams {
     node: Node,
+    guest_ports: GuestPorts,
 }
 
 /// The streams of one process.
@@ -50,7 +49,7 @@ impl Streams<'_> {
 impl NodeStreams {
     /// Creates the adapter for this node.
     pub fn new(node: Node) -> NodeStreams {
-        NodeStreams { node }
+        NodeStreams { node, guest_ports: GuestPorts::default() }
     }
 
     /// Opens the console of the machine in a container, as input and output. The container's own setting of standard input does
@@ -110,7 +109,8 @@ impl nacelle_stream::StreamBackend for NodeStreams {
         if machine.is_some_and(|machine| !machine.screen || port != SCREEN_PORT) {
             let refused =
                 |source| LifecycleError::NoPort { id: view.pod.id.to_string(), port, source: Arc::new(source) };
-            return connect_to_guest(&view.pod.ips, port).await.map_err(refused);
+            let pod_ended = self.node.not_ready(&view.pod.id);
+            return self.guest_ports.connect(&view.pod.ips, port, pod_ended).await.map_err(refused);
         }
         let open = proto::StreamOpen { stream: Stream::Port.into(), port: port.into(), ..Default::default() };
         ask("connect to the port", self.limit(), client.open_stream(open)).await

@@ -1,8 +1,10 @@
 //! Wraps the system and library calls for which neither nix nor std has a safe function.
-#![allow(unsafe_code)] // reason: mallopt, variables of the environment and inherited descriptors.
+#![allow(unsafe_code)] // reason: mallopt, variables of the environment, inherited descriptors and AsyncFd.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// Bytes. Allocations of at least this size get mappings of their own, which are released when they are freed; so is free memory
 /// of this size at the end of a heap.
@@ -35,4 +37,11 @@ pub(crate) fn take_inherited(number: i32) -> io::Result<OwnedFd> {
     // SAFETY: the descriptor is open, and nothing else in this process owns it: the caller guarantees that nothing was opened
     // yet.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// Registers a descriptor with the async runtime for urgent data, and for what the kernel always reports: errors and the end of both
+/// directions.
+pub(crate) fn watch_priority(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd is open and returns the same descriptor for as long as it lives.
+    unsafe { AsyncFd::register_with_interest(descriptor, Interest::PRIORITY) }.map_err(Into::into)
 }

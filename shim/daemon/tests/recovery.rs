@@ -48,6 +48,32 @@ fn running_pods_do_not_notice_and_nothing_is_forgotten() {
 }
 
 #[test]
+fn a_user_belongs_to_one_pod_also_after_a_restart() {
+    let mut world = World::new();
+    // One for image workers, and one for a pod.
+    world.user_count = 2;
+    let mut daemon = world.daemon();
+    let pod = world.run(daemon.run_pod("a")).unwrap();
+    daemon.kill();
+    let mut daemon = world.daemon();
+    world.run(async {
+        for stopped in [false, true] {
+            if stopped {
+                daemon.stop_pod(&pod).await.unwrap();
+            }
+            let error = daemon.run_pod("b").await.unwrap_err();
+            assert_eq!(error.code(), tonic::Code::ResourceExhausted, "{error}");
+            assert!(error.message().contains("jail.user_count"), "{error}");
+        }
+        daemon.remove_pod(&pod).await.unwrap();
+        let other = daemon.run_pod("b").await.unwrap();
+        daemon.stop_pod(&other).await.unwrap();
+        daemon.remove_pod(&other).await.unwrap();
+    });
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
+#[test]
 fn a_pod_that_died_without_a_daemon_is_told() {
     let world = World::new();
     let mut daemon = world.daemon();

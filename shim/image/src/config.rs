@@ -47,7 +47,7 @@ pub struct ImageWorkerConfig {
 
 impl Default for ImageWorkerConfig {
     fn default() -> Self {
-        let program = std::env::current_exe().unwrap_or_default().with_file_name(WORKER_PROGRAM);
+        let program = std::env::current_exe().unwrap_or_else(|_| "/".into()).with_file_name(WORKER_PROGRAM);
         ImageWorkerConfig { program, user: None, seccomp: Mode::Kill, stall_timeout: Duration::from_secs(300) }
     }
 }

@@ -151,6 +151,14 @@ pub enum ImageError {
         /// The limit in bytes.
         limit: u64,
     },
+    /// A directory that is to be listed has too many files.
+    #[error("directory {directory} of the image has more than {limit} files")]
+    TooManyFiles {
+        /// The path of the directory.
+        directory: String,
+        /// The limit.
+        limit: usize,
+    },
     /// The content does not match its digest. None of it is kept.
     #[error("{what} is damaged: its digest is {got}")]
     Digest {
@@ -266,7 +274,11 @@ impl Classify for ImageError {
     fn kind(&self) -> FailureKind {
         use ImageError as E;
         match self {
-            E::BadReference { .. } | E::Ambiguous { .. } | E::Url { .. } | E::TooLarge { .. } => FailureKind::Invalid,
+            E::BadReference { .. }
+            | E::Ambiguous { .. }
+            | E::Url { .. }
+            | E::TooLarge { .. }
+            | E::TooManyFiles { .. } => FailureKind::Invalid,
             E::OtherArtifact { .. } | E::Truncated { .. } => FailureKind::Invalid,
             E::Tree(TreeError::Budget(source)) | E::Erofs(ErofsError::Budget(source)) => source.kind(),
             E::ArchiveBudget { source, .. } => source.kind(),

@@ -20,6 +20,8 @@ use std::thread::Builder;
 
 /// The maximum size in bytes of all indexes of an image, which are read one after the other.
 const MAX_INDEXES: u64 = 512 << 20;
+/// The maximum number of regular files of a directory that is listed.
+const MAX_FOUND_FILES: usize = 4096;
 /// The maximum number of JSON values of a found file: pairs of numbers for its chunks.
 const MAX_FILE_VALUES: usize = 4 * MAX_FILE_CHUNKS as usize;
 
@@ -64,6 +66,7 @@ impl StoreState {
         }
         let layers = self.layer_headers(diff_ids)?;
         let mut budget = self.image_budget(&layers, cancel)?;
+        let (listed, name_given) = (directory.to_owned(), name.is_some());
         let (directory, name) = (directory.to_owned(), name.map(str::to_owned));
         let job = Job::Find { layers: layers.len() as u64, steps: budget.steps_limit(), directory, name };
         let (figures, lines) = self.run_merge_worker(job.clone(), &layers, MergeOutput::Pipe, &mut budget)?;
@@ -72,6 +75,16 @@ impl StoreState {
             JobFigures::Found(true) => {}
             JobFigures::Found(false) => return Ok(None),
             _ => return Err(wrong("it reports the result of another job")),
+        }
+        // A decoded line takes more memory than its bytes, which are charged.
+        let count = lines.iter().filter(|byte| **byte == b'\n').count();
+        match name_given {
+            true if count > 1 => return Err(wrong("it reports several files of one name")),
+            false if count > MAX_FOUND_FILES => {
+                let (directory, limit) = (listed, MAX_FOUND_FILES);
+                return Err(ImageError::TooManyFiles { directory, limit });
+            }
+            _ => {}
         }
         let lines = lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
         let files = lines.map(|line| {

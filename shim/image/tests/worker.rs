@@ -391,8 +391,8 @@ fn liars_give_no_layer() {
     for (target, attacks) in [
         ("index", [("unread", "did not read its input"), ("nothing-written", "length of the index")].as_slice()),
         ("index", &[("foreign-length", "length of the blob"), ("cancelled", "cannot have")]),
-        ("decompress", &[("short", "is damaged"), ("unread", "is not trustworthy"), ("no-source", "cannot have")]),
-        ("merge", &[("foreign-layer", "layers that do not exist"), ("unread", "is not trustworthy")]),
+        ("decompress", &[("short", "is damaged"), ("unread", "violated the protocol"), ("no-source", "cannot have")]),
+        ("merge", &[("foreign-layer", "layers that do not exist"), ("unread", "violated the protocol")]),
         ("merge", &[("exit", "while it merged the layers"), ("no-source", "cannot have")]),
     ] {
         for (attack, text) in attacks {

@@ -9,6 +9,7 @@ pub mod cgroup;
 mod enter;
 mod kinds;
 mod mount_namespace;
+mod oom;
 mod privileges;
 mod scope;
 mod seccomp;
@@ -20,7 +21,8 @@ mod worker;
 pub use enter::{JailError, JailPlan, ResourceLimits, close_inherited, confine, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
 pub use mount_namespace::{Access, MountNamespaceError, VisiblePath};
-pub use scope::NetworkAccess;
+pub use oom::drop_oom_protection;
+pub use scope::{NetworkAccess, create_child_pid_namespace};
 pub use seccomp::{SeccompError, filter_thread, install_process_filter, install_single_thread_filter};
 pub use spawn::spawn;
 pub use table::{

@@ -2,6 +2,7 @@
 //! may call it, while it is the only one, because the other threads share its root.
 
 use nacelle_base::retry::retry_interrupted;
+use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open};
 use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -163,18 +164,18 @@ fn bind_path(source: &OpenedPath, mount_point: &Path, user: Option<u32>) -> Resu
         return std::os::unix::fs::symlink(link, &target).map_err(failed);
     }
     let Some(handle) = &source.handle else { return Ok(()) };
-    let mut node = None;
-    match (source.device, user) {
+    let node = match (source.device, user) {
         // A node of its own, because the node's device may belong to root only.
         (Some(device), Some(user)) if source.spec.access == Access::Device => {
-            node = Some(
-                create_device_node(&target, device, user).map_err(self::failed("create a device node for", path))?,
-            );
+            create_device_node(&target, device, user).map_err(self::failed("create a device node for", path))?
         }
-        // The mount point may exist already inside another path.
-        _ if source.is_directory => create_directories(mount_point, relative).map_err(failed)?,
-        _ if !target.exists() => drop(fs::File::create(&target).map_err(failed)?),
-        _ => {}
+        _ => None,
+    };
+    // The mount point may exist already inside another path.
+    if source.is_directory {
+        create_directories(mount_point, relative).map_err(failed)?;
+    } else if !target.exists() {
+        fs::File::create(&target).map_err(failed)?;
     }
     if let (Some(user), Access::Write | Access::Take) = (user, source.spec.access) {
         let (owner, group) = (Some(Uid::from_raw(user)), Some(Gid::from_raw(user)));
@@ -212,9 +213,17 @@ fn create_directories(root: &Path, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Creates the node of a character device that only `user` may open. Returns a handle for its mount.
-fn create_device_node(path: &Path, device: libc::dev_t, user: u32) -> io::Result<OwnedFd> {
-    mknod(path, SFlag::S_IFCHR, Mode::S_IRUSR | Mode::S_IWUSR, device)?;
+/// Creates the node of a character device that only `user` may open. Returns a handle for its mount, or `None` in a user namespace, where
+/// there are no new devices: the mode of the existing one decides then.
+fn create_device_node(path: &Path, device: libc::dev_t, user: u32) -> io::Result<Option<OwnedFd>> {
+    match mknod(path, SFlag::S_IFCHR, Mode::S_IRUSR | Mode::S_IWUSR, device) {
+        Err(Errno::EPERM) => {
+            tracing::warn!(path = %path.display(), "cannot create a device node of its own: the mode of the node's device decides");
+            return Ok(None);
+        }
+        created => created?,
+    }
     chown(path, Some(Uid::from_raw(user)), Some(Gid::from_raw(user)))?;
-    Ok(retry_interrupted(|| open(path, OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW, Mode::empty()))?)
+    let flags = OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+    Ok(Some(retry_interrupted(|| open(path, flags, Mode::empty()))?))
 }

@@ -31,6 +31,15 @@ pub(crate) fn enter_namespaces(network: &NetworkAccess) -> io::Result<()> {
     Ok(unshare(new)?)
 }
 
+/// Makes a new PID namespace for the children that this thread starts from now on: the first of them is its process 1. This process stays
+/// in its own. The thread should end afterwards, because all of its later children are in that namespace.
+pub fn create_child_pid_namespace() -> io::Result<()> {
+    unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| {
+        let why = format!("cannot create a PID namespace: {errno} (see user.max_pid_namespaces)");
+        io::Error::new(io::Error::from(errno).kind(), why)
+    })
+}
+
 /// Scopes abstract sockets, and signals if `signals` says so, to the process and its children. Returns whether the kernel enforces it:
 /// Linux does from 6.12, with Landlock enabled.
 pub(crate) fn restrict_scope(signals: bool) -> Result<bool, RulesetError> {

@@ -95,9 +95,8 @@ pub fn confine_worker(jail: WorkerJail) -> Result<(), WorkerJailError> {
         setrlimit(limit, maximum, maximum).map_err(failed("set the resource limits"))?;
     }
     drop_privileges(jail.user, 0)?;
-    if !scope::restrict_scope(true)? {
-        tracing::warn!("this kernel does not limit signals and abstract sockets by Landlock (Linux 6.12 does)");
-    }
+    // Before Linux 6.12 namespaces and filter do this alone.
+    scope::restrict_scope(true)?;
     // These come after the change of the user and of the capabilities, which resets both.
     prctl::set_dumpable(false).map_err(failed("set the privileges"))?;
     prctl::set_pdeathsig(Signal::SIGKILL).map_err(failed("set the parent-death signal"))?;

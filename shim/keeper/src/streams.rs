@@ -3,6 +3,7 @@
 
 use crate::vm_manager::VmManager;
 use nacelle_base::descriptors::receive_descriptor;
+use nacelle_model::machine::SCREEN_PORT;
 use nacelle_proto::agent::{StreamOpen, StreamOpened};
 use nacelle_proto::common::Stream;
 use nacelle_proto::wire;
@@ -25,8 +26,6 @@ const DIAL_TIMEOUT: Duration = Duration::from_secs(20);
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
 /// No time limit: a command runs as long as a client waits for it.
 const NO_LIMIT: Duration = Duration::from_secs(1 << 30);
-/// The port of the screen (VNC), if there is one.
-const SCREEN_PORT: u32 = 5900;
 /// The size of copy buffers in bytes.
 const COPY_BUFFER: usize = 32 << 10;
 
@@ -140,9 +139,12 @@ async fn connect_unix(path: &Path) -> io::Result<UnixStream> {
 
 /// Connects to the screen. The daemon itself connects to ports of the guest: this process has no network of the node.
 async fn connect_to_screen(manager: &VmManager, port: u32) -> io::Result<UnixStream> {
-    let screen = manager.newest().and_then(|vm| vm.screen()).filter(|_| port == SCREEN_PORT);
+    let screen = manager.newest().and_then(|vm| vm.screen()).filter(|_| port == u32::from(SCREEN_PORT));
     let Some(socket) = screen else {
-        return Err(io::Error::new(io::ErrorKind::AddrNotAvailable, "the machine has no screen at this port"));
+        return Err(io::Error::new(
+            io::ErrorKind::AddrNotAvailable,
+            format!("the VM has no screen (VNC) at port {port}"),
+        ));
     };
     connect_unix(&socket).await
 }

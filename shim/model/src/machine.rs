@@ -524,6 +524,9 @@ pub const VFIO_DIR: &str = "vfio";
 /// The interface that CNI creates for every pod.
 pub const INTERFACE: &str = "eth0";
 
+/// The port at which a machine pod with a screen serves it (VNC, RFC 6143).
+pub const SCREEN_PORT: u16 = 5900;
+
 fn first_interface() -> String {
     INTERFACE.to_owned()
 }

@@ -5,9 +5,9 @@ use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec, Seccomp};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
-pub use nacelle_jail::ResourceLimits;
-use nacelle_jail::{Access, JailPlan, NetworkAccess, Profile, VisiblePath};
-use std::collections::BTreeSet;
+pub use nacelle_jail::{Access, ResourceLimits};
+use nacelle_jail::{JailPlan, NetworkAccess, Profile, VisiblePath};
+use std::collections::BTreeMap;
 use std::os::unix::fs::lchown;
 use std::path::{Path, PathBuf};
 
@@ -16,19 +16,17 @@ const PROGRAMS: [&str; 6] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"
 const LINKER: [&str; 2] = ["/etc/ld.so.cache", "/etc/alternatives"];
 
 /// The maximum number of open files of the process: 255 images with 512 pieces each, 1,024 streams and 512 connections of the guest
-/// with two descriptors each, devices, logs, and as much again.
+/// with two descriptors each, devices and logs, and almost as much again.
 const MAX_OPEN_FILES: u64 = 1 << 18;
-/// The maximum number of threads of the process and its QEMU: 64 vCPUs and 64 helpers in each of both, queues and logs of 255 containers.
+/// The maximum number of threads of the process and its QEMU: 64 vCPU threads and 64 helper threads in each of them, and in the process
+/// also those of queues and of the logs of 255 containers.
 const MAX_THREADS: u64 = 4096;
-
-/// The OOM score adjustment of this process, which its children inherit.
-const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 
 /// Puts the process into its jail, with access to what the pod in `dir` needs. Open descriptors stay open. The process must
 /// have only one thread.
 pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
     if spec.engine.has_vm() {
-        drop_oom_protection(Path::new(OOM_SCORE));
+        nacelle_jail::drop_oom_protection();
     }
     if matches!(spec.engine, EngineSpec::Keeper { .. }) {
         vfio_dir::create(dir)?;
@@ -36,7 +34,8 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     if let Some(user) = jail.user
         && spec.kernel.starts_with(jail_dir(dir))
     {
-        // The daemon has written the pod's own kernel for root only. Nothing else in the directory is older than this process.
+        // The daemon has written the pod's own kernel with mode 0600, so its owner must change. No other file in the directory exists
+        // before this process.
         lchown(&spec.kernel, Some(user), Some(user)).map_err(at("change the owner of", &spec.kernel))?;
     }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
@@ -53,27 +52,18 @@ pub struct ExpectedJail {
     pub limits: ResourceLimits,
     /// The namespaces of the node that the process may share, by their names in /proc/PID/ns.
     pub shared_namespaces: &'static [&'static str],
-    /// The mount points that it may have, besides its root directory.
-    pub places: BTreeSet<PathBuf>,
+    /// The mount points that it may have, besides its root directory, and the access to each.
+    pub places: BTreeMap<PathBuf, Access>,
 }
 
 /// Returns what the process of the pod in `dir` should have left; `None` if the pod has no jail.
-pub fn expected(spec: &PodSpec, dir: &Path) -> Option<ExpectedJail> {
+pub fn expected_jail(spec: &PodSpec, dir: &Path) -> Option<ExpectedJail> {
     let jail = spec.jail.as_ref()?;
     let plan = plan(spec, jail, dir);
     let shared_namespaces: &[&str] = if spec.engine.has_vm() { &["user"] } else { &["pid", "user"] };
-    let places = plan.visible_paths.into_iter().map(|place| place.visible_as.unwrap_or(place.path)).collect();
+    let place = |place: VisiblePath| (place.visible_as.unwrap_or(place.path), place.access);
+    let places = plan.visible_paths.into_iter().map(place).collect();
     Some(ExpectedJail { user: plan.user, seccomp: plan.seccomp, limits: plan.limits, shared_namespaces, places })
-}
-
-/// Raises a negative OOM score adjustment to 0: a VM must not inherit the daemon's protection from the node's OOM killer.
-fn drop_oom_protection(file: &Path) {
-    let score = std::fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<i32>().ok());
-    if score.is_some_and(|score| score < 0)
-        && let Err(error) = std::fs::write(file, "0")
-    {
-        tracing::warn!(%error, "cannot raise the OOM score of the pod process; the OOM killer spares it as it does the daemon");
-    }
 }
 
 fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
@@ -243,15 +233,5 @@ mod tests {
         assert_eq!(install_dir("/opt/qemu/bin/qemu").as_deref(), Some("/opt/qemu"));
         assert_eq!(install_dir("/opt/qemu/qemu").as_deref(), Some("/opt/qemu"));
         assert_eq!(install_dir("/qemu"), None);
-    }
-
-    #[test]
-    fn only_a_negative_oom_score_is_raised() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for (before, after) in [("-999\n", "0"), ("0\n", "0\n"), ("300\n", "300\n")] {
-            std::fs::write(file.path(), before).unwrap();
-            drop_oom_protection(file.path());
-            assert_eq!(std::fs::read_to_string(file.path()).unwrap(), after);
-        }
     }
 }

@@ -23,7 +23,7 @@ mod guest_values;
 mod host;
 pub mod identity;
 mod images;
-pub mod jail;
+mod jail;
 mod log;
 mod machine;
 mod memory;
@@ -43,6 +43,7 @@ pub mod vfio_dir;
 
 pub use error::PodError;
 pub use host::{cgroup_usage, holds_containers};
+pub use jail::{Access as PathAccess, ExpectedJail, ResourceLimits, expected_jail};
 pub use machine::{CONSOLE_FILE, tap_name};
 pub use nacelle_jail::cgroup::{Usage as GroupUsage, cpu_limit, memory_limit};
 

@@ -4,7 +4,6 @@
 #![allow(unsafe_code, reason = "pre_exec, close_range and FICLONE have no safe wrapper in nix or std")]
 
 use nacelle_base::retry::retry_interrupted;
-use nix::sched::{CloneFlags, unshare};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -34,10 +33,7 @@ pub(crate) fn spawn_in_pid_namespace(command: &mut Command) -> io::Result<Child>
     std::thread::scope(|scope| {
         let start = || {
             let _entered = runtime.enter();
-            unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| {
-                let why = format!("cannot create a PID namespace: {errno} (see user.max_pid_namespaces)");
-                io::Error::new(io::Error::from(errno).kind(), why)
-            })?;
+            nacelle_jail::create_child_pid_namespace()?;
             command.spawn()
         };
         let spawned = std::thread::Builder::new().name("pid namespace".into()).spawn_scoped(scope, start)?.join();

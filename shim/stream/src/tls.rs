@@ -24,7 +24,7 @@ pub struct Tls {
     /// The PEM file with the private key.
     pub key: PathBuf,
     /// The PEM file with the certificates of the authorities that sign clients' certificates; `None` if clients need none. A client may
-    /// still connect without a certificate, but not with another one: the server asks `peer_certificates` of the connection.
+    /// connect without a certificate; one that these authorities did not sign ends the handshake. The caller checks `peer_certificates`.
     pub client_authority: Option<PathBuf>,
 }
 

@@ -78,10 +78,10 @@ fn check_pod_program() -> Finding {
     }
 }
 
-/// Checks the users of pod processes, and whether users of the node have the same ids.
+/// Checks the users of image workers and pod processes, and whether users of the node have the same ids.
 fn check_pod_users(jail: &JailSettings) -> Finding {
     if jail.user_count == 0 {
-        let message = "pod processes are root, without capabilities: jail.user_count is 0";
+        let message = "pod processes and image workers are root, without capabilities: jail.user_count is 0";
         return finding(Severity::Note, "users", message);
     }
     if let Err(error) = check_user_range(jail) {

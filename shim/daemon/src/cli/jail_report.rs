@@ -1,12 +1,12 @@
-//! Implements `nacelle check --jail POD`: reports what the process of a running pod has, and whether its jail should leave it that. All
-//! of it comes from /proc and from the daemon's part of the run directory.
+//! Implements `nacelle check --jail POD`: reports the rights of a running pod's process, and fails if it has more than its jail leaves.
+//! All of it comes from /proc and from the daemon's part of the run directory.
 
 use super::finding::{Finding, Severity, finding, report};
 use crate::config::Config;
 use anyhow::{Context, bail};
 use nacelle_pod::identity;
-use nacelle_pod::jail::{self, ExpectedJail};
 use nacelle_pod::spec::{PodSpec, Seccomp};
+use nacelle_pod::{ExpectedJail, PathAccess, expected_jail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub(super) fn check_jail(config: &Config, pod: &str) -> anyhow::Result<ExitCode>
     let spec = PodSpec::read(&directory).context("cannot read the specification of the pod")?;
     let process = identity::read(&directory)?.filter(|process| identity::is_alive(process).unwrap_or(false));
     let Some(process) = process else { bail!("pod {pod} has no running process") };
-    let Some(expected) = jail::expected(&spec, &directory) else { bail!("pod {pod} was started without a jail") };
+    let Some(expected) = expected_jail(&spec, &directory) else { bail!("pod {pod} was started without a jail") };
     let process = ProcessState::read(Path::new("/proc"), process.pid).context("cannot inspect the pod process")?;
     let (good, bad) =
         ("the pod process has what its jail leaves it", "the pod process has more than its jail should leave it");
@@ -48,7 +48,7 @@ struct ProcessState {
     threads: Vec<BTreeMap<String, String>>,
     /// The kinds of namespaces that it shares with this process.
     shared: BTreeSet<&'static str>,
-    /// The soft limits, by the names of /proc/PID/limits.
+    /// The hard limits, up to which a process may raise the soft ones, by the names of /proc/PID/limits.
     limits: BTreeMap<String, String>,
     /// The mount points, and their options.
     mounts: BTreeMap<PathBuf, String>,
@@ -58,17 +58,17 @@ impl ProcessState {
     fn read(proc: &Path, pid: i32) -> std::io::Result<ProcessState> {
         let directory = proc.join(pid.to_string());
         let mut threads = Vec::new();
-        for task in fs::read_dir(directory.join("task"))? {
-            // A thread that has ended meanwhile is skipped.
-            if let Ok(text) = fs::read_to_string(task?.path().join("status")) {
-                threads.push(parse_status(&text));
-            }
-        }
         let mut shared = BTreeSet::new();
-        for name in NAMESPACES {
-            let of = |process: &Path| fs::read_link(process.join("ns").join(name));
-            if of(&directory)? == of(&proc.join("self"))? {
-                shared.insert(name);
+        for task in fs::read_dir(directory.join("task"))? {
+            let task = task?.path();
+            // A thread that has ended meanwhile is skipped.
+            let Ok(text) = fs::read_to_string(task.join("status")) else { continue };
+            threads.push(parse_status(&text));
+            for name in NAMESPACES {
+                let of = |process: &Path| fs::read_link(process.join("ns").join(name));
+                if of(&task).is_ok_and(|namespace| of(&proc.join("self")).is_ok_and(|own| own == namespace)) {
+                    shared.insert(name);
+                }
             }
         }
         let limits = parse_limits(&fs::read_to_string(directory.join("limits"))?);
@@ -153,7 +153,9 @@ impl ProcessState {
             ("Max processes", "nproc", expected.limits.threads),
         ] {
             let Some(most) = most else { continue };
-            let value = self.limits.get(name).map_or("missing", String::as_str);
+            let Some(value) = self.limits.get(name) else {
+                return finding(Severity::Fail, "limits", format!("/proc shows no limit \"{name}\""));
+            };
             if value.parse::<u64>().map_or(true, |value| value > most) {
                 return finding(Severity::Fail, "limits", format!("{name} is {value}, above {most}"));
             }
@@ -165,11 +167,16 @@ impl ProcessState {
     fn compare_files(&self, expected: &ExpectedJail) -> Finding {
         let root = Path::new("/");
         let places: Vec<_> = self.mounts.iter().filter(|(place, _)| *place != root).collect();
-        let excess = places.iter().find(|(place, _)| !expected.places.contains(*place));
-        if let Some((place, _)) = excess {
-            return finding(Severity::Fail, "files", format!("it sees {}", place.display()));
-        }
         let has = |options: &str, wanted: &str| options.split(',').any(|option| option == wanted);
+        for (place, options) in &places {
+            let Some(access) = expected.places.get(*place) else {
+                return finding(Severity::Fail, "files", format!("it sees {}", place.display()));
+            };
+            let may_write = matches!(access, PathAccess::Write | PathAccess::Take | PathAccess::Device);
+            if has(options, "rw") && !may_write {
+                return finding(Severity::Fail, "files", format!("{} is mounted writable", place.display()));
+            }
+        }
         if self.mounts.get(root).is_none_or(|options| !has(options, "ro")) {
             return finding(Severity::Fail, "files", "its root directory is writable");
         }
@@ -187,11 +194,11 @@ fn parse_status(text: &str) -> BTreeMap<String, String> {
     text.lines().filter_map(|line| line.split_once(':')).map(|(k, v)| (k.to_owned(), v.trim().to_owned())).collect()
 }
 
-/// Parses /proc/PID/limits: the name and the soft limit of each line, whose columns are separated by two or more spaces.
+/// Parses /proc/PID/limits: the name and the hard limit of each line, whose columns are separated by two or more spaces.
 fn parse_limits(text: &str) -> BTreeMap<String, String> {
     let columns =
         |line: &str| line.split("  ").map(str::trim).filter(|word| !word.is_empty()).map(str::to_owned).collect();
-    let pair = |columns: Vec<String>| Some((columns.first()?.clone(), columns.get(1)?.clone()));
+    let pair = |columns: Vec<String>| Some((columns.first()?.clone(), columns.get(2)?.clone()));
     text.lines().skip(1).filter_map(|line| pair(columns(line))).collect()
 }
 
@@ -207,7 +214,7 @@ fn parse_mounts(text: &str) -> BTreeMap<PathBuf, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_pod::jail::ResourceLimits;
+    use nacelle_pod::ResourceLimits;
 
     const USER: u32 = 1_879_048_200;
 
@@ -220,7 +227,7 @@ mod tests {
         let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
                       Max core file size        0                    0                    bytes     \n\
                       Max processes             4096                 4096                 processes \n\
-                      Max open files            262144               262144               files     \n\
+                      Max open files            1024                 262144               files     \n\
                       Max locked memory         0                    0                    bytes     \n";
         let mounts = "90 89 0:55 / / ro,nosuid,nodev,noexec,relatime - tmpfs nacelle rw,size=1024k\n\
                       91 90 0:25 /a/jail /run/a/jail rw,nosuid,nodev,noexec - tmpfs tmpfs rw\n\
@@ -240,7 +247,12 @@ mod tests {
             seccomp: Seccomp::Kill,
             limits,
             shared_namespaces: &["user"],
-            places: ["/run/a/jail", "/dev/kvm", "/dev/vhost-net"].map(PathBuf::from).into(),
+            places: BTreeMap::from([
+                ("/run/a/jail".into(), PathAccess::Write),
+                ("/dev/kvm".into(), PathAccess::Device),
+                ("/dev/vhost-net".into(), PathAccess::Device),
+                ("/usr".into(), PathAccess::Execute),
+            ]),
         }
     }
 
@@ -295,6 +307,8 @@ mod tests {
             })
         };
         assert_eq!(mount("/etc", "ro,nosuid"), ["files"]);
+        assert_eq!(mount("/usr", "rw,nosuid"), ["files"]);
+        assert!(mount("/usr", "ro,nosuid").is_empty());
         assert_eq!(mount("/", "rw,nosuid"), ["files"]);
         assert_eq!(mount("/run/a/jail", "rw,nodev"), ["files"]);
     }

@@ -44,7 +44,7 @@ enum Command {
         /// Measures the overhead of a VM of each handler with a test pod, and prints RuntimeClasses. Needs the daemon.
         #[arg(long)]
         overhead: bool,
-        /// Reports what the process of this running pod has, and whether its jail should leave it that.
+        /// Reports the rights of this running pod's process; fails if it has more than its jail leaves.
         #[arg(long, value_name = "POD", conflicts_with = "overhead")]
         jail: Option<String>,
     },

@@ -118,7 +118,7 @@ pub enum CgroupDriver {
     Systemd,
 }
 
-/// Restrictions of pod processes.
+/// Restrictions of pod processes and image workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JailSettings {
@@ -503,7 +503,8 @@ impl Config {
             worker: nacelle_image::ImageWorkerConfig {
                 program: unpack.to_owned(),
                 seccomp: self.jail.seccomp,
-                user: self.jail.worker_user(),
+                // Without root the worker has a user namespace of its own, in which there is only one user.
+                user: self.jail.worker_user().filter(|_| nix::unistd::geteuid().is_root()),
                 ..nacelle_image::ImageWorkerConfig::default()
             },
         }

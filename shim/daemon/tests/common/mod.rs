@@ -195,6 +195,8 @@ pub struct World {
     pub pods: Arc<FakePods>,
     pub networks: Arc<FakeNetworks>,
     runtime: Runtime,
+    /// `jail.user_count` of its daemons.
+    pub user_count: u32,
 }
 
 /// A daemon on the node.
@@ -231,7 +233,8 @@ impl World {
         let pods = Arc::new(FakePods::new(Arc::clone(&script)));
         let networks =
             Arc::new(FakeNetworks { script: Arc::clone(&script), netns: Mutex::default(), attached: Mutex::default() });
-        let world = World { root, script, pods, networks, runtime };
+        let user_count = Config::default().jail.user_count;
+        let world = World { root, script, pods, networks, runtime, user_count };
         image::load(&world);
         world
     }
@@ -243,6 +246,7 @@ impl World {
         config.paths.socket = self.root.path().join("s.sock");
         config.network.netns_dir = self.root.path().join("netns");
         config.default_handler = "small".into();
+        config.jail.user_count = self.user_count;
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
         let handler = Handler { allowed_annotations, max_vcpus: Some(4), ..Handler::default() };
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };

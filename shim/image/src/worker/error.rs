@@ -35,8 +35,8 @@ pub enum WorkerError {
     },
     /// The kernel or an administrator killed the worker.
     #[error(
-        "the image worker was killed (SIGKILL) while it {task}: the node has no memory left, or it used its limit of {seconds} seconds \
-         of CPU time"
+        "the image worker was killed (SIGKILL) while it {task}: the node ran out of memory, or the worker used its {seconds} seconds of CPU \
+         time; try again, or check the image"
     )]
     Killed {
         /// The limit of CPU time in seconds.
@@ -69,7 +69,7 @@ pub enum WorkerError {
         task: &'static str,
     },
     /// The worker violated the protocol, or reported something that is not so.
-    #[error("the image worker is not trustworthy: while it {task}, {why}")]
+    #[error("the image worker violated the protocol while it {task}: {why}")]
     Protocol {
         /// What the worker did.
         task: &'static str,

@@ -13,7 +13,6 @@ use crate::config::ImageWorkerConfig;
 use crate::erofs::MAX_METADATA;
 use crate::layer::ingest::LayerLimits;
 use nacelle_jail::WorkerJail;
-use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::Signal;
 use nix::time::clock_getcpuclockid;
 use nix::unistd::{Pid, geteuid};
@@ -167,7 +166,7 @@ impl<'a> Supervision<'a> {
                 WorkerReport::Ready { .. } => return Err(protocol("it is ready twice")),
                 WorkerReport::Reserve { bytes } => {
                     if bytes == 0 || bytes % RESERVATION_STEP != 0 {
-                        return Err(protocol("it asks for a wrong amount of memory"));
+                        return Err(protocol("it requested memory that is not a positive multiple of 1 MiB"));
                     }
                     self.budget().charge(bytes).map_err(WorkerEnd::Budget)?;
                     worker.reserved = worker.reserved.saturating_add(bytes);
@@ -185,6 +184,8 @@ impl<'a> Supervision<'a> {
         let mut last = self.progress(worker);
         let mut since = Instant::now();
         loop {
+            // Tested before: what the worker reported first is the cause.
+            let must_stop = self.is_stopped();
             match worker.channel.receive() {
                 Ok(report) => return Ok(report),
                 Err(ReceiveError::Timeout) => {}
@@ -200,7 +201,7 @@ impl<'a> Supervision<'a> {
             if self.cancel.is_cancelled() {
                 return Err(WorkerEnd::Budget(BudgetError::Cancelled));
             }
-            if self.is_stopped() {
+            if must_stop {
                 return Err(WorkerEnd::Stopped);
             }
             let now = self.progress(worker);
@@ -400,10 +401,7 @@ fn file_limit(job: &Job) -> u64 {
 /// none: the worker then enters a user namespace of its own, which limits what it reaches in another way.
 fn spawn_in_pid_namespace(command: &mut Command) -> io::Result<Child> {
     if geteuid().is_root() {
-        unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| {
-            let why = format!("cannot create a PID namespace: {errno} (see user.max_pid_namespaces)");
-            io::Error::other(why)
-        })?;
+        nacelle_jail::create_child_pid_namespace()?;
     }
     command.spawn()
 }

@@ -53,8 +53,7 @@ pub fn run_worker_program(arguments: impl Iterator<Item = String>) -> ExitCode {
     let channel = Arc::new(WorkerChannel::StandardError);
     let reporter = Arc::clone(&channel);
     std::panic::set_hook(Box::new(move |panic| report_failure(&reporter, &format!("it panicked: {panic}"))));
-    // The daemon is protected from the OOM killer; this process need not be. Without /proc or its permission nothing is lost.
-    let _ = std::fs::write("/proc/self/oom_score_adj", "0");
+    nacelle_jail::drop_oom_protection();
     if let Err(error) = nacelle_jail::confine_worker(jail) {
         report_failure(&channel, &Chain(&error).to_string());
         return ExitCode::FAILURE;

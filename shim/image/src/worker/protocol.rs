@@ -178,7 +178,7 @@ pub enum JobError {
     Erofs(ErofsError),
     /// The output cannot be written, or the input ends early.
     Stream(#[serde(with = "wire::io_error")] std::io::Error),
-    /// The worker cannot work: its jail, or a defect.
+    /// The worker could not enter its jail, or it panicked.
     Worker(#[serde(deserialize_with = "wire::string")] String),
 }
 

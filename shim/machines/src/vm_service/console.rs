@@ -3,6 +3,7 @@
 use crate::runtime::PodRuntime;
 use crate::status::{error_status, rejection};
 use nacelle_base::FailureKind;
+use nacelle_model::machine::SCREEN_PORT;
 use nacelle_model::record::ContainerRecord;
 use nacelle_proto::vm;
 use std::time::Duration;
@@ -11,8 +12,6 @@ use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
-/// The port of the VNC server, if the VM has a screen.
-const VNC_PORT: u16 = 5900;
 /// Time limit for the first message.
 const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// The largest message in bytes.
@@ -57,7 +56,7 @@ pub(super) async fn open(
             tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender));
         }
         VmConsole::Screen => {
-            let screen = runtime.connect_tcp(&container.pod, VNC_PORT).await.map_err(error_status)?;
+            let screen = runtime.connect_tcp(&container.pod, SCREEN_PORT).await.map_err(error_status)?;
             let (from_vm, to_vm) = screen.into_split();
             tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender));
         }

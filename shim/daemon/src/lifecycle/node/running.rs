@@ -65,6 +65,16 @@ impl Node {
         }
     }
 
+    /// Completes when a pod is not ready, or does not exist.
+    pub(crate) fn not_ready(&self, id: &PodId) -> impl Future<Output = ()> + Send + 'static {
+        let view = self.table.find(id.as_str()).ok().map(|(_, handle)| handle.view);
+        async move {
+            let Some(mut view) = view else { return };
+            // The view is closed if the pod is gone.
+            let _ = view.wait_for(|view| view.pod.state != state::PodState::Ready).await;
+        }
+    }
+
     /// Returns the end of the guest's console output; empty if there is no console.
     pub async fn console(&self, pod: &PodId) -> String {
         let jailed = nacelle_pod::jailed(&self.services.pod_dir(pod));
