@@ -419,7 +419,7 @@ fn liars_give_no_layer() {
             ("early", internal, "first message"),
             ("flood", internal, "unknown message"),
             ("ready-twice", internal, "ready twice"),
-            ("odd-memory", internal, "wrong amount of memory"),
+            ("odd-memory", internal, "not a positive multiple of 1 MiB"),
             ("huge-memory", exhausted, "takes more than 268435456 bytes"),
             ("take-memory", internal, "memory allocation"),
             ("long-text", internal, "[2Jxyyy"),
