@@ -24,9 +24,10 @@ use std::time::{Duration, Instant};
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 8] = [
+const TESTS: [Test; 9] = [
     ("workers_have_nothing_but_their_streams", workers_have_only_streams),
     ("a_worker_that_lies_gives_no_layer", liars_give_no_layer),
+    ("a_worker_that_lies_finds_no_file", liars_find_no_file),
     ("a_worker_that_makes_a_forbidden_call_is_named", forbidden_calls_are_named),
     ("a_pull_that_is_dropped_ends_its_workers", dropped_pulls_end_their_workers),
     ("a_worker_that_is_killed_fails_its_pull_only", killed_workers_fail_their_pull),
@@ -85,7 +86,7 @@ fn run_hostile_worker(own_path: &Path, target: &str, attack: &str, arguments: Ve
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().unwrap());
     let into_pipe = output.metadata().unwrap().file_type().is_fifo();
     let is_target = match target {
-        "decompress" => into_pipe,
+        "decompress" | "find" => into_pipe,
         "index" => !into_pipe,
         // The first worker that writes a file reads the tar.
         _ => !into_pipe && File::create_new(own_path.with_file_name("indexed")).is_err(),
@@ -178,6 +179,25 @@ fn run_hostile_worker(own_path: &Path, target: &str, attack: &str, arguments: Ve
             std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink()).unwrap();
             output.write_all_at(&[0; 4096], 0).unwrap();
             report(&json!({"Done": {"Merged": {"length": 4096, "used": [1], "steps": 1}}}));
+        }
+        "outside" | "unknown-layer" | "slash" | "garbage" | "twice" | "many" | "other-result" => {
+            std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink()).unwrap();
+            let found = |name: &str, layer: usize, size: u64| {
+                json!({"name": name, "layer": layer, "data": {"Flat": {"size": size, "block": 1}}}).to_string() + "\n"
+            };
+            let lines = match attack {
+                "outside" => found("f", 0, 1 << 40),
+                "unknown-layer" => found("f", 1, 1),
+                "slash" => found("../f", 0, 1),
+                "garbage" => "{}\n".to_owned(),
+                "twice" => found("f", 0, 1).repeat(2),
+                "many" => found("f", 0, 1).repeat(5000),
+                _ => String::new(),
+            };
+            (&output).write_all(lines.as_bytes()).unwrap();
+            report(
+                &json!({"Done": if attack == "other-result" { json!("Decompressed") } else { json!({"Found": true}) }}),
+            );
         }
         other => panic!("no attack {other}"),
     }
@@ -359,16 +379,22 @@ fn workers_have_only_streams() {
     }
 }
 
+/// Returns the configuration of a store whose workers attack. `programs` is a directory for the program of this name.
+fn hostile_config(host: &str, programs: &Path, target: &str, attack: &str) -> ImageStoreConfig {
+    let program = programs.join(format!("fake-{target}-{attack}"));
+    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
+    let mut hostile = config(host);
+    hostile.worker.program = program;
+    hostile.worker.stall_timeout = Duration::from_secs(2);
+    hostile
+}
+
 /// Pulls with a hostile worker. Returns the error. The store has nothing afterwards, and can pull with an honest worker.
 fn attacked(target: &str, attack: &str) -> ImageError {
     let image = sample(if target == "decompress" { Packing::Gzip } else { Packing::Plain });
     let (server, directory) = (serving(&image), tempfile::tempdir().unwrap());
     let programs = tempfile::tempdir().unwrap();
-    let program = programs.path().join(format!("fake-{target}-{attack}"));
-    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
-    let mut hostile = config(&server.host());
-    hostile.worker.program = program;
-    hostile.worker.stall_timeout = Duration::from_secs(2);
+    let mut hostile = hostile_config(&server.host(), programs.path(), target, attack);
     (hostile.max_layer_bytes, hostile.max_layer_entries) = (3 << 20, 100);
     let (runtime, name) = (runtime(), reference(&server.host()));
     let store = reopen(directory.path(), &hostile);
@@ -435,6 +461,35 @@ fn liars_give_no_layer() {
     // It may be the budget that ends this, or the answers that it does not read.
     let error = attacked("index", "all-memory");
     assert!(matches!(error.kind(), FailureKind::Exhausted | FailureKind::Internal), "{}", Chain(&error));
+}
+
+fn liars_find_no_file() {
+    let (image, directory) = (sample(Packing::Plain), tempfile::tempdir().unwrap());
+    let (server, runtime) = (serving(&image), runtime());
+    let store = reopen(directory.path(), &config(&server.host()));
+    let id = runtime.block_on(store.pull(&reference(&server.host()), None)).unwrap();
+    let names: Vec<String> =
+        runtime.block_on(store.list_files(&id, "")).unwrap().unwrap().into_iter().map(|file| file.name).collect();
+    assert_eq!(names, ["f"]);
+    drop(store);
+    for (attack, kind, text) in [
+        ("outside", FailureKind::Internal, "a file that it reports is invalid"),
+        ("unknown-layer", FailureKind::Internal, "a file that it reports is invalid"),
+        ("slash", FailureKind::Internal, "a file that it reports is invalid"),
+        ("garbage", FailureKind::Internal, "a file that it reports is invalid"),
+        ("other-result", FailureKind::Internal, "the result of another job"),
+        ("many", FailureKind::Invalid, "has more than 4096 files"),
+    ] {
+        let programs = tempfile::tempdir().unwrap();
+        let store = reopen(directory.path(), &hostile_config(&server.host(), programs.path(), "find", attack));
+        let error = runtime.block_on(store.list_files(&id, "")).unwrap_err();
+        let chain = Chain(&error).to_string();
+        assert!(error.kind() == kind && chain.contains(text), "{attack}: {chain}");
+    }
+    let programs = tempfile::tempdir().unwrap();
+    let store = reopen(directory.path(), &hostile_config(&server.host(), programs.path(), "find", "twice"));
+    let error = runtime.block_on(store.copy_file_from_image(&id, "f", 1, tempfile::tempfile().unwrap())).unwrap_err();
+    assert!(Chain(&error).to_string().contains("several files of one name"), "{}", Chain(&error));
 }
 
 fn forbidden_calls_are_named() {
