@@ -661,6 +661,8 @@ mod tests {
             let row = count(&format!("`{kind:?}`"), allowed_calls(kind));
             assert!(page.contains(&row), "the page has no line {row}");
         }
+        let row = count("image worker", worker_calls().iter());
+        assert!(page.contains(&row), "the page has no line {row}");
     }
 
     #[test]
