@@ -459,8 +459,16 @@ fn debian_boots_by_firmware_bios() {
     check_debian(BootMethod::Bios);
 }
 
+/// The variables with the keys of secure boot, of the package ovmf. The test node has none: system management mode in a nested guest
+/// breaks its QEMU down (docs/contributor/test-node.md).
+const SECURE_BOOT_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.ms.fd";
+
 #[test]
 fn debian_boots_by_firmware_uefi() {
+    if !Path::new(SECURE_BOOT_VARIABLES).exists() {
+        println!("skipped: {SECURE_BOOT_VARIABLES} does not exist: the package ovmf is not installed");
+        return;
+    }
     check_debian(BootMethod::Uefi);
 }
 
