@@ -74,10 +74,4 @@ mod tests {
         assert!(is_mapped("5 0 5\n", 4, 0) && !is_mapped("5 0 5\n", 4, 2));
         assert!(is_mapped(some, 0x7000_0000, 0), "no range");
     }
-
-    #[test]
-    fn the_error_names_the_keys() {
-        let error = UserRangeError::NotMapped { first: 1, count: 2, map: "/proc/self/uid_map" }.to_string();
-        assert!(error.contains("jail.first_user = 1 and jail.user_count = 2") && error.contains("uid_map"), "{error}");
-    }
 }

@@ -1,9 +1,9 @@
 //! Turns images from a registry or an archive into root file systems that a guest can mount: references, registry client, layers,
 //! merged tree, EROFS, the store and its garbage collection. It also stores artifacts, which use the same registries. The crate
-//! depends on `nacelle-base` and knows neither CRI nor pods nor guests.
+//! knows neither CRI nor pods nor guests.
 //!
-//! `ImageStore` is a handle that can be cloned. Downloads run on the caller's tokio runtime; everything that decompresses, hashes or
-//! accesses the disk runs on blocking threads.
+//! `ImageStore` is a handle that can be cloned. Downloads run on the caller's tokio runtime; everything that hashes or accesses the
+//! disk runs on blocking threads, and everything that decodes layers in jailed processes (`run_worker_program`).
 //!
 //! ```no_run
 //! # async fn f() -> Result<(), nacelle_image::ImageError> {

@@ -6,7 +6,7 @@
 mod common;
 
 use common::server::{Reply, Server, honest};
-use common::{Image, Packing, Tar, image, reopen, store_config};
+use common::{Image, Packing, Tar, image, noise, reopen, store_config};
 use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
 use nacelle_base::{Chain, Classify, FailureKind};
@@ -213,15 +213,6 @@ fn stay() -> ! {
 
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
-}
-
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 3u64;
-    let next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
-        (state >> 56) as u8
-    };
-    std::iter::repeat_with(next).take(length).collect()
 }
 
 fn sample(packing: Packing) -> Image {
@@ -587,8 +578,11 @@ fn missing_programs_are_named() {
 }
 
 fn no_process_is_left() {
+    let (image, directory) = (sample(Packing::Gzip), tempfile::tempdir().unwrap());
+    let server = serving(&image);
+    let store = reopen(directory.path(), &config(&server.host()));
+    runtime().block_on(store.pull(&reference(&server.host()), None)).unwrap();
     let mut own = String::new();
-    File::open("/proc/self/task").map(drop).unwrap();
     for task in fs::read_dir("/proc/self/task").unwrap() {
         File::open(task.unwrap().path().join("children")).unwrap().read_to_string(&mut own).unwrap();
     }

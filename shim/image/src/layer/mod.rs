@@ -1,5 +1,5 @@
-//! Decompresses one layer and converts its tar stream to a blob with the files' data and an index with everything else. Uses nothing
-//! else of this crate but digests and the budget. In production it runs in jailed workers only (`crate::worker`).
+//! Decompresses one layer and converts its tar stream to a blob with the files' data and an index with everything else. Jailed
+//! workers do this (`crate::worker`); the daemon only detects compression and checks the places of files that they report.
 
 pub mod decompress;
 pub mod index;

@@ -1,5 +1,6 @@
 //! Tests artifacts with registries: a real one, and one that requires tokens and breaks connections.
 
+use crate::common::noise;
 use crate::common::registry::{Registry, missing};
 use crate::common::server::{Asked, Reply, Server};
 use nacelle_base::{Classify, FailureKind};
@@ -20,16 +21,6 @@ fn packed(directory: &Path, name: &str, bytes: &[u8]) -> CompressedFile {
     let (from, to) = (directory.join(name), directory.join(format!("{name}.zst")));
     std::fs::write(&from, bytes).unwrap();
     compress_file(std::fs::File::open(&from).unwrap(), &from, &to, &TransferProgress::default()).unwrap()
-}
-
-/// Returns incompressible bytes.
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 7_u64;
-    let next = |_| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 56) as u8
-    };
-    (0..length).map(next).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,7 +1,7 @@
 //! Tests pulls from servers that break connections, send wrong data, stall, redirect in a loop and flood.
 
 use crate::common::server::{Asked, Reply, Server, honest};
-use crate::common::{Image, Packing, Tar, digest, image, store_config};
+use crate::common::{Image, Packing, Tar, digest, image, noise, store_config};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{Auth, ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nacelle_model::digest::ImageId;
@@ -9,15 +9,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 3u64;
-    let next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
-        (state >> 56) as u8
-    };
-    std::iter::repeat_with(next).take(length).collect()
-}
 
 fn sample() -> Image {
     image(&[(Tar::new().file("f", 0o644, &noise(600_000)).done(), Packing::Gzip)])

@@ -1,7 +1,7 @@
 //! Tests that the mounted image matches its layers: compared file by file with what umoci unpacks, and with expected values where
 //! tools differ.
 
-use crate::common::{Packing, Tar, can_mount, image, look, mount, reopen, store_config, write_layout};
+use crate::common::{Packing, Tar, can_mount, image, look, mount, noise, reopen, store_config, write_layout};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageUser, Reference};
 use nacelle_model::digest::Digest;
@@ -28,15 +28,6 @@ async fn load(layers: &[(Vec<u8>, Packing)], directory: &Path) -> (ImageStore, n
     assert_eq!(loaded[0].names, ["docker.io/library/test:1"]);
     let rootfs = store.rootfs(&loaded[0].id).await.unwrap();
     (store, rootfs)
-}
-
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 1u64;
-    let next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
-        (state >> 56) as u8
-    };
-    std::iter::repeat_with(next).take(length).collect()
 }
 
 /// Returns three layers with every feature that tools agree on.

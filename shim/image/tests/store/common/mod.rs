@@ -20,6 +20,16 @@ pub fn digest(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
 }
 
+/// Returns bytes that do not compress: the same ones for each length.
+pub fn noise(length: usize) -> Vec<u8> {
+    let mut state = 3u64;
+    let next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
+        (state >> 56) as u8
+    };
+    std::iter::repeat_with(next).take(length).collect()
+}
+
 /// Returns the default configuration, with this crate's worker.
 pub fn store_config() -> ImageStoreConfig {
     let mut config = ImageStoreConfig::default();
