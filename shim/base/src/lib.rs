@@ -27,6 +27,7 @@ pub mod share;
 pub mod task;
 pub mod timeline;
 pub mod undo;
+pub mod writeback;
 
 pub use error::{Chain, Classify, FailureKind};
 pub use id::{ContainerId, IdError, PodId};

@@ -12,6 +12,7 @@ use crate::budget::{Budget, BudgetError, Cancel, RESERVATION_STEP};
 use crate::config::ImageWorkerConfig;
 use crate::erofs::MAX_METADATA;
 use crate::layer::ingest::LayerLimits;
+use nacelle_base::writeback::start_writeback;
 use nacelle_jail::WorkerJail;
 use nix::sys::signal::Signal;
 use nix::time::clock_getcpuclockid;
@@ -151,7 +152,7 @@ impl<'a> Supervision<'a> {
     fn serve(&self, worker: &mut RunningWorker, job: Job, blob: Option<&File>) -> Result<JobFigures, WorkerEnd> {
         let task = job.task();
         let protocol = |why| WorkerEnd::Lost(WorkerError::Protocol { task, why });
-        match self.receive(worker, task)? {
+        match self.receive(worker, task, blob)? {
             WorkerReport::Ready { version: PROTOCOL_VERSION } => {}
             WorkerReport::Ready { version } => {
                 return Err(WorkerEnd::Lost(WorkerError::Version { found: version, expected: PROTOCOL_VERSION }));
@@ -162,7 +163,7 @@ impl<'a> Supervision<'a> {
         worker.limit_memory()?;
         worker.send(&WorkerRequest::Job(job.clone()), blob, task)?;
         loop {
-            match self.receive(worker, task)? {
+            match self.receive(worker, task, blob)? {
                 WorkerReport::Ready { .. } => return Err(protocol("it is ready twice")),
                 WorkerReport::Reserve { bytes } => {
                     if bytes == 0 || bytes % RESERVATION_STEP != 0 {
@@ -180,7 +181,12 @@ impl<'a> Supervision<'a> {
     }
 
     /// Receives the next message of a worker, unless it must end or makes no progress.
-    fn receive(&self, worker: &mut RunningWorker, task: &'static str) -> Result<WorkerReport, WorkerEnd> {
+    fn receive(
+        &self,
+        worker: &mut RunningWorker,
+        task: &'static str,
+        blob: Option<&File>,
+    ) -> Result<WorkerReport, WorkerEnd> {
         let mut last = self.progress(worker);
         let mut since = Instant::now();
         loop {
@@ -204,6 +210,8 @@ impl<'a> Supervision<'a> {
             if must_stop {
                 return Err(WorkerEnd::Stopped);
             }
+            // Otherwise the disk would wait until the layer is unpacked. A failure comes back from the sync at its end.
+            let _ = blob.map(start_writeback);
             let now = self.progress(worker);
             if now != last || self.waits_for_source.load(Ordering::Relaxed) {
                 (last, since) = (now, Instant::now());

@@ -15,8 +15,11 @@ use crate::layer::decompress::{SHORT_MAGIC_BYTES, is_compressed};
 use crate::layer::index::MIN_INDEX_BYTES;
 use crate::layer::ingest::{FIXED_MEMORY, LayerError, LayerLimits};
 use crate::layer::{BLOCK, PIECE};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_model::digest::Digest;
 use nix::fcntl::{FcntlArg, fcntl};
+use rustix::io::Errno;
+use rustix::pipe::{SpliceFlags, tee};
 use sha2::{Digest as _, Sha256};
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -118,7 +121,7 @@ fn run_workers(
         let job = Job::Decompress { bytes: limits.bytes };
         let streams = WorkerStreams { input: packed.into(), output: output.into(), blob: None };
         let decompressing = start_worker(scope, work, job, streams).map_err(connect)?;
-        let pump = move || copy_stream(work, unpacked, to_index, limits.bytes);
+        let pump = move || pass_on(work, unpacked, to_index, limits.bytes);
         let pumping = Builder::new().name("layer pump".into()).spawn_scoped(scope, pump).map_err(connect)?;
         let fed = copy_stream(work, source, to_decompress, u64::MAX);
         Ok(ThreadResults {
@@ -151,39 +154,67 @@ fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
 }
 
 /// Copies a stream to a worker, and returns its digest.
-fn copy_stream(work: &Supervision<'_>, from: impl Read, to: PipeWriter, limit: u64) -> Result<Digest, CopyError> {
-    let copied = copy_and_hash(work, from, to, limit);
-    if copied.is_err() {
-        work.stop();
-    }
-    copied
-}
-
-fn copy_and_hash(
+fn copy_stream(
     work: &Supervision<'_>,
     mut from: impl Read,
     mut to: PipeWriter,
     limit: u64,
 ) -> Result<Digest, CopyError> {
-    let (mut hash, mut left, mut piece) = (Sha256::new(), limit, vec![0; PIECE]);
-    loop {
-        if work.is_stopped() {
-            return Err(CopyError::Closed);
-        }
-        let got = match from.read(&mut piece) {
-            Ok(0) => return Ok(Digest(hash.finalize().into())),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+    hash_stream(work, limit, |piece| {
+        let got = match from.read(piece) {
             // Another failure came first: a download is given up then.
-            Err(_) if work.is_stopped() => return Err(CopyError::Closed),
+            Err(error) if error.kind() != io::ErrorKind::Interrupted && work.is_stopped() => {
+                return Err(CopyError::Closed);
+            }
             other => other.map_err(CopyError::Read)?,
         };
-        left = left.checked_sub(got as u64).ok_or(CopyError::TooLong)?;
-        let bytes = piece.get(..got).unwrap_or_default();
-        hash.update(bytes);
         // The worker has closed its input: its own result says why.
-        to.write_all(bytes).map_err(|_closed| CopyError::Closed)?;
-        work.count_move();
+        to.write_all(piece.get(..got).unwrap_or_default()).map_err(|_closed| CopyError::Closed)?;
+        Ok(got)
+    })
+}
+
+/// Passes the output of a worker on to the next one, and returns its digest. Both readers get the same pages of the kernel (tee(2)), which
+/// the writer cannot change: its filter allows no call that puts pages of its own into a pipe.
+fn pass_on(work: &Supervision<'_>, mut from: PipeReader, to: PipeWriter, limit: u64) -> Result<Digest, CopyError> {
+    hash_stream(work, limit, |piece| {
+        let teed = retry_interrupted(|| tee(&from, &to, piece.len(), SpliceFlags::empty()));
+        let got = teed.map_err(|errno| match errno {
+            Errno::PIPE => CopyError::Closed,
+            errno => CopyError::Read(errno.into()),
+        })?;
+        from.read_exact(piece.get_mut(..got).unwrap_or_default()).map_err(CopyError::Read)?;
+        Ok(got)
+    })
+}
+
+/// Calls `next` until it returns 0, and returns the digest of what it has put at the beginning of the buffer. An error ends all workers.
+fn hash_stream(
+    work: &Supervision<'_>,
+    limit: u64,
+    mut next: impl FnMut(&mut [u8]) -> Result<usize, CopyError>,
+) -> Result<Digest, CopyError> {
+    let mut hash_all = || {
+        let (mut hash, mut left, mut piece) = (Sha256::new(), limit, vec![0; PIECE]);
+        loop {
+            if work.is_stopped() {
+                return Err(CopyError::Closed);
+            }
+            let got = match next(&mut piece) {
+                Ok(0) => return Ok(Digest(hash.finalize().into())),
+                Err(CopyError::Read(error)) if error.kind() == io::ErrorKind::Interrupted => continue,
+                other => other?,
+            };
+            left = left.checked_sub(got as u64).ok_or(CopyError::TooLong)?;
+            hash.update(piece.get(..got).unwrap_or_default());
+            work.count_move();
+        }
+    };
+    let hashed = hash_all();
+    if hashed.is_err() {
+        work.stop();
     }
+    hashed
 }
 
 /// The source of a layer, for which workers may wait longer than for anything else.
