@@ -29,6 +29,7 @@ mod machine;
 mod memory;
 mod process;
 pub mod record;
+pub mod run_dir;
 pub mod scratch;
 mod server;
 pub mod share;
@@ -46,44 +47,18 @@ pub use host::{cgroup_usage, holds_containers};
 pub use jail::{Access as PathAccess, ExpectedJail, ResourceLimits, expected_jail};
 pub use machine::{CONSOLE_FILE, tap_name};
 pub use nacelle_jail::cgroup::{Usage as GroupUsage, cpu_limit, memory_limit};
+pub use run_dir::{SOCKET_FILE, STREAM_SOCKET_FILE, create_jail, jail_dir, jailed};
 
 use nacelle_base::Chain;
-use nacelle_base::files::{FileError, at};
-use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::retry::retry_interrupted;
 use nacelle_engine::Engine;
 use nacelle_engine::keeper::KeeperEngine;
 use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::qemu::QemuEngine;
 use spec::{Accelerator, EngineSpec};
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-
-/// The socket of the pod process's gRPC service, in [`jail_dir`]; mode 0600.
-pub const SOCKET_FILE: JailedFile = JailedFile::new("pod.sock");
-
-/// The socket of the streams, in [`jail_dir`]; mode 0600.
-pub const STREAM_SOCKET_FILE: JailedFile = JailedFile::new("stream.sock");
-
-/// Returns the part of a pod's run directory that the pod process writes, the only part that it sees in its jail. The rest
-/// of the run directory belongs to the daemon, which reads this part through [`jailed`] only.
-pub fn jail_dir(dir: &Path) -> PathBuf {
-    dir.join("jail")
-}
-
-/// Returns the same directory for the daemon: everything in it may be hostile.
-pub fn jailed(dir: &Path) -> JailedDir {
-    JailedDir::new(jail_dir(dir))
-}
-
-/// Creates that directory with mode 0700 in an existing run directory; succeeds if it exists.
-pub fn create_jail(dir: &Path) -> Result<(), FileError> {
-    let jail = jail_dir(dir);
-    DirBuilder::new().mode(0o700).recursive(true).create(&jail).map_err(at("create", &jail))
-}
 
 /// Waits for the byte on standard input that the daemon sends when it has recorded the process; the process must do nothing
 /// before. Returns false if standard input ended, because the start was cancelled.

@@ -287,7 +287,7 @@ async fn remove_orphans(services: &NodeServices, known: &[PodRecord]) {
         tracing::warn!(dir = %dir.display(), "a pod without a record is removed");
         match services.clean_up(&dir, None).await {
             Ok(_) => {
-                let removed = blocking(move || nacelle_base::files::remove_tree_if_there(&dir)).await;
+                let removed = blocking(move || nacelle_pod::run_dir::remove(&dir)).await;
                 if let Err(error) = removed {
                     tracing::error!("cannot remove it: {}", Chain(&error));
                 }

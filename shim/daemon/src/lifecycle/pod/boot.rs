@@ -9,7 +9,7 @@ use super::spec::{Groups, NewPod, own_kernel, pod_spec};
 use crate::config::Handler;
 use crate::hugepages;
 use crate::lifecycle::context::NodeServices;
-use crate::lifecycle::context::error::{LifecycleError, at};
+use crate::lifecycle::context::error::{LifecycleError, MAX_KERNEL_BYTES, at};
 use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
 use nacelle_base::machine::MemoryPages;
@@ -21,6 +21,7 @@ use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::resources::VmResources;
 use nacelle_net::{Attachment, InterfaceUsage, PodRef};
 use nacelle_pod::client::PodClient;
+use nacelle_pod::run_dir::{self, RUN_BYTES};
 use nacelle_pod::spec::PodSpec;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -89,7 +90,9 @@ async fn prepare(
 ) -> Result<PodSpec, LifecycleError> {
     let NewPod { id, config, handler, engine, .. } = pod;
     let dir = services.pod_dir(id);
-    make_directories(dir.clone(), config.log_directory.clone()).await?;
+    // A kernel of the pod's own lies beside what the pod process writes.
+    let kernel_bytes = own_kernel(config).map_or(0, |_| MAX_KERNEL_BYTES);
+    make_directories(dir.clone(), config.log_directory.clone(), RUN_BYTES + kernel_bytes).await?;
     if let Some(own) = own_kernel(config) {
         let memory = size::narrow(memory_mib(config, handler));
         let brought = kernel::bring(services, &dir, own, *engine, memory, cancel);
@@ -209,7 +212,7 @@ async fn configure(
     Ok(clip(&configured.kernel_release))
 }
 
-async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), LifecycleError> {
+async fn make_directories(dir: PathBuf, logs: Option<PathBuf>, bytes: u64) -> Result<(), LifecycleError> {
     let make = move || {
         if let Some(logs) = logs {
             std::fs::create_dir_all(&logs).map_err(files::at("create", &logs))?;
@@ -218,8 +221,7 @@ async fn make_directories(dir: PathBuf, logs: Option<PathBuf>) -> Result<(), Lif
             // The directory existed when the daemon started, but may have been removed since with its contents.
             std::fs::DirBuilder::new().recursive(true).mode(0o700).create(pods).map_err(files::at("create", pods))?;
         }
-        std::fs::DirBuilder::new().mode(0o700).create(&dir).map_err(files::at("create", &dir))?;
-        nacelle_pod::create_jail(&dir)
+        run_dir::create(&dir, bytes)
     };
     blocking(make).await.map_err(at("make the directory of the pod"))
 }

@@ -4,7 +4,7 @@ use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::Timeline;
-use nacelle_base::{Chain, PodId, files};
+use nacelle_base::{Chain, PodId};
 use nacelle_model::process::PodProcess;
 use nacelle_model::record::CleanupFailure;
 use nacelle_pod::client::PodClient;
@@ -96,6 +96,6 @@ async fn end_machine(
 /// Removes the pod's directory.
 pub(crate) async fn remove_directory(services: &NodeServices, id: &PodId) -> Result<(), LifecycleError> {
     let dir = services.pod_dir(id);
-    let removed = blocking(move || files::remove_tree_if_there(&dir)).await;
+    let removed = blocking(move || nacelle_pod::run_dir::remove(&dir)).await;
     removed.map_err(at("remove the directory of the pod"))
 }
