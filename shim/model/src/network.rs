@@ -28,6 +28,24 @@ pub enum Protocol {
     Sctp,
 }
 
+/// The limits of a pod's traffic, in bits per second; `None` is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bandwidth {
+    /// The limit of traffic to the pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ingress_bps: Option<u64>,
+    /// The limit of traffic from the pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress_bps: Option<u64>,
+}
+
+impl Bandwidth {
+    /// Returns whether there is no limit.
+    pub fn is_unlimited(&self) -> bool {
+        *self == Bandwidth::default()
+    }
+}
+
 /// A resolver configuration, from the CRI request or from the result of a CNI plugin.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DnsConfig {

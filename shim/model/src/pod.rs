@@ -4,7 +4,7 @@ use crate::StringMap;
 use crate::empty_dir::EmptyDirs;
 use crate::machine_pod::MachinePod;
 use crate::namespace::{NodeNamespaces, UserNamespace};
-use crate::network::{DnsConfig, PortMapping};
+use crate::network::{Bandwidth, DnsConfig, PortMapping};
 use nacelle_base::machine::{CpuModel, MemoryPages, Topology};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -44,6 +44,9 @@ pub struct PodConfig {
     pub dns: Option<DnsConfig>,
     /// Ports of the node that lead to the pod.
     pub ports: Vec<PortMapping>,
+    /// The limits of the pod's traffic.
+    #[serde(default, skip_serializing_if = "Bandwidth::is_unlimited")]
+    pub bandwidth: Bandwidth,
     /// Labels, returned unchanged.
     pub labels: StringMap,
     /// Annotations, returned unchanged.

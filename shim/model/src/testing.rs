@@ -3,7 +3,7 @@
 use crate::StringMap;
 use crate::container::{ContainerConfig, ContainerImage};
 use crate::digest::Digest;
-use crate::network::{DnsConfig, PortMapping, Protocol};
+use crate::network::{Bandwidth, DnsConfig, PortMapping, Protocol};
 use crate::pod::{PodConfig, PodKind, PodName};
 use crate::record::{ContainerRecord, PodRecord};
 use crate::resources::Resources;
@@ -24,6 +24,7 @@ pub fn pod(n: u8) -> PodRecord {
             log_directory: Some("/var/log/pods/web".into()),
             dns: Some(DnsConfig { servers: vec!["10.0.0.10".into()], searches: vec![], options: vec![] }),
             ports: vec![PortMapping { host_port: 8080, container_port: 80, protocol: Protocol::Tcp, host_ip: None }],
+            bandwidth: Bandwidth::default(),
             labels: [("app".to_owned(), "web".to_owned())].into(),
             annotations: StringMap::new(),
             sysctls: StringMap::new(),

@@ -23,7 +23,7 @@ pub mod tap;
 
 #[cfg(any(test, feature = "fuzz"))]
 pub use cni::fuzz;
-pub use cni::{Bandwidth, CniError, InterfaceUsage, OwedDelete, PodRef};
+pub use cni::{CniError, InterfaceUsage, OwedDelete, PodRef};
 pub use error::NetError;
 pub use inspect::inspect;
 pub use netns::{NetNs, run_in};

@@ -5,8 +5,8 @@ mod common;
 use cni_plugin::config::NetworkConfig;
 use common::{LIMIT, World, eventually, in_a_world, pod};
 use nacelle_base::{Classify, FailureKind};
-use nacelle_model::network::{DnsConfig, PortMapping, Protocol};
-use nacelle_net::{Bandwidth, CniError, NetError, PodRef};
+use nacelle_model::network::{Bandwidth, DnsConfig, PortMapping, Protocol};
+use nacelle_net::{CniError, NetError, PodRef};
 use std::path::Path;
 use std::time::Duration;
 
@@ -276,7 +276,7 @@ fn plugins_are_fed_what_the_conventions_say() {
         let port = |host_port| PortMapping { host_port, container_port: 80, protocol: Protocol::Tcp, host_ip: None };
         let pod = PodRef {
             port_mappings: vec![port(8080), port(0)],
-            bandwidth: Some(Bandwidth { ingress_bps: Some(1_000_000), egress_bps: None }),
+            bandwidth: Bandwidth { ingress_bps: Some(1_000_000), egress_bps: None },
             dns: Some(DnsConfig { servers: vec!["10.0.0.10".into()], ..DnsConfig::default() }),
             pod_cidrs: vec!["10.1.0.0/16".parse().unwrap()],
             ..pod(1)

@@ -39,7 +39,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 pub use error::CniError;
 pub use owed_deletes::OwedDelete;
 pub(crate) use result::CniResult;
-pub use types::{Bandwidth, InterfaceUsage, PodRef};
+pub use types::{InterfaceUsage, PodRef};
 
 /// The name of the pod's default interface.
 pub(crate) const INTERFACE: &str = "eth0";

@@ -4,7 +4,7 @@ use super::CniError;
 use cni_plugin::config::BandwidthLimits;
 use ipnet::IpNet;
 use nacelle_base::PodId;
-use nacelle_model::network::{DnsConfig, PortMapping};
+use nacelle_model::network::{Bandwidth, DnsConfig, PortMapping};
 use serde_json::{Map, Value, json};
 
 /// The pod that the plugins act on.
@@ -20,8 +20,8 @@ pub struct PodRef {
     pub uid: String,
     /// The hostPorts. Mappings with `host_port` 0 are ignored.
     pub port_mappings: Vec<PortMapping>,
-    /// The bandwidth limits, if the pod has any.
-    pub bandwidth: Option<Bandwidth>,
+    /// The bandwidth limits.
+    pub bandwidth: Bandwidth,
     /// The DNS configuration of the pod, for plugins with the capability `dns`.
     pub dns: Option<DnsConfig>,
     /// The node's pod CIDRs from UpdateRuntimeConfig (capability `ipRanges`); empty if unknown.
@@ -41,15 +41,6 @@ pub enum InterfaceUsage {
     Guest,
     /// The guest uses them in place of the namespace. The pod is not attached if a further interface is missing.
     GuestNeedsAll,
-}
-
-/// Limits of a pod's traffic, in bits per second.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Bandwidth {
-    /// The limit of traffic to the pod.
-    pub ingress_bps: Option<u64>,
-    /// The limit of traffic from the pod.
-    pub egress_bps: Option<u64>,
 }
 
 impl PodRef {
@@ -78,7 +69,7 @@ impl PodRef {
         if !ports.is_empty() {
             all.insert("portMappings".to_owned(), ports.into());
         }
-        if let Some(limits) = self.bandwidth.and_then(limits) {
+        if let Some(limits) = limits(self.bandwidth) {
             all.insert("bandwidth".to_owned(), json!(limits));
         }
         if let Some(dns) = &self.dns {
@@ -104,7 +95,7 @@ fn port(port: &PortMapping) -> Value {
 /// A plugin with a rate limit also requires a burst: the largest one that it accepts, so that only the rate matters.
 fn limits(bandwidth: Bandwidth) -> Option<BandwidthLimits> {
     const BURST: usize = u32::MAX as usize;
-    let rate = |bps: Option<u64>| bps.filter(|bps| *bps > 0).map(|bps| usize::try_from(bps).unwrap_or(usize::MAX));
+    let rate = |bps: Option<u64>| bps.map(|bps| usize::try_from(bps).unwrap_or(usize::MAX));
     let (ingress_rate, egress_rate) = (rate(bandwidth.ingress_bps), rate(bandwidth.egress_bps));
     (ingress_rate.is_some() || egress_rate.is_some()).then_some(BandwidthLimits {
         ingress_rate,

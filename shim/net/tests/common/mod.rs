@@ -131,7 +131,7 @@ pub fn pod(number: u8) -> PodRef {
         namespace: "tests".to_owned(),
         uid: format!("uid-{number}"),
         port_mappings: Vec::new(),
-        bandwidth: None,
+        bandwidth: nacelle_model::network::Bandwidth::default(),
         dns: None,
         pod_cidrs: Vec::new(),
         additional_interfaces: Vec::new(),

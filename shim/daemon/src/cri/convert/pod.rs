@@ -4,14 +4,18 @@ use super::resources::{fields, pod_resources};
 use super::{FieldError, apparmor, bad, id_number, name, pairs, users};
 use crate::config::{EngineSetting, HostNamespaces, PrivilegedPods, SandboxSettings};
 use nacelle_model::namespace::NodeNamespaces;
-use nacelle_model::network::{DnsConfig, PortMapping, Protocol};
+use nacelle_model::network::{Bandwidth, DnsConfig, PortMapping, Protocol};
 use nacelle_model::pod::{PodConfig, PodKind, PodName};
 use nacelle_model::resources::cpu_milli;
 use nacelle_proto::cri;
+use nacelle_vmi::Quantity;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 /// Namespaced sysctls, by prefix; the agent has the same list.
 const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "fs.mqueue."];
+/// The bits per second to which a pod's traffic may be limited.
+const BANDWIDTHS: RangeInclusive<u64> = 1_000..=1_000_000_000_000_000;
 /// The longest host name in bytes that Linux accepts.
 const HOSTNAME: usize = 64;
 
@@ -55,6 +59,10 @@ pub fn pod_config(
         log_directory: log_directory(&config.log_directory)?,
         dns: dns(config.dns_config.as_ref())?,
         ports: config.port_mappings.iter().filter_map(port).collect::<Result<_, _>>()?,
+        bandwidth: Bandwidth {
+            ingress_bps: bandwidth(config, "kubernetes.io/ingress-bandwidth")?,
+            egress_bps: bandwidth(config, "kubernetes.io/egress-bandwidth")?,
+        },
         labels: pairs(&config.labels),
         annotations: pairs(&config.annotations),
         sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value, shares)).collect::<Result<_, _>>()?,
@@ -69,6 +77,20 @@ pub fn pod_config(
         cpu_limit_milli: cpu_milli(resources.containers.cpu_period, resources.containers.cpu_quota),
         cgroup_parent: cgroup_parent(&linux.cgroup_parent)?,
     })
+}
+
+/// Returns the bits per second that an annotation of the pod allows, if it has it. Kubernetes has the same range.
+fn bandwidth(config: &cri::PodSandboxConfig, annotation: &'static str) -> Result<Option<u64>, FieldError> {
+    let Some(text) = config.annotations.get(annotation) else { return Ok(None) };
+    let bits = Quantity::parse(text).ok().and_then(|quantity| quantity.bytes());
+    match bits.filter(|bits| BANDWIDTHS.contains(bits)) {
+        Some(bits) => Ok(Some(bits)),
+        None => bad(
+            "config.annotations",
+            format!("{annotation}={text}"),
+            "bits per second from 1k to 1P are allowed, for example 10M",
+        ),
+    }
 }
 
 /// Returns a limit, or `None` if the value is not positive.
@@ -269,6 +291,24 @@ pub(crate) mod tests {
 
     fn namespaces(config: &mut cri::PodSandboxConfig) -> &mut cri::NamespaceOption {
         security(config).namespace_options.get_or_insert_default()
+    }
+
+    #[test]
+    fn traffic_is_limited_by_the_annotations_of_kubernetes() {
+        let limited = |text: &str| {
+            let annotate = |config: &mut cri::PodSandboxConfig| {
+                config.annotations.insert("kubernetes.io/egress-bandwidth".into(), text.into());
+            };
+            converted(annotate).map(|pod| pod.bandwidth)
+        };
+        assert!(converted(|_| {}).unwrap().bandwidth.is_unlimited());
+        for (text, bits) in [("10M", 10_000_000), ("1k", 1_000), ("1P", 1_000_000_000_000_000), ("2Ki", 2048)] {
+            assert_eq!(limited(text).unwrap(), Bandwidth { ingress_bps: None, egress_bps: Some(bits) }, "{text}");
+        }
+        for text in ["", "fast", "0", "999", "-1M", "2P"] {
+            let error = limited(text).unwrap_err().to_string();
+            assert!(error.contains(&format!("kubernetes.io/egress-bandwidth={text}")), "{error}");
+        }
     }
 
     #[test]

@@ -167,7 +167,7 @@ fn pod_ref(services: &NodeServices, pod: &NewPod, spec: &PodSpec) -> PodRef {
         namespace: config.name.namespace.clone(),
         uid: config.name.uid.clone(),
         port_mappings: config.ports.clone(),
-        bandwidth: None,
+        bandwidth: config.bandwidth,
         dns: config.dns.clone(),
         pod_cidrs: services.pod_cidrs(),
         additional_interfaces: interfaces.filter(|name| *name != INTERFACE).cloned().collect(),
