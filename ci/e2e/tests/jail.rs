@@ -1,6 +1,6 @@
 //! Tests the sandbox of the pod process on a node with a real VM, and leaks after it dies.
 
-use nacelle_e2e::node::engine;
+use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
 use nacelle_e2e::path_from_env;
 use nacelle_e2e::run::run;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
@@ -219,4 +219,29 @@ fn a_vm_boots_outside_a_cgroup_whose_cpu_quota_would_throttle_it() {
     let container = pod.start(limited);
     assert_eq!(container.exec("cat /sys/fs/cgroup/cpu.max").ok(), "1000 100000");
     pod.remove();
+}
+
+#[test]
+fn a_pod_writes_no_faster_than_its_handler_allows() {
+    let limits = format!("{SMALL_VM}disk_limits = {{ write_bytes_per_second = {} }}\n", 4 << 20);
+    // A file system on a disk, which the file system of the test's directory may not be.
+    let options =
+        NodeOptions { extra: handler_config("slow", &limits), disk_mib: Some(1024), ..NodeOptions::default() };
+    let node = TestNode::with_options(options);
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let requested = PodRequest::new("slow", node.directory());
+    let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
+    if !controllers.split_whitespace().any(|controller| controller == "io") {
+        let file = node.crictl.write_input("pod", &requested.0);
+        let refused = node.crictl.try_call(["runp", "--runtime", "slow", &file]).err();
+        assert!(refused.contains("disk_limits need cgroup v2 with the controller"), "{refused}");
+        return;
+    }
+    let pod = node.crictl.run_pod_with_handler("slow", requested);
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600"));
+    let since = Instant::now();
+    container.exec("dd if=/dev/urandom of=/file bs=1M count=24 && sync").ok();
+    let took = since.elapsed();
+    // The kernel may let through a little more at first.
+    assert!(took.as_secs_f64() > 4.0, "24 MiB were written in {took:?}");
 }

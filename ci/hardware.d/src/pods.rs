@@ -117,6 +117,7 @@ impl PodFactory {
             user_namespace: None,
             shm_bytes: 0,
             scratch: ScratchSpec { size_mib: SCRATCH_MIB, templates: self.scratch.clone() },
+            disk_limits: None,
             volume_cache_seconds: 0,
             timeouts: Timeouts::default(),
             jail: Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: None, user: Some(USER) }),

@@ -6,6 +6,7 @@ pub mod copied_in;
 pub mod corpus;
 pub mod cpulist;
 pub mod descriptors;
+pub mod disk_limits;
 pub mod draft;
 pub mod error;
 mod file_error;

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The mount point of the node's cgroup file systems.
-const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+pub(crate) const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 /// The hierarchies of cgroup v1 that account or limit what a pod process uses; cpuset would need values first. `unified` is
 /// the hierarchy of v2 besides them, which can kill whole cgroups.
 const V1_HIERARCHIES: [&str; 7] = ["memory", "cpu,cpuacct", "cpu", "cpuacct", "pids", "blkio", "unified"];

@@ -6,6 +6,7 @@
 //! it just starts a thread.
 
 pub mod cgroup;
+pub mod disk_limits;
 mod enter;
 mod kinds;
 mod mount_namespace;

@@ -23,6 +23,9 @@ pub enum PodError {
     /// The specification is invalid.
     #[error(transparent)]
     Spec(#[from] PodSpecError),
+    /// The pod's use of its node's disk cannot be limited.
+    #[error(transparent)]
+    DiskLimits(#[from] nacelle_jail::disk_limits::DiskLimitError),
     /// The identity of the process that serves the pod is unknown, or is not this one.
     #[error(transparent)]
     Identity(#[from] crate::identity::IdentityError),
@@ -214,6 +217,7 @@ impl Classify for PodError {
             PodError::Record(error) => error.kind(),
             PodError::File(error) => error.kind(),
             PodError::Jail(error) => error.kind(),
+            PodError::DiskLimits(error) => error.kind(),
             PodError::Share(error) => error.kind(),
             PodError::Scratch(error) => error.kind(),
             PodError::Net(error) => error.kind(),

@@ -5,6 +5,7 @@ use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec, Seccomp};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
+use nacelle_jail::disk_limits::limit_disk;
 pub use nacelle_jail::{Access, ResourceLimits};
 use nacelle_jail::{JailPlan, NetworkAccess, Profile, VisiblePath};
 use std::collections::BTreeMap;
@@ -27,6 +28,9 @@ const MAX_THREADS: u64 = 4096;
 pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
     if spec.engine.has_vm() {
         nacelle_jail::drop_oom_protection();
+    }
+    if let (Some(group), Some(limits)) = (&jail.cgroup, &spec.disk_limits) {
+        limit_disk(group, &spec.scratch.templates, limits)?;
     }
     if matches!(spec.engine, EngineSpec::Keeper { .. }) {
         vfio_dir::create(dir)?;

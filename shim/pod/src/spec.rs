@@ -1,6 +1,7 @@
 //! Defines the pod process's specification: `DIR/spec.json`, which the daemon writes and the process reads once at its
 //! start. This module performs no I/O besides reading and writing that file.
 
+use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
 use nacelle_base::{Classify, FailureKind, PodId};
@@ -78,6 +79,9 @@ pub struct PodSpec {
     pub shm_bytes: u64,
     /// The disk for writable layers.
     pub scratch: ScratchSpec,
+    /// The limits of the pod on the disk of its scratch disk; `None` for none.
+    #[serde(default)]
+    pub disk_limits: Option<DiskLimits>,
     /// The number of seconds for which the guest may cache names and attributes of files on volumes of the node.
     #[serde(default)]
     pub volume_cache_seconds: u64,
@@ -412,6 +416,7 @@ pub(crate) mod tests {
             shm_bytes: 0,
             volume_cache_seconds: 0,
             scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },
+            disk_limits: None,
             timeouts: Timeouts::default(),
             jail: None,
         }

@@ -49,6 +49,9 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
     findings.push(check_cgroups());
     findings.extend(check_systemd(config.sandbox.cgroup_driver));
     findings.push(check_disk(&config.paths.root));
+    if config.handlers.values().any(|handler| handler.disk_limits.is_some()) {
+        findings.push(check_disk_limits(&config.paths.root));
+    }
     findings.extend(check_hardening(Path::new("/")));
     Ok(report(&findings, "this node can run pods", "this node cannot run pods"))
 }
@@ -329,6 +332,15 @@ fn check_disk(root: &Path) -> Finding {
             }
         }
         Err(error) => finding(Severity::Note, "disk", format!("{}: {error}", existing.display())),
+    }
+}
+
+/// Checks whether the disk of `root` can be limited.
+fn check_disk_limits(root: &Path) -> Finding {
+    let existing = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match nacelle_pod::check_disk_limits(existing) {
+        Ok(disk) => finding(Severity::Ok, "disk limits", format!("apply to block device {disk}")),
+        Err(error) => finding(Severity::Fail, "disk limits", Chain(&error).to_string()),
     }
 }
 

@@ -17,6 +17,9 @@ const MAX_MEMORY_MIB: u64 = 16 << 20;
 /// The smallest scratch disk: it must hold an ext4 with a journal.
 const MIN_SCRATCH_MIB: u64 = 64;
 
+/// The largest rate of a disk, far above any disk's, which the kernel's numbers hold.
+const MAX_DISK_RATE: u64 = 1_000_000_000_000_000;
+
 /// The lowest id of a pod process: above all ids of users and system services.
 const FIRST_USER: u32 = 1 << 16;
 /// The highest user id: the number above it means "unchanged" (setresuid(2)).
@@ -198,6 +201,17 @@ fn check_handler(name: &str, handler: &Handler) -> Result<(), BrokenRule> {
     }
     let scratch = MIN_SCRATCH_MIB..=MAX_MEMORY_MIB;
     in_range(key("scratch_mib"), handler.scratch_mib, scratch, "64 MiB to 16 TiB are allowed")?;
+    if let Some(limits) = &handler.disk_limits {
+        for (limit, value) in [
+            ("read_bytes_per_second", limits.read_bytes_per_second),
+            ("write_bytes_per_second", limits.write_bytes_per_second),
+            ("reads_per_second", limits.reads_per_second),
+            ("writes_per_second", limits.writes_per_second),
+        ] {
+            let range = 1..=MAX_DISK_RATE;
+            in_range(key(&format!("disk_limits.{limit}")), value.unwrap_or(1), range, "1 to 10^15 are allowed")?;
+        }
+    }
     if let Some(mib) = handler.empty_dir_mib {
         let range = MIN_QUOTA >> 20..=MAX_QUOTA >> 20;
         in_range(key("empty_dir_mib"), mib, range, "16 MiB to 4 TiB are allowed")?;
@@ -242,6 +256,7 @@ mod tests {
             ("[handlers.nacelle]\nmax_memory_mib = 16777217", "handlers.nacelle.max_memory_mib"),
             ("[handlers.nacelle]\nscratch_mib = 1", "handlers.nacelle.scratch_mib"),
             ("[handlers.nacelle]\nempty_dir_mib = 15", "handlers.nacelle.empty_dir_mib"),
+            ("[handlers.nacelle.disk_limits]\nreads_per_second = 0", "handlers.nacelle.disk_limits.reads_per_second"),
         ] {
             match Config::parse(text, Path::new("c.toml")) {
                 Err(super::super::ConfigError::Rule { source, .. }) => assert_eq!(source.key, key, "{text}"),

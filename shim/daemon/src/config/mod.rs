@@ -8,6 +8,7 @@ mod renamed;
 pub use check::BrokenRule;
 pub use renamed::KeyConflict;
 
+use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
 use nacelle_base::{Classify, FailureKind};
@@ -264,6 +265,9 @@ pub struct Handler {
     pub console: ConsoleKind,
     /// The size in MiB of the sparse disk for the writable layers of containers.
     pub scratch_mib: u64,
+    /// The limits of each pod on the disk of `paths.root`; `None` for none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_limits: Option<DiskLimits>,
     /// The form of emptyDirs that kubelet keeps on its disk: "shared" or "disk".
     pub empty_dir: EmptyDir,
     /// The size in MiB of emptyDirs that are disks, where the pod sets no limit; `None`: the free space of the node.
@@ -385,6 +389,7 @@ impl Default for Handler {
             memory_pages: MemoryPages::Transparent,
             console: ConsoleKind::Serial,
             scratch_mib: 10240,
+            disk_limits: None,
             empty_dir: EmptyDir::Shared,
             empty_dir_mib: None,
             allowed_annotations: Vec::new(),
@@ -655,7 +660,18 @@ mod tests {
         let mut example = Config::default();
         example.handlers.insert(
             "NAME".into(),
-            Handler { max_vcpus: Some(2), max_memory_mib: Some(512), empty_dir_mib: Some(64), ..Handler::default() },
+            Handler {
+                max_vcpus: Some(2),
+                max_memory_mib: Some(512),
+                disk_limits: Some(DiskLimits {
+                    read_bytes_per_second: Some(1),
+                    write_bytes_per_second: Some(1),
+                    reads_per_second: Some(1),
+                    writes_per_second: Some(1),
+                }),
+                empty_dir_mib: Some(64),
+                ..Handler::default()
+            },
         );
         let registry = RegistrySettings { ca_file: Some("/ca.pem".into()), ..RegistrySettings::default() };
         example.images.registries.insert("HOST".into(), registry);
