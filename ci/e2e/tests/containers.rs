@@ -419,6 +419,10 @@ fn cdi_devices_apply_their_specifications() {
     if engine() != "host" {
         refuse("kmsg", "Unimplemented", "/dev/kmsg");
     }
+    let annotated = with("driver").set("CDI_devices", json!([]));
+    let annotated = annotated.set("annotations", json!({"cdi.k8s.io/plugin": "nacelle.test/thing=driver"}));
+    let container = pod.start(annotated.set("metadata", json!({"name": "annotated", "attempt": 0})));
+    assert_eq!(container.exec("echo $CDI_TEST").ok(), "a=b");
     let container = pod.start(with("driver"));
     let output = container.exec("echo $CDI_TEST; cat /driver/lib; echo; id -G; touch /driver/x 2>&1 | tail -1").ok();
     let lines: Vec<&str> = output.lines().collect();

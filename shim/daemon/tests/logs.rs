@@ -29,6 +29,15 @@ fn a_container_writes_to_the_log_that_has_its_name() {
         let reopen = cri::ReopenContainerLogRequest { container_id: id.clone() };
         daemon.cri.reopen_container_log(reopen.clone()).await.unwrap();
         assert_eq!(fs::read_to_string(&log).unwrap(), line);
+        // Another program removes the directory of logs, and may create it again.
+        for created in [true, false] {
+            fs::remove_dir_all(&logs).unwrap();
+            if created {
+                fs::create_dir(&logs).unwrap();
+            }
+            daemon.cri.reopen_container_log(reopen.clone()).await.unwrap();
+            assert_eq!(fs::read_to_string(&log).unwrap(), line);
+        }
         daemon.stop(&id).await.unwrap();
         let late = daemon.cri.reopen_container_log(reopen).await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");

@@ -2,7 +2,8 @@
 
 use super::Cri;
 use super::convert::{
-    apply_cdi_edits, check_guest_volumes, container_config, container_label, report, resources_change, seccomp_profile,
+    apply_cdi_edits, cdi_names, check_guest_volumes, container_config, container_label, report, resources_change,
+    seccomp_profile,
 };
 use super::sandbox::required;
 use super::status::{refuse, status};
@@ -27,8 +28,8 @@ impl Cri {
         &self,
         mut request: cri::CreateContainerRequest,
     ) -> Result<cri::CreateContainerResponse, Status> {
-        if let Some(config) = request.config.as_mut().filter(|config| !config.cdi_devices.is_empty()) {
-            let names: Vec<String> = config.cdi_devices.iter().map(|device| device.name.clone()).collect();
+        let names = request.config.as_ref().map(cdi_names).unwrap_or_default();
+        if let Some(config) = request.config.as_mut().filter(|_| !names.is_empty()) {
             let directories = self.node.services().config.sandbox.cdi_dirs.clone();
             // As with seccomp profiles, the container gets the present contents of the files.
             let found = run_blocking("find the CDI devices", move || cdi::find_edits(&names, &directories)).await;

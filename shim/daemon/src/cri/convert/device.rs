@@ -5,11 +5,13 @@ use crate::cdi::CdiEdits;
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
 
 /// The largest number of devices that one container may request.
 const MAX_DEVICES: usize = 256;
+/// The prefix of the annotations that request CDI devices.
+const CDI_ANNOTATIONS: &str = "cdi.k8s.io/";
 /// The longest path in bytes that Linux accepts in a call.
 const PATH_MAX: usize = 4095;
 /// File systems below /dev that each container has for itself.
@@ -54,6 +56,23 @@ pub fn devices(requested: &[cri::Device], users: Option<UserNamespace>) -> Resul
     Ok(devices)
 }
 
+/// Returns the names of the CDI devices that a container requests: in the field for them and, as device plugins do, in annotations
+/// `cdi.k8s.io/…` with names separated by commas (Container Device Interface, "Kubernetes"). A name that is requested twice is one device.
+pub fn cdi_names(config: &cri::ContainerConfig) -> Vec<String> {
+    let in_field = config.cdi_devices.iter().map(|device| device.name.as_str());
+    // The map of the request has no order.
+    let annotations: BTreeMap<_, _> =
+        config.annotations.iter().filter(|(key, _)| key.starts_with(CDI_ANNOTATIONS)).collect();
+    let in_annotations = annotations.values().flat_map(|names| names.split(','));
+    let mut names: Vec<String> = Vec::new();
+    for name in in_field.chain(in_annotations) {
+        if !names.iter().any(|known| known == name) {
+            names.push(name.to_owned());
+        }
+    }
+    names
+}
+
 /// Adds the edits of a container's CDI devices to its request, so that they are checked like the rest of it.
 pub fn apply_cdi_edits(config: &mut cri::ContainerConfig, edits: CdiEdits) {
     let env = |(key, value): (String, String)| cri::KeyValue { key, value: value.into_bytes() };
@@ -85,6 +104,20 @@ mod tests {
 
     fn device(host: &str, at: &str, permissions: &str) -> cri::Device {
         cri::Device { container_path: at.into(), host_path: host.into(), permissions: permissions.into() }
+    }
+
+    #[test]
+    fn cdi_devices_are_requested_by_field_and_annotation() {
+        let mut config = cri::ContainerConfig::default();
+        assert_eq!(cdi_names(&config), Vec::<String>::new());
+        config.cdi_devices = vec![cri::CdiDevice { name: "a.b/c=d".into() }];
+        for (key, value) in [("cdi.k8s.io/z", "a.b/c=d,a.b/c=f"), ("cdi.k8s.io/a", "a.b/c=e"), ("other/x", "a.b/c=g")] {
+            config.annotations.insert(key.into(), value.into());
+        }
+        assert_eq!(cdi_names(&config), ["a.b/c=d", "a.b/c=e", "a.b/c=f"]);
+        // A name that is none is refused where all names are checked.
+        config.annotations.insert("cdi.k8s.io/empty".into(), String::new());
+        assert!(cdi_names(&config).contains(&String::new()));
     }
 
     #[test]

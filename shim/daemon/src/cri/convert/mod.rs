@@ -15,7 +15,7 @@ mod users;
 mod volume;
 
 pub use container::{container_config, seccomp_profile};
-pub use device::apply_cdi_edits;
+pub use device::{apply_cdi_edits, cdi_names};
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
 pub use resources::{pod_resources_change, resources_change};

@@ -9,6 +9,7 @@ use nacelle_model::pod::{PodConfig, PodKind, PodName};
 use nacelle_model::resources::cpu_milli;
 use nacelle_proto::cri;
 use nacelle_vmi::Quantity;
+use std::net::{IpAddr, Ipv6Addr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
@@ -16,6 +17,8 @@ use std::path::PathBuf;
 const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "fs.mqueue."];
 /// The bits per second to which a pod's traffic may be limited.
 const BANDWIDTHS: RangeInclusive<u64> = 1_000..=1_000_000_000_000_000;
+/// The longest name of a network interface in bytes.
+const MAX_INTERFACE_NAME: usize = 15;
 /// The longest host name in bytes that Linux accepts.
 const HOSTNAME: usize = 64;
 
@@ -189,10 +192,18 @@ fn dns(dns: Option<&cri::DnsConfig>) -> Result<Option<DnsConfig>, FieldError> {
             return bad(field, word, "one word without spaces is needed");
         }
     }
-    if let Some(server) = dns.servers.iter().find(|server| server.parse::<std::net::IpAddr>().is_err()) {
+    if let Some(server) = dns.servers.iter().find(|server| !is_name_server(server)) {
         return bad("config.dns_config.servers", server, "an IP address is needed");
     }
     Ok(Some(DnsConfig { servers: dns.servers.clone(), searches: dns.searches.clone(), options: dns.options.clone() }))
+}
+
+/// Returns whether a resolver can send requests to this server: an IP address; an IPv6 address may have a zone (RFC 4007, section 11), an
+/// interface of the pod.
+fn is_name_server(server: &str) -> bool {
+    let Some((address, zone)) = server.split_once('%') else { return server.parse::<IpAddr>().is_ok() };
+    let is_zone = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    address.parse::<Ipv6Addr>().is_ok() && (1..=MAX_INTERFACE_NAME).contains(&zone.len()) && zone.chars().all(is_zone)
 }
 
 /// Returns `None` for a port without a port of the node.
@@ -291,6 +302,25 @@ pub(crate) mod tests {
 
     fn namespaces(config: &mut cri::PodSandboxConfig) -> &mut cri::NamespaceOption {
         security(config).namespace_options.get_or_insert_default()
+    }
+
+    #[test]
+    fn a_name_server_may_have_a_zone() {
+        for (server, allowed) in [
+            ("10.96.0.10", true),
+            ("fd00::a", true),
+            ("fe80::1%eth0", true),
+            ("fe80::1%", false),
+            ("fe80::1%eth0%1", false),
+            ("fe80::1%a-name-of-16-byt", false),
+            ("10.96.0.10%eth0", false),
+            ("dns.example", false),
+        ] {
+            let with_server = |config: &mut cri::PodSandboxConfig| {
+                config.dns_config = Some(cri::DnsConfig { servers: vec![server.into()], ..Default::default() });
+            };
+            assert_eq!(converted(with_server).is_ok(), allowed, "{server}");
+        }
     }
 
     #[test]
