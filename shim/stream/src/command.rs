@@ -81,6 +81,16 @@ impl ProtocolVersion {
         offered.find_map(|name| SPDY_VERSIONS.into_iter().find(|known| known.name == name))
     }
 
+    /// Returns the names of all dialects over SPDY.
+    pub fn spdy_names() -> impl Iterator<Item = &'static str> {
+        SPDY_VERSIONS.into_iter().map(|version| version.name)
+    }
+
+    /// Returns the names of all dialects over WebSockets.
+    pub fn websocket_names() -> impl Iterator<Item = &'static str> {
+        WEBSOCKET_VERSIONS.into_iter().map(|(version, _)| version.name)
+    }
+
     /// Returns the dialect of clients that offer none.
     pub fn oldest() -> ProtocolVersion {
         SPDY_VERSIONS[SPDY_VERSIONS.len() - 1]

@@ -67,13 +67,24 @@ pub(crate) async fn serve_spdy<G: StreamBackend>(backend: Arc<G>, pod: &str, con
 /// Returns the name of the subprotocol and its coding if the client has named its ports and offers a supported one. The name is
 /// empty if the client offers none.
 pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'static str, Coding)> {
-    if ports.is_empty() || ports.len() > MAX_PORTS {
+    if !have_channels(ports) {
         return None;
     }
     match offered {
         [] => Some(("", CHANNEL_PROTOCOLS[0].1)),
         offered => offered.iter().find_map(|name| CHANNEL_PROTOCOLS.into_iter().find(|(known, _)| known == name)),
     }
+}
+
+/// Returns whether the ports of a request can be channels.
+fn have_channels(ports: &[u16]) -> bool {
+    (1..=MAX_PORTS).contains(&ports.len())
+}
+
+/// Returns the names of the subprotocols that are accepted for these ports.
+pub(crate) fn websocket_names(ports: &[u16]) -> impl Iterator<Item = &'static str> {
+    let channels = CHANNEL_PROTOCOLS.into_iter().map(|(name, _)| name).filter(|_| have_channels(ports));
+    [TUNNEL_PROTOCOL].into_iter().chain(channels)
 }
 
 /// Connects each port once, until the client disconnects.

@@ -43,6 +43,10 @@ const KEEPALIVE_SECONDS: u32 = 30;
 const SPDY: &str = "SPDY/3.1";
 /// The header with the protocol versions of the client, and with the chosen one in the answer.
 const PROTOCOL: &str = "x-stream-protocol-version";
+/// The answer to a request without a valid token.
+const NO_SUCH_STREAM: &str = "no such stream: each URL is valid once, for a minute";
+/// The header of a failed negotiation with the protocols that are accepted.
+const ACCEPTED_PROTOCOLS: &str = "x-accepted-stream-protocol-versions";
 
 /// The address and the timeouts of the server.
 #[derive(Clone, Debug)]
@@ -289,13 +293,11 @@ impl StreamingServer {
             return (text_response(StatusCode::SERVICE_UNAVAILABLE, "too many sessions are open"), None);
         };
         let (directory, token) = request.uri().path().trim_start_matches('/').split_once('/').unwrap_or_default();
-        let asked = self.0.tokens.take(token, Instant::now()).filter(|ask| ask.directory() == directory);
-        let Some(ask) = asked else {
-            return (
-                text_response(StatusCode::NOT_FOUND, "no such stream: each URL is valid once, for a minute"),
-                None,
-            );
-        };
+        let now = Instant::now();
+        if !self.0.tokens.is_valid(token, now) {
+            return (text_response(StatusCode::NOT_FOUND, NO_SUCH_STREAM), None);
+        }
+        // What is no upgrade leaves the token valid.
         if request.method() != Method::POST && request.method() != Method::GET {
             return (text_response(StatusCode::METHOD_NOT_ALLOWED, "GET or POST is expected"), None);
         }
@@ -306,12 +308,16 @@ impl StreamingServer {
         if !spdy && accept.is_none() {
             return (text_response(StatusCode::BAD_REQUEST, "an upgrade to SPDY/3.1 or WebSocket is expected"), None);
         }
+        let asked = self.0.tokens.take(token, now).filter(|ask| ask.directory() == directory);
+        let Some(ask) = asked else {
+            return (text_response(StatusCode::NOT_FOUND, NO_SUCH_STREAM), None);
+        };
         let names = if spdy { HeaderName::from_static(PROTOCOL) } else { SEC_WEBSOCKET_PROTOCOL };
         let offered: Vec<&str> = list_protocols(request.headers(), &names).collect();
-        let Some((job, protocol)) =
-            (if spdy { choose_spdy_handler(ask, &offered) } else { choose_websocket_handler(ask, &offered) })
-        else {
-            return (text_response(StatusCode::FORBIDDEN, "none of the client's protocols is supported"), None);
+        let chosen = if spdy { choose_spdy_handler(ask, &offered) } else { choose_websocket_handler(ask, &offered) };
+        let (job, protocol) = match chosen {
+            Ok(chosen) => chosen,
+            Err(accepted) => return (negotiation_failure(&offered, &accepted), None),
         };
         let mut answer = text_response(StatusCode::SWITCHING_PROTOCOLS, "");
         let headers = answer.headers_mut();
@@ -348,34 +354,59 @@ enum StreamHandler {
     WebSocketPorts(String, Vec<u16>, Coding),
 }
 
-/// Returns the handler, and the name of the chosen protocol; `None` if the client offers no supported one.
-fn choose_spdy_handler(request: StreamRequest, offered: &[&str]) -> Option<(StreamHandler, &'static str)> {
+/// Returns the handler, and the name of the chosen protocol; or, if the client offers none of them, the accepted protocols.
+fn choose_spdy_handler(
+    request: StreamRequest,
+    offered: &[&str],
+) -> Result<(StreamHandler, &'static str), Vec<&'static str>> {
     match request {
         StreamRequest::CommandSession(session) => {
-            let chosen = ProtocolVersion::choose(offered.iter().copied());
-            let dialect = if offered.is_empty() { ProtocolVersion::oldest() } else { chosen? };
-            Some((StreamHandler::Spdy(session, dialect), dialect.name))
+            let chosen = match offered {
+                [] => Some(ProtocolVersion::oldest()),
+                offered => ProtocolVersion::choose(offered.iter().copied()),
+            };
+            let dialect = chosen.ok_or_else(|| ProtocolVersion::spdy_names().collect::<Vec<_>>())?;
+            Ok((StreamHandler::Spdy(session, dialect), dialect.name))
         }
-        StreamRequest::Forward(..) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => None,
-        StreamRequest::Forward(pod, _) => Some((StreamHandler::Forward(pod), forward::PROTOCOL)),
+        StreamRequest::Forward(..) if !offered.is_empty() && !offered.contains(&forward::PROTOCOL) => {
+            Err(vec![forward::PROTOCOL])
+        }
+        StreamRequest::Forward(pod, _) => Ok((StreamHandler::Forward(pod), forward::PROTOCOL)),
     }
 }
 
 /// Like `choose_spdy_handler`, over a WebSocket.
-fn choose_websocket_handler(request: StreamRequest, offered: &[&str]) -> Option<(StreamHandler, &'static str)> {
+fn choose_websocket_handler(
+    request: StreamRequest,
+    offered: &[&str],
+) -> Result<(StreamHandler, &'static str), Vec<&'static str>> {
     match request {
         StreamRequest::CommandSession(session) => {
-            let (dialect, coding) = ProtocolVersion::choose_websocket(offered)?;
-            Some((StreamHandler::WebSocket(session, dialect, coding), dialect.name))
+            let chosen = ProtocolVersion::choose_websocket(offered);
+            let (dialect, coding) = chosen.ok_or_else(|| ProtocolVersion::websocket_names().collect::<Vec<_>>())?;
+            Ok((StreamHandler::WebSocket(session, dialect, coding), dialect.name))
         }
         StreamRequest::Forward(pod, _) if offered.contains(&forward::TUNNEL_PROTOCOL) => {
-            Some((StreamHandler::TunneledForward(pod), forward::TUNNEL_PROTOCOL))
+            Ok((StreamHandler::TunneledForward(pod), forward::TUNNEL_PROTOCOL))
         }
         StreamRequest::Forward(pod, ports) => {
-            let (name, coding) = forward::choose_channels(offered, &ports)?;
-            Some((StreamHandler::WebSocketPorts(pod, ports, coding), name))
+            let chosen = forward::choose_channels(offered, &ports);
+            let (name, coding) = chosen.ok_or_else(|| forward::websocket_names(&ports).collect::<Vec<_>>())?;
+            Ok((StreamHandler::WebSocketPorts(pod, ports, coding), name))
         }
     }
+}
+
+/// Names the protocols of both sides, in the words of Kubernetes' servers (k8s.io/apimachinery/pkg/util/httpstream, `Handshake`).
+fn negotiation_failure(offered: &[&str], accepted: &[&'static str]) -> Response<Full<Bytes>> {
+    let (client, server) = (offered.join(" "), accepted.join(" "));
+    let why = "unable to upgrade: unable to negotiate protocol";
+    let mut answer =
+        text_response(StatusCode::FORBIDDEN, format!("{why}: client supports [{client}], server accepts [{server}]"));
+    for name in accepted {
+        answer.headers_mut().append(ACCEPTED_PROTOCOLS, HeaderValue::from_static(name));
+    }
+    answer
 }
 
 fn list_protocols<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a str> {
@@ -383,8 +414,8 @@ fn list_protocols<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterato
     texts.flat_map(|text| text.split(',')).map(str::trim).filter(|name| !name.is_empty())
 }
 
-fn text_response(status: StatusCode, why: &'static str) -> Response<Full<Bytes>> {
-    let mut answer = Response::new(Full::new(Bytes::from_static(why.as_bytes())));
+fn text_response(status: StatusCode, why: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    let mut answer = Response::new(Full::new(why.into()));
     *answer.status_mut() = status;
     // A connection has one request. `keep_alive(false)` of hyper's builder would add this to an upgrade as well.
     answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

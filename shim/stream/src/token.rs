@@ -48,6 +48,12 @@ impl<T> Tokens<T> {
         Ok(token)
     }
 
+    /// Returns whether this token can be taken.
+    pub fn is_valid(&self, token: &str, now: Instant) -> bool {
+        let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.ends.iter().any(|(end, known)| known == token && now < *end)
+    }
+
     /// Returns what this token stands for if it is valid, and invalidates it.
     pub fn take(&self, token: &str, now: Instant) -> Option<T> {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +72,10 @@ mod tests {
         let (tokens, now) = (Tokens::new(), Instant::now());
         let (first, second) = (tokens.issue(1, now).unwrap(), tokens.issue(2, now).unwrap());
         assert!(first.len() == 32 && first != second);
+        assert!(tokens.is_valid(&first, now) && !tokens.is_valid("", now));
+        assert!(!tokens.is_valid(&second, now + TOKEN_LIFETIME));
         assert_eq!(tokens.take(&first, now), Some(1));
+        assert!(!tokens.is_valid(&first, now));
         assert_eq!(tokens.take(&first, now), None);
         assert_eq!(tokens.take(&second, now + TOKEN_LIFETIME), None);
         assert_eq!(tokens.take("", now), None);

@@ -6,9 +6,12 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split};
 use tokio::sync::mpsc;
+use tokio::time::interval;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
@@ -19,6 +22,9 @@ use tokio_util::sync::CancellationToken;
 const MAX_MESSAGE: usize = 1 << 20;
 /// The buffer in bytes of SPDY inside a WebSocket, in each direction.
 const TUNNEL_BUFFER: usize = 64 << 10;
+/// The pause between two pongs while messages of the peer wait, and so its pings. Clients of Kubernetes give up after a minute
+/// without a pong (k8s.io/client-go, tools/remotecommand/websocket.go).
+const PONG_INTERVAL: Duration = Duration::from_secs(10);
 /// The time that the peer has to close the connection at the end.
 const LINGER: Duration = Duration::from_secs(10);
 
@@ -136,8 +142,9 @@ impl Socket {
         let (stdout, stderr, error) = (writer(STDOUT), writer(STDERR), writer(ERROR));
         let readers = vec![Some(to_stdin), None, None, None, Some(to_resize)];
         let (output, input) = accept_socket(io).await.split();
-        tokio::spawn(read_messages(input, readers, coding, life.clone()));
-        tokio::spawn(write_messages(output, written, coding, Some(STDOUT), life.clone()));
+        let stalled = Stalled::default();
+        tokio::spawn(read_messages(input, readers, coding, stalled.clone(), life.clone()));
+        tokio::spawn(write_messages(output, written, coding, Some(STDOUT), stalled, life.clone()));
         (Socket { life, out }, CommandChannels { stdin, stdout, stderr, error, resize })
     }
 
@@ -156,8 +163,9 @@ impl Socket {
             readers.extend([Some(to_reader), None]);
         }
         let (output, input) = accept_socket(io).await.split();
-        tokio::spawn(read_messages(input, readers, coding, life.clone()));
-        tokio::spawn(write_messages(output, written, coding, None, life.clone()));
+        let stalled = Stalled::default();
+        tokio::spawn(read_messages(input, readers, coding, stalled.clone(), life.clone()));
+        tokio::spawn(write_messages(output, written, coding, None, stalled, life.clone()));
         for PortChannels { port, writer, error, .. } in &ends {
             for writer in [writer, error] {
                 // A client that has disconnected needs no port number.
@@ -181,10 +189,25 @@ impl Drop for Socket {
     }
 }
 
+/// Whether a message of the peer waits for the reader of its channel. Later messages, among them pings, are not read meanwhile.
+#[derive(Clone)]
+struct Stalled {
+    waits: Arc<AtomicBool>,
+    /// The pause between two pongs while a message waits.
+    pong_interval: Duration,
+}
+
+impl Default for Stalled {
+    fn default() -> Stalled {
+        Stalled { waits: Arc::default(), pong_interval: PONG_INTERVAL }
+    }
+}
+
 async fn read_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut input: SplitStream<WebSocketStream<T>>,
     mut readers: Vec<Option<mpsc::Sender<Bytes>>>,
     coding: Coding,
+    stalled: Stalled,
     life: ConnectionLifetime,
 ) {
     let all = async {
@@ -198,8 +221,10 @@ async fn read_messages<T: AsyncRead + AsyncWrite + Unpin>(
                     *reader = None;
                 }
             } else if let Some(Some(reader)) = readers.get(usize::from(channel)) {
+                stalled.waits.store(true, Ordering::Relaxed);
                 // Bytes of a channel without a reader are discarded.
                 let _ = reader.send(bytes).await;
+                stalled.waits.store(false, Ordering::Relaxed);
             }
         }
         Ok::<_, WebSocketError>(())
@@ -219,6 +244,7 @@ async fn write_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut written: mpsc::Receiver<OutgoingMessage>,
     coding: Coding,
     first: Option<u8>,
+    stalled: Stalled,
     life: ConnectionLifetime,
 ) {
     let all = async {
@@ -226,7 +252,19 @@ async fn write_messages<T: AsyncRead + AsyncWrite + Unpin>(
         if let Some(channel) = first {
             output.send(coding.encode(channel, &[])).await?;
         }
-        while let Some(next) = written.recv().await {
+        let mut pongs = interval(stalled.pong_interval);
+        loop {
+            let next = tokio::select! {
+                next = written.recv() => next,
+                _ = pongs.tick() => {
+                    // One that answers no ping is allowed (RFC 6455, section 5.5.3).
+                    if stalled.waits.load(Ordering::Relaxed) {
+                        output.send(Message::Pong(Bytes::new())).await?;
+                    }
+                    continue;
+                }
+            };
+            let Some(next) = next else { break };
             match next {
                 // A single channel cannot be closed; the end of the session ends all.
                 OutgoingMessage::Data { bytes, .. } if bytes.is_empty() => {}
@@ -324,6 +362,30 @@ mod tests {
         for broken in ["0a", "0aGk", "0a?==", "0aGk= "] {
             assert!(text.decode(Message::Text(broken.into())).is_err(), "{broken}");
         }
+    }
+
+    #[test]
+    fn a_client_hears_of_a_connection_that_waits_for_its_process() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (near, far) = duplex(1 << 20);
+            let (life, (out, written)) = (ConnectionLifetime::default(), mpsc::channel(MAX_QUEUED_MESSAGES));
+            let (_process, to_stdin) = Reader::new(STDIN.into(), out);
+            let (output, input) = accept_socket(near).await.split();
+            let stalled = Stalled { pong_interval: Duration::from_millis(5), ..Stalled::default() };
+            tokio::spawn(read_messages(input, vec![Some(to_stdin)], Coding::Binary, stalled.clone(), life.clone()));
+            tokio::spawn(write_messages(output, written, Coding::Binary, None, stalled, life));
+            let (mut to, mut from) = WebSocketStream::from_raw_socket(far, Role::Client, None).await.split();
+            // No pongs without a cause.
+            assert!(tokio::time::timeout(Duration::from_millis(30), from.next()).await.is_err());
+            // More messages than wait for a process that reads none.
+            for _ in 0..100 {
+                to.send(Coding::Binary.encode(STDIN, &[7; 1000])).await.unwrap();
+            }
+            for _ in 0..3 {
+                assert_eq!(from.next().await.unwrap().unwrap(), Message::Pong(Bytes::new()));
+            }
+        });
     }
 
     proptest! {

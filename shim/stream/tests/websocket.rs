@@ -236,6 +236,10 @@ fn what_is_no_websocket_of_ours_is_refused() {
         let (server, _) = serve(LONG).await;
         let answer = ask(&server.exec(command("cat")).unwrap(), &headers("v9.channel.k8s.io")).await.0;
         assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+        assert!(
+            answer.to_lowercase().contains("x-accepted-stream-protocol-versions: v5.channel.k8s.io\r\n"),
+            "{answer}"
+        );
         // Ports as channels are those of the request: without any there is nothing to forward.
         for (ports, protocols) in
             [(vec![], "v4.channel.k8s.io"), (vec![7; 33], "v4.channel.k8s.io"), (vec![7], "channel.k8s.io")]
