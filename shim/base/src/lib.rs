@@ -1,6 +1,8 @@
 //! Provides the basic types and helpers that every crate of Nacelle shares. It depends on no other crate of Nacelle, and
 //! knows neither CRI nor engines nor guests.
 
+#[cfg(feature = "fuzz")]
+pub mod allocations;
 pub mod copied_in;
 #[cfg(feature = "testing")]
 pub mod corpus;
@@ -26,6 +28,8 @@ pub mod retry;
 pub mod share;
 #[cfg(feature = "task")]
 pub mod task;
+#[cfg(feature = "testing")]
+pub mod test_program;
 pub mod timeline;
 pub mod undo;
 pub mod writeback;

@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "a program of tests")]
 
 use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest};
+use nacelle_base::test_program::run_tests;
 use nacelle_fs::{
     Owners, Propagation, ShareError, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes,
 };
@@ -646,27 +647,5 @@ fn main() -> ExitCode {
         println!("\ntest result: ok. 0 passed; 0 failed; {} ignored; 0 measured; 0 filtered out\n", tests.len());
         return ExitCode::SUCCESS;
     }
-    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
-    let (mut passed, mut failed, mut others) = (0, Vec::new(), 0);
-    for (name, test) in tests {
-        if !words.is_empty() && !words.iter().any(|word| name.contains(word.as_str())) {
-            others += 1;
-            continue;
-        }
-        match std::panic::catch_unwind(test) {
-            Ok(()) => passed += 1,
-            Err(_panic) => failed.push(name),
-        }
-        println!("test {name} ... {}", if failed.contains(&name) { "FAILED" } else { "ok" });
-    }
-    if !failed.is_empty() {
-        println!("\nfailures:");
-        failed.iter().for_each(|name| println!("    {name}"));
-    }
-    let word = if failed.is_empty() { "ok" } else { "FAILED" };
-    println!(
-        "\ntest result: {word}. {passed} passed; {} failed; 0 ignored; 0 measured; {others} filtered out\n",
-        failed.len()
-    );
-    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    run_tests(&tests, |test| std::panic::catch_unwind(test).is_ok())
 }

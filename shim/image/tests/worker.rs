@@ -9,6 +9,7 @@ use common::server::{Reply, Server, honest};
 use common::{Image, Packing, Tar, image, noise, reopen, store_config};
 use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
+use nacelle_base::test_program::{Test, run_tests_as_root};
 use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_image::{ImageError, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -21,8 +22,6 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
-
-type Test = (&'static str, fn());
 
 const TESTS: [Test; 9] = [
     ("workers_have_nothing_but_their_streams", workers_have_only_streams),
@@ -48,30 +47,7 @@ fn main() -> ExitCode {
     {
         return run_victim(Path::new(directory), host);
     }
-    let wanted = |name: &str| {
-        let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
-        filters.peek().is_none() || filters.any(|filter| name.contains(filter.as_str()))
-    };
-    let tests: Vec<&Test> = TESTS.iter().filter(|(name, _)| wanted(name)).collect();
-    if args.iter().any(|arg| arg == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    println!("\nrunning {} tests", tests.len());
-    let mut failed = 0;
-    for (name, test) in &tests {
-        let passed = if nix::unistd::geteuid().is_root() {
-            std::panic::catch_unwind(test).is_ok()
-        } else {
-            println!("skipped: not root");
-            true
-        };
-        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
-        failed += usize::from(!passed);
-    }
-    let (word, passed) = (if failed == 0 { "ok" } else { "FAILED" }, tests.len() - failed);
-    println!("\ntest result: {word}. {passed} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    run_tests_as_root(&TESTS)
 }
 
 /// Reports to the daemon.
@@ -408,7 +384,10 @@ fn liars_give_no_layer() {
     for (target, attacks) in [
         ("index", [("unread", "did not read its input"), ("nothing-written", "length of the index")].as_slice()),
         ("index", &[("foreign-length", "length of the blob"), ("cancelled", "cannot have")]),
-        ("decompress", &[("short", "is damaged"), ("unread", "violated the protocol"), ("no-source", "cannot have")]),
+        (
+            "decompress",
+            &[("short", "is damaged"), ("unread", "violated the protocol"), ("no-source", "cannot have")],
+        ),
         ("merge", &[("foreign-layer", "layers that do not exist"), ("unread", "violated the protocol")]),
         ("merge", &[("exit", "while it merged the layers"), ("no-source", "cannot have")]),
     ] {

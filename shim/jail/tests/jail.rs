@@ -46,30 +46,7 @@ fn main() -> ExitCode {
     {
         return run_jailed_worker(mode, user);
     }
-    let wanted = |name: &str| {
-        let mut filters = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
-        filters.peek().is_none() || filters.any(|filter| name.contains(filter.as_str()))
-    };
-    let tests: Vec<&Test> = TESTS.iter().filter(|(name, _)| wanted(name)).collect();
-    if args.iter().any(|arg| arg == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    println!("\nrunning {} tests", tests.len());
-    let mut failed = 0;
-    for (name, test) in &tests {
-        let passed = if nix::unistd::geteuid().is_root() {
-            std::panic::catch_unwind(test).is_ok()
-        } else {
-            println!("skipped: not root");
-            true
-        };
-        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
-        failed += usize::from(!passed);
-    }
-    let (word, passed) = (if failed == 0 { "ok" } else { "FAILED" }, tests.len() - failed);
-    println!("\ntest result: {word}. {passed} passed; {failed} failed; 0 ignored; 0 measured; 0 filtered out\n");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    nacelle_base::test_program::run_tests_as_root(&TESTS)
 }
 
 /// The kinds whose threads a prisoner starts.

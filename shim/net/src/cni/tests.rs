@@ -191,6 +191,11 @@ fn the_corpus() {
     nacelle_base::corpus::run_corpora(env!("CARGO_MANIFEST_DIR"), &super::fuzz::TARGETS);
 }
 
+#[test]
+fn the_mutated_corpus() {
+    nacelle_base::corpus::run_mutated_corpora(env!("CARGO_MANIFEST_DIR"), &super::fuzz::TARGETS, 256);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 

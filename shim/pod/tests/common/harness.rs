@@ -1,6 +1,7 @@
 //! Provides the `main` of test programs that are their own pod process: `TEST --dir DIR` serves a pod; with any other
 //! arguments the program behaves as cargo's test programs do.
 
+use nacelle_base::test_program::run_tests;
 use nacelle_pod::identity;
 use nacelle_pod::spec::PodSpec;
 use std::path::Path;
@@ -19,36 +20,13 @@ pub fn main(tests: &[(&str, Start)]) -> ExitCode {
         }
         _ => {}
     }
-    let filters: Vec<&String> = args.iter().skip(1).filter(|arg| !arg.starts_with('-')).collect();
-    let wanted = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
-    let tests: Vec<_> = tests.iter().filter(|(name, _)| wanted(name)).collect();
-    if args.iter().any(|arg| arg == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    println!("\nrunning {} tests", tests.len());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let mut failed = Vec::new();
-    for (name, test) in &tests {
-        let passed = runtime.block_on(async {
+    run_tests(tests, |test| {
+        runtime.block_on(async {
             let local = tokio::task::LocalSet::new();
             local.run_until(async { tokio::task::spawn_local(test()).await.is_ok() }).await
-        });
-        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
-        if !passed {
-            failed.push(name);
-        }
-    }
-    if !failed.is_empty() {
-        println!("\nfailures:");
-        failed.iter().for_each(|name| println!("    {name}"));
-    }
-    let (word, passed) = (if failed.is_empty() { "ok" } else { "FAILED" }, tests.len() - failed.len());
-    println!(
-        "\ntest result: {word}. {passed} passed; {} failed; 0 ignored; 0 measured; 0 filtered out\n",
-        failed.len()
-    );
-    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        })
+    })
 }
 
 fn serve(dir: &Path) -> ExitCode {
