@@ -7,7 +7,7 @@ use crate::layer::ingest::LayerError;
 use crate::layer::tar::TarError;
 use crate::manifest::ManifestError;
 use crate::tree::TreeError;
-use crate::worker::WorkerError;
+use crate::worker::{UnpackError, WorkerError};
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, FailureKind};
@@ -201,7 +201,7 @@ pub enum ImageError {
         /// The layer's digest: of the compressed form, or of the plain form for archives.
         digest: Digest,
         /// The reason.
-        source: LayerError,
+        source: UnpackError,
     },
     /// The layers are inconsistent with each other.
     #[error("cannot merge the layers of the image")]
@@ -307,7 +307,7 @@ impl Classify for ImageError {
                 FailureKind::Unsupported
             }
             E::Manifest { .. } => FailureKind::Invalid,
-            E::Layer { source, .. } => layer_kind(source),
+            E::Layer { source, .. } => source.kind(),
             E::NoSpace { .. } => FailureKind::Exhausted,
         }
     }
@@ -318,21 +318,14 @@ impl ImageError {
     pub(crate) fn is_over_budget(&self) -> bool {
         use ImageError as E;
         match self {
-            E::Layer { source: LayerError::Budget(_) | LayerError::Worker(_), .. } | E::ArchiveBudget { .. } => true,
+            E::Layer { source, .. } => {
+                matches!(source, UnpackError::Layer(LayerError::Budget(_)) | UnpackError::Worker(_))
+            }
+            E::ArchiveBudget { .. } => true,
             E::Worker(_) => true,
             E::Tree(TreeError::Budget(_)) | E::Erofs(ErofsError::Budget(_)) => true,
             E::SharedPull(error) => error.is_over_budget(),
             _ => false,
         }
-    }
-}
-
-fn layer_kind(error: &LayerError) -> FailureKind {
-    match error {
-        LayerError::Source(error) | LayerError::Write(error) => FailureKind::from(error.kind()),
-        LayerError::Decompress(_) | LayerError::Tar(_) | LayerError::Entry { .. } => FailureKind::Invalid,
-        LayerError::TooLarge { .. } => FailureKind::Exhausted,
-        LayerError::Budget(error) => error.kind(),
-        LayerError::Worker(error) => error.kind(),
     }
 }

@@ -12,7 +12,7 @@ use crate::manifest::Descriptor;
 use crate::origins::{self, LayerOrigin};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
-use crate::worker::{Launch, UnpackTarget, unpack_layer};
+use crate::worker::{Launch, UnpackError, UnpackTarget, unpack_layer};
 use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
@@ -317,10 +317,12 @@ impl StoreState {
         let stream = before.chain(DownloadReader { receiver, piece: Bytes::new(), partial: file, ended: false });
         let unpacked = self.unpack_layer(diff_id, Some(origin.blob), Box::new(stream), cancel);
         let keep = match &unpacked {
-            Err(ImageError::Layer { source: LayerError::Source(error), .. }) => {
+            Err(ImageError::Layer { source: UnpackError::Source(error), .. }) => {
                 error.kind() == io::ErrorKind::ConnectionAborted
             }
-            Err(ImageError::Layer { source: LayerError::Budget(error), .. }) => error.is_transient(),
+            Err(ImageError::Layer { source: UnpackError::Layer(LayerError::Budget(error)), .. }) => {
+                error.is_transient()
+            }
             _ => false,
         };
         if !keep {

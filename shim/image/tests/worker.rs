@@ -386,10 +386,10 @@ fn liars_give_no_layer() {
         ("index", &[("foreign-length", "length of the blob"), ("cancelled", "cannot have")]),
         (
             "decompress",
-            &[("short", "is damaged"), ("unread", "violated the protocol"), ("no-source", "cannot have")],
+            &[("short", "is damaged"), ("unread", "violated the protocol"), ("no-source", "unknown message")],
         ),
         ("merge", &[("foreign-layer", "layers that do not exist"), ("unread", "violated the protocol")]),
-        ("merge", &[("exit", "while it merged the layers"), ("no-source", "cannot have")]),
+        ("merge", &[("exit", "while it merged the layers"), ("no-source", "unknown message")]),
     ] {
         for (attack, text) in attacks {
             let error = attacked(target, attack);

@@ -6,7 +6,7 @@ use super::tar::{EntryHeader, EntryType, TarError, TarReader};
 use super::{BLOCK, MAX_NAME, MAX_PATH, PIECE, drain, split_clean};
 use crate::budget::{Budget, BudgetError};
 use crate::wire;
-use crate::worker::WorkerError;
+use nacelle_base::{Classify, FailureKind};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::fs::File;
@@ -41,16 +41,9 @@ impl LayerLimits {
     }
 }
 
-/// Reasons that a layer is rejected.
+/// Reasons that a layer is rejected. A worker reports them.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum LayerError {
-    /// The source failed: the download, or the file.
-    #[error("cannot read the layer")]
-    Source(
-        #[source]
-        #[serde(with = "wire::io_error")]
-        io::Error,
-    ),
     /// The compressed stream is damaged.
     #[error("cannot decompress the layer")]
     Decompress(
@@ -90,10 +83,17 @@ pub enum LayerError {
         #[serde(with = "wire::io_error")]
         io::Error,
     ),
-    /// A worker failed.
-    #[error(transparent)]
-    #[serde(skip)]
-    Worker(#[from] WorkerError),
+}
+
+impl Classify for LayerError {
+    fn kind(&self) -> FailureKind {
+        match self {
+            LayerError::Decompress(_) | LayerError::Tar(_) | LayerError::Entry { .. } => FailureKind::Invalid,
+            LayerError::TooLarge { .. } => FailureKind::Exhausted,
+            LayerError::Budget(error) => error.kind(),
+            LayerError::Write(error) => FailureKind::from(error.kind()),
+        }
+    }
 }
 
 impl LayerError {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::budget::{Cancel, MemoryPool};
 use crate::layer::index::LayerIndex;
-use crate::worker::{Launch, UnpackTarget, unpack_layer};
+use crate::worker::{Launch, UnpackError, UnpackTarget, unpack_layer};
 use nacelle_model::digest::Digest;
 use proptest::prelude::*;
 use std::io::Write;
@@ -63,7 +63,7 @@ fn ingest_layer(
     blob: &File,
     limits: LayerLimits,
     budget: &mut Budget,
-) -> Result<IngestedLayer, LayerError> {
+) -> Result<IngestedLayer, UnpackError> {
     let index = tempfile::NamedTempFile::new().unwrap();
     let target = UnpackTarget { blob, index: index.as_file() };
     let unpacked = unpack_layer(Launch::Thread, source, target, limits, budget)?;
@@ -71,7 +71,7 @@ fn ingest_layer(
     Ok(IngestedLayer { digest: unpacked.digest, diff_id: unpacked.diff_id, index })
 }
 
-fn ingest_sample(stream: &[u8]) -> Result<(IngestedLayer, Vec<u8>), LayerError> {
+fn ingest_sample(stream: &[u8]) -> Result<(IngestedLayer, Vec<u8>), UnpackError> {
     let blob = tempfile::NamedTempFile::new().unwrap();
     let ingested = ingest_layer(stream, blob.as_file(), LIMITS, &mut budget())?;
     Ok((ingested, std::fs::read(blob.path()).unwrap()))
@@ -122,7 +122,7 @@ fn a_source_that_fails_is_the_reason() {
     }
     let blob = tempfile::tempfile().unwrap();
     match ingest_layer(Failing(0), &blob, LIMITS, &mut budget()) {
-        Err(LayerError::Source(error)) => assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted),
+        Err(UnpackError::Source(error)) => assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted),
         other => panic!("{other:?}"),
     }
 }
@@ -158,7 +158,10 @@ fn an_entry_has_so_many_attributes() {
     let (ingested, _) = ingest_sample(&gzip(&tar)).unwrap();
     assert_eq!(index(&ingested).entries().next().unwrap().unwrap().meta.xattrs.len(), 128);
     let error = ingest_sample(&gzip(&with_records(1, &records(129)))).unwrap_err();
-    assert!(matches!(&error, LayerError::Tar(TarError::Header { why, .. }) if why.contains("128")), "{error:?}");
+    assert!(
+        matches!(&error, UnpackError::Layer(LayerError::Tar(TarError::Header { why, .. })) if why.contains("128")),
+        "{error:?}"
+    );
 }
 
 #[test]
@@ -171,7 +174,7 @@ fn an_index_that_is_too_large_is_refused() {
     let mut budget = Budget::layer(&pool, &Cancel::default());
     let limits = LayerLimits { bytes: 16 << 20, ..LIMITS };
     let refused = ingest_layer(tar.as_slice(), &blob, limits, &mut budget).unwrap_err();
-    assert!(matches!(refused, LayerError::Budget(BudgetError::Memory { .. })), "{refused:?}");
+    assert!(matches!(refused, UnpackError::Layer(LayerError::Budget(BudgetError::Memory { .. }))), "{refused:?}");
     drop(budget);
     assert_eq!(pool.free(), 4 * (FIXED_MEMORY + (2 << 20)));
 }
@@ -195,7 +198,7 @@ fn a_layer_that_is_cancelled_ends() {
     let mut budget = Budget::layer(&MemoryPool::new(1 << 30), &cancel);
     let limits = LayerLimits { bytes: u64::MAX, ..LIMITS };
     let ended = ingest_layer(Endless(cancel, 0), &blob, limits, &mut budget).unwrap_err();
-    assert!(matches!(ended, LayerError::Budget(BudgetError::Cancelled)), "{ended:?}");
+    assert!(matches!(ended, UnpackError::Layer(LayerError::Budget(BudgetError::Cancelled))), "{ended:?}");
 }
 
 #[test]
@@ -226,7 +229,7 @@ fn windows_of_zstd_are_those_of_the_first_frame() {
     encoder.window_log(27).unwrap();
     encoder.write_all(&sample()).unwrap();
     let stream = [packed(2, &sample()[..512]), encoder.finish().unwrap()].concat();
-    assert!(matches!(ingest_sample(&stream), Err(LayerError::Decompress(_))));
+    assert!(matches!(ingest_sample(&stream), Err(UnpackError::Layer(LayerError::Decompress(_)))));
 }
 
 proptest! {

@@ -1,8 +1,41 @@
-//! Defines the errors of workers themselves, in contrast to errors of the content that they decode.
+//! Defines the errors of workers themselves, in contrast to errors of the content that they decode, and the errors of unpacking a layer
+//! with workers.
 
+use crate::budget::BudgetError;
+use crate::layer::ingest::LayerError;
 use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::PathBuf;
+
+/// Reasons that a layer is not unpacked.
+#[derive(Debug, thiserror::Error)]
+pub enum UnpackError {
+    /// The source failed: the download, or the file.
+    #[error("cannot read the layer")]
+    Source(#[source] io::Error),
+    /// The layer is rejected, by a worker or by the limits that the daemon enforces.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
+    /// A worker failed.
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+}
+
+impl From<BudgetError> for UnpackError {
+    fn from(error: BudgetError) -> Self {
+        UnpackError::Layer(error.into())
+    }
+}
+
+impl Classify for UnpackError {
+    fn kind(&self) -> FailureKind {
+        match self {
+            UnpackError::Source(error) => FailureKind::from(error.kind()),
+            UnpackError::Layer(error) => error.kind(),
+            UnpackError::Worker(error) => error.kind(),
+        }
+    }
+}
 
 /// Reasons that a worker did not do its job.
 #[derive(Debug, thiserror::Error)]

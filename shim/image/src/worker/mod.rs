@@ -15,7 +15,7 @@ mod program;
 mod protocol;
 mod unpack;
 
-pub use error::WorkerError;
+pub use error::{UnpackError, WorkerError};
 pub use process::{Launch, Supervision, WorkerEnd, WorkerStreams};
 pub use program::run_worker_program;
 pub use protocol::{FoundFile, Job, JobError, JobFigures, LayerHeader};

@@ -9,7 +9,7 @@
 //! needs one worker only.
 
 use super::protocol::{Job, JobError, JobFigures};
-use super::{Launch, Supervision, WorkerEnd, WorkerError, WorkerStreams};
+use super::{Launch, Supervision, UnpackError, WorkerEnd, WorkerError, WorkerStreams};
 use crate::budget::{Budget, BudgetError};
 use crate::layer::decompress::{SHORT_MAGIC_BYTES, is_compressed};
 use crate::layer::index::MIN_INDEX_BYTES;
@@ -56,14 +56,14 @@ pub fn unpack_layer(
     target: UnpackTarget<'_>,
     limits: LayerLimits,
     budget: &mut Budget,
-) -> Result<UnpackedLayer, LayerError> {
+) -> Result<UnpackedLayer, UnpackError> {
     budget.charge(FIXED_MEMORY)?;
     let cancel = budget.cancel().clone();
     // One read may return less than all of them.
     let mut start = Vec::with_capacity(SHORT_MAGIC_BYTES);
     let read = (&mut source).take(SHORT_MAGIC_BYTES as u64).read_to_end(&mut start);
     read.map_err(
-        |error| if cancel.is_cancelled() { BudgetError::Cancelled.into() } else { LayerError::Source(error) },
+        |error| if cancel.is_cancelled() { BudgetError::Cancelled.into() } else { UnpackError::Source(error) },
     )?;
     let compressed = is_compressed(&start);
     let work = Supervision::new(launch, budget);
@@ -102,8 +102,8 @@ fn run_workers(
     compressed: bool,
     target: UnpackTarget<'_>,
     limits: LayerLimits,
-) -> Result<ThreadResults, LayerError> {
-    let connect = |source| LayerError::Worker(WorkerError::Control { what: "connect", source });
+) -> Result<ThreadResults, UnpackError> {
+    let connect = |source| UnpackError::Worker(WorkerError::Control { what: "connect", source });
     std::thread::scope(|scope| {
         // If a thread cannot be started, those before it end.
         let _stop = StopOnDrop(work);
@@ -258,7 +258,7 @@ impl ThreadResults {
         self,
         work: &Supervision<'_>,
         limits: LayerLimits,
-    ) -> Result<(Digest, Digest, JobFigures), LayerError> {
+    ) -> Result<(Digest, Digest, JobFigures), UnpackError> {
         let ThreadResults { fed, pumped, decompressed, indexed } = self;
         let (fed, indexed) = match (fed, indexed, &pumped, &decompressed) {
             (Ok(digest), Ok(figures), None, None) => return Ok((digest, digest, figures)),
@@ -270,17 +270,17 @@ impl ThreadResults {
         if work.is_cancelled() {
             return Err(BudgetError::Cancelled.into());
         }
-        let worker = |task, why| LayerError::Worker(WorkerError::Protocol { task, why });
+        let worker = |task, why| UnpackError::Worker(WorkerError::Protocol { task, why });
         let (decompress, index) = (Job::Decompress { bytes: 0 }.task(), Job::Index { bytes: 0, entries: 0 }.task());
-        let mut errors: Vec<(Cause, LayerError)> = Vec::new();
+        let mut errors: Vec<(Cause, UnpackError)> = Vec::new();
         let reader = if pumped.is_some() { decompress } else { index };
         for (copied, task, is_source) in [(Some(fed), reader, true), (pumped, index, false)] {
             errors.extend(copied.and_then(Result::err).map(|error| match error {
-                CopyError::Read(error) if is_source => (Cause::Source, LayerError::Source(error)),
+                CopyError::Read(error) if is_source => (Cause::Source, UnpackError::Source(error)),
                 CopyError::Read(source) => {
-                    (Cause::Decompressor, LayerError::Worker(WorkerError::Control { what: "read from", source }))
+                    (Cause::Decompressor, UnpackError::Worker(WorkerError::Control { what: "read from", source }))
                 }
-                CopyError::TooLong => (Cause::Length, LayerError::too_many_bytes(limits.bytes)),
+                CopyError::TooLong => (Cause::Length, LayerError::too_many_bytes(limits.bytes).into()),
                 CopyError::Closed => (Cause::Input, worker(task, "it did not read its input to the end")),
             }));
         }
@@ -294,11 +294,14 @@ impl ThreadResults {
                 Some(Ok(_)) => Some((lost, worker(task, "it reports the result of another job"))),
                 Some(Err(WorkerEnd::Budget(error))) => Some((Cause::Budget, error.into())),
                 Some(Err(WorkerEnd::Lost(error))) => Some((lost, error.into())),
-                Some(Err(WorkerEnd::Failed(JobError::Layer(error)))) => match error {
-                    LayerError::Decompress(_) => Some((Cause::Compression, error)),
-                    LayerError::Write(_) if task == decompress => Some((Cause::Output, error)),
-                    error => Some((Cause::Indexer, error)),
-                },
+                Some(Err(WorkerEnd::Failed(JobError::Layer(error)))) => {
+                    let cause = match error {
+                        LayerError::Decompress(_) => Cause::Compression,
+                        LayerError::Write(_) if task == decompress => Cause::Output,
+                        _ => Cause::Indexer,
+                    };
+                    Some((cause, error.into()))
+                }
                 Some(Err(WorkerEnd::Failed(_))) => Some((lost, worker(task, "it reports the error of another job"))),
             });
         }
@@ -313,9 +316,9 @@ fn check_figures(
     target: UnpackTarget<'_>,
     limits: LayerLimits,
     memory: u64,
-) -> Result<u64, LayerError> {
+) -> Result<u64, UnpackError> {
     let task = Job::Index { bytes: 0, entries: 0 }.task();
-    let wrong = |why| Err(LayerError::Worker(WorkerError::Protocol { task, why }));
+    let wrong = |why| Err(UnpackError::Worker(WorkerError::Protocol { task, why }));
     let measure = |file: &File| file.metadata().map_err(LayerError::Write);
     let (blob, index) = (measure(target.blob)?, measure(target.index)?);
     match *figures {
@@ -333,7 +336,7 @@ fn check_figures(
             // Twice, because a file system may reserve as much again.
             let most = limits.bytes.saturating_mul(2).saturating_add(limits.entries.saturating_mul(BLOCK));
             if blob_length > limits.max_blob_length() || blob.blocks().saturating_mul(512) > most {
-                return Err(LayerError::too_many_bytes(limits.bytes));
+                return Err(LayerError::too_many_bytes(limits.bytes).into());
             }
             Ok(entries)
         }
