@@ -7,6 +7,8 @@
 
 mod copied_in;
 mod error;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod mounts;
 mod names;
 mod process;

@@ -91,6 +91,9 @@ pub(crate) struct Server {
 const WITHOUT_WAITER: [[u8; 4]; 4] =
     [2u32.to_le_bytes(), 18u32.to_le_bytes(), 29u32.to_le_bytes(), 42u32.to_le_bytes()];
 
+/// `FUSE_FORGET`, `FUSE_BATCH_FORGET`: they have no reply.
+const WITHOUT_REPLY: [[u8; 4]; 2] = [2u32.to_le_bytes(), 42u32.to_le_bytes()];
+
 /// The completion of a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Completion {
@@ -224,7 +227,7 @@ impl Server {
                 let flags = head.get(INIT_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
                 self.supports_file_submounts.store(flags & DEVICE_SUBMOUNTS != 0, Ordering::Relaxed);
             }
-            match self.forward(memory, readable, writable) {
+            match self.forward(memory, head, readable, writable) {
                 Ok(written) => {
                     self.skip_flush(memory, head, writable, written);
                     return written;
@@ -241,12 +244,17 @@ impl Server {
         self.write_error(memory, head, writable, error).unwrap_or(0)
     }
 
-    fn forward(&mut self, memory: &Memory, readable: &[Buffer], writable: &[Buffer]) -> io::Result<u32> {
+    fn forward(&mut self, memory: &Memory, head: &[u8], readable: &[Buffer], writable: &[Buffer]) -> io::Result<u32> {
+        let capacity = writable.iter().fold(0u32, |sum, (_, length)| sum.saturating_add(*length));
+        let has_reply = !head.get(OPCODE).is_some_and(|opcode| WITHOUT_REPLY.iter().any(|other| other == opcode));
+        if has_reply && (capacity as usize) < OUT_HEADER {
+            // virtiofsd would panic.
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "there is no space for the header of the reply"));
+        }
         let chain = self.build_chain(memory, readable, writable)?;
         let reader = Reader::new(memory, chain.clone()).map_err(other_error)?;
         let writer = Writer::new(memory, chain).map_err(other_error)?;
         let written = self.fuse.handle_message(reader, writer, None::<&mut ()>).map_err(other_error)?;
-        let capacity = writable.iter().fold(0u32, |sum, (_, length)| sum.saturating_add(*length));
         Ok(u32::try_from(written).unwrap_or(u32::MAX).min(capacity))
     }
 
