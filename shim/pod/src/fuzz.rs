@@ -1,8 +1,16 @@
-//! Defines one fuzz harness for each reply of a guest's agent that is bounded by its own code. ci/fuzz calls them; the
-//! tests below run the committed corpus (`tests/corpus/TARGET/*`). A harness fails only by a panic.
+//! Defines the fuzz harnesses for what a guest's agent, a pod process and a file-server process send, and for the output of containers.
+//! ci/fuzz calls them; the tests below run the committed corpus (`tests/corpus/TARGET/*`). A harness fails by a panic, or by a cost that
+//! does not follow from the input.
+
+mod messages;
 
 use crate::agent::read_guest_frame;
 use crate::guest_values::{FromGuest, StatisticsBounds};
+use crate::log::{LogSplitter, LogStream, MAX_TEXT};
+use crate::record;
+use messages::agent_messages;
+use nacelle_base::allocations::AllocationLimit;
+use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
 use nacelle_proto::{agent, common, pod, wire};
 use prost::Message;
 use std::collections::BTreeSet;
@@ -101,19 +109,95 @@ pub fn handshake(data: &[u8]) {
     });
 }
 
+/// Reads the bytes as the record of a pod process, which the daemon reads when the process has ended. The record is the same when it is
+/// written and read again.
+pub fn record(data: &[u8]) {
+    // The values are kept until the version is known: two bytes can become an element of a list that doubles.
+    let limit = AllocationLimit { base: 4 << 10, per_byte: 200, base_count: 20, count_per_byte: 2 };
+    let Ok(mut saved) = limit.enforce(data.len(), || record::parse(data, "test".into())) else { return };
+    let written = record::encode(&saved).expect("it is JSON");
+    assert_eq!(record::parse(&written, "test".into()).expect("it was accepted before"), saved);
+    saved.mark_lost("gone", 9);
+    saved.mark_oom_killed();
+    let state = pod::PodState::from(&saved);
+    assert!(state.phase() == pod::Phase::Stopped && state.containers.len() <= data.len());
+    assert!(state.containers.iter().all(|container| container.phase() == pod::ContainerPhase::Exited));
+}
+
+/// Decodes the bytes as a message about a copied-in volume, in both directions, and the part of a volume in it.
+pub fn copied_in(data: &[u8]) {
+    let limit = AllocationLimit { base: 0, per_byte: 1, base_count: 1, count_per_byte: 0 };
+    let (request, message) = (
+        limit.enforce(data.len(), || CopyInRequest::decode(data)),
+        limit.enforce(data.len(), || CopyInMessage::decode(data)),
+    );
+    assert!(request.is_none_or(|request| request.encode() == data));
+    if let Some(message) = message {
+        assert_eq!(message.encode(), data);
+        if let CopyInMessage::Part { tree, .. } = message {
+            drop(wire::decode::<agent::Tree>(&tree));
+        }
+    }
+}
+
+/// Writes the output of a container to its log, in two pieces. The log contains all of it and nothing else.
+pub fn output(data: &[u8]) {
+    const TIME: &str = "2024-01-02T03:04:05.000000006Z";
+    let middle = data.first().map_or(0, |first| usize::from(*first) * data.len() / 256);
+    let (first, second) = data.split_at(middle);
+    // Each line becomes an entry of its own, in a buffer that doubles.
+    let limit = AllocationLimit { base: 2 * MAX_TEXT, per_byte: 200, base_count: 40, count_per_byte: 0 };
+    let log = limit.enforce(data.len(), || {
+        let (mut splitter, mut log) = (LogSplitter::new(LogStream::Stderr), Vec::new());
+        splitter.push(first, TIME, &mut log);
+        splitter.push(second, TIME, &mut log);
+        splitter.finish(TIME, &mut log);
+        log
+    });
+    let mut text = Vec::new();
+    let mut entries = log.split(|byte| *byte == b'\n').collect::<Vec<_>>();
+    assert_eq!(entries.pop(), Some([].as_slice()), "the last entry has no end");
+    for entry in entries {
+        let entry = entry.strip_prefix(format!("{TIME} stderr ").as_bytes()).expect("time and stream");
+        let (tag, line) = entry.split_at_checked(2).expect("a tag");
+        assert!(matches!(tag, b"F " | b"P ") && line.len() <= MAX_TEXT);
+        text.extend_from_slice(line);
+        if tag == b"F " {
+            text.push(b'\n');
+        }
+    }
+    assert_eq!(text, data);
+}
+
 /// A fuzz harness.
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 2] = [("statistics", statistics), ("handshake", handshake)];
+pub const TARGETS: [(&str, Target); 6] = [
+    ("statistics", statistics),
+    ("handshake", handshake),
+    ("agent_messages", agent_messages),
+    ("record", record),
+    ("copied_in", copied_in),
+    ("output", output),
+];
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::corpus::run_corpora;
+    use nacelle_base::allocations::CountingAllocator;
+    use nacelle_base::corpus::{run_corpora, run_mutated_corpora};
+
+    #[global_allocator]
+    static ALLOCATOR: CountingAllocator = CountingAllocator;
 
     #[test]
     fn the_corpus() {
         run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
+    }
+
+    #[test]
+    fn the_mutated_corpus() {
+        run_mutated_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS, 512);
     }
 }

@@ -135,19 +135,23 @@ enum Stored {
 /// a file that is larger than [`MAX_BYTES`] or is not a record is an error.
 pub fn read(dir: &Path) -> Result<Option<SavedPodState>, SavedStateError> {
     let bytes = crate::jailed(dir).read(FILE, MAX_BYTES)?;
-    bytes.map(|bytes| decode(&bytes, FILE.in_jail(&crate::jail_dir(dir)))).transpose()
+    bytes.map(|bytes| parse(&bytes, FILE.in_jail(&crate::jail_dir(dir)))).transpose()
 }
 
 /// Reads what [`SavedPodState::write_final`] wrote; returns `None` if it was not called yet.
 pub(crate) fn read_final(dir: &Path) -> Result<Option<SavedPodState>, SavedStateError> {
     let bytes = JailedDir::new(dir).read(FINAL_FILE, MAX_BYTES)?;
-    bytes.map(|bytes| decode(&bytes, dir.join(FINAL_FILE))).transpose()
+    bytes.map(|bytes| parse(&bytes, dir.join(FINAL_FILE))).transpose()
 }
 
-fn decode(bytes: &[u8], path: PathBuf) -> Result<SavedPodState, SavedStateError> {
+pub(crate) fn parse(bytes: &[u8], path: PathBuf) -> Result<SavedPodState, SavedStateError> {
     let Stored::V1(record) =
         nacelle_base::json::read(bytes).map_err(|source| SavedStateError::Format { path, source })?;
     Ok(record)
+}
+
+pub(crate) fn encode(record: &SavedPodState) -> Result<Vec<u8>, serde_json::Error> {
+    serde_json::to_vec(&Stored::V1(record.clone()))
 }
 
 impl SavedPodState {
@@ -173,8 +177,7 @@ impl SavedPodState {
     }
 
     fn write_to(&self, path: PathBuf) -> Result<(), SavedStateError> {
-        let bytes = serde_json::to_vec(&Stored::V1(self.clone()))
-            .map_err(|source| SavedStateError::Format { path: path.clone(), source })?;
+        let bytes = encode(self).map_err(|source| SavedStateError::Format { path: path.clone(), source })?;
         Ok(write_whole(&path, &bytes)?)
     }
 
