@@ -10,6 +10,8 @@ pub const MAX: u32 = 1 << 20;
 /// The longest payload of a frame between the agent and its zygote, in bytes. It holds the arguments and the environment of a program
 /// as JSON, which come from a gRPC request of at most that size.
 pub const MAX_ZYGOTE: u32 = wire::MAX_LARGE_MESSAGE as u32;
+/// The buffer for a payload in bytes; beyond that it grows with the bytes that arrive, not with the announced length.
+const FIRST_BYTES: usize = 4 << 10;
 
 /// Reasons a frame cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -72,9 +74,16 @@ pub fn encode_frame(payload: &[u8], max: u32) -> Result<Vec<u8>, AgentFrameError
 pub fn read_bytes(from: &mut impl Read, max: u32) -> Result<Vec<u8>, AgentFrameError> {
     let mut head = [0; 4];
     from.read_exact(&mut head).map_err(io_error("read"))?;
-    let mut payload = vec![0; parse_length(head, max)?];
-    from.read_exact(&mut payload).map_err(io_error("read"))?;
-    Ok(payload)
+    let length = parse_length(head, max)?;
+    let mut payload = Vec::with_capacity(length.min(FIRST_BYTES));
+    from.take(length as u64).read_to_end(&mut payload).map_err(io_error("read"))?;
+    require_length(payload, length)
+}
+
+/// Returns the payload, unless the peer has closed the connection before its end.
+fn require_length(payload: Vec<u8>, length: usize) -> Result<Vec<u8>, AgentFrameError> {
+    let cut = || AgentFrameError::Io { what: "read", source: io::ErrorKind::UnexpectedEof.into() };
+    Some(payload).filter(|payload| payload.len() == length).ok_or_else(cut)
 }
 
 /// Reads one framed message.
@@ -99,9 +108,10 @@ pub async fn read_async<M: Message + Shaped + Default>(
     use tokio::io::AsyncReadExt;
     let mut head = [0; 4];
     from.read_exact(&mut head).await.map_err(io_error("read"))?;
-    let mut payload = vec![0; parse_length(head, MAX)?];
-    from.read_exact(&mut payload).await.map_err(io_error("read"))?;
-    Ok(wire::decode(&payload)?)
+    let length = parse_length(head, MAX)?;
+    let mut payload = Vec::with_capacity(length.min(FIRST_BYTES));
+    from.take(length as u64).read_to_end(&mut payload).await.map_err(io_error("read"))?;
+    Ok(wire::decode(&require_length(payload, length)?)?)
 }
 
 #[cfg(test)]

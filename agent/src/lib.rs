@@ -6,6 +6,8 @@ pub mod container;
 pub mod copied_in;
 pub mod empty_dirs;
 pub mod frame;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 pub mod huge_pages;
 pub mod image;
 pub mod listener;

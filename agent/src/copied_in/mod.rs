@@ -41,8 +41,8 @@ impl Default for CopiedInVolumes {
 
 impl CopiedInVolumes {
     /// Volumes in an existing directory, which is not mounted.
-    #[cfg(test)]
-    fn in_directory(directory: &std::path::Path) -> CopiedInVolumes {
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(crate) fn in_directory(directory: &std::path::Path) -> CopiedInVolumes {
         CopiedInVolumes {
             directory: directory.to_owned(),
             mounted: Arc::new(Mutex::new(true)),
