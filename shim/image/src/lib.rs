@@ -22,6 +22,8 @@ mod directory;
 mod erofs;
 mod error;
 mod files;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod install;
 mod layer;
 mod load;
@@ -44,6 +46,4 @@ pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
 pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};
-#[cfg(any(test, feature = "fuzz"))]
-pub use worker::fuzz;
 pub use worker::{WorkerError, run_worker_program};

@@ -3,7 +3,7 @@
 use super::http::{HttpClients, header_value, url_without_query};
 use super::upload::RequestBody;
 use crate::{Auth, ImageError};
-use ::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap};
+use ::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, WWW_AUTHENTICATE};
 use ::http::{HeaderValue, Method, Uri};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -29,8 +29,14 @@ impl AuthChallenge {
     }
 }
 
+/// Returns the challenges of all WWW-Authenticate headers.
+pub fn find_challenges(headers: &HeaderMap) -> Vec<AuthChallenge> {
+    let values = headers.get_all(WWW_AUTHENTICATE).iter();
+    values.filter_map(|value| value.to_str().ok()).flat_map(parse_challenges).collect()
+}
+
 /// Parses a WWW-Authenticate header: `Scheme key=value, key="value", Scheme2 ...`. Stops at the first syntax error.
-pub fn parse_challenges(text: &str) -> Vec<AuthChallenge> {
+fn parse_challenges(text: &str) -> Vec<AuthChallenge> {
     let mut found: Vec<AuthChallenge> = Vec::new();
     let mut rest = text;
     loop {
@@ -117,14 +123,21 @@ struct TokenResponse {
     access_token: Option<String>,
 }
 
-/// Fetches a token for this repository from the challenge's realm.
-pub async fn fetch_token(
-    http: &HttpClients,
+/// The request for a token. It is a POST request if it has a form, otherwise a GET request.
+pub(super) struct TokenRequest {
+    pub uri: Uri,
+    pub headers: HeaderMap,
+    /// The fields in the body.
+    pub form: Option<String>,
+}
+
+/// Returns the request for a token of this repository, which goes to the challenge's realm. `base` is the URL of the registry.
+pub(super) fn build_token_request(
     base: &str,
     repository: &str,
     challenge: &AuthChallenge,
     auth: Option<&Auth>,
-) -> Result<String, ImageError> {
+) -> Result<TokenRequest, ImageError> {
     let wrong = |why| ImageError::Protocol { url: base.to_owned(), why };
     let realm = challenge.get("realm").ok_or_else(|| wrong("its challenge has no realm"))?;
     let uri: Uri = realm.parse().map_err(|_cause| wrong("its challenge's realm is not a URL"))?;
@@ -137,27 +150,43 @@ pub async fn fetch_token(
     fields.extend(challenge.get("service").map(|service| ("service", service)));
     let mut headers = HeaderMap::new();
     let refresh = auth.map(|auth| auth.identity_token.as_str()).filter(|token| !token.is_empty());
-    let response = match refresh {
-        Some(refresh) => {
-            fields.extend([("grant_type", "refresh_token"), ("refresh_token", refresh), ("client_id", "nacelle")]);
-            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-www-form-urlencoded"));
-            http.send(Method::POST, &uri, headers, &RequestBody::Bytes(Bytes::from(encode_form(&fields)))).await?
-        }
-        None => {
-            if let Some(value) = auth.and_then(basic_header) {
-                headers.insert(AUTHORIZATION, value?);
-            }
-            let joint = if uri.query().is_some() { '&' } else { '?' };
-            let text = format!("{uri}{joint}{}", encode_form(&fields));
-            let uri: Uri = text.parse().map_err(|_cause| wrong("its challenge's realm is not a URL"))?;
-            http.get(&uri, headers).await?
-        }
-    };
-    let bytes = response.into_success().await?.read_body(MAX_TOKEN_BYTES, "the token").await?;
-    let no_token = || ImageError::Protocol { url: url_without_query(&uri), why: "it contains no token" };
-    let response: TokenResponse = json::read(&bytes).map_err(|_cause| no_token())?;
+    if let Some(refresh) = refresh {
+        fields.extend([("grant_type", "refresh_token"), ("refresh_token", refresh), ("client_id", "nacelle")]);
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/x-www-form-urlencoded"));
+        return Ok(TokenRequest { uri, headers, form: Some(encode_form(&fields)) });
+    }
+    if let Some(value) = auth.and_then(basic_header) {
+        headers.insert(AUTHORIZATION, value?);
+    }
+    let joint = if uri.query().is_some() { '&' } else { '?' };
+    let text = format!("{uri}{joint}{}", encode_form(&fields));
+    let uri = text.parse().map_err(|_cause| wrong("its challenge's realm is not a URL"))?;
+    Ok(TokenRequest { uri, headers, form: None })
+}
+
+/// Returns the token in the response of a token server.
+pub(super) fn parse_token(body: &[u8], uri: &Uri) -> Result<String, ImageError> {
+    let no_token = || ImageError::Protocol { url: url_without_query(uri), why: "it contains no token" };
+    let response: TokenResponse = json::read(body).map_err(|_cause| no_token())?;
     let given = [response.token, response.access_token].into_iter().flatten().find(|token| !token.is_empty());
     given.ok_or_else(no_token)
+}
+
+/// Fetches a token for this repository from the challenge's realm.
+pub async fn fetch_token(
+    http: &HttpClients,
+    base: &str,
+    repository: &str,
+    challenge: &AuthChallenge,
+    auth: Option<&Auth>,
+) -> Result<String, ImageError> {
+    let TokenRequest { uri, headers, form } = build_token_request(base, repository, challenge, auth)?;
+    let response = match form {
+        Some(form) => http.send(Method::POST, &uri, headers, &RequestBody::Bytes(Bytes::from(form))).await?,
+        None => http.get(&uri, headers).await?,
+    };
+    let body = response.into_success().await?.read_body(MAX_TOKEN_BYTES, "the token").await?;
+    parse_token(&body, &uri)
 }
 
 /// Encodes fields as `key=value&...` and escapes all characters that are not unreserved.

@@ -204,7 +204,7 @@ impl HttpResponse {
 }
 
 /// Returns the message of the first error in a registry's JSON.
-fn error_message(body: &[u8]) -> String {
+pub(super) fn error_message(body: &[u8]) -> String {
     let json: serde_json::Value = json::read(body).unwrap_or_default();
     let text = json.pointer("/errors/0/message").or_else(|| json.get("details")).and_then(|text| text.as_str());
     text.map(|text| format!(": {}", text.chars().filter(|c| !c.is_control()).take(300).collect::<String>()))

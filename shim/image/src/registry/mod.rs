@@ -3,13 +3,15 @@
 
 mod auth;
 pub mod download;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod http;
 mod upload;
 
 use crate::manifest::{ACCEPT, Descriptor, MAX_MANIFEST};
 use crate::origins::LayerOrigin;
 use crate::{Auth, ImageError, Reference};
-use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE, WWW_AUTHENTICATE};
+use ::http::header::{ACCEPT as ACCEPT_HEADER, AUTHORIZATION, RANGE};
 use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use auth::AuthChallenge;
 pub use http::HttpClients;
@@ -209,10 +211,7 @@ impl RegistrySession {
         }
         let mut authorization = endpoint.authorization.lock().await;
         if *authorization == used {
-            let challenges = response.headers.get_all(WWW_AUTHENTICATE).iter();
-            let challenges =
-                challenges.filter_map(|value| value.to_str().ok()).flat_map(auth::parse_challenges).collect();
-            match self.authorize(endpoint, challenges).await? {
+            match self.authorize(endpoint, auth::find_challenges(&response.headers)).await? {
                 Some(new) => *authorization = Some(new),
                 None => return Ok(response),
             }

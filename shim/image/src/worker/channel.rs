@@ -117,7 +117,7 @@ fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     Ok(serde_json::to_vec(message)?)
 }
 
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     if bytes.len() > MAX_MESSAGE {
         return None;
     }

@@ -1,11 +1,14 @@
-//! Defines the fuzz harnesses for what a worker reads: compressed streams, tars, indexes. ci/fuzz calls them; the tests run the committed
-//! corpus (`tests/corpus/TARGET/*`). A harness fails by a panic, by never ending, or by a cost that does not follow from the input.
+//! Defines the fuzz harnesses for what a worker reads, compressed streams, tars and indexes, and for its messages to the daemon. A harness
+//! fails by a panic, by never ending, or by a cost that does not follow from the input.
 
+use super::channel::decode;
 use super::job::run_job;
-use super::protocol::{Job, JobError, JobFigures, LayerHeader};
+use super::protocol::{Job, JobError, JobFigures, LayerHeader, WorkerReport};
 use crate::budget::{Budget, Cancel, MemoryPool};
 use crate::layer::BLOCK;
 use crate::layer::index::LayerIndex;
+use nacelle_base::Chain;
+use nacelle_base::allocations::AllocationLimit;
 use nacelle_model::digest::Digest;
 use std::fs::File;
 use std::io::{self, Write};
@@ -22,6 +25,11 @@ const INDEX_GROWTH: u64 = 2;
 const TREE_GROWTH: u64 = 1000;
 /// Bytes of memory that any image takes.
 const TREE_BASE: u64 = 4 << 20;
+/// The cost of decoding a message of a worker: a character of an escaped text, or a number in a list that doubles.
+const REPORT_LIMIT: AllocationLimit =
+    AllocationLimit { base: 4 << 10, per_byte: 32, base_count: 20, count_per_byte: 1 };
+/// The maximum number of characters of an error: two texts of 300 characters, each of which may be escaped, and the sentence.
+const MAX_REPORT: usize = 2 * 300 * 10 + 300;
 
 /// An output that ends as the daemon ends it.
 struct BoundedOutput(u64);
@@ -73,6 +81,21 @@ pub fn index(data: &[u8]) {
     merge(&index, 2);
 }
 
+/// Decodes a message of a worker to the daemon. The text of an error is short and fits into a line.
+pub fn reports(data: &[u8]) {
+    let report = REPORT_LIMIT.enforce(data.len(), || decode::<WorkerReport>(data));
+    let Some(WorkerReport::Failed(error)) = report else { return };
+    let message = match &error {
+        JobError::Layer(error) => Chain(error).to_string(),
+        JobError::Index { source, .. } => Chain(source).to_string(),
+        JobError::Tree(error) => Chain(error).to_string(),
+        JobError::Erofs(error) => Chain(error).to_string(),
+        JobError::Stream(error) => error.to_string(),
+        JobError::Worker(message) => message.clone(),
+    };
+    assert!(message.chars().count() <= MAX_REPORT && !message.contains(char::is_control), "{message:?}");
+}
+
 /// Merges an index with itself.
 fn merge(index: &[u8], layers: u64) {
     let Ok(opened) = LayerIndex::open(index) else { return };
@@ -102,22 +125,10 @@ fn unnamed_file() -> File {
     File::from(file.expect("the kernel has memory files"))
 }
 
-/// A fuzz harness.
-pub type Target = fn(&[u8]);
-
-/// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 3] = [("decompress", decompress), ("layer", layer), ("index", index)];
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nacelle_base::corpus::{read_corpus, run_corpora};
-    use proptest::prelude::*;
-
-    #[test]
-    fn the_corpus() {
-        run_corpora(env!("CARGO_MANIFEST_DIR"), &TARGETS);
-    }
+    use nacelle_base::corpus::read_corpus;
 
     #[test]
     fn the_corpus_has_layers_that_become_images() {
@@ -127,28 +138,5 @@ mod tests {
             run_job(job, data.as_slice(), io::sink(), Some(unnamed_file()), &mut budget).is_ok()
         };
         assert!(read_corpus(env!("CARGO_MANIFEST_DIR"), "layer").iter().filter(|data| is_layer(data)).count() >= 2);
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
-
-        #[test]
-        fn the_mutated_corpus(
-            target in 0..TARGETS.len(),
-            which in any::<prop::sample::Index>(),
-            flaws in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
-            cut in any::<prop::sample::Index>(),
-        ) {
-            let (name, target) = TARGETS[target];
-            let files = read_corpus(env!("CARGO_MANIFEST_DIR"), name);
-            let mut data = files[which.index(files.len())].clone();
-            for (at, byte) in flaws {
-                let at = at.index(data.len());
-                data[at] = byte;
-            }
-            target(&data);
-            data.truncate(cut.index(data.len()));
-            target(&data);
-        }
     }
 }
