@@ -32,6 +32,7 @@ pub mod task;
 pub mod test_program;
 pub mod timeline;
 pub mod undo;
+pub mod user_namespace;
 pub mod writeback;
 
 pub use error::{Chain, Classify, FailureKind};

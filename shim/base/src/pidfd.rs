@@ -1,4 +1,4 @@
-//! Opens pidfds and sends signals through them. Unlike a pid, a pidfd never refers to another process later.
+//! Opens pidfds, sends signals through them, and finds their processes in /proc. Unlike a pid, a pidfd never refers to another process later.
 #![allow(unsafe_code)] // reason: pidfd_send_signal has no safe wrapper that takes real-time signals.
 
 use rustix::process::{Pid, PidfdFlags};
@@ -30,6 +30,14 @@ pub fn pidfd_signal(pidfd: impl AsFd, signal: i32) -> io::Result<()> {
     }
 }
 
+/// Returns the number of the process of a pidfd in /proc, which differs from its pid if /proc is that of a PID namespace above this
+/// process's. Fails with ESRCH if the process has ended and was reaped.
+pub fn pid_in_proc(pidfd: impl AsFd) -> io::Result<i32> {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_fd().as_raw_fd()))?;
+    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    pid.filter(|pid| *pid > 0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,11 +48,13 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let pidfd = pidfd_open(pid).unwrap();
+        assert_eq!(pid_in_proc(&pidfd).unwrap(), pid);
         // A real-time signal, which ends a process that does not handle it.
         let signal = libc::SIGRTMIN() + 1;
         pidfd_signal(&pidfd, signal).unwrap();
         assert_eq!(child.wait().unwrap().signal(), Some(signal));
         assert_eq!(pidfd_signal(&pidfd, libc::SIGKILL).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(pid_in_proc(&pidfd).unwrap_err().raw_os_error(), Some(libc::ESRCH));
         for none in [0, -1, pid] {
             assert_eq!(pidfd_open(none).unwrap_err().raw_os_error(), Some(libc::ESRCH), "{none}");
         }

@@ -5,9 +5,9 @@
 
 use crate::error::ShareError;
 use crate::process::{COPIED_IN_ROOT, SHARE_ROOT, WRITABLE_ROOT};
-use crate::sys;
 use nacelle_base::mounts::{self, MountChange};
 use nacelle_base::share::DIRECTORY;
+use nacelle_base::user_namespace::create_user_namespace;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 use std::fs::{self, File, Permissions};
@@ -163,7 +163,7 @@ fn clone_mounts(volume: &VolumeToMount, target: VolumeTarget) -> Result<(OwnedFd
     changed.map_err(volume_error("mount", &volume.path))?;
     if let Some(owners) = volume.owners {
         let id_map = |(first, count)| format!("0 {first} {count}");
-        let namespace = sys::create_user_namespace(&id_map(owners.users), &id_map(owners.groups));
+        let namespace = create_user_namespace(&id_map(owners.users), &id_map(owners.groups));
         let mapped = namespace.and_then(|namespace| {
             mounts::change_attributes(
                 &tree,

@@ -3,11 +3,11 @@
 //! together cannot.
 
 use nacelle_base::files::{FileError, at, write_whole};
-use nacelle_base::pidfd::pidfd_open;
+use nacelle_base::pidfd::{pid_in_proc, pidfd_open};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_model::process::ProcessIdentity;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// The name of the file in the pod's run directory.
@@ -63,10 +63,7 @@ pub fn of_this_process() -> Result<ProcessIdentity, IdentityError> {
 pub(crate) fn of_child(child: i32) -> Result<ProcessIdentity, IdentityError> {
     let failed = |source| IdentityError::Process { what: "open", pid: child, source };
     let pidfd = pidfd_open(child).map_err(failed)?;
-    let path = PathBuf::from(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()));
-    let info = std::fs::read_to_string(&path).map_err(at("read", &path))?;
-    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
-    of_pid(pid.ok_or(IdentityError::Stat { pid: child })?)
+    of_pid(pid_in_proc(&pidfd).map_err(failed)?)
 }
 
 /// Identifies the process that has this pid now. The caller knows that the pid has not been reused, because the process is its child
