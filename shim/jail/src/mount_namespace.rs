@@ -1,7 +1,10 @@
 //! Sets up the mount namespace of the pod process: a new root that contains only the process's files. Only the first thread
 //! may call it, while it is the only one, because the other threads share its root.
 
+use nacelle_base::mounts::{self, MountChange};
 use nacelle_base::retry::retry_interrupted;
+use nacelle_base::user_namespace::create_user_namespace;
+use nacelle_base::{Classify, FailureKind};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open};
 use nix::libc;
@@ -11,7 +14,7 @@ use nix::sys::stat::{Mode, SFlag, mknod};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, chdir, chown, fchownat, pivot_root, unlinkat};
 use std::fs::{self, Metadata, Permissions};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 
@@ -41,6 +44,10 @@ pub struct VisiblePath {
     pub access: Access,
     /// If the path is missing, the process cannot work; other paths may be missing on a node.
     pub is_required: bool,
+    /// The path becomes an idmapped mount: a process with a user of its own sees root's files in it as its own, and its new files
+    /// belong to root on the disk, so that a later process with another user finds them as its own. Files of all other users look
+    /// as those of the overflow user. Without a user this has no effect.
+    pub is_idmapped: bool,
 }
 
 impl VisiblePath {
@@ -53,7 +60,8 @@ impl VisiblePath {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} {}", path.display())]
 pub struct MountNamespaceError {
-    /// The step: "open", "bind-mount", "create a device node for", "change the owner of", "remove", "leave".
+    /// The step: "open", "bind-mount", "map the owners of files in", "create a device node for", "change the owner of", "remove",
+    /// "leave".
     pub what: &'static str,
     /// The path.
     pub path: PathBuf,
@@ -61,10 +69,25 @@ pub struct MountNamespaceError {
     pub source: io::Error,
 }
 
+impl Classify for MountNamespaceError {
+    /// Returns `Unsupported` if the kernel, a file system or a limit of the node excludes idmapped mounts, so that a repetition fails too.
+    fn kind(&self) -> FailureKind {
+        match (self.what, self.source.raw_os_error()) {
+            // The file system cannot be mapped, or belongs to another user namespace; the kernel is older than 5.12; the node's
+            // user.max_user_namespaces is reached.
+            (MAP_OWNERS, Some(libc::EINVAL | libc::EPERM | libc::ENOSYS | libc::ENOSPC)) => FailureKind::Unsupported,
+            _ => FailureKind::Internal,
+        }
+    }
+}
+
 fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> MountNamespaceError {
     let path = path.to_owned();
     move |source| MountNamespaceError { what, path, source: source.into() }
 }
+
+/// The step of errors of idmapped mounts.
+const MAP_OWNERS: &str = "map the owners of files in";
 
 /// An opened path that will be mounted in the new root.
 struct OpenedPath {
@@ -80,7 +103,8 @@ struct OpenedPath {
 }
 
 /// Replaces the root by one that contains only these paths. `mount_point` is a directory on which the new root is mounted
-/// while it is built; it may be one of the paths. What the process may write, and its devices, belong to `user` if there is one.
+/// while it is built; it may be one of the paths. What the process may write, and its devices, belong to `user` if there is one:
+/// idmapped paths only as the process sees them.
 pub(crate) fn enter_new_root(
     mut paths: Vec<VisiblePath>,
     mount_point: &Path,
@@ -92,13 +116,16 @@ pub(crate) fn enter_new_root(
         .map_err(failed("leave", root))?;
     // A path inside another one is mounted after it.
     paths.sort_by_key(|path_spec| path_spec.visible_path().components().count());
+    // Created here, because there is no /proc in the new root.
+    let idmapped = paths.iter().find(|path_spec| path_spec.is_idmapped).zip(user);
+    let owner_map = idmapped.map(|(first, user)| create_owner_map(&first.path, user)).transpose()?;
     let sources: Vec<OpenedPath> =
         paths.into_iter().map(open_path).collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect();
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(Some("nacelle"), mount_point, Some("tmpfs"), flags, Some("mode=0755,size=1m"))
         .map_err(failed("mount a new root on", mount_point))?;
     for source in &sources {
-        bind_path(source, mount_point, user)?;
+        bind_path(source, mount_point, user, owner_map.as_ref().map(AsFd::as_fd))?;
     }
     for source in &sources {
         if let (Some(parent), Some(name)) = (&source.parent, source.spec.path.file_name()) {
@@ -119,6 +146,36 @@ pub(crate) fn enter_new_root(
     pivot_root(".", ".").map_err(failed("leave", root))?;
     umount2(".", MntFlags::MNT_DETACH).map_err(failed("leave", root))?;
     chdir(root).map_err(failed("enter", root))
+}
+
+/// Checks that idmapped mounts can give root's files in these directories to a user. Attaches no mount, and may be called by any thread.
+pub fn check_idmapped_mounts<'a>(
+    directories: impl IntoIterator<Item = &'a Path>,
+    user: u32,
+) -> Result<(), MountNamespaceError> {
+    let mut owner_map = None;
+    for directory in directories {
+        let owner_map = match &owner_map {
+            Some(owner_map) => owner_map,
+            None => owner_map.insert(create_owner_map(directory, user)?),
+        };
+        clone_idmapped(directory, owner_map.as_fd()).map_err(failed(MAP_OWNERS, directory))?;
+    }
+    Ok(())
+}
+
+/// Creates a user namespace that maps root to `user` in an idmapped mount, and no other user. `path` is for the error.
+fn create_owner_map(path: &Path, user: u32) -> Result<OwnedFd, MountNamespaceError> {
+    let map = format!("0 {user} 1");
+    create_user_namespace(&map, &map).map_err(failed(MAP_OWNERS, path))
+}
+
+/// Copies the mount at a path as an idmapped one. The copy is not attached.
+fn clone_idmapped(path: &Path, owner_map: BorrowedFd) -> io::Result<OwnedFd> {
+    let tree = mounts::clone_tree(path, false)?;
+    let change = MountChange { user_namespace: Some(owner_map), ..MountChange::default() };
+    mounts::change_attributes(&tree, false, &change)?;
+    Ok(tree)
 }
 
 /// Opens a path; returns `None` if it is missing and not required.
@@ -153,8 +210,13 @@ fn character_device(metadata: &Metadata) -> Option<libc::dev_t> {
     metadata.file_type().is_char_device().then(|| metadata.rdev())
 }
 
-/// Bind-mounts a path below the new root.
-fn bind_path(source: &OpenedPath, mount_point: &Path, user: Option<u32>) -> Result<(), MountNamespaceError> {
+/// Bind-mounts a path below the new root. With `owner_map`, idmapped paths are mounted with it.
+fn bind_path(
+    source: &OpenedPath,
+    mount_point: &Path,
+    user: Option<u32>,
+    owner_map: Option<BorrowedFd>,
+) -> Result<(), MountNamespaceError> {
     let path = source.spec.visible_path();
     let relative = path.strip_prefix("/").unwrap_or(path);
     let target = mount_point.join(relative);
@@ -177,7 +239,8 @@ fn bind_path(source: &OpenedPath, mount_point: &Path, user: Option<u32>) -> Resu
     } else if !target.exists() {
         fs::File::create(&target).map_err(failed)?;
     }
-    if let (Some(user), Access::Write | Access::Take) = (user, source.spec.access) {
+    let owner_map = owner_map.filter(|_| source.spec.is_idmapped);
+    if let (Some(user), Access::Write | Access::Take, None) = (user, source.spec.access, owner_map) {
         let (owner, group) = (Some(Uid::from_raw(user)), Some(Gid::from_raw(user)));
         fchownat(handle, "", owner, group, AtFlags::AT_EMPTY_PATH)
             .map_err(|errno| self::failed("change the owner of", path)(errno))?;
@@ -185,7 +248,14 @@ fn bind_path(source: &OpenedPath, mount_point: &Path, user: Option<u32>) -> Resu
     let handle = node.as_ref().unwrap_or(handle);
     let from = format!("/proc/self/fd/{}", handle.as_raw_fd());
     let none = None::<&str>;
-    mount(Some(from.as_str()), &target, none, MsFlags::MS_BIND, none).map_err(|error| failed(error.into()))?;
+    match owner_map {
+        Some(owner_map) => clone_idmapped(Path::new(&from), owner_map)
+            .map_err(self::failed(MAP_OWNERS, path))
+            .and_then(|tree| mounts::attach(&tree, &target).map_err(failed))?,
+        None => {
+            mount(Some(from.as_str()), &target, none, MsFlags::MS_BIND, none).map_err(|error| failed(error.into()))?
+        }
+    }
     let restricted = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let flags = match source.spec.access {
         Access::Read => restricted | MsFlags::MS_RDONLY,

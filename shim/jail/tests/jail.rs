@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "system calls with forbidden arguments have no safe wrapper")]
 
 use landlock::{CompatLevel, Compatible, Ruleset, RulesetAttr, Scope};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_jail::{
     Access, JailPlan, Mode, NetworkAccess, Profile, ResourceLimits, ThreadKind, VisiblePath, WorkerJail, cgroup,
 };
@@ -21,11 +22,12 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 10] = [
+const TESTS: [Test; 11] = [
     ("a_prisoner_reaches_no_process_of_the_node", no_process_of_the_node),
     ("a_prisoner_has_nothing_but_its_places", nothing_but_its_places),
     ("a_prisoner_has_no_rights", no_rights),
     ("a_prisoner_has_a_user_of_its_own", user_of_its_own),
+    ("files_of_root_are_the_prisoners_by_an_idmapped_mount", idmapped_files),
     ("every_thread_is_filtered", every_thread_is_filtered),
     ("what_is_forbidden_kills", what_is_forbidden_kills),
     ("a_process_that_spawns_still_can", spawns),
@@ -60,11 +62,15 @@ fn run_jailed_process(profile: &str, mode: &str, user: Option<u32>, directory: &
     nacelle_jail::close_inherited().unwrap();
     // That of the pod process.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
-    let visible_path = |path: PathBuf, access| VisiblePath { path, visible_as: None, access, is_required: true };
+    let visible_path =
+        |path: PathBuf, access| VisiblePath { path, visible_as: None, access, is_required: true, is_idmapped: false };
+    let idmapped = |name: &str, access| VisiblePath { is_idmapped: true, ..visible_path(directory.join(name), access) };
     let mut visible_paths = vec![
         visible_path(directory.join("run"), Access::Write),
         visible_path(directory.join("images"), Access::Read),
         visible_path(directory.join("disks/disk"), Access::Take),
+        idmapped("keep", Access::Write),
+        idmapped("store", Access::Read),
         visible_path("/dev/null".into(), Access::Device),
         VisiblePath { visible_as: Some("/else/where".into()), ..visible_path(directory.join("shown"), Access::Device) },
         VisiblePath { is_required: false, ..visible_path("/dev/none".into(), Access::Device) },
@@ -273,10 +279,15 @@ impl Jail {
 
     fn with_user(profile: &str, mode: &str, user: Option<u32>) -> Jail {
         let directory = tempfile::tempdir().unwrap();
-        for name in ["run", "images", "disks", "shown", "other"] {
+        for name in ["run", "images", "disks", "shown", "keep", "store", "other"] {
             fs::create_dir(directory.path().join(name)).unwrap();
             fs::write(directory.path().join(name).join("file"), name).unwrap();
         }
+        Jail::in_directory(directory, profile, mode, user)
+    }
+
+    /// Starts a prisoner whose places exist.
+    fn in_directory(directory: tempfile::TempDir, profile: &str, mode: &str, user: Option<u32>) -> Jail {
         fs::write(directory.path().join("disks/disk"), "disk").unwrap();
         let inherited = fs::File::open("/dev/null").unwrap();
         nix::fcntl::fcntl(&inherited, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
@@ -381,7 +392,7 @@ fn nothing_but_its_places() {
             "{line}"
         );
     }
-    assert_eq!(mounts.lines().count(), 6, "{mounts}");
+    assert_eq!(mounts.lines().count(), 8, "{mounts}");
     assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&jail.path("")));
     assert!(jail.end().success());
 }
@@ -451,6 +462,56 @@ fn user_of_its_own() {
     assert_eq!(jail.request("run /usr/bin/true").unwrap(), r#"Ok("Some(0)")"#);
     assert_eq!(jail.request("signal-child /usr/bin/sleep").unwrap(), r#"Ok("signal: 9 (SIGKILL)")"#);
     assert!(jail.end().success());
+}
+
+fn idmapped_files() {
+    let owner = |path: &str| fs::metadata(path).map(|data| (data.uid(), data.gid(), data.mode() & 0o7777)).unwrap();
+    let protect = |path: &str| fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
+    let mut jail = Jail::with_user("in-process", "kill", Some(USER));
+    let [file, new, blob, new_blob, foreign] =
+        ["keep/file", "keep/new", "store/file", "store/new", "keep/foreign"].map(|name| jail.path(name));
+    protect(&file);
+    protect(&blob);
+    fs::set_permissions(jail.path("keep"), fs::Permissions::from_mode(0o700)).unwrap();
+    // The prisoner reads, changes and creates files, which belong to root outside and to the prisoner inside.
+    assert_eq!(jail.request(&format!("read {file}")).unwrap(), r#"Ok("keep")"#);
+    assert_eq!(jail.request(&format!("write {file}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!(jail.request(&format!("write {new}")).unwrap(), r#"Ok("written")"#);
+    assert_eq!([owner(&file), owner(&new)], [(0, 0, 0o600), (0, 0, 0o640)]);
+    let seen = |path: &str| format!("/proc/{}/root{path}", jail.child.id());
+    assert_eq!([owner(&seen(&file)), owner(&seen(&new))], [(USER, USER, 0o600), (USER, USER, 0o640)]);
+    assert_eq!(owner(&jail.path("keep")), (0, 0, 0o700));
+    // What it may only read it cannot write.
+    assert_eq!(jail.request(&format!("read {blob}")).unwrap(), r#"Ok("store")"#);
+    for sealed in [&blob, &new_blob] {
+        assert_eq!(jail.request(&format!("write {sealed}")).unwrap(), "Err(ReadOnlyFilesystem)");
+    }
+    // Private files of other users are closed to it, also those that have its id on the disk.
+    for other in [USER, 1000] {
+        fs::write(&foreign, "foreign").unwrap();
+        protect(&foreign);
+        std::os::unix::fs::chown(&foreign, Some(other), Some(other)).unwrap();
+        assert_eq!(jail.request(&format!("read {foreign}")).unwrap(), "Err(PermissionDenied)", "{other}");
+    }
+    assert!(jail.end().success());
+    // A later prisoner with another user has the same files.
+    let directory = std::mem::replace(&mut jail.directory, tempfile::tempdir().unwrap());
+    let mut jail = Jail::in_directory(directory, "in-process", "kill", Some(USER + 1));
+    for path in [&file, &new] {
+        assert_eq!(jail.request(&format!("read {path}")).unwrap(), r#"Ok("x")"#);
+        assert_eq!(jail.request(&format!("write {path}")).unwrap(), r#"Ok("written")"#);
+    }
+    assert_eq!([owner(&file), owner(&new)], [(0, 0, 0o600), (0, 0, 0o640)]);
+    assert!(jail.end().success());
+    let check = |paths: &[&str]| nacelle_jail::check_idmapped_mounts(paths.iter().map(Path::new), USER);
+    check(&[&jail.path("keep"), &jail.path("store")]).unwrap();
+    let error = check(&[&jail.path("keep"), &jail.path("missing")]).unwrap_err();
+    assert_eq!(error.kind(), FailureKind::Internal);
+    let text = error.to_string();
+    assert!(text.contains("map the owners of files in") && text.ends_with("/missing"), "{text}");
+    // Sysfs is one of the file systems without idmapped mounts.
+    let error = check(&["/sys"]).unwrap_err();
+    assert_eq!(error.kind(), FailureKind::Unsupported, "{error}: {}", error.source);
 }
 
 fn no_process_of_the_node() {

@@ -8,6 +8,7 @@ use nacelle_base::files::at;
 use nacelle_jail::disk_limits::limit_disk;
 pub use nacelle_jail::{Access, ResourceLimits};
 use nacelle_jail::{JailPlan, NetworkAccess, Profile, VisiblePath};
+pub use nacelle_jail::{MountNamespaceError, check_idmapped_mounts};
 use std::collections::BTreeMap;
 use std::os::unix::fs::lchown;
 use std::path::{Path, PathBuf};
@@ -34,6 +35,10 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     }
     if matches!(spec.engine, EngineSpec::Keeper { .. }) {
         vfio_dir::create(dir)?;
+        if jail.user.is_none() {
+            let why = "jail.user_count is 0, or the node cannot map the owners of the pod's files: see `nacelle check`";
+            tracing::warn!("the processes of this machine pod are root, without capabilities: {why}");
+        }
     }
     if let Some(user) = jail.user
         && spec.kernel.starts_with(jail_dir(dir))
@@ -71,8 +76,15 @@ pub fn expected_jail(spec: &PodSpec, dir: &Path) -> Option<ExpectedJail> {
 }
 
 fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
-    let visible_path =
-        |path: &Path, access, is_required| VisiblePath { path: path.to_owned(), visible_as: None, access, is_required };
+    let visible_path = |path: &Path, access, is_required| VisiblePath {
+        path: path.to_owned(),
+        visible_as: None,
+        access,
+        is_required,
+        is_idmapped: false,
+    };
+    // The files in these directories stay root's: a persistent VM and the image store outlive the pod and its user.
+    let idmapped = |path: &Path, access| VisiblePath { is_idmapped: true, ..visible_path(path, access, true) };
     let mut paths = vec![visible_path(&jail_dir(dir), Access::Write, true)];
     if matches!(spec.engine, EngineSpec::Host { .. }) {
         // The agent, which runs already, has access to the rest. This process starts no other process.
@@ -91,9 +103,11 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
             profile: Profile::StartsPrograms,
         };
     }
-    let own = if spec.engine.has_disks() { Access::Take } else { Access::Write };
-    paths.push(visible_path(&spec.scratch_file(), own, true));
-    paths.extend(jail.image_store.iter().map(|images| visible_path(images, Access::Read, true)));
+    paths.push(match spec.engine.has_disks() {
+        true => visible_path(&spec.scratch_file(), Access::Take, true),
+        false => idmapped(&spec.scratch_file(), Access::Write),
+    });
+    paths.extend(jail.image_store.iter().map(|images| idmapped(images, Access::Read)));
     // The engine reports a missing file. A kernel that the pod brings along lies in the jail directory and is removed later.
     let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
     paths.extend(files.map(|file| visible_path(file, Access::Read, false)));
@@ -110,7 +124,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
         paths.extend(install_dir(program).map(|path| visible_path(&path, Access::Execute, false)));
         if let EngineSpec::Keeper { program, keep, .. } = &spec.engine {
             paths.push(visible_path(program, Access::Execute, true));
-            paths.extend(keep.iter().map(|directory| visible_path(directory, Access::Write, true)));
+            paths.extend(keep.iter().map(|directory| idmapped(directory, Access::Write)));
             // The directory is empty until a container with devices is created. It lies in the daemon's part of the run directory.
             let (directory, shown) =
                 (dir.join(nacelle_model::machine::VFIO_DIR), Some(PathBuf::from(vfio_dir::MOUNT_POINT)));
@@ -205,20 +219,32 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_pod_uses_devices_and_does_not_create_them() {
+    fn a_machine_pod_has_its_own_files_and_devices_and_creates_no_devices() {
         let dir = Path::new("/run/nacelle/pods/a");
         let engine = EngineSpec::Keeper {
             program: "/usr/bin/nacelle-keeper".into(),
             qemu: "/usr/bin/qemu".into(),
             accelerator: Accelerator::Tcg,
-            keep: None,
+            keep: Some("/var/lib/nacelle/machines/b".into()),
             shares: 0,
         };
-        let plan = plan(&PodSpec { engine, memory_mib: 1024, ..sample() }, &jail(), dir);
+        let spec = PodSpec { engine, memory_mib: 1024, ..sample() };
+        let jail = JailSpec { image_store: Some("/var/lib/nacelle/images".into()), user: Some(70_001), ..jail() };
+        let plan = plan(&spec, &jail, dir);
         let of_directory = plan.visible_paths.iter().filter(|path| path.path == dir.join("vfio"));
         let seen: Vec<_> = of_directory.map(|path| (path.visible_as.as_deref(), path.access)).collect();
         assert_eq!(seen, [(Some(Path::new("/dev/vfio")), Access::Device)]);
         assert_eq!(plan.limits.locked_bytes, 1152 << 20);
+        assert_eq!((plan.user, plan.limits.threads), (Some(70_001), Some(MAX_THREADS)));
+        // Files that are on the node before or after the pod stay root's.
+        let mapped = plan.visible_paths.iter().filter(|path| path.is_idmapped);
+        let mapped: Vec<_> = mapped.map(|path| (path.path.to_owned(), path.access)).collect();
+        let of_vm = |path: &str, access| (PathBuf::from(path), access);
+        let (images, keep) = ("/var/lib/nacelle/images", "/var/lib/nacelle/machines/b");
+        assert_eq!(
+            mapped,
+            [(spec.scratch_file(), Access::Write), of_vm(images, Access::Read), of_vm(keep, Access::Write)]
+        );
     }
 
     #[test]

@@ -44,7 +44,9 @@ pub mod vfio_dir;
 
 pub use error::PodError;
 pub use host::{cgroup_usage, holds_containers};
-pub use jail::{Access as PathAccess, ExpectedJail, ResourceLimits, expected_jail};
+pub use jail::{
+    Access as PathAccess, ExpectedJail, MountNamespaceError, ResourceLimits, check_idmapped_mounts, expected_jail,
+};
 pub use machine::{CONSOLE_FILE, tap_name};
 pub use nacelle_jail::cgroup::{Usage as GroupUsage, cpu_limit, memory_limit};
 pub use nacelle_jail::disk_limits::check_disk_limits;

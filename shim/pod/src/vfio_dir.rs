@@ -4,8 +4,8 @@
 use crate::error::PodError;
 use nacelle_base::files::at;
 use nacelle_model::machine::VFIO_DIR;
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{DirBuilder, Permissions, set_permissions};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
 
 /// The path at which the pod's processes see the directory. QEMU supports no other path.
@@ -13,11 +13,14 @@ pub const MOUNT_POINT: &str = "/dev/vfio";
 /// What VFIO maps for a device besides the VM's memory, in MiB: firmware and video memory.
 const OVERHEAD_MIB: u64 = 128;
 
-/// Creates the directory.
+/// Creates the directory. It stays root's, and the user of the pod's processes may read it: on the node, the directories above it are
+/// closed to all users but root.
 pub(crate) fn create(dir: &Path) -> Result<(), PodError> {
     let directory = dir.join(VFIO_DIR);
     let created = DirBuilder::new().mode(0o700).recursive(true).create(&directory);
-    Ok(created.map_err(at("create", &directory))?)
+    // Separately, because of the umask.
+    let opened = created.and_then(|()| set_permissions(&directory, Permissions::from_mode(0o755)));
+    Ok(opened.map_err(at("create", &directory))?)
 }
 
 /// Returns the limit of locked memory in bytes that devices of a VM with this memory need.

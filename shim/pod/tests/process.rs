@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{LIMIT, cgroup, eventually, exited, harness, network, spec, until};
+use common::{LIMIT, cgroup, eventually, exited, fake_machine_spec, harness, network, spec, until};
 use nacelle_base::FailureKind;
 use nacelle_model::process::{PodProcess, ProcessIdentity};
 use nacelle_pod::client::{self, ClientError, PodClient};
@@ -12,6 +12,8 @@ use nacelle_pod::record::{self, Phase};
 use nacelle_pod::spec::{JailSpec, Seccomp};
 use nacelle_proto::pod;
 use std::collections::BTreeMap;
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
 use std::task::Poll;
@@ -32,6 +34,7 @@ fn main() -> ExitCode {
         ("a_failed_start_has_its_reason", || Box::pin(fail_to_start(RunDir::new()))),
         ("only_one_process_serves_a_pod", || Box::pin(start_second_process(RunDir::new()))),
         ("a_jailed_pod_serves_and_is_cleaned_up", || Box::pin(serve_in_jail(RunDir::new()))),
+        ("files_of_a_jailed_machine_pod_stay_roots", || Box::pin(map_owners(RunDir::new()))),
         ("a_forbidden_system_call_is_reported", || Box::pin(call_forbidden_syscall(RunDir::new()))),
         ("a_jailed_process_cannot_choose_what_the_daemon_kills", || Box::pin(name_foreign_processes(RunDir::new()))),
         ("a_jailed_process_cannot_hide_from_the_daemon", || Box::pin(hide_identity(RunDir::new()))),
@@ -381,6 +384,53 @@ async fn serve_in_jail(run_dir: RunDir) {
     assert!(group.iter().all(|directory| !directory.exists()), "{group:?}");
     let disks = std::fs::read_dir(run_dir.root.path().join("templates")).unwrap().flatten();
     assert_eq!(disks.filter(|file| file.file_name().to_string_lossy().starts_with("pod-")).count(), 0);
+}
+
+async fn map_owners(run_dir: RunDir) {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: not root");
+    }
+    if let Err(error) = nacelle_pod::check_idmapped_mounts([run_dir.root.path()], USER) {
+        return println!("skipped: {error}: {}", error.source);
+    }
+    let [keep, images] = ["keep", "images"].map(|name| run_dir.root.path().join(name));
+    for directory in [&keep, &images] {
+        std::fs::create_dir(directory).unwrap();
+        std::fs::set_permissions(directory, Permissions::from_mode(0o700)).unwrap();
+        std::fs::write(directory.join("old"), "old").unwrap();
+        std::fs::set_permissions(directory.join("old"), Permissions::from_mode(0o600)).unwrap();
+    }
+    let mut spec = spec(run_dir.root.path());
+    spec.engine = fake_machine_spec(keep.clone());
+    let (image_store, cgroup) = (Some(images.clone()), Some(cgroup(run_dir.root.path())));
+    spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store, cgroup, user: Some(USER) });
+    let scratch = spec.scratch_file();
+    let client = client::spawn(&std::env::current_exe().unwrap(), &run_dir.dir, &spec, admit).await.unwrap();
+    let process = PathBuf::from(format!("/proc/{}", client.identity().pid));
+    let ids = status(&process.join("status"));
+    assert_eq!([&ids["Uid"], &ids["Gid"]], [&[USER.to_string().as_str(); 4].join("\t"); 2]);
+    let seen = |path: &Path| process.join("root").join(path.strip_prefix("/").unwrap());
+    {
+        let _acting = ActingUser::new();
+        for old in [keep.join("old"), images.join("old")] {
+            assert_eq!(std::fs::read_to_string(seen(&old)).unwrap(), "old");
+            assert!(std::fs::read(&old).is_err(), "outside of the jail it is root's");
+        }
+        for new in [keep.join("new"), scratch.join("new")] {
+            std::fs::write(seen(&new), "new").unwrap();
+        }
+        let sealed = std::fs::write(seen(&images.join("old")), "new").unwrap_err();
+        assert_eq!(sealed.kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+        assert_eq!(std::fs::read_dir(process.join("root/dev/vfio")).unwrap().count(), 0);
+    }
+    for path in [&keep.join("old"), &keep.join("new"), &scratch.join("new"), &scratch, &run_dir.dir.join("vfio")] {
+        let file = std::fs::metadata(path).unwrap();
+        assert_eq!((file.uid(), file.gid()), (0, 0), "{}", path.display());
+    }
+    signal(client.identity(), nix::sys::signal::Signal::SIGKILL);
+    client.wait_for_exit().await.unwrap();
+    client::clean_up(&run_dir.dir, None).await.unwrap();
+    assert!(!scratch.exists() && keep.join("new").exists(), "a persistent VM outlives its pod");
 }
 
 async fn call_forbidden_syscall(run_dir: RunDir) {

@@ -3,7 +3,7 @@
 
 use nacelle_base::test_program::run_tests;
 use nacelle_pod::identity;
-use nacelle_pod::spec::PodSpec;
+use nacelle_pod::spec::{EngineSpec, PodSpec};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -31,7 +31,10 @@ pub fn main(tests: &[(&str, Start)]) -> ExitCode {
 
 fn serve(dir: &Path) -> ExitCode {
     tracing_subscriber::fmt().with_ansi(false).init();
-    let is_fake = PodSpec::read(dir).is_ok_and(|spec| spec.engine == super::fake_engine_spec());
+    let is_fake = PodSpec::read(dir).is_ok_and(|spec| match &spec.engine {
+        EngineSpec::Keeper { qemu, .. } => qemu == Path::new("/fake"),
+        engine => *engine == super::fake_engine_spec(),
+    });
     if is_fake {
         let agent = Arc::default();
         nacelle_pod::run_with(dir, |_| Ok(Arc::new(super::engine(&agent))))

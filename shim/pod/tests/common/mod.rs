@@ -56,6 +56,12 @@ pub fn fake_engine_spec() -> EngineSpec {
     EngineSpec::Qemu { binary: "/fake".into(), accelerator: Accelerator::Tcg }
 }
 
+/// Returns the engine that specifications of machine pods name when the test uses the fake one.
+pub fn fake_machine_spec(keep: PathBuf) -> EngineSpec {
+    let (program, qemu, accelerator) = ("/usr/bin/env".into(), "/fake".into(), Accelerator::Tcg);
+    EngineSpec::Keeper { program, qemu, accelerator, keep: Some(keep), shares: 0 }
+}
+
 /// Returns the path of a cgroup that only this test uses.
 pub fn cgroup(root: &Path) -> PathBuf {
     Path::new("nacelle").join(root.file_name().unwrap())
