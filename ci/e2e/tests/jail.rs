@@ -1,6 +1,7 @@
 //! Tests the sandbox of the pod process on a node with a real VM, and leaks after it dies.
 
 use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
+use nacelle_e2e::machine::{annotated_pod, machine_container, machine_node, push_boot_image};
 use nacelle_e2e::path_from_env;
 use nacelle_e2e::run::run;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
@@ -125,6 +126,132 @@ fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
         assert!(members.lines().any(|pid| process.ends_with(pid)), "{}: {members}", group.display());
     }
     println!("{threads} threads, {} control groups", groups.len());
+}
+
+#[test]
+fn the_processes_of_a_machine_pod_have_a_user_of_their_own() {
+    if engine() == "host" {
+        println!("skipped: engine host has no machine pods");
+        return;
+    }
+    let node = machine_node();
+    let image = push_boot_image(&node);
+    let disks = format!("root=image:{image},boot=1;data=empty:1Mi");
+    let vm = [("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str()), ("name", "db")];
+    let mut users = BTreeSet::new();
+    for run in 1..=2 {
+        let pod = node.crictl.run_pod_with_handler("vm", annotated_pod(&node, "db", &vm));
+        let container = pod.start(machine_container(&image, run - 1));
+        container.wait_for_output(&format!("boot {run}\n"));
+        let [process, keeper, qemu] = ["nacelle-pod ", "nacelle-keeper ", " -uuid "].map(|word| {
+            let pids = node.pids_matching(word);
+            assert_eq!(pids.len(), 1, "{word}");
+            pids[0]
+        });
+        let user = only_user(process);
+        assert_eq!((only_user(keeper), only_user(qemu)), (user, user));
+        assert_ne!(user, 0);
+        users.insert(user);
+        for pid in [process, keeper, qemu] {
+            assert_eq!(read_proc_status(Path::new(&format!("/proc/{pid}/status")))["Groups"], "", "{pid}");
+        }
+        // QEMU's own filter would end it.
+        for pid in [process, keeper] {
+            let returned = call_setuid_root(nix::unistd::Pid::from_raw(pid)).expect("it can be traced");
+            assert_eq!((returned, only_user(pid)), (-i64::from(libc::EPERM), user));
+        }
+        assert_eq!(report_of_jail(&node, &pod.id)[0], "ok   user     user and group UID, no other groups");
+        // The files that it writes stay root's, because the VM outlives its user; its sockets are its own.
+        let root = node.directory().join("root");
+        let files = files_below(&root.join("machines")).into_iter().chain(files_below(&root.join("scratch")));
+        let files: Vec<PathBuf> = files.collect();
+        assert!(files.iter().any(|path| path.ends_with("root.qcow2")), "{files:?}");
+        for path in &files {
+            let file = fs::symlink_metadata(path).expect("the VM keeps it");
+            assert_eq!((file.uid(), file.gid()), (0, 0), "{}", path.display());
+        }
+        let jail = fs::read_dir(node.directory().join("run/pods")).expect("run directories").flatten().next();
+        let jail = files_below(&jail.expect("that of the pod").path().join("jail"));
+        assert!(!jail.is_empty() && jail.iter().all(|path| fs::symlink_metadata(path).is_ok_and(|f| f.uid() == user)));
+        pod.remove();
+    }
+    println!("users of two runs of the VM: {users:?}");
+}
+
+/// A ramfs, which has no idmapped mounts, on a directory of the node.
+struct Ramfs(PathBuf);
+
+impl Ramfs {
+    fn mount(directory: PathBuf) -> Ramfs {
+        run(Command::new("mount").args(["-t", "ramfs", "-o", "mode=0700", "ramfs"]).arg(&directory)).ok();
+        Ramfs(directory)
+    }
+}
+
+impl Drop for Ramfs {
+    fn drop(&mut self) {
+        // Lazily, because the pod of a failed test still runs.
+        let unmounted = run(Command::new("umount").arg("--lazy").arg(&self.0));
+        if unmounted.code != 0 {
+            eprintln!("cannot unmount {}: {}", self.0.display(), unmounted.stderr);
+        }
+    }
+}
+
+#[test]
+fn a_machine_pod_without_idmapped_mounts_is_root_and_says_so() {
+    if engine() == "host" {
+        println!("skipped: engine host has no machine pods");
+        return;
+    }
+    let node = machine_node();
+    let image = push_boot_image(&node);
+    let ramfs = Ramfs::mount(node.directory().join("root/scratch"));
+    let disks = format!("root=image:{image},boot=1");
+    let vm = annotated_pod(&node, "vm", &[("kind", "machine"), ("memory", "64Mi"), ("disks", disks.as_str())]);
+    let pod = node.crictl.run_pod_with_handler("vm", vm);
+    pod.start(machine_container(&image, 0)).wait_for_output("boot 1\n");
+    let users = node.pids_matching("nacelle-").into_iter().chain(node.pids_matching(" -uuid ")).map(only_user);
+    assert_eq!(users.collect::<BTreeSet<u32>>(), BTreeSet::from([0]));
+    assert_eq!(report_of_jail(&node, &pod.id)[0], documented_report(false)[0]);
+    let pods = fs::read_dir(node.directory().join("run/pods")).expect("run directories").flatten();
+    let logs = pods.map(|pod| fs::read_to_string(pod.path().join("pod.log")).expect("a log")).collect::<String>();
+    for log in [logs, node.log()] {
+        assert!(log.contains("root, without capabilities"), "{log}");
+    }
+    let config = node.directory().join("config.toml");
+    let check = run(Command::new(path_from_env("NACELLE_BIN")).args(["check", "--config"]).arg(config));
+    let note = check.stdout.lines().find(|line| line.starts_with("note owners")).unwrap_or_default();
+    assert!(note.contains("map the owners of files in") && note.contains("/root/scratch"), "{}", check.stdout);
+    pod.remove();
+    drop(ramfs);
+}
+
+/// Returns all files and directories below a directory.
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).expect("a directory").flatten().map(|entry| entry.path());
+    entries
+        .flat_map(|path| if path.is_dir() { files_below(&path) } else { Vec::new() }.into_iter().chain([path]))
+        .collect()
+}
+
+/// Makes a process call setuid(0) between two instructions of its first thread, and returns the kernel's answer.
+fn call_setuid_root(process: nix::unistd::Pid) -> nix::Result<i64> {
+    ptrace::attach(process)?;
+    nix::sys::wait::waitpid(process, None)?;
+    let before = ptrace::getregs(process)?;
+    let mut registers = before;
+    (registers.rax, registers.rdi) = (libc::SYS_setuid.unsigned_abs(), 0);
+    // The two bytes of the instruction by which the thread waits.
+    registers.rip -= 2;
+    registers.orig_rax = u64::MAX;
+    ptrace::setregs(process, registers)?;
+    ptrace::step(process, None)?;
+    nix::sys::wait::waitpid(process, None)?;
+    let returned = ptrace::getregs(process)?.rax.cast_signed();
+    ptrace::setregs(process, before)?;
+    ptrace::detach(process, None)?;
+    Ok(returned)
 }
 
 #[test]

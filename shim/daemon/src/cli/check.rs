@@ -2,15 +2,17 @@
 
 use super::finding::{Finding, Severity, finding, report};
 use super::hardening::check_hardening;
-use crate::config::{CgroupDriver, Config, EngineSetting, Handler, JailSettings};
+use crate::config::{CgroupDriver, Config, EngineSetting, Handler, JailSettings, PathSettings};
 use crate::hugepages;
 use crate::user_range::check_user_range;
 use nacelle_base::Chain;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_engine::probe::{self, KvmVerdict};
+use nacelle_machines::MachineSettings;
+use nacelle_pod::check_idmapped_mounts;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 /// Free disk space in bytes that the first images need.
@@ -30,6 +32,8 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
         check_kvm(&verdict, &handlers),
         check_vhost_net(Path::new(VHOST_NET), &verdict),
     ];
+    findings.extend(check_owner_maps(&config.paths, &config.jail));
+    findings.extend(check_firmware(&config.machines, &config.jail));
     findings.push(check_qemu(
         &engine.qemu,
         handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu),
@@ -107,6 +111,47 @@ fn check_pod_users(jail: &JailSettings) -> Finding {
         "users",
         format!("image workers and pod processes of VMs have the user ids {first} to {last}"),
     )
+}
+
+/// Checks whether the processes of machine pods can have users of their own: their files stay root's, which needs idmapped mounts.
+/// Returns `None` if no process has such a user, or if this process is not root, as the daemon is.
+fn check_owner_maps(paths: &PathSettings, jail: &JailSettings) -> Option<Finding> {
+    let (user, count) = jail.pod_users();
+    if count == 0 || !nix::unistd::geteuid().is_root() {
+        return None;
+    }
+    let directories = [paths.scratch(), paths.images(), paths.machines()].map(|path| existing_ancestor(&path));
+    Some(match check_idmapped_mounts(directories.iter().map(PathBuf::as_path), user) {
+        Ok(()) => finding(Severity::Ok, "owners", "idmapped mounts give processes of machine pods users of their own"),
+        Err(error) => {
+            let needs = "they need Linux 5.12, a file system with idmapped mounts (ext4, XFS, Btrfs; tmpfs with Linux 6.3) \
+                         and user.max_user_namespaces above 0";
+            let message =
+                format!("{}: processes of machine pods are root, without capabilities; {needs}", Chain(&error));
+            finding(Severity::Note, "owners", message)
+        }
+    })
+}
+
+/// Returns the path, or the nearest directory above it that exists.
+fn existing_ancestor(path: &Path) -> PathBuf {
+    path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/")).to_owned()
+}
+
+/// Finds firmware of machine pods that only root may read, while their QEMU has another user. Missing files are not needed.
+fn check_firmware(machines: &MachineSettings, jail: &JailSettings) -> Vec<Finding> {
+    let MachineSettings { efi_code, efi_variables, efi_secure_code, efi_secure_variables } = machines;
+    let is_closed = |path: &&PathBuf| std::fs::metadata(path).is_ok_and(|data| data.mode() & 0o004 == 0);
+    let files = [efi_code, efi_variables, efi_secure_code, efi_secure_variables].into_iter();
+    let closed = files.filter(|_| jail.user_count > 0).filter(is_closed);
+    let note = |path: &PathBuf| {
+        let path = path.display();
+        let message = format!(
+            "{path}: machine pods with UEFI, which have user ids of their own, cannot read it; run chmod o+r {path}"
+        );
+        finding(Severity::Note, "firmware", message)
+    };
+    closed.map(note).collect()
 }
 
 /// Returns a line of a file like passwd(5) (the third field is an id) or subuid(5) (the second field is an id, the third a number of
@@ -317,8 +362,8 @@ fn check_cgroups() -> Finding {
 }
 
 fn check_disk(root: &Path) -> Finding {
-    let existing = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    match nix::sys::statvfs::statvfs(existing) {
+    let existing = existing_ancestor(root);
+    match nix::sys::statvfs::statvfs(&existing) {
         Ok(stat) => {
             let free = stat.blocks_available().saturating_mul(stat.fragment_size());
             let message = format!("{} MiB free for {}", free >> 20, root.display());
@@ -438,6 +483,38 @@ mod tests {
         assert!(check(false).severity == Severity::Ok);
         std::fs::set_permissions(kernel.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(check(true).severity == Severity::Ok);
+    }
+
+    #[test]
+    fn machine_pods_need_readable_firmware() {
+        let code = tempfile::NamedTempFile::new().unwrap();
+        let machines = MachineSettings {
+            efi_code: code.path().to_owned(),
+            efi_variables: "/nowhere/a".into(),
+            efi_secure_code: "/nowhere/b".into(),
+            efi_secure_variables: "/nowhere/c".into(),
+        };
+        let check = |user_count| check_firmware(&machines, &JailSettings { user_count, ..JailSettings::default() });
+        let found = check(10);
+        assert!(found.len() == 1 && found[0].message.contains("chmod o+r"), "{}", found.len());
+        assert!(check(0).is_empty());
+        std::fs::set_permissions(code.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(check(10).is_empty());
+    }
+
+    #[test]
+    fn machine_pods_need_idmapped_mounts() {
+        if !nix::unistd::geteuid().is_root() {
+            return println!("skipped: not root");
+        }
+        let check = |root: &Path, user_count| {
+            let paths = PathSettings { root: root.to_owned(), ..PathSettings::default() };
+            check_owner_maps(&paths, &JailSettings { user_count, ..JailSettings::default() })
+        };
+        let found = check(Path::new("/sys/kernel/nowhere"), 10).unwrap();
+        assert!(found.severity == Severity::Note && found.message.contains("ext4"), "{found}");
+        assert!(found.message.contains("map the owners of files in /sys/kernel"), "{found}");
+        assert!(check(Path::new("/sys"), 0).is_none());
     }
 
     #[test]

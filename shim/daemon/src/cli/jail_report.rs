@@ -101,9 +101,11 @@ impl ProcessState {
         match (has_only("Uid") && has_only("Gid") && !has_groups, expected.user) {
             (false, _) => finding(Severity::Fail, "user", format!("a thread has another user or group than {user}")),
             (true, Some(user)) => finding(Severity::Ok, "user", format!("user and group {user}, no other groups")),
-            (true, None) => {
-                finding(Severity::Ok, "user", "root, as intended for this kind of pod or by jail.user_count")
-            }
+            (true, None) => finding(
+                Severity::Ok,
+                "user",
+                "root, as intended for engine host, by jail.user_count, or without idmapped mounts",
+            ),
         }
     }
 

@@ -9,9 +9,9 @@ use nacelle_model::machine::VFIO_DIR;
 use nacelle_model::machine::{HostDevice, MOST_HOST_DEVICES, is_pci_address};
 use nix::sys::stat::{Mode, SFlag, mknod};
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 
 /// The node's directory of VFIO devices: a number for each group, and one device for all of them.
@@ -114,16 +114,17 @@ impl PassthroughDevices {
         self.0.values().flatten().map(|address| HostDevice { address: address.clone() }).collect()
     }
 
-    /// Creates the device nodes for the machine of the pod with this directory, which must not have started. Removes those of an
-    /// earlier container. Blocks.
-    pub fn create_nodes(&self, pod: &Path) -> Result<(), PassthroughError> {
+    /// Creates the device nodes for the machine of the pod with this directory, which must not have started; `user` is that of the
+    /// pod's processes, `None` for root. Removes those of an earlier container. Blocks.
+    pub fn create_nodes(&self, pod: &Path, user: Option<u32>) -> Result<(), PassthroughError> {
         let directory = pod.join(VFIO_DIR);
         remove_entries(&directory)?;
+        let create = |name: &str| create_node(&directory, name, Path::new(VFIO_DIRECTORY), user);
         if !self.is_empty() {
-            create_node(&directory, VFIO_CONTAINER)?;
+            create(VFIO_CONTAINER)?;
         }
         for (number, members) in &self.0 {
-            create_node(&directory, &number.to_string())?;
+            create(&number.to_string())?;
             for address in members {
                 create_group_link(&directory.join(address), *number)?;
             }
@@ -209,18 +210,19 @@ fn remove_entries(directory: &Path) -> Result<(), PassthroughError> {
     Ok(())
 }
 
-/// Creates a copy of the node's device with this name, accessible to its owner only.
-fn create_node(directory: &Path, name: &str) -> Result<(), PassthroughError> {
-    let (node_device, path) = (Path::new(VFIO_DIRECTORY).join(name), directory.join(name));
+/// Creates a copy of the device with this name in `devices`, which only `user` may open.
+fn create_node(directory: &Path, name: &str, devices: &Path, user: Option<u32>) -> Result<(), PassthroughError> {
+    let (node_device, path) = (devices.join(name), directory.join(name));
     let metadata = fs::metadata(&node_device).map_err(at("read", &node_device))?;
     let mode = Mode::S_IRUSR | Mode::S_IWUSR;
     mknod(&path, SFlag::S_IFCHR, mode, metadata.rdev()).map_err(io::Error::from).map_err(at("create", &path))?;
-    Ok(())
+    Ok(chown(&path, user, user).map_err(at("change the owner of", &path))?)
 }
 
-/// Creates the sysfs entries that QEMU reads of a device: the link to its group.
+/// Creates the sysfs entries that QEMU reads of a device: the link to its group. Any user that sees the directory may read it.
 fn create_group_link(device: &Path, group: u32) -> Result<(), PassthroughError> {
-    fs::create_dir(device).map_err(at("create", device))?;
+    let created = fs::create_dir(device).and_then(|()| fs::set_permissions(device, Permissions::from_mode(0o755)));
+    created.map_err(at("create", device))?;
     Ok(symlink(format!("../{group}"), device.join("iommu_group")).map_err(at("create", device))?)
 }
 
@@ -306,7 +308,21 @@ mod tests {
         let link = fs::read_link(directory.join("0000:02:00.0/iommu_group")).unwrap();
         assert_eq!(link.file_name().unwrap(), "7");
         fs::write(directory.join("7"), "").unwrap();
-        PassthroughDevices::default().create_nodes(pod.path()).unwrap();
+        PassthroughDevices::default().create_nodes(pod.path(), Some(70_001)).unwrap();
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_device_node_belongs_to_the_user_of_the_pod() {
+        if !nix::unistd::geteuid().is_root() {
+            return println!("skipped: not root");
+        }
+        for (user, owner) in [(Some(70_001), 70_001), (None, 0)] {
+            let directory = tempfile::tempdir().unwrap();
+            create_node(directory.path(), "null", Path::new("/dev"), user).unwrap();
+            let node = fs::metadata(directory.path().join("null")).unwrap();
+            assert_eq!((node.uid(), node.gid(), node.mode() & 0o7777), (owner, owner, 0o600));
+            assert_eq!(node.rdev(), fs::metadata("/dev/null").unwrap().rdev());
+        }
     }
 }

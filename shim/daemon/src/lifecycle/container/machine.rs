@@ -122,8 +122,8 @@ pub(crate) async fn pass(
     pod: &PodRecord,
     passed: PassthroughDevices,
 ) -> Result<(), LifecycleError> {
-    let dir = services.pod_dir(&pod.id);
-    let placed = blocking(move || passed.create_nodes(&dir)).await;
+    let (dir, user) = (services.pod_dir(&pod.id), pod.user);
+    let placed = blocking(move || passed.create_nodes(&dir, user)).await;
     placed.map_err(|error| at("give the machine its PCI devices")(SourceError::Passthrough(error)))
 }
 

@@ -12,6 +12,7 @@ use nacelle_model::empty_dir::MIN_QUOTA;
 use nacelle_model::record::CleanupFailure;
 use nacelle_model::state::InvalidTransition;
 use nacelle_net::NetError;
+use nacelle_pod::MountNamespaceError;
 use nacelle_pod::affinity::AffinityError;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::scratch::ScratchError;
@@ -409,6 +410,9 @@ pub enum StepError {
     /// The kernel that the pod brings is the cause.
     #[error(transparent)]
     Kernel(#[from] Arc<OwnKernelError>),
+    /// The owners of the files of a machine pod are the cause.
+    #[error(transparent)]
+    Owners(#[from] Arc<MountNamespaceError>),
 }
 
 macro_rules! from {
@@ -420,7 +424,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel);
+from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
 
 /// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -448,6 +452,7 @@ impl Classify for StepError {
             StepError::Source(error) => error.kind(),
             StepError::Vm(error) => error.kind(),
             StepError::Kernel(error) => error.kind(),
+            StepError::Owners(error) => error.kind(),
         }
     }
 }

@@ -16,7 +16,8 @@ use super::context::view::View;
 use super::context::{NodeServices, new_id, unix_nanos};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
-use nacelle_base::{ContainerId, PodId};
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_base::{Chain, Classify, ContainerId, FailureKind, PodId};
 use nacelle_machines::runtime::holds_vm;
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::digest::ImageId;
@@ -24,10 +25,12 @@ use nacelle_model::pod::PodConfig;
 use nacelle_model::record::PodRecord;
 use nacelle_model::resources::{PodResources, Resources};
 use nacelle_model::state;
+use nacelle_pod::check_idmapped_mounts;
 use nacelle_proto::pod as proto;
 use nacelle_store::Change;
 use running::Running;
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -76,7 +79,8 @@ impl Node {
         engine: EngineKind,
     ) -> Result<PodId, LifecycleError> {
         let (answer, ready) = oneshot::channel();
-        let (id, known) = self.place(config, handler, engine, answer)?;
+        let has_user = self.can_have_user(&config, engine).await?;
+        let (id, known) = self.place(config, handler, engine, has_user, answer)?;
         if let Some((inbox, answer)) = known {
             let sent = inbox.send(Message::WaitReady(answer)).await;
             sent.map_err(|_closed| self.table.explain(&id, LifecycleError::Ended))?;
@@ -85,12 +89,35 @@ impl Node {
         Ok(id)
     }
 
-    /// Finds the pod of this name, or starts one, whose actor then owns `answer`.
+    /// Returns whether the process of a pod can have a user of its own. That of a machine pod accesses files that stay root's, which
+    /// needs idmapped mounts: where the node refuses them, the processes are root, without capabilities.
+    async fn can_have_user(&self, config: &PodConfig, engine: EngineKind) -> Result<bool, LifecycleError> {
+        let (user, count) = self.services.config.jail.pod_users();
+        // The process of a pod without a VM signals its agent, which is root.
+        if engine == EngineKind::Host || count == 0 {
+            return Ok(false);
+        }
+        let Some(machine) = config.kind.machine() else { return Ok(true) };
+        let paths = &self.services.config.paths;
+        let directories: Vec<_> = [paths.scratch(), paths.images()].into_iter().chain(machine.keep.clone()).collect();
+        let checked = blocking(move || check_idmapped_mounts(directories.iter().map(PathBuf::as_path), user)).await;
+        match checked {
+            Err(error) if error.kind() == FailureKind::Unsupported => {
+                let error = Chain(&error);
+                tracing::warn!(pod = %config.name, "the processes of the machine pod are root, without capabilities: {error}");
+                Ok(false)
+            }
+            checked => checked.map(|()| true).map_err(at("prepare the files of the machine for a user of its own")),
+        }
+    }
+
+    /// Finds the pod of this name, or starts one, whose actor then owns `answer`. `has_user` assigns a user to its process.
     fn place(
         &self,
         config: PodConfig,
         handler: String,
         engine: EngineKind,
+        has_user: bool,
         answer: Answer<()>,
     ) -> Result<(PodId, Option<Known>), LifecycleError> {
         let mut rows = self.table.rows();
@@ -125,12 +152,7 @@ impl Node {
                 break (id, u32::from_be_bytes([a, b, c, d]));
             }
         };
-        // A machine pod accesses files of its persistent VM, which belong to root; the process of a pod without a VM signals its agent,
-        // which is root.
-        let user = match engine == EngineKind::Host || config.kind.machine().is_some() {
-            true => None,
-            false => rows.users.assign(seed)?,
-        };
+        let user = if has_user { rows.users.assign(seed)? } else { None };
         let record = PodRecord {
             id: id.clone(),
             config: Arc::new(config),
