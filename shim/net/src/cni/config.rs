@@ -64,11 +64,12 @@ impl NetworkList {
     /// Returns the network of this directory: the first `*.conf`, `*.conflist` or `*.json` in lexical order. Blocks. The result
     /// is not cached, because reading a few KB is cheap.
     pub fn load(dir: &Path) -> Result<NetworkList, CniError> {
-        let path = find_first_config(dir)?;
+        let path = find_files(dir, &["conf", "conflist", "json"])?.into_iter().next().ok_or_else(|| no_config(dir))?;
         let bytes = read_limited(&path, MAX_FILE)?;
         let what = path.display().to_string();
-        let value = parse_object(&what, &bytes)?;
+        let mut value = parse_object(&what, &bytes)?;
         if path.extension().is_some_and(|extension| extension == "conflist") {
+            add_plugins_of_directory(&what, dir, &mut value)?;
             NetworkList::from_list(&what, value)
         } else {
             NetworkList::from_single(&what, value)
@@ -157,22 +158,48 @@ impl Plugin {
     }
 }
 
-fn find_first_config(dir: &Path) -> Result<PathBuf, CniError> {
-    let none = || CniError::NoConfig { dir: dir.to_owned() };
+/// Appends to a list the plugins that lie in the directory of its name beside it (CNI 1.1.0, "Configuration format"; since then a list
+/// may also have none of its own).
+fn add_plugins_of_directory(what: &str, dir: &Path, list: &mut Map<String, Value>) -> Result<(), CniError> {
+    if flag(what, list, "loadOnlyInlinedPlugins")? {
+        return Ok(());
+    }
+    // The name has no path separator.
+    let files = find_files(&dir.join(name(what, list)?), &["conf"])?;
+    if files.is_empty() {
+        return Ok(());
+    }
+    let plugins = list.entry("plugins").or_insert_with(|| Value::Array(Vec::new()));
+    // A value of another type is refused with the list.
+    let Value::Array(plugins) = plugins else { return Ok(()) };
+    // One more than allowed is refused with the list, too.
+    for path in files.into_iter().take(MAX_PLUGINS + 1) {
+        let plugin = parse_object(&path.display().to_string(), &read_limited(&path, MAX_FILE)?)?;
+        plugins.push(Value::Object(plugin));
+    }
+    Ok(())
+}
+
+fn no_config(dir: &Path) -> CniError {
+    CniError::NoConfig { dir: dir.to_owned() }
+}
+
+/// Returns the files of a directory with one of these extensions, in lexical order; none if there is no such directory.
+fn find_files(dir: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, CniError> {
     let unreadable = |source| nacelle_base::files::at("read", dir)(source);
     let entries = match fs::read_dir(dir) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(none()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.map_err(unreadable)?,
     };
-    let mut first: Option<PathBuf> = None;
+    let mut files = Vec::new();
     for entry in entries {
         let path = entry.map_err(unreadable)?.path();
-        let fits = path.extension().is_some_and(|end| end == "conf" || end == "conflist" || end == "json");
-        if fits && first.as_ref().is_none_or(|first| path < *first) && path.is_file() {
-            first = Some(path);
+        if path.extension().is_some_and(|end| extensions.iter().any(|known| end == *known)) && path.is_file() {
+            files.push(path);
         }
     }
-    first.ok_or_else(none)
+    files.sort();
+    Ok(files)
 }
 
 /// Reads a file of at most `limit` bytes.

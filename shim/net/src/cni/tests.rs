@@ -44,6 +44,41 @@ fn the_first_file_in_lexical_order_counts() {
 }
 
 #[test]
+fn plugins_in_the_directory_of_a_list_are_appended() {
+    let directory = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| fs::write(directory.path().join(name), text).unwrap();
+    fs::create_dir(directory.path().join("c")).unwrap();
+    let kinds = || {
+        let list = NetworkList::load(directory.path())?;
+        Ok::<_, CniError>(list.plugins.into_iter().map(|plugin| plugin.kind).collect::<Vec<_>>().join(" "))
+    };
+    write("10.conflist", r#"{"cniVersion":"1.1.0","name":"c","plugins":[{"type":"x"}]}"#);
+    assert_eq!(kinds().unwrap(), "x");
+    write("c/20.conf", r#"{"type":"z"}"#);
+    write("c/10.conf", r#"{"type":"y"}"#);
+    write("c/30.conflist", "not read");
+    assert_eq!(kinds().unwrap(), "x y z");
+    // The record of an attachment has them all.
+    let list = NetworkList::load(directory.path()).unwrap();
+    assert_eq!(NetworkList::from_list("record", list.to_list()).unwrap(), list);
+    write("10.conflist", r#"{"cniVersion":"1.1.0","name":"c"}"#);
+    assert_eq!(kinds().unwrap(), "y z");
+    write("10.conflist", r#"{"cniVersion":"1.1.0","name":"c","loadOnlyInlinedPlugins":true,"plugins":[{"type":"x"}]}"#);
+    assert_eq!(kinds().unwrap(), "x");
+    write("10.conflist", r#"{"cniVersion":"1.1.0","name":"c","loadOnlyInlinedPlugins":true}"#);
+    assert!(kinds().unwrap_err().to_string().contains("plugins"));
+    // A broken plugin is an error, because pods would get another network.
+    write("10.conflist", r#"{"cniVersion":"1.1.0","name":"c","plugins":[{"type":"x"}]}"#);
+    write("c/20.conf", "{");
+    assert!(kinds().unwrap_err().to_string().contains("20.conf"));
+    for number in 100..140 {
+        write(&format!("c/{number}.conf"), r#"{"type":"y"}"#);
+    }
+    write("c/20.conf", r#"{"type":"z"}"#);
+    assert!(kinds().unwrap_err().to_string().contains("1 to 32 plugins"));
+}
+
+#[test]
 fn configurations_are_checked() {
     for (field, text) in [
         ("name", r#"{"cniVersion":"1.0.0","type":"x"}"#),
