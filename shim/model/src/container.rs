@@ -3,7 +3,7 @@
 use crate::StringMap;
 use crate::device::DeviceRequest;
 use crate::digest::ImageId;
-use crate::mount::{ImageVolume, NodeVolume};
+use crate::mount::{ImageVolume, MountRequest, NodeVolume};
 use crate::resources::Resources;
 use crate::security::{Capabilities, PidMode, RunAs, SeccompPolicy};
 use serde::{Deserialize, Serialize};
@@ -61,6 +61,12 @@ pub struct ContainerConfig {
     pub readonly_paths: Vec<String>,
     /// The seccomp profile.
     pub seccomp: SeccompPolicy,
+    /// The name of the stop signal in CRI, if the number has several ("SIGNAL_SIGIOT"); empty otherwise.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub stop_signal_name: String,
+    /// All mounts in the order of the request.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<MountRequest>,
     /// Images that are mounted into the container.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<ImageVolume>,

@@ -33,6 +33,16 @@ impl MountOption {
     }
 }
 
+/// What a request says of a mount that only its status repeats.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountRequest {
+    /// The mount target in the container, which names the mount.
+    pub container_path: String,
+    /// The request asked for an SELinux label of the volume.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub selinux_relabel: bool,
+}
+
 /// An image that is mounted read-only into a container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageVolume {

@@ -123,6 +123,9 @@ pub struct ContainerRecord {
     /// The resolved user; `None` until the guest has created the container.
     #[serde(default)]
     pub user: Option<ContainerUser>,
+    /// The number of the effective stop signal: that of the request, of the image, or SIGTERM. `None` until it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stop_signal: Option<u32>,
 }
 
 impl ContainerRecord {

@@ -77,6 +77,8 @@ pub fn container(n: u8, of: u8) -> ContainerRecord {
             stdin_once: false,
             tty: false,
             stop_signal: None,
+            stop_signal_name: String::new(),
+            mounts: vec![],
             resources: Resources::default(),
             privileged: false,
             capabilities: Capabilities::default(),
@@ -106,5 +108,6 @@ pub fn container(n: u8, of: u8) -> ContainerRecord {
         timeline: vec![],
         answered: false,
         user: Some(ContainerUser { uid: 1000, gid: 1000, groups: vec![5] }),
+        stop_signal: None,
     }
 }

@@ -140,7 +140,7 @@ impl Cri {
             })
         };
         Ok(cri::ContainerStatusResponse {
-            status: Some(report::container_status(container)),
+            status: Some(report::container_status(container, view.pod.config.user_namespace)),
             info: match request.verbose {
                 true => HashMap::from([("info".to_owned(), info().to_string())]),
                 false => HashMap::new(),

@@ -1,6 +1,6 @@
 //! Converts records into CRI's lists, statuses and events, and applies the filters of lists.
 
-use super::container::signal_number;
+use super::container::signal_of;
 use super::users;
 use crate::lifecycle::announce::{self, AnnouncedState};
 use crate::lifecycle::{Event, EventKind, View};
@@ -8,6 +8,7 @@ use nacelle_image::{ImageRecord, ImageUser};
 use nacelle_model::StringMap;
 use nacelle_model::container::ContainerImage;
 use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
+use nacelle_model::namespace::UserNamespace;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::resources::Resources;
 use nacelle_model::state::ContainerState;
@@ -104,7 +105,8 @@ pub fn newest_first<'c>(containers: impl Iterator<Item = &'c ContainerRecord>) -
 
 /// Returns the statuses of a pod's containers.
 pub fn container_statuses(view: &View) -> Vec<cri::ContainerStatus> {
-    newest_first(view.containers.values()).into_iter().map(container_status).collect()
+    let users = view.pod.config.user_namespace;
+    newest_first(view.containers.values()).into_iter().map(|container| container_status(container, users)).collect()
 }
 
 /// Converts an event, with the state of its pod at that time.
@@ -207,12 +209,37 @@ fn reason(container: &ContainerRecord) -> &'static str {
     }
 }
 
-/// Returns the container's status.
-pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
+/// Returns the stop signal: as the request names it, or the effective one.
+fn stop_signal(container: &ContainerRecord) -> cri::Signal {
     let config = &container.config;
-    let signal = |number: u32| {
-        (1..=65).filter_map(|value| cri::Signal::try_from(value).ok()).find(|s| signal_number(*s) == Some(number))
+    let number = config.stop_signal.or(container.stop_signal);
+    let named = cri::Signal::from_str_name(&config.stop_signal_name);
+    named.or_else(|| number.and_then(signal_of)).unwrap_or(cri::Signal::RuntimeDefault)
+}
+
+/// Returns the mounts in the order of the request. `users` is the user namespace of the pod.
+fn mounts(container: &ContainerRecord, users: Option<UserNamespace>) -> Vec<cri::Mount> {
+    let config = &container.config;
+    let node_volume = |volume: &NodeVolume| match users.filter(|_| volume.id_mapped).map(users::report) {
+        Some(users) => cri::Mount { uid_mappings: users.uids, gid_mappings: users.gids, ..node_volume(volume) },
+        None => node_volume(volume),
     };
+    let of_images = config.volumes.iter().zip(&container.volumes).map(volume);
+    let mut mounts: Vec<cri::Mount> = of_images.chain(config.node_volumes.iter().map(node_volume)).collect();
+    let position =
+        |mount: &cri::Mount| config.mounts.iter().position(|sent| sent.container_path == mount.container_path);
+    for mount in &mut mounts {
+        let sent = position(mount).and_then(|position| config.mounts.get(position));
+        mount.selinux_relabel = sent.is_some_and(|sent| sent.selinux_relabel);
+    }
+    // The volumes are in the order in which they are mounted.
+    mounts.sort_by_key(position);
+    mounts
+}
+
+/// Returns the container's status. `users` is the user namespace of its pod.
+pub fn container_status(container: &ContainerRecord, users: Option<UserNamespace>) -> cri::ContainerStatus {
+    let config = &container.config;
     let user = container.user.as_ref().map(|user| cri::ContainerUser {
         linux: Some(cri::LinuxContainerUser {
             uid: user.uid.into(),
@@ -236,14 +263,12 @@ pub fn container_status(container: &ContainerRecord) -> cri::ContainerStatus {
         message: container.message.clone(),
         labels: map(&config.labels),
         annotations: map(&config.annotations),
-        mounts: (config.volumes.iter().zip(&container.volumes).map(volume))
-            .chain(config.node_volumes.iter().map(node_volume))
-            .collect(),
+        mounts: mounts(container, users),
         log_path: container.log_path.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         resources: Some(cri::ContainerResources { linux: Some(resources(container.resources())), windows: None }),
         image_id: id,
         user,
-        stop_signal: config.stop_signal.and_then(signal).unwrap_or(cri::Signal::RuntimeDefault).into(),
+        stop_signal: stop_signal(container).into(),
     }
 }
 
@@ -362,7 +387,7 @@ mod tests {
         let ended = |change: fn(&mut ContainerRecord)| {
             let mut record = container_record(2, 1);
             change(&mut record);
-            container_status(&record)
+            container_status(&record, None)
         };
         assert_eq!(ended(|r| r.exit_code = 0).reason, "Completed");
         assert_eq!(ended(|r| r.exit_code = 3).reason, "Error");
@@ -376,6 +401,14 @@ mod tests {
         assert_eq!(status.image.unwrap().image, "busybox:1");
         let status = ended(|r| Arc::make_mut(&mut r.config).stop_signal = Some(3));
         assert_eq!(status.stop_signal(), cri::Signal::Sigquit);
+        assert_eq!(ended(|_| ()).stop_signal(), cri::Signal::RuntimeDefault);
+        let of_image = |record: &mut ContainerRecord| record.stop_signal = Some(10);
+        assert_eq!(ended(of_image).stop_signal(), cri::Signal::Sigusr1);
+        let status = ended(|r| {
+            let config = Arc::make_mut(&mut r.config);
+            (config.stop_signal, config.stop_signal_name) = (Some(6), "SIGNAL_SIGIOT".into());
+        });
+        assert_eq!(status.stop_signal(), cri::Signal::Sigiot);
         assert_eq!(status.image_id, container(&container_record(2, 1)).image_id);
         assert_eq!(status.log_path, "/var/log/pods/web/c/0.log");
         assert_eq!(status.user.unwrap().linux.unwrap().supplemental_groups, [5]);
@@ -394,6 +427,40 @@ mod tests {
         assert!(mount.readonly && mount.host_path.is_empty() && mount.mount_options == ["noexec"]);
         assert_eq!((mount.container_path.as_str(), mount.image_sub_path.as_str()), ("/data", "etc"));
         assert_eq!(mount.image.as_ref().unwrap().image_ref, status.image_id);
+    }
+
+    #[test]
+    fn mounts_come_back_as_they_were_sent() {
+        use nacelle_model::mount::MountRequest;
+        use nacelle_model::namespace::IdRange;
+        let range = IdRange { first: 65_536, count: 65_536 };
+        let users = UserNamespace { users: range, groups: range };
+        let mapping = vec![cri::IdMapping { host_id: 65_536, container_id: 0, length: 65_536 }];
+        let plain =
+            |at: &str| cri::Mount { container_path: at.into(), host_path: "/srv/data".into(), ..Default::default() };
+        let mapped = cri::Mount { uid_mappings: mapping.clone(), gid_mappings: mapping, ..plain("/a/b/c") };
+        let labelled = cri::Mount { selinux_relabel: true, ..plain("/z") };
+        let image = cri::ImageSpec {
+            image: "sha256:aa".into(),
+            user_specified_image: "data:1".into(),
+            image_ref: container_record(2, 1).image.id.to_string(),
+            ..Default::default()
+        };
+        let of_image = cri::Mount { image: Some(image), readonly: true, ..plain("/i") };
+        let of_image = cri::Mount { host_path: String::new(), ..of_image };
+        let sent = vec![mapped, labelled, of_image, plain("/a")];
+        let mut record = container_record(2, 1);
+        let config = Arc::make_mut(&mut record.config);
+        (config.volumes, config.node_volumes) = crate::cri::convert::volume::volumes(&sent, Some(users)).unwrap();
+        config.mounts = sent
+            .iter()
+            .map(|mount| MountRequest {
+                container_path: mount.container_path.clone(),
+                selinux_relabel: mount.selinux_relabel,
+            })
+            .collect();
+        record.volumes = vec![record.image.clone()];
+        assert_eq!(container_status(&record, Some(users)).mounts, sent);
     }
 
     #[test]

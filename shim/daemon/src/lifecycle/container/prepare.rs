@@ -34,6 +34,11 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
+    /// Returns the number of the container's stop signal.
+    pub(crate) fn stop_signal(&self) -> u32 {
+        self.request.stop_signal
+    }
+
     /// Returns whether the creation can no longer fail because of the request: it depends neither on the contents of images
     /// (names of users, paths in volumes) nor on the VM (device slots, paths in sysfs).
     pub(crate) fn is_certain(&self) -> bool {

@@ -103,6 +103,7 @@ impl Actor {
         };
         // A container that is being removed keeps its entry until this result has arrived.
         let Some(entry) = self.containers.get_mut(&id) else { return };
+        entry.record.stop_signal = Some(prepared.stop_signal());
         if entry.record.state == ContainerState::Creating && prepared.is_certain() {
             entry.record.answered = true;
             answer_all(&mut entry.create_waiters, &Ok(id.clone()));
@@ -163,6 +164,7 @@ impl Actor {
             timeline: Vec::new(),
             answered: false,
             user: None,
+            stop_signal: None,
         })
     }
 
