@@ -112,11 +112,35 @@ mod tests {
             "open_by_handle_at",
             "swapon",
             "settimeofday",
+            "clock_settime",
         ] {
             assert!(!plain.contains(name), "{name}");
         }
+        for name in ["adjtimex", "clock_adjtime", "chown32", "fchown32", "lchown32"] {
+            assert!(plain.contains(name), "{name}");
+        }
         let admin = names(&default_profile(&["CAP_SYS_ADMIN".into()]));
         assert!(admin.contains("mount") && admin.contains("clone3") && !admin.contains("reboot"));
+    }
+
+    /// System calls of i386 with wider ids, offsets or times, and those that x86-64 has for the same.
+    const I386_TWINS: &str = "chown32 clock_adjtime64 clock_getres_time64 clock_gettime64 clock_nanosleep_time64 \
+        clock_settime64 fadvise64_64 fchown32 fcntl64 fstat64 fstatfs64 ftruncate64 futex_time64 getegid32 geteuid32 getgid32 \
+        getgroups32 getresgid32 getresuid32 getuid32 io_pgetevents_time64 lchown32 lstat64 mq_timedreceive_time64 \
+        mq_timedsend_time64 ppoll_time64 pselect6_time64 recvmmsg_time64 rt_sigtimedwait_time64 sched_rr_get_interval_time64 \
+        semtimedop_time64 sendfile64 setfsgid32 setfsuid32 setgid32 setgroups32 setregid32 setresgid32 setresuid32 setreuid32 \
+        setuid32 stat64 statfs64 timer_gettime64 timer_settime64 timerfd_gettime64 timerfd_settime64 truncate64 \
+        utimensat_time64";
+
+    #[test]
+    fn programs_of_32_bits_may_make_the_same_calls() {
+        for capabilities in [&[][..], &["CAP_SYS_TIME".to_owned()]] {
+            let allowed = names(&default_profile(capabilities));
+            for twin in I386_TWINS.split_whitespace() {
+                let suffix = ["_time64", "_64", "64", "32"].into_iter().find_map(|suffix| twin.strip_suffix(suffix));
+                assert_eq!(allowed.contains(suffix.unwrap()), allowed.contains(twin), "{twin}");
+            }
+        }
     }
 
     #[test]
