@@ -135,7 +135,7 @@ pub fn adjust_spec(mut spec: Spec, mut context: SpecContext) -> Result<Spec, Oci
     spec.set_root(Some(RootBuilder::default().path(context.root).readonly(read_only).build()?));
     spec.set_hostname(None).set_domainname(None);
     let volumes = std::mem::take(&mut context.volumes);
-    let mut mounts = build_mounts(spec.mounts().clone().unwrap_or_default(), volumes)?;
+    let mut mounts = build_mounts(spec.mounts().clone().unwrap_or_default(), volumes, read_only)?;
     if context.users == Some(false) {
         bind_agent_sysfs(&mut mounts);
     }
@@ -193,8 +193,9 @@ fn build_bind_mount(source: impl AsRef<Path>, destination: &str, options: &[&str
 }
 
 /// Returns the mounts of the specification with the pod's /dev/shm in place of the container's, then image volumes, then the pod's
-/// files in /etc, unless another mount is there: a volume over /etc, which is read-only, has files of its own or none.
-fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, OciSpecError> {
+/// files in /etc, unless another mount is there: a volume over /etc, which is read-only, has files of its own or none. The files
+/// are read-only where the container's root is, as with containerd.
+fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>, read_only: bool) -> Result<Vec<Mount>, OciSpecError> {
     let mut mounts = Vec::with_capacity(asked.len() + volumes.len() + 4);
     for mount in asked {
         if mount.destination() == Path::new("/dev/shm") && mount.typ().as_deref() == Some("tmpfs") {
@@ -210,7 +211,7 @@ fn build_mounts(asked: Vec<Mount>, volumes: Vec<Mount>) -> Result<Vec<Mount>, Oc
             mounts.push(build_bind_mount(
                 Path::new(paths::FILES).join(name),
                 &destination,
-                &["rbind", "rw", "nosuid", "nodev"],
+                &["rbind", if read_only { "ro" } else { "rw" }, "nosuid", "nodev"],
             )?);
         }
     }
@@ -417,11 +418,27 @@ mod tests {
     }
 
     #[test]
+    fn the_pods_files_are_read_only_where_the_root_is() {
+        for (read_only, option) in [(true, "ro"), (false, "rw")] {
+            let mut json = minimal();
+            json["root"]["readonly"] = read_only.into();
+            let spec = adjusted(&json, PidNamespace::Own);
+            let has = |destination: &str, option: &str| {
+                let mount = spec.mounts().iter().flatten().find(|mount| mount.destination() == Path::new(destination));
+                mount.unwrap().options().iter().flatten().any(|each| each == option)
+            };
+            assert!(has("/etc/hostname", option) && has("/etc/resolv.conf", option), "{read_only}");
+            assert!(has("/dev/shm", "rw"), "{read_only}");
+        }
+    }
+
+    #[test]
     fn volumes_come_after_what_every_container_has_and_before_the_pods_files() {
         let order = |at: &str| {
             let mounts = build_mounts(
                 vec![build_bind_mount("/h", "/dev", &[]).unwrap()],
                 vec![build_bind_mount("/image", at, &[]).unwrap()],
+                false,
             );
             let mounts = mounts.unwrap();
             mounts.iter().map(|mount| mount.destination().display().to_string()).collect::<Vec<_>>()

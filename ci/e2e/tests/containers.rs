@@ -95,9 +95,12 @@ fn users_limits_and_other_settings_take_effect() {
         },
     });
     let script = "id; cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/cpu.max; \
-                  grep -E 'CapEff|NoNewPrivs|Seccomp:' /proc/self/status; touch /tmp/x || echo read-only; sleep 600";
+                  grep -E 'CapEff|NoNewPrivs|Seccomp:' /proc/self/status; touch /tmp/x || echo read-only; \
+                  for name in hosts hostname resolv.conf; do grep -c \" /etc/$name ro,\" /proc/self/mounts; done; \
+                  echo inspected; sleep 600";
     let strict = pod.start(ContainerRequest::sh("strict", &image, script).set("linux", linux));
-    let output = strict.wait_for_output("read-only");
+    let output = strict.wait_for_output("inspected");
+    assert!(output.contains("read-only\n1\n1\n1\n"), "{output}");
     assert!(output.contains("uid=1234 gid=4321 groups=77,4321") || output.contains("groups=4321,77"), "{output}");
     if nacelle_e2e::node::supports_limits() {
         assert!(output.contains("67108864\n50000 100000"), "{output}");
