@@ -16,6 +16,7 @@ use super::error::AgentError;
 use super::options::CreateOptions;
 use super::pod::{AgentPod, check_id};
 use super::prepare::{PreparedContainer, prepare_container};
+use super::process::ProcessRole;
 use super::record::GuestContainer;
 use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
@@ -109,7 +110,8 @@ impl AgentPod {
         let request = ZygoteRequest::Create(CreateCommand { id: id.to_owned(), tty, in_proc, late: late_mounts });
         let stdio = StdioOptions { tty, stdin, owner: (response.uid, response.gid) };
         let (created, stdio) = self.spawn_process(id, request, vec![], stdio).await?;
-        let init = self.register_process(created, stdio, path.clone(), namespace != PidNamespace::Own);
+        let role = ProcessRole::First { kills_cgroup_on_exit: namespace != PidNamespace::Own };
+        let init = self.register_process(created, stdio, path.clone(), role);
         drop(spawn_guard);
         let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
         devices::attach_rules(&path, &rules).map_err(AgentError::io("limit the devices", id))?;

@@ -10,7 +10,7 @@ use super::error::AgentError;
 use super::lock::release_entry;
 use super::options::ExecOptions;
 use super::pod::{AgentPod, check_id};
-use super::process::ContainerProcess;
+use super::process::{ContainerProcess, ProcessRole};
 use super::record::{ExecEntry, GuestContainer};
 use super::spawn::StdioOptions;
 use super::spec::derive_exec_process;
@@ -104,6 +104,6 @@ impl AgentPod {
         // If the container has ended meanwhile, that is the reason, whatever error the zygote saw.
         let (created, stdio) =
             created.map_err(|error| if container.init.exit().is_some() { not_running() } else { error })?;
-        Ok(self.register_process(created, stdio, container.cgroup.clone(), false))
+        Ok(self.register_process(created, stdio, container.cgroup.clone(), ProcessRole::Exec))
     }
 }

@@ -13,6 +13,16 @@ use tokio::sync::watch;
 use crate::stdio::Stdio;
 use crate::{cgroup, sys};
 
+/// What a process is to its container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ProcessRole {
+    /// The container's first process, whose exit is the container's. `kills_cgroup_on_exit`: no PID namespace kills the container's
+    /// other processes then.
+    First { kills_cgroup_on_exit: bool },
+    /// A command that was started in the running container.
+    Exec,
+}
+
 /// The first process of a container, or an exec.
 #[derive(Debug)]
 pub struct ContainerProcess {
@@ -25,20 +35,19 @@ pub struct ContainerProcess {
     pub stdio: Stdio,
     /// The cgroup of the process's container.
     cgroup: PathBuf,
-    kills_cgroup_on_exit: bool,
+    role: ProcessRole,
 }
 
 impl ContainerProcess {
-    /// A process that runs. `kills_cgroup_on_exit`: the exit of this process ends its container, and no PID namespace kills the
-    /// container's other processes then.
+    /// A process that runs.
     pub(super) fn new(
         pid: i32,
         pidfd: Option<OwnedFd>,
         stdio: Stdio,
         cgroup: PathBuf,
-        kills_cgroup_on_exit: bool,
+        role: ProcessRole,
     ) -> ContainerProcess {
-        ContainerProcess { pid, pidfd, exit: watch::Sender::new(None), stdio, cgroup, kills_cgroup_on_exit }
+        ContainerProcess { pid, pidfd, exit: watch::Sender::new(None), stdio, cgroup, role }
     }
 
     /// Returns how the process ended, or `None` while it runs.
@@ -68,16 +77,17 @@ impl ContainerProcess {
     pub(super) fn record_exit(&self, status: i32) {
         let signaled = libc::WIFSIGNALED(status);
         let code = if signaled { 128 + libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) };
-        // Either the process was killed, or it is a shell that reports that its child was.
-        let killed = code == 128 + libc::SIGKILL;
-        let out_of_memory = if killed { cgroup::oom_kill_cause(&self.cgroup) } else { None };
+        // A container counts as OOM-killed once any of its processes was, whatever its exit code, as with containerd. An exec does
+        // only if it was killed itself, or is a shell that reports that its child was.
+        let counts = matches!(self.role, ProcessRole::First { .. }) || code == 128 + libc::SIGKILL;
+        let out_of_memory = if counts { cgroup::oom_kill_cause(&self.cgroup) } else { None };
         let exit = Exit {
             code: code.unsigned_abs(),
             oom_killed: out_of_memory.is_some(),
             finished_at_unix_nanos: unix_nanos_now(),
             guest_out_of_memory: out_of_memory == Some(cgroup::OutOfMemory::Guest),
         };
-        if self.kills_cgroup_on_exit
+        if self.role == (ProcessRole::First { kills_cgroup_on_exit: true })
             && let Err(error) = cgroup::kill_processes(&self.cgroup)
         {
             tracing::warn!(%error, "cannot kill the remaining processes of a container");
@@ -89,4 +99,30 @@ impl ContainerProcess {
 fn unix_nanos_now() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The cgroup's processes have had an OOM kill: any exit of a container is one, but only a killed exec.
+    #[test]
+    fn an_oom_kill_of_a_child_is_reported_of_the_container() {
+        let cgroup = tempfile::tempdir().unwrap();
+        let first = ProcessRole::First { kills_cgroup_on_exit: false };
+        let (exit_1, sigkill) = (1 << 8, libc::SIGKILL);
+        for (events, role, status, oom_killed) in [
+            ("oom 1\noom_kill 1\n", first, exit_1, true),
+            ("oom 1\noom_kill 1\n", first, 0, true),
+            ("oom 1\noom_kill 1\n", first, sigkill, true),
+            ("oom 1\noom_kill 0\n", first, exit_1, false),
+            ("oom 1\noom_kill 1\n", ProcessRole::Exec, exit_1, false),
+            ("oom 1\noom_kill 1\n", ProcessRole::Exec, 137 << 8, true),
+        ] {
+            std::fs::write(cgroup.path().join("memory.events"), events).unwrap();
+            let process = ContainerProcess::new(1, None, Stdio::default(), cgroup.path().to_owned(), role);
+            process.record_exit(status);
+            assert_eq!(process.exit().unwrap().oom_killed, oom_killed, "{events:?} {role:?} {status}");
+        }
+    }
 }

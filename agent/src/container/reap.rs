@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::pod::AgentPod;
-use super::process::ContainerProcess;
+use super::process::{ContainerProcess, ProcessRole};
 use crate::stdio::Stdio;
 use crate::sys;
 use crate::zygote::NewProcess;
@@ -59,13 +59,13 @@ impl AgentPod {
         new_process: NewProcess,
         stdio: Stdio,
         cgroup: PathBuf,
-        kills_cgroup_on_exit: bool,
+        role: ProcessRole,
     ) -> Arc<ContainerProcess> {
         let mut state = self.lock_state();
         let (pid, pidfd) = new_process.release();
         // The exit may be that of an earlier process with this PID.
         let unclaimed = state.unclaimed_exits.remove(&pid).filter(|_| pidfd.as_ref().is_none_or(has_exited));
-        let process = Arc::new(ContainerProcess::new(pid, pidfd, stdio, cgroup, kills_cgroup_on_exit));
+        let process = Arc::new(ContainerProcess::new(pid, pidfd, stdio, cgroup, role));
         match unclaimed {
             Some(status) => process.record_exit(status),
             None => drop(state.processes.insert(pid, Arc::clone(&process))),
