@@ -132,11 +132,13 @@ fn invalid_volumes_are_refused_and_leave_nothing() {
         mount[key] = value;
         mount
     };
+    // kubelet looks for this reason only at the beginning of the message.
+    let reason = "desc = ImageVolumeMountFailed: ";
     let rows = [
-        (image_mount("/mnt", &volume, "none"), "ImageVolumeMountFailed", "at /mnt has no "),
-        (image_mount("/mnt", &volume, "out"), "ImageVolumeMountFailed", "at /mnt has no "),
-        (image_mount("/mnt", &volume, "conf/app"), "ImageVolumeMountFailed", "is no directory"),
-        (image_mount("/etc/passwd", &volume, ""), "ImageVolumeMountFailed", "/etc/passwd is not a directory"),
+        (image_mount("/mnt", &volume, "none"), reason, "at /mnt has no "),
+        (image_mount("/mnt", &volume, "out"), reason, "at /mnt has no "),
+        (image_mount("/mnt", &volume, "conf/app"), reason, "is no directory"),
+        (image_mount("/etc/passwd", &volume, ""), reason, "/etc/passwd is not a directory"),
         (image_mount("/mnt", &volume, "/conf"), "InvalidArgument", "image_sub_path"),
         (image_mount("/mnt", &volume, "conf/../.."), "InvalidArgument", "image_sub_path"),
         (image_mount("/proc/self", &volume, ""), "InvalidArgument", "container_path"),

@@ -1,6 +1,7 @@
 //! Converts failures into gRPC statuses, for all RPCs: the kind determines the code, and the message is the error with all its
-//! causes on one line.
+//! causes on one line. A reason that kubelet knows is at its beginning.
 
+use crate::lifecycle::lead_with_reason;
 use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_proto::status::one_line_status;
 use std::error::Error;
@@ -8,7 +9,7 @@ use tonic::Status;
 
 /// Returns the status of a failure.
 pub fn status<E: Error + Classify>(error: E) -> Status {
-    refuse(error.kind(), &Chain(&error).to_string())
+    refuse(error.kind(), &lead_with_reason(&Chain(&error).to_string()))
 }
 
 /// Returns the status of a rejected request.

@@ -16,6 +16,7 @@ pub use context::error::{LifecycleError, StepError};
 pub use context::events::{self, Event, EventKind, Events};
 pub(crate) use context::request::ask;
 pub use context::services;
+pub(crate) use context::text::lead_with_reason;
 pub use context::view::View;
 pub use context::{NodeServices, unix_nanos};
 pub use node::Node;

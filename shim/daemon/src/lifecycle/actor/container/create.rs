@@ -6,7 +6,7 @@ use crate::lifecycle::actor::{Actor, Entry, answer_all};
 use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::container::{cpus, create, prepare, remove};
 use crate::lifecycle::context::error::LifecycleError;
-use crate::lifecycle::context::text::clip;
+use crate::lifecycle::context::text::{clip, lead_with_reason};
 use crate::lifecycle::context::{new_id, unix_nanos};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
@@ -182,7 +182,7 @@ impl Actor {
             }
             Err(error) => {
                 tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
-                entry.record.message = clip(&Chain(&error).to_string());
+                entry.record.message = clip(&lead_with_reason(&Chain(&error).to_string()));
                 // Reported only after the cleanup, so that a repeated request finds nothing of the failed attempt.
                 entry.create_error = Some(error);
                 if entry.record.answered && entry.record.state == ContainerState::Creating {
