@@ -454,7 +454,7 @@ fn needed_content(images: &Images) -> HashSet<(ContentKind, Digest)> {
 /// Returns the name of the metadata of these layers. The number in it changes whenever the writer's output changes.
 pub fn tree_name(diff_ids: &[Digest]) -> Digest {
     let text: String = diff_ids.iter().map(|diff_id| format!("{diff_id}\n")).collect();
-    Digest::of(format!("tree 1\n{text}").as_bytes())
+    Digest::of(format!("tree 2\n{text}").as_bytes())
 }
 
 /// A download as a stream that keeps what it reads for the next attempt.

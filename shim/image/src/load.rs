@@ -194,6 +194,9 @@ fn blob_path(digest: Digest) -> String {
     format!("blobs/sha256/{}", digest.hex())
 }
 
+/// The bytes with which compressed files begin: gzip, zstd, xz and bzip2.
+const COMPRESSED: [&[u8]; 4] = [&[0x1f, 0x8b], &[0x28, 0xb5, 0x2f, 0xfd], &[0xfd, b'7', b'z', b'X', b'Z', 0], b"BZh"];
+
 /// A directory or archive with members.
 enum ArchiveFile {
     Directory(PathBuf),
@@ -222,6 +225,14 @@ impl ArchiveFile {
         let file = File::open(path).map_err(at("open", path))?;
         if file.metadata().map_err(at("read", path))?.is_dir() {
             return Ok(ArchiveFile::Directory(path.to_owned()));
+        }
+        let mut start = [0; 6];
+        let length = file.read_at(&mut start, 0).map_err(at("read", path))?;
+        if COMPRESSED.iter().any(|magic| start.get(..length).is_some_and(|start| start.starts_with(magic))) {
+            return Err(ImageError::Archive {
+                path: path.to_owned(),
+                why: "the archive is compressed; decompress it first, with gzip -d, zstd -d, xz -d or bzip2 -d",
+            });
         }
         let read_error = |source| ImageError::ArchiveRead { path: path.to_owned(), source };
         let mut archive = TarReader::new(BufReader::new(&file));

@@ -309,7 +309,7 @@ impl MergedTree {
         &mut self,
         layer: usize,
         path: &[u8],
-        meta: FileAttributes,
+        mut meta: FileAttributes,
         kind: LayerEntryKind,
         budget: &mut Budget,
     ) -> Result<(), ApplyError> {
@@ -331,7 +331,11 @@ impl MergedTree {
                 None => InodeContent::Directory(BTreeMap::new()),
             },
             LayerEntryKind::File(data) => InodeContent::File { layer, data },
-            LayerEntryKind::Symlink(target) => InodeContent::Symlink(target.into()),
+            LayerEntryKind::Symlink(target) => {
+                // As symlink(2) makes them: archives may say otherwise, and programs compare.
+                meta.mode = 0o777;
+                InodeContent::Symlink(target.into())
+            }
             LayerEntryKind::Char(device) => InodeContent::Char(device),
             LayerEntryKind::Block(device) => InodeContent::Block(device),
             LayerEntryKind::Fifo => InodeContent::Fifo,

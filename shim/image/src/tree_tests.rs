@@ -298,3 +298,17 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_symbolic_link_has_mode_777_and_other_files_their_own() {
+    let only = layer(vec![entry("f", file(1)), entry("l", LayerEntryKind::Symlink(b"f".to_vec()))]);
+    let tree = merge([&only]).unwrap();
+    for inode in &tree.inodes {
+        match inode.body {
+            InodeContent::Symlink(_) => assert_eq!(inode.meta.mode, 0o777),
+            InodeContent::File { .. } => assert_eq!(inode.meta.mode, 0o644),
+            _ => {}
+        }
+    }
+    assert_eq!(tree.inodes.len(), 3);
+}

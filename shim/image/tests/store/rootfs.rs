@@ -1,7 +1,9 @@
 //! Tests that the mounted image matches its layers: compared file by file with what umoci unpacks, and with expected values where
 //! tools differ.
 
-use crate::common::{Packing, Tar, can_mount, image, look, mount, noise, reopen, store_config, write_layout};
+use crate::common::{
+    Packing, Tar, can_mount, compress_file, image, look, mount, noise, reopen, store_config, write_layout,
+};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::{CopyOutcome, ImageConfig, ImageStore, ImageUser, Reference};
 use nacelle_model::digest::Digest;
@@ -402,6 +404,13 @@ async fn archives_of_all_kinds_are_loaded() {
     let store = ImageStore::open(&directory.path().join("store"), store_config()).unwrap();
     for path in [directory.path().join("nothing"), directory.path().to_owned()] {
         assert!(store.load(&path, None).await.is_err());
+    }
+    let archive = std::fs::read(directory.path().join("docker.tar")).unwrap();
+    let packed = directory.path().join("packed");
+    for bytes in [compress_file(&archive, Packing::Gzip), compress_file(&archive, Packing::Zstd)] {
+        std::fs::write(&packed, bytes).unwrap();
+        let error = store.load(&packed, None).await.unwrap_err();
+        assert!(error.kind() == FailureKind::Invalid && error.to_string().contains("is compressed"), "{error}");
     }
 }
 
