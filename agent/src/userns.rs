@@ -1,11 +1,11 @@
 //! Creates the pod's user namespace and the namespaces that it owns, and maps ids inside it to ids outside.
 //!
-//! `create` and `run_as_root` are for a process with one thread.
+//! `create`, `run_as_root` and `run_inside` are for a process with one thread.
 
 use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::agent::{IdRange, UserNamespace};
 use nix::mount::{MsFlags, mount};
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::prctl::{get_pdeathsig, set_pdeathsig};
 use nix::sys::wait::waitpid;
 use nix::unistd::{Gid, Pid, Uid, chown, seteuid};
@@ -96,6 +96,25 @@ impl UserNs {
         let result = work();
         seteuid(Uid::from_raw(0))?;
         set_pdeathsig(at_end)?;
+        result
+    }
+
+    /// Runs `work` in a child process that is in the namespace, with all capabilities there.
+    pub fn run_inside(&self, work: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let (mut ours, mut theirs) = UnixStream::pair()?;
+        let child = match sys::fork()? {
+            None => {
+                drop(ours);
+                let result =
+                    setns(&self.file, CloneFlags::CLONE_NEWUSER).map_err(io::Error::from).and_then(|()| work());
+                let code = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO));
+                std::process::exit(i32::from(theirs.write_all(&code.to_ne_bytes()).is_err()));
+            }
+            Some(pid) => pid,
+        };
+        drop(theirs);
+        let result = read_result(&mut ours);
+        retry_interrupted(|| waitpid(Pid::from_raw(child), None))?;
         result
     }
 

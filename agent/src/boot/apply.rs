@@ -15,6 +15,9 @@ use super::netlink::{
 };
 use crate::userns::UserNs;
 
+/// The sysctl of the UTS namespace, which only the first root of the kernel may write.
+const DOMAIN_NAME: &str = "kernel.domainname";
+
 /// Applies everything in a VM that the pod needs to be ready. Later steps depend on earlier ones.
 pub fn apply(config: &BootConfig) -> Result<Option<UserNs>, BootError> {
     set_clock(config.time_unix_nanos)?;
@@ -40,8 +43,10 @@ pub fn apply_to_pod(
         let path = sysctl_path(name).ok_or_else(|| BootError::SysctlName { name: name.clone() })?;
         let write = || fs::write(&path, value);
         let written = match &users {
+            // The values of user.* are those of the writer's user namespace.
+            Some(users) if path.starts_with("/proc/sys/user") => users.run_inside(write),
             // Only the root of the user namespace that owns an IPC namespace may write its sysctls.
-            Some(users) if !path.starts_with("/proc/sys/net") => users.run_as_root(write),
+            Some(users) if !path.starts_with("/proc/sys/net") && name != DOMAIN_NAME => users.run_as_root(write),
             _ => write(),
         };
         written.map_err(|source| BootError::Sysctl { name: name.clone(), value: value.clone(), source })?;
@@ -111,8 +116,8 @@ fn sysctl_path(name: &str) -> Option<PathBuf> {
             other => other,
         })
         .collect();
-    let allowed = ["net/", "fs/mqueue/", "kernel/shm", "kernel/msg"].iter().any(|start| relative.starts_with(start))
-        || relative == "kernel/sem";
+    let starts = ["net/", "fs/mqueue/", "kernel/shm", "kernel/msg", "user/"];
+    let allowed = starts.iter().any(|start| relative.starts_with(start)) || ["kernel.sem", DOMAIN_NAME].contains(&name);
     let clean = relative.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
     (allowed && clean).then(|| Path::new("/proc/sys").join(relative))
 }
@@ -230,7 +235,21 @@ mod tests {
         );
         assert!(sysctl_path("kernel.shm_rmid_forced").is_some());
         assert!(sysctl_path("kernel.sem").is_some());
-        for name in ["kernel.panic", "vm.overcommit_memory", "net.//.x", "net", "", "net..x", "kernel.semx"] {
+        assert_eq!(sysctl_path("user.max_user_namespaces"), Some("/proc/sys/user/max_user_namespaces".into()));
+        assert_eq!(sysctl_path("kernel.domainname"), Some("/proc/sys/kernel/domainname".into()));
+        for name in [
+            "kernel.panic",
+            "kernel.domainnames",
+            "kernel.hostname",
+            "vm.overcommit_memory",
+            "net.//.x",
+            "net",
+            "",
+            "net..x",
+            "kernel.semx",
+            "user",
+            "user..x",
+        ] {
             assert_eq!(sysctl_path(name), None, "{name}");
         }
     }

@@ -33,7 +33,8 @@ pub enum BootError {
     #[error("cannot set the host name {name:?}")]
     Hostname { name: String, source: nix::Error },
     #[error(
-        "{name:?} is no sysctl that a pod may set: net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.* are"
+        "{name:?} is no sysctl that a pod may set: net.*, kernel.shm*, kernel.msg*, kernel.sem, kernel.domainname, \
+         fs.mqueue.* and user.* are"
     )]
     SysctlName { name: String },
     #[error("cannot set the sysctl {name} to {value:?}")]

@@ -1,5 +1,6 @@
 //! Tests pods on a network of Debian's CNI plugins.
 
+use nacelle_e2e::node::engine;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::json;
 
@@ -60,14 +61,26 @@ fn pods_reach_each_other_and_the_node() {
 fn pods_have_the_requested_sysctls_and_hostname() {
     let node = TestNode::new();
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
-    let pod = PodRequest::new("settings", node.directory())
-        .set("hostname", json!("settings-host"))
-        .set("linux", json!({"sysctls": {"net.ipv4.ip_unprivileged_port_start": "81", "kernel.shm_rmid_forced": "1"}}));
-    let pod = node.crictl.run_pod(pod);
+    let mut sysctls = json!({
+        "net.ipv4.ip_unprivileged_port_start": "81", "kernel.shm_rmid_forced": "1", "kernel.domainname": "example.org",
+    });
+    let request = PodRequest::new("settings", node.directory()).set("hostname", json!("settings-host"));
+    if engine() == "host" {
+        // The user namespace is the node's.
+        let mut refused = request.0.clone();
+        refused["linux"]["sysctls"] = json!({"user.max_net_namespaces": "7"});
+        let refused = node.crictl.try_call(["runp", &node.crictl.write_input("refused", &refused)]).err();
+        assert!(refused.contains("InvalidArgument") && refused.contains("user.max_net_namespaces"), "{refused}");
+    } else {
+        sysctls["user.max_net_namespaces"] = json!("7");
+    }
+    let pod = node.crictl.run_pod(request.set("linux", json!({"sysctls": sysctls})));
     let script = "hostname; cat /etc/hostname; cat /proc/sys/net/ipv4/ip_unprivileged_port_start; \
-                  cat /proc/sys/kernel/shm_rmid_forced; grep settings-host /etc/hosts; echo end";
+                  cat /proc/sys/kernel/shm_rmid_forced /proc/sys/kernel/domainname; cat /proc/sys/user/max_net_namespaces; \
+                  grep settings-host /etc/hosts; echo end";
     let output = pod.start(ContainerRequest::sh("one", &image, script)).wait_for_output("end");
-    assert!(output.starts_with("settings-host\nsettings-host\n81\n1\n"), "{output}");
+    assert!(output.starts_with("settings-host\nsettings-host\n81\n1\nexample.org\n"), "{output}");
+    assert!(engine() == "host" || output.contains("example.org\n7\n"), "{output}");
     pod.remove();
 }
 

@@ -82,7 +82,10 @@ fn user_namespaces_map_container_users_to_other_users_of_the_node() {
     let image = node
         .push_and_pull(&TestImage::busybox().with_layer(|layer| layer.add_file("mine", b"root's", 0o600)), "busybox:1");
     let mut requested = user_namespace_options(FIRST_NODE_ID, false);
-    requested["sysctls"] = json!({"kernel.shm_rmid_forced": "1", "net.ipv4.ip_unprivileged_port_start": "5"});
+    requested["sysctls"] = json!({
+        "kernel.shm_rmid_forced": "1", "net.ipv4.ip_unprivileged_port_start": "5", "kernel.domainname": "example.org",
+        "user.max_net_namespaces": "7",
+    });
     requested["cgroup_parent"] = json!(cgroup_parent(node.directory()));
     let pod = node.crictl.run_pod(PodRequest::new("users", node.directory()).set("linux", requested));
     let refused = pod
@@ -111,6 +114,7 @@ fn user_namespaces_map_container_users_to_other_users_of_the_node() {
     assert_eq!(stdout_of("stat -c %u:%g /new"), "1000:1000");
     assert_ne!(one.exec("chown 65536 /new").code, 0, "there is no such user");
     assert_eq!(stdout_of("cat /proc/sys/kernel/shm_rmid_forced /proc/sys/net/ipv4/ip_unprivileged_port_start"), "1\n5");
+    assert_eq!(stdout_of("cat /proc/sys/kernel/domainname /proc/sys/user/max_net_namespaces"), "example.org\n7");
     assert!(stdout_of("grep -c . /proc/mounts && ls /dev/mqueue /sys/class/net").contains("eth0"));
     if engine() == "host" {
         // CNI owns the network; the users of the processes are visible on the node.

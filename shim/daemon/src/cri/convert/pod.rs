@@ -13,8 +13,6 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-/// Namespaced sysctls, by prefix; the agent has the same list.
-const SYSCTLS: [&str; 5] = ["net.", "kernel.shm", "kernel.msg", "kernel.sem", "fs.mqueue."];
 /// The bits per second to which a pod's traffic may be limited.
 const BANDWIDTHS: RangeInclusive<u64> = 1_000..=1_000_000_000_000_000;
 /// The longest name of a network interface in bytes.
@@ -68,7 +66,11 @@ pub fn pod_config(
         },
         labels: pairs(&config.labels),
         annotations: pairs(&config.annotations),
-        sysctls: linux.sysctls.iter().map(|(key, value)| sysctl(key, value, shares)).collect::<Result<_, _>>()?,
+        sysctls: {
+            let own_users = user_namespace.is_some() || kind.has_guest();
+            let sysctl = |(key, value): (&String, &String)| sysctl(key, value, shares, own_users);
+            linux.sysctls.iter().map(sysctl).collect::<Result<_, _>>()?
+        },
         shared_pid: namespaces.pid() == cri::NamespaceMode::Pod,
         kind,
         user_namespace,
@@ -251,18 +253,47 @@ fn dotted(key: &str) -> String {
     }
 }
 
-fn sysctl(key: &str, value: &str, node: NodeNamespaces) -> Result<(String, String), FieldError> {
+/// The kind of namespace that has values of its own of a sysctl.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SysctlNamespace {
+    Network,
+    Ipc,
+    Uts,
+    User,
+}
+
+/// Returns the kind of namespace that a sysctl belongs to, or `None` if it is one of the whole kernel. The agent has the same list.
+fn sysctl_namespace(dotted: &str) -> Option<SysctlNamespace> {
+    let begins = |starts: &[&str]| starts.iter().any(|start| dotted.starts_with(start));
+    match dotted {
+        "kernel.sem" => Some(SysctlNamespace::Ipc),
+        "kernel.domainname" => Some(SysctlNamespace::Uts),
+        _ if begins(&["net."]) => Some(SysctlNamespace::Network),
+        _ if begins(&["kernel.shm", "kernel.msg", "fs.mqueue."]) => Some(SysctlNamespace::Ipc),
+        _ if begins(&["user."]) => Some(SysctlNamespace::User),
+        _ => None,
+    }
+}
+
+/// Checks a sysctl. `own_users`: the pod has a user namespace or a kernel of its own.
+fn sysctl(key: &str, value: &str, node: NodeNamespaces, own_users: bool) -> Result<(String, String), FieldError> {
     let field = "config.linux.sysctls";
     let dotted = dotted(key);
     let clean = dotted.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-/".contains(&b))
         && dotted.split('.').all(|part| !part.is_empty() && part.bytes().any(|b| b != b'/'));
-    if !clean || !SYSCTLS.iter().any(|start| dotted.starts_with(start)) {
-        let rule = "a pod may set net.*, kernel.shm*, kernel.msg*, kernel.sem and fs.mqueue.*";
-        return bad(field, key, rule);
-    }
-    let of_network = dotted.starts_with("net.");
-    if (of_network && node.network) || (!of_network && node.ipc) {
+    let rule = "a pod may set net.*, kernel.shm*, kernel.msg*, kernel.sem, kernel.domainname, fs.mqueue.* and user.*";
+    let Some(namespace) = sysctl_namespace(&dotted).filter(|_| clean) else { return bad(field, key, rule) };
+    let shared = match namespace {
+        SysctlNamespace::Network => node.network,
+        SysctlNamespace::Ipc => node.ipc,
+        SysctlNamespace::Uts => false,
+        SysctlNamespace::User => !own_users,
+    };
+    if shared {
         return bad(field, key, "it is of a namespace that this pod shares with the node");
+    }
+    if namespace == SysctlNamespace::Uts && value.len() > HOSTNAME {
+        return bad(field, value, "Linux accepts a domain name of at most 64 bytes");
     }
     if value.chars().any(char::is_control) || value.len() > 4096 {
         return bad(field, value, "a value has one line of at most 4096 bytes");
@@ -494,6 +525,31 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn sysctls_are_taken_whose_namespace_the_pod_has_to_itself() {
+        let (own, network) = (NodeNamespaces::default(), NodeNamespaces { network: true, pid: false, ipc: false });
+        let ipc = NodeNamespaces { network: false, pid: false, ipc: true };
+        for (key, node, own_users, words) in [
+            ("user.max_user_namespaces", own, true, None),
+            ("user/max_user_namespaces", own, true, None),
+            ("user.max_user_namespaces", own, false, Some("shares with the node")),
+            ("kernel.domainname", network, false, None),
+            ("kernel.domainname", ipc, false, None),
+            ("kernel.sem", ipc, true, Some("shares with the node")),
+            ("fs.mqueue.msg_max", ipc, true, Some("shares with the node")),
+            ("net.ipv4.ip_forward", network, true, Some("shares with the node")),
+            ("kernel.domainnames", own, true, Some("a pod may set")),
+            ("kernel.semantics", own, true, Some("a pod may set")),
+            ("kernel.hostname", own, true, Some("a pod may set")),
+            ("user", own, true, Some("a pod may set")),
+        ] {
+            let error = sysctl(key, "1", node, own_users).err().map(|error| error.to_string());
+            assert_eq!(error.is_some(), words.is_some(), "{key}: {error:?}");
+            assert!(error.as_deref().unwrap_or_default().contains(words.unwrap_or_default()), "{key}: {error:?}");
+        }
+        assert!(sysctl("kernel.domainname", &"x".repeat(65), own, true).is_err());
+    }
+
+    #[test]
     fn names_of_sysctls_keep_the_names_of_their_interfaces() {
         for (key, taken) in [
             ("net.ipv4.ip_forward", "net.ipv4.ip_forward"),
@@ -501,10 +557,14 @@ pub(crate) mod tests {
             ("net.ipv4.conf.eth0/1.forwarding", "net.ipv4.conf.eth0/1.forwarding"),
             ("net/ipv4/conf/eth0.1/forwarding", "net.ipv4.conf.eth0/1.forwarding"),
         ] {
-            assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap().0, taken);
+            assert_eq!(sysctl(key, "1", NodeNamespaces::default(), true).unwrap().0, taken);
         }
         for key in ["net/ipv4/../x", "net.ipv4.//.x", "net..x", "net.", "/net/ipv4/x", "net.ipv4.ip forward"] {
-            assert_eq!(sysctl(key, "1", NodeNamespaces::default()).unwrap_err().kind(), FailureKind::Invalid, "{key}");
+            assert_eq!(
+                sysctl(key, "1", NodeNamespaces::default(), true).unwrap_err().kind(),
+                FailureKind::Invalid,
+                "{key}"
+            );
         }
     }
 
