@@ -1,7 +1,7 @@
 //! Tests the sandbox of the pod process on a node with a real VM, and leaks after it dies.
 
-use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
 use nacelle_e2e::machine::{annotated_pod, machine_container, machine_node, push_boot_image};
+use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
 use nacelle_e2e::path_from_env;
 use nacelle_e2e::run::run;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
