@@ -22,7 +22,7 @@ use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
 use super::spec::{OciSpecError, PidNamespace};
 use super::{mapped_mounts, root};
-use crate::rootfs::proc_mount_points;
+use crate::rootfs::{RootError, proc_mount_points};
 use crate::zygote::{CreateCommand, ZygoteRequest};
 use crate::{cgroup, sys};
 
@@ -72,7 +72,7 @@ impl AgentPod {
             // The container has mounted the copies by now. Releasing them releases the mounts that they copy.
             let copies = id.clone();
             let unmounted = tokio::task::spawn_blocking(move || mapped_mounts::unmount_copies(&copies)).await?;
-            unmounted.map_err(AgentError::io("release the mounts", &id))?;
+            unmounted.map_err(|RootError { what, path, source }| AgentError::file(what, &path, &id)(source))?;
             Ok(created)
         };
         let container = match created.await {
@@ -114,7 +114,7 @@ impl AgentPod {
         let init = self.register_process(created, stdio, path.clone(), role);
         drop(spawn_guard);
         let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone()).unwrap_or_default();
-        devices::attach_rules(&path, &rules).map_err(AgentError::io("limit the devices", id))?;
+        devices::attach_rules(&path, &rules).map_err(AgentError::file("limit the devices of the cgroup", &path, id))?;
         if let (Some(terminal), Some(size)) = (&init.stdio.terminal, process.console_size()) {
             let saturate = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
             sys::set_window_size(terminal, saturate(size.width()), saturate(size.height()))

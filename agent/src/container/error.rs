@@ -2,6 +2,7 @@
 
 use nacelle_base::{Classify, FailureKind};
 use std::io;
+use std::path::{Path, PathBuf};
 
 use super::{image_volumes, limits, spec, user};
 use crate::copied_in::CopiedInVolumeError;
@@ -57,6 +58,8 @@ pub enum AgentError {
     Zygote { id: String, source: ZygoteError },
     #[error("cannot {what} of container {id}")]
     Io { what: &'static str, id: String, source: io::Error },
+    #[error("cannot {what} {} of container {id}", path.display())]
+    File { what: &'static str, path: PathBuf, id: String, source: io::Error },
     #[error(transparent)]
     CopiedInVolume(#[from] CopiedInVolumeError),
     #[error(transparent)]
@@ -81,6 +84,11 @@ impl AgentError {
     /// Returns a function for `map_err` that makes an I/O error into "cannot `what` of container `id`".
     pub(super) fn io(what: &'static str, id: &str) -> impl Fn(io::Error) -> AgentError {
         move |source| AgentError::Io { what, id: id.to_owned(), source }
+    }
+
+    /// Returns a function for `map_err` that makes an I/O error into "cannot `what` `path` of container `id`".
+    pub(super) fn file(what: &'static str, path: &Path, id: &str) -> impl Fn(io::Error) -> AgentError {
+        move |source| AgentError::File { what, path: path.to_owned(), id: id.to_owned(), source }
     }
 }
 
@@ -109,7 +117,7 @@ impl Classify for AgentError {
             AgentError::Limits { source, .. } => source.kind(),
             AgentError::HugePages { source, .. } => source.kind(),
             AgentError::Zygote { source, .. } => source.kind(),
-            AgentError::Io { .. } | AgentError::Task { .. } => FailureKind::Internal,
+            AgentError::Io { .. } | AgentError::File { .. } | AgentError::Task { .. } => FailureKind::Internal,
             AgentError::CopiedInVolume(source) => source.kind(),
             AgentError::Memory(source) => source.kind(),
             AgentError::OnlineCpus(source) => source.kind(),

@@ -9,7 +9,6 @@ use nacelle_base::mounts::{self, MountChange};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::fs::{self, File};
-use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
@@ -78,8 +77,8 @@ pub fn map_sources(id: &str, users: &UserNs, mounts: &mut [Mount]) -> Result<(),
 }
 
 /// Unmounts all copies of a container. Succeeds if there are none.
-pub fn unmount_copies(id: &str) -> io::Result<()> {
-    unmount_all(&copies_directory(id)).map_err(|error| error.source)
+pub fn unmount_copies(id: &str) -> Result<(), RootError> {
+    unmount_all(&copies_directory(id))
 }
 
 /// Unmounts everything that is mounted at and below a path.

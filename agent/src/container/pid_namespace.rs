@@ -1,6 +1,7 @@
 //! Chooses the PID namespace of a new container, and creates the pod's shared one when the first container needs it.
 
 use nacelle_proto::agent::PidMode;
+use std::path::Path;
 use std::sync::Arc;
 
 use super::error::AgentError;
@@ -44,7 +45,7 @@ impl AgentPod {
         let holder = tokio::task::spawn_blocking(hold).await?.map_err(failed)?;
         if user_namespace {
             let named = userns::bind_namespace(&format!("/proc/{}/ns/pid", holder.pid), paths::PID_NAMESPACE);
-            named.map_err(AgentError::io("name the PID namespace", id))?;
+            named.map_err(AgentError::file("bind the PID namespace to", Path::new(paths::PID_NAMESPACE), id))?;
         }
         // The process lives as long as the agent, which never signals it.
         Ok(holder.release().0)

@@ -93,7 +93,7 @@ pub(super) fn prepare_container(
     prepare_mount_points(&root, &mut spec, owner).map_err(|source| AgentError::Target { id: id.clone(), source })?;
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
-    std::fs::write(path, json).map_err(AgentError::io("write the bundle", id))?;
+    std::fs::write(&path, json).map_err(AgentError::file("write the bundle", &path, id))?;
     Ok(PreparedContainer { spec, late_mounts, response })
 }
 

@@ -26,7 +26,7 @@ impl AgentPod {
             let (name, pod) = (id.clone(), Arc::clone(&self));
             let remove = move || (cgroup::remove(&path), root::remove_root(&name), pod.huge_pages.release(&name));
             let removed = tokio::task::spawn_blocking(remove).await?;
-            removed.0.map_err(AgentError::io("remove the cgroup", &id))?;
+            removed.0.map_err(AgentError::file("remove the cgroup", &container.cgroup, &id))?;
             removed.1.map_err(|source| AgentError::Root { id: id.clone(), source })?;
             removed.2.map_err(|source| AgentError::HugePages { id: id.clone(), source })?;
             self.lock_state().containers.remove(&id);
@@ -38,7 +38,7 @@ impl AgentPod {
 
 /// Kills all processes of a container and waits until they have ended.
 async fn kill_and_wait(id: &str, path: &Path, init: &ContainerProcess) -> Result<(), AgentError> {
-    let failed = AgentError::io("kill the processes", id);
+    let failed = AgentError::file("kill the processes in the cgroup", path, id);
     cgroup::kill_processes(path).map_err(&failed)?;
     let alive = || AgentError::StillAlive { id: id.to_owned(), seconds: KILL_TIMEOUT.as_secs() };
     let deadline = Instant::now() + KILL_TIMEOUT;
