@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 
 /// The limit below which a container would be killed at once.
 const MEMORY_LIMIT: &str = "memory.max";
+/// The limit of swap, a file that kernels without swap do not have.
+pub(super) const SWAP_LIMIT: &str = "memory.swap.max";
 /// The controllers of cgroup v2 (the kernel's Documentation/admin-guide/cgroup-v2.rst), which a node may leave to version 1.
 const KNOWN_CONTROLLERS: [&str; 8] = ["cpu", "cpuset", "memory", "io", "pids", "hugetlb", "rdma", "misc"];
 /// The most limits of one request.
@@ -141,9 +143,12 @@ fn change_each(
 }
 
 /// Whether a limit holds where its file is missing: "max" limits nothing, and of huge pages of a size that the kernel does not
-/// have, a container can have none.
+/// have, or of swap where it has none, a container can have none.
 fn is_default_value(file: &str, value: &str) -> bool {
-    value == "max" || value.starts_with("max ") || (file.starts_with("hugetlb.") && value == "0")
+    value == "max"
+        || value.starts_with("max ")
+        || (file.starts_with("hugetlb.") && value == "0")
+        || (file == SWAP_LIMIT && value == "0")
 }
 
 /// Whether the error means that the process has ended.
@@ -182,14 +187,19 @@ pub fn huge_page_limits(spec: &Spec) -> HugePageLimits {
 }
 
 /// Drops the limits from a specification for which there is no cgroup v2 controller here, and logs which: on a node that leaves a
-/// controller to cgroup v1, containers run without its limits. Drops limits of 0 for huge page sizes that are not among `sizes`.
-pub fn drop_unsupported_limits(spec: &mut Spec, controllers: &str, sizes: &[String]) {
+/// controller to cgroup v1, containers run without its limits. Drops limits of 0 for huge page sizes that are not among `sizes`, and
+/// the limit of swap without `has_swap`.
+pub fn drop_unsupported_limits(spec: &mut Spec, controllers: &str, sizes: &[String], has_swap: bool) {
     let Some(resources) = spec.linux_mut().as_mut().and_then(|linux| linux.resources_mut().as_mut()) else { return };
     let missing = |name: &str| !controllers.split_whitespace().any(|controller| controller == name);
     let mut dropped = Vec::new();
     if missing("memory") && resources.memory().is_some() {
         resources.set_memory(None);
         dropped.push("memory");
+    }
+    if let Some(memory) = resources.memory_mut().as_mut().filter(|memory| !has_swap && memory.swap().is_some()) {
+        memory.set_swap(None);
+        dropped.push("swap");
     }
     if let Some(asked) = resources.cpu().clone() {
         // The daemon also sends a cpu part without limits.
@@ -222,13 +232,30 @@ pub fn drop_unsupported_limits(spec: &mut Spec, controllers: &str, sizes: &[Stri
         dropped.extend(if dropped_limits.is_empty() { None } else { Some("unified") });
     }
     if !dropped.is_empty() {
-        tracing::warn!(?dropped, "this node has no cgroup v2 controllers for these limits of a container");
+        tracing::warn!(
+            ?dropped,
+            "this node cannot enforce these limits of a container: no controller of cgroup v2 has them"
+        );
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_limit_of_swap_is_left_out_where_the_kernel_has_none() {
+        for (has_swap, expected) in [(true, Some(7)), (false, None)] {
+            let mut spec: Spec = serde_json::from_value(serde_json::json!({
+                "ociVersion": "1.0.2", "linux": { "resources": { "memory": { "limit": 5, "swap": 7 } } },
+            }))
+            .unwrap();
+            drop_unsupported_limits(&mut spec, "memory", &[], has_swap);
+            let memory = spec.linux().clone().unwrap().resources().clone().unwrap().memory().unwrap();
+            assert_eq!((memory.limit(), memory.swap()), (Some(5), expected));
+        }
+        assert!(is_default_value(SWAP_LIMIT, "0") && !is_default_value(SWAP_LIMIT, "1"));
+    }
 
     #[test]
     fn limits_without_a_controller_are_left_out() {
@@ -244,7 +271,7 @@ mod tests {
                 } },
             }))
             .unwrap();
-            drop_unsupported_limits(&mut spec, controllers, &["2MB".to_owned()]);
+            drop_unsupported_limits(&mut spec, controllers, &["2MB".to_owned()], true);
             spec.linux().clone().unwrap().resources().clone().unwrap()
         };
         let all = spec("cpu cpuset memory pids hugetlb io\n");

@@ -13,6 +13,7 @@ use super::options::CreateOptions;
 use super::pod::AgentPod;
 use super::spec::{PidNamespace, SpecContext, adjust_spec, parse_spec, read_bounding_set, read_oom_score_adj};
 use super::{devices, image_volumes, limits, mapped_mounts, root, user};
+use crate::cgroup;
 use crate::empty_dirs::EmptyDirSource;
 use crate::huge_pages;
 use crate::paths;
@@ -86,6 +87,7 @@ pub(super) fn prepare_container(
         &mut spec,
         &std::fs::read_to_string(controllers).unwrap_or_default(),
         &huge_pages::list_sizes(),
+        cgroup::pod_path().join(limits::SWAP_LIMIT).exists(),
     );
     check_bind_mounts(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(mapped_mounts::SYS))
         .map_err(|source| AgentError::Mount { id: id.clone(), source })?;

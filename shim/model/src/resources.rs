@@ -63,9 +63,20 @@ impl Resources {
         next
     }
 
-    /// Returns the limits that apply inside a guest, whose CPUs and NUMA nodes are not those of the node.
+    /// Returns the limits that apply inside a guest, whose CPUs and NUMA nodes are not those of the node, and which has no swap.
     pub fn in_guest(&self) -> Resources {
-        Resources { cpuset_cpus: String::new(), cpuset_mems: String::new(), ..self.clone() }
+        Resources { cpuset_cpus: String::new(), cpuset_mems: String::new(), memory_swap_limit: 0, ..self.clone() }
+    }
+
+    /// Returns the limit of swap alone in bytes, as cgroup v2 has it: [`UNLIMITED`], or what the limit of memory and swap together
+    /// leaves. `None` without such a limit, or if memory has none.
+    pub fn swap_limit(&self) -> Option<i64> {
+        match (self.memory_swap_limit, self.memory_limit) {
+            (0, _) => None,
+            (swap, _) if swap < 0 => Some(UNLIMITED),
+            (_, memory) if memory <= 0 => None,
+            (swap, memory) => Some((swap - memory).max(0)),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Converts a change of limits into values for the files of a cgroup v2, as OCI runtimes write them for a new container.
 
-use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources};
+use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources, UNLIMITED};
 
 /// The contents of a limit's file without a limit.
 const NO_LIMIT: &str = "max";
@@ -20,6 +20,9 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     }
     if change.memory_limit != 0 {
         set("memory.max", if change.memory_limit > 0 { change.memory_limit.to_string() } else { NO_LIMIT.to_owned() });
+    }
+    if let Some(swap) = after.swap_limit().filter(|_| change.memory_swap_limit != 0 || change.memory_limit != 0) {
+        set("memory.swap.max", if swap == UNLIMITED { NO_LIMIT.to_owned() } else { swap.to_string() });
     }
     for (file, list) in [("cpuset.cpus", &change.cpuset_cpus), ("cpuset.mems", &change.cpuset_mems)] {
         if !list.is_empty() {
@@ -69,6 +72,25 @@ mod tests {
             assert_eq!(cpu_weight(shares), expected, "{shares}");
         }
         assert!((3..2000).all(|shares| cpu_weight(shares) <= cpu_weight(shares + 1)));
+    }
+
+    #[test]
+    fn the_limit_of_swap_follows_both_limits() {
+        let memory =
+            |memory_limit, memory_swap_limit| Resources { memory_limit, memory_swap_limit, ..Resources::default() };
+        for (before, change, expected) in [
+            (memory(0, 0), memory(10, 10), &["memory.max=10", "memory.swap.max=0"][..]),
+            (memory(10, 10), memory(0, 15), &["memory.swap.max=5"]),
+            (memory(10, 15), memory(12, 0), &["memory.max=12", "memory.swap.max=3"]),
+            (memory(10, 15), memory(20, 0), &["memory.max=20", "memory.swap.max=0"]),
+            (memory(10, 15), memory(0, -1), &["memory.swap.max=max"]),
+            (memory(10, 0), memory(12, 0), &["memory.max=12"]),
+            (memory(0, 0), memory(0, 15), &[]),
+        ] {
+            assert_eq!(written(before.clone(), change.clone()), expected, "{before:?} {change:?}");
+            let in_guest = written(before.in_guest(), change.in_guest());
+            assert!(in_guest.iter().all(|limit| !limit.contains("swap")), "{in_guest:?}");
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use nacelle_image::ImageConfig;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_model::pod::PodConfig;
-use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources};
+use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources, UNLIMITED};
 use nacelle_model::security::SeccompPolicy;
 use oci_spec::runtime::Spec;
 use serde_json::{Map, Value, json};
@@ -366,8 +366,13 @@ fn resources(requested: &Resources, privileged: bool, devices: &[DeviceNode]) ->
     }
     resources.insert("cpu".into(), Value::Object(cpu));
     if requested.memory_limit > 0 {
-        // The guest has no swap, so a limit of memory and swap together is the limit of memory.
-        resources.insert("memory".into(), json!({ "limit": requested.memory_limit }));
+        let mut memory = json!({ "limit": requested.memory_limit });
+        if let Some(swap) = requested.swap_limit() {
+            // Of memory and swap together.
+            let both = if swap == UNLIMITED { UNLIMITED } else { requested.memory_limit.saturating_add(swap) };
+            memory["swap"] = json!(both);
+        }
+        resources.insert("memory".into(), memory);
     }
     let pages: Vec<Value> = (requested.hugepages.iter().filter(|(_, limit)| *limit != NO_HUGEPAGE_LIMIT))
         .map(|(size, limit)| json!({ "pageSize": size, "limit": limit }))
@@ -385,7 +390,6 @@ fn resources(requested: &Resources, privileged: bool, devices: &[DeviceNode]) ->
 mod tests {
     use super::*;
     use nacelle_model::mount::MountOption;
-    use nacelle_model::resources::UNLIMITED;
     use nacelle_model::security::RunAs;
     use nacelle_model::testing::{container, pod};
     use std::collections::BTreeSet;
@@ -569,10 +573,24 @@ mod tests {
             resources["cpu"],
             json!({ "shares": 512, "quota": 50_000, "period": 100_000, "cpus": "0-1,4", "mems": "0" })
         );
-        assert_eq!(resources["memory"], json!({ "limit": 1 << 26 }));
+        assert_eq!(resources["memory"], json!({ "limit": 1 << 26, "swap": 1 << 27 }));
         assert_eq!(resources["hugepageLimits"], json!([{ "pageSize": "2MB", "limit": 1 << 21 }]));
         assert_eq!(resources["unified"], json!({ "memory.oom.group": "1" }));
         assert_eq!(full["process"]["oomScoreAdj"], 500);
+        for (memory_limit, memory_swap_limit, memory) in [
+            (1 << 26, 0, json!({ "limit": 1 << 26 })),
+            (1 << 26, UNLIMITED, json!({ "limit": 1 << 26, "swap": -1 })),
+            (1 << 26, 1 << 26, json!({ "limit": 1 << 26, "swap": 1 << 26 })),
+            // Less than the memory: no swap.
+            (1 << 26, 5, json!({ "limit": 1 << 26, "swap": 1 << 26 })),
+            (0, 1 << 26, Value::Null),
+        ] {
+            let limits = Resources { memory_limit, memory_swap_limit, ..Resources::default() };
+            let in_guest = built(|config| config.resources = limits.in_guest());
+            assert_eq!(in_guest["linux"]["resources"]["memory"].get("swap"), None, "a guest has no swap");
+            let on_host = built(|config| config.resources = limits);
+            assert_eq!(on_host["linux"]["resources"]["memory"], memory);
+        }
         let endless = built(|config| {
             config.resources.memory_limit = UNLIMITED;
             config.resources.hugepages = vec![("2MB".into(), NO_HUGEPAGE_LIMIT), ("1GB".into(), 0)];

@@ -64,8 +64,10 @@ impl Actor {
             (Some(client), Some((change, _))) if there => {
                 let next = Box::new(entry.record.resources().changed_by(change));
                 let processors = pins(config.kind.machine(), &next);
-                let change = if guest { &change.in_guest() } else { &**change };
-                let limits = oci::limits(&next, change);
+                let limits = match guest {
+                    true => oci::limits(&next.in_guest(), &change.in_guest()),
+                    false => oci::limits(&next, change),
+                };
                 // In this field 0 means unset.
                 let adjustment = i32::try_from(change.oom_score_adj).ok().filter(|adjustment| *adjustment != 0);
                 let update = update::update(
