@@ -170,6 +170,14 @@ fn the_processes_of_a_machine_pod_have_a_user_of_their_own() {
             let file = fs::symlink_metadata(path).expect("the VM keeps it");
             assert_eq!((file.uid(), file.gid()), (0, 0), "{}", path.display());
         }
+        // Of the image store it sees the layers, and neither its list nor its lock, which it could hold.
+        let images = root.join("images");
+        let seen = images.strip_prefix("/").expect("an absolute path");
+        for pid in [process, keeper, qemu] {
+            let seen = fs::read_dir(PathBuf::from(format!("/proc/{pid}/root")).join(seen)).expect("it sees layers");
+            let names: Vec<_> = seen.map(|entry| entry.expect("it is readable").file_name()).collect();
+            assert_eq!(names, ["layers"], "{pid}");
+        }
         let jail = fs::read_dir(node.directory().join("run/pods")).expect("run directories").flatten().next();
         let jail = files_below(&jail.expect("that of the pod").path().join("jail"));
         assert!(!jail.is_empty() && jail.iter().all(|path| fs::symlink_metadata(path).is_ok_and(|f| f.uid() == user)));
@@ -349,7 +357,7 @@ fn a_vm_boots_outside_a_cgroup_whose_cpu_quota_would_throttle_it() {
 }
 
 #[test]
-fn a_pod_writes_no_faster_than_its_handler_allows() {
+fn a_pod_writes_no_faster_than_its_handler_allows_or_does_not_start() {
     let limits = format!("{SMALL_VM}disk_limits = {{ write_bytes_per_second = {} }}\n", 4 << 20);
     // A file system on a disk, which the file system of the test's directory may not be.
     let options =
@@ -365,6 +373,10 @@ fn a_pod_writes_no_faster_than_its_handler_allows() {
         return;
     }
     let pod = node.crictl.run_pod_with_handler("slow", requested);
+    let group = fs::read_to_string(pod_process_directory(&node).join("cgroup")).expect("the pod runs");
+    let group = group.trim().rsplit(':').next().expect("a path").trim_end_matches("/process").to_owned();
+    let limit = fs::read_to_string(format!("/sys/fs/cgroup{group}/io.max")).expect("it has the controller io");
+    assert!(limit.trim().ends_with(&format!(" rbps=max wbps={} riops=max wiops=max", 4 << 20)), "{limit:?}");
     let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600"));
     let since = Instant::now();
     container.exec("dd if=/dev/urandom of=/file bs=1M count=24 && sync").ok();

@@ -120,7 +120,7 @@ impl PodFactory {
             disk_limits: None,
             volume_cache_seconds: 0,
             timeouts: Timeouts::default(),
-            jail: Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: None, user: Some(USER) }),
+            jail: Some(JailSpec { seccomp: Seccomp::Kill, image_layers: None, cgroup: None, user: Some(USER) }),
         }
     }
 }

@@ -17,7 +17,7 @@ const MAX_FILE: u64 = 1 << 20;
 /// The largest number of files that are read from one directory.
 const MAX_FILES: usize = 256;
 /// The largest number of names that one container may request.
-const MAX_NAMES: usize = 64;
+pub const MAX_NAMES: usize = 64;
 
 /// Why a CDI device is not available.
 #[derive(Debug, thiserror::Error)]

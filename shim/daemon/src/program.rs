@@ -44,7 +44,7 @@ pub fn init_pod_log(format: LogFormat) {
 fn init(format: LogFormat, writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static) {
     let configured = std::env::var("NACELLE_LOG").ok().and_then(|filter| filter.parse().ok());
     let filter = configured.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(false);
+    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(false).log_internal_errors(false);
     let registry = tracing_subscriber::registry();
     match format {
         LogFormat::Text => registry.with(layer.with_target(false).with_filter(filter)).init(),

@@ -31,13 +31,16 @@ pub enum ContentKind {
     Partial,
 }
 
+/// The directory of layers below the store's. Machine pods see it, and could hold any lock in it that the daemon takes.
+pub const LAYERS: &str = "layers";
+
 impl ContentKind {
     const ALL: [ContentKind; 4] = [ContentKind::Config, ContentKind::Layer, ContentKind::Tree, ContentKind::Partial];
 
     fn directory_name(self) -> &'static str {
         match self {
             ContentKind::Config => "configs",
-            ContentKind::Layer => "layers",
+            ContentKind::Layer => LAYERS,
             ContentKind::Tree => "trees",
             ContentKind::Partial => "partial",
         }

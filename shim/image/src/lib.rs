@@ -42,6 +42,7 @@ pub use artifact::{
     Artifact, ArtifactKind, Artifacts, CompressedFile, Descriptor, FileContent, TransferProgress, compress_file,
 };
 pub use config::{Auth, ImageStoreConfig, ImageWorkerConfig, RegistryConfig};
+pub use directory::LAYERS;
 pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;

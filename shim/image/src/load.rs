@@ -194,8 +194,8 @@ fn blob_path(digest: Digest) -> String {
     format!("blobs/sha256/{}", digest.hex())
 }
 
-/// The bytes with which compressed files begin: gzip, zstd, xz and bzip2.
-const COMPRESSED: [&[u8]; 4] = [&[0x1f, 0x8b], &[0x28, 0xb5, 0x2f, 0xfd], &[0xfd, b'7', b'z', b'X', b'Z', 0], b"BZh"];
+/// The bytes with which compressed files begin: gzip, zstd and xz. None is the beginning of the name of an archive's first member.
+const COMPRESSED: [&[u8]; 3] = [&[0x1f, 0x8b], &[0x28, 0xb5, 0x2f, 0xfd], &[0xfd, b'7', b'z', b'X', b'Z', 0]];
 
 /// A directory or archive with members.
 enum ArchiveFile {

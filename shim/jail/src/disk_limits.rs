@@ -39,10 +39,24 @@ pub enum DiskLimitError {
         /// The minor number.
         minor: u64,
     },
+    /// The cgroup cannot be created.
+    #[error("cannot create the cgroup {}", path.display())]
+    CreateGroup {
+        /// Its directory.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
     /// The node limits no disks.
     #[error("{} does not exist: disk_limits need cgroup v2 with the controller \"io\"", file.display())]
-    NoController {
+    NoLimitFile {
         /// The file that would set the limit.
+        file: PathBuf,
+    },
+    /// The node has no cgroup v2, or not its controller.
+    #[error("the controller \"io\" is not in {}: disk_limits need cgroup v2 with it", file.display())]
+    NoController {
+        /// The file that would name it.
         file: PathBuf,
     },
     /// The limit was refused.
@@ -61,7 +75,7 @@ pub enum DiskLimitError {
 
 /// Returns the number ("8:0") of the disk on which a file system is, given a path on it. The disk of a partition is the whole disk,
 /// because only whole disks can be limited.
-fn disk_of(path: &Path) -> Result<String, DiskLimitError> {
+fn find_disk(path: &Path) -> Result<String, DiskLimitError> {
     let failed = |source| DiskLimitError::Find { path: path.to_owned(), source };
     let device = fs::metadata(path).map_err(failed)?.dev();
     let (major, minor) = (major(device), minor(device));
@@ -73,8 +87,12 @@ fn disk_of(path: &Path) -> Result<String, DiskLimitError> {
 impl Classify for DiskLimitError {
     fn kind(&self) -> FailureKind {
         match self {
-            DiskLimitError::Find { .. } | DiskLimitError::Refused { .. } => FailureKind::Internal,
-            DiskLimitError::NotOneDisk { .. } | DiskLimitError::NoController { .. } => FailureKind::Conflict,
+            DiskLimitError::Find { .. } | DiskLimitError::CreateGroup { .. } | DiskLimitError::Refused { .. } => {
+                FailureKind::Internal
+            }
+            DiskLimitError::NotOneDisk { .. }
+            | DiskLimitError::NoLimitFile { .. }
+            | DiskLimitError::NoController { .. } => FailureKind::Conflict,
         }
     }
 }
@@ -84,8 +102,8 @@ pub fn check_disk_limits(path: &Path) -> Result<String, DiskLimitError> {
     let controllers = Path::new(CGROUP_ROOT).join("cgroup.controllers");
     let text = fs::read_to_string(&controllers).unwrap_or_default();
     match text.split_whitespace().any(|controller| controller == "io") {
-        true => disk_of(path),
-        false => Err(DiskLimitError::NoController { file: Path::new(CGROUP_ROOT).join("GROUP").join(LIMIT_FILE) }),
+        true => find_disk(path),
+        false => Err(DiskLimitError::NoController { file: controllers }),
     }
 }
 
@@ -105,22 +123,22 @@ fn whole_disk(devices: &Path, device: &str) -> io::Result<Option<String>> {
 /// Limits what a cgroup and its children read from and write to the disk of the file system of `path`. Creates the cgroup if it is
 /// missing. Limits that are `None` are removed.
 pub fn limit_disk(group: &Path, path: &Path, limits: &DiskLimits) -> Result<(), DiskLimitError> {
-    let disk = disk_of(path)?;
-    // With cgroup v1 there are several, and none has the file.
-    let directory = directories(group).into_iter().next().unwrap_or_else(|| Path::new(CGROUP_ROOT).join(group));
-    // If it cannot be created, its file is missing.
-    let _ = fs::create_dir_all(&directory);
+    let disk = find_disk(path)?;
+    // With cgroup v1 there are several, and none has the file. A path out of the hierarchy has none.
+    let no_group = || DiskLimitError::NoLimitFile { file: group.join(LIMIT_FILE) };
+    let directory = directories(group).into_iter().next().ok_or_else(no_group)?;
+    fs::create_dir_all(&directory).map_err(|source| DiskLimitError::CreateGroup { path: directory.clone(), source })?;
     enable_controllers(group);
     let file = directory.join(LIMIT_FILE);
     if !file.exists() {
-        return Err(DiskLimitError::NoController { file });
+        return Err(DiskLimitError::NoLimitFile { file });
     }
-    let line = line_of(&disk, limits);
+    let line = format_limits(&disk, limits);
     fs::write(&file, &line).map_err(|source| DiskLimitError::Refused { disk, file, line, source })
 }
 
 /// Returns the line for `io.max` (cgroup-v2.rst, "IO Interface Files").
-fn line_of(disk: &str, limits: &DiskLimits) -> String {
+fn format_limits(disk: &str, limits: &DiskLimits) -> String {
     let number = |limit: Option<u64>| limit.map_or("max".to_owned(), |limit| limit.to_string());
     format!(
         "{disk} rbps={} wbps={} riops={} wiops={}",
@@ -153,15 +171,15 @@ mod tests {
 
     #[test]
     fn a_file_system_without_a_disk_is_named() {
-        let error = disk_of(Path::new("/proc")).unwrap_err().to_string();
+        let error = find_disk(Path::new("/proc")).unwrap_err().to_string();
         assert!(error.starts_with("the file system of /proc is not on one block device (device 0:"), "{error}");
-        assert!(matches!(disk_of(Path::new("/none")), Err(DiskLimitError::Find { .. })));
+        assert!(matches!(find_disk(Path::new("/none")), Err(DiskLimitError::Find { .. })));
     }
 
     #[test]
     fn limits_that_are_not_set_are_removed() {
         let limits =
             DiskLimits { write_bytes_per_second: Some(1 << 20), reads_per_second: Some(5), ..DiskLimits::default() };
-        assert_eq!(line_of("8:0", &limits), "8:0 rbps=max wbps=1048576 riops=5 wiops=max");
+        assert_eq!(format_limits("8:0", &limits), "8:0 rbps=max wbps=1048576 riops=5 wiops=max");
     }
 }

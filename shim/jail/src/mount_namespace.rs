@@ -70,15 +70,22 @@ pub struct MountNamespaceError {
 }
 
 impl Classify for MountNamespaceError {
-    /// Returns `Unsupported` if the kernel, a file system or a limit of the node excludes idmapped mounts, so that a repetition fails too.
+    /// Returns `Unsupported` if the kernel, a file system or the node excludes idmapped mounts, so that a repetition fails too.
     fn kind(&self) -> FailureKind {
         match (self.what, self.source.raw_os_error()) {
-            // The file system cannot be mapped, or belongs to another user namespace; the kernel is older than 5.12; the node's
-            // user.max_user_namespaces is reached.
-            (MAP_OWNERS, Some(libc::EINVAL | libc::EPERM | libc::ENOSYS | libc::ENOSPC)) => FailureKind::Unsupported,
+            // The file system cannot be mapped, or belongs to another user namespace; the kernel is older than 5.12.
+            (MAP_OWNERS, Some(libc::EINVAL | libc::EPERM | libc::ENOSYS)) => FailureKind::Unsupported,
+            // Without user namespaces on the node it stays so; otherwise too many exist at the moment.
+            (MAP_OWNERS, Some(libc::ENOSPC)) if !allows_user_namespaces() => FailureKind::Unsupported,
+            (MAP_OWNERS, Some(libc::ENOSPC)) => FailureKind::Exhausted,
             _ => FailureKind::Internal,
         }
     }
+}
+
+/// Returns whether the node's `user.max_user_namespaces` is above 0. An unreadable value counts as such.
+fn allows_user_namespaces() -> bool {
+    fs::read_to_string("/proc/sys/user/max_user_namespaces").map_or(true, |limit| limit.trim() != "0")
 }
 
 fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> MountNamespaceError {

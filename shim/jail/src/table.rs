@@ -112,8 +112,9 @@ const DESCRIPTOR_FLAGS: &[u64] = &[
     c::F_GETFL as u64,
     c::F_SETFL as u64,
 ];
-/// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` (include/uapi/asm-generic/fcntl.h): the kernel sends the receiver a signal.
-const SIGNAL_RECEIVER: &[u64] = &[8, 10, 15];
+/// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` (include/uapi/asm-generic/fcntl.h): the kernel sends the receiver a signal. `F_SETLEASE`
+/// (include/uapi/linux/fcntl.h): it also holds up other processes that open the file.
+const SIGNAL_RECEIVER: &[u64] = &[8, 10, 15, 1024];
 /// `FIOSETOWN` and `SIOCSPGRP` (include/uapi/asm-generic/sockios.h), which do the same.
 const SOCKET_SIGNAL_RECEIVER: &[u64] = &[0x8901, 0x8902];
 

@@ -33,7 +33,7 @@ impl MountOption {
     }
 }
 
-/// What a request says of a mount that only its status repeats.
+/// The part of a requested mount that only ContainerStatus needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountRequest {
     /// The mount target in the container, which names the mount.

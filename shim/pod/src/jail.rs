@@ -5,6 +5,7 @@ use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec, Seccomp};
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
+use nacelle_jail::cgroup;
 use nacelle_jail::disk_limits::limit_disk;
 pub use nacelle_jail::{Access, ResourceLimits};
 use nacelle_jail::{JailPlan, NetworkAccess, Profile, VisiblePath};
@@ -32,6 +33,8 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     }
     if let (Some(group), Some(limits)) = (&jail.cgroup, &spec.disk_limits) {
         limit_disk(group, &spec.scratch.templates, limits)?;
+        // A process that stays outside of the group would have no limit.
+        cgroup::join(group)?;
     }
     if matches!(spec.engine, EngineSpec::Keeper { .. }) {
         vfio_dir::create(dir)?;
@@ -107,7 +110,7 @@ fn plan(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> JailPlan {
         true => visible_path(&spec.scratch_file(), Access::Take, true),
         false => idmapped(&spec.scratch_file(), Access::Write),
     });
-    paths.extend(jail.image_store.iter().map(|images| idmapped(images, Access::Read)));
+    paths.extend(jail.image_layers.iter().map(|images| idmapped(images, Access::Read)));
     // The engine reports a missing file. A kernel that the pod brings along lies in the jail directory and is removed later.
     let files = [&spec.kernel, &spec.initrd].into_iter().filter(|file| !file.starts_with(jail_dir(dir)));
     paths.extend(files.map(|file| visible_path(file, Access::Read, false)));
@@ -184,7 +187,7 @@ mod tests {
     use nacelle_jail::Mode;
 
     fn jail() -> JailSpec {
-        JailSpec { seccomp: Mode::Kill, image_store: None, cgroup: None, user: None }
+        JailSpec { seccomp: Mode::Kill, image_layers: None, cgroup: None, user: None }
     }
 
     #[test]
@@ -229,7 +232,7 @@ mod tests {
             shares: 0,
         };
         let spec = PodSpec { engine, memory_mib: 1024, ..sample() };
-        let jail = JailSpec { image_store: Some("/var/lib/nacelle/images".into()), user: Some(70_001), ..jail() };
+        let jail = JailSpec { image_layers: Some("/var/lib/nacelle/images".into()), user: Some(70_001), ..jail() };
         let plan = plan(&spec, &jail, dir);
         let of_directory = plan.visible_paths.iter().filter(|path| path.path == dir.join("vfio"));
         let seen: Vec<_> = of_directory.map(|path| (path.visible_as.as_deref(), path.access)).collect();

@@ -1,5 +1,5 @@
-//! Creates and removes the run directory of a pod. It is a file system of its own, because the pod process writes there, what lies there
-//! is memory of the node, and the process may be hostile.
+//! Creates and removes the run directory of a pod. It is a tmpfs of its own: the pod process writes there, may be hostile, and must not
+//! fill the node's `/run`.
 
 use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::jailed::{JailedDir, JailedFile};
@@ -83,6 +83,7 @@ mod tests {
     #[test]
     fn a_process_fills_its_own_directory_only() {
         if !geteuid().is_root() {
+            println!("skipped: only root mounts file systems");
             return;
         }
         let directory = tempfile::tempdir().unwrap();

@@ -99,8 +99,9 @@ pub struct PodSpec {
 pub struct JailSpec {
     /// The reaction to a system call that is not on the list.
     pub seccomp: Seccomp,
-    /// The image store, which QEMU of a machine pod reads by path; `None` for other pods.
-    pub image_store: Option<PathBuf>,
+    /// The directory of the image store's layers, which QEMU of a machine pod reads by path; `None` for other pods.
+    #[serde(alias = "image_store")]
+    pub image_layers: Option<PathBuf>,
     /// The process's cgroup, relative to the root of each hierarchy; `None` if it stays where it is.
     #[serde(default)]
     pub cgroup: Option<PathBuf>,

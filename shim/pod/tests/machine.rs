@@ -142,7 +142,7 @@ impl TestPod {
             Some(NetworkSpec { netns: self.net.pod.clone(), interfaces: vec!["eth0".into()], queues: vec![] });
         spec.jail = Some(JailSpec {
             seccomp: Seccomp::Kill,
-            image_store: None,
+            image_layers: None,
             cgroup: Some(common::cgroup(self.root.path())),
             user: Some(70_001),
         });

@@ -74,7 +74,7 @@ impl RunDir {
     async fn spawn_jailed(&self) -> PodClient {
         let mut spec = spec(self.root.path());
         let cgroup = Some(cgroup(self.root.path()));
-        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup, user: Some(USER) });
+        spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_layers: None, cgroup, user: Some(USER) });
         client::spawn(&std::env::current_exe().unwrap(), &self.dir, &spec, admit).await.unwrap()
     }
 
@@ -402,8 +402,8 @@ async fn map_owners(run_dir: RunDir) {
     }
     let mut spec = spec(run_dir.root.path());
     spec.engine = fake_machine_spec(keep.clone());
-    let (image_store, cgroup) = (Some(images.clone()), Some(cgroup(run_dir.root.path())));
-    spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_store, cgroup, user: Some(USER) });
+    let (image_layers, cgroup) = (Some(images.clone()), Some(cgroup(run_dir.root.path())));
+    spec.jail = Some(JailSpec { seccomp: Seccomp::Kill, image_layers, cgroup, user: Some(USER) });
     let scratch = spec.scratch_file();
     let client = client::spawn(&std::env::current_exe().unwrap(), &run_dir.dir, &spec, admit).await.unwrap();
     let process = PathBuf::from(format!("/proc/{}", client.identity().pid));
@@ -530,7 +530,7 @@ async fn name_foreign_processes(run_dir: RunDir) {
     foreign.id = nacelle_base::PodId::from_bytes([7; 32]);
     foreign.engine = nacelle_pod::spec::EngineSpec::Host { agent: "/none".into(), shares: Default::default() };
     foreign.jail =
-        Some(JailSpec { seccomp: Seccomp::Kill, image_store: None, cgroup: Some(victim.group.clone()), user: None });
+        Some(JailSpec { seccomp: Seccomp::Kill, image_layers: None, cgroup: Some(victim.group.clone()), user: None });
     let others = foreign.scratch_file();
     std::fs::create_dir_all(&others).unwrap();
     std::fs::write(others.join("data"), "another pod's").unwrap();
@@ -661,7 +661,7 @@ async fn remove_run_directory(run_dir: RunDir) {
     let mut spec = spec(run_dir.root.path());
     spec.jail = Some(JailSpec {
         seccomp: Seccomp::Kill,
-        image_store: None,
+        image_layers: None,
         cgroup: Some(cgroup(run_dir.root.path())),
         user: Some(USER),
     });

@@ -67,7 +67,7 @@ pub(crate) async fn serve_spdy<G: StreamBackend>(backend: Arc<G>, pod: &str, con
 /// Returns the name of the subprotocol and its coding if the client has named its ports and offers a supported one. The name is
 /// empty if the client offers none.
 pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'static str, Coding)> {
-    if !have_channels(ports) {
+    if !can_be_channels(ports) {
         return None;
     }
     match offered {
@@ -77,13 +77,13 @@ pub(crate) fn choose_channels(offered: &[&str], ports: &[u16]) -> Option<(&'stat
 }
 
 /// Returns whether the ports of a request can be channels.
-fn have_channels(ports: &[u16]) -> bool {
+fn can_be_channels(ports: &[u16]) -> bool {
     (1..=MAX_PORTS).contains(&ports.len())
 }
 
 /// Returns the names of the subprotocols that are accepted for these ports.
 pub(crate) fn websocket_names(ports: &[u16]) -> impl Iterator<Item = &'static str> {
-    let channels = CHANNEL_PROTOCOLS.into_iter().map(|(name, _)| name).filter(|_| have_channels(ports));
+    let channels = CHANNEL_PROTOCOLS.into_iter().map(|(name, _)| name).filter(|_| can_be_channels(ports));
     [TUNNEL_PROTOCOL].into_iter().chain(channels)
 }
 

@@ -317,7 +317,7 @@ impl StreamingServer {
         let chosen = if spdy { choose_spdy_handler(ask, &offered) } else { choose_websocket_handler(ask, &offered) };
         let (job, protocol) = match chosen {
             Ok(chosen) => chosen,
-            Err(accepted) => return (negotiation_failure(&offered, &accepted), None),
+            Err(accepted) => return (refuse_protocols(&offered, &accepted), None),
         };
         let mut answer = text_response(StatusCode::SWITCHING_PROTOCOLS, "");
         let headers = answer.headers_mut();
@@ -398,7 +398,7 @@ fn choose_websocket_handler(
 }
 
 /// Names the protocols of both sides, in the words of Kubernetes' servers (k8s.io/apimachinery/pkg/util/httpstream, `Handshake`).
-fn negotiation_failure(offered: &[&str], accepted: &[&'static str]) -> Response<Full<Bytes>> {
+fn refuse_protocols(offered: &[&str], accepted: &[&'static str]) -> Response<Full<Bytes>> {
     let (client, server) = (offered.join(" "), accepted.join(" "));
     let why = "unable to upgrade: unable to negotiate protocol";
     let mut answer =

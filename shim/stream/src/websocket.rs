@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split};
 use tokio::sync::mpsc;
-use tokio::time::interval;
+use tokio::time::{MissedTickBehavior, interval};
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
@@ -142,7 +142,7 @@ impl Socket {
         let (stdout, stderr, error) = (writer(STDOUT), writer(STDERR), writer(ERROR));
         let readers = vec![Some(to_stdin), None, None, None, Some(to_resize)];
         let (output, input) = accept_socket(io).await.split();
-        let stalled = Stalled::default();
+        let stalled = StallState::default();
         tokio::spawn(read_messages(input, readers, coding, stalled.clone(), life.clone()));
         tokio::spawn(write_messages(output, written, coding, Some(STDOUT), stalled, life.clone()));
         (Socket { life, out }, CommandChannels { stdin, stdout, stderr, error, resize })
@@ -163,7 +163,7 @@ impl Socket {
             readers.extend([Some(to_reader), None]);
         }
         let (output, input) = accept_socket(io).await.split();
-        let stalled = Stalled::default();
+        let stalled = StallState::default();
         tokio::spawn(read_messages(input, readers, coding, stalled.clone(), life.clone()));
         tokio::spawn(write_messages(output, written, coding, None, stalled, life.clone()));
         for PortChannels { port, writer, error, .. } in &ends {
@@ -191,15 +191,15 @@ impl Drop for Socket {
 
 /// Whether a message of the peer waits for the reader of its channel. Later messages, among them pings, are not read meanwhile.
 #[derive(Clone)]
-struct Stalled {
+struct StallState {
     waits: Arc<AtomicBool>,
     /// The pause between two pongs while a message waits.
     pong_interval: Duration,
 }
 
-impl Default for Stalled {
-    fn default() -> Stalled {
-        Stalled { waits: Arc::default(), pong_interval: PONG_INTERVAL }
+impl Default for StallState {
+    fn default() -> StallState {
+        StallState { waits: Arc::default(), pong_interval: PONG_INTERVAL }
     }
 }
 
@@ -207,7 +207,7 @@ async fn read_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut input: SplitStream<WebSocketStream<T>>,
     mut readers: Vec<Option<mpsc::Sender<Bytes>>>,
     coding: Coding,
-    stalled: Stalled,
+    stalled: StallState,
     life: ConnectionLifetime,
 ) {
     let all = async {
@@ -244,7 +244,7 @@ async fn write_messages<T: AsyncRead + AsyncWrite + Unpin>(
     mut written: mpsc::Receiver<OutgoingMessage>,
     coding: Coding,
     first: Option<u8>,
-    stalled: Stalled,
+    stalled: StallState,
     life: ConnectionLifetime,
 ) {
     let all = async {
@@ -253,6 +253,8 @@ async fn write_messages<T: AsyncRead + AsyncWrite + Unpin>(
             output.send(coding.encode(channel, &[])).await?;
         }
         let mut pongs = interval(stalled.pong_interval);
+        // Otherwise a client that reads nothing for a while would get them all at once.
+        pongs.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let next = tokio::select! {
                 next = written.recv() => next,
@@ -372,7 +374,7 @@ mod tests {
             let (life, (out, written)) = (ConnectionLifetime::default(), mpsc::channel(MAX_QUEUED_MESSAGES));
             let (_process, to_stdin) = Reader::new(STDIN.into(), out);
             let (output, input) = accept_socket(near).await.split();
-            let stalled = Stalled { pong_interval: Duration::from_millis(5), ..Stalled::default() };
+            let stalled = StallState { pong_interval: Duration::from_millis(5), ..StallState::default() };
             tokio::spawn(read_messages(input, vec![Some(to_stdin)], Coding::Binary, stalled.clone(), life.clone()));
             tokio::spawn(write_messages(output, written, Coding::Binary, None, stalled, life));
             let (mut to, mut from) = WebSocketStream::from_raw_socket(far, Role::Client, None).await.split();

@@ -382,8 +382,7 @@ fn check_disk(root: &Path) -> Finding {
 
 /// Checks whether the disk of `root` can be limited.
 fn check_disk_limits(root: &Path) -> Finding {
-    let existing = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    match nacelle_pod::check_disk_limits(existing) {
+    match nacelle_pod::check_disk_limits(&existing_ancestor(root)) {
         Ok(disk) => finding(Severity::Ok, "disk limits", format!("apply to block device {disk}")),
         Err(error) => finding(Severity::Fail, "disk limits", Chain(&error).to_string()),
     }

@@ -208,8 +208,10 @@ fn check_handler(name: &str, handler: &Handler) -> Result<(), BrokenRule> {
             ("reads_per_second", limits.reads_per_second),
             ("writes_per_second", limits.writes_per_second),
         ] {
-            let range = 1..=MAX_DISK_RATE;
-            in_range(key(&format!("disk_limits.{limit}")), value.unwrap_or(1), range, "1 to 10^15 are allowed")?;
+            if let Some(value) = value {
+                let range = 1..=MAX_DISK_RATE;
+                in_range(key(&format!("disk_limits.{limit}")), value, range, "1 to 10^15 are allowed")?;
+            }
         }
     }
     if let Some(mib) = handler.empty_dir_mib {

@@ -6,7 +6,7 @@ use super::convert::{
     seccomp_profile,
 };
 use super::sandbox::required;
-use super::status::{refuse, status};
+use super::status::{creation_status, refuse, status};
 use crate::cdi;
 use crate::profile;
 use nacelle_base::FailureKind;
@@ -58,7 +58,7 @@ impl Cri {
         let image = self.image_of("config.image.image", &config.image)?;
         let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
         let volumes = volumes.collect::<Result<_, _>>()?;
-        let id = self.node.create(pod, config, image, volumes).await.map_err(status)?;
+        let id = self.node.create(pod, config, image, volumes).await.map_err(creation_status)?;
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
     }
 

@@ -1,5 +1,5 @@
 //! Converts failures into gRPC statuses, for all RPCs: the kind determines the code, and the message is the error with all its
-//! causes on one line. A reason that kubelet knows is at its beginning.
+//! causes on one line.
 
 use crate::lifecycle::lead_with_reason;
 use nacelle_base::{Chain, Classify, FailureKind};
@@ -9,6 +9,11 @@ use tonic::Status;
 
 /// Returns the status of a failure.
 pub fn status<E: Error + Classify>(error: E) -> Status {
+    refuse(error.kind(), &Chain(&error).to_string())
+}
+
+/// Returns the status of a failed CreateContainer: a reason that kubelet knows is at its beginning.
+pub fn creation_status<E: Error + Classify>(error: E) -> Status {
     refuse(error.kind(), &lead_with_reason(&Chain(&error).to_string()))
 }
 

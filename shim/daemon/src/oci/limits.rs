@@ -21,8 +21,16 @@ pub fn limits(after: &Resources, change: &Resources) -> Vec<(String, String)> {
     if change.memory_limit != 0 {
         set("memory.max", if change.memory_limit > 0 { change.memory_limit.to_string() } else { NO_LIMIT.to_owned() });
     }
-    if let Some(swap) = after.swap_limit().filter(|_| change.memory_swap_limit != 0 || change.memory_limit != 0) {
-        set("memory.swap.max", if swap == UNLIMITED { NO_LIMIT.to_owned() } else { swap.to_string() });
+    if change.memory_swap_limit != 0 || change.memory_limit != 0 {
+        match after.swap_limit() {
+            Some(UNLIMITED) => set("memory.swap.max", NO_LIMIT.to_owned()),
+            Some(swap) => set("memory.swap.max", swap.to_string()),
+            // The limit of both together has no meaning without one of memory.
+            None if change.memory_limit < 0 && after.memory_swap_limit != 0 => {
+                set("memory.swap.max", NO_LIMIT.to_owned())
+            }
+            None => {}
+        }
     }
     for (file, list) in [("cpuset.cpus", &change.cpuset_cpus), ("cpuset.mems", &change.cpuset_mems)] {
         if !list.is_empty() {
@@ -84,6 +92,7 @@ mod tests {
             (memory(10, 15), memory(12, 0), &["memory.max=12", "memory.swap.max=3"]),
             (memory(10, 15), memory(20, 0), &["memory.max=20", "memory.swap.max=0"]),
             (memory(10, 15), memory(0, -1), &["memory.swap.max=max"]),
+            (memory(10, 15), memory(-1, 0), &["memory.max=max", "memory.swap.max=max"]),
             (memory(10, 0), memory(12, 0), &["memory.max=12"]),
             (memory(0, 0), memory(0, 15), &[]),
         ] {

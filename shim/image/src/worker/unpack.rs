@@ -121,7 +121,7 @@ fn run_workers(
         let job = Job::Decompress { bytes: limits.bytes };
         let streams = WorkerStreams { input: packed.into(), output: output.into(), blob: None };
         let decompressing = start_worker(scope, work, job, streams).map_err(connect)?;
-        let pump = move || pass_on(work, unpacked, to_index, limits.bytes);
+        let pump = move || forward_output(work, unpacked, to_index, limits.bytes);
         let pumping = Builder::new().name("layer pump".into()).spawn_scoped(scope, pump).map_err(connect)?;
         let fed = copy_stream(work, source, to_decompress, u64::MAX);
         Ok(ThreadResults {
@@ -176,7 +176,12 @@ fn copy_stream(
 
 /// Passes the output of a worker on to the next one, and returns its digest. Both readers get the same pages of the kernel (tee(2)), which
 /// the writer cannot change: its filter allows no call that puts pages of its own into a pipe.
-fn pass_on(work: &Supervision<'_>, mut from: PipeReader, to: PipeWriter, limit: u64) -> Result<Digest, CopyError> {
+fn forward_output(
+    work: &Supervision<'_>,
+    mut from: PipeReader,
+    to: PipeWriter,
+    limit: u64,
+) -> Result<Digest, CopyError> {
     hash_stream(work, limit, |piece| {
         let teed = retry_interrupted(|| tee(&from, &to, piece.len(), SpliceFlags::empty()));
         let got = teed.map_err(|errno| match errno {

@@ -2,11 +2,10 @@
 
 use super::device::devices;
 use super::resources::{fields, resources};
-use super::volume::volumes;
+use super::volume::{mount_requests, volumes};
 use super::{FieldError, apparmor, bad, id_number, name, name_of_image, pairs, users};
 use nacelle_model::capability;
 use nacelle_model::container::ContainerConfig;
-use nacelle_model::mount::MountRequest;
 use nacelle_model::namespace::{NodeNamespaces, UserNamespace};
 use nacelle_model::seccomp::SeccompProfile;
 use nacelle_model::security::{Capabilities, PidMode, RunAs, SeccompPolicy};
@@ -70,15 +69,8 @@ pub fn container_config(
         stdin_once: config.stdin_once,
         tty: config.tty,
         stop_signal: stop_signal(config.stop_signal)?,
-        stop_signal_name: alias_of_signal(config.stop_signal),
-        mounts: config
-            .mounts
-            .iter()
-            .map(|mount| MountRequest {
-                container_path: mount.container_path.clone(),
-                selinux_relabel: mount.selinux_relabel,
-            })
-            .collect(),
+        stop_signal_name: find_signal_alias(config.stop_signal),
+        mounts: mount_requests(&config.mounts),
         resources: resources(&linux.resources.unwrap_or_default(), fields!("config.linux.resources"))?,
         privileged: security.privileged,
         capabilities: capabilities(security.capabilities.as_ref())?,
@@ -138,16 +130,16 @@ fn stop_signal(signal: i32) -> Result<Option<u32>, FieldError> {
 }
 
 /// Returns the name of a signal whose number has another name that comes first; empty for all others.
-fn alias_of_signal(signal: i32) -> String {
+fn find_signal_alias(signal: i32) -> String {
     let Ok(signal) = cri::Signal::try_from(signal) else { return String::new() };
-    match signal_number(signal).and_then(signal_of) {
+    match signal_number(signal).and_then(find_signal) {
         Some(first) if first != signal => signal.as_str_name().to_owned(),
         _ => String::new(),
     }
 }
 
 /// Returns the first CRI signal with this Linux number.
-pub(super) fn signal_of(number: u32) -> Option<cri::Signal> {
+pub(super) fn find_signal(number: u32) -> Option<cri::Signal> {
     (1..=65).filter_map(|value| cri::Signal::try_from(value).ok()).find(|signal| signal_number(*signal) == Some(number))
 }
 

@@ -1,7 +1,7 @@
 //! Converts CRI's devices into `DeviceRequest`, and adds the edits of CDI devices to a request.
 
 use super::{FieldError, bad, not_yet};
-use crate::cdi::CdiEdits;
+use crate::cdi::{CdiEdits, MAX_NAMES};
 use nacelle_model::device::DeviceRequest;
 use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
@@ -64,9 +64,10 @@ pub fn cdi_names(config: &cri::ContainerConfig) -> Vec<String> {
     let annotations: BTreeMap<_, _> =
         config.annotations.iter().filter(|(key, _)| key.starts_with(CDI_ANNOTATIONS)).collect();
     let in_annotations = annotations.values().flat_map(|names| names.split(','));
+    // One more than a container may have is refused with the names.
     let mut names: Vec<String> = Vec::new();
     for name in in_field.chain(in_annotations) {
-        if !names.iter().any(|known| known == name) {
+        if names.len() <= MAX_NAMES && !names.iter().any(|known| known == name) {
             names.push(name.to_owned());
         }
     }

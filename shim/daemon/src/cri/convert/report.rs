@@ -1,6 +1,6 @@
 //! Converts records into CRI's lists, statuses and events, and applies the filters of lists.
 
-use super::container::signal_of;
+use super::container::find_signal;
 use super::users;
 use crate::lifecycle::announce::{self, AnnouncedState};
 use crate::lifecycle::{Event, EventKind, View};
@@ -214,7 +214,7 @@ fn stop_signal(container: &ContainerRecord) -> cri::Signal {
     let config = &container.config;
     let number = config.stop_signal.or(container.stop_signal);
     let named = cri::Signal::from_str_name(&config.stop_signal_name);
-    named.or_else(|| number.and_then(signal_of)).unwrap_or(cri::Signal::RuntimeDefault)
+    named.or_else(|| number.and_then(find_signal)).unwrap_or(cri::Signal::RuntimeDefault)
 }
 
 /// Returns the mounts in the order of the request. `users` is the user namespace of the pod.
@@ -431,7 +431,6 @@ mod tests {
 
     #[test]
     fn mounts_come_back_as_they_were_sent() {
-        use nacelle_model::mount::MountRequest;
         use nacelle_model::namespace::IdRange;
         let range = IdRange { first: 65_536, count: 65_536 };
         let users = UserNamespace { users: range, groups: range };
@@ -452,13 +451,7 @@ mod tests {
         let mut record = container_record(2, 1);
         let config = Arc::make_mut(&mut record.config);
         (config.volumes, config.node_volumes) = crate::cri::convert::volume::volumes(&sent, Some(users)).unwrap();
-        config.mounts = sent
-            .iter()
-            .map(|mount| MountRequest {
-                container_path: mount.container_path.clone(),
-                selinux_relabel: mount.selinux_relabel,
-            })
-            .collect();
+        config.mounts = crate::cri::convert::volume::mount_requests(&sent);
         record.volumes = vec![record.image.clone()];
         assert_eq!(container_status(&record, Some(users)).mounts, sent);
     }

@@ -4,7 +4,7 @@ use super::{FieldError, bad, name_of_image, not_yet, users};
 use crate::config::{Config, EngineSetting};
 use nacelle_base::mounts;
 use nacelle_model::container::ContainerConfig;
-use nacelle_model::mount::{ImageVolume, MountOption, NodeVolume, Propagation};
+use nacelle_model::mount::{ImageVolume, MountOption, MountRequest, NodeVolume, Propagation};
 use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::BTreeSet;
@@ -40,6 +40,15 @@ pub fn volumes(
     of_images.sort_by_key(|volume| depth(&volume.container_path));
     of_node.sort_by_key(|volume: &NodeVolume| depth(&volume.container_path));
     Ok((of_images, of_node))
+}
+
+/// Returns what only the status of the container repeats of its mounts.
+pub fn mount_requests(mounts: &[cri::Mount]) -> Vec<MountRequest> {
+    let request = |mount: &cri::Mount| MountRequest {
+        container_path: mount.container_path.clone(),
+        selinux_relabel: mount.selinux_relabel,
+    };
+    mounts.iter().map(request).collect()
 }
 
 /// Rejects what a VM cannot have: mounts that propagate to the node, and the node's `/dev` in place of that of the guest's

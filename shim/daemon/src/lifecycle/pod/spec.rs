@@ -7,6 +7,7 @@ use crate::config::Handler;
 use crate::lifecycle::context::NodeServices;
 use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
+use nacelle_image::LAYERS;
 use nacelle_model::pod::{OwnKernel, PodConfig};
 use nacelle_pod::spec::{self, JailSpec, PodSpec, ScratchSpec, Timeouts};
 use std::collections::BTreeMap;
@@ -73,7 +74,7 @@ pub(crate) fn pod_spec(
         jail: Some(JailSpec {
             seccomp: services.config.jail.seccomp,
             // The disks of a machine refer to images as backing files, by their paths.
-            image_store: config.kind.machine().map(|_machine| services.config.paths.images()),
+            image_layers: config.kind.machine().map(|_machine| services.config.paths.images().join(LAYERS)),
             cgroup: Some(group),
             user: *user,
         }),
