@@ -168,6 +168,10 @@ pub fn scan(shape: &'static Shape, bytes: &[u8], limit: usize) -> Result<ScanCos
         let number = u32::try_from(key >> 3).map_err(|_cause| damaged("the number of a field is too large"))?;
         let field = shape.fields.binary_search_by_key(&number, |field| field.0).ok();
         let field = field.and_then(|at| shape.fields.get(at)).map(|field| &field.1);
+        if key & 7 != 2 && matches!(field, Some(Field::Message(_) | Field::Text)) {
+            // prost reads a map as if its type were right, and would see other fields than this scan.
+            return Err(damaged("a message, a map or a text has the type of a number"));
+        }
         let mut inner = None;
         let length = match key & 7 {
             0 => {

@@ -137,6 +137,19 @@ fn the_largest_real_messages_are_decoded() {
 }
 
 #[test]
+fn a_map_or_text_of_another_type_is_rejected() {
+    // The number of `sysctls` with each type of a number, and bytes that prost would read as further interfaces.
+    for (kind, skipped) in [(0, 1), (1, 8), (5, 4)] {
+        let message = [vec![7 << 3 | kind, 0], [0x12, 0].repeat(4)].concat();
+        let scanned = scan(agent::BootConfig::shape(), message.get(..1 + skipped).unwrap(), usize::MAX);
+        assert!(matches!(scanned, Err(MessageError::Damaged { .. })), "{kind}: {scanned:?}");
+        assert!(wire::decode::<agent::BootConfig>(&message).is_err(), "{kind}");
+        let hostname = [1 << 3 | kind, 0, 0, 0, 0, 0, 0, 0, 0];
+        assert!(scan(agent::BootConfig::shape(), &hostname, usize::MAX).is_err(), "{kind}");
+    }
+}
+
+#[test]
 fn messages_inside_each_other_end() {
     // A shape that contains itself, as none of ours does.
     static ENDLESS: Shape = Shape { name: "endless", size: 8, fields: &[(1, wire::Field::Message(&ENDLESS))] };
