@@ -56,6 +56,9 @@ const OPCODE: std::ops::Range<usize> = 4..8;
 /// `FUSE_WRITE`, and the length of what precedes its data: `struct fuse_in_header`, `struct fuse_write_in`.
 const FUSE_WRITE: [u8; 4] = 16u32.to_le_bytes();
 const WRITE_HEAD: usize = 40 + 40;
+/// `FUSE_READ`, and the position in the file in it and in `FUSE_WRITE`.
+const FUSE_READ: [u8; 4] = 15u32.to_le_bytes();
+const FILE_POSITION: std::ops::Range<usize> = 48..56;
 /// `FUSE_INIT`, the offset of both halves of its flags, and the flag of Nacelle's guest kernel
 /// (guest/kernel/0009-fuse-device-submounts.patch), which mounts volumes that are not directories too.
 const FUSE_INIT: [u8; 4] = 26u32.to_le_bytes();
@@ -222,7 +225,10 @@ impl Server {
 
     /// Passes a request to virtiofsd whose beginning, `head`, was checked and copied, so that the guest cannot change it.
     fn handle_request(&mut self, memory: &Memory, head: &[u8], readable: &[Buffer], writable: &[Buffer]) -> u32 {
-        let error = if names::are_plain(head) {
+        let error = if !has_possible_position(head) {
+            tracing::debug!("the guest sent an invalid file request: no file has this position");
+            libc::EINVAL
+        } else if names::are_plain(head) {
             if head.get(OPCODE).is_some_and(|opcode| opcode == FUSE_INIT) {
                 let flags = head.get(INIT_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
                 self.supports_file_submounts.store(flags & DEVICE_SUBMOUNTS != 0, Ordering::Relaxed);
@@ -317,6 +323,16 @@ impl Server {
         memory.write_obj(self.request_count.to_le(), GuestAddress(AVAILABLE + 2)).map_err(other_error)?;
         self.queue.pop_descriptor_chain(memory).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
+}
+
+/// Returns whether a request to read or write begins and ends at positions that a file can have; virtiofsd panics otherwise. Other
+/// requests pass.
+fn has_possible_position(head: &[u8]) -> bool {
+    if !head.get(OPCODE).is_some_and(|opcode| [FUSE_READ, FUSE_WRITE].iter().any(|known| known == opcode)) {
+        return true;
+    }
+    let position = head.get(FILE_POSITION).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
+    position.checked_add(MAX_MESSAGE as u64).is_some_and(|end| i64::try_from(end).is_ok())
 }
 
 /// Returns the stream's own error without the wrapper of vm-memory.
