@@ -138,14 +138,25 @@ pub fn find_edits(names: &[String], directories: &[PathBuf]) -> Result<CdiEdits,
         return Err(CdiError::TooMany { count: names.len() });
     }
     let mut skipped_files = Vec::new();
-    let read: Vec<_> = directories.iter().rev().map(|directory| read_specs(directory, &mut skipped_files)).collect();
+    let specs: Vec<_> = directories.iter().rev().map(|directory| read_specs(directory, &mut skipped_files)).collect();
+    merge_edits(names, &specs, || (directories.to_vec(), skipped_files))
+}
+
+/// Returns the edits of these devices. `specs` are the specifications of each directory, `searched` the directories and the files that
+/// were skipped.
+fn merge_edits(
+    names: &[String],
+    specs: &[Vec<(PathBuf, CdiSpec)>],
+    searched: impl FnOnce() -> (Vec<PathBuf>, Vec<String>),
+) -> Result<CdiEdits, CdiError> {
     let mut edits = CdiEdits::default();
     let mut used = BTreeSet::new();
     for name in names {
         let (kind, device) = split_name(name)?;
-        let found = read.iter().find_map(|specs| find_device(specs, name, kind, device).transpose()).transpose()?;
+        let found = specs.iter().find_map(|specs| find_device(specs, name, kind, device).transpose()).transpose()?;
         let Some((path, spec, device)) = found else {
-            return Err(CdiError::Unknown { name: name.clone(), looked: directories.to_vec(), skipped_files });
+            let (looked, skipped_files) = searched();
+            return Err(CdiError::Unknown { name: name.clone(), looked, skipped_files });
         };
         if used.insert((path.clone(), None)) {
             apply_edits(&mut edits, &spec.container_edits, name, path)?;
@@ -269,6 +280,15 @@ fn apply_edits(edits: &mut CdiEdits, requested: &ContainerEdits, name: &str, pat
     }
     edits.groups.extend(&requested.additional_gids);
     Ok(())
+}
+
+/// Reads the bytes as a specification, and returns the edits of at most [`MAX_NAMES`] of its devices. For the fuzz harness.
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) fn find_edits_in(bytes: &[u8]) -> io::Result<Result<CdiEdits, CdiError>> {
+    let spec: CdiSpec = json::read(bytes)?;
+    let devices = spec.devices.iter().take(MAX_NAMES);
+    let names: Vec<_> = devices.map(|device| format!("{}={}", spec.kind, device.name)).collect();
+    Ok(merge_edits(&names, &[vec![("test.json".into(), spec)]], Default::default))
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ pub mod cli;
 pub mod config;
 pub mod cri;
 mod deadline;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 pub mod grpc_connection;
 mod guest_port;
 mod hugepages;
