@@ -2,12 +2,29 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use nacelle_base::allocations::CountingAllocator;
 use std::sync::LazyLock;
 
-static CHOSEN: LazyLock<fn(&[u8])> = LazyLock::new(|| {
+type Target = fn(&[u8]);
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+static CHOSEN: LazyLock<Target> = LazyLock::new(|| {
     let name = std::env::var("FUZZ_TARGET").unwrap_or_default();
-    let guests = nacelle_vmm::fuzz::TARGETS.iter().chain(&nacelle_pod::fuzz::TARGETS).chain(&nacelle_keeper::fuzz::TARGETS);
-    let found = guests.chain(&nacelle_stream::fuzz::TARGETS).chain(&nacelle_vmi::fuzz::TARGETS).chain(&nacelle_net::fuzz::TARGETS).chain(&nacelle_image::fuzz::TARGETS).find(|(target, _)| *target == name);
+    let crates: [&[(&str, Target)]; 10] = [
+        &nacelle_agent::fuzz::TARGETS,
+        &nacelle_daemon::fuzz::TARGETS,
+        &nacelle_fs::fuzz::TARGETS,
+        &nacelle_image::fuzz::TARGETS,
+        &nacelle_keeper::fuzz::TARGETS,
+        &nacelle_net::fuzz::TARGETS,
+        &nacelle_pod::fuzz::TARGETS,
+        &nacelle_stream::fuzz::TARGETS,
+        &nacelle_vmi::fuzz::TARGETS,
+        &nacelle_vmm::fuzz::TARGETS,
+    ];
+    let found = crates.into_iter().flatten().find(|(target, _)| *target == name);
     found.unwrap_or_else(|| panic!("FUZZ_TARGET is {name:?}, which is no harness")).1
 });
 
