@@ -112,7 +112,7 @@ fn a_pod_whose_run_directory_is_lost_is_ended_before_it_is_said_to_be() {
     });
     daemon.kill();
     let directory = world.pods.alive().pop().unwrap();
-    std::fs::remove_dir_all(&directory).unwrap();
+    nacelle_pod::run_dir::remove(&directory).unwrap();
     let mut daemon = world.daemon();
     assert_eq!(world.pods.alive(), Vec::<std::path::PathBuf>::new());
     world.run(async {

@@ -348,9 +348,12 @@ impl World {
 }
 
 impl Drop for World {
-    /// A killed daemon may hold the pods for a moment longer than the test runs.
+    /// A killed daemon may hold the pods for a moment longer than the test runs. Their run directories are file systems of their own,
+    /// which would stay.
     fn drop(&mut self) {
         self.pods.kill_all();
+        let pods = std::fs::read_dir(self.root.path().join("run/pods")).into_iter().flatten().flatten();
+        pods.for_each(|pod| drop(nacelle_pod::run_dir::remove(&pod.path())));
     }
 }
 
