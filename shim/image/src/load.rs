@@ -231,7 +231,7 @@ impl ArchiveFile {
         if COMPRESSED.iter().any(|magic| start.get(..length).is_some_and(|start| start.starts_with(magic))) {
             return Err(ImageError::Archive {
                 path: path.to_owned(),
-                why: "the archive is compressed; decompress it first, with gzip -d, zstd -d, xz -d or bzip2 -d",
+                why: "the archive is compressed; decompress it first, with gzip -d, zstd -d or xz -d",
             });
         }
         let read_error = |source| ImageError::ArchiveRead { path: path.to_owned(), source };
