@@ -41,6 +41,11 @@ pub fn scratch_directory(id: &str) -> PathBuf {
     Path::new(SCRATCH).join(id)
 }
 
+/// Returns the directory on the scratch disk with the volumes that a container's image declares.
+pub fn anonymous_volumes(id: &str) -> PathBuf {
+    scratch_directory(id).join("volumes")
+}
+
 /// Returns the directory on the scratch disk with what a container has written to its root.
 pub fn upper_layer(id: &str) -> PathBuf {
     scratch_directory(id).join("upper")

@@ -4,7 +4,7 @@ use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{image_volumes, limits, spec, user};
+use super::{anonymous_volumes, image_volumes, limits, spec, user};
 use crate::copied_in::CopiedInVolumeError;
 use crate::empty_dirs::EmptyDirError;
 use crate::huge_pages::HugePagesError;
@@ -54,6 +54,8 @@ pub enum AgentError {
     Target { id: String, source: RootPathError },
     #[error("cannot mount a volume of container {id}")]
     Volume { id: String, source: image_volumes::ImageVolumeError },
+    #[error("cannot make the volumes that the image of container {id} declares")]
+    AnonymousVolume { id: String, source: anonymous_volumes::AnonymousVolumeError },
     #[error("cannot start a process of container {id}")]
     Zygote { id: String, source: ZygoteError },
     #[error("cannot {what} of container {id}")]
@@ -114,6 +116,7 @@ impl Classify for AgentError {
             AgentError::Mount { source, .. } => source.kind(),
             AgentError::Target { source, .. } => source.kind(),
             AgentError::Volume { source, .. } => source.kind(),
+            AgentError::AnonymousVolume { source, .. } => source.kind(),
             AgentError::Limits { source, .. } => source.kind(),
             AgentError::HugePages { source, .. } => source.kind(),
             AgentError::Zygote { source, .. } => source.kind(),

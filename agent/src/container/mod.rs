@@ -3,6 +3,7 @@
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
 //! containers and processes. This layer does not know gRPC.
 
+pub mod anonymous_volumes;
 mod create;
 pub mod devices;
 mod error;

@@ -23,6 +23,8 @@ pub struct CreateOptions {
     pub pid_mode: PidMode,
     /// Image volumes, in the order in which they are mounted.
     pub volumes: Vec<ImageVolume>,
+    /// The paths of the volumes that the container's image declares.
+    pub anonymous_volumes: Vec<String>,
     /// Block devices of the node.
     pub devices: Vec<BlockDevice>,
     /// emptyDir volumes in memory or on disks of the VM.

@@ -12,7 +12,7 @@ use super::error::AgentError;
 use super::options::CreateOptions;
 use super::pod::AgentPod;
 use super::spec::{PidNamespace, SpecContext, adjust_spec, parse_spec, read_bounding_set, read_oom_score_adj};
-use super::{devices, image_volumes, limits, mapped_mounts, root, user};
+use super::{anonymous_volumes, devices, image_volumes, limits, mapped_mounts, root, user};
 use crate::cgroup;
 use crate::empty_dirs::EmptyDirSource;
 use crate::huge_pages;
@@ -58,6 +58,8 @@ pub(super) fn prepare_container(
         let mount = image_volumes::prepare_mount(&root, &image, volume, owner);
         mounts.push(mount.map_err(|source| AgentError::Volume { id: id.clone(), source })?);
     }
+    let anonymous = anonymous_volumes::prepare_volumes(id, &root, &options.anonymous_volumes, owner)
+        .map_err(|source| AgentError::AnonymousVolume { id: id.clone(), source })?;
     let is_shared = |mount: &Mount| mount.source().as_ref().is_some_and(|source| source.starts_with(share::DIRECTORY));
     if spec.mounts().iter().flatten().any(is_shared) {
         pod.disks.mount_shared_volumes()?;
@@ -78,6 +80,8 @@ pub(super) fn prepare_container(
     if let (Some(users), Some(mounts)) = (users, spec.mounts_mut()) {
         mapped_mounts::map_sources(id, users, mounts).map_err(in_root)?;
     }
+    // First, so that volumes that the request has below one are mounted in it.
+    spec.mounts_mut().get_or_insert_default().splice(..0, anonymous);
     for device in &options.devices {
         let numbers = pod.disks.device_numbers(device.partition)?;
         devices::add_device(&mut spec, device, numbers).map_err(|source| in_spec(source.into()))?;

@@ -6,11 +6,13 @@
 //! container's program starts, and both follow links with the same function, `follow_links`.
 
 mod bind_mounts;
+mod copy_tree;
 mod error;
 mod mount_points;
 mod root_dir;
 
 pub use bind_mounts::{check_bind_mounts, check_proc_mounts, is_bind_mount, proc_mount_points, take_late_mounts};
+pub use copy_tree::{CopyBudget, CopyError, copy_tree};
 pub(crate) use error::root_error;
 pub use error::{RootError, RootPathError};
 pub use mount_points::{EntryKind, MountPoints, Owner};

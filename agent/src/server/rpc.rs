@@ -138,6 +138,7 @@ impl Agent for AgentService {
             pid_of: request.pid_of,
             pid_mode,
             volumes: request.volumes,
+            anonymous_volumes: request.anonymous_volumes,
             devices: request.devices,
             empty_dirs: request.empty_dirs,
         };

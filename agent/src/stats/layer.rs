@@ -83,7 +83,7 @@ impl Layers {
         for id in stale {
             let start = Instant::now();
             // A container that has just been removed has no size.
-            if let Ok(size) = measure(&paths::upper_layer(id)) {
+            if let Ok(size) = measure_container(&paths::upper_layer(id), &paths::anonymous_volumes(id)) {
                 let at = Instant::now();
                 self.lock().sizes.insert(id.clone(), MeasuredLayer { size, at, duration: at.duration_since(start) });
             }
@@ -106,6 +106,19 @@ pub async fn measure_stale_within(layers: &Arc<Layers>, ids: Vec<String>, limit:
     let walk = tokio::task::spawn_blocking(move || layers.measure_stale(&ids));
     // A walk that takes longer continues, for the next request.
     let _ = tokio::time::timeout(limit, walk).await;
+}
+
+/// Measures the writable layer of a container, and the volumes that its image declares if there are any.
+fn measure_container(layer: &Path, volumes: &Path) -> io::Result<LayerSize> {
+    let layer = measure(layer)?;
+    let volumes = match measure(volumes) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(layer),
+        other => other?,
+    };
+    Ok(LayerSize {
+        bytes: layer.bytes.saturating_add(volumes.bytes),
+        inodes: layer.inodes.saturating_add(volumes.inodes),
+    })
 }
 
 /// Measures a directory with everything in it. Links are not followed, and a file with several names counts once.
@@ -199,6 +212,11 @@ mod tests {
         let grown = after.bytes - before.bytes;
         assert!((256 << 10..512 << 10).contains(&grown), "{grown}");
         assert!(measure(&root.join("none")).is_err());
+        let volumes = root.join("a");
+        let both = measure_container(&root, &volumes).unwrap();
+        assert_eq!(both.inodes, after.inodes + measure(&volumes).unwrap().inodes);
+        assert_eq!(measure_container(&root, &root.join("none")).unwrap().inodes, after.inodes);
+        assert!(measure_container(&root.join("none"), &root).is_err());
     }
 
     #[test]

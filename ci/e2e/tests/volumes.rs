@@ -428,3 +428,86 @@ fn mount_options_restrict_a_volume() {
     pod.remove();
     assert_eq!(node.leaked(), Vec::<String>::new());
 }
+
+/// Returns an image that declares volumes: with content, missing in the image, over a container's own file system, and below another.
+fn declaring_image() -> TestImage {
+    let volumes =
+        json!({"/data": {}, "new/deep": {}, "/sys/fs/cgroup": {}, "/data/sub": {}, "/given": {}, "/link": {}});
+    TestImage::busybox().with_config("Volumes", volumes).with_layer(|layer| {
+        layer.add_directory("data", 0o1770);
+        layer.add_file("data/file", b"of the image", 0o4751);
+        layer.add_directory("data/sub", 0o700);
+        layer.add_symlink("data/current", "sub");
+        layer.add_directory("elsewhere", 0o755);
+        layer.add_file("elsewhere/file", b"linked", 0o644);
+        layer.add_symlink("link", "/elsewhere");
+        layer.add_directory("given", 0o755);
+        layer.add_file("given/hidden", b"of the image", 0o644);
+    })
+}
+
+#[test]
+fn volumes_that_an_image_declares_are_writable_and_end_with_their_container() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&declaring_image(), "declaring:1");
+    let outer = tempfile::tempdir_in("/dev/shm").unwrap();
+    let ids = json!([{"container_id": 0, "host_id": 196_608, "length": 65_536}]);
+    let users = json!({"mode": 0, "uids": ids, "gids": ids});
+    for (name, options) in [("plain", json!({})), ("mapped", json!({"userns_options": users}))] {
+        let given = outer.path().join(name);
+        fs::create_dir(&given).unwrap();
+        fs::set_permissions(&given, PermissionsExt::from_mode(0o777)).unwrap();
+        fs::write(given.join("of-node"), "").unwrap();
+        let linux =
+            |readonly: bool| json!({"security_context": {"readonly_rootfs": readonly, "namespace_options": options}});
+        let pod = PodRequest::new(name, node.directory());
+        let pod = node.crictl.run_pod(pod.set("linux", linux(false)));
+        let container = |name: &str, readonly| {
+            // /given is mounted by the request, and another volume is in one that the image declares.
+            let mounts = json!([
+                {"container_path": "/data/below", "host_path": given, "readonly": true},
+                {"container_path": "/given", "host_path": given},
+            ]);
+            let request = ContainerRequest::sh(name, &image, "echo up; sleep 600");
+            let container = pod.start(request.set("linux", linux(readonly)).set("mounts", mounts));
+            container.wait_for_output("up");
+            container
+        };
+        let one = container("one", true);
+        let state = "cd /data; stat -c '%n %a %u %g' . file sub; cat file; echo; readlink current; ls /link /new/deep";
+        let first = "\
+            . 1770 0 0\nfile 4751 0 0\nsub 700 0 0\nof the image\nsub\n\
+            /link:\nfile\n\n/new/deep:";
+        assert_eq!(one.exec(state).ok(), first, "{name}");
+        assert_eq!(one.exec("ls /given /data/below").ok(), "/data/below:\nof-node\n\n/given:\nof-node");
+        assert_ne!(one.exec("touch /file || touch /data/below/file").code, 0, "the root is writable");
+        one.exec(
+            "cd /data && echo x >file && touch /data/sub/new /new/deep/file /link/new /elsewhere/too && chown 5 sub",
+        )
+        .ok();
+        one.exec("awk '$5 == \"/sys/fs/cgroup\"' /proc/self/mountinfo | grep -q cgroup2").ok();
+        // A container engine in the container cannot use an overlay.
+        one.exec("! awk '$5 == \"/data\"' /proc/self/mountinfo | grep -q ' - overlay '").ok();
+        // Each container has its own, also the one that replaces the first.
+        let two = container("two", false);
+        assert_eq!(two.exec(state).ok(), first, "{name}");
+        let layer = || {
+            let stats = node.crictl.call_json(["stats", "-o", "json", "--id", &two.id]);
+            let used = &stats["stats"][0]["writableLayer"]["usedBytes"]["value"];
+            used.as_str().and_then(|used| used.parse::<u64>().ok()).unwrap_or(0)
+        };
+        two.exec("dd if=/dev/zero of=/data/large bs=1M count=8 && sync").ok();
+        nacelle_e2e::run::eventually("the volume counts as written", || (layer() > 8 << 20).then_some(()));
+        node.crictl.call(["rm", "-f", &one.id]);
+        assert_eq!(container("three", true).exec(state).ok(), first, "{name}");
+        pod.remove();
+        assert!(!given.join("hidden").exists());
+    }
+    assert_eq!(node.leaked(), Vec::<String>::new());
+    let file = TestImage::busybox().with_config("Volumes", json!({"/bin/busybox": {}}));
+    let file = node.push_and_pull(&file, "file:1");
+    let pod = node.crictl.run_pod(PodRequest::new("file", node.directory()));
+    let error = create_with_mounts(&node, &pod.id, &file, vec![]).unwrap_err();
+    assert!(error.starts_with("FailedPrecondition") || error.starts_with("InvalidArgument"), "{error}");
+    assert!(error.contains("declares the volume /bin/busybox"), "{error}");
+}

@@ -138,6 +138,7 @@ pub async fn create(
             volumes: partitions.zip(&request.volumes).map(volume).collect(),
             devices: agent_devices(&request, &device_partitions),
             empty_dirs: agent_empty_dirs(&request, &device_partitions),
+            anonymous_volumes: request.anonymous_volumes.clone(),
         })
         .await;
     // If the creation succeeded, the machine has the disks; otherwise this withdraws them.

@@ -5,8 +5,10 @@
 mod capabilities;
 mod limits;
 mod seccomp;
+mod volumes;
 
 pub use limits::limits;
+pub use volumes::anonymous_volumes;
 
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::ImageConfig;
@@ -43,6 +45,14 @@ pub enum OciError {
         /// The signal.
         signal: String,
     },
+    /// A volume that the image declares cannot be made.
+    #[error("image {image} declares {why}")]
+    Volume {
+        /// The image as the request names it.
+        image: String,
+        /// What it declares, and what is allowed.
+        why: String,
+    },
     /// The result is not a valid OCI specification: a bug of Nacelle.
     #[error("the specification of container {container} is not valid")]
     Invalid {
@@ -56,7 +66,7 @@ pub enum OciError {
 impl Classify for OciError {
     fn kind(&self) -> FailureKind {
         match self {
-            OciError::NoCommand { .. } | OciError::StopSignal { .. } => FailureKind::Invalid,
+            OciError::NoCommand { .. } | OciError::StopSignal { .. } | OciError::Volume { .. } => FailureKind::Invalid,
             OciError::Invalid { .. } => FailureKind::Internal,
         }
     }

@@ -48,6 +48,7 @@ impl Prepared {
             && self.passed.as_ref().is_none_or(PassthroughDevices::is_empty)
             && numbers(&self.request.user)
             && self.request.volumes.iter().all(|volume| volume.sub_path.is_empty())
+            && self.request.anonymous_volumes.is_empty()
     }
 }
 
@@ -137,6 +138,7 @@ async fn request(
     let spec = oci::spec(&pod.config, config, &root.config, &pod.kernel_release, devices, mounts);
     let spec = spec.map_err(at("describe the container"))?;
     let stop_signal = oci::stop_signal(config, &root.config).map_err(at("describe the container"))?;
+    let anonymous_volumes = oci::anonymous_volumes(config, &root.config).map_err(at("describe the container"))?;
     let mut volumes = Vec::with_capacity(record.volumes.len());
     for (volume, image) in config.volumes.iter().zip(&record.volumes) {
         let root =
@@ -171,5 +173,6 @@ async fn request(
         devices: Vec::new(),
         empty_dirs: Vec::new(),
         disks: Vec::new(),
+        anonymous_volumes,
     })
 }
