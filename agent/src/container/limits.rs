@@ -1,6 +1,7 @@
 //! Changes the limits of an existing container, all of them or none, and drops limits from a specification that this node cannot
 //! enforce.
 
+use super::reclaim;
 use crate::cgroup;
 use crate::huge_pages::{self, HugePageLimits};
 use libcontainer::oci_spec::runtime::{LinuxCpu, Spec};
@@ -27,7 +28,7 @@ pub enum LimitError {
     Name { file: String },
     #[error("too many limits in one request: {count} (maximum {MAX_LIMITS})")]
     TooMany { count: usize },
-    #[error("cannot set {MEMORY_LIMIT} to {limit}: {used} bytes are in use")]
+    #[error("cannot set {MEMORY_LIMIT} to {limit}: {used} bytes are in use and cannot be reclaimed")]
     InUse { limit: u64, used: u64 },
     #[error("cannot write {value:?} to {file}")]
     Write { file: String, value: String, source: io::Error },
@@ -62,7 +63,7 @@ struct WrittenLimit {
 }
 
 /// Writes values to files of a cgroup, and `oom_score_adj` to all its processes. `proc` is the mount point of procfs. On an error,
-/// restores what was written.
+/// restores what was written. Memory above a lower `memory.max` is reclaimed first, and stays reclaimed on an error.
 pub fn change_limits(
     cgroup: &Path,
     proc: &Path,
@@ -73,6 +74,7 @@ pub fn change_limits(
         return Err(LimitError::TooMany { count: limits.len() });
     }
     let controllers = read_controllers(cgroup);
+    let mut lowered = None;
     for (file, value) in limits {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         // The files of cgroup v2 itself kill, move and freeze processes.
@@ -89,10 +91,15 @@ pub fn change_limits(
             return Err(LimitError::NoController { file: file.clone(), controllers: controllers.trim().to_owned() });
         }
         if let (MEMORY_LIMIT, Ok(limit)) = (file.as_str(), value.parse::<u64>()) {
-            let used = read_file(&cgroup.join("memory.current"))?.trim().parse().unwrap_or(0);
-            if used > limit {
-                return Err(LimitError::InUse { limit, used });
-            }
+            lowered = Some(limit);
+        }
+    }
+    // Last, because it changes something.
+    if let Some(limit) = lowered {
+        let used = read_file(&cgroup.join("memory.current"))?.trim().parse().unwrap_or(0);
+        let used = if used > limit { reclaim_memory(cgroup, limit, used) } else { used };
+        if used > limit {
+            return Err(LimitError::InUse { limit, used });
         }
     }
     let mut written = Vec::new();
@@ -108,6 +115,17 @@ pub fn change_limits(
         }
     }
     changed
+}
+
+/// Reclaims memory of a cgroup that uses `used` bytes, and returns how many it uses then.
+fn reclaim_memory(cgroup: &Path, limit: u64, used: u64) -> u64 {
+    match reclaim::reclaim_down_to(cgroup, limit) {
+        Ok(used) => used,
+        Err(error) => {
+            tracing::warn!(cgroup = %cgroup.display(), %error, "cannot reclaim memory for a lower limit");
+            used
+        }
+    }
 }
 
 fn change_each(
@@ -170,7 +188,7 @@ fn read_file(path: &Path) -> Result<String, LimitError> {
 }
 
 /// Writes to an existing file, in one piece.
-fn write_file(path: &Path, value: &str) -> io::Result<()> {
+pub(super) fn write_file(path: &Path, value: &str) -> io::Result<()> {
     File::options().write(true).truncate(true).open(path)?.write_all(value.as_bytes())
 }
 

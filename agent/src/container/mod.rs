@@ -18,6 +18,7 @@ mod pod;
 mod prepare;
 mod process;
 mod reap;
+mod reclaim;
 mod record;
 mod remove;
 mod resize;

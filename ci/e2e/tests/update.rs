@@ -33,6 +33,15 @@ fn limits_can_be_raised_and_lowered_before_and_after_the_start() {
     node.crictl.call(["update", "--memory", &(24 << 20).to_string(), &container.id]);
     assert_eq!(values(container.exec(read).ok()), ["25165824", "80000 100000", "100"]);
 
+    // Page cache is reclaimed, here of a file that was only read.
+    node.crictl.call(["update", "--memory", &(100 << 20).to_string(), &container.id]);
+    let cached = "awk '$1 == \"file\" { print $2 }' /sys/fs/cgroup/memory.stat";
+    container.exec("dd if=/dev/zero of=/cached bs=1M count=64 2>/dev/null && sync && cat /cached >/dev/null").ok();
+    let before: u64 = container.exec(cached).ok().parse().expect("a number");
+    assert!(before > 24 << 20, "{before}");
+    node.crictl.call(["update", "--memory", &(24 << 20).to_string(), &container.id]);
+    assert_eq!(values(container.exec(read).ok()), ["25165824", "80000 100000", "100"]);
+
     // A limit below the usage is rejected, and the other limits stay unchanged.
     let refused = node.crictl.try_call(["update", "--memory", "4096", "--cpu-quota", "1000", &container.id]).err();
     assert!(refused.contains("are in use"), "{refused}");
